@@ -1,0 +1,115 @@
+"""GPT-2: embeddings, a stack of parallel layers, and a head tied to the word embeddings.
+
+Legend: b batch, s sequence, h hidden, v padded vocabulary, p model-parallel size.
+Parameter names are those of Megatron's 2019 checkpoints.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import mpu
+from megatron.config import ModelConfig
+
+
+def seeded_normal(seed: int, name: str, std: float) -> Callable[[Tensor], object]:
+    """An init_method that fills the whole weight `name` from N(0, std²).
+
+    A function of (seed, name, index) alone: each parameter has a generator of its own, so that neither the
+    layout nor the order in which layers are made can change a weight.
+    """
+    key = int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8], "little", signed=True)
+
+    def fill(weight: Tensor) -> object:
+        return nn.init.normal_(weight, 0.0, std, generator=torch.Generator().manual_seed(key))
+
+    return fill
+
+
+class Transformer(nn.Module):
+    """The layers and the closing layer norm. [s, b, h] -> [s, b, h]."""
+
+    def __init__(self, config: ModelConfig, init_method_for: Callable[[str], Callable[[Tensor], object]],
+                 checkpoint_num_layers: int, device: torch.device | str | None) -> None:
+        super().__init__()
+        self.checkpoint_num_layers = checkpoint_num_layers
+        self.layers = nn.ModuleList(
+            mpu.ParallelTransformerLayer(
+                config.hidden_size, config.num_attention_heads, config.ffn_size,
+                attention_dropout=config.attention_dropout, hidden_dropout=config.hidden_dropout,
+                layernorm_epsilon=config.layernorm_epsilon, device=device,
+                init_method_for=lambda name, i=i: init_method_for(f"transformer.layers.{i}.{name}"))
+            for i in range(config.num_layers))
+        self.final_layernorm = nn.LayerNorm(config.hidden_size, eps=config.layernorm_epsilon, device=device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.checkpoint_num_layers and self.training:
+            for start in range(0, len(self.layers), self.checkpoint_num_layers):
+                x = mpu.checkpoint(nn.Sequential(*self.layers[start:start + self.checkpoint_num_layers]), x)
+        else:
+            for layer in self.layers:
+                x = layer(x)
+        return self.final_layernorm(x)
+
+
+class GPT2Model(nn.Module):
+    """GPT-2 over the default model-parallel group, in float32; the optimizer or `.to(dtype)` lowers it.
+
+    config.vocab_size is the true size. checkpoint_num_layers: layers recomputed together in backward, 0 for none.
+    """
+
+    def __init__(self, config: ModelConfig, *, seed: int = 1234, checkpoint_num_layers: int = 0,
+                 device: torch.device | str | None = None) -> None:
+        super().__init__()
+        if config.vocab_size is None:
+            raise ValueError("the model needs the tokenizer's vocabulary size (--vocab-size)")
+        self.config = config
+        self.vocab_size = config.vocab_size
+        padded = mpu.padded_vocab_size(config.vocab_size, config.make_vocab_size_divisible_by,
+                                       mpu.get_model_parallel_world_size())
+        # Each layer adds two branches to the residual stream: their last weights start smaller (GPT-2).
+        output_std = config.init_method_std / math.sqrt(2 * config.num_layers)
+
+        def init_method_for(name: str) -> Callable[[Tensor], object]:
+            is_output = name.endswith(("attention.dense.weight", "mlp.dense_4h_to_h.weight"))
+            return seeded_normal(seed, name, output_std if is_output else config.init_method_std)
+
+        self.word_embeddings = mpu.VocabParallelEmbedding(
+            config.vocab_size, config.hidden_size, padded_size=padded,
+            init_method=init_method_for("word_embeddings.weight"), device=device)
+        positions = torch.empty(config.max_position_embeddings, config.hidden_size)
+        init_method_for("position_embeddings.weight")(positions)
+        self.position_embeddings = nn.Embedding.from_pretrained(positions.to(device), freeze=False)
+        self.transformer = Transformer(config, init_method_for, checkpoint_num_layers, device)
+
+    def forward(self, tokens: Tensor, labels: Tensor | None = None, token_weight: Tensor | None = None) -> Tensor:
+        """tokens [b, s] int64 -> this rank's logits [s, b, v/p]; with labels and weights, both [b, s], the scalar
+        Σ token_weight · cross-entropy in float32, the same on every rank of the model-parallel group.
+
+        A label whose weight is 0 must still be an id of the vocabulary.
+        """
+        s = tokens.size(1)
+        x = self.word_embeddings(tokens.t()) + self.position_embeddings.weight[:s].unsqueeze(1)  # [s, b, h]
+        x = self.transformer(F.dropout(x, self.config.hidden_dropout, self.training))
+        if labels is None:
+            return F.linear(mpu.copy_to_model_parallel_region(x), self.word_embeddings.weight)
+        assert token_weight is not None
+        return mpu.vocab_parallel_linear_cross_entropy(
+            x.flatten(0, 1), self.word_embeddings.weight, labels.t().reshape(-1), token_weight.t().reshape(-1),
+            vocab_size=self.vocab_size)
+
+
+def count_parameters(config: ModelConfig, model_parallel_size: int = 1) -> tuple[int, int]:
+    """Parameters in all (true vocabulary) and in one rank's memory (padded), without making them."""
+    assert config.vocab_size is not None
+    h, f, p = config.hidden_size, config.ffn_size, model_parallel_size
+    vocab = mpu.padded_vocab_size(config.vocab_size, config.make_vocab_size_divisible_by, p)
+    split = config.num_layers * ((3 * h * h + 3 * h) + h * h + (f * h + f) + h * f)
+    replicated = config.num_layers * (h + h + 4 * h) + 2 * h + config.max_position_embeddings * h
+    return (split + replicated + config.vocab_size * h, split // p + replicated + vocab // p * h)

@@ -1,0 +1,70 @@
+"""The model-parallel unit: tensor parallelism in the Megatron style, with torch alone.
+
+The names and their meaning are those of Megatron's `mpu` of 2019, so that code written for it runs on this.
+"""
+
+from mpu.cross_entropy import vocab_parallel_cross_entropy, vocab_parallel_linear_cross_entropy
+from mpu.data import broadcast_data
+from mpu.grads import clip_grad_norm, squared_norm
+from mpu.initialize import (
+    ParallelState,
+    destroy_model_parallel,
+    get_data_parallel_group,
+    get_data_parallel_rank,
+    get_data_parallel_world_size,
+    get_model_parallel_group,
+    get_model_parallel_rank,
+    get_model_parallel_src_rank,
+    get_model_parallel_world_size,
+    get_parallel_state,
+    initialize_model_parallel,
+    model_parallel_is_initialized,
+)
+from mpu.layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear, VocabParallelEmbedding
+from mpu.mappings import (
+    copy_to_model_parallel_region,
+    gather_from_model_parallel_region,
+    reduce_from_model_parallel_region,
+    scatter_to_model_parallel_region,
+)
+from mpu.partition import Box, PartitionSpec, padded_vocab_size, partition_specs
+from mpu.random import checkpoint, get_cuda_rng_tracker, model_parallel_cuda_manual_seed
+from mpu.transformer import ParallelMLP, ParallelSelfAttention, ParallelTransformerLayer
+
+__all__ = [
+    "Box",
+    "ColumnParallelLinear",
+    "ParallelEmbedding",
+    "ParallelMLP",
+    "ParallelSelfAttention",
+    "ParallelState",
+    "ParallelTransformerLayer",
+    "PartitionSpec",
+    "RowParallelLinear",
+    "VocabParallelEmbedding",
+    "broadcast_data",
+    "checkpoint",
+    "clip_grad_norm",
+    "copy_to_model_parallel_region",
+    "destroy_model_parallel",
+    "gather_from_model_parallel_region",
+    "get_cuda_rng_tracker",
+    "get_data_parallel_group",
+    "get_data_parallel_rank",
+    "get_data_parallel_world_size",
+    "get_model_parallel_group",
+    "get_model_parallel_rank",
+    "get_model_parallel_src_rank",
+    "get_model_parallel_world_size",
+    "get_parallel_state",
+    "initialize_model_parallel",
+    "model_parallel_cuda_manual_seed",
+    "model_parallel_is_initialized",
+    "padded_vocab_size",
+    "partition_specs",
+    "reduce_from_model_parallel_region",
+    "scatter_to_model_parallel_region",
+    "squared_norm",
+    "vocab_parallel_cross_entropy",
+    "vocab_parallel_linear_cross_entropy",
+]

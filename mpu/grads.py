@@ -1,0 +1,58 @@
+"""The norm of all gradients over a model-parallel group, and clipping by it.
+
+A split parameter has other gradients on every rank; a replicated one has the same everywhere and counts once,
+on the group's first rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mpu.initialize import get_parallel_state
+
+
+def squared_norm(split: Iterable[Tensor], replicated: Iterable[Tensor], device: torch.device) -> Tensor:
+    """Σ g² over the model-parallel group, as a float32 scalar on `device`; no host synchronisation."""
+    state = get_parallel_state()
+    counted = list(split) + (list(replicated) if state.model_parallel_rank == 0 else [])
+    total = torch.zeros((), dtype=torch.float32, device=device)
+    for grad in counted:
+        total += torch.linalg.vector_norm(grad, dtype=torch.float32) ** 2
+    if state.model_parallel_size > 1:
+        dist.all_reduce(total, group=state.model_parallel_group)
+    return total
+
+
+def clip_grad_norm(parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2) -> float:
+    """Scale the gradients of `parameters` in place so that their global norm is at most `max_norm`.
+
+    Returns the norm before clipping. `norm_type` is 2 or infinity. Parameters with a true attribute
+    `model_parallel` are split; it is set by mpu's layers. Raises ValueError for another norm type.
+    """
+    state = get_parallel_state()
+    parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    with_grad = [p for p in parameters if p.grad is not None]
+    grads = [p.grad for p in with_grad if p.grad is not None]
+    device = grads[0].device if grads else torch.device("cpu")
+    if norm_type == 2:
+        is_split = [getattr(p, "model_parallel", False) for p in with_grad]
+        norm = squared_norm((g for g, s in zip(grads, is_split, strict=True) if s),
+                            (g for g, s in zip(grads, is_split, strict=True) if not s), device).sqrt().item()
+    elif norm_type == torch.inf:
+        largest = torch.zeros((), device=device)
+        for grad in grads:
+            largest = torch.maximum(largest, grad.abs().max().float())
+        if state.model_parallel_size > 1:
+            dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=state.model_parallel_group)
+        norm = largest.item()
+    else:
+        raise ValueError(f"clip_grad_norm knows the norms 2 and inf, not {norm_type}")
+    scale = max_norm / (norm + 1e-6)
+    if scale < 1:
+        for grad in grads:
+            grad.mul_(scale)
+    return norm

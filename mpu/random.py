@@ -1,0 +1,122 @@
+"""What chance shares between ranks, and activation checkpointing that repeats it.
+
+    default generator   the same on the ranks of a model-parallel group: hidden and embedding dropout, where
+                        activations are replicated
+    tracker             different on every model-parallel rank: attention dropout, where heads differ
+
+Both differ between data-parallel ranks, whose samples differ (Megatron gave them the same in 2019). Everything
+works on CPU and GPU alike; "cuda" in the names is 2019's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+from torch import Tensor
+
+from mpu.initialize import get_data_parallel_rank, get_model_parallel_rank
+
+MODEL_PARALLEL_RNG = "model-parallel-rng"
+_TRACKER_OFFSET = 2718
+# Data-parallel ranks are further apart than any model-parallel size, so that no two streams meet.
+_DATA_PARALLEL_STRIDE = 1 << 16
+
+
+def _on_gpu() -> bool:
+    # A process that never touched its GPU draws on the CPU: asking for the state must not start CUDA.
+    return torch.cuda.is_available() and torch.cuda.is_initialized()
+
+
+def _get_state() -> Tensor:
+    return torch.cuda.get_rng_state() if _on_gpu() else torch.get_rng_state()
+
+
+def _set_state(state: Tensor) -> None:
+    if _on_gpu():
+        torch.cuda.set_rng_state(state)
+    else:
+        torch.set_rng_state(state)
+
+
+class RNGStatesTracker:
+    """Named streams of random numbers; `fork(name)` draws from one and leaves the default generator untouched."""
+
+    def __init__(self) -> None:
+        self._states: dict[str, Tensor] = {}
+
+    def reset(self) -> None:
+        self._states.clear()
+
+    def get_states(self) -> dict[str, Tensor]:
+        return {name: state.clone() for name, state in self._states.items()}
+
+    def set_states(self, states: dict[str, Tensor]) -> None:
+        self._states = {name: state.clone() for name, state in states.items()}
+
+    def add(self, name: str, seed: int) -> None:
+        if name in self._states:
+            raise ValueError(f"the random stream {name!r} exists already")
+        before = _get_state()
+        if _on_gpu():
+            torch.cuda.manual_seed(seed)
+        else:
+            torch.default_generator.manual_seed(seed)
+        self._states[name] = _get_state()
+        _set_state(before)
+
+    @contextlib.contextmanager
+    def fork(self, name: str = MODEL_PARALLEL_RNG) -> Iterator[None]:
+        if name not in self._states:
+            raise KeyError(f"no random stream {name!r}: call mpu.model_parallel_cuda_manual_seed first")
+        before = _get_state()
+        _set_state(self._states[name])
+        try:
+            yield
+        finally:
+            self._states[name] = _get_state()
+            _set_state(before)
+
+
+_tracker = RNGStatesTracker()
+
+
+def get_cuda_rng_tracker() -> RNGStatesTracker:
+    return _tracker
+
+
+def model_parallel_cuda_manual_seed(seed: int) -> None:
+    """Seed the default generator and the tracker of this rank.
+
+    At data-parallel rank 0 the seeds are Megatron's: `seed` and `seed + 2718 + model-parallel rank`.
+    """
+    seed += _DATA_PARALLEL_STRIDE * get_data_parallel_rank()
+    torch.manual_seed(seed)
+    _tracker.reset()
+    _tracker.add(MODEL_PARALLEL_RNG, seed + _TRACKER_OFFSET + get_model_parallel_rank())
+
+
+@contextlib.contextmanager
+def _tracker_states(states: dict[str, Tensor]) -> Iterator[None]:
+    after = _tracker.get_states()
+    _tracker.set_states(states)
+    try:
+        yield
+    finally:
+        _tracker.set_states(after)
+
+
+def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
+    """`function(*args)`, keeping the arguments alone and computing the rest again in backward.
+
+    torch's non-reentrant checkpoint repeats the default generator; the tracker is repeated here, so that
+    dropout drops the same elements both times. It stops recomputing at the last saved tensor, so what comes
+    after it (a closing all-reduce without dropout) is not repeated.
+    """
+    states = _tracker.get_states()
+    return torch.utils.checkpoint.checkpoint(
+        function, *args, use_reentrant=False,
+        context_fn=lambda: (contextlib.nullcontext(), _tracker_states(states)))
