@@ -39,7 +39,7 @@ def _loss_and_softmax(logits: Tensor, target: Tensor, group: ProcessGroup | None
         # (max, sum of exponentials, target logit) of every rank: one all-gather instead of three all-reduces.
         mine = torch.stack((peak, total, target_logit))
         everyone = mine.new_empty((world_size, *mine.shape))
-        dist.all_gather_into_tensor(everyone, mine, group=group)
+        dist.all_gather(list(everyone), mine, group=group)
         peaks, totals, target_logits = everyone.unbind(1)
         own_peak, peak = peak, peaks.amax(dim=0)
         total = (totals * (peaks - peak).exp()).sum(dim=0)

@@ -1,0 +1,58 @@
+"""Run a function on several ranks: processes of one thread, gloo, rendezvous through a file, always a timeout."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+
+def _worker(rank: int, world_size: int, folder: str, timeout: float, fn: Callable[..., Any],
+            args: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    try:
+        dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world_size,
+                                timeout=timedelta(seconds=timeout))
+        assert dist.get_world_size() == world_size, "the world did not really run"
+        result = fn(rank, world_size, *args)
+        torch.save(result, f"{folder}/result_{rank}")
+        dist.barrier()
+    except BaseException:
+        Path(f"{folder}/error_{rank}").write_text(traceback.format_exc())
+        # Without ceremony: the other ranks see the lost connection at once and end as well.
+        os._exit(1)
+
+
+def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120) -> list[Any]:
+    """`fn(rank, world_size, *args)` on every rank; what each returned, by rank.
+
+    fn is a module-level function. An exception on a rank is raised here with that rank's traceback.
+    """
+    assert world_size >= 1
+    with tempfile.TemporaryDirectory() as folder:
+        context = mp.get_context("spawn")
+        processes = [context.Process(target=_worker, args=(rank, world_size, folder, timeout, fn, args), daemon=True)
+                     for rank in range(world_size)]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join(timeout)
+        hung = [rank for rank, process in enumerate(processes) if process.is_alive()]
+        for process in processes:
+            process.kill()
+            process.join()
+        # The first to fail wrote first; the others report its lost connection.
+        errors = sorted(Path(folder).glob("error_*"), key=lambda path: path.stat().st_mtime_ns)
+        assert not errors, f"{errors[0].name} of {world_size} ranks:\n{errors[0].read_text()}"
+        assert not hung, f"ranks {hung} of {world_size} hung for {timeout} s"
+        codes = [process.exitcode for process in processes]
+        assert codes == [0] * world_size, f"exit codes {codes}"
+        return [torch.load(f"{folder}/result_{rank}", weights_only=False) for rank in range(world_size)]

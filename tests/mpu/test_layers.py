@@ -1,0 +1,134 @@
+"""Parallel layers against plain torch.nn in float64: outputs, input gradients and weight gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import mpu
+from tests.distributed import run_ranks
+
+IN, OUT, VOCAB, HEADS = 8, 24, 17, 4
+
+
+def close(actual: Tensor, expected: Tensor, what: str) -> None:
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12, msg=lambda m: f"{what}: {m}")
+
+
+def compare(parallel: nn.Module, plain: nn.Module, inputs: Tensor, names: dict[str, str]) -> None:
+    """Load the plain module's weights into the parallel one, run both, compare everything.
+
+    names: parameter of the parallel module -> parameter of the plain one, whose rows are in the same order.
+    """
+    rank, size = mpu.get_model_parallel_rank(), mpu.get_model_parallel_world_size()
+    parallel, plain = parallel.double(), plain.double()
+    specs = mpu.partition_specs(parallel)
+    reference = dict(plain.named_parameters())
+    parameters = dict(parallel.named_parameters())
+    assert parameters.keys() == names.keys()
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            nn.init.normal_(reference[names[name]], generator=torch.Generator().manual_seed(len(name)))
+            parameter.copy_(specs[name].split(reference[names[name]], rank, size))
+
+    def run(module: nn.Module) -> tuple[Tensor, Tensor | None]:
+        x = inputs.clone().requires_grad_(inputs.is_floating_point())
+        y = module(x)
+        (y * torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view(y.shape)).sum().backward()
+        return y.detach(), x.grad
+
+    (y, dx), (y_ref, dx_ref) = run(parallel), run(plain)
+    close(y, y_ref, "output")
+    if dx_ref is not None:
+        assert dx is not None
+        close(dx, dx_ref, "input gradient")
+    for name, parameter in parameters.items():
+        grad = reference[names[name]].grad
+        assert parameter.grad is not None and grad is not None
+        close(parameter.grad, specs[name].split(grad, rank, size), f"gradient of {name}")
+
+
+class PlainAttention(nn.Module):
+    """Causal attention with materialised scores; the fused weight is [n, 3, d] rows, as in mpu."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(IN, 3 * IN), nn.Linear(IN, IN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        s, b, h = x.shape
+        q, k, v = self.qkv(x).view(s, b, HEADS, 3, h // HEADS).permute(3, 1, 2, 0, 4)
+        scores = (q @ k.transpose(-1, -2) / (h // HEADS) ** 0.5).masked_fill(
+            torch.ones(s, s, dtype=torch.bool).triu(1), -torch.inf)
+        return self.out((scores.softmax(-1) @ v).permute(2, 0, 1, 3).reshape(s, b, h))
+
+
+def check_layers(rank: int, world_size: int) -> bool:
+    mpu.initialize_model_parallel(world_size)
+    torch.manual_seed(7)
+    x = torch.randn(5, 3, IN, dtype=torch.float64)
+    linear = {"weight": "weight", "bias": "bias"}
+    compare(mpu.ColumnParallelLinear(IN, OUT), nn.Linear(IN, OUT), x, linear)
+    compare(mpu.ColumnParallelLinear(IN, OUT, bias=False), nn.Linear(IN, OUT, bias=False), x, {"weight": "weight"})
+    compare(mpu.RowParallelLinear(IN, OUT), nn.Linear(IN, OUT), x, linear)
+    compare(mpu.RowParallelLinear(IN, OUT, bias=False), nn.Linear(IN, OUT, bias=False), x, {"weight": "weight"})
+
+    ids = torch.randint(0, VOCAB, (4, 6))
+    ids[0, :2] = torch.tensor([0, VOCAB - 1])
+    padded = mpu.padded_vocab_size(VOCAB, 8, world_size)
+    compare(mpu.VocabParallelEmbedding(VOCAB, IN, padded_size=padded), nn.Embedding(VOCAB, IN), ids,
+            {"weight": "weight"})
+    compare(mpu.ParallelEmbedding(VOCAB, IN), nn.Embedding(VOCAB, IN), ids, {"weight": "weight"})
+
+    def init(weight: Tensor) -> object:
+        return nn.init.normal_(weight)
+
+    attention = mpu.ParallelSelfAttention(IN, HEADS, attention_dropout=0.0, init_method=init, output_init_method=init)
+    compare(attention, PlainAttention(), x, {"query_key_value.weight": "qkv.weight", "query_key_value.bias": "qkv.bias",
+                                             "dense.weight": "out.weight", "dense.bias": "out.bias"})
+    mlp = mpu.ParallelMLP(IN, 4 * IN, init_method=init, output_init_method=init)
+    plain = nn.Sequential(nn.Linear(IN, 4 * IN), nn.GELU(approximate="tanh"), nn.Linear(4 * IN, IN))
+    compare(mlp, plain, x, {"dense_h_to_4h.weight": "0.weight", "dense_h_to_4h.bias": "0.bias",
+                            "dense_4h_to_h.weight": "2.weight", "dense_4h_to_h.bias": "2.bias"})
+    return True
+
+
+def check_initial_weights(rank: int, world_size: int) -> bool:
+    """A parallel layer built after manual_seed(s) holds the weight that the plain call would draw."""
+    mpu.initialize_model_parallel(world_size)
+    for make, spec_shape in ((mpu.ColumnParallelLinear, (OUT, IN)), (mpu.RowParallelLinear, (OUT, IN)),
+                             (mpu.ParallelEmbedding, (IN, OUT))):
+        torch.manual_seed(3)
+        layer = make(IN, OUT, keep_master_weight_for_test=True)
+        torch.manual_seed(3)
+        full = nn.init.xavier_normal_(torch.empty(spec_shape))
+        spec = mpu.partition_specs(layer)["weight"]
+        assert torch.equal(layer.master_weight, full)
+        assert torch.equal(layer.weight, spec.split(full, rank, world_size))
+        assert layer.weight.model_parallel
+    assert not hasattr(mpu.RowParallelLinear(IN, OUT).bias, "model_parallel"), "a replicated bias counts once"
+    return True
+
+
+def check_gather_and_parallel_input(rank: int, world_size: int) -> bool:
+    """Column without gathering into row with a parallel input is one linear after the other."""
+    mpu.initialize_model_parallel(world_size)
+    torch.manual_seed(5)
+    a = mpu.ColumnParallelLinear(IN, OUT, gather_output=False, keep_master_weight_for_test=True)
+    b = mpu.RowParallelLinear(OUT, IN, input_is_parallel=True, keep_master_weight_for_test=True)
+    x = torch.randn(3, IN)
+    assert a(x).shape == (3, OUT // world_size)
+    torch.testing.assert_close(b(a(x)), F.linear(F.linear(x, a.master_weight), b.master_weight), rtol=1e-4, atol=1e-5)
+    return True
+
+
+def check_all(rank: int, world_size: int) -> list[bool]:
+    return [check(rank, world_size)
+            for check in (check_layers, check_initial_weights, check_gather_and_parallel_input)]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_layers_equal_plain_torch(world_size: int):
+    assert run_ranks(check_all, world_size) == [[True] * 3] * world_size

@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+import mpu
+from tests.distributed import run_ranks
+
+
+def check_mappings(rank: int, world_size: int) -> bool:
+    mpu.initialize_model_parallel(world_size)
+    mine = torch.arange(6.0).view(2, 3) + 10 * rank
+    everyone = [torch.arange(6.0).view(2, 3) + 10 * r for r in range(world_size)]
+
+    def run(op, x, grad_scale):
+        x = x.clone().requires_grad_()
+        before = x.detach().clone()
+        y = op(x)
+        y.backward(grad_scale * torch.ones_like(y))
+        assert torch.equal(x.detach(), before), "the caller's tensor was written to"
+        return y.detach(), x.grad
+
+    ranks = sum(r + 1 for r in range(world_size))
+    y, dx = run(mpu.copy_to_model_parallel_region, mine, rank + 1)
+    assert torch.equal(y, mine) and torch.equal(dx, torch.full_like(mine, ranks))
+
+    y, dx = run(mpu.reduce_from_model_parallel_region, mine, rank + 1)
+    assert torch.equal(y, torch.stack(everyone).sum(0)) and torch.equal(dx, torch.full_like(mine, rank + 1))
+
+    y, dx = run(mpu.gather_from_model_parallel_region, mine, rank + 1)
+    assert torch.equal(y, torch.cat(everyone, -1)) and torch.equal(dx, torch.full_like(mine, rank + 1))
+
+    whole = torch.arange(2.0 * 4 * world_size).view(2, -1)
+    y, dx = run(mpu.scatter_to_model_parallel_region, whole, rank + 1)
+    assert torch.equal(y, whole[:, 4 * rank:4 * (rank + 1)])
+    assert torch.equal(dx, torch.cat([torch.full((2, 4), r + 1.0) for r in range(world_size)], -1))
+    if world_size > 1:
+        with pytest.raises(ValueError, match="not divisible"):
+            mpu.scatter_to_model_parallel_region(torch.zeros(2, 4 * world_size + 1))
+    return True
+
+
+def check_broadcast(rank: int, world_size: int) -> bool:
+    mpu.initialize_model_parallel(world_size)
+    data = {"text": torch.arange(12).view(3, 4), "ids": torch.tensor([7, 8])} if rank == 0 else None
+    for shapes in (None, [(3, 4), (2,)]):
+        got = mpu.broadcast_data(["text", "ids"], data, torch.int64, shapes=shapes)
+        assert torch.equal(got["text"], torch.arange(12).view(3, 4)) and torch.equal(got["ids"], torch.tensor([7, 8]))
+    if rank == 0:
+        with pytest.raises(ValueError, match="'text' is torch.int64, expected torch.int32"):
+            mpu.broadcast_data(["text"], data, torch.int32)
+    return True
+
+
+def check_clip(rank: int, world_size: int) -> bool:
+    """The norm counts split parameters on every rank and replicated ones once."""
+    mpu.initialize_model_parallel(world_size)
+    split, replicated = (torch.nn.Parameter(torch.zeros(4)) for _ in range(2))
+    split.model_parallel = True
+    for norm_type, expected in ((2, (4 * world_size * 9 + 4 * 16) ** 0.5), (torch.inf, 4.0)):
+        split.grad, replicated.grad = torch.full((4,), 3.0), torch.full((4,), 4.0)
+        norm = mpu.clip_grad_norm([split, replicated], 1.0, norm_type)
+        assert norm == pytest.approx(expected, rel=1e-6)
+        assert split.grad[0].item() == pytest.approx(3 / expected, rel=1e-4)
+        assert mpu.clip_grad_norm([split, replicated], 10.0, norm_type) == pytest.approx(1.0, rel=1e-4)
+        assert split.grad[0].item() == pytest.approx(3 / expected, rel=1e-4), "a small norm must not be raised"
+    with pytest.raises(ValueError, match="2 and inf"):
+        mpu.clip_grad_norm([split], 1.0, 1)
+    return True
+
+
+def check_all(rank: int, world_size: int) -> list[bool]:
+    return [check(rank, world_size) for check in (check_mappings, check_broadcast, check_clip)]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_operations(world_size: int):
+    assert run_ranks(check_all, world_size) == [[True] * 3] * world_size
