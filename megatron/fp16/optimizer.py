@@ -109,6 +109,10 @@ class MixedPrecisionOptimizer:
             self._adam.state[master]["step"].fill_(good_steps)
         self.flat.write_back()
 
+    def masters_from_model(self) -> None:
+        """After the model's own weights were loaded, without an optimizer's."""
+        self.flat.masters.copy_(self.flat.params)
+
     def set_good_steps(self, good_steps: int) -> None:
         """Put the schedule where it is after so many steps."""
         self.good_steps.fill_(good_steps)

@@ -1,0 +1,176 @@
+"""The training program: `python -m megatron.pretrain_gpt2 [flags]`, alone or under torchrun or Slurm.
+
+Exit codes: 0 where the run ended as asked (also after SIGTERM), 1 where it failed, 2 for bad input, which is
+answered in one line by one rank.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from data_utils import unigram_bits_per_byte, xz_bits_per_byte
+from megatron import device as devices
+from megatron.arguments import differing_flags, parse
+from megatron.config import require
+from megatron.generation import generate
+from megatron.launch import Ranks, shutdown
+from megatron.model.gpt2 import count_parameters
+from megatron.reporting import EvaluationRecord, closing_report, start_table
+from megatron.run import Plan, Run, build_run, plan_run
+from megatron.training import evaluate_and_log, train
+
+# xz compresses about 2 MB/s: a corpus beyond this is not worth the wait at the end of a run.
+XZ_LIMIT = 32 << 20
+SAMPLE_TOKENS = 120
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line `argv` (default: this process's); returns the exit code."""
+    ranks = Ranks()
+    try:
+        ranks = Ranks.from_environment()
+        devices.set_threads(ranks)
+        arguments = parse(argv)
+
+        def say(line: str) -> None:
+            if ranks.rank == 0:
+                print(line, flush=True)
+
+        plan = plan_run(arguments, ranks, say)
+        if plan.is_finished:
+            say(f"{plan.config.checkpoint.save} is finished: it is at iteration {plan.start['iteration']} of "
+                f"{plan.train_iters}. Give a greater --train-iters to train on, or a new --save for another run.")
+            return 0
+        run = build_run(plan, say)
+    except (ValueError, OSError, dist.DistError) as error:
+        return refuse(error, ranks)
+    try:
+        return pretrain(run)
+    except FloatingPointError as error:
+        run.log.say(f"stopped: {error}")
+        return 1
+    finally:
+        shutdown()
+
+
+def refuse(error: Exception, ranks: Ranks) -> int:
+    """One line on standard error, from one rank of each machine, and exit code 2."""
+    if ranks.local_rank == 0:
+        where = f" ({os.uname().nodename})" if ranks.rank else ""
+        print(f"error{where}: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+    if ranks.world_size > 1:
+        # A launcher kills all ranks when it sees the first one go: let each of them meet the error by itself.
+        time.sleep(2)
+    return 2
+
+
+def pretrain(run: Run) -> int:
+    """From the start table to the closing report."""
+    print_start(run)
+    reason = train(run)
+    if reason:
+        run.log.say(f"stopped by {reason} at iteration {run.iteration}: the same command continues")
+    valid = evaluate_and_log(run, "valid", final=not reason) if not reason else None
+    if not reason:
+        evaluate_and_log(run, "test", final=True)
+    if run.saved_iteration != run.iteration:
+        run.save()
+    run.loader.close()
+    run.stop.close()
+    sample = sample_text(run) if not reason else ""
+    shutdown()
+    if run.parallel.rank == 0:
+        plot = run.log.close(title=run.save_directory.name)
+        if not reason:
+            print(closing(run, valid, sample, plot))
+    return 0 if run.saved_iteration == run.iteration else 1
+
+
+def print_start(run: Run) -> None:
+    plan, config, p = run.plan, run.config, run.parallel
+    total, own = count_parameters(config.model, p.model_parallel_size)
+    model, data = config.model, config.data
+    samples = len(run.splits.train)
+    needed = run.train_iters * run.global_batch_size
+    epochs = needed / samples
+    rows = [
+        ("model", f"GPT-2, {model.num_layers} layers, hidden size {model.hidden_size}, "
+                  f"{model.num_attention_heads} heads, vocabulary {model.vocab_size:,}, sequence {data.seq_length:,}"
+                  + (f" (--model {plan.arguments.preset})" if plan.arguments.preset else "")),
+        ("parameters", f"{total:,} in all, {own:,} on a rank with the padded vocabulary"),
+        ("layout", f"{p.world_size} ranks: model-parallel {p.model_parallel_size} × data-parallel "
+                   f"{p.data_parallel_size}"),
+        ("precision", f"{devices.PRECISIONS[plan.dtype]} on {run.device}; MFU is of {run.peak[1]}"),
+        ("batch", f"{config.train.micro_batch_size} samples × {p.data_parallel_size} data-parallel ranks × "
+                  f"{run.micro_batches} accumulated = {run.global_batch_size} a step, {run.tokens_per_step:,} tokens"),
+        ("FLOPs per token", f"{model.flops_per_token(data.seq_length):,}"),
+        ("tokenizer", f"{run.tokenizer.kind}, {run.tokenizer.vocab_size:,} ids"),
+        *(("data", line) for line in run.splits.description),
+        ("length", f"{run.train_iters:,} iterations, {needed:,} samples of {samples:,}: {epochs:.2f} epochs"),
+        ("from", f"iteration {run.iteration} of {plan.source}" if run.iteration else
+                 f"weights of {plan.source}" if plan.source else "random weights"),
+        ("saved in", f"{config.checkpoint.save}, every {config.checkpoint.save_interval:,} iterations and at the end"
+                     if config.checkpoint.save_interval else f"{config.checkpoint.save}, at the end"),
+    ]
+    run.log.say(start_table(rows, [(flag, str(value)) for flag, value in differing_flags(plan.arguments.config)]))
+    if epochs > 4:
+        run.log.say(f"WARNING: {epochs:.1f} epochs: beyond about 4, repeated text teaches less and less; a larger "
+                    "corpus or a smaller --train-iters would serve better")
+    if config.train.eval_iters and run.splits.valid is None:
+        run.log.say(f"no validation: --split {data.split} gives it no share")
+
+
+def sample_text(run: Run) -> str:
+    """A short continuation of nothing. Every rank of a model-parallel group takes part."""
+    generator = torch.Generator().manual_seed(run.config.train.seed)
+    ids = generate(run.model, run.tokenizer, [], max_new_tokens=SAMPLE_TOKENS, temperature=0.8, top_k=40,
+                   generator=generator)
+    return run.tokenizer.decode(ids)
+
+
+def baselines(run: Run) -> dict[str, float | None]:
+    """Bits per byte of the validation split that a run has to beat."""
+    train_split, valid = run.splits.train, run.splits.valid
+    if valid is None or train_split.num_tokens > XZ_LIMIT:
+        return {"unigram entropy of the tokens": None, "xz -9": None}
+    train_text, valid_text = train_split.text(XZ_LIMIT), valid.text(XZ_LIMIT)
+    return {
+        "unigram entropy of the tokens": unigram_bits_per_byte(
+            train_split.tokens, valid.tokens, run.tokenizer.byte_lengths, run.tokenizer.vocab_size),
+        "xz -9, given the training text": xz_bits_per_byte(train_text, valid_text)
+        if train_text is not None and valid_text is not None else None,
+    }
+
+
+def command_path(*parts: str) -> str:
+    """A file of the project as one would type it here."""
+    return shlex.quote(os.path.relpath(Path(__file__).resolve().parent.parent.joinpath(*parts)))
+
+
+def closing(run: Run, valid: EvaluationRecord | None, sample: str, plot: str) -> str:
+    save = shlex.quote(str(run.config.checkpoint.save))
+    # Not resolved: a virtual environment's interpreter is a link to the one that made it.
+    python = shlex.quote(min(os.path.relpath(sys.executable), sys.executable, key=len))
+    single, distributed = (f"bash {command_path('scripts', name)}"
+                           for name in ("pretrain_gpt2.sh", "pretrain_gpt2_distributed.sh"))
+    return closing_report(
+        bits_per_byte=valid.bits_per_byte if valid else None, baselines=baselines(run), sample=sample,
+        checkpoint=run.save_directory / f"iter_{run.iteration:07d}", plot=plot, next_commands=[
+            ("train on from this checkpoint",
+             f"{single} --load {save} --save {save} --train-iters {2 * run.train_iters}"),
+            ("two ranks that share the data, in a folder of its own", f"{distributed} --save {save}_dp2"),
+            ("generate text", f"{python} {command_path('tools', 'generate_text.py')} --load {save} --prompt 'The '"),
+        ])
+
+
+if __name__ == "__main__":
+    require(__package__ == "megatron", "run as python -m megatron.pretrain_gpt2")
+    sys.exit(main())

@@ -1,0 +1,373 @@
+"""Everything that a training run is made of, made in the order in which one part needs another.
+
+First what needs no other rank: the flags, the checkpoint's own shape, the tokenizer, the text as tokens (which can
+take hours, so it must not happen inside a collective's timeout). Then the groups, the model, the optimizer, and the
+state of the checkpoint.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import mpu
+from data_utils import (
+    BatchLoader,
+    SampleOrder,
+    Splits,
+    Tokenizer,
+    build_splits,
+    build_tokenizer,
+    default_tokenizer_kind,
+    ensure_sentencepiece_model,
+    load_tokenizer,
+)
+from megatron import device as devices
+from megatron.arguments import Arguments, merge_checkpoint
+from megatron.checkpoint_state import load_model, load_rng, load_state, model_pieces, rng_pieces, state_pieces
+from megatron.checkpointing import Checkpoint, find_checkpoint, write_checkpoint
+from megatron.config import Config
+from megatron.distributed import FlatParameters, GradientReducer, TorchDDPReducer, reducer_for
+from megatron.fp16.optimizer import MixedPrecisionOptimizer, build_loss_scaler
+from megatron.launch import Ranks, initialize_distributed
+from megatron.learning_rates import LearningRate, train_iterations
+from megatron.model.gpt2 import GPT2Model
+from megatron.reporting import RunLog
+from megatron.signals import StopSignal
+from megatron.timers import Timers
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What every rank knows before the ranks meet."""
+
+    arguments: Arguments
+    config: Config
+    ranks: Ranks
+    device: torch.device
+    dtype: torch.dtype
+    backend: str
+    tokenizer: Tokenizer
+    splits: Splits
+    source: str | None  # the folder to load from, None to start from random weights
+    train_iters: int
+    global_batch_size: int
+    start: dict[str, Any]  # the facts of the checkpoint that is to be continued; empty at iteration 0
+
+    @property
+    def is_finished(self) -> bool:
+        return self.start.get("iteration", 0) >= self.train_iters
+
+
+def plan_run(arguments: Arguments, ranks: Ranks, say: Say) -> Plan:
+    """Everything up to the tokenised data, without a process group. Raises ValueError or OSError for bad input."""
+    for note in arguments.notes:
+        say(note)
+    arguments, checkpoint, source = _source(arguments, say)
+    if checkpoint is not None:
+        arguments = merge_checkpoint(arguments, checkpoint.facts["config"], checkpoint.facts["train_iters"])
+    config = arguments.config
+    device, why_device = devices.choose_device(config.train.device, ranks)
+    dtype, why_dtype = devices.choose_precision(config.train.precision, device)
+    backend, why_backend = devices.choose_backend(config.parallel.distributed_backend, device)
+    reasons = [why_device, why_dtype, devices.set_allocator(device)]
+    for reason in reasons + ([why_backend] if ranks.world_size > 1 else []):
+        if reason:
+            say(reason)
+    global_batch_size = config.train.micro_batch_size * config.data_parallel_size(ranks.world_size)
+    global_batch_size *= config.accumulation(config.data_parallel_size(ranks.world_size))
+
+    tokenizer = _tokenizer(config, arguments, checkpoint, source, say)
+    if config.model.vocab_size not in (None, tokenizer.vocab_size):
+        raise ValueError(f"--vocab-size {config.model.vocab_size} is not the {tokenizer.vocab_size} of the tokenizer "
+                         f"{tokenizer.kind}: leave the flag out")
+    data = config.data
+    evaluates = config.train.eval_iters > 0
+    splits = build_splits(
+        train_data=data.train_data, valid_data=data.valid_data, test_data=data.test_data, data_path=data.data_path,
+        split=data.split, text_key=data.text_key, tokenizer=tokenizer, seq_length=data.seq_length,
+        cache_path=data.data_cache_path, need_valid=evaluates, need_test=evaluates, log=print)
+    train_iters = train_iterations(config, global_batch_size, len(splits.train))
+    config = dataclasses.replace(
+        config, model=dataclasses.replace(config.model, vocab_size=tokenizer.vocab_size),
+        data=dataclasses.replace(data, tokenizer_type=tokenizer.kind))
+    start = checkpoint.facts if checkpoint is not None and not config.checkpoint.finetune else {}
+    if start and start["data_fingerprint"] != splits.fingerprint:
+        say("WARNING: the training data or --split are not those of the checkpoint: the run goes on with the new data, "
+            "in which part of what was held out may have been seen")
+    return Plan(arguments, config, ranks, device, dtype, backend, tokenizer, splits, source, train_iters, global_batch_size,
+                dict(start))
+
+
+def _source(arguments: Arguments, say: Say) -> tuple[Arguments, Checkpoint | None, str | None]:
+    """The checkpoint that the run starts from, opened without reading its tensors, and its folder."""
+    where = arguments.checkpoint
+    assert where.save is not None
+    if where.finetune and where.load != where.save:
+        begun = find_checkpoint(where.save, log=_silent, verify=False)
+        if begun is not None:
+            say(f"--finetune: {where.save} holds a checkpoint of this run already, which is continued; another --save "
+                f"starts from {where.load} again")
+            values = {**arguments.values, "checkpoint.finetune": False, "checkpoint.load": where.save}
+            return dataclasses.replace(arguments, values=values), begun, where.save
+    checkpoint = find_checkpoint(where.load or where.save, log=_silent, verify=False)
+    if checkpoint is not None:
+        return arguments, checkpoint, where.load or where.save
+    if where.load is not None:
+        if where.finetune or where.exit_on_missing_checkpoint:
+            raise ValueError(f"--load {where.load} holds no checkpoint: give the --save folder of another run")
+        say(f"WARNING: --load {where.load} holds no checkpoint: the run starts from random weights")
+    return arguments, None, None
+
+
+def _silent(line: str) -> None:
+    """The same warnings come once more when the checkpoint is loaded."""
+
+
+def _tokenizer(config: Config, arguments: Arguments, checkpoint: Checkpoint | None, source: str | None,
+               say: Say) -> Tokenizer:
+    data = config.data
+    files_given = any(f"data.{name}" in arguments.given for name in ("vocab_file", "merge_file", "tokenizer_model"))
+    if checkpoint is not None and not files_given:
+        assert source is not None
+        tokenizer = load_tokenizer(Path(source) / "tokenizer")
+    else:
+        kind = data.tokenizer_type
+        if kind is None:
+            kind = default_tokenizer_kind()
+            if kind == "bytes":
+                say("tokenizer: bytes, since tiktoken is not installed (pip install tiktoken)")
+        if kind == "SentencePieceTokenizer":
+            ensure_sentencepiece_model(data.tokenizer_model, data.train_data, text_key=data.text_key,
+                                       vocab_size=data.tokenizer_vocab_size, log=print)
+        tokenizer = build_tokenizer(kind, vocab_file=data.vocab_file, merge_file=data.merge_file,
+                                    cache_dir=data.cache_dir, model_file=data.tokenizer_model)
+    if checkpoint is not None and tokenizer.fingerprint != checkpoint.facts["tokenizer"]["fingerprint"]:
+        raise ValueError(f"the tokenizer's files are not those of {checkpoint.path}: leave --vocab-file, --merge-file "
+                         "and --tokenizer-model out to take the checkpoint's own")
+    return tokenizer
+
+
+@dataclass
+class Run:
+    """A run under way: what does not change, then what each step moves on."""
+
+    plan: Plan
+    parallel: mpu.ParallelState
+    model: GPT2Model
+    forward: nn.Module  # the model, inside torch's DDP where that was asked for
+    flat: FlatParameters
+    reducer: GradientReducer | TorchDDPReducer
+    optimizer: MixedPrecisionOptimizer
+    loader: BatchLoader
+    log: RunLog
+    timers: Timers
+    stop: StopSignal
+    peak: tuple[float, str]  # FLOP/s of one device, and what they are
+    attempt: str  # a word that no other run shares
+    iteration: int
+    consumed_samples: int
+    loss_sum: Tensor
+    started: float  # time.monotonic()
+    saves: int = 0
+    saved_iteration: int | None = None
+
+    @property
+    def config(self) -> Config:
+        return self.plan.config
+
+    @property
+    def device(self) -> torch.device:
+        return self.plan.device
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self.plan.tokenizer
+
+    @property
+    def splits(self) -> Splits:
+        return self.plan.splits
+
+    @property
+    def train_iters(self) -> int:
+        return self.plan.train_iters
+
+    @property
+    def global_batch_size(self) -> int:
+        return self.plan.global_batch_size
+
+    @property
+    def micro_batches(self) -> int:
+        return self.config.accumulation(self.parallel.data_parallel_size)
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.global_batch_size * self.config.data.seq_length
+
+    @property
+    def save_directory(self) -> Path:
+        assert self.config.checkpoint.save is not None
+        return Path(self.config.checkpoint.save)
+
+    def mfu(self, tokens_per_second: float) -> float:
+        """Fraction of the peak of all devices that the model's own arithmetic used."""
+        flops = self.config.model.flops_per_token(self.config.data.seq_length)
+        return tokens_per_second * flops / (self.peak[0] * self.parallel.world_size)
+
+    def greatest(self, number: int) -> int:
+        """The greatest of all ranks' numbers. A collective."""
+        return greatest(number, self.device)
+
+    def save(self) -> Path | None:
+        """Write a checkpoint of this iteration; None, with a warning, where that failed on any rank."""
+        p, config = self.parallel, self.config.checkpoint
+        specs = mpu.partition_specs(self.model)
+        files: dict[str, Any] = {}
+        folder = f"mp_rank_{p.model_parallel_rank:02d}"
+        layout = {"mp_rank": p.model_parallel_rank, "mp_size": p.model_parallel_size}
+        if p.data_parallel_rank == 0:
+            files[f"{folder}/model.safetensors"] = model_pieces(self.model.named_parameters(), specs, **layout)
+            if not config.no_save_optim:
+                files[f"{folder}/optim_dp_00.safetensors"] = state_pieces(self.optimizer.tensors(), specs, **layout)
+        if not config.no_save_rng:
+            files[f"{folder}/rng_dp_{p.data_parallel_rank:02d}.safetensors"] = rng_pieces(
+                mp_rank=p.model_parallel_rank, dp_rank=p.data_parallel_rank, device=self.device)
+        path, problem = None, ""
+        try:
+            path = write_checkpoint(
+                self.save_directory, self.iteration, facts=self.facts(), files=files, rank=p.rank,
+                world_size=p.world_size, attempt=f"{self.attempt}-{self.saves}", log=self.log.say,
+                timeout_s=60 * self.config.parallel.distributed_timeout_minutes)
+        except OSError as error:
+            problem = str(error)
+        self.saves += 1
+        if failed := self.greatest(p.rank + 1 if problem else 0):
+            self.log.say(f"WARNING: no checkpoint at iteration {self.iteration}: "
+                         f"{problem or f'rank {failed - 1} could not write'}")
+            return None
+        self.saved_iteration = self.iteration
+        self.log.say(f"saved {path}")
+        return path
+
+    def facts(self) -> dict[str, Any]:
+        """What the manifest says of the run: all that is no tensor."""
+        return {
+            "layout": {"model_parallel_size": self.parallel.model_parallel_size,
+                       "data_parallel_size": self.parallel.data_parallel_size},
+            "config": self.config.as_dict(),
+            "vocab_size": self.tokenizer.vocab_size,
+            "tokenizer": {"kind": self.tokenizer.kind, "fingerprint": self.tokenizer.fingerprint,
+                          "vocab_size": self.tokenizer.vocab_size},
+            "iteration": self.iteration,
+            "train_iters": self.train_iters,
+            "consumed_samples": self.consumed_samples,
+            "data_fingerprint": self.splits.fingerprint,
+            "optimizer": self.optimizer.state_dict(),
+            "precision": str(self.plan.dtype).removeprefix("torch."),
+            "torch": torch.__version__,
+        }
+
+
+def greatest(number: int, device: torch.device) -> int:
+    """The greatest of all ranks' numbers. A collective; nothing in a world of one."""
+    if not dist.is_initialized():
+        return number
+    shared = torch.tensor(number, dtype=torch.int64, device=device if dist.get_backend() == "nccl" else "cpu")
+    dist.all_reduce(shared, op=dist.ReduceOp.MAX)
+    return int(shared)
+
+
+def build_run(plan: Plan, say: Say) -> Run:
+    """Join the other ranks and make or load everything that a step needs. Every rank calls it."""
+    config, device = plan.config, plan.device
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    initialize_distributed(plan.ranks, plan.backend, config.parallel.distributed_timeout_minutes)
+    parallel = mpu.initialize_model_parallel(
+        config.parallel.model_parallel_size, timeout=timedelta(minutes=config.parallel.distributed_timeout_minutes))
+    mpu.model_parallel_cuda_manual_seed(config.train.seed)
+
+    model = GPT2Model(config.model, seed=config.train.seed, device=device,
+                      checkpoint_num_layers=config.train.checkpoint_num_layers
+                      if config.train.checkpoint_activations else 0)
+    flat = FlatParameters(model, plan.dtype)
+    reducer, forward = reducer_for(config.parallel.DDP_impl, flat, model, parallel.data_parallel_group,
+                                   config.parallel.ddp_bucket_size)
+    rates = LearningRate.from_config(config.optimizer, plan.train_iters).table(plan.train_iters)
+    optimizer = MixedPrecisionOptimizer(flat, config.optimizer, build_loss_scaler(config.optimizer, plan.dtype, device),
+                                        torch.from_numpy(rates))
+    iteration, consumed_samples = 0, 0
+    if plan.source is not None:
+        iteration, consumed_samples = load_run(plan, parallel, model, optimizer, say)
+    log = RunLog(str(config.checkpoint.save), train_iters=plan.train_iters, start_iteration=iteration,
+                 tensorboard_dir=config.train.tensorboard_dir, active=parallel.rank == 0)
+    if parallel.rank == 0:
+        write_settings(plan)
+    loader = BatchLoader(plan.splits.train, SampleOrder(len(plan.splits.train), config.train.seed),
+                         micro_batch_size=config.train.micro_batch_size,
+                         accumulation=config.accumulation(parallel.data_parallel_size),
+                         data_parallel_rank=parallel.data_parallel_rank,
+                         data_parallel_size=parallel.data_parallel_size, consumed_samples=consumed_samples,
+                         prefetch=config.data.num_workers)
+    attempt = f"{greatest(secrets.randbits(62) if parallel.rank == 0 else 0, device):x}"
+    return Run(plan, parallel, model, forward, flat, reducer, optimizer, loader, log, Timers(device),
+               StopSignal(timedelta(minutes=config.parallel.distributed_timeout_minutes)),
+               devices.peak_flops(device, plan.dtype), attempt, iteration, consumed_samples,
+               torch.zeros((), dtype=torch.float32, device=device), time.monotonic())
+
+
+def load_run(plan: Plan, parallel: mpu.ParallelState, model: GPT2Model, optimizer: MixedPrecisionOptimizer,
+             say: Say) -> tuple[int, int]:
+    """Fill model, optimizer and random states from `plan.source`; returns iteration and consumed samples."""
+    assert plan.source is not None
+    wanted = plan.config.checkpoint
+    checkpoint = find_checkpoint(plan.source, log=say, share=(parallel.rank, parallel.world_size),
+                                 greatest=lambda number: greatest(number, plan.device))
+    if checkpoint is None:
+        raise ValueError(f"--load {plan.source}: the checkpoint vanished while the run was starting")
+    specs = mpu.partition_specs(model)
+    layout = {"mp_rank": parallel.model_parallel_rank, "mp_size": parallel.model_parallel_size}
+    has_optimizer = any(name.startswith("master.") for name in checkpoint.names())
+    if wanted.finetune or wanted.no_load_optim or not has_optimizer:
+        load_model(model.named_parameters(), specs, checkpoint, **layout)
+        optimizer.masters_from_model()
+        if wanted.finetune:
+            say(f"weights from {checkpoint.path}: fine-tuning starts at iteration 0")
+            return 0, 0
+        if not wanted.no_load_optim:
+            say(f"WARNING: {checkpoint.path} holds no optimizer (--no-save-optim): its moments start at zero")
+        optimizer.set_good_steps(int(checkpoint.facts["optimizer"]["good_steps"]))
+    else:
+        load_state(optimizer.tensors(), specs, checkpoint, **layout)
+        optimizer.load_state_dict(checkpoint.facts["optimizer"])
+    if not wanted.no_load_rng and not load_rng(
+            checkpoint, mp_rank=parallel.model_parallel_rank, dp_rank=parallel.data_parallel_rank,
+            mp_size=parallel.model_parallel_size, dp_size=parallel.data_parallel_size, device=plan.device):
+        # Not the seed itself: dropout would repeat the masks of the first steps.
+        mpu.model_parallel_cuda_manual_seed(plan.config.train.seed + checkpoint.iteration)
+        say(f"random states start afresh: {checkpoint.path} has none for this layout and device")
+    say(f"continuing {checkpoint.path}")
+    return checkpoint.iteration, int(checkpoint.facts["consumed_samples"])
+
+
+def write_settings(plan: Plan) -> None:
+    """config.json and the tokenizer, in the save folder: with a checkpoint, all that generation needs."""
+    folder = Path(str(plan.config.checkpoint.save))
+    plan.tokenizer.save(folder / "tokenizer")
+    settings = {"config": plan.config.as_dict(), "world_size": plan.ranks.world_size, "train_iters": plan.train_iters,
+                "global_batch_size": plan.global_batch_size, "device": str(plan.device),
+                "precision": str(plan.dtype).removeprefix("torch."), "torch": torch.__version__}
+    (folder / "config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")

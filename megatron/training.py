@@ -1,0 +1,193 @@
+"""Training GPT-2: start reading here.
+
+    train_step   one update: accumulate, reduce, unscale, clip, step, schedule
+    evaluate     the loss over a split
+    train        the loop around them: log lines, evaluations, checkpoints, and when to stop
+
+`megatron/run.py` makes the `Run` that they share; `megatron/pretrain_gpt2.py` puts beginning and end together.
+Legend: b micro-batch, s sequence.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import mpu
+from data_utils import GPT2Dataset, evaluation_batches
+from megatron.distributed import global_sum
+from megatron.reporting import EvaluationRecord, IterationRecord, evaluation_line, iteration_line, memory_line
+from megatron.run import Run
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Samples on the device: tokens and labels [n, s] int64, mask [n, s] float32 (0 where no loss is taken)."""
+
+    tokens: Tensor
+    labels: Tensor
+    mask: Tensor
+
+
+def to_device(run: Run, text: np.ndarray) -> Batch:
+    """text [n, s+1] int64 of the model-parallel group's first rank -> the batch on every rank of the group.
+
+    An entry of -1 is no token: as a label it has no weight.
+    """
+    host = torch.from_numpy(text)
+    if run.device.type == "cuda":
+        host = host.pin_memory()
+    sent = mpu.broadcast_data(["text"], {"text": host}, torch.int64, run.device, shapes=[tuple(text.shape)])["text"]
+    tokens, labels = sent[:, :-1], sent[:, 1:]
+    mask = labels >= 0
+    if run.config.data.eod_mask_loss:
+        mask &= tokens != run.tokenizer.eod
+    return Batch(tokens.clamp_min(0), labels.clamp_min(0), mask.float())
+
+
+def train_step(run: Run) -> None:
+    """Accumulate micro-batches -> reduce gradients -> unscale, agree on overflow -> clip -> step -> schedule."""
+    with run.timers("batch generator"):
+        with run.timers("data loader"):
+            text = next(run.loader)
+        batch = to_device(run, text)
+        # Each token weighs the same in the global batch, whatever the layout; the loss scale enters here, before
+        # anything is rounded to 16 bits.
+        token_weight = batch.mask * (run.optimizer.scaler.scale / tokens_in_global_batch(run, batch))
+
+    micro_batches = run.micro_batches
+    size = run.config.train.micro_batch_size
+    losses = []
+    for i in range(micro_batches):
+        part = slice(i * size, (i + 1) * size)
+        with run.reducer.micro_batch(i, micro_batches):
+            with run.timers("forward"):
+                loss = run.forward(batch.tokens[part], batch.labels[part], token_weight[part])
+            with run.timers("backward"):
+                loss.backward()
+        losses.append(loss.detach())
+    loss = torch.stack(losses).sum() / run.optimizer.scaler.scale
+
+    with run.timers("allreduce"):
+        run.reducer.finish()
+    with run.timers("optimizer"):
+        run.optimizer.step()
+    # A skipped step's loss may not be finite; it is left out of the mean.
+    run.loss_sum += torch.where(run.optimizer.found_inf > 0, 0.0, loss)
+
+
+def tokens_in_global_batch(run: Run, batch: Batch) -> float | Tensor:
+    """Tokens with a loss in this step over all ranks; a known number unless a mask depends on the text."""
+    if not run.config.data.eod_mask_loss:
+        return float(run.global_batch_size * batch.labels.size(1))
+    return global_sum([batch.mask.sum()], run.parallel.data_parallel_group)[0].float().clamp_min(1.0)
+
+
+@torch.no_grad()
+def evaluate(run: Run, dataset: GPT2Dataset, split: str, max_samples: int) -> EvaluationRecord:
+    """The mean loss over the first `max_samples` samples of `dataset`, each target token counted once."""
+    run.model.eval()
+    byte_lengths = torch.from_numpy(run.tokenizer.byte_lengths).to(run.device)
+    nats, tokens, size = (torch.zeros((), dtype=torch.float64, device=run.device) for _ in range(3))
+    for text in evaluation_batches(dataset, micro_batch_size=run.config.train.micro_batch_size,
+                                   data_parallel_rank=run.parallel.data_parallel_rank,
+                                   data_parallel_size=run.parallel.data_parallel_size, max_samples=max_samples):
+        batch = to_device(run, text)
+        nats += run.model(batch.tokens, batch.labels, batch.mask)
+        tokens += batch.mask.sum()
+        size += (byte_lengths[batch.labels] * batch.mask).sum()
+    run.model.train()
+    nats_all, tokens_all, size_all = global_sum((nats, tokens, size), run.parallel.data_parallel_group).tolist()
+    return EvaluationRecord(run.iteration, split, nats_all / max(tokens_all, 1.0),
+                            nats_all / math.log(2) / size_all if size_all else None)
+
+
+def evaluate_and_log(run: Run, split: str, *, final: bool = False) -> EvaluationRecord | None:
+    dataset = {"valid": run.splits.valid, "test": run.splits.test}[split]
+    if dataset is None or run.config.train.eval_iters == 0:
+        return None
+    record = evaluate(run, dataset, split, run.config.train.eval_iters * run.global_batch_size)
+    run.log.record(record)
+    run.log.say(evaluation_line(record, final=final))
+    return record
+
+
+def train(run: Run) -> str:
+    """Train until `run.train_iters`, or until asked to stop; returns why it ended."""
+    config = run.config.train
+    run.model.train()
+    progress = Progress(run)
+    while run.iteration < run.train_iters:
+        train_step(run)
+        run.iteration += 1
+        run.consumed_samples += run.global_batch_size
+        run.log.step()
+        if run.iteration % config.log_interval == 0 or run.iteration == run.train_iters:
+            progress.log()
+        if run.iteration % config.eval_interval == 0 and run.iteration < run.train_iters:
+            with progress.paused():
+                evaluate_and_log(run, "valid")
+
+        out_of_time = (config.exit_duration_in_mins is not None
+                       and time.monotonic() - run.started > 60 * config.exit_duration_in_mins)
+        reason = run.stop.agreed(out_of_time)
+        if not reason and config.exit_interval and run.iteration % config.exit_interval == 0:
+            reason = "--exit-interval"
+        save_interval = run.config.checkpoint.save_interval
+        if reason or (save_interval and run.iteration % save_interval == 0 and run.iteration < run.train_iters):
+            with progress.paused():
+                run.save()
+        if reason:
+            return reason
+    return ""
+
+
+class Progress:
+    """What happened since the last log line, and the line. Nothing is read from the device in between."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._iteration, self._time = run.iteration, time.perf_counter()
+        self._skipped = int(run.optimizer.skipped_steps)
+        self._memory_told = False
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Around what is not training (an evaluation, a save): its time stays out of the means."""
+        start = time.perf_counter()
+        yield
+        self._time += time.perf_counter() - start
+
+    def log(self) -> None:
+        run, optimizer = self._run, self._run.optimizer
+        iterations = run.iteration - self._iteration
+        skipped_in_all, in_a_row = int(optimizer.skipped_steps), int(optimizer.skipped_in_a_row)  # waits for the device
+        skipped = skipped_in_all - self._skipped
+        loss = global_sum([run.loss_sum], run.parallel.data_parallel_group).item()
+        run.loss_sum.zero_()
+        now = time.perf_counter()
+        seconds, self._time = now - self._time, now
+        tokens_per_second = iterations * run.tokens_per_step / seconds
+        record = IterationRecord(
+            run.iteration, run.consumed_samples, loss / (iterations - skipped) if iterations > skipped else math.nan,
+            optimizer.learning_rate.item(), optimizer.scaler.scale.item(), optimizer.grad_norm.item(),
+            1000 * seconds / iterations, tokens_per_second, run.mfu(tokens_per_second))
+        run.log.record(record)
+        run.log.say(iteration_line(record, train_iters=run.train_iters, skipped=skipped,
+                                   seconds_to_go=(run.train_iters - run.iteration) * seconds / iterations))
+        run.log.say(run.timers.line(iterations))
+        if not self._memory_told:
+            run.log.say(memory_line(run.device))
+        self._memory_told, self._iteration, self._skipped = True, run.iteration, skipped_in_all
+        if in_a_row >= run.config.train.max_skipped_steps:
+            raise FloatingPointError(
+                f"the last {in_a_row} steps had a gradient that is not finite (loss scale {record.loss_scale:g}, "
+                f"learning rate {record.learning_rate:.3g}): lower --lr, or look at the data of samples before "
+                f"{run.consumed_samples}; --max-skipped-steps sets the limit")
