@@ -41,7 +41,7 @@ from megatron.config import Config
 from megatron.distributed import FlatParameters, GradientReducer, TorchDDPReducer, reducer_for
 from megatron.fp16.optimizer import MixedPrecisionOptimizer, build_loss_scaler
 from megatron.launch import Ranks, initialize_distributed
-from megatron.learning_rates import LearningRate, train_iterations
+from megatron.learning_rates import LearningRate
 from megatron.model.gpt2 import GPT2Model
 from megatron.reporting import RunLog
 from megatron.signals import StopSignal
@@ -100,11 +100,17 @@ def plan_run(arguments: Arguments, ranks: Ranks, say: Say) -> Plan:
         train_data=data.train_data, valid_data=data.valid_data, test_data=data.test_data, data_path=data.data_path,
         split=data.split, text_key=data.text_key, tokenizer=tokenizer, seq_length=data.seq_length,
         cache_path=data.data_cache_path, need_valid=evaluates, need_test=evaluates, log=print)
-    train_iters = train_iterations(config, global_batch_size, len(splits.train))
+    train_iters = config.train.iterations(global_batch_size=global_batch_size, seq_length=data.seq_length,
+                                          samples_per_epoch=len(splits.train))
     config = dataclasses.replace(
         config, model=dataclasses.replace(config.model, vocab_size=tokenizer.vocab_size),
         data=dataclasses.replace(data, tokenizer_type=tokenizer.kind))
     start = checkpoint.facts if checkpoint is not None and not config.checkpoint.finetune else {}
+    if start.get("iteration", 0) >= train_iters and source is not None:
+        # Before a run is called finished, every byte of what it left is checked.
+        checkpoint = find_checkpoint(source, log=say)
+        assert checkpoint is not None
+        start = checkpoint.facts
     if start and start["data_fingerprint"] != splits.fingerprint:
         say("WARNING: the training data or --split are not those of the checkpoint: the run goes on with the new data, "
             "in which part of what was held out may have been seen")
@@ -150,11 +156,13 @@ def _tokenizer(config: Config, arguments: Arguments, checkpoint: Checkpoint | No
             kind = default_tokenizer_kind()
             if kind == "bytes":
                 say("tokenizer: bytes, since tiktoken is not installed (pip install tiktoken)")
+        model_file = data.tokenizer_model
         if kind == "SentencePieceTokenizer":
-            ensure_sentencepiece_model(data.tokenizer_model, data.train_data, text_key=data.text_key,
+            model_file = model_file or f"{config.checkpoint.save}/sentencepiece.model"
+            ensure_sentencepiece_model(model_file, train_data=data.train_data, text_key=data.text_key,
                                        vocab_size=data.tokenizer_vocab_size, log=print)
         tokenizer = build_tokenizer(kind, vocab_file=data.vocab_file, merge_file=data.merge_file,
-                                    cache_dir=data.cache_dir, model_file=data.tokenizer_model)
+                                    cache_dir=data.cache_dir, model_file=model_file)
     if checkpoint is not None and tokenizer.fingerprint != checkpoint.facts["tokenizer"]["fingerprint"]:
         raise ValueError(f"the tokenizer's files are not those of {checkpoint.path}: leave --vocab-file, --merge-file "
                          "and --tokenizer-model out to take the checkpoint's own")
@@ -295,7 +303,8 @@ def build_run(plan: Plan, say: Say) -> Run:
     config, device = plan.config, plan.device
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    initialize_distributed(plan.ranks, plan.backend, config.parallel.distributed_timeout_minutes)
+    if not dist.is_initialized():  # a program around this one may have done so
+        initialize_distributed(plan.ranks, plan.backend, config.parallel.distributed_timeout_minutes)
     parallel = mpu.initialize_model_parallel(
         config.parallel.model_parallel_size, timeout=timedelta(minutes=config.parallel.distributed_timeout_minutes))
     mpu.model_parallel_cuda_manual_seed(config.train.seed)
@@ -306,7 +315,7 @@ def build_run(plan: Plan, say: Say) -> Run:
     flat = FlatParameters(model, plan.dtype)
     reducer, forward = reducer_for(config.parallel.DDP_impl, flat, model, parallel.data_parallel_group,
                                    config.parallel.ddp_bucket_size)
-    rates = LearningRate.from_config(config.optimizer, plan.train_iters).table(plan.train_iters)
+    rates = LearningRate(config.optimizer, plan.train_iters).table(plan.train_iters)
     optimizer = MixedPrecisionOptimizer(flat, config.optimizer, build_loss_scaler(config.optimizer, plan.dtype, device),
                                         torch.from_numpy(rates))
     iteration, consumed_samples = 0, 0

@@ -1,0 +1,155 @@
+"""Documents out of files: loose JSON and plain text, gzipped or not; bad lines are skipped, counted and named."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from data_utils.builtin_corpus import builtin_documents
+from data_utils.tokenization import utf8
+
+BUILTIN = "builtin"
+DEFAULT_KEYS = ("text", "sentence")
+MOST_BAD_LINES = 0.001
+SHOWN_BAD_LINES = 5
+JSON_SUFFIXES = (".json", ".jsonl", ".ndjson")
+
+Log = Callable[[str], None]
+
+
+class Lines:
+    """Counts the lines of a file, names the first bad ones, and refuses the file where they are too many."""
+
+    def __init__(self, path: str, log: Log) -> None:
+        self.path, self.log = path, log
+        self.good = self.empty = self.bad = 0
+        self.first_bad = ""
+
+    def skip(self, number: int, reason: str) -> None:
+        self.bad += 1
+        self.first_bad = self.first_bad or f"{self.path}:{number}: {reason}"
+        if self.bad <= SHOWN_BAD_LINES:
+            self.log(f"{self.path}:{number}: skipped: {reason}")
+        if self.bad == 1000 and not self.good:
+            self.check()  # rather now than after hours
+
+    def check(self) -> None:
+        lines = self.good + self.empty + self.bad
+        if self.bad > MOST_BAD_LINES * lines:
+            advice = "name the field that holds the text with --text-key, or mend the file" if is_json(self.path) \
+                else "convert the file to UTF-8"
+            raise ValueError(f"{self.first_bad}; {self.bad} of {lines} lines are unusable, more than "
+                             f"{MOST_BAD_LINES:.1%}: {advice}")
+        if not self.good:
+            raise ValueError(f"{self.path} holds no text")
+        if self.bad or self.empty:
+            self.log(f"{self.path}: of {lines} lines {self.bad} bad and {self.empty} empty ones are skipped")
+
+
+def check_exists(path: str, flag: str) -> None:
+    """FileNotFoundError or ValueError where `path`, given with `flag`, is not a file."""
+    if path != BUILTIN and not Path(path).exists():
+        raise FileNotFoundError(f"{flag}: no such file: {path}")
+    if path != BUILTIN and not Path(path).is_file():
+        raise ValueError(f"{flag}: {path} is not a file: name the files in it")
+    if path != BUILTIN and not os.access(path, os.R_OK):
+        raise ValueError(f"{flag}: {path} may not be read by this user")
+
+
+def is_json(path: str) -> bool:
+    """Whether a file's name says that it holds JSON."""
+    return Path(path.removesuffix(".gz")).suffix.lower() in JSON_SUFFIXES
+
+
+def documents(path: str, text_key: str | None, log: Log) -> Iterator[str]:
+    """The documents of one file in its order, none of them empty; `builtin` names the built-in corpus.
+
+    JSON is told by the file's name: one object a line, or one array of objects. Any other file is one document.
+    ValueError names the file and line where more than a thousandth of the lines are unusable, and the file where it
+    holds no text at all.
+    """
+    if path == BUILTIN:
+        yield from builtin_documents()
+        return
+    with open(path, "rb") as raw:
+        magic = raw.read(4)
+        raw.seek(0)
+        if magic == b"\x28\xb5\x2f\xfd":
+            raise ValueError(f"{path} is compressed by zstd: decompress it first")
+        content: Iterator[bytes] = iter(gzip.GzipFile(fileobj=raw) if magic[:2] == b"\x1f\x8b" else raw)
+        lines = Lines(path, log)
+        try:
+            yield from _json_documents(content, text_key, lines) if is_json(path) else _plain_document(content, lines)
+        except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+            raise ValueError(f"{path} is damaged: {error}") from None
+        lines.check()
+
+
+def _json_documents(content: Iterator[bytes], text_key: str | None, lines: Lines) -> Iterator[str]:
+    for number, line in enumerate(_objects(content, lines.path), 1):
+        if isinstance(line, bytes) and not line.strip():
+            continue
+        try:
+            item = json.loads(line.decode("utf-8")) if isinstance(line, bytes) else line
+            if not isinstance(item, dict):
+                raise ValueError("not an object")
+            if text_key is None:
+                text_key = next((key for key in DEFAULT_KEYS if key in item), None)
+                if text_key is None:
+                    raise ValueError(f"neither {' nor '.join(DEFAULT_KEYS)} is a field of it, {_keys(item)}")
+                lines.log(f"{lines.path}: the text is the field {text_key!r} (--text-key)")
+            if text_key not in item:
+                raise ValueError(f"no field {text_key!r}, {_keys(item)}")
+            text = item[text_key]
+            if not isinstance(text, str):
+                raise ValueError(f"the field {text_key!r} is not a string")
+            utf8(text)
+        except RecursionError:
+            lines.skip(number, "nested too deeply")
+            continue
+        except ValueError as error:  # JSONDecodeError and UnicodeDecodeError are ValueErrors
+            lines.skip(number, str(error))
+            continue
+        if text:
+            lines.good += 1
+            yield text
+        else:
+            lines.empty += 1
+
+
+def _objects(content: Iterator[bytes], path: str) -> Iterator[Any]:
+    """The items of a file that is one JSON array; else its lines, as bytes."""
+    begun = False
+    for line in content:
+        if not begun:
+            line = line.removeprefix(b"\xef\xbb\xbf")
+            if line.lstrip()[:1] == b"[":
+                try:
+                    yield from json.loads((line + b"".join(content)).decode("utf-8"))
+                    return
+                except (ValueError, RecursionError) as error:
+                    raise ValueError(f"{path} begins as a JSON array but is none: {error}") from None
+            begun = bool(line.strip())
+        yield line
+
+
+def _keys(item: dict[str, Any]) -> str:
+    return "which has " + (", ".join(repr(key) for key in list(item)[:10]) or "no fields")
+
+
+def _plain_document(content: Iterator[bytes], lines: Lines) -> Iterator[str]:
+    """The whole file as one document, byte for byte but for lines that are not UTF-8."""
+    parts = []
+    for number, line in enumerate(content, 1):
+        try:
+            parts.append(line.decode("utf-8"))
+        except UnicodeDecodeError as error:
+            lines.skip(number, str(error))
+    lines.good = len(parts)
+    lines.check()
+    yield "".join(parts)

@@ -1,0 +1,197 @@
+"""Text files to one .bin/.idx pair, once: a folder of pairs keyed by the text's content and the tokenizer.
+
+    <folder>/<key>.bin, .idx     tokens of a list of files; the key is a hash of contents, text key and tokenizer
+    <folder>/hashes/<name>.json  sha256 of a file's content, with the size and mtime at which it was read
+    <folder>/locks/<name>        held while a list is hashed and tokenised; the lock dies with its holder
+
+A pair is renamed into place, the .idx last, when it is whole and on disk. Content is hashed only where the path, the
+size or the mtime is new. Processes that want the same list wait on its lock, without any collective.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import sys
+import sysconfig
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from data_utils.corpora import BUILTIN, Log, documents, is_json
+from data_utils.file_lock import file_lock
+from data_utils.indexed_dataset import IndexedDataset, IndexedDatasetBuilder, token_dtype
+from data_utils.tokenization import Tokenizer, fingerprint_of, split_text, user_cache
+
+FORMAT = "1"  # of the tokens that a text gives: a new number leaves old pairs aside
+YOUNG_NS = 2_000_000_000
+
+Identity = list[str | int]
+
+
+def tokenise(paths: Sequence[str], *, text_key: str | None, tokenizer: Tokenizer, cache_path: str | None, log: Log
+             ) -> tuple[IndexedDataset, str]:
+    """All documents of `paths` in order, each ended by EOD, and the key of their content; from the cache where they
+    are there, else tokenised by the first process to come."""
+    folder = Path(cache_path) if cache_path else user_cache() / "data"
+
+    def find() -> tuple[IndexedDataset, str] | None:
+        hashes = [_recorded(folder, path) for path in paths]
+        if None in hashes:
+            return None
+        key = _key(paths, [str(value) for value in hashes], text_key, tokenizer)
+        try:
+            return IndexedDataset(folder / key), key
+        except FileNotFoundError:
+            return None
+        except ValueError as error:
+            log(f"{error}: the text is tokenised again")
+            return None
+
+    found = find()
+    if found:
+        return found
+    name = fingerprint_of(json.dumps([_identity(path)[0] for path in paths]), text_key or "",
+                          tokenizer.fingerprint)[:32]
+    with contextlib.ExitStack() as stack:
+        with _cache_errors(folder):
+            (folder / "hashes").mkdir(parents=True, exist_ok=True)
+            stack.enter_context(file_lock(folder / "locks" / name, lambda: log(
+                "another process is tokenising this data: waiting for it")))
+        found = find()  # another process may have done it meanwhile
+        if found:
+            return found
+        begun = time.time_ns()
+        before = [_identity(path) for path in paths]
+        hashes = [_hash(path) for path in paths]
+        key = _key(paths, hashes, text_key, tokenizer)
+        try:
+            dataset = IndexedDataset(folder / key)  # the same content under another path or mtime
+        except (FileNotFoundError, ValueError):
+            _write(folder, key, name, paths, before, text_key, tokenizer, log)
+            dataset = IndexedDataset(folder / key)
+        with _cache_errors(folder):
+            for identity, sha256 in zip(before, hashes, strict=True):
+                # A file just written may have changed within one tick of its clock: it is hashed again next time.
+                if identity[0] == BUILTIN or begun - int(identity[2]) > YOUNG_NS:
+                    _replace(_record(folder, identity), json.dumps({"identity": identity, "sha256": sha256}))
+        return dataset, key
+
+
+def _write(folder: Path, key: str, name: str, paths: Sequence[str], hashed: Sequence[Identity], text_key: str | None,
+           tokenizer: Tokenizer, log: Log) -> None:
+    """Tokenise into `<name>.tmp`, which a holder of the lock that was killed may have left, and rename, if the files
+    are still as they were `hashed`."""
+    started = time.monotonic()
+    log(f"tokenising {', '.join(paths)} into {folder / key}.bin")
+    with _cache_errors(folder):
+        builder = IndexedDatasetBuilder(folder / f"{name}.tmp", token_dtype(tokenizer.vocab_size))
+    size = 0
+    try:
+        with _progress(paths) as progress:
+            for path in paths:
+                for text in documents(path, text_key, log):
+                    for part in split_text(text):
+                        tokens = tokenizer.encode(part)
+                        size += len(part)
+                        progress(len(part))
+                        with _cache_errors(folder):
+                            builder.add(tokens)
+                    with _cache_errors(folder):
+                        builder.add([tokenizer.eod])
+                    builder.end_document()
+        if [_identity(path) for path in paths] != hashed:
+            raise ValueError(f"{', '.join(paths)} changed while it was read: start again")
+        with _cache_errors(folder):
+            builder.finish()
+            for suffix in (".bin", ".idx"):
+                os.replace(folder / f"{name}.tmp{suffix}", folder / f"{key}{suffix}")
+            _sync_folder(folder)
+    except BaseException:
+        builder.abandon()
+        raise
+    seconds = time.monotonic() - started
+    log(f"tokenised {size:,} characters in {seconds:.1f} s ({size / 1e6 / max(seconds, 1e-9):.1f} M/s)")
+
+
+def _identity(path: str) -> Identity:
+    """What tells a file, short of its content: path, size and mtime in ns."""
+    if path == BUILTIN:
+        return [BUILTIN, sys.version, str(sysconfig.get_path("stdlib"))]
+    status = os.stat(path)
+    return [os.path.realpath(path), status.st_size, status.st_mtime_ns]
+
+
+def _record(folder: Path, identity: Identity) -> Path:
+    name = identity if identity[0] == BUILTIN else identity[:1]
+    return folder / "hashes" / f"{fingerprint_of(json.dumps(name))[:32]}.json"
+
+
+def _recorded(folder: Path, path: str) -> str | None:
+    """The hash that was written down for the file as it is now."""
+    identity = _identity(path)
+    try:
+        record = json.loads(_record(folder, identity).read_text(encoding="utf-8"))
+        return str(record["sha256"]) if record["identity"] == identity else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _hash(path: str) -> str:
+    digest = hashlib.sha256()
+    if path == BUILTIN:
+        for text in documents(path, None, lambda line: None):
+            digest.update(fingerprint_of(text).encode())
+    else:
+        with open(path, "rb") as file:
+            while block := file.read(1 << 20):
+                digest.update(block)
+    return digest.hexdigest()
+
+
+def _key(paths: Sequence[str], hashes: Sequence[str], text_key: str | None, tokenizer: Tokenizer) -> str:
+    readers = [is_json(path) for path in paths]
+    return fingerprint_of(FORMAT, json.dumps([readers, hashes]), text_key or "", tokenizer.fingerprint)[:32]
+
+
+def _replace(path: Path, text: str) -> None:
+    temporary = path.with_name(f"{path.name}.{os.getpid()}")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def _cache_errors(folder: Path) -> Iterator[None]:
+    """Errors of the file system inside mean the cache folder: one line that names the flag."""
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(f"--data-cache-path: tokenised data cannot be written to {folder} ({error.strerror}): "
+                         "name a folder with room that can be written") from None
+
+
+@contextlib.contextmanager
+def _progress(paths: Sequence[str]) -> Iterator[Callable[[int], object]]:
+    """A bar that is told of characters, where somebody looks and tqdm is installed. Its end is the files' bytes, a
+    little more than their text."""
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        tqdm = None
+    if tqdm is None or not sys.stderr.isatty() or BUILTIN in paths:
+        yield lambda characters: None
+        return
+    with tqdm(total=sum(os.path.getsize(path) for path in paths), unit="B", unit_scale=True, desc="tokenising",
+              dynamic_ncols=True) as bar:
+        yield bar.update
+        bar.update(max(0, bar.total - bar.n))

@@ -1,0 +1,134 @@
+"""Megatron's flags that are no field of `megatron/config.py`: one table, from which the parser and the documentation
+are made. A row is translated (it sets fields), inert (it changes nothing here, and that is said once) or refused
+(it would change the result, so leaving it out silently would be wrong); its text says why, or what to give instead.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from megatron.config import require
+
+
+@dataclass(frozen=True)
+class Foreign:
+    """Flags with one meaning. `values`: how many they take (argparse's nargs). `accepts`: the values for which the
+    row holds, any other being refused; empty: all. `sets`: value -> {"section.field": value}."""
+
+    flags: tuple[str, ...]
+    status: Literal["translated", "inert", "refused"]
+    text: str
+    values: int | Literal["+", "?"] = 0
+    accepts: tuple[str, ...] = ()
+    sets: Callable[[Any], dict[str, Any]] | None = None
+
+
+def translated(flags: str, text: str, sets: Callable[[Any], dict[str, Any]], values: int | Literal["+", "?"] = 0,
+               accepts: tuple[str, ...] = ()) -> Foreign:
+    return Foreign(tuple(flags.split()), "translated", text, values, accepts, sets)
+
+
+def inert(flags: str, text: str, values: int | Literal["+", "?"] = 0, accepts: tuple[str, ...] = ()) -> Foreign:
+    return Foreign(tuple(flags.split()), "inert", text, values, accepts)
+
+
+def refused(flags: str, text: str, values: int | Literal["+", "?"] = 0) -> Foreign:
+    return Foreign(tuple(flags.split()), "refused", text, values)
+
+
+def _indexed_prefix(paths: list[str]) -> dict[str, Any]:
+    for path in paths:
+        require(not os.path.isdir(path), f"--train-data-path {path} is a directory: 2019's folders of .npy files are "
+                                         "not read; give loose JSON or text with --train-data")
+    return {"data.data_path": tuple(paths)}
+
+
+CHECKPOINT = {"train.checkpoint_activations": True}
+
+FOREIGN = (
+    # Precision and memory
+    translated("--fp16", "read as --precision fp16", lambda _: {"train.precision": "fp16"}),
+    translated("--bf16", "read as --precision bf16", lambda _: {"train.precision": "bf16"}),
+    translated("--recompute-granularity", "read as --checkpoint-activations; selective recomputation is not built: "
+               "attention already recomputes its scores", lambda _: CHECKPOINT, 1, ("full",)),
+    inert("--recompute-method", "every --checkpoint-num-layers layers are recomputed, which is uniform", 1,
+          ("uniform",)),
+    translated("--activations-checkpoint-method", "read as --checkpoint-activations, which is uniform",
+               lambda _: CHECKPOINT, 1, ("uniform",)),
+    refused("--recompute-activations", "selective recomputation is not built: attention already recomputes its "
+            "scores; give --checkpoint-activations for the rest"),
+    inert("--fp32-allreduce --accumulate-allreduce-grads-in-fp32", "gradients are always accumulated and reduced "
+          "in fp32"),
+    inert("--dynamic-loss-scale", "fp16 scales dynamically unless --loss-scale is given"),
+    inert("--attention-softmax-in-fp32 --no-query-key-layer-scaling --apply-query-key-layer-scaling",
+          "attention accumulates in fp32"),
+    inert("--fp32-embedding --fp32-layernorm --fp32-tokentypes --deep-init", "inert for GPT-2 in 2019 as well"),
+    inert("--partition-activations --distribute-saved-activations --checkpoint-in-cpu --cpu-optimizer",
+          "changes where memory lies, never the result; not built"),
+    inert("--use-distributed-optimizer --sequence-parallel", "saves memory, never changes the result; not built"),
+    refused("--fp8-format --fp8-hybrid --fp8-e4m3", "fp8 is not built; give --precision bf16", "?"),
+    # Model
+    inert("--openai-gelu --no-bias-gelu-fusion --bias-gelu-fusion", "GELU is the tanh form"),
+    inert("--use-mcore-models --use-legacy-models --use-flash-attn --no-masked-softmax-fusion "
+          "--no-bias-dropout-fusion --no-bias-swiglu-fusion --no-rope-fusion --no-persist-layer-norm "
+          "--no-gradient-accumulation-fusion --scaled-upper-triang-masked-softmax-fusion "
+          "--scaled-masked-softmax-fusion", "there is one implementation"),
+    inert("--transformer-impl --attention-backend", "there is one implementation", 1),
+    inert("--position-embedding-type", "positions are learned", 1, ("learned_absolute",)),
+    inert("--normalization", "GPT-2 has layer norms", 1, ("LayerNorm",)),
+    refused("--swiglu --squared-relu --group-query-attention --untie-embeddings-and-output-weights "
+            "--disable-bias-linear --fp32-residual-connection --apply-residual-connection-post-layernorm "
+            "--use-rotary-position-embeddings --multi-latent-attention", "no part of GPT-2; leave it out"),
+    refused("--kv-channels --num-query-groups --num-experts --rotary-base --rotary-percent",
+            "no part of GPT-2; leave it out", 1),
+    inert("--use-cpu-initialization", "initial weights are the same on every device"),
+    # Parallelism
+    inert("--pipeline-model-parallel-size --context-parallel-size --expert-model-parallel-size "
+          "--expert-tensor-parallel-size", "layouts are tensor- and data-parallel: use --model-parallel-size", 1,
+          ("1",)),
+    refused("--num-layers-per-virtual-pipeline-stage --pipeline-model-parallel-split-rank",
+            "layouts are tensor- and data-parallel: use --model-parallel-size", 1),
+    inert("--overlap-grad-reduce --overlap-param-gather --no-async-tensor-model-parallel-allreduce "
+          "--tp-comm-overlap --no-contiguous-buffers-in-local-ddp --use-ring-exchange-p2p",
+          "reduction always overlaps with backward where it can"),
+    inert("--local-rank", "ranks come from the launcher's variables", 1),
+    # Data
+    inert("--loose-json", "--train-data files are recognised by their names and first lines"),
+    inert("--lazy-loader", "text is tokenised once and memory-mapped"),
+    inert("--data-impl", "text is tokenised once and memory-mapped", 1),
+    inert("--shuffle", "training samples are always shuffled, by --seed"),
+    inert("--resume-dataloader", "data always continues where the checkpoint stopped"),
+    inert("--tokenizer-model-type", "a SentencePiece model says its own type", 1),
+    inert("--dataloader-type", "the order is shuffled in every epoch, by --seed", 1, ("single", "cyclic")),
+    inert("--no-create-attention-mask-in-dataloader", "masks are never materialised"),
+    translated("--train-data-path", "read as --data-path", _indexed_prefix, "+"),
+    refused("--valid-data-path --val-data-path --test-data-path", "give --data-path with --split, or --valid-data "
+            "and --test-data with files of text", "+"),
+    refused("--mock-data", "leave --train-data out: the built-in corpus is real text"),
+    refused("--reset-position-ids --reset-attention-mask", "documents do not mask each other yet; leave it out"),
+    # Schedule and length
+    refused("--lr-decay-samples --lr-warmup-samples", "count in iterations: --lr-decay-iters, --lr-warmup-iters", 1),
+    refused("--rampup-batch-size", "the batch is constant: --global-batch-size", "+"),
+    inert("--optimizer", "the optimizer is AdamW", 1, ("adam",)),
+    inert("--weight-decay-incr-style", "weight decay is constant", 1, ("constant",)),
+    inert("--lr-warmup-init", "warm-up starts at 0", 1, ("0", "0.0")),
+    # Checkpoints and logs
+    inert("--use-checkpoint-args", "the shape always comes from the checkpoint where no flag gives it"),
+    inert("--use-dist-ckpt --auto-detect-ckpt-format --async-save --use-mp-args-from-checkpoint-args",
+          "checkpoints have one format, for every layout"),
+    inert("--ckpt-format --dist-ckpt-format", "checkpoints have one format, for every layout", 1),
+    inert("--exit-signal-handler", "SIGTERM always saves before it ends the run"),
+    inert("--log-throughput --log-params-norm --log-num-zeros-in-grad --log-timers-to-tensorboard "
+          "--log-validation-ppl-to-tensorboard --log-memory-to-tensorboard --log-batch-size-to-tensorboard "
+          "--log-learning-rate-to-tensorboard --log-loss-scale-to-tensorboard --log-progress", "what is logged is "
+          "fixed"),
+    inert("--timing-log-level --tensorboard-queue-size --tensorboard-log-interval --manual-gc-interval "
+          "--empty-unused-memory-level", "what is logged and collected is fixed", 1),
+    inert("--manual-gc", "what is logged and collected is fixed"),
+    # Other programs
+    refused("--load-openai --eval-hf --cloze-eval --strict-lambada", "no part of pretraining"),
+    refused("--overlapping-eval", "no part of pretraining", 1),
+)

@@ -1,0 +1,3 @@
+from megatron.pretrain_gpt2 import main
+
+raise SystemExit(main())

@@ -1,0 +1,12 @@
+#!/usr/bin/env bash
+# Lint, types and all the tests:   bash scripts/test.sh [arguments of pytest]
+# Installs what is missing, the extras [dev,hf] included.
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+find_python "dev,hf"
+cd "$ROOT"
+"$PYTHON" -m ruff check .
+"$PYTHON" -m mypy
+# Tests start ranks of their own: two at a time, one thread each.
+export OMP_NUM_THREADS=1
+exec "$PYTHON" -m pytest -n 2 "$@"

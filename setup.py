@@ -1,0 +1,5 @@
+"""For tools that look for a setup.py; everything is said in pyproject.toml."""
+
+from setuptools import setup
+
+setup()

@@ -1,0 +1,21 @@
+"""What every test shares."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported; ranks that tests start inherit it
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(scope="session")
+def test_data() -> Path:
+    """The folder of real test files: $MEGATRON_TEST_DATA, else shared/data beside the project's folder."""
+    path = Path(os.environ.get("MEGATRON_TEST_DATA", ROOT.parent / "shared" / "data"))
+    if not path.is_dir():
+        pytest.skip(f"{path} is not there; MEGATRON_TEST_DATA names the folder of real test files")
+    return path

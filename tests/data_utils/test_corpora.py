@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+
+from data_utils.builtin_corpus import builtin_documents
+from data_utils.corpora import check_exists, documents
+
+
+def write(path: Path, content: str | bytes) -> str:
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    return str(path)
+
+
+def lines(count: int, key: str = "text") -> str:
+    return "".join(json.dumps({"id": number, key: f"document {number}"}) + "\n" for number in range(count))
+
+
+def read(path: str, text_key: str | None = None) -> tuple[list[str], list[str]]:
+    said: list[str] = []
+    return list(documents(path, text_key, said.append)), said
+
+
+def test_loose_json_in_all_its_forms(tmp_path: Path) -> None:
+    expected = [f"document {number}" for number in range(3)]
+    items = [{"id": number, "text": text} for number, text in enumerate(expected)]
+    for name, content in (("a.jsonl", lines(3)), ("a.json", lines(3).rstrip()), ("b.json", json.dumps(items, indent=1)),
+                          ("c.jsonl", "\ufeff\n" + lines(3) + "\n\n"), ("d.json", lines(3, "sentence"))):
+        assert read(write(tmp_path / name, content))[0] == expected
+    assert read(write(tmp_path / "a.jsonl.gz", gzip.compress(lines(3).encode())))[0] == expected
+    assert read(write(tmp_path / "e.jsonl", lines(3, "body")), "body")[0] == expected
+    assert any("'sentence'" in line for line in read(str(tmp_path / "d.json"))[1])
+
+
+def test_plain_text_is_one_document_byte_for_byte(tmp_path: Path) -> None:
+    text = "\ufeffa\r\nb\n\n\x00\u2028{\"text\": 1}\n"
+    assert read(write(tmp_path / "a.txt", text))[0] == [text]
+    assert read(write(tmp_path / "b.text.gz", gzip.compress(text.encode())))[0] == [text]
+
+
+BAD_LINES = [b'{"text": "half', b'{"id": 1}', b'{"text": 5}', b'["text"]', b'{"text": "\\ud800"}', b'{"text": "\xff"}',
+             b"[" * 100_000, b'{"text": ' + b"9" * 10_000 + b"}"]
+
+
+@pytest.mark.parametrize("bad", BAD_LINES, ids=range(len(BAD_LINES)))
+def test_bad_lines_are_skipped_counted_and_named(tmp_path: Path, bad: bytes) -> None:
+    content = lines(700).encode() + bad + b"\n" + lines(700).encode() + b'{"text": ""}\n'
+    found, said = read(write(tmp_path / "a.jsonl", content))
+    assert len(found) == 1400
+    assert any("a.jsonl:701: skipped" in line for line in said)
+    assert any("of 1402 lines 1 bad and 1 empty" in line for line in said)
+
+
+def test_too_many_bad_lines_are_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"a\.jsonl:11: .*1 of 11 lines.*--text-key"):
+        read(write(tmp_path / "a.jsonl", lines(10) + "{\n"))
+
+
+def test_a_wrong_key_is_an_error_that_names_the_right_ones(tmp_path: Path) -> None:
+    for count in (5, 3000):
+        with pytest.raises(ValueError, match=r"a\.jsonl:1: no field 'body', .* 'id', 'text'; .*--text-key") as error:
+            read(write(tmp_path / "a.jsonl", lines(count)), "body")
+        assert "\n" not in str(error.value)
+    with pytest.raises(ValueError, match="neither text nor sentence .*'id', 'body'"):
+        read(write(tmp_path / "b.jsonl", lines(5, "body")))
+
+
+@pytest.mark.parametrize(("name", "content"), [
+    ("a.txt", b""), ("a.jsonl", b""), ("a.jsonl", b"\n\n"), ("a.json", b"[]"), ("a.jsonl", b'{"text": ""}\n')])
+def test_an_empty_corpus_is_an_error(tmp_path: Path, name: str, content: bytes) -> None:
+    with pytest.raises(ValueError, match="holds no text"):
+        read(write(tmp_path / name, content))
+
+
+def test_plain_text_that_is_not_utf8(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"a\.txt:2: .*convert the file to UTF-8"):
+        read(write(tmp_path / "a.txt", b"one\n\xe9t\xe9\n"))
+    found, said = read(write(tmp_path / "b.txt", b"line\n" * 2000 + b"\xff\n" + b"line\n"))
+    assert found == ["line\n" * 2001] and "b.txt:2001" in said[0]
+
+
+def test_damaged_and_foreign_files(tmp_path: Path) -> None:
+    packed = gzip.compress(lines(1000).encode())
+    for content in (packed[:-20], packed[:200] + bytes(50) + packed[250:]):
+        with pytest.raises(ValueError, match=r"a\.jsonl\.gz is damaged"):
+            read(write(tmp_path / "a.jsonl.gz", content))
+    with pytest.raises(ValueError, match="zstd"):
+        read(write(tmp_path / "a.jsonl.zst", b"\x28\xb5\x2f\xfd0000"))
+    with pytest.raises(ValueError, match="begins as a JSON array"):
+        read(write(tmp_path / "a.json", b'[{"text": "a"},'))
+
+
+def test_missing_files_and_folders(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="--valid-data: no such file: nowhere"):
+        check_exists("nowhere", "--valid-data")
+    with pytest.raises(ValueError, match="is not a file"):
+        check_exists(str(tmp_path), "--train-data")
+    check_exists("builtin", "--train-data")
+
+
+def test_the_builtin_corpus() -> None:
+    found, said = read("builtin")
+    assert len(found) > 300 and 1e6 < sum(map(len, found)) < 6e6 and not said
+    assert all(found) and tuple(found) == builtin_documents()
+    assert any("JSON (JavaScript Object Notation)" in text for text in found)  # a docstring
+    assert any('The "if" statement' in text for text in found)  # a topic

@@ -1,0 +1,151 @@
+from __future__ import annotations
+
+import json
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from data_utils import MISSING, GPT2Dataset, IndexedDatasetBuilder, build_splits, build_tokenizer
+from data_utils.indexed_dataset import token_dtype
+from data_utils.splits import cut, parse_split
+
+BYTES = build_tokenizer("bytes")
+
+
+def splits(folder: Path, files: list[Path] | tuple[()], **more: Any) -> Any:
+    return build_splits(**{"train_data": [str(path) for path in files], "split": "90,10", "tokenizer": BYTES,
+                           "seq_length": 8, "cache_path": str(folder / "cache"), "log": lambda line: None, **more})
+
+
+def write(path: Path, text: str) -> Path:
+    path.write_text(text)
+    return path
+
+
+def jsonl(path: Path, texts: list[str]) -> Path:
+    return write(path, "".join(json.dumps({"text": text}) + "\n" for text in texts))
+
+
+def test_proportions() -> None:
+    assert parse_split("969,30,1") == (Fraction(969, 1000), Fraction(3, 100), Fraction(1, 1000))
+    assert parse_split("90,10") == parse_split("90,10,0") == parse_split("0.9, .1")
+    assert list(parse_split("90,10")) == [Fraction(9, 10), Fraction(1, 10), 0]
+    assert list(parse_split("100")) == [1, 0, 0]
+    for bad in ("", "a,b", "1,2,3,4", "0,1,1", "1,-1", "nan,1", "1/0"):
+        with pytest.raises(ValueError, match="--split"):
+            parse_split(bad)
+
+
+@pytest.mark.parametrize("lengths", [[5] * 100, [1] * 3, [100, 2, 2], [2, 2, 1000], [1, 500, 1, 500, 1], [7] * 4])
+@pytest.mark.parametrize("split", ["969,30,1", "1,1,1", "90,10", "90,0,10", "1", "1,0,1000"])
+def test_borders_lie_between_documents_and_no_share_is_empty(lengths: list[int], split: str) -> None:
+    starts, shares = np.cumsum([0, *lengths]), parse_split(split)
+    borders = cut(starts, shares, closed=True)
+    assert len(borders) == 4 and borders[0] == 0 and borders[-1] == sum(lengths)
+    assert set(borders) <= set(starts.tolist())
+    for share, start, stop in zip(shares, borders, borders[1:], strict=False):
+        assert (stop > start) == (share > 0)
+    if len(lengths) == 100:
+        for number, share in enumerate(shares):
+            assert abs(borders[number + 1] - borders[number] - share * 500) <= 10
+
+
+def test_one_text_file_holds_out_exactly_its_last_tenth_of_bytes(tmp_path: Path) -> None:
+    text = "".join(chr(97 + number % 26) for number in range(1234))
+    made = splits(tmp_path, [write(tmp_path / "a.txt", text)])
+    assert made.train.text() == text[:1110].encode() and made.valid.text() == text[1110:].encode() and made.test is None
+    # Every held-out byte, and the EOD, is the label of exactly one window, whose first input precedes it.
+    windows = np.stack([made.valid[index] for index in range(len(made.valid))])
+    labels = windows[:, 1:].ravel()
+    assert BYTES.decode(labels[labels != MISSING]) == text[1110:] and windows[0, 0] == ord(text[1109])
+    assert (windows[1:, 0] == windows[:-1, -1]).all()
+    assert len(made.train) == 1109 // 8
+
+
+def test_fewer_documents_than_splits(tmp_path: Path) -> None:
+    made = splits(tmp_path, [jsonl(tmp_path / "a.jsonl", ["a" * 500, "b" * 499])], split="8,1,1")
+    assert made.train.text() == b"a" * 500 + b"b" * 299  # and an EOD: 800 of 1000 tokens, the last EOD not counted
+    assert made.valid.text() == b"b" * 100 and made.test.text() == b"b" * 100
+    three = splits(tmp_path, [jsonl(tmp_path / "b.jsonl", ["a" * 500, "bb", "cc"])], split="8,1,1")
+    assert (three.train.text(), three.valid.text(), three.test.text()) == (b"a" * 500, b"bb", b"cc")
+
+
+def test_files_of_their_own_leave_the_rest_to_the_others(tmp_path: Path) -> None:
+    a, b = write(tmp_path / "a.txt", "x" * 1000), write(tmp_path / "b.txt", "held out")
+    made = splits(tmp_path, [a], valid_data=[str(b)], split="80,100,20")
+    assert made.valid.text() == b"held out" and len(made.train.text()) == 800 and len(made.test.text()) == 200
+    all_given = splits(tmp_path, [a], valid_data=[str(b)], test_data=[str(b)])
+    assert len(all_given.train.text()) == 1000 and all_given.test.text() == b"held out"
+    assert splits(tmp_path, [a], valid_data=[str(b)], split="100", need_valid=False).valid is None
+
+
+def test_a_split_that_cannot_be_filled(tmp_path: Path) -> None:
+    tiny = write(tmp_path / "a.txt", "0123456789")
+    with pytest.raises(ValueError, match=r"--split 969,30,1: .*a\.txt has only 0 tokens for the valid split"):
+        splits(tmp_path, [tiny], split="969,30,1")
+    made = splits(tmp_path, [tiny], split="969,30,1", need_valid=False, need_test=False)
+    assert made.valid is None and made.test is None
+    assert splits(tmp_path, [tiny], split="90,10").valid.text() == b"9"  # one byte and the EOD
+
+
+def test_missing_files_are_named_before_anything_is_tokenised(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="--test-data: no such file: nowhere"):
+        splits(tmp_path, [write(tmp_path / "a.txt", "text")], test_data=["nowhere"])
+    assert not (tmp_path / "cache").exists()
+
+
+def test_the_fingerprint_is_that_of_the_training_data(tmp_path: Path) -> None:
+    a, b = write(tmp_path / "a.txt", "x" * 1000), write(tmp_path / "b.txt", "y" * 1000)
+    prints = [splits(tmp_path, [a]), splits(tmp_path, [a], need_valid=False), splits(tmp_path, [b]),
+              splits(tmp_path, [a], split="8,2")]
+    assert prints[0].fingerprint == prints[1].fingerprint
+    assert len({made.fingerprint for made in prints}) == 3
+
+
+def test_a_prepared_pair(tmp_path: Path) -> None:
+    builder = IndexedDatasetBuilder(tmp_path / "pair", token_dtype(257))
+    for value in range(10):
+        builder.add([value] * 20)
+        builder.end_document()
+    builder.finish()
+    made = splits(tmp_path, (), data_path=[str(tmp_path / "pair.bin")])
+    assert made.train.text() == bytes(value for value in range(9) for _ in range(20))
+    assert not (tmp_path / "cache").exists()
+    builder = IndexedDatasetBuilder(tmp_path / "foreign", token_dtype(50_257))
+    builder.add([1, 300])
+    builder.end_document()
+    builder.finish()
+    with pytest.raises(ValueError, match="--tokenizer-type"):
+        splits(tmp_path, (), data_path=[str(tmp_path / "foreign")])
+    with pytest.raises(FileNotFoundError, match="--data-path"):
+        splits(tmp_path, (), data_path=[str(tmp_path / "none")])
+
+
+def test_the_builtin_corpus_fills_all_splits(tmp_path: Path) -> None:
+    made = splits(tmp_path, (), split="969,30,1", seq_length=64)
+    assert min(len(made.train), len(made.valid), len(made.test)) > 1
+    assert len(made.description) == 4 and "builtin" in made.description[0]
+
+
+@pytest.mark.parametrize("count", [2, 3, 8, 9, 10, 16, 17, 18, 100])
+def test_windows_of_training_and_evaluation(count: int) -> None:
+    tokens = np.arange(count, dtype=np.uint16)
+    train = GPT2Dataset(tokens, 0, count, 8, BYTES, wrap=True)
+    assert len(train) == max(1, (count - 1) // 8)
+    for index in range(len(train)):
+        assert train[index].dtype == np.int64
+        assert list(train[index]) == [(index * 8 + place) % count for place in range(9)]
+    held = GPT2Dataset(tokens, 0, count, 8, BYTES, wrap=False)
+    labels = np.concatenate([held[index][1:] for index in range(len(held))])
+    assert list(labels[labels != MISSING]) == list(range(1, count)) and len(labels) == len(held) * 8 < count + 7
+    for index in (-1, len(held)):
+        with pytest.raises(IndexError):
+            held[index]
+
+
+def test_text_is_guarded_by_size() -> None:
+    dataset = GPT2Dataset(np.frombuffer(b"x" * 100, np.uint8), 0, 100, 8, BYTES, wrap=True)
+    assert dataset.text(100) == b"x" * 100 and dataset.text(99) is None

@@ -1,0 +1,233 @@
+"""The command line: presets, aliases, foreign flags, errors, and what a checkpoint decides."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from megatron.arguments import Arguments, differing_flags, fields, flag_table, merge_checkpoint, parse
+from megatron.config import SECTIONS, Config
+from megatron.presets import PRESETS, SHAPES
+
+
+def read(line: str) -> Arguments:
+    return parse(line.split())
+
+
+def saved(line: str, **changes: object) -> dict[str, dict[str, object]]:
+    """The configuration that a run of this command line stores, as it comes back from JSON."""
+    config = json.loads(json.dumps(read(line).config.as_dict()))
+    config["data"]["tokenizer_type"] = config["data"]["tokenizer_type"] or "builtin"
+    config["model"]["vocab_size"] = 2048
+    for key, value in changes.items():
+        next(section for section in config.values() if key in section)[key] = value
+    return config
+
+
+def test_without_flags_the_quickstart_runs():
+    arguments = read("")
+    assert arguments.preset == "quickstart" and not arguments.given and not arguments.notes
+    assert (arguments.config.model.num_layers, arguments.config.train.train_iters) == (4, 1000)
+    assert arguments.config.checkpoint.save == "checkpoints/gpt2_quickstart"
+
+
+def test_345m_is_the_published_demo_whole():
+    config = read("--model 345M").config
+    m, d, o, t, c = config.model, config.data, config.optimizer, config.train, config.checkpoint
+    assert (m.num_layers, m.hidden_size, m.num_attention_heads, m.max_position_embeddings) == (24, 1024, 16, 1024)
+    assert (m.attention_dropout, m.hidden_dropout, d.seq_length, d.tokenizer_type) == (.1, .1, 1024, "GPT2BPETokenizer")
+    assert (o.lr, o.lr_decay_style, o.warmup, o.weight_decay, o.clip_grad) == (1.5e-4, "cosine", .01, .01, 1.0)
+    assert (o.adam_beta1, o.adam_beta2, t.micro_batch_size, t.train_iters, t.seed) == (.9, .999, 8, 320_000, 1234)
+    assert (c.save_interval, t.eval_interval, t.eval_iters, t.log_interval) == (5000, 1000, 100, 100)
+    assert (c.save, t.checkpoint_activations) == ("checkpoints/gpt2_345m", False)
+
+
+def test_presets_differ_in_shape_alone_and_name_real_fields():
+    assert SHAPES["8.3b"] == (72, 3072, 32) and len(SHAPES) == 7
+    for name, preset in PRESETS.items():
+        assert preset.keys() <= fields().keys(), name
+        model = parse(["--model", name]).config.model
+        assert name == "quickstart" or (model.num_layers, model.hidden_size, model.num_attention_heads) == SHAPES[name]
+
+
+def test_flags_override_the_preset():
+    config = read("--model 345m --lr=3e-4 --train-samples 3e2 --num-layers 2").config
+    assert (config.optimizer.lr, config.train.train_iters, config.train.train_samples) == (3e-4, None, 300)
+    assert (config.model.hidden_size, config.checkpoint.save) == (1024, "checkpoints/gpt2_2x1024")
+
+
+def test_a_shape_of_its_own_has_the_defaults_of_2019():
+    arguments = read("--num-layers 2")
+    assert arguments.preset is None
+    assert differing_flags(arguments.config) == [("--num-layers", 2), ("--train-iters", 1_000_000),
+                                                 ("--save", "checkpoints/gpt2_2x1024")]
+
+
+def test_save_defaults_to_the_folder_loaded_unless_it_is_fine_tuned():
+    assert read("--load a/b/").config.checkpoint.save == "a/b/"
+    assert read("--load a/b/ --finetune").config.checkpoint.save == "a/b_finetuned"
+    assert read("--load a --save c").config.checkpoint.save == "c"
+
+
+@pytest.mark.parametrize("line, key, value", [
+    ("--batch-size 3", "train.micro_batch_size", 3),
+    ("--tensor-model-parallel-size 2", "parallel.model_parallel_size", 2),
+    ("--lr-warmup-fraction .2", "optimizer.warmup", .2),
+    ("--min-scale 4", "optimizer.min_loss_scale", 4.0),
+    ("--norm-epsilon 1e-6", "model.layernorm_epsilon", 1e-6),
+    ("--override-opt_param-scheduler", "optimizer.override_opt_param_scheduler", True),
+    ("--use-checkpoint-lr-scheduler", "optimizer.use_checkpoint_opt_param_scheduler", True),
+    ("--recompute-granularity full --recompute-method uniform", "train.checkpoint_activations", True),
+    ("--activations-checkpoint-method uniform", "train.checkpoint_activations", True),
+    ("--recompute-num-layers 2", "train.checkpoint_num_layers", 2),
+    ("--fp16", "train.precision", "fp16"),
+    ("--bf16 --precision bf16", "train.precision", "bf16"),
+    ("--train-data-path no/such/prefix", "data.data_path", ("no/such/prefix",)),
+])
+def test_spellings_of_2019_and_today(line, key, value):
+    arguments = read(line)
+    section, name = key.split(".")
+    assert getattr(getattr(arguments.config, section), name) == value and key in arguments.given
+    assert arguments.notes or line == "--override-opt_param-scheduler"  # underscores are no other spelling
+
+
+def test_inert_flags_are_noted_once():
+    arguments = read("--lazy-loader --loose-json --pipeline-model-parallel-size 1 --local_rank=3 --use-mcore-models "
+                     "--fp32-allreduce --num_layers 2")
+    assert arguments.config.model.num_layers == 2
+    assert len(arguments.notes) == 6 and all("\n" not in note for note in arguments.notes)
+
+
+@pytest.mark.parametrize("line, message", [
+    ("--num-layer 3", "unknown flag --num-layer: did you mean --num-layers?"),
+    ("--hiden-size=3", "unknown flag --hiden-size: did you mean --hidden-size?"),
+    ("--ddp-impl local", "unknown flag --ddp-impl: did you mean --DDP-impl?"),
+    ("--zzzz", "unknown flag --zzzz: --help lists the flags"),
+    ("stray", "unexpected argument 'stray'"),
+    ("--num-layers two", "--num-layers: invalid int value: 'two'"),
+    ("--train-iters 1.5", "--train-iters: '1.5' is not a whole number"),
+    ("--num-layers", "--num-layers: expected one argument"),
+    ("--model 3b", "--model: invalid choice: '3b'"),
+    ("--precision fp8", "--precision: invalid choice: 'fp8'"),
+    ("--fp16 --bf16", "--bf16 contradicts --fp16"),
+    ("--bf16 --precision fp32", "--bf16 contradicts --precision fp32"),
+    ("--pipeline-model-parallel-size 2", "--pipeline-model-parallel-size 2 is not supported, only 1"),
+    ("--recompute-granularity selective", "--recompute-granularity selective is not supported"),
+    ("--recompute-activations", "give --checkpoint-activations"),
+    ("--swiglu", "--swiglu is not supported"),
+    ("--train-data-path .", "--train-data-path . is a directory"),
+    ("--warmup .1 --lr-warmup-iters 3", "give --warmup (a fraction) or --lr-warmup-iters, not both"),
+    ("--vocab-file a --tokenizer-model b", "say which with --tokenizer-type"),
+    ("--train-iters 3 --train-epochs 1", "the length is given twice: --train-iters and --train-epochs"),
+    ("--num-attention-heads 3", "--hidden-size 1024 is not divisible by --num-attention-heads 3"),
+    ("--model-parallel-size 3", "--num-attention-heads 8 is not divisible by --model-parallel-size 3"),
+    ("--seq-length 300", "--seq-length 300 is longer than --max-position-embeddings 256"),
+    ("--finetune", "--finetune needs --load"),
+])
+def test_errors_are_one_line_that_names_the_flag(line, message):
+    with pytest.raises(ValueError) as error:
+        _ = read(line).config
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_help_groups_the_flags_and_shows_aliases(capsys):
+    with pytest.raises(SystemExit) as stop:
+        read("--help")
+    text = capsys.readouterr().out
+    assert stop.value.code == 0 and "--micro-batch-size N, --batch-size N" in text
+    assert all(f"\n{section}:" in text for section in SECTIONS) and "--lazy-loader" in text
+
+
+def test_every_flag_is_one_row_of_the_table():
+    names = [row[0] for row in flag_table()]
+    assert len(names) == len(set(names)) and {row[1] for row in flag_table()} == {
+        "honoured", "translated", "inert", "refused"}
+
+
+def test_tokenizer_files_imply_the_tokenizer():
+    assert read("--vocab-file v --merge-file m").config.data.tokenizer_type == "GPT2BPETokenizer"
+    assert read("--model 345m --tokenizer-path t").config.data.tokenizer_type == "SentencePieceTokenizer"
+    assert read("--vocab-file v --tokenizer-type bytes").config.data.tokenizer_type == "bytes"
+    assert read("").config.data.tokenizer_type is None
+
+
+def test_config_survives_json():
+    config = read("--model 345m --train-data a b").config
+    assert Config.from_dict(json.loads(json.dumps(config.as_dict()))) == config
+    with pytest.raises(ValueError, match="section 'model': nonsense"):
+        Config.from_dict({"model": {"nonsense": 1}})
+
+
+# -- what a checkpoint decides -----------------------------------------------------------------------------------
+
+SMALL = "--num-layers 2 --hidden-size 64 --num-attention-heads 2 --lr 1e-3 --train-iters 20 "
+
+
+def test_shape_and_tokenizer_come_from_the_checkpoint():
+    config = merge_checkpoint(read("--load x"), saved(SMALL + "--tokenizer-type bytes --seq-length 128")).config
+    assert (config.model.num_layers, config.model.hidden_size, config.model.max_position_embeddings) == (2, 64, 512)
+    assert (config.model.vocab_size, config.data.tokenizer_type, config.data.seq_length) == (2048, "bytes", 128)
+    assert (config.train.train_iters, config.train.micro_batch_size) == (1000, 16)  # of the run, not of the checkpoint
+
+
+def test_the_run_may_be_impossible_until_the_checkpoint_is_known():
+    arguments = read("--load x --num-attention-heads 12")  # 1024 is not divisible by 12
+    assert arguments.checkpoint.load == "x"
+    wide = saved("--hidden-size 768 --num-attention-heads 12")
+    assert merge_checkpoint(arguments, wide).config.model.hidden_size == 768
+
+
+@pytest.mark.parametrize("line, message", [
+    ("--num-layers 3", "--num-layers is 3 here and 2 in the checkpoint"),
+    ("--tokenizer-type bytes", "--tokenizer-type is bytes here and builtin in the checkpoint"),
+    ("--vocab-file v", "--tokenizer-type is GPT2BPETokenizer here and builtin in the checkpoint"),
+    ("--ffn-hidden-size 100", "--ffn-hidden-size is 100 here and 256 in the checkpoint"),
+    ("--model 345m", "--num-layers is 24 here and 2 in the checkpoint"),
+])
+def test_a_given_shape_that_differs_is_refused(line, message):
+    with pytest.raises(ValueError, match=message):
+        merge_checkpoint(read(line), saved(SMALL))
+
+
+def test_values_that_agree_and_values_that_may_differ_are_taken_from_the_flags():
+    config = merge_checkpoint(read(SMALL + "--ffn-hidden-size 256 --seq-length 100 --hidden-dropout 0 --seed 5"),
+                              saved(SMALL)).config
+    assert (config.data.seq_length, config.model.hidden_dropout, config.train.seed) == (100, 0.0, 5)
+
+
+def schedule(line: str, before: str, **changes: object) -> tuple[object, ...]:
+    o = merge_checkpoint(read(line), saved(before, **changes)).config.optimizer
+    return o.lr, o.lr_decay_style, o.lr_decay_iters, o.warmup, o.lr_warmup_iters
+
+
+def test_schedule_comes_from_the_checkpoint_unless_given():
+    before = SMALL + "--lr-decay-style cosine --lr-warmup-iters 5 --lr-decay-iters 30"
+    assert schedule("--train-iters 40", before) == (1e-3, "cosine", 30, 0.05, 5)
+    assert schedule("--lr 1e-3 --lr-decay-iters 30", before) == (1e-3, "cosine", 30, 0.05, 5)
+    assert schedule("--model 345m --lr 3e-4", "--model 345m --lr 3e-4", tokenizer_type="GPT2BPETokenizer")[0] == 3e-4
+    notes = merge_checkpoint(read("--train-iters 40"), saved(before)).notes
+    assert notes == ("schedule from the checkpoint: --lr 0.001 --min-lr 0.0 --lr-decay-iters 30 --lr-warmup-iters 5",)
+
+
+def test_a_schedule_that_differs_is_an_error_with_two_ways_on():
+    before = SMALL + "--warmup .1"
+    for line in ("--lr 2e-3", "--lr-decay-style WSD", "--lr-decay-iters 50", "--lr-warmup-iters 5", "--warmup .2"):
+        with pytest.raises(ValueError, match="--override-lr-scheduler .* --use-checkpoint-lr-scheduler"):
+            schedule(line, before)
+        o = merge_checkpoint(read(line + " --override-lr-scheduler"), saved(before)).config.optimizer
+        assert o == read(line + " --override-lr-scheduler").config.optimizer
+        assert schedule(line + " --use-checkpoint-lr-scheduler", before) == (1e-3, "linear", 20, .1, None)
+        assert schedule(line + " --finetune --load x", before) == schedule(line + " --override-lr-scheduler", before)
+
+
+def test_a_warmup_in_iterations_and_one_as_a_fraction_differ():
+    for line, before in (("--warmup .1", "--lr-warmup-iters 5"), ("--lr-warmup-iters 5", "--warmup .1")):
+        with pytest.raises(ValueError, match="--lr-warmup-iters is (None here and 5|5 here and None)"):
+            schedule(line, SMALL + before)
+
+
+def test_a_finished_run_is_extended_by_train_iters_alone():
+    arguments = merge_checkpoint(read(SMALL + "--train-iters 40"), saved(SMALL))
+    assert arguments.config.train.train_iters == 40 and arguments.config.optimizer.lr_decay_iters is None
+    assert len(arguments.notes) == 1 and "over 40 iterations, not the checkpoint's 20" in arguments.notes[0]

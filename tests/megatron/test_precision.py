@@ -1,0 +1,133 @@
+"""Activation checkpointing changes no bit; fp16 overflows, skips and recovers on all ranks together."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.fp16.loss_scaler import DynamicLossScaler, LossScaler
+from megatron.training import train_step
+from tests.distributed import run_ranks
+from tests.megatron.training_runs import finish, start, state, steps, write_text
+
+
+def with_and_without_recompute(rank: int, world_size: int, folder: str) -> list[Any]:
+    results = []
+    for flags in ([], ["--checkpoint-activations"],
+                  ["--checkpoint-activations", "--checkpoint-num-layers", "2"]):
+        run = start(rank, world_size, folder, [
+            "--num-layers", "3", "--attention-dropout", "0.1", "--hidden-dropout", "0.1", "--save",
+            f"{folder}/recompute{len(results)}", "--model-parallel-size", str(world_size), *flags])
+        seen = steps(run, 3)
+        # The gradients of one more step, before the optimizer uses the buffer.
+        grads: list[torch.Tensor] = []
+        run.optimizer.step = lambda run=run, grads=grads: grads.append(run.flat.grads.clone())  # type: ignore[method-assign]
+        train_step(run)
+        results.append((seen, grads[0], state(run)))
+        finish(run)
+    return results
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_activation_checkpointing_is_bit_identical(tmp_path: Path, world_size: int):
+    write_text(tmp_path)
+    for plain, *others in run_ranks(with_and_without_recompute, world_size, str(tmp_path)):
+        for other in others:
+            assert other[0] == plain[0]
+            assert torch.equal(other[1], plain[1]) and plain[1].any()
+            assert all(torch.equal(other[2][name], tensor) for name, tensor in plain[2].items())
+
+
+def overflow(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+    """One rank's gradient is poisoned at steps 2, 3 and 4; the scale may double after 3 clean steps."""
+    run = start(rank, world_size, folder, [
+        "--precision", "fp16", "--initial-loss-scale", "1024", "--loss-scale-window", "3", "--model-parallel-size",
+        "2", "--lr-decay-style", "linear", "--warmup", "0.01", "--lr", "1e-3", "--save", f"{folder}/overflow"])
+    finish_reduction = run.reducer.finish
+    weights: list[torch.Tensor] = []
+
+    def poisoned() -> None:
+        if len(weights) in (2, 3, 4) and rank == world_size - 1:
+            run.flat.grads[5] = torch.inf if len(weights) == 2 else torch.nan
+        weights.append(run.flat.masters.clone())
+        finish_reduction()
+
+    run.reducer.finish = poisoned  # type: ignore[method-assign]
+    seen = steps(run, 10)
+    seen["moved"] = [not torch.equal(a, b) for a, b in zip(weights, weights[1:], strict=False)]
+    seen["finite"] = all(torch.isfinite(t).all() for t in state(run).values())
+    seen["counted"] = int(run.optimizer.skipped_steps), int(run.optimizer.good_steps)
+    finish(run)
+    return seen
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_fp16_overflow_is_agreed_and_survived(tmp_path: Path, world_size: int):
+    write_text(tmp_path)
+    results = run_ranks(overflow, world_size, str(tmp_path))
+    for result in results:
+        if world_size == 2:
+            # With data parallelism the poison is put in before the reduction of buckets already sent, so only
+            # the ranks' agreement is looked at there.
+            assert result["skipped"] == [False, False, True, True, True, False, False, False, False, False]
+            # Hysteresis 2: the first overflow only skips, the next two halve, three clean steps double.
+            assert result["scale"] == [1024, 1024, 1024, 1024, 512, 256, 256, 256, 512, 512]
+            assert result["moved"] == [False, True, False, False, False, True, True, True, True]
+            assert result["counted"] == (3, 7)
+        assert result["finite"]
+        for key in ("skipped", "scale", "rate", "counted"):
+            assert result[key] == results[0][key], "the ranks disagree"
+
+
+def test_natural_overflow_recovers(tmp_path: Path):
+    """From 2^32, as a published run starts, the scale falls until steps succeed."""
+    write_text(tmp_path)
+    run = start(0, 1, str(tmp_path), ["--precision", "fp16", "--lr", "1e-3"]) if init() else None
+    assert run is not None
+    seen = steps(run, 40)
+    finish(run)
+    skips = sum(seen["skipped"])
+    assert seen["skipped"] == [True] * skips + [False] * (40 - skips) and 5 < skips < 30
+    assert run.optimizer.scaler.scale.item() == 2.0 ** (32 - (skips - 1)), "halvings from 2^32, plus one"
+    assert seen["loss"][-1] < seen["loss"][skips] - 0.5
+    assert seen["rate"][0] == pytest.approx(1e-3)
+
+
+def init() -> bool:
+    import mpu
+
+    mpu.initialize_model_parallel(1)
+    return True
+
+
+def test_static_scale_detects_nan(tmp_path: Path):
+    write_text(tmp_path)
+    init()
+    run = start(0, 1, str(tmp_path), ["--precision", "fp16", "--loss-scale", "2e9"])
+    before = run.flat.masters.clone()
+    seen = steps(run, 3)
+    finish(run)
+    assert seen["skipped"] == [True] * 3 and torch.equal(run.flat.masters, before)
+
+
+def test_scaler_state_survives():
+    scaler = DynamicLossScaler(2.0**10, window=5)
+    one, zero = torch.ones(()), torch.zeros(())
+    for flag in (one, zero, one, zero, zero):
+        scaler.update(flag)
+    other = DynamicLossScaler(2.0**32, window=5)
+    other.load_state_dict(scaler.state_dict())
+    for flag in (zero, zero, zero, zero, one, one):
+        scaler.update(flag)
+        other.update(flag)
+        assert scaler.state_dict() == other.state_dict()
+    scaler = DynamicLossScaler(2.0, minimum=1.0, hysteresis=1)
+    for _ in range(5):
+        scaler.update(one)
+    assert scaler.scale.item() == 1.0
+    constant = LossScaler(128.0)
+    constant.load_state_dict(scaler.state_dict())
+    assert constant.scale.item() == 128.0

@@ -1,0 +1,91 @@
+"""Small training runs for tests: a text, flags, and steps that return what every rank saw."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import mpu
+from megatron.arguments import parse
+from megatron.distributed import global_sum
+from megatron.launch import Ranks
+from megatron.run import Run, build_run, plan_run
+from megatron.training import train_step
+
+SMALL = ["--num-layers", "2", "--hidden-size", "128", "--num-attention-heads", "4", "--max-position-embeddings", "32",
+         "--seq-length", "32", "--tokenizer-type", "bytes", "--split", "90,10", "--device", "cpu",
+         "--precision", "fp32", "--train-iters", "1000", "--eval-iters", "0", "--lr", "1.5e-4",
+         "--lr-decay-style", "constant", "--warmup", "0", "--attention-dropout", "0", "--hidden-dropout", "0",
+         "--make-vocab-size-divisible-by", "8"]
+
+
+def write_text(folder: Path, words: int = 6000) -> Path:
+    """A text with something to learn: words of a small vocabulary, some of which follow each other."""
+    draw = random.Random(0)
+    vocabulary = ["".join(draw.choices("abcdefghijklmnopqrstuvwxyz", k=draw.randint(2, 8))) for _ in range(60)]
+    text, word = [], 0
+    for _ in range(words):
+        word = draw.randrange(60) if draw.random() < 0.3 else (7 * word + 3) % 60
+        text.append(vocabulary[word])
+    path = folder / "text.txt"
+    path.write_text(" ".join(text))
+    return path
+
+
+def start(rank: int, world_size: int, folder: str, flags: Sequence[str]) -> Run:
+    """A run in `folder` (text.txt lies there), as the command line would make it."""
+    arguments = parse([*SMALL, "--train-data", f"{folder}/text.txt", "--data-cache-path", f"{folder}/cache",
+                       "--save", f"{folder}/save", *flags])
+    ranks = Ranks(rank, world_size, rank, world_size)
+    run = build_run(plan_run(arguments, ranks, lambda line: None), lambda line: None)
+    run.model.train()
+    return run
+
+
+def steps(run: Run, count: int) -> dict[str, Any]:
+    """`count` steps: loss, gradient norm, loss scale and skips of each."""
+    seen: dict[str, Any] = {"loss": [], "norm": [], "scale": [], "skipped": [], "rate": []}
+    for _ in range(count):
+        run.loss_sum.zero_()
+        seen["scale"].append(run.optimizer.scaler.scale.item())
+        seen["rate"].append(run.optimizer.learning_rate.item())
+        train_step(run)
+        run.iteration += 1
+        run.consumed_samples += run.global_batch_size
+        seen["loss"].append(global_sum([run.loss_sum], run.parallel.data_parallel_group).item())
+        seen["norm"].append(run.optimizer.grad_norm.item())
+        seen["skipped"].append(bool(run.optimizer.found_inf))
+    return seen
+
+
+def finish(run: Run) -> None:
+    run.loader.close()
+    run.stop.close()
+    run.log.close()
+
+
+def state(run: Run) -> dict[str, Tensor]:
+    """This rank's weights and optimizer state, copied."""
+    tensors = {name: p.detach().clone() for name, p in run.model.named_parameters()}
+    return tensors | {f"{kind}.{name}": t.clone() for kind, name, t in run.optimizer.tensors()}
+
+
+def whole_weights(run: Run) -> dict[str, Tensor]:
+    """The model's true weights, merged over its model-parallel group."""
+    import torch.distributed as dist
+
+    specs, p = mpu.partition_specs(run.model), run.parallel
+    merged = {}
+    for name, parameter in run.model.named_parameters():
+        shards = [torch.empty_like(parameter) for _ in range(p.model_parallel_size)]
+        if p.model_parallel_size > 1:
+            dist.all_gather(shards, parameter.detach().contiguous(), group=p.model_parallel_group)
+        else:
+            shards = [parameter.detach().clone()]
+        merged[name] = specs[name].merge(shards)
+    return merged

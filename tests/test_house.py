@@ -1,0 +1,139 @@
+"""The house rules that can be read off the source: who imports whom, and what the training path never does."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+ROOMS = ("mpu", "data_utils", "megatron")
+OURS = {*ROOMS, "tools", "scripts", "tests", "benchmarks"}
+# Inside mpu a module imports only from floors below its own.
+FLOORS = {"partition": 0, "initialize": 1, "mappings": 2, "layers": 3, "cross_entropy": 3, "transformer": 4}
+
+
+def sources(room: str) -> list[Path]:
+    found = sorted((ROOT / room).rglob("*.py"))
+    assert found, f"{room} holds no Python file"
+    return found
+
+
+def imports(tree: ast.AST, path: Path) -> Iterator[str]:
+    """Full dotted names; `from a import b` gives a.b, since b may be a module."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                package = path.relative_to(ROOT).parent.parts
+                base = ".".join([*package[: len(package) - node.level + 1], *filter(None, [base])])
+            yield from (f"{base}.{alias.name}" for alias in node.names)
+
+
+def imported(path: Path) -> set[str]:
+    return set(imports(ast.parse(path.read_text(encoding="utf-8")), path))
+
+
+def roots(names: set[str]) -> set[str]:
+    return {name.split(".")[0] for name in names}
+
+
+def imported_at_load(path: Path) -> set[str]:
+    """What importing the module imports: not what stands inside functions or under TYPE_CHECKING."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+
+    class Strip(ast.NodeTransformer):
+        def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
+            return None
+
+        visit_AsyncFunctionDef = visit_FunctionDef  # type: ignore[assignment]
+
+        def visit_If(self, node: ast.If) -> ast.AST | None:
+            return None if "TYPE_CHECKING" in ast.unparse(node.test) else self.generic_visit(node)
+
+    return set(imports(Strip().visit(tree), path))
+
+
+@pytest.mark.parametrize(("room", "friends"), [
+    ("mpu", {"mpu"}), ("data_utils", {"data_utils"}), ("megatron", {"mpu", "data_utils", "megatron"}),
+    ("tools", {"mpu", "data_utils", "megatron"})])
+def test_rooms_import_only_their_friends(room: str, friends: set[str]) -> None:
+    for path in sources(room):
+        strangers = roots(imported(path)) & OURS - friends
+        assert not strangers, f"{path.relative_to(ROOT)} imports {strangers}"
+
+
+def test_mpu_needs_torch_alone() -> None:
+    for path in sources("mpu"):
+        strangers = roots(imported(path)) - set(sys.stdlib_module_names) - {"torch", "mpu"}
+        assert not strangers, f"{path.relative_to(ROOT)} imports {strangers}"
+
+
+def test_data_utils_knows_nothing_of_ranks() -> None:
+    for path in sources("data_utils"):
+        assert "torch" not in roots(imported(path)), f"{path.relative_to(ROOT)} imports torch"
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_training_imports_torch_numpy_safetensors_alone(room: str) -> None:
+    allowed = {*sys.stdlib_module_names, *ROOMS, "torch", "numpy", "safetensors"}
+    for path in sources(room):
+        strangers = roots(imported_at_load(path)) - allowed
+        assert not strangers, f"{path.relative_to(ROOT)} imports {strangers} when it is loaded"
+
+
+def test_floors_of_mpu() -> None:
+    assert all((ROOT / "mpu" / f"{name}.py").exists() for name in FLOORS)
+    for path in sources("mpu"):
+        if path.name == "__init__.py":
+            continue
+        names = imported(path)
+        assert not any(name.split(".")[0] == "mpu" and name.split(".")[1] not in modules("mpu") for name in names), \
+            f"{path.name} imports from mpu itself, which imports {path.name}: import from the module"
+        for other, floor in FLOORS.items():
+            if any(name.startswith(f"mpu.{other}.") or name == f"mpu.{other}" for name in names):
+                assert floor < FLOORS.get(path.stem, 5), f"{path.name} imports {other}, which is no floor below it"
+
+
+def modules(room: str) -> set[str]:
+    return {path.stem for path in sources(room)}
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_no_pickle(room: str) -> None:
+    for path in sources(room):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        assert "pickle" not in roots(imported(path)), f"{path.relative_to(ROOT)} imports pickle"
+        called = {ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
+        bad = called & {"torch.load", "torch.save", "eval", "exec"}
+        assert not bad, f"{path.relative_to(ROOT)} calls {bad}"
+        keywords = {(node.arg, ast.unparse(node.value)) for node in ast.walk(tree) if isinstance(node, ast.keyword)}
+        bad_keywords = keywords & {("weights_only", "False"), ("allow_pickle", "True")}
+        assert not bad_keywords, f"{path.relative_to(ROOT)} passes {bad_keywords}"
+
+
+def test_megatron_shares_its_name() -> None:
+    """NVIDIA's megatron.core lives in the same namespace: see test_packaging.py."""
+    lines = (ROOT / "megatron" / "__init__.py").read_text(encoding="utf-8").splitlines()
+    assert lines == ['__path__ = __import__("pkgutil").extend_path(__path__, __name__)']
+
+
+def test_nothing_is_named_utils() -> None:
+    named = [path for room in ROOMS for path in sources(room) if "utils" in path.stem]
+    assert not named
+
+
+def test_the_rules_catch_a_breach(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The readers of imports above see every form of import."""
+    monkeypatch.setitem(globals(), "ROOT", tmp_path)
+    path = tmp_path / "mpu" / "inner" / "module.py"
+    path.parent.mkdir(parents=True)
+    path.write_text("import numpy\nfrom megatron import config\nfrom ..layers import Linear\nfrom . import sibling\n"
+                    "def f():\n    import tqdm\n")
+    assert imported(path) == {"numpy", "megatron.config", "mpu.layers.Linear", "mpu.inner.sibling", "tqdm"}
+    assert imported_at_load(path) == {"numpy", "megatron.config", "mpu.layers.Linear", "mpu.inner.sibling"}

@@ -1,0 +1,116 @@
+"""The project as others meet it: a wheel in an environment of its own, beside NVIDIA's megatron.core, and with
+nothing but torch, numpy and safetensors around."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+ROOMS = ("mpu", "data_utils", "megatron")
+OPTIONAL = ("tiktoken", "sentencepiece", "tokenizers", "tqdm", "matplotlib", "transformers", "tensorboard", "ftfy",
+            "regex")
+TINY = ("--num-layers", "1", "--hidden-size", "16", "--num-attention-heads", "2", "--seq-length", "32",
+        "--max-position-embeddings", "32", "--train-iters", "2", "--device", "cpu", "--precision", "fp32")
+
+
+def run(command: list[str], cwd: Path, timeout: int = 200, **variables: str) -> str:
+    environment = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "PYTHONSAFEPATH")}
+    done = subprocess.run(command, cwd=cwd, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False,
+                          env={**environment, "HOME": str(cwd), "XDG_CACHE_HOME": str(cwd / "cache"), **variables},
+                          timeout=timeout)
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built from a copy: building in place would leave a build/ that the next wheel would pick up."""
+    folder = tmp_path_factory.mktemp("wheel")
+    for room in ROOMS:
+        shutil.copytree(ROOT / room, folder / "source" / room, ignore=shutil.ignore_patterns("__pycache__"))
+    for path in ROOT.iterdir():
+        if path.is_file():
+            shutil.copy(path, folder / "source")
+    run([sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index",
+         "--wheel-dir", str(folder), str(folder / "source")], folder)
+    (built,) = folder.glob("*.whl")
+    return built
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path) -> Path:
+    """The Python of a fresh environment that holds the wheel and sees the libraries of this one, but not the
+    project's own folder: a .pth file adds the place, and does not follow the .pth files there."""
+    folder = wheel.parent / "environment"
+    venv.create(folder, with_pip=False, symlinks=True)
+    python = folder / "bin" / "python"
+    site = Path(run([str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], folder).strip())
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(site)
+    (site / "libraries.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    return python
+
+
+def test_wheel_holds_every_package_and_data_file(wheel: Path) -> None:
+    assert wheel.name.startswith("gpt2_model_parallel-")
+    names = set(zipfile.ZipFile(wheel).namelist())
+    for room in ROOMS:
+        files = [path.relative_to(ROOT).as_posix() for path in (ROOT / room).rglob("*")
+                 if path.is_file() and path.suffix != ".pyc"]
+        assert files
+        assert not set(files) - names, "missing in the wheel: see [tool.setuptools] in pyproject.toml"
+    tops = {name.split("/")[0] for name in names if not name.split("/")[0].endswith(".dist-info")}
+    assert tops == set(ROOMS)
+
+
+def test_installed_packages_work_outside_the_checkout(installed: Path, tmp_path: Path) -> None:
+    output = run([str(installed), "-c",
+                  "import mpu, data_utils, megatron\n"
+                  "for module in (mpu, data_utils, megatron): print(module.__path__[0])\n"
+                  "tokenizer = data_utils.build_tokenizer('builtin')\n"
+                  "print(tokenizer.decode(list(tokenizer.encode('It was a dark night.'))))"], tmp_path)
+    *paths, text = output.splitlines()
+    assert all(path.startswith(str(installed.parents[1])) for path in paths), paths
+    assert text == "It was a dark night."
+
+
+def test_installed_program_trains_outside_the_checkout(installed: Path, tmp_path: Path) -> None:
+    output = run([str(installed), "-m", "megatron.pretrain_gpt2", "--train-iters", "2"], tmp_path)
+    assert "iteration        2/       2 |" in output
+    assert "validation loss at the end of training for val data | LM loss:" in output
+    (tracker,) = tmp_path.glob("checkpoints/*/latest_checkpointed_iteration.txt")
+    assert tracker.read_text().strip() == "2"
+    assert (tracker.parent / "loss.png").exists()
+
+
+def test_training_with_torch_numpy_and_safetensors_alone(tmp_path: Path) -> None:
+    """Where nothing else can be imported: byte tokenizer, built-in corpus, the loss curve as text."""
+    (tmp_path / "alone.py").write_text(
+        f"import sys\nfor name in {OPTIONAL}: sys.modules[name] = None\n"
+        f"sys.path.insert(0, {str(ROOT)!r})\n"
+        "from megatron.pretrain_gpt2 import main\nraise SystemExit(main())\n")
+    output = run([sys.executable, "alone.py", *TINY, "--eval-iters", "1", "--save", "run"], tmp_path)
+    assert "iteration        2/       2 |" in output
+    assert (tmp_path / "run" / "metrics.jsonl").exists()
+    assert not (tmp_path / "run" / "loss.png").exists()
+
+
+@pytest.mark.parametrize("ours_first", [True, False])
+def test_megatron_core_imports_beside_ours(tmp_path: Path, ours_first: bool) -> None:
+    core = tmp_path / "site" / "megatron" / "core"  # as in NVIDIA's wheel: no megatron/__init__.py
+    core.mkdir(parents=True)
+    (core / "__init__.py").write_text("name = 'theirs'\n")
+    folders = [str(ROOT), str(tmp_path / "site")]
+    output = run([sys.executable, "-c",
+                  "import megatron.core, megatron.config; print(megatron.core.name, megatron.config.Config.__name__)"],
+                 tmp_path, PYTHONPATH=os.pathsep.join(folders if ours_first else folders[::-1]))
+    assert output == "theirs Config\n"

@@ -1,0 +1,253 @@
+"""The shell scripts, run for real against an interpreter that says what it was asked to do.
+
+A small copy of the project gets a PATH of its own: the few programs that the scripts call, and a `python` that is a
+stub. It has the modules of $STUB_HAS, sees $STUB_GPUS, makes environments with a copy of itself, and lets pip install
+$STUB_INSTALLS there or, where that is not set, fail. What it is asked to run, it prints.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+LEAST = "torch numpy safetensors"
+TRAINING = f"{LEAST} tiktoken sentencepiece tokenizers tqdm matplotlib"
+TESTING = f"{TRAINING} transformers pytest pytest_timeout xdist ruff mypy setuptools tensorboard"
+
+STUB = r"""#!/bin/bash
+case "$0" in */.venv/*) STUB_HAS=$(cat "$0.installed" 2>/dev/null) ;; esac
+case "$1 $2" in
+    "--version ") echo "Python 3.12.0" ;;
+    "-c import sys, venv"*) ;;
+    "-c "*find_spec*)
+        shift 2
+        for name in "$@"; do
+            case " $STUB_HAS " in *" $name "*) ;; *) exit 1 ;; esac
+        done ;;
+    "-c import torch;"*) echo "${STUB_GPUS:-2}" ;;
+    "-c "*) exec "$REAL_PYTHON" "$@" ;;
+    "-m venv") mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
+    "-m pip")
+        echo "pip: $*" >&2
+        [ -n "${STUB_INSTALLS:-}" ] || exit 1
+        echo "$STUB_INSTALLS" >"$0.installed" ;;
+    *)
+        echo "run by $0 in $PWD with OMP_NUM_THREADS=${OMP_NUM_THREADS:-}"
+        for word in "$@"; do echo "<$word>"; done ;;
+esac
+"""
+
+
+class Project:
+    """A copy of scripts/ with the stubbed PATH."""
+
+    def __init__(self, folder: Path) -> None:
+        self.root, self.bin, self.elsewhere = folder / "project", folder / "bin", folder / "else where"
+        shutil.copytree(ROOT / "scripts", self.root / "scripts")
+        shutil.copy(ROOT / "constraints.txt", self.root)
+        self.bin.mkdir()
+        self.elsewhere.mkdir()
+        for name in ("bash", "dirname", "grep", "mkdir", "cp", "cat", "getconf"):
+            found = shutil.which(name)
+            assert found, f"the scripts call {name}"
+            (self.bin / name).symlink_to(found)
+        self.stub(self.bin / "python")
+
+    def stub(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(STUB)
+        path.chmod(0o755)
+
+    def run(self, script: str, *flags: str, **variables: str) -> subprocess.CompletedProcess[str]:
+        environment = {"PATH": str(self.bin), "REAL_PYTHON": sys.executable, "STUB_HAS": TRAINING, **variables}
+        return subprocess.run([str(self.bin / "bash"), str(self.root / "scripts" / script), *flags], text=True,
+                              capture_output=True, env=environment, cwd=self.elsewhere, timeout=60, check=False)
+
+    def words(self, script: str, *flags: str, **variables: str) -> list[str]:
+        """The words of the command that the script ended in."""
+        done = self.run(script, *flags, **variables)
+        assert done.returncode == 0, done.stderr
+        return [line[1:-1] for line in done.stdout.splitlines() if line.startswith("<")]
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Project:
+    return Project(tmp_path)
+
+
+def value(words: list[str], flag: str) -> str:
+    return words[words.index(flag) + 1]
+
+
+@pytest.mark.parametrize("script", sorted(path.name for path in (ROOT / "scripts").iterdir()))
+def test_syntax(script: str) -> None:
+    subprocess.run(["bash", "-n", str(ROOT / "scripts" / script)], check=True)
+
+
+def test_there_are_scripts_and_they_stop_at_errors() -> None:
+    started = [path for path in (ROOT / "scripts").iterdir() if path.read_text().startswith("#!")]
+    assert len(started) >= 5
+    for path in [*started, ROOT / ".ci" / "run"]:
+        assert "set -euo pipefail" in path.read_text(), path
+
+
+def test_the_active_environment_is_used_and_the_folder_kept(project: Project) -> None:
+    done = project.run("pretrain_gpt2.sh", "--train-data", "my file.jsonl", "--lr", "1e-3")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        f"run by {project.bin}/python in {project.elsewhere} with OMP_NUM_THREADS=",
+        f"<{project.root}/pretrain_gpt2.py>", "<--train-data>", "<my file.jsonl>", "<--lr>", "<1e-3>"]
+    assert not (project.root / ".venv").exists()
+
+
+def test_an_environment_is_made_where_something_is_missing(project: Project) -> None:
+    variables = {"STUB_HAS": LEAST, "STUB_INSTALLS": TRAINING}
+    done = project.run("pretrain_gpt2.sh", **variables)
+    assert done.returncode == 0, done.stderr
+    own = project.root / ".venv" / "bin" / "python"
+    assert done.stdout.startswith(f"run by {own} ")
+    assert f"making {project.root}/.venv" in done.stderr
+    assert "torch==2.13.0" in done.stderr
+    assert done.stderr.rstrip().endswith(f"-c {project.root}/constraints.txt -e {project.root}")
+    again = project.run("pretrain_gpt2.sh", **variables)
+    assert again.stdout.startswith(f"run by {own} ")
+    assert again.stderr == ""
+
+
+def test_without_a_network_training_goes_on_with_the_least(project: Project) -> None:
+    done = project.run("pretrain_gpt2.sh", STUB_HAS=LEAST)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"run by {project.bin}/python ")
+    assert "notice: the installation failed; going on with" in done.stderr
+
+
+def test_without_a_network_or_torch_it_is_an_error(project: Project) -> None:
+    done = project.run("pretrain_gpt2.sh", STUB_HAS="numpy")
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert done.stderr.splitlines()[-1] == (
+        "error: the installation failed, see above. Without a network, activate an environment that has: " + TRAINING)
+
+
+def test_without_python(project: Project) -> None:
+    (project.bin / "python").unlink()
+    done = project.run("pretrain_gpt2.sh")
+    assert done.returncode == 1
+    assert "found no Python 3.10 or newer" in done.stderr
+
+
+def test_tools_run_in_the_environment(project: Project) -> None:
+    done = project.run("python.sh", "-c", "import os; print(os.environ['PYTHONPATH'])", "-x", PYTHONPATH="/theirs")
+    assert done.stdout == f"{project.root}:/theirs\n", done.stderr
+    assert project.words("python.sh", "tools/generate_text.py", "--load", "a b") == [
+        "tools/generate_text.py", "--load", "a b"]
+
+
+def test_data_parallel_defaults(project: Project) -> None:
+    words = project.words("pretrain_gpt2_distributed.sh", "--lr", "1e-3")
+    assert words[:2] == ["-m", "torch.distributed.run"]
+    assert (value(words, "--nnodes"), value(words, "--node-rank"), value(words, "--nproc-per-node"),
+            value(words, "--master-addr")) == ("1", "0", "2", "localhost")
+    assert words[-3:] == [f"{project.root}/pretrain_gpt2.py", "--lr", "1e-3"]
+
+
+def test_ranks_follow_the_gpus_and_share_the_cores(project: Project) -> None:
+    assert value(project.words("pretrain_gpt2_distributed.sh", STUB_GPUS="8"), "--nproc-per-node") == "8"
+    words = project.words("pretrain_gpt2_distributed.sh", STUB_GPUS="8", GPUS_PER_NODE="4")
+    assert value(words, "--nproc-per-node") == "4"
+    cores = int(subprocess.run(["getconf", "_NPROCESSORS_ONLN"], text=True, capture_output=True, check=True).stdout)
+    for ranks in (1, 2, 1000):
+        done = project.run("pretrain_gpt2_distributed.sh", GPUS_PER_NODE=str(ranks))
+        assert f"OMP_NUM_THREADS={max(1, cores // ranks)}\n" in done.stdout
+    assert "OMP_NUM_THREADS=3\n" in project.run("pretrain_gpt2_distributed.sh", OMP_NUM_THREADS="3").stdout
+
+
+def test_several_nodes(project: Project) -> None:
+    words = project.words("pretrain_gpt2_distributed.sh", NNODES="2", NODE_RANK="1", MASTER_ADDR="node0",
+                          MASTER_PORT="7000", GPUS_PER_NODE="8")
+    assert words == ["-m", "torch.distributed.run", "--nnodes", "2", "--node-rank", "1", "--nproc-per-node", "8",
+                     "--master-addr", "node0", "--master-port", "7000", f"{project.root}/pretrain_gpt2.py"]
+
+
+@pytest.mark.parametrize(("variables", "size"), [
+    ({}, "2"), ({"MP_SIZE": "4"}, "4"), ({"MPSIZE": "4"}, "4"), ({"MP_SIZE": "8", "MPSIZE": "4"}, "8")])
+def test_model_parallel_size(project: Project, variables: dict[str, str], size: str) -> None:
+    words = project.words("pretrain_gpt2_model_parallel.sh", "--model-parallel-size", "1", **variables)
+    # A flag of the user comes later, and so wins.
+    assert words[-5:] == [f"{project.root}/pretrain_gpt2.py", "--model-parallel-size", size,
+                          "--model-parallel-size", "1"]
+
+
+def test_a_port_that_is_taken(project: Project) -> None:
+    with socket.create_server(("", 0)) as server:
+        taken = str(server.getsockname()[1])
+        done = project.run("pretrain_gpt2_distributed.sh", MASTER_PORT=taken)
+        assert done.returncode == 2
+        assert done.stderr == f"error: MASTER_PORT={taken} is taken; unset it, or name a free one\n"
+    assert value(project.words("pretrain_gpt2_distributed.sh", MASTER_PORT=taken), "--master-port") == taken
+
+
+def test_the_default_port_gives_way(project: Project) -> None:
+    try:
+        server = socket.create_server(("", 6000))
+    except OSError:  # held by something else, which does as well
+        server = socket.socket()
+    with server:
+        port = int(value(project.words("pretrain_gpt2_distributed.sh"), "--master-port"))
+    assert port != 6000
+    assert port > 1023
+
+
+def test_test_script_installs_its_extras_and_ends_with_pytest(project: Project) -> None:
+    done = project.run("test.sh", "-k", "a name", STUB_INSTALLS=TESTING)
+    assert done.returncode == 0, done.stderr
+    assert f"-e {project.root}[dev,hf]" in done.stderr
+    words = [line for line in done.stdout.splitlines() if line.startswith("<")]
+    assert words == ["<-m>", "<ruff>", "<check>", "<.>", "<-m>", "<mypy>",
+                     "<-m>", "<pytest>", "<-n>", "<2>", "<-k>", "<a name>"]
+    assert f"in {project.root} with OMP_NUM_THREADS=1" in done.stdout
+
+
+def test_test_script_never_goes_on_without_its_tools(project: Project) -> None:
+    done = project.run("test.sh")
+    assert done.returncode == 1
+    assert "pytest" in done.stderr.splitlines()[-1]
+
+
+def test_ci_runs_the_test_script() -> None:
+    assert os.access(ROOT / ".ci" / "run", os.X_OK)
+    assert 'scripts/test.sh"' in (ROOT / ".ci" / "run").read_text()
+
+
+def test_slurm(project: Project) -> None:
+    (project.bin / "srun").write_text('#!/bin/bash\necho "$MASTER_PORT $OMP_NUM_THREADS $SRUN_CPUS_PER_TASK $*"\n')
+    (project.bin / "srun").chmod(0o755)
+    variables = {"SLURM_SUBMIT_DIR": str(project.root), "SLURM_JOB_ID": "123456", "SLURM_CPUS_PER_TASK": "8"}
+    done = project.run("pretrain_gpt2.slurm", "--model", "345m", **variables)
+    assert done.stdout == (f"13456 8 8 --kill-on-bad-exit=1 {project.bin}/python {project.root}/pretrain_gpt2.py "
+                           "--model 345m\n"), done.stderr
+    done = project.run("pretrain_gpt2.slurm", **{**variables, "SLURM_SUBMIT_DIR": str(project.elsewhere)})
+    assert done.returncode == 2
+    assert "call sbatch in the project's folder" in done.stderr
+
+
+def test_two_ranks_train_for_real(tmp_path: Path) -> None:
+    """No stub: the model-parallel script with this environment, torchrun and gloo."""
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+                   "GPUS_PER_NODE": "2", "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    flags = ("--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 32 --max-position-embeddings 32 "
+             "--train-iters 2 --eval-iters 1 --device cpu --precision fp32 --tokenizer-type bytes --save run")
+    script = ROOT / "scripts" / "pretrain_gpt2_model_parallel.sh"
+    done = subprocess.run(["bash", str(script), *flags.split()], text=True, stdout=subprocess.PIPE,
+                          stderr=subprocess.STDOUT, cwd=tmp_path, env=environment, timeout=200, check=False)
+    assert done.returncode == 0, done.stdout
+    assert done.stdout.count("iteration        2/       2 |") == 1  # one rank speaks
+    assert sorted(path.name for path in (tmp_path / "run" / "iter_0000002").glob("mp_rank_*")) == [
+        "mp_rank_00", "mp_rank_01"]
