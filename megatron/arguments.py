@@ -1,25 +1,23 @@
-"""The command line: a flag for each field of `megatron/config.py`, and the foreign ones of `foreign_flags.py`.
+"""From a command line to a run: presets, foreign flags, and what a checkpoint decides.
 
 What a value comes from, the last one winning: the field's default, the preset (`--model`, or `quickstart` where no
-shape is given), the checkpoint that is loaded (shape, tokenizer and schedule alone), the command line. `--a_b` is
-read as `--a-b`, and prefixes of flags are not completed: a typing error must not become another flag.
+shape is given), the checkpoint that is loaded (its shape, tokenizer and schedule; its whole recipe in place of the
+quickstart's), the command line. `--a_b` is read as `--a-b`, and prefixes of flags are not completed: a typing error
+must not become another flag.
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import difflib
 import sys
-import textwrap
-import types
-import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NoReturn
+from typing import Any
 
 from megatron.config import SECTIONS, CheckpointConfig, Config, require
+from megatron.flags import build_parser, fields, flag, flag_table
 from megatron.foreign_flags import FOREIGN, Foreign
 from megatron.presets import DEFAULT_TRAIN_ITERS, PRESETS, SHAPE_KEYS
 
@@ -30,15 +28,12 @@ SAVED = tuple(f"model.{name}" for name in ("num_layers", "hidden_size", "num_att
 SCHEDULE = tuple(f"optimizer.{name}" for name in ("lr", "min_lr", "lr_decay_style", "lr_decay_iters", "warmup",
                                                   "lr_warmup_iters", "lr_wsd_decay_iters"))
 
-
-def flag(key: str) -> str:
-    """The flag of a field: "model.num_layers" -> "--num-layers"."""
-    return "--" + key.split(".")[1].replace("_", "-")
-
-
-def fields() -> dict[str, dataclasses.Field[Any]]:
-    """Every field of the configuration by "section.field"."""
-    return {f"{name}.{f.name}": f for name, kind in SECTIONS.items() for f in dataclasses.fields(kind)}
+# Of each group one flag replaces them all: what a recipe says under one must not meet what is given under another.
+ALTERNATIVES = (LENGTHS, ("optimizer.warmup", "optimizer.lr_warmup_iters"),
+                ("data.train_data", "data.valid_data", "data.test_data", "data.data_path"))
+# What a run that continues a checkpoint never takes from it.
+OF_THIS_START = ("train.device", "train.exit_interval", "train.exit_duration_in_mins", "train.tensorboard_dir",
+                 "optimizer.override_opt_param_scheduler", "optimizer.use_checkpoint_opt_param_scheduler")
 
 
 @dataclass(frozen=True)
@@ -62,99 +57,15 @@ class Arguments:
         return Config.from_dict(nested)
 
     @property
+    def continues(self) -> bool:
+        """Whether no model is named, so that a checkpoint's own run would be continued."""
+        return self.preset == "quickstart" and "model.num_layers" not in self.given
+
+    @property
     def checkpoint(self) -> CheckpointConfig:
         """That section alone, for the time before the checkpoint is found."""
         return CheckpointConfig(**{key.split(".")[1]: value for key, value in self.values.items()
                                    if key.startswith("checkpoint.")})
-
-
-class _Help(argparse.HelpFormatter):
-    """Never breaks a line inside a flag."""
-
-    def _split_lines(self, text: str, width: int) -> list[str]:
-        return textwrap.wrap(text, width, break_on_hyphens=False)
-
-    def _fill_text(self, text: str, width: int, indent: str) -> str:
-        return "\n".join(textwrap.fill(line, width, initial_indent=indent, subsequent_indent=indent,
-                                       break_on_hyphens=False) for line in text.splitlines())
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(message.removeprefix("argument "))
-
-
-def _whole(text: str) -> int:
-    """An int, also written 300_000 or 3e8."""
-    try:
-        return int(text)
-    except ValueError:
-        value = float(text)
-        if not value.is_integer():
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
-        return int(value)
-
-
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
-
-
-_whole.__name__ = "int"  # argparse names the type in its errors
-
-
-def _how_to_read(hint: Any) -> dict[str, Any]:
-    """argparse's keywords for the type of a field."""
-    if isinstance(hint, types.UnionType):  # int | None
-        hint = next(part for part in typing.get_args(hint) if part is not type(None))
-    if hint is bool:
-        return {"action": "store_true"}
-    if typing.get_origin(hint) is tuple:
-        return {"nargs": "+"}
-    return {"type": {int: _whole, float: _number, str: str}[hint]}
-
-
-def build_parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="pretrain_gpt2", allow_abbrev=False, add_help=False, argument_default=argparse.SUPPRESS,
-                     formatter_class=_Help,
-                     usage="%(prog)s [--model NAME] [--flag VALUE | --flag=VALUE] ...",
-                     description="Pretrain GPT-2. Without flags a small model is trained on the built-in corpus.")
-    parser.add_argument("--help", action="store_true", help="print this and exit")
-    parser.add_argument("--model", type=str.lower, choices=tuple(PRESETS), dest="preset",
-                        help="a named run, every value of which a flag overrides (default: quickstart, unless "
-                             "--num-layers, --hidden-size or --num-attention-heads is given)")
-    for section, kind in SECTIONS.items():
-        group = parser.add_argument_group(section, kind.__doc__.split("\n\n")[0])
-        hints = typing.get_type_hints(kind)
-        for f in dataclasses.fields(kind):
-            how = _how_to_read(hints[f.name])
-            if f.metadata["choices"]:
-                how["choices"] = f.metadata["choices"]
-            elif f.metadata["metavar"] or "type" in how:
-                how["metavar"] = f.metadata["metavar"] or {_whole: "N", _number: "X"}.get(how["type"], "TEXT")
-            told = f.metadata["help"] + ("" if f.default in (None, False, ()) else f" (default: {f.default})")
-            group.add_argument(flag(f"{section}.{f.name}"), *f.metadata["aliases"], dest=f"{section}.{f.name}",
-                               help=told.replace("%", "%%"), **how)
-    group = parser.add_argument_group("Megatron's other flags", "\n".join(
-        f"{status}: {' '.join(name for row in FOREIGN if row.status == status for name in row.flags)}."
-        for status in ("translated", "inert", "refused")))
-    for row in FOREIGN:
-        how = {"action": "store_const", "const": None} if row.values == 0 else {
-            "nargs": None if row.values == 1 else row.values}
-        for name in row.flags:
-            group.add_argument(name, dest=name, help=argparse.SUPPRESS, **how)
-    return parser
-
-
-def flag_table() -> list[tuple[str, str, str]]:
-    """Every flag with its status (honoured, translated, inert, refused) and its text: what the documentation shows."""
-    table = [("--model", "honoured", "a named run: " + ", ".join(PRESETS))]
-    for key, f in fields().items():
-        table.append((flag(key), "honoured", f.metadata["help"]))
-        table += [(alias, "translated", f"read as {flag(key)}") for alias in f.metadata["aliases"]]
-    return table + [(name, row.status, row.text) for row in FOREIGN for name in row.flags]
 
 
 def parse(argv: Sequence[str] | None = None) -> Arguments:
@@ -177,9 +88,7 @@ def parse(argv: Sequence[str] | None = None) -> Arguments:
     _refuse_pairs(command_line)
 
     preset = named or (None if any(key in command_line for key in SHAPE_KEYS) else "quickstart")
-    values: dict[str, Any] = dict(PRESETS[preset]) if preset else {"train.train_iters": DEFAULT_TRAIN_ITERS}
-    if any(key in command_line for key in LENGTHS):
-        values.pop("train.train_iters")
+    values = _recipe_under(PRESETS[preset] if preset else {"train.train_iters": DEFAULT_TRAIN_ITERS}, command_line)
     given = {key for key in values if named and key in SAVED}
     if "data.tokenizer_type" not in command_line:
         command_line |= _implied_tokenizer(command_line)
@@ -231,6 +140,15 @@ def _apply_foreign(read: Mapping[str, Any], command_line: dict[str, Any]) -> lis
     return [f"{', '.join(names)}: {text}" for text, names in said.items()]
 
 
+def _recipe_under(recipe: Mapping[str, Any], command_line: Mapping[str, Any]) -> dict[str, Any]:
+    """The recipe without what flags of the command line replace; its floor of the learning rate follows --lr."""
+    replaced = {key for group in ALTERNATIVES if any(key in command_line for key in group) for key in group}
+    values = {key: value for key, value in recipe.items() if key not in replaced}
+    if "optimizer.lr" in command_line and values.get("optimizer.min_lr"):
+        values["optimizer.min_lr"] *= command_line["optimizer.lr"] / values["optimizer.lr"]
+    return values
+
+
 def _refuse_pairs(command_line: Mapping[str, Any]) -> None:
     """Two flags for one thing, of which a default of the other may not be blamed."""
     require(not {"optimizer.warmup", "optimizer.lr_warmup_iters"} <= command_line.keys(),
@@ -253,8 +171,7 @@ def _default_save(values: Mapping[str, Any], preset: str | None, *, own_shape: b
         return load.rstrip("/") + "_finetuned" if values.get("checkpoint.finetune") else load
     if preset and not own_shape:
         return f"checkpoints/gpt2_{preset}"
-    default = {key: f.default for key, f in fields().items()}
-    layers, hidden = (values.get(key, default[key]) for key in SHAPE_KEYS[:2])
+    layers, hidden = (values.get(key, fields()[key].default) for key in SHAPE_KEYS[:2])
     return f"checkpoints/gpt2_{layers}x{hidden}"
 
 
@@ -266,12 +183,16 @@ def merge_checkpoint(arguments: Arguments, saved: Mapping[str, Mapping[str, Any]
     Shape and tokenizer: a flag that is not given takes the checkpoint's value; one that differs is refused.
     --seq-length takes the checkpoint's where neither flag nor --model gives it, and may differ freely.
 
+    A command line without --model or a shape continues the checkpoint's own run: the checkpoint's recipe (data,
+    batch, optimizer, seed, length …) takes the place of the quickstart's. Fine-tuning takes no length from it.
+
     Schedule (not for --finetune and --no-load-optim): likewise, where --override-lr-scheduler keeps every value of
     this run and --use-checkpoint-lr-scheduler takes every value of the checkpoint. A decay length that neither run
     was given follows --train-iters: whoever extends a finished run gets the schedule of the longer run.
     """
-    values, notes = dict(arguments.values), list(arguments.notes)
+    notes = list(arguments.notes)
     old = {f"{section}.{name}": value for section, entries in saved.items() for name, value in entries.items()}
+    values = _own_recipe(arguments, old) if arguments.continues else dict(arguments.values)
     for key in SAVED:
         then = old.get(key)
         if key == "model.ffn_hidden_size" and key in arguments.given and then is None:
@@ -282,11 +203,27 @@ def merge_checkpoint(arguments: Arguments, saved: Mapping[str, Mapping[str, Any]
                 f"{flag(key)} is {values.get(key)} here and {then} in the checkpoint: leave the flag out, or start "
                 "afresh with another --save and --load")
         values[key] = then
-    if "data.seq_length" not in arguments.given and arguments.preset in (None, "quickstart"):
+    if arguments.preset is None and "data.seq_length" not in arguments.given:
         values["data.seq_length"] = old["data.seq_length"]
     if not (values.get("checkpoint.finetune") or values.get("checkpoint.no_load_optim")):
         notes += _merge_schedule(values, arguments.given, old, saved_iterations or old.get("train.train_iters"))
-    return dataclasses.replace(arguments, values=values, notes=tuple(notes))
+    return dataclasses.replace(arguments, values=values, notes=tuple(notes),
+                               preset=None if arguments.continues else arguments.preset)
+
+
+def _own_recipe(arguments: Arguments, old: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a run that goes on as the checkpoint's did, under the command line."""
+    fresh = arguments.values.get("checkpoint.finetune") or arguments.values.get("checkpoint.no_load_optim")
+    override = arguments.values.get("optimizer.override_opt_param_scheduler")
+    left = OF_THIS_START + (LENGTHS if arguments.values.get("checkpoint.finetune") else ()) + (
+        ("optimizer.lr_decay_iters", "optimizer.lr_wsd_decay_iters") if fresh or override else ())
+    recipe = {key: tuple(value) if isinstance(value, list) else value for key, value in old.items()
+              if key.split(".")[0] not in ("parallel", "checkpoint") and key not in left}
+    command_line = {key: arguments.values[key] for key in arguments.given}
+    values = _recipe_under(recipe, command_line)
+    if not any(values.get(key) or key in command_line for key in LENGTHS):
+        values["train.train_iters"] = arguments.values["train.train_iters"]
+    return values | command_line | {"checkpoint.save": arguments.values["checkpoint.save"]}
 
 
 def _merge_schedule(values: dict[str, Any], given: frozenset[str], old: Mapping[str, Any],
@@ -294,11 +231,12 @@ def _merge_schedule(values: dict[str, Any], given: frozenset[str], old: Mapping[
     """Bring the schedule of the checkpoint into `values`; see `merge_checkpoint`."""
     if values.get("optimizer.override_opt_param_scheduler"):
         return []
-    horizon = old.get("optimizer.lr_decay_iters") or saved_iterations
-    if values.get("optimizer.use_checkpoint_opt_param_scheduler"):
-        values |= {key: old[key] for key in SCHEDULE} | {"optimizer.lr_decay_iters": horizon}
-        return []
     default = {key: f.default for key, f in fields().items()}
+    old = {key: old.get(key, default[key]) for key in SCHEDULE}  # an older checkpoint may lack some
+    horizon = old["optimizer.lr_decay_iters"] or saved_iterations
+    if values.get("optimizer.use_checkpoint_opt_param_scheduler"):
+        values |= old | {"optimizer.lr_decay_iters": horizon}
+        return []
     decided = given | ({"optimizer.lr_warmup_iters"} if "optimizer.warmup" in given else set())
     in_iterations = any(run.get("optimizer.lr_warmup_iters") is not None for run in (values, old))
     taken = []

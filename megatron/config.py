@@ -1,7 +1,7 @@
 """What a run is: frozen dataclasses, validated when they are made.
 
 Each field is one command-line flag (`num_layers` is `--num-layers`); `option` gives it its help text and the
-other spellings that Megatron users know. `megatron/arguments.py` builds the parser from these fields, so that
+other spellings that Megatron users know. `megatron/flags.py` builds the parser from these fields, so that
 a flag exists in exactly one place. Defaults are those of Megatron's 2019 release unless the help text says
 otherwise. Values that follow from others are properties.
 """
@@ -9,6 +9,7 @@ otherwise. Values that follow from others are properties.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -199,6 +200,20 @@ class TrainConfig:
                 " and ".join("--" + name.replace("_", "-") for name in lengths))
         for name in lengths:
             require(getattr(self, name) > 0, f"--{name.replace('_', '-')} must be positive, not {getattr(self, name)}")
+
+    def iterations(self, *, global_batch_size: int, seq_length: int, samples_per_epoch: int) -> int:
+        """The length in iterations: the fewest that see at least the samples, tokens or epochs asked for."""
+        if self.train_iters is not None:
+            return self.train_iters
+        if self.train_samples is not None:
+            samples = self.train_samples
+        elif self.train_tokens is not None:
+            samples = -(-self.train_tokens // seq_length)
+        elif self.train_epochs is not None:
+            samples = math.ceil(self.train_epochs * samples_per_epoch)
+        else:
+            raise ValueError("no length: give --train-iters, --train-samples, --train-tokens or --train-epochs")
+        return -(-samples // global_batch_size)
 
 
 @dataclass(frozen=True)

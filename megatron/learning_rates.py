@@ -16,38 +16,28 @@ one has the rate 0 under a warm-up), and a log line shows the rate after its upd
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
-
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.config import Config, OptimizerConfig, require
+from megatron.config import OptimizerConfig, require
 
 
-@dataclass(frozen=True)
 class LearningRate:
-    """The schedule of one run; the fields are p, f, N, w and D above."""
+    """The schedule of a run of `train_iters` iterations. Raises ValueError if its parts do not fit together."""
 
-    style: str
-    peak: float
-    floor: float
-    decay_iters: int
-    warmup_iters: float  # a fraction of the decay need not be whole, and the published runs' was not
-    wsd_iters: int
-
-    @staticmethod
-    def from_config(config: OptimizerConfig, train_iters: int) -> LearningRate:
-        """The schedule of a run of `train_iters` iterations. Raises ValueError if its parts do not fit."""
-        decay = config.lr_decay_iters or train_iters
-        warmup = config.warmup * decay if config.lr_warmup_iters is None else float(config.lr_warmup_iters)
-        wsd = config.lr_wsd_decay_iters or max(1, decay // 10)
-        require(warmup <= decay, f"--lr-warmup-iters {config.lr_warmup_iters} is more than the {decay} iterations of "
-                                 "the decay (--lr-decay-iters, else the length of the run)")
-        require(config.lr_decay_style != "WSD" or wsd <= decay - warmup,
-                f"--lr-wsd-decay-iters {wsd} does not fit between the warm-up of {warmup:g} and the end of the decay "
-                f"at {decay}")
-        return LearningRate(config.lr_decay_style, config.lr, config.min_lr, decay, warmup, wsd)
+    def __init__(self, config: OptimizerConfig, train_iters: int) -> None:
+        self.peak, self.floor, self.style = config.lr, config.min_lr, config.lr_decay_style
+        self.decay_iters = config.lr_decay_iters or train_iters
+        # A fraction of the decay need not be whole, and that of the published runs was not.
+        self.warmup_iters = (config.warmup * self.decay_iters if config.lr_warmup_iters is None
+                             else float(config.lr_warmup_iters))
+        self.wsd_iters = config.lr_wsd_decay_iters or max(1, self.decay_iters // 10)
+        require(self.warmup_iters <= self.decay_iters,
+                f"--lr-warmup-iters {config.lr_warmup_iters} is more than the {self.decay_iters} iterations of the "
+                "decay (--lr-decay-iters, else the length of the run)")
+        require(self.style != "WSD" or self.wsd_iters <= self.decay_iters - self.warmup_iters,
+                f"--lr-wsd-decay-iters {self.wsd_iters} does not fit between the warm-up of {self.warmup_iters:g} and "
+                f"the end of the decay at {self.decay_iters}")
 
     def __call__(self, n: float) -> float:
         """The rate after n steps that were not skipped."""
@@ -76,19 +66,3 @@ class LearningRate:
             q = np.maximum(0.0, (late - (end - self.wsd_iters)) / self.wsd_iters)
             rates = f + (p - f) * (2 * 0.5**q - 1)
         return np.where(n <= w, p * n / w, rates) if w else rates
-
-
-def train_iterations(config: Config, global_batch_size: int, samples_per_epoch: int) -> int:
-    """The length in iterations: the fewest that see at least the samples, tokens or epochs asked for."""
-    train = config.train
-    if train.train_iters is not None:
-        return train.train_iters
-    if train.train_samples is not None:
-        samples = train.train_samples
-    elif train.train_tokens is not None:
-        samples = -(-train.train_tokens // config.data.seq_length)
-    elif train.train_epochs is not None:
-        samples = math.ceil(train.train_epochs * samples_per_epoch)
-    else:
-        raise ValueError("no length: give --train-iters, --train-samples, --train-tokens or --train-epochs")
-    return -(-samples // global_batch_size)

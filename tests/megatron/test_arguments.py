@@ -6,8 +6,9 @@ import json
 
 import pytest
 
-from megatron.arguments import Arguments, differing_flags, fields, flag_table, merge_checkpoint, parse
-from megatron.config import SECTIONS, Config
+from megatron.arguments import Arguments, differing_flags, merge_checkpoint, parse
+from megatron.config import SECTIONS, Config, TrainConfig
+from megatron.flags import fields, flag_table
 from megatron.presets import PRESETS, SHAPES
 
 
@@ -159,6 +160,16 @@ def test_config_survives_json():
         Config.from_dict({"model": {"nonsense": 1}})
 
 
+@pytest.mark.parametrize("length, iterations", [
+    ({"train_iters": 7}, 7), ({"train_samples": 100}, 10), ({"train_samples": 101}, 11), ({"train_tokens": 801}, 11),
+    ({"train_epochs": 2}, 19), ({"train_epochs": 0.01}, 1)])
+def test_lengths(length, iterations):
+    sizes = {"global_batch_size": 10, "seq_length": 8, "samples_per_epoch": 95}
+    assert TrainConfig(**length).iterations(**sizes) == iterations
+    with pytest.raises(ValueError, match="--train-iters"):
+        TrainConfig().iterations(**sizes)
+
+
 # -- what a checkpoint decides -----------------------------------------------------------------------------------
 
 SMALL = "--num-layers 2 --hidden-size 64 --num-attention-heads 2 --lr 1e-3 --train-iters 20 "
@@ -168,7 +179,30 @@ def test_shape_and_tokenizer_come_from_the_checkpoint():
     config = merge_checkpoint(read("--load x"), saved(SMALL + "--tokenizer-type bytes --seq-length 128")).config
     assert (config.model.num_layers, config.model.hidden_size, config.model.max_position_embeddings) == (2, 64, 512)
     assert (config.model.vocab_size, config.data.tokenizer_type, config.data.seq_length) == (2048, "bytes", 128)
-    assert (config.train.train_iters, config.train.micro_batch_size) == (1000, 16)  # of the run, not of the checkpoint
+
+
+def test_without_a_model_the_checkpoints_own_run_continues():
+    before = saved(SMALL + "--batch-size 3 --train-data a b --split 8,1,1 --warmup .3 --fp16 --device cpu --seed 7 "
+                           "--exit-interval 5 --lr-decay-style WSD --min-lr 1e-4")
+    arguments = merge_checkpoint(read("--load x"), before)
+    config = arguments.config
+    assert (config.train.train_iters, config.train.micro_batch_size, config.train.seed) == (20, 3, 7)
+    assert (config.data.train_data, config.data.split, config.optimizer.warmup) == (("a", "b"), "8,1,1", .3)
+    assert (config.train.precision, config.optimizer.weight_decay) == ("fp16", 0.01)
+    assert (config.train.device, config.train.exit_interval, config.checkpoint.save) == ("auto", None, "x")
+    assert arguments.preset is None
+    longer = merge_checkpoint(read("--load x --train-tokens 99 --data-path p"), before).config
+    assert (longer.train.train_iters, longer.data.train_data, longer.data.data_path) == (None, (), ("p",))
+    tuned = merge_checkpoint(read("--load x --finetune --lr 1e-4"), before).config
+    assert (tuned.train.train_iters, tuned.optimizer.lr_decay_style) == (1000, "WSD")
+    assert tuned.optimizer.min_lr == pytest.approx(1e-5)
+    named = merge_checkpoint(read(SMALL + "--load x --lr-decay-style WSD --warmup .3"), before).config
+    assert (named.train.micro_batch_size, named.data.train_data, named.train.seed) == (4, (), 1234)
+
+
+def test_the_floor_of_a_recipe_follows_the_rate():
+    assert read("--lr 1e-4").config.optimizer.min_lr == pytest.approx(1e-5)
+    assert read("--lr 1e-4 --min-lr 1e-6").config.optimizer.min_lr == 1e-6
 
 
 def test_the_run_may_be_impossible_until_the_checkpoint_is_known():
@@ -203,11 +237,12 @@ def schedule(line: str, before: str, **changes: object) -> tuple[object, ...]:
 
 def test_schedule_comes_from_the_checkpoint_unless_given():
     before = SMALL + "--lr-decay-style cosine --lr-warmup-iters 5 --lr-decay-iters 30"
-    assert schedule("--train-iters 40", before) == (1e-3, "cosine", 30, 0.05, 5)
-    assert schedule("--lr 1e-3 --lr-decay-iters 30", before) == (1e-3, "cosine", 30, 0.05, 5)
+    assert schedule("--train-iters 40", before) == (1e-3, "cosine", 30, 0.01, 5)
+    assert schedule("--lr 1e-3 --lr-decay-iters 30", before) == (1e-3, "cosine", 30, 0.01, 5)
     assert schedule("--model 345m --lr 3e-4", "--model 345m --lr 3e-4", tokenizer_type="GPT2BPETokenizer")[0] == 3e-4
-    notes = merge_checkpoint(read("--train-iters 40"), saved(before)).notes
-    assert notes == ("schedule from the checkpoint: --lr 0.001 --min-lr 0.0 --lr-decay-iters 30 --lr-warmup-iters 5",)
+    notes = merge_checkpoint(read("--num-layers 2"), saved(before)).notes
+    assert notes == ("schedule from the checkpoint: --lr 0.001 --lr-decay-style cosine --lr-decay-iters 30 "
+                     "--lr-warmup-iters 5",)
 
 
 def test_a_schedule_that_differs_is_an_error_with_two_ways_on():
@@ -215,8 +250,8 @@ def test_a_schedule_that_differs_is_an_error_with_two_ways_on():
     for line in ("--lr 2e-3", "--lr-decay-style WSD", "--lr-decay-iters 50", "--lr-warmup-iters 5", "--warmup .2"):
         with pytest.raises(ValueError, match="--override-lr-scheduler .* --use-checkpoint-lr-scheduler"):
             schedule(line, before)
-        o = merge_checkpoint(read(line + " --override-lr-scheduler"), saved(before)).config.optimizer
-        assert o == read(line + " --override-lr-scheduler").config.optimizer
+        own = "--num-layers 2 " + line + " --override-lr-scheduler"
+        assert merge_checkpoint(read(own), saved(before)).config.optimizer == read(own).config.optimizer
         assert schedule(line + " --use-checkpoint-lr-scheduler", before) == (1e-3, "linear", 20, .1, None)
         assert schedule(line + " --finetune --load x", before) == schedule(line + " --override-lr-scheduler", before)
 

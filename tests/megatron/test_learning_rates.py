@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.config import Config, DataConfig, OptimizerConfig, TrainConfig
+from megatron.config import OptimizerConfig
 from megatron.fp16.loss_scaler import DynamicLossScaler
-from megatron.learning_rates import LearningRate, train_iterations
+from megatron.learning_rates import LearningRate
 
 
 @pytest.mark.parametrize("iterations, final_scale, skipped, logged", [
@@ -22,7 +22,7 @@ from megatron.learning_rates import LearningRate, train_iterations
 ])
 def test_published_runs(iterations, final_scale, skipped, logged):
     """Megatron's 345M in fp16: every step overflows until the scale fits, and a skipped step does not count."""
-    rate = LearningRate.from_config(OptimizerConfig(lr=1.5e-4, lr_decay_style="cosine-2019", warmup=0.01), iterations)
+    rate = LearningRate(OptimizerConfig(lr=1.5e-4, lr_decay_style="cosine-2019", warmup=0.01), iterations)
     scaler = DynamicLossScaler(2.0**32, window=1000, hysteresis=2)
     n, shown = 0, []
     for iteration in range(1, 100 * len(logged) + 1):
@@ -37,7 +37,7 @@ def test_published_runs(iterations, final_scale, skipped, logged):
 
 def schedule(style: str, **changes: Any) -> LearningRate:
     config = OptimizerConfig(lr=1.0, min_lr=0.1, lr_decay_style=style, warmup=0.1)
-    return LearningRate.from_config(dataclasses.replace(config, **changes), 100)
+    return LearningRate(dataclasses.replace(config, **changes), 100)
 
 
 @pytest.mark.parametrize("style, half_way, end", [
@@ -88,16 +88,3 @@ def test_a_million_rates_take_less_than_a_second():
     start = time.perf_counter()
     assert schedule("cosine").table(1_000_000).shape == (1_000_001,)
     assert time.perf_counter() - start < 1.0
-
-
-@pytest.mark.parametrize("length, iterations", [
-    ({"train_iters": 7}, 7), ({"train_samples": 100}, 10), ({"train_samples": 101}, 11), ({"train_tokens": 801}, 11),
-    ({"train_epochs": 2}, 19), ({"train_epochs": 0.01}, 1)])
-def test_lengths(length, iterations):
-    config = Config(data=DataConfig(seq_length=8), train=TrainConfig(**length))
-    assert train_iterations(config, global_batch_size=10, samples_per_epoch=95) == iterations
-
-
-def test_no_length():
-    with pytest.raises(ValueError, match="--train-iters"):
-        train_iterations(Config(), 1, 1)

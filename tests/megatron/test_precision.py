@@ -42,20 +42,22 @@ def test_activation_checkpointing_is_bit_identical(tmp_path: Path, world_size: i
 
 
 def overflow(rank: int, world_size: int, folder: str) -> dict[str, Any]:
-    """One rank's gradient is poisoned at steps 2, 3 and 4; the scale may double after 3 clean steps."""
+    """One gradient on one rank is poisoned in steps 2, 3 and 4; the scale may double after 3 clean steps."""
     run = start(rank, world_size, folder, [
         "--precision", "fp16", "--initial-loss-scale", "1024", "--loss-scale-window", "3", "--model-parallel-size",
         "2", "--lr-decay-style", "linear", "--warmup", "0.01", "--lr", "1e-3", "--save", f"{folder}/overflow"])
-    finish_reduction = run.reducer.finish
     weights: list[torch.Tensor] = []
+    if rank == world_size - 1:
+        poison = {2: torch.inf, 3: torch.nan, 4: -torch.inf}
+        run.model.transformer.layers[0].mlp.dense_h_to_4h.bias.register_hook(
+            lambda grad: grad + poison.get(len(weights), 0.0))
+    step = run.optimizer.step
 
-    def poisoned() -> None:
-        if len(weights) in (2, 3, 4) and rank == world_size - 1:
-            run.flat.grads[5] = torch.inf if len(weights) == 2 else torch.nan
+    def watched() -> None:
         weights.append(run.flat.masters.clone())
-        finish_reduction()
+        step()
 
-    run.reducer.finish = poisoned  # type: ignore[method-assign]
+    run.optimizer.step = watched  # type: ignore[method-assign]
     seen = steps(run, 10)
     seen["moved"] = [not torch.equal(a, b) for a, b in zip(weights, weights[1:], strict=False)]
     seen["finite"] = all(torch.isfinite(t).all() for t in state(run).values())
@@ -66,46 +68,33 @@ def overflow(rank: int, world_size: int, folder: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_fp16_overflow_is_agreed_and_survived(tmp_path: Path, world_size: int):
+    """(model-parallel, data-parallel) = (2, 1) and (2, 2)."""
     write_text(tmp_path)
-    results = run_ranks(overflow, world_size, str(tmp_path))
-    for result in results:
-        if world_size == 2:
-            # With data parallelism the poison is put in before the reduction of buckets already sent, so only
-            # the ranks' agreement is looked at there.
-            assert result["skipped"] == [False, False, True, True, True, False, False, False, False, False]
-            # Hysteresis 2: the first overflow only skips, the next two halve, three clean steps double.
-            assert result["scale"] == [1024, 1024, 1024, 1024, 512, 256, 256, 256, 512, 512]
-            assert result["moved"] == [False, True, False, False, False, True, True, True, True]
-            assert result["counted"] == (3, 7)
+    for result in run_ranks(overflow, world_size, str(tmp_path)):
+        assert result["skipped"] == [False, False, True, True, True, False, False, False, False, False]
+        # Hysteresis 2: the first overflow only skips, the next two halve, three clean steps double.
+        assert result["scale"] == [1024, 1024, 1024, 1024, 512, 256, 256, 256, 512, 512]
+        assert result["moved"] == [False, True, False, False, False, True, True, True, True]  # the first rate is 0
+        assert result["counted"] == (3, 7)
+        assert result["rate"][2:6] == [result["rate"][2]] * 4, "a skipped step does not move the schedule"
         assert result["finite"]
-        for key in ("skipped", "scale", "rate", "counted"):
-            assert result[key] == results[0][key], "the ranks disagree"
 
 
 def test_natural_overflow_recovers(tmp_path: Path):
     """From 2^32, as a published run starts, the scale falls until steps succeed."""
     write_text(tmp_path)
-    run = start(0, 1, str(tmp_path), ["--precision", "fp16", "--lr", "1e-3"]) if init() else None
-    assert run is not None
+    run = start(0, 1, str(tmp_path), ["--precision", "fp16", "--lr", "1e-3"])
     seen = steps(run, 40)
     finish(run)
-    skips = sum(seen["skipped"])
-    assert seen["skipped"] == [True] * skips + [False] * (40 - skips) and 5 < skips < 30
+    first_clean, skips = seen["skipped"].index(False), sum(seen["skipped"])
+    # An overflow now and then at the greatest scale that works is how the scale is found.
+    assert 5 < first_clean <= skips < 30
     assert run.optimizer.scaler.scale.item() == 2.0 ** (32 - (skips - 1)), "halvings from 2^32, plus one"
-    assert seen["loss"][-1] < seen["loss"][skips] - 0.5
-    assert seen["rate"][0] == pytest.approx(1e-3)
-
-
-def init() -> bool:
-    import mpu
-
-    mpu.initialize_model_parallel(1)
-    return True
+    assert seen["loss"][-1] < seen["loss"][first_clean] - 0.5
 
 
 def test_static_scale_detects_nan(tmp_path: Path):
     write_text(tmp_path)
-    init()
     run = start(0, 1, str(tmp_path), ["--precision", "fp16", "--loss-scale", "2e9"])
     before = run.flat.masters.clone()
     seen = steps(run, 3)

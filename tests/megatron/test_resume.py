@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ def straight_twice_and_resumed(rank: int, world_size: int, folder: str, flags: l
 
 
 LAYOUTS = [(1, 1, []), (2, 1, []), (1, 2, []), (2, 2, []), (2, 1, ["--precision", "bf16"]),
-           (1, 2, ["--precision", "fp16", "--loss-scale-window", "4"])]
+           (1, 2, ["--precision", "fp16", "--initial-loss-scale", "1e6", "--loss-scale-window", "4"])]
 
 
 @pytest.mark.parametrize(("model_parallel", "data_parallel", "flags"), LAYOUTS)
@@ -100,9 +101,6 @@ def test_a_checkpoint_continues_under_another_layout(tmp_path: Path):
     """10 steps at each of three layouts, one after the other, are 30 steps at one."""
     write_text(tmp_path)
     (straight,) = run_ranks(reshard, 1, str(tmp_path), 1, 15)
-    (tmp_path / "save").mkdir(exist_ok=True)
-    import shutil
-
     shutil.rmtree(tmp_path / "moved")
     moved = run_ranks(reshard, 1, str(tmp_path), 1, 5)[0]
     moved += run_ranks(reshard, 2, str(tmp_path), 2, 5)[0]

@@ -1,0 +1,113 @@
+"""The flags: one for each field of `megatron/config.py`, and the foreign ones of `megatron/foreign_flags.py`."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import textwrap
+import types
+import typing
+from typing import Any, NoReturn
+
+from megatron.config import SECTIONS
+from megatron.foreign_flags import FOREIGN
+from megatron.presets import PRESETS
+
+
+def flag(key: str) -> str:
+    """The flag of a field: "model.num_layers" -> "--num-layers"."""
+    return "--" + key.split(".")[1].replace("_", "-")
+
+
+def fields() -> dict[str, dataclasses.Field[Any]]:
+    """Every field of the configuration by "section.field"."""
+    return {f"{name}.{f.name}": f for name, kind in SECTIONS.items() for f in dataclasses.fields(kind)}
+
+
+class _Help(argparse.HelpFormatter):
+    """Never breaks a line inside a flag."""
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return textwrap.wrap(text, width, break_on_hyphens=False)
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return "\n".join(textwrap.fill(line, width, initial_indent=indent, subsequent_indent=indent,
+                                       break_on_hyphens=False) for line in text.splitlines())
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(message.removeprefix("argument "))
+
+
+def _whole(text: str) -> int:
+    """An int, also written 300_000 or 3e8."""
+    try:
+        return int(text)
+    except ValueError:
+        value = float(text)
+        if not value.is_integer():
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+        return int(value)
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+
+
+_whole.__name__ = "int"  # argparse names the type in its errors
+
+
+def _how_to_read(hint: Any) -> dict[str, Any]:
+    """argparse's keywords for the type of a field."""
+    if isinstance(hint, types.UnionType):  # int | None
+        hint = next(part for part in typing.get_args(hint) if part is not type(None))
+    if hint is bool:
+        return {"action": "store_true"}
+    if typing.get_origin(hint) is tuple:
+        return {"nargs": "+"}
+    return {"type": {int: _whole, float: _number, str: str}[hint]}
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="pretrain_gpt2", allow_abbrev=False, add_help=False, argument_default=argparse.SUPPRESS,
+                     formatter_class=_Help,
+                     usage="%(prog)s [--model NAME] [--flag VALUE | --flag=VALUE] ...",
+                     description="Pretrain GPT-2. Without flags a small model is trained on the built-in corpus.")
+    parser.add_argument("--help", action="store_true", help="print this and exit")
+    parser.add_argument("--model", type=str.lower, choices=tuple(PRESETS), dest="preset",
+                        help="a named run, every value of which a flag overrides (default: quickstart, unless "
+                             "--num-layers, --hidden-size or --num-attention-heads is given)")
+    for section, kind in SECTIONS.items():
+        group = parser.add_argument_group(section, kind.__doc__.split("\n\n")[0])
+        hints = typing.get_type_hints(kind)
+        for f in dataclasses.fields(kind):
+            how = _how_to_read(hints[f.name])
+            if f.metadata["choices"]:
+                how["choices"] = f.metadata["choices"]
+            elif f.metadata["metavar"] or "type" in how:
+                how["metavar"] = f.metadata["metavar"] or {_whole: "N", _number: "X"}.get(how["type"], "TEXT")
+            told = f.metadata["help"] + ("" if f.default in (None, False, ()) else f" (default: {f.default})")
+            group.add_argument(flag(f"{section}.{f.name}"), *f.metadata["aliases"], dest=f"{section}.{f.name}",
+                               help=told.replace("%", "%%"), **how)
+    group = parser.add_argument_group("Megatron's other flags", "\n".join(
+        f"{status}: {' '.join(name for row in FOREIGN if row.status == status for name in row.flags)}."
+        for status in ("translated", "inert", "refused")))
+    for row in FOREIGN:
+        how = {"action": "store_const", "const": None} if row.values == 0 else {
+            "nargs": None if row.values == 1 else row.values}
+        for name in row.flags:
+            group.add_argument(name, dest=name, help=argparse.SUPPRESS, **how)
+    return parser
+
+
+def flag_table() -> list[tuple[str, str, str]]:
+    """Every flag with its status (honoured, translated, inert, refused) and its text: what the documentation shows."""
+    table = [("--model", "honoured", "a named run: " + ", ".join(PRESETS))]
+    for key, f in fields().items():
+        table.append((flag(key), "honoured", f.metadata["help"]))
+        table += [(alias, "translated", f"read as {flag(key)}") for alias in f.metadata["aliases"]]
+    return table + [(name, row.status, row.text) for row in FOREIGN for name in row.flags]
