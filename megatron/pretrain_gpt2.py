@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -24,7 +25,7 @@ from megatron.generation import generate
 from megatron.launch import Ranks, shutdown
 from megatron.model.gpt2 import count_parameters
 from megatron.reporting import EvaluationRecord, closing_report, start_table
-from megatron.run import Plan, Run, build_run, plan_run
+from megatron.run import Run, build_run, plan_run
 from megatron.training import evaluate_and_log, train
 
 # xz compresses about 2 MB/s: a corpus beyond this is not worth the wait at the end of a run.
@@ -37,6 +38,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     ranks = Ranks()
     try:
         ranks = Ranks.from_environment()
+        if ranks.world_size > 1:
+            # Until the run can save, SIGTERM is the launcher's answer to another rank's exit: leave as that one did.
+            signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(2))
         devices.set_threads(ranks)
         arguments = parse(argv)
 

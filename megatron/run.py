@@ -74,11 +74,11 @@ class Plan:
 
 def plan_run(arguments: Arguments, ranks: Ranks, say: Say) -> Plan:
     """Everything up to the tokenised data, without a process group. Raises ValueError or OSError for bad input."""
-    for note in arguments.notes:
-        say(note)
     arguments, checkpoint, source = _source(arguments, say)
     if checkpoint is not None:
         arguments = merge_checkpoint(arguments, checkpoint.facts["config"], checkpoint.facts["train_iters"])
+    for note in arguments.notes:
+        say(note)
     config = arguments.config
     device, why_device = devices.choose_device(config.train.device, ranks)
     dtype, why_dtype = devices.choose_precision(config.train.precision, device)
@@ -114,8 +114,8 @@ def plan_run(arguments: Arguments, ranks: Ranks, say: Say) -> Plan:
     if start and start["data_fingerprint"] != splits.fingerprint:
         say("WARNING: the training data or --split are not those of the checkpoint: the run goes on with the new data, "
             "in which part of what was held out may have been seen")
-    return Plan(arguments, config, ranks, device, dtype, backend, tokenizer, splits, source, train_iters, global_batch_size,
-                dict(start))
+    return Plan(arguments, config, ranks, device, dtype, backend, tokenizer, splits, source, train_iters,
+                global_batch_size, dict(start))
 
 
 def _source(arguments: Arguments, say: Say) -> tuple[Arguments, Checkpoint | None, str | None]:

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from mpu.attention import causal_attention
 from mpu.layers import ColumnParallelLinear, InitMethod, RowParallelLinear
 from mpu.partition import divide
 from mpu.random import get_cuda_rng_tracker
@@ -43,9 +44,9 @@ class ParallelSelfAttention(nn.Module):
         q, k, v = qkv.permute(3, 1, 2, 0, 4).unbind(0)  # [s, b, n/p, 3, d] -> 3 views [b, n/p, s, d]
         if self.training and self.attention_dropout > 0:
             with get_cuda_rng_tracker().fork():  # heads differ by rank, so must their masks
-                y = F.scaled_dot_product_attention(q, k, v, dropout_p=self.attention_dropout, is_causal=True)
+                y = causal_attention(q, k, v, self.attention_dropout)
         else:
-            y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            y = causal_attention(q, k, v, 0.0)
         out: Tensor = self.dense(y.permute(2, 0, 1, 3).reshape(s, b, -1))  # [b, n/p, s, d] -> [s, b, h/p]
         return out
 
@@ -87,8 +88,9 @@ class ParallelTransformerLayer(nn.Module):
             init_method=init_method_for("attention.query_key_value.weight"),
             output_init_method=init_method_for("attention.dense.weight"), group=group, device=device)
         self.post_attention_layernorm = nn.LayerNorm(hidden_size, eps=layernorm_epsilon, device=device)
-        self.mlp = ParallelMLP(hidden_size, ffn_size, init_method=init_method_for("mlp.dense_h_to_4h.weight"),
-                               output_init_method=init_method_for("mlp.dense_4h_to_h.weight"), group=group, device=device)
+        self.mlp = ParallelMLP(
+            hidden_size, ffn_size, init_method=init_method_for("mlp.dense_h_to_4h.weight"),
+            output_init_method=init_method_for("mlp.dense_4h_to_h.weight"), group=group, device=device)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self._dropout(self.attention(self.input_layernorm(x)))

@@ -39,13 +39,15 @@ class Transformer(nn.Module):
                  checkpoint_num_layers: int, device: torch.device | str | None) -> None:
         super().__init__()
         self.checkpoint_num_layers = checkpoint_num_layers
-        self.layers = nn.ModuleList(
-            mpu.ParallelTransformerLayer(
+
+        def layer(number: int) -> mpu.ParallelTransformerLayer:
+            return mpu.ParallelTransformerLayer(
                 config.hidden_size, config.num_attention_heads, config.ffn_size,
                 attention_dropout=config.attention_dropout, hidden_dropout=config.hidden_dropout,
                 layernorm_epsilon=config.layernorm_epsilon, device=device,
-                init_method_for=lambda name, i=i: init_method_for(f"transformer.layers.{i}.{name}"))
-            for i in range(config.num_layers))
+                init_method_for=lambda name: init_method_for(f"transformer.layers.{number}.{name}"))
+
+        self.layers = nn.ModuleList(layer(number) for number in range(config.num_layers))
         self.final_layernorm = nn.LayerNorm(config.hidden_size, eps=config.layernorm_epsilon, device=device)
 
     def forward(self, x: Tensor) -> Tensor:

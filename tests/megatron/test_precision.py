@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +10,18 @@ import pytest
 import torch
 
 from megatron.fp16.loss_scaler import DynamicLossScaler, LossScaler
+from megatron.run import Run
 from megatron.training import train_step
 from tests.distributed import run_ranks
 from tests.megatron.training_runs import finish, start, state, steps, write_text
 
 
+def keep(run: Run, grads: list[torch.Tensor]) -> None:
+    grads.append(run.flat.grads.clone())
+
+
 def with_and_without_recompute(rank: int, world_size: int, folder: str) -> list[Any]:
-    results = []
+    results: list[Any] = []
     for flags in ([], ["--checkpoint-activations"],
                   ["--checkpoint-activations", "--checkpoint-num-layers", "2"]):
         run = start(rank, world_size, folder, [
@@ -24,8 +30,10 @@ def with_and_without_recompute(rank: int, world_size: int, folder: str) -> list[
         seen = steps(run, 3)
         # The gradients of one more step, before the optimizer uses the buffer.
         grads: list[torch.Tensor] = []
-        run.optimizer.step = lambda run=run, grads=grads: grads.append(run.flat.grads.clone())  # type: ignore[method-assign]
+        step = run.optimizer.step
+        run.optimizer.step = partial(keep, run, grads)  # type: ignore[method-assign]
         train_step(run)
+        run.optimizer.step = step  # type: ignore[method-assign]
         results.append((seen, grads[0], state(run)))
         finish(run)
     return results
@@ -49,7 +57,7 @@ def overflow(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     weights: list[torch.Tensor] = []
     if rank == world_size - 1:
         poison = {2: torch.inf, 3: torch.nan, 4: -torch.inf}
-        run.model.transformer.layers[0].mlp.dense_h_to_4h.bias.register_hook(
+        dict(run.model.named_parameters())["transformer.layers.0.mlp.dense_h_to_4h.bias"].register_hook(
             lambda grad: grad + poison.get(len(weights), 0.0))
     step = run.optimizer.step
 

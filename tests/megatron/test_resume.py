@@ -69,7 +69,7 @@ def masks(rank: int, world_size: int, folder: str) -> tuple[list[bool], list[boo
         drawn.append((y == 0) & (x != 0))
         return y
 
-    F.dropout = spy
+    F.dropout = spy  # type: ignore[assignment]
     try:
         train_step(run)
     finally:
@@ -89,8 +89,8 @@ def test_masks_differ_between_data_parallel_ranks_alone(tmp_path: Path):
 
 
 def reshard(rank: int, world_size: int, folder: str, model_parallel: int, count: int) -> list[float]:
-    run = start(rank, world_size, folder, ["--save", f"{folder}/moved", "--global-batch-size", "8", "--micro-batch-size",
-                                           "4", "--model-parallel-size", str(model_parallel)])
+    run = start(rank, world_size, folder, ["--save", f"{folder}/moved", "--global-batch-size", "8",
+                                           "--micro-batch-size", "4", "--model-parallel-size", str(model_parallel)])
     seen = steps(run, count)
     run.save()
     finish(run)

@@ -56,7 +56,7 @@ def check_clip(rank: int, world_size: int) -> bool:
     """The norm counts split parameters on every rank and replicated ones once."""
     mpu.initialize_model_parallel(world_size)
     split, replicated = (torch.nn.Parameter(torch.zeros(4)) for _ in range(2))
-    split.model_parallel = True
+    split.model_parallel = True  # type: ignore[attr-defined]
     for norm_type, expected in ((2, (4 * world_size * 9 + 4 * 16) ** 0.5), (torch.inf, 4.0)):
         split.grad, replicated.grad = torch.full((4,), 3.0), torch.full((4,), 4.0)
         norm = mpu.clip_grad_norm([split, replicated], 1.0, norm_type)
