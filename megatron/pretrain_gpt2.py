@@ -31,6 +31,8 @@ from megatron.training import evaluate_and_log, train
 # xz compresses about 2 MB/s: a corpus beyond this is not worth the wait at the end of a run.
 XZ_LIMIT = 32 << 20
 SAMPLE_TOKENS = 120
+# A launcher kills all ranks when it sees the first one go: time for each of them to meet the same error by itself.
+LAUNCHER_GRACE = 2.0  # seconds
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -71,8 +73,7 @@ def refuse(error: Exception, ranks: Ranks) -> int:
         where = f" ({os.uname().nodename})" if ranks.rank else ""
         print(f"error{where}: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
     if ranks.world_size > 1:
-        # A launcher kills all ranks when it sees the first one go: let each of them meet the error by itself.
-        time.sleep(2)
+        time.sleep(LAUNCHER_GRACE)
     return 2
 
 
@@ -161,10 +162,8 @@ def command_path(*parts: str) -> str:
 
 def closing(run: Run, valid: EvaluationRecord | None, sample: str, plot: str) -> str:
     save = shlex.quote(str(run.config.checkpoint.save))
-    # Not resolved: a virtual environment's interpreter is a link to the one that made it.
-    python = shlex.quote(min(os.path.relpath(sys.executable), sys.executable, key=len))
-    single, distributed = (f"bash {command_path('scripts', name)}"
-                           for name in ("pretrain_gpt2.sh", "pretrain_gpt2_distributed.sh"))
+    single, distributed, python = (f"bash {command_path('scripts', name)}"
+                                   for name in ("pretrain_gpt2.sh", "pretrain_gpt2_distributed.sh", "python.sh"))
     return closing_report(
         bits_per_byte=valid.bits_per_byte if valid else None, baselines=baselines(run), sample=sample,
         checkpoint=run.save_directory / f"iter_{run.iteration:07d}", plot=plot, next_commands=[

@@ -23,10 +23,11 @@ assert tuple(map(int, version("torch").split(".")[:2])) >= (2, 11)
 ' "$@" >/dev/null 2>&1
 }
 
-# The newest Python that can make an environment. pyenv's commands may be there without running, hence the trial.
-newest_python() {
+# A Python that can make an environment: the user's own before a newer one. pyenv's commands may be there without
+# running, hence the trial.
+suitable_python() {
     local python
-    for python in python3.13 python3.12 python3.11 python3.10 python3 python; do
+    for python in python3 python python3.13 python3.12 python3.11 python3.10; do
         if "$python" -c 'import sys, venv, ensurepip; assert sys.version_info >= (3, 10)' >/dev/null 2>&1; then
             echo "$python"
             return
@@ -40,7 +41,7 @@ newest_python() {
 install() {
     local python
     if ! "$ROOT/.venv/bin/python" -c '' 2>/dev/null; then
-        python=$(newest_python) || return 1
+        python=$(suitable_python) || return 1
         say "making $ROOT/.venv with $("$python" --version)"
         "$python" -m venv "$ROOT/.venv" || return 1
     fi
