@@ -73,6 +73,7 @@ def refuse(error: Exception, ranks: Ranks) -> int:
         where = f" ({os.uname().nodename})" if ranks.rank else ""
         print(f"error{where}: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
     if ranks.world_size > 1:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         time.sleep(LAUNCHER_GRACE)
     return 2
 
