@@ -126,7 +126,8 @@ def print_start(run: Run) -> None:
         ("saved in", f"{config.checkpoint.save}, every {config.checkpoint.save_interval:,} iterations and at the end"
                      if config.checkpoint.save_interval else f"{config.checkpoint.save}, at the end"),
     ]
-    run.log.say(start_table(rows, [(flag, str(value)) for flag, value in differing_flags(plan.arguments.config)]))
+    run.log.say(start_table(rows, [(flag, " ".join(value) if isinstance(value, tuple) else str(value))
+                                   for flag, value in differing_flags(plan.arguments.config)]))
     if epochs > 4:
         run.log.say(f"WARNING: {epochs:.1f} epochs: beyond about 4, repeated text teaches less and less; a larger "
                     "corpus or a smaller --train-iters would serve better")

@@ -1,0 +1,186 @@
+"""Runs as a user makes them: what is printed, what is left in the save folder, and how a run goes on or stops."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from megatron import pretrain_gpt2
+from tests.megatron.training_runs import write_text
+from tests.test_bad_input import torchrun
+
+# A run of a few seconds.
+FLAGS = ["--num-layers", "1", "--hidden-size", "32", "--num-attention-heads", "2", "--seq-length", "16",
+         "--max-position-embeddings", "16", "--tokenizer-type", "bytes", "--micro-batch-size", "4", "--lr", "1e-3",
+         "--device", "cpu", "--precision", "fp32", "--split", "80,10,10"]
+
+
+@pytest.fixture
+def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    write_text(tmp_path, 1000)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path
+
+
+def metrics(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_run_from_beginning_to_end_and_on(work: Path, capfd: pytest.CaptureFixture[str]):
+    flags = [*FLAGS, "--train-data", "text.txt", "--save", "runs/a", "--log-interval", "4", "--eval-interval", "6",
+             "--eval-iters", "1000"]
+    assert pretrain_gpt2.main([*flags, "--train-iters", "10"]) == 0
+    said, warned = capfd.readouterr()
+    assert "arn" not in warned, warned  # no warning of a library
+    assert re.search(r"^iteration        4/      10 \| elapsed time per iteration \(ms\): [\d.]+ \| learning rate: "
+                     r"\d\.\d{3}E-\d\d \| lm loss: \d\.\d{6}E\+00 \| loss scale: 1\.0 \| grad norm: [\d.]+ \| "
+                     r"tokens/s: [\d,]+ \| MFU: [\d.]+% \| time to go: 0:00:\d\d \|$", said, re.MULTILINE)
+    assert re.search(r"^time \(ms\) \| forward: [\d.]+ \| backward: [\d.]+ \| allreduce: [\d.]+ \| optimizer: [\d.]+ "
+                     r"\| batch generator: [\d.]+ \| data loader: [\d.]+", said, re.MULTILINE)
+    assert said.count("memory (MB)") == 1
+    for line in ("parameters", "FLOPs per token", "--hidden-size", "validation loss at iteration 6",
+                 "validation loss at the end of training for val data | LM loss:",
+                 "at the end of training for test data", "unigram entropy of the tokens", "xz -9", "next:"):
+        assert line in said, line
+
+    folder = work / "runs/a"
+    assert (folder / "latest_checkpointed_iteration.txt").read_text().strip() == "10"
+    assert (folder / "iter_0000010/mp_rank_00/model.safetensors").is_file()
+    assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert json.loads((folder / "config.json").read_text())["config"]["model"]["hidden_size"] == 32
+    records = metrics(folder)
+    trained = [r for r in records if "lm_loss" in r and "split" not in r]
+    assert [r["iteration"] for r in trained] == [4, 8, 10]
+    assert trained[-1].keys() == {"iteration", "consumed_samples", "lm_loss", "learning_rate", "loss_scale",
+                                  "grad_norm", "ms_per_iteration", "tokens_per_second", "mfu"}
+    assert trained[-1]["consumed_samples"] == 40
+    evaluated = [r for r in records if "split" in r]
+    assert [(r["split"], r["iteration"]) for r in evaluated] == [("valid", 6), ("valid", 10), ("test", 10)]
+    last = evaluated[1]
+    assert last["ppl"] == pytest.approx(math.exp(last["lm_loss"]))
+    # One byte a token, one end of document without bytes in the whole split.
+    assert last["bits_per_byte"] == pytest.approx(last["lm_loss"] / math.log(2), rel=0.01)
+
+    # The same command again: finished, two ways on.
+    assert pretrain_gpt2.main([*flags, "--train-iters", "10"]) == 0
+    said, _ = capfd.readouterr()
+    assert "runs/a is finished" in said and "--train-iters" in said and "--save" in said
+    assert "iteration " not in said.replace("at iteration", "")
+
+    # The first way on. Nothing but the folder and the length need be said.
+    assert pretrain_gpt2.main(["--load", "runs/a", "--train-iters", "14", "--log-interval", "2"]) == 0
+    said, _ = capfd.readouterr()
+    assert "continuing runs/a/iter_0000010" in said
+    assert (folder / "latest_checkpointed_iteration.txt").read_text().strip() == "14"
+    assert [r["iteration"] for r in metrics(folder) if "split" not in r] == [4, 8, 10, 12, 14]
+
+    # Another shape in the same folder is refused with both values; so is another tokenizer.
+    for flag, value, old in (("--hidden-size", "64", "32"), ("--tokenizer-type", "builtin", "bytes")):
+        assert pretrain_gpt2.main(["--load", "runs/a", "--train-iters", "20", flag, value]) == 2
+        _, warned = capfd.readouterr()
+        assert warned.startswith("error: ") and flag in warned and value in warned and old in warned
+
+    # Weights alone, into a folder of their own; the same command again goes on there.
+    finetune = [*flags, "--finetune", "--load", "runs/a", "--save", "runs/b", "--train-iters", "3"]
+    assert pretrain_gpt2.main(finetune) == 0
+    said, _ = capfd.readouterr()
+    assert "weights from runs/a/iter_0000014" in said and (work / "runs/b/iter_0000003").is_dir()
+    assert pretrain_gpt2.main(finetune) == 0
+    assert "runs/b is finished" in capfd.readouterr().out
+
+
+def test_a_missing_load_folder_is_one_warning(work: Path, capfd: pytest.CaptureFixture[str]):
+    flags = [*FLAGS, "--train-data", "text.txt", "--save", "new", "--load", "new", "--eval-iters", "0"]
+    assert pretrain_gpt2.main([*flags, "--train-iters", "2"]) == 0
+    said = capfd.readouterr().out
+    assert said.count("WARNING: --load new holds no checkpoint") == 1
+    assert pretrain_gpt2.main([*flags, "--train-iters", "3"]) == 0
+    assert "continuing new/iter_0000002" in capfd.readouterr().out
+    assert pretrain_gpt2.main([*FLAGS, "--load", "nowhere", "--exit-on-missing-checkpoint"]) == 2
+
+
+def test_no_save_and_no_load_of_optimizer_and_random_states(work: Path, capfd: pytest.CaptureFixture[str]):
+    flags = [*FLAGS, "--train-data", "text.txt", "--save", "s", "--eval-iters", "0", "--attention-dropout", "0.1"]
+    assert pretrain_gpt2.main([*flags, "--train-iters", "2", "--no-save-optim", "--no-save-rng"]) == 0
+    assert sorted(p.name for p in (work / "s/iter_0000002/mp_rank_00").iterdir()) == ["model.safetensors"]
+    assert pretrain_gpt2.main([*flags, "--train-iters", "4"]) == 0
+    said = capfd.readouterr().out
+    assert "holds no optimizer" in said and "random states start afresh" in said
+    assert pretrain_gpt2.main([*flags, "--train-iters", "6", "--no-load-optim", "--no-load-rng"]) == 0
+    assert "holds no optimizer" not in capfd.readouterr().out
+    assert len(list((work / "s/iter_0000006/mp_rank_00").iterdir())) == 3
+
+
+def test_exit_interval_and_duration_save_and_exit(work: Path, capfd: pytest.CaptureFixture[str]):
+    flags = [*FLAGS, "--train-data", "text.txt", "--save", "s", "--eval-iters", "0", "--train-iters", "1000"]
+    assert pretrain_gpt2.main([*flags, "--exit-interval", "3"]) == 0
+    assert (work / "s/iter_0000003").is_dir() and "--exit-interval at iteration 3" in capfd.readouterr().out
+    assert pretrain_gpt2.main([*flags, "--exit-duration-in-mins", "0.0001"]) == 0
+    stopped = re.search(r"stopped by --exit-duration-in-mins at iteration (\d+)", capfd.readouterr().out)
+    assert stopped and int(stopped[1]) < 100
+    assert (work / "s/latest_checkpointed_iteration.txt").read_text().strip() == stopped[1]
+
+
+def test_a_damaged_newest_checkpoint_gives_way_to_the_one_before(work: Path, capfd: pytest.CaptureFixture[str]):
+    flags = [*FLAGS, "--train-data", "text.txt", "--save", "s", "--eval-iters", "0", "--save-interval", "2"]
+    assert pretrain_gpt2.main([*flags, "--train-iters", "4"]) == 0
+    file = work / "s/iter_0000004/mp_rank_00/model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-7] ^= 1
+    file.write_bytes(data)
+    capfd.readouterr()
+    assert pretrain_gpt2.main([*flags, "--train-iters", "6"]) == 0
+    said = capfd.readouterr().out
+    assert "model.safetensors: damaged" in said and "continuing s/iter_0000002" in said
+    assert "iter_0000004.old-1" in said and (work / "s/iter_0000006").is_dir()
+
+
+def test_tokenizers_by_flag(work: Path, capfd: pytest.CaptureFixture[str]):
+    base = [flag for flag in FLAGS if flag not in ("--tokenizer-type", "bytes")]
+    base += ["--train-data", "text.txt", "--train-iters", "1", "--eval-iters", "0"]
+    assert pretrain_gpt2.main([*base, "--save", "bpe"]) == 0
+    assert "builtin, 4,096 ids" in capfd.readouterr().out
+    assert pretrain_gpt2.main([*base, "--save", "sp", "--tokenizer-type", "SentencePieceTokenizer",
+                               "--tokenizer-vocab-size", "300"]) == 0
+    assert "SentencePieceTokenizer, 300 ids" in capfd.readouterr().out
+    assert pretrain_gpt2.main([*base, "--save", "sp", "--train-iters", "2"]) == 0, "its tokenizer is in the folder"
+
+
+def test_gpt2_vocabulary(work: Path, test_data: Path, capfd: pytest.CaptureFixture[str]):
+    base = [flag for flag in FLAGS if flag not in ("--tokenizer-type", "bytes")]
+    base += ["--train-data", "text.txt", "--eval-iters", "0", "--save", "gpt2"]
+    assert pretrain_gpt2.main([*base, "--train-iters", "1", "--tokenizer-type", "GPT2BPETokenizer", "--cache-dir",
+                               str(test_data / "gpt2")]) == 0
+    assert "GPT2BPETokenizer, 50,257 ids" in capfd.readouterr().out
+
+
+@pytest.mark.timeout(180)
+def test_sigterm_on_one_rank_stops_all(work: Path):
+    """The step is finished and saved, each worker exits 0, and the run continues from there."""
+    sent: list[int] = []
+
+    def on_line(line: str, process: subprocess.Popen[str]) -> None:
+        if line.startswith("iteration") and not sent:
+            workers = subprocess.run(["ps", "-o", "pid=", "--ppid", str(process.pid)], capture_output=True,
+                                     text=True).stdout.split()
+            sent.append(int(workers[-1]))
+            os.kill(sent[0], signal.SIGTERM)
+
+    flags = ["--train-data", "text.txt", "--save", "s", "--eval-iters", "0", "--log-interval", "5"]
+    code, said = torchrun(work, *flags, "--train-iters", "1000000", on_line=on_line)
+    assert code == 0, said
+    stopped = re.search(r"stopped by SIGTERM at iteration (\d+)", said)
+    assert sent and stopped, said
+    assert (work / "s/latest_checkpointed_iteration.txt").read_text().strip() == stopped[1]
+    code, said = torchrun(work, *flags, "--train-iters", str(int(stopped[1]) + 2))
+    assert code == 0 and f"continuing s/iter_{int(stopped[1]):07d}" in said
