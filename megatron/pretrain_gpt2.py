@@ -81,22 +81,23 @@ def refuse(error: Exception, ranks: Ranks) -> int:
 def pretrain(run: Run) -> int:
     """From the start table to the closing report."""
     print_start(run)
-    reason = train(run)
+    reason, valid, sample = train(run), None, ""
     if reason:
         run.log.say(f"stopped by {reason} at iteration {run.iteration}: the same command continues")
-    valid = evaluate_and_log(run, "valid", final=not reason) if not reason else None
-    if not reason:
+    else:
+        valid = evaluate_and_log(run, "valid", final=True)
         evaluate_and_log(run, "test", final=True)
     if run.saved_iteration != run.iteration:
         run.save()
+    if not reason:
+        sample = sample_text(run)
     run.loader.close()
     run.stop.close()
-    sample = sample_text(run) if not reason else ""
+    # The other ranks are not needed for the report, which can take a while.
     shutdown()
-    if run.parallel.rank == 0:
-        plot = run.log.close(title=run.save_directory.name)
-        if not reason:
-            print(closing(run, valid, sample, plot))
+    plot = run.log.close(title=run.save_directory.name)
+    if run.parallel.rank == 0 and not reason:
+        print(closing(run, valid, sample, plot))
     return 0 if run.saved_iteration == run.iteration else 1
 
 

@@ -12,10 +12,12 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 
 
+TEST_DATA = Path(os.environ.get("MEGATRON_TEST_DATA", ROOT.parent / "shared" / "data"))
+
+
 @pytest.fixture(scope="session")
 def test_data() -> Path:
     """The folder of real test files: $MEGATRON_TEST_DATA, else shared/data beside the project's folder."""
-    path = Path(os.environ.get("MEGATRON_TEST_DATA", ROOT.parent / "shared" / "data"))
-    if not path.is_dir():
-        pytest.skip(f"{path} is not there; MEGATRON_TEST_DATA names the folder of real test files")
-    return path
+    if not TEST_DATA.is_dir():
+        pytest.skip(f"{TEST_DATA} is not there; MEGATRON_TEST_DATA names the folder of real test files")
+    return TEST_DATA

@@ -1,0 +1,95 @@
+#!/usr/bin/env python3
+"""How well a small model learns in minutes on a CPU, at full length, results as JSON beside their log and plot:
+
+    python benchmarks/learning.py quickstart                          # scripts/pretrain_gpt2.sh without flags
+    python benchmarks/learning.py shakespeare --text input.txt        # the last 10 % of the bytes held out, scored whole
+
+The score is bits per byte of text that was never trained on; the seconds are those of the whole program, tokenising,
+evaluation and closing report included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = Path(__file__).resolve().parent / "results"
+
+# 4 layers, bytes; every byte of the last tenth is scored once, in windows that do not overlap.
+SHAKESPEARE = ("--tokenizer-type bytes --split 90,10 --num-layers 4 --hidden-size 256 --num-attention-heads 4 "
+               "--seq-length 256 --max-position-embeddings 256 --micro-batch-size 8 --attention-dropout 0 "
+               "--hidden-dropout 0 --lr 2e-3 --min-lr 1e-4 --lr-decay-style cosine --warmup 0.04 --weight-decay 0.1 "
+               "--adam-beta2 0.95 --train-iters 2600 --eval-interval 1300 --eval-iters 1000000 --log-interval 100")
+
+
+def machine() -> dict[str, Any]:
+    """What the figures were measured on."""
+    import torch
+
+    names = re.findall(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE) \
+        if Path("/proc/cpuinfo").exists() else [platform.processor()]
+    return {"cpu": names[0], "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity")
+            else os.cpu_count(), "python": platform.python_version(), "torch": torch.__version__,
+            "commit": subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True,
+                                     text=True).stdout.strip()}
+
+
+def measure(name: str, flags: list[str]) -> dict[str, Any]:
+    """Run the training program in an empty folder; keep its log and plot in results/."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, str(ROOT / "pretrain_gpt2.py"), *flags, "--save", f"{folder}/save"]
+        started = time.perf_counter()
+        run = subprocess.run(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        seconds = time.perf_counter() - started
+        (RESULTS / f"{name}.log").write_text(run.stdout.replace(folder, "."))
+        if run.returncode:
+            raise SystemExit(f"{shlex.join(command)} failed, see {RESULTS / name}.log")
+        shutil.copy(f"{folder}/save/loss.png", RESULTS / f"{name}.png")
+        records = [json.loads(line) for line in Path(f"{folder}/save/metrics.jsonl").read_text().splitlines()]
+    trained = [record for record in records if "split" not in record]
+    evaluated = {record["split"]: record for record in records if "split" in record}
+    baselines = dict(re.findall(r"^  (unigram entropy|xz -9).*?  ([\d.]+)$", run.stdout, re.MULTILINE))
+    return {"name": name, "date": date.today().isoformat(), "machine": machine(), "flags": shlex.join(flags),
+            "seconds": round(seconds, 1), "iterations": trained[-1]["iteration"],
+            "training_seconds": round(sum(r["ms_per_iteration"] * n for r, n in zip(
+                trained, [b["iteration"] - a for a, b in zip([{"iteration": 0}, *trained], trained)],
+                strict=False)) / 1000, 1),
+            "tokens_per_second": trained[-1]["tokens_per_second"], "mfu": trained[-1]["mfu"],
+            "valid_bits_per_byte": evaluated["valid"]["bits_per_byte"],
+            "baselines_bits_per_byte": {key: float(value) for key, value in baselines.items()}}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("quickstart", "shakespeare"))
+    parser.add_argument("--text", help="tinyshakespeare's input.txt")
+    parser.add_argument("--train-iters", help="fewer, to try the script")
+    arguments = parser.parse_args()
+    if arguments.what == "shakespeare" and not arguments.text:
+        parser.error("shakespeare needs --text FILE")
+    flags = [] if arguments.what == "quickstart" else ["--train-data", arguments.text, *shlex.split(SHAKESPEARE)]
+    if arguments.train_iters:
+        flags += ["--train-iters", arguments.train_iters]
+    RESULTS.mkdir(exist_ok=True)
+    result = measure(arguments.what, flags)
+    if arguments.text:  # its folder is this machine's affair
+        result["flags"] = result["flags"].replace(arguments.text, Path(arguments.text).name)
+    (RESULTS / f"{arguments.what}.json").write_text(json.dumps(result, indent=2) + "\n")
+    print(json.dumps(result, indent=2))
+
+
+if __name__ == "__main__":
+    main()
