@@ -11,6 +11,8 @@ from megatron.config import SECTIONS, Config, TrainConfig
 from megatron.flags import fields, flag_table
 from megatron.presets import PRESETS, SHAPES
 
+QUICKSTART_ITERS = PRESETS["quickstart"]["train.train_iters"]
+
 
 def read(line: str) -> Arguments:
     return parse(line.split())
@@ -29,7 +31,7 @@ def saved(line: str, **changes: object) -> dict[str, dict[str, object]]:
 def test_without_flags_the_quickstart_runs():
     arguments = read("")
     assert arguments.preset == "quickstart" and not arguments.given and not arguments.notes
-    assert (arguments.config.model.num_layers, arguments.config.train.train_iters) == (4, 1000)
+    assert (arguments.config.model.num_layers, arguments.config.train.train_iters) == (4, QUICKSTART_ITERS)
     assert arguments.config.checkpoint.save == "checkpoints/gpt2_quickstart"
 
 
@@ -122,7 +124,7 @@ def test_inert_flags_are_noted_once():
     ("--vocab-file a --tokenizer-model b", "say which with --tokenizer-type"),
     ("--train-iters 3 --train-epochs 1", "the length is given twice: --train-iters and --train-epochs"),
     ("--num-attention-heads 3", "--hidden-size 1024 is not divisible by --num-attention-heads 3"),
-    ("--model-parallel-size 3", "--num-attention-heads 8 is not divisible by --model-parallel-size 3"),
+    ("--model-parallel-size 3", "--num-attention-heads 4 is not divisible by --model-parallel-size 3"),
     ("--seq-length 300", "--seq-length 300 is longer than --max-position-embeddings 256"),
     ("--finetune", "--finetune needs --load"),
 ])
@@ -194,14 +196,14 @@ def test_without_a_model_the_checkpoints_own_run_continues():
     longer = merge_checkpoint(read("--load x --train-tokens 99 --data-path p"), before).config
     assert (longer.train.train_iters, longer.data.train_data, longer.data.data_path) == (None, (), ("p",))
     tuned = merge_checkpoint(read("--load x --finetune --lr 1e-4"), before).config
-    assert (tuned.train.train_iters, tuned.optimizer.lr_decay_style) == (1000, "WSD")
+    assert (tuned.train.train_iters, tuned.optimizer.lr_decay_style) == (QUICKSTART_ITERS, "WSD")
     assert tuned.optimizer.min_lr == pytest.approx(1e-5)
     named = merge_checkpoint(read(SMALL + "--load x --lr-decay-style WSD --warmup .3"), before).config
     assert (named.train.micro_batch_size, named.data.train_data, named.train.seed) == (4, (), 1234)
 
 
 def test_the_floor_of_a_recipe_follows_the_rate():
-    assert read("--lr 1e-4").config.optimizer.min_lr == pytest.approx(1e-5)
+    assert read("--lr 1e-4").config.optimizer.min_lr == pytest.approx(5e-6)  # a twentieth, as in the quickstart
     assert read("--lr 1e-4 --min-lr 1e-6").config.optimizer.min_lr == 1e-6
 
 
