@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """How well a small model learns in minutes on a CPU, at full length, results as JSON beside their log and plot:
 
-    python benchmarks/learning.py quickstart                          # scripts/pretrain_gpt2.sh without flags
-    python benchmarks/learning.py shakespeare --text input.txt        # the last 10 % of the bytes held out, scored whole
+    python benchmarks/learning.py quickstart                     # scripts/pretrain_gpt2.sh without flags
+    python benchmarks/learning.py shakespeare --text input.txt   # the last 10 % of the bytes held out, scored whole
 
 The score is bits per byte of text that was never trained on; the seconds are those of the whole program, tokenising,
 evaluation and closing report included.
@@ -64,9 +64,9 @@ def measure(name: str, flags: list[str]) -> dict[str, Any]:
     baselines = dict(re.findall(r"^  (unigram entropy|xz -9).*?  ([\d.]+)$", run.stdout, re.MULTILINE))
     return {"name": name, "date": date.today().isoformat(), "machine": machine(), "flags": shlex.join(flags),
             "seconds": round(seconds, 1), "iterations": trained[-1]["iteration"],
-            "training_seconds": round(sum(r["ms_per_iteration"] * n for r, n in zip(
-                trained, [b["iteration"] - a for a, b in zip([{"iteration": 0}, *trained], trained)],
-                strict=False)) / 1000, 1),
+            "training_seconds": round(sum(
+                record["ms_per_iteration"] * (record["iteration"] - before["iteration"]) / 1000
+                for before, record in zip([{"iteration": 0}, *trained], trained, strict=False)), 1),
             "tokens_per_second": trained[-1]["tokens_per_second"], "mfu": trained[-1]["mfu"],
             "valid_bits_per_byte": evaluated["valid"]["bits_per_byte"],
             "baselines_bits_per_byte": {key: float(value) for key, value in baselines.items()}}

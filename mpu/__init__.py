@@ -28,7 +28,7 @@ from mpu.mappings import (
     scatter_to_model_parallel_region,
 )
 from mpu.partition import Box, PartitionSpec, padded_vocab_size, partition_specs
-from mpu.random import checkpoint, get_cuda_rng_tracker, model_parallel_cuda_manual_seed
+from mpu.random import checkpoint, dropout, get_cuda_rng_tracker, model_parallel_cuda_manual_seed
 from mpu.transformer import ParallelMLP, ParallelSelfAttention, ParallelTransformerLayer
 
 __all__ = [
@@ -47,6 +47,7 @@ __all__ = [
     "clip_grad_norm",
     "copy_to_model_parallel_region",
     "destroy_model_parallel",
+    "dropout",
     "gather_from_model_parallel_region",
     "get_cuda_rng_tracker",
     "get_data_parallel_group",

@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mpu.random import dropout
+
 # In bf16 on a CPU, the backward of torch 2.13's fused kernel takes 3 to 5 times as long as three matrix products
 # (AMX, 2 cores, forward + backward of b·n = 128, d = 32: 47 ms against 20 ms at s = 256). Beyond this length the
 # scores, which those need whole, cost more than they save.
@@ -25,6 +27,6 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, dropout_p: float) -> Tenso
         mask = torch.full((s, s), -torch.inf, dtype=q.dtype).triu_(1)
         flat_q, flat_k, flat_v = (x.reshape(-1, s, x.size(3)) for x in (q, k, v))  # [b, n, s, d] -> [b·n, s, d]
         scores = torch.baddbmm(mask, flat_q, flat_k.transpose(1, 2), alpha=q.size(3) ** -0.5)
-        probabilities = F.dropout(torch.softmax(scores, dim=-1), dropout_p)
+        probabilities = dropout(torch.softmax(scores, dim=-1), dropout_p)
         return torch.bmm(probabilities, flat_v).view(v.shape)
     return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout_p, is_causal=True)

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import Tensor
 
@@ -97,6 +98,21 @@ def model_parallel_cuda_manual_seed(seed: int) -> None:
     torch.manual_seed(seed)
     _tracker.reset()
     _tracker.add(MODEL_PARALLEL_RNG, seed + _TRACKER_OFFSET + get_model_parallel_rank())
+
+
+def dropout(x: Tensor, p: float) -> Tensor:
+    """x with each element zeroed with probability p and the others raised by 1 / (1 - p).
+
+    On a CPU torch draws a number of 64 bits for each element, in one thread; 16 bits of it decide here, so that one
+    number serves four elements (0.5 M elements in bf16, forward and backward: 1.3 ms instead of 3.4). p is taken to
+    the nearest 1/65536, and the factor is exactly that one's.
+    """
+    if p == 0.0 or x.device.type != "cpu":
+        return F.dropout(x, p)
+    dropped = round(p * 65536)
+    draws = torch.empty(-(-x.numel() // 4), dtype=torch.int64).random_(-(1 << 63), None)
+    kept = draws.view(torch.int16)[:x.numel()].view(x.shape) >= dropped - 32768
+    return x * kept.to(x.dtype).mul_(65536 / (65536 - dropped))
 
 
 @contextlib.contextmanager

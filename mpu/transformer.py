@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 from mpu.attention import causal_attention
 from mpu.layers import ColumnParallelLinear, InitMethod, RowParallelLinear
 from mpu.partition import divide
-from mpu.random import get_cuda_rng_tracker
+from mpu.random import dropout, get_cuda_rng_tracker
 
 
 class ParallelSelfAttention(nn.Module):
@@ -93,8 +93,6 @@ class ParallelTransformerLayer(nn.Module):
             output_init_method=init_method_for("mlp.dense_4h_to_h.weight"), group=group, device=device)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x + self._dropout(self.attention(self.input_layernorm(x)))
-        return x + self._dropout(self.mlp(self.post_attention_layernorm(x)))
-
-    def _dropout(self, x: Tensor) -> Tensor:
-        return F.dropout(x, self.hidden_dropout, self.training)
+        p = self.hidden_dropout if self.training else 0.0
+        x = x + dropout(self.attention(self.input_layernorm(x)), p)
+        return x + dropout(self.mlp(self.post_attention_layernorm(x)), p)

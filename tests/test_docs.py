@@ -41,7 +41,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def shortened(line: str) -> str:
-    """The same command, shorter: fewer iterations, and a model of its own named size cut to what a test can wait for."""
+    """The same command, shorter: fewer iterations, and a named size cut to what a test can wait for."""
     if "pretrain_gpt2" not in line:
         return line + (" --max-new-tokens 5" if "generate_text" in line else "")
     if "--load" in line and "--finetune" not in line:

@@ -98,7 +98,7 @@ class GPT2Model(nn.Module):
         """
         s = tokens.size(1)
         x = self.word_embeddings(tokens.t()) + self.position_embeddings.weight[:s].unsqueeze(1)  # [s, b, h]
-        x = self.transformer(F.dropout(x, self.config.hidden_dropout, self.training))
+        x = self.transformer(mpu.dropout(x, self.config.hidden_dropout if self.training else 0.0))
         if labels is None:
             return F.linear(mpu.copy_to_model_parallel_region(x), self.word_embeddings.weight)
         assert token_weight is not None

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 
+import mpu
 from megatron.training import train_step
 from tests.distributed import run_ranks
 from tests.megatron.training_runs import finish, start, state, steps, write_text
@@ -62,18 +62,18 @@ def masks(rank: int, world_size: int, folder: str) -> tuple[list[bool], list[boo
     run = start(rank, world_size, folder, [*DROPOUT, "--save", f"{folder}/masks", "--model-parallel-size",
                                            str(world_size // 2)])
     drawn: list[torch.Tensor] = []
-    dropout = F.dropout
+    dropout = mpu.dropout
 
-    def spy(x: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
-        y = dropout(x, p, training, inplace)
+    def spy(x: torch.Tensor, p: float) -> torch.Tensor:
+        y = dropout(x, p)
         drawn.append((y == 0) & (x != 0))
         return y
 
-    F.dropout = spy  # type: ignore[assignment]
+    mpu.dropout = mpu.transformer.dropout = spy  # type: ignore[attr-defined]
     try:
         train_step(run)
     finally:
-        F.dropout = dropout
+        mpu.dropout = mpu.transformer.dropout = dropout  # type: ignore[attr-defined]
     finish(run)
     return drawn[0].flatten().tolist()[:400], drawn[1].flatten().tolist()[:400]
 
