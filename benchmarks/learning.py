@@ -50,15 +50,15 @@ def machine() -> dict[str, Any]:
 def measure(name: str, flags: list[str]) -> dict[str, Any]:
     """Run the training program in an empty folder; keep its log and plot in results/."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, str(ROOT / "pretrain_gpt2.py"), *flags, "--save", f"{folder}/save"]
+        command = [sys.executable, str(ROOT / "pretrain_gpt2.py"), *flags, "--save", f"{folder}/gpt2_{name}"]
         started = time.perf_counter()
         run = subprocess.run(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         seconds = time.perf_counter() - started
-        (RESULTS / f"{name}.log").write_text(run.stdout.replace(folder, "."))
+        (RESULTS / f"{name}.log").write_text(run.stdout.replace(folder, ".").replace(os.path.relpath(ROOT, folder) + "/", ""))
         if run.returncode:
             raise SystemExit(f"{shlex.join(command)} failed, see {RESULTS / name}.log")
-        shutil.copy(f"{folder}/save/loss.png", RESULTS / f"{name}.png")
-        records = [json.loads(line) for line in Path(f"{folder}/save/metrics.jsonl").read_text().splitlines()]
+        shutil.copy(f"{folder}/gpt2_{name}/loss.png", RESULTS / f"{name}.png")
+        records = [json.loads(line) for line in Path(f"{folder}/gpt2_{name}/metrics.jsonl").read_text().splitlines()]
     trained = [record for record in records if "split" not in record]
     evaluated = {record["split"]: record for record in records if "split" in record}
     baselines = dict(re.findall(r"^  (unigram entropy|xz -9).*?  ([\d.]+)$", run.stdout, re.MULTILINE))

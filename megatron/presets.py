@@ -44,7 +44,7 @@ PRESETS["quickstart"] = {
     "optimizer.lr": 2e-3, "optimizer.min_lr": 1e-4, "optimizer.lr_decay_style": "cosine", "optimizer.warmup": 0.03,
     "optimizer.weight_decay": 0.1, "optimizer.adam_beta2": 0.95,
     "train.micro_batch_size": 8, "train.train_iters": 1100,
-    "train.eval_interval": 550, "train.eval_iters": 100, "train.log_interval": 50,
+    "train.eval_interval": 220, "train.eval_iters": 100, "train.log_interval": 50,
 }
 
 DEFAULT_TRAIN_ITERS = 1_000_000  # of a run that names its own shape, as in 2019
