@@ -54,7 +54,8 @@ def measure(name: str, flags: list[str]) -> dict[str, Any]:
         started = time.perf_counter()
         run = subprocess.run(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         seconds = time.perf_counter() - started
-        (RESULTS / f"{name}.log").write_text(run.stdout.replace(folder, ".").replace(os.path.relpath(ROOT, folder) + "/", ""))
+        log = run.stdout.replace(folder, ".").replace(os.path.relpath(ROOT, folder) + "/", "")
+        (RESULTS / f"{name}.log").write_text(log)
         if run.returncode:
             raise SystemExit(f"{shlex.join(command)} failed, see {RESULTS / name}.log")
         shutil.copy(f"{folder}/gpt2_{name}/loss.png", RESULTS / f"{name}.png")

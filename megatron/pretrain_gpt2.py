@@ -24,8 +24,9 @@ from megatron.config import require
 from megatron.generation import generate
 from megatron.launch import Ranks, shutdown
 from megatron.model.gpt2 import count_parameters
+from megatron.plan import plan_run
 from megatron.reporting import EvaluationRecord, closing_report, start_table
-from megatron.run import Run, build_run, plan_run
+from megatron.run import Run, build_run
 from megatron.training import evaluate_and_log, train
 
 # xz compresses about 2 MB/s: a corpus beyond this is not worth the wait at the end of a run.

@@ -4,7 +4,8 @@
     evaluate     the loss over a split
     train        the loop around them: log lines, evaluations, checkpoints, and when to stop
 
-`megatron/run.py` makes the `Run` that they share; `megatron/pretrain_gpt2.py` puts beginning and end together.
+`megatron/plan.py` and `megatron/run.py` make the `Run` that they share; `megatron/pretrain_gpt2.py` puts beginning and
+end together.
 Legend: b micro-batch, s sequence.
 """
 

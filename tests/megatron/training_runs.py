@@ -14,7 +14,8 @@ import mpu
 from megatron.arguments import parse
 from megatron.distributed import global_sum
 from megatron.launch import Ranks
-from megatron.run import Run, build_run, plan_run
+from megatron.plan import plan_run
+from megatron.run import Run, build_run
 from megatron.training import train_step
 
 SMALL = ["--num-layers", "2", "--hidden-size", "128", "--num-attention-heads", "4", "--max-position-embeddings", "32",

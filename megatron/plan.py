@@ -1,0 +1,149 @@
+"""What a run is to be, found out by each rank alone: the flags, the checkpoint's own shape, device and precision, the
+tokenizer, and the text as tokens. Tokenising can take hours, so it must not happen inside a collective's timeout.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from data_utils import (
+    Splits,
+    Tokenizer,
+    build_splits,
+    build_tokenizer,
+    default_tokenizer_kind,
+    ensure_sentencepiece_model,
+    load_tokenizer,
+)
+from megatron import device as devices
+from megatron.arguments import Arguments, merge_checkpoint
+from megatron.checkpointing import Checkpoint, find_checkpoint
+from megatron.config import Config
+from megatron.launch import Ranks
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What every rank knows before the ranks meet."""
+
+    arguments: Arguments
+    config: Config
+    ranks: Ranks
+    device: torch.device
+    dtype: torch.dtype
+    backend: str
+    tokenizer: Tokenizer
+    splits: Splits
+    source: str | None  # the folder to load from, None to start from random weights
+    train_iters: int
+    global_batch_size: int
+    start: dict[str, Any]  # the facts of the checkpoint that is to be continued; empty at iteration 0
+
+    @property
+    def is_finished(self) -> bool:
+        return self.start.get("iteration", 0) >= self.train_iters
+
+
+def plan_run(arguments: Arguments, ranks: Ranks, say: Say) -> Plan:
+    """Everything up to the tokenised data, without a process group. Raises ValueError or OSError for bad input."""
+    arguments, checkpoint, source = _source(arguments, say)
+    if checkpoint is not None:
+        arguments = merge_checkpoint(arguments, checkpoint.facts["config"], checkpoint.facts["train_iters"])
+    for note in arguments.notes:
+        say(note)
+    config = arguments.config
+    device, why_device = devices.choose_device(config.train.device, ranks)
+    dtype, why_dtype = devices.choose_precision(config.train.precision, device)
+    backend, why_backend = devices.choose_backend(config.parallel.distributed_backend, device)
+    reasons = [why_device, why_dtype, devices.set_allocator(device)]
+    for reason in reasons + ([why_backend] if ranks.world_size > 1 else []):
+        if reason:
+            say(reason)
+    global_batch_size = config.train.micro_batch_size * config.data_parallel_size(ranks.world_size)
+    global_batch_size *= config.accumulation(config.data_parallel_size(ranks.world_size))
+
+    tokenizer = _tokenizer(config, arguments, checkpoint, source, say)
+    if config.model.vocab_size not in (None, tokenizer.vocab_size):
+        raise ValueError(f"--vocab-size {config.model.vocab_size} is not the {tokenizer.vocab_size} of the tokenizer "
+                         f"{tokenizer.kind}: leave the flag out")
+    data = config.data
+    evaluates = config.train.eval_iters > 0
+    splits = build_splits(
+        train_data=data.train_data, valid_data=data.valid_data, test_data=data.test_data, data_path=data.data_path,
+        split=data.split, text_key=data.text_key, tokenizer=tokenizer, seq_length=data.seq_length,
+        cache_path=data.data_cache_path, need_valid=evaluates, need_test=evaluates, log=print)
+    train_iters = config.train.iterations(global_batch_size=global_batch_size, seq_length=data.seq_length,
+                                          samples_per_epoch=len(splits.train))
+    config = dataclasses.replace(
+        config, model=dataclasses.replace(config.model, vocab_size=tokenizer.vocab_size),
+        data=dataclasses.replace(data, tokenizer_type=tokenizer.kind))
+    start = checkpoint.facts if checkpoint is not None and not config.checkpoint.finetune else {}
+    if start.get("iteration", 0) >= train_iters and source is not None:
+        # Before a run is called finished, every byte of what it left is checked.
+        checkpoint = find_checkpoint(source, log=say)
+        assert checkpoint is not None
+        start = checkpoint.facts
+    if start and start["data_fingerprint"] != splits.fingerprint:
+        say("WARNING: the training data or --split are not those of the checkpoint: the run goes on with the new data, "
+            "in which part of what was held out may have been seen")
+    return Plan(arguments, config, ranks, device, dtype, backend, tokenizer, splits, source, train_iters,
+                global_batch_size, dict(start))
+
+
+def _source(arguments: Arguments, say: Say) -> tuple[Arguments, Checkpoint | None, str | None]:
+    """The checkpoint that the run starts from, opened without reading its tensors, and its folder."""
+    where = arguments.checkpoint
+    assert where.save is not None
+    if where.finetune and where.load != where.save:
+        begun = find_checkpoint(where.save, log=_silent, verify=False)
+        if begun is not None:
+            say(f"--finetune: {where.save} holds a checkpoint of this run already, which is continued; another --save "
+                f"starts from {where.load} again")
+            values = {**arguments.values, "checkpoint.finetune": False, "checkpoint.load": where.save}
+            return dataclasses.replace(arguments, values=values), begun, where.save
+    checkpoint = find_checkpoint(where.load or where.save, log=_silent, verify=False)
+    if checkpoint is not None:
+        return arguments, checkpoint, where.load or where.save
+    if where.load is not None:
+        if where.finetune or where.exit_on_missing_checkpoint:
+            raise ValueError(f"--load {where.load} holds no checkpoint: give the --save folder of another run")
+        say(f"WARNING: --load {where.load} holds no checkpoint: the run starts from random weights")
+    return arguments, None, None
+
+
+def _silent(line: str) -> None:
+    """The same warnings come once more when the checkpoint is loaded."""
+
+
+def _tokenizer(config: Config, arguments: Arguments, checkpoint: Checkpoint | None, source: str | None,
+               say: Say) -> Tokenizer:
+    data = config.data
+    files_given = any(f"data.{name}" in arguments.given for name in ("vocab_file", "merge_file", "tokenizer_model"))
+    if checkpoint is not None and not files_given:
+        assert source is not None
+        tokenizer = load_tokenizer(Path(source) / "tokenizer")
+    else:
+        kind = data.tokenizer_type
+        if kind is None:
+            kind = default_tokenizer_kind()
+            if kind == "bytes":
+                say("tokenizer: bytes, since tiktoken is not installed (pip install tiktoken)")
+        model_file = data.tokenizer_model
+        if kind == "SentencePieceTokenizer":
+            model_file = model_file or f"{config.checkpoint.save}/sentencepiece.model"
+            ensure_sentencepiece_model(model_file, train_data=data.train_data, text_key=data.text_key,
+                                       vocab_size=data.tokenizer_vocab_size, log=print)
+        tokenizer = build_tokenizer(kind, vocab_file=data.vocab_file, merge_file=data.merge_file,
+                                    cache_dir=data.cache_dir, model_file=model_file)
+    if checkpoint is not None and tokenizer.fingerprint != checkpoint.facts["tokenizer"]["fingerprint"]:
+        raise ValueError(f"the tokenizer's files are not those of {checkpoint.path}: leave --vocab-file, --merge-file "
+                         "and --tokenizer-model out to take the checkpoint's own")
+    return tokenizer
