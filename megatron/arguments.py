@@ -24,7 +24,7 @@ from megatron.presets import DEFAULT_TRAIN_ITERS, PRESETS, SHAPE_KEYS
 LENGTHS = ("train.train_iters", "train.train_samples", "train.train_tokens", "train.train_epochs")
 # What the checkpoint decides unless a flag does. The others of ModelConfig do not change what the weights mean.
 SAVED = tuple(f"model.{name}" for name in ("num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size",
-              "max_position_embeddings", "vocab_size", "layernorm_epsilon")) + ("data.tokenizer_type",)
+              "max_position_embeddings", "vocab_size", "layernorm_epsilon", "gelu")) + ("data.tokenizer_type",)
 SCHEDULE = tuple(f"optimizer.{name}" for name in ("lr", "min_lr", "lr_decay_style", "lr_decay_iters", "warmup",
                                                   "lr_warmup_iters", "lr_wsd_decay_iters"))
 

@@ -42,6 +42,7 @@ class ModelConfig:
     attention_dropout: float = option(0.1, "dropout of the attention probabilities")
     hidden_dropout: float = option(0.1, "dropout of embeddings and of both residual branches")
     layernorm_epsilon: float = option(1e-5, "added to the variance in layer norms", "--norm-epsilon")
+    gelu: str = option("tanh", "form of GELU: tanh is GPT-2's, erf is 4 times faster on a CPU", choices=("tanh", "erf"))
     init_method_std: float = option(0.02, "standard deviation of the initial weights")
 
     def __post_init__(self) -> None:

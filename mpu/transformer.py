@@ -52,19 +52,24 @@ class ParallelSelfAttention(nn.Module):
 
 
 class ParallelMLP(nn.Module):
-    """gelu(xAᵀ)Bᵀ with the tanh form of GELU; A split by column, B by row. [s, b, h] -> [s, b, h]. Forward: one
-    all-reduce; backward: one."""
+    """gelu(xAᵀ)Bᵀ; A split by column, B by row. [s, b, h] -> [s, b, h]. Forward: one all-reduce; backward: one.
+
+    gelu: "tanh", GPT-2's, or "erf".
+    """
 
     def __init__(self, hidden_size: int, ffn_size: int, *, init_method: InitMethod, output_init_method: InitMethod,
-                 group: ProcessGroup | None = None, device: torch.device | str | None = None) -> None:
+                 gelu: str = "tanh", group: ProcessGroup | None = None,
+                 device: torch.device | str | None = None) -> None:
         super().__init__()
+        self.approximate = {"tanh": "tanh", "erf": "none"}[gelu]
         self.dense_h_to_4h = ColumnParallelLinear(hidden_size, ffn_size, gather_output=False,
                                                   init_method=init_method, group=group, device=device)
         self.dense_4h_to_h = RowParallelLinear(ffn_size, hidden_size, input_is_parallel=True,
                                                init_method=output_init_method, group=group, device=device)
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.dense_4h_to_h(F.gelu(self.dense_h_to_4h(x), approximate="tanh"))  # [s, b, f/p] inside
+        inside = F.gelu(self.dense_h_to_4h(x), approximate=self.approximate)  # [s, b, f/p]
+        y: Tensor = self.dense_4h_to_h(inside)
         return y
 
 
@@ -76,7 +81,7 @@ class ParallelTransformerLayer(nn.Module):
     """
 
     def __init__(self, hidden_size: int, num_heads: int, ffn_size: int, *, attention_dropout: float,
-                 hidden_dropout: float, layernorm_epsilon: float,
+                 hidden_dropout: float, layernorm_epsilon: float, gelu: str = "tanh",
                  init_method_for: Callable[[str], InitMethod],
                  group: ProcessGroup | None = None, device: torch.device | str | None = None) -> None:
         """init_method_for: gives the init_method of a weight by its name here, e.g. "attention.dense.weight"."""
@@ -90,7 +95,7 @@ class ParallelTransformerLayer(nn.Module):
         self.post_attention_layernorm = nn.LayerNorm(hidden_size, eps=layernorm_epsilon, device=device)
         self.mlp = ParallelMLP(
             hidden_size, ffn_size, init_method=init_method_for("mlp.dense_h_to_4h.weight"),
-            output_init_method=init_method_for("mlp.dense_4h_to_h.weight"), group=group, device=device)
+            output_init_method=init_method_for("mlp.dense_4h_to_h.weight"), gelu=gelu, group=group, device=device)
 
     def forward(self, x: Tensor) -> Tensor:
         p = self.hidden_dropout if self.training else 0.0

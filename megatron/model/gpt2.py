@@ -44,7 +44,7 @@ class Transformer(nn.Module):
             return mpu.ParallelTransformerLayer(
                 config.hidden_size, config.num_attention_heads, config.ffn_size,
                 attention_dropout=config.attention_dropout, hidden_dropout=config.hidden_dropout,
-                layernorm_epsilon=config.layernorm_epsilon, device=device,
+                layernorm_epsilon=config.layernorm_epsilon, gelu=config.gelu, device=device,
                 init_method_for=lambda name: init_method_for(f"transformer.layers.{number}.{name}"))
 
         self.layers = nn.ModuleList(layer(number) for number in range(config.num_layers))

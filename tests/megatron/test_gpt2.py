@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,7 +17,7 @@ from tests.distributed import run_ranks
 
 SMALL = ModelConfig(num_layers=3, hidden_size=64, num_attention_heads=4, max_position_embeddings=24, vocab_size=101,
                     attention_dropout=0.0, hidden_dropout=0.0)
-SHAPE_345M = {"num_layers": 24, "hidden_size": 1024, "num_attention_heads": 16, "max_position_embeddings": 1024,
+SHAPE_345M: dict[str, Any] = {"num_layers": 24, "hidden_size": 1024, "num_attention_heads": 16, "max_position_embeddings": 1024,
               "vocab_size": 50257}
 
 
@@ -40,7 +43,7 @@ def from_huggingface(state: dict[str, Tensor], heads: int) -> dict[str, Tensor]:
     return ours
 
 
-def compare(rank: int, world_size: int) -> tuple[float, float]:
+def compare(rank: int, world_size: int, gelu: str = "tanh") -> tuple[float, float]:
     """Greatest difference of logits, and of gradients relative to their tensor's greatest entry."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -48,11 +51,12 @@ def compare(rank: int, world_size: int) -> tuple[float, float]:
     torch.manual_seed(0)
     theirs = GPT2LMHeadModel(GPT2Config(
         vocab_size=SMALL.vocab_size, n_positions=SMALL.max_position_embeddings, n_embd=SMALL.hidden_size,
-        n_layer=SMALL.num_layers, n_head=SMALL.num_attention_heads, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)).train()
+        n_layer=SMALL.num_layers, n_head=SMALL.num_attention_heads, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0,
+        activation_function={"tanh": "gelu_new", "erf": "gelu"}[gelu])).train()
     with torch.no_grad():
         for parameter in theirs.parameters():  # biases too: zeros would hide a bias added once a rank
             parameter.normal_(0, 0.15)
-    ours = GPT2Model(SMALL).train()
+    ours = GPT2Model(replace(SMALL, gelu=gelu)).train()
     specs = mpu.partition_specs(ours)
     weights = from_huggingface(theirs.state_dict(), SMALL.num_attention_heads)
     assert weights.keys() == specs.keys()
@@ -79,9 +83,9 @@ def compare(rank: int, world_size: int) -> tuple[float, float]:
     return logits_error, worst
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_equals_huggingface(world_size: int):
-    for logits_error, gradient_error in run_ranks(compare, world_size):
+@pytest.mark.parametrize(("world_size", "gelu"), [(1, "tanh"), (2, "tanh"), (4, "tanh"), (1, "erf")])
+def test_equals_huggingface(world_size: int, gelu: str):
+    for logits_error, gradient_error in run_ranks(compare, world_size, gelu):
         assert logits_error <= 1e-5
         assert gradient_error <= 1e-4
 
