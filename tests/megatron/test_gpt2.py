@@ -17,8 +17,8 @@ from tests.distributed import run_ranks
 
 SMALL = ModelConfig(num_layers=3, hidden_size=64, num_attention_heads=4, max_position_embeddings=24, vocab_size=101,
                     attention_dropout=0.0, hidden_dropout=0.0)
-SHAPE_345M: dict[str, Any] = {"num_layers": 24, "hidden_size": 1024, "num_attention_heads": 16, "max_position_embeddings": 1024,
-              "vocab_size": 50257}
+SHAPE_345M: dict[str, Any] = {"num_layers": 24, "hidden_size": 1024, "num_attention_heads": 16,
+                              "max_position_embeddings": 1024, "vocab_size": 50257}
 
 
 def from_huggingface(state: dict[str, Tensor], heads: int) -> dict[str, Tensor]:
