@@ -202,8 +202,12 @@ class TrainConfig:
         for name in lengths:
             require(getattr(self, name) > 0, f"--{name.replace('_', '-')} must be positive, not {getattr(self, name)}")
 
-    def iterations(self, *, global_batch_size: int, seq_length: int, samples_per_epoch: int) -> int:
-        """The length in iterations: the fewest that see at least the samples, tokens or epochs asked for."""
+    def iterations(self, *, global_batch_size: int, seq_length: int, samples_per_epoch: int, iteration: int = 0,
+                   consumed_samples: int = 0) -> int:
+        """The length in iterations: the fewest that see at least the samples, tokens or epochs asked for.
+
+        A run that is continued at `iteration` may have consumed its samples in batches of another size.
+        """
         if self.train_iters is not None:
             return self.train_iters
         if self.train_samples is not None:
@@ -214,7 +218,7 @@ class TrainConfig:
             samples = math.ceil(self.train_epochs * samples_per_epoch)
         else:
             raise ValueError("no length: give --train-iters, --train-samples, --train-tokens or --train-epochs")
-        return -(-samples // global_batch_size)
+        return iteration + max(0, -(-(samples - consumed_samples) // global_batch_size))
 
 
 @dataclass(frozen=True)

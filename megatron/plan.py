@@ -80,12 +80,13 @@ def plan_run(arguments: Arguments, ranks: Ranks, say: Say) -> Plan:
         train_data=data.train_data, valid_data=data.valid_data, test_data=data.test_data, data_path=data.data_path,
         split=data.split, text_key=data.text_key, tokenizer=tokenizer, seq_length=data.seq_length,
         cache_path=data.data_cache_path, need_valid=evaluates, need_test=evaluates, log=print)
-    train_iters = config.train.iterations(global_batch_size=global_batch_size, seq_length=data.seq_length,
-                                          samples_per_epoch=len(splits.train))
+    start = checkpoint.facts if checkpoint is not None and not config.checkpoint.finetune else {}
+    train_iters = config.train.iterations(
+        global_batch_size=global_batch_size, seq_length=data.seq_length, samples_per_epoch=len(splits.train),
+        iteration=start.get("iteration", 0), consumed_samples=start.get("consumed_samples", 0))
     config = dataclasses.replace(
         config, model=dataclasses.replace(config.model, vocab_size=tokenizer.vocab_size),
         data=dataclasses.replace(data, tokenizer_type=tokenizer.kind))
-    start = checkpoint.facts if checkpoint is not None and not config.checkpoint.finetune else {}
     if start.get("iteration", 0) >= train_iters and source is not None:
         # Before a run is called finished, every byte of what it left is checked.
         checkpoint = find_checkpoint(source, log=say)
@@ -94,6 +95,10 @@ def plan_run(arguments: Arguments, ranks: Ranks, say: Say) -> Plan:
     if start and start["data_fingerprint"] != splits.fingerprint:
         say("WARNING: the training data or --split are not those of the checkpoint: the run goes on with the new data, "
             "in which part of what was held out may have been seen")
+    if start and start["global_batch_size"] != global_batch_size:
+        say(f"WARNING: a step takes {global_batch_size} samples here and took {start['global_batch_size']} in the "
+            f"checkpoint: --global-batch-size {start['global_batch_size']} (with a --micro-batch-size that divides it) "
+            "goes on as before")
     return Plan(arguments, config, ranks, device, dtype, backend, tokenizer, splits, source, train_iters,
                 global_batch_size, dict(start))
 
@@ -102,14 +107,15 @@ def _source(arguments: Arguments, say: Say) -> tuple[Arguments, Checkpoint | Non
     """The checkpoint that the run starts from, opened without reading its tensors, and its folder."""
     where = arguments.checkpoint
     assert where.save is not None
-    if where.finetune and where.load != where.save:
+    checkpoint = find_checkpoint(where.load or where.save, log=_silent, verify=False)
+    if where.load is not None and where.load != where.save:
+        # The same command once more, after a first part that saved: it goes on from there.
         begun = find_checkpoint(where.save, log=_silent, verify=False)
-        if begun is not None:
-            say(f"--finetune: {where.save} holds a checkpoint of this run already, which is continued; another --save "
-                f"starts from {where.load} again")
+        if begun is not None and (where.finetune or checkpoint is None or begun.iteration > checkpoint.iteration):
+            say(f"--save {where.save} holds iteration {begun.iteration} of this run already, which is continued; "
+                f"another --save starts from {where.load} again")
             values = {**arguments.values, "checkpoint.finetune": False, "checkpoint.load": where.save}
             return dataclasses.replace(arguments, values=values), begun, where.save
-    checkpoint = find_checkpoint(where.load or where.save, log=_silent, verify=False)
     if checkpoint is not None:
         return arguments, checkpoint, where.load or where.save
     if where.load is not None:

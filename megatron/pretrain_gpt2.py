@@ -83,14 +83,13 @@ def pretrain(run: Run) -> int:
     """From the start table to the closing report."""
     print_start(run)
     reason, valid, sample = train(run), None, ""
+    if run.saved_iteration != run.iteration:
+        run.save()  # before the evaluations: they can take long, and a second Ctrl-C must not cost the run
     if reason:
         run.log.say(f"stopped by {reason} at iteration {run.iteration}: the same command continues")
     else:
         valid = evaluate_and_log(run, "valid", final=True)
         evaluate_and_log(run, "test", final=True)
-    if run.saved_iteration != run.iteration:
-        run.save()
-    if not reason:
         sample = sample_text(run)
     run.loader.close()
     run.stop.close()
@@ -107,7 +106,7 @@ def print_start(run: Run) -> None:
     total, own = count_parameters(config.model, p.model_parallel_size)
     model, data = config.model, config.data
     samples = len(run.splits.train)
-    needed = run.train_iters * run.global_batch_size
+    needed = run.consumed_samples + (run.train_iters - run.iteration) * run.global_batch_size
     epochs = needed / samples
     rows = [
         ("model", f"GPT-2, {model.num_layers} layers, hidden size {model.hidden_size}, "
@@ -146,16 +145,18 @@ def sample_text(run: Run) -> str:
 
 
 def baselines(run: Run) -> dict[str, float | None]:
-    """Bits per byte of the validation split that a run has to beat."""
+    """Bits per byte that a run has to beat, of the same part of the validation split that it was evaluated on."""
     train_split, valid = run.splits.train, run.splits.valid
     if valid is None or train_split.num_tokens > XZ_LIMIT:
         return {"unigram entropy of the tokens": None, "xz -9": None}
-    train_text, valid_text = train_split.text(XZ_LIMIT), valid.text(XZ_LIMIT)
+    evaluated = min(len(valid), run.config.train.eval_iters * run.global_batch_size) * run.config.data.seq_length
+    held_out = valid.tokens[:evaluated]
+    train_text = train_split.text(XZ_LIMIT)
     return {
         "unigram entropy of the tokens": unigram_bits_per_byte(
-            train_split.tokens, valid.tokens, run.tokenizer.byte_lengths, run.tokenizer.vocab_size),
-        "xz -9, given the training text": xz_bits_per_byte(train_text, valid_text)
-        if train_text is not None and valid_text is not None else None,
+            train_split.tokens, held_out, run.tokenizer.byte_lengths, run.tokenizer.vocab_size),
+        "xz -9, given the training text": xz_bits_per_byte(train_text, run.tokenizer.decode_bytes(held_out))
+        if train_text is not None else None,
     }
 
 
@@ -173,7 +174,8 @@ def closing(run: Run, valid: EvaluationRecord | None, sample: str, plot: str) ->
         checkpoint=run.save_directory / f"iter_{run.iteration:07d}", plot=plot, next_commands=[
             ("train on from this checkpoint",
              f"{single} --load {save} --save {save} --train-iters {2 * run.train_iters}"),
-            ("two ranks that share the data, in a folder of its own", f"{distributed} --save {save}_dp2"),
+            ("the same on two ranks that share the data, in a folder of its own",
+             f"{distributed} --load {save} --save {save}_dp2 --train-iters {2 * run.train_iters}"),
             ("generate text", f"{python} {command_path('tools', 'generate_text.py')} --load {save} --prompt 'The '"),
         ])
 

@@ -146,6 +146,7 @@ class Run:
             "iteration": self.iteration,
             "train_iters": self.train_iters,
             "consumed_samples": self.consumed_samples,
+            "global_batch_size": self.global_batch_size,
             "data_fingerprint": self.splits.fingerprint,
             "optimizer": self.optimizer.state_dict(),
             "precision": str(self.plan.dtype).removeprefix("torch."),
@@ -215,8 +216,13 @@ def load_run(plan: Plan, parallel: mpu.ParallelState, model: GPT2Model, optimize
     layout = {"mp_rank": parallel.model_parallel_rank, "mp_size": parallel.model_parallel_size}
     has_optimizer = any(name.startswith("master.") for name in checkpoint.names())
     if wanted.finetune or wanted.no_load_optim or not has_optimizer:
-        load_model(model.named_parameters(), specs, checkpoint, **layout)
-        optimizer.masters_from_model()
+        if has_optimizer:  # the weights before they were rounded
+            masters = ((kind, name, tensor) for kind, name, tensor in optimizer.tensors() if kind == "master")
+            load_state(masters, specs, checkpoint, **layout)
+            optimizer.flat.write_back()
+        else:
+            load_model(model.named_parameters(), specs, checkpoint, **layout)
+            optimizer.masters_from_model()
         if wanted.finetune:
             say(f"weights from {checkpoint.path}: fine-tuning starts at iteration 0")
             return 0, 0

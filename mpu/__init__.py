@@ -1,6 +1,6 @@
 """The model-parallel unit: tensor parallelism in the Megatron style, with torch alone.
 
-The names and their meaning are those of Megatron's `mpu` of 2019, so that code written for it runs on this.
+The names below that Megatron's `mpu` had in 2019 keep their meaning; arguments after the sizes are by keyword.
 """
 
 from mpu.cross_entropy import vocab_parallel_cross_entropy, vocab_parallel_linear_cross_entropy

@@ -98,6 +98,12 @@ def test_a_run_from_beginning_to_end_and_on(work: Path, capfd: pytest.CaptureFix
     assert pretrain_gpt2.main(finetune) == 0
     assert "runs/b is finished" in capfd.readouterr().out
 
+    # --load X --save Y, stopped and given again, goes on in Y.
+    moved = ["--load", "runs/a", "--save", "runs/c", "--train-iters", "20"]
+    assert pretrain_gpt2.main([*moved, "--exit-interval", "16"]) == 0
+    assert pretrain_gpt2.main(moved) == 0
+    assert "continuing runs/c/iter_0000016" in capfd.readouterr().out
+
 
 def test_a_missing_load_folder_is_one_warning(work: Path, capfd: pytest.CaptureFixture[str]):
     flags = [*FLAGS, "--train-data", "text.txt", "--save", "new", "--load", "new", "--eval-iters", "0"]
@@ -184,3 +190,13 @@ def test_sigterm_on_one_rank_stops_all(work: Path):
     assert (work / "s/latest_checkpointed_iteration.txt").read_text().strip() == stopped[1]
     code, said = torchrun(work, *flags, "--train-iters", str(int(stopped[1]) + 2))
     assert code == 0 and f"continuing s/iter_{int(stopped[1]):07d}" in said
+
+
+def test_a_length_in_samples_counts_what_was_consumed(work: Path, capfd: pytest.CaptureFixture[str]):
+    flags = [*FLAGS, "--train-data", "text.txt", "--save", "s", "--eval-iters", "0", "--train-samples", "80"]
+    assert pretrain_gpt2.main([*flags, "--exit-interval", "12"]) == 0
+    assert pretrain_gpt2.main([*flags, "--global-batch-size", "8"]) == 0  # 48 of 80 consumed, in steps of 4
+    said = capfd.readouterr().out
+    assert "a step takes 8 samples here and took 4" in said
+    assert (work / "s/latest_checkpointed_iteration.txt").read_text().strip() == "16"
+    assert metrics(work / "s")[-1]["consumed_samples"] == 80

@@ -41,10 +41,10 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
     parser.add_argument("--precision", default="auto", choices=("auto", "fp32", "bf16", "fp16"))
     args = parser.parse_args(argv)
-    for flag, ok in (("--max-new-tokens", args.max_new_tokens > 0), ("--temperature", args.temperature >= 0),
-                     ("--top-k", args.top_k >= 0)):
-        if not ok:
-            raise ValueError(f"{flag} must not be negative, and --max-new-tokens must be positive")
+    for flag, least, value in (("--max-new-tokens", 1, args.max_new_tokens), ("--temperature", 0, args.temperature),
+                               ("--top-k", 0, args.top_k)):
+        if value < least:
+            raise ValueError(f"{flag} must be at least {least}, not {value}")
 
     device, why = choose_device(args.device, Ranks())
     if why.startswith("WARNING"):

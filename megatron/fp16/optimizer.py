@@ -7,6 +7,7 @@ were not skipped) are scalars on the device: the host reads them at log lines al
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -92,21 +93,20 @@ class MixedPrecisionOptimizer:
             for moment in MOMENTS:
                 yield moment, name, self._adam.state[self._masters[index]][moment][inside].view(shape)
 
-    def state_dict(self) -> dict[str, float | dict[str, float]]:
+    def state_dict(self) -> dict[str, Any]:
         """The scalars; the tensors come from `tensors()`."""
         return {"good_steps": int(self.good_steps), "skipped_steps": int(self.skipped_steps),
+                "adam_steps": int(self._adam.state[self._masters[0]]["step"]),
                 "loss_scaler": self.scaler.state_dict()}
 
-    def load_state_dict(self, state: Mapping[str, float | Mapping[str, float]]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """After the tensors were filled: the scalars, and the model's weights from the masters."""
-        good_steps, skipped, scaler = state["good_steps"], state["skipped_steps"], state["loss_scaler"]
-        assert isinstance(good_steps, (int, float)) and isinstance(skipped, (int, float))
-        assert isinstance(scaler, Mapping)
-        self.scaler.load_state_dict(scaler)
-        self.skipped_steps.fill_(skipped)
-        self.set_good_steps(int(good_steps))
+        self.scaler.load_state_dict(state["loss_scaler"])
+        self.skipped_steps.fill_(state["skipped_steps"])
+        self.set_good_steps(state["good_steps"])
         for master in self._masters:
-            self._adam.state[master]["step"].fill_(good_steps)
+            # Fewer than the schedule's where the moments were once started afresh (--no-load-optim).
+            self._adam.state[master]["step"].fill_(state["adam_steps"])
         self.flat.write_back()
 
     def masters_from_model(self) -> None:
