@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
+import itertools
 import json
 import os
 import zlib
@@ -17,6 +19,7 @@ BUILTIN = "builtin"
 DEFAULT_KEYS = ("text", "sentence")
 MOST_BAD_LINES = 0.001
 SHOWN_BAD_LINES = 5
+HOPELESS_LINES = 1000  # so many bad lines before the first good one, and the file is refused
 JSON_SUFFIXES = (".json", ".jsonl", ".ndjson")
 
 Log = Callable[[str], None]
@@ -35,7 +38,7 @@ class Lines:
         self.first_bad = self.first_bad or f"{self.path}:{number}: {reason}"
         if self.bad <= SHOWN_BAD_LINES:
             self.log(f"{self.path}:{number}: skipped: {reason}")
-        if self.bad == 1000 and not self.good:
+        if self.bad == HOPELESS_LINES and not self.good:
             self.check()  # rather now than after hours
 
     def check(self) -> None:
@@ -76,18 +79,37 @@ def documents(path: str, text_key: str | None, log: Log) -> Iterator[str]:
     if path == BUILTIN:
         yield from builtin_documents()
         return
+    lines = Lines(path, log)
+    content = _content(path)
+    yield from _json_documents(content, text_key, lines) if is_json(path) else _plain_document(content, lines)
+    lines.check()
+
+
+def default_key(path: str) -> str | None:
+    """The field that `documents` reads where no text key is given; None where it would refuse the file, or where
+    the file is not JSON. Reads up to the first object that has one."""
+    if not is_json(path):
+        return None
+    items = (line for line in _objects(_content(path), path) if not isinstance(line, bytes) or line.strip())
+    for line in itertools.islice(items, HOPELESS_LINES):
+        with contextlib.suppress(ValueError, RecursionError):
+            key = _default_key(_item(line))
+            if key is not None:
+                return key
+    return None
+
+
+def _content(path: str) -> Iterator[bytes]:
+    """The lines of a file, decompressed."""
     with open(path, "rb") as raw:
         magic = raw.read(4)
         raw.seek(0)
         if magic == b"\x28\xb5\x2f\xfd":
             raise ValueError(f"{path} is compressed by zstd: decompress it first")
-        content: Iterator[bytes] = iter(gzip.GzipFile(fileobj=raw) if magic[:2] == b"\x1f\x8b" else raw)
-        lines = Lines(path, log)
         try:
-            yield from _json_documents(content, text_key, lines) if is_json(path) else _plain_document(content, lines)
+            yield from gzip.GzipFile(fileobj=raw) if magic[:2] == b"\x1f\x8b" else raw
         except (gzip.BadGzipFile, EOFError, zlib.error) as error:
             raise ValueError(f"{path} is damaged: {error}") from None
-        lines.check()
 
 
 def _json_documents(content: Iterator[bytes], text_key: str | None, lines: Lines) -> Iterator[str]:
@@ -95,11 +117,9 @@ def _json_documents(content: Iterator[bytes], text_key: str | None, lines: Lines
         if isinstance(line, bytes) and not line.strip():
             continue
         try:
-            item = json.loads(line.decode("utf-8")) if isinstance(line, bytes) else line
-            if not isinstance(item, dict):
-                raise ValueError("not an object")
+            item = _item(line)
             if text_key is None:
-                text_key = next((key for key in DEFAULT_KEYS if key in item), None)
+                text_key = _default_key(item)
                 if text_key is None:
                     raise ValueError(f"neither {' nor '.join(DEFAULT_KEYS)} is a field of it, {_keys(item)}")
                 lines.log(f"{lines.path}: the text is the field {text_key!r} (--text-key)")
@@ -120,6 +140,17 @@ def _json_documents(content: Iterator[bytes], text_key: str | None, lines: Lines
             yield text
         else:
             lines.empty += 1
+
+
+def _item(line: Any) -> dict[str, Any]:
+    item = json.loads(line.decode("utf-8")) if isinstance(line, bytes) else line
+    if not isinstance(item, dict):
+        raise ValueError("not an object")
+    return item
+
+
+def _default_key(item: dict[str, Any]) -> str | None:
+    return next((key for key in DEFAULT_KEYS if key in item), None)
 
 
 def _objects(content: Iterator[bytes], path: str) -> Iterator[Any]:

@@ -1,7 +1,7 @@
 """Text files to one .bin/.idx pair, once: a folder of pairs keyed by the text's content and the tokenizer.
 
-    <folder>/<key>.bin, .idx     tokens of a list of files; the key is a hash of contents, text key and tokenizer
-    <folder>/hashes/<name>.json  sha256 of a file's content, with the size and mtime at which it was read
+    <folder>/<key>.bin, .idx     tokens of a list of files; the key is a hash of contents, fields and tokenizer
+    <folder>/hashes/<name>.json  sha256 of a file's content and its default field, with the size and mtime of then
     <folder>/locks/<name>        held while a list is hashed and tokenised; the lock dies with its holder
 
 A pair is renamed into place, the .idx last, when it is whole and on disk. Content is hashed only where the path, the
@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from data_utils.corpora import BUILTIN, Log, documents, is_json
+from data_utils.corpora import BUILTIN, Log, default_key, documents, is_json
 from data_utils.file_lock import file_lock
 from data_utils.indexed_dataset import IndexedDataset, IndexedDatasetBuilder, token_dtype
 from data_utils.tokenization import Tokenizer, fingerprint_of, split_text, user_cache
@@ -29,6 +29,7 @@ FORMAT = "1"  # of the tokens that a text gives: a new number leaves old pairs a
 YOUNG_NS = 2_000_000_000
 
 Identity = list[str | int]
+Content = tuple[str, str | None]  # sha256, and the field that is read where no text key is given
 
 
 def tokenise(paths: Sequence[str], *, text_key: str | None, tokenizer: Tokenizer, cache_path: str | None, log: Log
@@ -38,10 +39,13 @@ def tokenise(paths: Sequence[str], *, text_key: str | None, tokenizer: Tokenizer
     folder = Path(cache_path) if cache_path else user_cache() / "data"
 
     def find() -> tuple[IndexedDataset, str] | None:
-        hashes = [_recorded(folder, path) for path in paths]
-        if None in hashes:
-            return None
-        key = _key(paths, [str(value) for value in hashes], text_key, tokenizer)
+        contents = []
+        for path in paths:
+            content = _recorded(folder, path)
+            if content is None:
+                return None
+            contents.append(content)
+        key = _key(paths, contents, text_key, tokenizer)
         try:
             return IndexedDataset(folder / key), key
         except FileNotFoundError:
@@ -53,8 +57,7 @@ def tokenise(paths: Sequence[str], *, text_key: str | None, tokenizer: Tokenizer
     found = find()
     if found:
         return found
-    name = fingerprint_of(json.dumps([_identity(path)[0] for path in paths]), text_key or "",
-                          tokenizer.fingerprint)[:32]
+    name = fingerprint_of(json.dumps([_identity(path)[0] for path in paths]), tokenizer.fingerprint)[:32]
     with contextlib.ExitStack() as stack:
         with _cache_errors(folder):
             (folder / "hashes").mkdir(parents=True, exist_ok=True)
@@ -65,18 +68,19 @@ def tokenise(paths: Sequence[str], *, text_key: str | None, tokenizer: Tokenizer
             return found
         begun = time.time_ns()
         before = [_identity(path) for path in paths]
-        hashes = [_hash(path) for path in paths]
-        key = _key(paths, hashes, text_key, tokenizer)
+        contents = [(_hash(path), default_key(path)) for path in paths]
+        key = _key(paths, contents, text_key, tokenizer)
         try:
             dataset = IndexedDataset(folder / key)  # the same content under another path or mtime
         except (FileNotFoundError, ValueError):
             _write(folder, key, name, paths, before, text_key, tokenizer, log)
             dataset = IndexedDataset(folder / key)
         with _cache_errors(folder):
-            for identity, sha256 in zip(before, hashes, strict=True):
+            for identity, (sha256, field) in zip(before, contents, strict=True):
                 # A file just written may have changed within one tick of its clock: it is hashed again next time.
                 if identity[0] == BUILTIN or begun - int(identity[2]) > YOUNG_NS:
-                    _replace(_record(folder, identity), json.dumps({"identity": identity, "sha256": sha256}))
+                    _replace(_record(folder, identity),
+                             json.dumps({"identity": identity, "sha256": sha256, "default_key": field}))
         return dataset, key
 
 
@@ -129,12 +133,12 @@ def _record(folder: Path, identity: Identity) -> Path:
     return folder / "hashes" / f"{fingerprint_of(json.dumps(name))[:32]}.json"
 
 
-def _recorded(folder: Path, path: str) -> str | None:
-    """The hash that was written down for the file as it is now."""
+def _recorded(folder: Path, path: str) -> Content | None:
+    """What was written down for the file as it is now."""
     identity = _identity(path)
     try:
         record = json.loads(_record(folder, identity).read_text(encoding="utf-8"))
-        return str(record["sha256"]) if record["identity"] == identity else None
+        return (str(record["sha256"]), record["default_key"]) if record["identity"] == identity else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -151,9 +155,13 @@ def _hash(path: str) -> str:
     return digest.hexdigest()
 
 
-def _key(paths: Sequence[str], hashes: Sequence[str], text_key: str | None, tokenizer: Tokenizer) -> str:
-    readers = [is_json(path) for path in paths]
-    return fingerprint_of(FORMAT, json.dumps([readers, hashes]), text_key or "", tokenizer.fingerprint)[:32]
+def _key(paths: Sequence[str], contents: Sequence[Content], text_key: str | None, tokenizer: Tokenizer) -> str:
+    """Of each file the field that is really read counts, False for plain text, and not how it was chosen."""
+    fields = [(field if text_key is None else text_key) if is_json(path) else False
+              for path, (_, field) in zip(paths, contents, strict=True)]
+    hashes = [sha256 for sha256, _ in contents]
+    # The empty part is a relic: it keeps the keys that plain text has had in caches and checkpoints.
+    return fingerprint_of(FORMAT, json.dumps([fields, hashes]), "", tokenizer.fingerprint)[:32]
 
 
 def _replace(path: Path, text: str) -> None:

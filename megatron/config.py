@@ -27,6 +27,20 @@ def require(condition: bool, message: str) -> None:
         raise ValueError(message)
 
 
+def require_positive(section: Any, *names: str) -> None:
+    """Each of these fields is above 0, or None."""
+    for name in names:
+        value = getattr(section, name)
+        require(value is None or value > 0, f"--{name.replace('_', '-')} must be positive, not {value}")
+
+
+def require_fraction(section: Any, *names: str) -> None:
+    """Each of these fields is in [0, 1)."""
+    for name in names:
+        value = getattr(section, name)
+        require(0.0 <= value < 1.0, f"--{name.replace('_', '-')} must be in [0, 1), not {value}")
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     """The shape of GPT-2. `vocab_size` is the tokenizer's true size; rows are padded inside the model alone."""
@@ -46,19 +60,17 @@ class ModelConfig:
     init_method_std: float = option(0.02, "standard deviation of the initial weights")
 
     def __post_init__(self) -> None:
-        for name in ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings",
-                     "make_vocab_size_divisible_by"):
-            require(getattr(self, name) > 0, f"--{name.replace('_', '-')} must be positive, not {getattr(self, name)}")
+        require_positive(self, "num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size",
+                         "max_position_embeddings", "make_vocab_size_divisible_by", "layernorm_epsilon",
+                         "init_method_std")
         require(self.hidden_size % self.num_attention_heads == 0,
                 f"--hidden-size {self.hidden_size} is not divisible by "
                 f"--num-attention-heads {self.num_attention_heads}")
-        for name in ("attention_dropout", "hidden_dropout"):
-            require(0.0 <= getattr(self, name) < 1.0,
-                    f"--{name.replace('_', '-')} must be in [0, 1), not {getattr(self, name)}")
+        require_fraction(self, "attention_dropout", "hidden_dropout")
 
     @property
     def ffn_size(self) -> int:
-        return self.ffn_hidden_size or 4 * self.hidden_size
+        return 4 * self.hidden_size if self.ffn_hidden_size is None else self.ffn_hidden_size
 
     def flops_per_token(self, seq_length: int) -> int:
         """Model FLOPs of one token, forward and backward, attention credited in full (Megatron's formula,
@@ -130,12 +142,11 @@ class OptimizerConfig:
                                                       "--use-checkpoint-lr-scheduler")
 
     def __post_init__(self) -> None:
-        require(self.lr > 0, f"--lr must be positive, not {self.lr}")
+        require_positive(self, "lr", "lr_decay_iters", "lr_wsd_decay_iters", "adam_eps", "loss_scale",
+                         "initial_loss_scale", "min_loss_scale", "loss_scale_window")
+        require_fraction(self, "adam_beta1", "adam_beta2")
+        require(self.weight_decay >= 0, f"--weight-decay must not be negative, got {self.weight_decay}")
         require(0 <= self.min_lr <= self.lr, f"--min-lr {self.min_lr} must lie between 0 and --lr {self.lr}")
-        for name in ("lr_decay_iters", "lr_wsd_decay_iters", "loss_scale", "initial_loss_scale", "min_loss_scale",
-                     "loss_scale_window"):
-            value = getattr(self, name)
-            require(value is None or value > 0, f"--{name.replace('_', '-')} must be positive, not {value}")
         require(self.lr_warmup_iters is None or self.lr_warmup_iters >= 0,
                 f"--lr-warmup-iters must not be negative, got {self.lr_warmup_iters}")
         require(0.0 <= self.warmup <= 1.0, f"--warmup is a fraction, not {self.warmup}; iterations go into "
@@ -159,10 +170,9 @@ class ParallelConfig:
     ddp_bucket_size: int = option(25_000_000, "gradient elements reduced at once")
 
     def __post_init__(self) -> None:
-        require(self.model_parallel_size > 0,
-                f"--model-parallel-size must be positive, not {self.model_parallel_size}")
-        require(self.distributed_timeout_minutes > 0,
-                f"--distributed-timeout-minutes must be positive, not {self.distributed_timeout_minutes}")
+        require_positive(self, "model_parallel_size", "distributed_timeout_minutes", "ddp_bucket_size")
+        require(self.distributed_timeout_minutes <= 1e6,
+                f"--distributed-timeout-minutes must be at most 1e6, not {self.distributed_timeout_minutes}")
 
 
 @dataclass(frozen=True)
@@ -192,15 +202,15 @@ class TrainConfig:
     tensorboard_dir: str | None = option(None, "folder of TensorBoard's event files")
 
     def __post_init__(self) -> None:
-        for name in ("micro_batch_size", "eval_interval", "log_interval", "checkpoint_num_layers", "max_skipped_steps"):
-            require(getattr(self, name) > 0, f"--{name.replace('_', '-')} must be positive, not {getattr(self, name)}")
+        require_positive(self, "micro_batch_size", "global_batch_size", "eval_interval", "log_interval",
+                         "checkpoint_num_layers", "max_skipped_steps", "exit_interval", "exit_duration_in_mins")
+        require(0 <= self.seed < 2**31, f"--seed must be in [0, 2**31), not {self.seed}")
         require(self.eval_iters >= 0, f"--eval-iters must not be negative, got {self.eval_iters}")
         lengths = [name for name in ("train_iters", "train_samples", "train_tokens", "train_epochs")
                    if getattr(self, name) is not None]
         require(len(lengths) <= 1, "the length is given twice: " +
                 " and ".join("--" + name.replace("_", "-") for name in lengths))
-        for name in lengths:
-            require(getattr(self, name) > 0, f"--{name.replace('_', '-')} must be positive, not {getattr(self, name)}")
+        require_positive(self, *lengths)
 
     def iterations(self, *, global_batch_size: int, seq_length: int, samples_per_epoch: int, iteration: int = 0,
                    consumed_samples: int = 0) -> int:
@@ -237,8 +247,7 @@ class CheckpointConfig:
 
     def __post_init__(self) -> None:
         require(not self.finetune or self.load is not None, "--finetune needs --load: the folder to take weights from")
-        require(self.save_interval is None or self.save_interval > 0,
-                f"--save-interval must be positive, not {self.save_interval}")
+        require_positive(self, "save_interval")
 
 
 @dataclass(frozen=True)

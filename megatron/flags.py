@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 import textwrap
 import types
 import typing
@@ -53,9 +54,12 @@ def _whole(text: str) -> int:
 
 def _number(text: str) -> float:
     try:
-        return float(text)
+        value = float(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+    if not math.isfinite(value):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a finite number")
+    return value
 
 
 _whole.__name__ = "int"  # argparse names the type in its errors
@@ -68,7 +72,7 @@ def _how_to_read(hint: Any) -> dict[str, Any]:
     if hint is bool:
         return {"action": "store_true"}
     if typing.get_origin(hint) is tuple:
-        return {"nargs": "+"}
+        return {"nargs": "+", "action": "extend"}  # given twice, both count
     return {"type": {int: _whole, float: _number, str: str}[hint]}
 
 
@@ -98,7 +102,7 @@ def build_parser() -> argparse.ArgumentParser:
         for status in ("translated", "inert", "refused")))
     for row in FOREIGN:
         how = {"action": "store_const", "const": None} if row.values == 0 else {
-            "nargs": None if row.values == 1 else row.values}
+            "nargs": None if row.values == 1 else row.values, "action": "extend" if row.values == "+" else "store"}
         for name in row.flags:
             group.add_argument(name, dest=name, help=argparse.SUPPRESS, **how)
     return parser

@@ -4,4 +4,4 @@
 # The ranks come from the environment: see launch.sh.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/launch.sh"
-launch --model-parallel-size "${MP_SIZE:-${MPSIZE:-2}}" "$@"
+launch_model_parallel "$@"

@@ -190,8 +190,55 @@ def test_a_port_that_is_taken(project: Project) -> None:
         taken = str(server.getsockname()[1])
         done = project.run("pretrain_gpt2_distributed.sh", MASTER_PORT=taken)
         assert done.returncode == 2
-        assert done.stderr == f"error: MASTER_PORT={taken} is taken; unset it, or name a free one\n"
+        assert done.stderr == f"error: MASTER_PORT={taken} is taken: unset it, or name a free one\n"
     assert value(project.words("pretrain_gpt2_distributed.sh", MASTER_PORT=taken), "--master-port") == taken
+
+
+def test_a_port_is_called_taken_only_where_it_is(project: Project) -> None:
+    """A port that may not be listened on, as 80 for most users."""
+    (project.elsewhere / "sitecustomize.py").write_text(
+        "import socket\ndef refuse(*_): raise PermissionError(13, 'no')\nsocket.create_server = refuse\n")
+    done = project.run("pretrain_gpt2_distributed.sh", MASTER_PORT="80", PYTHONPATH=str(project.elsewhere))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == ("error: MASTER_PORT=80 cannot be listened on (Permission denied): unset it, or name a "
+                           "free one\n")
+
+
+@pytest.mark.parametrize(("line", "message"), [
+    ("GPUS_PER_NODE=0", "GPUS_PER_NODE=0 is not a whole number from 1 to 99999: give the ranks"),
+    ("GPUS_PER_NODE=two", "GPUS_PER_NODE=two is not a whole number"),
+    ("GPUS_PER_NODE=99999999999999999999", "GPUS_PER_NODE=99999999999999999999 is not a whole number"),
+    ("NNODES=0", "NNODES=0 is not a whole number from 1 to 99999: give the number of nodes"),
+    ("NNODES=1.5", "NNODES=1.5 is not"),
+    ("NODE_RANK=1", "NODE_RANK=1 is not a whole number from 0 to 0: give this node's own number, below NNODES=1"),
+    ("NNODES=2 NODE_RANK=2", "NODE_RANK=2 is not a whole number from 0 to 1: "),
+    ("NNODES=2 NODE_RANK=-1", "NODE_RANK=-1 is not"),
+    ("MASTER_PORT=0", "MASTER_PORT=0 is not a whole number from 1 to 65535: give a port"),
+    ("MASTER_PORT=65536 NNODES=2", "MASTER_PORT=65536 is not"),
+    ("MASTER_PORT=http", "MASTER_PORT=http is not"),
+    ("MP_SIZE=0", "MP_SIZE=0 is not a whole number from 1 to 99999: give the ranks that share each layer"),
+    ("MPSIZE=-2", "MPSIZE=-2 is not"),
+    ("MP_SIZE=4", "MP_SIZE=4 does not divide NNODES=1 x GPUS_PER_NODE=2: give a size that does"),
+    ("MPSIZE=3 NNODES=2 GPUS_PER_NODE=8", "MPSIZE=3 does not divide NNODES=2 x GPUS_PER_NODE=8: give"),
+    ("GPUS_PER_NODE=1", "MP_SIZE=2 does not divide NNODES=1 x GPUS_PER_NODE=1: give"),
+])
+def test_a_layout_that_cannot_be_ends_in_one_line(project: Project, line: str, message: str) -> None:
+    variables = dict(word.split("=") for word in line.split())
+    scripts = ["pretrain_gpt2_model_parallel.sh"]
+    if not message.startswith("MP"):
+        scripts.append("pretrain_gpt2_distributed.sh")
+    for script in scripts:
+        done = project.run(script, **variables)
+        assert (done.returncode, done.stdout) == (2, ""), done.stderr
+        assert done.stderr.startswith(f"error: {message}") and done.stderr.count("\n") == 1
+
+
+def test_a_layout_that_can_be(project: Project) -> None:
+    words = project.words("pretrain_gpt2_model_parallel.sh", MP_SIZE="4", NNODES="02", GPUS_PER_NODE="08")
+    assert (value(words, "--nnodes"), value(words, "--nproc-per-node"), words[-1]) == ("2", "8", "4")
+    project.words("pretrain_gpt2_distributed.sh", MP_SIZE="7", GPUS_PER_NODE="1")  # not this script's variable
+    for flags in (["--tensor-model-parallel-size=1"], ["--model_parallel_size", "1"]):
+        assert project.words("pretrain_gpt2_model_parallel.sh", *flags, GPUS_PER_NODE="1")[-len(flags):] == flags
 
 
 def test_the_default_port_gives_way(project: Project) -> None:
@@ -227,11 +274,11 @@ def test_ci_runs_the_test_script() -> None:
 
 
 def test_slurm(project: Project) -> None:
-    (project.bin / "srun").write_text('#!/bin/bash\necho "$MASTER_PORT $OMP_NUM_THREADS $SRUN_CPUS_PER_TASK $*"\n')
+    (project.bin / "srun").write_text('#!/bin/bash\necho "$OMP_NUM_THREADS $SRUN_CPUS_PER_TASK $*"\n')
     (project.bin / "srun").chmod(0o755)
     variables = {"SLURM_SUBMIT_DIR": str(project.root), "SLURM_JOB_ID": "123456", "SLURM_CPUS_PER_TASK": "8"}
     done = project.run("pretrain_gpt2.slurm", "--model", "345m", **variables)
-    assert done.stdout == (f"13456 8 8 --kill-on-bad-exit=1 {project.bin}/python {project.root}/pretrain_gpt2.py "
+    assert done.stdout == (f"8 8 --kill-on-bad-exit=1 {project.bin}/python {project.root}/pretrain_gpt2.py "
                            "--model 345m\n"), done.stderr
     done = project.run("pretrain_gpt2.slurm", **{**variables, "SLURM_SUBMIT_DIR": str(project.elsewhere)})
     assert done.returncode == 2

@@ -41,16 +41,46 @@ def test_proportions() -> None:
 
 @pytest.mark.parametrize("lengths", [[5] * 100, [1] * 3, [100, 2, 2], [2, 2, 1000], [1, 500, 1, 500, 1], [7] * 4])
 @pytest.mark.parametrize("split", ["969,30,1", "1,1,1", "90,10", "90,0,10", "1", "1,0,1000"])
-def test_borders_lie_between_documents_and_no_share_is_empty(lengths: list[int], split: str) -> None:
+def test_borders_lie_between_documents_or_keep_to_the_shares_and_no_share_is_empty(lengths: list[int], split: str) -> None:
     starts, shares = np.cumsum([0, *lengths]), parse_split(split)
     borders = cut(starts, shares, closed=True)
     assert len(borders) == 4 and borders[0] == 0 and borders[-1] == sum(lengths)
-    assert set(borders) <= set(starts.tolist())
+    between = set(borders) <= set(starts.tolist())
     for share, start, stop in zip(shares, borders, borders[1:], strict=False):
         assert (stop > start) == (share > 0)
+        assert between or abs(stop - start - share * sum(lengths)) <= 2
     if len(lengths) == 100:
+        assert between
         for number, share in enumerate(shares):
             assert abs(borders[number + 1] - borders[number] - share * 500) <= 10
+
+
+def test_few_documents_are_cut_where_the_shares_ask() -> None:
+    shares = parse_split("969,30,1")
+    assert cut(np.cumsum([0, 160_000, 160_000, 80_001]), shares, closed=True) == [0, 387_600, 399_600, 400_001]
+    assert cut(np.cumsum([0, 81, 10, 9]), parse_split("8,1,1"), closed=True) == [0, 81, 91, 100]  # within a tenth
+    assert cut(np.cumsum([0, 810, 170, 20]), parse_split("80,17,3"), closed=True) == [0, 810, 980, 1000]  # within 1 %
+    assert cut(np.cumsum([0, 810, 160, 30]), parse_split("80,19,1"), closed=False) == [0, 800, 990, 1000]
+    assert cut(np.cumsum([0, 3, 3, 3]), shares, closed=True) == [0, 3, 6, 9]  # by position a split would be empty
+
+
+@pytest.mark.parametrize("split", ["969,30,1", "1,1,1", "90,10", "1000000,1,1", "1,1,1000000"])
+def test_documents_of_at_most_a_hundredth_are_never_cut(split: str) -> None:
+    rng = np.random.default_rng(1)
+    for _ in range(50):
+        lengths = rng.integers(500, 1000, size=250)
+        starts = np.cumsum([0, *lengths])
+        assert set(cut(starts, parse_split(split), closed=True)) <= set(starts.tolist())
+
+
+def test_the_description_gives_the_share_that_was_asked_for(tmp_path: Path) -> None:
+    files = [write(tmp_path / f"{number}.txt", "x" * size) for number, size in enumerate((1600, 1600, 800))]
+    made = splits(tmp_path, files, split="90,8,2")
+    assert "train: 3,601 tokens" in made.description[0]
+    for line, asked in zip(made.description, ("90.00", "8.00", "2.00"), strict=False):
+        assert f"{asked} % of" in line and f"(asked: {asked} %, cut by position, not between documents)" in line
+    between = splits(tmp_path, files, split="80,20", valid_data=[str(files[0])], test_data=[str(files[0])])
+    assert between.description[0].endswith("(asked: 100.00 %)") and "asked" not in between.description[1]
 
 
 def test_one_text_file_holds_out_exactly_its_last_tenth_of_bytes(tmp_path: Path) -> None:
@@ -69,8 +99,8 @@ def test_fewer_documents_than_splits(tmp_path: Path) -> None:
     made = splits(tmp_path, [jsonl(tmp_path / "a.jsonl", ["a" * 500, "b" * 499])], split="8,1,1")
     assert made.train.text() == b"a" * 500 + b"b" * 299  # and an EOD: 800 of 1000 tokens, the last EOD not counted
     assert made.valid.text() == b"b" * 100 and made.test.text() == b"b" * 100
-    three = splits(tmp_path, [jsonl(tmp_path / "b.jsonl", ["a" * 500, "bb", "cc"])], split="8,1,1")
-    assert (three.train.text(), three.valid.text(), three.test.text()) == (b"a" * 500, b"bb", b"cc")
+    three = splits(tmp_path, [jsonl(tmp_path / "b.jsonl", ["a" * 500, "b" * 61, "c" * 61])], split="8,1,1")
+    assert (three.train.text(), three.valid.text(), three.test.text()) == (b"a" * 500, b"b" * 61, b"c" * 61)
 
 
 def test_files_of_their_own_leave_the_rest_to_the_others(tmp_path: Path) -> None:
@@ -103,6 +133,29 @@ def test_the_fingerprint_is_that_of_the_training_data(tmp_path: Path) -> None:
               splits(tmp_path, [a], split="8,2")]
     assert prints[0].fingerprint == prints[1].fingerprint
     assert len({made.fingerprint for made in prints}) == 3
+
+
+def test_the_fingerprint_ignores_how_the_text_key_was_chosen(tmp_path: Path) -> None:
+    text = write(tmp_path / "a.txt", "x" * 1000)
+    lines = write(tmp_path / "a.jsonl", '{"text": "a long one", "sentence": "another"}\n' * 9)
+    prints = {key: splits(tmp_path, [lines], text_key=key).fingerprint for key in (None, "text", "sentence")}
+    assert prints[None] == prints["text"] != prints["sentence"]
+    assert splits(tmp_path, [text]).fingerprint == splits(tmp_path, [text], text_key="body").fingerprint
+
+
+def test_the_fingerprint_of_a_prepared_pair_sees_both_ends_of_the_tokens(tmp_path: Path) -> None:
+    def made(values: np.ndarray) -> str:
+        builder = IndexedDatasetBuilder(tmp_path / "pair", token_dtype(257))
+        builder.add(values)
+        builder.end_document()
+        builder.finish()
+        return str(splits(tmp_path, (), data_path=[str(tmp_path / "pair")]).fingerprint)
+
+    values = np.zeros(1 << 21, np.uint16)
+    first, last = values.copy(), values.copy()
+    first[0], last[-1] = 1, 1
+    assert made(values) == made(values)
+    assert len({made(values), made(first), made(last)}) == 3
 
 
 def test_a_prepared_pair(tmp_path: Path) -> None:

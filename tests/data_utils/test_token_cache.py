@@ -90,6 +90,17 @@ def test_several_files_keep_their_order_and_the_reader_and_key_count(tmp_path: P
     assert said.times == 4
 
 
+def test_the_field_that_is_read_counts_and_not_the_flag(tmp_path: Path) -> None:
+    said, folder = Said(), tmp_path / "cache"
+    a = write(tmp_path / "a.txt", "A")
+    b = write(tmp_path / "b.jsonl", '{"sentence": "B", "title": "T"}')
+    c = write(tmp_path / "c.jsonl", '{"text": "C", "sentence": "c"}')
+    assert run([a], folder, said) == run([a], folder, said, text_key="title") == "A" and said.times == 1
+    assert run([b], folder, said) == run([b], folder, said, text_key="sentence") == "B" and said.times == 2
+    assert run([b, c], folder, said) == "BC"  # each file its own field
+    assert run([b, c], folder, said, text_key="sentence") == "Bc" and said.times == 4
+
+
 def test_another_tokenizer_has_another_entry(tmp_path: Path) -> None:
     said, folder, path = Said(), tmp_path / "cache", write(tmp_path / "a.txt", "some text")
     run([path], folder, said)

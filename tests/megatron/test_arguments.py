@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 
 from megatron.arguments import Arguments, differing_flags, merge_checkpoint, parse
 from megatron.config import SECTIONS, Config, TrainConfig
 from megatron.flags import fields, flag_table
 from megatron.presets import PRESETS, SHAPES
+from mpu.random import dropout
 
 QUICKSTART_ITERS = PRESETS["quickstart"]["train.train_iters"]
 
@@ -132,6 +134,44 @@ def test_errors_are_one_line_that_names_the_flag(line, message):
     with pytest.raises(ValueError) as error:
         _ = read(line).config
     assert message in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("rule, lines", [
+    ("must be positive", """--global-batch-size 0|--ffn-hidden-size 0|--exit-interval 0|--ddp-bucket-size 0
+        |--save-interval 0|--adam-eps 0|--init-method-std 0|--layernorm-epsilon 0|--exit-duration-in-mins 0
+        |--distributed-timeout-minutes 0|--loss-scale 0|--initial-loss-scale 0|--min-loss-scale 0|--loss-scale-window 0
+        |--lr 0|--train-iters 0|--ffn-hidden-size -4|--global-batch-size -8"""),
+    ("must not be negative", "--weight-decay -.1"),
+    ("must be in [0, 1)", "--adam-beta1 1|--adam-beta1 -.1|--adam-beta2 1|--adam-beta2 -.1|--hidden-dropout 1"),
+    ("must be in [0, 2**31)", "--seed -1|--seed 2147483648"),
+    ("must be at most 1e6", "--distributed-timeout-minutes 1000001"),
+    ("is not a finite number", "--lr nan|--clip-grad inf|--weight-decay inf|--loss-scale 1e999|--adam-eps=-inf"),
+])
+def test_values_out_of_range_are_one_line_that_names_the_flag(rule, lines):
+    for line in lines.split("|"):
+        with pytest.raises(ValueError) as error:
+            _ = read(line).config
+        name = line.replace("=", " ").split()[0]
+        assert str(error.value).startswith(name) and rule in str(error.value) and "\n" not in str(error.value), line
+
+
+def test_values_at_the_edge_are_taken():
+    config = read("--weight-decay 0 --adam-beta1 0 --adam-beta2 0 --seed 2147483647 --ffn-hidden-size 4 "
+                  "--distributed-timeout-minutes 1e6 --exit-interval 1 --ddp-bucket-size 1").config
+    assert (config.train.seed, config.model.ffn_size, config.optimizer.adam_beta1) == (2**31 - 1, 4, 0.0)
+
+
+def test_a_list_given_twice_is_extended():
+    data = read("--train-data a b --valid-data v --train-data=c --valid-data w").config.data
+    assert (data.train_data, data.valid_data, data.test_data) == (("a", "b", "c"), ("v", "w"), ())
+    assert read("--data-path p --data-path q").config.data.data_path == ("p", "q")
+    assert read("--train-data-path p --train-data-path q").config.data.data_path == ("p", "q")
+    assert read("--train-data a").config.data.train_data == ("a",)  # nothing is kept from one parse to the next
+
+
+def test_the_greatest_dropout_that_the_flags_take_can_be_run():
+    p = read("--hidden-dropout .9999999").config.model.hidden_dropout
+    assert set(dropout(torch.ones(1000), p).tolist()) <= {0.0, 65536.0}
 
 
 def test_help_groups_the_flags_and_shows_aliases(capsys):
