@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from data_utils.builtin_corpus import builtin_documents
-from data_utils.corpora import check_exists, documents
+from data_utils.corpora import check_exists, default_key, documents
 
 
 def write(path: Path, content: str | bytes) -> str:
@@ -33,6 +33,16 @@ def test_loose_json_in_all_its_forms(tmp_path: Path) -> None:
     assert read(write(tmp_path / "a.jsonl.gz", gzip.compress(lines(3).encode())))[0] == expected
     assert read(write(tmp_path / "e.jsonl", lines(3, "body")), "body")[0] == expected
     assert any("'sentence'" in line for line in read(str(tmp_path / "d.json"))[1])
+
+
+def test_the_default_key_is_the_one_that_is_read(tmp_path: Path) -> None:
+    for name, content in (("a.jsonl", "\n \n{\n[]\n" + '{"id": 1}\n' + lines(5000, "sentence") + lines(1)),
+                          ("a.json", json.dumps([1, {"sentence": "a"}])),
+                          ("a.jsonl.gz", gzip.compress(lines(1, "sentence").encode()))):
+        assert default_key(write(tmp_path / name, content)) == "sentence"
+    assert read(str(tmp_path / "a.jsonl"))[0][0] == "document 0"
+    assert default_key(write(tmp_path / "b.jsonl", lines(1000, "body") + lines(1))) is None  # refused, so not read on
+    assert default_key(write(tmp_path / "b.txt", lines(1))) is None
 
 
 def test_plain_text_is_one_document_byte_for_byte(tmp_path: Path) -> None:
