@@ -45,7 +45,9 @@ read_layout() {
     NODES=$((10#${NNODES:-1}))
     within NODE_RANK "${NODE_RANK:-0}" 0 $((NODES - 1)) "give this node's own number, below NNODES=$NODES"
     within MASTER_PORT "${MASTER_PORT:-6000}" 1 65535 "give a port of node 0, or unset it"
-    [ -z "${GPUS_PER_NODE:-}" ] || within GPUS_PER_NODE "$GPUS_PER_NODE" 1 99999 "give the ranks of this node, or unset it"
+    if [ -n "${GPUS_PER_NODE:-}" ]; then
+        within GPUS_PER_NODE "$GPUS_PER_NODE" 1 99999 "give the ranks of this node, or unset it"
+    fi
     find_python ""
     RANKS=${GPUS_PER_NODE:-$("$PYTHON" -c 'import torch; print(torch.cuda.device_count() or 2)')}
     RANKS=$((10#$RANKS))
