@@ -160,24 +160,30 @@ def baselines(run: Run) -> dict[str, float | None]:
     }
 
 
-def command_path(*parts: str) -> str:
-    """A file of the project as one would type it here."""
-    return shlex.quote(os.path.relpath(Path(__file__).resolve().parent.parent.joinpath(*parts)))
+def next_commands(save: str, train_iters: int) -> list[tuple[str, str]]:
+    """What one would type here next: the scripts of a checkout, or Python's own ways where only the package is there."""
+    root = Path(__file__).resolve().parent.parent
+    folder = shlex.quote(save)
+    single, distributed = "python -m megatron.pretrain_gpt2", "torchrun --nproc-per-node 2 -m megatron.pretrain_gpt2"
+    generate_text = None
+    if (root / "scripts").is_dir():
+        scripts, tools = (shlex.quote(os.path.relpath(root / name)) for name in ("scripts", "tools"))
+        single, distributed = f"bash {scripts}/pretrain_gpt2.sh", f"bash {scripts}/pretrain_gpt2_distributed.sh"
+        generate_text = f"bash {scripts}/python.sh {tools}/generate_text.py --load {folder} --prompt 'The '"
+    longer = f"--train-iters {2 * train_iters}"
+    commands = [
+        ("train on from this checkpoint", f"{single} --load {folder} --save {folder} {longer}"),
+        ("the same on two ranks that share the data, in a folder of its own",
+         f"{distributed} --load {folder} --save {folder}_dp2 {longer}"),
+    ]
+    return commands + ([("generate text", generate_text)] if generate_text else [])
 
 
 def closing(run: Run, valid: EvaluationRecord | None, sample: str, plot: str) -> str:
-    save = shlex.quote(str(run.config.checkpoint.save))
-    single, distributed, python = (f"bash {command_path('scripts', name)}"
-                                   for name in ("pretrain_gpt2.sh", "pretrain_gpt2_distributed.sh", "python.sh"))
     return closing_report(
         bits_per_byte=valid.bits_per_byte if valid else None, baselines=baselines(run), sample=sample,
-        checkpoint=run.save_directory / f"iter_{run.iteration:07d}", plot=plot, next_commands=[
-            ("train on from this checkpoint",
-             f"{single} --load {save} --save {save} --train-iters {2 * run.train_iters}"),
-            ("the same on two ranks that share the data, in a folder of its own",
-             f"{distributed} --load {save} --save {save}_dp2 --train-iters {2 * run.train_iters}"),
-            ("generate text", f"{python} {command_path('tools', 'generate_text.py')} --load {save} --prompt 'The '"),
-        ])
+        checkpoint=run.save_directory / f"iter_{run.iteration:07d}", plot=plot,
+        next_commands=next_commands(str(run.config.checkpoint.save), run.train_iters))
 
 
 if __name__ == "__main__":
