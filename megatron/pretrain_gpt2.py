@@ -161,7 +161,7 @@ def baselines(run: Run) -> dict[str, float | None]:
 
 
 def next_commands(save: str, train_iters: int) -> list[tuple[str, str]]:
-    """What one would type here next: the scripts of a checkout, or Python's own ways where only the package is there."""
+    """What one would type next: the scripts of a checkout, or Python's own ways where only the package is there."""
     root = Path(__file__).resolve().parent.parent
     folder = shlex.quote(save)
     single, distributed = "python -m megatron.pretrain_gpt2", "torchrun --nproc-per-node 2 -m megatron.pretrain_gpt2"
