@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         plan = plan_run(arguments, ranks, say)
         if plan.is_finished:
-            say(f"{plan.config.checkpoint.save} is finished: it is at iteration {plan.start['iteration']} of "
+            say(f"{plan.source} is finished: it is at iteration {plan.start['iteration']} of "
                 f"{plan.train_iters}. Give a greater --train-iters to train on, or a new --save for another run.")
             return 0
         run = build_run(plan, say)
@@ -170,11 +170,10 @@ def next_commands(save: str, train_iters: int) -> list[tuple[str, str]]:
         scripts, tools = (shlex.quote(os.path.relpath(root / name)) for name in ("scripts", "tools"))
         single, distributed = f"bash {scripts}/pretrain_gpt2.sh", f"bash {scripts}/pretrain_gpt2_distributed.sh"
         generate_text = f"bash {scripts}/python.sh {tools}/generate_text.py --load {folder} --prompt 'The '"
-    longer = f"--train-iters {2 * train_iters}"
     commands = [
-        ("train on from this checkpoint", f"{single} --load {folder} --save {folder} {longer}"),
+        ("train on from this checkpoint", f"{single} --load {folder} --save {folder} --train-iters {2 * train_iters}"),
         ("the same on two ranks that share the data, in a folder of its own",
-         f"{distributed} --load {folder} --save {folder}_dp2 {longer}"),
+         f"{distributed} --load {folder} --save {folder}_dp2 --train-iters {3 * train_iters}"),
     ]
     return commands + ([("generate text", generate_text)] if generate_text else [])
 
