@@ -58,6 +58,8 @@ def measure(name: str, flags: list[str]) -> dict[str, Any]:
         run = subprocess.run(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         seconds = time.perf_counter() - started
         log = run.stdout.replace(folder, ".").replace(os.path.relpath(ROOT, folder) + "/", "")
+        for flag in flags:  # where a file lies is this machine's affair
+            log = log.replace(flag, Path(flag).name) if os.sep in flag else log
         (RESULTS / f"{name}.log").write_text(log)
         if run.returncode:
             raise SystemExit(f"{shlex.join(command)} failed, see {RESULTS / name}.log")
