@@ -1,9 +1,10 @@
-"""A lock between processes of one machine or one shared folder, without any collective."""
+"""What processes that share a folder need: a lock without any collective, and names that survive a crash."""
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -22,3 +23,12 @@ def file_lock(path: Path, waiting: Callable[[], object]) -> Iterator[None]:
             waiting()
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
+
+
+def sync_folder(folder: Path) -> None:
+    """Put the names in `folder` on the disk: without it a rename may be lost when the machine stops."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

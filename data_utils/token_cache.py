@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from data_utils.corpora import BUILTIN, Log, default_key, documents, is_json
-from data_utils.file_lock import file_lock
+from data_utils.file_lock import file_lock, sync_folder
 from data_utils.indexed_dataset import IndexedDataset, IndexedDatasetBuilder, token_dtype
 from data_utils.tokenization import Tokenizer, fingerprint_of, split_text, user_cache
 
@@ -112,7 +112,7 @@ def _write(folder: Path, key: str, name: str, paths: Sequence[str], hashed: Sequ
             builder.finish()
             for suffix in (".bin", ".idx"):
                 os.replace(folder / f"{name}.tmp{suffix}", folder / f"{key}{suffix}")
-            _sync_folder(folder)
+            sync_folder(folder)
     except BaseException:
         builder.abandon()
         raise
@@ -168,14 +168,6 @@ def _replace(path: Path, text: str) -> None:
     temporary = path.with_name(f"{path.name}.{os.getpid()}")
     temporary.write_text(text, encoding="utf-8")
     os.replace(temporary, path)
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 @contextlib.contextmanager

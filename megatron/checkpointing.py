@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from data_utils.file_lock import sync_folder
 from megatron.checkpoint_files import MANIFEST, Piece, manifest_bytes, write_error, write_tensors
 from megatron.checkpoint_reader import Checkpoint
 from megatron.checkpoint_state import load_model, load_rng, load_state, model_pieces, rng_pieces, state_pieces
@@ -118,7 +119,7 @@ def _commit(folder: Path, final: Path, manifest: bytes, log: Callable[[str], Non
     except ValueError as error:
         raise OSError(f"not what was written: {error}") from error
     for parent in {(folder / file).parent for file in written.files} | {folder}:
-        _sync_folder(parent)
+        sync_folder(parent)
     tracker = final.parent / TRACKER
     successor = tracker.with_name(TRACKER + ".tmp")
     _write_synced(successor, f"{written.iteration}\n".encode())  # now: a full disk must not stop us half-way
@@ -127,10 +128,10 @@ def _commit(folder: Path, final: Path, manifest: bytes, log: Callable[[str], Non
         log(f"WARNING: {final} exists already and is saved again: the existing one is now {aside}")
         final.rename(aside)
     folder.rename(final)
-    _sync_folder(final.parent)
+    sync_folder(final.parent)
     # The tracker comes last: a crash before this line leaves the earlier checkpoint in charge.
     successor.replace(tracker)
-    _sync_folder(final.parent)
+    sync_folder(final.parent)
 
 
 def _write_synced(path: Path, data: bytes) -> None:
@@ -142,14 +143,6 @@ def _write_synced(path: Path, data: bytes) -> None:
     except OSError as error:
         path.unlink(missing_ok=True)
         raise write_error(path, len(data), error) from error
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def find_checkpoint(directory: str | Path, *, log: Callable[[str], None], greatest: Callable[[int], int] = lambda n: n,

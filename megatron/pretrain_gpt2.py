@@ -20,7 +20,6 @@ import torch.distributed as dist
 from data_utils import unigram_bits_per_byte, xz_bits_per_byte
 from megatron import device as devices
 from megatron.arguments import differing_flags, parse
-from megatron.config import require
 from megatron.generation import generate
 from megatron.launch import Ranks, shutdown
 from megatron.model.gpt2 import count_parameters
@@ -186,5 +185,4 @@ def closing(run: Run, valid: EvaluationRecord | None, sample: str, plot: str) ->
 
 
 if __name__ == "__main__":
-    require(__package__ == "megatron", "run as python -m megatron.pretrain_gpt2")
     sys.exit(main())

@@ -99,10 +99,6 @@ class Run:
         flops = self.config.model.flops_per_token(self.config.data.seq_length)
         return tokens_per_second * flops / (self.peak[0] * self.parallel.world_size)
 
-    def greatest(self, number: int) -> int:
-        """The greatest of all ranks' numbers. A collective."""
-        return greatest(number, self.device)
-
     def save(self) -> Path | None:
         """Write a checkpoint of this iteration; None, with a warning, where that failed on any rank."""
         p, config = self.parallel, self.config.checkpoint
@@ -126,7 +122,7 @@ class Run:
         except OSError as error:
             problem = str(error)
         self.saves += 1
-        if failed := self.greatest(p.rank + 1 if problem else 0):
+        if failed := greatest(p.rank + 1 if problem else 0, self.device):
             self.log.say(f"WARNING: no checkpoint at iteration {self.iteration}: "
                          f"{problem or f'rank {failed - 1} could not write'}")
             return None
