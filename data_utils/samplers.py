@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 
@@ -76,22 +77,23 @@ class SampleOrder:
 class BatchLoader:
     """The share of one data-parallel rank of every step from `consumed_samples` on, for ever.
 
-    `next` gives int64 [accumulation · micro_batch_size, seq_length + 1], micro-batches one after the other. One thread
-    prepares `prefetch` steps ahead; 0 prepares each when it is asked for. An error of the thread is raised by `next`.
-    `wait_seconds` is the time for which `next` kept its caller in all.
+    `next` gives int64 [accumulation · micro_batch_size, seq_length + 1], micro-batches one after the other, as
+    `finish` made of it (nothing by default). One thread prepares `prefetch` steps ahead, `finish` included; 0 prepares
+    each when it is asked for. An error of the thread is raised by `next`. `wait_seconds` is the time for which `next`
+    kept its caller in all.
     """
 
     def __init__(self, dataset: GPT2Dataset, order: Callable[[int], int], *, micro_batch_size: int, accumulation: int,
-                 data_parallel_rank: int, data_parallel_size: int, consumed_samples: int = 0, prefetch: int = 2
-                 ) -> None:
+                 data_parallel_rank: int, data_parallel_size: int, consumed_samples: int = 0, prefetch: int = 2,
+                 finish: Callable[[np.ndarray], Any] = lambda batch: batch) -> None:
         assert 0 <= data_parallel_rank < data_parallel_size
-        self._dataset, self._order = dataset, order
+        self._dataset, self._order, self._finish = dataset, order, finish
         self._offsets = [(k * data_parallel_size + data_parallel_rank) * micro_batch_size + row
                          for k in range(accumulation) for row in range(micro_batch_size)]
         self._step = micro_batch_size * accumulation * data_parallel_size
         self._next = consumed_samples
         self._thread = ThreadPoolExecutor(1, "data loader") if prefetch else None
-        self._ready: deque[Future[np.ndarray]] = deque()
+        self._ready: deque[Future[Any]] = deque()
         self.wait_seconds = 0.0
         for _ in range(prefetch):
             self._prepare()
@@ -99,7 +101,7 @@ class BatchLoader:
     def __iter__(self) -> BatchLoader:
         return self
 
-    def __next__(self) -> np.ndarray:
+    def __next__(self) -> Any:
         started = time.perf_counter()
         if self._thread is None:
             batch = self._batch(self._next)
@@ -120,8 +122,8 @@ class BatchLoader:
         self._ready.append(self._thread.submit(self._batch, self._next))
         self._next += self._step
 
-    def _batch(self, first: int) -> np.ndarray:
-        return _rows(self._dataset, [self._order(first + offset) for offset in self._offsets])
+    def _batch(self, first: int) -> Any:
+        return self._finish(_rows(self._dataset, [self._order(first + offset) for offset in self._offsets]))
 
 
 def evaluation_batches(dataset: GPT2Dataset, *, micro_batch_size: int, data_parallel_rank: int,

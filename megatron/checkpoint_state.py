@@ -6,7 +6,9 @@ and sizes are plain integers: no process group is needed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,33 +16,40 @@ from torch import Tensor
 import mpu
 from megatron.checkpoint_files import Piece
 from megatron.checkpoint_reader import Checkpoint
-from mpu import PartitionSpec
+from mpu import Box, PartitionSpec
 
 
-def state_pieces(states: Iterable[tuple[str, str, Tensor]], specs: Mapping[str, PartitionSpec], *, mp_rank: int,
+class FlatState(NamedTuple):
+    """Of the parameter `name`, as it lies in this rank's memory, the elements from `start` on: `values`, 1-D."""
+
+    kind: str
+    name: str
+    values: Tensor
+    start: int = 0
+
+
+def state_pieces(states: Iterable[FlatState], specs: Mapping[str, PartitionSpec], *, mp_rank: int,
                  mp_size: int) -> dict[str, Piece]:
-    """What this rank saves of `states`: (kind, parameter name, the rank's whole tensor, flat or in shape).
-
-    Padding is left out; what is replicated is saved by model-parallel rank 0.
-    """
+    """What this rank saves of `states`. Padding is left out; what is replicated is saved by model-parallel rank 0."""
     pieces = {}
-    for kind, name, local in states:
+    for kind, name, values, start in states:
         spec = specs[name]
         if spec.dim is not None or mp_rank == 0:
-            true = spec.true_part(local.view(spec.local_shape(mp_size)), mp_rank, mp_size)
-            pieces[f"{kind}.{name}"] = Piece(true, spec.global_shape, spec.box(mp_rank, mp_size).offset)
+            for number, (box, part) in enumerate(_boxes(spec, mp_rank, mp_size, start, values)):
+                key = f"{kind}.{name}" + (f"#{number}" if number else "")
+                pieces[key] = Piece(part, spec.global_shape, box.offset)
     return pieces
 
 
 @torch.no_grad()
-def load_state(states: Iterable[tuple[str, str, Tensor]], specs: Mapping[str, PartitionSpec], checkpoint: Checkpoint, *,
+def load_state(states: Iterable[FlatState], specs: Mapping[str, PartitionSpec], checkpoint: Checkpoint, *,
                mp_rank: int, mp_size: int) -> None:
     """The inverse of `state_pieces`, from a checkpoint of any layout, into `states`; padding becomes 0.
 
     ValueError unless the checkpoint holds the same tensors of these kinds, in the same global shapes.
     """
     kinds, names = set(), set()
-    for kind, name, local in states:
+    for kind, name, values, start in states:
         spec, full_name = specs[name], f"{kind}.{name}"
         kinds.add(kind)
         names.add(full_name)
@@ -50,25 +59,48 @@ def load_state(states: Iterable[tuple[str, str, Tensor]], specs: Mapping[str, Pa
         if checkpoint.global_shape(full_name) != spec.global_shape:
             raise ValueError(f"{checkpoint.path}: {full_name} has shape {checkpoint.global_shape(full_name)} there and "
                              f"{spec.global_shape} in this run: give the shape that was saved, or no shape flags")
-        box, local = spec.box(mp_rank, mp_size), local.view(spec.local_shape(mp_size))
-        if box.shape != tuple(local.shape):
-            local.zero_()
-        spec.true_part(local, mp_rank, mp_size).copy_(checkpoint.read(full_name, box.offset, box.shape))
+        filled = 0
+        for box, part in _boxes(spec, mp_rank, mp_size, start, values):
+            part.copy_(checkpoint.read(full_name, box.offset, box.shape))
+            filled += box.numel
+        values[filled:].zero_()
     if left := [name for name in checkpoint.names() if name.partition(".")[0] in kinds and name not in names]:
         raise ValueError(f"{checkpoint.path}: holds {left[0]}, which this run does not have: give the shape that was "
                          "saved, or no shape flags")
 
 
+def _boxes(spec: PartitionSpec, mp_rank: int, mp_size: int, start: int,
+           values: Tensor) -> Iterator[tuple[Box, Tensor]]:
+    """The true part of `values`, the elements from `start` on of a rank's tensor, as boxes of the global tensor, each
+    with its view: a partial first row, whole rows, a partial last row, of which any may be absent."""
+    held, shape = spec.box(mp_rank, mp_size), spec.local_shape(mp_size)
+    assert held.shape[1:] == shape[1:], "padding is rows at the end, so that it ends a flat tensor as well"
+    row = math.prod(shape[1:])
+    at, stop = start, min(start + values.numel(), held.numel)
+    while at < stop:
+        top, left = divmod(at, row)
+        if left or stop - at < row:
+            height, width = 1, min(row - left, stop - at)
+        else:
+            height, width = (stop - at) // row, row
+        offset = tuple(a + b for a, b in zip(held.offset, (top, left), strict=False))
+        box = Box(offset, (height, width)[:len(shape)])
+        yield box, values[at - start:at - start + box.numel].view(box.shape)
+        at += box.numel
+
+
+def _whole(named_parameters: Iterable[tuple[str, Tensor]]) -> Iterator[FlatState]:
+    return (FlatState("model", name, parameter.detach().view(-1)) for name, parameter in named_parameters)
+
+
 def model_pieces(named_parameters: Iterable[tuple[str, Tensor]], specs: Mapping[str, PartitionSpec], *, mp_rank: int,
                  mp_size: int) -> dict[str, Piece]:
-    states = (("model", name, parameter.detach()) for name, parameter in named_parameters)
-    return state_pieces(states, specs, mp_rank=mp_rank, mp_size=mp_size)
+    return state_pieces(_whole(named_parameters), specs, mp_rank=mp_rank, mp_size=mp_size)
 
 
 def load_model(named_parameters: Iterable[tuple[str, Tensor]], specs: Mapping[str, PartitionSpec],
                checkpoint: Checkpoint, *, mp_rank: int, mp_size: int) -> None:
-    states = (("model", name, parameter.detach()) for name, parameter in named_parameters)
-    load_state(states, specs, checkpoint, mp_rank=mp_rank, mp_size=mp_size)
+    load_state(_whole(named_parameters), specs, checkpoint, mp_rank=mp_rank, mp_size=mp_size)
 
 
 def rng_pieces(*, mp_rank: int, dp_rank: int, device: torch.device) -> dict[str, Piece]:

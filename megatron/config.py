@@ -168,11 +168,20 @@ class ParallelConfig:
     DDP_impl: str = option("local", "data parallelism by our contiguous buffer or by torch's DDP",
                            choices=("local", "torch"))
     ddp_bucket_size: int = option(25_000_000, "gradient elements reduced at once")
+    sequence_parallel: bool = option(False, "split the sequence over the model-parallel ranks between the split layers")
+    use_distributed_optimizer: bool = option(False, "each data-parallel rank holds masters and moments of its part of "
+                                                    "every bucket alone (ZeRO stage 1)")
+    grad_reduce_in_bf16: bool = option(False, "send gradients in bf16; they are accumulated in fp32")
+    cpu_offload_optimizer: bool = option(False, "masters and moments in host memory, AdamW on the CPU",
+                                         "--optimizer-cpu-offload", "--cpu-optimizer")
 
     def __post_init__(self) -> None:
         require_positive(self, "model_parallel_size", "distributed_timeout_minutes", "ddp_bucket_size")
         require(self.distributed_timeout_minutes <= 1e6,
                 f"--distributed-timeout-minutes must be at most 1e6, not {self.distributed_timeout_minutes}")
+        for name in ("use_distributed_optimizer", "grad_reduce_in_bf16"):
+            require(not getattr(self, name) or self.DDP_impl == "local",
+                    f"--{name.replace('_', '-')} needs --DDP-impl local: torch's DDP reduces in a way of its own")
 
 
 @dataclass(frozen=True)
@@ -190,9 +199,17 @@ class TrainConfig:
     precision: str = option("auto", "auto: bf16 where it is native, else fp16 on a GPU and fp32 on a CPU; "
                                     "--fp16 and --bf16 are spellings of it", choices=("auto", "fp32", "bf16", "fp16"))
     device: str = option("auto", "auto: cuda if there is a usable GPU", choices=("auto", "cpu", "cuda"))
-    checkpoint_activations: bool = option(False, "keep each layer's input alone and recompute the rest in backward")
-    checkpoint_num_layers: int = option(1, "layers recomputed together", "--recompute-num-layers",
-                                         "--activations-checkpoint-num-layers")
+    recompute_granularity: str = option(
+        "none", "what backward computes again instead of keeping: selective, the output of GELU; full, all but the "
+                "input of every --recompute-num-layers layers", choices=("none", "selective", "full"))
+    recompute_num_layers: int = option(1, "layers recomputed together", "--checkpoint-num-layers",
+                                       "--activations-checkpoint-num-layers")
+    compile: bool = option(False, "compile each transformer layer with torch.compile: a minute at the start, faster "
+                                  "steps after it")
+    attention_backend: str = option("auto", "kernel of attention on a GPU: FlashAttention, cuDNN's (fused), the "
+                                            "memory-efficient one, plain formulas (unfused), or the fastest of a "
+                                            "measurement at the start",
+                                    choices=("auto", "flash", "fused", "efficient", "unfused"))
     eval_iters: int = option(100, "global batches of an evaluation; a smaller split is read once")
     eval_interval: int = option(1000, "iterations between evaluations")
     log_interval: int = option(100, "iterations between log lines")
@@ -203,7 +220,7 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         require_positive(self, "micro_batch_size", "global_batch_size", "eval_interval", "log_interval",
-                         "checkpoint_num_layers", "max_skipped_steps", "exit_interval", "exit_duration_in_mins")
+                         "recompute_num_layers", "max_skipped_steps", "exit_interval", "exit_duration_in_mins")
         require(0 <= self.seed < 2**31, f"--seed must be in [0, 2**31), not {self.seed}")
         require(self.eval_iters >= 0, f"--eval-iters must not be negative, got {self.eval_iters}")
         lengths = [name for name in ("train_iters", "train_samples", "train_tokens", "train_epochs")
@@ -271,6 +288,9 @@ class Config:
         require(self.data.seq_length <= self.model.max_position_embeddings,
                 f"--seq-length {self.data.seq_length} is longer than "
                 f"--max-position-embeddings {self.model.max_position_embeddings}")
+        require(not self.parallel.sequence_parallel or self.data.seq_length % p == 0,
+                f"--sequence-parallel splits --seq-length {self.data.seq_length} over --model-parallel-size {p}, which "
+                "does not divide it")
 
     def data_parallel_size(self, world_size: int) -> int:
         p = self.parallel.model_parallel_size

@@ -7,9 +7,11 @@ to ask for instead.
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 import os
 import platform
 import re
+import shutil
 import time
 import warnings
 from collections.abc import Mapping
@@ -167,6 +169,17 @@ def cgroup_cpus(root: str = "/") -> float:
             except (OSError, ValueError):
                 continue  # the file of the root, or of a cgroup that this container does not show
     return min(quotas)
+
+
+def require_compiler(device: torch.device, environ: Mapping[str, str] = os.environ) -> None:
+    """ValueError where torch.compile could not work: it writes C++ for a CPU and Triton for a GPU."""
+    if device.type == "cuda":
+        require(importlib.util.find_spec("triton") is not None,
+                "--compile needs Triton on a GPU: pip install triton, or leave the flag out")
+    else:
+        compilers = [environ["CXX"]] if "CXX" in environ else ["g++", "clang++"]
+        require(any(shutil.which(name) for name in compilers), f"--compile needs a C++ compiler on a CPU, and there is "
+                f"no {' or '.join(compilers)}: install one, or leave the flag out")
 
 
 def set_allocator(device: torch.device, environ: Mapping[str, str] = os.environ) -> str:

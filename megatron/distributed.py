@@ -1,108 +1,49 @@
-"""Data parallelism: all parameters and all gradients of a rank in one buffer each, gradients reduced in buckets
-while backward still runs.
+"""Data parallelism: gradients are reduced in buckets while backward still runs, and with a sharded optimizer the
+parameters that it updated are gathered in buckets while the next forward runs.
 
-The buffer's order is chosen so that everything later is a few contiguous ranges: segments of equal treatment
-(split or replicated, decayed or not) for the norm and for AdamW, and inside a segment the last layers first,
-because their gradients are ready first.
+`megatron/flat_parameters.py` has the buffers and says what a rank owns of them.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-# Every parameter starts at a multiple of this, so that a matrix in 16 bits is aligned to 128 bytes.
-_ALIGNMENT = 64
-
-
-@dataclass(frozen=True)
-class Segment:
-    """A range of the buffer whose parameters are treated alike."""
-
-    range: slice
-    is_split: bool
-    decays: bool
-
-
-class FlatParameters:
-    """The parameters of `module` moved into one buffer of `dtype`, and room for their gradients in float32.
-
-    params: [numel] of dtype; the module's parameters become views of it. grads: [numel] float32.
-    masters: [numel] float32, the weights before they were rounded to `dtype`; the same tensor as params in fp32.
-    """
-
-    def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
-        def treatment(item: tuple[str, nn.Parameter]) -> tuple[bool, bool]:
-            # Weights before biases and layer norms, which do not decay: their gradients fill the first buckets.
-            return item[1].dim() < 2, not getattr(item[1], "model_parallel", False)
-
-        named = sorted(reversed(list(module.named_parameters())), key=treatment)
-        self.parameters = dict(named)
-        self.ranges: dict[str, slice] = {}
-        self.segments: list[Segment] = []
-        end = 0
-        for (no_decay, replicated), members in itertools.groupby(named, key=treatment):
-            start = end
-            for name, parameter in members:
-                self.ranges[name] = slice(end, end + parameter.numel())
-                end += -(-parameter.numel() // _ALIGNMENT) * _ALIGNMENT
-            self.segments.append(Segment(slice(start, end), not replicated, not no_decay))
-
-        device = named[0][1].device
-        self.masters = torch.zeros(end, dtype=torch.float32, device=device)
-        self.params = self.masters if dtype == torch.float32 else torch.zeros(end, dtype=dtype, device=device)
-        self.grads = torch.zeros(end, dtype=torch.float32, device=device)
-        for name, parameter in named:
-            self.view(self.masters, name).copy_(parameter.detach())
-            parameter.data = self.view(self.params, name)
-        self.write_back()
-
-    def view(self, buffer: Tensor, name: str) -> Tensor:
-        """The part of `buffer` that belongs to the parameter `name`, in its shape."""
-        return buffer[self.ranges[name]].view(self.parameters[name].shape)
-
-    def write_back(self) -> None:
-        """Round the masters into the parameters that the model computes with."""
-        if self.params is not self.masters:
-            self.params.copy_(self.masters)
-
-    def buckets(self, size: int) -> list[tuple[slice, list[str]]]:
-        """Neighbouring parameters of about `size` elements, in the order of the buffer, gaps included."""
-        buckets: list[tuple[slice, list[str]]] = []
-        names: list[str] = []
-        start = 0
-        for name, part in self.ranges.items():
-            if names and part.stop - start > size:
-                buckets.append((slice(start, part.start), names))
-                start, names = part.start, []
-            names.append(name)
-        buckets.append((slice(start, self.grads.numel()), names))
-        return buckets
+from megatron.config import ParallelConfig
+from megatron.flat_parameters import FlatParameters
+from megatron.model.gpt2 import GPT2Model
+from mpu.mappings import all_gather_single, reduce_scatter_single
 
 
 class GradientReducer:
-    """Sums the gradients of a step into `flat.grads` over micro-batches and data-parallel ranks.
+    """Sums the gradients of a step over micro-batches and data-parallel ranks into `flat.owned_grads()`, those of
+    the ranges that this rank's optimizer owns.
 
     A gradient is added in float32 as soon as autograd has made it, and freed. In the last micro-batch of a step a
-    bucket is reduced, asynchronously, once all its parameters have theirs. Buckets are always reduced in the
-    same order, so that ranks whose autograd runs in another order still meet in the same collective.
+    bucket is sent, asynchronously, once all its parameters have theirs: an all-reduce, or where the optimizer is
+    sharded a reduce-scatter. Buckets are always sent in the same order, so that ranks whose autograd runs in another
+    order still meet in the same collective.
+
+    in_bf16: what is sent is rounded to bf16, and so is the sum; it takes 2 bytes an element until `finish`.
+    sequence_parallel_group: the ranks that each saw a part of every sequence, over which the gradients of replicated
+    parameters are summed as well; None where every rank saw whole sequences.
     """
 
-    def __init__(self, flat: FlatParameters, group: ProcessGroup | None, bucket_size: int) -> None:
+    def __init__(self, flat: FlatParameters, group: ProcessGroup | None, *, in_bf16: bool = False,
+                 sequence_parallel_group: ProcessGroup | None = None) -> None:
         self._flat = flat
         self._group = group if group is not None and group.size() > 1 else None
-        self._buckets = flat.buckets(bucket_size)
-        self._bucket_of = {name: i for i, (_, names) in enumerate(self._buckets) for name in names}
+        self._in_bf16 = in_bf16
+        self._sequence_parallel_group = sequence_parallel_group
+        self._bucket_of = {name: i for i, bucket in enumerate(flat.buckets) for name in bucket.names}
         self._missing: list[set[str]] = []
-        self._works: list[dist.Work] = []
-        self._launched = 0
+        self._sent: list[tuple[dist.Work, Tensor, Tensor]] = []  # the owned gradients, and what comes for them
         self._first = self._last = True
         for name, parameter in flat.parameters.items():
             parameter.register_post_accumulate_grad_hook(self._hook(name))
@@ -111,49 +52,57 @@ class GradientReducer:
     def micro_batch(self, index: int, count: int) -> Iterator[None]:
         """Around the backward of micro-batch `index` of the `count` of this step."""
         self._first, self._last = index == 0, index == count - 1
-        self._missing = [set(names) for _, names in self._buckets]
-        self._launched = 0
+        self._missing = [set(bucket.names) for bucket in self._flat.buckets]
         yield
         forgotten = [name for names in self._missing for name in names]
         assert not forgotten, f"parameters without a gradient: {forgotten}"
 
     def finish(self) -> None:
         """Wait until every bucket of the step is reduced."""
-        for work in self._works:
+        for work, own, received in self._sent:
             work.wait()
-        self._works.clear()
+            if self._in_bf16:
+                own.copy_(received)
+        self._sent.clear()
+        sum_replicated(self._flat, self._sequence_parallel_group)
 
     def _hook(self, name: str):  # type: ignore[no-untyped-def]
-        target = self._flat.view(self._flat.grads, name)
-
         def collect(parameter: Tensor) -> None:
             assert parameter.grad is not None
             if self._first:
-                target.copy_(parameter.grad)
+                self._flat.grad(name).copy_(parameter.grad)
             else:
-                target.add_(parameter.grad)
+                self._flat.grad(name).add_(parameter.grad)
             parameter.grad = None
             self._missing[self._bucket_of[name]].discard(name)
             if self._last and self._group is not None:
-                self._launch_ready()
+                self._send_ready()
 
         return collect
 
-    def _launch_ready(self) -> None:
-        while self._launched < len(self._buckets) and not self._missing[self._launched]:
-            part, _ = self._buckets[self._launched]
-            work = dist.all_reduce(self._flat.grads[part], group=self._group, async_op=True)
+    def _send_ready(self) -> None:
+        while len(self._sent) < len(self._missing) and not self._missing[len(self._sent)]:
+            index = len(self._sent)
+            grads, bucket = self._flat.bucket_grads(index), self._flat.buckets[index]
+            part, start = self._flat.owned_part(bucket), bucket.range.start
+            inside = slice(part.start - start, part.stop - start)
+            sent = grads.bfloat16() if self._in_bf16 else grads
+            if self._flat.is_sharded:
+                work = reduce_scatter_single(sent[inside], sent, group=self._group, async_op=True)
+            else:
+                work = dist.all_reduce(sent, group=self._group, async_op=True)
             assert work is not None
-            self._works.append(work)
-            self._launched += 1
+            self._sent.append((work, grads[inside], sent[inside]))
 
 
 class TorchDDPReducer:
     """The same through `torch.nn.parallel.DistributedDataParallel`, which reduces in the parameters' dtype."""
 
-    def __init__(self, flat: FlatParameters, module: nn.Module, group: ProcessGroup, bucket_size: int) -> None:
+    def __init__(self, flat: FlatParameters, module: nn.Module, group: ProcessGroup, *, bucket_size: int,
+                 sequence_parallel_group: ProcessGroup | None = None) -> None:
         self._flat = flat
         self._size = group.size()
+        self._sequence_parallel_group = sequence_parallel_group
         element = flat.params.element_size()
         self.module = nn.parallel.DistributedDataParallel(
             module, process_group=group, broadcast_buffers=False, bucket_cap_mb=max(bucket_size * element >> 20, 1))
@@ -167,17 +116,78 @@ class TorchDDPReducer:
         for name, parameter in self._flat.parameters.items():
             assert parameter.grad is not None, name
             # DDP divides by the ranks; our token weights did so already.
-            self._flat.view(self._flat.grads, name).copy_(parameter.grad).mul_(self._size)
+            self._flat.grad(name).copy_(parameter.grad).mul_(self._size)
             parameter.grad = None
+        sum_replicated(self._flat, self._sequence_parallel_group)
 
 
-def reducer_for(kind: str, flat: FlatParameters, module: nn.Module, group: ProcessGroup | None,
-                bucket_size: int) -> tuple[GradientReducer | TorchDDPReducer, nn.Module]:
+def sum_replicated(flat: FlatParameters, group: ProcessGroup | None) -> None:
+    """Sum the gradients of replicated parameters, as far as this rank owns them, over `group` (None: nothing to do):
+    one all-reduce in float32. Its ranks own the same ranges."""
+    parts = [grad for grad, segment in zip(flat.owned_grads(), flat.owned, strict=True) if not segment.is_split]
+    if group is None or group.size() == 1 or not parts:
+        return
+    packed = torch.cat(parts)
+    dist.all_reduce(packed, group=group)
+    for part, total in zip(parts, packed.split([part.numel() for part in parts]), strict=True):
+        part.copy_(total)
+
+
+def reducer_for(config: ParallelConfig, flat: FlatParameters, module: nn.Module, group: ProcessGroup | None, *,
+                sequence_parallel_group: ProcessGroup | None = None,
+                ) -> tuple[GradientReducer | TorchDDPReducer, nn.Module]:
     """The reducer that --DDP-impl names, and the module to call forward on."""
-    if kind == "torch" and group is not None and group.size() > 1:
-        ddp = TorchDDPReducer(flat, module, group, bucket_size)
+    if config.DDP_impl == "torch" and group is not None and group.size() > 1:
+        ddp = TorchDDPReducer(flat, module, group, bucket_size=config.ddp_bucket_size,
+                              sequence_parallel_group=sequence_parallel_group)
         return ddp, ddp.module
-    return GradientReducer(flat, group, bucket_size), module
+    return GradientReducer(flat, group, in_bf16=config.grad_reduce_in_bf16,
+                           sequence_parallel_group=sequence_parallel_group), module
+
+
+class ParameterGatherer:
+    """Fetches the parameters that other ranks' optimizers own, bucket by bucket, while the model already computes.
+
+    `launch` starts all the all-gathers, in the order in which forward needs them: the buffer's from its end. The
+    model waits before its embeddings for whatever lies outside of its layers, and before each layer for the buckets
+    that hold a part of it. Whoever else reads parameters calls `wait` first. Nothing happens unless `flat` is sharded.
+    """
+
+    def __init__(self, flat: FlatParameters, model: GPT2Model, group: ProcessGroup | None) -> None:
+        self._flat, self._group = flat, group
+        self._works: dict[int, dist.Work] = {}  # by bucket, of those that nobody waited for yet
+        if not flat.is_sharded:
+            return
+        needed: defaultdict[int | None, list[int]] = defaultdict(list)  # by layer, None: outside of them
+        for index, bucket in reversed(list(enumerate(flat.buckets))):
+            for layer in {_layer_of(name) for name in bucket.names}:
+                needed[layer].append(index)
+        model.register_forward_pre_hook(lambda module, args: self.wait(needed[None]))
+        # No hook of the layer, which would become a part of what torch.compile makes of it.
+        model.transformer.before_layer = lambda layer: self.wait(needed[layer])
+
+    def launch(self) -> None:
+        """After `flat.write_back`. On a GPU the collectives follow it on the device; nothing waits on the host."""
+        self.wait()
+        if self._flat.is_sharded:
+            for index, bucket in reversed(list(enumerate(self._flat.buckets))):
+                work = all_gather_single(
+                    self._flat.params[bucket.range], self._flat.params[self._flat.owned_part(bucket)],
+                    group=self._group, async_op=True)
+                assert work is not None
+                self._works[index] = work
+
+    def wait(self, buckets: Iterable[int] | None = None) -> None:
+        """Until these buckets (default: all) are complete."""
+        for index in list(self._works) if buckets is None else buckets:
+            if (work := self._works.pop(index, None)) is not None:
+                work.wait()
+
+
+def _layer_of(name: str) -> int | None:
+    """The number in "transformer.layers.<number>.<...>", None for any other parameter."""
+    path = name.split(".")
+    return int(path[2]) if path[:2] == ["transformer", "layers"] else None
 
 
 def global_sum(values: Iterable[Tensor], group: ProcessGroup | None) -> Tensor:

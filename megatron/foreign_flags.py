@@ -46,29 +46,27 @@ def _indexed_prefix(paths: list[str]) -> dict[str, Any]:
     return {"data.data_path": tuple(paths)}
 
 
-CHECKPOINT = {"train.checkpoint_activations": True}
+RECOMPUTE_ALL = {"train.recompute_granularity": "full"}
 
 FOREIGN = (
     # Precision and memory
     translated("--fp16", "read as --precision fp16", lambda _: {"train.precision": "fp16"}),
     translated("--bf16", "read as --precision bf16", lambda _: {"train.precision": "bf16"}),
-    translated("--recompute-granularity", "read as --checkpoint-activations; selective recomputation is not built: "
-               "attention already recomputes its scores", lambda _: CHECKPOINT, 1, ("full",)),
-    inert("--recompute-method", "every --checkpoint-num-layers layers are recomputed, which is uniform", 1,
+    translated("--checkpoint-activations", "read as --recompute-granularity full", lambda _: RECOMPUTE_ALL),
+    translated("--recompute-activations", "read as --recompute-granularity selective",
+               lambda _: {"train.recompute_granularity": "selective"}),
+    inert("--recompute-method", "every --recompute-num-layers layers are recomputed, which is uniform", 1,
           ("uniform",)),
-    translated("--activations-checkpoint-method", "read as --checkpoint-activations, which is uniform",
-               lambda _: CHECKPOINT, 1, ("uniform",)),
-    refused("--recompute-activations", "selective recomputation is not built: attention already recomputes its "
-            "scores; give --checkpoint-activations for the rest"),
-    inert("--fp32-allreduce --accumulate-allreduce-grads-in-fp32", "gradients are always accumulated and reduced "
-          "in fp32"),
+    translated("--activations-checkpoint-method", "read as --recompute-granularity full, which is uniform",
+               lambda _: RECOMPUTE_ALL, 1, ("uniform",)),
+    inert("--fp32-allreduce --accumulate-allreduce-grads-in-fp32", "gradients are always accumulated in fp32, and "
+          "reduced in it unless --grad-reduce-in-bf16 is given"),
     inert("--dynamic-loss-scale", "fp16 scales dynamically unless --loss-scale is given"),
     inert("--attention-softmax-in-fp32 --no-query-key-layer-scaling --apply-query-key-layer-scaling",
           "attention accumulates in fp32"),
     inert("--fp32-embedding --fp32-layernorm --fp32-tokentypes --deep-init", "inert for GPT-2 in 2019 as well"),
-    inert("--partition-activations --distribute-saved-activations --checkpoint-in-cpu --cpu-optimizer",
+    inert("--partition-activations --distribute-saved-activations --checkpoint-in-cpu",
           "changes where memory lies, never the result; not built"),
-    inert("--use-distributed-optimizer --sequence-parallel", "saves memory, never changes the result; not built"),
     refused("--fp8-format --fp8-hybrid --fp8-e4m3", "fp8 is not built; give --precision bf16", "?"),
     # Model
     inert("--openai-gelu --no-bias-gelu-fusion --bias-gelu-fusion", "GELU is the tanh form"),
@@ -76,7 +74,7 @@ FOREIGN = (
           "--no-bias-dropout-fusion --no-bias-swiglu-fusion --no-rope-fusion --no-persist-layer-norm "
           "--no-gradient-accumulation-fusion --scaled-upper-triang-masked-softmax-fusion "
           "--scaled-masked-softmax-fusion", "there is one implementation"),
-    inert("--transformer-impl --attention-backend", "there is one implementation", 1),
+    inert("--transformer-impl", "there is one implementation", 1),
     inert("--position-embedding-type", "positions are learned", 1, ("learned_absolute",)),
     inert("--normalization", "GPT-2 has layer norms", 1, ("LayerNorm",)),
     refused("--swiglu --squared-relu --group-query-attention --untie-embeddings-and-output-weights "
@@ -93,7 +91,7 @@ FOREIGN = (
             "layouts are tensor- and data-parallel: use --model-parallel-size", 1),
     inert("--overlap-grad-reduce --overlap-param-gather --no-async-tensor-model-parallel-allreduce "
           "--tp-comm-overlap --no-contiguous-buffers-in-local-ddp --use-ring-exchange-p2p",
-          "reduction always overlaps with backward where it can"),
+          "reduction always overlaps with backward, and gathering parameters with forward, where they can"),
     inert("--local-rank", "ranks come from the launcher's variables", 1),
     # Data
     inert("--loose-json", "--train-data files are recognised by their names and first lines"),

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 import mpu
@@ -37,7 +38,7 @@ def generate(model: GPT2Model, tokenizer: Tokenizer, prompt_ids: Sequence[int] |
     model.eval()
     while len(new) < max_new_tokens:
         context = context[-model.config.max_position_embeddings:]
-        logits = model(context.to(parameter.device).unsqueeze(0))[-1:]  # [s, 1, v/p] -> [1, 1, v/p]
+        logits = next_logits(model, context.to(parameter.device))
         logits = mpu.gather_from_model_parallel_region(logits)[0, 0, :tokenizer.vocab_size]  # without padding
         token = draw(logits.float().cpu(), temperature, top_k, generator).to(parameter.device)  # [1]
         group = mpu.get_model_parallel_group()
@@ -49,6 +50,15 @@ def generate(model: GPT2Model, tokenizer: Tokenizer, prompt_ids: Sequence[int] |
         context = torch.cat([context, token.cpu()])
     model.train(was_training)
     return new
+
+
+def next_logits(model: GPT2Model, context: Tensor) -> Tensor:
+    """context [s] int64 -> this rank's logits of the token after it, [1, 1, v/p]."""
+    s = context.numel()
+    if model.sequence_parallel:  # the group must divide the sequence; what is added comes after all that counts
+        context = F.pad(context, (0, -s % mpu.get_model_parallel_world_size()))
+    with torch.compiler.set_stance("force_eager"):  # a compiled layer would be compiled again for other lengths
+        return model(context.unsqueeze(0))[s - 1:s]  # type: ignore[no-any-return]
 
 
 def draw(logits: Tensor, temperature: float, top_k: int, generator: torch.Generator | None) -> Tensor:

@@ -61,6 +61,8 @@ def plan_run(arguments: Arguments, ranks: Ranks, say: Say) -> Plan:
         say(note)
     config = arguments.config
     device, why_device = devices.choose_device(config.train.device, ranks)
+    if config.train.compile:
+        devices.require_compiler(device)
     dtype, why_dtype = devices.choose_precision(config.train.precision, device)
     backend, why_backend = devices.choose_backend(config.parallel.distributed_backend, device)
     reasons = [why_device, why_dtype, devices.set_allocator(device)]

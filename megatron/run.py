@@ -12,6 +12,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -19,10 +20,12 @@ from torch import Tensor, nn
 import mpu
 from data_utils import BatchLoader, SampleOrder, Splits, Tokenizer
 from megatron import device as devices
+from megatron.attention_backend import choose_attention
 from megatron.checkpoint_state import load_model, load_rng, load_state, model_pieces, rng_pieces, state_pieces
 from megatron.checkpointing import find_checkpoint, write_checkpoint
 from megatron.config import Config
-from megatron.distributed import FlatParameters, GradientReducer, TorchDDPReducer, reducer_for
+from megatron.distributed import GradientReducer, ParameterGatherer, TorchDDPReducer, reducer_for
+from megatron.flat_parameters import FlatParameters
 from megatron.fp16.optimizer import MixedPrecisionOptimizer, build_loss_scaler
 from megatron.launch import initialize_distributed
 from megatron.learning_rates import LearningRate
@@ -43,6 +46,7 @@ class Run:
     forward: nn.Module  # the model, inside torch's DDP where that was asked for
     flat: FlatParameters
     reducer: GradientReducer | TorchDDPReducer
+    gatherer: ParameterGatherer
     optimizer: MixedPrecisionOptimizer
     loader: BatchLoader
     log: RunLog
@@ -102,14 +106,17 @@ class Run:
     def save(self) -> Path | None:
         """Write a checkpoint of this iteration; None, with a warning, where that failed on any rank."""
         p, config = self.parallel, self.config.checkpoint
+        self.gatherer.wait()
         specs = mpu.partition_specs(self.model)
         files: dict[str, Any] = {}
         folder = f"mp_rank_{p.model_parallel_rank:02d}"
         layout = {"mp_rank": p.model_parallel_rank, "mp_size": p.model_parallel_size}
         if p.data_parallel_rank == 0:
             files[f"{folder}/model.safetensors"] = model_pieces(self.model.named_parameters(), specs, **layout)
-            if not config.no_save_optim:
-                files[f"{folder}/optim_dp_00.safetensors"] = state_pieces(self.optimizer.tensors(), specs, **layout)
+        # Each data-parallel rank holds all of the optimizer's state, or where it is sharded a part of it.
+        if not config.no_save_optim and (p.data_parallel_rank == 0 or self.flat.is_sharded):
+            files[f"{folder}/optim_dp_{p.data_parallel_rank:02d}.safetensors"] = state_pieces(
+                self.optimizer.tensors(), specs, **layout)
         if not config.no_save_rng:
             files[f"{folder}/rng_dp_{p.data_parallel_rank:02d}.safetensors"] = rng_pieces(
                 mp_rank=p.model_parallel_rank, dp_rank=p.data_parallel_rank, device=self.device)
@@ -134,7 +141,8 @@ class Run:
         """What the manifest says of the run: all that is no tensor."""
         return {
             "layout": {"model_parallel_size": self.parallel.model_parallel_size,
-                       "data_parallel_size": self.parallel.data_parallel_size},
+                       "data_parallel_size": self.parallel.data_parallel_size,
+                       "optimizer_is_sharded": self.flat.is_sharded},
             "config": self.config.as_dict(),
             "vocab_size": self.tokenizer.vocab_size,
             "tokenizer": {"kind": self.tokenizer.kind, "fingerprint": self.tokenizer.fingerprint,
@@ -170,14 +178,30 @@ def build_run(plan: Plan, say: Say) -> Run:
         config.parallel.model_parallel_size, timeout=timedelta(minutes=config.parallel.distributed_timeout_minutes))
     mpu.model_parallel_cuda_manual_seed(config.train.seed)
 
+    shape = config.model
+    if reason := choose_attention(
+            config.train.attention_backend, device, plan.dtype,
+            b=config.train.micro_batch_size, s=config.data.seq_length,
+            n=shape.num_attention_heads // parallel.model_parallel_size,
+            d=shape.hidden_size // shape.num_attention_heads, dropout_p=shape.attention_dropout):
+        say(reason)
     model = GPT2Model(config.model, seed=config.train.seed, device=device,
-                      checkpoint_num_layers=config.train.checkpoint_num_layers
-                      if config.train.checkpoint_activations else 0)
-    flat = FlatParameters(model, plan.dtype)
-    reducer, forward = reducer_for(config.parallel.DDP_impl, flat, model, parallel.data_parallel_group,
-                                   config.parallel.ddp_bucket_size)
+                      recompute=config.train.recompute_granularity,
+                      recompute_num_layers=config.train.recompute_num_layers,
+                      sequence_parallel=config.parallel.sequence_parallel)
+    if config.train.compile:
+        model.compile_layers()
+    flat = FlatParameters(model, plan.dtype, bucket_size=config.parallel.ddp_bucket_size,
+                          ranks=(parallel.data_parallel_rank, parallel.data_parallel_size),
+                          sharded=config.parallel.use_distributed_optimizer,
+                          offloaded=config.parallel.cpu_offload_optimizer)
+    reducer, forward = reducer_for(
+        config.parallel, flat, model, parallel.data_parallel_group,
+        sequence_parallel_group=parallel.model_parallel_group if model.sequence_parallel else None)
+    gatherer = ParameterGatherer(flat, model, parallel.data_parallel_group)
     rates = LearningRate(config.optimizer, plan.train_iters).table(plan.train_iters)
-    optimizer = MixedPrecisionOptimizer(flat, config.optimizer, build_loss_scaler(config.optimizer, plan.dtype, device),
+    optimizer = MixedPrecisionOptimizer(flat, gatherer, config.optimizer,
+                                        build_loss_scaler(config.optimizer, plan.dtype, device),
                                         torch.from_numpy(rates))
     iteration, consumed_samples = 0, 0
     if plan.source is not None:
@@ -191,12 +215,17 @@ def build_run(plan: Plan, say: Say) -> Run:
                          accumulation=config.accumulation(parallel.data_parallel_size),
                          data_parallel_rank=parallel.data_parallel_rank,
                          data_parallel_size=parallel.data_parallel_size, consumed_samples=consumed_samples,
-                         prefetch=config.data.num_workers)
+                         prefetch=config.data.num_workers, finish=pinned if device.type == "cuda" else torch.from_numpy)
     attempt = f"{greatest(secrets.randbits(62) if parallel.rank == 0 else 0, device):x}"
-    return Run(plan, parallel, model, forward, flat, reducer, optimizer, loader, log, Timers(device),
+    return Run(plan, parallel, model, forward, flat, reducer, gatherer, optimizer, loader, log, Timers(device),
                StopSignal(timedelta(minutes=config.parallel.distributed_timeout_minutes)),
                devices.peak_flops(device, plan.dtype), attempt, iteration, consumed_samples,
                torch.zeros((), dtype=torch.float32, device=device), time.monotonic())
+
+
+def pinned(text: np.ndarray) -> Tensor:
+    """In memory that a GPU reads by itself; the loader's thread calls it, ahead of the step."""
+    return torch.from_numpy(text).pin_memory()
 
 
 def load_run(plan: Plan, parallel: mpu.ParallelState, model: GPT2Model, optimizer: MixedPrecisionOptimizer,
@@ -213,9 +242,9 @@ def load_run(plan: Plan, parallel: mpu.ParallelState, model: GPT2Model, optimize
     has_optimizer = any(name.startswith("master.") for name in checkpoint.names())
     if wanted.finetune or wanted.no_load_optim or not has_optimizer:
         if has_optimizer:  # the weights before they were rounded
-            masters = ((kind, name, tensor) for kind, name, tensor in optimizer.tensors() if kind == "master")
+            masters = (state for state in optimizer.tensors() if state.kind == "master")
             load_state(masters, specs, checkpoint, **layout)
-            optimizer.flat.write_back()
+            optimizer.write_back()
         else:
             load_model(model.named_parameters(), specs, checkpoint, **layout)
             optimizer.masters_from_model()

@@ -17,7 +17,6 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -37,15 +36,12 @@ class Batch:
     mask: Tensor
 
 
-def to_device(run: Run, text: np.ndarray) -> Batch:
+def to_device(run: Run, text: Tensor) -> Batch:
     """text [n, s+1] int64 of the model-parallel group's first rank -> the batch on every rank of the group.
 
-    An entry of -1 is no token: as a label it has no weight.
+    An entry of -1 is no token: as a label it has no weight. From pinned memory the copy waits for nothing.
     """
-    host = torch.from_numpy(text)
-    if run.device.type == "cuda":
-        host = host.pin_memory()
-    sent = mpu.broadcast_data(["text"], {"text": host}, torch.int64, run.device, shapes=[tuple(text.shape)])["text"]
+    sent = mpu.broadcast_data(["text"], {"text": text}, torch.int64, run.device, shapes=[tuple(text.shape)])["text"]
     tokens, labels = sent[:, :-1], sent[:, 1:]
     mask = labels >= 0
     if run.config.data.eod_mask_loss:
@@ -100,7 +96,7 @@ def evaluate(run: Run, dataset: GPT2Dataset, split: str, max_samples: int) -> Ev
     for text in evaluation_batches(dataset, micro_batch_size=run.config.train.micro_batch_size,
                                    data_parallel_rank=run.parallel.data_parallel_rank,
                                    data_parallel_size=run.parallel.data_parallel_size, max_samples=max_samples):
-        batch = to_device(run, text)
+        batch = to_device(run, torch.from_numpy(text))
         nats += run.model(batch.tokens, batch.labels, batch.mask)
         tokens += batch.mask.sum()
         size += (byte_lengths[batch.labels] * batch.mask).sum()

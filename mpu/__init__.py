@@ -24,12 +24,14 @@ from mpu.layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinea
 from mpu.mappings import (
     copy_to_model_parallel_region,
     gather_from_model_parallel_region,
+    gather_from_sequence_parallel_region,
     reduce_from_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
     scatter_to_model_parallel_region,
 )
-from mpu.partition import Box, PartitionSpec, padded_vocab_size, partition_specs
+from mpu.partition import Box, PartitionSpec, divide, padded_vocab_size, partition_specs
 from mpu.random import checkpoint, dropout, get_cuda_rng_tracker, model_parallel_cuda_manual_seed
-from mpu.transformer import ParallelMLP, ParallelSelfAttention, ParallelTransformerLayer
+from mpu.transformer import ParallelMLP, ParallelSelfAttention, ParallelTransformerLayer, hidden_dropout
 
 __all__ = [
     "Box",
@@ -47,8 +49,10 @@ __all__ = [
     "clip_grad_norm",
     "copy_to_model_parallel_region",
     "destroy_model_parallel",
+    "divide",
     "dropout",
     "gather_from_model_parallel_region",
+    "gather_from_sequence_parallel_region",
     "get_cuda_rng_tracker",
     "get_data_parallel_group",
     "get_data_parallel_rank",
@@ -58,12 +62,14 @@ __all__ = [
     "get_model_parallel_src_rank",
     "get_model_parallel_world_size",
     "get_parallel_state",
+    "hidden_dropout",
     "initialize_model_parallel",
     "model_parallel_cuda_manual_seed",
     "model_parallel_is_initialized",
     "padded_vocab_size",
     "partition_specs",
     "reduce_from_model_parallel_region",
+    "reduce_scatter_to_sequence_parallel_region",
     "scatter_to_model_parallel_region",
     "squared_norm",
     "vocab_parallel_cross_entropy",

@@ -1,9 +1,11 @@
-"""Causal attention, by the kernel that was measured to be fastest where it runs.
+"""Causal attention, by the kernels that were measured to be fastest where it runs.
 
 Legend: b batch, s sequence, n heads of this rank, d head size.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -11,22 +13,100 @@ from torch import Tensor
 
 from mpu.random import dropout
 
-# In bf16 on a CPU, the backward of torch 2.13's fused kernel takes 3 to 5 times as long as three matrix products
-# (AMX, 2 cores, forward + backward of b·n = 128, d = 32: 47 ms against 20 ms at s = 256). Beyond this length the
-# scores, which those need whole, cost more than they save.
+# Queries that the backward of a CPU in bf16 takes together. Fewer mean smaller matrix products, more mean that less of
+# what causality masks is left out; the scores of a block are all that is held of them.
+_BLOCK = 256
+# Up to here a CPU in bf16 with dropout holds all scores; beyond, they would cost more memory than they save time.
 _MATERIALISE_UP_TO = 512
 
 
-def causal_attention(q: Tensor, k: Tensor, v: Tensor, dropout_p: float) -> Tensor:
+def causal_attention(qkv: Tensor, dropout_p: float) -> Tensor:
     """softmax(qkᵀ/√d, keys up to the query's own position) v, with dropout of the probabilities.
 
-    q, k, v: [b, n, s, d], strided views allowed. Returns [b, n, s, d].
+    qkv: [s, b, n, 3, d], queries, keys and values of a head side by side. Returns [s, b, n·d].
     """
-    s = q.size(2)
-    if q.device.type == "cpu" and q.dtype == torch.bfloat16 and s <= _MATERIALISE_UP_TO and torch.is_grad_enabled():
-        mask = torch.full((s, s), -torch.inf, dtype=q.dtype).triu_(1)
-        flat_q, flat_k, flat_v = (x.reshape(-1, s, x.size(3)) for x in (q, k, v))  # [b, n, s, d] -> [b·n, s, d]
-        scores = torch.baddbmm(mask, flat_q, flat_k.transpose(1, 2), alpha=q.size(3) ** -0.5)
-        probabilities = dropout(torch.softmax(scores, dim=-1), dropout_p)
-        return torch.bmm(probabilities, flat_v).view(v.shape)
-    return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout_p, is_causal=True)
+    s, b, n, _, d = qkv.shape
+    if qkv.device.type == "cpu" and qkv.dtype == torch.bfloat16 and torch.is_grad_enabled():
+        if dropout_p == 0:
+            y: Tensor = _BlockwiseBackward.apply(qkv)  # type: ignore[no-untyped-call]
+            return y
+        if s <= _MATERIALISE_UP_TO:
+            return _materialised(qkv, dropout_p)
+    q, k, v = _heads(qkv)
+    y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout_p, is_causal=True)
+    return y.permute(2, 0, 1, 3).reshape(s, b, n * d)  # [b, n, s, d] -> [s, b, n·d]
+
+
+def _heads(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """[s, b, n, 3, d] -> three views [b, n, s, d]."""
+    q, k, v = qkv.permute(3, 1, 2, 0, 4).unbind(0)
+    return q, k, v
+
+
+def _flat_heads(x: Tensor) -> Tensor:
+    """[b, n, s, d] -> [b·n, s, d], contiguous."""
+    return x.reshape(-1, x.size(2), x.size(3)).contiguous()
+
+
+class _BlockwiseBackward(torch.autograd.Function):
+    """The fused kernel forward; backward by matrix products over blocks of queries, in which the scores are computed
+    again (FlashAttention's way, arXiv:2205.14135).
+
+    In bf16 on a CPU the backward of torch 2.13's fused kernel takes longer (AMX, 2 cores, b·n = 24, d = 64: 31 ms
+    against 26 ms at s = 1,024).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, qkv: Tensor) -> Tensor:
+        ctx.save_for_backward(qkv)
+        s, b, n, _, d = qkv.shape
+        y = F.scaled_dot_product_attention(*_heads(qkv), is_causal=True)
+        return y.permute(2, 0, 1, 3).reshape(s, b, n * d)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Tensor:
+        (qkv,) = ctx.saved_tensors
+        return _blockwise_backward(qkv, dy)
+
+
+# An operator of its own: a compiler that sees inside makes it slower than its parts are.
+@torch.library.custom_op("mpu::blockwise_attention_backward", mutates_args=())
+def _blockwise_backward(qkv: Tensor, dy: Tensor) -> Tensor:
+    """[s, b, n, 3, d], [s, b, n·d] -> the gradient of qkv."""
+    s, b, n, _, d = qkv.shape
+    scale = d ** -0.5
+    q, k, v = (_flat_heads(x) for x in _heads(qkv))
+    q, scaled_k = q * scale, k * scale
+    dy = _flat_heads(dy.view(s, b, n, d).permute(1, 2, 0, 3))
+    d_qkv = torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
+    dq_out, dk_out, dv_out = _heads(d_qkv)
+    dk, dv = torch.zeros_like(k), torch.zeros_like(v)
+    later = torch.full((_BLOCK, _BLOCK), -torch.inf, dtype=qkv.dtype).triu_(1)
+    for start in range(0, s, _BLOCK):
+        end = min(start + _BLOCK, s)
+        block_q, block_dy = q[:, start:end], dy[:, start:end]
+        scores = torch.bmm(block_q, k[:, :end].transpose(1, 2))  # [b·n, block, end]
+        scores[:, :, start:] += later[:end - start, :end - start]
+        p = torch.softmax(scores, dim=-1)
+        dp = torch.bmm(block_dy, v[:, :end].transpose(1, 2))
+        d_scores = torch._softmax_backward_data(dp, p, -1, p.dtype)
+        dv[:, :end].baddbmm_(p.transpose(1, 2), block_dy)
+        dk[:, :end].baddbmm_(d_scores.transpose(1, 2), block_q)
+        dq_out[:, :, start:end] = torch.bmm(d_scores, scaled_k[:, :end]).view(b, n, end - start, d)
+    dk_out.copy_(dk.view(b, n, s, d))
+    dv_out.copy_(dv.view(b, n, s, d))
+    return d_qkv
+
+
+@_blockwise_backward.register_fake
+def _(qkv: Tensor, dy: Tensor) -> Tensor:
+    return torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
+
+
+def _materialised(qkv: Tensor, dropout_p: float) -> Tensor:
+    s, b, n, _, d = qkv.shape
+    q, k, v = (_flat_heads(x) for x in _heads(qkv))
+    mask = torch.full((s, s), -torch.inf, dtype=q.dtype).triu_(1)
+    scores = torch.baddbmm(mask, q, k.transpose(1, 2), alpha=d ** -0.5)
+    y = torch.bmm(dropout(torch.softmax(scores, dim=-1), dropout_p), v)
+    return y.view(b, n, s, d).permute(2, 0, 1, 3).reshape(s, b, n * d)

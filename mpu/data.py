@@ -44,7 +44,7 @@ def broadcast_data(keys: Sequence[str], data: Mapping[str, Tensor] | None, dtype
     lengths = [torch.Size(shape).numel() for shape in shapes]
     if first:
         assert data is not None
-        flat = torch.cat([data[key].reshape(-1) for key in keys]).to(device)
+        flat = torch.cat([data[key].to(device, non_blocking=True).reshape(-1) for key in keys])
     else:
         flat = torch.empty(sum(lengths), dtype=dtype, device=device)
     dist.broadcast(flat, source, group=group)

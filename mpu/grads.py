@@ -15,14 +15,20 @@ from torch import Tensor
 from mpu.initialize import get_parallel_state
 
 
-def squared_norm(split: Iterable[Tensor], replicated: Iterable[Tensor], device: torch.device) -> Tensor:
-    """Σ g² over the model-parallel group, as a float32 scalar on `device`; no host synchronisation."""
+def squared_norm(split: Iterable[Tensor], replicated: Iterable[Tensor], device: torch.device, *,
+                 sharded: bool = False) -> Tensor:
+    """Σ g² over the model-parallel group, as a float32 scalar on `device`; no host synchronisation.
+
+    sharded: data-parallel ranks hold parts of the gradients that do not overlap, and the sum is over all ranks.
+    """
     state = get_parallel_state()
     counted = list(split) + (list(replicated) if state.model_parallel_rank == 0 else [])
     total = torch.zeros((), dtype=torch.float32, device=device)
     for grad in counted:
         total += torch.linalg.vector_norm(grad, dtype=torch.float32) ** 2
-    if state.model_parallel_size > 1:
+    if sharded and state.world_size > 1:
+        dist.all_reduce(total)
+    elif state.model_parallel_size > 1:
         dist.all_reduce(total, group=state.model_parallel_group)
     return total
 

@@ -2,6 +2,10 @@
 
 Legend: b batch, s sequence, h hidden, p model-parallel size, v padded vocabulary.
 
+With sequence_parallel (arXiv:2205.05198) what a column-parallel layer takes, and what a row-parallel layer or an
+embedding gives, is this rank's part of the first dimension, [s/p, ...] in place of [s, ...]; each all-reduce becomes an
+all-gather and a reduce-scatter, which move as many bytes.
+
 A layer draws the whole weight on the CPU with its `init_method` and keeps its slice: a layer built after
 `torch.manual_seed(s)` holds the same numbers whatever the group, and those of the plain `torch.nn` layer.
 """
@@ -9,17 +13,21 @@ A layer draws the whole weight on the CPU with its `init_method` and keeps its s
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from mpu.initialize import get_model_parallel_group, group_rank_and_size
 from mpu.mappings import (
-    copy_to_model_parallel_region,
+    all_gather_first_dim,
     gather_from_model_parallel_region,
     reduce_from_model_parallel_region,
+    reduce_scatter_first_dim,
+    reduce_scatter_to_sequence_parallel_region,
     scatter_to_model_parallel_region,
 )
 from mpu.partition import PartitionSpec, vocab_range
@@ -46,10 +54,14 @@ class _ParallelLayer(nn.Module):
 
     def make_parameter(self, name: str, spec: PartitionSpec, init_method: InitMethod,
                        device: torch.device | str | None) -> Tensor:
-        """Register `name` as this rank's slice of a float32 weight; returns the whole weight, on the CPU."""
-        full = torch.empty(spec.global_shape)
-        with torch.no_grad():
-            init_method(full)
+        """Register `name` as this rank's slice of a float32 weight; returns the whole weight, on the CPU. On the meta
+        device nothing is drawn."""
+        if device is not None and torch.device(device).type == "meta":
+            full = torch.empty(spec.global_shape, device=device)
+        else:
+            full = torch.empty(spec.global_shape)
+            with torch.no_grad():
+                init_method(full)
         parameter = nn.Parameter(spec.split(full, self.rank, self.world_size).to(device))
         if spec.dim is not None:
             parameter.model_parallel = True  # type: ignore[attr-defined]  # clip_grad_norm and DeepSpeed read it
@@ -58,9 +70,48 @@ class _ParallelLayer(nn.Module):
         return full
 
 
+class _ColumnParallel(torch.autograd.Function):
+    """Y = XAᵀ + b of a column-parallel layer. In backward the sum of dX over the ranks is under way while dA is
+    computed; with sequence_parallel X is gathered a second time instead of being kept whole."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: ProcessGroup,
+                sequence_parallel: bool) -> Tensor:
+        ctx.group, ctx.sequence_parallel = group, sequence_parallel
+        ctx.save_for_backward(x, weight)
+        return F.linear(all_gather_first_dim(x, group)[0] if sequence_parallel else x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        # A compiler would have to see what happens between a collective's beginning and its end.
+        overlap = not torch.compiler.is_compiling()
+        work = None
+        if ctx.sequence_parallel:
+            x, work = all_gather_first_dim(x, ctx.group, async_op=overlap)
+        dx = d_weight = d_bias = None
+        if ctx.needs_input_grad[0]:
+            dx = dy @ weight
+        if work is not None:
+            work.wait()
+        if dx is not None:
+            if ctx.sequence_parallel:
+                dx, work = reduce_scatter_first_dim(dx, ctx.group, async_op=overlap)
+            else:
+                work = dist.all_reduce(dx, group=ctx.group, async_op=overlap)
+        dy = dy.reshape(-1, dy.size(-1))
+        if ctx.needs_input_grad[1]:
+            d_weight = dy.t() @ x.reshape(-1, x.size(-1))
+        if ctx.needs_input_grad[2]:
+            d_bias = dy.sum(dim=0)
+        if work is not None:
+            work.wait()
+        return dx, d_weight, d_bias, None, None
+
+
 class ColumnParallelLinear(_ParallelLayer):
     """Y = XAᵀ + b, A and b split by output features. Forward: none (an all-gather with gather_output);
-    backward: all-reduce of dX.
+    backward: all-reduce of dX. With sequence_parallel: all-gather of X; backward: the same, and reduce-scatter of dX.
 
     [..., input_size] -> [..., output_size/p], or [..., output_size] with gather_output.
     """
@@ -69,10 +120,11 @@ class ColumnParallelLinear(_ParallelLayer):
     bias: Tensor | None
 
     def __init__(self, input_size: int, output_size: int, *, bias: bool = True, gather_output: bool = True,
-                 init_method: InitMethod = nn.init.xavier_normal_, keep_master_weight_for_test: bool = False,
-                 group: ProcessGroup | None = None, device: torch.device | str | None = None) -> None:
+                 sequence_parallel: bool = False, init_method: InitMethod = nn.init.xavier_normal_,
+                 keep_master_weight_for_test: bool = False, group: ProcessGroup | None = None,
+                 device: torch.device | str | None = None) -> None:
         super().__init__(group)
-        self.gather_output = gather_output
+        self.gather_output, self.sequence_parallel = gather_output, sequence_parallel
         full = self.make_parameter("weight", PartitionSpec((output_size, input_size), 0), init_method, device)
         self.master_weight = full if keep_master_weight_for_test else None
         if bias:
@@ -81,13 +133,16 @@ class ColumnParallelLinear(_ParallelLayer):
             self.register_parameter("bias", None)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = F.linear(copy_to_model_parallel_region(x, self.group), self.weight, self.bias)
+        if self.group is None or self.world_size == 1:
+            return F.linear(x, self.weight, self.bias)
+        y: Tensor = _ColumnParallel.apply(  # type: ignore[no-untyped-call]
+            x, self.weight, self.bias, self.group, self.sequence_parallel)
         return gather_from_model_parallel_region(y, self.group) if self.gather_output else y
 
 
 class RowParallelLinear(_ParallelLayer):
     """Y = XAᵀ + b, A split by input features, b replicated and added once, after the sum. Forward: all-reduce
-    of Y; backward: none.
+    of Y; backward: none. With sequence_parallel: reduce-scatter of Y; backward: all-gather of dY.
 
     [..., input_size/p] (or [..., input_size] unless input_is_parallel) -> [..., output_size].
     """
@@ -96,10 +151,13 @@ class RowParallelLinear(_ParallelLayer):
     bias: Tensor | None
 
     def __init__(self, input_size: int, output_size: int, *, bias: bool = True, input_is_parallel: bool = False,
-                 init_method: InitMethod = nn.init.xavier_normal_, keep_master_weight_for_test: bool = False,
-                 group: ProcessGroup | None = None, device: torch.device | str | None = None) -> None:
+                 sequence_parallel: bool = False, init_method: InitMethod = nn.init.xavier_normal_,
+                 keep_master_weight_for_test: bool = False, group: ProcessGroup | None = None,
+                 device: torch.device | str | None = None) -> None:
         super().__init__(group)
         self.input_is_parallel = input_is_parallel
+        self.reduce = reduce_scatter_to_sequence_parallel_region if sequence_parallel else \
+            reduce_from_model_parallel_region
         full = self.make_parameter("weight", PartitionSpec((output_size, input_size), 1), init_method, device)
         self.master_weight = full if keep_master_weight_for_test else None
         if bias:
@@ -112,12 +170,13 @@ class RowParallelLinear(_ParallelLayer):
             x = scatter_to_model_parallel_region(x, self.group)
         if self.world_size == 1:
             return F.linear(x, self.weight, self.bias)
-        y = reduce_from_model_parallel_region(F.linear(x, self.weight), self.group)
+        y = self.reduce(F.linear(x, self.weight), self.group)
         return y if self.bias is None else y + self.bias
 
 
 class VocabParallelEmbedding(_ParallelLayer):
-    """Rows split by token id. Forward: all-reduce (a rank gives zero for ids it does not hold); backward: none.
+    """Rows split by token id. Forward: all-reduce (a rank gives zero for ids it does not hold); backward: none. With
+    sequence_parallel: reduce-scatter; backward: all-gather.
 
     [...] int64 -> [..., h]. `padded_size` rows are held over all ranks (default: num_embeddings); the rows past
     num_embeddings are zero.
@@ -126,9 +185,11 @@ class VocabParallelEmbedding(_ParallelLayer):
     weight: Tensor
 
     def __init__(self, num_embeddings: int, embedding_dim: int, *, init_method: InitMethod = nn.init.xavier_normal_,
-                 padded_size: int | None = None, group: ProcessGroup | None = None,
+                 padded_size: int | None = None, sequence_parallel: bool = False, group: ProcessGroup | None = None,
                  device: torch.device | str | None = None) -> None:
         super().__init__(group)
+        self.reduce = reduce_scatter_to_sequence_parallel_region if sequence_parallel else \
+            reduce_from_model_parallel_region
         padded_size = padded_size or num_embeddings
         self.num_embeddings = num_embeddings
         self.vocab_start, self.vocab_end = vocab_range(padded_size, self.rank, self.world_size)
@@ -140,7 +201,7 @@ class VocabParallelEmbedding(_ParallelLayer):
             return F.embedding(ids, self.weight)
         elsewhere = (ids < self.vocab_start) | (ids >= self.vocab_end)
         rows = F.embedding((ids - self.vocab_start).masked_fill(elsewhere, 0), self.weight)
-        return reduce_from_model_parallel_region(rows.masked_fill(elsewhere.unsqueeze(-1), 0.0), self.group)
+        return self.reduce(rows.masked_fill(elsewhere.unsqueeze(-1), 0.0), self.group)
 
 
 class ParallelEmbedding(_ParallelLayer):

@@ -5,6 +5,12 @@
     scatter  forward: keep own slice   backward: all-gather       of the last dimension
     gather   forward: all-gather       backward: keep own slice   of the last dimension
 
+Under sequence parallelism (arXiv:2205.05198, section 4.2.2) what lies between is split by its first dimension, and an
+all-reduce becomes its two halves:
+
+    gather from sequence parallel region      forward: all-gather       backward: reduce-scatter   (the paper's g)
+    reduce-scatter to it                      forward: reduce-scatter   backward: all-gather       (its conjugate)
+
 Each takes the group (None: the default model-parallel group) and keeps it on `ctx`; over one rank they do nothing.
 None of them writes into the caller's tensor.
 """
@@ -20,6 +26,23 @@ from torch.distributed import ProcessGroup
 
 from mpu.initialize import get_model_parallel_group, group_rank_and_size
 from mpu.partition import divide
+
+# torch 2.13 has new names for these two and warns of the old ones, which are all that 2.11 has.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def all_gather_first_dim(x: Tensor, group: ProcessGroup, *, async_op: bool = False) -> tuple[Tensor, dist.Work | None]:
+    """[s/p, ...] of every rank -> [s, ...], and what to wait for with async_op. No gradient."""
+    whole = x.new_empty((x.size(0) * group.size(), *x.shape[1:]))
+    return whole, all_gather_single(whole, x.contiguous(), group=group, async_op=async_op)
+
+
+def reduce_scatter_first_dim(x: Tensor, group: ProcessGroup, *,
+                             async_op: bool = False) -> tuple[Tensor, dist.Work | None]:
+    """[s, ...] -> this rank's [s/p, ...] of the sum over the ranks, and what to wait for with async_op. No gradient."""
+    part = x.new_empty((divide(x.size(0), group.size()), *x.shape[1:]))
+    return part, reduce_scatter_single(part, x.contiguous(), group=group, async_op=async_op)
 
 
 def _all_reduce(x: Tensor, group: ProcessGroup) -> Tensor:
@@ -83,6 +106,28 @@ class _Gather(torch.autograd.Function):
         return _own_slice_of_last_dim(grad, ctx.group), None
 
 
+class _GatherSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return all_gather_first_dim(x, group)[0]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return reduce_scatter_first_dim(grad, ctx.group)[0], None
+
+
+class _ReduceScatterSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return reduce_scatter_first_dim(x, group)[0]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return all_gather_first_dim(grad, ctx.group)[0], None
+
+
 def _apply(function: type[torch.autograd.Function], x: Tensor, group: ProcessGroup | None) -> Tensor:
     group = group if group is not None else get_model_parallel_group()
     if group is None or group.size() == 1:
@@ -108,3 +153,13 @@ def scatter_to_model_parallel_region(x: Tensor, group: ProcessGroup | None = Non
 def gather_from_model_parallel_region(x: Tensor, group: ProcessGroup | None = None) -> Tensor:
     """[..., n/p] -> [..., n]: the slices of all ranks, in the order of ranks."""
     return _apply(_Gather, x, group)
+
+
+def gather_from_sequence_parallel_region(x: Tensor, group: ProcessGroup | None = None) -> Tensor:
+    """[s/p, ...] -> [s, ...], for a computation that is split over the ranks: their gradients are summed."""
+    return _apply(_GatherSequence, x, group)
+
+
+def reduce_scatter_to_sequence_parallel_region(x: Tensor, group: ProcessGroup | None = None) -> Tensor:
+    """[s, ...] -> [s/p, ...]: this rank's part of the sum over the ranks."""
+    return _apply(_ReduceScatterSequence, x, group)

@@ -1,15 +1,19 @@
 """The transformer layer, its attention and MLP split over a model-parallel group (arXiv:1909.08053, section 3).
 
 Legend: b batch, s sequence, h hidden, n heads, d head size, f width inside the MLP, p model-parallel size.
-Hidden states are [s, b, h] and replicated; between a column- and a row-parallel linear they are split.
+Hidden states are [s, b, h] and replicated; between a column- and a row-parallel linear they are split. With
+sequence_parallel (arXiv:2205.05198) they are [s/p, b, h] elsewhere, so that layer norms, dropout and what is kept of
+them for backward are split as well.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
+import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
@@ -17,6 +21,9 @@ from mpu.attention import causal_attention
 from mpu.layers import ColumnParallelLinear, InitMethod, RowParallelLinear
 from mpu.partition import divide
 from mpu.random import dropout, get_cuda_rng_tracker
+
+_WHY_NOT_COMPILED = "torch.compile cannot trace a change of the random stream"
+_TWO_ROOTS_OF_TWO_OVER_PI = 2 * math.sqrt(2 / math.pi)
 
 
 class ParallelSelfAttention(nn.Module):
@@ -27,77 +34,122 @@ class ParallelSelfAttention(nn.Module):
     """
 
     def __init__(self, hidden_size: int, num_heads: int, *, attention_dropout: float, init_method: InitMethod,
-                 output_init_method: InitMethod, group: ProcessGroup | None = None,
+                 output_init_method: InitMethod, sequence_parallel: bool = False, group: ProcessGroup | None = None,
                  device: torch.device | str | None = None) -> None:
         super().__init__()
         self.head_size = divide(hidden_size, num_heads)
         self.attention_dropout = attention_dropout
-        self.query_key_value = ColumnParallelLinear(hidden_size, 3 * hidden_size, gather_output=False,
-                                                    init_method=init_method, group=group, device=device)
-        self.dense = RowParallelLinear(hidden_size, hidden_size, input_is_parallel=True,
-                                       init_method=output_init_method, group=group, device=device)
+        self.query_key_value = ColumnParallelLinear(
+            hidden_size, 3 * hidden_size, gather_output=False, sequence_parallel=sequence_parallel,
+            init_method=init_method, group=group, device=device)
+        self.dense = RowParallelLinear(
+            hidden_size, hidden_size, input_is_parallel=True, sequence_parallel=sequence_parallel,
+            init_method=output_init_method, group=group, device=device)
         divide(num_heads, self.dense.world_size)
 
     def forward(self, x: Tensor) -> Tensor:
-        s, b, _ = x.shape
-        qkv = self.query_key_value(x).view(s, b, -1, 3, self.head_size)  # [s, b, 3h/p] -> [s, b, n/p, 3, d]
-        q, k, v = qkv.permute(3, 1, 2, 0, 4).unbind(0)  # [s, b, n/p, 3, d] -> 3 views [b, n/p, s, d]
+        qkv = self.query_key_value(x)
+        qkv = qkv.view(*qkv.shape[:2], -1, 3, self.head_size)  # [s, b, 3h/p] -> [s, b, n/p, 3, d]
         if self.training and self.attention_dropout > 0:
-            with get_cuda_rng_tracker().fork():  # heads differ by rank, so must their masks
-                y = causal_attention(q, k, v, self.attention_dropout)
+            y = _attention_with_own_masks(qkv, self.attention_dropout)
         else:
-            y = causal_attention(q, k, v, 0.0)
-        out: Tensor = self.dense(y.permute(2, 0, 1, 3).reshape(s, b, -1))  # [b, n/p, s, d] -> [s, b, h/p]
+            y = causal_attention(qkv, 0.0)
+        out: Tensor = self.dense(y)
         return out
+
+
+@torch.compiler.disable(reason=_WHY_NOT_COMPILED)  # type: ignore[untyped-decorator]
+def _attention_with_own_masks(qkv: Tensor, dropout_p: float) -> Tensor:
+    """Heads differ by rank, so must their masks."""
+    with get_cuda_rng_tracker().fork():
+        return causal_attention(qkv, dropout_p)
 
 
 class ParallelMLP(nn.Module):
     """gelu(xAᵀ)Bᵀ; A split by column, B by row. [s, b, h] -> [s, b, h]. Forward: one all-reduce; backward: one.
 
-    gelu: "tanh", GPT-2's, or "erf".
+    gelu: "tanh", GPT-2's, or "erf". recompute_gelu: compute its output again in backward instead of keeping it, a
+    quarter of what a layer keeps.
     """
 
     def __init__(self, hidden_size: int, ffn_size: int, *, init_method: InitMethod, output_init_method: InitMethod,
-                 gelu: str = "tanh", group: ProcessGroup | None = None,
-                 device: torch.device | str | None = None) -> None:
+                 gelu: str = "tanh", recompute_gelu: bool = False, sequence_parallel: bool = False,
+                 group: ProcessGroup | None = None, device: torch.device | str | None = None) -> None:
         super().__init__()
-        self.approximate = {"tanh": "tanh", "erf": "none"}[gelu]
-        self.dense_h_to_4h = ColumnParallelLinear(hidden_size, ffn_size, gather_output=False,
-                                                  init_method=init_method, group=group, device=device)
-        self.dense_4h_to_h = RowParallelLinear(ffn_size, hidden_size, input_is_parallel=True,
-                                               init_method=output_init_method, group=group, device=device)
+        self.gelu = {"tanh": gelu_tanh, "erf": gelu_erf}[gelu]
+        self.recompute_gelu = recompute_gelu
+        self.dense_h_to_4h = ColumnParallelLinear(
+            hidden_size, ffn_size, gather_output=False, sequence_parallel=sequence_parallel, init_method=init_method,
+            group=group, device=device)
+        self.dense_4h_to_h = RowParallelLinear(
+            ffn_size, hidden_size, input_is_parallel=True, sequence_parallel=sequence_parallel,
+            init_method=output_init_method, group=group, device=device)
 
     def forward(self, x: Tensor) -> Tensor:
-        inside = F.gelu(self.dense_h_to_4h(x), approximate=self.approximate)  # [s, b, f/p]
-        y: Tensor = self.dense_4h_to_h(inside)
+        inside = self.dense_h_to_4h(x)  # [s, b, f/p]
+        if self.recompute_gelu and self.training:
+            # The linear keeps its input before it multiplies: recomputation ends there, short of the product.
+            y: Tensor = torch.utils.checkpoint.checkpoint(
+                self._second_half, inside, use_reentrant=False, preserve_rng_state=False)
+            return y
+        return self._second_half(inside)
+
+    def _second_half(self, inside: Tensor) -> Tensor:
+        y: Tensor = self.dense_4h_to_h(self.gelu(inside))
         return y
+
+
+def gelu_tanh(x: Tensor) -> Tensor:
+    """½x(1 + tanh(√(2/π)(x + 0.044715x³)))."""
+    if x.device.type == "cpu" and torch.compiler.is_compiling():
+        # The same function, ½(1 + tanh u) = sigmoid(2u): compiled, exp takes half the time of tanh.
+        return x * torch.sigmoid(_TWO_ROOTS_OF_TWO_OVER_PI * (x + 0.044715 * x * x * x))
+    return F.gelu(x, approximate="tanh")
+
+
+def gelu_erf(x: Tensor) -> Tensor:
+    """½x(1 + erf(x/√2))."""
+    return F.gelu(x)
 
 
 class ParallelTransformerLayer(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)), dropout on both branches. [s, b, h] -> [s, b, h].
 
-    The branches' dropout draws from the default generator: the ranks hold the same activations and must drop
-    the same elements.
+    The branches' dropout draws from the default generator where the ranks hold the same activations and must drop the
+    same elements, and from the tracker under sequence parallelism, where each holds a part of its own.
     """
 
     def __init__(self, hidden_size: int, num_heads: int, ffn_size: int, *, attention_dropout: float,
-                 hidden_dropout: float, layernorm_epsilon: float, gelu: str = "tanh",
-                 init_method_for: Callable[[str], InitMethod],
+                 hidden_dropout: float, layernorm_epsilon: float, gelu: str = "tanh", recompute_gelu: bool = False,
+                 sequence_parallel: bool = False, init_method_for: Callable[[str], InitMethod],
                  group: ProcessGroup | None = None, device: torch.device | str | None = None) -> None:
         """init_method_for: gives the init_method of a weight by its name here, e.g. "attention.dense.weight"."""
         super().__init__()
-        self.hidden_dropout = hidden_dropout
+        self.hidden_dropout, self.sequence_parallel = hidden_dropout, sequence_parallel
         self.input_layernorm = nn.LayerNorm(hidden_size, eps=layernorm_epsilon, device=device)
         self.attention = ParallelSelfAttention(
             hidden_size, num_heads, attention_dropout=attention_dropout,
             init_method=init_method_for("attention.query_key_value.weight"),
-            output_init_method=init_method_for("attention.dense.weight"), group=group, device=device)
+            output_init_method=init_method_for("attention.dense.weight"), sequence_parallel=sequence_parallel,
+            group=group, device=device)
         self.post_attention_layernorm = nn.LayerNorm(hidden_size, eps=layernorm_epsilon, device=device)
         self.mlp = ParallelMLP(
             hidden_size, ffn_size, init_method=init_method_for("mlp.dense_h_to_4h.weight"),
-            output_init_method=init_method_for("mlp.dense_4h_to_h.weight"), gelu=gelu, group=group, device=device)
+            output_init_method=init_method_for("mlp.dense_4h_to_h.weight"), gelu=gelu, recompute_gelu=recompute_gelu,
+            sequence_parallel=sequence_parallel, group=group, device=device)
 
     def forward(self, x: Tensor) -> Tensor:
         p = self.hidden_dropout if self.training else 0.0
-        x = x + dropout(self.attention(self.input_layernorm(x)), p)
-        return x + dropout(self.mlp(self.post_attention_layernorm(x)), p)
+        x = x + hidden_dropout(self.attention(self.input_layernorm(x)), p, self.sequence_parallel)
+        return x + hidden_dropout(self.mlp(self.post_attention_layernorm(x)), p, self.sequence_parallel)
+
+
+def hidden_dropout(x: Tensor, p: float, sequence_parallel: bool) -> Tensor:
+    """Dropout of hidden states: the same elements on every rank, or its own on each where the sequence is split."""
+    return dropout(x, p) if p == 0.0 or not sequence_parallel else _dropout_with_own_masks(x, p)
+
+
+@torch.compiler.disable(reason=_WHY_NOT_COMPILED)  # type: ignore[untyped-decorator]
+def _dropout_with_own_masks(x: Tensor, p: float) -> Tensor:
+    with get_cuda_rng_tracker().fork():
+        return dropout(x, p)

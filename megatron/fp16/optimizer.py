@@ -2,6 +2,9 @@
 
 Whether a step is skipped, by how much its gradients are clipped, and the learning rate (which counts steps that
 were not skipped) are scalars on the device: the host reads them at log lines alone.
+
+A rank updates the ranges that `flat` says its optimizer owns: all of the buffer, or with a sharded optimizer (ZeRO
+stage 1, arXiv:1910.02054) its part of every bucket, after which the parameters of the others are gathered.
 """
 
 from __future__ import annotations
@@ -13,8 +16,10 @@ import torch
 from torch import Tensor, nn
 
 import mpu
+from megatron.checkpoint_state import FlatState
 from megatron.config import OptimizerConfig
-from megatron.distributed import FlatParameters
+from megatron.distributed import ParameterGatherer
+from megatron.flat_parameters import FlatParameters
 from megatron.fp16.loss_scaler import DynamicLossScaler, LossScaler
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -34,11 +39,16 @@ class MixedPrecisionOptimizer:
 
     rates: [iterations + 1] float64, the learning rate after n steps that were not skipped; past its end the last
     one holds. A non-finite gradient norm skips the step in every precision: it would poison the weights in any.
+
+    With an offloaded optimizer masters and moments are in host memory and AdamW runs there. Gradients are copied to
+    the host and weights back in one copy for each owned range; the host waits for the device once in a step, when the
+    scalars that AdamW needs arrive behind the gradients.
     """
 
-    def __init__(self, flat: FlatParameters, config: OptimizerConfig, scaler: LossScaler, rates: Tensor) -> None:
-        device = flat.masters.device
-        self.flat, self.scaler = flat, scaler
+    def __init__(self, flat: FlatParameters, gatherer: ParameterGatherer, config: OptimizerConfig, scaler: LossScaler,
+                 rates: Tensor) -> None:
+        device = flat.params.device
+        self.flat, self.gatherer, self.scaler = flat, gatherer, scaler
         self._clip_grad = config.clip_grad
         self._rates = rates.to(device=device, dtype=torch.float32)
         self.good_steps = torch.zeros((), dtype=torch.int64, device=device)
@@ -48,31 +58,46 @@ class MixedPrecisionOptimizer:
         self.grad_norm = torch.zeros((), dtype=torch.float32, device=device)
         self.learning_rate = self._rates[0].clone()
 
-        self._masters = [nn.Parameter(flat.masters[segment.range]) for segment in flat.segments]
-        for master, segment in zip(self._masters, flat.segments, strict=True):
-            master.grad = flat.grads[segment.range]
+        self._masters = [nn.Parameter(master) for master in flat.masters]
+        self._host_grads = flat.room(pinned=True) if flat.offloaded else None
         self._adam = torch.optim.AdamW(
-            [{"params": [master], "weight_decay": config.weight_decay if segment.decays else 0.0}
-             for master, segment in zip(self._masters, flat.segments, strict=True)],
+            [{"params": [master for master, segment in zip(self._masters, flat.owned, strict=True)
+                         if segment.decays == decays], "weight_decay": config.weight_decay if decays else 0.0}
+             for decays in (True, False)],
             lr=self.learning_rate, betas=(config.adam_beta1, config.adam_beta2), eps=config.adam_eps, fused=True)
-        for master in self._masters:
-            self._adam.state[master] = {"step": torch.zeros((), dtype=torch.float32, device=device),
-                                        **{name: torch.zeros_like(master) for name in MOMENTS}}
+        moments = {name: flat.room() for name in MOMENTS}
+        for index, master in enumerate(self._masters):
+            self._adam.state[master] = {"step": torch.zeros((), dtype=torch.float32, device=master.device),
+                                        **{name: rooms[index] for name, rooms in moments.items()}}
 
     def step(self) -> None:
-        """One update from the summed, scaled gradients in `flat.grads`, which it overwrites."""
-        grads = [(segment, self.flat.grads[segment.range]) for segment in self.flat.segments]
-        squared = mpu.squared_norm((g for s, g in grads if s.is_split), (g for s, g in grads if not s.is_split),
-                                   self.flat.grads.device)
+        """One update from the summed, scaled gradients in `flat.owned_grads()`, which end with it."""
+        grads = self.flat.owned_grads()
+        split = [segment.is_split for segment in self.flat.owned]
+        squared = mpu.squared_norm((g for g, s in zip(grads, split, strict=True) if s),
+                                   (g for g, s in zip(grads, split, strict=True) if not s),
+                                   self.flat.params.device, sharded=self.flat.is_sharded)
         norm = squared.sqrt() / self.scaler.scale
         # The norm is the same on all ranks, so all of them skip or none.
         self.found_inf = (~torch.isfinite(norm)).float()
         clip = (self._clip_grad / (norm + 1e-6)).clamp_max(1.0) if self._clip_grad > 0 else torch.ones_like(norm)
         # AdamW's fused kernel divides by grad_scale as it reads, which unscales and clips in the same pass.
-        self._adam.grad_scale = (self.scaler.scale / clip).nan_to_num(1.0)  # type: ignore[attr-defined]
-        self._adam.found_inf = self.found_inf  # type: ignore[attr-defined]
+        grad_scale = (self.scaler.scale / clip).nan_to_num(1.0)
+        if self._host_grads is not None:
+            for host, grad in zip(self._host_grads, grads, strict=True):
+                host.copy_(grad, non_blocking=True)
+            grads = self._host_grads
+        # To where the masters are: from a GPU to the host this waits, also for the gradients before it.
+        scalars = torch.stack([self.learning_rate, grad_scale, self.found_inf]).to(self._masters[0].device)
+        rate, self._adam.grad_scale, self._adam.found_inf = scalars.unbind()  # type: ignore[attr-defined]
+        for group in self._adam.param_groups:
+            group["lr"] = rate
+        for master, grad in zip(self._masters, grads, strict=True):
+            master.grad = grad
         self._adam.step()
-        self.flat.write_back()
+        self._adam.zero_grad()
+        self.flat.free_grads()
+        self.write_back()
 
         self.grad_norm = norm
         skipped = self.found_inf.long()
@@ -82,16 +107,19 @@ class MixedPrecisionOptimizer:
         self.scaler.update(self.found_inf)
         self.learning_rate.copy_(self._rates[self.good_steps.clamp_max(len(self._rates) - 1)])
 
-    def tensors(self) -> Iterator[tuple[str, str, Tensor]]:
-        """(kind, parameter name, view in the parameter's shape) of everything a resume needs: masters, moments."""
-        for name, part in self.flat.ranges.items():
-            shape = self.flat.parameters[name].shape
-            yield "master", name, self.flat.masters[part].view(shape)
-            index, segment = next((i, s.range) for i, s in enumerate(self.flat.segments)
-                                  if s.range.start <= part.start < s.range.stop)
-            inside = slice(part.start - segment.start, part.stop - segment.start)
+    def write_back(self) -> None:
+        """Bring the masters into the model: round this rank's own, and start to fetch what others own."""
+        self.gatherer.wait()
+        self.flat.write_back()
+        self.gatherer.launch()
+
+    def tensors(self) -> Iterator[FlatState]:
+        """Everything that a resume needs, masters and moments, as far as this rank owns it."""
+        for name in self.flat.ranges:
+            index, part, start = self.flat.owned_part_of(name)
+            yield FlatState("master", name, self.flat.masters[index][part], start)
             for moment in MOMENTS:
-                yield moment, name, self._adam.state[self._masters[index]][moment][inside].view(shape)
+                yield FlatState(moment, name, self._adam.state[self._masters[index]][moment][part], start)
 
     def state_dict(self) -> dict[str, Any]:
         """The scalars; the tensors come from `tensors()`."""
@@ -107,11 +135,11 @@ class MixedPrecisionOptimizer:
         for master in self._masters:
             # Fewer than the schedule's where the moments were once started afresh (--no-load-optim).
             self._adam.state[master]["step"].fill_(state["adam_steps"])
-        self.flat.write_back()
+        self.write_back()
 
     def masters_from_model(self) -> None:
         """After the model's own weights were loaded, without an optimizer's."""
-        self.flat.masters.copy_(self.flat.params)
+        self.flat.read_back()
 
     def set_good_steps(self, good_steps: int) -> None:
         """Put the schedule where it is after so many steps."""

@@ -36,26 +36,34 @@ class Transformer(nn.Module):
     """The layers and the closing layer norm. [s, b, h] -> [s, b, h]."""
 
     def __init__(self, config: ModelConfig, init_method_for: Callable[[str], Callable[[Tensor], object]],
-                 checkpoint_num_layers: int, device: torch.device | str | None) -> None:
+                 recompute: str, recompute_num_layers: int, sequence_parallel: bool,
+                 device: torch.device | str | None) -> None:
         super().__init__()
-        self.checkpoint_num_layers = checkpoint_num_layers
+        self.layers_recomputed_together = recompute_num_layers if recompute == "full" else 0
+        self.before_layer: Callable[[int], object] = lambda number: None  # told before each layer computes
 
         def layer(number: int) -> mpu.ParallelTransformerLayer:
             return mpu.ParallelTransformerLayer(
                 config.hidden_size, config.num_attention_heads, config.ffn_size,
                 attention_dropout=config.attention_dropout, hidden_dropout=config.hidden_dropout,
-                layernorm_epsilon=config.layernorm_epsilon, gelu=config.gelu, device=device,
+                layernorm_epsilon=config.layernorm_epsilon, gelu=config.gelu,
+                recompute_gelu=recompute == "selective", sequence_parallel=sequence_parallel, device=device,
                 init_method_for=lambda name: init_method_for(f"transformer.layers.{number}.{name}"))
 
         self.layers = nn.ModuleList(layer(number) for number in range(config.num_layers))
         self.final_layernorm = nn.LayerNorm(config.hidden_size, eps=config.layernorm_epsilon, device=device)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.checkpoint_num_layers and self.training:
-            for start in range(0, len(self.layers), self.checkpoint_num_layers):
-                x = mpu.checkpoint(nn.Sequential(*self.layers[start:start + self.checkpoint_num_layers]), x)
+        together = self.layers_recomputed_together
+        if together and self.training:
+            for start in range(0, len(self.layers), together):
+                part = self.layers[start:start + together]
+                for number in range(start, start + len(part)):
+                    self.before_layer(number)
+                x = mpu.checkpoint(nn.Sequential(*part), x)
         else:
-            for layer in self.layers:
+            for number, layer in enumerate(self.layers):
+                self.before_layer(number)
                 x = layer(x)
         return self.final_layernorm(x)
 
@@ -63,16 +71,19 @@ class Transformer(nn.Module):
 class GPT2Model(nn.Module):
     """GPT-2 over the default model-parallel group, in float32; the optimizer or `.to(dtype)` lowers it.
 
-    config.vocab_size is the true size. checkpoint_num_layers: layers recomputed together in backward, 0 for none.
+    config.vocab_size is the true size. recompute: what is computed again in backward instead of being kept, "none",
+    "selective" (the output of GELU) or "full" (all but the input of every `recompute_num_layers` layers).
+    sequence_parallel: between the split layers the sequence is split over the group, which must divide it.
     """
 
-    def __init__(self, config: ModelConfig, *, seed: int = 1234, checkpoint_num_layers: int = 0,
-                 device: torch.device | str | None = None) -> None:
+    def __init__(self, config: ModelConfig, *, seed: int = 1234, recompute: str = "none", recompute_num_layers: int = 1,
+                 sequence_parallel: bool = False, device: torch.device | str | None = None) -> None:
         super().__init__()
         if config.vocab_size is None:
             raise ValueError("the model needs the tokenizer's vocabulary size (--vocab-size)")
         self.config = config
         self.vocab_size = config.vocab_size
+        self.sequence_parallel = sequence_parallel and mpu.get_model_parallel_world_size() > 1
         padded = mpu.padded_vocab_size(config.vocab_size, config.make_vocab_size_divisible_by,
                                        mpu.get_model_parallel_world_size())
         # Each layer adds two branches to the residual stream: their last weights start smaller (GPT-2).
@@ -83,12 +94,13 @@ class GPT2Model(nn.Module):
             return seeded_normal(seed, name, output_std if is_output else config.init_method_std)
 
         self.word_embeddings = mpu.VocabParallelEmbedding(
-            config.vocab_size, config.hidden_size, padded_size=padded,
+            config.vocab_size, config.hidden_size, padded_size=padded, sequence_parallel=self.sequence_parallel,
             init_method=init_method_for("word_embeddings.weight"), device=device)
         positions = torch.empty(config.max_position_embeddings, config.hidden_size)
         init_method_for("position_embeddings.weight")(positions)
         self.position_embeddings = nn.Embedding.from_pretrained(positions.to(device), freeze=False)
-        self.transformer = Transformer(config, init_method_for, checkpoint_num_layers, device)
+        self.transformer = Transformer(config, init_method_for, recompute, recompute_num_layers,
+                                       self.sequence_parallel, device)
 
     def forward(self, tokens: Tensor, labels: Tensor | None = None, token_weight: Tensor | None = None) -> Tensor:
         """tokens [b, s] int64 -> this rank's logits [s, b, v/p]; with labels and weights, both [b, s], the scalar
@@ -96,15 +108,36 @@ class GPT2Model(nn.Module):
 
         A label whose weight is 0 must still be an id of the vocabulary.
         """
-        s = tokens.size(1)
-        x = self.word_embeddings(tokens.t()) + self.position_embeddings.weight[:s].unsqueeze(1)  # [s, b, h]
-        x = self.transformer(mpu.dropout(x, self.config.hidden_dropout if self.training else 0.0))
+        positions = self.position_embeddings.weight[self._own_positions(tokens.size(1))]
+        x = self.word_embeddings(tokens.t()) + positions.unsqueeze(1)  # [s, b, h], or [s/p, b, h]
+        p = self.config.hidden_dropout if self.training else 0.0
+        x = self.transformer(mpu.hidden_dropout(x, p, self.sequence_parallel))
         if labels is None:
-            return F.linear(mpu.copy_to_model_parallel_region(x), self.word_embeddings.weight)
+            whole = mpu.gather_from_sequence_parallel_region(x) if self.sequence_parallel else \
+                mpu.copy_to_model_parallel_region(x)
+            return F.linear(whole, self.word_embeddings.weight)
         assert token_weight is not None
         return mpu.vocab_parallel_linear_cross_entropy(
             x.flatten(0, 1), self.word_embeddings.weight, labels.t().reshape(-1), token_weight.t().reshape(-1),
-            vocab_size=self.vocab_size)
+            vocab_size=self.vocab_size, sequence_parallel=self.sequence_parallel)
+
+    def _own_positions(self, s: int) -> slice:
+        """The positions of a sequence of s whose hidden states this rank holds."""
+        if not self.sequence_parallel:
+            return slice(0, s)
+        part = mpu.divide(s, mpu.get_model_parallel_world_size())
+        return slice(mpu.get_model_parallel_rank() * part, (mpu.get_model_parallel_rank() + 1) * part)
+
+    def compile_layers(self, backend: str = "inductor") -> None:
+        """Compile each transformer layer, once for all of them, instead of the whole model, which takes minutes.
+
+        Without dropout a layer is one graph, its collectives inside. With it the graph breaks where the random stream
+        changes: at attention's dropout, and at each hidden one under sequence parallelism.
+        """
+        config = self.config
+        breaks = config.attention_dropout > 0 or (config.hidden_dropout > 0 and self.sequence_parallel)
+        for layer in self.transformer.layers:
+            layer.compile(fullgraph=not breaks, backend=backend)
 
 
 def count_parameters(config: ModelConfig, model_parallel_size: int = 1) -> tuple[int, int]:

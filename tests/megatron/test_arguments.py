@@ -45,7 +45,7 @@ def test_345m_is_the_published_demo_whole():
     assert (o.lr, o.lr_decay_style, o.warmup, o.weight_decay, o.clip_grad) == (1.5e-4, "cosine", .01, .01, 1.0)
     assert (o.adam_beta1, o.adam_beta2, t.micro_batch_size, t.train_iters, t.seed) == (.9, .999, 8, 320_000, 1234)
     assert (c.save_interval, t.eval_interval, t.eval_iters, t.log_interval) == (5000, 1000, 100, 100)
-    assert (c.save, t.checkpoint_activations) == ("checkpoints/gpt2_345m", False)
+    assert (c.save, t.recompute_granularity) == ("checkpoints/gpt2_345m", "none")
 
 
 def test_presets_differ_in_shape_alone_and_name_real_fields():
@@ -83,9 +83,11 @@ def test_save_defaults_to_the_folder_loaded_unless_it_is_fine_tuned():
     ("--norm-epsilon 1e-6", "model.layernorm_epsilon", 1e-6),
     ("--override-opt_param-scheduler", "optimizer.override_opt_param_scheduler", True),
     ("--use-checkpoint-lr-scheduler", "optimizer.use_checkpoint_opt_param_scheduler", True),
-    ("--recompute-granularity full --recompute-method uniform", "train.checkpoint_activations", True),
-    ("--activations-checkpoint-method uniform", "train.checkpoint_activations", True),
-    ("--recompute-num-layers 2", "train.checkpoint_num_layers", 2),
+    ("--recompute-granularity full --recompute-method uniform", "train.recompute_granularity", "full"),
+    ("--activations-checkpoint-method uniform", "train.recompute_granularity", "full"),
+    ("--checkpoint-activations", "train.recompute_granularity", "full"),
+    ("--recompute-activations", "train.recompute_granularity", "selective"),
+    ("--checkpoint-num-layers 2", "train.recompute_num_layers", 2),
     ("--fp16", "train.precision", "fp16"),
     ("--bf16 --precision bf16", "train.precision", "bf16"),
     ("--train-data-path no/such/prefix", "data.data_path", ("no/such/prefix",)),
@@ -118,8 +120,9 @@ def test_inert_flags_are_noted_once():
     ("--fp16 --bf16", "--bf16 contradicts --fp16"),
     ("--bf16 --precision fp32", "--bf16 contradicts --precision fp32"),
     ("--pipeline-model-parallel-size 2", "--pipeline-model-parallel-size 2 is not supported, only 1"),
-    ("--recompute-granularity selective", "--recompute-granularity selective is not supported"),
-    ("--recompute-activations", "give --checkpoint-activations"),
+    ("--recompute-granularity core", "invalid choice: 'core'"),
+    ("--sequence-parallel --model-parallel-size 4 --num-attention-heads 8 --seq-length 30",
+     "--sequence-parallel splits --seq-length 30"),
     ("--swiglu", "--swiglu is not supported"),
     ("--train-data-path .", "--train-data-path . is a directory"),
     ("--warmup .1 --lr-warmup-iters 3", "give --warmup (a fraction) or --lr-warmup-iters, not both"),

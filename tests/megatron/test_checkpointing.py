@@ -25,6 +25,7 @@ from torch import Tensor
 import mpu
 from megatron.checkpoint_files import MANIFEST, file_header, manifest_bytes, write_tensors
 from megatron.checkpoint_reader import check_cover
+from megatron.checkpoint_state import FlatState
 from megatron.checkpointing import (
     TRACKER,
     Checkpoint,
@@ -64,8 +65,9 @@ def rank_files(state: dict[tuple[str, str], Tensor], mp_rank: int, mp_size: int)
     folder = f"mp_rank_{mp_rank:02d}"
     return {f"{folder}/model.safetensors": model_pieces([(n, t) for k, n, t in local if k == "model"], SPECS,
                                                         mp_rank=mp_rank, mp_size=mp_size),
-            f"{folder}/optim_dp_00.safetensors": state_pieces([t for t in local if t[0] != "model"], SPECS,
-                                                              mp_rank=mp_rank, mp_size=mp_size)}
+            f"{folder}/optim_dp_00.safetensors": state_pieces(
+                [FlatState(k, n, t.view(-1)) for k, n, t in local if k != "model"], SPECS, mp_rank=mp_rank,
+                mp_size=mp_size)}
 
 
 def save(folder: Path, iteration: int, mp_size: int = 2, seed: int | None = None, **options: Any) -> list[str]:
@@ -113,8 +115,7 @@ def test_every_layout_opens_in_every_other(saved: int, tmp_path: Path) -> None:
         for rank in range(size):
             local = [(kind, name, torch.full(SPECS[name].local_shape(size), 7.0, dtype=full.dtype))
                      for (kind, name), full in state.items()]
-            # A rank's optimizer state may come as the flat part of one buffer.
-            states = [(kind, name, t.view(-1)) for kind, name, t in local if kind != "model"]
+            states = [FlatState(kind, name, t.view(-1)) for kind, name, t in local if kind != "model"]
             load_model([(n, t) for k, n, t in local if k == "model"], SPECS, checkpoint, mp_rank=rank, mp_size=size)
             load_state(states, SPECS, checkpoint, mp_rank=rank, mp_size=size)
             for kind, name, tensor in local:
@@ -156,13 +157,46 @@ def test_several_boxes_of_one_tensor_in_a_file(tmp_path: Path) -> None:
         checkpoint.read("y")
 
 
+def ranges(shape: tuple[int, ...], chance: random.Random, count: int = 3) -> list[tuple[int, int]]:
+    """The elements of a flat tensor in `count` parts, some of which may be empty."""
+    numel = torch.Size(shape).numel()
+    cuts = [0, *sorted(chance.randint(0, numel) for _ in range(count - 1)), numel]
+    return list(zip(cuts, cuts[1:], strict=False))
+
+
+def test_flat_ranges_open_in_other_flat_ranges(tmp_path: Path) -> None:
+    """As sharded optimizers have them: parts of a rank's tensor that respect no row and reach into the padding."""
+    full = {(kind, name): tensor for (kind, name), tensor in full_state(5).items() if kind == "master"}
+    for attempt in range(10):
+        chance, files = random.Random(attempt), {}
+        for mp in range(2):
+            cuts = {name: ranges(spec.local_shape(2), chance) for name, spec in SPECS.items()}
+            for dp in range(3):
+                states = [FlatState(kind, name, SPECS[name].split(tensor, mp, 2).view(-1)[slice(*cuts[name][dp])],
+                                    cuts[name][dp][0]) for (kind, name), tensor in full.items()]
+                pieces = state_pieces(states, SPECS, mp_rank=mp, mp_size=2)
+                assert max(int(key.partition("#")[2] or 0) for key in pieces) <= 2, "at most three boxes"
+                files[f"mp_rank_0{mp}/optim_dp_0{dp}.safetensors"] = pieces
+        write_checkpoint(tmp_path, attempt, facts={}, files=files, rank=0, world_size=1, attempt="a", timeout_s=5)
+        checkpoint = Checkpoint(tmp_path / f"iter_{attempt:07d}")
+        for size in (1, 4):
+            for rank in range(size):
+                local = {name: torch.full(spec.local_shape(size), 7.0) for name, spec in SPECS.items()}
+                for name, tensor in local.items():
+                    parts = [FlatState("master", name, tensor.view(-1)[start:stop], start)
+                             for start, stop in ranges(tensor.shape, chance)]
+                    others = [FlatState("master", other, torch.empty(0)) for other in SPECS]
+                    load_state([*parts, *others], SPECS, checkpoint, mp_rank=rank, mp_size=size)
+                    assert torch.equal(tensor, SPECS[name].split(full["master", name], rank, size)), (name, rank, size)
+
+
 def test_another_model_is_refused_with_both_shapes(tmp_path: Path) -> None:
     save(tmp_path, 1, 1)
     checkpoint = Checkpoint(tmp_path / "iter_0000001")
 
     def load(specs: dict[str, PartitionSpec], kind: str = "model") -> None:
-        load_state([(kind, name, torch.zeros(spec.local_shape(1))) for name, spec in specs.items()], specs, checkpoint,
-                   mp_rank=0, mp_size=1)
+        load_state([FlatState(kind, name, torch.zeros(spec.local_shape(1)).view(-1)) for name, spec in specs.items()],
+                   specs, checkpoint, mp_rank=0, mp_size=1)
 
     with pytest.raises(ValueError, match=r"model.row has shape \(8, 16\) there and \(8, 32\)"):
         load({**SPECS, "row": PartitionSpec((8, 32), 1)})

@@ -178,3 +178,9 @@ def test_peak(monkeypatch):
     gpus(monkeypatch, 1, (7, 0), "Tesla V100-SXM2-16GB")
     monkeypatch.setattr(on, "_measured_gemm", lambda device, dtype: 1e13)  # bf16 is emulated there
     assert on.peak_flops(GPU, torch.bfloat16)[0] == 1e13 and on.peak_flops(GPU, torch.float16)[0] == 125e12
+
+
+def test_compile_without_a_compiler_is_refused_in_a_line():
+    with pytest.raises(ValueError, match="--compile needs a C.. compiler on a CPU, and there is no no-such-compiler"):
+        on.require_compiler(CPU, {"CXX": "no-such-compiler"})
+    on.require_compiler(CPU, {"CXX": "python3"})  # whatever it is, it is there

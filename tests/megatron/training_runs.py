@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor
 
 import mpu
 from megatron.arguments import parse
+from megatron.config import ModelConfig
 from megatron.distributed import global_sum
 from megatron.launch import Ranks
 from megatron.plan import plan_run
@@ -23,6 +24,10 @@ SMALL = ["--num-layers", "2", "--hidden-size", "128", "--num-attention-heads", "
          "--precision", "fp32", "--train-iters", "1000", "--eval-iters", "0", "--lr", "1.5e-4",
          "--lr-decay-style", "constant", "--warmup", "0", "--attention-dropout", "0", "--hidden-dropout", "0",
          "--make-vocab-size-divisible-by", "8"]
+
+# A model of that size without a run around it.
+SHAPE = ModelConfig(num_layers=2, hidden_size=128, num_attention_heads=4, max_position_embeddings=32, vocab_size=97,
+                    attention_dropout=0.0, hidden_dropout=0.0, make_vocab_size_divisible_by=8)
 
 
 def write_text(folder: Path, words: int = 6000) -> Path:
@@ -65,28 +70,37 @@ def steps(run: Run, count: int) -> dict[str, Any]:
 
 
 def finish(run: Run) -> None:
+    run.gatherer.wait()
     run.loader.close()
     run.stop.close()
     run.log.close()
 
 
 def state(run: Run) -> dict[str, Tensor]:
-    """This rank's weights and optimizer state, copied."""
+    """This rank's weights and what it owns of the optimizer's state, copied."""
+    run.gatherer.wait()
     tensors = {name: p.detach().clone() for name, p in run.model.named_parameters()}
-    return tensors | {f"{kind}.{name}": t.clone() for kind, name, t in run.optimizer.tensors()}
+    return tensors | {f"{s.kind}.{s.name}": s.values.clone() for s in run.optimizer.tensors()}
 
 
 def whole_weights(run: Run) -> dict[str, Tensor]:
     """The model's true weights, merged over its model-parallel group."""
+    run.gatherer.wait()
+    return merged(dict(run.model.named_parameters()), mpu.partition_specs(run.model), run.parallel)
+
+
+def merged(tensors: Mapping[str, Tensor], specs: Mapping[str, mpu.PartitionSpec],
+           parallel: mpu.ParallelState) -> dict[str, Tensor]:
+    """This rank's `tensors`, merged over the model-parallel group. A collective."""
     import torch.distributed as dist
 
-    specs, p = mpu.partition_specs(run.model), run.parallel
-    merged = {}
-    for name, parameter in run.model.named_parameters():
-        shards = [torch.empty_like(parameter) for _ in range(p.model_parallel_size)]
-        if p.model_parallel_size > 1:
-            dist.all_gather(shards, parameter.detach().contiguous(), group=p.model_parallel_group)
+    whole = {}
+    for name, tensor in tensors.items():
+        tensor = tensor.detach().contiguous()
+        shards = [torch.empty_like(tensor) for _ in range(parallel.model_parallel_size)]
+        if parallel.model_parallel_size > 1:
+            dist.all_gather(shards, tensor, group=parallel.model_parallel_group)
         else:
-            shards = [parameter.detach().clone()]
-        merged[name] = specs[name].merge(shards)
-    return merged
+            shards = [tensor.clone()]
+        whole[name] = specs[name].merge(shards)
+    return whole

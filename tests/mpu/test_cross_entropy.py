@@ -1,8 +1,13 @@
 from __future__ import annotations
 
+import weakref
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import mpu
 from tests.distributed import run_ranks
@@ -80,3 +85,54 @@ def test_fp16_keeps_small_gradients_when_scaled_first():
     visible = exact.abs() > 2.0**-24 / scale  # fp16's smallest number, scaled
     assert (scaled[visible] == 0).sum() == 0
     assert (unscaled[visible] == 0).float().mean() > 0.5, "the test should see the loss that scaling prevents"
+
+
+def peak_of_the_loss(dtype: torch.dtype, tokens: int, vocab: int, hidden_size: int) -> tuple[int, int]:
+    """Bytes that the fused loss allocates at its greatest, beyond the gradients of its input and weight; and those of
+    the logits in float32."""
+    torch.manual_seed(0)
+    hidden = torch.randn(tokens, hidden_size, dtype=dtype).requires_grad_()
+    weight = torch.randn(vocab, hidden_size, dtype=dtype).requires_grad_()
+    target, token_weight = torch.randint(0, vocab, (tokens,)), torch.full((tokens,), 1 / tokens)
+    with MemoryCounter() as counter:
+        mpu.vocab_parallel_linear_cross_entropy(hidden, weight, target, token_weight, vocab_size=vocab).backward()
+    # The gradients themselves; the weight's is summed in float32.
+    gradients = hidden.nbytes + weight.nbytes // weight.element_size() * 4
+    return counter.peak - gradients, tokens * vocab * 4
+
+
+class MemoryCounter(TorchDispatchMode):
+    """The greatest number of bytes alive of all storages that operators made inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._seen: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        before = {id_of(x) for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
+        out = func(*args, **(kwargs or {}))
+        for x in tree_leaves(out):
+            if isinstance(x, torch.Tensor) and id_of(x) not in before | self._seen:
+                self._seen.add(id_of(x))
+                size = x.untyped_storage().nbytes()
+                self.now += size
+                self.peak = max(self.peak, self.now)
+                weakref.finalize(x.untyped_storage(), self._forget, id_of(x), size)
+        return out
+
+    def _forget(self, key: int, size: int) -> None:
+        self._seen.discard(key)
+        self.now -= size
+
+
+def id_of(x: torch.Tensor) -> int:
+    return x.untyped_storage()._cdata
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_logits_are_never_held(dtype: torch.dtype):
+    """At 8,192 tokens: at most a tenth of the logits in float32 on top of the two gradients."""
+    mpu.initialize_model_parallel(1)
+    extra, logits = peak_of_the_loss(dtype, 8192, 4096, 64)
+    assert logits / 20 < extra <= logits / 10, f"{extra / logits:.1%} of the logits"

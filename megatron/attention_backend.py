@@ -1,0 +1,81 @@
+"""Which of torch's kernels computes attention on a GPU, found by timing them on the run's own shape.
+
+On Hopper cuDNN's is torch's default and the fastest without dropout; with dropout it can be several times slower than
+FlashAttention's, so that no fixed choice is right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+# In the order of preference: a later one must be faster by a margin, so that two runs on one machine agree.
+SWITCHES: dict[str, Callable[[bool], Any]] = {
+    "flash": torch.backends.cuda.enable_flash_sdp,
+    "fused": torch.backends.cuda.enable_cudnn_sdp,
+    "efficient": torch.backends.cuda.enable_mem_efficient_sdp,
+}
+MARGIN = 1.05
+REPEATS = 10
+
+
+def choose_attention(requested: str, device: torch.device, dtype: torch.dtype, *, b: int, s: int, n: int, d: int,
+                     dropout_p: float) -> str:
+    """Switch torch to one kernel for attention over [s, b, n, d] of this device, and say which and why.
+
+    requested: a value of --attention-backend. The plain formulas stay allowed, for shapes that the kernel refuses.
+    Nothing to choose on a CPU: empty there.
+    """
+    if device.type != "cuda":
+        return ""
+    if requested != "auto":
+        _switch(requested)
+        return f"attention: {requested}, by --attention-backend"
+    times: dict[str, float] = {}
+    for name in SWITCHES:
+        _switch(name, formulas=False)
+        try:
+            times[name] = _milliseconds(device, dtype, b, s, n, d, dropout_p)
+        except RuntimeError:  # the kernel does not know this device, dtype or shape
+            torch.cuda.synchronize(device)
+    chosen = fastest(times)
+    _switch(chosen)
+    if not times:
+        return "attention: unfused, since no kernel takes this dtype and shape here"
+    measured = ", ".join(f"{name} {time:.2f}" for name, time in times.items())
+    return f"attention: {chosen}, the fastest (ms forward and backward: {measured})"
+
+
+def fastest(times: dict[str, float]) -> str:
+    """The first of `times` (ms) that no later one beats by `MARGIN`; unfused where there is none."""
+    chosen = "unfused"
+    for name, time in times.items():
+        if chosen == "unfused" or time * MARGIN < times[chosen]:
+            chosen = name
+    return chosen
+
+
+def _switch(chosen: str, *, formulas: bool = True) -> None:
+    for name, switch in SWITCHES.items():
+        switch(name == chosen)
+    torch.backends.cuda.enable_math_sdp(formulas)
+
+
+def _milliseconds(device: torch.device, dtype: torch.dtype, b: int, s: int, n: int, d: int, dropout_p: float) -> float:
+    """The median time of a forward and a backward; draws from the default generator are undone."""
+    times = []
+    with torch.random.fork_rng(devices=[device]):
+        qkv = torch.randn(s, b, n, 3, d, device=device, dtype=dtype, requires_grad=True)
+        q, k, v = qkv.permute(3, 1, 2, 0, 4).unbind(0)
+        for _ in range(REPEATS):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout_p, is_causal=True)
+            torch.autograd.grad(y, qkv, torch.ones_like(y), retain_graph=True)
+            end.record()
+            torch.cuda.synchronize(device)
+            times.append(start.elapsed_time(end))
+    return sorted(times)[REPEATS // 2]
