@@ -1,0 +1,154 @@
+"""What only a GPU can show: its kernels compute the same, and training never waits for it between log lines."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import mpu
+from megatron.attention_backend import SWITCHES, choose_attention
+from megatron.config import ModelConfig
+from megatron.model.gpt2 import GPT2Model
+from megatron.training import train_step
+from tests.megatron.training_runs import SHAPE, finish, start, steps, write_text
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+ROOT = Path(__file__).resolve().parent.parent.parent
+GPU = ["--device", "cuda"]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write_text(tmp_path)
+    return tmp_path
+
+
+def loss_and_gradients(model: GPT2Model, device: str) -> tuple[float, dict[str, torch.Tensor]]:
+    tokens = (torch.arange(4 * 32).view(4, 32) % 97).to(device)
+    loss = model(tokens, tokens, torch.full((4, 32), 1 / 128, device=device))
+    loss.backward()
+    return loss.item(), {name: p.grad.float().cpu() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def model_on(device: str, config: ModelConfig = SHAPE) -> GPT2Model:
+    mpu.initialize_model_parallel(1)
+    return GPT2Model(config, device=device).train()
+
+
+def test_fp32_equals_the_cpu():
+    (loss, grads), (loss_gpu, grads_gpu) = (loss_and_gradients(model_on(d), d) for d in ("cpu", "cuda"))
+    assert loss_gpu == pytest.approx(loss, rel=1e-6)
+    for name, grad in grads.items():
+        assert (grads_gpu[name] - grad).norm() <= 1e-5 * grad.norm(), name
+
+
+def test_compiled_equals_eager():
+    eager, compiled = model_on("cuda"), model_on("cuda")
+    compiled.compile_layers()
+    (loss, grads), (loss_c, grads_c) = loss_and_gradients(eager, "cuda"), loss_and_gradients(compiled, "cuda")
+    assert loss_c == pytest.approx(loss, rel=1e-5)
+    for name, grad in grads.items():
+        assert (grads_c[name] - grad).norm() <= 1e-4 * grad.norm(), name
+
+
+def test_selective_recompute_changes_nothing():
+    mpu.initialize_model_parallel(1)
+    plain, selective = (GPT2Model(SHAPE, device="cuda", recompute=r).train() for r in ("none", "selective"))
+    (loss, grads), (loss_s, grads_s) = loss_and_gradients(plain, "cuda"), loss_and_gradients(selective, "cuda")
+    assert loss == loss_s
+    assert all(torch.equal(grad, grads_s[name]) for name, grad in grads.items() if "embeddings" not in name)
+
+
+@pytest.mark.parametrize("flags", [
+    ["--precision", "bf16"], ["--precision", "fp16", "--initial-loss-scale", "1024"],
+    ["--precision", "bf16", "--recompute-granularity", "full"], ["--precision", "bf16", "--cpu-offload-optimizer"],
+    ["--precision", "bf16", "--compile"]], ids=" ".join)
+def test_losses_stay_near_fp32_on_the_cpu(folder: Path, flags: list[str]):
+    seen: list[dict[str, Any]] = []
+    for name, where in (("cpu", []), ("gpu", [*GPU, *flags])):
+        run = start(0, 1, str(folder), ["--save", f"{folder}/{name}", *where])
+        seen.append(steps(run, 20))
+        finish(run)
+    assert seen[0]["loss"][0] - seen[0]["loss"][-1] > 0.3, "the run must learn something"
+    assert not any(seen[1]["skipped"])
+    assert seen[1]["loss"] == pytest.approx(seen[0]["loss"], rel=2**-8)
+
+
+def test_fp16_finds_its_scale_from_an_overflow(folder: Path):
+    run = start(0, 1, str(folder), [*GPU, "--precision", "fp16", "--initial-loss-scale", str(2.0**40)])
+    seen = steps(run, 40)
+    finish(run)
+    assert seen["skipped"][0] and not seen["skipped"][-1] and seen["scale"][-1] < 2.0**40
+
+
+@pytest.mark.parametrize("flags", [[], ["--attention-dropout", "0.1", "--hidden-dropout", "0.1"],
+                                   ["--precision", "fp16", "--micro-batch-size", "2", "--global-batch-size", "4"]])
+def test_nothing_waits_for_the_device_between_log_lines(folder: Path, flags: list[str]):
+    run = start(0, 1, str(folder), [*GPU, "--precision", "bf16", *flags])
+    for _ in range(3):
+        train_step(run)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(3):
+            train_step(run)
+            run.iteration += 1
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    finish(run)
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.1])
+def test_the_attention_kernel_is_measured(dropout_p: float):
+    reason = choose_attention("auto", torch.device("cuda", 0), torch.bfloat16, b=2, s=256, n=4, d=64,
+                              dropout_p=dropout_p)
+    assert "the fastest" in reason and sum(name in reason for name in SWITCHES) >= 2, reason
+
+
+@pytest.mark.parametrize("name", ["flash", "fused", "efficient"])
+def test_attention_kernels_agree_with_the_formula(name: str):
+    choose_attention(name, torch.device("cuda", 0), torch.bfloat16, b=2, s=256, n=4, d=64, dropout_p=0.0)
+    qkv = torch.randn(3, 2, 4, 256, 64, device="cuda", dtype=torch.bfloat16)
+    q, k, v = qkv.float().unbind(0)
+    scores = (q @ k.transpose(-1, -2) / 8).masked_fill(torch.ones(256, 256, device="cuda").triu(1).bool(), -torch.inf)
+    expected = torch.softmax(scores, -1) @ v
+    got = F.scaled_dot_product_attention(qkv[0], qkv[1], qkv[2], is_causal=True).float()
+    assert (got - expected).norm() < 1e-2 * expected.norm()
+
+
+def test_a_resume_goes_on_as_before(folder: Path):
+    """Near, not bit for bit: some backward kernels add in an order of their own."""
+    flags = [*GPU, "--precision", "bf16", "--attention-dropout", "0.1", "--hidden-dropout", "0.1"]
+    whole = start(0, 1, str(folder), flags)
+    steps(whole, 5)
+    whole.save()
+    expected = steps(whole, 5)["loss"]
+    finish(whole)
+    resumed = start(0, 1, str(folder), [*flags, "--load", f"{folder}/save"])
+    assert resumed.iteration == 5
+    assert steps(resumed, 5)["loss"] == pytest.approx(expected, rel=1e-3)
+    finish(resumed)
+
+
+def test_one_rank_of_nccl(folder: Path):
+    """The program as a launcher starts it; more ranks than GPUs, NCCL refuses."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1", str(ROOT / "pretrain_gpt2.py"),
+               "--train-iters", "3", "--eval-iters", "1", "--log-interval", "1", "--save", f"{folder}/nccl",
+               "--distributed-backend", "nccl", "--use-distributed-optimizer", "--tokenizer-type", "bytes"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_dropout_draws_anew(folder: Path):
+    mpu.initialize_model_parallel(1)
+    mpu.model_parallel_cuda_manual_seed(1)
+    model = GPT2Model(replace(SHAPE, attention_dropout=0.1, hidden_dropout=0.1), device="cuda").train()
+    first, second = (loss_and_gradients(model, "cuda")[0] for _ in range(2))
+    assert first != second
