@@ -1,0 +1,275 @@
+"""One arm of the training benchmark, run alone in a process of its own: `benchmarks/train.py` starts them.
+
+    python benchmarks/arms.py SPEC.json RESULT.json     # SPEC: {"task": ..., "problem": ..., "arm": ..., ...}
+
+Ours is the program that a user runs: flags through `parse`, `plan_run` and `build_run`, and the timed function is
+`megatron.training.train_step`. Each peer gets a complete step of its own: batch, zero_grad, forward, backward, clip at
+1.0, AdamW. All arms read the same samples, in the same order, through the same loader.
+Legend: b micro-batch, s sequence, h hidden, v vocabulary.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works in a clone that is not installed
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from benchmarks import peers
+from benchmarks.ceiling import ceiling
+from benchmarks.problem import Arm, Problem
+from data_utils import BatchLoader, GPT2Dataset, SampleOrder, Tokenizer, build_splits
+from megatron.arguments import parse
+from megatron.device import DTYPES, set_allocator, set_threads
+from megatron.launch import Ranks
+from megatron.model.gpt2 import GPT2Model, count_parameters
+from megatron.plan import Plan, plan_run
+from megatron.run import Run, build_run
+from megatron.training import train_step
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """step: one whole update. read: mean loss since the last read, and the last gradient norm; waits for the device."""
+
+    step: Callable[[], None]
+    read: Callable[[], tuple[float, float]]
+    computes: str
+    padding_nats: float = 0.0  # what rows beyond the vocabulary add to the loss of a model that knows nothing
+    close: Callable[[], None] = lambda: None
+
+
+class Vocabulary(Tokenizer):
+    """Stands in for a tokenizer where the text is tokens already: a size, and nothing to encode with."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__("synthetic", [b""] * size, size - 1, f"synthetic {size}", {})
+
+    def encode(self, text: str) -> np.ndarray | list[int]:
+        raise ValueError("the benchmark's vocabulary has no text")
+
+
+def dataset(problem: Problem) -> GPT2Dataset:
+    return build_splits(train_data=(), data_path=[problem.tokens], split="1", need_valid=False, need_test=False,
+                        tokenizer=Vocabulary(problem.vocab_size), seq_length=problem.seq_length, log=print).train
+
+
+def batches(problem: Problem) -> BatchLoader:
+    """The samples that our program takes, in its order, as tensors [accumulation · b, s + 1], prepared by a thread."""
+    def finish(batch: np.ndarray) -> Tensor:
+        host = torch.from_numpy(batch)
+        return host.pin_memory() if problem.device == "cuda" else host
+
+    data = dataset(problem)
+    return BatchLoader(data, SampleOrder(len(data), problem.seed), micro_batch_size=problem.micro_batch_size,
+                       accumulation=problem.accumulation, data_parallel_rank=0, data_parallel_size=1, finish=finish)
+
+
+def our_flags(problem: Problem, arm: Arm) -> list[str]:
+    """The command line of our program for this problem."""
+    values: dict[str, Any] = {
+        "num-layers": problem.num_layers, "hidden-size": problem.hidden_size,
+        "num-attention-heads": problem.num_attention_heads, "seq-length": problem.seq_length,
+        "max-position-embeddings": problem.seq_length, "gelu": problem.gelu, "attention-dropout": problem.dropout,
+        "hidden-dropout": problem.dropout, "micro-batch-size": problem.micro_batch_size,
+        # Over model-parallel ranks alone: the data-parallel size is 1.
+        "global-batch-size": problem.micro_batch_size * problem.accumulation, "lr": problem.lr,
+        "lr-decay-style": "constant", "warmup": 0, "weight-decay": problem.weight_decay,
+        "adam-beta1": problem.betas[0], "adam-beta2": problem.betas[1], "clip-grad": problem.clip_grad,
+        "seed": problem.seed, "train-iters": 1_000_000, "eval-iters": 0, "split": "1", "tokenizer-type": "bytes",
+        "data-path": f"{problem.scratch}/bytes", "save": f"{problem.scratch}/save", "device": problem.device,
+        "precision": arm.precision, "model-parallel-size": arm.ranks}
+    flags = [word for name, value in values.items() for word in (f"--{name}", str(value))]
+    return flags + (["--compile"] if arm.compiled else []) + list(arm.flags)
+
+
+def our_plan(problem: Problem, arm: Arm) -> Plan:
+    """The plan of the command line, but for the vocabulary: GPT-2's needs files that may be absent, so the plan is made
+    for a small pair of bytes, and tokenizer, vocabulary size and data are put in afterwards."""
+    plan = plan_run(parse(our_flags(problem, arm)), Ranks(0, arm.ranks, 0, 1), print)
+    config = dataclasses.replace(plan.config, model=dataclasses.replace(plan.config.model,
+                                                                        vocab_size=problem.vocab_size))
+    return dataclasses.replace(plan, config=config, tokenizer=Vocabulary(problem.vocab_size),
+                               splits=dataclasses.replace(plan.splits, train=dataset(problem)))
+
+
+def ours(problem: Problem, arm: Arm) -> Trainer:
+    return trainer(build_run(our_plan(problem, arm), print))
+
+
+def one_rank(problem: Problem, arm: Arm) -> Trainer:
+    """The first of `arm.ranks` model-parallel ranks, alone: its collectives move nothing and wait for nobody, and its
+    weights are drawn where they lie, not by the layout's rule. The values mean nothing; the arithmetic is a rank's."""
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=0, world_size=arm.ranks, store=FakeStore())
+    plan = our_plan(problem, arm)
+
+    def empty_model(*args: Any, **kwargs: Any) -> GPT2Model:
+        model = GPT2Model(*args, **{**kwargs, "device": "meta"})
+        marks = {name: vars(parameter) for name, parameter in model.named_parameters()}
+        model.to_empty(device=plan.device)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                vars(parameter).update(marks[name])  # which parameters are split
+                if parameter.dim() > 1:
+                    parameter.normal_(0.0, 0.02)
+                else:
+                    parameter.fill_(1.0 if name.endswith("layernorm.weight") else 0.0)
+        return model
+
+    # The ranks agree on when to stop over gloo, which needs the others.
+    with mock.patch("megatron.run.GPT2Model", empty_model), mock.patch("megatron.run.StopSignal"):
+        run = build_run(plan, print)
+    return trainer(run)
+
+
+def trainer(run: Run) -> Trainer:
+    run.model.train()
+    steps = 0
+
+    def step() -> None:
+        nonlocal steps
+        train_step(run)
+        run.iteration += 1
+        run.consumed_samples += run.global_batch_size
+        steps += 1
+
+    def read() -> tuple[float, float]:
+        nonlocal steps
+        assert int(run.optimizer.skipped_steps) == 0, "a step was skipped: its gradient was not finite"
+        loss, norm = run.loss_sum.item() / max(steps, 1), run.optimizer.grad_norm.item()
+        run.loss_sum.zero_()
+        steps = 0
+        return loss, norm
+
+    def close() -> None:
+        run.loader.close()
+        run.stop.close()
+        run.log.close()
+
+    padded = run.model.word_embeddings.weight.size(0) * run.parallel.model_parallel_size
+    precision = str(run.plan.dtype).removeprefix("torch.")
+    return Trainer(step, read, f"loss over {run.model.vocab_size} words, {padded} rows multiplied; weights and "
+                               f"activations {precision}, fp32 masters and gradients, fused AdamW", close=close)
+
+
+def peer(problem: Problem, arm: Arm, nanogpt: str) -> Trainer:
+    """A training step around another's model: fp32 weights, autocast (unless shipped), fused AdamW (unless shipped)."""
+    device = torch.device(problem.device)
+    loader = batches(problem)
+    model, loss_of, vocab = peers.build(arm.kind, problem.model, nanogpt=nanogpt, device=device, seed=problem.seed)
+    called: nn.Module = torch.compile(model) if arm.compiled else model  # type: ignore[assignment]
+    optimizer = peers.adamw(model, arm.shipped, lr=problem.lr, betas=problem.betas, weight_decay=problem.weight_decay)
+    total = torch.zeros((), device=device)
+    norm = torch.zeros((), device=device)
+    b, steps = problem.micro_batch_size, 0
+
+    def step() -> None:
+        nonlocal norm, steps
+        text = next(loader).to(device, non_blocking=True)
+        optimizer.zero_grad(set_to_none=True)
+        for i in range(problem.accumulation):
+            part = text[i * b:(i + 1) * b]
+            with torch.autocast(device.type, DTYPES["bf16"], enabled=arm.precision == "bf16"):
+                loss = loss_of(called, part[:, :-1], part[:, 1:]) / problem.accumulation
+            loss.backward()
+            total.add_(loss.detach())
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), problem.clip_grad)
+        optimizer.step()
+        steps += 1
+
+    def read() -> tuple[float, float]:
+        nonlocal steps
+        loss = total.item() / max(steps, 1)
+        total.zero_()
+        steps = 0
+        return loss, norm.item()
+
+    how = "fp32 throughout" if arm.precision == "fp32" else "fp32 weights, bf16 by torch.autocast"
+    return Trainer(step, read, f"loss over {vocab} words, as many rows multiplied; {how}, "
+                               f"{'AdamW as shipped' if arm.shipped else 'fused AdamW'}",
+                   math.log(vocab / problem.vocab_size), loader.close)
+
+
+def measure(problem: Problem, arm: Arm, *, nanogpt: str, warmup: int, steps: int) -> dict[str, Any]:
+    """Seconds of every timed step, first loss and gradient norm, peak memory in bytes."""
+    device = torch.device(problem.device)
+    gpu = device.type == "cuda"
+    make = {"ours": ours, "rank": one_rank}.get(arm.kind)
+    began = time.perf_counter()
+    training = make(problem, arm) if make else peer(problem, arm, nanogpt)
+    built = time.perf_counter()
+    training.step()
+    first = training.read()
+    first_step = time.perf_counter() - built
+    for _ in range(warmup):
+        training.step()
+    second = training.read()
+    if gpu:  # boundaries of the steps on the device's own clock; nothing is read until all have run
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
+        events[0].record()
+        for event in events[1:]:
+            training.step()
+            event.record()
+        torch.cuda.synchronize(device)
+        seconds = [a.elapsed_time(b) / 1000 for a, b in zip(events, events[1:], strict=False)]
+    else:
+        seconds = []
+        for _ in range(steps):
+            start = time.perf_counter()
+            training.step()
+            seconds.append(time.perf_counter() - start)
+    last = training.read()
+    assert all(map(math.isfinite, (*first, *second, *last))), "a loss or gradient norm is not finite"
+    memory = {"peak_allocated": torch.cuda.max_memory_allocated(device), "allocated": torch.cuda.memory_allocated(
+        device), "peak_reserved": torch.cuda.max_memory_reserved(device)} if gpu else {"peak_resident": peak_resident()}
+    training.close()
+    return {"step_s": seconds, "first_step_s": first_step, "build_s": built - began, "loss": first[0],
+            "grad_norm": first[1], "last_loss": last[0], "tokens_per_step": problem.tokens_per_step,
+            "flops_per_token": problem.model.flops_per_token(problem.seq_length) // arm.ranks,
+            "parameters": count_parameters(problem.model, arm.ranks)[1], "memory_bytes": memory,
+            "computes": training.computes, "padding_nats": training.padding_nats, "threads": torch.get_num_threads()}
+
+
+def peak_resident() -> int | None:
+    """The most memory that this process ever had resident, in bytes (VmHWM); None where /proc does not say."""
+    try:
+        line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    except (OSError, StopIteration):
+        return None
+    return int(line.split()[1]) * 1024
+
+
+def main(argv: Sequence[str]) -> None:
+    spec = json.loads(Path(argv[0]).read_text())
+    arm, problem = Arm(**spec["arm"]), Problem(**spec["problem"])
+    arm = dataclasses.replace(arm, flags=tuple(arm.flags))
+    problem = dataclasses.replace(problem, betas=(problem.betas[0], problem.betas[1]), **arm.changes)
+    if not arm.shipped:
+        set_allocator(torch.device(problem.device))
+    set_threads(Ranks())
+    if spec["task"] == "gate":
+        result: dict[str, Any] = peers.gate(problem.model, problem.device, spec["kind"], nanogpt=spec["nanogpt"])
+    elif spec["task"] == "ceiling":
+        result = ceiling(problem, arm.precision, spec["seconds"])
+    else:
+        result = measure(problem, arm, nanogpt=spec["nanogpt"], warmup=spec["warmup"], steps=spec["steps"])
+    Path(argv[1]).write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
