@@ -66,7 +66,8 @@ class _BlockwiseBackward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Tensor:
         (qkv,) = ctx.saved_tensors
-        return _blockwise_backward(qkv, dy)
+        d_qkv: Tensor = _blockwise_backward(qkv, dy)
+        return d_qkv
 
 
 # An operator of its own: a compiler that sees inside makes it slower than its parts are.
@@ -76,7 +77,7 @@ def _blockwise_backward(qkv: Tensor, dy: Tensor) -> Tensor:
     s, b, n, _, d = qkv.shape
     scale = d ** -0.5
     q, k, v = (_flat_heads(x) for x in _heads(qkv))
-    q, scaled_k = q * scale, k * scale
+    q = q * scale
     dy = _flat_heads(dy.view(s, b, n, d).permute(1, 2, 0, 3))
     d_qkv = torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
     dq_out, dk_out, dv_out = _heads(d_qkv)
@@ -84,15 +85,16 @@ def _blockwise_backward(qkv: Tensor, dy: Tensor) -> Tensor:
     later = torch.full((_BLOCK, _BLOCK), -torch.inf, dtype=qkv.dtype).triu_(1)
     for start in range(0, s, _BLOCK):
         end = min(start + _BLOCK, s)
-        block_q, block_dy = q[:, start:end], dy[:, start:end]
-        scores = torch.bmm(block_q, k[:, :end].transpose(1, 2))  # [b·n, block, end]
-        scores[:, :, start:] += later[:end - start, :end - start]
-        p = torch.softmax(scores, dim=-1)
+        # Contiguous once, where each product would copy them for itself.
+        block_q, block_dy, block_k = (x.contiguous() for x in (q[:, start:end], dy[:, start:end], k[:, :end]))
+        p = torch.bmm(block_q, block_k.transpose(1, 2))  # [b·n, block, end]
+        p[:, :, start:] += later[:end - start, :end - start]
+        p = torch.softmax(p, dim=-1)
         dp = torch.bmm(block_dy, v[:, :end].transpose(1, 2))
         d_scores = torch._softmax_backward_data(dp, p, -1, p.dtype)
         dv[:, :end].baddbmm_(p.transpose(1, 2), block_dy)
         dk[:, :end].baddbmm_(d_scores.transpose(1, 2), block_q)
-        dq_out[:, :, start:end] = torch.bmm(d_scores, scaled_k[:, :end]).view(b, n, end - start, d)
+        torch.mul(torch.bmm(d_scores, block_k).view(b, n, end - start, d), scale, out=dq_out[:, :, start:end])
     dk_out.copy_(dk.view(b, n, s, d))
     dv_out.copy_(dv.view(b, n, s, d))
     return d_qkv

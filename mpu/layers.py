@@ -70,43 +70,67 @@ class _ParallelLayer(nn.Module):
         return full
 
 
-class _ColumnParallel(torch.autograd.Function):
-    """Y = XAᵀ + b of a column-parallel layer. In backward the sum of dX over the ranks is under way while dA is
-    computed; with sequence_parallel X is gathered a second time instead of being kept whole."""
+class _Linear(torch.autograd.Function):
+    """Y = XAᵀ + b. With a group, of a column-parallel layer: in backward the sum of dX over the ranks is under way
+    while dA is computed; with sequence_parallel X is gathered a second time instead of being kept whole."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: ProcessGroup,
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: ProcessGroup | None,
                 sequence_parallel: bool) -> Tensor:
         ctx.group, ctx.sequence_parallel = group, sequence_parallel
         ctx.save_for_backward(x, weight)
-        return F.linear(all_gather_first_dim(x, group)[0] if sequence_parallel else x, weight, bias)
+        return F.linear(all_gather_first_dim(x, group)[0] if group and sequence_parallel else x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         # A compiler would have to see what happens between a collective's beginning and its end.
         overlap = not torch.compiler.is_compiling()
-        work = None
-        if ctx.sequence_parallel:
+        work = dx = d_weight = d_bias = None
+        if ctx.group and ctx.sequence_parallel:
             x, work = all_gather_first_dim(x, ctx.group, async_op=overlap)
-        dx = d_weight = d_bias = None
         if ctx.needs_input_grad[0]:
             dx = dy @ weight
         if work is not None:
             work.wait()
-        if dx is not None:
+        if ctx.group and dx is not None:
             if ctx.sequence_parallel:
                 dx, work = reduce_scatter_first_dim(dx, ctx.group, async_op=overlap)
             else:
                 work = dist.all_reduce(dx, group=ctx.group, async_op=overlap)
         dy = dy.reshape(-1, dy.size(-1))
         if ctx.needs_input_grad[1]:
-            d_weight = dy.t() @ x.reshape(-1, x.size(-1))
+            d_weight = _weight_gradient(dy, x.reshape(-1, x.size(-1)))
         if ctx.needs_input_grad[2]:
             d_bias = dy.sum(dim=0)
         if work is not None:
             work.wait()
         return dx, d_weight, d_bias, None, None
+
+
+def _weight_gradient(dy: Tensor, x: Tensor) -> Tensor:
+    """dyᵀx: [t, o], [t, i] -> [o, i].
+
+    oneDNN in bf16 is slow where the left matrix is transposed and long (AMX, 2 cores, 2,048 tokens: 1.3 TFLOP/s where
+    the other products reach 2.5; in 4 parts 1.9). Each part rounds the sum once more, so there are never more than 4.
+    """
+    if dy.device.type != "cpu" or dy.dtype != torch.bfloat16:
+        return dy.t() @ x
+    tokens = max(512, -(-dy.size(0) // 4))
+    total = dy[:tokens].t() @ x[:tokens]
+    for start in range(tokens, dy.size(0), tokens):
+        part = slice(start, start + tokens)
+        total.addmm_(dy[part].t(), x[part])
+    return total
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, group: ProcessGroup | None = None,
+            sequence_parallel: bool = False) -> Tensor:
+    """F.linear, by our own backward where that is faster."""
+    if group is None and not (x.device.type == "cpu" and x.dtype == torch.bfloat16):
+        return F.linear(x, weight, bias)
+    y: Tensor = _Linear.apply(x, weight, bias, group, sequence_parallel)  # type: ignore[no-untyped-call]
+    return y
 
 
 class ColumnParallelLinear(_ParallelLayer):
@@ -133,10 +157,8 @@ class ColumnParallelLinear(_ParallelLayer):
             self.register_parameter("bias", None)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.group is None or self.world_size == 1:
-            return F.linear(x, self.weight, self.bias)
-        y: Tensor = _ColumnParallel.apply(  # type: ignore[no-untyped-call]
-            x, self.weight, self.bias, self.group, self.sequence_parallel)
+        group = self.group if self.world_size > 1 else None
+        y = _linear(x, self.weight, self.bias, group, self.sequence_parallel)
         return gather_from_model_parallel_region(y, self.group) if self.gather_output else y
 
 
@@ -169,8 +191,8 @@ class RowParallelLinear(_ParallelLayer):
         if not self.input_is_parallel:
             x = scatter_to_model_parallel_region(x, self.group)
         if self.world_size == 1:
-            return F.linear(x, self.weight, self.bias)
-        y = self.reduce(F.linear(x, self.weight), self.group)
+            return _linear(x, self.weight, self.bias)
+        y = self.reduce(_linear(x, self.weight, None), self.group)
         return y if self.bias is None else y + self.bias
 
 

@@ -8,12 +8,13 @@ them for backward are split as well.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
@@ -87,16 +88,24 @@ class ParallelMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         inside = self.dense_h_to_4h(x)  # [s, b, f/p]
-        if self.recompute_gelu and self.training:
-            # The linear keeps its input before it multiplies: recomputation ends there, short of the product.
-            y: Tensor = torch.utils.checkpoint.checkpoint(
-                self._second_half, inside, use_reentrant=False, preserve_rng_state=False)
-            return y
-        return self._second_half(inside)
+        y = self.gelu(inside)
+        with self._kept_as(inside, y):
+            out: Tensor = self.dense_4h_to_h(y)
+        return out
 
-    def _second_half(self, inside: Tensor) -> Tensor:
-        y: Tensor = self.dense_4h_to_h(self.gelu(inside))
-        return y
+    def _kept_as(self, inside: Tensor, y: Tensor) -> contextlib.AbstractContextManager[Any]:
+        """Within it, a layer that keeps y = gelu(inside) for backward keeps `inside`, which gelu keeps anyway, and
+        computes y from it again. A compiler decides by itself what to keep, and so of what is cheap."""
+        if not self.recompute_gelu or torch.compiler.is_compiling():
+            return contextlib.nullcontext()
+
+        def pack(x: Tensor) -> Tensor | tuple[torch.Size, Tensor]:
+            return (x.shape, inside) if x.data_ptr() == y.data_ptr() else x
+
+        def unpack(kept: Tensor | tuple[torch.Size, Tensor]) -> Tensor:
+            return kept if isinstance(kept, Tensor) else self.gelu(kept[1]).view(kept[0])
+
+        return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
 
 def gelu_tanh(x: Tensor) -> Tensor:

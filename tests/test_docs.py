@@ -32,7 +32,7 @@ COMMANDS = [(page, line) for page, block in blocks("bash") for line in block.spl
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A clone with a text; the commands run here one after the other, as a reader would."""
     folder = tmp_path_factory.mktemp("docs") / "project"
-    for name in ("mpu", "data_utils", "megatron", "scripts", "tools"):
+    for name in ("mpu", "data_utils", "megatron", "scripts", "tools", "benchmarks"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pretrain_gpt2.py", "constraints.txt", "pyproject.toml"):
         shutil.copy(ROOT / name, folder / name)
@@ -79,7 +79,9 @@ def test_python_examples_run(page: str, block: str):
 def test_every_file_and_flag_that_is_named_exists():
     from megatron.flags import flag_table
 
-    known = {row[0] for row in flag_table()} | {"--help", "--max-new-tokens", "--prompt", "--index-url"}
+    known = {row[0] for row in flag_table()} | {"--help", "--index-url", "--nproc-per-node", "--ntasks-per-node"}
+    for program in (*(ROOT / "tools").glob("*.py"), *(ROOT / "benchmarks").glob("*.py")):
+        known |= set(re.findall(r'add_argument\("(--[\w-]+)"', program.read_text()))
     for page in PAGES:
         text = page.read_text()
         for link in re.findall(r"\]\(([^)#:]+)\)", text):
