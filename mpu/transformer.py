@@ -99,8 +99,10 @@ class ParallelMLP(nn.Module):
         if not self.recompute_gelu or torch.compiler.is_compiling():
             return contextlib.nullcontext()
 
+        address = y.data_ptr()  # not y itself, which would live as long as the hook
+
         def pack(x: Tensor) -> Tensor | tuple[torch.Size, Tensor]:
-            return (x.shape, inside) if x.data_ptr() == y.data_ptr() else x
+            return (x.shape, inside) if x.data_ptr() == address else x
 
         def unpack(kept: Tensor | tuple[torch.Size, Tensor]) -> Tensor:
             return kept if isinstance(kept, Tensor) else self.gelu(kept[1]).view(kept[0])

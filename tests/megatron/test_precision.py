@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+import mpu
 from megatron.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from megatron.run import Run
 from megatron.training import train_step
@@ -20,13 +22,14 @@ def keep(run: Run, grads: list[torch.Tensor]) -> None:
     grads.append(torch.cat(run.flat.owned_grads()))
 
 
-def with_and_without_recompute(rank: int, world_size: int, folder: str) -> list[Any]:
+def with_and_without_recompute(rank: int, world_size: int, folder: str, precision: str) -> list[Any]:
     results: list[Any] = []
     for flags in ([], ["--checkpoint-activations"],
-                  ["--checkpoint-activations", "--checkpoint-num-layers", "2"]):
+                  ["--checkpoint-activations", "--checkpoint-num-layers", "2"],
+                  ["--recompute-granularity", "selective"]):
         run = start(rank, world_size, folder, [
-            "--num-layers", "3", "--attention-dropout", "0.1", "--hidden-dropout", "0.1", "--save",
-            f"{folder}/recompute{len(results)}", "--model-parallel-size", str(world_size), *flags])
+            "--num-layers", "3", "--attention-dropout", "0.1", "--hidden-dropout", "0.1", "--precision", precision,
+            "--save", f"{folder}/recompute{len(results)}", "--model-parallel-size", str(world_size), *flags])
         seen = steps(run, 3)
         # The gradients of one more step, before the optimizer uses the buffer.
         grads: list[torch.Tensor] = []
@@ -39,10 +42,32 @@ def with_and_without_recompute(rank: int, world_size: int, folder: str) -> list[
     return results
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_activation_checkpointing_is_bit_identical(tmp_path: Path, world_size: int):
+def test_selective_recomputation_does_not_keep_the_output_of_gelu():
+    mpu.initialize_model_parallel(1)
+    alive = {}
+    for recompute_gelu in (False, True):
+        mlp = mpu.ParallelMLP(64, 256, init_method=torch.nn.init.xavier_normal_,
+                              output_init_method=torch.nn.init.xavier_normal_, recompute_gelu=recompute_gelu)
+        outputs: list[weakref.ref[torch.UntypedStorage]] = []
+        gelu = mlp.gelu
+
+        def watched(x: torch.Tensor, gelu: Any = gelu, outputs: Any = outputs) -> torch.Tensor:
+            y: torch.Tensor = gelu(x)
+            outputs.append(weakref.ref(y.untyped_storage()))
+            return y
+
+        mlp.gelu = watched  # type: ignore[assignment]
+        y = mlp(torch.randn(32, 2, 64, requires_grad=True))
+        alive[recompute_gelu] = outputs[0]() is not None
+        y.sum().backward()
+        assert len(outputs) == 1 + recompute_gelu
+    assert alive == {False: True, True: False}
+
+
+@pytest.mark.parametrize(("world_size", "precision"), [(1, "fp32"), (2, "fp32"), (1, "bf16")])
+def test_recomputation_is_bit_identical(tmp_path: Path, world_size: int, precision: str):
     write_text(tmp_path)
-    for plain, *others in run_ranks(with_and_without_recompute, world_size, str(tmp_path)):
+    for plain, *others in run_ranks(with_and_without_recompute, world_size, str(tmp_path), precision):
         for other in others:
             assert other[0] == plain[0]
             assert torch.equal(other[1], plain[1]) and plain[1].any()
