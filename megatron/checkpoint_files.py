@@ -21,7 +21,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,11 +43,13 @@ FILE_NAME = re.compile(r"mp_rank_\d{2,5}/[a-z]\w*\.safetensors", re.ASCII)
 
 @dataclass(frozen=True)
 class Piece:
-    """A box of a global tensor, to be written. `tensor` (any device) is the box itself, without padding."""
+    """A box of a global tensor, to be written. `tensor` (any device) is the box itself, without padding; one on the
+    meta device has its shape and dtype alone, and `make` gives it when its turn to be written comes."""
 
     tensor: Tensor
     global_shape: tuple[int, ...]
     offset: tuple[int, ...]
+    make: Callable[[], Tensor] | None = None
 
 
 def tensor_name(key: str) -> str:
@@ -100,7 +102,8 @@ def write_tensors(folder: Path, file: str, iteration: int, pieces: Mapping[str, 
         with open(path, "xb") as stream:
             stream.write(header)
             for key in starts:
-                flat = pieces[key].tensor.detach().cpu().contiguous().reshape(-1)
+                make, tensor = pieces[key].make, pieces[key].tensor
+                flat = (make() if make else tensor).detach().cpu().contiguous().reshape(-1)
                 data = flat.view(torch.uint8).numpy().data
                 for start in range(0, len(data), CHUNK):
                     chunk = data[start:start + CHUNK]

@@ -140,11 +140,36 @@ class GPT2Model(nn.Module):
             layer.compile(fullgraph=not breaks, backend=backend)
 
 
-def count_parameters(config: ModelConfig, model_parallel_size: int = 1) -> tuple[int, int]:
-    """Parameters in all (true vocabulary) and in one rank's memory (padded), without making them."""
+def parameter_specs(config: ModelConfig, model_parallel_size: int = 1) -> dict[str, mpu.PartitionSpec]:
+    """The spec of every parameter, as `mpu.partition_specs` gives it of a model, without making one."""
     assert config.vocab_size is not None
     h, f, p = config.hidden_size, config.ffn_size, model_parallel_size
-    vocab = mpu.padded_vocab_size(config.vocab_size, config.make_vocab_size_divisible_by, p)
-    split = config.num_layers * ((3 * h * h + 3 * h) + h * h + (f * h + f) + h * f)
-    replicated = config.num_layers * (h + h + 4 * h) + 2 * h + config.max_position_embeddings * h
-    return (split + replicated + config.vocab_size * h, split // p + replicated + vocab // p * h)
+
+    def layer_norm(name: str) -> dict[str, mpu.PartitionSpec]:
+        return {f"{name}.weight": mpu.PartitionSpec((h,)), f"{name}.bias": mpu.PartitionSpec((h,))}
+
+    specs = {
+        "word_embeddings.weight": mpu.PartitionSpec((config.vocab_size, h), 0, mpu.padded_vocab_size(
+            config.vocab_size, config.make_vocab_size_divisible_by, p)),
+        "position_embeddings.weight": mpu.PartitionSpec((config.max_position_embeddings, h))}
+    for number in range(config.num_layers):
+        layer = {
+            **layer_norm("input_layernorm"),
+            "attention.query_key_value.weight": mpu.PartitionSpec((3 * h, h), 0),
+            "attention.query_key_value.bias": mpu.PartitionSpec((3 * h,), 0),
+            "attention.dense.weight": mpu.PartitionSpec((h, h), 1),
+            "attention.dense.bias": mpu.PartitionSpec((h,)),
+            **layer_norm("post_attention_layernorm"),
+            "mlp.dense_h_to_4h.weight": mpu.PartitionSpec((f, h), 0),
+            "mlp.dense_h_to_4h.bias": mpu.PartitionSpec((f,), 0),
+            "mlp.dense_4h_to_h.weight": mpu.PartitionSpec((h, f), 1),
+            "mlp.dense_4h_to_h.bias": mpu.PartitionSpec((h,))}
+        specs |= {f"transformer.layers.{number}.{name}": spec for name, spec in layer.items()}
+    return specs | layer_norm("transformer.final_layernorm")
+
+
+def count_parameters(config: ModelConfig, model_parallel_size: int = 1) -> tuple[int, int]:
+    """Parameters in all (true vocabulary) and in one rank's memory (padded), without making them."""
+    specs = parameter_specs(config, model_parallel_size).values()
+    return (sum(math.prod(spec.global_shape) for spec in specs),
+            sum(math.prod(spec.local_shape(model_parallel_size)) for spec in specs))

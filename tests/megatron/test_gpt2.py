@@ -12,7 +12,7 @@ from torch import Tensor
 
 import mpu
 from megatron.config import ModelConfig
-from megatron.model.gpt2 import GPT2Model, count_parameters, seeded_normal
+from megatron.model.gpt2 import GPT2Model, count_parameters, parameter_specs, seeded_normal
 from tests.distributed import run_ranks
 
 SMALL = ModelConfig(num_layers=3, hidden_size=64, num_attention_heads=4, max_position_embeddings=24, vocab_size=101,
@@ -100,11 +100,13 @@ def test_published_parameter_counts():
 
 def count_real(rank: int, world_size: int) -> int:
     mpu.initialize_model_parallel(world_size)
-    return sum(p.numel() for p in GPT2Model(SMALL).parameters())
+    model = GPT2Model(SMALL)
+    assert mpu.partition_specs(model) == parameter_specs(SMALL, world_size)
+    return sum(p.numel() for p in model.parameters())
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_counts_are_those_of_the_real_model(world_size: int):
+def test_specs_and_counts_are_those_of_the_real_model(world_size: int):
     assert run_ranks(count_real, world_size) == [count_parameters(SMALL, world_size)[1]] * world_size
 
 
