@@ -68,6 +68,7 @@ ARMS = [  # the most wanted first: where time runs short, the last are left out
     Arm("nanoGPT compiled", "nanogpt", compiled=True),
     Arm("HF compiled", "huggingface", compiled=True),
     Arm("ours eager", "ours"),
+    Arm("ours selective", "ours", flags=("--recompute-granularity", "selective")),
     Arm("HF eager", "huggingface"),
     Arm("nanoGPT eager", "nanogpt"),
     Arm("nanoGPT as shipped", "nanogpt", precision="fp32", shipped=True),

@@ -66,17 +66,30 @@ class GradientReducer:
         self._sent.clear()
         sum_replicated(self._flat, self._sequence_parallel_group)
 
+    def add(self, name: str, gradient: Tensor) -> None:
+        """The gradient of a micro-batch."""
+        if self._first:
+            self._flat.grad(name).copy_(gradient)
+        else:
+            self._flat.grad(name).add_(gradient)
+
+    def add_rows(self, name: str, rows: Tensor, gradients: Tensor) -> None:
+        """More of it, after `add`: [t, h] for the rows [t]. In an order that does not change from run to run."""
+        self._flat.grad(name).index_put_((rows,), gradients.float(), accumulate=True)
+
+    def complete(self, name: str) -> None:
+        """The micro-batch has no more of this gradient."""
+        self._missing[self._bucket_of[name]].remove(name)
+        if self._last and self._group is not None:
+            self._send_ready()
+
     def _hook(self, name: str):  # type: ignore[no-untyped-def]
         def collect(parameter: Tensor) -> None:
-            assert parameter.grad is not None
-            if self._first:
-                self._flat.grad(name).copy_(parameter.grad)
-            else:
-                self._flat.grad(name).add_(parameter.grad)
+            if parameter.grad is None:
+                return  # it came by `add`
+            self.add(name, parameter.grad)
             parameter.grad = None
-            self._missing[self._bucket_of[name]].discard(name)
-            if self._last and self._group is not None:
-                self._send_ready()
+            self.complete(name)
 
         return collect
 
@@ -93,6 +106,24 @@ class GradientReducer:
                 work = dist.all_reduce(sent, group=self._group, async_op=True)
             assert work is not None
             self._sent.append((work, grads[inside], sent[inside]))
+
+
+class _TiedGradient:
+    """Of the parameter `name`, into the reducer without autograd."""
+
+    def __init__(self, reducer: GradientReducer, name: str) -> None:
+        self._reducer, self._name = reducer, name
+        self._of_head: Tensor | None = None
+
+    def add(self, gradient: Tensor) -> None:
+        self._of_head = gradient  # not into float32 yet: now, at the start of backward, memory is fullest
+
+    def add_rows(self, rows: Tensor, gradients: Tensor) -> None:
+        assert self._of_head is not None, "the head comes first in backward"
+        self._reducer.add(self._name, self._of_head)
+        self._of_head = None
+        self._reducer.add_rows(self._name, rows, gradients)
+        self._reducer.complete(self._name)
 
 
 class TorchDDPReducer:
@@ -133,16 +164,18 @@ def sum_replicated(flat: FlatParameters, group: ProcessGroup | None) -> None:
         part.copy_(total)
 
 
-def reducer_for(config: ParallelConfig, flat: FlatParameters, module: nn.Module, group: ProcessGroup | None, *,
+def reducer_for(config: ParallelConfig, flat: FlatParameters, model: GPT2Model, group: ProcessGroup | None, *,
                 sequence_parallel_group: ProcessGroup | None = None,
                 ) -> tuple[GradientReducer | TorchDDPReducer, nn.Module]:
     """The reducer that --DDP-impl names, and the module to call forward on."""
     if config.DDP_impl == "torch" and group is not None and group.size() > 1:
-        ddp = TorchDDPReducer(flat, module, group, bucket_size=config.ddp_bucket_size,
+        ddp = TorchDDPReducer(flat, model, group, bucket_size=config.ddp_bucket_size,
                               sequence_parallel_group=sequence_parallel_group)
         return ddp, ddp.module
-    return GradientReducer(flat, group, in_bf16=config.grad_reduce_in_bf16,
-                           sequence_parallel_group=sequence_parallel_group), module
+    reducer = GradientReducer(flat, group, in_bf16=config.grad_reduce_in_bf16,
+                              sequence_parallel_group=sequence_parallel_group)
+    model.tied_gradient = _TiedGradient(reducer, "word_embeddings.weight")
+    return reducer, model
 
 
 class ParameterGatherer:

@@ -196,6 +196,22 @@ class RowParallelLinear(_ParallelLayer):
         return y if self.bias is None else y + self.bias
 
 
+class _Rows(torch.autograd.Function):
+    """weight[ids], whose gradient goes to `collect`."""
+
+    @staticmethod
+    def forward(ctx: Any, ids: Tensor, weight: Tensor, collect: Callable[[Tensor, Tensor], object]) -> Tensor:
+        ctx.collect = collect
+        ctx.save_for_backward(ids)
+        return F.embedding(ids, weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:
+        (ids,) = ctx.saved_tensors
+        ctx.collect(ids.reshape(-1), grad.reshape(-1, grad.size(-1)))
+        return None, None, None
+
+
 class VocabParallelEmbedding(_ParallelLayer):
     """Rows split by token id. Forward: all-reduce (a rank gives zero for ids it does not hold); backward: none. With
     sequence_parallel: reduce-scatter; backward: all-gather.
@@ -218,11 +234,20 @@ class VocabParallelEmbedding(_ParallelLayer):
         self.make_parameter("weight", PartitionSpec((num_embeddings, embedding_dim), 0, padded_size), init_method,
                             device)
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids: Tensor, collect: Callable[[Tensor, Tensor], object] | None = None) -> Tensor:
+        """collect: takes the rows' gradients during backward, this rank's row numbers [t] and [t, h], in the place of
+        autograd, which would sum them in a matrix of the weight's size."""
+
+        def rows_of(ids: Tensor) -> Tensor:
+            if collect is None:
+                return F.embedding(ids, self.weight)
+            rows: Tensor = _Rows.apply(ids, self.weight, collect)  # type: ignore[no-untyped-call]
+            return rows
+
         if self.world_size == 1:
-            return F.embedding(ids, self.weight)
+            return rows_of(ids)
         elsewhere = (ids < self.vocab_start) | (ids >= self.vocab_end)
-        rows = F.embedding((ids - self.vocab_start).masked_fill(elsewhere, 0), self.weight)
+        rows = rows_of((ids - self.vocab_start).masked_fill(elsewhere, 0))
         return self.reduce(rows.masked_fill(elsewhere.unsqueeze(-1), 0.0), self.group)
 
 

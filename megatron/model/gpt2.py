@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -68,6 +69,18 @@ class Transformer(nn.Module):
         return self.final_layernorm(x)
 
 
+class TiedGradient(Protocol):
+    """Takes the gradient of the word embeddings, which the head uses as well: during backward first that of the head,
+    then that of the embedding. Autograd would add them in the model's precision, in three more matrices of that size.
+    """
+
+    def add(self, gradient: Tensor) -> None:
+        """[v/p, h]"""
+
+    def add_rows(self, rows: Tensor, gradients: Tensor) -> None:
+        """Row numbers [t] int64, with repetitions, and [t, h]."""
+
+
 class GPT2Model(nn.Module):
     """GPT-2 over the default model-parallel group, in float32; the optimizer or `.to(dtype)` lowers it.
 
@@ -101,6 +114,7 @@ class GPT2Model(nn.Module):
         self.position_embeddings = nn.Embedding.from_pretrained(positions.to(device), freeze=False)
         self.transformer = Transformer(config, init_method_for, recompute, recompute_num_layers,
                                        self.sequence_parallel, device)
+        self.tied_gradient: TiedGradient | None = None  # None: autograd does it
 
     def forward(self, tokens: Tensor, labels: Tensor | None = None, token_weight: Tensor | None = None) -> Tensor:
         """tokens [b, s] int64 -> this rank's logits [s, b, v/p]; with labels and weights, both [b, s], the scalar
@@ -109,7 +123,9 @@ class GPT2Model(nn.Module):
         A label whose weight is 0 must still be an id of the vocabulary.
         """
         positions = self.position_embeddings.weight[self._own_positions(tokens.size(1))]
-        x = self.word_embeddings(tokens.t()) + positions.unsqueeze(1)  # [s, b, h], or [s/p, b, h]
+        tied = self.tied_gradient if labels is not None else None
+        words = self.word_embeddings(tokens.t(), tied.add_rows if tied else None)
+        x = words + positions.unsqueeze(1)  # [s, b, h], or [s/p, b, h]
         p = self.config.hidden_dropout if self.training else 0.0
         x = self.transformer(mpu.hidden_dropout(x, p, self.sequence_parallel))
         if labels is None:
@@ -119,7 +135,8 @@ class GPT2Model(nn.Module):
         assert token_weight is not None
         return mpu.vocab_parallel_linear_cross_entropy(
             x.flatten(0, 1), self.word_embeddings.weight, labels.t().reshape(-1), token_weight.t().reshape(-1),
-            vocab_size=self.vocab_size, sequence_parallel=self.sequence_parallel)
+            vocab_size=self.vocab_size, sequence_parallel=self.sequence_parallel,
+            collect=tied.add if tied else None)
 
     def _own_positions(self, s: int) -> slice:
         """The positions of a sequence of s whose hidden states this rank holds."""

@@ -147,3 +147,43 @@ def test_flops_per_token_is_megatrons_formula():
     h, layers = config.hidden_size, config.num_layers
     assert config.flops_per_token(s) == 72 * layers * h * h * (1 + s / (6 * h)) + 6 * h * 50257
     assert config.flops_per_token(s) == pytest.approx(2.423e9, rel=1e-3)
+
+
+class Summed:
+    """A TiedGradient that adds in float32 and counts."""
+
+    def __init__(self, shape: torch.Size) -> None:
+        self.total, self.calls = torch.zeros(shape), []
+
+    def add(self, gradient: Tensor) -> None:
+        self.total += gradient
+        self.calls.append("head")
+
+    def add_rows(self, rows: Tensor, gradients: Tensor) -> None:
+        self.total.index_put_((rows,), gradients.float(), accumulate=True)
+        self.calls.append("rows")
+
+
+def tied_gradient(rank: int, world_size: int, sequence_parallel: bool) -> tuple[float, list[str]]:
+    mpu.initialize_model_parallel(world_size)
+    model = GPT2Model(SMALL, sequence_parallel=sequence_parallel).train()
+    tokens = torch.randint(0, 101, (3, 20), generator=torch.Generator().manual_seed(1))  # ids repeat
+    weight = torch.full(tokens.shape, 1 / tokens.numel())
+    model(tokens, tokens.flip(1), weight).mul(3.0).backward()
+    expected = {name: p.grad for name, p in model.named_parameters()}
+    model.zero_grad()
+    model.tied_gradient = Summed(model.word_embeddings.weight.shape)
+    model(tokens, tokens.flip(1), weight).mul(3.0).backward()
+    own = {name: p.grad for name, p in model.named_parameters()}
+    assert own.pop("word_embeddings.weight") is None
+    assert all(torch.equal(own[name], expected[name]) for name in own)
+    model(tokens)  # without labels the collector is not asked
+    whole = expected["word_embeddings.weight"]
+    return ((model.tied_gradient.total - whole).abs().max() / whole.abs().max()).item(), model.tied_gradient.calls
+
+
+@pytest.mark.parametrize(("world_size", "sequence_parallel"), [(1, False), (2, False), (2, True)])
+def test_a_collector_of_the_tied_gradient_gets_what_autograd_would_sum(world_size: int, sequence_parallel: bool):
+    for error, calls in run_ranks(tied_gradient, world_size, sequence_parallel):
+        assert error <= 1e-6
+        assert calls == ["head", "rows"]

@@ -135,4 +135,4 @@ def test_the_logits_are_never_held(dtype: torch.dtype):
     """At 8,192 tokens: at most a tenth of the logits in float32 on top of the two gradients."""
     mpu.initialize_model_parallel(1)
     extra, logits = peak_of_the_loss(dtype, 8192, 4096, 64)
-    assert logits / 20 < extra <= logits / 10, f"{extra / logits:.1%} of the logits"
+    assert logits / 40 < extra <= logits / 10, f"{extra / logits:.1%} of the logits"
