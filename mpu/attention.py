@@ -16,6 +16,9 @@ from mpu.random import dropout
 # Queries that the backward of a CPU in bf16 takes together. Fewer mean smaller matrix products, more mean that less of
 # what causality masks is left out; the scores of a block are all that is held of them.
 _BLOCK = 256
+# Scores of a block that a core works on at once: what is made of them stays in its cache (10 % less than all heads at
+# once, at b·n = 24 and s = 1,024).
+_SCORES = 3 << 18
 # Up to here a CPU in bf16 with dropout holds all scores; beyond, they would cost more memory than they save time.
 _MATERIALISE_UP_TO = 512
 
@@ -79,24 +82,27 @@ def _blockwise_backward(qkv: Tensor, dy: Tensor) -> Tensor:
     q, k, v = (_flat_heads(x) for x in _heads(qkv))
     q = q * scale
     dy = _flat_heads(dy.view(s, b, n, d).permute(1, 2, 0, 3))
-    d_qkv = torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
-    dq_out, dk_out, dv_out = _heads(d_qkv)
-    dk, dv = torch.zeros_like(k), torch.zeros_like(v)
+    dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
     later = torch.full((_BLOCK, _BLOCK), -torch.inf, dtype=qkv.dtype).triu_(1)
-    for start in range(0, s, _BLOCK):
-        end = min(start + _BLOCK, s)
-        # Contiguous once, where each product would copy them for itself.
-        block_q, block_dy, block_k = (x.contiguous() for x in (q[:, start:end], dy[:, start:end], k[:, :end]))
-        p = torch.bmm(block_q, block_k.transpose(1, 2))  # [b·n, block, end]
-        p[:, :, start:] += later[:end - start, :end - start]
-        p = torch.softmax(p, dim=-1)
-        dp = torch.bmm(block_dy, v[:, :end].transpose(1, 2))
-        d_scores = torch._softmax_backward_data(dp, p, -1, p.dtype)
-        dv[:, :end].baddbmm_(p.transpose(1, 2), block_dy)
-        dk[:, :end].baddbmm_(d_scores.transpose(1, 2), block_q)
-        torch.mul(torch.bmm(d_scores, block_k).view(b, n, end - start, d), scale, out=dq_out[:, :, start:end])
-    dk_out.copy_(dk.view(b, n, s, d))
-    dv_out.copy_(dv.view(b, n, s, d))
+    heads = max(torch.get_num_threads() * _SCORES // (_BLOCK * s), 1)
+    for first in range(0, b * n, heads):
+        some = slice(first, first + heads)
+        for start in range(0, s, _BLOCK):
+            end = min(start + _BLOCK, s)
+            # Contiguous once, where each product would copy them for itself.
+            block_q, block_dy, block_k = (x.contiguous() for x in (q[some, start:end], dy[some, start:end],
+                                                                   k[some, :end]))
+            p = torch.bmm(block_q, block_k.transpose(1, 2))  # [heads, block, end]
+            p[:, :, start:] += later[:end - start, :end - start]
+            p = torch.softmax(p, dim=-1)
+            dp = torch.bmm(block_dy, v[some, :end].transpose(1, 2))
+            d_scores = torch._softmax_backward_data(dp, p, -1, p.dtype)
+            dv[some, :end].baddbmm_(p.transpose(1, 2), block_dy)
+            dk[some, :end].baddbmm_(d_scores.transpose(1, 2), block_q)
+            dq[some, start:end] = torch.bmm(d_scores, block_k)
+    d_qkv = torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
+    for out, grad in zip(_heads(d_qkv), (dq.mul_(scale), dk, dv), strict=True):
+        out.copy_(grad.view(b, n, s, d))
     return d_qkv
 
 
