@@ -180,7 +180,8 @@ def merge_checkpoint(arguments: Arguments, saved: Mapping[str, Mapping[str, Any]
     """Fill in what the checkpoint decides. `saved` is the `Config.as_dict()` that it holds, with the vocabulary size
     and the tokenizer resolved; `saved_iterations` the length of its run (default: its train_iters).
 
-    Shape and tokenizer: a flag that is not given takes the checkpoint's value; one that differs is refused.
+    Shape and tokenizer: a flag that is not given takes the checkpoint's value; those that differ are refused, all of
+    them in one line.
     --seq-length takes the checkpoint's where neither flag nor --model gives it, and may differ freely.
 
     A command line without --model or a shape continues the checkpoint's own run: the checkpoint's recipe (data,
@@ -193,20 +194,25 @@ def merge_checkpoint(arguments: Arguments, saved: Mapping[str, Mapping[str, Any]
     notes = list(arguments.notes)
     old = {f"{section}.{name}": value for section, entries in saved.items() for name, value in entries.items()}
     values = _own_recipe(arguments, old) if arguments.continues else dict(arguments.values)
+    differing, problems = [], []
     for key in SAVED:
         then = old.get(key)
         if key == "model.ffn_hidden_size" and key in arguments.given and then is None:
             then = 4 * old["model.hidden_size"]
         if then is None:
             continue
-        require(key not in arguments.given or values[key] == then,
-                f"{flag(key)} is {values.get(key)} here and {then} in the checkpoint: leave the flag out, or start "
-                "afresh with another --save and --load")
+        if key in arguments.given and values[key] != then:
+            differing.append(f"{flag(key)}: here {values[key]}, checkpoint {then}")
         values[key] = then
+    if differing:
+        problems.append("; ".join(differing) + ": leave out what differs, or start afresh with another --save and "
+                                               "--load")
     if arguments.preset is None and "data.seq_length" not in arguments.given:
         values["data.seq_length"] = old["data.seq_length"]
     if not (values.get("checkpoint.finetune") or values.get("checkpoint.no_load_optim")):
-        notes += _merge_schedule(values, arguments.given, old, saved_iterations or old.get("train.train_iters"))
+        notes += _merge_schedule(values, arguments.given, old, saved_iterations or old.get("train.train_iters"),
+                                 problems)
+    require(not problems, "; ".join(problems))
     return dataclasses.replace(arguments, values=values, notes=tuple(notes),
                                preset=None if arguments.continues else arguments.preset)
 
@@ -227,8 +233,9 @@ def _own_recipe(arguments: Arguments, old: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _merge_schedule(values: dict[str, Any], given: frozenset[str], old: Mapping[str, Any],
-                    saved_iterations: int | None) -> list[str]:
-    """Bring the schedule of the checkpoint into `values`; see `merge_checkpoint`."""
+                    saved_iterations: int | None, problems: list[str]) -> list[str]:
+    """Bring the schedule of the checkpoint into `values`, and what contradicts it into `problems`; see
+    `merge_checkpoint`."""
     if values.get("optimizer.override_opt_param_scheduler"):
         return []
     default = {key: f.default for key, f in fields().items()}
@@ -239,18 +246,20 @@ def _merge_schedule(values: dict[str, Any], given: frozenset[str], old: Mapping[
         return []
     decided = given | ({"optimizer.lr_warmup_iters"} if "optimizer.warmup" in given else set())
     in_iterations = any(run.get("optimizer.lr_warmup_iters") is not None for run in (values, old))
-    taken = []
+    taken, differing = [], []
     for key in SCHEDULE:
         now, then = values.get(key, default[key]), old[key]
         if key == "optimizer.lr_decay_iters" and then is None:
             then = horizon if key in given else now
         if now == then or key == "optimizer.warmup" and in_iterations:
             continue
-        require(key not in decided,
-                f"{flag(key)} is {now} here and {then} in the checkpoint: --override-lr-scheduler takes the "
-                "schedule of this run, --use-checkpoint-lr-scheduler that of the checkpoint")
+        if key in decided:
+            differing.append(f"{flag(key)}: here {now}, checkpoint {then}")
         values[key] = then
         taken.append(f"{flag(key)} {then}")
+    if differing:
+        problems.append("; ".join(differing) + ": --override-lr-scheduler takes the schedule of this run, "
+                                               "--use-checkpoint-lr-scheduler that of the checkpoint")
     notes = [f"schedule from the checkpoint: {' '.join(taken)}"] if taken else []
     length = values.get("train.train_iters")
     if values.get("optimizer.lr_decay_iters") is None and None not in (horizon, length) and horizon != length:

@@ -21,10 +21,11 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, TypeVar
 
 import torch
 from torch import Tensor
@@ -36,7 +37,9 @@ MANIFEST = "manifest.json"
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
           "I64": torch.int64, "I32": torch.int32, "U8": torch.uint8}
 DTYPE_CODES = {dtype: code for code, dtype in DTYPES.items()}
-CHUNK = 4 << 20
+CHUNK = 1 << 20  # hashed while it still lies in the processor's cache
+WRITE_BACK = 16 << 20
+THREADS = 4
 # No path of this form is absolute or has a "..".
 FILE_NAME = re.compile(r"mp_rank_\d{2,5}/[a-z]\w*\.safetensors", re.ASCII)
 
@@ -50,6 +53,17 @@ class Piece:
     global_shape: tuple[int, ...]
     offset: tuple[int, ...]
     make: Callable[[], Tensor] | None = None
+
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+def in_threads(work: Callable[[T], R], items: Iterable[T], threads: int = THREADS) -> list[R]:
+    """`work` of each item, by several threads at once: hashing and copying both leave the interpreter to others. The
+    first error in the order of the items is raised, after all threads have ended."""
+    with ThreadPoolExecutor(threads) as pool:
+        return list(pool.map(work, items))
 
 
 def tensor_name(key: str) -> str:
@@ -101,6 +115,7 @@ def write_tensors(folder: Path, file: str, iteration: int, pieces: Mapping[str, 
         # "x": a late writer must never get at a file that another attempt has committed.
         with open(path, "xb") as stream:
             stream.write(header)
+            started = 0
             for key in starts:
                 make, tensor = pieces[key].make, pieces[key].tensor
                 flat = (make() if make else tensor).detach().cpu().contiguous().reshape(-1)
@@ -109,6 +124,7 @@ def write_tensors(folder: Path, file: str, iteration: int, pieces: Mapping[str, 
                     chunk = data[start:start + CHUNK]
                     stream.write(chunk)
                     sha.update(chunk)
+                    started = _write_back(stream, started)
             stream.flush()
             os.fsync(stream.fileno())
     except OSError as error:
@@ -118,6 +134,16 @@ def write_tensors(folder: Path, file: str, iteration: int, pieces: Mapping[str, 
             "files": {file: {"bytes": size, "sha256": sha.hexdigest(),
                              "boxes": {key: {"offset": box.offset, "shape": box.shape}
                                        for key, box in boxes.items()}}}}
+
+
+def _write_back(stream: BinaryIO, started: int) -> int:
+    """Have the disk begin with what lies between `started` and the end of the file, once that is worth it: the fsync
+    at the end then waits for little. Returns what is under way by now."""
+    end = stream.tell()
+    if end - started < WRITE_BACK or not hasattr(os, "posix_fadvise"):
+        return started
+    os.posix_fadvise(stream.fileno(), started, end - started, os.POSIX_FADV_DONTNEED)
+    return end
 
 
 def manifest_bytes(iteration: int, facts: Mapping[str, Any], tensors: Mapping[str, Any],

@@ -14,12 +14,22 @@ import mmap
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from megatron.checkpoint_files import DTYPES, FILE_NAME, MANIFEST, VERSION, file_header, manifest_tail, tensor_name
+from megatron.checkpoint_files import (
+    CHUNK,
+    DTYPES,
+    FILE_NAME,
+    MANIFEST,
+    VERSION,
+    file_header,
+    in_threads,
+    manifest_tail,
+    tensor_name,
+)
 from mpu.partition import Box
 
 MAX_MANIFEST_BYTES = 16 << 20  # a thousand times what a small run needs
@@ -39,19 +49,22 @@ class FileInfo:
 
 
 def hash_file(path: Path) -> str:
-    sha = hashlib.sha256()
+    sha, buffer = hashlib.sha256(), memoryview(bytearray(CHUNK))
     with open(path, "rb", buffering=0) as stream:
-        while chunk := stream.read(4 << 20):
-            sha.update(chunk)
+        while size := stream.readinto(buffer):
+            sha.update(buffer[:size])
     return sha.hexdigest()
 
 
 class Checkpoint:
     """One iteration, opened for reading: its manifest is read and checked, its files have the right sizes.
 
-    Their bytes are checked by `verify`. ValueError, in one line, for anything that is not right.
+    Their bytes are checked by `verify`. ValueError, in one line, for anything that is not right. It is a `Source` of
+    megatron/formats/source.py, the native one.
     """
 
+    format: ClassVar[str] = "native"
+    left_out: ClassVar[tuple[str, ...]] = ()
     path: Path
     iteration: int
     facts: dict[str, Any]
@@ -114,13 +127,13 @@ class Checkpoint:
 
     def verify(self, files: Iterable[str] | None = None) -> str | None:
         """The first of `files` (default: all) whose bytes are not those that were written, or None."""
-        for file in self.files if files is None else files:
+        def damaged(file: str) -> str | None:
             try:
-                if hash_file(self.path / file) != self.files[file].sha256:
-                    return file
+                return None if hash_file(self.path / file) == self.files[file].sha256 else file
             except OSError:
                 return file
-        return None
+
+        return next(filter(None, in_threads(damaged, self.files if files is None else files)), None)
 
     def names(self) -> list[str]:
         return list(self.tensors)
@@ -133,17 +146,21 @@ class Checkpoint:
         if name not in self.tensors:
             raise ValueError(f"{self.path}: holds no tensor {name}")
         info = self.tensors[name]
-        target = Box(offset or (0,) * len(info.shape), info.shape if shape is None else shape)
+        out = torch.empty(info.shape if shape is None else shape, dtype=info.dtype)
+        self.read_into(out, name, offset or (0,) * len(info.shape))
+        return out
+
+    def read_into(self, out: Tensor, name: str, offset: tuple[int, ...]) -> None:
+        """Fill `out`, of any dtype and device, with the box of `name` that is at `offset` and has its shape."""
+        info, target, filled = self.tensors[name], Box(offset, tuple(out.shape)), 0
         if _intersect(target, Box((0,) * len(info.shape), info.shape)) != target and target.numel:
             raise ValueError(f"{self.path}: {name} has shape {info.shape}, which does not contain {target}")
-        out, filled = torch.empty(target.shape, dtype=info.dtype), 0
         for box, file, key in self._boxes[name]:
             part = _intersect(box, target)
             if part.numel:
-                out[_inside(part, target)] = self._view(file, key)[_inside(part, box)]
+                out[_inside(part, target)].copy_(self._view(file, key)[_inside(part, box)])
                 filled += part.numel
         assert filled == out.numel(), "boxes were checked to cover the tensor"
-        return out
 
     def _view(self, file: str, key: str) -> Tensor:
         """The saved box itself, mapped from the file."""

@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 import mpu
-from megatron.checkpoint_files import Piece
+from megatron.checkpoint_files import Piece, in_threads
 from megatron.checkpoint_reader import Checkpoint
 from mpu import Box, PartitionSpec
+
+if TYPE_CHECKING:
+    from megatron.formats.source import Source
 
 
 class FlatState(NamedTuple):
@@ -42,13 +45,14 @@ def state_pieces(states: Iterable[FlatState], specs: Mapping[str, PartitionSpec]
 
 
 @torch.no_grad()
-def load_state(states: Iterable[FlatState], specs: Mapping[str, PartitionSpec], checkpoint: Checkpoint, *,
+def load_state(states: Iterable[FlatState], specs: Mapping[str, PartitionSpec], checkpoint: Source, *,
                mp_rank: int, mp_size: int) -> None:
     """The inverse of `state_pieces`, from a checkpoint of any layout, into `states`; padding becomes 0.
 
     ValueError unless the checkpoint holds the same tensors of these kinds, in the same global shapes.
     """
     kinds, names = set(), set()
+    parts: list[tuple[Tensor, str, tuple[int, ...]]] = []
     for kind, name, values, start in states:
         spec, full_name = specs[name], f"{kind}.{name}"
         kinds.add(kind)
@@ -61,12 +65,13 @@ def load_state(states: Iterable[FlatState], specs: Mapping[str, PartitionSpec], 
                              f"{spec.global_shape} in this run: give the shape that was saved, or no shape flags")
         filled = 0
         for box, part in _boxes(spec, mp_rank, mp_size, start, values):
-            part.copy_(checkpoint.read(full_name, box.offset, box.shape))
+            parts.append((part, full_name, box.offset))
             filled += box.numel
         values[filled:].zero_()
     if left := [name for name in checkpoint.names() if name.partition(".")[0] in kinds and name not in names]:
         raise ValueError(f"{checkpoint.path}: holds {left[0]}, which this run does not have: give the shape that was "
                          "saved, or no shape flags")
+    in_threads(lambda part: checkpoint.read_into(*part), parts)
 
 
 def _boxes(spec: PartitionSpec, mp_rank: int, mp_size: int, start: int,
@@ -99,7 +104,7 @@ def model_pieces(named_parameters: Iterable[tuple[str, Tensor]], specs: Mapping[
 
 
 def load_model(named_parameters: Iterable[tuple[str, Tensor]], specs: Mapping[str, PartitionSpec],
-               checkpoint: Checkpoint, *, mp_rank: int, mp_size: int) -> None:
+               checkpoint: Source, *, mp_rank: int, mp_size: int) -> None:
     load_state(_whole(named_parameters), specs, checkpoint, mp_rank=mp_rank, mp_size=mp_size)
 
 

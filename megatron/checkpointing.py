@@ -2,7 +2,7 @@
 
     checkpoints/gpt2_345m/
       latest_checkpointed_iteration.txt     the tracker: the iteration to load
-      iter_0000300/manifest.json, mp_rank_00/model.safetensors, optim_dp_00.safetensors, rng_dp_00.safetensors, ...
+      iter_0000300/manifest.json, mp_rank_00/model.safetensors, master_dp_00.safetensors, rng_dp_00.safetensors, ...
 
 Every rank writes its files into `iter_0000300.tmp-<attempt>/`, and last its report: the boxes and hashes of what it
 wrote. Rank 0 waits for all reports, writes the manifest, renames the folder and replaces the tracker. Nothing here
@@ -20,13 +20,14 @@ import json
 import os
 import re
 import shutil
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from data_utils.file_lock import sync_folder
-from megatron.checkpoint_files import MANIFEST, Piece, manifest_bytes, write_error, write_tensors
+from megatron.checkpoint_files import MANIFEST, THREADS, Piece, in_threads, manifest_bytes, write_error, write_tensors
 from megatron.checkpoint_reader import Checkpoint
 from megatron.checkpoint_state import load_model, load_rng, load_state, model_pieces, rng_pieces, state_pieces
 
@@ -35,17 +36,20 @@ __all__ = ["TRACKER", "Checkpoint", "Piece", "find_checkpoint", "load_model", "l
 
 TRACKER = "latest_checkpointed_iteration.txt"
 _OLD = 1000  # an iteration is renamed aside fewer times than this
+_GRACE = 5.0  # seconds that rank 0 waits for the parts of ranks that may be dead
 _ITERATION = re.compile(r"iter_(\d{7,12})(?:\.old-(\d{1,3}))?", re.ASCII)
 
 
 def write_checkpoint(directory: str | Path, iteration: int, *, facts: Mapping[str, Any],
                      files: Mapping[str, Mapping[str, Piece]], rank: int, world_size: int, attempt: str,
-                     timeout_s: float, log: Callable[[str], None] = print) -> Path:
+                     timeout_s: float, log: Callable[[str], None] = print, keep_last: int | None = None,
+                     hurry: threading.Event | None = None) -> Path:
     """Write this rank's `files` ({path in the iteration's folder: {tensor name: piece}}); rank 0 commits.
 
     All ranks call it at the same step. Rank 0 returns once the checkpoint is committed, the others once their part
     is on the disk; `facts` (JSON) is read on rank 0 alone. Raises OSError, one line, where this rank, or on rank 0
-    any rank, cannot write, and TimeoutError (an OSError) where a rank's part is missing after `timeout_s` seconds.
+    any rank, cannot write, and TimeoutError (an OSError) where a rank's part is missing after `timeout_s` seconds, or
+    a few after `hurry` is set. Of the older iterations, rank 0 then leaves `keep_last` - 1.
     """
     directory = Path(directory)
     final = directory / f"iter_{iteration:07d}"
@@ -56,10 +60,13 @@ def write_checkpoint(directory: str | Path, iteration: int, *, facts: Mapping[st
     folder.mkdir(parents=True, exist_ok=True)
     try:
         report: dict[str, Any] = {"tensors": {}, "files": {}}
-        for file, pieces in files.items():
-            _merge(report, write_tensors(folder, file, iteration, pieces))
+        # What is made when it is written may be as large as memory: one at a time.
+        streamed = any(piece.make for pieces in files.values() for piece in pieces.values())
+        for written in in_threads(lambda file: write_tensors(folder, file, iteration, files[file]), files,
+                                  1 if streamed else THREADS):
+            _merge(report, written)
         if rank == 0:
-            for other in _reports(folder, world_size, timeout_s):
+            for other in _reports(folder, world_size, timeout_s, hurry or threading.Event()):
                 _merge(report, other)
             _commit(folder, final, manifest_bytes(iteration, facts, report["tensors"], report["files"]), log)
         else:
@@ -74,6 +81,8 @@ def write_checkpoint(directory: str | Path, iteration: int, *, facts: Mapping[st
                     (folder / file).unlink(missing_ok=True)
                 _write_report(folder, rank, {"error": str(error)})
         raise
+    if rank == 0 and keep_last is not None:
+        _remove_older(directory, iteration, keep_last, log)
     return final
 
 
@@ -92,10 +101,13 @@ def _write_report(folder: Path, rank: int, report: Mapping[str, Any]) -> None:
     unfinished.rename(unfinished.with_suffix(".json"))  # rank 0 sees all of it or nothing
 
 
-def _reports(folder: Path, world_size: int, timeout_s: float) -> Iterator[Mapping[str, Any]]:
+def _reports(folder: Path, world_size: int, timeout_s: float, hurry: threading.Event) -> Iterator[Mapping[str, Any]]:
     """The reports of ranks 1 to `world_size` - 1 as they come in."""
-    missing, deadline = set(range(1, world_size)), time.monotonic() + timeout_s
+    missing, began = set(range(1, world_size)), time.monotonic()
+    deadline = began + timeout_s
     while missing:
+        if hurry.is_set():
+            deadline = min(deadline, time.monotonic() + _GRACE)
         for rank in sorted(missing):
             path = folder / f"rank_{rank:05d}.json"
             if path.exists():
@@ -107,7 +119,8 @@ def _reports(folder: Path, world_size: int, timeout_s: float) -> Iterator[Mappin
                 yield report
         if missing and time.monotonic() > deadline:
             raise TimeoutError(f"{folder}: nothing came from rank {', '.join(map(str, sorted(missing)))} within "
-                               f"{timeout_s:g} s; earlier checkpoints are untouched: do all nodes share the folder?")
+                               f"{deadline - began:.3g} s; earlier checkpoints are untouched: do all nodes share the "
+                               "folder?")
         time.sleep(0.02 if missing else 0)
 
 
@@ -132,6 +145,24 @@ def _commit(folder: Path, final: Path, manifest: bytes, log: Callable[[str], Non
     # The tracker comes last: a crash before this line leaves the earlier checkpoint in charge.
     successor.replace(tracker)
     sync_folder(final.parent)
+
+
+def _remove_older(directory: Path, iteration: int, keep_last: int, log: Callable[[str], None]) -> None:
+    """Of the iterations before `iteration`, which is committed and in the tracker, leave the newest `keep_last` - 1.
+
+    Newer ones and those that were renamed aside are of another course of the run: a person decides about them. A
+    folder is renamed before it is deleted: to a name that no load takes and that the next save clears away.
+    """
+    found = [match for match in map(_ITERATION.fullmatch, os.listdir(directory)) if match and match[2] is None]
+    older = sorted(int(match[1]) for match in found if int(match[1]) < iteration)
+    try:
+        for number in older[:max(0, len(older) - keep_last + 1)]:
+            folder = _path(directory, number * _OLD)
+            removed = folder.rename(f"{folder}.tmp-removed")
+            sync_folder(directory)
+            shutil.rmtree(removed)
+    except OSError as error:
+        log(f"WARNING: --keep-last {keep_last}: {error.filename} could not be removed: {error.strerror}")
 
 
 def _write_synced(path: Path, data: bytes) -> None:
@@ -211,6 +242,8 @@ def _proposals(directory: Path) -> tuple[int | None, list[int], list[str]]:
     numbers = [int(match[1]) * _OLD + int(match[2] or 0) for match in found]
     numbers.sort(key=lambda number: (number % _OLD == 0, number // _OLD, number), reverse=True)
     tracker = directory / TRACKER
+    if os.path.lexists(tracker) and not tracker.is_file():  # a pipe would keep us waiting
+        return None, numbers, [f"{tracker}: is no file"]
     try:
         with open(tracker, "rb") as stream:
             text = stream.read(80)

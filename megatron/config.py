@@ -259,12 +259,16 @@ class CheckpointConfig:
     no_save_rng: bool = option(False, "leave the random states out of checkpoints")
     no_load_optim: bool = option(False, "start with a fresh optimizer")
     no_load_rng: bool = option(False, "start with fresh random states")
+    async_save: bool = option(False, "train on while a thread writes a copy in host memory, which takes as much as "
+                                     "what is saved")
+    keep_last: int | None = option(None, "checkpoints that are kept, the newest ones (default: all)")
+    no_verify: bool = option(False, "load without hashing every byte; sizes, headers and the manifest are checked")
     finetune: bool = option(False, "take the weights of --load alone and count from iteration 0")
     exit_on_missing_checkpoint: bool = option(False, "an error, not a warning, where --load holds no checkpoint")
 
     def __post_init__(self) -> None:
         require(not self.finetune or self.load is not None, "--finetune needs --load: the folder to take weights from")
-        require_positive(self, "save_interval")
+        require_positive(self, "save_interval", "keep_last")
 
 
 @dataclass(frozen=True)

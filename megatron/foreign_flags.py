@@ -115,7 +115,7 @@ FOREIGN = (
     inert("--lr-warmup-init", "warm-up starts at 0", 1, ("0", "0.0")),
     # Checkpoints and logs
     inert("--use-checkpoint-args", "the shape always comes from the checkpoint where no flag gives it"),
-    inert("--use-dist-ckpt --auto-detect-ckpt-format --async-save --use-mp-args-from-checkpoint-args",
+    inert("--use-dist-ckpt --auto-detect-ckpt-format --use-mp-args-from-checkpoint-args",
           "checkpoints have one format, for every layout"),
     inert("--ckpt-format --dist-ckpt-format", "checkpoints have one format, for every layout", 1),
     inert("--exit-signal-handler", "SIGTERM always saves before it ends the run"),

@@ -61,9 +61,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return pretrain(run)
     except FloatingPointError as error:
-        run.log.say(f"stopped: {error}")
+        run.log.say(f"stopped: {error}")  # on every rank after the same step
+        run.saver.finish()
         return 1
     finally:
+        run.close()
         shutdown()
 
 
@@ -82,8 +84,10 @@ def pretrain(run: Run) -> int:
     """From the start table to the closing report."""
     print_start(run)
     reason, valid, sample = train(run), None, ""
-    if run.saved_iteration != run.iteration:
+    run.saver.finish()
+    if run.saver.saved_iteration != run.iteration:
         run.save()  # before the evaluations: they can take long, and a second Ctrl-C must not cost the run
+        run.saver.finish()
     if reason:
         run.log.say(f"stopped by {reason} at iteration {run.iteration}: the same command continues")
     else:
@@ -97,7 +101,7 @@ def pretrain(run: Run) -> int:
     plot = run.log.close(title=run.save_directory.name)
     if run.parallel.rank == 0 and not reason:
         print(closing(run, valid, sample, plot))
-    return 0 if run.saved_iteration == run.iteration else 1
+    return 0 if run.saver.saved_iteration == run.iteration else 1
 
 
 def print_start(run: Run) -> None:

@@ -4,13 +4,14 @@ checkpoint, made in the order in which one part needs another; and saving it.
 
 from __future__ import annotations
 
+import functools
 import json
 import secrets
 import time
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -26,12 +27,14 @@ from megatron.checkpointing import find_checkpoint, write_checkpoint
 from megatron.config import Config
 from megatron.distributed import GradientReducer, ParameterGatherer, TorchDDPReducer, reducer_for
 from megatron.flat_parameters import FlatParameters
-from megatron.fp16.optimizer import MixedPrecisionOptimizer, build_loss_scaler
+from megatron.fp16.optimizer import MOMENTS, MixedPrecisionOptimizer, build_loss_scaler
 from megatron.launch import initialize_distributed
 from megatron.learning_rates import LearningRate
 from megatron.model.gpt2 import GPT2Model
 from megatron.plan import Plan, Say
 from megatron.reporting import RunLog
+from megatron.save_lock import lock_together
+from megatron.saver import Saver
 from megatron.signals import StopSignal
 from megatron.timers import Timers
 
@@ -50,16 +53,15 @@ class Run:
     optimizer: MixedPrecisionOptimizer
     loader: BatchLoader
     log: RunLog
+    saver: Saver
+    lock: BinaryIO | None  # on rank 0, of the --save folder
     timers: Timers
     stop: StopSignal
     peak: tuple[float, str]  # FLOP/s of one device, and what they are
-    attempt: str  # a word that no other run shares
     iteration: int
     consumed_samples: int
     loss_sum: Tensor
     started: float  # time.monotonic()
-    saves: int = 0
-    saved_iteration: int | None = None
 
     @property
     def config(self) -> Config:
@@ -104,7 +106,10 @@ class Run:
         return tokens_per_second * flops / (self.peak[0] * self.parallel.world_size)
 
     def save(self) -> Path | None:
-        """Write a checkpoint of this iteration; None, with a warning, where that failed on any rank."""
+        """Write a checkpoint of this iteration: its folder, or None, with a warning, where that failed on any rank.
+
+        With --async-save a thread has only begun with it, and None says nothing: `saver.finish` has the outcome.
+        """
         p, config = self.parallel, self.config.checkpoint
         self.gatherer.wait()
         specs = mpu.partition_specs(self.model)
@@ -115,27 +120,14 @@ class Run:
             files[f"{folder}/model.safetensors"] = model_pieces(self.model.named_parameters(), specs, **layout)
         # Each data-parallel rank holds all of the optimizer's state, or where it is sharded a part of it.
         if not config.no_save_optim and (p.data_parallel_rank == 0 or self.flat.is_sharded):
-            files[f"{folder}/optim_dp_{p.data_parallel_rank:02d}.safetensors"] = state_pieces(
-                self.optimizer.tensors(), specs, **layout)
+            pieces = state_pieces(self.optimizer.tensors(), specs, **layout)
+            for kind in ("master", *MOMENTS):  # a file of each: they are written and hashed side by side
+                files[f"{folder}/{kind}_dp_{p.data_parallel_rank:02d}.safetensors"] = {
+                    key: piece for key, piece in pieces.items() if key.startswith(f"{kind}.")}
         if not config.no_save_rng:
             files[f"{folder}/rng_dp_{p.data_parallel_rank:02d}.safetensors"] = rng_pieces(
                 mp_rank=p.model_parallel_rank, dp_rank=p.data_parallel_rank, device=self.device)
-        path, problem = None, ""
-        try:
-            path = write_checkpoint(
-                self.save_directory, self.iteration, facts=self.facts(), files=files, rank=p.rank,
-                world_size=p.world_size, attempt=f"{self.attempt}-{self.saves}", log=self.log.say,
-                timeout_s=60 * self.config.parallel.distributed_timeout_minutes)
-        except OSError as error:
-            problem = str(error)
-        self.saves += 1
-        if failed := greatest(p.rank + 1 if problem else 0, self.device):
-            self.log.say(f"WARNING: no checkpoint at iteration {self.iteration}: "
-                         f"{problem or f'rank {failed - 1} could not write'}")
-            return None
-        self.saved_iteration = self.iteration
-        self.log.say(f"saved {path}")
-        return path
+        return self.saver.save(self.iteration, files, self.facts())
 
     def facts(self) -> dict[str, Any]:
         """What the manifest says of the run: all that is no tensor."""
@@ -157,6 +149,12 @@ class Run:
             "torch": torch.__version__,
         }
 
+    def close(self) -> None:
+        """After the last step, or an error: nothing is written any more, and another run may have the folder."""
+        self.saver.close()
+        if self.lock is not None:
+            self.lock.close()
+
 
 def greatest(number: int, device: torch.device) -> int:
     """The greatest of all ranks' numbers. A collective; nothing in a world of one."""
@@ -177,6 +175,9 @@ def build_run(plan: Plan, say: Say) -> Run:
     parallel = mpu.initialize_model_parallel(
         config.parallel.model_parallel_size, timeout=timedelta(minutes=config.parallel.distributed_timeout_minutes))
     mpu.model_parallel_cuda_manual_seed(config.train.seed)
+    assert config.checkpoint.save is not None
+    shared = functools.partial(greatest, device=device)
+    lock = lock_together(config.checkpoint.save, rank=parallel.rank, greatest=shared, log=say)
 
     shape = config.model
     if reason := choose_attention(
@@ -191,7 +192,12 @@ def build_run(plan: Plan, say: Say) -> Run:
                       sequence_parallel=config.parallel.sequence_parallel)
     if config.train.compile:
         model.compile_layers()
-    flat = FlatParameters(model, plan.dtype, bucket_size=config.parallel.ddp_bucket_size,
+    # What is sent to nobody comes in small buckets, which find room where backward has freed activations: 0.4 GB of the
+    # 3.5 that 124M take on a CPU.
+    bucket_size = config.parallel.ddp_bucket_size
+    if parallel.data_parallel_size == 1:
+        bucket_size = min(bucket_size, 1_000_000)
+    flat = FlatParameters(model, plan.dtype, bucket_size=bucket_size,
                           ranks=(parallel.data_parallel_rank, parallel.data_parallel_size),
                           sharded=config.parallel.use_distributed_optimizer,
                           offloaded=config.parallel.cpu_offload_optimizer)
@@ -216,10 +222,15 @@ def build_run(plan: Plan, say: Say) -> Run:
                          data_parallel_rank=parallel.data_parallel_rank,
                          data_parallel_size=parallel.data_parallel_size, consumed_samples=consumed_samples,
                          prefetch=config.data.num_workers, finish=pinned if device.type == "cuda" else torch.from_numpy)
-    attempt = f"{greatest(secrets.randbits(62) if parallel.rank == 0 else 0, device):x}"
-    return Run(plan, parallel, model, forward, flat, reducer, gatherer, optimizer, loader, log, Timers(device),
-               StopSignal(timedelta(minutes=config.parallel.distributed_timeout_minutes)),
-               devices.peak_flops(device, plan.dtype), attempt, iteration, consumed_samples,
+    write = functools.partial(write_checkpoint, config.checkpoint.save, rank=parallel.rank,
+                              world_size=parallel.world_size, keep_last=config.checkpoint.keep_last,
+                              timeout_s=60 * config.parallel.distributed_timeout_minutes)
+    saver = Saver(write, attempt=f"{shared(secrets.randbits(62) if parallel.rank == 0 else 0):x}",
+                  asynchronous=config.checkpoint.async_save, local_world_size=plan.ranks.local_world_size,
+                  greatest=shared, say=log.say)
+    return Run(plan, parallel, model, forward, flat, reducer, gatherer, optimizer, loader, log, saver, lock,
+               Timers(device), StopSignal(timedelta(minutes=config.parallel.distributed_timeout_minutes)),
+               devices.peak_flops(device, plan.dtype), iteration, consumed_samples,
                torch.zeros((), dtype=torch.float32, device=device), time.monotonic())
 
 
@@ -234,7 +245,8 @@ def load_run(plan: Plan, parallel: mpu.ParallelState, model: GPT2Model, optimize
     assert plan.source is not None
     wanted = plan.config.checkpoint
     checkpoint = find_checkpoint(plan.source, log=say, share=(parallel.rank, parallel.world_size),
-                                 greatest=lambda number: greatest(number, plan.device))
+                                 greatest=functools.partial(greatest, device=plan.device),
+                                 verify=not wanted.no_verify)
     if checkpoint is None:
         raise ValueError(f"--load {plan.source}: the checkpoint vanished while the run was starting")
     specs = mpu.partition_specs(model)

@@ -258,11 +258,14 @@ def test_the_run_may_be_impossible_until_the_checkpoint_is_known():
 
 
 @pytest.mark.parametrize("line, message", [
-    ("--num-layers 3", "--num-layers is 3 here and 2 in the checkpoint"),
-    ("--tokenizer-type bytes", "--tokenizer-type is bytes here and builtin in the checkpoint"),
-    ("--vocab-file v", "--tokenizer-type is GPT2BPETokenizer here and builtin in the checkpoint"),
-    ("--ffn-hidden-size 100", "--ffn-hidden-size is 100 here and 256 in the checkpoint"),
-    ("--model 345m", "--num-layers is 24 here and 2 in the checkpoint"),
+    ("--num-layers 3", "--num-layers: here 3, checkpoint 2: leave out"),
+    ("--tokenizer-type bytes", "--tokenizer-type: here bytes, checkpoint builtin"),
+    ("--vocab-file v", "--tokenizer-type: here GPT2BPETokenizer, checkpoint builtin"),
+    ("--ffn-hidden-size 100", "--ffn-hidden-size: here 100, checkpoint 256"),
+    ("--model 345m", "--num-layers: here 24, checkpoint 2; --hidden-size: here 1024, checkpoint 64; "
+                     "--num-attention-heads: here 16, checkpoint 2; .*: leave out what differs"),
+    ("--num-layers 3 --lr 2e-3 --warmup .5", "--num-layers: here 3, checkpoint 2: leave out .* and --load; "
+                                             "--lr: here 0.002, checkpoint 0.001; --warmup: here 0.5, .*--override-lr"),
 ])
 def test_a_given_shape_that_differs_is_refused(line, message):
     with pytest.raises(ValueError, match=message):
@@ -303,7 +306,7 @@ def test_a_schedule_that_differs_is_an_error_with_two_ways_on():
 
 def test_a_warmup_in_iterations_and_one_as_a_fraction_differ():
     for line, before in (("--warmup .1", "--lr-warmup-iters 5"), ("--lr-warmup-iters 5", "--warmup .1")):
-        with pytest.raises(ValueError, match="--lr-warmup-iters is (None here and 5|5 here and None)"):
+        with pytest.raises(ValueError, match="--lr-warmup-iters: here (None, checkpoint 5|5, checkpoint None)"):
             schedule(line, SMALL + before)
 
 

@@ -153,7 +153,8 @@ class Summed:
     """A TiedGradient that adds in float32 and counts."""
 
     def __init__(self, shape: torch.Size) -> None:
-        self.total, self.calls = torch.zeros(shape), []
+        self.total = torch.zeros(shape)
+        self.calls: list[str] = []
 
     def add(self, gradient: Tensor) -> None:
         self.total += gradient

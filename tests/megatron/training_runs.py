@@ -74,6 +74,7 @@ def finish(run: Run) -> None:
     run.loader.close()
     run.stop.close()
     run.log.close()
+    run.close()
 
 
 def state(run: Run) -> dict[str, Tensor]:

@@ -1,0 +1,51 @@
+"""One run at a time in a --save folder."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import BinaryIO
+
+
+def lock_together(directory: str | Path, *, rank: int, greatest: Callable[[int], int],
+                  log: Callable[[str], None]) -> BinaryIO | None:
+    """Rank 0 takes `directory` and returns what it holds it by, the others None. Every rank calls it, with `greatest`
+    = the greatest of all ranks' numbers; ValueError on every rank where another run has the folder."""
+    lock, problem = None, ""
+    if rank == 0:
+        try:
+            lock = lock_folder(Path(directory), log)
+        except ValueError as error:
+            problem = str(error)
+    if greatest(int(bool(problem))):
+        raise ValueError(problem or f"--save {directory}: rank 0 cannot have it")
+    return lock
+
+
+def lock_folder(folder: Path, log: Callable[[str], None]) -> BinaryIO:
+    """Make `folder` and take it until what is returned is closed, which the system does when its holder dies, however
+    it dies. ValueError, one line, where another process has it. A filesystem without locks is a warning to `log`."""
+    path = folder / "lock"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = path.open("a+b")  # not "w": what its holder says of itself must stay
+    except OSError as error:
+        raise ValueError(f"--save {folder}: cannot be written: {error.strerror}") from error
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        file.seek(0)
+        holder = file.read(200).decode(errors="replace").strip() or "another process"
+        file.close()
+        raise ValueError(f"--save {folder} is in use by {holder}: wait for that run, end it, or give this one another "
+                         "--save") from error
+    except OSError as error:
+        log(f"WARNING: {path} cannot be locked ({error.strerror}): nothing keeps a second run out of this folder")
+        return file
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+    file.flush()
+    return file
