@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -37,11 +37,15 @@ class Source(Protocol):
     """
 
     path: Path
-    format: ClassVar[str]
     iteration: int
     facts: dict[str, Any]
     tensors: dict[str, TensorInfo]
-    left_out: Sequence[str]
+
+    @property
+    def format(self) -> str: ...
+
+    @property
+    def left_out(self) -> Sequence[str]: ...
 
     def names(self) -> list[str]: ...
 
@@ -50,4 +54,8 @@ class Source(Protocol):
     def read(self, name: str, offset: tuple[int, ...] | None = None,
              shape: tuple[int, ...] | None = None) -> Tensor:
         """The box of `name` at `offset` with `shape` (default: the whole tensor): a new CPU tensor, dtype as saved."""
+        ...
+
+    def read_into(self, out: Tensor, name: str, offset: tuple[int, ...]) -> None:
+        """Fill `out`, of any dtype and device, with the box of `name` that is at `offset` and has its shape."""
         ...
