@@ -200,8 +200,8 @@ class TrainConfig:
                                     "--fp16 and --bf16 are spellings of it", choices=("auto", "fp32", "bf16", "fp16"))
     device: str = option("auto", "auto: cuda if there is a usable GPU", choices=("auto", "cpu", "cuda"))
     recompute_granularity: str = option(
-        "none", "what backward computes again instead of keeping: selective, the output of GELU; full, all but the "
-                "input of every --recompute-num-layers layers", choices=("none", "selective", "full"))
+        "none", "what backward computes again instead of keeping: selective, the outputs of GELU and of layer norms; "
+                "full, all but the input of every --recompute-num-layers layers", choices=("none", "selective", "full"))
     recompute_num_layers: int = option(1, "layers recomputed together", "--checkpoint-num-layers",
                                        "--activations-checkpoint-num-layers")
     compile: bool = option(False, "compile each transformer layer with torch.compile: a minute at the start, faster "

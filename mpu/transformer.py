@@ -69,16 +69,16 @@ def _attention_with_own_masks(qkv: Tensor, dropout_p: float) -> Tensor:
 class ParallelMLP(nn.Module):
     """gelu(xAᵀ)Bᵀ; A split by column, B by row. [s, b, h] -> [s, b, h]. Forward: one all-reduce; backward: one.
 
-    gelu: "tanh", GPT-2's, or "erf". recompute_gelu: compute its output again in backward instead of keeping it, a
-    quarter of what a layer keeps.
+    gelu: "tanh", GPT-2's, or "erf". recompute: compute its output again in backward instead of keeping it, a quarter of
+    what a layer keeps.
     """
 
     def __init__(self, hidden_size: int, ffn_size: int, *, init_method: InitMethod, output_init_method: InitMethod,
-                 gelu: str = "tanh", recompute_gelu: bool = False, sequence_parallel: bool = False,
+                 gelu: str = "tanh", recompute: bool = False, sequence_parallel: bool = False,
                  group: ProcessGroup | None = None, device: torch.device | str | None = None) -> None:
         super().__init__()
         self.gelu = {"tanh": gelu_tanh, "erf": gelu_erf}[gelu]
-        self.recompute_gelu = recompute_gelu
+        self.recompute = recompute
         self.dense_h_to_4h = ColumnParallelLinear(
             hidden_size, ffn_size, gather_output=False, sequence_parallel=sequence_parallel, init_method=init_method,
             group=group, device=device)
@@ -89,25 +89,27 @@ class ParallelMLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         inside = self.dense_h_to_4h(x)  # [s, b, f/p]
         y = self.gelu(inside)
-        with self._kept_as(inside, y):
+        with kept_as(inside, self.gelu, y, self.recompute):
             out: Tensor = self.dense_4h_to_h(y)
         return out
 
-    def _kept_as(self, inside: Tensor, y: Tensor) -> contextlib.AbstractContextManager[Any]:
-        """Within it, a layer that keeps y = gelu(inside) for backward keeps `inside`, which gelu keeps anyway, and
-        computes y from it again. A compiler decides by itself what to keep, and so of what is cheap."""
-        if not self.recompute_gelu or torch.compiler.is_compiling():
-            return contextlib.nullcontext()
 
-        address = y.data_ptr()  # not y itself, which would live as long as the hook
+def kept_as(x: Tensor, function: Callable[[Tensor], Tensor], y: Tensor,
+            wanted: bool) -> contextlib.AbstractContextManager[Any]:
+    """Within it, whoever keeps y = function(x) for backward keeps x, which `function` keeps anyway, and computes y from
+    it again. A compiler decides by itself what to keep, and so of what is cheap."""
+    if not wanted or torch.compiler.is_compiling():
+        return contextlib.nullcontext()
 
-        def pack(x: Tensor) -> Tensor | tuple[torch.Size, Tensor]:
-            return (x.shape, inside) if x.data_ptr() == address else x
+    address, size = y.data_ptr(), y.nbytes  # not y itself, which would live as long as the hook
 
-        def unpack(kept: Tensor | tuple[torch.Size, Tensor]) -> Tensor:
-            return kept if isinstance(kept, Tensor) else self.gelu(kept[1]).view(kept[0])
+    def pack(kept: Tensor) -> Tensor | tuple[torch.Size, Tensor]:
+        return (kept.shape, x) if kept.data_ptr() == address and kept.nbytes == size else kept
 
-        return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+    def unpack(kept: Tensor | tuple[torch.Size, Tensor]) -> Tensor:
+        return kept if isinstance(kept, Tensor) else function(kept[1]).view(kept[0])
+
+    return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
 
 def gelu_tanh(x: Tensor) -> Tensor:
@@ -131,12 +133,13 @@ class ParallelTransformerLayer(nn.Module):
     """
 
     def __init__(self, hidden_size: int, num_heads: int, ffn_size: int, *, attention_dropout: float,
-                 hidden_dropout: float, layernorm_epsilon: float, gelu: str = "tanh", recompute_gelu: bool = False,
+                 hidden_dropout: float, layernorm_epsilon: float, gelu: str = "tanh", recompute: bool = False,
                  sequence_parallel: bool = False, init_method_for: Callable[[str], InitMethod],
                  group: ProcessGroup | None = None, device: torch.device | str | None = None) -> None:
-        """init_method_for: gives the init_method of a weight by its name here, e.g. "attention.dense.weight"."""
+        """init_method_for: gives the init_method of a weight by its name here, e.g. "attention.dense.weight".
+        recompute: compute the outputs of GELU and of the layer norms again in backward instead of keeping them."""
         super().__init__()
-        self.hidden_dropout, self.sequence_parallel = hidden_dropout, sequence_parallel
+        self.hidden_dropout, self.sequence_parallel, self.recompute = hidden_dropout, sequence_parallel, recompute
         self.input_layernorm = nn.LayerNorm(hidden_size, eps=layernorm_epsilon, device=device)
         self.attention = ParallelSelfAttention(
             hidden_size, num_heads, attention_dropout=attention_dropout,
@@ -146,13 +149,17 @@ class ParallelTransformerLayer(nn.Module):
         self.post_attention_layernorm = nn.LayerNorm(hidden_size, eps=layernorm_epsilon, device=device)
         self.mlp = ParallelMLP(
             hidden_size, ffn_size, init_method=init_method_for("mlp.dense_h_to_4h.weight"),
-            output_init_method=init_method_for("mlp.dense_4h_to_h.weight"), gelu=gelu, recompute_gelu=recompute_gelu,
+            output_init_method=init_method_for("mlp.dense_4h_to_h.weight"), gelu=gelu, recompute=recompute,
             sequence_parallel=sequence_parallel, group=group, device=device)
 
     def forward(self, x: Tensor) -> Tensor:
         p = self.hidden_dropout if self.training else 0.0
-        x = x + hidden_dropout(self.attention(self.input_layernorm(x)), p, self.sequence_parallel)
-        return x + hidden_dropout(self.mlp(self.post_attention_layernorm(x)), p, self.sequence_parallel)
+        for norm, branch in ((self.input_layernorm, self.attention), (self.post_attention_layernorm, self.mlp)):
+            y = norm(x)
+            with kept_as(x, norm, y, self.recompute):
+                y = branch(y)
+            x = x + hidden_dropout(y, p, self.sequence_parallel)
+        return x
 
 
 def hidden_dropout(x: Tensor, p: float, sequence_parallel: bool) -> Tensor:

@@ -48,7 +48,7 @@ class Transformer(nn.Module):
                 config.hidden_size, config.num_attention_heads, config.ffn_size,
                 attention_dropout=config.attention_dropout, hidden_dropout=config.hidden_dropout,
                 layernorm_epsilon=config.layernorm_epsilon, gelu=config.gelu,
-                recompute_gelu=recompute == "selective", sequence_parallel=sequence_parallel, device=device,
+                recompute=recompute == "selective", sequence_parallel=sequence_parallel, device=device,
                 init_method_for=lambda name: init_method_for(f"transformer.layers.{number}.{name}"))
 
         self.layers = nn.ModuleList(layer(number) for number in range(config.num_layers))
@@ -85,7 +85,8 @@ class GPT2Model(nn.Module):
     """GPT-2 over the default model-parallel group, in float32; the optimizer or `.to(dtype)` lowers it.
 
     config.vocab_size is the true size. recompute: what is computed again in backward instead of being kept, "none",
-    "selective" (the output of GELU) or "full" (all but the input of every `recompute_num_layers` layers).
+    "selective" (the outputs of GELU and of the layers' norms) or "full" (all but the input of every
+    `recompute_num_layers` layers).
     sequence_parallel: between the split layers the sequence is split over the group, which must divide it.
     """
 

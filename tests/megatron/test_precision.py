@@ -42,26 +42,31 @@ def with_and_without_recompute(rank: int, world_size: int, folder: str, precisio
     return results
 
 
-def test_selective_recomputation_does_not_keep_the_output_of_gelu():
+def test_selective_recomputation_does_not_keep_the_outputs_of_gelu_and_norms():
     mpu.initialize_model_parallel(1)
     alive = {}
-    for recompute_gelu in (False, True):
-        mlp = mpu.ParallelMLP(64, 256, init_method=torch.nn.init.xavier_normal_,
-                              output_init_method=torch.nn.init.xavier_normal_, recompute_gelu=recompute_gelu)
+    for recompute in (False, True):
+        layer = mpu.ParallelTransformerLayer(
+            64, 4, 256, attention_dropout=0.0, hidden_dropout=0.0, layernorm_epsilon=1e-5, recompute=recompute,
+            init_method_for=lambda name: torch.nn.init.xavier_normal_).train()
         outputs: list[weakref.ref[torch.UntypedStorage]] = []
-        gelu = mlp.gelu
 
-        def watched(x: torch.Tensor, gelu: Any = gelu, outputs: Any = outputs) -> torch.Tensor:
-            y: torch.Tensor = gelu(x)
-            outputs.append(weakref.ref(y.untyped_storage()))
-            return y
+        def watched(function: Any, outputs: Any = outputs) -> Any:
+            def call(x: torch.Tensor) -> torch.Tensor:
+                y: torch.Tensor = function(x)
+                outputs.append(weakref.ref(y.untyped_storage()))
+                return y
 
-        mlp.gelu = watched  # type: ignore[assignment]
-        y = mlp(torch.randn(32, 2, 64, requires_grad=True))
-        alive[recompute_gelu] = outputs[0]() is not None
+            return call
+
+        layer.mlp.gelu = watched(layer.mlp.gelu)
+        for norm in (layer.input_layernorm, layer.post_attention_layernorm):
+            norm.forward = watched(norm.forward)  # type: ignore[method-assign]
+        y = layer(torch.randn(32, 2, 64, requires_grad=True))
+        alive[recompute] = [output() is not None for output in outputs]
         y.sum().backward()
-        assert len(outputs) == 1 + recompute_gelu
-    assert alive == {False: True, True: False}
+        assert len(outputs) == 3 * (1 + recompute)
+    assert alive == {False: [True] * 3, True: [False] * 3}
 
 
 @pytest.mark.parametrize(("world_size", "precision"), [(1, "fp32"), (2, "fp32"), (1, "bf16")])
