@@ -32,6 +32,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works in a clone that is not installed
 
+os.environ["OMP_NUM_THREADS"] = "1"  # peaks are measured in forked children, which OpenMP's threads do not survive
+
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
@@ -151,8 +153,10 @@ def peak_of(work: Callable[[], object]) -> int:
 
     watcher = threading.Thread(target=watch)
     watcher.start()
-    work()
-    done.set()
+    try:
+        work()
+    finally:
+        done.set()
     watcher.join()
     return peak - before
 
@@ -242,7 +246,6 @@ def main(argv: list[str] | None = None) -> int:
         parser.error("--smoke needs --output DIR: its figures are no results")
     warnings.filterwarnings("ignore", module="torch.distributed")
     logging.getLogger("torch").setLevel(logging.ERROR)
-    torch.set_num_threads(1)
     rounds = 1 if chosen.smoke else chosen.rounds
     with tempfile.TemporaryDirectory(dir=chosen.folder) as folder:
         result = {**report.header("checkpoint"), "smoke": chosen.smoke, "rounds": rounds,
