@@ -8,10 +8,8 @@ them for backward are split as well.
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -88,19 +86,17 @@ class ParallelMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         inside = self.dense_h_to_4h(x)  # [s, b, f/p]
-        y = self.gelu(inside)
-        with kept_as(inside, self.gelu, y, self.recompute):
-            out: Tensor = self.dense_4h_to_h(y)
+        out: Tensor = keeping_input(self.gelu, self.dense_4h_to_h, inside) if self.recompute else \
+            self.dense_4h_to_h(self.gelu(inside))
         return out
 
 
-def kept_as(x: Tensor, function: Callable[[Tensor], Tensor], y: Tensor,
-            wanted: bool) -> contextlib.AbstractContextManager[Any]:
-    """Within it, whoever keeps y = function(x) for backward keeps x, which `function` keeps anyway, and computes y from
-    it again. A compiler decides by itself what to keep, and so of what is cheap."""
-    if not wanted or torch.compiler.is_compiling():
-        return contextlib.nullcontext()
-
+def keeping_input(function: Callable[[Tensor], Tensor], then: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """then(function(x)). For backward x is kept, which `function` keeps anyway, instead of function(x), which is
+    computed again. A compiler decides by itself what to keep, and so of what is cheap."""
+    y = function(x)
+    if torch.compiler.is_compiling():
+        return then(y)
     address, size = y.data_ptr(), y.nbytes  # not y itself, which would live as long as the hook
 
     def pack(kept: Tensor) -> Tensor | tuple[torch.Size, Tensor]:
@@ -109,7 +105,8 @@ def kept_as(x: Tensor, function: Callable[[Tensor], Tensor], y: Tensor,
     def unpack(kept: Tensor | tuple[torch.Size, Tensor]) -> Tensor:
         return kept if isinstance(kept, Tensor) else function(kept[1]).view(kept[0])
 
-    return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        return then(y)
 
 
 def gelu_tanh(x: Tensor) -> Tensor:
@@ -153,13 +150,14 @@ class ParallelTransformerLayer(nn.Module):
             sequence_parallel=sequence_parallel, group=group, device=device)
 
     def forward(self, x: Tensor) -> Tensor:
+        # Neither a loop nor a `with` around the branches: torch.compile leaves out a layer that has a break in one.
         p = self.hidden_dropout if self.training else 0.0
-        for norm, branch in ((self.input_layernorm, self.attention), (self.post_attention_layernorm, self.mlp)):
-            y = norm(x)
-            with kept_as(x, norm, y, self.recompute):
-                y = branch(y)
-            x = x + hidden_dropout(y, p, self.sequence_parallel)
-        return x
+        norm = self.input_layernorm
+        y = keeping_input(norm, self.attention, x) if self.recompute else self.attention(norm(x))
+        x = x + hidden_dropout(y, p, self.sequence_parallel)
+        norm = self.post_attention_layernorm
+        y = keeping_input(norm, self.mlp, x) if self.recompute else self.mlp(norm(x))
+        return x + hidden_dropout(y, p, self.sequence_parallel)
 
 
 def hidden_dropout(x: Tensor, p: float, sequence_parallel: bool) -> Tensor:
