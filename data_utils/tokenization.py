@@ -97,6 +97,8 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
         raise FileNotFoundError(f"{directory} holds no tokenizer: no file tokenizer.json") from None
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{directory / 'tokenizer.json'} is damaged: {error!r}") from None
+    if kind not in KINDS:
+        raise ValueError(f"{directory / 'tokenizer.json'} is damaged: {kind!r} is no kind of tokenizer")
     if kind == "builtin":  # the copy, not the one shipped today
         from data_utils.tokenization_gpt2 import BUILTIN_FILE, builtin_tokenizer
         tokenizer: Tokenizer = builtin_tokenizer(directory / BUILTIN_FILE)

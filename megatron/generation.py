@@ -6,7 +6,6 @@ it to the others. Legend: s sequence, p model-parallel size, v padded vocabulary
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -18,8 +17,8 @@ from torch import Tensor
 
 import mpu
 from data_utils import Tokenizer, load_tokenizer
+from megatron.checkpoint_facts import check_facts
 from megatron.checkpointing import Checkpoint, find_checkpoint, load_model
-from megatron.config import ModelConfig
 from megatron.model.gpt2 import GPT2Model
 
 
@@ -79,16 +78,12 @@ def load_for_inference(directory: str | Path, device: torch.device, dtype: torch
     checkpoint = find_checkpoint(directory, log=log)
     if checkpoint is None:
         raise FileNotFoundError(f"--load {directory}: holds no checkpoint; give the --save folder of a training run")
-    try:
-        fields = dict(checkpoint.facts["config"]["model"], vocab_size=checkpoint.facts["vocab_size"])
-        fingerprint = checkpoint.facts["tokenizer"]["fingerprint"]
-        known = {field.name for field in dataclasses.fields(ModelConfig)}
-        config = ModelConfig(**{name: value for name, value in fields.items() if name in known})
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"{checkpoint.path}: its facts lack the model or the tokenizer ({error}); was it written by "
-                         "training?") from error
+    config = check_facts(checkpoint)
+    if checkpoint.facts.get("tokenizer") is None:
+        raise ValueError(f"{checkpoint.path} came without a tokenizer: convert it again with --vocab-file and "
+                         "--merge-file, or --tokenizer-model")
     tokenizer = load_tokenizer(Path(directory) / "tokenizer")
-    if tokenizer.fingerprint != fingerprint:
+    if tokenizer.fingerprint != checkpoint.facts["tokenizer"]["fingerprint"]:
         raise ValueError(f"{Path(directory) / 'tokenizer'}: is not the tokenizer that {checkpoint.path} was trained "
                          "with; put that one back")
     model = GPT2Model(config, device=device)

@@ -5,6 +5,7 @@ tokenizer, and the text as tokens. Tokenising can take hours, so it must not hap
 from __future__ import annotations
 
 import dataclasses
+import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,8 +24,10 @@ from data_utils import (
 )
 from megatron import device as devices
 from megatron.arguments import Arguments, merge_checkpoint
+from megatron.checkpoint_facts import check_facts
 from megatron.checkpointing import Checkpoint, find_checkpoint
 from megatron.config import Config
+from megatron.formats import recognise
 from megatron.launch import Ranks
 
 Say = Callable[[str], None]
@@ -56,6 +59,7 @@ def plan_run(arguments: Arguments, ranks: Ranks, say: Say) -> Plan:
     """Everything up to the tokenised data, without a process group. Raises ValueError or OSError for bad input."""
     arguments, checkpoint, source = _source(arguments, say)
     if checkpoint is not None:
+        check_facts(checkpoint)
         arguments = merge_checkpoint(arguments, checkpoint.facts["config"], checkpoint.facts["train_iters"])
     for note in arguments.notes:
         say(note)
@@ -91,13 +95,13 @@ def plan_run(arguments: Arguments, ranks: Ranks, say: Say) -> Plan:
         data=dataclasses.replace(data, tokenizer_type=tokenizer.kind))
     if start.get("iteration", 0) >= train_iters and source is not None:
         # Before a run is called finished, every byte of what it left is checked.
-        checkpoint = find_checkpoint(source, log=say)
+        checkpoint = find_checkpoint(source, log=say, verify=not config.checkpoint.no_verify)
         assert checkpoint is not None
         start = checkpoint.facts
-    if start and start["data_fingerprint"] != splits.fingerprint:
+    if start.get("data_fingerprint", splits.fingerprint) != splits.fingerprint:
         say("WARNING: the training data or --split are not those of the checkpoint: the run goes on with the new data, "
             "in which part of what was held out may have been seen")
-    if start and start["global_batch_size"] != global_batch_size:
+    if start.get("global_batch_size", global_batch_size) != global_batch_size:
         say(f"WARNING: a step takes {global_batch_size} samples here and took {start['global_batch_size']} in the "
             f"checkpoint: --global-batch-size {start['global_batch_size']} (with a --micro-batch-size that divides it) "
             "goes on as before")
@@ -109,6 +113,7 @@ def _source(arguments: Arguments, say: Say) -> tuple[Arguments, Checkpoint | Non
     """The checkpoint that the run starts from, opened without reading its tensors, and its folder."""
     where = arguments.checkpoint
     assert where.save is not None
+    _refuse_foreign(where.load, arguments)
     checkpoint = find_checkpoint(where.load or where.save, log=_silent, verify=False)
     if where.load is not None and where.load != where.save:
         # The same command once more, after a first part that saved: it goes on from there.
@@ -127,6 +132,18 @@ def _source(arguments: Arguments, say: Say) -> tuple[Arguments, Checkpoint | Non
     return arguments, None, None
 
 
+def _refuse_foreign(load: str | None, arguments: Arguments) -> None:
+    """Another program's checkpoint is converted first, once, by the command that this says."""
+    found = recognise(load) if load is not None else None
+    if found is not None and found[0] != "native":
+        key = "model.num_attention_heads"
+        number = arguments.values[key] if key in arguments.given else "N"
+        heads = f" --num-attention-heads {number}" if found[0] in ("megatron-2019", "deepspeed") else ""
+        folder = shlex.quote(str(load).rstrip("/"))
+        raise ValueError(f"--load {load} is a checkpoint in the format {found[0]}: python tools/checkpoint.py convert "
+                         f"{folder} {folder}_native --to native{heads} converts it; then --load {folder}_native")
+
+
 def _silent(line: str) -> None:
     """The same warnings come once more when the checkpoint is loaded."""
 
@@ -135,7 +152,12 @@ def _tokenizer(config: Config, arguments: Arguments, checkpoint: Checkpoint | No
                say: Say) -> Tokenizer:
     data = config.data
     files_given = any(f"data.{name}" in arguments.given for name in ("vocab_file", "merge_file", "tokenizer_model"))
-    if checkpoint is not None and not files_given:
+    known = checkpoint.facts.get("tokenizer") if checkpoint is not None else None
+    if checkpoint is not None and known is None and not files_given and "data.tokenizer_type" not in arguments.given:
+        raise ValueError(f"{checkpoint.path} came without a tokenizer: give --vocab-file and --merge-file, "
+                         "--tokenizer-model, or --tokenizer-type of one that needs no files, of its "
+                         f"{checkpoint.facts['vocab_size']:,} tokens")
+    if known is not None and not files_given:
         assert source is not None
         tokenizer = load_tokenizer(Path(source) / "tokenizer")
     else:
@@ -151,7 +173,10 @@ def _tokenizer(config: Config, arguments: Arguments, checkpoint: Checkpoint | No
                                        vocab_size=data.tokenizer_vocab_size, log=print)
         tokenizer = build_tokenizer(kind, vocab_file=data.vocab_file, merge_file=data.merge_file,
                                     cache_dir=data.cache_dir, model_file=model_file)
-    if checkpoint is not None and tokenizer.fingerprint != checkpoint.facts["tokenizer"]["fingerprint"]:
+    if checkpoint is not None and known is None and tokenizer.vocab_size != checkpoint.facts["vocab_size"]:
+        raise ValueError(f"{checkpoint.path} has {checkpoint.facts['vocab_size']:,} tokens and the tokenizer "
+                         f"{tokenizer.vocab_size:,}: give the files that it was trained with")
+    if checkpoint is not None and known is not None and tokenizer.fingerprint != known["fingerprint"]:
         raise ValueError(f"the tokenizer's files are not those of {checkpoint.path}: leave --vocab-file, --merge-file "
                          "and --tokenizer-model out to take the checkpoint's own")
     return tokenizer
