@@ -95,7 +95,9 @@ def open_megatron(path: Path, format: str, hints: Hints, *, log: Callable[[str],
             if type(size) is int and 0 < padded - size <= 128 * ranks.size]
         log(f"{path}: the vocabulary is taken to be its padded size, {padded}: --vocab-size "
             f"{' or '.join(guesses) or 'N'} leaves out the rows that are padding")
-    return ForeignSource(path, format, iteration_of(path, ranks.top), model, facts, recipes, left_out)
+    layout = {"model_parallel_size": ranks.size, "pipeline_parallel_size": len(ranks.parts)}
+    return ForeignSource(path, format, iteration_of(path, ranks.top), model, {**facts, "layout": layout}, recipes,
+                         left_out)
 
 
 def _check_parts(ranks: Ranks, held: Mapping[str, PartitionSpec]) -> None:
@@ -154,6 +156,11 @@ def _model(ranks: Ranks, shards: Mapping[str, list[Tensor]], args: Mapping[str, 
                             if type(args.get(name)) in (int, float)}
     if type(args.get("norm_epsilon")) is float:  # its name since 2023
         said["layernorm_epsilon"] = args["norm_epsilon"]
+    divisor = args.get("make_vocab_size_divisible_by")
+    if hints.vocab_size is None:
+        said["make_vocab_size_divisible_by"] = 1  # padded already
+    elif type(divisor) is int and divisor > 0:
+        said["make_vocab_size_divisible_by"] = divisor
     heads = _heads(path, h, p, args, hints)
     try:
         return ModelConfig(num_layers=ranks.num_layers, hidden_size=h, num_attention_heads=heads,

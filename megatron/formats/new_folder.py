@@ -1,0 +1,37 @@
+"""A folder that is there as a whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from data_utils.file_lock import sync_folder
+
+
+@contextlib.contextmanager
+def new_folder(out: str | Path) -> Iterator[Path]:
+    """A folder beside `out` to write into; it becomes `out` at the end, its files on the disk, and vanishes where an
+    error ends the work. ValueError where something is at `out` already."""
+    out = Path(out)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ValueError(f"{out}: exists already and is not empty: give a new folder")
+    folder = out.with_name(f"{out.name}.tmp-{secrets.token_hex(4)}")
+    folder.mkdir(parents=True)
+    try:
+        yield folder
+        for path in sorted(folder.rglob("*"), reverse=True):
+            if path.is_dir():
+                sync_folder(path)
+            else:
+                with open(path, "rb") as stream:
+                    os.fsync(stream.fileno())
+        sync_folder(folder)
+        folder.rename(out)  # over an empty folder at most
+        sync_folder(out.parent)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
