@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from data_utils.tokenization_gpt2 import END_OF_TEXT, byte_alphabet
 from tests.conftest import TEST_DATA
 from tests.megatron.training_runs import write_text
 
@@ -30,18 +32,35 @@ COMMANDS = [(page, line) for page, block in blocks("bash") for line in block.spl
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A clone with a text; the commands run here one after the other, as a reader would."""
+    """A clone with what a reader brings along; the commands run here one after the other, as a reader would."""
     folder = tmp_path_factory.mktemp("docs") / "project"
     for name in ("mpu", "data_utils", "megatron", "scripts", "tools", "benchmarks"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pretrain_gpt2.py", "constraints.txt", "pyproject.toml"):
         shutil.copy(ROOT / name, folder / name)
     write_text(folder, 3000).rename(folder / "my_text.txt")
+    write_gpt2(folder / "gpt2")
+    if TEST_DATA.is_dir():
+        release = TEST_DATA / "megatron-2019" / "tp2" / "checkpoint"
+        shutil.copytree(release, folder / "megatron_345m", copy_function=shutil.copyfile)
     return folder
+
+
+def write_gpt2(folder: Path) -> None:
+    """In the place of a download: a tiny model in Hugging Face's form, of single bytes."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    tokens = [*byte_alphabet(), END_OF_TEXT]
+    GPT2LMHeadModel(GPT2Config(vocab_size=len(tokens), n_positions=64, n_embd=32, n_layer=2, n_head=2,
+                               bos_token_id=256, eos_token_id=256)).save_pretrained(folder)
+    (folder / "vocab.json").write_text(json.dumps({token: number for number, token in enumerate(tokens)}))
+    (folder / "merges.txt").write_text("#version: 0.2\n")
 
 
 def shortened(line: str) -> str:
     """The same command, shorter: fewer iterations, and a named size cut to what a test can wait for."""
+    if "convert megatron_345m" in line:
+        return line + " --num-attention-heads 4 --vocab-size 130"  # of the file that stands for it
     if "pretrain_gpt2" not in line:
         return line + (" --max-new-tokens 5" if "generate_text" in line else "")
     if "--load" in line and "--finetune" not in line:
