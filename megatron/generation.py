@@ -6,6 +6,7 @@ it to the others. Legend: s sequence, p model-parallel size, v padded vocabulary
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -56,7 +57,8 @@ def next_logits(model: GPT2Model, context: Tensor) -> Tensor:
     s = context.numel()
     if model.sequence_parallel:  # the group must divide the sequence; what is added comes after all that counts
         context = F.pad(context, (0, -s % mpu.get_model_parallel_world_size()))
-    with torch.compiler.set_stance("force_eager"):  # a compiled layer would be compiled again for other lengths
+    # A compiled layer would be compiled again for other lengths.
+    with torch.compiler.set_stance("force_eager") if model.is_compiled else contextlib.nullcontext():
         return model(context.unsqueeze(0))[s - 1:s]  # type: ignore[no-any-return]
 
 

@@ -8,8 +8,10 @@ them for backward are split as well.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +23,6 @@ from mpu.layers import ColumnParallelLinear, InitMethod, RowParallelLinear
 from mpu.partition import divide
 from mpu.random import dropout, get_cuda_rng_tracker
 
-_WHY_NOT_COMPILED = "torch.compile cannot trace a change of the random stream"
 _TWO_ROOTS_OF_TWO_OVER_PI = 2 * math.sqrt(2 / math.pi)
 
 
@@ -57,7 +58,6 @@ class ParallelSelfAttention(nn.Module):
         return out
 
 
-@torch.compiler.disable(reason=_WHY_NOT_COMPILED)  # type: ignore[untyped-decorator]
 def _attention_with_own_masks(qkv: Tensor, dropout_p: float) -> Tensor:
     """Heads differ by rank, so must their masks."""
     with get_cuda_rng_tracker().fork():
@@ -149,6 +149,11 @@ class ParallelTransformerLayer(nn.Module):
             output_init_method=init_method_for("mlp.dense_4h_to_h.weight"), gelu=gelu, recompute=recompute,
             sequence_parallel=sequence_parallel, group=group, device=device)
 
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """`nn.Module.compile`, which takes torch.compile's arguments."""
+        _leave_out_of_graphs()
+        super().compile(*args, **kwargs)
+
     def forward(self, x: Tensor) -> Tensor:
         # Neither a loop nor a `with` around the branches: torch.compile leaves out a layer that has a break in one.
         p = self.hidden_dropout if self.training else 0.0
@@ -165,7 +170,15 @@ def hidden_dropout(x: Tensor, p: float, sequence_parallel: bool) -> Tensor:
     return dropout(x, p) if p == 0.0 or not sequence_parallel else _dropout_with_own_masks(x, p)
 
 
-@torch.compiler.disable(reason=_WHY_NOT_COMPILED)  # type: ignore[untyped-decorator]
 def _dropout_with_own_masks(x: Tensor, p: float) -> Tensor:
     with get_cuda_rng_tracker().fork():
         return dropout(x, p)
+
+
+@functools.cache
+def _leave_out_of_graphs() -> None:
+    """What changes the random stream, which torch.compile cannot trace. As decorators these calls would load the
+    compiler, 0.9 s of every start."""
+    global _attention_with_own_masks, _dropout_with_own_masks
+    _attention_with_own_masks = torch.compiler.disable(_attention_with_own_masks, reason="a change of random stream")
+    _dropout_with_own_masks = torch.compiler.disable(_dropout_with_own_masks, reason="a change of random stream")

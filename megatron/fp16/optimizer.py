@@ -9,11 +9,12 @@ stage 1, arXiv:1910.02054) its part of every bucket, after which the parameters 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.optim.adamw import adamw
 
 import mpu
 from megatron.checkpoint_state import FlatState
@@ -49,7 +50,6 @@ class MixedPrecisionOptimizer:
                  rates: Tensor) -> None:
         device = flat.params.device
         self.flat, self.gatherer, self.scaler = flat, gatherer, scaler
-        self._clip_grad = config.clip_grad
         self._rates = rates.to(device=device, dtype=torch.float32)
         self.good_steps = torch.zeros((), dtype=torch.int64, device=device)
         self.skipped_steps = torch.zeros((), dtype=torch.int64, device=device)
@@ -58,17 +58,10 @@ class MixedPrecisionOptimizer:
         self.grad_norm = torch.zeros((), dtype=torch.float32, device=device)
         self.learning_rate = self._rates[0].clone()
 
-        self._masters = [nn.Parameter(master) for master in flat.masters]
         self._host_grads = flat.room(pinned=True) if flat.offloaded else None
-        self._adam = torch.optim.AdamW(
-            [{"params": [master for master, segment in zip(self._masters, flat.owned, strict=True)
-                         if segment.decays == decays], "weight_decay": config.weight_decay if decays else 0.0}
-             for decays in (True, False)],
-            lr=self.learning_rate, betas=(config.adam_beta1, config.adam_beta2), eps=config.adam_eps, fused=True)
-        moments = {name: flat.room() for name in MOMENTS}
-        for index, master in enumerate(self._masters):
-            self._adam.state[master] = {"step": torch.zeros((), dtype=torch.float32, device=master.device),
-                                        **{name: rooms[index] for name, rooms in moments.items()}}
+        self._config = config
+        self.moments = {name: flat.room() for name in MOMENTS}
+        self._adam_steps = [torch.zeros((), dtype=torch.float32, device=master.device) for master in flat.masters]
 
     def step(self) -> None:
         """One update from the summed, scaled gradients in `flat.owned_grads()`, which end with it."""
@@ -80,7 +73,8 @@ class MixedPrecisionOptimizer:
         norm = squared.sqrt() / self.scaler.scale
         # The norm is the same on all ranks, so all of them skip or none.
         self.found_inf = (~torch.isfinite(norm)).float()
-        clip = (self._clip_grad / (norm + 1e-6)).clamp_max(1.0) if self._clip_grad > 0 else torch.ones_like(norm)
+        greatest = self._config.clip_grad
+        clip = (greatest / (norm + 1e-6)).clamp_max(1.0) if greatest > 0 else torch.ones_like(norm)
         # AdamW's fused kernel divides by grad_scale as it reads, which unscales and clips in the same pass.
         grad_scale = (self.scaler.scale / clip).nan_to_num(1.0)
         if self._host_grads is not None:
@@ -88,14 +82,9 @@ class MixedPrecisionOptimizer:
                 host.copy_(grad, non_blocking=True)
             grads = self._host_grads
         # To where the masters are: from a GPU to the host this waits, also for the gradients before it.
-        scalars = torch.stack([self.learning_rate, grad_scale, self.found_inf]).to(self._masters[0].device)
-        rate, self._adam.grad_scale, self._adam.found_inf = scalars.unbind()  # type: ignore[attr-defined]
-        for group in self._adam.param_groups:
-            group["lr"] = rate
-        for master, grad in zip(self._masters, grads, strict=True):
-            master.grad = grad
-        self._adam.step()
-        self._adam.zero_grad()
+        scalars = torch.stack([self.learning_rate, grad_scale, self.found_inf]).to(self.flat.masters[0].device)
+        self._adamw(grads, *scalars.unbind())
+        del grads
         self.flat.free_grads()
         self.write_back()
 
@@ -106,6 +95,18 @@ class MixedPrecisionOptimizer:
         self.good_steps += 1 - skipped
         self.scaler.update(self.found_inf)
         self.learning_rate.copy_(self._rates[self.good_steps.clamp_max(len(self._rates) - 1)])
+
+    def _adamw(self, grads: Sequence[Tensor], rate: Tensor, grad_scale: Tensor, found_inf: Tensor) -> None:
+        """torch's fused kernel, as a function: the class would load the compiler, 0.9 s of every start."""
+        config = self._config
+        for decays, weight_decay in ((True, config.weight_decay), (False, 0.0)):
+            chosen = [index for index, segment in enumerate(self.flat.owned) if segment.decays == decays]
+            masters, gradients, exp_avgs, exp_avg_sqs, steps = (
+                [tensors[index] for index in chosen]
+                for tensors in (self.flat.masters, grads, *self.moments.values(), self._adam_steps))
+            adamw(masters, gradients, exp_avgs, exp_avg_sqs, [], steps, fused=True, grad_scale=grad_scale,
+                  found_inf=found_inf, amsgrad=False, beta1=config.adam_beta1, beta2=config.adam_beta2, lr=rate,
+                  weight_decay=weight_decay, eps=config.adam_eps, maximize=False)
 
     def write_back(self) -> None:
         """Bring the masters into the model: round this rank's own, and start to fetch what others own."""
@@ -119,12 +120,12 @@ class MixedPrecisionOptimizer:
             index, part, start = self.flat.owned_part_of(name)
             yield FlatState("master", name, self.flat.masters[index][part], start)
             for moment in MOMENTS:
-                yield FlatState(moment, name, self._adam.state[self._masters[index]][moment][part], start)
+                yield FlatState(moment, name, self.moments[moment][index][part], start)
 
     def state_dict(self) -> dict[str, Any]:
         """The scalars; the tensors come from `tensors()`."""
         return {"good_steps": int(self.good_steps), "skipped_steps": int(self.skipped_steps),
-                "adam_steps": int(self._adam.state[self._masters[0]]["step"]),
+                "adam_steps": int(self._adam_steps[0]),
                 "loss_scaler": self.scaler.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -132,9 +133,9 @@ class MixedPrecisionOptimizer:
         self.scaler.load_state_dict(state["loss_scaler"])
         self.skipped_steps.fill_(state["skipped_steps"])
         self.set_good_steps(state["good_steps"])
-        for master in self._masters:
+        for steps in self._adam_steps:
             # Fewer than the schedule's where the moments were once started afresh (--no-load-optim).
-            self._adam.state[master]["step"].fill_(state["adam_steps"])
+            steps.fill_(state["adam_steps"])
         self.write_back()
 
     def masters_from_model(self) -> None:

@@ -116,6 +116,7 @@ class GPT2Model(nn.Module):
         self.transformer = Transformer(config, init_method_for, recompute, recompute_num_layers,
                                        self.sequence_parallel, device)
         self.tied_gradient: TiedGradient | None = None  # None: autograd does it
+        self.is_compiled = False
 
     def forward(self, tokens: Tensor, labels: Tensor | None = None, token_weight: Tensor | None = None) -> Tensor:
         """tokens [b, s] int64 -> this rank's logits [s, b, v/p]; with labels and weights, both [b, s], the scalar
@@ -156,6 +157,7 @@ class GPT2Model(nn.Module):
         breaks = config.attention_dropout > 0 or (config.hidden_dropout > 0 and self.sequence_parallel)
         for layer in self.transformer.layers:
             layer.compile(fullgraph=not breaks, backend=backend)
+        self.is_compiled = True
 
 
 def parameter_specs(config: ModelConfig, model_parallel_size: int = 1) -> dict[str, mpu.PartitionSpec]:

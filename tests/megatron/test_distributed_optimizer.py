@@ -95,8 +95,7 @@ def held(rank: int, world_size: int, folder: str) -> dict[str, int]:
     """Bytes of the memory behind masters and moments, and what the padding of the buffer is."""
     run = begin(rank, world_size, folder, f"memory{world_size}", "--precision", "bf16", SHARDED)
     steps(run, 1)
-    tensors = [*run.flat.masters, *(tensor for slots in run.optimizer._adam.state.values()
-                                    for name, tensor in slots.items() if name != "step")]
+    tensors = [*run.flat.masters, *(tensor for rooms in run.optimizer.moments.values() for tensor in rooms)]
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
     true = sum(parameter.numel() for parameter in run.model.parameters())
     finish(run)
