@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import re
 import shutil
 import subprocess
@@ -40,18 +41,22 @@ LIMIT = 1e9  # bytes of anonymous memory
 
 
 def save_source(folder: Path, model: ModelConfig) -> None:
-    """As two model-parallel ranks would save it; each tensor is drawn when it is written."""
+    """As two model-parallel ranks would save it. A tensor is drawn when it is written, masters and weights alike."""
+    def draw(seed: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.rand(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
     files: dict[str, dict[str, Piece]] = {}
     for rank in (0, 1):
         for kind, dtype in KINDS.items():
             name = "model" if kind == "model" else f"{kind}_dp_00"
             pieces = files[f"mp_rank_{rank:02d}/{name}.safetensors"] = {}
-            for parameter, spec in parameter_specs(model, 2).items():
+            for number, (parameter, spec) in enumerate(parameter_specs(model, 2).items()):
                 if spec.dim is not None or rank == 0:
                     box = spec.box(rank, 2)
+                    seed = 10 * number + 4 * rank + max(list(KINDS).index(kind) - 1, 0)
                     pieces[f"{kind}.{parameter}"] = Piece(
                         torch.empty(box.shape, dtype=dtype, device="meta"), spec.global_shape, box.offset,
-                        lambda box=box, dtype=dtype: torch.rand(box.shape).to(dtype))
+                        functools.partial(draw, seed, box.shape, dtype))
     facts = {"config": Config(model=model).as_dict(), "vocab_size": model.vocab_size, "iteration": 1, "tokenizer": None,
              "train_iters": 1, "consumed_samples": 8, "layout": {"model_parallel_size": 2, "data_parallel_size": 1},
              "optimizer": {"good_steps": 1, "skipped_steps": 0, "adam_steps": 1, "loss_scaler": {"scale": 1.0}}}

@@ -98,7 +98,8 @@ def test_python_examples_run(page: str, block: str):
 def test_every_file_and_flag_that_is_named_exists():
     from megatron.flags import flag_table
 
-    known = {row[0] for row in flag_table()} | {"--help", "--index-url", "--nproc-per-node", "--ntasks-per-node"}
+    known = {row[0] for row in flag_table()} | {"--help", "--index-url", "--local-dir", "--nproc-per-node",
+                                                  "--ntasks-per-node"}
     for program in (*(ROOT / "tools").glob("*.py"), *(ROOT / "benchmarks").glob("*.py")):
         known |= set(re.findall(r'add_argument\("(--[\w-]+)"', program.read_text()))
     for page in PAGES:
