@@ -19,11 +19,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import mpu
-from data_utils import BatchLoader, SampleOrder, Splits, Tokenizer
+from data_utils import BatchLoader, Splits, Tokenizer
 from megatron import device as devices
 from megatron.attention_backend import choose_attention
 from megatron.checkpoint_state import load_model, load_rng, load_state, model_pieces, rng_pieces, state_pieces
-from megatron.checkpointing import find_checkpoint, write_checkpoint
+from megatron.checkpointing import Piece, find_checkpoint, write_checkpoint
 from megatron.config import Config
 from megatron.distributed import GradientReducer, ParameterGatherer, TorchDDPReducer, reducer_for
 from megatron.flat_parameters import FlatParameters
@@ -110,10 +110,14 @@ class Run:
 
         With --async-save a thread has only begun with it, and None says nothing: `saver.finish` has the outcome.
         """
-        p, config = self.parallel, self.config.checkpoint
         self.gatherer.wait()
+        return self.saver.save(self.iteration, self.files(), self.facts())
+
+    def files(self) -> dict[str, dict[str, Piece]]:
+        """The files that this rank has of a checkpoint, of the tensors as they are."""
+        p, config = self.parallel, self.config.checkpoint
         specs = mpu.partition_specs(self.model)
-        files: dict[str, Any] = {}
+        files: dict[str, dict[str, Piece]] = {}
         folder = f"mp_rank_{p.model_parallel_rank:02d}"
         layout = {"mp_rank": p.model_parallel_rank, "mp_size": p.model_parallel_size}
         if p.data_parallel_rank == 0:
@@ -127,7 +131,7 @@ class Run:
         if not config.no_save_rng:
             files[f"{folder}/rng_dp_{p.data_parallel_rank:02d}.safetensors"] = rng_pieces(
                 mp_rank=p.model_parallel_rank, dp_rank=p.data_parallel_rank, device=self.device)
-        return self.saver.save(self.iteration, files, self.facts())
+        return files
 
     def facts(self) -> dict[str, Any]:
         """What the manifest says of the run: all that is no tensor."""
@@ -177,6 +181,9 @@ def build_run(plan: Plan, say: Say) -> Run:
     mpu.model_parallel_cuda_manual_seed(config.train.seed)
     assert config.checkpoint.save is not None
     shared = functools.partial(greatest, device=device)
+    seen = int(plan.splits.fingerprint[:15], 16)
+    if shared(seen) != -shared(-seen):
+        raise ValueError("the ranks read different training data: every machine needs the same files")
     lock = lock_together(config.checkpoint.save, rank=parallel.rank, greatest=shared, log=say)
 
     shape = config.model
@@ -191,7 +198,7 @@ def build_run(plan: Plan, say: Say) -> Run:
                       recompute_num_layers=config.train.recompute_num_layers,
                       sequence_parallel=config.parallel.sequence_parallel)
     if config.train.compile:
-        model.compile_layers()
+        model.compile_layers(by_document=config.data.reset_attention_mask)
     # What is sent to nobody comes in small buckets, which find room where backward has freed activations: 0.4 GB of the
     # 3.5 that 124M take on a CPU.
     bucket_size = config.parallel.ddp_bucket_size
@@ -216,8 +223,8 @@ def build_run(plan: Plan, say: Say) -> Run:
                  tensorboard_dir=config.train.tensorboard_dir, active=parallel.rank == 0)
     if parallel.rank == 0:
         write_settings(plan)
-    loader = BatchLoader(plan.splits.train, SampleOrder(len(plan.splits.train), config.train.seed),
-                         micro_batch_size=config.train.micro_batch_size,
+    samples, order = plan.splits.training_samples(config.train.seed, plan.train_iters * plan.global_batch_size)
+    loader = BatchLoader(samples, order, micro_batch_size=config.train.micro_batch_size,
                          accumulation=config.accumulation(parallel.data_parallel_size),
                          data_parallel_rank=parallel.data_parallel_rank,
                          data_parallel_size=parallel.data_parallel_size, consumed_samples=consumed_samples,
@@ -228,10 +235,12 @@ def build_run(plan: Plan, say: Say) -> Run:
     saver = Saver(write, attempt=f"{shared(secrets.randbits(62) if parallel.rank == 0 else 0):x}",
                   asynchronous=config.checkpoint.async_save, local_world_size=plan.ranks.local_world_size,
                   greatest=shared, say=log.say)
-    return Run(plan, parallel, model, forward, flat, reducer, gatherer, optimizer, loader, log, saver, lock,
-               Timers(device), StopSignal(timedelta(minutes=config.parallel.distributed_timeout_minutes)),
-               devices.peak_flops(device, plan.dtype), iteration, consumed_samples,
-               torch.zeros((), dtype=torch.float32, device=device), time.monotonic())
+    run = Run(plan, parallel, model, forward, flat, reducer, gatherer, optimizer, loader, log, saver, lock,
+              Timers(device), StopSignal(timedelta(minutes=config.parallel.distributed_timeout_minutes)),
+              devices.peak_flops(device, plan.dtype), iteration, consumed_samples,
+              torch.zeros((), dtype=torch.float32, device=device), time.monotonic())
+    saver.prepare(run.files())
+    return run
 
 
 def pinned(text: np.ndarray) -> Tensor:

@@ -44,14 +44,21 @@ class Saver:
         self._under_way: tuple[int, Future[Path]] | None = None
         self.saved_iteration: int | None = None  # the last one that was committed, as far as all ranks know
 
+    def prepare(self, files: Files) -> None:
+        """Make the memory that --async-save copies `files` into, unless it is there: before training begins, so that
+        no step waits for it."""
+        if not self._asynchronous or self._copy.is_ready:
+            return
+        if lacking := self._greatest(self._copy.prepare(files, self._local_world_size)):
+            self._say(f"WARNING: --async-save is left out, training waits for every save: its copy lacks {lacking:,} "
+                      "bytes of host memory")
+            self._asynchronous = False
+
     def save(self, iteration: int, files: Files, facts: Mapping[str, Any]) -> Path | None:
         """Begin with a checkpoint; `files` as for `write_checkpoint`. Its folder where it is committed on return;
         None where that failed, or where a thread is at it."""
         self.finish()
-        if self._asynchronous and (lacking := self._greatest(self._copy.prepare(files, self._local_world_size))):
-            self._say(f"WARNING: --async-save is left out, training waits for every save: its copy lacks {lacking:,} "
-                      "bytes of host memory")
-            self._asynchronous = False
+        self.prepare(files)
         if self._asynchronous:
             files = self._copy(files)
         self._under_way = iteration, self._thread.submit(self._write, iteration, files, facts, self._saves)
@@ -94,17 +101,19 @@ class HostCopy:
     def __init__(self) -> None:
         self._room: Tensor | None = None
 
+    @property
+    def is_ready(self) -> bool:
+        return self._room is not None
+
     def prepare(self, files: Files, local_world_size: int) -> int:
-        """Make the memory, unless it is there. Returns how many bytes are lacking for `local_world_size` ranks like
-        this one: 0 where all is well."""
-        if self._room is not None:
-            return 0
+        """Make the memory. Returns how many bytes are lacking for `local_world_size` ranks like this one: 0 where all
+        is well."""
         pieces = [piece for file in files.values() for piece in file.values()]
         size = sum(map(_room_of, pieces))
         if (lacking := size * local_world_size - available_memory()) > 0:
             return lacking
         try:
-            room = torch.empty(size, dtype=torch.uint8)
+            room = torch.empty(size, dtype=torch.uint8).zero_()  # touched: the first copy would take ten times as long
             if any(piece.tensor.is_cuda for piece in pieces):
                 # Pinned, but not by pin_memory=True, which takes the next power of two.
                 cudart = torch.cuda.cudart()
