@@ -13,7 +13,7 @@ def tokenizer_files(tokenizer: Tokenizer, max_length: int) -> tuple[dict[str, by
     """(name -> content, "") of a tokenizer that transformers can load with the same ids; or ({}, why not)."""
     if tokenizer.kind == "GPT2BPETokenizer":
         vocabulary, merges = tokenizer.files["encoder.json"], tokenizer.files["vocab.bpe"]
-    elif tokenizer.kind == "builtin":
+    elif tokenizer.kind in ("builtin", "bytes"):
         alphabet = byte_alphabet()
 
         def written(piece: bytes) -> str:

@@ -116,7 +116,7 @@ def test_a_large_export_comes_in_parts(source: Source, tmp_path: Path, monkeypat
     assert logits_agree(source, GPT2LMHeadModel.from_pretrained(out, dtype=torch.float32).eval()) <= 1e-5
 
 
-def same_ids(tokenizer: Tokenizer, source: Source, out: Path) -> None:
+def same_ids(tokenizer: Tokenizer, out: Path) -> None:
     from transformers import AutoTokenizer
 
     theirs = AutoTokenizer.from_pretrained(out)
@@ -127,18 +127,22 @@ def same_ids(tokenizer: Tokenizer, source: Source, out: Path) -> None:
 
 def test_the_shipped_tokenizer_gives_the_same_ids(source: Source, tmp_path: Path):
     tokenizer = tokenizer_of(source)
-    same_ids(tokenizer, source, to_huggingface(source, tmp_path / "hf", tokenizer=tokenizer, log=silent))
+    same_ids(tokenizer, to_huggingface(source, tmp_path / "hf", tokenizer=tokenizer, log=silent))
 
 
-def test_gpt2s_tokenizer_gives_the_same_ids(source: Source, tmp_path: Path, test_data: Path):
-    tokenizer = build_tokenizer("GPT2BPETokenizer", vocab_file=str(test_data / "gpt2" / "encoder.json"),
-                                merge_file=str(test_data / "gpt2" / "vocab.bpe"))
+@pytest.mark.parametrize("kind", ["GPT2BPETokenizer", "bytes"])
+def test_other_tokenizers_give_the_same_ids(source: Source, tmp_path: Path, kind: str, request: pytest.FixtureRequest):
+    named = {}
+    if kind == "GPT2BPETokenizer":
+        folder = request.getfixturevalue("test_data") / "gpt2"
+        named = {"vocab_file": str(folder / "encoder.json"), "merge_file": str(folder / "vocab.bpe")}
+    tokenizer = build_tokenizer(kind, **named)
     out = to_huggingface(source, tmp_path / "hf", log=silent)
     files, problem = tokenizer_files(tokenizer, 1024)
     assert not problem
     for name, content in files.items():
         (out / name).write_bytes(content)
-    same_ids(tokenizer, source, out)
+    same_ids(tokenizer, out)
 
 
 def test_without_an_equal_tokenizer_the_export_says_so(source: Source, tmp_path: Path):
