@@ -1,7 +1,7 @@
 """A checkpoint opens under every layout to the last bit.
 
 The ranks of a layout are made one after the other in this process, of the classes that training makes them of, and go
-through `Run.save` and `load_run`. No process group exists; a layer is told its rank and size by two integers. That
+through `Run.files` and `load_run`. No process group exists; a layer is told its rank and size by two integers. That
 training goes on as if nothing had moved is in test_moved_training.py.
 """
 
@@ -60,7 +60,7 @@ class Alone:
 
 
 def make_rank(layout: Layout, mp_rank: int, dp_rank: int, dtype: torch.dtype) -> Any:
-    """What `Run.save` and `load_run` use of a run, for one rank of `layout`."""
+    """What `Run.files` and `load_run` use of a run, for one rank of `layout`."""
     group: Any = Group(mp_rank, layout.model_parallel)
     parallel = mpu.ParallelState(group, None, mp_rank, layout.model_parallel, dp_rank, layout.data_parallel)
     with pytest.MonkeyPatch.context() as patch:
@@ -118,19 +118,14 @@ def fill(rank: Any, state: dict[tuple[str, str], Tensor], padding: float) -> Non
 
 
 def save(folder: Path, ranks: Iterable[Any]) -> None:
-    """`Run.save` of every rank, into one checkpoint."""
+    """What `Run.save` writes of every rank, into one checkpoint."""
     files: dict[str, Any] = {}
     facts: dict[str, Any] = {}
-
-    def collect(iteration: int, of_rank: dict[str, Any], facts_of_rank: dict[str, Any]) -> None:
+    for rank in ranks:
+        of_rank = Run.files(rank)
         assert not of_rank.keys() & files.keys()
         files.update(of_rank)
-        facts.update(facts_of_rank)
-
-    for rank in ranks:
-        rank.saver = SimpleNamespace(save=collect)
-        rank.facts = lambda rank=rank: {"optimizer": rank.optimizer.state_dict(), "consumed_samples": 24}
-        Run.save(rank)
+        facts = {"optimizer": rank.optimizer.state_dict(), "consumed_samples": 24}
     write_checkpoint(folder, 3, facts=facts, files=files, rank=0, world_size=1, attempt="a", timeout_s=0)
 
 
