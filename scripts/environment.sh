@@ -5,7 +5,8 @@
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 LEAST="torch numpy safetensors" # training runs with these alone
 MODULES="$LEAST tiktoken sentencepiece tokenizers tqdm matplotlib"
-TEST_MODULES="transformers pytest pytest_timeout xdist ruff mypy setuptools tensorboard"
+TEST_MODULES="transformers pytest pytest_timeout xdist ruff mypy setuptools tensorboard hypothesis megatron.core
+    zstandard pyarrow gigatoken orjson xxhash ftfy tldextract trafilatura lxml_html_clean py3langid datatrove"
 
 say() { echo "$*" >&2; }
 
@@ -50,7 +51,7 @@ install() {
         -c "$ROOT/constraints.txt" -e "$ROOT${1:+[$1]}" >&2
 }
 
-# find_python EXTRAS ("" or "dev,hf"): sets PYTHON, or ends the script with what is missing
+# find_python EXTRAS ("" or "dev,hf,data,curate"): sets PYTHON, or ends the script with what is missing
 find_python() {
     local needed=$MODULES own=$ROOT/.venv/bin/python
     [ -z "$1" ] || needed="$MODULES $TEST_MODULES"

@@ -100,8 +100,10 @@ def test_every_file_and_flag_that_is_named_exists():
 
     known = {row[0] for row in flag_table()} | {"--help", "--index-url", "--local-dir", "--nproc-per-node",
                                                   "--ntasks-per-node"}
-    for program in (*(ROOT / "tools").glob("*.py"), *(ROOT / "benchmarks").glob("*.py")):
+    for program in (*(ROOT / "tools").rglob("*.py"), *(ROOT / "benchmarks").glob("*.py"),
+                    ROOT / "data_utils" / "curation" / "command_line.py"):
         known |= set(re.findall(r'add_argument\("(--[\w-]+)"', program.read_text()))
+    known |= set(re.findall(r"^ +(--[\w-]+)\)", (ROOT / "scripts/prepare_openwebtext.sh").read_text(), re.MULTILINE))
     for page in PAGES:
         text = page.read_text()
         for link in re.findall(r"\]\(([^)#:]+)\)", text):

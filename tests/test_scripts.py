@@ -19,7 +19,9 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 LEAST = "torch numpy safetensors"
 TRAINING = f"{LEAST} tiktoken sentencepiece tokenizers tqdm matplotlib"
-TESTING = f"{TRAINING} transformers pytest pytest_timeout xdist ruff mypy setuptools tensorboard"
+TESTING = (f"{TRAINING} transformers pytest pytest_timeout xdist ruff mypy setuptools tensorboard hypothesis "
+           "megatron.core zstandard pyarrow gigatoken orjson xxhash ftfy tldextract trafilatura lxml_html_clean "
+           "py3langid datatrove")
 
 STUB = r"""#!/bin/bash
 case "$0" in */.venv/*) STUB_HAS=$(cat "$0.installed" 2>/dev/null) ;; esac
@@ -255,7 +257,7 @@ def test_the_default_port_gives_way(project: Project) -> None:
 def test_test_script_installs_its_extras_and_ends_with_pytest(project: Project) -> None:
     done = project.run("test.sh", "-k", "a name", STUB_INSTALLS=TESTING)
     assert done.returncode == 0, done.stderr
-    assert f"-e {project.root}[dev,hf]" in done.stderr
+    assert f"-e {project.root}[dev,hf,data,curate]" in done.stderr
     words = [line for line in done.stdout.splitlines() if line.startswith("<")]
     assert words == ["<-m>", "<ruff>", "<check>", "<.>", "<-m>", "<mypy>",
                      "<-m>", "<pytest>", "<-n>", "<2>", "<-k>", "<a name>"]

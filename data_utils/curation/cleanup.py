@@ -1,0 +1,65 @@
+"""Cleanup: mend broken text, keep one language, drop what is too short."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from data_utils.curation.documents import label
+from data_utils.curation.tasks import Task
+from data_utils.tokenization import Tokenizer, build_tokenizer
+
+LANGUAGE_CHARACTERS = 3000  # the language is named from so many: naming it runs at 4 MB/s
+# What ftfy may change in a line: all but printable ASCII without an ampersand. The rest is ftfy's fixed point.
+SUSPECT = re.compile(r"[^\t\n\x20-\x25\x27-\x7e]")
+
+
+def mend(text: str) -> str:
+    """ftfy.fix_text(text), which works line by line: lines that it would leave alone are not shown to it."""
+    if not SUSPECT.search(text):
+        return text
+    import ftfy
+
+    lines = re.findall(r"[^\n]*\n|[^\n]+", text)
+    unescape: Any = "auto"
+    for number, line in enumerate(lines):
+        if SUSPECT.search(line):
+            lines[number] = ftfy.fix_text(line, unescape_html=unescape)
+        if "<" in line:  # from the first tag on, ftfy takes a text for HTML and leaves its entities
+            unescape = False
+    return "".join(lines)
+
+
+def language_of(text: str) -> str:
+    """The code of the likeliest of 97 languages, by a model that comes with py3langid."""
+    import py3langid
+
+    return py3langid.classify(text[:LANGUAGE_CHARACTERS])[0]
+
+
+def at_least(tokenizer: Tokenizer, tokens: int) -> Callable[[str], bool]:
+    """Whether a text has so many tokens. Only a text whose length leaves it open is tokenised."""
+    longest = int(tokenizer.byte_lengths.max())
+
+    def enough(text: str) -> bool:
+        size = len(text.encode("utf-8"))
+        return size >= tokens and (size > tokens * longest or len(tokenizer.encode(text)) >= tokens)
+
+    return enough
+
+
+def cleanup(task: Task, *, language: str, min_tokens: int, tokenizer: Sequence[str | None], fingerprint: str) -> None:
+    """`tokenizer`: kind, vocabulary, merges; `fingerprint` is recorded of it."""
+    kind, vocab_file, merge_file = tokenizer
+    enough = at_least(build_tokenizer(str(kind), vocab_file=vocab_file, merge_file=merge_file), min_tokens)
+    for document in task.documents():
+        document["text"] = mend(document["text"]).strip()
+        if not document["text"]:
+            task.drop("empty once mended", document)
+        elif not enough(document["text"]):
+            task.drop(f"fewer than {min_tokens} tokens", document)
+        elif language != "any" and (found := language_of(document["text"])) != language:
+            task.drop(f"not {language}", f"{found}: {label(document)}")
+        else:
+            task.write(document)

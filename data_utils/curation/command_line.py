@@ -1,0 +1,98 @@
+"""What the programs of tools/openwebtext/ share: the flags of every stage, and the way each ends."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from data_utils.curation.documents import Shard, document_shards
+from data_utils.curation.on_cluster import EXECUTORS, launch
+from data_utils.curation.stages import MAX_BAD_FRACTION, run_stage
+from data_utils.curation.tasks import Stage
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(message)
+
+
+def plain_parser(description: str | None) -> Parser:
+    """A parser without flags, whose help begins with a program's own description."""
+    return Parser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+
+
+def add_common(parser: argparse.ArgumentParser) -> None:
+    """The flags that every stage has."""
+    parser.add_argument("--limit", type=positive, metavar="N", help="only the first N documents or addresses")
+    parser.add_argument("--workers", type=positive, default=os.cpu_count() or 1, metavar="N",
+                        help="processes, each at a shard of its own (default: %(default)s, the processors)")
+    parser.add_argument("--text-key", default="text", metavar="KEY", help="the JSON field that holds the text "
+                        "(default: text)")
+    parser.add_argument("--max-bad-fraction", type=float, default=MAX_BAD_FRACTION, metavar="F",
+                        help="more unreadable documents than this are an error (default: %(default)s)")
+    cluster = parser.add_argument_group("on a cluster, by datatrove")
+    cluster.add_argument("--executor", choices=EXECUTORS, help="default: processes of this machine, without datatrove")
+    cluster.add_argument("--tasks", type=positive, default=1, metavar="N", help="among which the shards are divided")
+    cluster.add_argument("--slurm-time", default="24:00:00", metavar="TIME", help="default: %(default)s")
+    cluster.add_argument("--slurm-partition", metavar="NAME")
+
+
+def stage_parser(description: str | None) -> Parser:
+    """INPUT, OUTPUT and the common flags."""
+    parser = plain_parser(description)
+    parser.add_argument("input", metavar="INPUT", help="a file, a folder or a glob in quotes: JSON lines with a text "
+                        "each, or .txt files; .gz and .zst as well")
+    parser.add_argument("output", metavar="OUTPUT", type=Path, help="the folder to write; begun again, the same "
+                        "command goes on where it was")
+    add_common(parser)
+    return parser
+
+
+def positive(text: str) -> int:
+    value = int(text) if text.isdecimal() else 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number above 0")
+    return value
+
+
+def log(line: str) -> None:
+    print(line, flush=True)
+
+
+def run(args: argparse.Namespace, stage: Stage, shards: Sequence[Shard] | None = None, *, alone: bool = True
+        ) -> list[dict[str, Any]]:
+    """The stage over `shards`, or over the documents of INPUT, with the common flags. `alone`: OUTPUT is for nothing
+    else. Every shard's manifest; none where they were handed to Slurm."""
+    if not 0 <= args.max_bad_fraction <= 1:
+        raise ValueError(f"--max-bad-fraction {args.max_bad_fraction:g} is not between 0 and 1")
+    if args.executor and args.limit:
+        raise ValueError("--executor divides the shards, --limit takes them one after the other: leave one away")
+    if args.executor == "slurm" and not args.slurm_partition:
+        raise ValueError("--executor slurm needs --slurm-partition")
+    shards = document_shards([args.input]) if shards is None else shards
+    if args.executor:
+        launch(args.executor, stage, shards, args.output, tasks=args.tasks, workers=args.workers,
+               slurm=(args.slurm_time, args.slurm_partition or ""))
+    if args.executor == "slurm":
+        log(f"{stage.name}: handed to Slurm. When it is done, the same command without --executor reports, and does "
+            "what is lacking")
+        return []
+    return run_stage(stage, shards, args.output, limit=args.limit, workers=args.workers,
+                     max_bad_fraction=args.max_bad_fraction, alone=alone, log=log)
+
+
+def finish(main: Callable[[Sequence[str] | None], None]) -> NoReturn:
+    """Run a program: exit code 0, or 2 and one line where the input, a flag or the disk is at fault."""
+    try:
+        main(None)
+        sys.exit(0)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print("interrupted: the same command goes on where it was", file=sys.stderr)
+        sys.exit(130)

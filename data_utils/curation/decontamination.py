@@ -1,0 +1,87 @@
+"""Decontamination: drop every document that shares 13 words in a row with an evaluation set."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterator, Sequence
+from itertools import repeat
+from pathlib import Path
+
+import numpy as np
+
+from data_utils.curation.documents import read_documents
+from data_utils.curation.tasks import Task
+
+WORDS = 13
+WORD = re.compile(r"\w+")
+FACTOR = np.uint64(0x9E3779B97F4A7C15)
+
+
+def words_of(text: str) -> list[str]:
+    """Letters and digits alone, in lower case: punctuation and white space make no difference."""
+    return WORD.findall(text.lower())
+
+
+class Index:
+    """Every run of 13 words of some texts. A text of fewer words is not looked for; `too_short` counts those."""
+
+    def __init__(self, texts: Iterator[str]) -> None:
+        self.ids: dict[str, int] = {}  # from 1
+        self.runs: set[bytes] = set()
+        self.too_short = 0
+        found = []
+        for text in texts:
+            words = words_of(text)
+            ids = np.array([self.ids.setdefault(word, len(self.ids) + 1) for word in words], np.uint64)
+            if len(ids) < WORDS:
+                self.too_short += 1
+                continue
+            self.runs.update(ids[start:start + WORDS].tobytes() for start in range(len(ids) - WORDS + 1))
+            found.append(hashes(ids))
+        if not found:
+            raise ValueError(f"the evaluation sets hold no text of {WORDS} words")
+        self.hashes = np.unique(np.concatenate(found))
+
+    def match(self, text: str) -> str | None:
+        """The first run that `text` has in common with them."""
+        words = words_of(text)
+        if len(words) < WORDS:
+            return None
+        ids = np.fromiter(map(self.ids.get, words, repeat(0)), np.uint64, len(words))
+        found = hashes(ids)
+        places = np.searchsorted(self.hashes, found)
+        places[places == len(self.hashes)] = 0
+        for start in np.flatnonzero(self.hashes[places] == found).tolist():
+            if ids[start:start + WORDS].tobytes() in self.runs:  # no matter what the hash says
+                return " ".join(words[start:start + WORDS])
+        return None
+
+
+def hashes(ids: np.ndarray) -> np.ndarray:
+    """uint64 [n] -> [n - 12], of every 13 ids in a row."""
+    count = len(ids) - WORDS + 1
+    values = np.zeros(count, np.uint64)
+    for start in range(WORDS):
+        values = values * FACTOR + ids[start:start + count]
+    return values
+
+
+@functools.lru_cache(1)  # a process does many shards
+def index_of(paths: Sequence[Path], text_key: str) -> Index:
+    def skip(reason: str, sample: str) -> None:
+        if reason != "empty":
+            raise ValueError(sample)
+
+    return Index(document["text"] for _, document in read_documents(paths, text_key, skip, lambda count: None))
+
+
+def decontaminate(task: Task, *, evaluation: dict[str, str], paths: Sequence[Path], evaluation_key: str) -> None:
+    """`evaluation` records name and sha256 of `paths`."""
+    index = index_of(tuple(paths), evaluation_key)
+    for document in task.documents():
+        found = index.match(document["text"])
+        if found is None:
+            task.write(document)
+        else:
+            task.drop("in an evaluation set", found)

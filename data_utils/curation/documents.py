@@ -1,0 +1,188 @@
+"""What a stage reads: shards of documents out of a file, a folder or a glob.
+
+A document is a dictionary whose "text" is a string that is not empty; "url" or "id" names it where there is one. JSON
+holds one a line, a .txt file is one; both may be compressed.
+"""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from data_utils.compression import damage_named, open_bytes
+
+JSON_SUFFIXES = (".jsonl", ".json", ".ndjson")
+TEXT_SUFFIX = ".txt"
+COMPRESSED_SUFFIXES = (".gz", ".zst")
+TEXTS_A_SHARD = 10_000
+LABEL_CHARACTERS = 100
+
+Document = dict[str, Any]
+Skip = Callable[[str, str], None]  # reason, sample
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Files that are read, written and begun again as one; `name` is that of the output."""
+
+    name: str
+    files: tuple[Path, ...]
+
+    @property
+    def bytes(self) -> int:
+        return sum(path.stat().st_size for path in self.files)
+
+    def facts(self) -> dict[str, Any]:
+        """What a manifest says of it: nothing of where it lies."""
+        digest = hashlib.sha256()
+        for path in self.files:
+            digest.update(f"{path.name}\0{path.stat().st_size}\0".encode())
+            with open(path, "rb") as file:
+                while block := file.read(1 << 20):
+                    digest.update(block)
+        return {"name": self.name, "files": len(self.files), "bytes": self.bytes, "sha256": digest.hexdigest()}
+
+
+def stem(path: Path) -> str:
+    """The name without the suffixes that say how it is read."""
+    name = path.name
+    for suffixes in (COMPRESSED_SUFFIXES, (*JSON_SUFFIXES, TEXT_SUFFIX)):
+        name = next((name.removesuffix(suffix) for suffix in suffixes if name.endswith(suffix)), name)
+    return name
+
+
+def is_text(path: Path) -> bool:
+    return path.name.removesuffix(".gz").removesuffix(".zst").endswith(TEXT_SUFFIX)
+
+
+def find_files(given: Sequence[str]) -> list[Path]:
+    """Every file that a list of files, folders and globs names, sorted. Of a folder: those with a suffix of JSON or
+    text, not of its subfolders. FileNotFoundError where an entry names none."""
+    suffixes = tuple(kind + packed for kind in (*JSON_SUFFIXES, TEXT_SUFFIX) for packed in ("", *COMPRESSED_SUFFIXES))
+    found: set[Path] = set()
+    for entry in given:
+        path = Path(entry)
+        if path.is_dir():
+            files = [file for file in path.iterdir() if file.name.endswith(suffixes) and file.is_file()
+                     and not file.name.startswith(".")]
+        else:
+            files = [path] if path.exists() else [Path(name) for name in glob.glob(entry, recursive=True)]
+            files = [file for file in files if file.is_file()]
+        if not files:
+            raise FileNotFoundError(f"{entry}: there is no file of JSON lines or text" + (
+                " in this folder" if path.is_dir() else ""))
+        found.update(files)
+    return sorted(found)
+
+
+def document_shards(given: Sequence[str]) -> list[Shard]:
+    """A shard for each file of JSON, and one for every ten thousand .txt files, each of which is one document."""
+    files = find_files(given)
+    shards = [Shard(stem(path), (path,)) for path in files if not is_text(path)]
+    texts = [path for path in files if is_text(path)]
+    shards += [Shard(f"texts_{number:05d}", tuple(texts[first:first + TEXTS_A_SHARD]))
+               for number, first in enumerate(range(0, len(texts), TEXTS_A_SHARD))]
+    return distinct(shards)
+
+
+def file_shards(given: Sequence[str]) -> list[Shard]:
+    """A shard for each file, whatever it holds."""
+    return distinct([Shard(stem(path), (path,)) for path in find_files(given)])
+
+
+def distinct(shards: list[Shard]) -> list[Shard]:
+    """The same; ValueError where two would write the same output."""
+    seen: dict[str, Shard] = {}
+    for shard in shards:
+        other = seen.setdefault(shard.name, shard)
+        if other is not shard:
+            raise ValueError(f"{other.files[0]} and {shard.files[0]} would both become {shard.name}: rename one")
+    return shards
+
+
+def label(document: Document) -> str:
+    """A document's name and first words, for a report."""
+    name = document.get("url") or document.get("id")
+    words = " ".join(document["text"][:2 * LABEL_CHARACTERS].split())
+    return (f"{name}: {words}" if name else words)[:LABEL_CHARACTERS]
+
+
+def read_documents(files: Sequence[Path], text_key: str, skip: Skip, read: Callable[[int], object]
+                   ) -> Iterator[tuple[int, Document]]:
+    """(offset in its decompressed file, document) of each that holds text.
+
+    `skip` hears of each other one: "empty", or "unreadable" with file, line and reason. `read` hears of the bytes.
+    """
+    for path in files:
+        if is_text(path):
+            with damage_named(str(path)), open_bytes(str(path)) as file:
+                content = file.read()
+            read(len(content))
+            try:
+                document = {"id": path.name, "text": content.decode("utf-8").replace("\r\n", "\n")}
+            except UnicodeDecodeError as error:
+                skip("unreadable", f"{path}: {error}")
+                continue
+            if document["text"].strip():
+                yield 0, document
+            else:
+                skip("empty", str(path))
+            continue
+        for number, offset, line in read_lines(path, read):
+            if not line.strip():
+                continue
+            try:
+                document = parse(line, text_key)
+            except (ValueError, RecursionError) as error:
+                skip("unreadable", f"{path}:{number}: {error}")
+                continue
+            if document["text"].strip():
+                yield offset, document
+            else:
+                skip("empty", f"{path}:{number}")
+
+
+def read_lines(path: Path, read: Callable[[int], object]) -> Iterator[tuple[int, int, bytes]]:
+    """(line number from 1, offset, line) of a file."""
+    offset = 0
+    with damage_named(str(path)), open_bytes(str(path)) as file:
+        for number, line in enumerate(file, 1):
+            read(len(line))
+            yield number, offset, line
+            offset += len(line)
+
+
+def parse(line: bytes, text_key: str) -> Document:
+    """The document of a line, its text under "text". ValueError where it is none."""
+    document = json.loads(line.decode("utf-8"))
+    if not isinstance(document, dict):
+        raise ValueError("not a JSON object: one document a line is expected")
+    if not isinstance(document.get(text_key), str):
+        raise ValueError(f"no text in the field {text_key!r} (--text-key)")
+    if text_key != "text":
+        document["text"] = document.pop(text_key)
+    if b"\\ud" in line.lower():
+        as_line(document)  # which refuses a lone surrogate, that only an escape can bring
+    return document
+
+
+def as_line(document: Document) -> bytes:
+    """A line of JSON; an equal document gives equal bytes."""
+    return json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode("utf-8") + b"\n"
+
+
+def read_at(path: Path, offset: int, text_key: str) -> Document:
+    """The document whose line begins at `offset` of an uncompressed file."""
+    with open(path, "rb") as file:
+        file.seek(offset)
+        return parse(file.readline(), text_key)
+
+
+def is_seekable(shard: Shard) -> bool:
+    """Whether `read_at` can read it: one file of JSON that is not compressed."""
+    return len(shard.files) == 1 and shard.files[0].name.endswith(JSON_SUFFIXES)

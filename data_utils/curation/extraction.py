@@ -1,0 +1,107 @@
+"""The text of a page, by trafilatura, in processes of its own: a page that takes too long costs a process, which is
+killed and made again."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import queue
+from multiprocessing.connection import Connection
+
+from data_utils.curation.fetching import Page, Refused
+
+STARTING_SECONDS = 60.0
+TOO_LATE, ENDED = "text not found in time", "its reading ended a process"
+
+
+def text_of(body: bytes, charset: str | None, url: str) -> str | None:
+    """The main text of an HTML page; None where it has none. Bytes are read by the charset that the server names, else
+    as UTF-8, else as trafilatura guesses."""
+    import trafilatura
+
+    content: bytes | str = body
+    with contextlib.suppress(LookupError, ValueError):
+        content = body.decode(charset or "utf-8")
+    return trafilatura.extract(content, url=url, include_comments=False, include_tables=False, deduplicate=False)
+
+
+def _serve(pipe: Connection) -> None:
+    """Answer pages with their texts until the other end is closed, be it by a kill."""
+    import logging
+
+    logging.disable(logging.CRITICAL)  # trafilatura's remarks on each page
+    import trafilatura  # noqa: F401 - not in the time of the first page
+
+    pipe.send("ready")
+    with contextlib.suppress(EOFError, KeyboardInterrupt, BrokenPipeError):
+        while True:
+            body, charset, url = pipe.recv()
+            try:
+                pipe.send((text_of(body, charset, url), None))
+            except Exception as error:  # whatever a library makes of a hostile page
+                pipe.send((None, type(error).__name__))
+
+
+class Extractor:
+    """One process."""
+
+    def __init__(self) -> None:
+        # A fresh interpreter: a copy of this one would take its threads' locks along.
+        context = multiprocessing.get_context("spawn")
+        self._pipe, other = context.Pipe()
+        self._process = context.Process(target=_serve, args=(other,), daemon=True)
+        self._process.start()
+        other.close()
+        self._ready = False
+
+    def __call__(self, page: Page, seconds: float) -> str:
+        """The text; Refused where there is none. After TOO_LATE and ENDED it is of no further use."""
+        if not self._ready:
+            if not self._pipe.poll(STARTING_SECONDS) or not self._process.is_alive():
+                raise RuntimeError("a process that reads pages did not start")
+            self._pipe.recv()
+            self._ready = True
+        try:
+            self._pipe.send((page.body, page.charset, page.url))
+            if not self._pipe.poll(seconds):
+                raise Refused(TOO_LATE)
+            text, error = self._pipe.recv()
+        except (EOFError, OSError):  # a fault in a library, or memory
+            raise Refused(ENDED) from None
+        if error:
+            raise Refused(f"not readable ({error})")
+        if not text or not text.strip():
+            raise Refused("page without text")
+        return text
+
+    def close(self) -> None:
+        self._pipe.close()
+        self._process.kill()
+        self._process.join()
+
+
+class Extractors:
+    """Several, each used by one thread at a time."""
+
+    def __init__(self, count: int, seconds: float) -> None:
+        self._seconds = seconds
+        self._free: queue.Queue[Extractor] = queue.Queue()
+        for _ in range(count):
+            self._free.put(Extractor())
+        self._count = count
+
+    def __call__(self, page: Page) -> str:
+        extractor = self._free.get()
+        try:
+            return extractor(page, self._seconds)
+        except Refused as refused:
+            if str(refused) in (TOO_LATE, ENDED):
+                extractor.close()
+                extractor = Extractor()
+            raise
+        finally:
+            self._free.put(extractor)
+
+    def close(self) -> None:
+        for _ in range(self._count):
+            self._free.get().close()

@@ -1,0 +1,64 @@
+#!/usr/bin/env bash
+# Web text to a corpus to train on, all stages of tools/openwebtext:
+#
+#   bash scripts/prepare_openwebtext.sh --urls FILES --output FOLDER [flags]     addresses, one a line
+#   bash scripts/prepare_openwebtext.sh --texts FILES --output FOLDER [flags]    text that is there: JSON lines or .txt
+#
+#   --evaluation FILES  drop documents that share 13 words in a row with these; again for more
+#   --limit N           only the first N addresses or texts
+#   --workers N         processes (default: the processors)
+#
+# FILES is a file, a folder or a glob in quotes. Flags of a single stage stand in the environment: URLS_FLAGS,
+# DOWNLOAD_FLAGS, CLEANUP_FLAGS, DUPLICATES_FLAGS, EVALUATION_FLAGS, SPLIT_FLAGS. Started again, it goes on where it was. Exit code 2 where it fails.
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+
+fail() { say "error: $*"; exit 2; }
+
+urls="" texts="" output="" limit=() workers=() evaluation=()
+while [ $# -gt 0 ]; do
+    if [ "$1" = --help ]; then sed -n '2,/^set/{/^#/s/^# \{0,1\}//p;}' "$0"; exit; fi
+    [ $# -ge 2 ] || fail "$1 needs a value, or is unknown: see --help"
+    case $1 in
+        --urls) urls=$2 ;;
+        --texts) texts=$2 ;;
+        --output) output=$2 ;;
+        --limit) limit=(--limit "$2") ;;
+        --workers) workers=(--workers "$2") ;;
+        --evaluation) evaluation+=("$2") ;;
+        *) fail "$1 is unknown: see --help" ;;
+    esac
+    shift 2
+done
+[ -n "$output" ] || fail "--output is missing: name the folder to write"
+if [ -z "$urls$texts" ] || { [ -n "$urls" ] && [ -n "$texts" ]; }; then
+    fail "give either --urls or --texts: see --help"
+fi
+
+find_python ""
+
+stage() {  # NAME ARGUMENTS...: one program, with the flags of all
+    local name=$1
+    shift
+    "$PYTHON" "$ROOT/tools/openwebtext/$name.py" "$@" ${workers[@]+"${workers[@]}"}
+}
+
+# The flags of a stage are a list of words: left unquoted on purpose. Bash before 4.4 has no empty lists, hence the +.
+if [ -n "$urls" ]; then
+    stage blacklist_urls "$urls" "$output/1-urls" ${limit[@]+"${limit[@]}"} ${URLS_FLAGS:-}
+    stage download_urls "$output/1-urls" "$output/2-pages" ${DOWNLOAD_FLAGS:-}
+    texts=$output/2-pages limit=()
+fi
+stage cleanup_dataset "$texts" "$output/3-clean" ${limit[@]+"${limit[@]}"} ${CLEANUP_FLAGS:-}
+stage find_duplicates "$output/3-clean" "$output/4-duplicates" ${DUPLICATES_FLAGS:-}
+stage group_duplicate_url "$output/4-duplicates/pairs.jsonl" "$output/5-groups"
+stage remove_group_duplicates "$output/5-groups/groups.jsonl" "$output/3-clean" "$output/6-unique"
+last=$output/6-unique
+if [ ${#evaluation[@]} -gt 0 ]; then
+    stage filter_ngrams "$last" "$output/7-decontaminated" --evaluation "${evaluation[@]}" ${EVALUATION_FLAGS:-}
+    last=$output/7-decontaminated
+else
+    say "notice: without --evaluation no document is dropped for being in an evaluation set"
+fi
+stage merge_jsons --data_path "$last" --output_file "$output/8-merged/corpus.jsonl"
+stage split_dataset "$output/8-merged/corpus.jsonl" "$output/9-split" ${SPLIT_FLAGS:-}

@@ -1,0 +1,193 @@
+"""A web of 200 pages in this process, behind a proxy on loopback: good ones, and every kind that must not survive."""
+
+from __future__ import annotations
+
+import gzip
+import http.server
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+_ENGLISH = """the of and to in is was that for on with as it by at from his her they which or we an were been their has
+would what will there if can all who more when no out said about time people into your could than first other after
+water through world still between never under last might great house again river morning light garden music letter
+winter summer people children mountain village market doctor teacher window kitchen journey story question answer
+history science country language picture weather bridge island forest animal machine engine station library theatre
+quietly slowly suddenly carefully brought thought looked walked wanted remembered followed carried finished opened
+believed discovered explained travelled gathered promised listened wondered important beautiful different ancient
+narrow golden silver distant hungry friendly strange careful terrible wooden northern southern"""
+ENGLISH = _ENGLISH.split()
+OTHERS = [
+    "le la les une des et dans pour que qui sur avec pas plus son elle nous vous être avoir maison rivière toujours "
+    "jamais enfant lumière matin jardin lettre hiver été montagne école fenêtre voyage histoire réponse pays langue",
+    "der die das und ein eine nicht mit auf für von dem sich auch werden haben immer niemals Straße Fenster Garten "
+    "Morgen Licht Winter Sommer Schule Reise Geschichte Antwort Sprache Brücke Insel Wald Maschine Bücherei langsam",
+    "el la los las una y en para que con por no más su ella nosotros siempre nunca niño luz mañana jardín carta "
+    "invierno verano montaña escuela ventana viaje historia respuesta país lengua puente isla bosque máquina"]
+SITE = "http://news{}.example.com"
+MEGABYTE = b"<p>" + b"endless words " * 74_898 + b"</p>"
+
+
+def sentences(words: list[str], seed: str, count: int) -> list[str]:
+    draw = random.Random(seed)
+    return [" ".join(draw.choices(words, k=draw.randint(8, 16))).capitalize() + "." for _ in range(count)]
+
+
+def page(paragraphs: list[str], title: str = "A page") -> str:
+    """An article amid what surrounds one."""
+    links = "".join(f'<li><a href="/section/{number}">Section {number}</a></li>' for number in range(12))
+    text = "".join(f"<p>{paragraph}</p>" for paragraph in paragraphs)
+    return (f"<!DOCTYPE html><html><head><title>{title}</title><script>var tracker = 1;</script></head><body>"
+            f"<nav><ul>{links}</ul></nav><article><h1>{title}</h1>{text}</article>"
+            "<footer>Copyright. All rights reserved. Subscribe to our newsletter.</footer></body></html>")
+
+
+def article(seed: str, words: list[str] = ENGLISH, extra: str = "") -> list[str]:
+    found = sentences(words, seed, 28)
+    return [" ".join(found[start:start + 4]) + (extra if start == 8 else "") for start in range(0, 28, 4)]
+
+
+@dataclass
+class Answer:
+    body: bytes | str = b""
+    status: int = 200
+    headers: tuple[tuple[str, str], ...] = (("Content-Type", "text/html"),)
+    stream: Callable[[Callable[[bytes], object]], None] | None = None  # writes without end
+    length: int | None = None
+
+
+HTML = ("Content-Type", "text/html")
+EVALUATION = "One evening the old lighthouse keeper counted seventeen green lanterns drifting past the broken harbour"
+
+
+def drip(write: Callable[[bytes], object]) -> None:
+    while True:
+        write(b"<p>never </p>")
+        time.sleep(0.05)
+
+
+def fifty_megabytes(write: Callable[[bytes], object]) -> None:
+    for _ in range(50):
+        write(MEGABYTE)
+
+
+def slow_header(write: Callable[[bytes], object]) -> None:
+    while True:
+        write(b"X-More: 1\r\n")
+        time.sleep(0.05)
+
+
+def build() -> tuple[dict[str, Answer], dict[str, str]]:
+    """The pages by their address, and of those that must survive a part of their text."""
+    pages: dict[str, Answer] = {}
+    good: dict[str, str] = {}
+
+    def add(kind: str, number: int, answer: Answer, survives: str = "") -> str:
+        url = f"{SITE.format(number % 7)}/{kind}/{number}"
+        pages[url] = answer
+        if survives:
+            good[url] = survives
+        return url
+
+    def first(seed: str) -> str:
+        return sentences(ENGLISH, seed, 1)[0]
+
+    for number in range(70):
+        add("article", number, Answer(page(article(f"good{number}"))), first(f"good{number}"))
+    for number in range(5):  # the server says how to read it
+        text = page(article(f"latin{number}", extra=" Café, naïve, façade, £5."))
+        add("latin", number, Answer(text.encode("cp1252"), headers=(("Content-Type", "text/html; charset=cp1252"),)),
+            "Café, naïve, façade, £5.")
+    for number in range(5):  # UTF-8 that was once read as Latin-1
+        text = page(article(f"mojibake{number}", extra=" The cafÃ© was schÃ¶n."))
+        add("mojibake", number, Answer(text), "The café was schön.")
+    for number in range(5):  # no encoding at all
+        body = page(article(f"broken{number}")).encode().replace(b"</h1>", b"</h1><p>\xff\xfe\x81 broken \xc3</p>")
+        add("broken", number, Answer(body), first(f"broken{number}"))
+    for number in range(5):
+        body = gzip.compress(page(article(f"packed{number}")).encode())
+        add("packed", number, Answer(body, headers=(HTML, ("Content-Encoding", "gzip"))), first(f"packed{number}"))
+    for number in range(4):
+        target = f"{SITE.format(8)}/moved/{number}"
+        pages[target] = Answer(page(article(f"moved{number}")))
+        add("redirect", number, Answer(status=301, headers=(("Location", target),)), first(f"moved{number}"))
+    for number in range(30):  # half of them word for word, half with a word more
+        extra = "" if number % 2 else " Indeed."
+        add("zcopy", number, Answer(page(article(f"good{number}", extra=extra), title="A page copied")))
+    for number in range(20):
+        add("foreign", number, Answer(page(article(f"foreign{number}", OTHERS[number % 3].split()))))
+    for number in range(16):
+        add("boilerplate", number, Answer(page([] if number % 2 else sentences(ENGLISH, f"short{number}", 2))))
+    for number in range(6):
+        add("quoted", number, Answer(page(article(f"quoted{number}", extra=f" {EVALUATION}."))))
+    for number in range(10):
+        add("gone", number, Answer(status=404))
+    for number in range(5):
+        add("failing", number, Answer(status=500))
+    for number in range(6):
+        add("binary", number, Answer(b"%PDF-1.7", headers=(("Content-Type", "application/pdf"),)))
+    loop = f"{SITE.format(0)}/loop/0"
+    add("loop", 0, Answer(status=302, headers=(("Location", loop),)))
+    add("login", 0, Answer(status=302, headers=(("Location", "http://www.facebook.com/login"),)))
+    add("inside", 0, Answer(status=302, headers=(("Location", "http://169.254.169.254/secret"),)))
+    add("large", 0, Answer(stream=fifty_megabytes))
+    add("large", 1, Answer(b"<p>", length=50_000_000))
+    add("bomb", 0, Answer(gzip.compress(b"<p>" + bytes(20_000_000)), headers=(HTML, ("Content-Encoding", "gzip"))))
+    add("endless", 0, Answer(stream=drip))
+    add("header", 0, Answer(stream=slow_header))
+    add("cut", 0, Answer(page(article("cut")), length=100_000))
+    assert len(pages) == 200, len(pages)
+    return pages, good
+
+
+def address_lists(pages: dict[str, Answer]) -> dict[str, str]:
+    """Two files of addresses, and among them those that lead to no text."""
+    urls = [url for url in sorted(pages) if "/moved/" not in url]
+    more = ["http://www.youtube.com/watch?v=1", "https://i.imgur.com/a", f"{SITE.format(1)}/picture.JPG",
+            "not an address", "ftp://news1.example.com/file", "http://", "http://localhost/admin", "http://10.0.0.1/admin",
+            urls[0] + "#part", urls[1].replace("http://", "https://www."), urls[2] + "/"]
+    return {"a.txt": "\n".join(urls[:100]) + "\n", "b.txt": "\n".join([*urls[100:], *more]) + "\n"}
+
+
+@contextmanager
+def web(pages: dict[str, Answer], seen: Callable[[str], object] = lambda url: None) -> Iterator[str]:
+    """The address of a proxy that answers for all of these sites; `seen` hears of each request."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            seen(self.path)
+            answer = pages.get(self.path, Answer(status=404))
+            body = answer.body.encode() if isinstance(answer.body, str) else answer.body
+            self.send_response(answer.status)
+            for name, value in answer.headers:
+                self.send_header(name, value)
+            if answer.stream is slow_header:
+                self.flush_headers()
+            elif answer.stream is None:
+                self.send_header("Content-Length", str(len(body) if answer.length is None else answer.length))
+            try:
+                if answer.stream is not slow_header:
+                    self.end_headers()
+                    self.wfile.write(body)
+                if answer.stream:
+                    answer.stream(self.wfile.write)
+            except OSError:
+                pass  # the client has had enough
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    class Server(http.server.ThreadingHTTPServer):
+        request_queue_size = 128  # by default so few that connections wait a second for their turn
+
+    server = Server(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+    finally:
+        server.shutdown()
+        server.server_close()
