@@ -1,7 +1,8 @@
 """Text to batches: tokenizers, the indexed dataset, corpora, splits, the order of samples. Needs numpy alone."""
 
 from data_utils.baselines import unigram_bits_per_byte, xz_bits_per_byte
-from data_utils.gpt2_dataset import MISSING, GPT2Dataset
+from data_utils.blending import BlendedDataset
+from data_utils.gpt2_dataset import MISSING, DamagedData, GPT2Dataset
 from data_utils.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
 from data_utils.samplers import BatchLoader, SampleOrder, evaluation_batches, permute
 from data_utils.splits import Splits, build_splits
@@ -9,8 +10,8 @@ from data_utils.tokenization import Tokenizer, build_tokenizer, default_tokenize
 from data_utils.tokenization_sentencepiece import ensure_sentencepiece_model, train_sentencepiece
 
 __all__ = [
-    "MISSING", "BatchLoader", "GPT2Dataset", "IndexedDataset", "IndexedDatasetBuilder", "SampleOrder", "Splits",
-    "Tokenizer", "build_splits", "build_tokenizer", "default_tokenizer_kind", "ensure_sentencepiece_model",
-    "evaluation_batches", "load_tokenizer", "permute", "train_sentencepiece", "unigram_bits_per_byte",
-    "xz_bits_per_byte",
+    "MISSING", "BatchLoader", "BlendedDataset", "DamagedData", "GPT2Dataset", "IndexedDataset",
+    "IndexedDatasetBuilder", "SampleOrder", "Splits", "Tokenizer", "build_splits", "build_tokenizer",
+    "default_tokenizer_kind", "ensure_sentencepiece_model", "evaluation_batches", "load_tokenizer", "permute",
+    "train_sentencepiece", "unigram_bits_per_byte", "xz_bits_per_byte",
 ]

@@ -1,18 +1,17 @@
-"""Documents out of files: loose JSON and plain text, gzipped or not; bad lines are skipped, counted and named."""
+"""Documents out of files: loose JSON and plain text, compressed or not; bad lines are skipped, counted and named."""
 
 from __future__ import annotations
 
 import contextlib
-import gzip
 import itertools
 import json
 import os
-import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from data_utils.builtin_corpus import builtin_documents
+from data_utils.compression import damage_named, open_bytes
 from data_utils.tokenization import utf8
 
 BUILTIN = "builtin"
@@ -28,8 +27,8 @@ Log = Callable[[str], None]
 class Lines:
     """Counts the lines of a file, names the first bad ones, and refuses the file where they are too many."""
 
-    def __init__(self, path: str, log: Log) -> None:
-        self.path, self.log = path, log
+    def __init__(self, path: str, log: Log, max_bad_fraction: float) -> None:
+        self.path, self.log, self.max_bad_fraction = path, log, max_bad_fraction
         self.good = self.empty = self.bad = 0
         self.first_bad = ""
 
@@ -43,11 +42,11 @@ class Lines:
 
     def check(self) -> None:
         lines = self.good + self.empty + self.bad
-        if self.bad > MOST_BAD_LINES * lines:
+        if self.bad > self.max_bad_fraction * lines:
             advice = "name the field that holds the text with --text-key, or mend the file" if is_json(self.path) \
                 else "convert the file to UTF-8"
             raise ValueError(f"{self.first_bad}; {self.bad} of {lines} lines are unusable, more than "
-                             f"{MOST_BAD_LINES:.1%}: {advice}")
+                             f"--max-bad-fraction {self.max_bad_fraction:g}: {advice}")
         if not self.good:
             raise ValueError(f"{self.path} holds no text")
         if self.bad or self.empty:
@@ -66,20 +65,20 @@ def check_exists(path: str, flag: str) -> None:
 
 def is_json(path: str) -> bool:
     """Whether a file's name says that it holds JSON."""
-    return Path(path.removesuffix(".gz")).suffix.lower() in JSON_SUFFIXES
+    return Path(path.removesuffix(".gz").removesuffix(".zst")).suffix.lower() in JSON_SUFFIXES
 
 
-def documents(path: str, text_key: str | None, log: Log) -> Iterator[str]:
+def documents(path: str, text_key: str | None, log: Log, max_bad_fraction: float = MOST_BAD_LINES) -> Iterator[str]:
     """The documents of one file in its order, none of them empty; `builtin` names the built-in corpus.
 
     JSON is told by the file's name: one object a line, or one array of objects. Any other file is one document.
-    ValueError names the file and line where more than a thousandth of the lines are unusable, and the file where it
-    holds no text at all.
+    ValueError names the file and line where more than `max_bad_fraction` of the lines are unusable, and the file where
+    it holds no text at all.
     """
     if path == BUILTIN:
         yield from builtin_documents()
         return
-    lines = Lines(path, log)
+    lines = Lines(path, log, max_bad_fraction)
     content = _content(path)
     yield from _json_documents(content, text_key, lines) if is_json(path) else _plain_document(content, lines)
     lines.check()
@@ -90,10 +89,10 @@ def default_key(path: str) -> str | None:
     the file is not JSON. Reads up to the first object that has one."""
     if not is_json(path):
         return None
-    items = (line for line in _objects(_content(path), path) if not isinstance(line, bytes) or line.strip())
+    items = (line for line in objects(_content(path), path) if not isinstance(line, bytes) or line.strip())
     for line in itertools.islice(items, HOPELESS_LINES):
         with contextlib.suppress(ValueError, RecursionError):
-            key = _default_key(_item(line))
+            key = _default_key(json_object(line))
             if key is not None:
                 return key
     return None
@@ -101,34 +100,22 @@ def default_key(path: str) -> str | None:
 
 def _content(path: str) -> Iterator[bytes]:
     """The lines of a file, decompressed."""
-    with open(path, "rb") as raw:
-        magic = raw.read(4)
-        raw.seek(0)
-        if magic == b"\x28\xb5\x2f\xfd":
-            raise ValueError(f"{path} is compressed by zstd: decompress it first")
-        try:
-            yield from gzip.GzipFile(fileobj=raw) if magic[:2] == b"\x1f\x8b" else raw
-        except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-            raise ValueError(f"{path} is damaged: {error}") from None
+    with damage_named(path), open_bytes(path) as file:
+        yield from file
 
 
 def _json_documents(content: Iterator[bytes], text_key: str | None, lines: Lines) -> Iterator[str]:
-    for number, line in enumerate(_objects(content, lines.path), 1):
+    for number, line in enumerate(objects(content, lines.path), 1):
         if isinstance(line, bytes) and not line.strip():
             continue
         try:
-            item = _item(line)
+            item = json_object(line)
             if text_key is None:
                 text_key = _default_key(item)
                 if text_key is None:
                     raise ValueError(f"neither {' nor '.join(DEFAULT_KEYS)} is a field of it, {_keys(item)}")
                 lines.log(f"{lines.path}: the text is the field {text_key!r} (--text-key)")
-            if text_key not in item:
-                raise ValueError(f"no field {text_key!r}, {_keys(item)}")
-            text = item[text_key]
-            if not isinstance(text, str):
-                raise ValueError(f"the field {text_key!r} is not a string")
-            utf8(text)
+            text = text_of(item, text_key)
         except RecursionError:
             lines.skip(number, "nested too deeply")
             continue
@@ -142,20 +129,32 @@ def _json_documents(content: Iterator[bytes], text_key: str | None, lines: Lines
             lines.empty += 1
 
 
-def _item(line: Any) -> dict[str, Any]:
+def json_object(line: Any) -> dict[str, Any]:
+    """The object in a line of bytes, or `line` itself. ValueError or RecursionError where it is none."""
     item = json.loads(line.decode("utf-8")) if isinstance(line, bytes) else line
     if not isinstance(item, dict):
         raise ValueError("not an object")
     return item
 
 
+def text_of(item: dict[str, Any], key: str) -> str:
+    """A field that has to be text; ValueError says what it is instead."""
+    if key not in item:
+        raise ValueError(f"no field {key!r}, {_keys(item)}")
+    text = item[key]
+    if not isinstance(text, str):
+        raise ValueError(f"the field {key!r} is not a string")
+    utf8(text)
+    return text
+
+
 def _default_key(item: dict[str, Any]) -> str | None:
     return next((key for key in DEFAULT_KEYS if key in item), None)
 
 
-def _objects(content: Iterator[bytes], path: str) -> Iterator[Any]:
+def objects(content: Iterable[bytes], path: str) -> Iterator[Any]:
     """The items of a file that is one JSON array; else its lines, as bytes."""
-    begun = False
+    begun, content = False, iter(content)
     for line in content:
         if not begun:
             line = line.removeprefix(b"\xef\xbb\xbf")

@@ -15,11 +15,15 @@
 
 from __future__ import annotations
 
+import errno
+import hashlib
 import os
+import shutil
 import struct
-from collections.abc import Sequence
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
@@ -29,6 +33,8 @@ DTYPES: dict[int, np.dtype] = {
     code: np.dtype(name).newbyteorder("<")
     for code, name in {1: "u1", 2: "i1", 3: "i2", 4: "i4", 5: "i8", 6: "f8", 7: "f4", 8: "u2"}.items()}
 
+BUFFERED = 1 << 18  # tokens between two writes
+
 
 def token_dtype(vocab_size: int) -> np.dtype:
     """The dtype Megatron would choose: u16 where ids fit, with some room, else i32."""
@@ -36,41 +42,61 @@ def token_dtype(vocab_size: int) -> np.dtype:
 
 
 class IndexedDatasetBuilder:
-    """Writes a pair. `add` tokens, `end_document`, then `finish`; both files are complete and on disk only then."""
+    """Writes a pair. `add` tokens, `end_document`, then `finish`; both files are complete and on disk only then.
+
+    `sha256` is that of `.bin`, once it is finished.
+    """
 
     def __init__(self, prefix: str | Path, dtype: np.dtype) -> None:
         self._prefix = str(prefix)
         self._dtype = np.dtype(dtype)
         self._bin: BinaryIO = open(f"{prefix}.bin", "wb")  # noqa: SIM115  closed by `finish` or `abandon`
-        self._lengths: list[int] = []
+        self._buffer = np.empty(BUFFERED, dtype=self._dtype)
+        self._filled = 0
+        self._lengths = array("i")
         self._open_length = 0
+        self.num_tokens = 0
+        self.sha256 = hashlib.sha256()
+
+    def __len__(self) -> int:
+        """Documents."""
+        return len(self._lengths)
 
     def add(self, tokens: Sequence[int] | np.ndarray) -> None:
         """Append to the open document. The ids have to fit the dtype."""
-        tokens = np.asarray(tokens)
-        self._bin.write(tokens.astype(self._dtype, copy=False).tobytes())
-        self._open_length += len(tokens)
+        count = len(tokens)
+        end = self._filled + count
+        if end > BUFFERED:
+            self._flush()
+            end = count
+            if count > BUFFERED:
+                self._write(np.asarray(tokens).astype(self._dtype))
+                self._open_length += count
+                return
+        self._buffer[self._filled:end] = tokens
+        self._filled = end
+        self._open_length += count
 
-    def end_document(self) -> None:
-        """One sequence is one document."""
+    def end_document(self, eod: int | None = None) -> None:
+        """One sequence is one document; it ends with `eod` where one is given."""
+        if eod is not None:
+            if self._filled == BUFFERED:
+                self._flush()
+            self._buffer[self._filled] = eod
+            self._filled += 1
+            self._open_length += 1
         if self._open_length >= 2**31:
             raise ValueError("a document of 2^31 tokens or more does not fit the .idx format: cut the file into parts")
         self._lengths.append(self._open_length)
+        self.num_tokens += self._open_length
         self._open_length = 0
 
     def finish(self) -> None:
         assert self._open_length == 0, "the last document was not ended"
-        lengths = np.asarray(self._lengths, dtype="<i4")
-        pointers = np.zeros(len(lengths), dtype="<i8")
-        np.cumsum(lengths[:-1], dtype=np.int64, out=pointers[1:])
-        pointers *= self._dtype.itemsize
-        code = next(code for code, dtype in DTYPES.items() if dtype == self._dtype)
-        with open(f"{self._prefix}.idx", "wb") as index:
-            index.write(HEADER.pack(MAGIC, 1, code, len(lengths), len(lengths) + 1))
-            for array in (lengths, pointers, np.arange(len(lengths) + 1, dtype="<i8")):
-                index.write(array.tobytes())
-            _to_disk(index)
-        _to_disk(self._bin)
+        self._flush()
+        lengths = np.frombuffer(self._lengths, dtype=np.intc)
+        _write_index(f"{self._prefix}.idx", self._dtype, lambda: [(lengths, np.arange(1, len(lengths) + 1))])
+        to_disk(self._bin)
         self._bin.close()
 
     def abandon(self) -> None:
@@ -78,6 +104,72 @@ class IndexedDatasetBuilder:
         self._bin.close()
         for suffix in (".bin", ".idx"):
             Path(self._prefix + suffix).unlink(missing_ok=True)
+
+    def _flush(self) -> None:
+        self._write(self._buffer[:self._filled])
+        self._filled = 0
+
+    def _write(self, tokens: np.ndarray) -> None:
+        self._bin.write(tokens.data)
+        self.sha256.update(tokens.data)
+
+
+def _write_index(name: str, dtype: np.dtype, blocks: Callable[[], Iterable[tuple[np.ndarray, np.ndarray]]]) -> None:
+    """Write `.idx` from blocks of (lengths of sequences, ends of documents in sequences of this block). `blocks` is
+    asked three times, so that the index of a billion documents is never in memory at once."""
+    sizes = [(len(lengths), len(ends)) for lengths, ends in blocks()]
+    code = next(code for code, known in DTYPES.items() if known == dtype)
+    with open(name, "wb") as index:
+        index.write(HEADER.pack(MAGIC, 1, code, sum(s for s, _ in sizes), sum(d for _, d in sizes) + 1))
+        for lengths, _ in blocks():
+            index.write(lengths.astype("<i4").data)
+        start = 0
+        for lengths, _ in blocks():
+            stops = np.cumsum(lengths, dtype=np.int64) * dtype.itemsize
+            index.write((start + np.concatenate([[0], stops])[:len(lengths)]).astype("<i8").data)
+            start += int(stops[-1]) if len(stops) else 0
+        index.write(bytes(8))
+        before = 0
+        for lengths, ends in blocks():
+            index.write((before + ends).astype("<i8").data)
+            before += len(lengths)
+        to_disk(index)
+
+
+def merge_pairs(sources: Sequence[str | Path], prefix: str | Path) -> None:
+    """The documents of all pairs in order as one pair, both files on disk. ValueError where their dtypes differ or one
+    is damaged; what was written is then removed."""
+    def blocks() -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        for source in sources:
+            index = read_index(source)
+            if index.dtype != dtype:
+                raise ValueError(f"{source} holds {index.dtype}, but {sources[0]} {dtype}: they can't be one file")
+            yield index.lengths, index.firsts[1:]
+
+    dtype = read_index(sources[0]).dtype
+    try:
+        _write_index(f"{prefix}.idx", dtype, blocks)
+        with open(f"{prefix}.bin", "wb") as merged:
+            for source in sources:
+                with open(f"{source}.bin", "rb") as file:
+                    _append(file, merged)
+            to_disk(merged)
+    except BaseException:
+        for suffix in (".bin", ".idx"):
+            Path(f"{prefix}{suffix}").unlink(missing_ok=True)
+        raise
+
+
+def _append(source: BinaryIO, target: BinaryIO) -> None:
+    """The rest of `source` to the end of `target`, by the system itself where it can."""
+    try:
+        while os.copy_file_range(source.fileno(), target.fileno(), 1 << 30):
+            pass
+    except (AttributeError, OSError) as error:  # not of this system, or not between these files
+        if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
+            raise
+        target.seek(0, os.SEEK_END)
+        shutil.copyfileobj(source, target, 1 << 20)
 
 
 class IndexedDataset:
@@ -88,15 +180,13 @@ class IndexedDataset:
     """
 
     def __init__(self, prefix: str | Path) -> None:
-        for suffix in (".idx", ".bin"):
-            if not Path(f"{prefix}{suffix}").is_file():
-                raise FileNotFoundError(f"no such file: {prefix}{suffix}")
-        self.dtype, starts = _read_index(f"{prefix}.idx", os.path.getsize(f"{prefix}.bin"))
-        self.document_starts = starts
+        index = read_index(prefix)
+        self.dtype = index.dtype
+        self.document_starts = index.starts[index.firsts]
         # A plain array over the map: slices of np.memmap itself cost several times more.
-        self.tokens: np.ndarray = np.zeros(0, self.dtype) if starts[-1] == 0 else \
+        self.tokens: np.ndarray = np.zeros(0, self.dtype) if index.starts[-1] == 0 else \
             np.asarray(np.memmap(f"{prefix}.bin", dtype=self.dtype, mode="r")).view(np.ndarray)
-        if len(self.tokens) != starts[-1]:
+        if len(self.tokens) != index.starts[-1]:
             raise ValueError(f"{prefix}.bin changed while it was opened")
 
     def __len__(self) -> int:
@@ -108,12 +198,25 @@ class IndexedDataset:
         return self.tokens[self.document_starts[index]:self.document_starts[index + 1]]
 
 
-def _read_index(name: str, bin_size: int) -> tuple[np.dtype, np.ndarray]:
-    """The dtype and the documents' starts in tokens. ValueError names what is wrong with the file."""
+class Index(NamedTuple):
+    """What `.idx` holds: dtype, lengths [S] int32, starts [S + 1] int64 in tokens, firsts [D] int64."""
+
+    dtype: np.dtype
+    lengths: np.ndarray
+    starts: np.ndarray
+    firsts: np.ndarray
+
+
+def read_index(prefix: str | Path) -> Index:
+    """The index of a pair. FileNotFoundError; ValueError names what is wrong with the file."""
     def check(holds: bool, reason: str) -> None:
         if not holds:
             raise ValueError(f"{name} is damaged: {reason}")
 
+    for suffix in (".idx", ".bin"):
+        if not Path(f"{prefix}{suffix}").is_file():
+            raise FileNotFoundError(f"no such file: {prefix}{suffix}")
+    name, bin_size = f"{prefix}.idx", os.path.getsize(f"{prefix}.bin")
     size = os.path.getsize(name)
     with open(name, "rb") as file:
         head = file.read(HEADER.size)
@@ -136,9 +239,9 @@ def _read_index(name: str, bin_size: int) -> tuple[np.dtype, np.ndarray]:
     check(int(starts[-1]) * width == bin_size, f"{int(starts[-1]) * width} bytes of tokens, but .bin has {bin_size}")
     check(documents > 0 and int(firsts[0]) == 0 and int(firsts[-1]) == sequences and bool((np.diff(firsts) >= 0).all()),
           f"its documents do not run from 0 to {sequences}")
-    return DTYPES[code], starts[firsts]
+    return Index(DTYPES[code], lengths, starts, firsts)
 
 
-def _to_disk(file: BinaryIO) -> None:
+def to_disk(file: BinaryIO) -> None:
     file.flush()
     os.fsync(file.fileno())

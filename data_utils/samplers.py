@@ -7,59 +7,79 @@ batch is laid out, it holds the same samples.
 
 from __future__ import annotations
 
-import functools
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
-from data_utils.gpt2_dataset import MISSING, GPT2Dataset
+from data_utils.gpt2_dataset import MISSING
 
 ROUNDS = 6
-MASK = (1 << 64) - 1
+# numpy costs by the call, not by the sample: the order of small steps is made for so many samples ahead.
+ORDERED_AT_ONCE = 1024
+
+Order = Callable[[np.ndarray], np.ndarray]  # global sample numbers, int64 [k] -> indices in a dataset, int64 [k]
 
 
-def _mix(value: int) -> int:
-    """A 64-bit hash of an integer (the finaliser of splitmix64)."""
-    value = (value + 0x9E3779B97F4A7C15) & MASK
-    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & MASK
-    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & MASK
-    return value ^ (value >> 31)
+class Samples(Protocol):
+    """What a loader reads from."""
+
+    seq_length: int
+
+    def __len__(self) -> int: ...
+
+    def rows(self, indices: np.ndarray) -> np.ndarray:
+        """int64 [k] -> int64 [k, seq_length + 1]."""
+        ...
 
 
-def _round(half: int, key: int) -> int:
+def mix(values: np.ndarray) -> np.ndarray:
+    """A 64-bit hash of each integer, uint64 (the finaliser of splitmix64)."""
+    values = values.astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15)
+    values = (values ^ (values >> 30)) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> 27)) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> 31)
+
+
+def seed_key(seed: int) -> np.ndarray:
+    """uint64 [1]: the key of `permute` that a seed stands for."""
+    return mix(np.array([seed]))
+
+
+def _round(half: np.ndarray, key: np.ndarray) -> np.ndarray:
     """Two multiplications: after one alone, halves that differ in a bit would differ alike under nearly every key."""
-    half = ((half ^ key) * 0x9E3779B97F4A7C15) & MASK
-    return (((half ^ (half >> 32)) * 0xBF58476D1CE4E5B9) & MASK) >> 32
+    half = (half ^ key) * np.uint64(0x9E3779B97F4A7C15)
+    return ((half ^ (half >> 32)) * np.uint64(0xBF58476D1CE4E5B9)) >> 32
 
 
-@functools.lru_cache(maxsize=64)
-def _round_keys(key: int) -> tuple[int, ...]:
-    return tuple(_mix(_mix(key & MASK) + number) for number in range(ROUNDS))
+def permute(indices: np.ndarray, size: int, key: np.ndarray) -> np.ndarray:
+    """The place of each index in a permutation of range(size) that its key chooses: O(1) time and memory an index.
 
-
-def permute(index: int, size: int, key: int) -> int:
-    """The place of `index` in a permutation of range(size) that `key` chooses, in O(1) time and memory.
-
+    indices: int64 [k], in range(size). key: uint64 [k], or [1] for all. Returns int64 [k].
     A Feistel network permutes a power of two that is at least `size`; what lands outside is permuted again until it
     lands inside (cycle walking). That power is below 2 · size except for the smallest sizes, so one or two passes do.
     """
-    assert 0 <= index < size
     bits = max(4, (size - 1).bit_length())
     low_bits = bits // 2
-    low_mask, high_mask = (1 << low_bits) - 1, (1 << (bits - low_bits)) - 1
-    keys = _round_keys(key)
-    while True:
-        high, low = index >> low_bits, index & low_mask
+    low_mask, high_mask = np.uint64((1 << low_bits) - 1), np.uint64((1 << (bits - low_bits)) - 1)
+    keys = mix(mix(key) + np.arange(ROUNDS, dtype=np.uint64)[:, None])  # [rounds, k] or [rounds, 1]
+    places = indices.astype(np.uint64)
+    walking = np.arange(len(places))
+    while len(walking):
+        high, low = places[walking] >> low_bits, places[walking] & low_mask
         for number in range(0, ROUNDS, 2):
             high ^= _round(low, keys[number]) & high_mask
             low ^= _round(high, keys[number + 1]) & low_mask
-        index = high << low_bits | low
-        if index < size:
-            return index
+        found = high << low_bits | low
+        places[walking] = found
+        outside = found >= size
+        walking = walking[outside]
+        if keys.shape[1] > 1:
+            keys = keys[:, outside]
+    return places.astype(np.int64)
 
 
 class SampleOrder:
@@ -67,11 +87,16 @@ class SampleOrder:
 
     def __init__(self, size: int, seed: int, shuffle: bool = True) -> None:
         assert size > 0
-        self.size, self.seed, self.shuffle = size, seed, shuffle
+        self.size, self.shuffle = size, shuffle
+        self._key = seed_key(seed)
 
-    def __call__(self, number: int) -> int:
-        epoch, index = divmod(number, self.size)
-        return permute(index, self.size, _mix(self.seed) ^ epoch) if self.shuffle else index
+    def __call__(self, numbers: np.ndarray) -> np.ndarray:
+        epochs, indices = np.divmod(numbers, self.size)
+        if not self.shuffle:
+            return indices
+        if len(epochs) and epochs[0] == epochs[-1]:  # numbers ascend
+            epochs = epochs[:1]
+        return permute(indices, self.size, self._key ^ epochs.astype(np.uint64))
 
 
 class BatchLoader:
@@ -83,15 +108,16 @@ class BatchLoader:
     kept its caller in all.
     """
 
-    def __init__(self, dataset: GPT2Dataset, order: Callable[[int], int], *, micro_batch_size: int, accumulation: int,
+    def __init__(self, dataset: Samples, order: Order, *, micro_batch_size: int, accumulation: int,
                  data_parallel_rank: int, data_parallel_size: int, consumed_samples: int = 0, prefetch: int = 2,
                  finish: Callable[[np.ndarray], Any] = lambda batch: batch) -> None:
         assert 0 <= data_parallel_rank < data_parallel_size
         self._dataset, self._order, self._finish = dataset, order, finish
-        self._offsets = [(k * data_parallel_size + data_parallel_rank) * micro_batch_size + row
-                         for k in range(accumulation) for row in range(micro_batch_size)]
+        first_of_micro_batch = (np.arange(accumulation) * data_parallel_size + data_parallel_rank) * micro_batch_size
+        self._offsets = (first_of_micro_batch[:, None] + np.arange(micro_batch_size)).ravel()
         self._step = micro_batch_size * accumulation * data_parallel_size
         self._next = consumed_samples
+        self._ordered: deque[np.ndarray] = deque()  # the indices of the steps to come
         self._thread = ThreadPoolExecutor(1, "data loader") if prefetch else None
         self._ready: deque[Future[Any]] = deque()
         self.wait_seconds = 0.0
@@ -123,10 +149,14 @@ class BatchLoader:
         self._next += self._step
 
     def _batch(self, first: int) -> Any:
-        return self._finish(_rows(self._dataset, [self._order(first + offset) for offset in self._offsets]))
+        if not self._ordered:
+            steps = first + self._step * np.arange(-(-ORDERED_AT_ONCE // len(self._offsets)))
+            numbers = (steps[:, None] + self._offsets).ravel()
+            self._ordered.extend(self._order(numbers).reshape(len(steps), -1))
+        return self._finish(self._dataset.rows(self._ordered.popleft()))
 
 
-def evaluation_batches(dataset: GPT2Dataset, *, micro_batch_size: int, data_parallel_rank: int,
+def evaluation_batches(dataset: Samples, *, micro_batch_size: int, data_parallel_rank: int,
                        data_parallel_size: int, max_samples: int | None = None) -> Iterator[np.ndarray]:
     """Samples 0 to max_samples - 1 in order, once, in int64 [micro_batch_size, seq_length + 1], ranks in turn.
 
@@ -135,12 +165,7 @@ def evaluation_batches(dataset: GPT2Dataset, *, micro_batch_size: int, data_para
     count = len(dataset) if max_samples is None else min(len(dataset), max_samples)
     step = micro_batch_size * data_parallel_size
     for first in range(data_parallel_rank * micro_batch_size, -(-count // step) * step, step):
-        yield _rows(dataset, [index if index < count else None for index in range(first, first + micro_batch_size)])
-
-
-def _rows(dataset: GPT2Dataset, indices: Sequence[int | None]) -> np.ndarray:
-    batch = np.full((len(indices), dataset.seq_length + 1), MISSING, dtype=np.int64)
-    for row, index in enumerate(indices):
-        if index is not None:
-            batch[row] = dataset[index]
-    return batch
+        batch = np.full((micro_batch_size, dataset.seq_length + 1), MISSING, dtype=np.int64)
+        there = np.arange(first, min(first + micro_batch_size, count))
+        batch[:len(there)] = dataset.rows(there)
+        yield batch

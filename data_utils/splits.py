@@ -1,4 +1,5 @@
-"""From the data flags to the three datasets: which files, and which part of their tokens, each split reads."""
+"""From the data flags to the three datasets: which files, and which part of their tokens, each split reads, and in
+which order training does."""
 
 from __future__ import annotations
 
@@ -10,9 +11,13 @@ from pathlib import Path
 
 import numpy as np
 
-from data_utils.corpora import BUILTIN, Log, check_exists
+from data_utils.blending import BLOCK, BlendedDataset, block_counts, parse_blend
+from data_utils.corpora import BUILTIN, MOST_BAD_LINES, Log, check_exists
+from data_utils.foreign_bins import ForeignBin, open_tokens, prefix_of
 from data_utils.gpt2_dataset import GPT2Dataset
 from data_utils.indexed_dataset import IndexedDataset
+from data_utils.megatron_order import MegatronSamples, megatron_cut
+from data_utils.samplers import Order, SampleOrder, Samples
 from data_utils.token_cache import tokenise
 from data_utils.tokenization import Tokenizer, fingerprint_of
 
@@ -22,20 +27,43 @@ CHECKED_TOKENS = 1 << 24  # of a foreign file, so that opening one of terabytes 
 HASHED_BYTES = 1 << 20  # at either end of a foreign .bin, for the same reason
 
 
+Dataset = GPT2Dataset | BlendedDataset
+
+
 @dataclass(frozen=True)
 class Splits:
     """The datasets, None where a split is not wanted or has no share. `fingerprint` hashes the training text,
-    the tokenizer and the cuts."""
+    the tokenizer, the cuts, the weights of a blend, and an order that is not ours. `train_documents`: for Megatron's
+    order, int64, where the training documents begin in `train.tokens`, and the end."""
 
-    train: GPT2Dataset
-    valid: GPT2Dataset | None
-    test: GPT2Dataset | None
+    train: Dataset
+    valid: Dataset | None
+    test: Dataset | None
     fingerprint: str
     description: tuple[str, ...]
+    train_documents: np.ndarray | None = None
+
+    def training_samples(self, seed: int, num_samples: int) -> tuple[Samples, Order]:
+        """What a `BatchLoader` takes to train on `num_samples` samples in all."""
+        if self.train_documents is not None:
+            assert isinstance(self.train, GPT2Dataset)
+            return MegatronSamples(self.train, self.train_documents, seed=seed, num_samples=num_samples), np.asarray
+        if isinstance(self.train, BlendedDataset):
+            return self.train, self.train.order(seed)
+        return self.train, SampleOrder(len(self.train), seed)
+
+
+@dataclass(frozen=True)
+class _Source:
+    """Open tokens, their name in messages, and a hash of their content."""
+
+    name: str
+    data: IndexedDataset | ForeignBin
+    key: str
 
 
 def parse_split(split: str) -> tuple[Fraction, Fraction, Fraction]:
-    """Shares of training, validation and test, which add up to 1; missing ones are 0. ValueError names --split."""
+    """Proportions of training, validation and test, as they are given; missing ones are 0. ValueError names --split."""
     try:
         parts = [Fraction(part.strip()) for part in split.split(",")]
     except (ValueError, ZeroDivisionError):
@@ -43,9 +71,8 @@ def parse_split(split: str) -> tuple[Fraction, Fraction, Fraction]:
     if not 1 <= len(parts) <= 3 or min(parts) < 0 or not parts[0]:
         raise ValueError(f"--split {split!r}: give up to three proportions of training, validation and test, such as "
                          "969,30,1, the first above 0")
-    parts += [Fraction(0)] * (3 - len(parts))
-    total = sum(parts)
-    return parts[0] / total, parts[1] / total, parts[2] / total
+    train, valid, test = parts + [Fraction(0)] * (3 - len(parts))
+    return train, valid, test
 
 
 def cut(document_starts: np.ndarray, shares: Sequence[Fraction], closed: bool) -> list[int]:
@@ -86,74 +113,121 @@ def _cut_between(document_starts: np.ndarray, shares: Sequence[Fraction], ends: 
 
 
 def build_splits(*, train_data: Sequence[str], valid_data: Sequence[str] = (), test_data: Sequence[str] = (),
-                 data_path: Sequence[str] = (), split: str, text_key: str | None = None, tokenizer: Tokenizer,
+                 data_path: Sequence[str] = (), valid_data_path: Sequence[str] = (),
+                 test_data_path: Sequence[str] = (), data_order: str = "shuffled", split: str,
+                 text_key: str | None = None, max_bad_fraction: float = MOST_BAD_LINES, tokenizer: Tokenizer,
                  seq_length: int, cache_path: str | None = None, need_valid: bool = True, need_test: bool = True,
                  log: Log) -> Splits:
     """Tokenise where that was not done before, and open the splits. No data at all means the built-in corpus.
 
-    Files in `valid_data` and `test_data` are those splits, and `split` divides the rest. A split that is needed and
-    has a share is never empty: ValueError names --split or the file instead.
+    Files in `valid_data` and `test_data`, or prefixes in `valid_data_path` and `test_data_path`, are those splits, and
+    `split` divides the rest, each pair of a blend by itself. A split that is needed and has a share is never empty:
+    ValueError names --split or the file instead.
     """
     shares = list(parse_split(split))
-    own: dict[str, Sequence[str]] = {"valid": valid_data, "test": test_data}
+    own: dict[str, tuple[Sequence[str], Sequence[str]]] = {"valid": (valid_data, valid_data_path),
+                                                           "test": (test_data, test_data_path)}
     for number, name in enumerate(NAMES):
-        for path in own.get(name, train_data):
+        for path in own.get(name, (train_data,))[0]:
             check_exists(path, f"--{name}-data")
-        if own.get(name):
+        if any(own.get(name, ())):
             shares[number] = Fraction(0)
-    shares = [share / sum(shares) for share in shares]
-    if data_path:
-        dataset, key = _open_prefix(data_path, tokenizer)
-        source = data_path[0]
+    needed = {"train": True, "valid": need_valid, "test": need_test}
+
+    def open_all(files: Sequence[str], prefixes: Sequence[str], flag: str) -> tuple[list[_Source], list[float] | None]:
+        if prefixes:
+            names, weights = parse_blend(prefixes, flag)
+            return [_open_prefix(name, flag, tokenizer) for name in names], weights
+        data, key = tokenise(files, text_key=text_key, max_bad_fraction=max_bad_fraction, tokenizer=tokenizer,
+                             cache_path=cache_path, log=log)
+        return [_Source(", ".join(files), data, key)], None
+
+    sources, weights = open_all(train_data or [BUILTIN], data_path, "--data-path")
+    asked_shares = [share / sum(shares) for share in shares]
+    if data_order == "megatron":
+        if len(sources) > 1:
+            raise ValueError("--data-order megatron is that of one prefix: leave it out, or give --data-path one")
+        between = megatron_cut(len(sources[0].data), [float(share) for share in shares])
+        borders = [sources[0].data.document_starts[between].tolist()]
     else:
-        files = list(train_data) or [BUILTIN]
-        dataset, key = tokenise(files, text_key=text_key, tokenizer=tokenizer, cache_path=cache_path, log=log)
-        source = ", ".join(files)
-    closed = len(dataset.tokens) > 0 and int(dataset.tokens[-1]) == tokenizer.eod
-    borders = cut(dataset.document_starts, shares, closed)
-    by_position = "" if np.isin(borders, dataset.document_starts).all() else ", cut by position, not between documents"
-    made: dict[str, GPT2Dataset] = {}
+        borders = [_cut(source.data, asked_shares, tokenizer.eod) for source in sources]
+    made: dict[str, Dataset] = {}
     description = []
     for number, name in enumerate(NAMES):
-        asked = f" (asked: {100 * float(shares[number]):.2f} %{by_position})"
-        where, data, start, stop = source, dataset, borders[number], borders[number + 1]
-        if not {"valid": need_valid, "test": need_test}.get(name, True):
+        if not needed[name]:
             continue
-        if own.get(name):
-            where = ", ".join(own[name])
-            data, _ = tokenise(own[name], text_key=text_key, tokenizer=tokenizer, cache_path=cache_path, log=log)
-            start, stop, asked = 0, len(data.tokens), ""
-        elif not shares[number]:
+        if any(own.get(name, ())):
+            parts, part_weights = open_all(*own[name], f"--{name}-data-path")
+            ranges, asked = [(0, len(part.data.tokens)) for part in parts], ""
+        elif shares[number]:
+            parts, part_weights = sources, weights
+            ranges = [(border[number], border[number + 1]) for border in borders]
+            asked = f"asked: {100 * float(asked_shares[number]):.2f} %"
+        else:
             continue
-        if stop - start < LEAST_TOKENS:
-            raise ValueError(f"--split {split}: {where} has only {stop - start} tokens for the {name} split: give it "
-                             "a greater share, more text, or a share of 0")
-        made[name] = GPT2Dataset(data.tokens, start, stop, seq_length, tokenizer, wrap=name == "train")
-        share = 100 * (stop - start) / len(data.tokens)
-        description.append(f"{name}: {stop - start:,} tokens, {len(made[name]):,} samples, {share:.2f} % of {where}"
-                           f"{asked}")
-    fingerprint = fingerprint_of(key, *map(str, borders))
+        made[name], lines = _combine(name, parts, part_weights, ranges, asked, split, seq_length, tokenizer)
+        description += lines
+    fingerprints = [fingerprint_of(source.key, *map(str, border)) for source, border in zip(sources, borders,
+                                                                                          strict=True)]
+    if weights is not None and len(sources) > 1:
+        fingerprints += map(str, weights)
+    if data_order == "megatron":
+        fingerprints.append(data_order)
+    fingerprint = fingerprints[0] if len(fingerprints) == 1 else fingerprint_of(*fingerprints)
     description.append(f"fingerprint of the training data: {fingerprint[:16]}")
-    return Splits(made["train"], made.get("valid"), made.get("test"), fingerprint, tuple(description))
+    documents = sources[0].data.document_starts[:between[1] + 1] if data_order == "megatron" else None
+    return Splits(made["train"], made.get("valid"), made.get("test"), fingerprint, tuple(description), documents)
 
 
-def _open_prefix(data_path: Sequence[str], tokenizer: Tokenizer) -> tuple[IndexedDataset, str]:
-    """A pair that somebody prepared, and a hash of its index and of the size and both ends of its tokens.
-    ValueError where its ids are another tokenizer's."""
-    if len(data_path) != 1:
-        raise ValueError(f"--data-path takes one prefix of a .bin/.idx pair, not {len(data_path)}")
-    prefix = data_path[0].removesuffix(".bin").removesuffix(".idx")
+def _cut(data: IndexedDataset | ForeignBin, shares: Sequence[Fraction], eod: int) -> list[int]:
+    return cut(data.document_starts, shares, len(data.tokens) > 0 and int(data.tokens[-1]) == eod)
+
+
+def _combine(name: str, parts: Sequence[_Source], weights: Sequence[float] | None, ranges: Sequence[tuple[int, int]],
+             asked: str, split: str, seq_length: int, tokenizer: Tokenizer) -> tuple[Dataset, list[str]]:
+    """The dataset of one split, and a line about each of its parts. `asked`: what --split asks for, empty where the
+    files are the split."""
+    components = []
+    for part, (start, stop) in zip(parts, ranges, strict=True):
+        if stop - start < LEAST_TOKENS:
+            raise ValueError(f"--split {split}: {part.name} has only {stop - start} tokens for the {name} split: give "
+                             "it a greater share, more text, or a share of 0")
+        components.append(GPT2Dataset(part.data.tokens, start, stop, seq_length, tokenizer, wrap=name == "train",
+                                      source=part.name))
+    counts = block_counts(weights or [len(component) for component in components], [part.name for part in parts],
+                          "--data-path" if asked else f"--{name}-data-path")
+    lines = []
+    for part, component, (start, stop), count in zip(parts, components, ranges, counts, strict=True):
+        mixed = f"{100 * count / BLOCK:.2f} % of the samples out of " if len(parts) > 1 else ""
+        by_position = "" if _between(part, start, stop) else ", cut by position, not between documents"
+        lines.append(f"{name}: {mixed}{stop - start:,} tokens, {len(component):,} samples, "
+                     f"{100 * (stop - start) / len(part.data.tokens):.2f} % of {part.name}"
+                     + (f" ({asked}{by_position})" if asked else ""))
+    return components[0] if len(parts) == 1 else BlendedDataset(components, counts, wrap=name == "train"), lines
+
+
+def _between(part: _Source, *borders: int) -> bool:
+    """Whether the borders lie between documents."""
+    starts = part.data.document_starts
+    return bool((starts[np.searchsorted(starts, borders)] == borders).all())
+
+
+def _open_prefix(path: str, flag: str, tokenizer: Tokenizer) -> _Source:
+    """Tokens that somebody prepared, and a hash of the index and of the size and both ends of the tokens. ValueError
+    where their ids are another tokenizer's."""
+    prefix = prefix_of(path)
     try:
-        dataset = IndexedDataset(prefix)
+        dataset = open_tokens(path, tokenizer.eod)
     except (FileNotFoundError, ValueError) as error:
-        raise type(error)(f"--data-path: {error}") from None
+        raise type(error)(f"{flag}: {error}") from None
     part = dataset.tokens[:CHECKED_TOKENS]
     if len(part) and not 0 <= int(part.min()) <= int(part.max()) < tokenizer.vocab_size:
-        raise ValueError(f"--data-path {prefix} holds ids from {part.min()} to {part.max()}, but the tokenizer "
+        raise ValueError(f"{flag} {prefix} holds ids from {part.min()} to {part.max()}, but the tokenizer "
                          f"{tokenizer.kind} has {tokenizer.vocab_size}: see --tokenizer-type")
     with open(f"{prefix}.bin", "rb") as file:
         first = file.read(HASHED_BYTES)
         size = file.seek(0, os.SEEK_END)
         file.seek(max(0, size - HASHED_BYTES))
         last = file.read()
-    return dataset, fingerprint_of(Path(f"{prefix}.idx").read_bytes(), str(size), first, last)
+    index = b"" if isinstance(dataset, ForeignBin) else Path(f"{prefix}.idx").read_bytes()
+    return _Source(path, dataset, fingerprint_of(index, str(size), first, last))

@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from data_utils.corpora import BUILTIN, Log, default_key, documents, is_json
+from data_utils.corpora import BUILTIN, MOST_BAD_LINES, Log, default_key, documents, is_json
 from data_utils.file_lock import file_lock, sync_folder
 from data_utils.indexed_dataset import IndexedDataset, IndexedDatasetBuilder, token_dtype
 from data_utils.tokenization import Tokenizer, fingerprint_of, split_text, user_cache
@@ -32,8 +32,8 @@ Identity = list[str | int]
 Content = tuple[str, str | None]  # sha256, and the field that is read where no text key is given
 
 
-def tokenise(paths: Sequence[str], *, text_key: str | None, tokenizer: Tokenizer, cache_path: str | None, log: Log
-             ) -> tuple[IndexedDataset, str]:
+def tokenise(paths: Sequence[str], *, text_key: str | None, tokenizer: Tokenizer, cache_path: str | None, log: Log,
+             max_bad_fraction: float = MOST_BAD_LINES) -> tuple[IndexedDataset, str]:
     """All documents of `paths` in order, each ended by EOD, and the key of their content; from the cache where they
     are there, else tokenised by the first process to come."""
     folder = Path(cache_path) if cache_path else user_cache() / "data"
@@ -45,7 +45,7 @@ def tokenise(paths: Sequence[str], *, text_key: str | None, tokenizer: Tokenizer
             if content is None:
                 return None
             contents.append(content)
-        key = _key(paths, contents, text_key, tokenizer)
+        key = _key(paths, contents, text_key, tokenizer, max_bad_fraction)
         try:
             return IndexedDataset(folder / key), key
         except FileNotFoundError:
@@ -69,11 +69,11 @@ def tokenise(paths: Sequence[str], *, text_key: str | None, tokenizer: Tokenizer
         begun = time.time_ns()
         before = [_identity(path) for path in paths]
         contents = [(_hash(path), default_key(path)) for path in paths]
-        key = _key(paths, contents, text_key, tokenizer)
+        key = _key(paths, contents, text_key, tokenizer, max_bad_fraction)
         try:
             dataset = IndexedDataset(folder / key)  # the same content under another path or mtime
         except (FileNotFoundError, ValueError):
-            _write(folder, key, name, paths, before, text_key, tokenizer, log)
+            _write(folder, key, name, paths, before, text_key, max_bad_fraction, tokenizer, log)
             dataset = IndexedDataset(folder / key)
         with _cache_errors(folder):
             for identity, (sha256, field) in zip(before, contents, strict=True):
@@ -85,7 +85,7 @@ def tokenise(paths: Sequence[str], *, text_key: str | None, tokenizer: Tokenizer
 
 
 def _write(folder: Path, key: str, name: str, paths: Sequence[str], hashed: Sequence[Identity], text_key: str | None,
-           tokenizer: Tokenizer, log: Log) -> None:
+           max_bad_fraction: float, tokenizer: Tokenizer, log: Log) -> None:
     """Tokenise into `<name>.tmp`, which a holder of the lock that was killed may have left, and rename, if the files
     are still as they were `hashed`."""
     started = time.monotonic()
@@ -96,7 +96,7 @@ def _write(folder: Path, key: str, name: str, paths: Sequence[str], hashed: Sequ
     try:
         with _progress(paths) as progress:
             for path in paths:
-                for text in documents(path, text_key, log):
+                for text in documents(path, text_key, log, max_bad_fraction):
                     for part in split_text(text):
                         tokens = tokenizer.encode(part)
                         size += len(part)
@@ -104,8 +104,7 @@ def _write(folder: Path, key: str, name: str, paths: Sequence[str], hashed: Sequ
                         with _cache_errors(folder):
                             builder.add(tokens)
                     with _cache_errors(folder):
-                        builder.add([tokenizer.eod])
-                    builder.end_document()
+                        builder.end_document(tokenizer.eod)
         if [_identity(path) for path in paths] != hashed:
             raise ValueError(f"{', '.join(paths)} changed while it was read: start again")
         with _cache_errors(folder):
@@ -155,13 +154,16 @@ def _hash(path: str) -> str:
     return digest.hexdigest()
 
 
-def _key(paths: Sequence[str], contents: Sequence[Content], text_key: str | None, tokenizer: Tokenizer) -> str:
-    """Of each file the field that is really read counts, False for plain text, and not how it was chosen."""
+def _key(paths: Sequence[str], contents: Sequence[Content], text_key: str | None, tokenizer: Tokenizer,
+         max_bad_fraction: float) -> str:
+    """Of each file the field that is really read counts, False for plain text, and not how it was chosen. What was let
+    through with more bad lines than usual is not taken where they are refused."""
     fields = [(field if text_key is None else text_key) if is_json(path) else False
               for path, (_, field) in zip(paths, contents, strict=True)]
     hashes = [sha256 for sha256, _ in contents]
-    # The empty part is a relic: it keeps the keys that plain text has had in caches and checkpoints.
-    return fingerprint_of(FORMAT, json.dumps([fields, hashes]), "", tokenizer.fingerprint)[:32]
+    # Empty as a rule, as in the keys that caches and checkpoints have.
+    lenient = str(max_bad_fraction) if max_bad_fraction > MOST_BAD_LINES else ""
+    return fingerprint_of(FORMAT, json.dumps([fields, hashes]), lenient, tokenizer.fingerprint)[:32]
 
 
 def _replace(path: Path, text: str) -> None:

@@ -41,6 +41,10 @@ class Tokenizer(ABC):
     def encode(self, text: str) -> np.ndarray | list[int]:
         """The ids of `text`, never `eod`. ValueError where `text` holds a lone surrogate."""
 
+    def encode_utf8(self, data: bytes) -> np.ndarray | list[int]:
+        """The ids of a text that is at hand as valid UTF-8."""
+        return self.encode(data.decode("utf-8"))
+
     def decode_bytes(self, ids: Sequence[int] | np.ndarray) -> bytes:
         """The bytes that `ids` stand for; ValueError for an id outside the vocabulary."""
         ids = np.asarray(ids, dtype=np.int64)

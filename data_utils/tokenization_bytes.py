@@ -18,7 +18,10 @@ class ByteTokenizer(Tokenizer):
 
     def encode(self, text: str) -> np.ndarray:
         """uint8 [bytes of text]."""
-        return np.frombuffer(utf8(text), dtype=np.uint8)
+        return self.encode_utf8(utf8(text))
+
+    def encode_utf8(self, data: bytes) -> np.ndarray:
+        return np.frombuffer(data, dtype=np.uint8)
 
     def decode_bytes(self, ids: Sequence[int] | np.ndarray) -> bytes:
         ids = np.asarray(ids, dtype=np.int64)

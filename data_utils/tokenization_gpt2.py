@@ -1,4 +1,5 @@
 """Byte-level BPE as GPT-2 does it, run by tiktoken from local files: GPT-2's own vocabulary and the shipped small one.
+Where gigatoken is installed it does most of the work, to the same ids.
 
 tiktoken merges by rank: a token's rank is the order in which it was learnt, the 256 single bytes first. GPT-2's
 vocabulary file may give tokens any id (a vocabulary trained elsewhere often has its special tokens first), so ids are
@@ -16,6 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from data_utils.tokenization import Tokenizer, fingerprint_of, utf8
+from data_utils.tokenization_gigatoken import gigatoken
 
 BUILTIN_FILE = "builtin_bpe.json"
 END_OF_TEXT = "<|endoftext|>"
@@ -52,15 +54,23 @@ class BytePairTokenizer(Tokenizer):
         # No special tokens are registered, so that no text can inject one.
         self._encoding = tiktoken.Encoding(kind, pat_str=PATTERN, special_tokens={},
                                            mergeable_ranks={token: rank for rank, token in enumerate(ranked)})
+        self._faster = gigatoken(ranked)
         fingerprint = fingerprint_of("byte-level BPE", PATTERN, json.dumps([list(ids), eod]), *ranked)
         super().__init__(kind, pieces, eod, fingerprint, files)
 
     def encode(self, text: str) -> np.ndarray | list[int]:
-        utf8(text)  # tiktoken replaces lone surrogates silently
-        ranks: list[int] = []
-        for part in _cut_white_space(text):
-            ranks += self._encoding.encode_ordinary(part)
+        return self.encode_utf8(utf8(text))  # tiktoken would replace lone surrogates silently
+
+    def encode_utf8(self, data: bytes) -> np.ndarray | list[int]:
+        if len(data) < 2 * WHITE_RUN:
+            ranks = self._ranks(data)
+        else:
+            ranks = np.concatenate([self._ranks(part.encode()) for part in _cut_white_space(data.decode("utf-8"))])
         return ranks if self._ids is None else self._ids[ranks]
+
+    def _ranks(self, data: bytes) -> np.ndarray | list[int]:
+        ranks = self._faster(data) if self._faster else None
+        return self._encoding.encode_ordinary(data.decode("utf-8")) if ranks is None else ranks
 
 
 def _cut_white_space(text: str) -> Iterator[str]:

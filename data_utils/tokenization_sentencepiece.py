@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 
-from data_utils.corpora import BUILTIN, Log, check_exists, documents
+from data_utils.corpora import BUILTIN, MOST_BAD_LINES, Log, check_exists, documents
 from data_utils.file_lock import file_lock
 from data_utils.tokenization import Tokenizer, fingerprint_of, split_text, utf8
 
@@ -93,7 +93,7 @@ def train_sentencepiece(texts: Iterable[str], model_file: str | Path, vocab_size
 
 
 def ensure_sentencepiece_model(model_file: str, *, train_data: Sequence[str], text_key: str | None, vocab_size: int,
-                               log: Log) -> None:
+                               log: Log, max_bad_fraction: float = MOST_BAD_LINES) -> None:
     """Train `model_file` on the training files where it is missing; one process does, the others wait for it."""
     if Path(model_file).exists():
         return
@@ -101,7 +101,7 @@ def ensure_sentencepiece_model(model_file: str, *, train_data: Sequence[str], te
     def texts() -> Iterator[str]:
         size = 0
         for path in train_data or [BUILTIN]:
-            for text in documents(path, text_key, log):
+            for text in documents(path, text_key, log, max_bad_fraction):
                 if size > TRAINING_CHARACTERS:
                     log(f"the SentencePiece model is trained on the first {size:,} characters")
                     return

@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 
 from data_utils import MISSING, BatchLoader, GPT2Dataset, SampleOrder, build_tokenizer, evaluation_batches, permute
+from data_utils.gpt2_dataset import DamagedData
+from data_utils.samplers import Samples
 
 
 @pytest.fixture(scope="module")
@@ -15,40 +17,80 @@ def dataset() -> GPT2Dataset:
     return GPT2Dataset(tokens, 0, len(tokens), 8, build_tokenizer("bytes"), wrap=True)
 
 
+KEYS = [np.array([key], np.uint64) for key in (0, 1, 5, 2**64 - 1)]
+
+
+def order_of_one(number: int, size: int, seed: int) -> int:
+    """The order spelled out for one sample in Python's integers: what runs under way and checkpoints rely on."""
+    mask = (1 << 64) - 1
+
+    def mix(value: int) -> int:
+        value = (value + 0x9E3779B97F4A7C15) & mask
+        value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & mask
+        value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & mask
+        return value ^ (value >> 31)
+
+    def scramble(half: int, key: int) -> int:
+        half = ((half ^ key) * 0x9E3779B97F4A7C15) & mask
+        return (((half ^ (half >> 32)) * 0xBF58476D1CE4E5B9) & mask) >> 32
+
+    epoch, index = divmod(number, size)
+    keys = [mix(mix(mix(seed) ^ epoch) + number) for number in range(6)]
+    bits = max(4, (size - 1).bit_length())
+    low_bits = bits // 2
+    while True:
+        high, low = index >> low_bits, index & ((1 << low_bits) - 1)
+        for number in range(0, 6, 2):
+            high ^= scramble(low, keys[number]) & ((1 << (bits - low_bits)) - 1)
+            low ^= scramble(high, keys[number + 1]) & ((1 << low_bits) - 1)
+        index = high << low_bits | low
+        if index < size:
+            return index
+
+
+@pytest.mark.parametrize("size", [1, 3, 16, 17, 1000, 10**15])
+def test_the_order_is_that_of_the_formula(size: int) -> None:
+    numbers = np.concatenate([np.arange(500), np.arange(size - 10, size + 10), [2 * size, 7 * size + 1]])
+    for seed in (0, 1234, 2**31 - 1):
+        expected = [order_of_one(int(number), size, seed) for number in numbers if number >= 0]
+        assert SampleOrder(size, seed)(numbers[numbers >= 0]).tolist() == expected
+
+
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 16, 17, 100, 1023, 1024, 1025, 20_000])
 def test_permute_is_a_permutation(size: int) -> None:
-    for key in (0, 1, 2**64 + 5):
-        assert sorted(permute(index, size, key) for index in range(size)) == list(range(size))
+    for key in KEYS:
+        assert sorted(permute(np.arange(size), size, key)) == list(range(size))
 
 
 def test_permute_mixes() -> None:
     size = 3000
-    order = [permute(index, size, 7) for index in range(size)]
-    assert order != [permute(index, size, 8) for index in range(size)]
+    order = permute(np.arange(size), size, KEYS[1])
+    assert not np.array_equal(order, permute(np.arange(size), size, KEYS[2]))
     steps = np.diff(order)
     assert abs(np.corrcoef(order, np.arange(size))[0, 1]) < 0.1 and len(np.unique(steps)) > size * 0.6
     # Over many keys every place, and every distance of two neighbours, is about equally frequent: chi squared with 9
     # and 8 degrees of freedom.
-    places = np.bincount([permute(3, 10, key) for key in range(5000)], minlength=10)
-    distances = np.bincount([(permute(1, 10, key) - permute(0, 10, key)) % 10 for key in range(5000)], minlength=10)[1:]
+    keys = np.arange(5000, dtype=np.uint64)
+    first, second, third = (permute(np.full(5000, index), 10, keys) for index in (0, 1, 3))
+    places, distances = np.bincount(third, minlength=10), np.bincount((second - first) % 10, minlength=10)[1:]
     for counts in (places, distances):
         assert ((counts - counts.mean()) ** 2 / counts.mean()).sum() < 30
 
 
 def test_permute_of_huge_sizes() -> None:
-    assert len({permute(index, 10**15, 3) for index in range(1000)}) == 1000
+    assert len(set(permute(np.arange(1000), 10**15, KEYS[0]))) == 1000
 
 
 def test_every_epoch_holds_all_samples_in_an_order_of_its_own() -> None:
     order = SampleOrder(100, seed=3)
-    epochs = [[order(epoch * 100 + index) for index in range(100)] for epoch in range(4)]
-    assert all(sorted(epoch) == list(range(100)) for epoch in epochs)
+    epochs = order(np.arange(400)).reshape(4, 100)
+    assert (np.sort(epochs) == np.arange(100)).all()
     assert len({tuple(epoch) for epoch in epochs}) == 4
-    assert epochs[0] != [SampleOrder(100, seed=4)(index) for index in range(100)]
-    assert [SampleOrder(3, seed=4, shuffle=False)(index) for index in range(7)] == [0, 1, 2, 0, 1, 2, 0]
+    assert not np.array_equal(epochs[0], SampleOrder(100, seed=4)(np.arange(100)))
+    assert SampleOrder(3, seed=4, shuffle=False)(np.arange(7)).tolist() == [0, 1, 2, 0, 1, 2, 0]
 
 
-def load(dataset: GPT2Dataset, steps: int, *, consumed: int = 0, size: int = 1, accumulation: int, micro: int,
+def load(dataset: Samples, steps: int, *, consumed: int = 0, size: int = 1, accumulation: int, micro: int,
          prefetch: int = 2) -> np.ndarray:
     """[steps, global batch, seq_length + 1], put together from all ranks."""
     loaders = [BatchLoader(dataset, SampleOrder(len(dataset), 5), micro_batch_size=micro, accumulation=accumulation,
@@ -65,7 +107,7 @@ def load(dataset: GPT2Dataset, steps: int, *, consumed: int = 0, size: int = 1, 
 
 def test_every_layout_sees_the_same_samples_in_the_same_step(dataset: GPT2Dataset) -> None:
     order = SampleOrder(len(dataset), 5)
-    expected = np.stack([dataset[order(number)] for number in range(12 * 8)]).reshape(12, 8, -1)  # 2.6 epochs
+    expected = np.stack([dataset[index] for index in order(np.arange(12 * 8))]).reshape(12, 8, -1)  # 2.6 epochs
     for size, accumulation, micro in ((1, 1, 8), (1, 4, 2), (2, 1, 4), (2, 2, 2), (4, 1, 2), (4, 2, 1)):
         for prefetch in (0, 1, 3):
             found = load(dataset, 12, size=size, accumulation=accumulation, micro=micro, prefetch=prefetch)
@@ -80,31 +122,56 @@ def test_resuming_at_any_sample_goes_on_exactly(dataset: GPT2Dataset) -> None:
     assert (odd.reshape(16, -1) == whole.reshape(112, -1)[3:19]).all()
 
 
-def test_errors_of_the_thread_reach_the_caller(dataset: GPT2Dataset) -> None:
-    def order(number: int) -> int:
-        if number >= 4:
-            raise OSError("the disk is gone")
-        return number
+class Numbered:
+    """A data set whose samples are their own numbers."""
 
-    loader = BatchLoader(dataset, order, micro_batch_size=2, accumulation=1, data_parallel_rank=0, data_parallel_size=1)
-    next(loader), next(loader)
+    seq_length = 0
+
+    def __len__(self) -> int:
+        return 3000
+
+    def rows(self, indices: np.ndarray) -> np.ndarray:
+        return indices[:, None]
+
+
+def test_the_first_ten_thousand_samples_at_every_width_and_after_a_resume() -> None:
+    whole = SampleOrder(3000, 5)(np.arange(10_000))  # three epochs and a third
+    for size, accumulation, micro in ((1, 2, 4), (2, 1, 4), (4, 2, 1)):
+        assert (load(Numbered(), 1250, size=size, accumulation=accumulation, micro=micro).ravel() == whole).all()
+    for size, accumulation, micro in ((1, 1, 13), (4, 1, 4)):
+        steps = (10_000 - 7777) // (size * accumulation * micro)
+        found = load(Numbered(), steps, consumed=7777, size=size, accumulation=accumulation, micro=micro).ravel()
+        assert (found == whole[7777:7777 + len(found)]).all() and len(found) > 2200
+
+
+def test_errors_of_the_thread_reach_the_caller() -> None:
+    class Failing(Numbered):
+        def rows(self, indices: np.ndarray) -> np.ndarray:
+            if indices.max() >= 4:
+                raise OSError("the disk is gone")
+            return super().rows(indices)
+
+    loader = BatchLoader(Failing(), SampleOrder(3000, 0, shuffle=False), micro_batch_size=2, accumulation=1,
+                         data_parallel_rank=0, data_parallel_size=1)
+    assert [next(loader).ravel().tolist() for _ in range(2)] == [[0, 1], [2, 3]]
     for _ in range(2):
         with pytest.raises(OSError, match="the disk is gone"):
             next(loader)
     loader.close()
 
 
-def test_the_thread_works_ahead_and_ends(dataset: GPT2Dataset) -> None:
-    def order(number: int) -> int:
-        time.sleep(0.02)
-        return number % 3
+def test_the_thread_works_ahead_and_ends() -> None:
+    class Slow(Numbered):
+        def rows(self, indices: np.ndarray) -> np.ndarray:
+            time.sleep(0.02)
+            return super().rows(indices)
 
     def threads() -> int:
         return sum("data loader" in thread.name for thread in threading.enumerate())
 
     waits = {}
     for prefetch in (0, 2):
-        loader = BatchLoader(dataset, order, micro_batch_size=1, accumulation=1, data_parallel_rank=0,
+        loader = BatchLoader(Slow(), SampleOrder(3000, 0), micro_batch_size=1, accumulation=1, data_parallel_rank=0,
                              data_parallel_size=1, prefetch=prefetch)
         assert threads() == (prefetch > 0)
         for _ in range(5):
@@ -114,6 +181,17 @@ def test_the_thread_works_ahead_and_ends(dataset: GPT2Dataset) -> None:
         loader.close()
         assert threads() == 0
     assert waits[0] >= 0.1 > waits[2]
+
+
+def test_an_id_beyond_the_vocabulary_is_found_when_it_is_read() -> None:
+    for dtype, bad in ((np.uint16, 257), (np.int32, 257), (np.int32, -1)):
+        tokens = np.arange(8 * 20 + 1).astype(dtype)
+        tokens[83] = bad
+        for wrap, sample in ((True, 10), (False, 10)):
+            damaged = GPT2Dataset(tokens, 0, len(tokens), 8, build_tokenizer("bytes"), wrap=wrap, source="a/b.bin")
+            damaged.rows(np.delete(np.arange(20), sample))
+            with pytest.raises(DamagedData, match=f"a/b.bin holds the token id {bad}, but the vocabulary has 257"):
+                damaged.rows(np.arange(20))
 
 
 @pytest.mark.parametrize("max_samples", [None, 1, 8, 9, 30, 1000])

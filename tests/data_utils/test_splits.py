@@ -29,11 +29,14 @@ def jsonl(path: Path, texts: list[str]) -> Path:
     return write(path, "".join(json.dumps({"text": text}) + "\n" for text in texts))
 
 
+def shares_of(split: str) -> list[Fraction]:
+    parts = parse_split(split)
+    return [part / sum(parts) for part in parts]
+
+
 def test_proportions() -> None:
-    assert parse_split("969,30,1") == (Fraction(969, 1000), Fraction(3, 100), Fraction(1, 1000))
-    assert parse_split("90,10") == parse_split("90,10,0") == parse_split("0.9, .1")
-    assert list(parse_split("90,10")) == [Fraction(9, 10), Fraction(1, 10), 0]
-    assert list(parse_split("100")) == [1, 0, 0]
+    assert [int(part) for split in ("969,30,1", "100") for part in parse_split(split)] == [969, 30, 1, 100, 0, 0]
+    assert shares_of("90,10") == shares_of("90,10,0") == shares_of("0.9, .1") == [Fraction(9, 10), Fraction(1, 10), 0]
     for bad in ("", "a,b", "1,2,3,4", "0,1,1", "1,-1", "nan,1", "1/0"):
         with pytest.raises(ValueError, match="--split"):
             parse_split(bad)
@@ -42,7 +45,7 @@ def test_proportions() -> None:
 @pytest.mark.parametrize("lengths", [[5] * 100, [1] * 3, [100, 2, 2], [2, 2, 1000], [1, 500, 1, 500, 1], [7] * 4])
 @pytest.mark.parametrize("split", ["969,30,1", "1,1,1", "90,10", "90,0,10", "1", "1,0,1000"])
 def test_borders_keep_to_documents_or_shares_and_no_share_is_empty(lengths: list[int], split: str) -> None:
-    starts, shares = np.cumsum([0, *lengths]), parse_split(split)
+    starts, shares = np.cumsum([0, *lengths]), shares_of(split)
     borders = cut(starts, shares, closed=True)
     assert len(borders) == 4 and borders[0] == 0 and borders[-1] == sum(lengths)
     between = set(borders) <= set(starts.tolist())
@@ -56,11 +59,11 @@ def test_borders_keep_to_documents_or_shares_and_no_share_is_empty(lengths: list
 
 
 def test_few_documents_are_cut_where_the_shares_ask() -> None:
-    shares = parse_split("969,30,1")
+    shares = shares_of("969,30,1")
     assert cut(np.cumsum([0, 160_000, 160_000, 80_001]), shares, closed=True) == [0, 387_600, 399_600, 400_001]
-    assert cut(np.cumsum([0, 81, 10, 9]), parse_split("8,1,1"), closed=True) == [0, 81, 91, 100]  # within a tenth
-    assert cut(np.cumsum([0, 810, 170, 20]), parse_split("80,17,3"), closed=True) == [0, 810, 980, 1000]  # within 1 %
-    assert cut(np.cumsum([0, 810, 160, 30]), parse_split("80,19,1"), closed=False) == [0, 800, 990, 1000]
+    assert cut(np.cumsum([0, 81, 10, 9]), shares_of("8,1,1"), closed=True) == [0, 81, 91, 100]  # within a tenth
+    assert cut(np.cumsum([0, 810, 170, 20]), shares_of("80,17,3"), closed=True) == [0, 810, 980, 1000]  # within 1 %
+    assert cut(np.cumsum([0, 810, 160, 30]), shares_of("80,19,1"), closed=False) == [0, 800, 990, 1000]
     assert cut(np.cumsum([0, 3, 3, 3]), shares, closed=True) == [0, 3, 6, 9]  # by position a split would be empty
 
 
@@ -70,7 +73,7 @@ def test_documents_of_at_most_a_hundredth_are_never_cut(split: str) -> None:
     for _ in range(50):
         lengths = rng.integers(500, 1000, size=250)
         starts = np.cumsum([0, *lengths])
-        assert set(cut(starts, parse_split(split), closed=True)) <= set(starts.tolist())
+        assert set(cut(starts, shares_of(split), closed=True)) <= set(starts.tolist())
 
 
 def test_the_description_gives_the_share_that_was_asked_for(tmp_path: Path) -> None:

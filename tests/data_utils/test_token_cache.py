@@ -206,3 +206,11 @@ def test_the_lock_dies_with_its_holder(tmp_path: Path) -> None:
     said = Said()
     assert run([path], folder, said) == "some text" and said.times == 1
     assert not list(folder.glob("*.tmp*"))
+
+
+def test_bad_lines_that_were_let_through_once_are_refused_again_by_default(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", '{"text": "a"}\n' * 50 + "{\n")
+    given: Any = {"text_key": None, "tokenizer": BYTES, "cache_path": str(tmp_path / "cache"), "log": Said()}
+    assert len(tokenise([path], max_bad_fraction=0.1, **given)[0]) == 50
+    with pytest.raises(ValueError, match="1 of 51 lines are unusable, more than --max-bad-fraction 0.001"):
+        tokenise([path], **given)

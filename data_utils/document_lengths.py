@@ -1,0 +1,61 @@
+"""What the lengths of documents look like: numbers, bars of text, a plot."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+BAR = 40
+
+
+def summary(lengths: np.ndarray) -> str:
+    """One line; lengths in tokens, at least one."""
+    p10, median, p90, p99 = np.percentile(lengths, [10, 50, 90, 99])
+    return (f"length in tokens: mean {lengths.mean():,.0f}, p10 {p10:,.0f}, median {median:,.0f}, p90 {p90:,.0f}, "
+            f"p99 {p99:,.0f}, longest {lengths.max():,}")
+
+
+def doubling_bins(lengths: np.ndarray) -> list[tuple[int, int]]:
+    """(least length, documents) for lengths of 0, 1, 2-3, 4-7 and so on, from the first bin to the last with any."""
+    bits = np.frexp(lengths.astype(np.float64))[1]  # 0 for 0, else the number of binary digits
+    counts = np.bincount(bits)
+    first = int(np.argmax(counts > 0))
+    return [(1 << number >> 1, int(counts[number])) for number in range(first, len(counts))]
+
+
+def histogram(lengths: np.ndarray) -> list[str]:
+    """Lines that line up, one a bin, with a bar."""
+    bins = doubling_bins(lengths)
+    most = max(count for _, count in bins)
+    rows = [(f"{low:,}" if low < 2 else f"{low:,}-{2 * low - 1:,}", count) for low, count in bins]
+    width = max(len(label) for label, _ in rows)
+    return [f"{label:>{width}}  {count:>13,}  {'#' * -(-BAR * count // most)}" for label, count in rows]
+
+
+def plot(lengths: np.ndarray, path: Path, title: str) -> None:
+    """Two panels: documents by length, and the share of all tokens that stands in documents of up to a length.
+    ValueError without matplotlib or for a suffix that it does not know."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ValueError(f"--plot {path} needs the package matplotlib: pip install matplotlib") from None
+    figure = Figure(figsize=(9, 3.6), dpi=120, layout="constrained")
+    canvas = FigureCanvasAgg(figure)
+    figure.suptitle(title, fontsize=10)
+    left, right = figure.subplots(1, 2)
+    there = np.sort(lengths[lengths > 0])
+    left.hist(there, bins=np.geomspace(1, max(2, int(there[-1])), 40), color="#3568a8")
+    left.set_ylabel("documents")
+    # A billion documents need no billion points.
+    shown = np.unique(np.linspace(0, len(there) - 1, 2000).astype(np.int64))
+    right.plot(there[shown], (np.cumsum(there, dtype=np.int64) / there.sum(dtype=np.int64))[shown], color="#3568a8")
+    right.set_ylabel("share of the tokens, in documents of up to this length")
+    for axes in (left, right):
+        axes.set_xscale("log")
+        axes.set_xlabel("document length in tokens")
+        axes.spines[["top", "right"]].set_visible(False)
+    if path.suffix.lower().lstrip(".") not in canvas.get_supported_filetypes():
+        raise ValueError(f"--plot {path}: give a file that ends in .png, .svg or .pdf")
+    figure.savefig(path)

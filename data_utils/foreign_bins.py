@@ -1,0 +1,76 @@
+"""Token files that have no `.idx`: nanoGPT's and llm.c's `.bin`, and the one way to open any token file.
+
+nanoGPT: uint16 tokens and nothing else. llm.c: 256 int32 (magic 20240520, version 1, number of tokens), then uint16
+tokens. Where a document ends is told by the end-of-document id alone.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+
+from data_utils.indexed_dataset import IndexedDataset
+
+LLM_C_MAGIC = 20240520
+LLM_C_HEADER = 1024  # bytes
+SEARCHED_AT_ONCE = 1 << 24
+
+
+class ForeignBin:
+    """`tokens` and `document_starts` as an IndexedDataset has them; each document ends with `eod`, but for a rest.
+
+    ValueError where the file is neither nanoGPT's nor llm.c's.
+    """
+
+    def __init__(self, path: str | Path, eod: int) -> None:
+        self._eod = eod
+        self.dtype = np.dtype("<u2")
+        size = os.path.getsize(path)
+        with open(path, "rb") as file:
+            head = np.frombuffer(file.read(LLM_C_HEADER)[:size // 4 * 4], dtype="<i4")
+        offset, self.kind = 0, "nanoGPT"
+        if len(head) and head[0] == LLM_C_MAGIC:
+            offset, self.kind = LLM_C_HEADER, "llm.c"
+            if size < offset or head[1] != 1 or size - offset != 2 * int(head[2]):
+                raise ValueError(f"{path} is damaged: it begins as one of llm.c's, but its header does not fit its "
+                                 f"{size} bytes")
+        elif size == 0 or size % 2:
+            raise ValueError(f"{path} has no .idx beside it, and its {size} bytes are no uint16 tokens either")
+        elif len(head) >= 16 and head.min() >= 0 and head.max() < 1 << 16:
+            raise ValueError(f"{path} holds 32-bit tokens, not the uint16 ones of nanoGPT: its .idx is missing")
+        self.tokens: np.ndarray = np.zeros(0, self.dtype) if size == offset else \
+            np.asarray(np.memmap(path, dtype=self.dtype, mode="r", offset=offset)).view(np.ndarray)
+
+    @cached_property
+    def document_starts(self) -> np.ndarray:
+        """int64 [documents + 1], from 0 to `len(tokens)`. All tokens are read for it, once."""
+        blocks = [np.flatnonzero(self.tokens[first:first + SEARCHED_AT_ONCE] == self._eod) + first + 1
+                  for first in range(0, len(self.tokens), SEARCHED_AT_ONCE)]
+        starts = np.concatenate([[0], *blocks])
+        return starts if starts[-1] == len(self.tokens) else np.append(starts, len(self.tokens))
+
+    def __len__(self) -> int:
+        return len(self.document_starts) - 1
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        """The tokens of one document."""
+        return self.tokens[self.document_starts[index]:self.document_starts[index + 1]]
+
+
+def open_tokens(path: str | Path, eod: int) -> IndexedDataset | ForeignBin:
+    """A pair by its prefix, or by the name of either of its files; a `.bin` that has no `.idx` beside it as nanoGPT's
+    or llm.c's. FileNotFoundError or ValueError in one line."""
+    prefix = prefix_of(path)
+    if str(path) != prefix and not Path(f"{prefix}.idx").exists() and Path(f"{prefix}.bin").is_file():
+        if Path(f"{prefix}.json").exists():
+            raise FileNotFoundError(f"no such file: {prefix}.idx, but {prefix}.json says that it was written")
+        return ForeignBin(f"{prefix}.bin", eod)
+    return IndexedDataset(prefix)
+
+
+def prefix_of(path: str | Path) -> str:
+    """`path` without .bin or .idx at its end."""
+    return str(path).removesuffix(".bin").removesuffix(".idx")

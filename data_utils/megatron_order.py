@@ -1,0 +1,70 @@
+"""The samples of today's Megatron (`megatron.core.datasets.gpt_dataset.GPTDataset`), for those who compare with it.
+
+All documents of all epochs are shuffled together and laid end to end; every seq_length tokens of that begin a sample,
+and the samples are shuffled once more. Where the run needs less than four fifths of its last epoch, that epoch is
+shuffled by itself. So the order depends on the length of the run, and its arrays are made anew at every start.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
+
+from data_utils.gpt2_dataset import GPT2Dataset, checked
+
+SEPARATE_BELOW = 0.80  # of an epoch
+
+
+def megatron_cut(documents: int, proportions: Sequence[float]) -> list[int]:
+    """Borders, in documents, of the splits: len(proportions) + 1 of them, by Megatron's own rounding."""
+    shares = (np.array(proportions, dtype=np.float64) / np.sum(proportions)).tolist()
+    return [int(round(end * float(documents))) for end in itertools.accumulate(shares, initial=0.0)]
+
+
+class MegatronSamples:
+    """Sample number to row, in Megatron's order; a loader needs no other.
+
+    dataset: the training split. document_starts: int64 [documents + 1], where its documents begin in `dataset.tokens`,
+    and the end. num_samples: of the whole run; the numbers beyond, which a loader may prepare ahead, begin again.
+    """
+
+    def __init__(self, dataset: GPT2Dataset, document_starts: np.ndarray, *, seed: int, num_samples: int) -> None:
+        self.seq_length = s = dataset.seq_length
+        self._dataset, self._starts = dataset, document_starts
+        lengths = np.diff(document_starts)
+        per_epoch = int(document_starts[-1] - document_starts[0])
+        epochs = max(1, -(-(num_samples * s + 1) // per_epoch))
+        samples, before_last = (epochs * per_epoch - 1) // s, ((epochs - 1) * per_epoch - 1) // s
+        separate = epochs > 1 and num_samples - before_last < int(SEPARATE_BELOW * ((per_epoch - 1) // s))
+        random = np.random.RandomState(seed)
+
+        def shuffled(values: np.ndarray) -> np.ndarray:
+            random.shuffle(values)
+            return values
+
+        self._documents = np.concatenate([shuffled(np.tile(np.arange(len(lengths)), repeated))
+                                          for repeated in ((epochs - 1, 1) if separate else (epochs,))])
+        self._ends = np.cumsum(lengths[self._documents])
+        border = before_last if separate else samples
+        self._shuffle = np.concatenate([shuffled(np.arange(border)), shuffled(np.arange(border, samples))])
+
+    def __len__(self) -> int:
+        return len(self._shuffle)
+
+    def rows(self, numbers: np.ndarray) -> np.ndarray:
+        """int64 [k] -> int64 [k, seq_length + 1]."""
+        tokens, size = self._dataset.tokens, self.seq_length + 1
+        rows = np.empty((len(numbers), size), dtype=tokens.dtype)
+        for row, sample in zip(rows, self._shuffle[numbers % len(self)].tolist(), strict=True):
+            begin, filled = sample * self.seq_length, 0
+            place = int(np.searchsorted(self._ends, begin, "right"))
+            while filled < size:
+                stop = int(self._starts[self._documents[place] + 1])
+                first = stop - (int(self._ends[place]) - begin - filled)
+                part = tokens[first:min(stop, first + size - filled)]
+                row[filled:filled + len(part)] = part
+                filled += len(part)
+                place += 1
+        return checked(rows, self._dataset.tokenizer.vocab_size, self._dataset.source)
