@@ -30,7 +30,8 @@ SCHEDULE = tuple(f"optimizer.{name}" for name in ("lr", "min_lr", "lr_decay_styl
 
 # Of each group one flag replaces them all: what a recipe says under one must not meet what is given under another.
 ALTERNATIVES = (LENGTHS, ("optimizer.warmup", "optimizer.lr_warmup_iters"),
-                ("data.train_data", "data.valid_data", "data.test_data", "data.data_path"))
+                tuple(f"data.{name}" for name in ("train_data", "valid_data", "test_data", "data_path",
+                                                  "valid_data_path", "test_data_path")))
 # What a run that continues a checkpoint never takes from it.
 OF_THIS_START = ("train.device", "train.exit_interval", "train.exit_duration_in_mins", "train.tensorboard_dir",
                  "optimizer.override_opt_param_scheduler", "optimizer.use_checkpoint_opt_param_scheduler")

@@ -43,7 +43,7 @@ def _indexed_prefix(paths: list[str]) -> dict[str, Any]:
     for path in paths:
         require(not os.path.isdir(path), f"--train-data-path {path} is a directory: 2019's folders of .npy files are "
                                          "not read; give loose JSON or text with --train-data")
-    return {"data.data_path": tuple(paths)}
+    return {"data.data_path": tuple(paths), "data.split": "1"}
 
 
 RECOMPUTE_ALL = {"train.recompute_granularity": "full"}
@@ -102,11 +102,8 @@ FOREIGN = (
     inert("--tokenizer-model-type", "a SentencePiece model says its own type", 1),
     inert("--dataloader-type", "the order is shuffled in every epoch, by --seed", 1, ("single", "cyclic")),
     inert("--no-create-attention-mask-in-dataloader", "masks are never materialised"),
-    translated("--train-data-path", "read as --data-path", _indexed_prefix, "+"),
-    refused("--valid-data-path --val-data-path --test-data-path", "give --data-path with --split, or --valid-data "
-            "and --test-data with files of text", "+"),
+    translated("--train-data-path", "read as --data-path with --split 1", _indexed_prefix, "+"),
     refused("--mock-data", "leave --train-data out: the built-in corpus is real text"),
-    refused("--reset-position-ids --reset-attention-mask", "documents do not mask each other yet; leave it out"),
     # Schedule and length
     refused("--lr-decay-samples --lr-warmup-samples", "count in iterations: --lr-decay-iters, --lr-warmup-iters", 1),
     refused("--rampup-batch-size", "the batch is constant: --global-batch-size", "+"),

@@ -84,8 +84,10 @@ def plan_run(arguments: Arguments, ranks: Ranks, say: Say) -> Plan:
     evaluates = config.train.eval_iters > 0
     splits = build_splits(
         train_data=data.train_data, valid_data=data.valid_data, test_data=data.test_data, data_path=data.data_path,
-        split=data.split, text_key=data.text_key, tokenizer=tokenizer, seq_length=data.seq_length,
-        cache_path=data.data_cache_path, need_valid=evaluates, need_test=evaluates, log=print)
+        valid_data_path=data.valid_data_path, test_data_path=data.test_data_path, data_order=data.data_order,
+        split=data.split, text_key=data.text_key, max_bad_fraction=data.max_bad_fraction, tokenizer=tokenizer,
+        seq_length=data.seq_length, cache_path=data.data_cache_path, need_valid=evaluates, need_test=evaluates,
+        log=print)
     start = checkpoint.facts if checkpoint is not None and not config.checkpoint.finetune else {}
     train_iters = config.train.iterations(
         global_batch_size=global_batch_size, seq_length=data.seq_length, samples_per_epoch=len(splits.train),
@@ -170,6 +172,7 @@ def _tokenizer(config: Config, arguments: Arguments, checkpoint: Checkpoint | No
         if kind == "SentencePieceTokenizer":
             model_file = model_file or f"{config.checkpoint.save}/sentencepiece.model"
             ensure_sentencepiece_model(model_file, train_data=data.train_data, text_key=data.text_key,
+                                       max_bad_fraction=data.max_bad_fraction,
                                        vocab_size=data.tokenizer_vocab_size, log=print)
         tokenizer = build_tokenizer(kind, vocab_file=data.vocab_file, merge_file=data.merge_file,
                                     cache_dir=data.cache_dir, model_file=model_file)

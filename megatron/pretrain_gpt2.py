@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from data_utils import unigram_bits_per_byte, xz_bits_per_byte
+from data_utils import DamagedData, GPT2Dataset, unigram_bits_per_byte, xz_bits_per_byte
 from megatron import device as devices
 from megatron.arguments import differing_flags, parse
 from megatron.generation import generate
@@ -64,6 +64,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         run.log.say(f"stopped: {error}")  # on every rank after the same step
         run.saver.finish()
         return 1
+    except DamagedData as error:
+        return refuse(error, ranks)
     finally:
         run.close()
         shutdown()
@@ -148,9 +150,11 @@ def sample_text(run: Run) -> str:
 
 
 def baselines(run: Run) -> dict[str, float | None]:
-    """Bits per byte that a run has to beat, of the same part of the validation split that it was evaluated on."""
+    """Bits per byte that a run has to beat, of the same part of the validation split that it was evaluated on; None
+    for a long text and for a blend, whose parts are repeated."""
     train_split, valid = run.splits.train, run.splits.valid
-    if valid is None or train_split.num_tokens > XZ_LIMIT:
+    if not (isinstance(train_split, GPT2Dataset) and isinstance(valid, GPT2Dataset)) \
+            or train_split.num_tokens > XZ_LIMIT:
         return {"unigram entropy of the tokens": None, "xz -9": None}
     evaluated = min(len(valid), run.config.train.eval_iters * run.global_batch_size) * run.config.data.seq_length
     held_out = valid.tokens[:evaluated]

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import mpu
-from data_utils import BatchLoader, SampleOrder, Splits, Tokenizer
+from data_utils import BatchLoader, Splits, Tokenizer
 from megatron import device as devices
 from megatron.attention_backend import choose_attention
 from megatron.checkpoint_state import load_model, load_rng, load_state, model_pieces, rng_pieces, state_pieces
@@ -181,6 +181,9 @@ def build_run(plan: Plan, say: Say) -> Run:
     mpu.model_parallel_cuda_manual_seed(config.train.seed)
     assert config.checkpoint.save is not None
     shared = functools.partial(greatest, device=device)
+    seen = int(plan.splits.fingerprint[:15], 16)
+    if shared(seen) != -shared(-seen):
+        raise ValueError("the ranks read different training data: every machine needs the same files")
     lock = lock_together(config.checkpoint.save, rank=parallel.rank, greatest=shared, log=say)
 
     shape = config.model
@@ -195,7 +198,7 @@ def build_run(plan: Plan, say: Say) -> Run:
                       recompute_num_layers=config.train.recompute_num_layers,
                       sequence_parallel=config.parallel.sequence_parallel)
     if config.train.compile:
-        model.compile_layers()
+        model.compile_layers(by_document=config.data.reset_attention_mask)
     # What is sent to nobody comes in small buckets, which find room where backward has freed activations: 0.4 GB of the
     # 3.5 that 124M take on a CPU.
     bucket_size = config.parallel.ddp_bucket_size
@@ -220,8 +223,8 @@ def build_run(plan: Plan, say: Say) -> Run:
                  tensorboard_dir=config.train.tensorboard_dir, active=parallel.rank == 0)
     if parallel.rank == 0:
         write_settings(plan)
-    loader = BatchLoader(plan.splits.train, SampleOrder(len(plan.splits.train), config.train.seed),
-                         micro_batch_size=config.train.micro_batch_size,
+    samples, order = plan.splits.training_samples(config.train.seed, plan.train_iters * plan.global_batch_size)
+    loader = BatchLoader(samples, order, micro_batch_size=config.train.micro_batch_size,
                          accumulation=config.accumulation(parallel.data_parallel_size),
                          data_parallel_rank=parallel.data_parallel_rank,
                          data_parallel_size=parallel.data_parallel_size, consumed_samples=consumed_samples,

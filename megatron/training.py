@@ -16,12 +16,14 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 import mpu
-from data_utils import GPT2Dataset, evaluation_batches
+from data_utils import evaluation_batches
+from data_utils.samplers import Samples
 from megatron.distributed import global_sum
 from megatron.reporting import EvaluationRecord, IterationRecord, evaluation_line, iteration_line, memory_line
 from megatron.run import Run
@@ -29,24 +31,49 @@ from megatron.run import Run
 
 @dataclass(frozen=True)
 class Batch:
-    """Samples on the device: tokens and labels [n, s] int64, mask [n, s] float32 (0 where no loss is taken)."""
+    """Samples on the device: tokens and labels [n, s] int64, mask [n, s] float32 (0 where no loss is taken).
+
+    Under --reset-position-ids `positions` [n, s] int64; under --reset-attention-mask `documents`, of each micro-batch.
+    """
 
     tokens: Tensor
     labels: Tensor
     mask: Tensor
+    positions: Tensor | None
+    documents: list[mpu.Documents] | None
+
+    def within(self, part: slice, number: int) -> dict[str, Any]:
+        """What the model is told of the documents in a micro-batch."""
+        return {"positions": None if self.positions is None else self.positions[part],
+                "documents": None if self.documents is None else self.documents[number]}
 
 
 def to_device(run: Run, text: Tensor) -> Batch:
     """text [n, s+1] int64 of the model-parallel group's first rank -> the batch on every rank of the group.
 
-    An entry of -1 is no token: as a label it has no weight. From pinned memory the copy waits for nothing.
+    An entry of -1 is no token: as a label it has no weight. From pinned memory the copy waits for nothing. Documents
+    are those of each rank's own text, whose lengths the host knows: every rank of a group reads the same.
     """
+    data, eod = run.config.data, run.tokenizer.eod
+    documents = None
+    if data.reset_attention_mask:
+        documents = [mpu.Documents(part, eod, run.device)
+                     for part in text[:, :-1].split(run.config.train.micro_batch_size)]
     sent = mpu.broadcast_data(["text"], {"text": text}, torch.int64, run.device, shapes=[tuple(text.shape)])["text"]
     tokens, labels = sent[:, :-1], sent[:, 1:]
     mask = labels >= 0
-    if run.config.data.eod_mask_loss:
-        mask &= tokens != run.tokenizer.eod
-    return Batch(tokens.clamp_min(0), labels.clamp_min(0), mask.float())
+    if data.eod_mask_loss:
+        mask &= tokens != eod
+    positions = document_positions(tokens, eod) if data.reset_position_ids else None
+    return Batch(tokens.clamp_min(0), labels.clamp_min(0), mask.float(), positions, documents)
+
+
+def document_positions(tokens: Tensor, eod: int) -> Tensor:
+    """[n, s] int64: how far each token is from the first of its document, or of its sample. EOD ends a document."""
+    places = torch.arange(tokens.size(1), device=tokens.device)
+    first = torch.zeros_like(tokens)
+    first[:, 1:] = places[1:] * (tokens[:, :-1] == eod)
+    return places - first.cummax(dim=1).values
 
 
 def train_step(run: Run) -> None:
@@ -66,7 +93,7 @@ def train_step(run: Run) -> None:
         part = slice(i * size, (i + 1) * size)
         with run.reducer.micro_batch(i, micro_batches):
             with run.timers("forward"):
-                loss = run.forward(batch.tokens[part], batch.labels[part], token_weight[part])
+                loss = run.forward(batch.tokens[part], batch.labels[part], token_weight[part], **batch.within(part, i))
             with run.timers("backward"):
                 loss.backward()
         losses.append(loss.detach())
@@ -88,7 +115,7 @@ def tokens_in_global_batch(run: Run, batch: Batch) -> float | Tensor:
 
 
 @torch.no_grad()
-def evaluate(run: Run, dataset: GPT2Dataset, split: str, max_samples: int) -> EvaluationRecord:
+def evaluate(run: Run, dataset: Samples, split: str, max_samples: int) -> EvaluationRecord:
     """The mean loss over the first `max_samples` samples of `dataset`, each target token counted once."""
     run.model.eval()
     byte_lengths = torch.from_numpy(run.tokenizer.byte_lengths).to(run.device)
@@ -97,7 +124,7 @@ def evaluate(run: Run, dataset: GPT2Dataset, split: str, max_samples: int) -> Ev
                                    data_parallel_rank=run.parallel.data_parallel_rank,
                                    data_parallel_size=run.parallel.data_parallel_size, max_samples=max_samples):
         batch = to_device(run, torch.from_numpy(text))
-        nats += run.model(batch.tokens, batch.labels, batch.mask)
+        nats += run.model(batch.tokens, batch.labels, batch.mask, **batch.within(slice(None), 0))
         tokens += batch.mask.sum()
         size += (byte_lengths[batch.labels] * batch.mask).sum()
     run.model.train()

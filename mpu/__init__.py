@@ -3,6 +3,7 @@
 The names below that Megatron's `mpu` had in 2019 keep their meaning; arguments after the sizes are by keyword.
 """
 
+from mpu.attention import Documents
 from mpu.cross_entropy import vocab_parallel_cross_entropy, vocab_parallel_linear_cross_entropy
 from mpu.data import broadcast_data
 from mpu.grads import clip_grad_norm, squared_norm
@@ -36,6 +37,7 @@ from mpu.transformer import ParallelMLP, ParallelSelfAttention, ParallelTransfor
 __all__ = [
     "Box",
     "ColumnParallelLinear",
+    "Documents",
     "ParallelEmbedding",
     "ParallelMLP",
     "ParallelSelfAttention",

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from mpu.attention import causal_attention
+from mpu.attention import Documents, causal_attention, document_attention
 from mpu.layers import ColumnParallelLinear, InitMethod, RowParallelLinear
 from mpu.partition import divide
 from mpu.random import dropout, get_cuda_rng_tracker
@@ -47,21 +47,24 @@ class ParallelSelfAttention(nn.Module):
             init_method=output_init_method, group=group, device=device)
         divide(num_heads, self.dense.world_size)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, documents: Documents | None = None) -> Tensor:
+        """documents: of the whole sequence; None lets every token see all before it."""
         qkv = self.query_key_value(x)
         qkv = qkv.view(*qkv.shape[:2], -1, 3, self.head_size)  # [s, b, 3h/p] -> [s, b, n/p, 3, d]
         if self.training and self.attention_dropout > 0:
-            y = _attention_with_own_masks(qkv, self.attention_dropout)
+            y = _attention_with_own_masks(qkv, self.attention_dropout, documents)
+        elif documents is not None:
+            y = document_attention(qkv, 0.0, documents)
         else:
             y = causal_attention(qkv, 0.0)
         out: Tensor = self.dense(y)
         return out
 
 
-def _attention_with_own_masks(qkv: Tensor, dropout_p: float) -> Tensor:
+def _attention_with_own_masks(qkv: Tensor, dropout_p: float, documents: Documents | None) -> Tensor:
     """Heads differ by rank, so must their masks."""
     with get_cuda_rng_tracker().fork():
-        return causal_attention(qkv, dropout_p)
+        return causal_attention(qkv, dropout_p) if documents is None else document_attention(qkv, dropout_p, documents)
 
 
 class ParallelMLP(nn.Module):
@@ -154,11 +157,12 @@ class ParallelTransformerLayer(nn.Module):
         _leave_out_of_graphs()
         super().compile(*args, **kwargs)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, documents: Documents | None = None) -> Tensor:
+        attention = self.attention if documents is None else functools.partial(self.attention, documents=documents)
         # Neither a loop nor a `with` around the branches: torch.compile leaves out a layer that has a break in one.
         p = self.hidden_dropout if self.training else 0.0
         norm = self.input_layernorm
-        y = keeping_input(norm, self.attention, x) if self.recompute else self.attention(norm(x))
+        y = keeping_input(norm, attention, x) if self.recompute else attention(norm(x))
         x = x + hidden_dropout(y, p, self.sequence_parallel)
         norm = self.post_attention_layernorm
         y = keeping_input(norm, self.mlp, x) if self.recompute else self.mlp(norm(x))
@@ -177,8 +181,9 @@ def _dropout_with_own_masks(x: Tensor, p: float) -> Tensor:
 
 @functools.cache
 def _leave_out_of_graphs() -> None:
-    """What changes the random stream, which torch.compile cannot trace. As decorators these calls would load the
-    compiler, 0.9 s of every start."""
-    global _attention_with_own_masks, _dropout_with_own_masks
+    """What changes the random stream, which torch.compile cannot trace, and what differs with every batch's documents.
+    As decorators these calls would load the compiler, 0.9 s of every start."""
+    global _attention_with_own_masks, _dropout_with_own_masks, document_attention
+    document_attention = torch.compiler.disable(document_attention, reason="lengths of documents")
     _attention_with_own_masks = torch.compiler.disable(_attention_with_own_masks, reason="a change of random stream")
     _dropout_with_own_masks = torch.compiler.disable(_dropout_with_own_masks, reason="a change of random stream")

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.distributed import run_ranks
@@ -90,6 +91,23 @@ def torchrun(folder: Path, *flags: str, on_line: Callable[[str, subprocess.Popen
 
 
 @pytest.mark.timeout(120)
+def test_an_id_beyond_the_vocabulary_ends_a_run_that_meets_it(tmp_path: Path, capfd: pytest.CaptureFixture[str],
+                                                              monkeypatch: pytest.MonkeyPatch):
+    """Far behind what is looked at when a file is opened."""
+    from data_utils import IndexedDatasetBuilder
+    from megatron.pretrain_gpt2 import main
+
+    builder = IndexedDatasetBuilder(tmp_path / "pair", np.dtype("<u2"))
+    builder.add([1] * 500 + [300] + [1] * 500)
+    builder.end_document()
+    builder.finish()
+    monkeypatch.setattr("data_utils.splits.CHECKED_TOKENS", 100)
+    code = main([*TINY, "--data-path", f"{tmp_path}/pair", "--split", "1", "--save", f"{tmp_path}/save",
+                 "--train-iters", "100"])
+    errors = capfd.readouterr().err
+    assert code == 2 and errors.count("\n") == 1 and "pair holds the token id 300, but the vocabulary has 257" in errors
+
+
 def test_torchrun_reports_exit_code_2_of_each_worker(tmp_path: Path):
     code, said = torchrun(tmp_path, "--hidden-sise", "3")
     assert code != 0

@@ -54,19 +54,25 @@ class Transformer(nn.Module):
         self.layers = nn.ModuleList(layer(number) for number in range(config.num_layers))
         self.final_layernorm = nn.LayerNorm(config.hidden_size, eps=config.layernorm_epsilon, device=device)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, documents: mpu.Documents | None = None) -> Tensor:
         together = self.layers_recomputed_together
         if together and self.training:
             for start in range(0, len(self.layers), together):
                 part = self.layers[start:start + together]
                 for number in range(start, start + len(part)):
                     self.before_layer(number)
-                x = mpu.checkpoint(nn.Sequential(*part), x)
+                x = mpu.checkpoint(_through, part, x, documents)
         else:
             for number, layer in enumerate(self.layers):
                 self.before_layer(number)
-                x = layer(x)
+                x = layer(x, documents)
         return self.final_layernorm(x)
+
+
+def _through(layers: nn.ModuleList, x: Tensor, documents: mpu.Documents | None) -> Tensor:
+    for layer in layers:
+        x = layer(x, documents)
+    return x
 
 
 class TiedGradient(Protocol):
@@ -118,18 +124,21 @@ class GPT2Model(nn.Module):
         self.tied_gradient: TiedGradient | None = None  # None: autograd does it
         self.is_compiled = False
 
-    def forward(self, tokens: Tensor, labels: Tensor | None = None, token_weight: Tensor | None = None) -> Tensor:
+    def forward(self, tokens: Tensor, labels: Tensor | None = None, token_weight: Tensor | None = None,
+                positions: Tensor | None = None, documents: mpu.Documents | None = None) -> Tensor:
         """tokens [b, s] int64 -> this rank's logits [s, b, v/p]; with labels and weights, both [b, s], the scalar
         Σ token_weight · cross-entropy in float32, the same on every rank of the model-parallel group.
 
-        A label whose weight is 0 must still be an id of the vocabulary.
+        A label whose weight is 0 must still be an id of the vocabulary. positions: [b, s] int64, where they are not 0
+        to s - 1. documents: of this micro-batch, where they do not see each other.
         """
-        positions = self.position_embeddings.weight[self._own_positions(tokens.size(1))]
+        own, table = self._own_positions(tokens.size(1)), self.position_embeddings.weight
+        places = table[own].unsqueeze(1) if positions is None else F.embedding(positions.t()[own], table)
         tied = self.tied_gradient if labels is not None else None
         words = self.word_embeddings(tokens.t(), tied.add_rows if tied else None)
-        x = words + positions.unsqueeze(1)  # [s, b, h], or [s/p, b, h]
+        x = words + places  # [s, b, h], or [s/p, b, h]
         p = self.config.hidden_dropout if self.training else 0.0
-        x = self.transformer(mpu.hidden_dropout(x, p, self.sequence_parallel))
+        x = self.transformer(mpu.hidden_dropout(x, p, self.sequence_parallel), documents)
         if labels is None:
             whole = mpu.gather_from_sequence_parallel_region(x) if self.sequence_parallel else \
                 mpu.copy_to_model_parallel_region(x)
@@ -147,14 +156,15 @@ class GPT2Model(nn.Module):
         part = mpu.divide(s, mpu.get_model_parallel_world_size())
         return slice(mpu.get_model_parallel_rank() * part, (mpu.get_model_parallel_rank() + 1) * part)
 
-    def compile_layers(self, backend: str = "inductor") -> None:
+    def compile_layers(self, backend: str = "inductor", *, by_document: bool = False) -> None:
         """Compile each transformer layer, once for all of them, instead of the whole model, which takes minutes.
 
         Without dropout a layer is one graph, its collectives inside. With it the graph breaks where the random stream
-        changes: at attention's dropout, and at each hidden one under sequence parallelism.
+        changes: at attention's dropout, and at each hidden one under sequence parallelism. `by_document`, where forward
+        is given documents: it breaks at attention.
         """
         config = self.config
-        breaks = config.attention_dropout > 0 or (config.hidden_dropout > 0 and self.sequence_parallel)
+        breaks = by_document or config.attention_dropout > 0 or (config.hidden_dropout > 0 and self.sequence_parallel)
         for layer in self.transformer.layers:
             layer.compile(fullgraph=not breaks, backend=backend)
         self.is_compiled = True

@@ -17,6 +17,7 @@ from megatron.attention_backend import SWITCHES, choose_attention
 from megatron.config import ModelConfig
 from megatron.model.gpt2 import GPT2Model
 from megatron.training import train_step
+from mpu.attention import document_attention
 from tests.megatron.training_runs import SHAPE, finish, start, steps, write_text
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
@@ -89,7 +90,8 @@ def test_fp16_finds_its_scale_from_an_overflow(folder: Path):
 
 
 @pytest.mark.parametrize("flags", [[], ["--attention-dropout", "0.1", "--hidden-dropout", "0.1"],
-                                   ["--precision", "fp16", "--micro-batch-size", "2", "--global-batch-size", "4"]])
+                                   ["--precision", "fp16", "--micro-batch-size", "2", "--global-batch-size", "4"],
+                                   ["--reset-position-ids", "--reset-attention-mask"]])
 def test_nothing_waits_for_the_device_between_log_lines(folder: Path, flags: list[str]):
     run = start(0, 1, str(folder), [*GPU, "--precision", "bf16", *flags])
     for _ in range(3):
@@ -135,6 +137,22 @@ def test_a_resume_goes_on_as_before(folder: Path):
     assert resumed.iteration == 5
     assert steps(resumed, 5)["loss"] == pytest.approx(expected, rel=1e-3)
     finish(resumed)
+
+
+@pytest.mark.parametrize(("dtype", "dropout_p"), [(torch.bfloat16, 0.0), (torch.float32, 0.0), (torch.bfloat16, 1e-9)])
+def test_attention_by_document_equals_the_cpu(dtype: torch.dtype, dropout_p: float):
+    """By the kernel that takes lengths, and document by document."""
+    tokens = torch.ones(4, 512, dtype=torch.int64)
+    tokens[1, 100], tokens[2, [0, 5, 6, 511]] = 0, 0
+    qkv = torch.randn(512, 4, 2, 3, 64)
+    expected = document_attention(qkv, 0.0, mpu.Documents(tokens, 0, "cpu"))
+    on_gpu = qkv.to("cuda", dtype).requires_grad_()
+    got = document_attention(on_gpu, dropout_p, mpu.Documents(tokens, 0, "cuda"))
+    got.float().square().sum().backward()
+    assert (got.detach().float().cpu() - expected).norm() <= 1e-2 * expected.norm()
+    reference = qkv.clone().requires_grad_()
+    document_attention(reference, 0.0, mpu.Documents(tokens, 0, "cpu")).square().sum().backward()
+    assert (on_gpu.grad.float().cpu() - reference.grad).norm() <= 2e-2 * reference.grad.norm()
 
 
 def test_one_rank_of_nccl(folder: Path):

@@ -91,6 +91,8 @@ def test_save_defaults_to_the_folder_loaded_unless_it_is_fine_tuned():
     ("--fp16", "train.precision", "fp16"),
     ("--bf16 --precision bf16", "train.precision", "bf16"),
     ("--train-data-path no/such/prefix", "data.data_path", ("no/such/prefix",)),
+    ("--train-data-path .3 a .7 b", "data.split", "1"),
+    ("--train-data-path a --val-data-path .5 b .5 c", "data.valid_data_path", (".5", "b", ".5", "c")),
 ])
 def test_spellings_of_2019_and_today(line, key, value):
     arguments = read(line)
@@ -125,6 +127,9 @@ def test_inert_flags_are_noted_once():
      "--sequence-parallel splits --seq-length 30"),
     ("--swiglu", "--swiglu is not supported"),
     ("--train-data-path .", "--train-data-path . is a directory"),
+    ("--train-data-path a --split 90,10", "--train-data-path contradicts --split 90,10"),
+    ("--valid-data a --valid-data-path b", "give --valid-data-path or --valid-data, not both"),
+    ("--data-order random", "--data-order: invalid choice: 'random'"),
     ("--warmup .1 --lr-warmup-iters 3", "give --warmup (a fraction) or --lr-warmup-iters, not both"),
     ("--vocab-file a --tokenizer-model b", "say which with --tokenizer-type"),
     ("--train-iters 3 --train-epochs 1", "the length is given twice: --train-iters and --train-epochs"),
@@ -170,6 +175,12 @@ def test_a_list_given_twice_is_extended():
     assert read("--data-path p --data-path q").config.data.data_path == ("p", "q")
     assert read("--train-data-path p --train-data-path q").config.data.data_path == ("p", "q")
     assert read("--train-data a").config.data.train_data == ("a",)  # nothing is kept from one parse to the next
+
+
+def test_the_flags_of_document_boundaries():
+    data = read("--reset-position-ids --reset_attention_mask --eod-mask-loss").config.data
+    assert data.reset_position_ids and data.reset_attention_mask and data.eod_mask_loss
+    assert not read("").config.data.reset_attention_mask
 
 
 def test_the_greatest_dropout_that_the_flags_take_can_be_run():
