@@ -21,3 +21,8 @@ def test_data() -> Path:
     if not TEST_DATA.is_dir():
         pytest.skip(f"{TEST_DATA} is not there; MEGATRON_TEST_DATA names the folder of real test files")
     return TEST_DATA
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest first: with two workers nobody waits for it at the end."""
+    items.sort(key=lambda item: item.name != "test_commands_run_in_the_order_of_each_page")
