@@ -22,9 +22,16 @@ def loss_and_gradients(model: GPT2Model) -> tuple[torch.Tensor, dict[str, torch.
     return loss.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
+def forget() -> None:
+    """What other tests of this process compiled."""
+    torch._dynamo.reset()
+    counters.clear()
+
+
 def differences(rank: int, world_size: int) -> dict[str, float]:
     """Greatest difference between compiled and eager, relative to the loss and to each gradient's greatest entry."""
     mpu.initialize_model_parallel(world_size)
+    forget()
     greatest = {}
     for name, how in {"plain": {}, "sequence_parallel": {"sequence_parallel": True}}.items():
         if name == "plain" or world_size > 1:
@@ -51,7 +58,7 @@ def breaks(rank: int, world_size: int, dropout: float, sequence_parallel: bool) 
     mpu.model_parallel_cuda_manual_seed(1)
     model = GPT2Model(replace(SHAPE, attention_dropout=dropout, hidden_dropout=dropout, num_layers=1),
                       sequence_parallel=sequence_parallel).train()
-    counters.clear()
+    forget()
     model.compile_layers(backend="eager")
     loss_and_gradients(model)
     assert counters["stats"]["unique_graphs"] > 0
