@@ -124,7 +124,8 @@ def planted(documents: int, pairs: int) -> dict[str, float]:
     draw = random.Random(0)
     words = ["".join(draw.choices("abcdefghijklmnopqrstuvwxyz", k=draw.randint(2, 9))) for _ in range(5000)]
     originals = [" ".join(draw.choices(words, k=draw.randint(100, 400))) for _ in range(documents - pairs)]
-    texts, truth = list(originals), []
+    texts = list(originals)
+    truth: list[tuple[int, int]] = []
     while len(truth) < pairs:
         copy = originals[len(truth)].split(" ")
         for _ in range(draw.randint(1, max(1, len(copy) // 12))):

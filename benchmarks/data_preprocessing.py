@@ -1,22 +1,25 @@
 """How near preprocessing comes to what its parts allow, and how far it is ahead of HF tokenizers in its place.
 
-Every round runs each arm once, in turn, each in a process of its own that is bound to one core (two for the arm of two
-workers):
+Every round runs each arm once, in turn, each in a process of its own that is bound to one core (two for the arm
+`two`), its files in memory where there is such a folder, so that no disk is measured:
 
-    json        json.loads of every line, alone
-    encode      the tokenizer on every text, alone; a new one each time, since it remembers words
-    ours        tools/preprocess_data.py's function from the file to the finished pair, hashes, fsync and all
-    ours x2     the same with two workers
-    hf          the same pipeline with HF tokenizers in the tokenizer's place, on a part of the corpus
+    json           json.loads of every line, alone
+    encode         the tokenizer on every text, alone; a new one each time, since gigatoken remembers words
+    ours           what tools/preprocess_data.py does, from the file to the finished pair: hashes, fsync, merge
+    one, two       the corpus five times over with one worker and with two, whose start is counted
+    encode, ours (tiktoken)   the same without gigatoken, on a part of the corpus
+    hf             the same pipeline with HF tokenizers in the tokenizer's place, on that part
 
-The limit is the time of json and encode together. The corpus is the docstrings and the sources of every installed
-package, one document a file: real, at hand everywhere, and without repetitions.
+The limit is the time of json and encode together. Ratios on one core are of processor seconds, which neighbours on the
+machine disturb less; that of two workers to one is of elapsed time. The corpus is the text files of every installed
+package, cut into documents of the length of a web page: real, at hand everywhere, and hardly ever repeated.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import resource
 import subprocess
 import sys
 import tempfile
@@ -27,122 +30,129 @@ from typing import Any
 from benchmarks.report import ROOT, spread, table
 
 ROUNDS = 5
-CORPUS_BYTES, HF_BYTES = 400_000_000, 8_000_000
-ARMS = ("json", "encode", "ours", "ours x2", "hf")
+CORPUS_BYTES, PART_BYTES = 400_000_000, 10_000_000
+DOCUMENT = 5000  # characters
+WHOLE = ("json", "encode", "ours", "one", "two")
+REPEATED = 5
+PART = ("json part", "encode (tiktoken)", "ours (tiktoken)", "hf")
+SUFFIXES = {".py", ".pyi", ".md", ".txt", ".rst", ".h"}
 
 
-def write_corpus(path: Path, size: int) -> int:
-    """About `size` bytes of JSON lines; returns the bytes written. Sources are cut into documents of at most 8,000
-    characters between lines, the length of a page of the web."""
+def write_corpus(path: Path, size: int) -> None:
+    """About `size` bytes of JSON lines, fewer where fewer are installed."""
     seen, written = set(), 0
-    folders = [Path(name) for name in sys.path if name.endswith(("site-packages", f"python3.{sys.version_info[1]}"))]
-    with open(path, "w", encoding="utf-8") as out:
-        for source in sorted(file for folder in folders for kind in ("*.py", "*.md", "*.txt", "*.rst", "*.h", "*.pyi")
-                             for file in folder.rglob(kind)):
+    folders = [Path(name) for name in sys.path if Path(name).name.startswith(("site-packages", "python3"))]
+    files = sorted(file for folder in folders for file in folder.rglob("*") if file.suffix in SUFFIXES)
+    with open(path, "wb") as out:
+        for source in files:
             try:
                 text = source.read_text(encoding="utf-8")
             except (OSError, UnicodeDecodeError):
                 continue
-            if hash(text) in seen or "\udc00" in text:
-                continue
+            for start in range(0, len(text) if hash(text) not in seen else 0, DOCUMENT):
+                line = json.dumps({"text": text[start:start + DOCUMENT]}, ensure_ascii=False)
+                written += out.write(line.encode() + b"\n")
             seen.add(hash(text))
-            while text:
-                cut = text.rfind("\n", 1, 8000) + 1 or 8000
-                written += out.write(json.dumps({"text": text[:cut]}, ensure_ascii=False) + "\n")
-                text = text[cut:]
             if written > size:
-                break
-    return os.path.getsize(path)
+                return
 
 
 def tokenizer_arguments() -> dict[str, Any]:
-    """GPT-2's vocabulary where it is on this machine, else the shipped one."""
+    """GPT-2's vocabulary from the user's cache or $GPT2_VOCAB, a folder."""
     from data_utils.tokenization import find_gpt2_files
 
-    try:
-        vocab, merges = find_gpt2_files(None, None, os.environ.get("GPT2_VOCAB"))
-    except ValueError:
-        return {"kind": "builtin"}
+    vocab, merges = find_gpt2_files(None, None, os.environ.get("GPT2_VOCAB"))
     return {"kind": "GPT2BPETokenizer", "vocab_file": str(vocab), "merge_file": str(merges)}
 
 
-def run_arm(arm: str, path: str, scratch: str) -> float:
-    """Seconds for one arm; what is loaded once (modules, the vocabulary) is not counted."""
+def processor_seconds() -> float:
+    return sum(use.ru_utime + use.ru_stime for use in map(resource.getrusage, (resource.RUSAGE_SELF,
+                                                                               resource.RUSAGE_CHILDREN)))
+
+
+def run_arm(arm: str, path: str, scratch: str) -> tuple[float, float]:
+    """Elapsed and processor seconds of one arm. What one process loads once, modules and vocabulary, is not counted."""
     import data_utils.preprocessing as preprocessing
+    from data_utils import tokenization_gigatoken
     from data_utils.tokenization import build_tokenizer
+    from tools.preprocess_data import bar
 
     given = tokenizer_arguments()
-    if arm in ("json", "encode"):
-        with open(path, "rb") as file:
-            lines = file.readlines()
-        texts = [json.loads(line)["text"] for line in lines] if arm == "encode" else []
-        encode = build_tokenizer(**given).encode
-        started = time.perf_counter()
-        if arm == "json":
-            for line in lines:
-                json.loads(line)
-        else:
-            for text in texts:
-                encode(text)
-        return time.perf_counter() - started
-    tokenizer = build_tokenizer(**given)
+    if "tiktoken" in arm:
+        tokenization_gigatoken.RELEASE = "none"
+    tokenizer: Any = build_tokenizer(**given)
+    lines = Path(path).read_bytes().splitlines() if arm.startswith(("json", "encode")) else []
+    texts = [json.loads(line)["text"] for line in lines] if arm.startswith("encode") else []
     if arm == "hf":
-        tokenizer.encode = hf_encode(given)  # type: ignore[method-assign]
-    if arm != "ours x2":
-        preprocessing.build_tokenizer = lambda **_: tokenizer  # made already
-    job = preprocessing.Job(inputs=(path,), output_prefix=f"{scratch}/out", keys=("text",), tokenizer=given,
-                            append_eod=True, workers=2 if arm == "ours x2" else 1)
-    started = time.perf_counter()
-    from tools.preprocess_data import bar
-    preprocessing.preprocess(job, log=print, progress=bar)
-    return time.perf_counter() - started
+        from tokenizers import ByteLevelBPETokenizer
+        hf = ByteLevelBPETokenizer(given["vocab_file"], given["merge_file"])
+        tokenizer.encode_utf8 = lambda data: hf.encode(data.decode()).ids
+    if arm != "two":
+        preprocessing.build_tokenizer = lambda **_: tokenizer  # the workers build their own
+    job = preprocessing.Job(inputs=(path,) * (REPEATED if arm in ("one", "two") else 1), output_prefix=f"{scratch}/out",
+                            keys=("text",), tokenizer=given, append_eod=True, workers=2 if arm == "two" else 1)
+    elapsed, used = time.perf_counter(), processor_seconds()
+    if arm.startswith("json"):
+        for line in lines:
+            json.loads(line)
+    elif arm.startswith("encode"):
+        for text in texts:
+            tokenizer.encode(text)
+    else:
+        preprocessing.preprocess(job, log=print, progress=bar)
+    return time.perf_counter() - elapsed, processor_seconds() - used
 
 
-def hf_encode(given: dict[str, Any]) -> Any:
-    """HF's own GPT-2 BPE of the same files."""
-    from tokenizers import ByteLevelBPETokenizer
-
-    hf = ByteLevelBPETokenizer(given["vocab_file"], given["merge_file"])
-    return lambda text: hf.encode(text).ids
-
-
-def in_own_process(arm: str, path: Path) -> float:
-    cores = sorted(os.sched_getaffinity(0))[:2 if arm == "ours x2" else 1]
+def in_own_process(arm: str, path: Path) -> tuple[float, float]:
+    cores = sorted(os.sched_getaffinity(0))[:2 if arm == "two" else 1]
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
-        code = f"import os; os.sched_setaffinity(0, {cores}); from benchmarks.data_preprocessing import run_arm; " \
-               f"print(run_arm({arm!r}, {str(path)!r}, {scratch!r}))"
-        run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True,
+        # The guard is for the workers, which import the main module again.
+        program = Path(scratch) / "arm.py"
+        program.write_text("import os\nfrom benchmarks.data_preprocessing import run_arm\nif __name__ == '__main__':\n"
+                           f"    os.sched_setaffinity(0, {cores})\n"
+                           f"    print(*run_arm({arm!r}, {str(path)!r}, {scratch!r}))\n")
+        run = subprocess.run([sys.executable, program], check=True, capture_output=True, text=True,
                              env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"})
-    return float(run.stdout.split()[-1])
+    elapsed, used = map(float, run.stdout.split()[-2:])
+    return elapsed, used
 
 
 def measure(smoke: bool) -> dict[str, Any]:
-    """The section `preprocess`: MB/s of each arm and the three ratios asked for, of each round."""
-    given = tokenizer_arguments()
-    arms = [arm for arm in ARMS if arm != "hf" or given["kind"] == "GPT2BPETokenizer"]
-    times: dict[str, list[float]] = {arm: [] for arm in arms}
-    with tempfile.TemporaryDirectory() as folder:
+    """The section `preprocess`: MB/s of each arm, and the ratios asked for, each of one round's figures."""
+    elapsed: dict[str, list[float]] = {arm: [] for arm in WHOLE + PART}
+    used: dict[str, list[float]] = {arm: [] for arm in WHOLE + PART}
+    memory = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(dir=memory if os.access(memory, os.W_OK) else None) as folder:
         whole, part = Path(folder) / "corpus.jsonl", Path(folder) / "part.jsonl"
-        sizes = dict.fromkeys(arms, write_corpus(whole, 20_000_000 if smoke else CORPUS_BYTES))
+        write_corpus(whole, 20_000_000 if smoke else CORPUS_BYTES)
         with open(whole, "rb") as file:
-            lines = file.readlines(HF_BYTES // (8 if smoke else 1))
-        part.write_bytes(b"".join(lines))
-        sizes["hf"] = part.stat().st_size
+            part.write_bytes(b"".join(file.readlines(PART_BYTES // (10 if smoke else 1))))
+        sizes = {arm: (whole if arm in WHOLE else part).stat().st_size * (REPEATED if arm in ("one", "two") else 1)
+                 for arm in WHOLE + PART}
         for number in range(1 if smoke else ROUNDS):
-            for arm in arms:
-                times[arm].append(in_own_process(arm, part if arm == "hf" else whole))
+            for arm in WHOLE + PART:
+                seconds = in_own_process(arm, whole if arm in WHOLE else part)
+                elapsed[arm].append(seconds[0])
+                used[arm].append(seconds[1])
             print(f"round {number + 1}: " + ", ".join(
-                f"{arm} {sizes[arm] / 1e6 / times[arm][-1]:.1f} MB/s" for arm in arms), flush=True)
-    rates = {arm: [sizes[arm] / 1e6 / seconds for seconds in times[arm]] for arm in arms}
-    limit = [json_seconds + encode for json_seconds, encode in zip(times["json"], times["encode"], strict=True)]
-    ratios = {"ours to the limit of json.loads and the tokenizer": [
-        a / b for a, b in zip(limit, times["ours"], strict=True)],
-        "two workers to one": [a / b for a, b in zip(times["ours"], times["ours x2"], strict=True)]}
-    if "hf" in rates:
-        ratios["ours to HF tokenizers"] = [a / b for a, b in zip(rates["ours"], rates["hf"], strict=True)]
-    print(table(["ratio", "median", "p10", "p90"], [
-        [name, *(f"{spread(values)[which]:.2f}" for which in ("median", "p10", "p90"))]
-        for name, values in ratios.items()]))
-    return {"corpus_bytes": sizes["ours"], "tokenizer": given["kind"],
-            "MB/s": {arm: spread(values) for arm, values in rates.items()},
+                f"{arm} {sizes[arm] / 1e6 / used[arm][-1]:.1f}" for arm in WHOLE + PART) + " MB/s", flush=True)
+
+    def ratio(above: list[float], below: list[float]) -> list[float]:
+        return [a / b for a, b in zip(above, below, strict=True)]
+
+    def both(first: str, second: str) -> list[float]:
+        return [a + b for a, b in zip(used[first], used[second], strict=True)]
+
+    ratios = {"ours to the limit of json.loads and the tokenizer": ratio(both("json", "encode"), used["ours"]),
+              "the same without gigatoken": ratio(both("json part", "encode (tiktoken)"), used["ours (tiktoken)"]),
+              "ours to HF tokenizers in the same pipeline": [
+                  a * sizes["ours"] / sizes["hf"] for a in ratio(used["hf"], used["ours"])],
+              "without gigatoken to HF tokenizers": ratio(used["hf"], used["ours (tiktoken)"]),
+              "two workers to one, elapsed": ratio(elapsed["one"], elapsed["two"])}
+    rates = {arm: spread([sizes[arm] / 1e6 / seconds for seconds in used[arm]]) for arm in WHOLE + PART}
+    for head, rows in (("ratio", {name: spread(values) for name, values in ratios.items()}),
+                       ("MB/s of a core", rates)):
+        print("\n" + table([head, "median", "p10", "p90"], [
+            [name, *(f"{row[which]:.2f}" for which in ("median", "p10", "p90"))] for name, row in rows.items()]))
+    return {"corpus_bytes": sizes["ours"], "part_bytes": sizes["hf"], "MB/s of a core": rates,
             "ratios": {name: spread(values) for name, values in ratios.items()}}

@@ -15,7 +15,7 @@
 
 from __future__ import annotations
 
-import errno
+import contextlib
 import hashlib
 import os
 import shutil
@@ -136,40 +136,45 @@ def _write_index(name: str, dtype: np.dtype, blocks: Callable[[], Iterable[tuple
         to_disk(index)
 
 
-def merge_pairs(sources: Sequence[str | Path], prefix: str | Path) -> None:
-    """The documents of all pairs in order as one pair, both files on disk. ValueError where their dtypes differ or one
-    is damaged; what was written is then removed."""
-    def blocks() -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        for source in sources:
-            index = read_index(source)
-            if index.dtype != dtype:
-                raise ValueError(f"{source} holds {index.dtype}, but {sources[0]} {dtype}: they can't be one file")
-            yield index.lengths, index.firsts[1:]
+class PairMerger:
+    """Puts pairs of one dtype together in the order of `append`; after `finish` both files are on disk."""
 
-    dtype = read_index(sources[0]).dtype
-    try:
-        _write_index(f"{prefix}.idx", dtype, blocks)
-        with open(f"{prefix}.bin", "wb") as merged:
-            for source in sources:
-                with open(f"{source}.bin", "rb") as file:
-                    _append(file, merged)
-            to_disk(merged)
-    except BaseException:
+    def __init__(self, prefix: str | Path) -> None:
+        self._prefix = prefix
+        self._sources: list[str | Path] = []
+        self._dtype: np.dtype | None = None
+        self._bin: BinaryIO = open(f"{prefix}.bin", "wb")  # noqa: SIM115  closed by `finish` or `abandon`
+
+    def append(self, source: str | Path) -> None:
+        """ValueError where its dtype is not that of the first, or it is damaged."""
+        dtype = read_index(source).dtype
+        self._dtype = self._dtype or dtype
+        if dtype != self._dtype:
+            raise ValueError(f"{source} holds {dtype}, but {self._sources[0]} {self._dtype}: they can't be one file")
+        self._sources.append(source)
+        with open(f"{source}.bin", "rb") as file:
+            with contextlib.suppress(AttributeError, OSError):  # not of this system, or not between these files
+                while os.copy_file_range(file.fileno(), self._bin.fileno(), 1 << 30):
+                    pass
+            shutil.copyfileobj(file, self._bin, 1 << 18)  # the rest, as a rule nothing
+            self._bin.flush()
+
+    def finish(self) -> None:
+        def blocks() -> Iterator[tuple[np.ndarray, np.ndarray]]:
+            for source in self._sources:
+                index = read_index(source)
+                yield index.lengths, index.firsts[1:]
+
+        assert self._dtype is not None, "nothing was appended"
+        _write_index(f"{self._prefix}.idx", self._dtype, blocks)
+        to_disk(self._bin)
+        self._bin.close()
+
+    def abandon(self) -> None:
+        """Close and remove what was written."""
+        self._bin.close()
         for suffix in (".bin", ".idx"):
-            Path(f"{prefix}{suffix}").unlink(missing_ok=True)
-        raise
-
-
-def _append(source: BinaryIO, target: BinaryIO) -> None:
-    """The rest of `source` to the end of `target`, by the system itself where it can."""
-    try:
-        while os.copy_file_range(source.fileno(), target.fileno(), 1 << 30):
-            pass
-    except (AttributeError, OSError) as error:  # not of this system, or not between these files
-        if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
-            raise
-        target.seek(0, os.SEEK_END)
-        shutil.copyfileobj(source, target, 1 << 20)
+            Path(f"{self._prefix}{suffix}").unlink(missing_ok=True)
 
 
 class IndexedDataset:

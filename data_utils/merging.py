@@ -9,7 +9,7 @@ from typing import Any
 
 from data_utils.file_lock import sync_folder
 from data_utils.foreign_bins import ForeignBin, open_tokens, prefix_of
-from data_utils.indexed_dataset import IndexedDatasetBuilder, merge_pairs
+from data_utils.indexed_dataset import IndexedDatasetBuilder, PairMerger
 from data_utils.manifest import describe, hash_parts, read_manifest, write_sealed
 
 
@@ -34,7 +34,10 @@ def merge(sources: Sequence[str], output_prefix: str, eod: int) -> dict[str, Any
         if any(tokenizer != tokenizers[0] for tokenizer in tokenizers):
             raise ValueError("the files were made by different tokenizers, as their manifests say: they can't be one")
         made.append(temporary)
-        merge_pairs(prefixes, temporary)
+        merger = PairMerger(temporary)
+        for prefix in prefixes:
+            merger.append(prefix)
+        merger.finish()
         known = [manifest[".bin"] if manifest else [{"bytes": os.path.getsize(f"{prefix}.bin")}]
                  for prefix, manifest in zip(prefixes, manifests, strict=True)]
         parts = hash_parts(f"{temporary}.bin", [part["bytes"] for of_one in known for part in of_one])

@@ -10,15 +10,10 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
-import multiprocessing
 import os
 import shutil
-import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,15 +23,15 @@ from data_utils.compression import compression_of
 from data_utils.corpora import MOST_BAD_LINES, Log, json_object
 from data_utils.document_lengths import histogram, summary
 from data_utils.file_lock import file_lock, sync_folder
-from data_utils.indexed_dataset import merge_pairs, read_index, token_dtype
+from data_utils.indexed_dataset import PairMerger, read_index, token_dtype
 from data_utils.manifest import content_hash, describe, read_manifest, write_sealed
 from data_utils.preprocess_plan import Shard, cut, expand, piece_of
-from data_utils.preprocess_shards import SUFFIXES, Piece, Progress, Recipe, bad_lines_of, make_shard, records
+from data_utils.preprocess_pool import make_shards
+from data_utils.preprocess_shards import Piece, Progress, Recipe, bad_lines_of, records
 from data_utils.tokenization import Tokenizer, build_tokenizer
 
-SAMPLE_CHARACTERS = 1 << 18
+SAMPLE_CHARACTERS = 1 << 16
 COMPRESSED_TEXT = 4  # bytes of text that a byte of a compressed file may well hold
-POLL_SECONDS = 0.2
 
 
 @dataclass(frozen=True)
@@ -58,6 +53,10 @@ class Job:
             raise ValueError(f"--max-bad-fraction must lie between 0 and 1, not {self.max_bad_fraction}")
         if not self.keys or len(set(self.keys)) < len(self.keys) or any("/" in key for key in self.keys):
             raise ValueError(f"--json-keys {' '.join(self.keys)}: name each field once, without a slash")
+        output = Path(self.output_prefix).resolve()
+        for name in self.inputs:
+            if os.path.isdir(name) and output.is_relative_to(Path(name).resolve()):
+                raise ValueError(f"--output-prefix {self.output_prefix} lies in the folder {name}, all of which is input")
 
     def output(self, key: str) -> str:
         """The prefix of a key's pair, as Megatron names it."""
@@ -87,10 +86,21 @@ def preprocess(job: Job, *, log: Log, progress: Callable[[int], contextlib.Abstr
             for left in folder.glob("*.tmp*"):  # of a run that was killed
                 left.unlink()
             _check_room(job, folder, pieces, tokenizer)
-            with progress(sum(piece.stop - piece.start for piece in pieces)) as bar:
-                facts = _make_all(job, folder, shards, recipe, tokenizer, bar)
-            _judge(job, folder, shards, facts, log)
-            manifests = _merge(job, folder, shards, facts, tokenizer)
+            mergers = {key: PairMerger(_merged(folder, key)) for key in job.keys}
+            try:
+                def append(number: int) -> None:
+                    for key, merger in mergers.items():
+                        merger.append(folder / f"{number:05d}_{key}")
+
+                with progress(sum(piece.stop - piece.start for piece in pieces)) as bar:
+                    facts = make_shards(folder, shards, recipe, tokenizer, job.tokenizer, workers=job.workers,
+                                        progress=bar, finished=append)
+                _judge(job, folder, shards, facts, log)
+                manifests = _publish(job, folder, shards, facts, tokenizer, mergers)
+            except BaseException:
+                for merger in mergers.values():
+                    merger.abandon()
+                raise
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
@@ -156,70 +166,6 @@ def _check_room(job: Job, folder: Path, pieces: Sequence[Piece], tokenizer: Toke
                       f"result, but only {free / 1e9:,.2f} GB are free on that disk")
 
 
-# What a worker process has: set once, when it starts.
-_work: Callable[[int, Shard], dict[str, Any]]
-
-
-def _start_worker(folder: Path, recipe: Recipe, tokenizer: Mapping[str, Any], counters: Any) -> None:
-    """`counters`: int64 [2] in shared memory, bytes of input and tokens."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    # A pool's workers would wait for work for ever if the program were killed.
-    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
-
-    def count(read: int, tokens: int) -> None:
-        with counters.get_lock():
-            counters[0] += read
-            counters[1] += tokens
-
-    global _work
-    _work = partial(make_shard, folder, recipe=recipe, tokenizer=build_tokenizer(**tokenizer), progress=count)
-
-
-def _end_with(parent: Any) -> None:
-    parent.join()
-    os._exit(1)
-
-
-def _work_on(number: int, pieces: Shard) -> dict[str, Any]:
-    return _work(number, pieces)
-
-
-def _make_all(job: Job, folder: Path, shards: Sequence[Shard], recipe: Recipe, tokenizer: Tokenizer,
-              progress: Progress) -> list[dict[str, Any]]:
-    """The facts of all shards in order; one process makes them itself."""
-    if min(job.workers, len(shards)) == 1:
-        return [make_shard(folder, number, pieces, recipe, tokenizer, progress)
-                for number, pieces in enumerate(shards)]
-    # Spawned, not forked: the libraries below start threads.
-    context = multiprocessing.get_context("spawn")
-    counters = context.Array("q", 2)
-    told = [0, 0]
-
-    def tell() -> None:
-        now = counters[:]
-        progress(now[0] - told[0], now[1] - told[1])
-        told[:] = now
-
-    with ProcessPoolExecutor(min(job.workers, len(shards)), context, _start_worker,
-                             (folder, recipe, job.tokenizer, counters)) as pool:
-        try:
-            futures = [pool.submit(_work_on, number, pieces) for number, pieces in enumerate(shards)]
-            left = set(futures)
-            while left:
-                done, left = wait(left, POLL_SECONDS, FIRST_COMPLETED)
-                tell()
-                for future in done:
-                    future.result()  # raises what the worker raised
-        except BrokenProcessPool:
-            raise OSError("a worker process died, most likely for want of memory: the same command with fewer "
-                          "--workers goes on with the shards that are finished") from None
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
-        return [future.result() for future in futures]
-
-
 def _judge(job: Job, folder: Path, shards: Sequence[Shard], facts: Sequence[Mapping[str, Any]], log: Log) -> None:
     """Gather the unusable lines; ValueError where they are too many or nothing else is left."""
     bad, usable = (sum(shard[name] for shard in facts) for name in ("bad", "records"))
@@ -259,41 +205,46 @@ def _gather_bad_lines(path: Path, folder: Path, shards: Sequence[Shard], facts: 
     return first
 
 
-def _merge(job: Job, folder: Path, shards: Sequence[Shard], facts: Sequence[Mapping[str, Any]], tokenizer: Tokenizer
-           ) -> dict[str, dict[str, Any]]:
+def _publish(job: Job, folder: Path, shards: Sequence[Shard], facts: Sequence[Mapping[str, Any]],
+             tokenizer: Tokenizer, mergers: Mapping[str, PairMerger]) -> dict[str, dict[str, Any]]:
     """The pairs and manifests of all keys in their place."""
-    inputs: dict[int, dict[str, Any]] = {}
-    place = -1
+    inputs = _inputs(shards, facts)
+    manifests = {}
+    for key, merger in mergers.items():
+        merger.finish()
+        outputs = [shard["outputs"][key] for shard in facts]
+        manifests[key] = describe(_merged(folder, key), {
+            "key": key, "append_eod": job.append_eod, "recipe": facts[0]["recipe"],
+            "tokenizer": {"kind": tokenizer.kind, "fingerprint": tokenizer.fingerprint,
+                          "vocab_size": tokenizer.vocab_size, "eod": tokenizer.eod},
+            "text_bytes": sum(output["text_bytes"] for output in outputs),
+            "empty_documents": sum(output["empty"] for output in outputs),
+            "bad_lines": sum(shard["bad"] for shard in facts), "inputs": inputs,
+        }, [part for output in outputs for part in output[".bin"]])
+        write_sealed(Path(f"{_merged(folder, key)}.json"), manifests[key])
+    for key in mergers:
+        for suffix in (".bin", ".json", ".idx"):
+            os.replace(f"{_merged(folder, key)}{suffix}", f"{job.output(key)}{suffix}")
+    sync_folder(Path(job.output_prefix).parent)
+    return manifests
+
+
+def _merged(folder: Path, key: str) -> str:
+    """Where the pair of a key grows: in the shards' folder, so that a run that is killed leaves nothing elsewhere."""
+    return str(folder / f"merged_{key}.tmp")
+
+
+def _inputs(shards: Sequence[Shard], facts: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Each input file with its size, lines and the hashes of its parts."""
+    inputs: list[dict[str, Any]] = []
     for pieces, shard in zip(shards, facts, strict=True):
         for piece, made in zip(pieces, shard["pieces"], strict=True):
-            place += piece.start == 0  # the same file may be named twice
-            entry = inputs.setdefault(place, {"file": piece.path, "bytes": 0, "lines": 0, "parts": []})
-            entry["bytes"] += piece.stop - piece.start
-            entry["lines"] += made["lines"]
-            entry["parts"].append([piece.stop - piece.start, made["hash"]])
-    manifests = {}
-    for key in job.keys:
-        output, outputs = job.output(key), [shard["outputs"][key] for shard in facts]
-        temporary = str(folder / f"merged_{key}.tmp")  # a run that is killed leaves nothing elsewhere
-        try:
-            merge_pairs([folder / f"{number:05d}_{key}" for number in range(len(shards))], temporary)
-            manifests[key] = describe(temporary, {
-                "key": key, "append_eod": job.append_eod, "recipe": facts[0]["recipe"],
-                "tokenizer": {"kind": tokenizer.kind, "fingerprint": tokenizer.fingerprint,
-                              "vocab_size": tokenizer.vocab_size, "eod": tokenizer.eod},
-                "text_bytes": sum(entry["text_bytes"] for entry in outputs),
-                "empty_documents": sum(entry["empty"] for entry in outputs),
-                "bad_lines": sum(shard["bad"] for shard in facts), "inputs": list(inputs.values()),
-            }, [part for entry in outputs for part in entry[".bin"]])
-            write_sealed(Path(f"{temporary}.json"), manifests[key])
-            for suffix in (".bin", ".json", ".idx"):
-                os.replace(f"{temporary}{suffix}", f"{output}{suffix}")
-        except BaseException:
-            for suffix in (*SUFFIXES, ".json"):
-                Path(f"{temporary}{suffix}").unlink(missing_ok=True)
-            raise
-        sync_folder(Path(output).parent)
-    return manifests
+            if piece.start == 0:
+                inputs.append({"file": piece.path, "bytes": 0, "lines": 0, "parts": []})
+            inputs[-1]["bytes"] += piece.stop - piece.start
+            inputs[-1]["lines"] += made["lines"]
+            inputs[-1]["parts"].append([piece.stop - piece.start, made["hash"]])
+    return inputs
 
 
 def report(job: Job, manifest: Mapping[str, Any], seconds: float) -> list[str]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import re
+from array import array
 from collections.abc import Iterator, Sequence
 from importlib import resources
 from pathlib import Path
@@ -58,19 +59,20 @@ class BytePairTokenizer(Tokenizer):
         fingerprint = fingerprint_of("byte-level BPE", PATTERN, json.dumps([list(ids), eod]), *ranked)
         super().__init__(kind, pieces, eod, fingerprint, files)
 
-    def encode(self, text: str) -> np.ndarray | list[int]:
+    def encode(self, text: str) -> np.ndarray:
         return self.encode_utf8(utf8(text))  # tiktoken would replace lone surrogates silently
 
-    def encode_utf8(self, data: bytes) -> np.ndarray | list[int]:
+    def encode_utf8(self, data: bytes) -> np.ndarray:
         if len(data) < 2 * WHITE_RUN:
             ranks = self._ranks(data)
         else:
             ranks = np.concatenate([self._ranks(part.encode()) for part in _cut_white_space(data.decode("utf-8"))])
         return ranks if self._ids is None else self._ids[ranks]
 
-    def _ranks(self, data: bytes) -> np.ndarray | list[int]:
+    def _ranks(self, data: bytes) -> np.ndarray:
         ranks = self._faster(data) if self._faster else None
-        return self._encoding.encode_ordinary(data.decode("utf-8")) if ranks is None else ranks
+        # numpy takes an array three times faster than a list.
+        return np.asarray(array("I", self._encoding.encode_ordinary(data.decode("utf-8")))) if ranks is None else ranks
 
 
 def _cut_white_space(text: str) -> Iterator[str]:

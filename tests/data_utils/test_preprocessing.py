@@ -230,9 +230,10 @@ def test_damaged_and_missing_input(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="--input .*nowhere.*: no such file"):
         run(str(tmp_path / "nowhere*.jsonl"), tmp_path / "out")
     for bad, flag in (({"workers": 0}, "--workers"), ({"max_bad_fraction": 2.0}, "--max-bad-fraction"),
+                      ({"inputs": (str(tmp_path),)}, "--output-prefix .* lies in the folder"),
                       ({"keys": ("a", "a")}, "--json-keys"), ({"keys": ("a/b",)}, "--json-keys")):
         with pytest.raises(ValueError, match=flag):
-            run(str(tmp_path / "a.jsonl"), tmp_path / "out", **bad)
+            run(bad.pop("inputs", str(tmp_path / "a.jsonl")), tmp_path / "out", **bad)
     assert not list(tmp_path.glob("out_*")) and not list(tmp_path.glob("out.shards/*.tmp*"))
 
 
@@ -275,7 +276,7 @@ def test_a_changed_input_makes_its_shards_again(tmp_path: Path, small_shards: No
     texts = [f"text {number:04d}" for number in range(2000)]
     path = write(tmp_path / "a.jsonl", texts)
     with monkeypatch.context() as patch:
-        patch.setattr(preprocessing, "_merge", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(preprocessing, "_publish", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             run(path, tmp_path / "out")
     texts[1000] = "TEXT 1000"
