@@ -17,6 +17,7 @@ package, cut into documents of the length of a web page: real, at hand everywher
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import resource
@@ -70,12 +71,15 @@ def processor_seconds() -> float:
                                                                                resource.RUSAGE_CHILDREN)))
 
 
+def no_bar(size: int) -> contextlib.AbstractContextManager[Any]:
+    return contextlib.nullcontext(lambda read, tokens: None)
+
+
 def run_arm(arm: str, path: str, scratch: str) -> tuple[float, float]:
     """Elapsed and processor seconds of one arm. What one process loads once, modules and vocabulary, is not counted."""
     import data_utils.preprocessing as preprocessing
     from data_utils import tokenization_gigatoken
     from data_utils.tokenization import build_tokenizer
-    from tools.preprocess_data import bar
 
     given = tokenizer_arguments()
     if "tiktoken" in arm:
@@ -99,7 +103,7 @@ def run_arm(arm: str, path: str, scratch: str) -> tuple[float, float]:
         for text in texts:
             tokenizer.encode(text)
     else:
-        preprocessing.preprocess(job, log=print, progress=bar)
+        preprocessing.preprocess(job, log=print, progress=no_bar)
     return time.perf_counter() - elapsed, processor_seconds() - used
 
 
