@@ -56,7 +56,7 @@ class Job:
         output = Path(self.output_prefix).resolve()
         for name in self.inputs:
             if os.path.isdir(name) and output.is_relative_to(Path(name).resolve()):
-                raise ValueError(f"--output-prefix {self.output_prefix} lies in the folder {name}, all of which is input")
+                raise ValueError(f"--output-prefix {self.output_prefix} lies in the folder {name}, which is all input")
 
     def output(self, key: str) -> str:
         """The prefix of a key's pair, as Megatron names it."""
