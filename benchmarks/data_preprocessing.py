@@ -92,7 +92,7 @@ def run_arm(arm: str, path: str, scratch: str) -> tuple[float, float]:
         hf = ByteLevelBPETokenizer(given["vocab_file"], given["merge_file"])
         tokenizer.encode_utf8 = lambda data: hf.encode(data.decode()).ids
     if arm != "two":
-        preprocessing.build_tokenizer = lambda **_: tokenizer  # the workers build their own
+        preprocessing.build_tokenizer = lambda **_: tokenizer  # type: ignore[attr-defined]  # workers build their own
     job = preprocessing.Job(inputs=(path,) * (REPEATED if arm in ("one", "two") else 1), output_prefix=f"{scratch}/out",
                             keys=("text",), tokenizer=given, append_eod=True, workers=2 if arm == "two" else 1)
     elapsed, used = time.perf_counter(), processor_seconds()
