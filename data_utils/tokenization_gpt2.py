@@ -8,6 +8,7 @@ looked up from ranks.
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from array import array
@@ -18,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from data_utils.tokenization import Tokenizer, fingerprint_of, utf8
-from data_utils.tokenization_gigatoken import gigatoken
+from data_utils.tokenization_gigatoken import Gigatoken, gigatoken
 
 BUILTIN_FILE = "builtin_bpe.json"
 END_OF_TEXT = "<|endoftext|>"
@@ -55,9 +56,14 @@ class BytePairTokenizer(Tokenizer):
         # No special tokens are registered, so that no text can inject one.
         self._encoding = tiktoken.Encoding(kind, pat_str=PATTERN, special_tokens={},
                                            mergeable_ranks={token: rank for rank, token in enumerate(ranked)})
-        self._faster = gigatoken(ranked)
+        self._ranked = ranked
         fingerprint = fingerprint_of("byte-level BPE", PATTERN, json.dumps([list(ids), eod]), *ranked)
         super().__init__(kind, pieces, eod, fingerprint, files)
+
+    @functools.cached_property
+    def _faster(self) -> Gigatoken | None:
+        """Made by the first text: many programs have none, and a damaged vocabulary is refused before."""
+        return gigatoken(self._ranked)
 
     def encode(self, text: str) -> np.ndarray:
         return self.encode_utf8(utf8(text))  # tiktoken would replace lone surrogates silently

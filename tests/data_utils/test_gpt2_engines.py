@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from data_utils import Tokenizer, build_tokenizer
 from data_utils.tokenization_gigatoken import RELEASE
+from data_utils.tokenization_gigatoken import gigatoken as engine
 from data_utils.tokenization_gpt2 import BytePairTokenizer
 
 gigatoken = pytest.importorskip("gigatoken")
@@ -103,3 +104,7 @@ def test_without_gigatoken_or_with_another_release_the_ids_are_the_same(monkeypa
     monkeypatch.setattr("data_utils.tokenization_gigatoken.RELEASE", "99.")
     plain: Any = builtin()
     assert plain._faster is None and np.array_equal(plain.encode("one, two\n\nthree"), ids)
+
+
+def test_a_token_that_no_merges_make_is_left_to_tiktoken():
+    assert engine([*(bytes([value]) for value in range(256)), b"abc"]) is None
