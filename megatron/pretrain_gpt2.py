@@ -14,18 +14,18 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 
 from data_utils import DamagedData, GPT2Dataset, unigram_bits_per_byte, xz_bits_per_byte
 from megatron import device as devices
 from megatron.arguments import differing_flags, parse
-from megatron.generation import generate
+from megatron.generation import Continuation, generate
 from megatron.launch import Ranks, shutdown
 from megatron.model.gpt2 import count_parameters
 from megatron.plan import plan_run
 from megatron.reporting import EvaluationRecord, closing_report, start_table
 from megatron.run import Run, build_run
+from megatron.sampling import Sampling
 from megatron.training import evaluate_and_log, train
 
 # xz compresses about 2 MB/s: a corpus beyond this is not worth the wait at the end of a run.
@@ -142,11 +142,11 @@ def print_start(run: Run) -> None:
 
 
 def sample_text(run: Run) -> str:
-    """A short continuation of nothing. Every rank of a model-parallel group takes part."""
-    generator = torch.Generator().manual_seed(run.config.train.seed)
-    ids = generate(run.model, run.tokenizer, [], max_new_tokens=SAMPLE_TOKENS, temperature=0.8, top_k=40,
-                   generator=generator)
-    return run.tokenizer.decode(ids)
+    """A short continuation of nothing, on the first rank of a model-parallel group; all take part."""
+    sample = Continuation([], Sampling(max_new_tokens=SAMPLE_TOKENS, temperature=0.8, top_k=40,
+                                       seed=run.config.train.seed))
+    generate(run.model, run.tokenizer, [sample])
+    return run.tokenizer.decode(sample.ids)
 
 
 def baselines(run: Run) -> dict[str, float | None]:

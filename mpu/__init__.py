@@ -21,7 +21,14 @@ from mpu.initialize import (
     initialize_model_parallel,
     model_parallel_is_initialized,
 )
-from mpu.layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear, VocabParallelEmbedding
+from mpu.kv_cache import KeyValueCache
+from mpu.layers import (
+    ColumnParallelLinear,
+    ParallelEmbedding,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    linear_without_gradient,
+)
 from mpu.mappings import (
     copy_to_model_parallel_region,
     gather_from_model_parallel_region,
@@ -38,6 +45,7 @@ __all__ = [
     "Box",
     "ColumnParallelLinear",
     "Documents",
+    "KeyValueCache",
     "ParallelEmbedding",
     "ParallelMLP",
     "ParallelSelfAttention",
@@ -66,6 +74,7 @@ __all__ = [
     "get_parallel_state",
     "hidden_dropout",
     "initialize_model_parallel",
+    "linear_without_gradient",
     "model_parallel_cuda_manual_seed",
     "model_parallel_is_initialized",
     "padded_vocab_size",

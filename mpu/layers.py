@@ -124,9 +124,31 @@ def _weight_gradient(dy: Tensor, x: Tensor) -> Tensor:
     return total
 
 
+def linear_without_gradient(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """F.linear, [..., i] -> [..., o], fast for the few rows of x that generation has.
+
+    Of a CPU's products the fastest (AMX, 2 cores, the weights of 124M, ms a token, F.linear first): one row in bf16
+    15 and 7 by a matrix-vector product; 8 rows 15 and 10 as (A xᵀ)ᵀ, in fp32 41 and 33, and 23 where A is stored by
+    column.
+    """
+    rows = x.numel() // x.size(-1)
+    few = rows == 1 or (rows <= 16 and weight.stride(0) != 1 and (x.dtype != torch.float32 or rows > 4))
+    if x.device.type != "cpu" or not few:
+        return F.linear(x, weight, bias)
+    shape = (*x.shape[:-1], weight.size(0))
+    if rows == 1:
+        one = x.reshape(-1)
+        return (torch.mv(weight, one) if bias is None else torch.addmv(bias, weight, one)).view(shape)
+    y = torch.mm(weight, x.reshape(rows, -1).t()).t()
+    by_row = torch.empty_like(y, memory_format=torch.contiguous_format)  # by column, attention would take a slow way
+    return (by_row.copy_(y) if bias is None else torch.add(y, bias, out=by_row)).view(shape)
+
+
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, group: ProcessGroup | None = None,
             sequence_parallel: bool = False) -> Tensor:
     """F.linear, by our own backward where that is faster."""
+    if not (torch.is_grad_enabled() or torch.compiler.is_compiling() or (group and sequence_parallel)):
+        return linear_without_gradient(x, weight, bias)
     if group is None and not (x.device.type == "cpu" and x.dtype == torch.bfloat16):
         return F.linear(x, weight, bias)
     y: Tensor = _Linear.apply(x, weight, bias, group, sequence_parallel)  # type: ignore[no-untyped-call]

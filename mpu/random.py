@@ -107,7 +107,9 @@ def dropout(x: Tensor, p: float) -> Tensor:
     number serves four elements (0.5 M elements in bf16, forward and backward: 1.3 ms instead of 3.4). p is taken to
     the nearest 1/65536 below 1, and the factor is exactly that one's. torch.compile has its own generator.
     """
-    if p == 0.0 or x.device.type != "cpu" or torch.compiler.is_compiling():
+    if p == 0.0:
+        return x
+    if x.device.type != "cpu" or torch.compiler.is_compiling():
         return F.dropout(x, p)
     dropped = min(round(p * 65536), 65535)
     draws = torch.empty(-(-x.numel() // 4), dtype=torch.int64).random_(-(1 << 63), None)

@@ -23,6 +23,8 @@ from mpu.layers import ColumnParallelLinear, InitMethod, RowParallelLinear
 from mpu.partition import divide
 from mpu.random import dropout, get_cuda_rng_tracker
 
+Attend = Callable[[Tensor], Tensor]
+
 _TWO_ROOTS_OF_TWO_OVER_PI = 2 * math.sqrt(2 / math.pi)
 
 
@@ -47,11 +49,14 @@ class ParallelSelfAttention(nn.Module):
             init_method=output_init_method, group=group, device=device)
         divide(num_heads, self.dense.world_size)
 
-    def forward(self, x: Tensor, documents: Documents | None = None) -> Tensor:
-        """documents: of the whole sequence; None lets every token see all before it."""
+    def forward(self, x: Tensor, documents: Documents | None = None, attend: Attend | None = None) -> Tensor:
+        """documents: of the whole sequence; None lets every token see all before it. attend: in the place of causal
+        attention, [s, b, n/p, 3, d] -> [s, b, h/p]."""
         qkv = self.query_key_value(x)
         qkv = qkv.view(*qkv.shape[:2], -1, 3, self.head_size)  # [s, b, 3h/p] -> [s, b, n/p, 3, d]
-        if self.training and self.attention_dropout > 0:
+        if attend is not None:
+            y = attend(qkv)
+        elif self.training and self.attention_dropout > 0:
             y = _attention_with_own_masks(qkv, self.attention_dropout, documents)
         elif documents is not None:
             y = document_attention(qkv, 0.0, documents)
@@ -157,8 +162,9 @@ class ParallelTransformerLayer(nn.Module):
         _leave_out_of_graphs()
         super().compile(*args, **kwargs)
 
-    def forward(self, x: Tensor, documents: Documents | None = None) -> Tensor:
-        attention = self.attention if documents is None else functools.partial(self.attention, documents=documents)
+    def forward(self, x: Tensor, documents: Documents | None = None, attend: Attend | None = None) -> Tensor:
+        attention = self.attention if documents is None and attend is None else functools.partial(
+            self.attention, documents=documents, attend=attend)
         # Neither a loop nor a `with` around the branches: torch.compile leaves out a layer that has a break in one.
         p = self.hidden_dropout if self.training else 0.0
         norm = self.input_layernorm

@@ -1,65 +1,199 @@
 #!/usr/bin/env python3
-"""Continue a prompt with a trained model:
+"""Write text with a trained model, alone or under torchrun with each layer split over the ranks:
 
+    python tools/generate_text.py --load checkpoints/gpt2_small                                   # type prompts
     python tools/generate_text.py --load checkpoints/gpt2_small --prompt "Once upon a time"
+    python tools/generate_text.py --load checkpoints/gpt2_small --sample-input-file prompts.txt > answers.jsonl
+    python tools/generate_text.py --load checkpoints/gpt2_small --num-samples 10 --genfile samples.jsonl
+
+Model, tokenizer and vocabulary come from the checkpoint; flags of Megatron's command lines that would say them are
+read and not needed. Exit codes: 0; 2 for bad input.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import dataclasses
+import itertools
+import json
+import os
+import signal
 import sys
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works in a clone that is not installed
 
-import torch
-
-import mpu
-from megatron.device import choose_device, choose_precision
-from megatron.generation import generate, load_for_inference
+from data_utils.corpora import check_exists
+from megatron.arguments import parse
+from megatron.flags import flag
+from megatron.generation import Continuation, Generator, patient_group
+from megatron.inference import Parser, Say, dashed, open_model, run_program
 from megatron.launch import Ranks
+from megatron.sampling import Sampling
 
 
-def report(line: str) -> None:
-    print(line, file=sys.stderr)
-
-
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(message)
-
-
-def main(argv: list[str] | None = None) -> None:
-    parser = Parser(description="Continue a prompt with a trained model.", allow_abbrev=False)
-    parser.add_argument("--load", required=True, metavar="DIR", help="the --save folder of a training run")
-    parser.add_argument("--prompt", default="", help="text to continue (default: start a new document)")
-    parser.add_argument("--max-new-tokens", type=int, default=200, metavar="N")
-    parser.add_argument("--temperature", type=float, default=1.0, help="0 takes the likeliest token")
+def arguments(argv: Sequence[str], ranks: Ranks, say: Say) -> argparse.Namespace:
+    parser = Parser(__doc__, precision="auto")
+    parser.set_defaults(model_parallel_size=ranks.world_size)
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument("--prompt", help="text to continue; empty: a new document (default: ask for prompts)")
+    source.add_argument("--sample-input-file", metavar="FILE", help="a prompt on each line; answers are JSON lines")
+    source.add_argument("--num-samples", type=int, default=0, metavar="N", help="write N new documents as JSON lines")
+    parser.add_argument("--sample-output-file", "--genfile", metavar="FILE", help="for the JSON lines (default: "
+                        "standard output)")
+    parser.add_argument("--max-new-tokens", "--out-seq-length", type=int, default=200, metavar="N", help="default: 200")
+    parser.add_argument("--temperature", type=float, default=1.0, metavar="T", help="below 1 the likely get likelier; "
+                        "0 takes the likeliest token")
+    parser.add_argument("--greedy", dest="temperature", action="store_const", const=0.0, help="--temperature 0")
     parser.add_argument("--top-k", type=int, default=0, metavar="K", help="draw among the K likeliest; 0: among all")
-    parser.add_argument("--seed", type=int, default=1234)
-    parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
-    parser.add_argument("--precision", default="auto", choices=("auto", "fp32", "bf16", "fp16"))
-    args = parser.parse_args(argv)
-    for flag, least, value in (("--max-new-tokens", 1, args.max_new_tokens), ("--temperature", 0, args.temperature),
-                               ("--top-k", 0, args.top_k)):
+    parser.add_argument("--top-p", type=float, default=0.0, metavar="P", help="draw among the likeliest that hold the "
+                        "probability P together; 0: among all")
+    parser.add_argument("--repetition-penalty", type=float, default=1.0, metavar="R", help="above 1 what is in the "
+                        "text already gets less likely")
+    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this; again for more")
+    parser.add_argument("--seed", type=int, default=1234, help="of the first text; each further one has the next")
+    parser.add_argument("--recompute", action="store_true", help="read the whole context for each token: slow, for "
+                        "little memory")
+    parser.add_argument("--batch-size", type=int, default=8, metavar="N", help="texts written together (default: 8)")
+    args, rest = parser.parse_known_args(dashed(argv))
+    given = parse(rest)
+    if given.given:
+        say(f"notice: {', '.join(sorted(map(flag, given.given)))}: not needed here")
+    args.sampling = Sampling(args.repetition_penalty, args.temperature, args.top_k, args.top_p, args.max_new_tokens,
+                             tuple(args.stop), args.seed)
+    for name, least, value in (("--num-samples", 0, args.num_samples), ("--batch-size", 1, args.batch_size)):
         if value < least:
-            raise ValueError(f"{flag} must be at least {least}, not {value}")
+            raise ValueError(f"{name} must be at least {least}, not {value}")
+    if args.model_parallel_size != ranks.world_size:
+        raise ValueError(f"--model-parallel-size {args.model_parallel_size}, but the launcher started "
+                         f"{ranks.world_size} ranks, which share each layer: leave the flag out")
+    if args.sample_input_file:
+        check_exists(args.sample_input_file, "--sample-input-file")
+    if args.sample_output_file and not (args.sample_input_file or args.num_samples):
+        raise ValueError("--sample-output-file and --genfile need --sample-input-file or --num-samples")
+    if args.sample_output_file and os.path.realpath(args.sample_output_file) == os.path.realpath(
+            args.sample_input_file or ""):
+        raise ValueError(f"--sample-output-file {args.sample_output_file}: is the file of the prompts")
+    if args.sampling.is_full:
+        say("notice: top-k 0 with top-p 0 is full sampling: any token may be drawn, however unlikely; --top-k 40, "
+            "--top-p 0.9 or --greedy leave them out")
+    return args
 
-    device, why = choose_device(args.device, Ranks())
-    if why.startswith("WARNING"):
-        report(why)
-    dtype, _ = choose_precision(args.precision, device)
-    mpu.initialize_model_parallel(1)
-    model, tokenizer, _ = load_for_inference(args.load, device, dtype, log=report)
-    new = generate(model, tokenizer, tokenizer.encode(args.prompt), max_new_tokens=args.max_new_tokens,
-                   temperature=args.temperature, top_k=args.top_k, generator=torch.Generator().manual_seed(args.seed))
-    print(args.prompt + tokenizer.decode(new))
+
+def stream(generator: Generator, prompt: str, sampling: Sampling) -> None:
+    """Print prompt and continuation as it is made. ValueError for a prompt that is no text."""
+    c = Continuation(generator.tokenizer.encode(prompt), sampling)
+    sys.stdout.write(prompt)
+    with interruptible(c):
+        for piece in generator.stream([c]):
+            sys.stdout.write(piece.text)
+            sys.stdout.flush()
+    print(flush=True)
+
+
+@contextlib.contextmanager
+def interruptible(c: Continuation) -> Iterator[None]:
+    """Ctrl-C ends the continuation, between two tokens."""
+    before = signal.signal(signal.SIGINT, lambda number, frame: c.cancel())
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def converse(generator: Generator, sampling: Sampling, say: Say) -> None:
+    """Ask for prompts until `stop`, Ctrl-D or Ctrl-C."""
+    with contextlib.suppress(ImportError):  # not everywhere; input() uses it once it is loaded
+        import readline  # noqa: F401
+    sys.stdin.reconfigure(errors="surrogateescape")  # type: ignore[union-attr]  # what is no text is refused below
+    say("Type a prompt. A line that is exactly `stop`, Ctrl-D or Ctrl-C ends; Ctrl-C in a text ends the text.")
+    while True:
+        try:
+            prompt = input("\nprompt> " if sys.stdin.isatty() else "")
+        except (EOFError, KeyboardInterrupt):
+            return
+        if prompt == "stop":
+            return
+        if not prompt:
+            say("the prompt is empty: type some text")
+            continue
+        try:
+            stream(generator, prompt, sampling)
+        except ValueError as error:
+            say(f"error: {error}")
+
+
+def prompts_of(path: str) -> Iterator[str | ValueError]:
+    """What each line says, or what is wrong with it."""
+    with open(path, "rb") as lines:
+        for line in lines:
+            try:
+                prompt = line.rstrip(b"\r\n").decode("utf-8")
+                yield prompt if prompt else ValueError("the line is empty")
+            except UnicodeDecodeError as error:
+                yield ValueError(f"not UTF-8: byte {error.start + 1} of the line is 0x{error.object[error.start]:02x}")
+
+
+def answers(generator: Generator, prompts: Iterable[str | ValueError], sampling: Sampling,
+            batch_size: int) -> Iterator[dict[str, Any]]:
+    """An entry for each prompt, in order. The text of each depends on the seed and its number alone."""
+    numbered = enumerate(prompts)
+    while batch := list(itertools.islice(numbered, batch_size)):
+        made = {number: Continuation(generator.tokenizer.encode(prompt),
+                                     dataclasses.replace(sampling, seed=sampling.seed + number))
+                for number, prompt in batch if isinstance(prompt, str)}
+        texts = dict.fromkeys(made, "")
+        running = list(made.values())
+        for piece in generator.stream(running) if running else ():
+            texts[list(made)[piece.row]] += piece.text
+        for number, prompt in batch:
+            if isinstance(prompt, str):
+                yield {"prompt": prompt, "text": texts[number], "length": len(made[number].ids),
+                       "finish": made[number].finish}
+            else:
+                yield {"line": number + 1, "error": str(prompt)}
+
+
+def write_json_lines(entries: Iterable[dict[str, Any]], path: str | None, total: int | None) -> None:
+    from tqdm import tqdm
+
+    with open(path, "w", encoding="utf-8") if path else contextlib.nullcontext(sys.stdout) as file:
+        for entry in tqdm(entries, total=total, unit="text", disable=None):
+            file.write(json.dumps(entry, ensure_ascii=False) + "\n")
+            file.flush()
+
+
+def generate_text(argv: Sequence[str], ranks: Ranks, say: Say) -> None:
+    args = arguments(argv, ranks, say)
+    opened = open_model(args, ranks, say)
+    generator = Generator(opened.model, opened.tokenizer, recompute=args.recompute, orders=patient_group(), log=say)
+    if not generator.leads:
+        return generator.follow()
+    try:
+        if args.num_samples:
+            prompts: Iterable[str | ValueError] = [""] * args.num_samples
+            write_json_lines(answers(generator, prompts, args.sampling, args.batch_size), args.sample_output_file,
+                             args.num_samples)
+        elif args.sample_input_file:
+            write_json_lines(answers(generator, prompts_of(args.sample_input_file), args.sampling, args.batch_size),
+                             args.sample_output_file, None)
+        elif args.prompt is not None:
+            stream(generator, args.prompt, args.sampling)
+        else:
+            converse(generator, args.sampling, say)
+    finally:
+        generator.close()
+
+
+def main(argv: Sequence[str]) -> int:
+    try:
+        return run_program(generate_text, argv)
+    except KeyboardInterrupt:
+        return 130
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except (ValueError, OSError) as error:
-        report(f"error: {error}")
-        sys.exit(2)
+    sys.exit(main(sys.argv[1:]))

@@ -6,6 +6,7 @@ Parameter names are those of Megatron's 2019 checkpoints.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 from collections.abc import Callable
@@ -54,7 +55,8 @@ class Transformer(nn.Module):
         self.layers = nn.ModuleList(layer(number) for number in range(config.num_layers))
         self.final_layernorm = nn.LayerNorm(config.hidden_size, eps=config.layernorm_epsilon, device=device)
 
-    def forward(self, x: Tensor, documents: mpu.Documents | None = None) -> Tensor:
+    def forward(self, x: Tensor, documents: mpu.Documents | None = None,
+                cache: mpu.KeyValueCache | None = None) -> Tensor:
         together = self.layers_recomputed_together
         if together and self.training:
             for start in range(0, len(self.layers), together):
@@ -65,7 +67,7 @@ class Transformer(nn.Module):
         else:
             for number, layer in enumerate(self.layers):
                 self.before_layer(number)
-                x = layer(x, documents)
+                x = layer(x, documents, functools.partial(cache.attend, number) if cache else None)
         return self.final_layernorm(x)
 
 
@@ -132,13 +134,9 @@ class GPT2Model(nn.Module):
         A label whose weight is 0 must still be an id of the vocabulary. positions: [b, s] int64, where they are not 0
         to s - 1. documents: of this micro-batch, where they do not see each other.
         """
-        own, table = self._own_positions(tokens.size(1)), self.position_embeddings.weight
-        places = table[own].unsqueeze(1) if positions is None else F.embedding(positions.t()[own], table)
         tied = self.tied_gradient if labels is not None else None
-        words = self.word_embeddings(tokens.t(), tied.add_rows if tied else None)
-        x = words + places  # [s, b, h], or [s/p, b, h]
-        p = self.config.hidden_dropout if self.training else 0.0
-        x = self.transformer(mpu.hidden_dropout(x, p, self.sequence_parallel), documents)
+        x = self._embed(tokens, positions, tied.add_rows if tied else None)
+        x = self.transformer(x, documents)
         if labels is None:
             whole = mpu.gather_from_sequence_parallel_region(x) if self.sequence_parallel else \
                 mpu.copy_to_model_parallel_region(x)
@@ -148,6 +146,24 @@ class GPT2Model(nn.Module):
             x.flatten(0, 1), self.word_embeddings.weight, labels.t().reshape(-1), token_weight.t().reshape(-1),
             vocab_size=self.vocab_size, sequence_parallel=self.sequence_parallel,
             collect=tied.add if tied else None)
+
+    def next_logits(self, tokens: Tensor, last: Tensor, positions: Tensor | None = None,
+                    cache: mpu.KeyValueCache | None = None) -> Tensor:
+        """tokens [b, s] int64 -> this rank's logits of what follows the token `last` [b] of each row, [b, v/p]. Without
+        gradient. cache: reads and keeps the keys and values; positions: then those of the tokens."""
+        x = self.transformer(self._embed(tokens, positions), cache=cache)
+        if self.sequence_parallel:
+            x = mpu.gather_from_sequence_parallel_region(x)
+        x = x[last, torch.arange(last.numel(), device=last.device)]  # [s, b, h] -> [b, h]
+        return mpu.linear_without_gradient(x, self.word_embeddings.weight, None)
+
+    def _embed(self, tokens: Tensor, positions: Tensor | None,
+               collect: Callable[[Tensor, Tensor], object] | None = None) -> Tensor:
+        """[b, s] -> [s, b, h], or [s/p, b, h]."""
+        own, table = self._own_positions(tokens.size(1)), self.position_embeddings.weight
+        places = table[own].unsqueeze(1) if positions is None else F.embedding(positions.t()[own], table)
+        p = self.config.hidden_dropout if self.training else 0.0
+        return mpu.hidden_dropout(self.word_embeddings(tokens.t(), collect) + places, p, self.sequence_parallel)
 
     def _own_positions(self, s: int) -> slice:
         """The positions of a sequence of s whose hidden states this rank holds."""

@@ -132,3 +132,17 @@ def check_all(rank: int, world_size: int) -> list[bool]:
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_layers_equal_plain_torch(world_size: int):
     assert run_ranks(check_all, world_size) == [[True] * 3] * world_size
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [1, 2, 4, 5, 8, 16, 17])
+def test_linear_without_gradient(rows: int, dtype: torch.dtype) -> None:
+    """However many rows, and whether the weight is stored by row or by column."""
+    x, weight, bias = torch.randn(rows, 1, 48), torch.randn(32, 48), torch.randn(32)
+    for a in (weight.to(dtype), weight.to(dtype).t().contiguous().t()):
+        for b in (None, bias.to(dtype)):
+            y = mpu.linear_without_gradient(x.to(dtype), a, b)
+            expected = F.linear(x.to(dtype).double(), a.double(), None if b is None else b.double())
+            assert y.shape == expected.shape and y.dtype == dtype and y.is_contiguous()
+            torch.testing.assert_close(y.double(), expected, rtol=1e-5 if dtype == torch.float32 else 1e-2,
+                                       atol=1e-4 if dtype == torch.float32 else 1e-1)

@@ -1,0 +1,92 @@
+"""What the programs around a trained model share: their flags, how their ranks meet, and how they end."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+
+import mpu
+from data_utils import Tokenizer
+from megatron.checkpointing import Checkpoint
+from megatron.config import ParallelConfig
+from megatron.device import choose_backend, choose_device, choose_precision, set_threads
+from megatron.generation import load_for_inference
+from megatron.launch import Ranks, initialize_distributed, shutdown
+from megatron.model.gpt2 import GPT2Model
+from megatron.pretrain_gpt2 import refuse
+
+Say = Callable[[str], None]
+
+
+class Parser(argparse.ArgumentParser):
+    """Raises a ValueError where argparse would exit, and knows the flags that say which model, and where it runs."""
+
+    def __init__(self, doc: str | None, *, precision: str) -> None:
+        super().__init__(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+        self.add_argument("--load", required=True, metavar="DIR", help="the --save folder of a training run")
+        self.add_argument("--model-parallel-size", "--tensor-model-parallel-size", type=int, default=1, metavar="N",
+                          help="ranks that share each layer, whatever the checkpoint's were (default: 1)")
+        self.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
+        self.add_argument("--precision", default=precision, choices=("auto", "fp32", "bf16", "fp16"),
+                          help=f"default: {precision}")
+        for name in ("fp16", "bf16"):
+            self.add_argument(f"--{name}", dest="precision", action="store_const", const=name, help=argparse.SUPPRESS)
+        self.add_argument("--distributed-backend", choices=("nccl", "gloo"), help="default: by the device")
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(message.removeprefix("argument "))
+
+
+def dashed(argv: Sequence[str]) -> list[str]:
+    """The words with `--a_b` as `--a-b`."""
+    return [name.replace("_", "-") + equals + value if name.startswith("--") else word
+            for word in argv for name, equals, value in [word.partition("=")]]
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A trained model on this rank."""
+
+    model: GPT2Model
+    tokenizer: Tokenizer
+    checkpoint: Checkpoint
+    layout: mpu.ParallelState
+    device: torch.device
+    dtype: torch.dtype
+
+
+def open_model(args: argparse.Namespace, ranks: Ranks, say: Say) -> Opened:
+    """Join the other ranks and load what the flags of `Parser` name. Every rank calls it."""
+    set_threads(ranks)
+    device, why = choose_device(args.device, ranks)
+    if why.startswith("WARNING"):
+        say(why)
+    dtype, _ = choose_precision(args.precision, device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    initialize_distributed(ranks, choose_backend(args.distributed_backend, device)[0],
+                           ParallelConfig().distributed_timeout_minutes)
+    layout = mpu.initialize_model_parallel(args.model_parallel_size)
+    model, tokenizer, checkpoint = load_for_inference(args.load, device, dtype, log=say)
+    return Opened(model, tokenizer, checkpoint, layout, device, dtype)
+
+
+def run_program(program: Callable[[Sequence[str], Ranks, Say], None], argv: Sequence[str]) -> int:
+    """`program(argv, ranks, say)`, where `say` writes a line to the first rank's standard error; the exit code, 2 for
+    bad input, which one rank answers in one line."""
+    ranks = Ranks()
+    try:
+        ranks = Ranks.from_environment()
+        program(argv, ranks, lambda line: print(line, file=sys.stderr) if ranks.rank == 0 else None)
+    except (ValueError, OSError, dist.DistError) as error:
+        return refuse(error, ranks)
+    finally:
+        mpu.destroy_model_parallel()
+        shutdown()
+    return 0

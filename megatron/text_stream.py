@@ -1,0 +1,32 @@
+"""Text as its tokens come: no half character, and nothing of a stop string."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+
+
+class TextStream:
+    """Bytes in, text out. Held back are bytes until their character is whole, and what may become a stop string."""
+
+    def __init__(self, stop: Sequence[str] = ()) -> None:
+        self.stopped = False
+        self._stop = stop
+        self._held = ""
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def add(self, data: bytes, *, last: bool = False) -> str:
+        """The text that is certain with `data`; what stands before a stop string, and nothing after."""
+        held = self._held + self._decoder.decode(data, last)
+        found = [place for text in self._stop if (place := held.find(text)) >= 0]
+        if found:
+            self.stopped = True
+            return held[:min(found)]
+        sure = len(held) if last else len(held) - max((_beginning(held, text) for text in self._stop), default=0)
+        self._held = held[sure:]
+        return held[:sure]
+
+
+def _beginning(text: str, stop: str) -> int:
+    """The length of the longest end of `text` with which `stop` begins."""
+    return next((size for size in range(min(len(text), len(stop) - 1), 0, -1) if stop.startswith(text[-size:])), 0)
