@@ -16,6 +16,7 @@ from data_utils.corpora import BUILTIN, MOST_BAD_LINES, Log, check_exists
 from data_utils.foreign_bins import ForeignBin, open_tokens, prefix_of
 from data_utils.gpt2_dataset import GPT2Dataset
 from data_utils.indexed_dataset import IndexedDataset
+from data_utils.manifest import read_manifest
 from data_utils.megatron_order import MegatronSamples, megatron_cut
 from data_utils.samplers import Order, SampleOrder, Samples
 from data_utils.token_cache import tokenise
@@ -218,8 +219,14 @@ def _open_prefix(path: str, flag: str, tokenizer: Tokenizer) -> _Source:
     prefix = prefix_of(path)
     try:
         dataset = open_tokens(path, tokenizer.eod)
+        manifest = None if isinstance(dataset, ForeignBin) else read_manifest(prefix)
     except (FileNotFoundError, ValueError) as error:
         raise type(error)(f"{flag}: {error}") from None
+    made_by = manifest["tokenizer"] if manifest else None
+    if made_by and made_by["fingerprint"] != tokenizer.fingerprint:
+        raise ValueError(f"{flag} {prefix} was made by another tokenizer, {made_by['kind']} of "
+                         f"{made_by['vocab_size']:,} tokens, than {tokenizer.kind} of {tokenizer.vocab_size:,}: give "
+                         "its --tokenizer-type and files")
     part = dataset.tokens[:CHECKED_TOKENS]
     if len(part) and not 0 <= int(part.min()) <= int(part.max()) < tokenizer.vocab_size:
         raise ValueError(f"{flag} {prefix} holds ids from {part.min()} to {part.max()}, but the tokenizer "

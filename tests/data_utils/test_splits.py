@@ -10,6 +10,7 @@ import pytest
 
 from data_utils import MISSING, GPT2Dataset, IndexedDatasetBuilder, build_splits, build_tokenizer
 from data_utils.indexed_dataset import token_dtype
+from data_utils.manifest import write_sealed
 from data_utils.splits import cut, parse_split
 
 BYTES = build_tokenizer("bytes")
@@ -178,6 +179,25 @@ def test_a_prepared_pair(tmp_path: Path) -> None:
         splits(tmp_path, (), data_path=[str(tmp_path / "foreign")])
     with pytest.raises(FileNotFoundError, match="--data-path"):
         splits(tmp_path, (), data_path=[str(tmp_path / "none")])
+
+
+def test_a_prepared_pair_of_another_tokenizer(tmp_path: Path) -> None:
+    """Whose ids would all be within this one's vocabulary: only the manifest can tell."""
+    prefix = str(tmp_path / "pair")
+    builder = IndexedDatasetBuilder(prefix, token_dtype(257))
+    builder.add(list(range(100)))
+    builder.end_document()
+    builder.finish()
+    for fingerprint in (BYTES.fingerprint, "another"):
+        write_sealed(Path(f"{prefix}.json"), {"tokenizer": {"kind": "GPT2BPETokenizer", "vocab_size": 50257,
+                                                            "fingerprint": fingerprint}})
+        if fingerprint == BYTES.fingerprint:
+            assert len(splits(tmp_path, (), data_path=[prefix]).train)
+    with pytest.raises(ValueError, match="--data-path .*pair was made by another tokenizer, GPT2BPETok.* 50,257"):
+        splits(tmp_path, (), data_path=[prefix])
+    Path(f"{prefix}.json").write_text("{}")
+    with pytest.raises(ValueError, match="--data-path: .*pair.json is damaged"):
+        splits(tmp_path, (), data_path=[prefix])
 
 
 def test_the_builtin_corpus_fills_all_splits(tmp_path: Path) -> None:
