@@ -1,5 +1,5 @@
-# Sourced by the scripts that start several ranks. `launch FLAGS...` runs pretrain_gpt2.py on every rank of this node
-# through torchrun; `launch_model_parallel FLAGS...` also splits each layer. A value that cannot be ends the script in
+# Sourced by the scripts that start several ranks. `launch FLAGS...` runs PROGRAM on every rank of this node through
+# torchrun; `launch_model_parallel FLAGS...` also splits each layer. A value that cannot be ends the script in
 # one line and status 2. From the environment:
 #   GPUS_PER_NODE  ranks on this node (default: the visible GPUs, 2 on a CPU)
 #   NNODES         nodes (1); with more, run the script on each, with
@@ -10,6 +10,7 @@
 #   OMP_NUM_THREADS  threads of a rank (default: cores / ranks)
 
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+PROGRAM=pretrain_gpt2.py # under $ROOT; another script names another one
 
 # within NAME VALUE LEAST MOST ADVICE: goes on where VALUE is a whole number from LEAST to MOST
 within() {
@@ -53,7 +54,7 @@ read_layout() {
     RANKS=$((10#$RANKS))
 }
 
-# The rest of both: FLAGS...
+# The rest of both: FLAGS... of $PROGRAM
 start() {
     local port=${MASTER_PORT:-6000} cores
     if [ "$NODES" = 1 ]; then
@@ -64,7 +65,7 @@ start() {
         export OMP_NUM_THREADS=$((cores > RANKS ? cores / RANKS : 1))
     fi
     exec "$PYTHON" -m torch.distributed.run --nnodes "$NODES" --node-rank "${NODE_RANK:-0}" --nproc-per-node "$RANKS" \
-        --master-addr "${MASTER_ADDR:-localhost}" --master-port "$port" "$ROOT/pretrain_gpt2.py" "$@"
+        --master-addr "${MASTER_ADDR:-localhost}" --master-port "$port" "$ROOT/$PROGRAM" "$@"
 }
 
 launch() {
@@ -88,4 +89,26 @@ launch_model_parallel() {
             ;;
     esac
     start --model-parallel-size "$size" "$@"
+}
+
+# find_checkpoint FLAGS...: sets LOAD, the flags that name the trained model: none where FLAGS say it, else
+# CHECKPOINT_PATH, else the newest under checkpoints/
+find_checkpoint() {
+    local tracker newest=""
+    LOAD=()
+    case " ${*//=/ } " in
+        *" --load "* | *" --help "* | *" -h "*) return ;;
+    esac
+    if [ -z "${CHECKPOINT_PATH:-}" ]; then
+        for tracker in checkpoints/*/latest_checkpointed_iteration.txt; do
+            if [ -e "$tracker" ] && { [ -z "$newest" ] || [ "$tracker" -nt "$newest" ]; }; then newest=$tracker; fi
+        done
+        if [ -z "$newest" ]; then
+            say "error: no checkpoint is under checkpoints/: name one with CHECKPOINT_PATH=FOLDER"
+            exit 2
+        fi
+        CHECKPOINT_PATH=${newest%/*}
+        say "notice: the newest checkpoint is of $CHECKPOINT_PATH"
+    fi
+    LOAD=(--load "$CHECKPOINT_PATH")
 }

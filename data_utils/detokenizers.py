@@ -1,0 +1,37 @@
+"""Word-level benchmark texts back to ordinary text, by Megatron's rules: published scores were made with them, so that
+they are kept as they are even where they err (PTB's " N " loses its space)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+# (pattern, replacement), one after the other.
+_WIKITEXT = (
+    ("s '", "s'"),
+    # numbers and punctuation, which WikiText sets apart
+    (" @-@ ", "-"), (" @,@ ", ","), (r" @\.@ ", "."),
+    *((f" {re.escape(mark)} ", f"{mark} ") for mark in ":;.!?,"),
+    # the space inside of brackets and quotation marks
+    (r"\(\s*([^\)]*?)\s*\)", r"(\1)"), (r"\[\s*([^\]]*?)\s*\]", r"[\1]"), (r"{\s*([^}]*?)\s*}", r"{\1}"),
+    (r'"\s*([^"]*?)\s*"', r'"\1"'), (r"'\s*([^']*?)\s*'", r"'\1'"),
+    # headings, degrees, lines, numbers that were replaced, and the genitive
+    ("= = = =", "===="), ("= = =", "==="), ("= =", "=="), (" \N{DEGREE SIGN} ", "\N{DEGREE SIGN}"),
+    (" \n", "\n"), ("\n ", "\n"), (" N ", " 1 "), (" 's", "'s"),
+)
+_PTB = ((" '", "'"), (" \n", "\n"), ("\n ", "\n"), (" n't", "n't"), (" N ", "1 "), (r"\$ 1", "$1"), ("# 1", "#1"))
+
+
+def _applies(rules: tuple[tuple[str, str], ...]) -> Callable[[str], str]:
+    compiled = [(re.compile(pattern), replacement) for pattern, replacement in rules]
+
+    def detokenize(text: str) -> str:
+        for pattern, replacement in compiled:
+            text = pattern.sub(replacement, text)
+        return text
+
+    return detokenize
+
+
+wikitext_detokenizer = _applies(_WIKITEXT)
+ptb_detokenizer = _applies(_PTB)

@@ -1,0 +1,6 @@
+import sys
+
+from tools.evaluate_gpt2 import main
+
+if __name__ == "__main__":  # not in the ranks of --nproc-per-node, which import this file
+    sys.exit(main(sys.argv[1:]))

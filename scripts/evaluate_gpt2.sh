@@ -1,0 +1,12 @@
+#!/usr/bin/env bash
+# Score a trained model on text files:   bash scripts/evaluate_gpt2.sh --valid-data FILE [flags of tools/evaluate_gpt2.py]
+# From the environment, besides what launch.sh says of the ranks:
+#   CHECKPOINT_PATH  the --save folder of a training run (default: the newest under checkpoints/)
+#   MPSIZE           ranks that share each layer (1; also MP_SIZE); the windows are divided among the others
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/launch.sh"
+
+find_checkpoint "$@"
+PROGRAM=tools/evaluate_gpt2.py
+MP_SIZE=${MP_SIZE:-${MPSIZE:-1}}
+launch_model_parallel ${LOAD[@]+"${LOAD[@]}"} "$@"
