@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,12 +15,15 @@ import torch.distributed as dist
 import mpu
 from data_utils import Tokenizer
 from megatron.checkpointing import Checkpoint
-from megatron.config import ParallelConfig
+from megatron.config import LaunchConfig, ParallelConfig
 from megatron.device import choose_backend, choose_device, choose_precision, set_threads
+from megatron.flags import add_section
 from megatron.generation import load_for_inference
-from megatron.launch import Ranks, initialize_distributed, shutdown
+from megatron.launch import Ranks, line_buffered, read_launch
 from megatron.model.gpt2 import GPT2Model
 from megatron.pretrain_gpt2 import refuse
+from megatron.rendezvous import initialize_distributed, leave, meet, name_lost
+from megatron.spawn import start_ranks
 
 Say = Callable[[str], None]
 
@@ -38,6 +42,7 @@ class Parser(argparse.ArgumentParser):
         for name in ("fp16", "bf16"):
             self.add_argument(f"--{name}", dest="precision", action="store_const", const=name, help=argparse.SUPPRESS)
         self.add_argument("--distributed-backend", choices=("nccl", "gloo"), help="default: by the device")
+        add_section(self, "launch", LaunchConfig)  # `run_program` has read them
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(message.removeprefix("argument "))
@@ -70,7 +75,7 @@ def open_model(args: argparse.Namespace, ranks: Ranks, say: Say) -> Opened:
     dtype, _ = choose_precision(args.precision, device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    initialize_distributed(ranks, choose_backend(args.distributed_backend, device)[0],
+    initialize_distributed(ranks, choose_backend(args.distributed_backend, device)[0], device,
                            ParallelConfig().distributed_timeout_minutes)
     layout = mpu.initialize_model_parallel(args.model_parallel_size)
     model, tokenizer, checkpoint = load_for_inference(args.load, device, dtype, log=say)
@@ -80,13 +85,26 @@ def open_model(args: argparse.Namespace, ranks: Ranks, say: Say) -> Opened:
 def run_program(program: Callable[[Sequence[str], Ranks, Say], None], argv: Sequence[str]) -> int:
     """`program(argv, ranks, say)`, where `say` writes a line to the first rank's standard error; the exit code, 2 for
     bad input, which one rank answers in one line."""
+    line_buffered()
     ranks = Ranks()
     try:
-        ranks = Ranks.from_environment()
-        program(argv, ranks, lambda line: print(line, file=sys.stderr) if ranks.rank == 0 else None)
-    except (ValueError, OSError, dist.DistError) as error:
+        launch, words = read_launch(argv)
+        if launch.starts:
+            return start_ranks(functools.partial(run_program, program), words, launch)
+        ranks = launch.ranks()
+        if launch.notice:
+            print(launch.notice, file=sys.stderr)
+        ranks = meet(launch)
+        program(words, ranks, lambda line: print(line, file=sys.stderr) if ranks.rank == 0 else None)
+    except (ValueError, OSError) as error:
         return refuse(error, ranks)
+    except RuntimeError as error:
+        if name_lost(ranks):
+            return 1
+        if isinstance(error, dist.DistError):
+            return refuse(error, ranks)
+        raise
     finally:
         mpu.destroy_model_parallel()
-        shutdown()
+        leave(ranks)
     return 0
