@@ -1,3 +1,4 @@
 from megatron.pretrain_gpt2 import main
 
-raise SystemExit(main())
+if __name__ == "__main__":  # not in the ranks of --nproc-per-node, which import this file
+    raise SystemExit(main())

@@ -1,9 +1,9 @@
 """From a command line to a run: presets, foreign flags, and what a checkpoint decides.
 
-What a value comes from, the last one winning: the field's default, the preset (`--model`, or `quickstart` where no
-shape is given), the checkpoint that is loaded (its shape, tokenizer and schedule; its whole recipe in place of the
-quickstart's), the command line. `--a_b` is read as `--a-b`, and prefixes of flags are not completed: a typing error
-must not become another flag.
+What a value comes from, the last one winning: the field's default, the recipe (`--model`; the run of a `--config`; or
+`quickstart` where no shape is given), the checkpoint that is loaded (its shape, tokenizer and schedule; its whole
+recipe in place of the quickstart's), the command line. `--a_b` is read as `--a-b`, and prefixes of flags are not
+completed: a typing error must not become another flag.
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from megatron import deepspeed_config
 from megatron.config import SECTIONS, CheckpointConfig, Config, require
 from megatron.flags import build_parser, fields, flag, flag_table
 from megatron.foreign_flags import FOREIGN, Foreign
 from megatron.presets import DEFAULT_TRAIN_ITERS, PRESETS, SHAPE_KEYS
+from megatron.run_settings import read_settings
 
 LENGTHS = ("train.train_iters", "train.train_samples", "train.train_tokens", "train.train_epochs")
 # What the checkpoint decides unless a flag does. The others of ModelConfig do not change what the weights mean.
@@ -34,14 +36,16 @@ ALTERNATIVES = (LENGTHS, ("optimizer.warmup", "optimizer.lr_warmup_iters"),
                                                   "valid_data_path", "test_data_path")))
 # What a run that continues a checkpoint never takes from it.
 OF_THIS_START = ("train.device", "train.exit_interval", "train.exit_duration_in_mins", "train.tensorboard_dir",
+                 "train.wandb_project", "train.wandb_entity", "train.wandb_exp_name", "train.wandb_save_dir",
+                 "train.profile", "train.profile_ranks",
                  "optimizer.override_opt_param_scheduler", "optimizer.use_checkpoint_opt_param_scheduler")
 
 
 @dataclass(frozen=True)
 class Arguments:
     """A command line, read. `values` holds what differs from the defaults by "section.field"; `given` names what the
-    command line decided, which includes the shape and tokenizer of a `--model` that it names; `notes` are lines
-    about translated and inert flags."""
+    command line decided, which includes the shape and tokenizer of the `--model` or `--config` that it names; `notes`
+    are lines about translated and inert flags."""
 
     values: Mapping[str, Any]
     given: frozenset[str]
@@ -81,21 +85,31 @@ def parse(argv: Sequence[str] | None = None) -> Arguments:
     if unknown:
         raise ValueError(_unknown(unknown))
     read = vars(namespace)
-    named = read.pop("preset", None)
+    named, rerun = read.pop("preset", None), read.pop("rerun", None)
+    require(not (named and rerun), "give --model or --config, not both")
     command_line = {key: tuple(value) if isinstance(value, list) else value
-                    for key, value in read.items() if not key.startswith("--")}
+                    for key, value in read.items()
+                    if not key.startswith(("--", "launch."))}  # how the ranks start is no part of the run
     notes = _alias_notes(words)
     notes += _apply_foreign({name: value for name, value in read.items() if name.startswith("--")}, command_line)
+    for file in {read[name] for name in ("--deepspeed-config", "--deepscale-config") if name in read}:
+        translated, lines = deepspeed_config.translate(file, command_line)
+        command_line |= translated
+        notes += lines
     _refuse_pairs(command_line)
+    if command_line.get("train.profile") == ():
+        command_line["train.profile"] = _iterations_to_profile(read)
 
-    preset = named or (None if any(key in command_line for key in SHAPE_KEYS) else "quickstart")
-    values = _recipe_under(PRESETS[preset] if preset else {"train.train_iters": DEFAULT_TRAIN_ITERS}, command_line)
-    given = {key for key in values if named and key in SAVED}
+    own_shape = any(key in command_line for key in SHAPE_KEYS)
+    preset = named or (None if own_shape or rerun else "quickstart")
+    recipe = PRESETS[preset] if preset else {"train.train_iters": DEFAULT_TRAIN_ITERS}
+    values = _recipe_under(read_settings(rerun) if rerun else recipe, command_line)
+    given = {key for key in values if (named or rerun) and key in SAVED}
     if "data.tokenizer_type" not in command_line:
         command_line |= _implied_tokenizer(command_line)
     values |= command_line
     if "checkpoint.save" not in values:
-        values["checkpoint.save"] = _default_save(values, preset, own_shape=any(k in command_line for k in SHAPE_KEYS))
+        values["checkpoint.save"] = _default_save(values, preset, own_shape=own_shape)
     return Arguments(values, frozenset(given | command_line.keys()), preset, tuple(notes))
 
 
@@ -127,6 +141,8 @@ def _apply_foreign(read: Mapping[str, Any], command_line: dict[str, Any]) -> lis
     said: dict[str, list[str]] = {}
     for name, value in read.items():
         row = rows[name]
+        if row.unless in read:
+            continue
         spelled = f"{name} {value}" if isinstance(value, str) else name
         require(row.status != "refused", f"{spelled} is not supported: {row.text}")
         require(not row.accepts or value in row.accepts,
@@ -139,6 +155,14 @@ def _apply_foreign(read: Mapping[str, Any], command_line: dict[str, Any]) -> lis
         said.setdefault(row.text if row.status == "translated" else f"without effect here: {row.text}",
                         []).append(spelled)
     return [f"{', '.join(names)}: {text}" for text, names in said.items()]
+
+
+def _iterations_to_profile(read: Mapping[str, Any]) -> tuple[int, int]:
+    """Of today's --profile without values: those after --profile-step-start, up to --profile-step-end."""
+    start, end = (read.get(f"--profile-step-{name}", default) for name, default in (("start", "10"), ("end", "12")))
+    require(start.isdecimal() and end.isdecimal(), f"--profile-step-start {start} and --profile-step-end {end} are not "
+                                                   "both the number of an iteration")
+    return int(start) + 1, int(end)
 
 
 def _recipe_under(recipe: Mapping[str, Any], command_line: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,11 +8,14 @@ import math
 import textwrap
 import types
 import typing
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from megatron.config import SECTIONS
+from megatron.config import SECTIONS, LaunchConfig
 from megatron.foreign_flags import FOREIGN
 from megatron.presets import PRESETS
+
+RERUN = "the config.json in the --save folder of a run: its flags once more, beside which those that are given win"
 
 
 def flag(key: str) -> str:
@@ -71,6 +74,8 @@ def _how_to_read(hint: Any) -> dict[str, Any]:
         hint = next(part for part in typing.get_args(hint) if part is not type(None))
     if hint is bool:
         return {"action": "store_true"}
+    if hint == tuple[int, ...]:
+        return {"nargs": "*", "type": _whole}  # today's --profile has no value
     if typing.get_origin(hint) is tuple:
         return {"nargs": "+", "action": "extend"}  # given twice, both count
     return {"type": {int: _whole, float: _number, str: str}[hint]}
@@ -85,18 +90,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--model", type=str.lower, choices=tuple(PRESETS), dest="preset",
                         help="a named run, every value of which a flag overrides (default: quickstart, unless "
                              "--num-layers, --hidden-size or --num-attention-heads is given)")
-    for section, kind in SECTIONS.items():
-        group = parser.add_argument_group(section, kind.__doc__.split("\n\n")[0])
-        hints = typing.get_type_hints(kind)
-        for f in dataclasses.fields(kind):
-            how = _how_to_read(hints[f.name])
-            if f.metadata["choices"]:
-                how["choices"] = f.metadata["choices"]
-            elif f.metadata["metavar"] or "type" in how:
-                how["metavar"] = f.metadata["metavar"] or {_whole: "N", _number: "X"}.get(how["type"], "TEXT")
-            told = f.metadata["help"] + ("" if f.default in (None, False, ()) else f" (default: {f.default})")
-            group.add_argument(flag(f"{section}.{f.name}"), *f.metadata["aliases"], dest=f"{section}.{f.name}",
-                               help=told.replace("%", "%%"), **how)
+    parser.add_argument("--config", dest="rerun", metavar="FILE", help=RERUN)
+    for section, kind in {**SECTIONS, "launch": LaunchConfig}.items():
+        add_section(parser, section, kind)
     group = parser.add_argument_group("Megatron's other flags", "\n".join(
         f"{status}: {' '.join(name for row in FOREIGN if row.status == status for name in row.flags)}."
         for status in ("translated", "inert", "refused")))
@@ -108,10 +104,38 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def add_section(parser: argparse.ArgumentParser, section: str, kind: Any) -> None:
+    """The flags of one section; their values go to "section.field"."""
+    group = parser.add_argument_group(section, kind.__doc__.split("\n\n")[0])
+    hints = typing.get_type_hints(kind)
+    for f in dataclasses.fields(kind):
+        how = _how_to_read(hints[f.name])
+        if f.metadata["choices"]:
+            how["choices"] = f.metadata["choices"]
+        elif f.metadata["metavar"] or "type" in how:
+            how["metavar"] = f.metadata["metavar"] or {_whole: "N", _number: "X"}.get(how["type"], "TEXT")
+        told = f.metadata["help"] + ("" if f.default in (None, False, ()) else f" (default: {f.default})")
+        group.add_argument(flag(f"{section}.{f.name}"), *f.metadata["aliases"], dest=f"{section}.{f.name}",
+                           help=told.replace("%", "%%"), **how)
+
+
+def launch_flags(argv: Sequence[str]) -> tuple[LaunchConfig, list[str]]:
+    """The flags of `LaunchConfig` in a command line, and the words that are left. They are read before the others:
+    which of the processes answers for a bad flag depends on them."""
+    names = {flag(f"launch.{f.name}") for f in dataclasses.fields(LaunchConfig)}
+    words = [dashed + equals + value if (dashed := name.replace("_", "-")) in names else name + equals + value
+             for name, equals, value in (word.partition("=") for word in argv)]
+    parser = _Parser(allow_abbrev=False, add_help=False, argument_default=argparse.SUPPRESS)
+    add_section(parser, "launch", LaunchConfig)
+    given, rest = parser.parse_known_args(words)
+    return LaunchConfig(**{key.split(".")[1]: value for key, value in vars(given).items()}), rest
+
+
 def flag_table() -> list[tuple[str, str, str]]:
     """Every flag with its status (honoured, translated, inert, refused) and its text: what the documentation shows."""
-    table = [("--model", "honoured", "a named run: " + ", ".join(PRESETS))]
+    table = [("--model", "honoured", "a named run: " + ", ".join(PRESETS)), ("--config", "honoured", RERUN)]
     for key, f in fields().items():
         table.append((flag(key), "honoured", f.metadata["help"]))
         table += [(alias, "translated", f"read as {flag(key)}") for alias in f.metadata["aliases"]]
+    table += [(flag(f"launch.{f.name}"), "honoured", f.metadata["help"]) for f in dataclasses.fields(LaunchConfig)]
     return table + [(name, row.status, row.text) for row in FOREIGN for name in row.flags]

@@ -1,6 +1,7 @@
 """Megatron's flags that are no field of `megatron/config.py`: one table, from which the parser and the documentation
-are made. A row is translated (it sets fields), inert (it changes nothing here, and that is said once) or refused
-(it would change the result, so leaving it out silently would be wrong); its text says why, or what to give instead.
+are made. A row is translated (it sets fields), inert (it changes nothing here, and that is said once) or refused (it
+would change result, memory or speed, so leaving it out silently would be wrong); its text says why, or what to give
+instead. `megatron/deepspeed_config.py` has a table of the same rows for the keys of a --deepspeed_config.
 """
 
 from __future__ import annotations
@@ -16,22 +17,24 @@ from megatron.config import require
 @dataclass(frozen=True)
 class Foreign:
     """Flags with one meaning. `values`: how many they take (argparse's nargs). `accepts`: the values for which the
-    row holds, any other being refused; empty: all. `sets`: value -> {"section.field": value}."""
+    row holds, any other being refused; empty: all. `sets`: value -> {"section.field": value}. `unless`: a flag beside
+    which the row says nothing."""
 
     flags: tuple[str, ...]
     status: Literal["translated", "inert", "refused"]
     text: str
     values: int | Literal["+", "?"] = 0
-    accepts: tuple[str, ...] = ()
+    accepts: tuple[Any, ...] = ()
     sets: Callable[[Any], dict[str, Any]] | None = None
+    unless: str = ""
 
 
 def translated(flags: str, text: str, sets: Callable[[Any], dict[str, Any]], values: int | Literal["+", "?"] = 0,
-               accepts: tuple[str, ...] = ()) -> Foreign:
-    return Foreign(tuple(flags.split()), "translated", text, values, accepts, sets)
+               accepts: tuple[Any, ...] = (), unless: str = "") -> Foreign:
+    return Foreign(tuple(flags.split()), "translated", text, values, accepts, sets, unless)
 
 
-def inert(flags: str, text: str, values: int | Literal["+", "?"] = 0, accepts: tuple[str, ...] = ()) -> Foreign:
+def inert(flags: str, text: str, values: int | Literal["+", "?"] = 0, accepts: tuple[Any, ...] = ()) -> Foreign:
     return Foreign(tuple(flags.split()), "inert", text, values, accepts)
 
 
@@ -46,7 +49,24 @@ def _indexed_prefix(paths: list[str]) -> dict[str, Any]:
     return {"data.data_path": tuple(paths), "data.split": "1"}
 
 
+def _one_batch_size(words: list[str]) -> dict[str, Any]:
+    """0:768 250B:1536, in one word or several: from so many tokens on, steps of so many samples. One that begins at 0
+    again is given later, and replaces the first."""
+    schedule: list[str] = []
+    for step in " ".join(words).split():
+        schedule = [step] if step.startswith("0:") else [*schedule, step]
+    sizes = {step.partition(":")[2] for step in schedule}
+    size = sizes.pop() if len(sizes) == 1 else ""
+    require(size.isascii() and size.isdigit(), f"--step-batch-size-schedule {' '.join(schedule)}: the batch is "
+                                               "constant; --step-batch-size-schedule 0:N as the last flag gives its "
+                                               "size")
+    return {"train.global_batch_size": int(size)}
+
+
 RECOMPUTE_ALL = {"train.recompute_granularity": "full"}
+IN_CPU = "what is kept for backward stays on the device; --recompute-num-layers N keeps an N-th of it"
+OF_BERT = "a flag of BERT's, no part of GPT-2; leave it out"
+NO_NPY = "folders of .npy files are not read; give loose JSON or text with --train-data, or a prefix with --data-path"
 
 FOREIGN = (
     # Precision and memory
@@ -65,11 +85,15 @@ FOREIGN = (
     inert("--attention-softmax-in-fp32 --no-query-key-layer-scaling --apply-query-key-layer-scaling",
           "attention accumulates in fp32"),
     inert("--fp32-embedding --fp32-layernorm --fp32-tokentypes --deep-init", "inert for GPT-2 in 2019 as well"),
-    inert("--partition-activations --distribute-saved-activations --checkpoint-in-cpu",
-          "changes where memory lies, never the result; not built"),
+    translated("--partition-activations --distribute-saved-activations", "read as --sequence-parallel, which divides "
+               "what is kept between layers over the model-parallel ranks",
+               lambda _: {"parallel.sequence_parallel": True}),
+    refused("--checkpoint-in-cpu", IN_CPU),
     refused("--fp8-format --fp8-hybrid --fp8-e4m3", "fp8 is not built; give --precision bf16", "?"),
     # Model
-    inert("--openai-gelu --no-bias-gelu-fusion --bias-gelu-fusion", "GELU is the tanh form"),
+    translated("--openai-gelu --bias-gelu-fusion", "read as --gelu tanh", lambda _: {"model.gelu": "tanh"}),
+    translated("--no-bias-gelu-fusion", "read as --gelu erf, unless --openai-gelu is beside it",
+               lambda _: {"model.gelu": "erf"}, unless="--openai-gelu"),
     inert("--use-mcore-models --use-legacy-models --use-flash-attn --no-masked-softmax-fusion "
           "--no-bias-dropout-fusion --no-bias-swiglu-fusion --no-rope-fusion --no-persist-layer-norm "
           "--no-gradient-accumulation-fusion --scaled-upper-triang-masked-softmax-fusion "
@@ -99,18 +123,30 @@ FOREIGN = (
     inert("--data-impl", "text is tokenised once and memory-mapped", 1),
     inert("--shuffle", "training samples are always shuffled, by --seed"),
     inert("--resume-dataloader", "data always continues where the checkpoint stopped"),
-    inert("--tokenizer-model-type", "a SentencePiece model says its own type", 1),
+    inert("--tokenizer-model-type", "a SentencePiece model says its own type; one that is to be trained is BPE", 1,
+          ("bpe", *(f"bert-{size}-{case}" for size in ("base", "large") for case in ("uncased", "cased")))),
     inert("--dataloader-type", "the order is shuffled in every epoch, by --seed", 1, ("single", "cyclic")),
     inert("--no-create-attention-mask-in-dataloader", "masks are never materialised"),
     translated("--train-data-path", "read as --data-path with --split 1", _indexed_prefix, "+"),
     refused("--mock-data", "leave --train-data out: the built-in corpus is real text"),
+    refused("--use-npy-data-loader", NO_NPY),
+    refused("--input-data-sizes-file", NO_NPY, 1),
+    refused("--use-tfrecords", "TFRecords are BERT's; give loose JSON or text with --train-data"),
+    refused("--delim", "CSV is not read; give loose JSON or text with --train-data", 1),
+    refused("--eval-text-key", "--text-key names the field for all files", 1),
+    refused("--pretrained-bert --presplit-sentences", OF_BERT),
+    refused("--max-preds-per-seq --eval-max-preds-per-seq", OF_BERT, 1),
     # Schedule and length
     refused("--lr-decay-samples --lr-warmup-samples", "count in iterations: --lr-decay-iters, --lr-warmup-iters", 1),
     refused("--rampup-batch-size", "the batch is constant: --global-batch-size", "+"),
+    translated("--step-batch-size-schedule", "read as --global-batch-size where it has one size; the batch "
+               "is constant", _one_batch_size, "+"),
     inert("--optimizer", "the optimizer is AdamW", 1, ("adam",)),
     inert("--weight-decay-incr-style", "weight decay is constant", 1, ("constant",)),
     inert("--lr-warmup-init", "warm-up starts at 0", 1, ("0", "0.0")),
     # Checkpoints and logs
+    inert("--adlr-autoresume", "SIGTERM saves before it ends the run, and the same command continues"),
+    inert("--adlr-autoresume-interval", "SIGTERM saves before it ends the run, and the same command continues", 1),
     inert("--use-checkpoint-args", "the shape always comes from the checkpoint where no flag gives it"),
     inert("--use-dist-ckpt --auto-detect-ckpt-format --use-mp-args-from-checkpoint-args",
           "checkpoints have one format, for every layout"),
@@ -123,7 +159,23 @@ FOREIGN = (
     inert("--timing-log-level --tensorboard-queue-size --tensorboard-log-interval --manual-gc-interval "
           "--empty-unused-memory-level", "what is logged and collected is fixed", 1),
     inert("--manual-gc", "what is logged and collected is fixed"),
+    translated("--profile-step-start --profile-step-end", "--profile without values is of the iterations after the "
+               "one, up to the other", lambda _: {}, 1),
+    inert("--use-pytorch-profiler", "the profiler is torch's"),
+    # DeepSpeed; --deepspeed-config is read by megatron/deepspeed_config.py
+    inert("--deepspeed --deepscale --deepspeed-mpi", "there is one engine; what a --deepspeed-config asks for is "
+          "translated"),
+    inert("--deepspeed-activation-checkpointing", "--checkpoint-activations recomputes, with one implementation"),
+    inert("--cpu-torch-adam", "with --cpu-offload-optimizer AdamW runs in torch, on the CPU"),
+    translated("--deepspeed-config --deepscale-config", "each of its keys is translated or refused", lambda _: {}, 1),
     # Other programs
-    refused("--load-openai --eval-hf --cloze-eval --strict-lambada", "no part of pretraining"),
-    refused("--overlapping-eval", "no part of pretraining", 1),
+    inert("--temperature --top-k --top-p --out-seq-length --sample-input-file --sample-output-file --num-samples "
+          "--genfile", "of generate_samples.py, no part of pretraining", 1),
+    inert("--greedy --recompute", "of generate_samples.py, no part of pretraining"),
+    refused("--cloze-eval --strict-lambada", "no part of pretraining; evaluate_gpt2.py takes it"),
+    refused("--overlapping-eval", "no part of pretraining; evaluate_gpt2.py takes it", 1),
+    refused("--eval-batch-size --eval-seq-length", "the validation split is read as the training split is, with "
+            "--micro-batch-size and --seq-length; evaluate_gpt2.py takes it", 1),
+    refused("--load-openai --eval-hf", "python tools/checkpoint.py convert makes a checkpoint of the weights, which "
+            "--load takes"),
 )
