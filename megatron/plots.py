@@ -11,10 +11,10 @@ from typing import Any
 TRAINING, VALIDATION, RATE = "#3568a8", "#d1642e", "#5b7f3b"
 
 
-def read_metrics(path: str | Path) -> list[dict[str, Any]]:
-    """The records of a metrics.jsonl; a last line cut short by a crash is left out."""
+def read_records(path: str | Path) -> list[dict[str, Any]]:
+    """The records of a file of JSON lines, none where it is missing; a last line cut short by a crash is left out."""
     records = []
-    for line in Path(path).read_text(encoding="utf-8").splitlines():
+    for line in Path(path).read_text(encoding="utf-8").splitlines() if Path(path).exists() else ():
         try:
             record = json.loads(line)
         except ValueError:
@@ -35,7 +35,7 @@ def loss_curve(metrics_path: str | Path, png_path: str | Path, title: str) -> st
 
     Returns None once the PNG is written, or, without matplotlib, the curve as text.
     """
-    records = read_metrics(metrics_path)
+    records = read_records(metrics_path)
     try:
         logging.getLogger("matplotlib").setLevel(logging.ERROR)  # it reports its font cache, which is no news of ours
         from matplotlib.backends.backend_agg import FigureCanvasAgg

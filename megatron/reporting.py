@@ -1,17 +1,11 @@
-"""What a person sees of a run, and the records that stay behind: tables, log lines in Megatron's form,
-metrics.jsonl, TensorBoard, the progress bar and the closing report.
-
-The functions make text out of values; `RunLog` alone writes.
+"""What a person sees of a run, as text: tables, log lines in Megatron's form and the closing report.
+`megatron/run_log.py` prints it and keeps the records.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
-import itertools
-import json
 import math
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,8 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
-from megatron.plots import loss_curve, read_metrics
 
 WIDTH = 100  # of the rules around tables and evaluations
 
@@ -39,6 +31,7 @@ class IterationRecord:
     ms_per_iteration: float     # mean
     tokens_per_second: float    # of all ranks together
     mfu: float | None           # fraction of the devices' peak; None where the peak is not known
+    memory_bytes: int | None = None  # this rank's peak, see `peak_memory`
 
     def metrics(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -105,14 +98,17 @@ def evaluation_line(record: EvaluationRecord, *, final: bool = False) -> str:
     return f"{frame}\n{line}\n{frame}"
 
 
-def memory_line(device: torch.device) -> str:
-    """This rank's memory in MB (2^20 bytes): the allocator's on a GPU, the process's resident set on a CPU."""
+def memory_line(device: torch.device, expected: int | None = None) -> str:
+    """This rank's memory in MB (2^20 bytes): the allocator's on a GPU, the process's resident set on a CPU; before it
+    the `expected` bytes at the peak."""
     if device.type == "cuda":
         sizes = {"allocated": torch.cuda.memory_allocated(device),
                  "max allocated": torch.cuda.max_memory_allocated(device),
                  "reserved": torch.cuda.memory_reserved(device)}
     else:
         sizes = resident_memory()
+    if expected is not None:
+        sizes = {"expected at the peak": expected, **sizes}
     return " | ".join(["memory (MB)", *(f"{name}: {size / 2**20:,.1f}" for name, size in sizes.items())])
 
 
@@ -127,6 +123,11 @@ def resident_memory() -> dict[str, int]:
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return {"peak resident": peak if sys.platform == "darwin" else 1024 * peak}  # macOS counts bytes
+
+
+def peak_memory(device: torch.device) -> int:
+    """Bytes that this rank has had at once so far: of the allocator on a GPU, of the resident set on a CPU."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else resident_memory()["peak resident"]
 
 
 def closing_report(*, bits_per_byte: float | None, baselines: Mapping[str, float | None], sample: str,
@@ -151,105 +152,3 @@ def closing_report(*, bits_per_byte: float | None, baselines: Mapping[str, float
     for what, command in next_commands:
         lines += [f"  # {what}", f"  {command}"]
     return "\n".join([*lines, "-" * WIDTH])
-
-
-class RunLog:
-    """Prints the lines of a run and keeps its metrics.jsonl, TensorBoard events and loss curve.
-
-    Only the `active` rank writes; on the others every method does nothing. Records of metrics.jsonl beyond
-    `start_iteration` belong to steps that are about to be done again, and are dropped; those of another run are
-    set aside where this one starts from 0.
-
-    Raises ValueError on every rank alike where TensorBoard is asked for and not installed.
-    """
-
-    def __init__(self, save_directory: str | Path, *, train_iters: int, start_iteration: int = 0,
-                 tensorboard_dir: str | None = None, active: bool = True) -> None:
-        if tensorboard_dir is not None and importlib.util.find_spec("tensorboard") is None:
-            raise ValueError("--tensorboard-dir needs TensorBoard: pip install 'gpt2-model-parallel[log]'")
-        self.active = active
-        self.directory = Path(save_directory)
-        self.metrics_path = self.directory / "metrics.jsonl"
-        self.progress: Any = None  # a tqdm bar, on a terminal
-        self._tensorboard: Any = None
-        if not active:
-            return
-        self.directory.mkdir(parents=True, exist_ok=True)
-        keep_records_until(self.metrics_path, start_iteration)
-        self._metrics = self.metrics_path.open("a", encoding="utf-8")
-        if tensorboard_dir is not None:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self._tensorboard = SummaryWriter(tensorboard_dir, purge_step=start_iteration + 1)
-        self.progress = progress_bar(train_iters, start_iteration)
-
-    def say(self, text: str) -> None:
-        """Print a line, above the progress bar where there is one."""
-        if not self.active:
-            return
-        if self.progress is not None:
-            self.progress.write(text, file=sys.stdout)
-        else:
-            print(text)
-        sys.stdout.flush()
-
-    def step(self) -> None:
-        """One iteration is done: move the progress bar."""
-        if self.progress is not None:
-            self.progress.update()
-
-    def record(self, record: IterationRecord | EvaluationRecord) -> None:
-        """Keep a record in metrics.jsonl and TensorBoard."""
-        if not self.active:
-            return
-        metrics = {key: None if isinstance(value, float) and not math.isfinite(value) else value
-                   for key, value in record.metrics().items()}  # JSON has no NaN
-        self._metrics.write(json.dumps(metrics, allow_nan=False) + "\n")
-        self._metrics.flush()
-        if self._tensorboard is not None:
-            prefix = f"{metrics.pop('split')}/" if "split" in metrics else ""
-            for key, value in metrics.items():
-                if key != "iteration" and value is not None:
-                    self._tensorboard.add_scalar(prefix + key, value, record.iteration)
-
-    def close(self, title: str = "GPT-2") -> str:
-        """Close the files and draw the loss curve: its path, or the curve as text without matplotlib."""
-        if not self.active:
-            return ""
-        if self.progress is not None:
-            self.progress.close()
-            self.progress = None
-        if self._tensorboard is not None:
-            self._tensorboard.close()
-        self._metrics.close()
-        png = self.directory / "loss.png"
-        return loss_curve(self.metrics_path, png, title) or str(png)
-
-
-def keep_records_until(path: Path, iteration: int) -> None:
-    """Drop the records beyond `iteration`, by an atomic replacement: a crash leaves the old file or the new one.
-
-    A run that starts from 0 continues nothing: the records of another run in the same folder are set aside.
-    """
-    records = read_metrics(path) if path.exists() else []
-    if records and iteration == 0:
-        aside = next(name for n in itertools.count(1) if not (name := path.with_name(f"{path.name}.old-{n}")).exists())
-        os.replace(path, aside)
-    elif records:
-        new = path.with_name(path.name + ".tmp")
-        with new.open("w", encoding="utf-8") as file:
-            file.writelines(json.dumps(record) + "\n" for record in records if record["iteration"] <= iteration)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(new, path)
-
-
-def progress_bar(train_iters: int, start_iteration: int) -> Any:
-    """A tqdm bar on standard error, or None where that is no terminal or tqdm is not installed."""
-    if not sys.stderr.isatty():
-        return None
-    try:
-        from tqdm import tqdm
-    except ImportError:
-        return None
-    return tqdm(total=train_iters, initial=start_iteration, unit="it", dynamic_ncols=True, leave=False)

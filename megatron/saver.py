@@ -41,7 +41,7 @@ class Saver:
         self._copy = HostCopy()
         self._hurry = threading.Event()
         self._saves = 0
-        self._under_way: tuple[int, Future[Path]] | None = None
+        self._under_way: tuple[int | None, Future[Path]] | None = None
         self.saved_iteration: int | None = None  # the last one that was committed, as far as all ranks know
 
     def prepare(self, files: Files) -> None:
@@ -54,22 +54,25 @@ class Saver:
                       "bytes of host memory")
             self._asynchronous = False
 
-    def save(self, iteration: int, files: Files, facts: Mapping[str, Any]) -> Path | None:
+    def save(self, iteration: int, files: Files, facts: Mapping[str, Any], **elsewhere: Any) -> Path | None:
         """Begin with a checkpoint; `files` as for `write_checkpoint`. Its folder where it is committed on return;
-        None where that failed, or where a thread is at it."""
+        None where that failed, or where a thread is at it. `elsewhere`: arguments of `write` for this one, which is
+        kept beside the run's own and is none of them."""
         self.finish()
         self.prepare(files)
         if self._asynchronous:
             files = self._copy(files)
-        self._under_way = iteration, self._thread.submit(self._write, iteration, files, facts, self._saves)
+        self._under_way = (None if elsewhere else iteration,
+                           self._thread.submit(self._write, iteration, files, facts, self._saves, elsewhere))
         self._saves += 1
         return None if self._asynchronous else self.finish()
 
-    def _write(self, iteration: int, files: Files, facts: Mapping[str, Any], number: int) -> Path:
+    def _write(self, iteration: int, files: Files, facts: Mapping[str, Any], number: int,
+               elsewhere: Mapping[str, Any]) -> Path:
         """In the thread. What rank 0 finds is what counts: it hears of every other's failure."""
         try:
-            path = self._write_checkpoint(iteration, files=files, facts=facts, attempt=f"{self._attempt}-{number}",
-                                          log=self._say, hurry=self._hurry)
+            path = self._write_checkpoint(iteration=iteration, files=files, facts=facts, log=self._say,
+                                          attempt=f"{self._attempt}-{number}", hurry=self._hurry, **elsewhere)
         except OSError as error:
             self._say(f"WARNING: no checkpoint at iteration {iteration}: {error}")
             raise
@@ -85,8 +88,13 @@ class Saver:
         path = written.result() if not isinstance(written.exception(), OSError) else None
         if self._greatest(int(path is None)):
             return None
-        self.saved_iteration = iteration
+        if iteration is not None:
+            self.saved_iteration = iteration
         return path
+
+    def any_rank(self, answer: bool) -> bool:
+        """Whether the `answer` of any rank is yes. A collective."""
+        return bool(self._greatest(int(answer)))
 
     def close(self) -> None:
         """End the thread. A checkpoint that is still under way, as on the way out of an error, is finished unless it

@@ -11,13 +11,15 @@ from typing import Any
 import pytest
 import torch
 
-from megatron import plots, reporting
-from megatron.reporting import EvaluationRecord, IterationRecord, RunLog
+from megatron import plots, reporting, run_log
+from megatron.reporting import EvaluationRecord, IterationRecord
+from megatron.run_log import RunLog
 
 
 def record(iteration: int = 100, **changes: Any) -> IterationRecord:
     values = {"consumed_samples": 800, "lm_loss": 8.969456, "learning_rate": 3.937e-6, "loss_scale": 131072.0,
-              "grad_norm": 1.234, "ms_per_iteration": 920.7, "tokens_per_second": 12345.0, "mfu": 0.234}
+              "grad_norm": 1.234, "ms_per_iteration": 920.7, "tokens_per_second": 12345.0, "mfu": 0.234,
+              "memory_bytes": 1 << 30}
     return IterationRecord(iteration, **{**values, **changes})
 
 
@@ -64,6 +66,7 @@ def test_memory_line_on_a_cpu() -> None:
     line = reporting.memory_line(torch.device("cpu"))
     peak = float(line.split("peak resident: ")[1].replace(",", ""))
     assert 20 < peak < 100_000  # MB: a Python with torch loaded
+    assert reporting.peak_memory(torch.device("cpu")) >= int(peak * 2**20) - 2**17  # a tenth of a MB is what is printed
 
 
 def test_metrics_hold_one_record_a_line_and_no_nan(tmp_path: Path) -> None:
@@ -73,7 +76,7 @@ def test_metrics_hold_one_record_a_line_and_no_nan(tmp_path: Path) -> None:
     assert read(log.metrics_path) == [{
         "iteration": 10, "consumed_samples": 800, "lm_loss": 8.969456, "learning_rate": 3.937e-6,
         "loss_scale": 131072.0, "grad_norm": None, "ms_per_iteration": 920.7, "tokens_per_second": 12345.0,
-        "mfu": 0.234}]
+        "mfu": 0.234, "memory_bytes": 1 << 30}]
     log.record(EvaluationRecord(10, "valid", 0.0, 1.5))
     assert read(log.metrics_path)[1] == {"iteration": 10, "split": "valid", "lm_loss": 0.0, "bits_per_byte": 1.5,
                                          "ppl": 1.0}
@@ -113,27 +116,6 @@ def test_only_the_active_rank_writes(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert capsys.readouterr().out == ""
 
 
-def test_tensorboard(tmp_path: Path) -> None:
-    log = RunLog(tmp_path, train_iters=10, tensorboard_dir=str(tmp_path / "events"))
-    log.record(record(10))
-    log.record(EvaluationRecord(10, "valid", 2.0))
-    log.close()
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(tmp_path / "events"))
-    events.Reload()
-    assert events.Scalars("lm_loss")[0].value == pytest.approx(8.969456)
-    assert events.Scalars("valid/lm_loss")[0].step == 10
-
-
-@pytest.mark.parametrize("active", [True, False])
-def test_tensorboard_missing_is_an_error_on_every_rank(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, active: bool) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"--tensorboard-dir .*pip install 'gpt2-model-parallel\[log\]'"):
-        RunLog(tmp_path, train_iters=10, tensorboard_dir="events", active=active)
-
-
 def test_progress_bar_on_a_terminal_keeps_lines_whole(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
@@ -146,10 +128,10 @@ def test_progress_bar_on_a_terminal_keeps_lines_whole(
 
 
 def test_no_progress_bar_in_a_file_or_without_tqdm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert reporting.progress_bar(10, 0) is None
+    assert run_log.progress_bar(10, 0) is None
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     monkeypatch.setitem(sys.modules, "tqdm", None)
-    assert reporting.progress_bar(10, 0) is None
+    assert run_log.progress_bar(10, 0) is None
 
 
 def write_run(folder: Path) -> RunLog:
