@@ -23,6 +23,7 @@ import mpu
 from data_utils import Tokenizer, load_tokenizer
 from megatron.checkpoint_facts import check_facts
 from megatron.checkpointing import Checkpoint, find_checkpoint, load_model
+from megatron.formats import refuse_foreign
 from megatron.model.gpt2 import GPT2Model
 from megatron.sampling import Sampler, Sampling
 from megatron.text_stream import TextStream
@@ -266,6 +267,7 @@ def load_for_inference(directory: str | Path, device: torch.device, dtype: torch
 
     ValueError or FileNotFoundError, one line, where there is none or its tokenizer is another one.
     """
+    refuse_foreign(directory, with_tokenizer=True)
     checkpoint = find_checkpoint(directory, log=log)
     if checkpoint is None:
         raise FileNotFoundError(f"--load {directory}: holds no checkpoint; give the --save folder of a training run")

@@ -5,9 +5,8 @@ tokenizer, and the text as tokens. Tokenising can take hours, so it must not hap
 from __future__ import annotations
 
 import dataclasses
-import shlex
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +21,15 @@ from data_utils import (
     ensure_sentencepiece_model,
     load_tokenizer,
 )
+from data_utils.named_corpora import find_corpora
 from megatron import device as devices
 from megatron.arguments import Arguments, merge_checkpoint
 from megatron.checkpoint_facts import check_facts
 from megatron.checkpointing import Checkpoint, find_checkpoint
-from megatron.config import Config
-from megatron.formats import recognise
+from megatron.config import Config, DataConfig
+from megatron.formats import refuse_foreign
 from megatron.launch import Ranks
+from megatron.reporting import resident_memory
 
 Say = Callable[[str], None]
 
@@ -49,6 +50,8 @@ class Plan:
     train_iters: int
     global_batch_size: int
     start: dict[str, Any]  # the facts of the checkpoint that is to be continued; empty at iteration 0
+    keeps_freed: bool = False  # memory that is freed stays with the process: `devices.set_allocator`
+    resident: int = field(default_factory=lambda: resident_memory().get("resident", 0))  # bytes, before any model
 
     @property
     def is_finished(self) -> bool:
@@ -69,18 +72,19 @@ def plan_run(arguments: Arguments, ranks: Ranks, say: Say) -> Plan:
         devices.require_compiler(device)
     dtype, why_dtype = devices.choose_precision(config.train.precision, device)
     backend, why_backend = devices.choose_backend(config.parallel.distributed_backend, device)
-    reasons = [why_device, why_dtype, devices.set_allocator(device)]
+    allocator = devices.set_allocator(device)
+    reasons = [why_device, why_dtype, allocator]
     for reason in reasons + ([why_backend] if ranks.world_size > 1 else []):
         if reason:
             say(reason)
     global_batch_size = config.train.micro_batch_size * config.data_parallel_size(ranks.world_size)
     global_batch_size *= config.accumulation(config.data_parallel_size(ranks.world_size))
 
-    tokenizer = _tokenizer(config, arguments, checkpoint, source, say)
+    data = _with_files(config.data)
+    tokenizer = _tokenizer(dataclasses.replace(config, data=data), arguments, checkpoint, source, say)
     if config.model.vocab_size not in (None, tokenizer.vocab_size):
         raise ValueError(f"--vocab-size {config.model.vocab_size} is not the {tokenizer.vocab_size} of the tokenizer "
                          f"{tokenizer.kind}: leave the flag out")
-    data = config.data
     evaluates = config.train.eval_iters > 0
     splits = build_splits(
         train_data=data.train_data, valid_data=data.valid_data, test_data=data.test_data, data_path=data.data_path,
@@ -94,7 +98,7 @@ def plan_run(arguments: Arguments, ranks: Ranks, say: Say) -> Plan:
         iteration=start.get("iteration", 0), consumed_samples=start.get("consumed_samples", 0))
     config = dataclasses.replace(
         config, model=dataclasses.replace(config.model, vocab_size=tokenizer.vocab_size),
-        data=dataclasses.replace(data, tokenizer_type=tokenizer.kind))
+        data=dataclasses.replace(config.data, tokenizer_type=tokenizer.kind))
     if start.get("iteration", 0) >= train_iters and source is not None:
         # Before a run is called finished, every byte of what it left is checked.
         checkpoint = find_checkpoint(source, log=say, verify=not config.checkpoint.no_verify)
@@ -108,14 +112,23 @@ def plan_run(arguments: Arguments, ranks: Ranks, say: Say) -> Plan:
             f"checkpoint: --global-batch-size {start['global_batch_size']} (with a --micro-batch-size that divides it) "
             "goes on as before")
     return Plan(arguments, config, ranks, device, dtype, backend, tokenizer, splits, source, train_iters,
-                global_batch_size, dict(start))
+                global_batch_size, dict(start), keeps_freed=bool(allocator))
+
+
+def _with_files(data: DataConfig) -> DataConfig:
+    """With the files of named corpora in the place of the names."""
+    (train, valid, test), text_key = find_corpora({
+        "--train-data": data.train_data, "--valid-data": data.valid_data, "--test-data": data.test_data}, data.text_key)
+    return dataclasses.replace(data, train_data=train, valid_data=valid, test_data=test, text_key=text_key)
 
 
 def _source(arguments: Arguments, say: Say) -> tuple[Arguments, Checkpoint | None, str | None]:
     """The checkpoint that the run starts from, opened without reading its tensors, and its folder."""
     where = arguments.checkpoint
     assert where.save is not None
-    _refuse_foreign(where.load, arguments)
+    if where.load is not None:
+        heads = "model.num_attention_heads"
+        refuse_foreign(where.load, num_attention_heads=arguments.values[heads] if heads in arguments.given else None)
     checkpoint = find_checkpoint(where.load or where.save, log=_silent, verify=False)
     if where.load is not None and where.load != where.save:
         # The same command once more, after a first part that saved: it goes on from there.
@@ -132,18 +145,6 @@ def _source(arguments: Arguments, say: Say) -> tuple[Arguments, Checkpoint | Non
             raise ValueError(f"--load {where.load} holds no checkpoint: give the --save folder of another run")
         say(f"WARNING: --load {where.load} holds no checkpoint: the run starts from random weights")
     return arguments, None, None
-
-
-def _refuse_foreign(load: str | None, arguments: Arguments) -> None:
-    """Another program's checkpoint is converted first, once, by the command that this says."""
-    found = recognise(load) if load is not None else None
-    if found is not None and found[0] != "native":
-        key = "model.num_attention_heads"
-        number = arguments.values[key] if key in arguments.given else "N"
-        heads = f" --num-attention-heads {number}" if found[0] in ("megatron-2019", "deepspeed") else ""
-        folder = shlex.quote(str(load).rstrip("/"))
-        raise ValueError(f"--load {load} is a checkpoint in the format {found[0]}: python tools/checkpoint.py convert "
-                         f"{folder} {folder}_native --to native{heads} converts it; then --load {folder}_native")
 
 
 def _silent(line: str) -> None:

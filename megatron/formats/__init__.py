@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from megatron.checkpointing import TRACKER, find_checkpoint
 from megatron.formats import huggingface, megatron, nanogpt
 from megatron.formats.source import Hints, Source
 
-__all__ = ["FORMATS", "Hints", "Source", "open_source", "recognise"]
+__all__ = ["FORMATS", "Hints", "Source", "open_source", "recognise", "refuse_foreign"]
 
 # megatron-2019 is flat (NVIDIA's release and DeepSpeedExamples' too), megatron-v1 nested (v1.0 to v3).
 FORMATS = ("native", "huggingface", "megatron-2019", "megatron-v1", "megatron-core", "deepspeed", "nanogpt")
@@ -59,6 +60,22 @@ def _iterations(path: Path, iteration: int | None) -> Iterator[Path]:
     if iteration is None and path.is_dir():
         yield from sorted((p for p in path.glob("iter_*") if re.fullmatch(r"iter_\d{7,12}", p.name)),
                           key=lambda p: int(p.name[5:]), reverse=True)
+
+
+def refuse_foreign(load: str | Path, *, num_attention_heads: int | None = None, with_tokenizer: bool = False) -> None:
+    """Another program's checkpoint is converted first, once: ValueError with the command.
+
+    with_tokenizer: it has to bring its tokenizer along, since no flag will say which.
+    """
+    format, _ = recognise(load) or ("native", None)
+    if format == "native":
+        return
+    flags = f" --num-attention-heads {num_attention_heads or 'N'}" if format in ("megatron-2019", "deepspeed") else ""
+    if with_tokenizer and format != "huggingface":
+        flags += " --vocab-file FILE --merge-file FILE"
+    folder = shlex.quote(str(load).rstrip("/"))
+    raise ValueError(f"--load {load} is a checkpoint in the format {format}: python tools/checkpoint.py convert "
+                     f"{folder} {folder}_native --to native{flags} converts it; then --load {folder}_native")
 
 
 def open_source(path: str | Path, hints: Hints | None = None, *, log: Callable[[str], None] = print) -> Source:

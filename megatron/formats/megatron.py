@@ -39,6 +39,8 @@ __all__ = ["RANK_FILES", "open_megatron", "rank_files", "version"]
 OTHER_MODELS = ("apply_residual_connection_post_layernorm", "swiglu", "squared_relu", "quick_geglu",
                 "apply_layernorm_1p", "untie_embeddings_and_output_weights", "num_experts", "multi_latent_attention",
                 "qk_layernorm")
+# DeepSpeed's two; Megatron's of today and of v3.0.
+SHARDED_OPTIMIZER = ("zero_pp_rank_*", "bf16_zero_pp_rank_*", "*/distrib_optim.pt", "*/optim.pt")
 
 
 def version(files: Mapping[tuple[int, int], Path]) -> str:
@@ -86,8 +88,7 @@ def open_megatron(path: Path, format: str, hints: Hints, *, log: Callable[[str],
     left_out = problems
     if any(name.endswith("rng_state") or name == "rng_tracker_states" for name in ranks.top):
         left_out.append("random states: another program's generators")
-    if others := sorted(file.name for pattern in ("zero_pp_rank_*", "bf16_zero_pp_rank_*", "*/distrib_optim.pt")
-                        for file in path.glob(pattern)):
+    if others := sorted(file.name for pattern in SHARDED_OPTIMIZER for file in path.glob(pattern)):
         left_out.append(f"{len(others)} files of a sharded optimizer ({others[0]} ...)")
     if model.vocab_size == padded and hints.vocab_size is None:
         guesses = [f"{size} ({whose})" for size, whose in (

@@ -1,0 +1,241 @@
+"""docs/troubleshooting.md: every entry names tests that exist, and here are those that belong nowhere else."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import importlib.util
+import json
+import re
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+import mpu
+from data_utils import build_tokenizer
+from data_utils.tokenization_gpt2 import END_OF_TEXT, byte_alphabet
+from megatron.arguments import parse
+from megatron.checkpointing import write_checkpoint
+from megatron.config import ModelConfig
+from megatron.formats import open_source
+from megatron.launch import Ranks
+from megatron.model.gpt2 import GPT2Model
+from megatron.plan import plan_run
+from megatron.pretrain_gpt2 import main
+from megatron.run import Run
+from tests.conftest import ROOT
+from tests.distributed import run_ranks
+from tests.megatron import test_generation
+from tests.megatron.formats.made import random_weights, write_megatron
+from tests.megatron.moved_runs import Layout
+from tests.megatron.test_any_layout import SHAPE, VOCAB, fill, global_state, ranks_of
+from tests.megatron.training_runs import SMALL, finish, start, steps, write_text
+from tests.test_bad_input import TINY
+from tests.test_house import imported
+
+PAGE = (ROOT / "docs" / "troubleshooting.md").read_text()
+# Title and text of each entry.
+ENTRIES = re.findall(r"^### (.+)\n((?:(?!#{2,3} ).*\n)*)", PAGE, re.MULTILINE)
+# The threads of other projects that the page answers.
+THREADS = {
+    "Megatron-LM": (5, 18, 43, 51, 64, 82, 85, 102, 176, 188, 227, 232, 293, 296, 305, 415, 525, 732, 838, 1050, 1239,
+                    1298, 1511, 1736, 1754, 2369, 7452),
+    "gpt-neox": (612, 1158), "torchtitan": (816, 1232, 1661), "transformers": (12004, 39048)}
+
+
+def functions(path: Path) -> set[str]:
+    return {node.name for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)}
+
+
+@pytest.mark.parametrize(("title", "text"), ENTRIES, ids=[title for title, _ in ENTRIES])
+def test_every_entry_names_tests_that_exist(title: str, text: str):
+    named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", text)
+    assert named, f"{title}: no test shows it"
+    for file, name in named:
+        assert name.startswith("test_") and name in functions(ROOT / file), f"{title}: {file}::{name}"
+    assert text.count("::") == len(named), f"{title}: a test is named in another form"
+
+
+def test_every_thread_has_its_entry():
+    assert len(ENTRIES) == PAGE.count("\n### ") >= 24
+    found: dict[str, set[int]] = {}
+    for _, text in ENTRIES:
+        for project, numbers in re.findall(r"([\w-]+)\s((?:#\d+(?:,?\s(?:and\s)?(?=#))?)+)", text):
+            found.setdefault(project, set()).update(map(int, re.findall(r"\d+", numbers)))
+    assert found == {project: set(numbers) for project, numbers in THREADS.items()}
+
+
+# ----------------------------------------------------------------------------------------------- install and launch
+
+PROGRAM = [path for room in ("mpu", "data_utils", "megatron", "tools") for path in sorted((ROOT / room).rglob("*"))
+           if "__pycache__" not in path.parts]
+
+
+def test_nothing_has_to_be_built():
+    assert len(PROGRAM) > 100
+    assert {path.suffix for path in PROGRAM} & {".c", ".cc", ".cpp", ".cu", ".cuh", ".h", ".so"} == set()
+    for path in (path for path in PROGRAM if path.suffix == ".py"):
+        for name in imported(path):
+            built = {"apex", "amp_C", "transformer_engine", "flash_attn", "deepspeed"} & {name.split(".")[0]}
+            assert not built and "cpp_extension" not in name, f"{path} imports {name}"
+
+
+def test_no_module_of_torch_that_may_vanish():
+    """torch._six did, with torch 2.0."""
+    for path in (path for path in PROGRAM if path.suffix == ".py"):
+        for name in imported(path):
+            private = name.startswith("torch.") and any(part.startswith("_") for part in name.split("."))
+            assert not private, f"{path} imports {name}"
+
+
+@pytest.mark.parametrize("words", [["--local-rank=1"], ["--local_rank=1"], ["--local_rank", "1"]])
+def test_the_launchers_local_rank_changes_nothing(words: list[str]):
+    assert parse([*SMALL, *words]).config == parse(SMALL).config
+
+
+# -------------------------------------------------------------------------------------------------------------- data
+
+
+def test_one_document_for_more_steps_than_it_has_samples(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """And a validation split of fewer samples than --eval-iters asks for."""
+    (tmp_path / "one.json").write_text(json.dumps({"text": write_text(tmp_path, 300).read_text(), "url": "0"}) + "\n")
+    flags = ["--train-data", f"{tmp_path}/one.json", "--split", "80,10,10", "--train-iters", "120", "--eval-iters",
+             "1000", "--data-cache-path", f"{tmp_path}/cache", "--save", f"{tmp_path}/save", "--log-interval", "60"]
+    assert main([*TINY, *flags]) == 0
+    said = capsys.readouterr().out
+    samples = {name: int(re.search(rf"{name}: [\d,]+ tokens, (\d+) samples", said)[1])
+               for name in ("train", "valid", "test")}
+    assert 0 < 2 * samples["train"] < 120 * 4 and 0 < samples["valid"] < 1000 * 4 and samples["test"] > 0
+    assert "iteration      120/     120 |" in said
+    assert all(f"end of training for {name} data" in said for name in ("val", "test"))
+
+
+# ---------------------------------------------------------------------------------------------------------- training
+
+
+def odd_vocabulary(rank: int, world_size: int, folder: str) -> list[float]:
+    """257 ids, padded to no more than the ranks need."""
+    run = start(rank, world_size, folder, ["--model-parallel-size", str(world_size), "--save", f"{folder}/{world_size}",
+                                           "--make-vocab-size-divisible-by", "1"])
+    assert run.model.word_embeddings.weight.shape[0] == -(-257 // world_size)
+    losses = steps(run, 10)["loss"]
+    finish(run)
+    return losses
+
+
+def test_a_vocabulary_that_the_ranks_do_not_divide(tmp_path: Path):
+    write_text(tmp_path)
+    (alone,) = run_ranks(odd_vocabulary, 1, str(tmp_path))
+    assert alone[0] - alone[-1] > 0.1, "the run must learn something, or equality shows nothing"
+    for losses in run_ranks(odd_vocabulary, 2, str(tmp_path)):
+        assert losses == pytest.approx(alone, rel=1e-5)
+
+
+# ------------------------------------------------------------------------------------------------------- checkpoints
+
+
+def program(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
+    made = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(made)
+    return made
+
+
+@pytest.fixture(scope="module")
+def vocabulary(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Flags: files in GPT-2's format, of the 256 bytes and an end of document."""
+    folder = tmp_path_factory.mktemp("vocabulary")
+    tokens = [*byte_alphabet(), END_OF_TEXT]
+    (folder / "vocab.json").write_text(json.dumps({token: number for number, token in enumerate(tokens)}))
+    (folder / "merges.txt").write_text("#version: 0.2\n")
+    return ["--vocab-file", f"{folder}/vocab.json", "--merge-file", f"{folder}/merges.txt"]
+
+
+def test_ranks_with_a_sharded_optimizer_merge_into_one(tmp_path: Path):
+    """4 model-parallel ranks, each of whose 2 data-parallel ranks holds half of the masters and moments."""
+    state, files = global_state(), {}
+    for rank in ranks_of(Layout(4, 2, True), torch.float32):
+        fill(rank, state, padding=torch.nan)
+        files.update(Run.files(rank))
+    assert len([name for name in files if "master_dp" in name]) == 8
+    facts = {"config": {"model": dataclasses.asdict(SHAPE)}, "vocab_size": VOCAB, "consumed_samples": 24,
+             "optimizer": rank.optimizer.state_dict(), "tokenizer": None}
+    write_checkpoint(tmp_path / "eight", 3, facts=facts, files=files, rank=0, world_size=1, attempt="a", timeout_s=0)
+    assert program("checkpoint").main(["merge", str(tmp_path / "eight"), str(tmp_path / "one")]) == 0
+    merged = open_source(tmp_path / "one")
+    assert sorted(path.stem for path in tmp_path.glob("one/iter_*/mp_rank_*/*")) == [
+        "exp_avg_dp_00", "exp_avg_sq_dp_00", "master_dp_00", "model"]
+    assert all(torch.equal(merged.read(f"{kind}.{name}"), whole) for (kind, name), whole in state.items())
+
+
+def test_megatrons_own_sharded_optimizer_is_left_out_loudly(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """v3.0 of 2023: model_rng.pt of each model-parallel rank, and optim.pt of each data-parallel rank in a folder of
+    its own."""
+    weights = random_weights()
+    write_megatron(tmp_path / "theirs", weights, "v2", version=3, tp=4)
+    for file in sorted((tmp_path / "theirs").rglob("model_optim_rng.pt")):
+        for rank in range(2):
+            shard = file.parent.with_name(f"{file.parent.name}_{rank:03d}") / "optim.pt"
+            shard.parent.mkdir()
+            torch.save({"exp_avg": torch.ones(3)}, shard)
+        file.rename(file.with_name("model_rng.pt"))
+    words = [str(tmp_path / "theirs"), str(tmp_path / "ours"), "--to", "native", "--vocab-size", "101"]
+    assert program("checkpoint").main(["convert", *words]) == 0
+    assert "left out: 8 files of a sharded optimizer (optim.pt ...)" in capsys.readouterr().err
+    source = open_source(tmp_path / "ours")
+    assert all(torch.equal(source.read(f"model.{name}"), value) for name, value in weights.items())
+
+
+def test_a_vocabulary_file_of_another_size_is_refused(tmp_path: Path, vocabulary: list[str]):
+    """By the conversion, and by training where the conversion was given none."""
+    write_megatron(tmp_path / "theirs", random_weights(), "flat", args=False)
+    words = [str(tmp_path / "theirs"), "--to", "native", "--num-attention-heads", "4", "--vocab-size", "101"]
+    tool = program("checkpoint")
+    with pytest.raises(ValueError, match="has 101 tokens and the tokenizer 257: give the files that it was trained"):
+        tool.main(["convert", *words[:1], str(tmp_path / "a"), *words[1:], *vocabulary])
+    assert not (tmp_path / "a").exists()
+    assert tool.main(["convert", *words[:1], str(tmp_path / "b"), *words[1:]]) == 0
+    load = ["--load", str(tmp_path / "b"), "--save", str(tmp_path / "c"), "--device", "cpu"]
+    for flags, message in (([], "came without a tokenizer: give --vocab-file"),
+                           (vocabulary, "has 101 tokens and the tokenizer 257")):
+        with pytest.raises(ValueError, match=message):
+            plan_run(parse([*load, *flags]), Ranks(), lambda line: None)
+
+
+# -------------------------------------------------------------------------------------------------------- generation
+
+
+def test_what_16_ranks_wrote_writes_the_same_text_on_one(tmp_path: Path, vocabulary: list[str],
+                                                         monkeypatch: pytest.MonkeyPatch,
+                                                         capsys: pytest.CaptureFixture[str]):
+    """16 ranks' files of ours, and the same as Megatron 2019 writes them."""
+    tokenizer = build_tokenizer("GPT2BPETokenizer", vocab_file=vocabulary[1], merge_file=vocabulary[3])
+    monkeypatch.setattr(test_generation, "TOKENIZER", tokenizer)
+    mpu.initialize_model_parallel(1)
+    try:
+        test_generation.save(GPT2Model(ModelConfig(
+            num_layers=2, hidden_size=64, num_attention_heads=16, max_position_embeddings=32,
+            vocab_size=tokenizer.vocab_size, init_method_std=0.2)), tmp_path / "one")
+    finally:
+        mpu.destroy_model_parallel()
+    tool, generate_text = program("checkpoint"), program("generate_text")
+
+    def text(folder: str) -> str:
+        capsys.readouterr()
+        assert generate_text.main(["--load", str(tmp_path / folder), "--device", "cpu", "--precision", "fp32",
+                                   "--prompt", "Once", "--seed", "1", "--max-new-tokens", "20"]) == 0
+        return capsys.readouterr().out
+
+    def convert(command: str, source: str, target: str, *flags: str) -> None:
+        assert tool.main([command, str(tmp_path / source), str(tmp_path / target), *flags]) == 0
+
+    convert("split", "one", "sixteen", "--model-parallel-size", "16")
+    convert("convert", "one", "theirs", "--to", "megatron-2019", "--model-parallel-size", "16")
+    for folder in ("sixteen", "theirs"):
+        assert len(list((tmp_path / folder).glob("iter_*/mp_rank_*"))) == 16
+    convert("convert", "theirs", "back", "--to", "native", "--num-attention-heads", "16", "--vocab-size", "257",
+            *vocabulary)
+    assert len(text("one")) > 10
+    assert text("one") == text("sixteen") == text("back")
