@@ -232,12 +232,22 @@ class TrainConfig:
     exit_duration_in_mins: float | None = option(None, "save and exit after so many minutes")
     max_skipped_steps: int = option(50, "steps in a row with a non-finite gradient that end the run")
     tensorboard_dir: str | None = option(None, "folder of TensorBoard's event files")
+    wandb_project: str | None = option(None, "log to this project of Weights & Biases")
+    wandb_entity: str | None = option(None, "whose project it is (default: your own)")
+    wandb_exp_name: str | None = option(None, "the run's name there (default: that of the --save folder)")
+    wandb_save_dir: str | None = option(None, "folder of its local files (default: wandb in the --save folder)")
+    profile: tuple[int, ...] = option((), "START END: torch's profiler over these iterations; a trace in the --save "
+                                          "folder and a table of the costliest operations", metavar="N")
+    profile_ranks: tuple[int, ...] = option((0,), "ranks that are profiled", metavar="RANK")
 
     def __post_init__(self) -> None:
         require_positive(self, "micro_batch_size", "global_batch_size", "eval_interval", "log_interval",
                          "recompute_num_layers", "max_skipped_steps", "exit_interval", "exit_duration_in_mins")
         require(0 <= self.seed < 2**31, f"--seed must be in [0, 2**31), not {self.seed}")
         require(self.eval_iters >= 0, f"--eval-iters must not be negative, got {self.eval_iters}")
+        require(not self.profile or len(self.profile) == 2 and 1 <= self.profile[0] <= self.profile[1],
+                f"--profile takes the first iteration and the last, counted from 1, not "
+                f"{' '.join(map(str, self.profile))}")
         lengths = [name for name in ("train_iters", "train_samples", "train_tokens", "train_epochs")
                    if getattr(self, name) is not None]
         require(len(lengths) <= 1, "the length is given twice: " +
@@ -277,6 +287,7 @@ class CheckpointConfig:
     async_save: bool = option(False, "train on while a thread writes a copy in host memory, which takes as much as "
                                      "what is saved")
     keep_last: int | None = option(None, "checkpoints that are kept, the newest ones (default: all)")
+    keep_best: bool = option(False, "keep the checkpoint with the lowest validation loss as well, in the folder best")
     no_verify: bool = option(False, "load without hashing every byte; sizes, headers and the manifest are checked")
     finetune: bool = option(False, "take the weights of --load alone and count from iteration 0")
     exit_on_missing_checkpoint: bool = option(False, "an error, not a warning, where --load holds no checkpoint")
@@ -284,6 +295,31 @@ class CheckpointConfig:
     def __post_init__(self) -> None:
         require(not self.finetune or self.load is not None, "--finetune needs --load: the folder to take weights from")
         require_positive(self, "save_interval", "keep_last")
+
+
+@dataclass(frozen=True)
+class LaunchConfig:
+    """How the ranks start and meet. None of it is needed under torchrun, srun or mpirun, and none is part of the run
+    that is saved: see megatron/launch.py."""
+
+    nproc_per_node: int | None = option(None, "start so many ranks on this machine")
+    rank: int | None = option(None, "this process's number among all, of which each is started by hand")
+    world_size: int | None = option(None, "all processes, with --rank")
+    init_method: str | None = option(None, "where the ranks meet: tcp://HOST:PORT of rank 0, or file:///PATH in a "
+                                           "folder that they share", metavar="URL")
+    init_timeout: float = option(120.0, "seconds within which all ranks have to come")
+
+    def __post_init__(self) -> None:
+        require_positive(self, "nproc_per_node", "world_size", "init_timeout")
+        require((self.rank is None) == (self.world_size is None), "--rank and --world-size go together")
+        require(self.rank is None or self.nproc_per_node is None,
+                "--nproc-per-node starts all ranks itself: leave --rank and --world-size out")
+        if self.rank is not None and self.world_size is not None:
+            require(0 <= self.rank < self.world_size,
+                    f"--rank {self.rank} is not in [0, {self.world_size}), which --world-size says")
+            require(self.init_method is not None or self.world_size == 1,
+                    "--rank needs --init-method: tcp://HOST:PORT of rank 0, or file:///PATH in a folder that the ranks "
+                    "share")
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import re
 import shutil
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -56,6 +56,8 @@ def choose_device(requested: str, ranks: Ranks, environ: Mapping[str, str] = os.
     if problem:
         return torch.device("cpu"), (f"WARNING: THE GPU IS NOT USED, this run is on the CPU: {problem}; --device cpu "
                                      "says that the CPU is meant")
+    if torch.backends.mps.is_available():
+        return torch.device("cpu"), "cpu: Apple's GPU (MPS) is not supported"
     return torch.device("cpu"), "cpu: this machine has no GPU"
 
 
@@ -146,29 +148,33 @@ def usable_cores(root: str = "/") -> int:
 def cgroup_cpus(root: str = "/") -> float:
     """The least CPU quota of this process's cgroup and those above it (version 2 or 1), in CPUs; inf without one."""
     quotas = [float("inf")]
+    for folder in cgroup_folders("cpu", root):
+        try:
+            if (folder / "cpu.max").exists():
+                quota, period = (folder / "cpu.max").read_text().split()
+            else:
+                quota, period = ((folder / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
+            if quota.strip() not in ("max", "-1"):
+                quotas.append(int(quota) / int(period))
+        except (OSError, ValueError):
+            continue  # the file of the root, or of a cgroup that this container does not show
+    return min(quotas)
+
+
+def cgroup_folders(controller: str, root: str = "/") -> Iterator[Path]:
+    """The folders that limit this process's share of a controller ("cpu", "memory"): its cgroup's and those above it,
+    of version 2 or 1."""
     try:
         lines = Path(root, "proc/self/cgroup").read_text().splitlines()
     except OSError:
-        lines = []
+        return
     for line in lines:
         _, controllers, path = line.split(":", 2)
-        if controllers and "cpu" not in controllers.split(","):
+        if controllers and controller not in controllers.split(","):
             continue
-        top = Path(root, "sys/fs/cgroup") / ("cpu" if controllers else "")
+        top = Path(root, "sys/fs/cgroup") / (controller if controllers else "")
         folder = top / path.lstrip("/")
-        for place in (folder, *folder.parents):
-            if top not in (place, *place.parents):
-                break
-            try:
-                if controllers:
-                    quota, period = ((place / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
-                else:
-                    quota, period = (place / "cpu.max").read_text().split()
-                if quota.strip() not in ("max", "-1"):
-                    quotas.append(int(quota) / int(period))
-            except (OSError, ValueError):
-                continue  # the file of the root, or of a cgroup that this container does not show
-    return min(quotas)
+        yield from (place for place in (folder, *folder.parents) if top in (place, *place.parents))
 
 
 def require_compiler(device: torch.device, environ: Mapping[str, str] = os.environ) -> None:

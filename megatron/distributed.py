@@ -178,6 +178,12 @@ def reducer_for(config: ParallelConfig, flat: FlatParameters, model: GPT2Model, 
     return reducer, model
 
 
+def bucket_size(asked: int, data_parallel_size: int) -> int:
+    """Elements of a bucket. What is sent to nobody comes in small ones, which find room where backward has freed
+    activations: 0.4 GB of the 3.5 that 124M take on a CPU."""
+    return asked if data_parallel_size > 1 else min(asked, 1_000_000)
+
+
 class ParameterGatherer:
     """Fetches the parameters that other ranks' optimizers own, bucket by bucket, while the model already computes.
 

@@ -1,4 +1,4 @@
-"""The training program: `python -m megatron.pretrain_gpt2 [flags]`, alone or under torchrun or Slurm.
+"""The training program: `python -m megatron.pretrain_gpt2 [flags]`, alone or under a launcher (launch.py).
 
 Exit codes: 0 where the run ended as asked (also after SIGTERM), 1 where it failed, 2 for bad input, which is
 answered in one line by one rank.
@@ -19,45 +19,66 @@ import torch.distributed as dist
 from data_utils import DamagedData, GPT2Dataset, unigram_bits_per_byte, xz_bits_per_byte
 from megatron import device as devices
 from megatron.arguments import differing_flags, parse
-from megatron.generation import Continuation, generate
-from megatron.launch import Ranks, shutdown
+from megatron.launch import Ranks, line_buffered, read_launch
+from megatron.memory_report import is_out_of_memory, out_of_memory, start_rows, warning
 from megatron.model.gpt2 import count_parameters
-from megatron.plan import plan_run
+from megatron.plan import Plan, plan_run
+from megatron.rendezvous import leave, meet, name_lost
 from megatron.reporting import EvaluationRecord, closing_report, start_table
 from megatron.run import Run, build_run
-from megatron.sampling import Sampling
-from megatron.training import evaluate_and_log, train
+from megatron.spawn import start_ranks
+from megatron.training import evaluate_and_log, sample_text, train
 
 # xz compresses about 2 MB/s: a corpus beyond this is not worth the wait at the end of a run.
 XZ_LIMIT = 32 << 20
-SAMPLE_TOKENS = 120
 # A launcher kills all ranks when it sees the first one go: time for each of them to meet the same error by itself.
 LAUNCHER_GRACE = 2.0  # seconds
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (default: this process's); returns the exit code."""
+    line_buffered()
     ranks = Ranks()
+    plan: Plan | None = None
+    warnings: list[str] = []  # from before the run has a log
     try:
-        ranks = Ranks.from_environment()
+        launch, words = read_launch(sys.argv[1:] if argv is None else argv)
+        if launch.starts:
+            return start_ranks(main, words, launch)
+        ranks = launch.ranks()
         if ranks.world_size > 1:
             # Until the run can save, SIGTERM is the launcher's answer to another rank's exit: leave as that one did.
             signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(2))
+        arguments = parse(words)
+        ranks = meet(launch)
         devices.set_threads(ranks)
-        arguments = parse(argv)
 
         def say(line: str) -> None:
-            if ranks.rank == 0:
+            if ranks.rank == 0 and line:
                 print(line, flush=True)
+            if line.startswith("WARNING"):
+                warnings.append(line)
 
+        say(launch.notice)
         plan = plan_run(arguments, ranks, say)
         if plan.is_finished:
             say(f"{plan.source} is finished: it is at iteration {plan.start['iteration']} of "
                 f"{plan.train_iters}. Give a greater --train-iters to train on, or a new --save for another run.")
+            ranks.leave()
             return 0
         run = build_run(plan, say)
-    except (ValueError, OSError, dist.DistError) as error:
+    except (ValueError, OSError) as error:
         return refuse(error, ranks)
+    except (RuntimeError, MemoryError) as error:
+        if plan is not None and is_out_of_memory(error):
+            return refuse_memory(plan)
+        if name_lost(ranks):
+            return 1
+        if isinstance(error, dist.DistError):
+            return refuse(error, ranks)
+        raise
+    for line in warnings:
+        run.log.note(line)
     try:
         return pretrain(run)
     except FloatingPointError as error:
@@ -65,10 +86,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         run.saver.finish()
         return 1
     except DamagedData as error:
+        run.log.note(f"stopped: {error}")
         return refuse(error, ranks)
+    except (RuntimeError, MemoryError) as error:
+        run.log.note("stopped: " + " ".join(str(error).split())[:300])
+        if is_out_of_memory(error):
+            return refuse_memory(plan)
+        if name_lost(ranks):
+            return 1
+        raise
     finally:
         run.close()
-        shutdown()
+        leave(ranks)
 
 
 def refuse(error: Exception, ranks: Ranks) -> int:
@@ -79,6 +108,16 @@ def refuse(error: Exception, ranks: Ranks) -> int:
     if ranks.world_size > 1:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         time.sleep(LAUNCHER_GRACE)
+    ranks.leave()
+    return 2
+
+
+def refuse_memory(plan: Plan) -> int:
+    """The same where a rank ran out of memory: from the first that did, since others may not, or cannot say."""
+    meeting = plan.ranks.meeting
+    if meeting is None or meeting.store.add("out of memory", 1) == 1:
+        print(f"error: {out_of_memory(plan)}", file=sys.stderr, flush=True)
+    leave(plan.ranks)
     return 2
 
 
@@ -96,10 +135,12 @@ def pretrain(run: Run) -> int:
         valid = evaluate_and_log(run, "valid", final=True)
         evaluate_and_log(run, "test", final=True)
         sample = sample_text(run)
+        run.saver.finish()  # --keep-best may have begun with one
+        run.log.note("finished")
     run.loader.close()
     run.stop.close()
     # The other ranks are not needed for the report, which can take a while.
-    shutdown()
+    leave(run.plan.ranks)
     plot = run.log.close(title=run.save_directory.name)
     if run.parallel.rank == 0 and not reason:
         print(closing(run, valid, sample, plot))
@@ -123,6 +164,7 @@ def print_start(run: Run) -> None:
         ("precision", f"{devices.PRECISIONS[plan.dtype]} on {run.device}; MFU is of {run.peak[1]}"),
         ("batch", f"{config.train.micro_batch_size} samples × {p.data_parallel_size} data-parallel ranks × "
                   f"{run.micro_batches} accumulated = {run.global_batch_size} a step, {run.tokens_per_step:,} tokens"),
+        *start_rows(plan),
         ("FLOPs per token", f"{model.flops_per_token(data.seq_length):,}"),
         ("tokenizer", f"{run.tokenizer.kind}, {run.tokenizer.vocab_size:,} ids"),
         *(("data", line) for line in run.splits.description),
@@ -132,21 +174,16 @@ def print_start(run: Run) -> None:
         ("saved in", f"{config.checkpoint.save}, every {config.checkpoint.save_interval:,} iterations and at the end"
                      if config.checkpoint.save_interval else f"{config.checkpoint.save}, at the end"),
     ]
-    run.log.say(start_table(rows, [(flag, " ".join(value) if isinstance(value, tuple) else str(value))
+    run.log.note(f"started from {dict(rows)['from']} on {dict(rows)['layout']}")
+    run.log.say(start_table(rows, [(flag, " ".join(map(str, value)) if isinstance(value, tuple) else str(value))
                                    for flag, value in differing_flags(plan.arguments.config)]))
+    if too_little := warning(plan):
+        run.log.say(too_little)
     if epochs > 4:
         run.log.say(f"WARNING: {epochs:.1f} epochs: beyond about 4, repeated text teaches less and less; a larger "
                     "corpus or a smaller --train-iters would serve better")
     if config.train.eval_iters and run.splits.valid is None:
         run.log.say(f"no validation: --split {data.split} gives it no share")
-
-
-def sample_text(run: Run) -> str:
-    """A short continuation of nothing, on the first rank of a model-parallel group; all take part."""
-    sample = Continuation([], Sampling(max_new_tokens=SAMPLE_TOKENS, temperature=0.8, top_k=40,
-                                       seed=run.config.train.seed))
-    generate(run.model, run.tokenizer, [sample])
-    return run.tokenizer.decode(sample.ids)
 
 
 def baselines(run: Run) -> dict[str, float | None]:

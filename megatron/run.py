@@ -5,7 +5,6 @@ checkpoint, made in the order in which one part needs another; and saving it.
 from __future__ import annotations
 
 import functools
-import json
 import secrets
 import time
 from dataclasses import dataclass
@@ -22,21 +21,25 @@ import mpu
 from data_utils import BatchLoader, Splits, Tokenizer
 from megatron import device as devices
 from megatron.attention_backend import choose_attention
+from megatron.best_checkpoint import BEST, refuse_best_folder, set_best_aside
 from megatron.checkpoint_state import load_model, load_rng, load_state, model_pieces, rng_pieces, state_pieces
 from megatron.checkpointing import Piece, find_checkpoint, write_checkpoint
 from megatron.config import Config
-from megatron.distributed import GradientReducer, ParameterGatherer, TorchDDPReducer, reducer_for
+from megatron.distributed import GradientReducer, ParameterGatherer, TorchDDPReducer, bucket_size, reducer_for
+from megatron.environment import describe_environment
 from megatron.flat_parameters import FlatParameters
 from megatron.fp16.optimizer import MOMENTS, MixedPrecisionOptimizer, build_loss_scaler
-from megatron.launch import initialize_distributed
 from megatron.learning_rates import LearningRate
 from megatron.model.gpt2 import GPT2Model
 from megatron.plan import Plan, Say
-from megatron.reporting import RunLog
+from megatron.rendezvous import initialize_distributed
+from megatron.run_log import RunLog
+from megatron.run_settings import write_settings
 from megatron.save_lock import lock_together
 from megatron.saver import Saver
 from megatron.signals import StopSignal
 from megatron.timers import Timers
+from megatron.trackers import open_trackers
 
 
 @dataclass
@@ -156,6 +159,7 @@ class Run:
     def close(self) -> None:
         """After the last step, or an error: nothing is written any more, and another run may have the folder."""
         self.saver.close()
+        self.log.close()
         if self.lock is not None:
             self.lock.close()
 
@@ -175,7 +179,7 @@ def build_run(plan: Plan, say: Say) -> Run:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if not dist.is_initialized():  # a program around this one may have done so
-        initialize_distributed(plan.ranks, plan.backend, config.parallel.distributed_timeout_minutes)
+        initialize_distributed(plan.ranks, plan.backend, device, config.parallel.distributed_timeout_minutes)
     parallel = mpu.initialize_model_parallel(
         config.parallel.model_parallel_size, timeout=timedelta(minutes=config.parallel.distributed_timeout_minutes))
     mpu.model_parallel_cuda_manual_seed(config.train.seed)
@@ -184,6 +188,7 @@ def build_run(plan: Plan, say: Say) -> Run:
     seen = int(plan.splits.fingerprint[:15], 16)
     if shared(seen) != -shared(-seen):
         raise ValueError("the ranks read different training data: every machine needs the same files")
+    refuse_best_folder(Path(config.checkpoint.save))
     lock = lock_together(config.checkpoint.save, rank=parallel.rank, greatest=shared, log=say)
 
     shape = config.model
@@ -199,12 +204,8 @@ def build_run(plan: Plan, say: Say) -> Run:
                       sequence_parallel=config.parallel.sequence_parallel)
     if config.train.compile:
         model.compile_layers(by_document=config.data.reset_attention_mask)
-    # What is sent to nobody comes in small buckets, which find room where backward has freed activations: 0.4 GB of the
-    # 3.5 that 124M take on a CPU.
-    bucket_size = config.parallel.ddp_bucket_size
-    if parallel.data_parallel_size == 1:
-        bucket_size = min(bucket_size, 1_000_000)
-    flat = FlatParameters(model, plan.dtype, bucket_size=bucket_size,
+    flat = FlatParameters(model, plan.dtype,
+                          bucket_size=bucket_size(config.parallel.ddp_bucket_size, parallel.data_parallel_size),
                           ranks=(parallel.data_parallel_rank, parallel.data_parallel_size),
                           sharded=config.parallel.use_distributed_optimizer,
                           offloaded=config.parallel.cpu_offload_optimizer)
@@ -219,17 +220,20 @@ def build_run(plan: Plan, say: Say) -> Run:
     iteration, consumed_samples = 0, 0
     if plan.source is not None:
         iteration, consumed_samples = load_run(plan, parallel, model, optimizer, say)
+    trackers = open_trackers(config, start_iteration=iteration, active=parallel.rank == 0)
     log = RunLog(str(config.checkpoint.save), train_iters=plan.train_iters, start_iteration=iteration,
-                 tensorboard_dir=config.train.tensorboard_dir, active=parallel.rank == 0)
+                 trackers=trackers, active=parallel.rank == 0)
     if parallel.rank == 0:
-        write_settings(plan)
+        if iteration == 0:
+            set_best_aside(Path(config.checkpoint.save), log.say)
+        save_settings(plan)
     samples, order = plan.splits.training_samples(config.train.seed, plan.train_iters * plan.global_batch_size)
     loader = BatchLoader(samples, order, micro_batch_size=config.train.micro_batch_size,
                          accumulation=config.accumulation(parallel.data_parallel_size),
                          data_parallel_rank=parallel.data_parallel_rank,
                          data_parallel_size=parallel.data_parallel_size, consumed_samples=consumed_samples,
                          prefetch=config.data.num_workers, finish=pinned if device.type == "cuda" else torch.from_numpy)
-    write = functools.partial(write_checkpoint, config.checkpoint.save, rank=parallel.rank,
+    write = functools.partial(write_checkpoint, directory=config.checkpoint.save, rank=parallel.rank,
                               world_size=parallel.world_size, keep_last=config.checkpoint.keep_last,
                               timeout_s=60 * config.parallel.distributed_timeout_minutes)
     saver = Saver(write, attempt=f"{shared(secrets.randbits(62) if parallel.rank == 0 else 0):x}",
@@ -288,11 +292,14 @@ def load_run(plan: Plan, parallel: mpu.ParallelState, model: GPT2Model, optimize
     return checkpoint.iteration, int(checkpoint.facts["consumed_samples"])
 
 
-def write_settings(plan: Plan) -> None:
+def save_settings(plan: Plan) -> None:
     """config.json and the tokenizer, in the save folder: with a checkpoint, all that generation needs."""
     folder = Path(str(plan.config.checkpoint.save))
     plan.tokenizer.save(folder / "tokenizer")
-    settings = {"config": plan.config.as_dict(), "world_size": plan.ranks.world_size, "train_iters": plan.train_iters,
-                "global_batch_size": plan.global_batch_size, "device": str(plan.device),
-                "precision": str(plan.dtype).removeprefix("torch."), "torch": torch.__version__}
-    (folder / "config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+    if plan.config.checkpoint.keep_best:
+        plan.tokenizer.save(folder / BEST / "tokenizer")
+    facts = {"environment": describe_environment(plan.ranks, plan.device), "world_size": plan.ranks.world_size,
+             "train_iters": plan.train_iters, "global_batch_size": plan.global_batch_size,
+             "device": str(plan.device), "precision": str(plan.dtype).removeprefix("torch."),
+             "torch": torch.__version__}
+    write_settings(folder, plan.config, facts, goes_on=plan.source == plan.config.checkpoint.save)

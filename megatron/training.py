@@ -24,9 +24,23 @@ from torch import Tensor
 import mpu
 from data_utils import evaluation_batches
 from data_utils.samplers import Samples
+from megatron.best_checkpoint import BEST, best_loss
 from megatron.distributed import global_sum
-from megatron.reporting import EvaluationRecord, IterationRecord, evaluation_line, iteration_line, memory_line
+from megatron.generation import Continuation, generate
+from megatron.memory_report import expected_peak
+from megatron.profiling import profiler_for
+from megatron.reporting import (
+    EvaluationRecord,
+    IterationRecord,
+    evaluation_line,
+    iteration_line,
+    memory_line,
+    peak_memory,
+)
 from megatron.run import Run
+from megatron.sampling import Sampling
+
+SAMPLE_TOKENS = 120
 
 
 @dataclass(frozen=True)
@@ -140,7 +154,30 @@ def evaluate_and_log(run: Run, split: str, *, final: bool = False) -> Evaluation
     record = evaluate(run, dataset, split, run.config.train.eval_iters * run.global_batch_size)
     run.log.record(record)
     run.log.say(evaluation_line(record, final=final))
+    if split == "valid" and run.config.checkpoint.keep_best:
+        save_if_best(run, record.lm_loss)
     return record
+
+
+def save_if_best(run: Run, valid_loss: float) -> None:
+    """Write a checkpoint of this iteration into the folder `best` where no validation loss was lower."""
+    folder = run.save_directory / BEST
+    run.saver.finish()  # the last best one may still be on its way
+    lower = run.parallel.rank == 0 and valid_loss < best_loss(folder, run.splits.fingerprint, run.log.say)
+    if run.saver.any_rank(lower):
+        run.gatherer.wait()
+        run.saver.save(run.iteration, run.files(), run.facts() | {"valid_loss": valid_loss}, directory=folder,
+                       keep_last=1)
+
+
+def sample_text(run: Run) -> str:
+    """A short continuation of nothing, on the first rank of a model-parallel group; all take part. It is kept."""
+    sample = Continuation([], Sampling(max_new_tokens=SAMPLE_TOKENS, temperature=0.8, top_k=40,
+                                       seed=run.config.train.seed))
+    generate(run.model, run.tokenizer, [sample])
+    text = run.tokenizer.decode(sample.ids)
+    run.log.sample(text)
+    return text
 
 
 def train(run: Run) -> str:
@@ -148,8 +185,11 @@ def train(run: Run) -> str:
     config = run.config.train
     run.model.train()
     progress = Progress(run)
+    profiler = profiler_for(config.profile, config.profile_ranks, rank=run.parallel.rank, start=run.iteration,
+                            end=run.train_iters, device=run.device, folder=run.save_directory, say=run.log.say)
     while run.iteration < run.train_iters:
-        train_step(run)
+        with profiler(run.iteration + 1):
+            train_step(run)
         run.iteration += 1
         run.consumed_samples += run.global_batch_size
         run.log.step()
@@ -157,17 +197,22 @@ def train(run: Run) -> str:
             progress.log()
         if run.iteration % config.eval_interval == 0 and run.iteration < run.train_iters:
             with progress.paused():
-                evaluate_and_log(run, "valid")
+                if evaluate_and_log(run, "valid"):
+                    sample_text(run)
+                run.log.report()
 
         out_of_time = (config.exit_duration_in_mins is not None
                        and time.monotonic() - run.started > 60 * config.exit_duration_in_mins)
         reason = run.stop.agreed(out_of_time)
         if not reason and config.exit_interval and run.iteration % config.exit_interval == 0:
             reason = "--exit-interval"
+        if reason:
+            profiler.finish()
         save_interval = run.config.checkpoint.save_interval
         if reason or (save_interval and run.iteration % save_interval == 0 and run.iteration < run.train_iters):
             with progress.paused():
                 run.save()
+                run.log.report()
         if reason:
             return reason
     return ""
@@ -202,13 +247,13 @@ class Progress:
         record = IterationRecord(
             run.iteration, run.consumed_samples, loss / (iterations - skipped) if iterations > skipped else math.nan,
             optimizer.learning_rate.item(), optimizer.scaler.scale.item(), optimizer.grad_norm.item(),
-            1000 * seconds / iterations, tokens_per_second, run.mfu(tokens_per_second))
+            1000 * seconds / iterations, tokens_per_second, run.mfu(tokens_per_second), peak_memory(run.device))
         run.log.record(record)
         run.log.say(iteration_line(record, train_iters=run.train_iters, skipped=skipped,
                                    seconds_to_go=(run.train_iters - run.iteration) * seconds / iterations))
         run.log.say(run.timers.line(iterations))
         if not self._memory_told:
-            run.log.say(memory_line(run.device))
+            run.log.say(memory_line(run.device, expected_peak(run.plan)))
         self._memory_told, self._iteration, self._skipped = True, run.iteration, skipped_in_all
         if in_a_row >= run.config.train.max_skipped_steps:
             raise FloatingPointError(

@@ -20,7 +20,7 @@ _BLOCK = 256
 # once, at b·n = 24 and s = 1,024).
 _SCORES = 3 << 18
 # Up to here a CPU in bf16 with dropout holds all scores; beyond, they would cost more memory than they save time.
-_MATERIALISE_UP_TO = 512
+MATERIALISE_UP_TO = 512
 
 
 class Documents:
@@ -77,7 +77,7 @@ def causal_attention(qkv: Tensor, dropout_p: float) -> Tensor:
         if dropout_p == 0:
             y: Tensor = _BlockwiseBackward.apply(qkv)  # type: ignore[no-untyped-call]
             return y
-        if s <= _MATERIALISE_UP_TO:
+        if s <= MATERIALISE_UP_TO:
             return _materialised(qkv, dropout_p)
     q, k, v = _heads(qkv)
     y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout_p, is_causal=True)

@@ -5,8 +5,9 @@
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 LEAST="torch numpy safetensors" # training runs with these alone
 MODULES="$LEAST tiktoken sentencepiece tokenizers tqdm matplotlib"
-TEST_MODULES="transformers pytest pytest_timeout xdist ruff mypy setuptools tensorboard hypothesis megatron.core
-    zstandard pyarrow gigatoken orjson xxhash ftfy tldextract trafilatura lxml_html_clean py3langid datatrove"
+TEST_MODULES="transformers pytest pytest_timeout xdist ruff mypy setuptools tensorboard wandb hypothesis megatron.core
+    zstandard pyarrow gigatoken orjson xxhash ftfy tldextract trafilatura lxml_html_clean py3langid datatrove lm_eval
+    starlette uvicorn openai playwright"
 
 say() { echo "$*" >&2; }
 
@@ -51,7 +52,7 @@ install() {
         -c "$ROOT/constraints.txt" -e "$ROOT${1:+[$1]}" >&2
 }
 
-# find_python EXTRAS ("" or "dev,hf,data,curate"): sets PYTHON, or ends the script with what is missing
+# find_python EXTRAS ("" or "dev,hf,data,curate,eval,serve"): sets PYTHON, or ends the script with what is missing
 find_python() {
     local needed=$MODULES own=$ROOT/.venv/bin/python
     [ -z "$1" ] || needed="$MODULES $TEST_MODULES"

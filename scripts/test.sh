@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Lint, types and all the tests:   bash scripts/test.sh [arguments of pytest]
-# Installs what is missing, the extras [dev,hf,data,curate] included.
+# Installs what is missing, the extras [dev,hf,data,curate,eval,serve] included.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
-find_python "dev,hf,data,curate"
+find_python "dev,hf,data,curate,eval,serve"
 cd "$ROOT"
 "$PYTHON" -m ruff check .
 "$PYTHON" -m mypy

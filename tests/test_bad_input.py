@@ -51,7 +51,8 @@ def run_cases(rank: int, world_size: int, folder: str) -> dict[str, tuple[int, s
     pretrain_gpt2.LAUNCHER_GRACE = 0.0
     results = {}
     for name, (flags, _) in CASES.items():
-        words = [*TINY, "--save", f"{folder}/save", *(flag.format(folder=folder) for flag in flags)]
+        words = [*TINY, "--save", f"{folder}/save", "--init-method", f"file://{folder}/ranks meet here, {name}",
+                 *(flag.format(folder=folder) for flag in flags)]
         with contextlib.redirect_stderr(io.StringIO()) as errors:
             code = pretrain_gpt2.main(words)
         results[name] = code, errors.getvalue()

@@ -62,7 +62,7 @@ def test_a_run_from_beginning_to_end_and_on(work: Path, capfd: pytest.CaptureFix
     trained = [r for r in records if "lm_loss" in r and "split" not in r]
     assert [r["iteration"] for r in trained] == [4, 8, 10]
     assert trained[-1].keys() == {"iteration", "consumed_samples", "lm_loss", "learning_rate", "loss_scale",
-                                  "grad_norm", "ms_per_iteration", "tokens_per_second", "mfu"}
+                                  "grad_norm", "ms_per_iteration", "tokens_per_second", "mfu", "memory_bytes"}
     assert trained[-1]["consumed_samples"] == 40
     evaluated = [r for r in records if "split" in r]
     assert [(r["split"], r["iteration"]) for r in evaluated] == [("valid", 6), ("valid", 10), ("test", 10)]

@@ -34,9 +34,9 @@ COMMANDS = [(page, line) for page, block in blocks("bash") for line in block.spl
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A clone with what a reader brings along; the commands run here one after the other, as a reader would."""
     folder = tmp_path_factory.mktemp("docs") / "project"
-    for name in ("mpu", "data_utils", "megatron", "scripts", "tools", "benchmarks"):
+    for name in ("mpu", "data_utils", "megatron", "scripts", "tools", "benchmarks", "data"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pretrain_gpt2.py", "constraints.txt", "pyproject.toml"):
+    for name in ("pretrain_gpt2.py", "generate_samples.py", "evaluate_gpt2.py", "constraints.txt", "pyproject.toml"):
         shutil.copy(ROOT / name, folder / name)
     write_text(folder, 3000).rename(folder / "my_text.txt")
     write_gpt2(folder / "gpt2")
@@ -98,8 +98,9 @@ def test_python_examples_run(page: str, block: str):
 def test_every_file_and_flag_that_is_named_exists():
     from megatron.flags import flag_table
 
-    known = {row[0] for row in flag_table()} | {"--help", "--index-url", "--local-dir", "--nproc-per-node",
-                                                  "--ntasks-per-node"}
+    known = {row[0] for row in flag_table()} | {"--help", "--index-url", "--local-dir", "--ntasks-per-node",
+                                                  # of sbatch, docker and apptainer
+                                                  "--nodes", "--gpus", "--ipc", "--ulimit", "--network", "--nv"}
     for program in (*(ROOT / "tools").rglob("*.py"), *(ROOT / "benchmarks").glob("*.py"),
                     ROOT / "data_utils" / "curation" / "command_line.py"):
         for names in re.findall(r'add_argument\(((?:"--[\w-]+",? ?)+)', program.read_text()):

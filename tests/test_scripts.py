@@ -21,7 +21,7 @@ LEAST = "torch numpy safetensors"
 TRAINING = f"{LEAST} tiktoken sentencepiece tokenizers tqdm matplotlib"
 TESTING = (f"{TRAINING} transformers pytest pytest_timeout xdist ruff mypy setuptools tensorboard hypothesis "
            "megatron.core zstandard pyarrow gigatoken orjson xxhash ftfy tldextract trafilatura lxml_html_clean "
-           "py3langid datatrove")
+           "py3langid datatrove lm_eval starlette uvicorn openai playwright")
 
 STUB = r"""#!/bin/bash
 case "$0" in */.venv/*) STUB_HAS=$(cat "$0.installed" 2>/dev/null) ;; esac
@@ -257,7 +257,7 @@ def test_the_default_port_gives_way(project: Project) -> None:
 def test_test_script_installs_its_extras_and_ends_with_pytest(project: Project) -> None:
     done = project.run("test.sh", "-k", "a name", STUB_INSTALLS=TESTING)
     assert done.returncode == 0, done.stderr
-    assert f"-e {project.root}[dev,hf,data,curate]" in done.stderr
+    assert f"-e {project.root}[dev,hf,data,curate,eval,serve]" in done.stderr
     words = [line for line in done.stdout.splitlines() if line.startswith("<")]
     assert words == ["<-m>", "<ruff>", "<check>", "<.>", "<-m>", "<mypy>",
                      "<-m>", "<pytest>", "<-n>", "<2>", "<-k>", "<a name>"]
@@ -300,3 +300,33 @@ def test_two_ranks_train_for_real(tmp_path: Path) -> None:
     assert done.stdout.count("iteration        2/       2 |") == 1  # one rank speaks
     assert sorted(path.name for path in (tmp_path / "run" / "iter_0000002").glob("mp_rank_*")) == [
         "mp_rank_00", "mp_rank_01"]
+
+
+def test_generate_text_takes_the_newest_checkpoint(project: Project) -> None:
+    done = project.run("generate_text.sh")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "error: no checkpoint is under checkpoints/: name one with CHECKPOINT_PATH=FOLDER\n"
+    for age, name in enumerate(("new one", "older", "oldest")):
+        tracker = project.elsewhere / "checkpoints" / name / "latest_checkpointed_iteration.txt"
+        tracker.parent.mkdir(parents=True)
+        tracker.touch()
+        os.utime(tracker, (1e9 - age, 1e9 - age))
+    program = f"{project.root}/tools/generate_text.py"
+    assert project.words("generate_text.sh", "--prompt", "a b") == [
+        program, "--load", "checkpoints/new one", "--prompt", "a b"]
+    assert project.words("generate_text.sh", CHECKPOINT_PATH="my run", TEMP="0.9", TOPK="5", TOPP="0.5",
+                         MAXSEQLEN="64") == [program, "--load", "my run", "--temperature", "0.9", "--top-k", "5",
+                                             "--top-p", "0.5", "--max-new-tokens", "64"]
+    assert project.words("generate_text.sh", "--load=x", MPSIZE="1") == [program, "--load=x"]
+    words = project.words("generate_text.sh", "--greedy", MPSIZE="4", CHECKPOINT_PATH="x")
+    assert words[:2] == ["-m", "torch.distributed.run"] and value(words, "--nproc-per-node") == "4"
+    assert words[-4:] == [program, "--load", "x", "--greedy"]
+    assert "MPSIZE=two is not a whole number" in project.run("generate_text.sh", MPSIZE="two").stderr
+
+
+def test_the_server_starts_its_own_ranks(project: Project) -> None:
+    program = f"{project.root}/tools/run_text_generation_server.py"
+    words = project.words("run_text_generation_server.sh", "--port", "0", CHECKPOINT_PATH="my run", MPSIZE="02")
+    assert words == [program, "--load", "my run", "--nproc-per-node", "2", "--port", "0"]
+    assert project.words("run_text_generation_server.sh", "--load=x") == [program, "--nproc-per-node", "1", "--load=x"]
+    assert "MP_SIZE=0 is not" in project.run("run_text_generation_server.sh", MP_SIZE="0").stderr

@@ -32,8 +32,10 @@ from collectives.report import HEADER, Missing, Row, missing_line, pairs_table, 
 
 from megatron.config import require
 from megatron.device import DTYPES, choose_backend, choose_device, set_threads
-from megatron.launch import Ranks, initialize_distributed, shutdown
+from megatron.launch import Ranks, read_launch
 from megatron.pretrain_gpt2 import refuse
+from megatron.rendezvous import initialize_distributed, leave, meet
+from megatron.spawn import start_ranks
 
 FACTOR = 4  # between the sizes
 PAIRS_BYTES = 1 << 20  # below it noise looks like a slow pair
@@ -154,10 +156,14 @@ def bench(options: argparse.Namespace, world: World, where: str) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     ranks = Ranks()
     try:
-        ranks = Ranks.from_environment()
-        options = parse(argv)
+        launch, words = read_launch(sys.argv[1:] if argv is None else argv)
+        if launch.starts:
+            return start_ranks(main, words, launch)
+        ranks = launch.ranks()
+        options = parse(words)
         require(ranks.world_size > 1, "one rank has nobody to talk to, at least two are needed: "
                                       "torchrun --nproc-per-node 2 tools/bench_collectives.py")
+        ranks = meet(launch)
         set_threads(ranks)
         device, device_line = choose_device(options.device, ranks)
         backend, _ = choose_backend(options.distributed_backend, device)
@@ -165,13 +171,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             torch.cuda.set_device(device)
         if ranks.rank == 0 and options.output:
             options.output.mkdir(parents=True, exist_ok=True)
-        initialize_distributed(ranks, backend, TIMEOUT_MINUTES)
+        initialize_distributed(ranks, backend, device, TIMEOUT_MINUTES)
     except (ValueError, OSError, dist.DistError) as error:
         return refuse(error, ranks)
     try:
         return bench(options, make_world(device, DTYPES[options.dtype]), f"{backend}; {device_line}")
     finally:
-        shutdown()
+        leave(ranks)
 
 
 if __name__ == "__main__":

@@ -147,15 +147,22 @@ class GPT2Model(nn.Module):
             vocab_size=self.vocab_size, sequence_parallel=self.sequence_parallel,
             collect=tied.add if tied else None)
 
+    def hidden_states(self, tokens: Tensor, positions: Tensor | None = None,
+                      cache: mpu.KeyValueCache | None = None) -> Tensor:
+        """tokens [b, s] int64 -> what the head reads, [s, b, h], the same on every rank. Without gradient. cache: reads
+        and keeps the keys and values; positions: then those of the tokens."""
+        x = self.transformer(self._embed(tokens, positions), cache=cache)
+        return mpu.gather_from_sequence_parallel_region(x) if self.sequence_parallel else x
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Hidden states [..., h] -> this rank's logits [..., v/p]. Without gradient."""
+        return mpu.linear_without_gradient(x, self.word_embeddings.weight, None)
+
     def next_logits(self, tokens: Tensor, last: Tensor, positions: Tensor | None = None,
                     cache: mpu.KeyValueCache | None = None) -> Tensor:
-        """tokens [b, s] int64 -> this rank's logits of what follows the token `last` [b] of each row, [b, v/p]. Without
-        gradient. cache: reads and keeps the keys and values; positions: then those of the tokens."""
-        x = self.transformer(self._embed(tokens, positions), cache=cache)
-        if self.sequence_parallel:
-            x = mpu.gather_from_sequence_parallel_region(x)
-        x = x[last, torch.arange(last.numel(), device=last.device)]  # [s, b, h] -> [b, h]
-        return mpu.linear_without_gradient(x, self.word_embeddings.weight, None)
+        """As `hidden_states`, but this rank's logits of what follows the token `last` [b] of each row, [b, v/p]."""
+        x = self.hidden_states(tokens, positions, cache)
+        return self.logits(x[last, torch.arange(last.numel(), device=last.device)])  # [s, b, h] -> [b, h]
 
     def _embed(self, tokens: Tensor, positions: Tensor | None,
                collect: Callable[[Tensor, Tensor], object] | None = None) -> Tensor:

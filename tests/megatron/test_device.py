@@ -55,6 +55,12 @@ def test_a_gpu_that_torch_cannot_use_is_said_loudly(monkeypatch):
         assert on.choose_device("auto", Ranks(), environ) == (CPU, "cpu: this machine has no GPU")
 
 
+def test_apples_gpu_is_left_alone(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    assert on.choose_device("auto", Ranks(), {}) == (CPU, "cpu: Apple's GPU (MPS) is not supported")
+
+
 def test_gpu_present(tmp_path):
     assert not on.gpu_present(str(tmp_path))
     (tmp_path / "dev").mkdir()

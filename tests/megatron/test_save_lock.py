@@ -46,12 +46,12 @@ def second_run(rank: int, world_size: int, folder: str) -> tuple[int, str]:
                        "LOCAL_WORLD_SIZE": str(world_size)})
     pretrain_gpt2.LAUNCHER_GRACE = 0.0
     with contextlib.redirect_stderr(io.StringIO()) as errors:
-        return train(folder), errors.getvalue()
+        return train(folder, "--init-method", f"file://{folder}/the ranks meet"), errors.getvalue()
 
 
-def train(folder: str) -> int:
+def train(folder: str, *words: str) -> int:
     return pretrain_gpt2.main([*SMALL, "--train-data", f"{folder}/text.txt", "--data-cache-path", f"{folder}/cache",
-                               "--save", f"{folder}/save", "--train-iters", "1"])
+                               "--save", f"{folder}/save", "--train-iters", "1", *words])
 
 
 def test_the_second_run_is_refused_on_all_its_ranks(tmp_path: Path):

@@ -1,0 +1,297 @@
+"""What the memory of one rank holds in a training step, by part, from the flags alone: nothing is allocated.
+
+A step is fullest at one of four moments: in the loss, when everything is kept for backward; at the first layer that
+backward meets, which adds its own; at the last one, when the gradients are nearly all there; and in the optimizer. The
+sums below say of each tensor of `mpu/` and `megatron/` that is large when it is made and when it goes; docs/memory.md
+explains them, `megatron/memory_2019.py` has those of 2019's program, and tests hold them against what torch allocates.
+
+Legend: b micro-batch, s sequence, t = b · s tokens, h hidden, f width inside the MLP, n heads, l layers, v padded
+vocabulary, p model-parallel size, e bytes of an element of the model's precision. Sizes are bytes.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+import mpu
+from megatron.config import Config, ModelConfig
+from megatron.distributed import bucket_size
+from megatron.model.gpt2 import count_parameters
+from mpu.attention import MATERIALISE_UP_TO
+
+PARTS = ("weights", "gradients", "optimizer", "activations", "logits and loss", "communication", "heap", "fixed")
+
+# Of a CPU's process beside what is resident before the model is made (torch 2.13): code and buffers of the matrix
+# libraries; and the compiler's Python, which torch loads for its checkpoint and for an operator of ours.
+LIBRARIES, COMPILER = 35 << 20, 75 << 20
+# Of a GPU: CUDA's context and the kernels of torch, NCCL and cuBLAS; 0.4 to 0.8 GB.
+CUDA_CONTEXT = 600 << 20
+# Blocks that glibc keeps although they fit nothing, as a share of what comes and goes in a step; docs/memory.md.
+HEAP_HOLES = 0.35
+# What a token of a step is as numbers: text, tokens and labels in int64, mask and weight in float32.
+BATCH = 40
+
+
+@dataclass(frozen=True)
+class Setting:
+    """All that memory depends on. config: with the vocabulary's size. fixed: bytes that are there before the model is.
+    keeps_freed: glibc keeps what is freed (`megatron.device.set_allocator`)."""
+
+    config: Config
+    world_size: int
+    device: str  # cpu or cuda
+    dtype: torch.dtype
+    fixed: int
+    keeps_freed: bool = False
+
+    def __post_init__(self) -> None:
+        assert self.config.model.vocab_size is not None
+        self.config.accumulation(self.data_parallel_size)  # raises ValueError where the batch does not fit the ranks
+
+    @property
+    def data_parallel_size(self) -> int:
+        return self.config.data_parallel_size(self.world_size)
+
+    @property
+    def micro_batches(self) -> int:
+        return self.config.accumulation(self.data_parallel_size)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes by part at the fullest moment of a step, and in the host's memory beside a GPU's."""
+
+    moment: str
+    parts: Mapping[str, int]
+    on_host: int = 0
+
+    @property
+    def total(self) -> int:
+        return sum(self.parts.values())
+
+    @property
+    def allocated(self) -> int:
+        """What torch's allocator counts: the total without what is fixed."""
+        return self.total - self.parts["fixed"]
+
+
+def layer_matrices(num_layers: int, hidden_size: int) -> int:
+    """12·l·h²: the elements of all layers' matrices where f = 4h."""
+    return 12 * num_layers * hidden_size**2
+
+
+@functools.lru_cache(maxsize=64)
+def _parameters(model: ModelConfig, model_parallel_size: int) -> int:
+    return count_parameters(model, model_parallel_size)[1]
+
+
+def expected(setting: Setting) -> Memory:
+    """The fullest moment of a training step."""
+    every = _moments(setting)
+    state = ("weights", "optimizer")
+    holes = {moment: int(HEAP_HOLES * sum(size for part, size in parts.items() if part not in state))
+             if setting.keeps_freed and setting.device == "cpu" else 0 for moment, parts in every.items()}
+    moment = max(every, key=lambda name: sum(every[name].values()))
+    parts = {**dict.fromkeys(PARTS, 0), **every[moment], "heap": holes[moment],
+             "fixed": setting.fixed + _libraries(setting)}
+    return Memory(moment, parts, _on_host(setting))
+
+
+def _moments(setting: Setting) -> dict[str, dict[str, int]]:
+    """What changes and what stays, at each moment, without heap and fixed."""
+    size, parallel = _Sizes(setting), setting.config.parallel
+    # Without the reducer's own way for the tied matrix autograd adds the gradients of head and embedding.
+    by_torch = parallel.DDP_impl == "torch" and setting.data_parallel_size > 1
+    gradients = 4 * size.parameters
+    before = gradients if setting.micro_batches > 1 else 0  # those of the micro-batches before
+    state = {"weights": size.weights, "optimizer": size.optimizer}
+    kept, group = size.kept_by_all_layers, size.recomputed_together
+    of_layers = 4 * (size.parameters - size.outside_of_layers)
+    bucket = min(size.bucket, gradients)  # of float32 gradients, all of it from the first one on
+    in_flight = size.communication(gradients)
+    head = size.head * (3 if by_torch else 1)
+    if by_torch:
+        # Parameters' own gradients and DDP's buckets; the float32 ones come when backward is over.
+        gradients, of_layers, before = (2 * size.element * x // 4 for x in (gradients, of_layers, before))
+        in_flight = 0
+    return {
+        "the loss": {
+            **state, "gradients": before, "activations": size.batch + kept,
+            "logits and loss": size.residual + size.hidden + max(size.loss, size.head)},
+        "backward of the last layer": {
+            **state, "gradients": max(before, bucket),
+            "activations": size.batch + kept + group + size.backward_of_a_layer, "logits and loss": head},
+        "backward of the first layer": {
+            **state, "gradients": max(before, of_layers, bucket), "communication": size.communication(
+                of_layers // size.bucket * size.bucket),  # of buckets that are complete
+            "activations": size.batch + size.kept_by_one_step + group + size.backward_of_a_layer,
+            "logits and loss": head},
+        "backward of the embeddings": {
+            **state, "gradients": gradients, "communication": in_flight, "logits and loss": head,
+            "activations": size.batch + size.residual + (0 if size.element == 4 else 2 * size.residual)},
+        "the optimizer": {
+            **state, "gradients": 4 * size.parameters + (gradients if by_torch else 0), "communication": in_flight,
+            "activations": size.batch},
+    }
+
+
+class _Sizes:
+    """The large tensors of a rank."""
+
+    def __init__(self, setting: Setting) -> None:
+        config = setting.config
+        model, train, parallel = config.model, config.train, config.parallel
+        assert model.vocab_size is not None
+        self._setting, self._train = setting, train
+        self.on_gpu = setting.device == "cuda"
+        p = self._p = parallel.model_parallel_size
+        self.element = e = torch.empty((), dtype=setting.dtype).element_size()
+        self.layers, self._s = model.num_layers, config.data.seq_length
+        self._tokens = train.micro_batch_size * self._s
+        self._heads, self._dropout = model.num_attention_heads // p, (model.attention_dropout, model.hidden_dropout)
+
+        self.parameters = _parameters(model, p)
+        rows = mpu.padded_vocab_size(model.vocab_size, model.make_vocab_size_divisible_by, p) // p
+        self._rows, self._h = rows, model.hidden_size
+        self.outside_of_layers = (rows + model.max_position_embeddings + 2) * model.hidden_size
+        self.weights = e * self.parameters
+        self.batch = BATCH * setting.micro_batches * self._tokens
+        self.hidden = e * self._tokens * model.hidden_size  # [t, h]
+        self.residual = self.hidden // p if parallel.sequence_parallel else self.hidden
+        self._wide = e * self._tokens * model.ffn_size // p  # [t, f/p]
+        self._wide_weight = model.ffn_size // p * model.hidden_size
+        # The gradients that exist from a bucket's first one on.
+        limit = bucket_size(parallel.ddp_bucket_size, setting.data_parallel_size)
+        self.bucket = 4 * max(limit, self._wide_weight)
+        self.head = e * rows * model.hidden_size  # the gradient of [v/p, h], rounded
+
+    @property
+    def optimizer(self) -> int:
+        """Masters, where they are not the weights themselves, and two moments, on the device."""
+        if self._setting.config.parallel.cpu_offload_optimizer and self.on_gpu:
+            return 0
+        return self.state
+
+    @property
+    def state(self) -> int:
+        """The same, wherever it is. Offloaded: masters always, their rounded copy and a copy of the gradients."""
+        parallel, e = self._setting.config.parallel, self.element
+        owned = self.parameters
+        if parallel.use_distributed_optimizer:
+            owned = -(-owned // self._setting.data_parallel_size)
+        master = 0 if e == 4 else 4
+        if parallel.cpu_offload_optimizer:
+            master = 4 + 4 + (0 if e == 4 else e)
+        return (master + 8) * owned
+
+    @property
+    def kept_by_a_layer(self) -> int:
+        """What one layer keeps for its backward, its output (the next one's input) included."""
+        residual, wide, own = self.residual, self._wide, self.hidden // self._p
+        norms = 0 if self._train.recompute_granularity == "selective" else 2 * residual
+        gelu = wide if self._train.recompute_granularity != "selective" else 0
+        return 2 * residual + norms + 3 * own + self._attention + own + wide + gelu + 2 * self._dropped(residual)
+
+    def _dropped(self, size: int) -> int:
+        """The mask of a hidden dropout of `size` bytes: a byte an element on a GPU, the factors on a CPU."""
+        if self._dropout[1] == 0:
+            return 0
+        return size // self.element if self.on_gpu else size
+
+    @property
+    def _scores(self) -> int:
+        """One matrix of attention's scores [b, n/p, s, s], where they are materialised; 0 where a kernel makes them
+        piece by piece. torch's plain formulas take them in float32, ours for a CPU in bf16."""
+        materialised = self._train.attention_backend == "unfused" if self.on_gpu else self._dropout[0] > 0
+        elements = self._tokens * self._heads * self._s
+        return elements * (self.element if self._by_our_formulas else 4) if materialised else 0
+
+    @property
+    def _by_our_formulas(self) -> bool:
+        return not self.on_gpu and self._setting.dtype == torch.bfloat16 and self._s <= MATERIALISE_UP_TO
+
+    @property
+    def _attention(self) -> int:
+        """Kept between queries, keys and values, side by side, and the output, all [t, h/p]."""
+        own = self.hidden // self._p
+        if self._scores:  # the softmax, and with dropout its mask (a byte an element on a GPU) and their product
+            masks = 0 if self._dropout[0] == 0 else self._scores // 4 if self.on_gpu else self._scores
+            products = self._scores if self._dropout[0] > 0 else 0
+            return self._scores + masks + products + (0 if self._by_our_formulas else 3 * own * 4 // self.element)
+        log_sums = 4 * self._tokens * self._heads
+        if self.on_gpu:
+            return own + log_sums  # the kernel's output lies in another order than the next product's input
+        return 0 if self._setting.dtype == torch.bfloat16 else log_sums
+
+    @property
+    def kept_by_all_layers(self) -> int:
+        """With the embeddings' output, the first layer's input."""
+        if self._train.recompute_granularity == "full":
+            steps = -(-self.layers // self._train.recompute_num_layers)
+            inside = steps * self.residual
+        else:
+            inside = self.layers * self.kept_by_a_layer
+        return inside + self.residual + self._dropped(self.residual)
+
+    @property
+    def recomputed_together(self) -> int:
+        """What full recomputation makes again for one of its steps."""
+        if self._train.recompute_granularity != "full":
+            return 0
+        return min(self._train.recompute_num_layers, self.layers) * self.kept_by_a_layer
+
+    @property
+    def kept_by_one_step(self) -> int:
+        """Of the layers, when backward comes to the first one."""
+        alone = 0 if self._train.recompute_granularity == "full" else self.kept_by_a_layer
+        return alone + self.residual + self._dropped(self.residual)
+
+    @property
+    def backward_of_a_layer(self) -> int:
+        """Beside what it kept: the gradients of its output, of what is between the MLP's products, and of a weight; and
+        GELU's output where that is made again. Or those of the scores."""
+        again = self._wide if self._train.recompute_granularity == "selective" else 0
+        return max(self.residual + self._wide + again + self.element * self._wide_weight, self._scores)
+
+    @property
+    def loss(self) -> int:
+        """The gradient of the head's weight as it is summed, and a part of the logits. See `_LinearCrossEntropy`."""
+        matrix, e = self._rows * self._h, self.element
+        chunk = max(512, self._tokens // 16)
+        products = -(-self._tokens // chunk)
+        together = products if e == 4 else 1 if self.on_gpu else 4  # added by the product itself
+        # Beyond them the sum is in float32, to which a CPU adds a copy of the next ones in float32.
+        summed = e * matrix if products <= together else (4 + e + (0 if self.on_gpu else 4)) * matrix
+        chunk = min(chunk, self._tokens)
+        in_float32 = chunk if self.on_gpu else min(max(torch.get_num_threads() * (3 << 17) // self._rows, 1), chunk)
+        logits = (e * chunk + 4 * in_float32) * self._rows
+        return max(summed, min(summed, (4 + e) * matrix) + logits)
+
+    def communication(self, gradients: int) -> int:
+        """Beside gradients of so many bytes that are on their way: their copy in bf16, and what gloo makes."""
+        parallel = self._setting.config.parallel
+        if self._setting.data_parallel_size == 1:
+            return 0
+        sent = gradients // 2 if parallel.grad_reduce_in_bf16 else 0
+        copied = parallel.use_distributed_optimizer and not self.on_gpu  # gloo reduces a copy of all, keeps a part
+        return sent + ((sent or gradients) if copied else 0)
+
+
+def _libraries(setting: Setting) -> int:
+    if setting.device == "cuda":
+        return 0
+    config = setting.config
+    by_operator = setting.dtype == torch.bfloat16 and config.model.attention_dropout == 0
+    compiler = by_operator or config.train.recompute_granularity == "full" or config.train.compile
+    return LIBRARIES + (COMPILER if compiler else 0)
+
+
+def _on_host(setting: Setting) -> int:
+    """Beside a GPU's: the offloaded optimizer, and what --async-save writes while training goes on."""
+    size = _Sizes(setting)
+    checkpoint = size.weights + size.state if setting.config.checkpoint.async_save else 0
+    return checkpoint + (size.state if size.optimizer == 0 else 0)
