@@ -23,7 +23,8 @@ from megatron.distributed import bucket_size
 from megatron.model.gpt2 import count_parameters
 from mpu.attention import MATERIALISE_UP_TO
 
-PARTS = ("weights", "gradients", "optimizer", "activations", "logits and loss", "communication", "heap", "fixed")
+PARTS = ("weights", "gradients", "optimizer", "activations", "logits and loss", "communication", "--async-save", "heap",
+         "fixed")
 
 # Of a CPU's process beside what is resident before the model is made (torch 2.13): code and buffers of the matrix
 # libraries; and the compiler's Python, which torch loads for its checkpoint and for an operator of ours.
@@ -96,9 +97,11 @@ def expected(setting: Setting) -> Memory:
     holes = {moment: int(HEAP_HOLES * sum(size for part, size in parts.items() if part not in state))
              if setting.keeps_freed and setting.device == "cpu" else 0 for moment, parts in every.items()}
     moment = max(every, key=lambda name: sum(every[name].values()))
-    parts = {**dict.fromkeys(PARTS, 0), **every[moment], "heap": holes[moment],
-             "fixed": setting.fixed + _libraries(setting)}
-    return Memory(moment, parts, _on_host(setting))
+    size, on_gpu = _Sizes(setting), setting.device == "cuda"
+    parts = {**dict.fromkeys(PARTS, 0), **every[moment], "--async-save": 0 if on_gpu else size.checkpoint,
+             "heap": holes[moment], "fixed": setting.fixed + _libraries(setting)}
+    # Beside a GPU's: the offloaded optimizer, and the copy that is written while training goes on.
+    return Memory(moment, parts, size.state - size.optimizer + size.checkpoint if on_gpu else 0)
 
 
 def _moments(setting: Setting) -> dict[str, dict[str, int]]:
@@ -111,8 +114,9 @@ def _moments(setting: Setting) -> dict[str, dict[str, int]]:
     state = {"weights": size.weights, "optimizer": size.optimizer}
     kept, group = size.kept_by_all_layers, size.recomputed_together
     of_layers = 4 * (size.parameters - size.outside_of_layers)
-    bucket = min(size.bucket, gradients)  # of float32 gradients, all of it from the first one on
-    in_flight = size.communication(gradients)
+    # Gradients in float32 are allocated by the bucket, with its first one. A CPU's memory is taken when it is written.
+    bucket = min(size.bucket, gradients) if size.on_gpu else of_layers // size.layers
+    in_flight = size.communication(of_layers // size.bucket * size.bucket)  # of buckets that are complete
     head = size.head * (3 if by_torch else 1)
     if by_torch:
         # Parameters' own gradients and DDP's buckets; the float32 ones come when backward is over.
@@ -121,21 +125,20 @@ def _moments(setting: Setting) -> dict[str, dict[str, int]]:
     return {
         "the loss": {
             **state, "gradients": before, "activations": size.batch + kept,
-            "logits and loss": size.residual + size.hidden + max(size.loss, size.head)},
+            "logits and loss": size.residual + size.gathered + size.hidden + max(size.loss, size.head)},
         "backward of the last layer": {
             **state, "gradients": max(before, bucket),
             "activations": size.batch + kept + group + size.backward_of_a_layer, "logits and loss": head},
         "backward of the first layer": {
-            **state, "gradients": max(before, of_layers, bucket), "communication": size.communication(
-                of_layers // size.bucket * size.bucket),  # of buckets that are complete
+            **state, "gradients": max(before, of_layers, bucket), "communication": in_flight,
             "activations": size.batch + size.kept_by_one_step + group + size.backward_of_a_layer,
             "logits and loss": head},
         "backward of the embeddings": {
             **state, "gradients": gradients, "communication": in_flight, "logits and loss": head,
             "activations": size.batch + size.residual + (0 if size.element == 4 else 2 * size.residual)},
         "the optimizer": {
-            **state, "gradients": 4 * size.parameters + (gradients if by_torch else 0), "communication": in_flight,
-            "activations": size.batch},
+            **state, "gradients": 4 * size.parameters + (gradients if by_torch else 0),
+            "communication": 0 if by_torch else size.communication(gradients), "activations": size.batch},
     }
 
 
@@ -149,7 +152,7 @@ class _Sizes:
         self._setting, self._train = setting, train
         self.on_gpu = setting.device == "cuda"
         p = self._p = parallel.model_parallel_size
-        self.element = e = torch.empty((), dtype=setting.dtype).element_size()
+        self.element = e = setting.dtype.itemsize
         self.layers, self._s = model.num_layers, config.data.seq_length
         self._tokens = train.micro_batch_size * self._s
         self._heads, self._dropout = model.num_attention_heads // p, (model.attention_dropout, model.hidden_dropout)
@@ -162,6 +165,7 @@ class _Sizes:
         self.batch = BATCH * setting.micro_batches * self._tokens
         self.hidden = e * self._tokens * model.hidden_size  # [t, h]
         self.residual = self.hidden // p if parallel.sequence_parallel else self.hidden
+        self.gathered = 0 if self.residual == self.hidden else self.hidden  # from all shards, for the head
         self._wide = e * self._tokens * model.ffn_size // p  # [t, f/p]
         self._wide_weight = model.ffn_size // p * model.hidden_size
         # The gradients that exist from a bucket's first one on.
@@ -179,14 +183,23 @@ class _Sizes:
     @property
     def state(self) -> int:
         """The same, wherever it is. Offloaded: masters always, their rounded copy and a copy of the gradients."""
-        parallel, e = self._setting.config.parallel, self.element
-        owned = self.parameters
-        if parallel.use_distributed_optimizer:
-            owned = -(-owned // self._setting.data_parallel_size)
+        e = self.element
         master = 0 if e == 4 else 4
-        if parallel.cpu_offload_optimizer:
+        if self._setting.config.parallel.cpu_offload_optimizer:
             master = 4 + 4 + (0 if e == 4 else e)
-        return (master + 8) * owned
+        return (master + 8) * self._owned
+
+    @property
+    def _owned(self) -> int:
+        """Parameters that this rank's optimizer updates."""
+        ranks = self._setting.data_parallel_size if self._setting.config.parallel.use_distributed_optimizer else 1
+        return -(-self.parameters // ranks)
+
+    @property
+    def checkpoint(self) -> int:
+        """The copy that --async-save writes while training goes on, of the first data-parallel rank."""
+        wanted = self._setting.config.checkpoint
+        return (self.weights + (0 if wanted.no_save_optim else 12 * self._owned)) if wanted.async_save else 0
 
     @property
     def kept_by_a_layer(self) -> int:
@@ -288,10 +301,3 @@ def _libraries(setting: Setting) -> int:
     by_operator = setting.dtype == torch.bfloat16 and config.model.attention_dropout == 0
     compiler = by_operator or config.train.recompute_granularity == "full" or config.train.compile
     return LIBRARIES + (COMPILER if compiler else 0)
-
-
-def _on_host(setting: Setting) -> int:
-    """Beside a GPU's: the offloaded optimizer, and what --async-save writes while training goes on."""
-    size = _Sizes(setting)
-    checkpoint = size.weights + size.state if setting.config.checkpoint.async_save else 0
-    return checkpoint + (size.state if size.optimizer == 0 else 0)

@@ -46,7 +46,7 @@ class Meeting:
 
     store: Store
     keeper: Store | None  # the store's server, where this process runs it
-    table: Sequence[Present]   # of all ranks
+    table: Sequence[Present]  # of all ranks
     heart: Heart
 
     @property

@@ -108,6 +108,8 @@ def facts(config: Config, plan: Setting | None, memory: Memory) -> dict[str, Any
     """All that is known, in numbers."""
     model, train, p = config.model, config.train, config.parallel.model_parallel_size
     total, own = count_parameters(model, p)
+    if plan is None:
+        own = memory.parts["weights"] // 2  # it padded the vocabulary in another way
     found: dict[str, Any] = {
         "parameters": {"in_all": total, "of_a_rank": own,
                        "matrices_12lh2": layer_matrices(model.num_layers, model.hidden_size)},
@@ -140,8 +142,8 @@ def fitting(plan: Setting, budget: int) -> dict[str, Any]:
 def table(config: Config, plan: Setting | None, found: dict[str, Any]) -> list[str]:
     model, p = config.model, config.parallel.model_parallel_size
     counted, memory = found["parameters"], found["memory"]
-    on = f"{plan.world_size} rank{'s' * (plan.world_size > 1)}, model-parallel {p} × data-parallel {plan.data_parallel_size}, " \
-         f"{found['precision']} on {plan.device}" if plan else f"Megatron-LM of 2019, model-parallel {p}, fp16 on a GPU"
+    on = f"{plan.world_size} rank{'s' * (plan.world_size > 1)}, model-parallel {p} × data-parallel " \
+         f"{plan.data_parallel_size}, {found['precision']} on {plan.device}" if plan else f"Megatron-LM of 2019, model-parallel {p}, fp16 on a GPU"
     lines = aligned([
         ("model", f"{model.num_layers} layers, hidden size {model.hidden_size}, {model.num_attention_heads} heads, "
                   f"vocabulary {model.vocab_size:,}, sequence {config.data.seq_length:,}"),

@@ -29,7 +29,7 @@ def clean_environment() -> dict[str, str]:
 
 
 def _run(argv: Sequence[str], environ: Mapping[str, str], output: str, machine: str,
-         before: Callable[[], None]) -> None:
+         before: Callable[[], object]) -> None:
     os.environ.clear()
     os.environ.update({**clean_environment(), **environ, "OMP_NUM_THREADS": "1"})
     with open(output, "wb") as file:
@@ -49,7 +49,7 @@ class Rank:
     """One process under way."""
 
     def __init__(self, folder: Path, argv: Sequence[str], environ: Mapping[str, str], machine: str = "",
-                 before: Callable[[], None] = int) -> None:
+                 before: Callable[[], object] = int) -> None:
         self.output = folder / f"output_{time.monotonic_ns()}"
         self.process: ForkServerProcess = CONTEXT.Process(
             target=_run, args=([*flags(folder), *argv], dict(environ), str(self.output), machine, before))
