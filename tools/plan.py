@@ -142,8 +142,10 @@ def fitting(plan: Setting, budget: int) -> dict[str, Any]:
 def table(config: Config, plan: Setting | None, found: dict[str, Any]) -> list[str]:
     model, p = config.model, config.parallel.model_parallel_size
     counted, memory = found["parameters"], found["memory"]
-    on = f"{plan.world_size} rank{'s' * (plan.world_size > 1)}, model-parallel {p} × data-parallel " \
-         f"{plan.data_parallel_size}, {found['precision']} on {plan.device}" if plan else f"Megatron-LM of 2019, model-parallel {p}, fp16 on a GPU"
+    on = f"Megatron-LM of 2019, model-parallel {p}, fp16 on a GPU"
+    if plan:
+        on = f"{plan.world_size} rank{'s' * (plan.world_size > 1)}, model-parallel {p} × data-parallel " \
+             f"{plan.data_parallel_size}, {found['precision']} on {plan.device}"
     lines = aligned([
         ("model", f"{model.num_layers} layers, hidden size {model.hidden_size}, {model.num_attention_heads} heads, "
                   f"vocabulary {model.vocab_size:,}, sequence {config.data.seq_length:,}"),
