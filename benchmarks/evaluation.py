@@ -56,15 +56,14 @@ def train(vocabulary: Path, folder: Path, lambada: Path, other: Path, iterations
 
 
 def ours(folder: Path, wikitext: Path, lambada: Path, model_parallel: int, data_parallel: int) -> Scores:
-    """By the program, over torchrun."""
+    """By the program."""
     metrics, ranks = [], model_parallel * data_parallel
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
     runs: tuple[list[str | Path], ...] = ([wikitext, lambada], [lambada, "--strict-lambada"])
     for number, flags in enumerate(runs):
         out = folder / f"{model_parallel}_{data_parallel}_{number}.json"
-        subprocess.run([sys.executable, *launcher, report.ROOT / "tools" / "evaluate_gpt2.py", "--load",
-                        folder / "save", "--device", "cpu", "--model-parallel-size", str(model_parallel), "--output",
-                        out, "--valid-data", *flags], check=True, stdout=subprocess.DEVNULL)
+        subprocess.run([sys.executable, report.ROOT / "tools" / "evaluate_gpt2.py", "--nproc-per-node", str(ranks),
+                        "--load", folder / "save", "--device", "cpu", "--model-parallel-size", str(model_parallel),
+                        "--output", out, "--valid-data", *flags], check=True, stdout=subprocess.DEVNULL)
         metrics += [result["metrics"] for result in json.loads(out.read_text())["results"]]
     wiki, plain, strict = metrics
     return {"perplexity": wiki["perplexity"], "adjusted_perplexity": wiki["adjusted_perplexity"],

@@ -86,7 +86,8 @@ def our_tokens(model: GPT2Model, prompts: torch.Tensor, new: int) -> tuple[list[
 def their_tokens(model: Any, prompts: torch.Tensor, new: int) -> list[list[int]]:
     made = model.generate(prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=new, min_new_tokens=new,
                           do_sample=False, pad_token_id=0)
-    return made[:, prompts.size(1):].tolist()
+    ids: list[list[int]] = made[:, prompts.size(1):].tolist()
+    return ids
 
 
 def compare(ours: GPT2Model, theirs: Any, batch: int, length: int, new: int, rounds: int) -> dict[str, Any]:

@@ -62,7 +62,7 @@ def tokenise(paths: Sequence[str], *, text_key: str | None, tokenizer: Tokenizer
         with _cache_errors(folder):
             (folder / "hashes").mkdir(parents=True, exist_ok=True)
             stack.enter_context(file_lock(folder / "locks" / name, lambda: log(
-                "another process is tokenising this data: waiting for it")))
+                "another rank or run is tokenising this data: waiting for it")))
         found = find()  # another process may have done it meanwhile
         if found:
             return found

@@ -283,8 +283,8 @@ def _merge_schedule(values: dict[str, Any], given: frozenset[str], old: Mapping[
         values[key] = then
         taken.append(f"{flag(key)} {then}")
     if differing:
-        problems.append("; ".join(differing) + ": --override-lr-scheduler takes the schedule of this run, "
-                                               "--use-checkpoint-lr-scheduler that of the checkpoint")
+        problems.append("; ".join(differing) + ": --override-opt-param-scheduler takes the schedule of this "
+                                               "run, --use-checkpoint-opt-param-scheduler that of the checkpoint")
     notes = [f"schedule from the checkpoint: {' '.join(taken)}"] if taken else []
     length = values.get("train.train_iters")
     if values.get("optimizer.lr_decay_iters") is None and None not in (horizon, length) and horizon != length:

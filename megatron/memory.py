@@ -205,15 +205,12 @@ class _Sizes:
     def kept_by_a_layer(self) -> int:
         """What one layer keeps for its backward, its output (the next one's input) included."""
         residual, wide, own = self.residual, self._wide, self.hidden // self._p
-        norms = 0 if self._train.recompute_granularity == "selective" else 2 * residual
-        gelu = wide if self._train.recompute_granularity != "selective" else 0
-        return 2 * residual + norms + 3 * own + self._attention + own + wide + gelu + 2 * self._dropped(residual)
+        norms_and_gelu = 0 if self._train.recompute_granularity == "selective" else 2 * residual + wide
+        return 2 * residual + norms_and_gelu + 3 * own + self._attention + own + wide + 2 * self._dropped(residual)
 
     def _dropped(self, size: int) -> int:
         """The mask of a hidden dropout of `size` bytes: a byte an element on a GPU, the factors on a CPU."""
-        if self._dropout[1] == 0:
-            return 0
-        return size // self.element if self.on_gpu else size
+        return 0 if self._dropout[1] == 0 else size // self.element if self.on_gpu else size
 
     @property
     def _scores(self) -> int:

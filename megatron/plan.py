@@ -141,8 +141,9 @@ def _source(arguments: Arguments, say: Say) -> tuple[Arguments, Checkpoint | Non
     if checkpoint is not None:
         return arguments, checkpoint, where.load or where.save
     if where.load is not None:
-        if where.finetune or where.exit_on_missing_checkpoint:
-            raise ValueError(f"--load {where.load} holds no checkpoint: give the --save folder of another run")
+        if where.finetune or where.exit_on_missing_checkpoint or where.load != where.save:
+            raise ValueError(f"--load {where.load} holds no checkpoint: give the --save folder of another run, or "
+                             "leave it out to start from random weights")
         say(f"WARNING: --load {where.load} holds no checkpoint: the run starts from random weights")
     return arguments, None, None
 

@@ -24,7 +24,7 @@ from megatron.memory_report import is_out_of_memory, out_of_memory, start_rows, 
 from megatron.model.gpt2 import count_parameters
 from megatron.plan import Plan, plan_run
 from megatron.rendezvous import leave, meet, name_lost
-from megatron.reporting import EvaluationRecord, closing_report, start_table
+from megatron.reporting import UNIGRAM, EvaluationRecord, closing_report, start_table
 from megatron.run import Run, build_run
 from megatron.spawn import start_ranks
 from megatron.training import evaluate_and_log, sample_text, train
@@ -192,12 +192,12 @@ def baselines(run: Run) -> dict[str, float | None]:
     train_split, valid = run.splits.train, run.splits.valid
     if not (isinstance(train_split, GPT2Dataset) and isinstance(valid, GPT2Dataset)) \
             or train_split.num_tokens > XZ_LIMIT:
-        return {"unigram entropy of the tokens": None, "xz -9": None}
+        return {UNIGRAM: None, "xz -9": None}
     evaluated = min(len(valid), run.config.train.eval_iters * run.global_batch_size) * run.config.data.seq_length
     held_out = valid.tokens[:evaluated]
     train_text = train_split.text(XZ_LIMIT)
     return {
-        "unigram entropy of the tokens": unigram_bits_per_byte(
+        UNIGRAM: unigram_bits_per_byte(
             train_split.tokens, held_out, run.tokenizer.byte_lengths, run.tokenizer.vocab_size),
         "xz -9, given the training text": xz_bits_per_byte(train_text, run.tokenizer.decode_bytes(held_out))
         if train_text is not None else None,

@@ -130,6 +130,9 @@ def peak_memory(device: torch.device) -> int:
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else resident_memory()["peak resident"]
 
 
+UNIGRAM = "unigram entropy of the tokens"  # a baseline that any model should beat
+
+
 def closing_report(*, bits_per_byte: float | None, baselines: Mapping[str, float | None], sample: str,
                    checkpoint: str | Path, plot: str, next_commands: Sequence[tuple[str, str]]) -> str:
     """The end of a run: the model beside its baselines, a sample, where things are and what to run next.
@@ -141,8 +144,11 @@ def closing_report(*, bits_per_byte: float | None, baselines: Mapping[str, float
         return "not computed" if value is None else f"{value:.3f}"
 
     scores = [("this model", figure(bits_per_byte)), *((name, figure(value)) for name, value in baselines.items())]
-    lines = ["-" * WIDTH, "validation, bits per byte (less is better):", *aligned(scores),
-             "", "a sample of the model's text:", *("  " + line for line in sample.splitlines()), ""]
+    lines = ["-" * WIDTH, "validation, bits per byte (less is better):", *aligned(scores)]
+    unigram = baselines.get(UNIGRAM)
+    if bits_per_byte is not None and unigram is not None and bits_per_byte >= unigram:
+        lines.append("  It knows no more than how often each token comes: give it more --train-iters or a higher --lr.")
+    lines += ["", "a sample of the model's text:", *("  " + line for line in sample.splitlines()), ""]
     paths = [("checkpoint", str(checkpoint))]
     if "\n" in plot:
         lines += [*plot.splitlines(), ""]

@@ -112,7 +112,10 @@ def test_a_missing_load_folder_is_one_warning(work: Path, capfd: pytest.CaptureF
     assert said.count("WARNING: --load new holds no checkpoint") == 1
     assert pretrain_gpt2.main([*flags, "--train-iters", "3"]) == 0
     assert "continuing new/iter_0000002" in capfd.readouterr().out
-    assert pretrain_gpt2.main([*FLAGS, "--load", "nowhere", "--exit-on-missing-checkpoint"]) == 2
+    assert pretrain_gpt2.main([*FLAGS, "--load", "nowhere", "--save", "nowhere", "--exit-on-missing-checkpoint"]) == 2
+    capfd.readouterr()
+    assert pretrain_gpt2.main([*FLAGS, "--load", "nowhere", "--save", "elsewhere"]) == 2, "a folder that is mistyped"
+    assert "--load nowhere holds no checkpoint" in capfd.readouterr().err and not (work / "elsewhere").exists()
 
 
 def test_no_save_and_no_load_of_optimizer_and_random_states(work: Path, capfd: pytest.CaptureFixture[str]):

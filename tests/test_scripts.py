@@ -19,9 +19,9 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 LEAST = "torch numpy safetensors"
 TRAINING = f"{LEAST} tiktoken sentencepiece tokenizers tqdm matplotlib"
-TESTING = (f"{TRAINING} transformers pytest pytest_timeout xdist ruff mypy setuptools tensorboard hypothesis "
-           "megatron.core zstandard pyarrow gigatoken orjson xxhash ftfy tldextract trafilatura lxml_html_clean "
-           "py3langid datatrove lm_eval starlette uvicorn openai playwright")
+TESTING = (f"{TRAINING} transformers pytest pytest_timeout xdist ruff mypy setuptools tensorboard wandb "
+           "hypothesis megatron.core zstandard pyarrow gigatoken orjson xxhash ftfy tldextract trafilatura "
+           "lxml_html_clean py3langid datatrove lm_eval starlette uvicorn openai playwright")
 
 STUB = r"""#!/bin/bash
 case "$0" in */.venv/*) STUB_HAS=$(cat "$0.installed" 2>/dev/null) ;; esac

@@ -29,7 +29,7 @@ try:
     from text_generation_server.asked import Limits
     from text_generation_server.batching import Batcher
 except ImportError as error:
-    print(f"error: the server needs starlette and uvicorn ({error}): pip install starlette uvicorn", file=sys.stderr)
+    print(f"error: the server needs starlette and uvicorn ({error}): pip install -e .[serve]", file=sys.stderr)
     sys.exit(2)
 
 from megatron.device import PRECISIONS

@@ -276,7 +276,7 @@ def test_the_run_may_be_impossible_until_the_checkpoint_is_known():
     ("--model 345m", "--num-layers: here 24, checkpoint 2; --hidden-size: here 1024, checkpoint 64; "
                      "--num-attention-heads: here 16, checkpoint 2; .*: leave out what differs"),
     ("--num-layers 3 --lr 2e-3 --warmup .5", "--num-layers: here 3, checkpoint 2: leave out .* and --load; "
-                                             "--lr: here 0.002, checkpoint 0.001; --warmup: here 0.5, .*--override-lr"),
+                                             "--lr: here 0.002, checkpoint 0.001; --warmup: here 0.5, .*--override-opt"),
 ])
 def test_a_given_shape_that_differs_is_refused(line, message):
     with pytest.raises(ValueError, match=message):
@@ -307,7 +307,7 @@ def test_schedule_comes_from_the_checkpoint_unless_given():
 def test_a_schedule_that_differs_is_an_error_with_two_ways_on():
     before = SMALL + "--warmup .1"
     for line in ("--lr 2e-3", "--lr-decay-style WSD", "--lr-decay-iters 50", "--lr-warmup-iters 5", "--warmup .2"):
-        with pytest.raises(ValueError, match="--override-lr-scheduler .* --use-checkpoint-lr-scheduler"):
+        with pytest.raises(ValueError, match="--override-opt-param-scheduler .* --use-checkpoint-opt-param-scheduler"):
             schedule(line, before)
         own = "--num-layers 2 " + line + " --override-lr-scheduler"
         assert merge_checkpoint(read(own), saved(before)).config.optimizer == read(own).config.optimizer

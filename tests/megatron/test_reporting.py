@@ -179,12 +179,17 @@ def test_text_curve_of_nothing() -> None:
 def test_closing_report() -> None:
     commands = [("continue", "bash scripts/pretrain_gpt2.sh --train-iters 1000")]
     report = reporting.closing_report(
-        bits_per_byte=2.1, baselines={"unigram entropy": 4.5, "xz -9": None}, sample="To be\nor not",
+        bits_per_byte=2.1, baselines={reporting.UNIGRAM: 4.5, "xz -9": None}, sample="To be\nor not",
         checkpoint="checkpoints/iter_0000300", plot="checkpoints/loss.png", next_commands=commands)
-    for line in ("  this model       2.100", "  unigram entropy  4.500", "  xz -9            not computed", "  or not",
+    for line in ("  this model                     2.100", "  unigram entropy of the tokens  4.500",
+                 "  xz -9                          not computed", "  or not",
                  "  checkpoint  checkpoints/iter_0000300", "  loss curve  checkpoints/loss.png",
                  "  bash scripts/pretrain_gpt2.sh --train-iters 1000"):
         assert line in report.split("\n")
+    assert "--lr" not in report
+    bad = reporting.closing_report(bits_per_byte=4.6, baselines={reporting.UNIGRAM: 4.5}, sample="", checkpoint="x",
+                                   plot="x", next_commands=[])
+    assert "a higher --lr" in bad
     with_text = reporting.closing_report(bits_per_byte=None, baselines={}, sample="", checkpoint="x",
                                          plot="curve\n 1 |*", next_commands=[])
     assert " 1 |*" in with_text.split("\n")
