@@ -276,7 +276,7 @@ def test_the_run_may_be_impossible_until_the_checkpoint_is_known():
     ("--model 345m", "--num-layers: here 24, checkpoint 2; --hidden-size: here 1024, checkpoint 64; "
                      "--num-attention-heads: here 16, checkpoint 2; .*: leave out what differs"),
     ("--num-layers 3 --lr 2e-3 --warmup .5", "--num-layers: here 3, checkpoint 2: leave out .* and --load; "
-                                             "--lr: here 0.002, checkpoint 0.001; --warmup: here 0.5, .*--override-opt"),
+                                             "--lr: here 0.002, checkpoint 0.001; --warmup: here 0.5, .*--override"),
 ])
 def test_a_given_shape_that_differs_is_refused(line, message):
     with pytest.raises(ValueError, match=message):
