@@ -47,9 +47,9 @@ def save(tmp_path_factory: pytest.TempPathFactory) -> Path:
         [*byte_alphabet(), "th", "the", END_OF_TEXT])}, ensure_ascii=False))
     (folder / "merges.txt").write_text("#version: 0.2\nt h\nth e\n")
     run_ranks(train, 4, str(folder))
-    (folder / "save" / "lock").unlink(missing_ok=True)  # nothing of a checkpoint, nor is the log
-    (folder / "save" / "metrics.jsonl").unlink()
-    (folder / "save" / "loss.png").unlink(missing_ok=True)
+    (folder / "save" / "lock").unlink(missing_ok=True)  # nothing of a checkpoint, nor are the records
+    for record in ("metrics.jsonl", "samples.jsonl", "history.jsonl", "report.html", "loss.png"):
+        (folder / "save" / record).unlink(missing_ok=True)
     return folder / "save"
 
 
