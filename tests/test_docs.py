@@ -65,8 +65,9 @@ def shortened(line: str) -> str:
         return line + (" --max-new-tokens 5" if "generate_text" in line else "")
     if "--load" in line and "--finetune" not in line:
         return line + " --train-iters 4"
-    size = " --num-layers 1 --micro-batch-size 1 --seq-length 64" if "--model" in line else ""
-    return line + size + " --train-iters 2 --eval-iters 1"
+    if "--model" in line:
+        line += " --num-layers 1 --hidden-size 64 --num-attention-heads 2 --micro-batch-size 1 --seq-length 64"
+    return line + " --train-iters 2 --eval-iters 1"
 
 
 @pytest.mark.timeout(900)
@@ -79,7 +80,7 @@ def test_commands_run_in_the_order_of_each_page(project: Path):
     for page, line in COMMANDS:
         if "scripts/test.sh" in line:
             continue  # this is it
-        if "download_gpt2_vocab" in line or "345m" in line:
+        if "download_gpt2_vocab" in line or "345m" in page + line:
             if not TEST_DATA.is_dir():
                 continue  # the one needs a network, the other what it fetches
             environment["GPT2_VOCAB_URL"] = f"file://{TEST_DATA / 'gpt2'}"
