@@ -7,6 +7,6 @@ find_python "dev,hf,data,curate,eval,serve"
 cd "$ROOT"
 "$PYTHON" -m ruff check .
 "$PYTHON" -m mypy
-# Three tests at a time on two cores, since many wait for ranks and disks; ranks have one thread each.
+# Tests start ranks of their own: two at a time, one thread each.
 export OMP_NUM_THREADS=1
-exec "$PYTHON" -m pytest -n 3 "$@"
+exec "$PYTHON" -m pytest -n 2 "$@"
