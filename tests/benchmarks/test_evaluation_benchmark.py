@@ -10,6 +10,7 @@ import pytest
 from benchmarks.evaluation import agrees, main
 
 
+@pytest.mark.slow
 def test_smoke(test_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("lm_eval", reason="lm-eval, the extra [eval], is not installed")
     assert main(["--smoke", "--data", str(test_data), "--output", str(tmp_path / "out.json")]) == 0

@@ -88,6 +88,7 @@ def run(folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:
                           env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"})
 
 
+@pytest.mark.slow
 def test_a_smoke_run_ends_with_a_table_and_json(tmp_path: Path):
     pytest.importorskip("transformers")
     done = run(tmp_path, "--preset", "cpu", "--arms", "ours eager,HF eager")
@@ -117,6 +118,7 @@ def test_a_peer_that_computes_something_else_fails_the_gate(tmp_path: Path):
     assert result["arms"]["nanoGPT eager"]["visits"] == [], "timed although the gate failed"
 
 
+@pytest.mark.slow
 def test_blocks_agree_and_are_compared(tmp_path: Path):
     done = run(tmp_path, "--preset", "blocks")
     assert done.returncode == 0, done.stdout + done.stderr
