@@ -21,7 +21,7 @@ import mpu
 from megatron.config import Config, ModelConfig
 from megatron.distributed import bucket_size
 from megatron.model.gpt2 import count_parameters
-from mpu.attention import MATERIALISE_UP_TO
+from mpu.attention import BLOCK, MATERIALISE_UP_TO, SCORES
 
 PARTS = ("weights", "gradients", "optimizer", "activations", "logits and loss", "communication", "--async-save", "heap",
          "fixed")
@@ -263,9 +263,22 @@ class _Sizes:
     @property
     def backward_of_a_layer(self) -> int:
         """Beside what it kept: the gradients of its output, of what is between the MLP's products, and of a weight; and
-        GELU's output where that is made again. Or those of the scores."""
+        GELU's output where that is made again. Or those of the scores, or of attention by blocks."""
         again = self._wide if self._train.recompute_granularity == "selective" else 0
-        return max(self.residual + self._wide + again + self.element * self._wide_weight, self._scores)
+        return max(self.residual + self._wide + again + self.element * self._wide_weight, self._scores,
+                   self._attention_by_blocks)
+
+    @property
+    def _attention_by_blocks(self) -> int:
+        """`mpu.attention`'s backward for bf16 on a CPU: queries, keys and values and their gradients, twice, and three
+        matrices of a block's scores, when what the MLP kept is free."""
+        if self.on_gpu or self._setting.dtype != torch.bfloat16 or self._dropout[0] > 0:
+            return 0
+        own, sequences = self.hidden // self._p, self._tokens // self._s
+        block = min(BLOCK, self._s)
+        heads = min(max(torch.get_num_threads() * SCORES // (BLOCK * self._s), 1), sequences * self._heads)
+        free = (1 if self._train.recompute_granularity == "selective" else 2) * self._wide
+        return self.residual + 11 * own + 3 * self.element * heads * block * self._s - free
 
     @property
     def loss(self) -> int:
@@ -294,7 +307,5 @@ class _Sizes:
 def _libraries(setting: Setting) -> int:
     if setting.device == "cuda":
         return 0
-    config = setting.config
-    by_operator = setting.dtype == torch.bfloat16 and config.model.attention_dropout == 0
-    compiler = by_operator or config.train.recompute_granularity == "full" or config.train.compile
-    return LIBRARIES + (COMPILER if compiler else 0)
+    train = setting.config.train
+    return LIBRARIES + (COMPILER if train.recompute_granularity == "full" or train.compile else 0)

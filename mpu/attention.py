@@ -15,10 +15,10 @@ from mpu.random import dropout
 
 # Queries that the backward of a CPU in bf16 takes together. Fewer mean smaller matrix products, more mean that less of
 # what causality masks is left out; the scores of a block are all that is held of them.
-_BLOCK = 256
+BLOCK = 256
 # Scores of a block that a core works on at once: what is made of them stays in its cache (10 % less than all heads at
 # once, at b·n = 24 and s = 1,024).
-_SCORES = 3 << 18
+SCORES = 3 << 18
 # Up to here a CPU in bf16 with dropout holds all scores; beyond, they would cost more memory than they save time.
 MATERIALISE_UP_TO = 512
 
@@ -113,12 +113,12 @@ class _BlockwiseBackward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Tensor:
         (qkv,) = ctx.saved_tensors
-        d_qkv: Tensor = _blockwise_backward(qkv, dy)
+        # To call the operator loads torch's compiler: 1 s and 70 MB.
+        backward = _blockwise_operator if torch.compiler.is_compiling() else _blockwise_backward
+        d_qkv: Tensor = backward(qkv, dy)
         return d_qkv
 
 
-# An operator of its own: a compiler that sees inside makes it slower than its parts are.
-@torch.library.custom_op("mpu::blockwise_attention_backward", mutates_args=())
 def _blockwise_backward(qkv: Tensor, dy: Tensor) -> Tensor:
     """[s, b, n, 3, d], [s, b, n·d] -> the gradient of qkv."""
     s, b, n, _, d = qkv.shape
@@ -127,12 +127,12 @@ def _blockwise_backward(qkv: Tensor, dy: Tensor) -> Tensor:
     q = q * scale
     dy = _flat_heads(dy.view(s, b, n, d).permute(1, 2, 0, 3))
     dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    later = torch.full((_BLOCK, _BLOCK), -torch.inf, dtype=qkv.dtype).triu_(1)
-    heads = max(torch.get_num_threads() * _SCORES // (_BLOCK * s), 1)
+    later = torch.full((BLOCK, BLOCK), -torch.inf, dtype=qkv.dtype).triu_(1)
+    heads = max(torch.get_num_threads() * SCORES // (BLOCK * s), 1)
     for first in range(0, b * n, heads):
         some = slice(first, first + heads)
-        for start in range(0, s, _BLOCK):
-            end = min(start + _BLOCK, s)
+        for start in range(0, s, BLOCK):
+            end = min(start + BLOCK, s)
             # Contiguous once, where each product would copy them for itself.
             block_q, block_dy, block_k = (x.contiguous() for x in (q[some, start:end], dy[some, start:end],
                                                                    k[some, :end]))
@@ -150,7 +150,12 @@ def _blockwise_backward(qkv: Tensor, dy: Tensor) -> Tensor:
     return d_qkv
 
 
-@_blockwise_backward.register_fake
+# An operator of its own: a compiler that sees inside makes it slower than its parts are.
+_blockwise_operator = torch.library.custom_op("mpu::blockwise_attention_backward", _blockwise_backward,
+                                              mutates_args=())
+
+
+@_blockwise_operator.register_fake
 def _(qkv: Tensor, dy: Tensor) -> Tensor:
     return torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
 
