@@ -8,5 +8,4 @@ source "$(dirname "${BASH_SOURCE[0]}")/launch.sh"
 
 find_checkpoint "$@"
 PROGRAM=tools/evaluate_gpt2.py
-MP_SIZE=${MP_SIZE:-${MPSIZE:-1}}
-launch_model_parallel ${LOAD[@]+"${LOAD[@]}"} "$@"
+launch_model_parallel 1 ${LOAD[@]+"${LOAD[@]}"} "$@"

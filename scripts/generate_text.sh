@@ -8,10 +8,7 @@
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/launch.sh"
 
-name=MP_SIZE size=${MP_SIZE:-${MPSIZE:-1}}
-[ -n "${MP_SIZE:-}" ] || name=MPSIZE
-within "$name" "$size" 1 99999 "give the ranks that share each layer"
-
+read_size 1
 find_checkpoint "$@"
 flags=(${LOAD[@]+"${LOAD[@]}"})
 [ -z "${TEMP:-}" ] || flags+=(--temperature "$TEMP")
@@ -20,10 +17,5 @@ flags=(${LOAD[@]+"${LOAD[@]}"})
 [ -z "${MAXSEQLEN:-}" ] || flags+=(--max-new-tokens "$MAXSEQLEN")
 
 find_python ""
-PROGRAM=tools/generate_text.py
-if [ $((10#$size)) = 1 ]; then
-    exec "$PYTHON" "$ROOT/$PROGRAM" ${flags[@]+"${flags[@]}"} "$@"
-fi
-within MASTER_PORT "${MASTER_PORT:-6000}" 1 65535 "give a free port, or unset it"
-NODES=1 NODE_RANK=0 RANKS=$((10#$size))
+PROGRAM=tools/generate_text.py NODES=1 RANKS=$SIZE
 start ${flags[@]+"${flags[@]}"} "$@"

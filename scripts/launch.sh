@@ -1,12 +1,12 @@
-# Sourced by the scripts that start several ranks. `launch FLAGS...` runs PROGRAM on every rank of this node through
-# torchrun; `launch_model_parallel FLAGS...` also splits each layer. A value that cannot be ends the script in
-# one line and status 2. From the environment:
+# Sourced by the scripts that start several ranks. `launch FLAGS...` runs PROGRAM on every rank of this node: the only
+# node starts its ranks by --nproc-per-node, several by torchrun. `launch_model_parallel SIZE FLAGS...` also splits each
+# layer. A value that cannot be ends the script in one line and status 2. From the environment:
 #   GPUS_PER_NODE  ranks on this node (default: the visible GPUs, 2 on a CPU)
 #   NNODES         nodes (1); with more, run the script on each, with
 #   NODE_RANK      the node's own number (0 to NNODES-1)
-#   MASTER_ADDR    host of node 0 (localhost)
-#   MASTER_PORT    a free port there (6000; where it is not set and 6000 is taken on the only node, another)
-#   MP_SIZE        model-parallel ranks (2; also MPSIZE), of launch_model_parallel alone; divides all nodes' ranks
+#   MASTER_ADDR    host of node 0
+#   MASTER_PORT    a free port there (6000)
+#   MP_SIZE        ranks that share each layer (default: SIZE; also MPSIZE), of launch_model_parallel alone
 #   OMP_NUM_THREADS  threads of a rank (default: cores / ranks)
 
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
@@ -22,30 +22,26 @@ within() {
     exit 2
 }
 
-# free_port WANTED EXACT: WANTED where nothing listens there, else a port that the system picks; with EXACT "yes", fail
-# and say why
-free_port() {
-    "$PYTHON" -c '
-import errno, os, socket, sys
-for port in [int(sys.argv[1])] + [0] * (sys.argv[2] != "yes"):
-    try:
-        with socket.create_server(("", port)) as server:
-            print(server.getsockname()[1])
-            break
-    except OSError as error:
-        taken = error.errno == errno.EADDRINUSE
-        why = "is taken" if taken else f"cannot be listened on ({os.strerror(error.errno or 0)})"
-else:
-    sys.exit(f"error: MASTER_PORT={sys.argv[1]} {why}: unset it, or name a free one")
-' "$1" "$2"
+# read_size DEFAULT: sets SIZE, the ranks that share each layer, and SIZE_NAME, the variable that says it
+read_size() {
+    SIZE_NAME=MP_SIZE SIZE=${MP_SIZE:-${MPSIZE:-$1}}
+    [ -n "${MP_SIZE:-}" ] || [ -z "${MPSIZE:-}" ] || SIZE_NAME=MPSIZE
+    within "$SIZE_NAME" "$SIZE" 1 99999 "give the ranks that share each layer"
+    SIZE=$((10#$SIZE)) # a leading 0 would mean octal
 }
 
-# Sets PYTHON, NODES and RANKS (those of this node). 10# because a leading 0 would mean octal.
+# Sets PYTHON, NODES and RANKS (those of this node)
 read_layout() {
     within NNODES "${NNODES:-1}" 1 99999 "give the number of nodes"
     NODES=$((10#${NNODES:-1}))
     within NODE_RANK "${NODE_RANK:-0}" 0 $((NODES - 1)) "give this node's own number, below NNODES=$NODES"
-    within MASTER_PORT "${MASTER_PORT:-6000}" 1 65535 "give a port of node 0, or unset it"
+    if [ "$NODES" -gt 1 ]; then
+        if [ -z "${MASTER_ADDR:-}" ]; then
+            say "error: NNODES=$NODES needs MASTER_ADDR, the host of node 0"
+            exit 2
+        fi
+        within MASTER_PORT "${MASTER_PORT:-6000}" 1 65535 "give a port of node 0, or unset it"
+    fi
     if [ -n "${GPUS_PER_NODE:-}" ]; then
         within GPUS_PER_NODE "$GPUS_PER_NODE" 1 99999 "give the ranks of this node, or unset it"
     fi
@@ -54,18 +50,18 @@ read_layout() {
     RANKS=$((10#$RANKS))
 }
 
-# The rest of both: FLAGS... of $PROGRAM
+# start FLAGS...: $PROGRAM on RANKS of each of NODES
 start() {
-    local port=${MASTER_PORT:-6000} cores
+    local cores
     if [ "$NODES" = 1 ]; then
-        port=$(free_port "$port" "${MASTER_PORT:+yes}") || exit 2
+        exec "$PYTHON" "$ROOT/$PROGRAM" --nproc-per-node "$RANKS" "$@"
     fi
-    if [ -z "${OMP_NUM_THREADS:-}" ]; then
+    if [ -z "${OMP_NUM_THREADS:-}" ]; then # or torchrun would give each rank one
         cores=$(getconf _NPROCESSORS_ONLN)
         export OMP_NUM_THREADS=$((cores > RANKS ? cores / RANKS : 1))
     fi
     exec "$PYTHON" -m torch.distributed.run --nnodes "$NODES" --node-rank "${NODE_RANK:-0}" --nproc-per-node "$RANKS" \
-        --master-addr "${MASTER_ADDR:-localhost}" --master-port "$port" "$ROOT/$PROGRAM" "$@"
+        --master-addr "$MASTER_ADDR" --master-port "${MASTER_PORT:-6000}" "$ROOT/$PROGRAM" "$@"
 }
 
 launch() {
@@ -74,21 +70,19 @@ launch() {
 }
 
 launch_model_parallel() {
-    local name=MP_SIZE size=${MP_SIZE:-${MPSIZE:-2}}
-    [ -n "${MP_SIZE:-}" ] || [ -z "${MPSIZE:-}" ] || name=MPSIZE
-    within "$name" "$size" 1 99999 "give the ranks that share each layer"
-    size=$((10#$size))
+    read_size "$1"
+    shift
     read_layout
     case " ${*//_/-}" in
         *" --model-parallel-size"* | *" --tensor-model-parallel-size"*) ;; # the user's flag wins, and is checked there
         *)
-            if [ $((NODES * RANKS % size)) != 0 ]; then
-                say "error: $name=$size does not divide NNODES=$NODES x GPUS_PER_NODE=$RANKS: give a size that does"
+            if [ $((NODES * RANKS % SIZE)) != 0 ]; then
+                say "error: $SIZE_NAME=$SIZE does not divide NNODES=$NODES x GPUS_PER_NODE=$RANKS: give one that does"
                 exit 2
             fi
             ;;
     esac
-    start --model-parallel-size "$size" "$@"
+    start --model-parallel-size "$SIZE" "$@"
 }
 
 # find_checkpoint FLAGS...: sets LOAD, the flags that name the trained model: none where FLAGS say it, else

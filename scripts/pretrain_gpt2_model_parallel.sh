@@ -4,4 +4,4 @@
 # The ranks come from the environment: see launch.sh.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/launch.sh"
-launch_model_parallel "$@"
+launch_model_parallel 2 "$@"

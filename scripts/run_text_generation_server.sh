@@ -6,10 +6,8 @@
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/launch.sh"
 
-name=MP_SIZE size=${MP_SIZE:-${MPSIZE:-1}}
-[ -n "${MP_SIZE:-}" ] || name=MPSIZE
-within "$name" "$size" 1 99999 "give the ranks that share each layer"
+read_size 1
 find_checkpoint "$@"
 find_python ""
-exec "$PYTHON" "$ROOT/tools/run_text_generation_server.py" ${LOAD[@]+"${LOAD[@]}"} \
-    --nproc-per-node $((10#$size)) "$@"
+PROGRAM=tools/run_text_generation_server.py NODES=1 RANKS=$SIZE
+start ${LOAD[@]+"${LOAD[@]}"} "$@"

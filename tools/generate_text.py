@@ -171,6 +171,7 @@ def generate_text(argv: Sequence[str], ranks: Ranks, say: Say) -> None:
     opened = open_model(args, ranks, say)
     generator = Generator(opened.model, opened.tokenizer, recompute=args.recompute, orders=patient_group(), log=say)
     if not generator.leads:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first rank gets it too, and knows what it means
         return generator.follow()
     try:
         if args.num_samples:

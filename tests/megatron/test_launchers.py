@@ -100,13 +100,20 @@ def test_srun(folder: Path, alone: list[float]) -> None:
         assert output.splitlines().count(line) == 1, output
 
 
-@pytest.mark.parametrize("way", ["Ctrl-C", "SIGTERM", "a rank is killed"])
-def test_torch_multiprocessing(folder: Path, alone: list[float], way: str) -> None:
+# Where torch can do CUDA ranks are not forked.
+WITH_CUDA = ("import sys, torch; from megatron.pretrain_gpt2 import main\n"
+             "torch.backends.cuda.is_built = lambda: True\nsys.exit(main(sys.argv[1:]))")
+
+
+@pytest.mark.parametrize(("way", "how"), [
+    ("Ctrl-C", "forked"), ("SIGTERM", "forked"), ("Ctrl-C", "spawned"), ("a rank is killed", "spawned")])
+def test_torch_multiprocessing(folder: Path, alone: list[float], way: str, how: str) -> None:
     """Trains the same, and ends in each of the ways. Lines come as they are written, into a pipe: nothing else tells
     when to act."""
-    save = folder / f"spawned {way}"
+    save = folder / f"{how} {way}"
     job = program(folder, "--save", str(save), "--nproc-per-node", "2", "--exit-interval", "100000",
-                  "--train-iters", "100000")
+                  "--train-iters", "100000", PYTHONPATH=str(ROOT),
+                  command=(sys.executable, "-c", WITH_CUDA) if how == "spawned" else ())
     assert job.stdout is not None
     seen = []
     for line in job.stdout:
@@ -115,7 +122,8 @@ def test_torch_multiprocessing(folder: Path, alone: list[float], way: str) -> No
             break
     assert losses(save)[:5] == pytest.approx(alone, rel=1e-5), "".join(seen)
     children = [int(pid) for pid in Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()]
-    children = [pid for pid in children if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    if how == "spawned":
+        children = [pid for pid in children if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
     assert len(children) == 2
     if way == "Ctrl-C":
         for pid in (job.pid, *children):  # as a terminal does

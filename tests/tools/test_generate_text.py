@@ -127,12 +127,14 @@ def test_typed_prompts(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert typed(run, monkeypatch, b"do not stop")[0] == expected[0], "the end of the input"
 
 
-def test_a_terminal(saved: Path) -> None:
+@pytest.mark.parametrize("ranks", ["1", "2"])
+def test_a_terminal(saved: Path, ranks: str) -> None:
     """A typing error is edited, the history recalled, a text interrupted, and Ctrl-C at the prompt ends."""
     main_end, end = pty.openpty()
     process = subprocess.Popen(
         [sys.executable, "tools/generate_text.py", "--load", str(saved), *ON_CPU, "--top-k", "1",
-         "--max-new-tokens", "100000000"], cwd=ROOT, stdin=end, stdout=end, stderr=end, start_new_session=True,
+         "--max-new-tokens", "100000000", "--nproc-per-node", ranks],
+        cwd=ROOT, stdin=end, stdout=end, stderr=end, start_new_session=True,
         env={**os.environ, "TERM": "dumb"}, preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0))
     os.close(end)
     seen = b""
