@@ -1,4 +1,4 @@
-"""What processes that share a folder need: a lock without any collective, and names that survive a crash."""
+"""What processes that share a folder need: a lock without any collective, and files and names that survive a crash."""
 
 from __future__ import annotations
 
@@ -23,6 +23,21 @@ def file_lock(path: Path, waiting: Callable[[], object]) -> Iterator[None]:
             waiting()
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
+
+
+def replace_text(path: Path, text: str) -> None:
+    """`path` is this text from now on, in UTF-8; at any moment, also after a crash, it is whole: the old one or the new
+    one. What is no text, a lone half of a surrogate pair, is written as "?"."""
+    new = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with new.open("w", encoding="utf-8", errors="replace") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(new, path)
+    except BaseException:
+        new.unlink(missing_ok=True)
+        raise
 
 
 def sync_folder(folder: Path) -> None:

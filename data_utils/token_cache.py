@@ -17,12 +17,13 @@ import os
 import sys
 import sysconfig
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from data_utils.corpora import BUILTIN, MOST_BAD_LINES, Log, default_key, documents, is_json
-from data_utils.file_lock import file_lock, sync_folder
+from data_utils.file_lock import file_lock, replace_text, sync_folder
 from data_utils.indexed_dataset import IndexedDataset, IndexedDatasetBuilder, token_dtype
+from data_utils.progress import progress_bar
 from data_utils.tokenization import Tokenizer, fingerprint_of, split_text, user_cache
 
 FORMAT = "1"  # of the tokens that a text gives: a new number leaves old pairs aside
@@ -79,8 +80,8 @@ def tokenise(paths: Sequence[str], *, text_key: str | None, tokenizer: Tokenizer
             for identity, (sha256, field) in zip(before, contents, strict=True):
                 # A file just written may have changed within one tick of its clock: it is hashed again next time.
                 if identity[0] == BUILTIN or begun - int(identity[2]) > YOUNG_NS:
-                    _replace(_record(folder, identity),
-                             json.dumps({"identity": identity, "sha256": sha256, "default_key": field}))
+                    replace_text(_record(folder, identity),
+                                 json.dumps({"identity": identity, "sha256": sha256, "default_key": field}))
         return dataset, key
 
 
@@ -94,17 +95,20 @@ def _write(folder: Path, key: str, name: str, paths: Sequence[str], hashed: Sequ
         builder = IndexedDatasetBuilder(folder / f"{name}.tmp", token_dtype(tokenizer.vocab_size))
     size = 0
     try:
-        with _progress(paths) as progress:
+        # The bar is told of characters. Its end is the files' bytes, a little more.
+        total = 0 if BUILTIN in paths else sum(os.path.getsize(path) for path in paths)
+        with progress_bar(seen=total > 0, total=total, unit="B", unit_scale=True, desc="tokenising") as bar:
             for path in paths:
                 for text in documents(path, text_key, log, max_bad_fraction):
                     for part in split_text(text):
                         tokens = tokenizer.encode(part)
                         size += len(part)
-                        progress(len(part))
+                        bar.update(len(part))
                         with _cache_errors(folder):
                             builder.add(tokens)
                     with _cache_errors(folder):
                         builder.end_document(tokenizer.eod)
+            bar.update(max(0, total - size))
         if [_identity(path) for path in paths] != hashed:
             raise ValueError(f"{', '.join(paths)} changed while it was read: start again")
         with _cache_errors(folder):
@@ -166,12 +170,6 @@ def _key(paths: Sequence[str], contents: Sequence[Content], text_key: str | None
     return fingerprint_of(FORMAT, json.dumps([fields, hashes]), lenient, tokenizer.fingerprint)[:32]
 
 
-def _replace(path: Path, text: str) -> None:
-    temporary = path.with_name(f"{path.name}.{os.getpid()}")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
-
-
 @contextlib.contextmanager
 def _cache_errors(folder: Path) -> Iterator[None]:
     """Errors of the file system inside mean the cache folder: one line that names the flag."""
@@ -180,20 +178,3 @@ def _cache_errors(folder: Path) -> Iterator[None]:
     except OSError as error:
         raise ValueError(f"--data-cache-path: tokenised data cannot be written to {folder} ({error.strerror}): "
                          "name a folder with room that can be written") from None
-
-
-@contextlib.contextmanager
-def _progress(paths: Sequence[str]) -> Iterator[Callable[[int], object]]:
-    """A bar that is told of characters, where somebody looks and tqdm is installed. Its end is the files' bytes, a
-    little more than their text."""
-    try:
-        from tqdm import tqdm
-    except ImportError:
-        tqdm = None
-    if tqdm is None or not sys.stderr.isatty() or BUILTIN in paths:
-        yield lambda characters: None
-        return
-    with tqdm(total=sum(os.path.getsize(path) for path in paths), unit="B", unit_scale=True, desc="tokenising",
-              dynamic_ncols=True) as bar:
-        yield bar.update
-        bar.update(max(0, bar.total - bar.n))

@@ -18,7 +18,7 @@ from typing import Any
 
 from megatron import deepspeed_config
 from megatron.config import SECTIONS, CheckpointConfig, Config, require
-from megatron.flags import build_parser, fields, flag, flag_table
+from megatron.flags import build_parser, dashed, fields, flag, flag_table
 from megatron.foreign_flags import FOREIGN, Foreign
 from megatron.presets import DEFAULT_TRAIN_ITERS, PRESETS, SHAPE_KEYS
 from megatron.run_settings import read_settings
@@ -76,7 +76,7 @@ class Arguments:
 def parse(argv: Sequence[str] | None = None) -> Arguments:
     """Read a command line (default: this process's). Raises ValueError, in one line, for what cannot be understood;
     what is understood but impossible is said when `.config` is first read. `--help` prints and exits."""
-    words = [_dashed(word) for word in (sys.argv[1:] if argv is None else argv)]
+    words = [dashed(word) for word in (sys.argv[1:] if argv is None else argv)]
     parser = build_parser()
     if "--help" in words or "-h" in words:
         parser.print_help()
@@ -111,11 +111,6 @@ def parse(argv: Sequence[str] | None = None) -> Arguments:
     if "checkpoint.save" not in values:
         values["checkpoint.save"] = _default_save(values, preset, own_shape=own_shape)
     return Arguments(values, frozenset(given | command_line.keys()), preset, tuple(notes))
-
-
-def _dashed(word: str) -> str:
-    name, equals, value = word.partition("=")
-    return name.replace("_", "-") + equals + value if name.startswith("--") else word
 
 
 def _unknown(words: Sequence[str]) -> str:

@@ -23,6 +23,7 @@ from data_utils import Tokenizer
 from data_utils.corpora import documents, is_json
 from data_utils.detokenizers import ptb_detokenizer, wikitext_detokenizer
 from megatron.model.gpt2 import GPT2Model
+from megatron.reporting import perplexity
 from megatron.scoring import Window, score, windows_over
 
 TASKS = ("WIKITEXT103", "PTB", "LAMBADA", "TEXT")
@@ -124,7 +125,7 @@ def evaluate_task(model: GPT2Model, task: Task, tokenizer: Tokenizer, *, batch_s
     """loss [nats per token], perplexity and the task's own figures, the same on every rank."""
     scores = score(model, task.windows, batch_size=batch_size)
     tokens, nats = sum(window.targets for window in task.windows), scores.total
-    metrics: Metrics = {"tokens": tokens, "loss": nats / tokens, "perplexity": _exp(nats / tokens)}
+    metrics: Metrics = {"tokens": tokens, "loss": nats / tokens, "perplexity": perplexity(nats / tokens)}
     if task.name == "LAMBADA":
         correct, examples = int(scores.greedy.sum()), len(task.windows)
         return {"accuracy": correct / examples, "correct": correct, "examples": examples,
@@ -132,14 +133,11 @@ def evaluate_task(model: GPT2Model, task: Task, tokenizer: Tokenizer, *, batch_s
     if task.words is not None:
         metrics |= {"words": task.words}
         if task.words > 1:
-            metrics |= {"token_ratio": tokens / (task.words - 1), "adjusted_perplexity": _exp(nats / (task.words - 1))}
+            metrics |= {"token_ratio": tokens / (task.words - 1),
+                        "adjusted_perplexity": perplexity(nats / (task.words - 1))}
         return metrics
     size = int(tokenizer.byte_lengths[task.targets].sum())
     return {**metrics, "bytes": size, "bits_per_byte": nats / math.log(2) / size}
-
-
-def _exp(x: float) -> float:
-    return math.exp(x) if x < 700 else math.inf  # exp overflows a float at 710
 
 
 def doubt(task: Task, metrics: Metrics, vocab_size: int) -> str | None:

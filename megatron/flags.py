@@ -9,8 +9,9 @@ import textwrap
 import types
 import typing
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
+from data_utils.command_line import Parser
 from megatron.config import SECTIONS, LaunchConfig
 from megatron.foreign_flags import FOREIGN
 from megatron.presets import PRESETS
@@ -21,6 +22,12 @@ RERUN = "the config.json in the --save folder of a run: its flags once more, bes
 def flag(key: str) -> str:
     """The flag of a field: "model.num_layers" -> "--num-layers"."""
     return "--" + key.split(".")[1].replace("_", "-")
+
+
+def dashed(word: str) -> str:
+    """A word of a command line with `--a_b` as `--a-b`; what stands after "=", and what is no flag, stays."""
+    name, equals, value = word.partition("=")
+    return name.replace("_", "-") + equals + value if name.startswith("--") else word
 
 
 def fields() -> dict[str, dataclasses.Field[Any]]:
@@ -37,11 +44,6 @@ class _Help(argparse.HelpFormatter):
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         return "\n".join(textwrap.fill(line, width, initial_indent=indent, subsequent_indent=indent,
                                        break_on_hyphens=False) for line in text.splitlines())
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(message.removeprefix("argument "))
 
 
 def _whole(text: str) -> int:
@@ -82,10 +84,9 @@ def _how_to_read(hint: Any) -> dict[str, Any]:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="pretrain_gpt2", allow_abbrev=False, add_help=False, argument_default=argparse.SUPPRESS,
-                     formatter_class=_Help,
-                     usage="%(prog)s [--model NAME] [--flag VALUE | --flag=VALUE] ...",
-                     description="Pretrain GPT-2. Without flags a small model is trained on the built-in corpus.")
+    parser = Parser(prog="pretrain_gpt2", add_help=False, argument_default=argparse.SUPPRESS, formatter_class=_Help,
+                    usage="%(prog)s [--model NAME] [--flag VALUE | --flag=VALUE] ...",
+                    description="Pretrain GPT-2. Without flags a small model is trained on the built-in corpus.")
     parser.add_argument("--help", action="store_true", help="print this and exit")
     parser.add_argument("--model", type=str.lower, choices=tuple(PRESETS), dest="preset",
                         help="a named run, every value of which a flag overrides (default: quickstart, unless "
@@ -123,9 +124,8 @@ def launch_flags(argv: Sequence[str]) -> tuple[LaunchConfig, list[str]]:
     """The flags of `LaunchConfig` in a command line, and the words that are left. They are read before the others:
     which of the processes answers for a bad flag depends on them."""
     names = {flag(f"launch.{f.name}") for f in dataclasses.fields(LaunchConfig)}
-    words = [dashed + equals + value if (dashed := name.replace("_", "-")) in names else name + equals + value
-             for name, equals, value in (word.partition("=") for word in argv)]
-    parser = _Parser(allow_abbrev=False, add_help=False, argument_default=argparse.SUPPRESS)
+    words = [meant if (meant := dashed(word)).partition("=")[0] in names else word for word in argv]
+    parser = Parser(add_help=False, argument_default=argparse.SUPPRESS)
     add_section(parser, "launch", LaunchConfig)
     given, rest = parser.parse_known_args(words)
     return LaunchConfig(**{key.split(".")[1]: value for key, value in vars(given).items()}), rest

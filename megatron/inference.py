@@ -7,13 +7,13 @@ import functools
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 
 import mpu
 from data_utils import Tokenizer
+from data_utils.command_line import Parser
 from megatron.checkpointing import Checkpoint
 from megatron.config import LaunchConfig, ParallelConfig
 from megatron.device import choose_backend, choose_device, choose_precision, set_threads
@@ -23,19 +23,20 @@ from megatron.launch import Ranks, line_buffered, read_launch
 from megatron.model.gpt2 import GPT2Model
 from megatron.pretrain_gpt2 import refuse
 from megatron.rendezvous import initialize_distributed, leave, meet, name_lost
-from megatron.spawn import start_ranks
+from megatron.spawn import INTERRUPTED, start_ranks
 
 Say = Callable[[str], None]
 
 
-class Parser(argparse.ArgumentParser):
-    """Raises a ValueError where argparse would exit, and knows the flags that say which model, and where it runs."""
+class ModelParser(Parser):
+    """Knows the flags that say which model, and where it runs."""
 
-    def __init__(self, doc: str | None, *, precision: str) -> None:
-        super().__init__(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    def __init__(self, doc: str | None, *, precision: str, model_parallel_size: int = 1) -> None:
+        super().__init__(description=doc)
         self.add_argument("--load", required=True, metavar="DIR", help="the --save folder of a training run")
-        self.add_argument("--model-parallel-size", "--tensor-model-parallel-size", type=int, default=1, metavar="N",
-                          help="ranks that share each layer, whatever the checkpoint's were (default: 1)")
+        self.add_argument("--model-parallel-size", "--tensor-model-parallel-size", type=int, metavar="N",
+                          default=model_parallel_size,
+                          help="ranks that share each layer, whatever the checkpoint's were (default: %(default)s)")
         self.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
         self.add_argument("--precision", default=precision, choices=("auto", "fp32", "bf16", "fp16"),
                           help=f"default: {precision}")
@@ -44,14 +45,13 @@ class Parser(argparse.ArgumentParser):
         self.add_argument("--distributed-backend", choices=("nccl", "gloo"), help="default: by the device")
         add_section(self, "launch", LaunchConfig)  # `run_program` has read them
 
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(message.removeprefix("argument "))
 
-
-def dashed(argv: Sequence[str]) -> list[str]:
-    """The words with `--a_b` as `--a-b`."""
-    return [name.replace("_", "-") + equals + value if name.startswith("--") else word
-            for word in argv for name, equals, value in [word.partition("=")]]
+def check_shared(args: argparse.Namespace, ranks: Ranks) -> None:
+    """ValueError where a flag says otherwise than that all ranks share each layer."""
+    if args.model_parallel_size != ranks.world_size:
+        raise ValueError(f"--model-parallel-size {args.model_parallel_size}, but the ranks that share each layer are "
+                         f"all that were started, {ranks.world_size}: leave the flag out; --nproc-per-node starts "
+                         "ranks")
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Opened:
 
 
 def open_model(args: argparse.Namespace, ranks: Ranks, say: Say) -> Opened:
-    """Join the other ranks and load what the flags of `Parser` name. Every rank calls it."""
+    """Join the other ranks and load what the flags of `ModelParser` name. Every rank calls it."""
     set_threads(ranks)
     device, why = choose_device(args.device, ranks)
     if why.startswith("WARNING"):
@@ -84,7 +84,14 @@ def open_model(args: argparse.Namespace, ranks: Ranks, say: Say) -> Opened:
 
 def run_program(program: Callable[[Sequence[str], Ranks, Say], None], argv: Sequence[str]) -> int:
     """`program(argv, ranks, say)`, where `say` writes a line to the first rank's standard error; the exit code, 2 for
-    bad input, which one rank answers in one line."""
+    bad input, which one rank answers in one line, 130 for Ctrl-C."""
+    try:
+        return _run(program, argv)
+    except KeyboardInterrupt:  # also one that comes while the ranks part
+        return INTERRUPTED
+
+
+def _run(program: Callable[[Sequence[str], Ranks, Say], None], argv: Sequence[str]) -> int:
     line_buffered()
     ranks = Ranks()
     try:

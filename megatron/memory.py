@@ -1,9 +1,10 @@
 """What the memory of one rank holds in a training step, by part, from the flags alone: nothing is allocated.
 
-A step is fullest at one of four moments: in the loss, when everything is kept for backward; at the first layer that
-backward meets, which adds its own; at the last one, when the gradients are nearly all there; and in the optimizer. The
-sums below say of each tensor of `mpu/` and `megatron/` that is large when it is made and when it goes; docs/memory.md
-explains them, `megatron/memory_2019.py` has those of 2019's program, and tests hold them against what torch allocates.
+A step is fullest at one of five moments: in the loss, when everything is kept for backward; at the first layer that
+backward meets, which adds its own; at the last one, when the gradients are nearly all there; at the embeddings, when
+they are; and in the optimizer. The sums below say of each large tensor of `mpu/` and `megatron/` when it is made and
+when it goes; docs/memory.md explains them, `megatron/memory_2019.py` has those of 2019's program, and tests hold them
+against what torch allocates.
 
 Legend: b micro-batch, s sequence, t = b · s tokens, h hidden, f width inside the MLP, n heads, l layers, v padded
 vocabulary, p model-parallel size, e bytes of an element of the model's precision. Sizes are bytes.
@@ -18,7 +19,7 @@ from dataclasses import dataclass
 import torch
 
 import mpu
-from megatron.config import Config, ModelConfig
+from megatron.config import Config
 from megatron.distributed import bucket_size
 from megatron.model.gpt2 import count_parameters
 from mpu.attention import BLOCK, MATERIALISE_UP_TO, SCORES
@@ -27,7 +28,7 @@ PARTS = ("weights", "gradients", "optimizer", "activations", "logits and loss", 
          "fixed")
 
 # Of a CPU's process beside what is resident before the model is made (torch 2.13): code and buffers of the matrix
-# libraries; and the compiler's Python, which torch loads for its checkpoint and for an operator of ours.
+# libraries; and the compiler's Python, which torch loads for its checkpoint as well.
 LIBRARIES, COMPILER = 35 << 20, 75 << 20
 # Of a GPU: CUDA's context and the kernels of torch, NCCL and cuBLAS; 0.4 to 0.8 GB.
 CUDA_CONTEXT = 600 << 20
@@ -80,26 +81,17 @@ class Memory:
         return self.total - self.parts["fixed"]
 
 
-def layer_matrices(num_layers: int, hidden_size: int) -> int:
-    """12·l·h²: the elements of all layers' matrices where f = 4h."""
-    return 12 * num_layers * hidden_size**2
-
-
-@functools.lru_cache(maxsize=64)
-def _parameters(model: ModelConfig, model_parallel_size: int) -> int:
-    return count_parameters(model, model_parallel_size)[1]
+_count_parameters = functools.lru_cache(maxsize=64)(count_parameters)
 
 
 def expected(setting: Setting) -> Memory:
     """The fullest moment of a training step."""
-    every = _moments(setting)
-    state = ("weights", "optimizer")
-    holes = {moment: int(HEAP_HOLES * sum(size for part, size in parts.items() if part not in state))
-             if setting.keeps_freed and setting.device == "cpu" else 0 for moment, parts in every.items()}
-    moment = max(every, key=lambda name: sum(every[name].values()))
     size, on_gpu = _Sizes(setting), setting.device == "cuda"
-    parts = {**dict.fromkeys(PARTS, 0), **every[moment], "--async-save": 0 if on_gpu else size.checkpoint,
-             "heap": holes[moment], "fixed": setting.fixed + _libraries(setting)}
+    moment, large = max(_moments(setting).items(), key=lambda item: sum(item[1].values()))
+    passing = sum(large.values()) - large["weights"] - large["optimizer"]
+    parts = {**dict.fromkeys(PARTS, 0), **large, "--async-save": 0 if on_gpu else size.checkpoint,
+             "heap": int(HEAP_HOLES * passing) if setting.keeps_freed and not on_gpu else 0,
+             "fixed": setting.fixed + _libraries(setting)}
     # Beside a GPU's: the offloaded optimizer, and the copy that is written while training goes on.
     return Memory(moment, parts, size.state - size.optimizer + size.checkpoint if on_gpu else 0)
 
@@ -157,7 +149,7 @@ class _Sizes:
         self._tokens = train.micro_batch_size * self._s
         self._heads, self._dropout = model.num_attention_heads // p, (model.attention_dropout, model.hidden_dropout)
 
-        self.parameters = _parameters(model, p)
+        self.parameters = _count_parameters(model, p)[1]
         rows = mpu.padded_vocab_size(model.vocab_size, model.make_vocab_size_divisible_by, p) // p
         self._rows, self._h = rows, model.hidden_size
         self.outside_of_layers = (rows + model.max_position_embeddings + 2) * model.hidden_size
@@ -169,16 +161,13 @@ class _Sizes:
         self._wide = e * self._tokens * model.ffn_size // p  # [t, f/p]
         self._wide_weight = model.ffn_size // p * model.hidden_size
         # The gradients that exist from a bucket's first one on.
-        limit = bucket_size(parallel.ddp_bucket_size, setting.data_parallel_size)
-        self.bucket = 4 * max(limit, self._wide_weight)
+        self.bucket = 4 * max(bucket_size(parallel.ddp_bucket_size, setting.data_parallel_size), self._wide_weight)
         self.head = e * rows * model.hidden_size  # the gradient of [v/p, h], rounded
 
     @property
     def optimizer(self) -> int:
         """Masters, where they are not the weights themselves, and two moments, on the device."""
-        if self._setting.config.parallel.cpu_offload_optimizer and self.on_gpu:
-            return 0
-        return self.state
+        return 0 if self._setting.config.parallel.cpu_offload_optimizer and self.on_gpu else self.state
 
     @property
     def state(self) -> int:

@@ -18,6 +18,11 @@ from mpu.partition import padded_vocab_size
 BYTES_PER_PARAMETER = 20
 
 
+def layer_matrices(num_layers: int, hidden_size: int) -> int:
+    """12·l·h²: the elements of all layers' matrices where the MLP is 4h wide."""
+    return 12 * num_layers * hidden_size**2
+
+
 def layer_activations(*, s: int, b: int, h: int, n: int, p: int = 1) -> int:
     """What a layer keeps in 16 bits where attention holds its scores: 34·s·b·h + 5·b·s²·n bytes (arXiv:2205.05198,
     equations 1 and 2), of which 24·s·b·h and the scores are split over p ranks."""

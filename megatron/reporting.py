@@ -48,10 +48,15 @@ class EvaluationRecord:
 
     @property
     def ppl(self) -> float:
-        return math.exp(self.lm_loss) if self.lm_loss < 700 else math.inf  # exp overflows a float at 710
+        return perplexity(self.lm_loss)
 
     def metrics(self) -> dict[str, Any]:
         return {**dataclasses.asdict(self), "ppl": self.ppl}
+
+
+def perplexity(nats: float) -> float:
+    """exp of a mean loss in nats per token or word, inf where no float holds it."""
+    return math.exp(nats) if nats < 700 else math.inf  # exp overflows a float at 710
 
 
 def aligned(rows: Sequence[tuple[str, str]]) -> list[str]:

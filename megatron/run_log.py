@@ -16,6 +16,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from data_utils.file_lock import replace_text
+from data_utils.progress import progress_bar
 from megatron.plots import loss_curve, read_records
 from megatron.reporting import EvaluationRecord, IterationRecord
 from megatron.run_report import HISTORY, METRICS, REPORT, SAMPLES, write_report
@@ -37,7 +39,6 @@ class RunLog:
         self.active = active
         self.directory = Path(save_directory)
         self.metrics_path = self.directory / METRICS
-        self.progress: Any = None  # a tqdm bar, on a terminal
         self._iteration, self._trackers, self._next_report, self._closed = start_iteration, trackers, 0.0, not active
         if not active:
             return
@@ -49,16 +50,13 @@ class RunLog:
             elif name != HISTORY:  # what happened did happen
                 keep_records_until(path, start_iteration)
         self._metrics = self.metrics_path.open("a", encoding="utf-8")
-        self.progress = progress_bar(train_iters, start_iteration)
+        self.progress = progress_bar(total=train_iters, initial=start_iteration, unit="it", leave=False)
 
     def say(self, text: str) -> None:
         """Print a line, above the progress bar where there is one. Warnings, and why a run stopped, are kept."""
         if not self.active:
             return
-        if self.progress is not None:
-            self.progress.write(text, file=sys.stdout)
-        else:
-            print(text)
+        self.progress.write(text, file=sys.stdout)
         sys.stdout.flush()
         if text.startswith(("WARNING", "stopped")):
             self.note(text)
@@ -66,7 +64,7 @@ class RunLog:
     def step(self) -> None:
         """One iteration is done: move the progress bar."""
         self._iteration += 1
-        if self.progress is not None:
+        if self.active:
             self.progress.update()
 
     def record(self, record: IterationRecord | EvaluationRecord) -> None:
@@ -120,9 +118,7 @@ class RunLog:
         if self._closed:
             return ""
         self._closed = True
-        if self.progress is not None:
-            self.progress.close()
-            self.progress = None
+        self.progress.close()
         for tracker in self._trackers:
             tracker.close()
         self._metrics.close()
@@ -139,22 +135,6 @@ def set_aside(path: Path) -> Path:
 
 
 def keep_records_until(path: Path, iteration: int) -> None:
-    """Drop the records beyond `iteration`, by an atomic replacement: a crash leaves the old file or the new one."""
+    """Drop the records beyond `iteration`."""
     if records := read_records(path):
-        new = path.with_name(path.name + ".tmp")
-        with new.open("w", encoding="utf-8") as file:
-            file.writelines(json.dumps(record) + "\n" for record in records if record["iteration"] <= iteration)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(new, path)
-
-
-def progress_bar(train_iters: int, start_iteration: int) -> Any:
-    """A tqdm bar on standard error, or None where that is no terminal or tqdm is not installed."""
-    if not sys.stderr.isatty():
-        return None
-    try:
-        from tqdm import tqdm
-    except ImportError:
-        return None
-    return tqdm(total=train_iters, initial=start_iteration, unit="it", dynamic_ncols=True, leave=False)
+        replace_text(path, "".join(json.dumps(record) + "\n" for record in records if record["iteration"] <= iteration))

@@ -11,13 +11,13 @@ import base64
 import hashlib
 import json
 import math
-import os
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timedelta
 from html import escape
 from pathlib import Path
 from typing import Any
 
+from data_utils.file_lock import replace_text
 from megatron.arguments import differing_flags
 from megatron.config import Config
 from megatron.flags import fields, flag
@@ -32,12 +32,10 @@ Records = list[dict[str, Any]]
 
 
 def write_report(folder: str | Path) -> Path:
-    """Make `folder`/report.html, by an atomic replacement. Raises OSError where that cannot be written, and ValueError
-    where config.json is none of ours."""
+    """Make `folder`/report.html. Raises OSError where that cannot be written, and ValueError where config.json is none
+    of ours."""
     path = Path(folder) / REPORT
-    new = path.with_name(REPORT + ".tmp")
-    new.write_bytes(page(Path(folder)).encode("utf-8", "replace"))
-    os.replace(new, path)
+    replace_text(path, page(Path(folder)))
     return path
 
 

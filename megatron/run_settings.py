@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from data_utils.file_lock import replace_text
 from megatron.config import SECTIONS, Config, require
 
 VERSION = 1
@@ -22,8 +23,7 @@ def write_settings(folder: Path, config: Config, facts: dict[str, Any], *, goes_
             sections["checkpoint"] |= {name: before[name] for name in ("load", "finetune")}
         except (OSError, ValueError, KeyError, TypeError):
             pass  # there is none, or it is damaged: nothing but --config reads it
-    (folder / FILE).write_text(json.dumps({"version": VERSION, "config": sections, **facts}, indent=2) + "\n",
-                               encoding="utf-8")
+    replace_text(folder / FILE, json.dumps({"version": VERSION, "config": sections, **facts}, indent=2) + "\n")
 
 
 def read_settings(path: str) -> dict[str, Any]:

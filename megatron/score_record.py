@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from data_utils.file_lock import replace_text
 from megatron.device import PRECISIONS
 from megatron.inference import Opened
 
@@ -33,10 +33,7 @@ def record(opened: Opened, micro_batch_size: int) -> dict[str, Any]:
 
 def write_record(path: str, value: dict[str, Any]) -> None:
     """Whole or not at all; a figure beyond all floats, which JSON does not have, as null."""
-    final = Path(path)
-    partial = final.with_name(f".{final.name}.{os.getpid()}")
-    partial.write_text(json.dumps(_finite(value), indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    os.replace(partial, final)
+    replace_text(Path(path), json.dumps(_finite(value), indent=1, allow_nan=False) + "\n")
 
 
 def _finite(value: Any) -> Any:

@@ -7,10 +7,8 @@ t targets, v padded vocabulary, p model-parallel size.
 from __future__ import annotations
 
 import math
-import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 import numpy as np
 import torch
@@ -18,9 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 import mpu
+from data_utils.progress import progress_bar
 from megatron.model.gpt2 import GPT2Model
 
-T = TypeVar("T")
 ROWS = 1024  # of logits at a time: 200 MB in float32
 
 
@@ -69,7 +67,8 @@ def score(model: GPT2Model, windows: Sequence[Window], *, batch_size: int) -> Sc
     scores = torch.zeros(2, len(windows), dtype=torch.float64, device=device)
     was_training = model.training
     model.eval()
-    for start in progress(own):
+    first = not dist.is_initialized() or dist.get_rank() == 0
+    for start in progress_bar(own, seen=first, desc="scoring", unit="batch", leave=False):
         batch = order[start:start + batch_size]
         text = np.zeros((len(batch), len(windows[batch[0]].ids)), dtype=np.int64)
         for row, i in enumerate(batch):
@@ -109,14 +108,3 @@ def likeliest(logits: Tensor, vocab_size: int) -> Tensor:
     best = mpu.gather_from_model_parallel_region(best)  # [t, p]
     where = mpu.gather_from_model_parallel_region(where + first)
     return where.gather(1, best.argmax(dim=1, keepdim=True)).squeeze(1)
-
-
-def progress(batches: Sequence[T]) -> Iterable[T]:
-    """The same with a bar on the first rank's standard error, where that is a terminal and tqdm is installed."""
-    try:
-        from tqdm import tqdm
-    except ImportError:
-        return batches
-    if not sys.stderr.isatty() or (dist.is_initialized() and dist.get_rank() > 0):
-        return batches
-    return tqdm(batches, desc="scoring", unit="batch", dynamic_ncols=True, leave=False)  # type: ignore[no-any-return]

@@ -20,7 +20,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NoReturn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works in a clone that is not installed
 
@@ -30,6 +29,8 @@ from collectives.measuring import LEAST_RUNS, MOST_RUNS, RUNS_SECONDS, measure_p
 from collectives.operations import OPERATIONS, World, make_world
 from collectives.report import HEADER, Missing, Row, missing_line, pairs_table, plot, size_name, verdict
 
+from data_utils.command_line import Parser
+from data_utils.progress import progress_bar
 from megatron.config import require
 from megatron.device import DTYPES, choose_backend, choose_device, set_threads
 from megatron.launch import Ranks, read_launch
@@ -42,11 +43,6 @@ PAIRS_BYTES = 1 << 20  # below it noise looks like a slow pair
 TIMEOUT_MINUTES = 5  # until a rank that hangs ends the others; far above any one operation
 
 
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(message)
-
-
 def size_of(text: str) -> int:
     """"64K" -> 65536: a number of bytes, or of K, M or G (powers of 1024)."""
     found = re.fullmatch(r"(\d+)([KMG]?)", text.upper().removesuffix("IB").removesuffix("B"))
@@ -57,7 +53,7 @@ def size_of(text: str) -> int:
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     names = [*OPERATIONS, "pairs"]
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = Parser(description=__doc__)
     parser.add_argument("--min-bytes", type=size_of, default=size_of("1K"), metavar="SIZE", help="default 1K")
     parser.add_argument("--max-bytes", type=size_of, default=size_of("256M"), metavar="SIZE",
                         help=f"default 256M; sizes grow {FACTOR} times each, up to this one")
@@ -88,27 +84,15 @@ def sizes_between(least: int, most: int) -> list[int]:
     return sizes
 
 
-def progress(total: int) -> Any:
-    """A bar on standard error where that is a terminal and tqdm is installed; else None."""
-    if not sys.stderr.isatty():
-        return None
-    try:
-        from tqdm import tqdm
-    except ImportError:
-        return None
-    return tqdm(total=total, unit="operation", leave=False)
-
-
 def bench(options: argparse.Namespace, world: World, where: str) -> int:
     """Measure all that is asked for and report it; returns the exit code."""
     hosts = [""] * world.size
     dist.all_gather_object(hosts, os.uname().nodename)
-    bar = progress(len(set(options.operations))) if world.rank == 0 else None
+    bar = progress_bar(seen=world.rank == 0, total=len(set(options.operations)), unit="operation", leave=False)
 
     def tell(line: str) -> None:
         if world.rank == 0:
-            if bar is not None:
-                bar.clear()
+            bar.clear()
             print(line, flush=True)
 
     tell(f"{world.size} ranks on {len(set(hosts))} host{'s' * (len(set(hosts)) > 1)}; {where}; {options.dtype}; "
@@ -136,10 +120,8 @@ def bench(options: argparse.Namespace, world: World, where: str) -> int:
                                           deadline=deadline, tell=tell)
             rows += more
             missing += without
-        if bar is not None:
-            bar.update()
-    if bar is not None:
-        bar.close()
+        bar.update()
+    bar.close()
     lines = list(verdict(rows, missing, pairs, hosts))
     tell("\n" + "\n".join(lines))
     if world.rank == 0 and options.output:

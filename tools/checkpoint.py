@@ -20,11 +20,11 @@ import json
 import platform
 import sys
 from pathlib import Path
-from typing import NoReturn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works in a clone that is not installed
 
 from data_utils import Tokenizer, build_tokenizer, load_tokenizer
+from data_utils.command_line import Parser
 from megatron.checkpoint_reader import Checkpoint
 from megatron.formats import Hints, Source, open_source
 from megatron.formats.inspection import describe, lines
@@ -44,17 +44,12 @@ def report(line: str) -> None:
     print(line, file=sys.stderr)
 
 
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(message)
-
-
 def arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = Parser(description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     def command(name: str, help: str, *folders: str) -> argparse.ArgumentParser:
-        made = commands.add_parser(name, help=help, allow_abbrev=False)
+        made = commands.add_parser(name, help=help)
         for folder in folders:
             made.add_argument(folder.lower(), metavar=folder)
         made.add_argument("--num-attention-heads", type=int, metavar="N", help="where the source does not say it")

@@ -23,8 +23,8 @@ from data_utils.corpora import BUILTIN, check_exists
 from megatron.arguments import SAVED, Arguments, parse
 from megatron.checkpoint_reader import Checkpoint, hash_file
 from megatron.evaluation import TASKS, Task, doubt, evaluate_task, read_task, task_of
-from megatron.flags import flag
-from megatron.inference import Opened, Parser, Say, dashed, open_model, run_program
+from megatron.flags import dashed, flag
+from megatron.inference import ModelParser, Opened, Say, open_model, run_program
 from megatron.launch import Ranks
 from megatron.reporting import aligned
 from megatron.score_record import check_output, record, write_record
@@ -32,7 +32,7 @@ from megatron.score_record import check_output, record, write_record
 
 def arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, Arguments]:
     """Our own flags, and those that training knows."""
-    parser = Parser(__doc__, precision="fp32")  # in which a score depends on no device
+    parser = ModelParser(__doc__, precision="fp32")  # in which a score depends on no device
     parser.add_argument("--valid-data", required=True, nargs="+", metavar="FILE", help="what to score it on")
     parser.add_argument("--task", type=str.upper, choices=TASKS, help="what the files are (default: by their names)")
     parser.add_argument("--cloze-eval", dest="task", action="store_const", const="LAMBADA", help="--task LAMBADA")
@@ -47,7 +47,7 @@ def arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, Arguments]:
     parser.add_argument("--max-bad-fraction", type=float, default=0.0, metavar="X",
                         help="go on where no more than this part of a file's lines is unusable (default: 0)")
     parser.add_argument("--output", metavar="FILE", help="write the result there, as JSON")
-    args, rest = parser.parse_known_args(dashed(argv))
+    args, rest = parser.parse_known_args([dashed(word) for word in argv])
     for name, value in (("--seq-length", args.seq_length), ("--micro-batch-size", args.micro_batch_size)):
         if value is not None and value < 1:
             raise ValueError(f"{name} must be positive, not {value}")

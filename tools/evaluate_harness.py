@@ -22,7 +22,7 @@ import numpy as np
 
 from data_utils import Tokenizer
 from megatron.generation import Continuation, generate
-from megatron.inference import Parser, Say, open_model, run_program
+from megatron.inference import ModelParser, Say, open_model, run_program
 from megatron.launch import Ranks
 from megatron.model.gpt2 import GPT2Model
 from megatron.sampling import Sampling
@@ -100,7 +100,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
 
 
 def arguments(argv: Sequence[str]) -> argparse.Namespace:
-    parser = Parser(__doc__, precision="fp32")
+    parser = ModelParser(__doc__, precision="fp32")
     parser.add_argument("--tasks", required=True, metavar="NAMES", help="lm-eval's names, with commas between them")
     parser.add_argument("--include-path", metavar="DIR", help="a folder with tasks of your own")
     parser.add_argument("--num-fewshot", type=int, metavar="N", help="examples before each question")

@@ -27,17 +27,17 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works in a clone that is not installed
 
 from data_utils.corpora import check_exists
+from data_utils.progress import progress_bar
 from megatron.arguments import parse
-from megatron.flags import flag
+from megatron.flags import dashed, flag
 from megatron.generation import Continuation, Generator, patient_group
-from megatron.inference import Parser, Say, dashed, open_model, run_program
+from megatron.inference import ModelParser, Say, check_shared, open_model, run_program
 from megatron.launch import Ranks
 from megatron.sampling import Sampling
 
 
 def arguments(argv: Sequence[str], ranks: Ranks, say: Say) -> argparse.Namespace:
-    parser = Parser(__doc__, precision="auto")
-    parser.set_defaults(model_parallel_size=ranks.world_size)
+    parser = ModelParser(__doc__, precision="auto", model_parallel_size=ranks.world_size)
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--prompt", help="text to continue; empty: a new document (default: ask for prompts)")
     source.add_argument("--sample-input-file", metavar="FILE", help="a prompt on each line; answers are JSON lines")
@@ -58,7 +58,7 @@ def arguments(argv: Sequence[str], ranks: Ranks, say: Say) -> argparse.Namespace
     parser.add_argument("--recompute", action="store_true", help="read the whole context for each token: slow, for "
                         "little memory")
     parser.add_argument("--batch-size", type=int, default=8, metavar="N", help="texts written together (default: 8)")
-    args, rest = parser.parse_known_args(dashed(argv))
+    args, rest = parser.parse_known_args([dashed(word) for word in argv])
     given = parse(rest)
     if given.given:
         say(f"notice: {', '.join(sorted(map(flag, given.given)))}: not needed here")
@@ -67,9 +67,7 @@ def arguments(argv: Sequence[str], ranks: Ranks, say: Say) -> argparse.Namespace
     for name, least, value in (("--num-samples", 0, args.num_samples), ("--batch-size", 1, args.batch_size)):
         if value < least:
             raise ValueError(f"{name} must be at least {least}, not {value}")
-    if args.model_parallel_size != ranks.world_size:
-        raise ValueError(f"--model-parallel-size {args.model_parallel_size}, but the launcher started "
-                         f"{ranks.world_size} ranks, which share each layer: leave the flag out")
+    check_shared(args, ranks)
     if args.sample_input_file:
         check_exists(args.sample_input_file, "--sample-input-file")
     if args.sample_output_file and not (args.sample_input_file or args.num_samples):
@@ -158,10 +156,8 @@ def answers(generator: Generator, prompts: Iterable[str | ValueError], sampling:
 
 
 def write_json_lines(entries: Iterable[dict[str, Any]], path: str | None, total: int | None) -> None:
-    from tqdm import tqdm
-
     with open(path, "w", encoding="utf-8") if path else contextlib.nullcontext(sys.stdout) as file:
-        for entry in tqdm(entries, total=total, unit="text", disable=None):
+        for entry in progress_bar(entries, total=total, unit="text"):
             file.write(json.dumps(entry, ensure_ascii=False) + "\n")
             file.flush()
 
@@ -190,10 +186,7 @@ def generate_text(argv: Sequence[str], ranks: Ranks, say: Say) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    try:
-        return run_program(generate_text, argv)
-    except KeyboardInterrupt:
-        return 130
+    return run_program(generate_text, argv)
 
 
 if __name__ == "__main__":

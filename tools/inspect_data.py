@@ -15,12 +15,12 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import NoReturn
 
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works in a clone that is not installed
 
+from data_utils.command_line import Parser
 from data_utils.document_lengths import histogram, plot, summary
 from data_utils.foreign_bins import ForeignBin, open_tokens, prefix_of
 from data_utils.indexed_dataset import IndexedDataset
@@ -31,13 +31,8 @@ GPT2_EOD = 50256
 BLOCK = 1 << 24  # tokens
 
 
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(message)
-
-
 def arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = Parser(description=__doc__)
     parser.add_argument("path", metavar="PATH", help="the prefix of a pair, or a .bin file")
     parser.add_argument("--verify", action="store_true", help="read every byte: hashes of the manifest, range of ids")
     parser.add_argument("--documents", type=int, nargs="+", default=[], metavar="N", help="show these as text")

@@ -9,21 +9,15 @@ with their .bin.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
-from typing import NoReturn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works in a clone that is not installed
 
+from data_utils.command_line import Parser
 from data_utils.merging import merge
 
 GPT2_EOD = 50256
-
-
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(message)
 
 
 def sources(inputs: list[str]) -> list[str]:
@@ -41,7 +35,7 @@ def sources(inputs: list[str]) -> list[str]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = Parser(description=__doc__)
     parser.add_argument("--input", nargs="+", required=True, metavar="PATH", help="prefixes, .bin files or folders")
     parser.add_argument("--output-prefix", required=True, metavar="PREFIX")
     parser.add_argument("--eod", type=int, default=GPT2_EOD, metavar="ID",

@@ -18,6 +18,8 @@ from typing import Any, NoReturn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works in a clone that is not installed
 
+from data_utils.command_line import Parser
+from megatron.flags import dashed
 from megatron.formats import Hints, open_source
 
 COMPARED = ("num_layers", "hidden_size", "ffn_hidden_size", "max_position_embeddings")
@@ -27,13 +29,8 @@ WITHOUT_MEANING = ("--seq-length", "--tokenizer-type", "--make-vocab-size-divisi
                    "--pipeline-model-parallel-size")
 
 
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(message)
-
-
 def arguments(argv: list[str]) -> argparse.Namespace:
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = Parser(description=__doc__)
     parser.add_argument("--load", required=True, metavar="DIR", help="what Megatron, or this project, saved")
     parser.add_argument("--save", metavar="DIR", help="a new folder (default: `merged` inside --load)")
     parser.add_argument("--model-type", default="GPT", help="GPT or GPT2")
@@ -48,8 +45,7 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     for flag in WITHOUT_MEANING:
         parser.add_argument(flag, metavar="VALUE", help="read and not needed")
     # Megatron wrote both --num-layers and --num_layers.
-    return parser.parse_args([part if not part.startswith("--") else part.partition("=")[0].replace("_", "-")
-                              + "".join(part.partition("=")[1:]) for part in argv])
+    return parser.parse_args([dashed(word) for word in argv])
 
 
 def main(argv: list[str]) -> NoReturn:

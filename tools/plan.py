@@ -18,20 +18,21 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works in a clone that is not installed
 
 import torch
 
 from data_utils import build_tokenizer, default_tokenizer_kind
+from data_utils.command_line import Parser
 from megatron import device as devices
 from megatron.arguments import Arguments, merge_checkpoint, parse
 from megatron.checkpointing import find_checkpoint
 from megatron.config import Config
 from megatron.flags import launch_flags
-from megatron.memory import CUDA_CONTEXT, Memory, Setting, expected, layer_matrices
-from megatron.memory_2019 import BYTES_PER_PARAMETER, layer_activations, megatron_2019
+from megatron.memory import CUDA_CONTEXT, Memory, Setting, expected
+from megatron.memory_2019 import BYTES_PER_PARAMETER, layer_activations, layer_matrices, megatron_2019
 from megatron.memory_fit import Candidate, cheapest, cost, largest_micro_batch, smallest
 from megatron.memory_report import in_mb
 from megatron.model.gpt2 import count_parameters
@@ -41,15 +42,9 @@ GPT2_VOCABULARY = 50257
 GB = 2**30
 
 
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(message)
-
-
 def options(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
-                    usage="%(prog)s [flags of pretrain_gpt2.py] [--ranks N] [--memory-gb X] [--accounting NAME] "
-                          "[--json]")
+    parser = Parser(description=__doc__, usage="%(prog)s [flags of pretrain_gpt2.py] [--ranks N] [--memory-gb X] "
+                                               "[--accounting NAME] [--json]")
     parser.add_argument("--ranks", type=int, metavar="N", help="of the whole run (default: --world-size, "
                                                                "--nproc-per-node or --model-parallel-size)")
     parser.add_argument("--memory-gb", type=float, metavar="X", help="of a rank, in GB of 2^30 bytes: what fits")

@@ -18,23 +18,19 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NoReturn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works in a clone that is not installed
 
+from data_utils.command_line import Parser
 from data_utils.corpora import MOST_BAD_LINES
 from data_utils.preprocess_shards import Progress
 from data_utils.preprocessing import Job, preprocess, report
+from data_utils.progress import progress_bar
 from data_utils.tokenization import KINDS
 
 
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(message)
-
-
 def arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = Parser(description=__doc__)
     parser.add_argument("--input", nargs="+", required=True, metavar="PATH", help="files, glob patterns or folders")
     parser.add_argument("--output-prefix", required=True, metavar="PREFIX")
     parser.add_argument("--json-keys", nargs="+", default=["text"], metavar="KEY",
@@ -60,16 +56,9 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
 
 @contextlib.contextmanager
 def bar(total: int) -> Iterator[Progress]:
-    """Bytes of input, their rate and the time to go, tokens a second beside them; on a terminal only."""
-    try:
-        from tqdm import tqdm
-    except ImportError:
-        tqdm = None
-    if tqdm is None or not sys.stderr.isatty():
-        yield lambda read, tokens: None
-        return
+    """Bytes of input, their rate and the time to go, tokens a second beside them."""
     started, all_tokens = time.monotonic(), 0
-    with tqdm(total=total, unit="B", unit_scale=True, desc="tokenising", dynamic_ncols=True) as shown:
+    with progress_bar(total=total, unit="B", unit_scale=True, desc="tokenising") as shown:
         def progress(read: int, tokens: int) -> None:
             nonlocal all_tokens
             all_tokens += tokens

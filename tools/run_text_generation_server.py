@@ -33,8 +33,9 @@ except ImportError as error:
     sys.exit(2)
 
 from megatron.device import PRECISIONS
+from megatron.flags import dashed
 from megatron.generation import Generator, patient_group
-from megatron.inference import Opened, Parser, Say, dashed, open_model, run_program
+from megatron.inference import ModelParser, Opened, Say, check_shared, open_model, run_program
 from megatron.launch import Ranks
 from megatron.model.gpt2 import count_parameters
 from megatron.reporting import aligned
@@ -44,8 +45,7 @@ CONNECTIONS = 512  # beyond which new ones are told to come later
 
 
 def arguments(argv: Sequence[str], ranks: Ranks) -> argparse.Namespace:
-    parser = Parser(__doc__, precision="auto")
-    parser.set_defaults(model_parallel_size=ranks.world_size)
+    parser = ModelParser(__doc__, precision="auto", model_parallel_size=ranks.world_size)
     parser.add_argument("--host", default="127.0.0.1", metavar="ADDRESS",
                         help="address to listen at (default: 127.0.0.1, for this machine alone)")
     parser.add_argument("--port", type=int, default=5000, metavar="N", help="default: 5000; 0: any that is free")
@@ -59,14 +59,12 @@ def arguments(argv: Sequence[str], ranks: Ranks) -> argparse.Namespace:
                         "waiting included (default: 300)")
     parser.add_argument("--max-body-bytes", type=positive, default=1 << 20, metavar="N", help="most bytes of a request "
                         "(default: 1 MiB)")
-    args = parser.parse_args(dashed(argv))
+    args = parser.parse_args([dashed(word) for word in argv])
     if not 0 <= args.port < 2**16:
         raise ValueError(f"--port must be from 0 to 65535, not {args.port}")
     if args.max_texts < args.batch_size:
         raise ValueError(f"--max-texts {args.max_texts} must be at least --batch-size, {args.batch_size}")
-    if args.model_parallel_size != ranks.world_size:
-        raise ValueError(f"--model-parallel-size {args.model_parallel_size}, but the ranks that share each layer are "
-                         f"{ranks.world_size}: leave the flag out; --nproc-per-node starts ranks")
+    check_shared(args, ranks)
     return args
 
 
@@ -162,10 +160,7 @@ def notice_of(host: str, listener: socket.socket) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    try:
-        return run_program(serve, argv)
-    except KeyboardInterrupt:  # before it serves
-        return 130
+    return run_program(serve, argv)
 
 
 if __name__ == "__main__":

@@ -9,20 +9,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from data_utils.command_line import Parser
 from data_utils.curation.documents import Shard, document_shards
 from data_utils.curation.on_cluster import EXECUTORS, launch
 from data_utils.curation.stages import MAX_BAD_FRACTION, run_stage
 from data_utils.curation.tasks import Stage
-
-
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(message)
-
-
-def plain_parser(description: str | None) -> Parser:
-    """A parser without flags, whose help begins with a program's own description."""
-    return Parser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
 
 
 def add_common(parser: argparse.ArgumentParser) -> None:
@@ -43,7 +34,7 @@ def add_common(parser: argparse.ArgumentParser) -> None:
 
 def stage_parser(description: str | None) -> Parser:
     """INPUT, OUTPUT and the common flags."""
-    parser = plain_parser(description)
+    parser = Parser(description=description)
     parser.add_argument("input", metavar="INPUT", help="a file, a folder or a glob in quotes: JSON lines with a text "
                         "each, or .txt files; .gz and .zst as well")
     parser.add_argument("output", metavar="OUTPUT", type=Path, help="the folder to write; begun again, the same "

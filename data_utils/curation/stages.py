@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import multiprocessing
 import multiprocessing.connection
 import os
-import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
@@ -16,6 +14,7 @@ from typing import Any
 from data_utils.curation.documents import Shard
 from data_utils.curation.tasks import MANIFESTS, Stage, run_task
 from data_utils.file_lock import file_lock
+from data_utils.progress import progress_bar
 
 UNREADABLE = "unreadable"
 MAX_BAD_FRACTION = 0.001
@@ -39,15 +38,16 @@ def run_stage(stage: Stage, shards: Sequence[Shard], output: Path, *, limit: int
         if strangers and alone and limit is None:
             raise ValueError(f"{output} holds {min(strangers)}, which is not in the input now: delete the folder, or "
                              "name another")
-        with progress(stage.name, sum(shard.bytes for shard in shards)) as bar:
+        size = sum(shard.bytes for shard in shards)
+        with progress_bar(total=size, unit="B", unit_scale=True, desc=stage.name, leave=False) as bar:
             if limit is None and workers > 1 and len(shards) > 1:
-                manifests = _parallel(stage, shards, output, min(workers, len(shards)), bar)
+                manifests = _parallel(stage, shards, output, min(workers, len(shards)), bar.update)
             else:
                 manifests = []
                 for shard in shards:
                     left = None if limit is None else limit - sum(manifest["entered"] for manifest in manifests)
                     if left is None or left > 0:
-                        manifests.append(run_task(stage, shard, output, left, bar))
+                        manifests.append(run_task(stage, shard, output, left, bar.update))
         named = {entry["name"] for manifest in manifests for entry in manifest["outputs"]}
         for path in sorted(output.iterdir()):
             if alone and path.is_file() and not path.name.startswith(".") and path.name not in named:
@@ -93,20 +93,6 @@ def report(name: str, manifests: Sequence[dict[str, Any]]) -> Iterator[str]:
         yield f"  {'dropped':<{width}}  {'count':>10}  {'share':>6}  for example"
         for reason, (count, sample) in sorted(reasons.items(), key=lambda item: (-item[1][0], item[0])):
             yield f"  {reason:<{width}}  {count:>10,}  {count / entered:>6.1%}  {sample}"
-
-
-@contextlib.contextmanager
-def progress(name: str, size: int) -> Iterator[Callable[[int], object]]:
-    """A bar of bytes read, where somebody looks and tqdm is installed."""
-    try:
-        from tqdm import tqdm
-    except ImportError:
-        tqdm = None
-    if tqdm is None or not sys.stderr.isatty():
-        yield lambda count: None
-        return
-    with tqdm(total=size, unit="B", unit_scale=True, desc=name, dynamic_ncols=True, leave=False) as bar:
-        yield bar.update
 
 
 _read_bytes: Any = None  # of a worker: a counter that its parent looks at

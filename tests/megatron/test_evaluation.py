@@ -9,6 +9,7 @@ import re
 import runpy
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ import mpu
 from data_utils.detokenizers import ptb_detokenizer, wikitext_detokenizer
 from megatron.evaluation import Task, doubt, evaluate_task, read_task, task_of
 from megatron.generation import load_for_inference
+from megatron.inference import Say, run_program
+from megatron.launch import Ranks
 from megatron.scoring import Window, windows_over
 from tests.conftest import ROOT
 from tests.distributed import run_ranks
@@ -249,6 +252,13 @@ def test_every_id_but_the_first_is_a_target_once(count: int, length: int, stride
     # Megatron's: as many windows as that takes, begun every `stride` ids, each with all the context that it has.
     assert [int(window.ids[0]) for window in windows] == list(range(0, stride * len(windows), stride))
     assert all(window.targets == stride for window in windows[1:-1])
+
+
+def test_ctrl_c_ends_a_program_without_a_traceback() -> None:
+    def interrupted(argv: Sequence[str], ranks: Ranks, say: Say) -> None:
+        raise KeyboardInterrupt
+
+    assert run_program(interrupted, []) == 130
 
 
 def test_one_id_has_no_window() -> None:

@@ -15,8 +15,8 @@ import torch
 from benchmarks.memory import measure
 from megatron.arguments import parse
 from megatron.config import Config, ModelConfig
-from megatron.memory import Setting, expected, layer_matrices
-from megatron.memory_2019 import BYTES_PER_PARAMETER, layer_activations, megatron_2019
+from megatron.memory import Setting, expected
+from megatron.memory_2019 import BYTES_PER_PARAMETER, layer_activations, layer_matrices, megatron_2019
 from megatron.memory_fit import cheapest, largest_micro_batch, layouts, smallest
 from megatron.memory_report import available, is_out_of_memory
 from megatron.model.gpt2 import count_parameters

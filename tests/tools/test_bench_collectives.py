@@ -167,7 +167,7 @@ def test_slow_pairs_and_ranks_are_named() -> None:
 
 @pytest.mark.parametrize(("flags", "message"), [
     ([], "at least two are needed: torchrun --nproc-per-node 2 tools/bench_collectives.py"),
-    (["--max-bytes", "64X"], "argument --max-bytes: 64X is not a size"),
+    (["--max-bytes", "64X"], "error: --max-bytes: 64X is not a size"),
     (["--min-bytes", "1M", "--max-bytes", "64K"], "--min-bytes 1M is above --max-bytes 64K"),
     (["--iters", "0"], "--iters must be at least 1, not 0"),
     (["--limit", "0"], "--limit must be above 0, not 0"),

@@ -12,14 +12,15 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # works in a clone that is not installed
 
-from data_utils.curation.command_line import add_common, finish, plain_parser, run
+from data_utils.command_line import Parser
+from data_utils.curation.command_line import add_common, finish, run
 from data_utils.curation.documents import Shard, find_files, stem
 from data_utils.curation.splitting import merge
 from data_utils.curation.tasks import Stage
 
 
 def main(argv: Sequence[str] | None) -> None:
-    parser = plain_parser(__doc__)
+    parser = Parser(description=__doc__)
     parser.add_argument("--data_path", "--data-path", required=True, metavar="INPUT", help="a file, a folder or a glob")
     parser.add_argument("--output_file", "--output-file", required=True, type=Path, metavar="FILE",
                         help="to write")

@@ -14,13 +14,14 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # works in a clone that is not installed
 
-from data_utils.curation.command_line import add_common, finish, plain_parser, run
+from data_utils.command_line import Parser
+from data_utils.curation.command_line import add_common, finish, run
 from data_utils.curation.near_duplicates import read_table, remove
 from data_utils.curation.tasks import Stage, sha256
 
 
 def main(argv: Sequence[str] | None) -> None:
-    parser = plain_parser(__doc__)
+    parser = Parser(description=__doc__)
     parser.add_argument("groups", metavar="GROUPS", type=Path)
     parser.add_argument("input", metavar="INPUT", help="the documents that were searched for duplicates")
     parser.add_argument("output", metavar="OUTPUT", type=Path, help="the folder to write")

@@ -1,0 +1,50 @@
+"""A progress bar, where somebody looks."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterable, Iterator
+from typing import Any, TextIO
+
+
+class Unseen:
+    """What is used of tqdm's bar, without showing anything."""
+
+    def __init__(self, iterable: Iterable[Any] | None = None) -> None:
+        self._iterable = iterable or ()
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._iterable)
+
+    def __enter__(self) -> Unseen:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def update(self, n: int = 1) -> None:
+        pass
+
+    def clear(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+    def set_postfix_str(self, text: str, refresh: bool = True) -> None:
+        pass
+
+    def write(self, text: str, file: TextIO) -> None:
+        print(text, file=file)
+
+
+def progress_bar(iterable: Iterable[Any] | None = None, *, seen: bool = True, **options: Any) -> Any:
+    """tqdm's bar on standard error where that is a terminal, tqdm is installed and it is to be `seen`; else `Unseen`.
+    `options` are tqdm's."""
+    if seen and sys.stderr.isatty():
+        with contextlib.suppress(ImportError):
+            from tqdm import tqdm
+
+            return tqdm(iterable, dynamic_ncols=True, **options)
+    return Unseen(iterable)
