@@ -32,8 +32,9 @@ PARTS = ("weights", "gradients", "optimizer", "activations", "logits and loss", 
 LIBRARIES, COMPILER = 35 << 20, 75 << 20
 # Of a GPU: CUDA's context and the kernels of torch, NCCL and cuBLAS; 0.4 to 0.8 GB.
 CUDA_CONTEXT = 600 << 20
-# Blocks that glibc keeps although they fit nothing, as a share of what comes and goes in a step; docs/memory.md.
-HEAP_HOLES = 0.35
+# Blocks that glibc keeps although they fit nothing, as a share of what is freed in the order in which it came (what
+# layers keep for backward), of gradients, and of all that comes and goes between: fitted to runs, docs/memory.md.
+HOLES = (0.2, 0.4, 1.2)
 # What a token of a step is as numbers: text, tokens and labels in int64, mask and weight in float32.
 BATCH = 40
 
@@ -88,9 +89,11 @@ def expected(setting: Setting) -> Memory:
     """The fullest moment of a training step."""
     size, on_gpu = _Sizes(setting), setting.device == "cuda"
     moment, large = max(_moments(setting).items(), key=lambda item: sum(item[1].values()))
-    passing = sum(large.values()) - large["weights"] - large["optimizer"]
+    in_order, passing = min(large["activations"], size.kept_by_all_layers), sum(large.values())
+    passing -= large["weights"] + large["optimizer"] + large["gradients"] + in_order
+    holes = sum(share * held for share, held in zip(HOLES, (in_order, large["gradients"], passing), strict=True))
     parts = {**dict.fromkeys(PARTS, 0), **large, "--async-save": 0 if on_gpu else size.checkpoint,
-             "heap": int(HEAP_HOLES * passing) if setting.keeps_freed and not on_gpu else 0,
+             "heap": int(holes) if setting.keeps_freed and not on_gpu else 0,
              "fixed": setting.fixed + _libraries(setting)}
     # Beside a GPU's: the offloaded optimizer, and the copy that is written while training goes on.
     return Memory(moment, parts, size.state - size.optimizer + size.checkpoint if on_gpu else 0)
