@@ -33,7 +33,7 @@ from benchmarks.problem import Arm, Problem
 from data_utils import BatchLoader, GPT2Dataset, SampleOrder, Tokenizer, build_splits
 from megatron.arguments import parse
 from megatron.device import DTYPES, set_allocator, set_threads
-from megatron.launch import Ranks
+from megatron.launch.ranks import Ranks
 from megatron.model.gpt2 import GPT2Model, count_parameters
 from megatron.plan import Plan, plan_run
 from megatron.run import Run, build_run

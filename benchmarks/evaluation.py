@@ -27,7 +27,7 @@ import torch
 
 from benchmarks import report
 from data_utils import load_tokenizer
-from megatron.checkpoint_reader import Checkpoint
+from megatron.checkpoint.reader import Checkpoint
 from megatron.formats.write_huggingface import write_huggingface
 from megatron.pretrain_gpt2 import main as pretrain
 

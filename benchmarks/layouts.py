@@ -21,7 +21,7 @@ import torch
 
 from benchmarks import report
 from tests.distributed import run_ranks
-from tests.megatron.moved_runs import AFTER, BEFORE, LAYOUTS, Layout, begin, difference, global_batch, move
+from tests.megatron.checkpoint.moved_runs import AFTER, BEFORE, LAYOUTS, Layout, begin, difference, global_batch, move
 from tests.megatron.training_runs import write_text
 
 LIMIT = 1e-5

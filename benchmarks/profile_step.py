@@ -25,7 +25,7 @@ from benchmarks.arms import our_plan
 from benchmarks.problem import MODELS, Arm, Problem
 from benchmarks.train import write_tokens
 from megatron.device import set_threads
-from megatron.launch import Ranks
+from megatron.launch.ranks import Ranks
 from megatron.run import Run, build_run
 from megatron.training import train_step
 

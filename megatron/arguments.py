@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from megatron import deepspeed_config
+from megatron.command_line import deepspeed_config
+from megatron.command_line.flags import build_parser, dashed, fields, flag, flag_table
+from megatron.command_line.foreign_flags import FOREIGN, Foreign
+from megatron.command_line.presets import DEFAULT_TRAIN_ITERS, PRESETS, SHAPE_KEYS
 from megatron.config import SECTIONS, CheckpointConfig, Config, require
-from megatron.flags import build_parser, dashed, fields, flag, flag_table
-from megatron.foreign_flags import FOREIGN, Foreign
-from megatron.presets import DEFAULT_TRAIN_ITERS, PRESETS, SHAPE_KEYS
-from megatron.run_settings import read_settings
+from megatron.records.run_settings import read_settings
 
 LENGTHS = ("train.train_iters", "train.train_samples", "train.train_tokens", "train.train_epochs")
 # What the checkpoint decides unless a flag does. The others of ModelConfig do not change what the weights mean.

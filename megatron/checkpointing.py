@@ -27,9 +27,9 @@ from pathlib import Path
 from typing import Any
 
 from data_utils.file_lock import sync_folder
-from megatron.checkpoint_files import MANIFEST, THREADS, Piece, in_threads, manifest_bytes, write_error, write_tensors
-from megatron.checkpoint_reader import Checkpoint
-from megatron.checkpoint_state import load_model, load_rng, load_state, model_pieces, rng_pieces, state_pieces
+from megatron.checkpoint.files import MANIFEST, THREADS, Piece, in_threads, manifest_bytes, write_error, write_tensors
+from megatron.checkpoint.reader import Checkpoint
+from megatron.checkpoint.state import load_model, load_rng, load_state, model_pieces, rng_pieces, state_pieces
 
 __all__ = ["TRACKER", "Checkpoint", "Piece", "find_checkpoint", "load_model", "load_rng", "load_state", "model_pieces",
            "rng_pieces", "state_pieces", "write_checkpoint"]

@@ -1,7 +1,7 @@
 """What a run is: frozen dataclasses, validated when they are made.
 
 Each field is one command-line flag (`num_layers` is `--num-layers`); `option` gives it its help text and the
-other spellings that Megatron users know. `megatron/flags.py` builds the parser from these fields, so that
+other spellings that Megatron users know. `megatron/command_line/flags.py` builds the parser from these fields, so that
 a flag exists in exactly one place. Defaults are those of Megatron's 2019 release unless the help text says
 otherwise. Values that follow from others are properties.
 """
@@ -300,7 +300,7 @@ class CheckpointConfig:
 @dataclass(frozen=True)
 class LaunchConfig:
     """How the ranks start and meet. None of it is needed under torchrun, srun or mpirun, and none is part of the run
-    that is saved: see megatron/launch.py."""
+    that is saved: see megatron/launch/ranks.py."""
 
     nproc_per_node: int | None = option(None, "start so many ranks on this machine")
     rank: int | None = option(None, "this process's number among all, of which each is started by hand")

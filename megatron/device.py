@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.config import require
-from megatron.launch import Ranks, in_slurm_step
+from megatron.launch.ranks import Ranks, in_slurm_step
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 PRECISIONS = {dtype: name for name, dtype in DTYPES.items()}

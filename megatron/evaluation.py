@@ -23,7 +23,7 @@ from data_utils import Tokenizer
 from data_utils.corpora import documents, is_json
 from data_utils.detokenizers import ptb_detokenizer, wikitext_detokenizer
 from megatron.model.gpt2 import GPT2Model
-from megatron.reporting import perplexity
+from megatron.records.reporting import perplexity
 from megatron.scoring import Window, score, windows_over
 
 TASKS = ("WIKITEXT103", "PTB", "LAMBADA", "TEXT")

@@ -21,7 +21,7 @@ from torch import Tensor
 
 import mpu
 from data_utils import Tokenizer, load_tokenizer
-from megatron.checkpoint_facts import check_facts
+from megatron.checkpoint.facts import check_facts
 from megatron.checkpointing import Checkpoint, find_checkpoint, load_model
 from megatron.formats import refuse_foreign
 from megatron.model.gpt2 import GPT2Model

@@ -15,15 +15,15 @@ import mpu
 from data_utils import Tokenizer
 from data_utils.command_line import Parser
 from megatron.checkpointing import Checkpoint
+from megatron.command_line.flags import add_section
 from megatron.config import LaunchConfig, ParallelConfig
 from megatron.device import choose_backend, choose_device, choose_precision, set_threads
-from megatron.flags import add_section
 from megatron.generation import load_for_inference
-from megatron.launch import Ranks, line_buffered, read_launch
+from megatron.launch.ranks import Ranks, line_buffered, read_launch
+from megatron.launch.rendezvous import initialize_distributed, leave, meet, name_lost
+from megatron.launch.spawn import INTERRUPTED, start_ranks
 from megatron.model.gpt2 import GPT2Model
 from megatron.pretrain_gpt2 import refuse
-from megatron.rendezvous import initialize_distributed, leave, meet, name_lost
-from megatron.spawn import INTERRUPTED, start_ranks
 
 Say = Callable[[str], None]
 

@@ -24,12 +24,12 @@ from data_utils import (
 from data_utils.named_corpora import find_corpora
 from megatron import device as devices
 from megatron.arguments import Arguments, merge_checkpoint
-from megatron.checkpoint_facts import check_facts
+from megatron.checkpoint.facts import check_facts
 from megatron.checkpointing import Checkpoint, find_checkpoint
 from megatron.config import Config, DataConfig
 from megatron.formats import refuse_foreign
-from megatron.launch import Ranks
-from megatron.reporting import resident_memory
+from megatron.launch.ranks import Ranks
+from megatron.records.reporting import resident_memory
 
 Say = Callable[[str], None]
 

@@ -1,4 +1,4 @@
-"""The training program: `python -m megatron.pretrain_gpt2 [flags]`, alone or under a launcher (launch.py).
+"""The training program: `python -m megatron.pretrain_gpt2 [flags]`, alone or under a launcher (launch/ranks.py).
 
 Exit codes: 0 where the run ended as asked (also after SIGTERM), 1 where it failed, 2 for bad input, which is
 answered in one line by one rank.
@@ -19,14 +19,14 @@ import torch.distributed as dist
 from data_utils import DamagedData, GPT2Dataset, unigram_bits_per_byte, xz_bits_per_byte
 from megatron import device as devices
 from megatron.arguments import differing_flags, parse
-from megatron.launch import Ranks, line_buffered, read_launch
-from megatron.memory_report import is_out_of_memory, out_of_memory, start_rows, warning
+from megatron.launch.ranks import Ranks, line_buffered, read_launch
+from megatron.launch.rendezvous import leave, meet, name_lost
+from megatron.launch.spawn import start_ranks
+from megatron.memory.report import is_out_of_memory, out_of_memory, start_rows, warning
 from megatron.model.gpt2 import count_parameters
 from megatron.plan import Plan, plan_run
-from megatron.rendezvous import leave, meet, name_lost
-from megatron.reporting import UNIGRAM, EvaluationRecord, closing_report, start_table
+from megatron.records.reporting import UNIGRAM, EvaluationRecord, closing_report, start_table
 from megatron.run import Run, build_run
-from megatron.spawn import start_ranks
 from megatron.training import evaluate_and_log, sample_text, train
 
 # xz compresses about 2 MB/s: a corpus beyond this is not worth the wait at the end of a run.

@@ -21,25 +21,25 @@ import mpu
 from data_utils import BatchLoader, Splits, Tokenizer
 from megatron import device as devices
 from megatron.attention_backend import choose_attention
-from megatron.best_checkpoint import BEST, refuse_best_folder, set_best_aside
-from megatron.checkpoint_state import load_model, load_rng, load_state, model_pieces, rng_pieces, state_pieces
+from megatron.checkpoint.best import BEST, refuse_best_folder, set_best_aside
+from megatron.checkpoint.save_lock import lock_together
+from megatron.checkpoint.saver import Saver
+from megatron.checkpoint.state import load_model, load_rng, load_state, model_pieces, rng_pieces, state_pieces
 from megatron.checkpointing import Piece, find_checkpoint, write_checkpoint
 from megatron.config import Config
 from megatron.distributed import GradientReducer, ParameterGatherer, TorchDDPReducer, bucket_size, reducer_for
-from megatron.environment import describe_environment
 from megatron.flat_parameters import FlatParameters
 from megatron.fp16.optimizer import MOMENTS, MixedPrecisionOptimizer, build_loss_scaler
+from megatron.launch.rendezvous import initialize_distributed
 from megatron.learning_rates import LearningRate
 from megatron.model.gpt2 import GPT2Model
 from megatron.plan import Plan, Say
-from megatron.rendezvous import initialize_distributed
-from megatron.run_log import RunLog
-from megatron.run_settings import write_settings
-from megatron.save_lock import lock_together
-from megatron.saver import Saver
+from megatron.records.environment import describe_environment
+from megatron.records.run_log import RunLog
+from megatron.records.run_settings import write_settings
+from megatron.records.timers import Timers
+from megatron.records.trackers import open_trackers
 from megatron.signals import StopSignal
-from megatron.timers import Timers
-from megatron.trackers import open_trackers
 
 
 @dataclass

@@ -24,12 +24,12 @@ from torch import Tensor
 import mpu
 from data_utils import evaluation_batches
 from data_utils.samplers import Samples
-from megatron.best_checkpoint import BEST, best_loss
+from megatron.checkpoint.best import BEST, best_loss
 from megatron.distributed import global_sum
 from megatron.generation import Continuation, generate
-from megatron.memory_report import expected_peak
-from megatron.profiling import profiler_for
-from megatron.reporting import (
+from megatron.memory.report import expected_peak
+from megatron.records.profiling import profiler_for
+from megatron.records.reporting import (
     EvaluationRecord,
     IterationRecord,
     evaluation_line,

@@ -97,7 +97,7 @@ def test_python_examples_run(page: str, block: str):
 
 
 def test_every_file_and_flag_that_is_named_exists():
-    from megatron.flags import flag_table
+    from megatron.command_line.flags import flag_table
 
     known = {row[0] for row in flag_table()} | {"--help", "--index-url", "--local-dir", "--ntasks-per-node",
                                                   # of sbatch, docker and apptainer

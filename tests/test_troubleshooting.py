@@ -20,7 +20,7 @@ from megatron.arguments import parse
 from megatron.checkpointing import write_checkpoint
 from megatron.config import ModelConfig
 from megatron.formats import open_source
-from megatron.launch import Ranks
+from megatron.launch.ranks import Ranks
 from megatron.model.gpt2 import GPT2Model
 from megatron.plan import plan_run
 from megatron.pretrain_gpt2 import main
@@ -28,9 +28,9 @@ from megatron.run import Run
 from tests.conftest import ROOT
 from tests.distributed import run_ranks
 from tests.megatron import test_generation
+from tests.megatron.checkpoint.moved_runs import Layout
+from tests.megatron.checkpoint.test_any_layout import SHAPE, VOCAB, fill, global_state, ranks_of
 from tests.megatron.formats.made import random_weights, write_megatron
-from tests.megatron.moved_runs import Layout
-from tests.megatron.test_any_layout import SHAPE, VOCAB, fill, global_state, ranks_of
 from tests.megatron.training_runs import SMALL, finish, start, steps, write_text
 from tests.test_bad_input import TINY
 from tests.test_house import imported

@@ -33,10 +33,10 @@ from data_utils.command_line import Parser
 from data_utils.progress import progress_bar
 from megatron.config import require
 from megatron.device import DTYPES, choose_backend, choose_device, set_threads
-from megatron.launch import Ranks, read_launch
+from megatron.launch.ranks import Ranks, read_launch
+from megatron.launch.rendezvous import initialize_distributed, leave, meet
+from megatron.launch.spawn import start_ranks
 from megatron.pretrain_gpt2 import refuse
-from megatron.rendezvous import initialize_distributed, leave, meet
-from megatron.spawn import start_ranks
 
 FACTOR = 4  # between the sizes
 PAIRS_BYTES = 1 << 20  # below it noise looks like a slow pair

@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works in a cl
 
 from data_utils import Tokenizer, build_tokenizer, load_tokenizer
 from data_utils.command_line import Parser
-from megatron.checkpoint_reader import Checkpoint
+from megatron.checkpoint.reader import Checkpoint
 from megatron.formats import Hints, Source, open_source
 from megatron.formats.inspection import describe, lines
 from megatron.formats.native import write_native

@@ -21,12 +21,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works in a cl
 
 from data_utils.corpora import BUILTIN, check_exists
 from megatron.arguments import SAVED, Arguments, parse
-from megatron.checkpoint_reader import Checkpoint, hash_file
+from megatron.checkpoint.reader import Checkpoint, hash_file
+from megatron.command_line.flags import dashed, flag
 from megatron.evaluation import TASKS, Task, doubt, evaluate_task, read_task, task_of
-from megatron.flags import dashed, flag
 from megatron.inference import ModelParser, Opened, Say, open_model, run_program
-from megatron.launch import Ranks
-from megatron.reporting import aligned
+from megatron.launch.ranks import Ranks
+from megatron.records.reporting import aligned
 from megatron.score_record import check_output, record, write_record
 
 

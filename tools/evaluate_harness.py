@@ -23,7 +23,7 @@ import numpy as np
 from data_utils import Tokenizer
 from megatron.generation import Continuation, generate
 from megatron.inference import ModelParser, Say, open_model, run_program
-from megatron.launch import Ranks
+from megatron.launch.ranks import Ranks
 from megatron.model.gpt2 import GPT2Model
 from megatron.sampling import Sampling
 from megatron.score_record import check_output, record, write_record

@@ -12,8 +12,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works in a clone that is not installed
 
-from megatron.deepspeed_config import KEYS
-from megatron.flags import flag_table
+from megatron.command_line.deepspeed_config import KEYS
+from megatron.command_line.flags import flag_table
 
 STATUSES = {
     "honoured": "does what its text says",

@@ -29,10 +29,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works in a cl
 from data_utils.corpora import check_exists
 from data_utils.progress import progress_bar
 from megatron.arguments import parse
-from megatron.flags import dashed, flag
+from megatron.command_line.flags import dashed, flag
 from megatron.generation import Continuation, Generator, patient_group
 from megatron.inference import ModelParser, Say, check_shared, open_model, run_program
-from megatron.launch import Ranks
+from megatron.launch.ranks import Ranks
 from megatron.sampling import Sampling
 
 

@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works in a clone that is not installed
 
 from data_utils.command_line import Parser
-from megatron.flags import dashed
+from megatron.command_line.flags import dashed
 from megatron.formats import Hints, open_source
 
 COMPARED = ("num_layers", "hidden_size", "ffn_hidden_size", "max_position_embeddings")

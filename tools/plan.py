@@ -29,14 +29,15 @@ from data_utils.command_line import Parser
 from megatron import device as devices
 from megatron.arguments import Arguments, merge_checkpoint, parse
 from megatron.checkpointing import find_checkpoint
+from megatron.command_line.flags import launch_flags
 from megatron.config import Config
-from megatron.flags import launch_flags
-from megatron.memory import CUDA_CONTEXT, Memory, Setting, expected
-from megatron.memory_2019 import BYTES_PER_PARAMETER, layer_activations, layer_matrices, megatron_2019
-from megatron.memory_fit import Candidate, cheapest, cost, largest_micro_batch, smallest
-from megatron.memory_report import in_mb
+from megatron.memory.fit import Candidate, cheapest, cost, largest_micro_batch, smallest
+from megatron.memory.megatron_2019 import BYTES_PER_PARAMETER, layer_activations, layer_matrices, megatron_2019
+from megatron.memory.report import in_mb
+from megatron.memory.sizes import Setting
+from megatron.memory.step import CUDA_CONTEXT, Memory, expected
 from megatron.model.gpt2 import count_parameters
-from megatron.reporting import aligned, resident_memory
+from megatron.records.reporting import aligned, resident_memory
 
 GPT2_VOCABULARY = 50257
 GB = 2**30

@@ -14,7 +14,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works in a clone that is not installed
 
-from megatron.run_report import METRICS, write_report
+from megatron.records.run_report import METRICS, write_report
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -32,13 +32,13 @@ except ImportError as error:
     print(f"error: the server needs starlette and uvicorn ({error}): pip install -e .[serve]", file=sys.stderr)
     sys.exit(2)
 
+from megatron.command_line.flags import dashed
 from megatron.device import PRECISIONS
-from megatron.flags import dashed
 from megatron.generation import Generator, patient_group
 from megatron.inference import ModelParser, Opened, Say, check_shared, open_model, run_program
-from megatron.launch import Ranks
+from megatron.launch.ranks import Ranks
 from megatron.model.gpt2 import count_parameters
-from megatron.reporting import aligned
+from megatron.records.reporting import aligned
 
 GRACE = 2  # seconds that open connections have when the server stops
 CONNECTIONS = 512  # beyond which new ones are told to come later

@@ -7,8 +7,8 @@ import shlex
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from megatron.checkpoint_files import MANIFEST
-from megatron.checkpoint_reader import Checkpoint
+from megatron.checkpoint.files import MANIFEST
+from megatron.checkpoint.reader import Checkpoint
 from megatron.checkpointing import TRACKER, find_checkpoint
 from megatron.formats import huggingface, megatron, nanogpt
 from megatron.formats.source import Hints, Source

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import mpu
-from megatron.checkpoint_state import load_model
+from megatron.checkpoint.state import load_model
 from megatron.config import ModelConfig
 from megatron.formats.source import Source
 from megatron.model.gpt2 import GPT2Model, parameter_specs

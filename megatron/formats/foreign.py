@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.checkpoint_reader import TensorInfo
+from megatron.checkpoint.reader import TensorInfo
 from megatron.config import ModelConfig
 from mpu.partition import Box
 

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from megatron.checkpoint_files import DTYPES
-from megatron.checkpoint_reader import TensorInfo
+from megatron.checkpoint.files import DTYPES
+from megatron.checkpoint.reader import TensorInfo
 from megatron.config import ModelConfig
 from megatron.formats.foreign import MAX_JSON_BYTES, ForeignSource, Recipe, parse_json, read_json, shown, whole_number
 from megatron.formats.openai_names import check_layers, openai_recipes

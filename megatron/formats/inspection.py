@@ -6,7 +6,7 @@ import math
 from collections import defaultdict
 from typing import Any
 
-from megatron.checkpoint_reader import Checkpoint
+from megatron.checkpoint.reader import Checkpoint
 from megatron.formats.source import Source
 
 SHAPE = ("num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size", "max_position_embeddings", "gelu",

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from data_utils import Tokenizer
-from megatron.checkpoint_facts import check_facts
+from megatron.checkpoint.facts import check_facts
 from megatron.checkpointing import Piece, write_checkpoint
 from megatron.config import Config
 from megatron.formats.new_folder import new_folder

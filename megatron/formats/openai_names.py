@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from megatron.checkpoint_reader import TensorInfo
+from megatron.checkpoint.reader import TensorInfo
 from megatron.config import ModelConfig
 from megatron.formats.foreign import Recipe, first_rows, head_major
 from megatron.model.gpt2 import parameter_specs

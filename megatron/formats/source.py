@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from megatron.checkpoint_reader import TensorInfo
+from megatron.checkpoint.reader import TensorInfo
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from data_utils import Tokenizer
-from megatron.checkpoint_facts import check_facts
-from megatron.checkpoint_files import CHUNK, DTYPE_CODES
+from megatron.checkpoint.facts import check_facts
+from megatron.checkpoint.files import CHUNK, DTYPE_CODES
 from megatron.config import ModelConfig
 from megatron.formats.new_folder import new_folder
 from megatron.formats.openai_names import is_linear, openai_name

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.checkpoint_facts import check_facts
+from megatron.checkpoint.facts import check_facts
 from megatron.checkpointing import TRACKER
 from megatron.config import Config, ModelConfig, OptimizerConfig, require
 from megatron.formats.new_folder import new_folder

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 import mpu
-from megatron.checkpoint_state import FlatState
+from megatron.checkpoint.state import FlatState
 from megatron.config import OptimizerConfig
 from megatron.distributed import ParameterGatherer
 from megatron.flat_parameters import FlatParameters

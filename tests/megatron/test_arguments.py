@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from megatron.arguments import Arguments, differing_flags, merge_checkpoint, parse
+from megatron.command_line.flags import fields, flag_table
+from megatron.command_line.presets import PRESETS, SHAPES
 from megatron.config import SECTIONS, Config, TrainConfig
-from megatron.flags import fields, flag_table
-from megatron.presets import PRESETS, SHAPES
 from mpu.random import dropout
 
 QUICKSTART_ITERS = PRESETS["quickstart"]["train.train_iters"]

@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 
 import mpu
-from megatron.checkpoint_files import MANIFEST, file_header, manifest_bytes, write_tensors
-from megatron.checkpoint_reader import check_cover
-from megatron.checkpoint_state import FlatState
+from megatron.checkpoint.files import MANIFEST, file_header, manifest_bytes, write_tensors
+from megatron.checkpoint.reader import check_cover
+from megatron.checkpoint.state import FlatState
 from megatron.checkpointing import (
     TRACKER,
     Checkpoint,

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megatron import device as on
-from megatron.launch import Ranks
+from megatron.launch.ranks import Ranks
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 

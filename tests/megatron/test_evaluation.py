@@ -22,7 +22,7 @@ from data_utils.detokenizers import ptb_detokenizer, wikitext_detokenizer
 from megatron.evaluation import Task, doubt, evaluate_task, read_task, task_of
 from megatron.generation import load_for_inference
 from megatron.inference import Say, run_program
-from megatron.launch import Ranks
+from megatron.launch.ranks import Ranks
 from megatron.scoring import Window, windows_over
 from tests.conftest import ROOT
 from tests.distributed import run_ranks

@@ -14,7 +14,7 @@ import mpu
 from megatron.arguments import parse
 from megatron.config import ModelConfig
 from megatron.distributed import global_sum
-from megatron.launch import Ranks
+from megatron.launch.ranks import Ranks
 from megatron.plan import plan_run
 from megatron.run import Run, build_run
 from megatron.training import train_step

@@ -17,7 +17,7 @@ import torch
 
 from megatron.arguments import parse
 from megatron.formats import Hints, open_source
-from megatron.launch import Ranks
+from megatron.launch.ranks import Ranks
 from megatron.plan import plan_run
 from tests.conftest import ROOT, TEST_DATA
 from tests.megatron.training_runs import SMALL, finish, start, steps, write_text

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megatron.reporting import resident_memory
+from megatron.records.reporting import resident_memory
 from tests.conftest import ROOT
 
 MB = 2**20

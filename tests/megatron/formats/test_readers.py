@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import mpu
-from megatron.checkpoint_state import load_model, load_state
+from megatron.checkpoint.state import load_model, load_state
 from megatron.config import ModelConfig, OptimizerConfig
 from megatron.distributed import ParameterGatherer
 from megatron.flat_parameters import FlatParameters
