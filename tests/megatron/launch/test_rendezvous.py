@@ -12,10 +12,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron.launch import heartbeat
 from megatron.launch.heartbeat import LEFT, Heart
 from megatron.launch.interfaces import address_towards, interface_of, set_gloo_interface
 from megatron.launch.meeting_place import MissingRanks
-from megatron.launch.ranks import Launch, Ranks, heartbeat
+from megatron.launch.ranks import Launch, Ranks
 from megatron.launch.rendezvous import initialize_distributed, leave, meet, named, node_line
 from tests.megatron.launch.started_ranks import free_port
 
