@@ -302,7 +302,8 @@ class LaunchConfig:
     """How the ranks start and meet. None of it is needed under torchrun, srun or mpirun, and none is part of the run
     that is saved: see megatron/launch/ranks.py."""
 
-    nproc_per_node: int | None = option(None, "start so many ranks on this machine")
+    nproc_per_node: int | None = option(None, "start so many ranks on this machine; 0: one for each visible GPU, two "
+                                              "on a CPU")
     rank: int | None = option(None, "this process's number among all, of which each is started by hand")
     world_size: int | None = option(None, "all processes, with --rank")
     init_method: str | None = option(None, "where the ranks meet: tcp://HOST:PORT of rank 0, or file:///PATH in a "
@@ -310,7 +311,8 @@ class LaunchConfig:
     init_timeout: float = option(120.0, "seconds within which all ranks have to come")
 
     def __post_init__(self) -> None:
-        require_positive(self, "nproc_per_node", "world_size", "init_timeout")
+        require_positive(self, "world_size", "init_timeout")
+        require((self.nproc_per_node or 0) >= 0, f"--nproc-per-node must not be negative, got {self.nproc_per_node}")
         require((self.rank is None) == (self.world_size is None), "--rank and --world-size go together")
         require(self.rank is None or self.nproc_per_node is None,
                 "--nproc-per-node starts all ranks itself: leave --rank and --world-size out")
@@ -349,7 +351,8 @@ class Config:
 
     def data_parallel_size(self, world_size: int) -> int:
         p = self.parallel.model_parallel_size
-        require(world_size % p == 0, f"the world of {world_size} ranks is not divisible by --model-parallel-size {p}")
+        require(world_size % p == 0, f"the world of {world_size} ranks is not divisible by --model-parallel-size {p}: "
+                "start another number of ranks (the scripts: GPUS_PER_NODE), or give another size (MP_SIZE)")
         return world_size // p
 
     def accumulation(self, data_parallel_size: int) -> int:

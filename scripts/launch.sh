@@ -22,15 +22,16 @@ within() {
     exit 2
 }
 
-# read_size DEFAULT: sets SIZE, the ranks that share each layer, and SIZE_NAME, the variable that says it
+# read_size DEFAULT: sets SIZE, the ranks that share each layer
 read_size() {
-    SIZE_NAME=MP_SIZE SIZE=${MP_SIZE:-${MPSIZE:-$1}}
-    [ -n "${MP_SIZE:-}" ] || [ -z "${MPSIZE:-}" ] || SIZE_NAME=MPSIZE
-    within "$SIZE_NAME" "$SIZE" 1 99999 "give the ranks that share each layer"
+    local name=MP_SIZE
+    SIZE=${MP_SIZE:-${MPSIZE:-$1}}
+    [ -n "${MP_SIZE:-}" ] || [ -z "${MPSIZE:-}" ] || name=MPSIZE
+    within "$name" "$SIZE" 1 99999 "give the ranks that share each layer"
     SIZE=$((10#$SIZE)) # a leading 0 would mean octal
 }
 
-# Sets PYTHON, NODES and RANKS (those of this node)
+# Sets PYTHON, NODES and RANKS (those of this node; 0 on the only one: the program counts the GPUs)
 read_layout() {
     within NNODES "${NNODES:-1}" 1 99999 "give the number of nodes"
     NODES=$((10#${NNODES:-1}))
@@ -46,7 +47,10 @@ read_layout() {
         within GPUS_PER_NODE "$GPUS_PER_NODE" 1 99999 "give the ranks of this node, or unset it"
     fi
     find_python ""
-    RANKS=${GPUS_PER_NODE:-$("$PYTHON" -c 'import torch; print(torch.cuda.device_count() or 2)')}
+    RANKS=${GPUS_PER_NODE:-0}
+    if [ "$RANKS" = 0 ] && [ "$NODES" -gt 1 ]; then
+        RANKS=$("$PYTHON" -c 'import torch; print(torch.cuda.device_count() or 2)')
+    fi
     RANKS=$((10#$RANKS))
 }
 
@@ -73,15 +77,6 @@ launch_model_parallel() {
     read_size "$1"
     shift
     read_layout
-    case " ${*//_/-}" in
-        *" --model-parallel-size"* | *" --tensor-model-parallel-size"*) ;; # the user's flag wins, and is checked there
-        *)
-            if [ $((NODES * RANKS % SIZE)) != 0 ]; then
-                say "error: $SIZE_NAME=$SIZE does not divide NNODES=$NODES x GPUS_PER_NODE=$RANKS: give one that does"
-                exit 2
-            fi
-            ;;
-    esac
     start --model-parallel-size "$SIZE" "$@"
 }
 

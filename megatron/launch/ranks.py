@@ -21,6 +21,8 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
+import torch
+
 from megatron.command_line.flags import launch_flags
 from megatron.config import LaunchConfig, require
 
@@ -86,7 +88,8 @@ def read_launch(argv: Sequence[str], environ: Mapping[str, str] = os.environ) ->
     flags, words = launch_flags(argv)
     said = next(filter(None, (reads(flags, environ) for reads in (_by_hand, _torchrun, _mpi, _slurm))), None)
     found = said or Launch()
-    starts = flags.nproc_per_node if flags.nproc_per_node not in (None, 1) else 0
+    starts = torch.cuda.device_count() or 2 if flags.nproc_per_node == 0 else flags.nproc_per_node or 0
+    starts = 0 if starts == 1 else starts  # this process will do
     if found.world_size > 1:
         require(not starts, "--nproc-per-node starts the ranks itself, but a launcher has started this process as one "
                             f"of {found.world_size} already: leave out the one or the other")

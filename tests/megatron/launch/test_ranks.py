@@ -6,6 +6,7 @@ import socket
 from collections.abc import Mapping
 
 import pytest
+import torch
 
 from megatron.launch.ranks import Launch, Ranks, expand_hosts, read_launch
 
@@ -122,6 +123,12 @@ def test_what_cannot_be(argv: str, environ: dict[str, str], message: str) -> Non
 def test_ranks_to_start() -> None:
     assert launch({}, "--nproc-per-node", "4").starts == 4
     assert launch({}, "--nproc_per_node=1").starts == 0  # this process will do
+
+
+@pytest.mark.parametrize(("gpus", "starts"), [(0, 2), (1, 0), (8, 8)])
+def test_a_rank_for_each_gpu(gpus: int, starts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    assert launch({}, "--nproc-per-node", "0").starts == starts
 
 
 @pytest.mark.parametrize("text, hosts", [
