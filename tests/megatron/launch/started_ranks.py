@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import ctypes
 import json
-import multiprocessing
 import os
 import socket
 import sys
@@ -15,12 +14,11 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
 from megatron.pretrain_gpt2 import main
+from tests.distributed import CONTEXT
 from tests.megatron.training_runs import SMALL
 
 CLONE_NEWNET, CLONE_NEWUTS = 0x40000000, 0x04000000
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "SLURM", "PMI", "OMPI", "GLOO", "TORCHELASTIC", "PBS", "LSB")
-CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["tests.megatron.launch.started_ranks"])
 
 
 def clean_environment() -> dict[str, str]:
