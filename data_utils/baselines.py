@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import lzma
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
@@ -22,5 +23,7 @@ def xz_bits_per_byte(train_text: bytes, valid_text: bytes) -> float:
     # The preset's window of 64 MiB, but no larger than the text: the same output for a tenth of the memory.
     window = min(64 << 20, max(1 << 16, 1 << (len(train_text) + len(valid_text)).bit_length()))
     filters = [{"id": lzma.FILTER_LZMA2, "preset": 9, "dict_size": window}]
-    with_held, without = (len(lzma.compress(text, filters=filters)) for text in (train_text + valid_text, train_text))
+    with ThreadPoolExecutor(2) as threads:  # lzma lets other threads run
+        with_held, without = threads.map(lambda text: len(lzma.compress(text, filters=filters)),
+                                         (train_text + valid_text, train_text))
     return (with_held - without) * 8 / max(len(valid_text), 1)
