@@ -304,6 +304,8 @@ class LaunchConfig:
 
     nproc_per_node: int | None = option(None, "start so many ranks on this machine; 0: one for each visible GPU, two "
                                               "on a CPU")
+    nnodes: int = option(1, "machines on which --nproc-per-node starts as many ranks each")
+    node_rank: int = option(0, "this machine's number among them")
     rank: int | None = option(None, "this process's number among all, of which each is started by hand")
     world_size: int | None = option(None, "all processes, with --rank")
     init_method: str | None = option(None, "where the ranks meet: tcp://HOST:PORT of rank 0, or file:///PATH in a "
@@ -313,6 +315,10 @@ class LaunchConfig:
     def __post_init__(self) -> None:
         require_positive(self, "world_size", "init_timeout")
         require((self.nproc_per_node or 0) >= 0, f"--nproc-per-node must not be negative, got {self.nproc_per_node}")
+        require(0 <= self.node_rank < self.nnodes,
+                f"--node-rank {self.node_rank} is not in [0, {self.nnodes}), which --nnodes says")
+        require(self.nnodes == 1 or self.nproc_per_node is not None,
+                "--nnodes needs --nproc-per-node, the ranks that each machine starts")
         require((self.rank is None) == (self.world_size is None), "--rank and --world-size go together")
         require(self.rank is None or self.nproc_per_node is None,
                 "--nproc-per-node starts all ranks itself: leave --rank and --world-size out")

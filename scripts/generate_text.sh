@@ -17,5 +17,4 @@ flags=(${LOAD[@]+"${LOAD[@]}"})
 [ -z "${MAXSEQLEN:-}" ] || flags+=(--max-new-tokens "$MAXSEQLEN")
 
 find_python ""
-PROGRAM=tools/generate_text.py NODES=1 RANKS=$SIZE
-start ${flags[@]+"${flags[@]}"} "$@"
+exec "$PYTHON" "$ROOT/tools/generate_text.py" --nproc-per-node "$SIZE" ${flags[@]+"${flags[@]}"} "$@"

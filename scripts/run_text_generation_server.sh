@@ -9,5 +9,4 @@ source "$(dirname "${BASH_SOURCE[0]}")/launch.sh"
 read_size 1
 find_checkpoint "$@"
 find_python ""
-PROGRAM=tools/run_text_generation_server.py NODES=1 RANKS=$SIZE
-start ${LOAD[@]+"${LOAD[@]}"} "$@"
+exec "$PYTHON" "$ROOT/tools/run_text_generation_server.py" --nproc-per-node "$SIZE" ${LOAD[@]+"${LOAD[@]}"} "$@"

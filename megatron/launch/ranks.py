@@ -1,6 +1,6 @@
 """Who is this process among the ranks, and where do they meet? The first that says so counts:
 
-    flags      --rank --world-size --init-method, of processes started by hand (--nproc-per-node starts them here)
+    flags      --rank --world-size --init-method, of processes started by hand, or --nproc-per-node, which starts them
     torchrun   RANK, WORLD_SIZE …
     MPI        OMPI_COMM_WORLD_RANK …, or PMI_RANK …
     Slurm      SLURM_PROCID … inside a step of srun
@@ -72,7 +72,7 @@ class Launch:
     host: str = ""                        # this machine
     hosts: tuple[str, ...] = ()           # of all ranks, where the launcher says it
     timeout: float = LaunchConfig.init_timeout
-    starts: int = 0                       # ranks that this process is to start
+    starts: int = 0                       # ranks that this process is to start, from `rank` on
     notice: str = ""                      # what a person should know
 
     def __post_init__(self) -> None:
@@ -87,19 +87,30 @@ def read_launch(argv: Sequence[str], environ: Mapping[str, str] = os.environ) ->
     """The launch of this process, and the words of its command line that do not speak of it. Raises ValueError."""
     flags, words = launch_flags(argv)
     said = next(filter(None, (reads(flags, environ) for reads in (_by_hand, _torchrun, _mpi, _slurm))), None)
-    found = said or Launch()
-    starts = torch.cuda.device_count() or 2 if flags.nproc_per_node == 0 else flags.nproc_per_node or 0
-    starts = 0 if starts == 1 else starts  # this process will do
-    if found.world_size > 1:
-        require(not starts, "--nproc-per-node starts the ranks itself, but a launcher has started this process as one "
-                            f"of {found.world_size} already: leave out the one or the other")
-        found = replace(found, where=flags.init_method or found.where)
+    started = _started_here(flags, environ)
+    if started and said:
+        require(said.world_size == 1, "--nproc-per-node starts the ranks itself, but a launcher has started this "
+                f"process as one of {said.world_size} already: leave out the one or the other")
+    found = started or said or Launch()
+    found = replace(found, where=flags.init_method or found.where)
+    if found.world_size > max(found.starts, 1):  # others are elsewhere
         _check_place(found)
-    elif said is None and not starts:
+    elif found.world_size == 1 and said is None:
         require(flags.init_method is None, "--init-method needs --rank and --world-size, or a launcher that knows them")
         found = replace(found, notice=_notice(environ))
-    return replace(found, host=environ.get("SLURMD_NODENAME") or socket.gethostname(), timeout=flags.init_timeout,
-                   starts=starts), words
+    host = environ.get("SLURMD_NODENAME") or socket.gethostname()
+    return replace(found, host=host, timeout=flags.init_timeout), words
+
+
+def _started_here(flags: LaunchConfig, environ: Mapping[str, str]) -> Launch | None:
+    """The first rank of this machine where --nproc-per-node says how many there are; a single one is this process."""
+    if flags.nproc_per_node is None:
+        return None
+    here = flags.nproc_per_node or torch.cuda.device_count() or 2
+    if here * flags.nnodes == 1:
+        return None
+    return Launch(flags.node_rank * here, flags.nnodes * here, (0, here), starts=here if here > 1 else 0,
+                  where=_place(environ, "", DEFAULT_PORT) if flags.nnodes > 1 else "")
 
 
 def _by_hand(flags: LaunchConfig, environ: Mapping[str, str]) -> Launch | None:

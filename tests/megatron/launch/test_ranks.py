@@ -112,6 +112,10 @@ def test_plain_python_in_an_allocation_is_alone_and_says_so() -> None:
     ("--rank 0 --world-size 2 --init-method file://a/b", {}, "cannot meet at file://a/b"),
     ("--init-method tcp://a:1", {}, "--init-method needs --rank and --world-size"),
     ("--nproc-per-node 2 --rank 0 --world-size 2", {}, "--nproc-per-node starts all ranks itself"),
+    ("--nproc-per-node 2 --nnodes 2 --node-rank 2", {}, r"--node-rank 2 is not in \[0, 2\), which --nnodes says"),
+    ("--nnodes 2", {}, "--nnodes needs --nproc-per-node"),
+    ("--nproc-per-node 2 --nnodes 2", {}, "nothing says where the 4 ranks meet: set MASTER_ADDR"),
+    ("--nproc-per-node 2 --nnodes 2", {"MASTER_ADDR": "a", "MASTER_PORT": "http"}, "cannot meet at tcp://a:http"),
     ("--nproc-per-node 2", TORCHRUN, "a launcher has started this process as one of 4 already"),
     ("--init-timeout 0", {}, "--init-timeout must be positive"),
 ])
@@ -123,6 +127,13 @@ def test_what_cannot_be(argv: str, environ: dict[str, str], message: str) -> Non
 def test_ranks_to_start() -> None:
     assert launch({}, "--nproc-per-node", "4").starts == 4
     assert launch({}, "--nproc_per_node=1").starts == 0  # this process will do
+
+
+def test_ranks_to_start_on_several_machines() -> None:
+    found = launch({"MASTER_ADDR": "a"}, "--nproc-per-node", "4", "--nnodes", "3", "--node-rank", "1")
+    assert (found.starts, found.rank, found.world_size, found.where) == (4, 4, 12, "tcp://a:29500")
+    found = launch({}, "--nproc-per-node", "1", "--nnodes", "3", "--node-rank", "1", "--init-method", "file:///m")
+    assert (found.starts, found.rank, found.world_size, found.local, found.where) == (0, 1, 3, (0, 1), "file:///m")
 
 
 @pytest.mark.parametrize(("gpus", "starts"), [(0, 2), (1, 0), (8, 8)])
