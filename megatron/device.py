@@ -7,6 +7,7 @@ to ask for instead.
 from __future__ import annotations
 
 import ctypes
+import functools
 import importlib.util
 import os
 import platform
@@ -226,6 +227,7 @@ def datasheet(name: str) -> float | None:
     return next((flops for pattern, flops in DATASHEET if re.search(rf"\b{pattern}\b", name)), None)
 
 
+@functools.cache
 @torch.no_grad()
 def _measured_gemm(device: torch.device, dtype: torch.dtype, seconds: float = 0.3) -> float:
     def timed(size: int) -> float:

@@ -7,6 +7,6 @@ find_python "dev,hf,data,curate,eval,serve"
 cd "$ROOT"
 "$PYTHON" -m ruff check .
 "$PYTHON" -m mypy
-# Tests start ranks of their own: two at a time, one thread each.
+# Three tests at a time, since ranks wait for each other; one thread each.
 export OMP_NUM_THREADS=1
-exec "$PYTHON" -m pytest -n 2 "$@"
+exec "$PYTHON" -m pytest -n 3 "$@"

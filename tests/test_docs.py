@@ -101,7 +101,8 @@ def test_every_file_and_flag_that_is_named_exists():
 
     known = {row[0] for row in flag_table()} | {"--help", "--index-url", "--local-dir", "--ntasks-per-node",
                                                   # of torchrun, sbatch, docker and apptainer
-                                                  "--master-addr", "--nodes", "--gpus", "--ipc", "--ulimit", "--network", "--nv"}
+                                                  "--master-addr", "--nodes", "--gpus", "--ipc", "--ulimit",
+                                                  "--network", "--nv"}
     for program in (*(ROOT / "tools").rglob("*.py"), *(ROOT / "benchmarks").glob("*.py"),
                     ROOT / "data_utils" / "curation" / "command_line.py"):
         for names in re.findall(r'add_argument\(((?:"--[\w-]+",? ?)+)', program.read_text()):
