@@ -204,29 +204,35 @@ def baselines(run: Run) -> dict[str, float | None]:
     }
 
 
-def next_commands(save: str, train_iters: int) -> list[tuple[str, str]]:
+def next_commands(save: str, train_iters: int, *, in_parts: bool) -> list[tuple[str, str]]:
     """What one would type next: the scripts of a checkout, or Python's own ways where only the package is there."""
     root = Path(__file__).resolve().parent.parent
     folder = shlex.quote(save)
-    single, distributed = "python -m megatron.pretrain_gpt2", "torchrun --nproc-per-node 2 -m megatron.pretrain_gpt2"
-    generate_text = None
+    single = "python -m megatron.pretrain_gpt2"
+    distributed = f"{single} --nproc-per-node 2"
+    with_tools = []
     if (root / "scripts").is_dir():
         scripts, tools = (shlex.quote(os.path.relpath(root / name)) for name in ("scripts", "tools"))
         single, distributed = f"bash {scripts}/pretrain_gpt2.sh", f"bash {scripts}/pretrain_gpt2_distributed.sh"
-        generate_text = f"bash {scripts}/python.sh {tools}/generate_text.py --load {folder} --prompt 'The '"
+        python = f"bash {scripts}/python.sh {tools}"
+        with_tools = [("generate text", f"{python}/generate_text.py --load {folder} --prompt 'The '")]
+        if in_parts:
+            with_tools.append(("make one of its model-parallel parts",
+                               f"{python}/checkpoint.py merge {folder} {folder}_merged"))
     commands = [
         ("train on from this checkpoint", f"{single} --load {folder} --save {folder} --train-iters {2 * train_iters}"),
         ("the same on two ranks that share the data, in a folder of its own",
          f"{distributed} --load {folder} --save {folder}_dp2 --train-iters {3 * train_iters}"),
     ]
-    return commands + ([("generate text", generate_text)] if generate_text else [])
+    return commands + with_tools
 
 
 def closing(run: Run, valid: EvaluationRecord | None, sample: str, plot: str) -> str:
     return closing_report(
         bits_per_byte=valid.bits_per_byte if valid else None, baselines=baselines(run), sample=sample,
         checkpoint=run.save_directory / f"iter_{run.iteration:07d}", plot=plot,
-        next_commands=next_commands(str(run.config.checkpoint.save), run.train_iters))
+        next_commands=next_commands(str(run.config.checkpoint.save), run.train_iters,
+                                    in_parts=run.parallel.model_parallel_size > 1))
 
 
 if __name__ == "__main__":

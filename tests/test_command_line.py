@@ -207,12 +207,13 @@ def test_a_length_in_samples_counts_what_was_consumed(work: Path, capfd: pytest.
 
 
 def test_the_commands_at_the_end_name_files_that_exist(work: Path, monkeypatch: pytest.MonkeyPatch):
-    commands = [command for _, command in pretrain_gpt2.next_commands("a run", 10)]
-    assert len(commands) == 3 and all("'a run'" in command for command in commands)
+    assert len(pretrain_gpt2.next_commands("a run", 10, in_parts=False)) == 3
+    commands = [command for _, command in pretrain_gpt2.next_commands("a run", 10, in_parts=True)]
+    assert len(commands) == 4 and all("'a run'" in command for command in commands)
     for command in commands:
         for word in command.split():
             assert not word.endswith((".sh", ".py")) or (work / word).resolve().is_file(), word
     # Installed without the checkout there are no scripts to name.
     monkeypatch.setattr(pretrain_gpt2, "__file__", str(work / "site-packages/megatron/pretrain_gpt2.py"))
-    assert [command.split(" --load")[0] for _, command in pretrain_gpt2.next_commands("a", 10)] == [
-        "python -m megatron.pretrain_gpt2", "torchrun --nproc-per-node 2 -m megatron.pretrain_gpt2"]
+    assert [command.split(" --load")[0] for _, command in pretrain_gpt2.next_commands("a", 10, in_parts=True)] == [
+        "python -m megatron.pretrain_gpt2", "python -m megatron.pretrain_gpt2 --nproc-per-node 2"]
