@@ -11,6 +11,7 @@ import functools
 import hashlib
 import sysconfig
 import warnings
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -43,11 +44,22 @@ def _modules() -> Iterator[tuple[str, str]]:
         if relative.as_posix() == "pydoc_data/topics.py":
             yield from _topics(tree)
             continue
-        texts = [ast.get_docstring(node) for node in ast.walk(tree)
+        texts = [ast.get_docstring(node) for node in _statements(tree)
                  if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))]
         text = "\n\n".join(text for text in texts if text)
         if text:
             yield relative.as_posix(), text.encode("utf-8", "replace").decode() + "\n"
+
+
+def _statements(tree: ast.Module) -> Iterator[ast.AST]:
+    """`ast.walk` without expressions, which hold no definitions and are most of a tree."""
+    queue: deque[ast.AST] = deque([tree])
+    while queue:
+        node = queue.popleft()
+        yield node
+        for name in node._fields:
+            if name in ("body", "handlers", "orelse", "finalbody", "cases") and not isinstance(node, ast.expr):
+                queue.extend(getattr(node, name))
 
 
 def _topics(tree: ast.Module) -> Iterator[tuple[str, str]]:
