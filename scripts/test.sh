@@ -5,6 +5,7 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 find_python "dev,hf,data,curate,eval,serve"
 cd "$ROOT"
+unset PYTHONDONTWRITEBYTECODE # hundreds of processes would each compile the project anew
 "$PYTHON" -m ruff check .
 "$PYTHON" -m mypy
 # Three tests at a time, since ranks wait for each other; one thread each.
