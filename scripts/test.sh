@@ -3,6 +3,7 @@
 # Installs what is missing, the extras [dev,hf,data,curate,eval,serve] included.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+export PIP_COMPILE=0 # most of what is installed is never imported
 find_python "dev,hf,data,curate,eval,serve"
 cd "$ROOT"
 unset PYTHONDONTWRITEBYTECODE # hundreds of processes would each compile the project anew

@@ -56,10 +56,7 @@ def loss_curve(metrics_path: str | Path, png_path: str | Path, title: str) -> st
                  label="validation")
         x, y = validation[-1]
         top.annotate(f"{y:.3f}", (x, y), textcoords="offset points", xytext=(0, 8), ha="right", color=VALIDATION)
-    if training or validation:
-        top.legend(frameon=False)
-    else:
-        top.text(0.5, 0.5, "no iteration was logged", ha="center", transform=top.transAxes)
+    top.legend(frameon=False)
     top.set_title(title, fontsize=11, loc="left")
     top.set_ylabel("loss (nats per token)")
     rates = points(records, "learning_rate")

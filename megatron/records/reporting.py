@@ -143,7 +143,7 @@ def closing_report(*, bits_per_byte: float | None, baselines: Mapping[str, float
     """The end of a run: the model beside its baselines, a sample, where things are and what to run next.
 
     `baselines` maps a description to bits per byte (None: not computed); `plot` is the path of the PNG or a
-    text curve; `next_commands` are (what it does, command).
+    text curve, or empty; `next_commands` are (what it does, command).
     """
     def figure(value: float | None) -> str:
         return "not computed" if value is None else f"{value:.3f}"
@@ -157,7 +157,7 @@ def closing_report(*, bits_per_byte: float | None, baselines: Mapping[str, float
     paths = [("checkpoint", str(checkpoint))]
     if "\n" in plot:
         lines += [*plot.splitlines(), ""]
-    else:
+    elif plot:
         paths.append(("loss curve", plot))
     lines += [*aligned(paths), "", "next:"]
     for what, command in next_commands:
