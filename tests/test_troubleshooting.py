@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import importlib.util
 import json
 import re
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
@@ -34,6 +32,7 @@ from tests.megatron.formats.made import random_weights, write_megatron
 from tests.megatron.training_runs import SMALL, finish, start, steps, write_text
 from tests.test_bad_input import TINY
 from tests.test_house import imported
+from tests.tools import tool
 
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text()
 # Title and text of each entry.
@@ -136,13 +135,6 @@ def test_a_vocabulary_that_the_ranks_do_not_divide(tmp_path: Path):
 # ------------------------------------------------------------------------------------------------------- checkpoints
 
 
-def program(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
-    made = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(made)
-    return made
-
-
 @pytest.fixture(scope="module")
 def vocabulary(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Flags: files in GPT-2's format, of the 256 bytes and an end of document."""
@@ -163,7 +155,7 @@ def test_ranks_with_a_sharded_optimizer_merge_into_one(tmp_path: Path):
     facts = {"config": {"model": dataclasses.asdict(SHAPE)}, "vocab_size": VOCAB, "consumed_samples": 24,
              "optimizer": rank.optimizer.state_dict(), "tokenizer": None}
     write_checkpoint(tmp_path / "eight", 3, facts=facts, files=files, rank=0, world_size=1, attempt="a", timeout_s=0)
-    assert program("checkpoint").main(["merge", str(tmp_path / "eight"), str(tmp_path / "one")]) == 0
+    assert tool("checkpoint").main(["merge", str(tmp_path / "eight"), str(tmp_path / "one")]) == 0
     merged = open_source(tmp_path / "one")
     assert sorted(path.stem for path in tmp_path.glob("one/iter_*/mp_rank_*/*")) == [
         "exp_avg_dp_00", "exp_avg_sq_dp_00", "master_dp_00", "model"]
@@ -182,7 +174,7 @@ def test_megatrons_own_sharded_optimizer_is_left_out_loudly(tmp_path: Path, caps
             torch.save({"exp_avg": torch.ones(3)}, shard)
         file.rename(file.with_name("model_rng.pt"))
     words = [str(tmp_path / "theirs"), str(tmp_path / "ours"), "--to", "native", "--vocab-size", "101"]
-    assert program("checkpoint").main(["convert", *words]) == 0
+    assert tool("checkpoint").main(["convert", *words]) == 0
     assert "left out: 8 files of a sharded optimizer (optim.pt ...)" in capsys.readouterr().err
     source = open_source(tmp_path / "ours")
     assert all(torch.equal(source.read(f"model.{name}"), value) for name, value in weights.items())
@@ -192,11 +184,11 @@ def test_a_vocabulary_file_of_another_size_is_refused(tmp_path: Path, vocabulary
     """By the conversion, and by training where the conversion was given none."""
     write_megatron(tmp_path / "theirs", random_weights(), "flat", args=False)
     words = [str(tmp_path / "theirs"), "--to", "native", "--num-attention-heads", "4", "--vocab-size", "101"]
-    tool = program("checkpoint")
+    checkpoint = tool("checkpoint")
     with pytest.raises(ValueError, match="has 101 tokens and the tokenizer 257: give the files that it was trained"):
-        tool.main(["convert", *words[:1], str(tmp_path / "a"), *words[1:], *vocabulary])
+        checkpoint.main(["convert", *words[:1], str(tmp_path / "a"), *words[1:], *vocabulary])
     assert not (tmp_path / "a").exists()
-    assert tool.main(["convert", *words[:1], str(tmp_path / "b"), *words[1:]]) == 0
+    assert checkpoint.main(["convert", *words[:1], str(tmp_path / "b"), *words[1:]]) == 0
     load = ["--load", str(tmp_path / "b"), "--save", str(tmp_path / "c"), "--device", "cpu"]
     for flags, message in (([], "came without a tokenizer: give --vocab-file"),
                            (vocabulary, "has 101 tokens and the tokenizer 257")):
@@ -220,7 +212,7 @@ def test_what_16_ranks_wrote_writes_the_same_text_on_one(tmp_path: Path, vocabul
             vocab_size=tokenizer.vocab_size, init_method_std=0.2)), tmp_path / "one")
     finally:
         mpu.destroy_model_parallel()
-    tool, generate_text = program("checkpoint"), program("generate_text")
+    checkpoint, generate_text = tool("checkpoint"), tool("generate_text")
 
     def text(folder: str) -> str:
         capsys.readouterr()
@@ -229,7 +221,7 @@ def test_what_16_ranks_wrote_writes_the_same_text_on_one(tmp_path: Path, vocabul
         return capsys.readouterr().out
 
     def convert(command: str, source: str, target: str, *flags: str) -> None:
-        assert tool.main([command, str(tmp_path / source), str(tmp_path / target), *flags]) == 0
+        assert checkpoint.main([command, str(tmp_path / source), str(tmp_path / target), *flags]) == 0
 
     convert("split", "one", "sixteen", "--model-parallel-size", "16")
     convert("convert", "one", "theirs", "--to", "megatron-2019", "--model-parallel-size", "16")

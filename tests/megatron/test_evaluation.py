@@ -6,7 +6,6 @@ import hashlib
 import json
 import math
 import re
-import runpy
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -27,8 +26,9 @@ from megatron.scoring import Window, windows_over
 from tests.conftest import ROOT
 from tests.distributed import run_ranks
 from tests.megatron.word_model import ITERATIONS, LENGTH, SHAPE, word_model
+from tests.tools import tool
 
-main = runpy.run_path(str(ROOT / "tools" / "evaluate_gpt2.py"))["main"]
+main = tool("evaluate_gpt2").main
 PROSE = (ROOT / "LICENSE").read_text()
 
 

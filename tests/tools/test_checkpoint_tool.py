@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 import shlex
@@ -10,7 +9,6 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
@@ -21,20 +19,14 @@ from megatron.launch.ranks import Ranks
 from megatron.plan import plan_run
 from tests.conftest import ROOT, TEST_DATA
 from tests.megatron.training_runs import SMALL, finish, start, steps, write_text
+from tests.tools import tool
 
 OLD = TEST_DATA / "megatron-2019"
 genuine = pytest.mark.skipif(not OLD.is_dir(), reason=f"{OLD} is not there: no genuine checkpoints")
 HINTS = ["--num-attention-heads", "4", "--vocab-size", "130"]
 
 
-def module(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
-    made = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(made)
-    return made
-
-
-tool = module("checkpoint")
+main = tool("checkpoint").main
 
 
 @pytest.fixture(scope="module")
@@ -55,13 +47,13 @@ def read(path: Path, *, heads: int | None = None, vocab: int | None = None):
 
 def test_inspect(runs: Path, capsys: pytest.CaptureFixture):
     save = str(runs / "save")
-    assert tool.main(["inspect", save]) == 0
+    assert main(["inspect", save]) == 0
     text = capsys.readouterr().out
     for part in ("model-parallel 1 × data-parallel 1", "num layers", "bytes, 257 ids", "mp_rank_00/model.safetensors"):
         assert part in text
     table = text.split("\n\n")[1].splitlines()
     assert len({len(line) for line in table}) == 1, "columns line up"
-    assert tool.main(["inspect", save, "--json"]) == 0
+    assert main(["inspect", save, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["model"]["hidden_size"] == 128 and found["iteration"] == 2
     for file, info in found["files"].items():
@@ -76,7 +68,7 @@ def test_inspect(runs: Path, capsys: pytest.CaptureFixture):
 def test_verify_finds_a_bit_in_every_file(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
     save = tmp_path / "save"
     shutil.copytree(runs / "save", save)
-    assert tool.main(["verify", str(save)]) == 0
+    assert main(["verify", str(save)]) == 0
     files = sorted((save / "iter_0000002").rglob("*.safetensors"))
     assert len(files) == 5
     for file in files:
@@ -84,10 +76,10 @@ def test_verify_finds_a_bit_in_every_file(runs: Path, tmp_path: Path, capsys: py
         data[-3] ^= 1
         file.write_bytes(data)
         capsys.readouterr()
-        assert tool.main(["verify", str(save)]) == 1
+        assert main(["verify", str(save)]) == 1
         assert f"DAMAGED: {file}" in capsys.readouterr().out
         with pytest.raises(ValueError, match=f"{file.name}: damaged"):
-            tool.main(["merge", str(save), str(tmp_path / "out")])
+            main(["merge", str(save), str(tmp_path / "out")])
         data[-3] ^= 1
         file.write_bytes(data)
     assert not (tmp_path / "out").exists()
@@ -95,11 +87,11 @@ def test_verify_finds_a_bit_in_every_file(runs: Path, tmp_path: Path, capsys: py
 
 def test_split_merge_diff(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
     save, split, merged = (str(path) for path in (runs / "save", tmp_path / "split", tmp_path / "merged"))
-    assert tool.main(["split", save, split, "--model-parallel-size", "4"]) == 0
+    assert main(["split", save, split, "--model-parallel-size", "4"]) == 0
     assert len(list(Path(split).glob("iter_*/mp_rank_*"))) == 4
-    assert tool.main(["merge", split, merged]) == 0
+    assert main(["merge", split, merged]) == 0
     capsys.readouterr()
-    assert tool.main(["diff", save, merged]) == 0
+    assert main(["diff", save, merged]) == 0
     text = capsys.readouterr().out
     assert text.endswith("equal\n") and len(re.findall(r"^exp_avg_sq\..* 0$", text, re.MULTILINE)) == 28
     other = tmp_path / "other"
@@ -108,24 +100,24 @@ def test_split_merge_diff(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     steps(run, 1)
     run.save()
     finish(run)
-    assert tool.main(["diff", save, str(other)]) == 1
+    assert main(["diff", save, str(other)]) == 1
     assert capsys.readouterr().out.endswith("NOT EQUAL\n")
 
 
 @pytest.mark.parametrize("target", ["native", "huggingface", "megatron-2019", "megatron-core"])
 def test_convert_and_check(runs: Path, tmp_path: Path, target: str, capsys: pytest.CaptureFixture):
     out = str(tmp_path / "out")
-    assert tool.main(["convert", str(runs / "save"), out, "--to", target, "--check"]) == 0
+    assert main(["convert", str(runs / "save"), out, "--to", target, "--check"]) == 0
     found = re.search(r"greatest logit difference on 64 tokens in fp32: (\S+)", capsys.readouterr().out)
     assert float(found[1]) == 0
     with pytest.raises(ValueError, match="not empty"):
-        tool.main(["convert", str(runs / "save"), out, "--to", target])
+        main(["convert", str(runs / "save"), out, "--to", target])
 
 
 def test_check_sees_a_wrong_translation(runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     from megatron.formats import write_megatron
     monkeypatch.setattr(write_megatron, "_by_part", lambda x, heads: x)
-    assert tool.main(["convert", str(runs / "save"), str(tmp_path / "out"), "--to", "megatron-2019", "--check"]) == 1
+    assert main(["convert", str(runs / "save"), str(tmp_path / "out"), "--to", "megatron-2019", "--check"]) == 1
 
 
 @genuine
@@ -133,7 +125,7 @@ def test_check_sees_a_wrong_translation(runs: Path, tmp_path: Path, monkeypatch:
                                              ("megatron-v2.6/tp2", HINTS[2:])])
 def test_genuine_files_merge_to_the_last_bit(name: str, hints: list[str], tmp_path: Path):
     out = tmp_path / "merged"
-    assert tool.main(["merge", str(TEST_DATA / name / "checkpoint"), str(out), *hints]) == 0
+    assert main(["merge", str(TEST_DATA / name / "checkpoint"), str(out), *hints]) == 0
     heads, vocab = (4, 130) if "2019" in name else (None, None)
     merged = read(out, heads=heads, vocab=vocab)
     single = read(TEST_DATA / name.split("/")[0] / "tp1" / "checkpoint", heads=heads, vocab=130)
@@ -147,11 +139,11 @@ def test_a_run_goes_on_through_files_of_2019(runs: Path, tmp_path: Path, capsys:
     """Weights, masters, moments, steps: training's refusal gives the command that brings them back, and on the same
     batches the losses are those of the run that stayed."""
     old = str(tmp_path / "old one")
-    assert tool.main(["convert", str(runs / "save"), old, "--to", "megatron-2019", "--model-parallel-size", "2"]) == 0
+    assert main(["convert", str(runs / "save"), old, "--to", "megatron-2019", "--model-parallel-size", "2"]) == 0
     with pytest.raises(ValueError) as refused:
         plan_run(parse([*SMALL, "--load", old]), Ranks(0, 1, 0, 1), lambda line: None)
     command = re.search(r": python tools/checkpoint.py (.*) converts it; then --load (.*)$", str(refused.value))
-    assert tool.main([*shlex.split(command[1]), "--vocab-size", "257"]) == 0
+    assert main([*shlex.split(command[1]), "--vocab-size", "257"]) == 0
     assert "random states" in capsys.readouterr().err
     losses: list[list[float]] = []
     batches: list[torch.Tensor] = []
@@ -186,7 +178,7 @@ def test_bad_input(runs: Path, tmp_path: Path, name: str):
     (tmp_path / "empty").mkdir()
     places = {"save": runs / "save", "empty": tmp_path / "empty", "out": tmp_path / "out"}
     with pytest.raises((ValueError, OSError)) as error:
-        tool.main([word.format(**places) for word in words])
+        main([word.format(**places) for word in words])
     assert message in str(error.value) and "\n" not in str(error.value)
     assert not (tmp_path / "out").exists()
 
@@ -207,7 +199,7 @@ def test_bad_old_files(tmp_path: Path, change: str, words: list[str], message: s
         torch.save(as_if_later(second), later)
         later.rename(second)
     with pytest.raises(ValueError) as error:
-        tool.main(["convert", str(save), str(tmp_path / "out"), "--to", "native", *words])
+        main(["convert", str(save), str(tmp_path / "out"), "--to", "native", *words])
     assert message in str(error.value) and "\n" not in str(error.value)
 
 
@@ -241,4 +233,4 @@ def test_merge_mp_partitions(tmp_path: Path):
     assert all(torch.equal(a.read(name), b.read(name)) for name in a.names())
     for flag, value in (("--num-layers", "24"), ("--tensor-model-parallel-size", "4"), ("--model_type", "BERT")):
         with pytest.raises(ValueError, match=flag.replace("_", "-")):
-            module("merge_mp_partitions").main([*words, flag, value])
+            tool("merge_mp_partitions").main([*words, flag, value])

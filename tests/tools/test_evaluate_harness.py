@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import runpy
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +11,9 @@ import pytest
 
 import mpu
 from data_utils.detokenizers import wikitext_detokenizer
-from tests.conftest import ROOT
 from tests.distributed import run_ranks
 from tests.megatron.word_model import word_model
+from tests.tools import tool
 
 lm_eval = pytest.importorskip("lm_eval", reason="lm-eval, the extra [eval], is not installed")
 
@@ -49,7 +48,7 @@ def folder() -> Path:
 @functools.cache  # a model's name is registered once
 def program() -> dict[str, Any]:
     """The tool's names, with no tasks but our own: looking through the 14,000 files of lm-eval's takes seconds."""
-    names = runpy.run_path(str(ROOT / "tools" / "evaluate_harness.py"))["main"].__globals__
+    names = vars(tool("evaluate_harness"))
     names["TaskManager"] = functools.partial(names["TaskManager"], include_defaults=False)
     return names
 

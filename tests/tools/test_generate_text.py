@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import importlib.util
 import io
 import json
 import os
@@ -26,11 +25,10 @@ import mpu
 from megatron.model.gpt2 import GPT2Model
 from tests.distributed import run_ranks
 from tests.megatron.test_generation import CONFIG, save
+from tests.tools import tool
 
 ROOT = Path(__file__).resolve().parents[2]
-spec = importlib.util.spec_from_file_location("generate_text", ROOT / "tools" / "generate_text.py")
-tool = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(tool)
+main = tool("generate_text").main
 ON_CPU = ("--device", "cpu", "--precision", "fp32")
 
 
@@ -46,7 +44,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def run(saved: Path, capsys: pytest.CaptureFixture[str]) -> Any:
     def run(*flags: str, code: int = 0) -> tuple[str, str]:
-        assert tool.main(["--load", str(saved), *ON_CPU, "--max-new-tokens", "5", *flags]) == code
+        assert main(["--load", str(saved), *ON_CPU, "--max-new-tokens", "5", *flags]) == code
         return capsys.readouterr()
     return run
 
@@ -174,7 +172,7 @@ def answers_of_a_rank(rank: int, world_size: int, saved: str, file: str, port: s
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "MASTER_ADDR": "localhost",
                    "MASTER_PORT": port}
     dist.destroy_process_group()  # the program makes its own
-    code = tool.main(["--load", saved, *ON_CPU, "--max-new-tokens", "40", "--sample-input-file", file,
+    code = main(["--load", saved, *ON_CPU, "--max-new-tokens", "40", "--sample-input-file", file,
                  "--sample-output-file", f"{file}.answers", "--top-k", "50"])
     dist.init_process_group("gloo", init_method=f"file://{file}.rendezvous", rank=rank, world_size=world_size)
     return code

@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import random
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pytest
 
 from data_utils import IndexedDatasetBuilder
-from tests.conftest import ROOT
+from tests.tools import tool
 
-
-def module(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
-    made = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(made)
-    return made
-
-
-tool, maker, merger = module("inspect_data"), module("preprocess_data"), module("merge_datasets")
+inspect, maker, merger = tool("inspect_data"), tool("preprocess_data"), tool("merge_datasets")
 
 
 @pytest.fixture
@@ -36,13 +26,14 @@ def prefix(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> str:
 
 
 def test_what_it_shows(prefix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert tool.main([prefix, "--documents", "0", "2", "--tokenizer-type", "bytes", "--plot", f"{tmp_path}/a.png"]) == 0
+    words = ["--documents", "0", "2", "--tokenizer-type", "bytes", "--plot", f"{tmp_path}/a.png"]
+    assert inspect.main([prefix, *words]) == 0
     out = capsys.readouterr().out
     assert "indexed, 20 documents, 2,485 tokens (uint16)" in out and "tokenizer: bytes of 257 ids" in out
     assert "2,465 bytes of text, 1.00 a token" in out and "--- document 2: 34 tokens\ndocument 2 document 2" in out
     assert sum(line.endswith("#") for line in out.splitlines()) == 5
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
-    assert tool.main([prefix + ".bin", "--verify"]) == 0 and "every byte" in capsys.readouterr().out
+    assert inspect.main([prefix + ".bin", "--verify"]) == 0 and "every byte" in capsys.readouterr().out
 
 
 def test_every_flipped_bit_is_found(prefix: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -55,15 +46,15 @@ def test_every_flipped_bit_is_found(prefix: str, capsys: pytest.CaptureFixture[s
             flipped[place // 8] ^= 1 << place % 8
             path.write_bytes(flipped)
             try:
-                found = tool.main([prefix, "--verify"]) == 1 and "DAMAGED" in capsys.readouterr().out
+                found = inspect.main([prefix, "--verify"]) == 1 and "DAMAGED" in capsys.readouterr().out
             except ValueError as error:  # refused at opening
                 found = "is damaged" in str(error)
             assert found, (suffix, place)
         path.write_bytes(whole[:-2])
         with pytest.raises(ValueError, match="is damaged"):
-            tool.main([prefix, "--verify"])
+            inspect.main([prefix, "--verify"])
         path.write_bytes(whole)
-    assert tool.main([prefix, "--verify"]) == 0
+    assert inspect.main([prefix, "--verify"]) == 0
 
 
 def test_ids_outside_the_vocabulary_are_found_without_a_manifest(tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -72,10 +63,10 @@ def test_ids_outside_the_vocabulary_are_found_without_a_manifest(tmp_path: Path,
     builder.add([1, 300])
     builder.end_document()
     builder.finish()
-    assert tool.main([f"{tmp_path}/a", "--verify", "--tokenizer-type", "bytes"]) == 1
+    assert inspect.main([f"{tmp_path}/a", "--verify", "--tokenizer-type", "bytes"]) == 1
     assert "ids from 1 to 300, but the vocabulary has 257" in capsys.readouterr().out
     with pytest.raises(FileNotFoundError, match="no hashes to compare"):
-        tool.main([f"{tmp_path}/a", "--verify"])
+        inspect.main([f"{tmp_path}/a", "--verify"])
 
 
 def test_bad_input(prefix: str, tmp_path: Path) -> None:
@@ -85,13 +76,13 @@ def test_bad_input(prefix: str, tmp_path: Path) -> None:
                           ([prefix, "--plot", f"{tmp_path}/a.xyz"], "--plot .*a.xyz: give a file"),
                           ([prefix, "--plt"], "unrecognized"), ([f"{tmp_path}/none"], "no such file")):
         with pytest.raises((ValueError, FileNotFoundError), match=reason):
-            tool.main(words)
+            inspect.main(words)
 
 
 def test_merging_checks_the_manifests(prefix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     merger.main(["--input", prefix, prefix, "--output-prefix", f"{tmp_path}/twice"])
     assert "40 documents and 4,970 tokens" in capsys.readouterr().out
-    assert tool.main([f"{tmp_path}/twice", "--verify"]) == 0
+    assert inspect.main([f"{tmp_path}/twice", "--verify"]) == 0
     folder = tmp_path / "folder"
     folder.mkdir()
     with pytest.raises(FileNotFoundError, match="holds no .idx"):

@@ -1,16 +1,15 @@
 from __future__ import annotations
 
 import json
-import runpy
 from typing import Any
 
 import pytest
 
 from megatron.records.reporting import resident_memory
-from tests.conftest import ROOT
+from tests.tools import tool
 
 MB = 2**20
-main = runpy.run_path(str(ROOT / "tools" / "plan.py"))["main"]
+main = tool("plan").main
 
 
 def planned(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> dict[str, Any]:

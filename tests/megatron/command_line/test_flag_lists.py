@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import pytest
 from megatron.arguments import parse
 from megatron.command_line.flags import build_parser, flag_table
 from megatron.command_line.foreign_flags import FOREIGN
+from tests.tools import tool
 
 ROOT = Path(__file__).resolve().parents[3]
 LISTS = {path.stem: path for path in (ROOT / "tests/megatron/command_line/flag_lists").glob("*.txt")}
@@ -67,8 +67,5 @@ def test_translated():
 
 
 def test_the_page_of_flags_is_made_of_the_table():
-    spec = importlib.util.spec_from_file_location("flag_table", ROOT / "tools" / "flag_table.py")
-    assert spec is not None and spec.loader is not None
-    tool = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(tool)
-    assert (ROOT / "docs" / "flags.md").read_text() == tool.page(), "python tools/flag_table.py > docs/flags.md"
+    page = tool("flag_table").page()
+    assert (ROOT / "docs" / "flags.md").read_text() == page, "python tools/flag_table.py > docs/flags.md"
