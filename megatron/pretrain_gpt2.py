@@ -44,6 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         launch, words = read_launch(sys.argv[1:] if argv is None else argv)
         if launch.starts:
+            parse(words)  # a flag that cannot be is refused, and --help answered, before there are ranks
             return start_ranks(main, words, launch)
         ranks = launch.ranks()
         if ranks.world_size > 1:

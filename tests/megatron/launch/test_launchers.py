@@ -142,12 +142,14 @@ def test_torch_multiprocessing(folder: Path, alone: list[float], way: str, how: 
         assert f"stopped by {way} at iteration" in output
 
 
-def test_bad_input_of_spawned_ranks_is_one_line(folder: Path) -> None:
-    job = program(folder, "--save", f"{folder}/bad", "--nproc-per-node", "2", "--train-data", "nothing.txt")
+@pytest.mark.parametrize(("flags", "lines"), [
+    ("--train-data nothing.txt", ["error: --train-data: no such file: nothing.txt"]),
+    ("--hidden-sise 3", ["error: unknown flag --hidden-sise: did you mean --hidden-size?"])])
+def test_bad_input_of_several_ranks_is_one_line(folder: Path, flags: str, lines: list[str]) -> None:
+    job = program(folder, "--save", f"{folder}/bad", "--nproc-per-node", "2", *flags.split())
     output, _ = job.communicate(timeout=60)
     assert job.returncode == 2
-    assert [line for line in output.splitlines() if "error" in line] == [
-        "error: --train-data: no such file: nothing.txt"]
+    assert [line for line in output.splitlines() if "error" in line] == lines
 
 
 def as_on_a_mac() -> None:
