@@ -314,7 +314,8 @@ class LaunchConfig:
 
     def __post_init__(self) -> None:
         require_positive(self, "world_size", "init_timeout")
-        require((self.nproc_per_node or 0) >= 0, f"--nproc-per-node must not be negative, got {self.nproc_per_node}")
+        require((self.nproc_per_node or 0) >= 0, f"--nproc-per-node {self.nproc_per_node}: give a number, or 0 "
+                "for one on each GPU")
         require(0 <= self.node_rank < self.nnodes,
                 f"--node-rank {self.node_rank} is not in [0, {self.nnodes}), which --nnodes says")
         require(self.nnodes == 1 or self.nproc_per_node is not None,
@@ -358,7 +359,8 @@ class Config:
     def data_parallel_size(self, world_size: int) -> int:
         p = self.parallel.model_parallel_size
         require(world_size % p == 0, f"the world of {world_size} ranks is not divisible by --model-parallel-size {p}: "
-                "start another number of ranks (the scripts: GPUS_PER_NODE), or give another size (MP_SIZE)")
+                "start another number of ranks (--nproc-per-node; the scripts: GPUS_PER_NODE), or give another size "
+                "(the scripts: MP_SIZE)")
         return world_size // p
 
     def accumulation(self, data_parallel_size: int) -> int:

@@ -279,9 +279,13 @@ def load_for_inference(directory: str | Path, device: torch.device, dtype: torch
     if tokenizer.fingerprint != checkpoint.facts["tokenizer"]["fingerprint"]:
         raise ValueError(f"{Path(directory) / 'tokenizer'}: is not the tokenizer that {checkpoint.path} was trained "
                          "with; put that one back")
+    heads, ranks = config.num_attention_heads, mpu.get_model_parallel_world_size()
+    if heads % ranks:
+        raise ValueError(f"--load {directory}: {ranks} ranks cannot share its {heads} attention heads: give a number "
+                         "that divides them (--nproc-per-node; the scripts: MPSIZE)")
     model = GPT2Model(config, device=device)
     load_model(model.named_parameters(), mpu.partition_specs(model), checkpoint,
-               mp_rank=mpu.get_model_parallel_rank(), mp_size=mpu.get_model_parallel_world_size())
+               mp_rank=mpu.get_model_parallel_rank(), mp_size=ranks)
     model = model.to(dtype).eval()
     store_for_inference(model)
     return model, tokenizer, checkpoint

@@ -218,7 +218,7 @@ def next_commands(save: str, train_iters: int, *, in_parts: bool) -> list[tuple[
         python = f"bash {scripts}/python.sh {tools}"
         with_tools = [("generate text", f"{python}/generate_text.py --load {folder} --prompt 'The '")]
         if in_parts:
-            with_tools.append(("make one of its model-parallel parts",
+            with_tools.append(("merge its model-parallel parts into one file",
                                f"{python}/checkpoint.py merge {folder} {folder}_merged"))
     commands = [
         ("train on from this checkpoint", f"{single} --load {folder} --save {folder} --train-iters {2 * train_iters}"),

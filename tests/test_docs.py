@@ -39,6 +39,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("pretrain_gpt2.py", "generate_samples.py", "evaluate_gpt2.py", "constraints.txt", "pyproject.toml"):
         shutil.copy(ROOT / name, folder / name)
     write_text(folder, 3000).rename(folder / "my_text.txt")
+    write_text(folder, 300).rename(folder / "other_text.txt")
     write_gpt2(folder / "gpt2")
     if TEST_DATA.is_dir():
         release = TEST_DATA / "megatron-2019" / "tp2" / "checkpoint"

@@ -15,7 +15,7 @@ import torch
 
 from megatron.launch.ranks import Ranks
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def describe_environment(ranks: Ranks, device: torch.device) -> dict[str, str]:

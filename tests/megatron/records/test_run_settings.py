@@ -10,8 +10,14 @@ import pytest
 
 from megatron import pretrain_gpt2
 from megatron.arguments import parse
+from megatron.records import environment
 from megatron.records.run_settings import read_settings
+from tests.conftest import ROOT
 from tests.test_command_line import FLAGS, metrics, work  # noqa: F401
+
+
+def test_the_commit_is_looked_for_in_the_checkout():
+    assert environment.ROOT == ROOT
 
 
 def test_a_run_again_from_its_config(work: Path, capfd: pytest.CaptureFixture[str]):  # noqa: F811
