@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch._dynamo.utils import counters
 
 import mpu
 from megatron.model.gpt2 import GPT2Model
@@ -25,7 +24,7 @@ def loss_and_gradients(model: GPT2Model) -> tuple[torch.Tensor, dict[str, torch.
 def forget() -> None:
     """What other tests of this process compiled."""
     torch._dynamo.reset()
-    counters.clear()
+    torch._dynamo.utils.counters.clear()
 
 
 def differences(rank: int, world_size: int) -> dict[str, float]:
@@ -41,7 +40,7 @@ def differences(rank: int, world_size: int) -> dict[str, float]:
             assert grads.keys() == grads_c.keys()
             greatest[name] = max(((loss_c - loss).abs() / loss.abs()).item(),
                                  *(((grads_c[k] - g).abs().max() / g.abs().max()).item() for k, g in grads.items()))
-    assert counters["stats"]["unique_graphs"] == len(greatest), "every layer shares one graph"
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == len(greatest), "every layer shares one graph"
     return greatest
 
 
@@ -61,9 +60,9 @@ def breaks(rank: int, world_size: int, dropout: float, sequence_parallel: bool) 
     forget()
     model.compile_layers(backend="eager")
     loss_and_gradients(model)
-    assert counters["stats"]["unique_graphs"] > 0
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
     return {reason.splitlines()[0] + (" random stream" if "random stream" in reason else ""): count
-            for reason, count in counters["graph_break"].items()}
+            for reason, count in torch._dynamo.utils.counters["graph_break"].items()}
 
 
 @pytest.mark.parametrize(("world_size", "dropout", "sequence_parallel", "expected"), [

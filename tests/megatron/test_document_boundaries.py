@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._dynamo.utils import counters
 from torch.nn.attention import varlen
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -217,7 +216,7 @@ def test_compiled_layers_leave_attention_out_and_compile_once(dropout: float) ->
     shape = replace(SHAPE, attention_dropout=dropout, num_layers=1)
     torch._dynamo.reset()
     eager, compiled = GPT2Model(shape).train(), GPT2Model(shape).train()
-    counters.clear()
+    torch._dynamo.utils.counters.clear()
     compiled.compile_layers(backend="eager", by_document=True)
     for b in (4, 4, 4):
         if dropout == 0:
@@ -226,8 +225,8 @@ def test_compiled_layers_leave_attention_out_and_compile_once(dropout: float) ->
             assert all(torch.allclose(grads_c[name], grad, atol=1e-6) for name, grad in grads.items())
         else:
             loss_and_gradients(compiled, b)
-    graphs = counters["stats"]["unique_graphs"]
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     for shift in range(1, 5):  # other documents every time
         tokens, labels = (text.roll(shift, 0).roll(shift, 1) for text in texts(4))
         compiled(tokens, labels, torch.ones(4, 32), None, Documents(tokens, EOD, "cpu"))
-    assert counters["stats"]["unique_graphs"] == graphs > 0
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs > 0
