@@ -58,7 +58,33 @@ def hash_file(path: Path) -> str:
     return sha.hexdigest()
 
 
-class Checkpoint:
+class NamedTensors:
+    """Tensors by name, read whole or a box at a time; `read_into`, of what is derived, fills a box."""
+
+    path: Path
+    tensors: dict[str, TensorInfo]
+
+    def names(self) -> list[str]:
+        return list(self.tensors)
+
+    def global_shape(self, name: str) -> tuple[int, ...]:
+        return self.tensors[name].shape
+
+    def read(self, name: str, offset: tuple[int, ...] | None = None, shape: tuple[int, ...] | None = None) -> Tensor:
+        """The box of `name` at `offset` with `shape` (default: the whole tensor): a new CPU tensor, dtype as saved."""
+        if name not in self.tensors:
+            raise ValueError(f"{self.path}: holds no tensor {name}")
+        info = self.tensors[name]
+        out = torch.empty(info.shape if shape is None else shape, dtype=info.dtype)
+        self.read_into(out, name, offset or (0,) * len(info.shape))
+        return out
+
+    def read_into(self, out: Tensor, name: str, offset: tuple[int, ...]) -> None:
+        """Fill `out`, of any dtype and device, with the box of `name` that is at `offset` and has its shape."""
+        raise NotImplementedError
+
+
+class Checkpoint(NamedTensors):
     """One iteration, opened for reading: its manifest is read and checked, its files have the right sizes.
 
     Their bytes are checked by `verify`. ValueError, in one line, for anything that is not right. It is a `Source` of
@@ -144,23 +170,7 @@ class Checkpoint:
 
         return next(filter(None, in_threads(damaged, self.files if files is None else files)), None)
 
-    def names(self) -> list[str]:
-        return list(self.tensors)
-
-    def global_shape(self, name: str) -> tuple[int, ...]:
-        return self.tensors[name].shape
-
-    def read(self, name: str, offset: tuple[int, ...] | None = None, shape: tuple[int, ...] | None = None) -> Tensor:
-        """The box of `name` at `offset` with `shape` (default: the whole tensor): a new CPU tensor, dtype as saved."""
-        if name not in self.tensors:
-            raise ValueError(f"{self.path}: holds no tensor {name}")
-        info = self.tensors[name]
-        out = torch.empty(info.shape if shape is None else shape, dtype=info.dtype)
-        self.read_into(out, name, offset or (0,) * len(info.shape))
-        return out
-
     def read_into(self, out: Tensor, name: str, offset: tuple[int, ...]) -> None:
-        """Fill `out`, of any dtype and device, with the box of `name` that is at `offset` and has its shape."""
         info, target, filled = self.tensors[name], Box(offset, tuple(out.shape)), 0
         if _intersect(target, Box((0,) * len(info.shape), info.shape)) != target and target.numel:
             raise ValueError(f"{self.path}: {name} has shape {info.shape}, which does not contain {target}")

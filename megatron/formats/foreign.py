@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.reader import TensorInfo
+from megatron.checkpoint.reader import NamedTensors, TensorInfo
 from megatron.config import ModelConfig
 from mpu.partition import Box
 
@@ -42,7 +42,7 @@ class Recipe:
         return Recipe.of(change(before), lambda: change(self.make()))
 
 
-class ForeignSource:
+class ForeignSource(NamedTensors):
     """A `megatron.formats.source.Source`. A tensor exists while it is read, and only as long as its reader keeps it.
 
     model: its vocab_size is the true one. facts: what else is known, in the terms of our manifest. recipes: by our
@@ -61,23 +61,7 @@ class ForeignSource:
             if info.dtype not in FLOATS:
                 raise ValueError(f"{path}: {name} is of {info.dtype}, which is no type of weights")
 
-    def names(self) -> list[str]:
-        return list(self.tensors)
-
-    def global_shape(self, name: str) -> tuple[int, ...]:
-        return self.tensors[name].shape
-
-    def read(self, name: str, offset: tuple[int, ...] | None = None, shape: tuple[int, ...] | None = None) -> Tensor:
-        """The box of `name` at `offset` with `shape` (default: the whole tensor): a new CPU tensor, dtype as saved."""
-        if name not in self.tensors:
-            raise ValueError(f"{self.path}: holds no tensor {name}")
-        info = self.tensors[name]
-        out = torch.empty(info.shape if shape is None else shape, dtype=info.dtype)
-        self.read_into(out, name, offset or (0,) * len(info.shape))
-        return out
-
     def read_into(self, out: Tensor, name: str, offset: tuple[int, ...]) -> None:
-        """Fill `out`, of any dtype and device, with the box of `name` that is at `offset` and has its shape."""
         whole, box = self.tensors[name].shape, Box(offset, tuple(out.shape))
         if any(start < 0 or start + size > end for start, size, end in zip(box.offset, box.shape, whole, strict=True)):
             raise ValueError(f"{self.path}: {name} has shape {whole}, which does not contain {box}")
