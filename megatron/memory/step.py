@@ -48,7 +48,7 @@ class Memory:
 def expected(setting: Setting) -> Memory:
     """The fullest moment of a training step."""
     size, on_gpu = Sizes(setting), setting.device == "cuda"
-    moment, large = max(_moments(setting).items(), key=lambda item: sum(item[1].values()))
+    moment, large = max(_moments(setting, size).items(), key=lambda item: sum(item[1].values()))
     in_order, passing = min(large["activations"], size.kept_by_all_layers), sum(large.values())
     passing -= large["weights"] + large["optimizer"] + large["gradients"] + in_order
     holes = sum(share * held for share, held in zip(HOLES, (in_order, large["gradients"], passing), strict=True))
@@ -59,9 +59,9 @@ def expected(setting: Setting) -> Memory:
     return Memory(moment, parts, size.state - size.optimizer + size.checkpoint if on_gpu else 0)
 
 
-def _moments(setting: Setting) -> dict[str, dict[str, int]]:
+def _moments(setting: Setting, size: Sizes) -> dict[str, dict[str, int]]:
     """What changes and what stays, at each moment, without heap and fixed."""
-    size, parallel = Sizes(setting), setting.config.parallel
+    parallel = setting.config.parallel
     # Without the reducer's own way for the tied matrix autograd adds the gradients of head and embedding.
     by_torch = parallel.DDP_impl == "torch" and setting.data_parallel_size > 1
     gradients = 4 * size.parameters

@@ -30,21 +30,24 @@ def points(records: list[dict[str, Any]], key: str, split: str | None = None) ->
             if record.get("split") == split and record.get(key) is not None]
 
 
-def loss_curve(metrics_path: str | Path, png_path: str | Path, title: str) -> str | None:
+def loss_curve(metrics_path: str | Path, png_path: str | Path, title: str) -> str:
     """Draw training and validation loss, and the learning rate below, into `png_path`.
 
-    Returns None once the PNG is written, or, without matplotlib, the curve as text.
+    Returns that path, or, without matplotlib, the curve as text; nothing where no two points make a curve, which spares
+    a short run half a second.
     """
     records = read_records(metrics_path)
+    training, validation = points(records, "lm_loss"), points(records, "lm_loss", "valid")
+    if max(len(training), len(validation)) < 2:
+        return ""
     try:
         logging.getLogger("matplotlib").setLevel(logging.ERROR)  # it reports its font cache, which is no news of ours
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
         from matplotlib.ticker import MaxNLocator
     except ImportError:
-        return text_curve(points(records, "lm_loss"), title)
+        return text_curve(training, title)
 
-    training, validation = points(records, "lm_loss"), points(records, "lm_loss", "valid")
     figure = Figure(figsize=(8, 5.5), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
     top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
@@ -70,7 +73,7 @@ def loss_curve(metrics_path: str | Path, png_path: str | Path, title: str) -> st
         axes.grid(True, color="#dddddd", linewidth=0.6)
         axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(png_path)
-    return None
+    return str(png_path)
 
 
 def text_curve(curve: list[tuple[int, float]], title: str, width: int = 64, height: int = 12) -> str:

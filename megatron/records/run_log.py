@@ -18,7 +18,7 @@ from typing import Any
 
 from data_utils.file_lock import replace_text
 from data_utils.progress import progress_bar
-from megatron.records.plots import loss_curve, points, read_records
+from megatron.records.plots import loss_curve, read_records
 from megatron.records.reporting import EvaluationRecord, IterationRecord
 from megatron.records.run_report import HISTORY, METRICS, REPORT, SAMPLES, write_report
 from megatron.records.trackers import Tracker
@@ -123,11 +123,7 @@ class RunLog:
             tracker.close()
         self._metrics.close()
         self._write_report()
-        records = read_records(self.metrics_path)
-        if max(len(points(records, "lm_loss", split)) for split in (None, "valid")) < 2:
-            return ""  # and half a second sooner
-        png = self.directory / "loss.png"
-        return loss_curve(self.metrics_path, png, title) or str(png)
+        return loss_curve(self.metrics_path, self.directory / "loss.png", title)
 
 
 def set_aside(path: Path) -> Path:
