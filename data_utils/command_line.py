@@ -1,8 +1,10 @@
-"""The parser of every program's flags."""
+"""How every program reads its flags, and how it ends."""
 
 from __future__ import annotations
 
 import argparse
+import sys
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 
@@ -15,3 +17,12 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(message.removeprefix("argument "))
+
+
+def end_with(main: Callable[[], int | None]) -> NoReturn:
+    """Leave with `main`'s exit code, or with 2 and one line where the input, a flag or the disk is at fault."""
+    try:
+        sys.exit(main())
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)

@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from data_utils.indexed_dataset import read_index, to_disk
+from data_utils.file_lock import replace_text
+from data_utils.indexed_dataset import read_index
 
 PART_BYTES = 1 << 30
 BLOCK = 1 << 20
@@ -68,15 +69,7 @@ def hash_parts(path: str | Path, sizes: Sequence[int] | None = None) -> list[Par
 def write_sealed(path: Path, facts: dict[str, Any]) -> None:
     """Replace `path` by `facts` as JSON, its own sha256 at the end."""
     text = json.dumps(facts, indent=1, ensure_ascii=False).removesuffix("\n}")
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
-        with open(temporary, "wb") as file:
-            file.write(f'{text}{SEAL}{hashlib.sha256(text.encode()).hexdigest()}"\n}}\n'.encode())
-            to_disk(file)
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    replace_text(path, f'{text}{SEAL}{hashlib.sha256(text.encode()).hexdigest()}"\n}}\n')
 
 
 def read_sealed(path: Path) -> dict[str, Any] | None:

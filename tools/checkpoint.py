@@ -24,7 +24,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works in a clone that is not installed
 
 from data_utils import Tokenizer, build_tokenizer, load_tokenizer
-from data_utils.command_line import Parser
+from data_utils.command_line import Parser, end_with
 from megatron.checkpoint.reader import Checkpoint
 from megatron.formats import Hints, Source, open_source
 from megatron.formats.inspection import describe, lines
@@ -183,8 +183,4 @@ def verify(args: argparse.Namespace) -> int:
 
 if __name__ == "__main__":
     map_tensors_apart()
-    try:
-        sys.exit(main())
-    except (ValueError, OSError) as error:
-        report(f"error: {error}")
-        sys.exit(2)
+    end_with(main)

@@ -20,7 +20,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works in a clone that is not installed
 
-from data_utils.command_line import Parser
+from data_utils.command_line import Parser, end_with
 from data_utils.document_lengths import histogram, plot, summary
 from data_utils.foreign_bins import ForeignBin, open_tokens, prefix_of
 from data_utils.indexed_dataset import IndexedDataset
@@ -114,8 +114,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    end_with(main)

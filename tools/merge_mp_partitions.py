@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works in a clone that is not installed
 
-from data_utils.command_line import Parser
+from data_utils.command_line import Parser, end_with
 from megatron.command_line.flags import dashed
 from megatron.formats import Hints, open_source
 
@@ -73,8 +73,4 @@ def main(argv: list[str]) -> NoReturn:
 
 
 if __name__ == "__main__":
-    try:
-        main(sys.argv[1:])
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    end_with(lambda: main(sys.argv[1:]))

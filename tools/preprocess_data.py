@@ -21,7 +21,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works in a clone that is not installed
 
-from data_utils.command_line import Parser
+from data_utils.command_line import Parser, end_with
 from data_utils.corpora import MOST_BAD_LINES
 from data_utils.preprocess_shards import Progress
 from data_utils.preprocessing import Job, preprocess, report
@@ -86,8 +86,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    end_with(main)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from data_utils.command_line import Parser
+from data_utils.command_line import Parser, end_with
 from data_utils.curation.documents import Shard, document_shards
 from data_utils.curation.on_cluster import EXECUTORS, launch
 from data_utils.curation.stages import MAX_BAD_FRACTION, run_stage
@@ -79,11 +79,7 @@ def run(args: argparse.Namespace, stage: Stage, shards: Sequence[Shard] | None =
 def finish(main: Callable[[Sequence[str] | None], None]) -> NoReturn:
     """Run a program: exit code 0, or 2 and one line where the input, a flag or the disk is at fault."""
     try:
-        main(None)
-        sys.exit(0)
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+        end_with(lambda: main(None))
     except KeyboardInterrupt:
         print("interrupted: the same command goes on where it was", file=sys.stderr)
         sys.exit(130)
