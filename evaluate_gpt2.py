@@ -1,6 +1,4 @@
-import sys
-
-from tools.evaluate_gpt2 import main
+from megatron.gpt2.programs.evaluate_gpt2 import cli
 
 if __name__ == "__main__":  # not in the ranks of --nproc-per-node, which import this file
-    sys.exit(main(sys.argv[1:]))
+    cli()

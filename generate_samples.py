@@ -1,6 +1,4 @@
-import sys
-
-from tools.generate_text import main
+from megatron.gpt2.programs.generate_text import cli
 
 if __name__ == "__main__":  # not in the ranks of --nproc-per-node, which import this file
-    sys.exit(main(sys.argv[1:]))
+    cli()

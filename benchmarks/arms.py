@@ -3,8 +3,8 @@
     python benchmarks/arms.py SPEC.json RESULT.json     # SPEC: {"task": ..., "problem": ..., "arm": ..., ...}
 
 Ours is the program that a user runs: flags through `parse`, `plan_run` and `build_run`, and the timed function is
-`megatron.training.train_step`. Each peer gets a complete step of its own: batch, zero_grad, forward, backward, clip at
-1.0, AdamW. All arms read the same samples, in the same order, through the same loader.
+`megatron.gpt2.training.training.train_step`. Each peer gets a complete step of its own: batch, zero_grad, forward,
+backward, clip at 1.0, AdamW. All arms read the same samples, in the same order, through the same loader.
 Legend: b micro-batch, s sequence, h hidden, v vocabulary.
 """
 
@@ -31,13 +31,13 @@ from benchmarks import peers
 from benchmarks.ceiling import ceiling
 from benchmarks.problem import Arm, Problem
 from data_utils import BatchLoader, GPT2Dataset, SampleOrder, Tokenizer, build_splits
-from megatron.arguments import parse
-from megatron.device import DTYPES, set_allocator, set_threads
-from megatron.launch.ranks import Ranks
-from megatron.model.gpt2 import GPT2Model, count_parameters
-from megatron.plan import Plan, plan_run
-from megatron.run import Run, build_run
-from megatron.training import train_step
+from megatron.gpt2.command_line.arguments import parse
+from megatron.gpt2.device import DTYPES, set_allocator, set_threads
+from megatron.gpt2.launch.ranks import Ranks
+from megatron.gpt2.model.gpt2 import GPT2Model, count_parameters
+from megatron.gpt2.training.plan import Plan, plan_run
+from megatron.gpt2.training.run import Run, build_run
+from megatron.gpt2.training.training import train_step
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,8 @@ def one_rank(problem: Problem, arm: Arm) -> Trainer:
         return model
 
     # The ranks agree on when to stop over gloo, which needs the others.
-    with mock.patch("megatron.run.GPT2Model", empty_model), mock.patch("megatron.run.StopSignal"):
+    with (mock.patch("megatron.gpt2.training.run.GPT2Model", empty_model),
+          mock.patch("megatron.gpt2.training.run.StopSignal")):
         run = build_run(plan, print)
     return trainer(run)
 

@@ -25,8 +25,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import mpu
-from megatron.device import DTYPES, set_allocator
-from megatron.model.gpt2 import seeded_normal
+from megatron.gpt2.device import DTYPES, set_allocator
+from megatron.gpt2.model.gpt2 import seeded_normal
 
 TIMEOUT = 300.0  # seconds that one order to a worker, or one collective, may take
 

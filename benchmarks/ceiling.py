@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 import mpu
 from benchmarks.problem import Problem
-from megatron.device import DTYPES
+from megatron.gpt2.device import DTYPES
 
 
 @torch.no_grad()

@@ -25,11 +25,11 @@ import torch
 
 import mpu
 from benchmarks import report
-from megatron.config import ModelConfig
-from megatron.device import PRECISIONS
-from megatron.generation import Continuation, Generator, store_for_inference
-from megatron.model.gpt2 import GPT2Model
-from megatron.sampling import Sampling
+from megatron.gpt2.config import ModelConfig
+from megatron.gpt2.device import PRECISIONS
+from megatron.gpt2.model.gpt2 import GPT2Model
+from megatron.gpt2.text.generation import Continuation, Generator, store_for_inference
+from megatron.gpt2.text.sampling import Sampling
 
 GPT2 = ModelConfig(num_layers=12, hidden_size=768, num_attention_heads=12, max_position_embeddings=1024,
                    vocab_size=50257)

@@ -29,9 +29,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works in a cl
 import torch
 
 from benchmarks import report
-from megatron.checkpoint.save_lock import lock_folder
-from megatron.checkpoint.saver import Saver
-from megatron.checkpointing import Checkpoint, Piece, find_checkpoint, write_checkpoint
+from megatron.gpt2.checkpoint.folder import Checkpoint, Piece, find_checkpoint, write_checkpoint
+from megatron.gpt2.checkpoint.save_lock import lock_folder
+from megatron.gpt2.checkpoint.saver import Saver
 
 ENTRIES = 50_000  # of each of two files: large enough that kills find every part of a save at work
 

@@ -21,8 +21,17 @@ import torch
 
 from benchmarks import report
 from tests.distributed import run_ranks
-from tests.megatron.checkpoint.moved_runs import AFTER, BEFORE, LAYOUTS, Layout, begin, difference, global_batch, move
-from tests.megatron.training_runs import write_text
+from tests.megatron.gpt2.checkpoint.moved_runs import (
+    AFTER,
+    BEFORE,
+    LAYOUTS,
+    Layout,
+    begin,
+    difference,
+    global_batch,
+    move,
+)
+from tests.megatron.gpt2.training.training_runs import write_text
 
 LIMIT = 1e-5
 

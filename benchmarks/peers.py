@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 
 import mpu
-from megatron.config import ModelConfig
-from megatron.model.gpt2 import GPT2Model
+from megatron.gpt2.config import ModelConfig
+from megatron.gpt2.model.gpt2 import GPT2Model
 
 NAMES = {"input_layernorm": "ln_1", "post_attention_layernorm": "ln_2", "attention.query_key_value": "attn.c_attn",
          "attention.dense": "attn.c_proj", "mlp.dense_h_to_4h": "mlp.c_fc", "mlp.dense_4h_to_h": "mlp.c_proj"}

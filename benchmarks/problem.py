@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron.config import ModelConfig
+from megatron.gpt2.config import ModelConfig
 
 
 @dataclass(frozen=True)

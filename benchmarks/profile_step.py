@@ -3,8 +3,8 @@
 
     python benchmarks/profile_step.py            # GPT-2 124M, s 1,024, b 2, bf16, on the CPU
 
-The step is `megatron.training.train_step` of a run made from flags, after three warm-up steps. Self times of all
-operators are added up by what they belong to; the profiler's own cost is in them.
+The step is `megatron.gpt2.training.training.train_step` of a run made from flags, after three warm-up steps.
+Self times of all operators are added up by what they belong to; the profiler's own cost is in them.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from benchmarks import report
 from benchmarks.arms import our_plan
 from benchmarks.problem import MODELS, Arm, Problem
 from benchmarks.train import write_tokens
-from megatron.device import set_threads
-from megatron.launch.ranks import Ranks
-from megatron.run import Run, build_run
-from megatron.training import train_step
+from megatron.gpt2.device import set_threads
+from megatron.gpt2.launch.ranks import Ranks
+from megatron.gpt2.training.run import Run, build_run
+from megatron.gpt2.training.training import train_step
 
 # The first part whose sign stands in the name of an operator or of one that called it; matrix products apart.
 PARTS = {"optimizer: norm, AdamW, rounding": ("our optimizer",),

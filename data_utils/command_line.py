@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -20,9 +21,18 @@ class Parser(argparse.ArgumentParser):
 
 
 def end_with(main: Callable[[], int | None]) -> NoReturn:
-    """Leave with `main`'s exit code, or with 2 and one line where the input, a flag or the disk is at fault."""
+    """Leave with `main`'s exit code, or with 2 and one line where the input, a flag or the disk is at fault.
+
+    A reader of the output that ends first, as `| head` does, is no error of this program: it ends with 141, the code
+    of SIGPIPE, and prints nothing.
+    """
     try:
-        sys.exit(main())
+        code = main()
+        sys.stdout.flush()  # here, where a broken pipe can still be caught
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at the interpreter's end
+        code = 141
     except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        code = 2
+    sys.exit(code)

@@ -16,7 +16,7 @@ import torch.multiprocessing as mp
 
 CONTEXT = mp.get_context("forkserver")
 # The server imports these once; a rank then starts in a twentieth of a second instead of two.
-CONTEXT.set_forkserver_preload(["pytest", "megatron.pretrain_gpt2"])
+CONTEXT.set_forkserver_preload(["pytest", "megatron.gpt2.programs.pretrain_gpt2"])
 
 
 def _worker(rank: int, world_size: int, folder: str, timeout: float, fn: Callable[..., Any],

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from tests.distributed import run_ranks
-from tests.megatron.training_runs import write_text
+from tests.megatron.gpt2.training.training_runs import write_text
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = ["--num-layers", "1", "--hidden-size", "16", "--num-attention-heads", "2", "--seq-length", "16",
@@ -46,7 +46,7 @@ CASES: dict[str, tuple[list[str], str]] = {
 def run_cases(rank: int, world_size: int, folder: str) -> dict[str, tuple[int, str]]:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size),
                       LOCAL_WORLD_SIZE=str(world_size), XDG_CACHE_HOME=f"{folder}/cache")
-    from megatron import pretrain_gpt2
+    from megatron.gpt2.programs import pretrain_gpt2
 
     pretrain_gpt2.LAUNCHER_GRACE = 0.0
     results = {}
@@ -96,7 +96,7 @@ def test_an_id_beyond_the_vocabulary_ends_a_run_that_meets_it(tmp_path: Path, ca
                                                               monkeypatch: pytest.MonkeyPatch):
     """Far behind what is looked at when a file is opened."""
     from data_utils import IndexedDatasetBuilder
-    from megatron.pretrain_gpt2 import main
+    from megatron.gpt2.programs.pretrain_gpt2 import main
 
     builder = IndexedDatasetBuilder(tmp_path / "pair", np.dtype("<u2"))
     builder.add([1] * 500 + [300] + [1] * 500)

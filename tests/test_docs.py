@@ -14,7 +14,7 @@ import pytest
 
 from data_utils.tokenization_gpt2 import END_OF_TEXT, byte_alphabet
 from tests.conftest import TEST_DATA
-from tests.megatron.training_runs import write_text
+from tests.megatron.gpt2.training.training_runs import write_text
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -98,7 +98,7 @@ def test_python_examples_run(page: str, block: str):
 
 
 def test_every_file_and_flag_that_is_named_exists():
-    from megatron.command_line.flags import flag_table
+    from megatron.gpt2.command_line.flags import flag_table
 
     known = {row[0] for row in flag_table()} | {"--help", "--index-url", "--local-dir", "--ntasks-per-node",
                                                   # of torchrun, sbatch, docker and apptainer

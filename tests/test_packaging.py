@@ -98,7 +98,7 @@ def test_training_with_torch_numpy_and_safetensors_alone(tmp_path: Path) -> None
     (tmp_path / "alone.py").write_text(
         f"import sys\nfor name in {OPTIONAL}: sys.modules[name] = None\n"
         f"sys.path.insert(0, {str(ROOT)!r})\n"
-        "from megatron.pretrain_gpt2 import main\nraise SystemExit(main())\n")
+        "from megatron.gpt2.programs.pretrain_gpt2 import main\nraise SystemExit(main())\n")
     output = run([sys.executable, "alone.py", *TINY, "--eval-iters", "1", "--save", "run"], tmp_path)
     assert "iteration        2/       2 |" in output
     assert (tmp_path / "run" / "metrics.jsonl").exists()
@@ -112,6 +112,6 @@ def test_megatron_core_imports_beside_ours(tmp_path: Path, ours_first: bool) -> 
     (core / "__init__.py").write_text("name = 'theirs'\n")
     folders = [str(ROOT), str(tmp_path / "site")]
     output = run([sys.executable, "-c",
-                  "import megatron.core, megatron.config; print(megatron.core.name, megatron.config.Config.__name__)"],
+                  "import megatron.core as core, megatron.gpt2.config as ours; print(core.name, ours.Config.__name__)"],
                  tmp_path, PYTHONPATH=os.pathsep.join(folders if ours_first else folders[::-1]))
     assert output == "theirs Config\n"

@@ -20,7 +20,7 @@ import pytest
 
 from data_utils.indexed_dataset import IndexedDatasetBuilder, token_dtype
 from data_utils.tokenization_gpt2 import END_OF_TEXT, byte_alphabet
-from tests.megatron.training_runs import write_text
+from tests.megatron.gpt2.training.training_runs import write_text
 
 ROOT = Path(__file__).resolve().parent.parent
 PASTED = ROOT / "tests" / "pasted"

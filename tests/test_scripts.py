@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.megatron.training_runs import write_text
+from tests.megatron.gpt2.training.training_runs import write_text
 
 ROOT = Path(__file__).resolve().parents[1]
 LEAST = "torch numpy safetensors"

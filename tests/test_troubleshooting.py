@@ -14,25 +14,25 @@ import torch
 import mpu
 from data_utils import build_tokenizer
 from data_utils.tokenization_gpt2 import END_OF_TEXT, byte_alphabet
-from megatron.arguments import parse
-from megatron.checkpointing import write_checkpoint
-from megatron.config import ModelConfig
-from megatron.formats import open_source
-from megatron.launch.ranks import Ranks
-from megatron.model.gpt2 import GPT2Model
-from megatron.plan import plan_run
-from megatron.pretrain_gpt2 import main
-from megatron.run import Run
+from megatron.gpt2.checkpoint.folder import write_checkpoint
+from megatron.gpt2.command_line.arguments import parse
+from megatron.gpt2.config import ModelConfig
+from megatron.gpt2.formats import open_source
+from megatron.gpt2.launch.ranks import Ranks
+from megatron.gpt2.model.gpt2 import GPT2Model
+from megatron.gpt2.programs.pretrain_gpt2 import main
+from megatron.gpt2.training.plan import plan_run
+from megatron.gpt2.training.run import Run
 from tests.conftest import ROOT
 from tests.distributed import run_ranks
-from tests.megatron import test_generation
-from tests.megatron.checkpoint.moved_runs import Layout
-from tests.megatron.checkpoint.test_any_layout import SHAPE, VOCAB, fill, global_state, ranks_of
-from tests.megatron.formats.made import random_weights, write_megatron
-from tests.megatron.training_runs import SMALL, finish, start, steps, write_text
+from tests.megatron.gpt2.checkpoint.moved_runs import Layout
+from tests.megatron.gpt2.checkpoint.test_any_layout import SHAPE, VOCAB, fill, global_state, ranks_of
+from tests.megatron.gpt2.formats.made import random_weights, write_megatron
+from tests.megatron.gpt2.programs import tool
+from tests.megatron.gpt2.text import test_generation
+from tests.megatron.gpt2.training.training_runs import SMALL, finish, start, steps, write_text
 from tests.test_bad_input import TINY
 from tests.test_house import imported
-from tests.tools import tool
 
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text()
 # Title and text of each entry.

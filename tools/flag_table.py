@@ -1,53 +1,12 @@
 #!/usr/bin/env python3
-"""Print docs/flags.md, which is made of the tables that the program reads flags with:
-
-    python tools/flag_table.py > docs/flags.md
-"""
-
-from __future__ import annotations
+"""`python -m megatron.gpt2.programs.flag_table`, also in a clone that is not installed."""
 
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works in a clone that is not installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron.command_line.deepspeed_config import KEYS
-from megatron.command_line.flags import flag_table
+from megatron.gpt2.programs.flag_table import cli
 
-STATUSES = {
-    "honoured": "does what its text says",
-    "translated": "another spelling, read as what its text names, which is said once at the start",
-    "inert": "changes nothing here, which is said once at the start",
-    "refused": "would change result, memory or speed and is not built: an error that names the alternative",
-}
-
-
-def table(rows: Iterable[tuple[str, str, str]], first: str) -> list[str]:
-    """Rows of (name, status, text), those with the same status and text together, in Markdown."""
-    names: dict[tuple[str, str], list[str]] = {}
-    for name, status, text in rows:
-        names.setdefault((status, text), []).append(f"`{name}`")
-    lines = [f"| {first} | status | |", "|---|---|---|"]
-    for wanted in STATUSES:
-        for (status, text), together in names.items():
-            if status == wanted:
-                lines.append(f"| {' '.join(together)} | {status} | {text.replace('|', chr(92) + '|')} |")
-    return lines
-
-
-def page() -> str:
-    return "\n".join([
-        "# Every flag", "",
-        "Made by `tools/flag_table.py` from the tables that the command line is read with. `_` may stand for `-` in a",
-        "flag. [from-megatron.md](from-megatron.md) has files, habits and the rest.", "",
-        *(f"- {status}: {text}" for status, text in STATUSES.items()), "",
-        *table(flag_table(), "flag"), "",
-        "## Keys of a --deepspeed-config", "",
-        'A key that is `false`, `null`, `"auto"` or `{}`, or in a section with `"enabled": false`, asks for nothing.',
-        "",
-        *table(((key, row.status, row.text) for row in KEYS for key in row.flags), "key"), ""])
-
-
-if __name__ == "__main__":
-    print(page(), end="")
+if __name__ == "__main__":  # not in the ranks of --nproc-per-node, which import this file
+    cli()

@@ -1,52 +1,12 @@
 #!/usr/bin/env python3
-"""Merge token files into one .bin/.idx pair with a manifest, in the order given:
-
-    python tools/merge_datasets.py --input part1_text_document part2_text_document --output-prefix all_text_document
-
-A folder stands for all pairs in it, in order of their names, as for Megatron. nanoGPT's and llm.c's files are named
-with their .bin.
-"""
-
-from __future__ import annotations
+"""`python -m megatron.gpt2.programs.merge_datasets`, also in a clone that is not installed."""
 
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works in a clone that is not installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from data_utils.command_line import Parser, end_with
-from data_utils.merging import merge
+from megatron.gpt2.programs.merge_datasets import cli
 
-GPT2_EOD = 50256
-
-
-def sources(inputs: list[str]) -> list[str]:
-    """Prefixes and files, folders replaced by the pairs in them."""
-    found = []
-    for name in inputs:
-        if not Path(name).is_dir():
-            found.append(name)
-            continue
-        pairs = sorted(str(path.with_suffix("")) for path in Path(name).glob("*.idx"))
-        if not pairs:
-            raise FileNotFoundError(f"--input {name}: the folder holds no .idx file")
-        found += pairs
-    return found
-
-
-def main(argv: list[str] | None = None) -> int:
-    parser = Parser(description=__doc__)
-    parser.add_argument("--input", nargs="+", required=True, metavar="PATH", help="prefixes, .bin files or folders")
-    parser.add_argument("--output-prefix", required=True, metavar="PREFIX")
-    parser.add_argument("--eod", type=int, default=GPT2_EOD, metavar="ID",
-                        help="the id that ends a document in files without .idx (default: %(default)s, GPT-2's)")
-    args = parser.parse_args(argv)
-    names = sources(args.input)
-    manifest = merge(names, args.output_prefix, args.eod)
-    print(f"{args.output_prefix}.bin, .idx, .json: {manifest['documents']:,} documents and {manifest['tokens']:,} "
-          f"tokens ({manifest['dtype']}) of {len(names)} files")
-    return 0
-
-
-if __name__ == "__main__":
-    end_with(main)
+if __name__ == "__main__":  # not in the ranks of --nproc-per-node, which import this file
+    cli()

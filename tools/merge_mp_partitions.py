@@ -1,76 +1,12 @@
 #!/usr/bin/env python3
-"""`tools/checkpoint.py merge` under the name and with the flags that Megatron's users know:
+"""`python -m megatron.gpt2.programs.merge_mp_partitions`, also in a clone that is not installed."""
 
-    python tools/merge_mp_partitions.py --model-type GPT --tensor-model-parallel-size 2 --num-layers 24 \\
-        --hidden-size 1024 --num-attention-heads 16 --max-position-embeddings 1024 --load checkpoints/gpt2_345m
-
-The result goes to --save, or to `merged` inside --load. The sizes are read from the files; those that are given are
-compared with them. Megatron's WORLD_SIZE is not needed: no process group is started.
-"""
-
-from __future__ import annotations
-
-import argparse
-import os
 import sys
 from pathlib import Path
-from typing import Any, NoReturn
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works in a clone that is not installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from data_utils.command_line import Parser, end_with
-from megatron.command_line.flags import dashed
-from megatron.formats import Hints, open_source
+from megatron.gpt2.programs.merge_mp_partitions import cli
 
-COMPARED = ("num_layers", "hidden_size", "ffn_hidden_size", "max_position_embeddings")
-PASSED_ON = ("num_attention_heads", "vocab_size", "vocab_file", "merge_file", "tokenizer_model", "iteration")
-# Of Megatron's command lines; what the files hold does not depend on them.
-WITHOUT_MEANING = ("--seq-length", "--tokenizer-type", "--make-vocab-size-divisible-by", "--micro-batch-size",
-                   "--pipeline-model-parallel-size")
-
-
-def arguments(argv: list[str]) -> argparse.Namespace:
-    parser = Parser(description=__doc__)
-    parser.add_argument("--load", required=True, metavar="DIR", help="what Megatron, or this project, saved")
-    parser.add_argument("--save", metavar="DIR", help="a new folder (default: `merged` inside --load)")
-    parser.add_argument("--model-type", default="GPT", help="GPT or GPT2")
-    parser.add_argument("--tensor-model-parallel-size", "--model-parallel-size", dest="ranks", type=int, metavar="N",
-                        help="compared with the ranks that are there")
-    parser.add_argument("--target-tensor-parallel-size", "--target-pipeline-model-parallel-size", dest="target",
-                        type=int, default=1, metavar="1")
-    for name in COMPARED:
-        parser.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N", help="compared with the files")
-    for name in PASSED_ON:
-        parser.add_argument(f"--{name.replace('_', '-')}", metavar="VALUE", help="as in tools/checkpoint.py")
-    for flag in WITHOUT_MEANING:
-        parser.add_argument(flag, metavar="VALUE", help="read and not needed")
-    # Megatron wrote both --num-layers and --num_layers.
-    return parser.parse_args([dashed(word) for word in argv])
-
-
-def main(argv: list[str]) -> NoReturn:
-    args = arguments(argv)
-    if args.model_type not in ("GPT", "GPT2"):
-        raise ValueError(f"--model-type {args.model_type}: GPT-2 alone is read here")
-    if args.target != 1:
-        raise ValueError("this merges to one rank: tools/checkpoint.py split makes another number of them")
-    passed_on = [(f"--{name.replace('_', '-')}", getattr(args, name)) for name in PASSED_ON if getattr(args, name)]
-    numbers = {name: int(value) for name in ("num_attention_heads", "vocab_size", "iteration")
-               if (value := getattr(args, name)) is not None}
-    source = open_source(args.load, Hints(numbers.get("num_attention_heads"), numbers.get("vocab_size"), None,
-                                          numbers.get("iteration")), log=lambda line: None)
-    model: dict[str, Any] = source.facts["config"]["model"]
-    for name in COMPARED:
-        given, found = getattr(args, name), model.get(name) or 4 * model["hidden_size"]
-        if given is not None and given != found:
-            raise ValueError(f"--{name.replace('_', '-')} {given}: the files of {args.load} have {found}")
-    ranks = source.facts["layout"]["model_parallel_size"]
-    if args.ranks not in (None, ranks):
-        raise ValueError(f"--tensor-model-parallel-size {args.ranks}: {args.load} holds the files of {ranks}")
-    checkpoint = str(Path(__file__).with_name("checkpoint.py"))
-    os.execv(sys.executable, [sys.executable, checkpoint, "merge", args.load, args.save or f"{args.load}/merged",
-                              *(word for pair in passed_on for word in pair)])
-
-
-if __name__ == "__main__":
-    end_with(lambda: main(sys.argv[1:]))
+if __name__ == "__main__":  # not in the ranks of --nproc-per-node, which import this file
+    cli()

@@ -1,89 +1,12 @@
 #!/usr/bin/env python3
-"""Tokenise text once, into a .bin/.idx pair that training reads with --data-path:
+"""`python -m megatron.gpt2.programs.preprocess_data`, also in a clone that is not installed."""
 
-    python tools/preprocess_data.py --input corpus.jsonl --output-prefix corpus \\
-        --tokenizer-type GPT2BPETokenizer --vocab-file encoder.json --merge-file vocab.bpe --append-eod --workers 8
-
-Input is JSON, one object a line or one array, plain text, one document a file, or Parquet; gzip and zstd are
-recognised. It writes PREFIX_KEY_document.bin, .idx and .json, the manifest, for each of --json-keys. Killed and started
-again, it goes on where it was. Unusable lines are left out, counted, and written to PREFIX.bad.jsonl.
-Exit codes: 0; 2 for bad input.
-"""
-
-from __future__ import annotations
-
-import argparse
-import contextlib
 import sys
-import time
-from collections.abc import Iterator
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works in a clone that is not installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from data_utils.command_line import Parser, end_with
-from data_utils.corpora import MOST_BAD_LINES
-from data_utils.preprocess_shards import Progress
-from data_utils.preprocessing import Job, preprocess, report
-from data_utils.progress import progress_bar
-from data_utils.tokenization import KINDS
+from megatron.gpt2.programs.preprocess_data import cli
 
-
-def arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = Parser(description=__doc__)
-    parser.add_argument("--input", nargs="+", required=True, metavar="PATH", help="files, glob patterns or folders")
-    parser.add_argument("--output-prefix", required=True, metavar="PREFIX")
-    parser.add_argument("--json-keys", nargs="+", default=["text"], metavar="KEY",
-                        help="fields or columns that hold text; each gives a pair of its own (default: text)")
-    parser.add_argument("--tokenizer-type", choices=KINDS, required=True, help="as in training")
-    parser.add_argument("--vocab-file", metavar="FILE", help="GPT-2 vocabulary (default: one in the user's cache)")
-    parser.add_argument("--merge-file", metavar="FILE", help="GPT-2 merges")
-    parser.add_argument("--tokenizer-model", metavar="FILE", help="SentencePiece model")
-    parser.add_argument("--append-eod", action="store_true", help="end each document with the end-of-document token")
-    parser.add_argument("--workers", type=int, default=1, metavar="N", help="processes; the result is the same")
-    parser.add_argument("--max-bad-fraction", type=float, default=MOST_BAD_LINES, metavar="F",
-                        help="fail where more of the lines are unusable (default: %(default)s)")
-    inert = parser.add_argument_group("of Megatron, read without effect")
-    inert.add_argument("--partitions", type=int, metavar="N", help="the input is cut into shards by its size")
-    inert.add_argument("--log-interval", type=int, metavar="N", help="there is a bar")
-    inert.add_argument("--keep-sequential-samples", action="store_true", help="the order is always the input's")
-    inert.add_argument("--dataset-impl", choices=["mmap"], help="there is no other")
-    args = parser.parse_args(argv)
-    if args.partitions is not None and args.partitions < 1:
-        raise ValueError(f"--partitions must be positive, not {args.partitions}")
-    return args
-
-
-@contextlib.contextmanager
-def bar(total: int) -> Iterator[Progress]:
-    """Bytes of input, their rate and the time to go, tokens a second beside them."""
-    started, all_tokens = time.monotonic(), 0
-    with progress_bar(total=total, unit="B", unit_scale=True, desc="tokenising") as shown:
-        def progress(read: int, tokens: int) -> None:
-            nonlocal all_tokens
-            all_tokens += tokens
-            rate = all_tokens / max(time.monotonic() - started, 1e-9)
-            shown.set_postfix_str(f"{rate / 1e6:.2f} M tokens/s", refresh=False)
-            shown.update(read)
-
-        yield progress
-
-
-def main(argv: list[str] | None = None) -> int:
-    args = arguments(argv)
-    job = Job(inputs=tuple(args.input), output_prefix=args.output_prefix, keys=tuple(args.json_keys),
-              tokenizer={"kind": args.tokenizer_type, "vocab_file": args.vocab_file, "merge_file": args.merge_file,
-                         "model_file": args.tokenizer_model},
-              append_eod=args.append_eod, workers=args.workers, max_bad_fraction=args.max_bad_fraction)
-    started = time.monotonic()
-    manifests = preprocess(job, log=lambda line: print(line, file=sys.stderr), progress=bar)
-    seconds = time.monotonic() - started
-    for manifest in manifests.values():
-        print("\n".join(report(job, manifest, seconds)))
-    if not args.append_eod:
-        print("no end-of-document tokens are in it: --append-eod adds them, and training counts on them")
-    return 0
-
-
-if __name__ == "__main__":
-    end_with(main)
+if __name__ == "__main__":  # not in the ranks of --nproc-per-node, which import this file
+    cli()

@@ -13,12 +13,12 @@ import torch
 import torch.nn.functional as F
 
 import mpu
-from megatron.attention_backend import SWITCHES, choose_attention
-from megatron.config import ModelConfig
-from megatron.model.gpt2 import GPT2Model
-from megatron.training import train_step
+from megatron.gpt2.config import ModelConfig
+from megatron.gpt2.model.attention_backend import SWITCHES, choose_attention
+from megatron.gpt2.model.gpt2 import GPT2Model
+from megatron.gpt2.training.training import train_step
 from mpu.attention import document_attention
-from tests.megatron.training_runs import SHAPE, finish, start, steps, write_text
+from tests.megatron.gpt2.training.training_runs import SHAPE, finish, start, steps, write_text
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 ROOT = Path(__file__).resolve().parent.parent.parent

@@ -1,33 +1,12 @@
 #!/usr/bin/env python3
-"""Drop the addresses that lead to no text (sites of pictures, files that are no pages, malformed ones, duplicates):
-
-    python tools/openwebtext/blacklist_urls.py INPUT OUTPUT
-
-INPUT holds an address a line. OUTPUT gets files of --urls-per-file addresses, each a shard of the download.
-"""
-
-from __future__ import annotations
+"""`python -m megatron.gpt2.programs.openwebtext.blacklist_urls`, also in a clone that is not installed."""
 
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # works in a clone that is not installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from data_utils.curation.command_line import finish, positive, run, stage_parser
-from data_utils.curation.documents import Shard, find_files
-from data_utils.curation.tasks import Stage, sha256
-from data_utils.curation.urls import BLACKLIST, filter_urls
+from megatron.gpt2.programs.openwebtext.blacklist_urls import cli
 
-
-def main(argv: Sequence[str] | None) -> None:
-    parser = stage_parser(__doc__)
-    parser.add_argument("--urls-per-file", type=positive, default=1000, metavar="N", help="default: %(default)s")
-    args = parser.parse_args(argv)
-    stage = Stage("blacklist_urls", filter_urls, {"urls_per_file": args.urls_per_file,
-                                                   "blacklist": sha256(BLACKLIST)}, libraries=("tldextract",))
-    run(args, stage, [Shard("urls", tuple(find_files([args.input])))])  # one: duplicates are looked for in all
-
-
-if __name__ == "__main__":
-    finish(main)
+if __name__ == "__main__":  # not in the ranks of --nproc-per-node, which import this file
+    cli()

@@ -1,41 +1,12 @@
 #!/usr/bin/env python3
-"""Mend broken text (ftfy), keep one language, drop documents of fewer than 128 tokens:
-
-    python tools/openwebtext/cleanup_dataset.py INPUT OUTPUT
-"""
-
-from __future__ import annotations
+"""`python -m megatron.gpt2.programs.openwebtext.cleanup_dataset`, also in a clone that is not installed."""
 
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # works in a clone that is not installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from data_utils.curation.cleanup import cleanup
-from data_utils.curation.command_line import finish, positive, run, stage_parser
-from data_utils.curation.tasks import Stage
-from data_utils.tokenization import build_tokenizer
+from megatron.gpt2.programs.openwebtext.cleanup_dataset import cli
 
-
-def main(argv: Sequence[str] | None) -> None:
-    parser = stage_parser(__doc__)
-    parser.add_argument("--language", default="en", metavar="CODE", help="two letters, or any (default: %(default)s)")
-    parser.add_argument("--min-tokens", type=positive, default=128, metavar="N", help="default: %(default)s")
-    parser.add_argument("--tokenizer-type", choices=("builtin", "bytes", "GPT2BPETokenizer"), default="builtin",
-                        help="counts the tokens (default: %(default)s, which the project ships)")
-    parser.add_argument("--vocab-file", metavar="FILE", help="of GPT2BPETokenizer (default: the user's cache)")
-    parser.add_argument("--merge-file", metavar="FILE")
-    args = parser.parse_args(argv)
-    tokenizer = (args.tokenizer_type, args.vocab_file, args.merge_file)
-    fingerprint = build_tokenizer(args.tokenizer_type, vocab_file=args.vocab_file, merge_file=args.merge_file
-                                  ).fingerprint
-    libraries = ("ftfy",) if args.language == "any" else ("ftfy", "py3langid")
-    stage = Stage("cleanup_dataset", cleanup, {"language": args.language, "min_tokens": args.min_tokens,
-                                               "fingerprint": fingerprint},
-                  {"tokenizer": tokenizer}, libraries=libraries, text_key=args.text_key)
-    run(args, stage)
-
-
-if __name__ == "__main__":
-    finish(main)
+if __name__ == "__main__":  # not in the ranks of --nproc-per-node, which import this file
+    cli()

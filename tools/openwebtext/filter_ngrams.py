@@ -1,39 +1,12 @@
 #!/usr/bin/env python3
-"""Decontaminate: drop every document that shares 13 words in a row with an evaluation set:
-
-    python tools/openwebtext/filter_ngrams.py INPUT OUTPUT --evaluation lambada_test.jsonl wikitext/*.txt
-"""
-
-from __future__ import annotations
+"""`python -m megatron.gpt2.programs.openwebtext.filter_ngrams`, also in a clone that is not installed."""
 
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # works in a clone that is not installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from data_utils.curation.command_line import finish, log, run, stage_parser
-from data_utils.curation.decontamination import WORDS, decontaminate, index_of
-from data_utils.curation.documents import find_files
-from data_utils.curation.tasks import Stage, sha256
+from megatron.gpt2.programs.openwebtext.filter_ngrams import cli
 
-
-def main(argv: Sequence[str] | None) -> None:
-    parser = stage_parser(__doc__)
-    parser.add_argument("--evaluation", nargs="+", required=True, metavar="FILE", help="evaluation sets: JSON lines "
-                        "or .txt, files, folders or globs")
-    parser.add_argument("--evaluation-key", default="text", metavar="KEY", help="the JSON field that holds their text "
-                        "(default: text)")
-    args = parser.parse_args(argv)
-    paths = tuple(find_files(args.evaluation))
-    index = index_of(paths, args.evaluation_key)
-    log(f"{len(index.runs):,} runs of {WORDS} words to look for; {index.too_short:,} evaluation texts are shorter and "
-        "are not looked for")
-    stage = Stage("filter_ngrams", decontaminate, {"evaluation": {path.name: sha256(path) for path in paths},
-                                                   "evaluation_key": args.evaluation_key},
-                  {"paths": paths}, text_key=args.text_key)
-    run(args, stage)
-
-
-if __name__ == "__main__":
-    finish(main)
+if __name__ == "__main__":  # not in the ranks of --nproc-per-node, which import this file
+    cli()

@@ -1,48 +1,12 @@
 #!/usr/bin/env python3
-"""Find near-duplicates: pairs of documents whose character 5-grams have a Jaccard index of at least --min-jaccard:
-
-    python tools/openwebtext/find_duplicates.py INPUT OUTPUT
-
-OUTPUT/signatures gets the MinHash signatures of every shard, OUTPUT/pairs.jsonl the pairs: candidates share one of 20
-bands of 5 values, and are then compared in full. Pairs are those that join a document to a group, not all of a group.
-"""
-
-from __future__ import annotations
+"""`python -m megatron.gpt2.programs.openwebtext.find_duplicates`, also in a clone that is not installed."""
 
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # works in a clone that is not installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from data_utils.curation.command_line import finish, run, stage_parser
-from data_utils.curation.documents import Shard, document_shards, is_seekable
-from data_utils.curation.near_duplicates import search, sign
-from data_utils.curation.tasks import Stage
+from megatron.gpt2.programs.openwebtext.find_duplicates import cli
 
-
-def main(argv: Sequence[str] | None) -> None:
-    parser = stage_parser(__doc__)
-    parser.add_argument("--min-jaccard", type=float, default=0.8, metavar="J", help="default: %(default)s")
-    args = parser.parse_args(argv)
-    if not 0 < args.min_jaccard <= 1:
-        raise ValueError(f"--min-jaccard {args.min_jaccard:g} is not between 0 and 1")
-    shards, output = document_shards([args.input]), args.output
-    args.output = output / "signatures"
-    manifests = run(args, Stage("find_duplicates, signatures", sign, text_key=args.text_key), shards)
-    if not manifests:
-        return
-    shards = shards[:len(manifests)]  # all, or those that --limit reached
-    table = [{"name": manifest["input"]["name"], "documents": manifest["left"],
-              "sha256": manifest["input"]["sha256"]} for manifest in manifests]
-    copies = [args.output / f"{shard.name}.jsonl" for shard in shards]
-    sources = [shard.files[0] if is_seekable(shard) else copy for shard, copy in zip(shards, copies, strict=True)]
-    signatures = tuple(args.output / f"{shard.name}.signatures" for shard in shards)
-    stage = Stage("find_duplicates", search, {"shards": table, "min_jaccard": args.min_jaccard},
-                  {"sources": sources, "text_key": args.text_key})
-    args.output, args.limit, args.executor = output, None, None  # all shards at once
-    run(args, stage, [Shard("pairs", signatures)])
-
-
-if __name__ == "__main__":
-    finish(main)
+if __name__ == "__main__":  # not in the ranks of --nproc-per-node, which import this file
+    cli()

@@ -1,33 +1,12 @@
 #!/usr/bin/env python3
-"""Make groups of the pairs that find_duplicates.py found; the first document of a group is the one to keep:
-
-    python tools/openwebtext/group_duplicate_url.py PAIRS OUTPUT
-
-PAIRS is the file pairs.jsonl; OUTPUT gets groups.jsonl.
-"""
-
-from __future__ import annotations
+"""`python -m megatron.gpt2.programs.openwebtext.group_duplicate_url`, also in a clone that is not installed."""
 
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # works in a clone that is not installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from data_utils.curation.command_line import finish, run, stage_parser
-from data_utils.curation.documents import Shard, find_files
-from data_utils.curation.near_duplicates import group, read_table
-from data_utils.curation.tasks import Stage
+from megatron.gpt2.programs.openwebtext.group_duplicate_url import cli
 
-
-def main(argv: Sequence[str] | None) -> None:
-    args = stage_parser(__doc__).parse_args(argv)
-    files = find_files([args.input])
-    if len(files) != 1:
-        raise ValueError(f"{args.input} names {len(files)} files: name the one pairs.jsonl")
-    read_table(files[0])
-    run(args, Stage("group_duplicate_url", group), [Shard("groups", tuple(files))])
-
-
-if __name__ == "__main__":
-    finish(main)
+if __name__ == "__main__":  # not in the ranks of --nproc-per-node, which import this file
+    cli()

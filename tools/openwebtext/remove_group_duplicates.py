@@ -1,37 +1,12 @@
 #!/usr/bin/env python3
-"""Remove near-duplicates: of every group the documents that have an earlier one in it:
-
-    python tools/openwebtext/remove_group_duplicates.py GROUPS INPUT OUTPUT
-
-GROUPS is the file groups.jsonl that group_duplicate_url.py made of this INPUT.
-"""
-
-from __future__ import annotations
+"""`python -m megatron.gpt2.programs.openwebtext.remove_group_duplicates`, also in a clone that is not installed."""
 
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # works in a clone that is not installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from data_utils.command_line import Parser
-from data_utils.curation.command_line import add_common, finish, run
-from data_utils.curation.near_duplicates import read_table, remove
-from data_utils.curation.tasks import Stage, sha256
+from megatron.gpt2.programs.openwebtext.remove_group_duplicates import cli
 
-
-def main(argv: Sequence[str] | None) -> None:
-    parser = Parser(description=__doc__)
-    parser.add_argument("groups", metavar="GROUPS", type=Path)
-    parser.add_argument("input", metavar="INPUT", help="the documents that were searched for duplicates")
-    parser.add_argument("output", metavar="OUTPUT", type=Path, help="the folder to write")
-    add_common(parser)
-    args = parser.parse_args(argv)
-    read_table(args.groups)
-    stage = Stage("remove_group_duplicates", remove, {"groups": sha256(args.groups)}, {"path": args.groups},
-                  text_key=args.text_key)
-    run(args, stage)
-
-
-if __name__ == "__main__":
-    finish(main)
+if __name__ == "__main__":  # not in the ranks of --nproc-per-node, which import this file
+    cli()

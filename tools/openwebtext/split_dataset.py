@@ -1,47 +1,12 @@
 #!/usr/bin/env python3
-"""Split documents into training, validation and test, and print the command that trains on them:
+"""`python -m megatron.gpt2.programs.openwebtext.split_dataset`, also in a clone that is not installed."""
 
-    python tools/openwebtext/split_dataset.py INPUT OUTPUT
-
-The hash of a document's text and of --seed says where it goes, so that it stays there when the corpus grows.
-"""
-
-from __future__ import annotations
-
-import shlex
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # works in a clone that is not installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from data_utils.curation.command_line import finish, log, run, stage_parser
-from data_utils.curation.documents import Shard, find_files
-from data_utils.curation.splitting import NAMES, split
-from data_utils.curation.tasks import Stage
-from data_utils.splits import parse_split
+from megatron.gpt2.programs.openwebtext.split_dataset import cli
 
-
-def main(argv: Sequence[str] | None) -> None:
-    parser = stage_parser(__doc__)
-    parser.add_argument("--split", default="949,50,1", metavar="A,B,C", help="proportions (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=1234, metavar="N", help="default: %(default)s")
-    args = parser.parse_args(argv)
-    shares = parse_split(args.split)
-    stage = Stage("split_dataset", split, {"shares": list(map(str, shares)), "seed": args.seed},
-                  text_key=args.text_key)
-    run(args, stage, [Shard("split", tuple(find_files([args.input])))])
-    command = ["bash", "scripts/pretrain_gpt2.sh"]
-    for name, share in zip(NAMES, shares, strict=True):
-        path = args.output / f"{name}.jsonl"
-        if path.exists():
-            command += [f"--{name}-data", str(path)]
-        elif name == "train":
-            raise ValueError(f"--split {args.split}: none of these documents fell into the training split")
-        elif share:
-            log(f"notice: the {name} split got none of these documents: give it a greater share with --split")
-    log(f"\nto train on it:\n\n  {shlex.join(command)}\n")
-
-
-if __name__ == "__main__":
-    finish(main)
+if __name__ == "__main__":  # not in the ranks of --nproc-per-node, which import this file
+    cli()

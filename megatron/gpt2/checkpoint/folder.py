@@ -1,0 +1,269 @@
+"""Save and load: the commit protocol, and the way back from damage.
+
+    checkpoints/gpt2_345m/
+      latest_checkpointed_iteration.txt     the tracker: the iteration to load
+      iter_0000300/manifest.json, mp_rank_00/model.safetensors, master_dp_00.safetensors, rng_dp_00.safetensors, ...
+
+Every rank writes its files into `iter_0000300.tmp-<attempt>/`, and last its report: the boxes and hashes of what it
+wrote. Rank 0 waits for all reports, writes the manifest, renames the folder and replaces the tracker. Nothing here
+is a collective operation, and a crash at any moment leaves the earlier checkpoints and their tracker untouched.
+
+`attempt` is a word that all ranks share and that no other save shares (one random number, broadcast when the run
+starts, with a count of its saves). It keeps what a crashed attempt left behind, files and reports alike, out of this
+one without any waiting: its folder has another name. Rank 0 removes such folders when it next saves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from data_utils.file_lock import sync_folder
+from megatron.gpt2.checkpoint.files import (
+    MANIFEST,
+    THREADS,
+    Piece,
+    in_threads,
+    manifest_bytes,
+    write_error,
+    write_tensors,
+)
+from megatron.gpt2.checkpoint.reader import Checkpoint
+from megatron.gpt2.checkpoint.state import load_model, load_rng, load_state, model_pieces, rng_pieces, state_pieces
+
+__all__ = ["TRACKER", "Checkpoint", "Piece", "find_checkpoint", "load_model", "load_rng", "load_state", "model_pieces",
+           "rng_pieces", "state_pieces", "write_checkpoint"]
+
+TRACKER = "latest_checkpointed_iteration.txt"
+_OLD = 1000  # an iteration is renamed aside fewer times than this
+_GRACE = 5.0  # seconds that rank 0 waits for the parts of ranks that may be dead
+_ITERATION = re.compile(r"iter_(\d{7,12})(?:\.old-(\d{1,3}))?", re.ASCII)
+
+
+def write_checkpoint(directory: str | Path, iteration: int, *, facts: Mapping[str, Any],
+                     files: Mapping[str, Mapping[str, Piece]], rank: int, world_size: int, attempt: str,
+                     timeout_s: float, log: Callable[[str], None] = print, keep_last: int | None = None,
+                     hurry: threading.Event | None = None) -> Path:
+    """Write this rank's `files` ({path in the iteration's folder: {tensor name: piece}}); rank 0 commits.
+
+    All ranks call it at the same step. Rank 0 returns once the checkpoint is committed, the others once their part
+    is on the disk; `facts` (JSON) is read on rank 0 alone. Raises OSError, one line, where this rank, or on rank 0
+    any rank, cannot write, and TimeoutError (an OSError) where a rank's part is missing after `timeout_s` seconds, or
+    a few after `hurry` is set. Of the older iterations, rank 0 then leaves `keep_last` - 1.
+    """
+    directory = Path(directory)
+    final = directory / f"iter_{iteration:07d}"
+    folder = directory / f"{final.name}.tmp-{attempt}"
+    if rank == 0:
+        for stale in set(directory.glob("iter_*.tmp-*")) - {folder}:  # others may be writing into that one already
+            shutil.rmtree(stale, ignore_errors=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        report: dict[str, Any] = {"tensors": {}, "files": {}}
+        # What is made when it is written may be as large as memory: one at a time.
+        streamed = any(piece.make for pieces in files.values() for piece in pieces.values())
+        for written in in_threads(lambda file: write_tensors(folder, file, iteration, files[file]), files,
+                                  1 if streamed else THREADS):
+            _merge(report, written)
+        if rank == 0:
+            for other in _reports(folder, world_size, timeout_s, hurry or threading.Event()):
+                _merge(report, other)
+            _commit(folder, final, manifest_bytes(iteration, facts, report["tensors"], report["files"]), log)
+        else:
+            _write_report(folder, rank, report)
+    except BaseException as error:
+        if rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+        else:
+            # Room for the report of the failure, so that rank 0 need not wait for the time-out.
+            with contextlib.suppress(OSError):
+                for file in files:
+                    (folder / file).unlink(missing_ok=True)
+                _write_report(folder, rank, {"error": str(error)})
+        raise
+    if rank == 0 and keep_last is not None:
+        _remove_older(directory, iteration, keep_last, log)
+    return final
+
+
+def _merge(report: dict[str, Any], other: Mapping[str, Any]) -> None:
+    """Add what `other` lists to `report`."""
+    for name, info in other["tensors"].items():
+        known = report["tensors"].setdefault(name, info)
+        assert (known["dtype"], tuple(known["shape"])) == (info["dtype"], tuple(info["shape"])), (name, known, info)
+    assert not report["files"].keys() & other["files"].keys(), "two ranks wrote one file"
+    report["files"].update(other["files"])
+
+
+def _write_report(folder: Path, rank: int, report: Mapping[str, Any]) -> None:
+    unfinished = folder / f"rank_{rank:05d}.tmp"
+    _write_synced(unfinished, json.dumps(report).encode())
+    unfinished.rename(unfinished.with_suffix(".json"))  # rank 0 sees all of it or nothing
+
+
+def _reports(folder: Path, world_size: int, timeout_s: float, hurry: threading.Event) -> Iterator[Mapping[str, Any]]:
+    """The reports of ranks 1 to `world_size` - 1 as they come in."""
+    missing, began = set(range(1, world_size)), time.monotonic()
+    deadline = began + timeout_s
+    while missing:
+        if hurry.is_set():
+            deadline = min(deadline, time.monotonic() + _GRACE)
+        for rank in sorted(missing):
+            path = folder / f"rank_{rank:05d}.json"
+            if path.exists():
+                report = json.loads(path.read_bytes())
+                if "error" in report:
+                    raise OSError(f"rank {rank} could not write its part of {folder}: {report['error']}")
+                missing.remove(rank)
+                path.unlink()
+                yield report
+        if missing and time.monotonic() > deadline:
+            raise TimeoutError(f"{folder}: nothing came from rank {', '.join(map(str, sorted(missing)))} within "
+                               f"{deadline - began:.3g} s; earlier checkpoints are untouched: do all nodes share the "
+                               "folder?")
+        time.sleep(0.02 if missing else 0)
+
+
+def _commit(folder: Path, final: Path, manifest: bytes, log: Callable[[str], None]) -> None:
+    """Make `folder`, complete but for its manifest, the checkpoint `final`."""
+    _write_synced(folder / MANIFEST, manifest)
+    try:
+        written = Checkpoint(folder)  # what cannot be opened must not be committed
+    except ValueError as error:
+        raise OSError(f"not what was written: {error}") from error
+    for parent in {(folder / file).parent for file in written.files} | {folder}:
+        sync_folder(parent)
+    tracker = final.parent / TRACKER
+    successor = tracker.with_name(TRACKER + ".tmp")
+    _write_synced(successor, f"{written.iteration}\n".encode())  # now: a full disk must not stop us half-way
+    if final.exists():
+        aside = next(path for old in range(1, _OLD) if not (path := Path(f"{final}.old-{old}")).exists())
+        log(f"WARNING: {final} exists already and is saved again: the existing one is now {aside}")
+        final.rename(aside)
+    folder.rename(final)
+    sync_folder(final.parent)
+    # The tracker comes last: a crash before this line leaves the earlier checkpoint in charge.
+    successor.replace(tracker)
+    sync_folder(final.parent)
+
+
+def _remove_older(directory: Path, iteration: int, keep_last: int, log: Callable[[str], None]) -> None:
+    """Of the iterations before `iteration`, which is committed and in the tracker, leave the newest `keep_last` - 1.
+
+    Newer ones and those that were renamed aside are of another course of the run: a person decides about them. A
+    folder is renamed before it is deleted: to a name that no load takes and that the next save clears away.
+    """
+    found = [match for match in map(_ITERATION.fullmatch, os.listdir(directory)) if match and match[2] is None]
+    older = sorted(int(match[1]) for match in found if int(match[1]) < iteration)
+    try:
+        for number in older[:max(0, len(older) - keep_last + 1)]:
+            folder = _path(directory, number * _OLD)
+            removed = folder.rename(f"{folder}.tmp-removed")
+            sync_folder(directory)
+            shutil.rmtree(removed)
+    except OSError as error:
+        log(f"WARNING: --keep-last {keep_last}: {error.filename} could not be removed: {error.strerror}")
+
+
+def _write_synced(path: Path, data: bytes) -> None:
+    try:
+        with open(path, "wb") as stream:
+            stream.write(data)
+            stream.flush()
+            os.fsync(stream.fileno())
+    except OSError as error:
+        path.unlink(missing_ok=True)
+        raise write_error(path, len(data), error) from error
+
+
+def find_checkpoint(directory: str | Path, *, log: Callable[[str], None], greatest: Callable[[int], int] = lambda n: n,
+                    share: tuple[int, int] = (0, 1), verify: bool = True) -> Checkpoint | None:
+    """The checkpoint to load: the tracker's, or where that is damaged or missing the newest valid one, loudly.
+
+    All ranks call it, with `share` = (rank, world size) and `greatest` = the greatest of all ranks' numbers (a
+    collective on a 64-bit integer), and all get the same answer: rank 0 proposes, everyone opens, each hashes its
+    share of the files (`verify`), and a checkpoint counts where all agree. An iteration that was renamed aside is the
+    last resort. Nothing is changed on the disk. `log` gets the warnings on every rank, those about the tracker on
+    rank 0 alone.
+
+    Returns None where the folder is missing or holds no checkpoint. ValueError where it holds some and none is valid.
+    """
+    directory = Path(directory)
+    tracked, proposals, refused = _proposals(directory) if share[0] == 0 else (None, [], [])
+    if not greatest(len(proposals) + len(refused)):
+        return None
+    for warning in refused:
+        log(f"WARNING: {warning}")
+    for i in range(greatest(len(proposals))):
+        path = _path(directory, greatest(proposals[i] if share[0] == 0 else 0))
+        checkpoint, problem = _open_together(path, greatest, share, verify)
+        if checkpoint is not None:
+            break
+        log(f"WARNING: {problem}")
+        refused.append(problem)
+    else:
+        raise ValueError(f"{directory}: holds no valid checkpoint: {next(iter(refused), 'see rank 0')}; give a --load "
+                         "that holds one, or none and a new --save to start from random weights")
+    if refused:
+        log(f"WARNING: {checkpoint.path} is loaded, the newest valid checkpoint there")
+    for proposal in proposals:
+        if tracked is not None and checkpoint.iteration == tracked < proposal // _OLD and not proposal % _OLD:
+            log(f"WARNING: {_path(directory, proposal)} is newer than iteration {tracked}, which {TRACKER} names and "
+                "which is loaded; it will be renamed aside when its number is saved again")
+    return checkpoint
+
+
+def _open_together(path: Path, greatest: Callable[[int], int], share: tuple[int, int],
+                   verify: bool) -> tuple[Checkpoint | None, str]:
+    """The checkpoint at `path` if every rank finds it valid, else why not. The branches depend on shared numbers."""
+    rank, world_size = share
+    checkpoint, problem = None, ""
+    try:
+        if not path.is_dir():
+            raise ValueError(f"{path}: missing, though {TRACKER} names it")
+        checkpoint = Checkpoint(path)
+    except ValueError as error:
+        problem = str(error)
+    seen = int(checkpoint.digest[:15], 16) if checkpoint else -1
+    same = seen == greatest(seen)
+    odd = greatest(0 if checkpoint and same else rank + 1)
+    if odd or checkpoint is None:
+        return None, problem or f"{path}: rank {odd - 1} does not see the same there: do all nodes share the folder?"
+    files = sorted(checkpoint.files)
+    damaged = checkpoint.verify(files[rank::world_size]) if verify else None
+    if at := greatest(0 if damaged is None else files.index(damaged) + 1):
+        return None, f"{path / files[at - 1]}: damaged: its sha256 is not the one in {MANIFEST}"
+    return checkpoint, ""
+
+
+def _proposals(directory: Path) -> tuple[int | None, list[int], list[str]]:
+    """The tracker's iteration, what to try in this order (as numbers for `_path`), and what is wrong so far."""
+    found = [match for match in map(_ITERATION.fullmatch, os.listdir(directory) if directory.is_dir() else ()) if match]
+    numbers = [int(match[1]) * _OLD + int(match[2] or 0) for match in found]
+    numbers.sort(key=lambda number: (number % _OLD == 0, number // _OLD, number), reverse=True)
+    tracker = directory / TRACKER
+    if os.path.lexists(tracker) and not tracker.is_file():  # a pipe would keep us waiting
+        return None, numbers, [f"{tracker}: is no file"]
+    try:
+        with open(tracker, "rb") as stream:
+            text = stream.read(80)
+    except FileNotFoundError:
+        return None, numbers, [f"{tracker}: missing"] if numbers else []
+    except OSError as error:
+        return None, numbers, [f"{tracker}: cannot be read: {error.strerror}"]
+    if not re.fullmatch(rb"\s*\d{1,12}\s*", text):
+        return None, numbers, [f"{tracker}: holds {text!r} instead of the number of an iteration"]
+    tracked = int(text)
+    return tracked, [tracked * _OLD] + [number for number in numbers if number != tracked * _OLD], []
+
+
+def _path(directory: Path, number: int) -> Path:
+    return directory / (f"iter_{number // _OLD:07d}" + (f".old-{number % _OLD}" if number % _OLD else ""))

@@ -1,0 +1,137 @@
+"""What of a run goes into a checkpoint, as boxes, and back: weights, optimizer state, random generators.
+
+Tensors are named "<kind>.<parameter>" (model, master, exp_avg, exp_avg_sq) and "rng.mp_00.dp_00.<generator>". Ranks
+and sizes are plain integers: no process group is needed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+import mpu
+from megatron.gpt2.checkpoint.files import Piece, in_threads
+from megatron.gpt2.checkpoint.reader import Checkpoint
+from mpu import Box, PartitionSpec
+
+if TYPE_CHECKING:
+    from megatron.gpt2.formats.source import Source
+
+
+class FlatState(NamedTuple):
+    """Of the parameter `name`, as it lies in this rank's memory, the elements from `start` on: `values`, 1-D."""
+
+    kind: str
+    name: str
+    values: Tensor
+    start: int = 0
+
+
+def state_pieces(states: Iterable[FlatState], specs: Mapping[str, PartitionSpec], *, mp_rank: int,
+                 mp_size: int) -> dict[str, Piece]:
+    """What this rank saves of `states`. Padding is left out; what is replicated is saved by model-parallel rank 0."""
+    pieces = {}
+    for kind, name, values, start in states:
+        spec = specs[name]
+        if spec.dim is not None or mp_rank == 0:
+            for number, (box, part) in enumerate(_boxes(spec, mp_rank, mp_size, start, values)):
+                key = f"{kind}.{name}" + (f"#{number}" if number else "")
+                pieces[key] = Piece(part, spec.global_shape, box.offset)
+    return pieces
+
+
+@torch.no_grad()
+def load_state(states: Iterable[FlatState], specs: Mapping[str, PartitionSpec], checkpoint: Source, *,
+               mp_rank: int, mp_size: int) -> None:
+    """The inverse of `state_pieces`, from a checkpoint of any layout, into `states`; padding becomes 0.
+
+    ValueError unless the checkpoint holds the same tensors of these kinds, in the same global shapes.
+    """
+    kinds, names = set(), set()
+    parts: list[tuple[Tensor, str, tuple[int, ...]]] = []
+    for kind, name, values, start in states:
+        spec, full_name = specs[name], f"{kind}.{name}"
+        kinds.add(kind)
+        names.add(full_name)
+        if full_name not in checkpoint.tensors:
+            raise ValueError(f"{checkpoint.path}: holds no {full_name}: " + (
+                "the model has another shape" if kind == "model" else "give --no-load-optim if it was left out"))
+        if checkpoint.global_shape(full_name) != spec.global_shape:
+            raise ValueError(f"{checkpoint.path}: {full_name} has shape {checkpoint.global_shape(full_name)} there and "
+                             f"{spec.global_shape} in this run: give the shape that was saved, or no shape flags")
+        filled = 0
+        for box, part in _boxes(spec, mp_rank, mp_size, start, values):
+            parts.append((part, full_name, box.offset))
+            filled += box.numel
+        values[filled:].zero_()
+    if left := [name for name in checkpoint.names() if name.partition(".")[0] in kinds and name not in names]:
+        raise ValueError(f"{checkpoint.path}: holds {left[0]}, which this run does not have: give the shape that was "
+                         "saved, or no shape flags")
+    in_threads(lambda part: checkpoint.read_into(*part), parts)
+
+
+def _boxes(spec: PartitionSpec, mp_rank: int, mp_size: int, start: int,
+           values: Tensor) -> Iterator[tuple[Box, Tensor]]:
+    """The true part of `values`, the elements from `start` on of a rank's tensor, as boxes of the global tensor, each
+    with its view: a partial first row, whole rows, a partial last row, of which any may be absent."""
+    held, shape = spec.box(mp_rank, mp_size), spec.local_shape(mp_size)
+    assert held.shape[1:] == shape[1:], "padding is rows at the end, so that it ends a flat tensor as well"
+    row = math.prod(shape[1:])
+    at, stop = start, min(start + values.numel(), held.numel)
+    while at < stop:
+        top, left = divmod(at, row)
+        if left or stop - at < row:
+            height, width = 1, min(row - left, stop - at)
+        else:
+            height, width = (stop - at) // row, row
+        offset = tuple(a + b for a, b in zip(held.offset, (top, left), strict=False))
+        box = Box(offset, (height, width)[:len(shape)])
+        yield box, values[at - start:at - start + box.numel].view(box.shape)
+        at += box.numel
+
+
+def _whole(named_parameters: Iterable[tuple[str, Tensor]]) -> Iterator[FlatState]:
+    return (FlatState("model", name, parameter.detach().view(-1)) for name, parameter in named_parameters)
+
+
+def model_pieces(named_parameters: Iterable[tuple[str, Tensor]], specs: Mapping[str, PartitionSpec], *, mp_rank: int,
+                 mp_size: int) -> dict[str, Piece]:
+    return state_pieces(_whole(named_parameters), specs, mp_rank=mp_rank, mp_size=mp_size)
+
+
+def load_model(named_parameters: Iterable[tuple[str, Tensor]], specs: Mapping[str, PartitionSpec],
+               checkpoint: Source, *, mp_rank: int, mp_size: int) -> None:
+    load_state(_whole(named_parameters), specs, checkpoint, mp_rank=mp_rank, mp_size=mp_size)
+
+
+def rng_pieces(*, mp_rank: int, dp_rank: int, device: torch.device) -> dict[str, Piece]:
+    """The states of this rank's random generators: the CPU's, the GPU's where it computes on one, mpu's streams."""
+    states = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    states.update((f"tracker.{name}", state) for name, state in mpu.get_cuda_rng_tracker().get_states().items())
+    return {f"rng.mp_{mp_rank:02d}.dp_{dp_rank:02d}.{name}": Piece(state, tuple(state.shape), (0,))
+            for name, state in states.items()}
+
+
+def load_rng(checkpoint: Checkpoint, *, mp_rank: int, dp_rank: int, mp_size: int, dp_size: int,
+             device: torch.device) -> bool:
+    """Set what `rng_pieces` saved. False, on every rank and with nothing changed, where the checkpoint has no states
+    or has those of another layout or kind of device."""
+    saved = [name.split(".", 3)[1:] for name in checkpoint.names() if name.startswith("rng.")]
+    ranks = {(f"mp_{mp:02d}", f"dp_{dp:02d}") for mp in range(mp_size) for dp in range(dp_size)}
+    on_gpu = any(name == "cuda" for _, _, name in saved)
+    if {(mp, dp) for mp, dp, _ in saved} != ranks or on_gpu != (device.type == "cuda"):
+        return False
+    prefix = f"rng.mp_{mp_rank:02d}.dp_{dp_rank:02d}."
+    states = {name: checkpoint.read(prefix + name) for mp, dp, name in saved if prefix == f"rng.{mp}.{dp}."}
+    torch.set_rng_state(states["cpu"])
+    if on_gpu:
+        torch.cuda.set_rng_state(states["cuda"], device)
+    mpu.get_cuda_rng_tracker().set_states(
+        {name.removeprefix("tracker."): state for name, state in states.items() if name.startswith("tracker.")})
+    return True

@@ -1,0 +1,182 @@
+"""Megatron's flags that are no field of `megatron/gpt2/config.py`: one table, from which the parser and the
+documentation are made. A row is translated (it sets fields), inert (it changes nothing here, and that is said once) or
+refused (it would change result, memory or speed, so leaving it out silently would be wrong); its text says why, or what
+to give instead. `deepspeed_config.py` beside this file has a table of the same rows for the keys of a
+--deepspeed_config.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from megatron.gpt2.config import require
+
+
+@dataclass(frozen=True)
+class Foreign:
+    """Flags with one meaning. `values`: how many they take (argparse's nargs). `accepts`: the values for which the
+    row holds, any other being refused; empty: all. `sets`: value -> {"section.field": value}. `unless`: a flag beside
+    which the row says nothing."""
+
+    flags: tuple[str, ...]
+    status: Literal["translated", "inert", "refused"]
+    text: str
+    values: int | Literal["+", "?"] = 0
+    accepts: tuple[Any, ...] = ()
+    sets: Callable[[Any], dict[str, Any]] | None = None
+    unless: str = ""
+
+
+def translated(flags: str, text: str, sets: Callable[[Any], dict[str, Any]], values: int | Literal["+", "?"] = 0,
+               accepts: tuple[Any, ...] = (), unless: str = "") -> Foreign:
+    return Foreign(tuple(flags.split()), "translated", text, values, accepts, sets, unless)
+
+
+def inert(flags: str, text: str, values: int | Literal["+", "?"] = 0, accepts: tuple[Any, ...] = ()) -> Foreign:
+    return Foreign(tuple(flags.split()), "inert", text, values, accepts)
+
+
+def refused(flags: str, text: str, values: int | Literal["+", "?"] = 0) -> Foreign:
+    return Foreign(tuple(flags.split()), "refused", text, values)
+
+
+def _indexed_prefix(paths: list[str]) -> dict[str, Any]:
+    for path in paths:
+        require(not os.path.isdir(path), f"--train-data-path {path} is a directory: 2019's folders of .npy files are "
+                                         "not read; give loose JSON or text with --train-data")
+    return {"data.data_path": tuple(paths), "data.split": "1"}
+
+
+def _one_batch_size(words: list[str]) -> dict[str, Any]:
+    """0:768 250B:1536, in one word or several: from so many tokens on, steps of so many samples. One that begins at 0
+    again is given later, and replaces the first."""
+    schedule: list[str] = []
+    for step in " ".join(words).split():
+        schedule = [step] if step.startswith("0:") else [*schedule, step]
+    sizes = {step.partition(":")[2] for step in schedule}
+    size = sizes.pop() if len(sizes) == 1 else ""
+    require(size.isascii() and size.isdigit(), f"--step-batch-size-schedule {' '.join(schedule)}: the batch is "
+                                               "constant; --step-batch-size-schedule 0:N as the last flag gives its "
+                                               "size")
+    return {"train.global_batch_size": int(size)}
+
+
+RECOMPUTE_ALL = {"train.recompute_granularity": "full"}
+IN_CPU = "what is kept for backward stays on the device; --recompute-num-layers N keeps an N-th of it"
+OF_BERT = "a flag of BERT's, no part of GPT-2; leave it out"
+NO_NPY = "folders of .npy files are not read; give loose JSON or text with --train-data, or a prefix with --data-path"
+
+FOREIGN = (
+    # Precision and memory
+    translated("--fp16", "read as --precision fp16", lambda _: {"train.precision": "fp16"}),
+    translated("--bf16", "read as --precision bf16", lambda _: {"train.precision": "bf16"}),
+    translated("--checkpoint-activations", "read as --recompute-granularity full", lambda _: RECOMPUTE_ALL),
+    translated("--recompute-activations", "read as --recompute-granularity selective",
+               lambda _: {"train.recompute_granularity": "selective"}),
+    inert("--recompute-method", "every --recompute-num-layers layers are recomputed, which is uniform", 1,
+          ("uniform",)),
+    translated("--activations-checkpoint-method", "read as --recompute-granularity full, which is uniform",
+               lambda _: RECOMPUTE_ALL, 1, ("uniform",)),
+    inert("--fp32-allreduce --accumulate-allreduce-grads-in-fp32", "gradients are always accumulated in fp32, and "
+          "reduced in it unless --grad-reduce-in-bf16 is given"),
+    inert("--dynamic-loss-scale", "fp16 scales dynamically unless --loss-scale is given"),
+    inert("--attention-softmax-in-fp32 --no-query-key-layer-scaling --apply-query-key-layer-scaling",
+          "attention accumulates in fp32"),
+    inert("--fp32-embedding --fp32-layernorm --fp32-tokentypes --deep-init", "inert for GPT-2 in 2019 as well"),
+    translated("--partition-activations --distribute-saved-activations", "read as --sequence-parallel, which divides "
+               "what is kept between layers over the model-parallel ranks",
+               lambda _: {"parallel.sequence_parallel": True}),
+    refused("--checkpoint-in-cpu", IN_CPU),
+    refused("--fp8-format --fp8-hybrid --fp8-e4m3", "fp8 is not built; give --precision bf16", "?"),
+    # Model
+    translated("--openai-gelu --bias-gelu-fusion", "read as --gelu tanh", lambda _: {"model.gelu": "tanh"}),
+    translated("--no-bias-gelu-fusion", "read as --gelu erf, unless --openai-gelu is beside it",
+               lambda _: {"model.gelu": "erf"}, unless="--openai-gelu"),
+    inert("--use-mcore-models --use-legacy-models --use-flash-attn --no-masked-softmax-fusion "
+          "--no-bias-dropout-fusion --no-bias-swiglu-fusion --no-rope-fusion --no-persist-layer-norm "
+          "--no-gradient-accumulation-fusion --scaled-upper-triang-masked-softmax-fusion "
+          "--scaled-masked-softmax-fusion", "there is one implementation"),
+    inert("--transformer-impl", "there is one implementation", 1),
+    inert("--position-embedding-type", "positions are learned", 1, ("learned_absolute",)),
+    inert("--normalization", "GPT-2 has layer norms", 1, ("LayerNorm",)),
+    refused("--swiglu --squared-relu --group-query-attention --untie-embeddings-and-output-weights "
+            "--disable-bias-linear --fp32-residual-connection --apply-residual-connection-post-layernorm "
+            "--use-rotary-position-embeddings --multi-latent-attention", "no part of GPT-2; leave it out"),
+    refused("--kv-channels --num-query-groups --num-experts --rotary-base --rotary-percent",
+            "no part of GPT-2; leave it out", 1),
+    inert("--use-cpu-initialization", "initial weights are the same on every device"),
+    # Parallelism
+    inert("--pipeline-model-parallel-size --context-parallel-size --expert-model-parallel-size "
+          "--expert-tensor-parallel-size", "layouts are tensor- and data-parallel: use --model-parallel-size", 1,
+          ("1",)),
+    refused("--num-layers-per-virtual-pipeline-stage --pipeline-model-parallel-split-rank",
+            "layouts are tensor- and data-parallel: use --model-parallel-size", 1),
+    inert("--overlap-grad-reduce --overlap-param-gather --no-async-tensor-model-parallel-allreduce "
+          "--tp-comm-overlap --no-contiguous-buffers-in-local-ddp --use-ring-exchange-p2p",
+          "reduction always overlaps with backward, and gathering parameters with forward, where they can"),
+    inert("--local-rank", "ranks come from the launcher's variables", 1),
+    # Data
+    inert("--loose-json", "--train-data files are recognised by their names and first lines"),
+    inert("--lazy-loader", "text is tokenised once and memory-mapped"),
+    inert("--data-impl", "text is tokenised once and memory-mapped", 1),
+    inert("--shuffle", "training samples are always shuffled, by --seed"),
+    inert("--resume-dataloader", "data always continues where the checkpoint stopped"),
+    inert("--tokenizer-model-type", "a SentencePiece model says its own type; one that is to be trained is BPE", 1,
+          ("bpe", *(f"bert-{size}-{case}" for size in ("base", "large") for case in ("uncased", "cased")))),
+    inert("--dataloader-type", "the order is shuffled in every epoch, by --seed", 1, ("single", "cyclic")),
+    inert("--no-create-attention-mask-in-dataloader", "masks are never materialised"),
+    translated("--train-data-path", "read as --data-path with --split 1", _indexed_prefix, "+"),
+    refused("--mock-data", "leave --train-data out: the built-in corpus is real text"),
+    refused("--use-npy-data-loader", NO_NPY),
+    refused("--input-data-sizes-file", NO_NPY, 1),
+    refused("--use-tfrecords", "TFRecords are BERT's; give loose JSON or text with --train-data"),
+    refused("--delim", "CSV is not read; give loose JSON or text with --train-data", 1),
+    refused("--eval-text-key", "--text-key names the field for all files", 1),
+    refused("--pretrained-bert --presplit-sentences", OF_BERT),
+    refused("--max-preds-per-seq --eval-max-preds-per-seq", OF_BERT, 1),
+    # Schedule and length
+    refused("--lr-decay-samples --lr-warmup-samples", "count in iterations: --lr-decay-iters, --lr-warmup-iters", 1),
+    refused("--rampup-batch-size", "the batch is constant: --global-batch-size", "+"),
+    translated("--step-batch-size-schedule", "read as --global-batch-size where it has one size; the batch "
+               "is constant", _one_batch_size, "+"),
+    inert("--optimizer", "the optimizer is AdamW", 1, ("adam",)),
+    inert("--weight-decay-incr-style", "weight decay is constant", 1, ("constant",)),
+    inert("--lr-warmup-init", "warm-up starts at 0", 1, ("0", "0.0")),
+    # Checkpoints and logs
+    inert("--adlr-autoresume", "SIGTERM saves before it ends the run, and the same command continues"),
+    inert("--adlr-autoresume-interval", "SIGTERM saves before it ends the run, and the same command continues", 1),
+    inert("--use-checkpoint-args", "the shape always comes from the checkpoint where no flag gives it"),
+    inert("--use-dist-ckpt --auto-detect-ckpt-format --use-mp-args-from-checkpoint-args",
+          "checkpoints have one format, for every layout"),
+    inert("--ckpt-format --dist-ckpt-format", "checkpoints have one format, for every layout", 1),
+    inert("--exit-signal-handler", "SIGTERM always saves before it ends the run"),
+    inert("--log-throughput --log-params-norm --log-num-zeros-in-grad --log-timers-to-tensorboard "
+          "--log-validation-ppl-to-tensorboard --log-memory-to-tensorboard --log-batch-size-to-tensorboard "
+          "--log-learning-rate-to-tensorboard --log-loss-scale-to-tensorboard --log-progress", "what is logged is "
+          "fixed"),
+    inert("--timing-log-level --tensorboard-queue-size --tensorboard-log-interval --manual-gc-interval "
+          "--empty-unused-memory-level", "what is logged and collected is fixed", 1),
+    inert("--manual-gc", "what is logged and collected is fixed"),
+    translated("--profile-step-start --profile-step-end", "--profile without values is of the iterations after the "
+               "one, up to the other", lambda _: {}, 1),
+    inert("--use-pytorch-profiler", "the profiler is torch's"),
+    # DeepSpeed; --deepspeed-config is read by megatron/gpt2/command_line/deepspeed_config.py
+    inert("--deepspeed --deepscale --deepspeed-mpi", "there is one engine; what a --deepspeed-config asks for is "
+          "translated"),
+    inert("--deepspeed-activation-checkpointing", "--checkpoint-activations recomputes, with one implementation"),
+    inert("--cpu-torch-adam", "with --cpu-offload-optimizer AdamW runs in torch, on the CPU"),
+    translated("--deepspeed-config --deepscale-config", "each of its keys is translated or refused", lambda _: {}, 1),
+    # Other programs
+    inert("--temperature --top-k --top-p --out-seq-length --sample-input-file --sample-output-file --num-samples "
+          "--genfile", "of generate_samples.py, no part of pretraining", 1),
+    inert("--greedy --recompute", "of generate_samples.py, no part of pretraining"),
+    refused("--cloze-eval --strict-lambada", "no part of pretraining; evaluate_gpt2.py takes it"),
+    refused("--overlapping-eval", "no part of pretraining; evaluate_gpt2.py takes it", 1),
+    refused("--eval-batch-size --eval-seq-length", "the validation split is read as the training split is, with "
+            "--micro-batch-size and --seq-length; evaluate_gpt2.py takes it", 1),
+    refused("--load-openai --eval-hf", "python tools/checkpoint.py convert makes a checkpoint of the weights, which "
+            "--load takes"),
+)

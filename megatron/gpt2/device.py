@@ -1,0 +1,251 @@
+"""What a rank runs on: device, precision, backend, threads, allocator, and how fast that could be at best.
+
+Each choice comes with its reason, a line for the log. Where the user asked for what cannot be, a ValueError says what
+to ask for instead.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib.util
+import os
+import platform
+import re
+import shutil
+import time
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from megatron.gpt2.config import require
+from megatron.gpt2.launch.ranks import Ranks, in_slurm_step
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+PRECISIONS = {dtype: name for name, dtype in DTYPES.items()}
+
+# Dense 16-bit TFLOP/s of the datasheets, by a pattern of the device's name; the first that matches counts.
+DATASHEET = (
+    ("B200", 2250), ("GB200", 2500), ("H100 PCIe", 756), ("(H100|H200) NVL", 835), ("(H100|H200|H800|GH200)", 989),
+    ("(A100|A800)", 312), ("A30", 165), ("A40", 149.7), ("A10", 125), ("L40S", 362), ("L40", 181), ("L4", 121),
+    ("RTX 5090", 209.5), ("RTX 4090", 165.2), ("RTX 3090", 71), ("V100.PCI", 112), ("V100", 125), ("T4", 65),
+    ("MI300X", 1307),
+)
+
+
+def choose_device(requested: str, ranks: Ranks, environ: Mapping[str, str] = os.environ) -> tuple[torch.device, str]:
+    """The device for --device auto|cpu|cuda, and why. An unusable GPU is no error under `auto`, for the first run on
+    a new machine should work, but its line starts with WARNING and names both ways out."""
+    if requested == "cpu":
+        return torch.device("cpu"), "cpu: --device cpu"
+    with warnings.catch_warnings(record=True) as caught:  # torch says why CUDA fails in a warning
+        warnings.simplefilter("always")
+        usable = torch.cuda.is_available() and torch.cuda.device_count() > 0
+    if usable:
+        visible = torch.cuda.device_count()
+        if visible == 1 and in_slurm_step(environ) and "SLURM_GPUS_PER_TASK" in environ:
+            return torch.device("cuda", 0), f"cuda: {torch.cuda.get_device_name(0)}, the one of this Slurm task"
+        require(ranks.local_world_size <= visible,
+                f"{ranks.local_world_size} ranks on this machine but {visible} visible GPU{'s' * (visible > 1)}: start "
+                f"at most {visible}, or train on the CPU with --device cpu --distributed-backend gloo")
+        return torch.device("cuda", ranks.local_rank), f"cuda: {torch.cuda.get_device_name(ranks.local_rank)}"
+    problem = _why_no_cuda([str(w.message) for w in caught], environ)
+    require(requested == "auto", f"--device cuda: {problem or 'this machine has no GPU'}; --device cpu trains without")
+    if problem:
+        return torch.device("cpu"), (f"WARNING: THE GPU IS NOT USED, this run is on the CPU: {problem}; --device cpu "
+                                     "says that the CPU is meant")
+    if torch.backends.mps.is_available():
+        return torch.device("cpu"), "cpu: Apple's GPU (MPS) is not supported"
+    return torch.device("cpu"), "cpu: this machine has no GPU"
+
+
+def _why_no_cuda(warned: list[str], environ: Mapping[str, str]) -> str:
+    """What keeps torch from the GPU that this machine has; empty if it has none, or if it is hidden on purpose."""
+    if not gpu_present() or environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+        return ""
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} is built without CUDA; install a CUDA build (https://pytorch.org)"
+    detail = f" ({' '.join(warned[0].split())})" if warned else ""
+    return (f"the driver does not serve torch's CUDA {torch.version.cuda}; update it, or install a torch built for "
+            f"its CUDA (https://pytorch.org){detail}")
+
+
+def gpu_present(root: str = "/") -> bool:
+    """Whether the NVIDIA driver, or Windows' in WSL, shows a GPU, whatever torch thinks of it."""
+    signs = ("proc/driver/nvidia/gpus/*", "dev/nvidia[0-9]*", "dev/dxg")
+    return any(any(Path(root).glob(sign)) for sign in signs)
+
+
+def choose_precision(requested: str, device: torch.device) -> tuple[torch.dtype, str]:
+    """The dtype for --precision auto|fp32|bf16|fp16, and why."""
+    if requested != "auto":
+        return DTYPES[requested], f"{requested}: --precision {requested}"
+    if device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        if major >= 8:
+            return torch.bfloat16, f"bf16: native on sm{major}{minor}"
+        return torch.float16, f"fp16: sm{major}{minor} has no bf16, which starts with sm80"
+    native = cpu_bf16()
+    return (torch.bfloat16, f"bf16: this CPU has {native}") if native else (
+        torch.float32, "fp32: this CPU has no bf16 arithmetic (AMX, avx512_bf16)")
+
+
+def cpu_bf16(cpuinfo: str = "/proc/cpuinfo") -> str:
+    """The CPU's feature that multiplies bf16, or nothing."""
+    try:
+        text = Path(cpuinfo).read_text()
+    except OSError:
+        return ""
+    line = re.search(r"^(?:flags|Features)\s*:(.*)$", text, re.MULTILINE)  # x86 and ARM
+    features = set(line.group(1).split()) if line else set()
+    return next((name for name in ("amx_bf16", "avx512_bf16", "bf16") if name in features), "")
+
+
+def choose_backend(requested: str | None, device: torch.device) -> tuple[str, str]:
+    """The backend for --distributed-backend, and why; it counts in a world of one as well, so that a command line is
+    wrong everywhere or nowhere."""
+    if requested is None:
+        backend = "nccl" if device.type == "cuda" and dist.is_nccl_available() else "gloo"
+        return backend, f"{backend}: the ranks are on {'GPUs' if device.type == 'cuda' else 'CPUs'}"
+    if requested == "nccl":
+        require(device.type == "cuda", "--distributed-backend nccl needs a GPU for each rank and this run is on the "
+                                       "CPU: use --distributed-backend gloo")
+        require(dist.is_nccl_available(), "--distributed-backend nccl: this torch is built without NCCL; use gloo")
+    require(requested != "mpi" or dist.is_mpi_available(),
+            "--distributed-backend mpi: this torch is built without MPI; use gloo, or nccl on GPUs")
+    return requested, f"{requested}: --distributed-backend {requested}"
+
+
+def set_threads(ranks: Ranks, environ: Mapping[str, str] = os.environ) -> tuple[int, str]:
+    """Give torch this rank's share of the cores, unless OMP_NUM_THREADS says otherwise; ranks that each take all
+    cores slow each other down many times over."""
+    if "OMP_NUM_THREADS" in environ:
+        return torch.get_num_threads(), f"{torch.get_num_threads()} threads: OMP_NUM_THREADS"
+    cores = usable_cores()
+    # Slurm binds each task to its own cores, so what this process sees is its share already.
+    bound = in_slurm_step(environ) and "SLURM_CPUS_PER_TASK" in environ
+    threads = max(1, cores if bound else cores // ranks.local_world_size)
+    torch.set_num_threads(threads)
+    return threads, f"{threads} threads: {cores} cores, {1 if bound else ranks.local_world_size} ranks on them"
+
+
+def usable_cores(root: str = "/") -> int:
+    """Physical cores that this process may use: its affinity, hyperthreads counted once, within the cgroup's quota."""
+    if not hasattr(os, "sched_getaffinity"):  # not Linux
+        return os.cpu_count() or 1
+    cores = set()
+    for cpu in os.sched_getaffinity(0):
+        siblings = Path(root, f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
+        try:
+            cores.add(siblings.read_text().strip())
+        except OSError:
+            cores.add(str(cpu))
+    return max(1, int(min(len(cores), cgroup_cpus(root))))
+
+
+def cgroup_cpus(root: str = "/") -> float:
+    """The least CPU quota of this process's cgroup and those above it (version 2 or 1), in CPUs; inf without one."""
+    quotas = [float("inf")]
+    for folder in cgroup_folders("cpu", root):
+        try:
+            if (folder / "cpu.max").exists():
+                quota, period = (folder / "cpu.max").read_text().split()
+            else:
+                quota, period = ((folder / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
+            if quota.strip() not in ("max", "-1"):
+                quotas.append(int(quota) / int(period))
+        except (OSError, ValueError):
+            continue  # the file of the root, or of a cgroup that this container does not show
+    return min(quotas)
+
+
+def cgroup_folders(controller: str, root: str = "/") -> Iterator[Path]:
+    """The folders that limit this process's share of a controller ("cpu", "memory"): its cgroup's and those above it,
+    of version 2 or 1."""
+    try:
+        lines = Path(root, "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and controller not in controllers.split(","):
+            continue
+        top = Path(root, "sys/fs/cgroup") / (controller if controllers else "")
+        folder = top / path.lstrip("/")
+        yield from (place for place in (folder, *folder.parents) if top in (place, *place.parents))
+
+
+def require_compiler(device: torch.device, environ: Mapping[str, str] = os.environ) -> None:
+    """ValueError where torch.compile could not work: it writes C++ for a CPU and Triton for a GPU."""
+    if device.type == "cuda":
+        require(importlib.util.find_spec("triton") is not None,
+                "--compile needs Triton on a GPU: pip install triton, or leave the flag out")
+    else:
+        compilers = [environ["CXX"]] if "CXX" in environ else ["g++", "clang++"]
+        require(any(shutil.which(name) for name in compilers), f"--compile needs a C++ compiler on a CPU, and there is "
+                f"no {' or '.join(compilers)}: install one, or leave the flag out")
+
+
+def set_allocator(device: torch.device, environ: Mapping[str, str] = os.environ) -> str:
+    """On a CPU run, have glibc keep freed memory, and say so; empty where nothing was done.
+
+    By default each tensor above 32 MB is mapped afresh and its pages fault in again, in every step: a tenth of a small
+    model's time. In the heap, which is never given back, they are reused. Blocks above 256 MB stay outside: they
+    would fragment it.
+    """
+    own = any(name.startswith("MALLOC_") for name in environ) or "malloc" in environ.get("GLIBC_TUNABLES", "")
+    if device.type != "cpu" or own or "LD_PRELOAD" in environ or platform.libc_ver()[0] != "glibc":
+        return ""
+    mallopt = ctypes.CDLL(None).mallopt
+    mmap_threshold, trim_threshold, top_pad = -3, -1, -2  # malloc.h
+    kept = next((size for size in (256, 32) if mallopt(mmap_threshold, size << 20)), 0)  # an old glibc takes 32 at most
+    if not kept or not mallopt(trim_threshold, -1) or not mallopt(top_pad, 64 << 20):
+        return ""
+    return f"glibc keeps freed blocks of up to {kept} MB for the next step"
+
+
+def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
+    """FLOP/s that MFU refers to, and what they are: the datasheet's for a GPU that is known, else the fastest of
+    some large matrix products, about 0.3 s of them."""
+    if device.type == "cuda" and dtype in (torch.bfloat16, torch.float16):
+        name = torch.cuda.get_device_name(device)
+        teraflops = datasheet(name)
+        if teraflops and (dtype == torch.float16 or torch.cuda.get_device_capability(device) >= (8, 0)):
+            return teraflops * 1e12, f"datasheet {teraflops:g} TFLOP/s dense {PRECISIONS[dtype]} of {name}"
+    flops = _measured_gemm(device, dtype)
+    where = f"{torch.get_num_threads()} threads" if device.type == "cpu" else torch.cuda.get_device_name(device)
+    return flops, f"measured {flops / 1e12:.3g} TFLOP/s of a {PRECISIONS[dtype]} matrix product on {where}"
+
+
+def datasheet(name: str) -> float | None:
+    """Dense 16-bit TFLOP/s of the GPU of that name; none for a slice of one (MIG), or one unknown."""
+    if re.search(r"\bMIG\b", name):
+        return None
+    return next((flops for pattern, flops in DATASHEET if re.search(rf"\b{pattern}\b", name)), None)
+
+
+@functools.cache
+@torch.no_grad()
+def _measured_gemm(device: torch.device, dtype: torch.dtype, seconds: float = 0.3) -> float:
+    def timed(size: int) -> float:
+        # [size, size] x [size, size], as a linear layer multiplies
+        start = time.perf_counter()
+        torch.nn.functional.linear(x, weight)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter() - start
+
+    best, size, end = 0.0, 512, time.perf_counter() + seconds
+    x = weight = torch.ones(size, size, device=device, dtype=dtype)
+    timed(size)  # warm up
+    while True:
+        took = timed(size)
+        best = max(best, 2 * size**3 / took)
+        if time.perf_counter() > end:
+            return best
+        if took < seconds / 20 and size < 8192:
+            size *= 2
+            x = weight = torch.ones(size, size, device=device, dtype=dtype)

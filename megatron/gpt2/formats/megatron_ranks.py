@@ -1,0 +1,182 @@
+"""The files of a Megatron checkpoint, one a rank, joined to one model under our names.
+
+`mp_rank_TT` or, with pipeline stages, `mp_rank_TT_PPP`, holds model_optim_rng.pt; DeepSpeed writes
+mp_rank_TT_model_states.pt. Layers are numbered from 0 in every stage.
+
+Legend: h hidden, n heads, d head size, p model-parallel size.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.gpt2.formats.foreign import Recipe, first_rows, head_major
+from megatron.gpt2.formats.pickles import Opaque, load_pickle
+from mpu.partition import PartitionSpec
+
+RANK_FILES = ("model_optim_rng.pt", "model_rng.pt")
+DEEPSPEED_FILE = re.compile(r"mp_rank_(\d{2,3})_model_states\.pt", re.ASCII)
+FOLDER = re.compile(r"mp_rank_(\d{2,3})(?:_(\d{3}))?", re.ASCII)
+HEAD = "word_embeddings_for_head.weight"  # the last stage's copy of the tied matrix
+# From the names of every version to those of 2019, one after the other.
+RENAMES = [(re.compile(old), new) for old, new in (
+    (r"^(module\.)*(language_model\.)?(embedding\.)?", ""),
+    (r"^(encoder|decoder)\.", "transformer."),
+    (r"^output_layer\.", "word_embeddings_for_head."),
+    (r"\.self_attention\.", ".attention."),
+    (r"\.attention\.linear_qkv\.layer_norm_", ".input_layernorm."),
+    (r"\.mlp\.linear_fc1\.layer_norm_", ".post_attention_layernorm."),
+    (r"\.linear_qkv\.", ".query_key_value."), (r"\.linear_proj\.", ".dense."),
+    (r"\.linear_fc1\.", ".dense_h_to_4h."), (r"\.linear_fc2\.", ".dense_4h_to_h."),
+    (r"\.pre_mlp_layernorm\.", ".post_attention_layernorm."),
+    (r"\.(input|post_attention|final)_norm\.", r".\1_layernorm."))]
+MAX_TENSORS = 20_000  # twelve in a layer
+LAYER = re.compile(r"transformer\.layers\.(\d{1,5})\.(.+)", re.ASCII)
+
+
+def rank_files(folder: Path) -> dict[tuple[int, int], Path]:
+    """{(model-parallel rank, pipeline stage): file} of what lies in `folder`."""
+    found = {}
+    for path in sorted(folder.glob("mp_rank_*")):
+        if match := DEEPSPEED_FILE.fullmatch(path.name):
+            found[int(match[1]), 0] = path
+        elif match := FOLDER.fullmatch(path.name):
+            for file in (path / name for name in RANK_FILES):
+                if file.is_file():
+                    found[int(match[1]), int(match[2] or 0)] = file
+                    break
+    return found
+
+
+def attributes(value: Any) -> dict[str, Any]:
+    """What a namespace, or a dictionary, says; nothing where it is neither."""
+    return value if isinstance(value, dict) else value.attributes() if isinstance(value, Opaque) else {}
+
+
+@dataclass
+class Part:
+    """What one rank's file says of a run of layers."""
+
+    path: Path
+    optimizer: Any
+    names: list[str]  # ours, in the order of the file; HEAD as well
+    tensors: dict[str, Tensor]  # this rank's parts
+
+
+@dataclass
+class Ranks:
+    """All files of an iteration, opened. parts: by stage, each by model-parallel rank."""
+
+    path: Path
+    top: dict[str, Any]  # the first file
+    size: int  # of the model-parallel group
+    num_layers: int = 0
+    parts: list[list[Part]] = field(default_factory=list)
+
+    def shards(self) -> dict[str, list[Tensor]]:
+        """Every parameter's parts, by rank."""
+        return {name: [part.tensors[name] for part in stage] for stage in self.parts
+                for name in stage[0].names if name != HEAD}
+
+
+def open_ranks(path: Path) -> Ranks:
+    """ValueError where a rank is missing, or the files are of two iterations or of different models."""
+    files = rank_files(path)
+    size, stages = (1 + max(key[i] for key in files) for i in (0, 1))
+    for rank in range(size):
+        for stage in range(stages):
+            if (rank, stage) not in files:
+                raise ValueError(f"{path}: rank {rank} of pipeline stage {stage} is missing; every rank's file is "
+                                 "needed")
+    held = {key: load_pickle(file) for key, file in files.items()}
+    for key, file in files.items():
+        if not isinstance(held[key], dict):
+            raise ValueError(f"{file}: holds no dictionary")
+    iterations = {key: iteration_of(files[key], top) for key, top in held.items()}
+    if len(set(iterations.values())) > 1:
+        other = next(key for key in iterations if iterations[key] != iterations[0, 0])
+        raise ValueError(f"{path}: ranks of two iterations are mixed: {files[0, 0].relative_to(path)} is of "
+                         f"{iterations[0, 0]}, {files[other].relative_to(path)} of {iterations[other]}")
+    ranks = Ranks(path, held[0, 0], size)
+    # Under interleaved pipelining a stage holds several runs of layers, model0, model1, ...
+    runs = [name for name in held[0, 0] if isinstance(name, str) and re.fullmatch(r"model\d{0,3}|module", name)]
+    for run in sorted(runs, key=lambda name: int("0" + re.sub(r"\D", "", name))):
+        for stage in range(stages):
+            parts = [_part(files[rank, stage], held[rank, stage], run, ranks.num_layers) for rank in range(size)]
+            for part in parts:
+                if part.names != parts[0].names:
+                    raise ValueError(f"{part.path}: holds other parameters than {parts[0].path.relative_to(path)}")
+            ranks.num_layers += len({match[1] for name in parts[0].names if (match := LAYER.fullmatch(name))})
+            ranks.parts.append(parts)
+    return ranks
+
+
+def iteration_of(path: Path, top: Mapping[str, Any]) -> int:
+    """As the file says; 0 where it does not."""
+    for name in ("iteration", "total_iters", "global_steps"):
+        if name in top:
+            if type(top[name]) is not int or not 0 <= top[name] < 10**12:
+                raise ValueError(f"{path}: {name} is no iteration")
+            return int(top[name])
+    return 0
+
+
+def _part(path: Path, top: Mapping[str, Any], key: str, first_layer: int) -> Part:
+    part = Part(path, top.get("optimizer"), [], {})
+    local: set[int] = set()
+    if not isinstance(top.get(key), dict):
+        raise ValueError(f"{path}: holds no weights under {key!r} (DeepSpeed's pipeline keeps them in layer_* files, "
+                         "which are not supported)")
+    for theirs, tensor in flatten(path, top[key]).items():
+        name = theirs
+        for old, new in RENAMES:
+            name = old.sub(new, name)
+        if layer := LAYER.fullmatch(name):
+            local.add(int(layer[1]))
+            name = f"transformer.layers.{first_layer + int(layer[1])}.{layer[2]}"
+        if name in part.tensors:
+            raise ValueError(f"{path}: holds {name} twice, once as {theirs[:120]!r}")
+        part.names.append(name)
+        part.tensors[name] = tensor
+    if local != set(range(len(local))):
+        raise ValueError(f"{path}: its layers are not numbered from 0 to {len(local) - 1}")
+    return part
+
+
+def flatten(path: Path, tree: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The tensors of nested dictionaries, by name; Transformer Engine's _extra_state (of FP8) is left out."""
+    found: dict[str, Tensor] = {}
+
+    def visit(prefix: str, inner: Mapping[str, Any], depth: int) -> None:
+        for key, value in inner.items():
+            name = f"{prefix}{key}"
+            if isinstance(value, dict) and depth:
+                visit(name + ".", value, depth - 1)
+            elif not name.endswith("_extra_state"):
+                if not isinstance(value, Tensor) or len(found) >= MAX_TENSORS:
+                    raise ValueError(f"{path}: {name[:120]!r} is no tensor, or the {MAX_TENSORS:,}th")
+                found[name] = value
+
+    visit("", tree, 5)
+    return found
+
+
+def join(name: str, spec: PartitionSpec, shards: list[Tensor], *, version: int, heads: int, vocab_size: int) -> Recipe:
+    """The global tensor out of those of the ranks. heads: n, of all ranks."""
+    recipe = Recipe.of(shards[0])
+    if spec.dim is not None:
+        change = head_major(heads // len(shards), version if ".query_key_value." in name else 2)
+        dim = spec.dim
+
+        def together(parts: list[Tensor]) -> Tensor:
+            return torch.cat([change(part) for part in parts], dim)
+
+        recipe = Recipe.of(together([shard.to("meta") for shard in shards]), lambda: together(shards))
+    return recipe.then(first_rows(vocab_size)) if name == "word_embeddings.weight" else recipe

@@ -1,0 +1,79 @@
+"""GPT-2 under the names that OpenAI gave its parameters, which Hugging Face and nanoGPT keep.
+
+The rows of QKV are [3, heads, head size]. Legend: h hidden, f width inside the MLP.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from megatron.gpt2.checkpoint.reader import TensorInfo
+from megatron.gpt2.config import ModelConfig
+from megatron.gpt2.formats.foreign import Recipe, first_rows, head_major
+from megatron.gpt2.model.gpt2 import parameter_specs
+
+MODULES = {"word_embeddings": "wte", "position_embeddings": "wpe", "transformer.final_layernorm": "ln_f"}
+LAYER_MODULES = {"input_layernorm": "ln_1", "post_attention_layernorm": "ln_2",
+                 "attention.query_key_value": "attn.c_attn", "attention.dense": "attn.c_proj",
+                 "mlp.dense_h_to_4h": "mlp.c_fc", "mlp.dense_4h_to_h": "mlp.c_proj"}
+
+
+def openai_name(name: str) -> str:
+    """transformer.layers.3.attention.dense.bias -> h.3.attn.c_proj.bias."""
+    module, _, kind = name.rpartition(".")
+    if layer := re.fullmatch(r"transformer\.layers\.(\d+)\.(.+)", module):
+        return f"h.{layer[1]}.{LAYER_MODULES[layer[2]]}.{kind}"
+    return f"{MODULES[module]}.{kind}"
+
+
+def is_linear(name: str) -> bool:
+    """Whether our parameter `name` is the weight of a linear layer, which Hugging Face keeps transposed."""
+    return name.endswith((".query_key_value.weight", ".dense.weight", ".dense_h_to_4h.weight", ".dense_4h_to_h.weight"))
+
+
+def check_layers(path: Path, names: Iterable[str], num_layers: int) -> None:
+    """ValueError unless `names`, OpenAI's, are of so many layers; to be called before anything is made for each."""
+    found = len({layer[1] for name in names if (layer := re.match(r"h\.(\d+)\.", name, re.ASCII))})
+    if found != num_layers:
+        raise ValueError(f"{path}: holds {found} layers instead of {num_layers}")
+
+
+def openai_recipes(path: Path, model: ModelConfig, found: Mapping[str, Recipe], *, transposed: bool,
+                   biases: bool = True, prefix: str = "model.") -> dict[str, Recipe]:
+    """Our tensors out of `found`, by OpenAI's names. ValueError unless `found` is a GPT-2 of the shape `model`.
+
+    transposed: the linear layers are stored [in, out]. biases: False where there are none, which is as if they were
+    zero. Rows of `wte` past the true vocabulary are padding.
+    """
+    recipes, left = {}, dict(found)
+    for name, spec in parameter_specs(model).items():
+        theirs, shape = openai_name(name), spec.global_shape
+        if not biases and name.endswith(".bias"):
+            info = TensorInfo(found["wte.weight"].info.dtype, shape)
+            recipes[prefix + name] = Recipe(info, partial(torch.zeros, info.shape, dtype=info.dtype))
+            continue
+        if theirs not in left:
+            raise ValueError(f"{path}: holds no {theirs}")
+        recipe = left.pop(theirs)
+        changes: list[Callable[[torch.Tensor], torch.Tensor]] = []
+        if name == "word_embeddings.weight" and recipe.info.shape[:1] > shape[:1]:
+            shape = (recipe.info.shape[0], *shape[1:])
+            changes.append(first_rows(spec.global_shape[0]))
+        if transposed and is_linear(name):
+            shape = shape[::-1]
+            changes.append(torch.t)
+        if ".query_key_value." in name:
+            changes.append(head_major(model.num_attention_heads))
+        if recipe.info.shape != shape:
+            raise ValueError(f"{path}: {theirs} has shape {recipe.info.shape} instead of {shape}")
+        for change in changes:
+            recipe = recipe.then(change)
+        recipes[prefix + name] = recipe
+    if left:
+        raise ValueError(f"{path}: holds {next(iter(left))!r}, which is no part of GPT-2")
+    return recipes

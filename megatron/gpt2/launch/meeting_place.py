@@ -1,0 +1,105 @@
+"""Where the ranks meet: a store that one process serves and all reach, at the address that everybody was told.
+
+The launcher serves it, or else rank 0. Under file:// rank 0 writes its address into the file and takes it away once
+all have come, so that a file which is there before is an earlier run's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from urllib.parse import urlsplit
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from megatron.gpt2.config import require
+from megatron.gpt2.launch.ranks import Launch
+
+POLL = 0.05  # seconds
+
+
+class MissingRanks(ValueError):
+    """Ranks that did not come, or left before the training; exit code 2."""
+
+
+@contextlib.contextmanager
+def open_store(launch: Launch, deadline: float) -> Iterator[tuple[TCPStore, TCPStore | None]]:
+    """The store of all ranks, and where this process keeps it, its server. The file of file:// is there as long as
+    the context."""
+    path = launch.where.removeprefix("file://") if launch.where.startswith("file://") else ""
+    place = urlsplit(launch.where)
+    host, port = place.hostname or "localhost", place.port or 0
+    keeper = None
+    if launch.rank == 0 and not launch.served:
+        keeper = _serve(port)
+        host, port = "localhost" if path else host, keeper.port
+    elif path:
+        host, port = _read_card(path, launch, deadline)
+    with _card(path, launch.host, port) if keeper and path else contextlib.nullcontext():
+        yield _connect(host, port, launch, deadline, stale=path), keeper
+
+
+def _serve(port: int) -> TCPStore:
+    try:
+        listener = socket.create_server(("", port), backlog=2048)  # by Python, for a message of one line
+    except OSError as error:
+        raise ValueError(f"rank 0 cannot listen on port {port} ({os.strerror(error.errno or 0)}): another run may have "
+                         "it; name another in MASTER_PORT or --init-method") from error
+    return TCPStore("localhost", listener.getsockname()[1], None, True, wait_for_workers=False,
+                    master_listen_fd=listener.detach())
+
+
+@contextlib.contextmanager
+def _card(path: str, host: str, port: int) -> Iterator[None]:
+    """The file that says where rank 0 is."""
+    try:
+        with open(path, "x", encoding="utf-8") as file:
+            file.write(f"{host} {port}\n")
+    except FileExistsError as error:
+        raise ValueError(_stale(path)) from error
+    try:
+        yield
+    finally:
+        os.unlink(path)
+
+
+def _stale(path: str) -> str:
+    return f"--init-method file://{path}: the file is left of an earlier run; remove it, or name another"
+
+
+def _read_card(path: str, launch: Launch, deadline: float) -> tuple[str, int]:
+    while True:
+        with contextlib.suppress(FileNotFoundError), open(path, encoding="utf-8") as file:
+            if (line := file.read()).endswith("\n"):
+                break
+        if time.monotonic() > deadline:
+            raise MissingRanks(f"rank 0 did not come within {launch.timeout:g} s (--init-timeout): it has not made the "
+                               f"file {path}, as seen from {launch.host}")
+        time.sleep(POLL)
+    host, _, port = line.partition(" ")
+    require(port.strip().isdecimal(), _stale(path))
+    return "localhost" if host == launch.host else host, int(port)
+
+
+def _connect(host: str, port: int, launch: Launch, deadline: float, stale: str) -> TCPStore:
+    while True:  # Python's sockets say why they fail, and once
+        try:
+            socket.create_connection((host, port), timeout=max(POLL, deadline - time.monotonic())).close()
+            break
+        except OSError as error:
+            if stale and isinstance(error, ConnectionRefusedError):
+                raise ValueError(_stale(stale)) from error
+            if time.monotonic() > deadline:
+                raise MissingRanks(
+                    f"rank 0 did not come within {launch.timeout:g} s (--init-timeout): nothing answers at "
+                    f"{host}:{port}, as seen from {launch.host} ({error.strerror or error})") from error
+            time.sleep(POLL)
+    return connected(host, port, launch.timeout)
+
+
+def connected(host: str, port: int, timeout: float) -> TCPStore:
+    return TCPStore(host, port, None, False, timeout=timedelta(seconds=timeout), wait_for_workers=False)

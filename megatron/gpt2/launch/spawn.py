@@ -1,0 +1,73 @@
+"""--nproc-per-node: start the ranks of this machine, through torch.multiprocessing."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import Any
+
+import torch
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, start_processes
+
+from megatron.gpt2.launch.ranks import Launch
+
+Program = Callable[[Sequence[str]], int]
+GRACE = 6.0  # seconds in which the others end by themselves once one rank has: to name it, or to save
+INTERRUPTED = 128 + signal.SIGINT
+
+
+def start_ranks(program: Program, argv: Sequence[str], launch: Launch) -> int:
+    """`program(argv)` on `launch.starts` ranks, the first of which `launch` describes; the exit code of the first that
+    fails, else 0. Where one fails the others end too. SIGTERM goes on to all of them; Ctrl-C they have from the
+    terminal. `program` lies at the top level of a module, which the ranks import."""
+    said = {"WORLD_SIZE": f"{launch.world_size}", "LOCAL_WORLD_SIZE": f"{launch.starts}"}
+    words = [*argv, f"--init-timeout={launch.timeout}"]
+    if launch.where:
+        words.append(f"--init-method={launch.where}")
+    else:
+        store = TCPStore("localhost", 0, None, True, wait_for_workers=False)  # outlives each of the ranks
+        said |= {"MASTER_ADDR": "localhost", "MASTER_PORT": f"{store.port}", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    signal.signal(signal.SIGINT, lambda number, frame: None)
+    # A forked rank need not import anything, which is half of a short run. CUDA and macOS cannot be forked.
+    method = "fork" if sys.platform == "linux" and not torch.backends.cuda.is_built() else "spawn"
+    try:
+        context = start_processes(_rank, (launch.rank, program, words, said, before[signal.SIGINT]),
+                                  nprocs=launch.starts, join=False, start_method=method)
+
+        def forward(number: int, frame: FrameType | None) -> None:
+            for process in context.processes:
+                process.terminate()
+
+        signal.signal(signal.SIGTERM, forward)
+        while not context.join(grace_period=GRACE):
+            pass
+    except ProcessExitedException as error:  # the rank has said why
+        if error.exit_code >= 0:
+            return error.exit_code
+        if error.signal_name != "SIGINT":
+            print(f"error: rank {launch.rank + error.error_index} was ended by {error.signal_name}", file=sys.stderr)
+        return 128 - error.exit_code
+    except ProcessRaisedException as error:
+        print(error, file=sys.stderr)  # a bug of ours, with its traceback
+        return 1
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    return 0
+
+
+def _rank(number: int, first: int, program: Program, argv: Sequence[str], said: dict[str, str],
+          interrupt: Any) -> None:
+    os.environ.update(said, RANK=f"{first + number}", LOCAL_RANK=f"{number}")
+    signal.signal(signal.SIGINT, interrupt)
+    if first + number == 0:  # somebody may type; multiprocessing has put the null device in the place of every rank's
+        sys.stdin = os.fdopen(0, closefd=False)
+    try:
+        sys.exit(program(argv))
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)

@@ -1,0 +1,237 @@
+"""Data parallelism: gradients are reduced in buckets while backward still runs, and with a sharded optimizer the
+parameters that it updated are gathered in buckets while the next forward runs.
+
+`megatron/gpt2/optimizer/flat_parameters.py` has the buffers and says what a rank owns of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from megatron.gpt2.config import ParallelConfig
+from megatron.gpt2.model.gpt2 import GPT2Model
+from megatron.gpt2.optimizer.flat_parameters import FlatParameters
+from mpu.mappings import all_gather_single, reduce_scatter_single
+
+
+class GradientReducer:
+    """Sums the gradients of a step over micro-batches and data-parallel ranks into `flat.owned_grads()`, those of
+    the ranges that this rank's optimizer owns.
+
+    A gradient is added in float32 as soon as autograd has made it, and freed. In the last micro-batch of a step a
+    bucket is sent, asynchronously, once all its parameters have theirs: an all-reduce, or where the optimizer is
+    sharded a reduce-scatter. Buckets are always sent in the same order, so that ranks whose autograd runs in another
+    order still meet in the same collective.
+
+    in_bf16: what is sent is rounded to bf16, and so is the sum; it takes 2 bytes an element until `finish`.
+    sequence_parallel_group: the ranks that each saw a part of every sequence, over which the gradients of replicated
+    parameters are summed as well; None where every rank saw whole sequences.
+    """
+
+    def __init__(self, flat: FlatParameters, group: ProcessGroup | None, *, in_bf16: bool = False,
+                 sequence_parallel_group: ProcessGroup | None = None) -> None:
+        self._flat = flat
+        self._group = group if group is not None and group.size() > 1 else None
+        self._in_bf16 = in_bf16
+        self._sequence_parallel_group = sequence_parallel_group
+        self._bucket_of = {name: i for i, bucket in enumerate(flat.buckets) for name in bucket.names}
+        self._missing: list[set[str]] = []
+        self._sent: list[tuple[dist.Work, Tensor, Tensor]] = []  # the owned gradients, and what comes for them
+        self._first = self._last = True
+        for name, parameter in flat.parameters.items():
+            parameter.register_post_accumulate_grad_hook(self._hook(name))
+
+    @contextlib.contextmanager
+    def micro_batch(self, index: int, count: int) -> Iterator[None]:
+        """Around the backward of micro-batch `index` of the `count` of this step."""
+        self._first, self._last = index == 0, index == count - 1
+        self._missing = [set(bucket.names) for bucket in self._flat.buckets]
+        yield
+        forgotten = [name for names in self._missing for name in names]
+        assert not forgotten, f"parameters without a gradient: {forgotten}"
+
+    def finish(self) -> None:
+        """Wait until every bucket of the step is reduced."""
+        for work, own, received in self._sent:
+            work.wait()
+            if self._in_bf16:
+                own.copy_(received)
+        self._sent.clear()
+        sum_replicated(self._flat, self._sequence_parallel_group)
+
+    def add(self, name: str, gradient: Tensor) -> None:
+        """The gradient of a micro-batch."""
+        if self._first:
+            self._flat.grad(name).copy_(gradient)
+        else:
+            self._flat.grad(name).add_(gradient)
+
+    def add_rows(self, name: str, rows: Tensor, gradients: Tensor) -> None:
+        """More of it, after `add`: [t, h] for the rows [t]. In an order that does not change from run to run."""
+        self._flat.grad(name).index_put_((rows,), gradients.float(), accumulate=True)
+
+    def complete(self, name: str) -> None:
+        """The micro-batch has no more of this gradient."""
+        self._missing[self._bucket_of[name]].remove(name)
+        if self._last and self._group is not None:
+            self._send_ready()
+
+    def _hook(self, name: str):  # type: ignore[no-untyped-def]
+        def collect(parameter: Tensor) -> None:
+            if parameter.grad is None:
+                return  # it came by `add`
+            self.add(name, parameter.grad)
+            parameter.grad = None
+            self.complete(name)
+
+        return collect
+
+    def _send_ready(self) -> None:
+        while len(self._sent) < len(self._missing) and not self._missing[len(self._sent)]:
+            index = len(self._sent)
+            grads, bucket = self._flat.bucket_grads(index), self._flat.buckets[index]
+            part, start = self._flat.owned_part(bucket), bucket.range.start
+            inside = slice(part.start - start, part.stop - start)
+            sent = grads.bfloat16() if self._in_bf16 else grads
+            if self._flat.is_sharded:
+                work = reduce_scatter_single(sent[inside], sent, group=self._group, async_op=True)
+            else:
+                work = dist.all_reduce(sent, group=self._group, async_op=True)
+            assert work is not None
+            self._sent.append((work, grads[inside], sent[inside]))
+
+
+class _TiedGradient:
+    """Of the parameter `name`, into the reducer without autograd."""
+
+    def __init__(self, reducer: GradientReducer, name: str) -> None:
+        self._reducer, self._name = reducer, name
+        self._of_head: Tensor | None = None
+
+    def add(self, gradient: Tensor) -> None:
+        self._of_head = gradient  # not into float32 yet: now, at the start of backward, memory is fullest
+
+    def add_rows(self, rows: Tensor, gradients: Tensor) -> None:
+        assert self._of_head is not None, "the head comes first in backward"
+        self._reducer.add(self._name, self._of_head)
+        self._of_head = None
+        self._reducer.add_rows(self._name, rows, gradients)
+        self._reducer.complete(self._name)
+
+
+class TorchDDPReducer:
+    """The same through `torch.nn.parallel.DistributedDataParallel`, which reduces in the parameters' dtype."""
+
+    def __init__(self, flat: FlatParameters, module: nn.Module, group: ProcessGroup, *, bucket_size: int,
+                 sequence_parallel_group: ProcessGroup | None = None) -> None:
+        self._flat = flat
+        self._size = group.size()
+        self._sequence_parallel_group = sequence_parallel_group
+        element = flat.params.element_size()
+        self.module = nn.parallel.DistributedDataParallel(
+            module, process_group=group, broadcast_buffers=False, bucket_cap_mb=max(bucket_size * element >> 20, 1))
+
+    @contextlib.contextmanager
+    def micro_batch(self, index: int, count: int) -> Iterator[None]:
+        with contextlib.nullcontext() if index == count - 1 else self.module.no_sync():
+            yield
+
+    def finish(self) -> None:
+        for name, parameter in self._flat.parameters.items():
+            assert parameter.grad is not None, name
+            # DDP divides by the ranks; our token weights did so already.
+            self._flat.grad(name).copy_(parameter.grad).mul_(self._size)
+            parameter.grad = None
+        sum_replicated(self._flat, self._sequence_parallel_group)
+
+
+def sum_replicated(flat: FlatParameters, group: ProcessGroup | None) -> None:
+    """Sum the gradients of replicated parameters, as far as this rank owns them, over `group` (None: nothing to do):
+    one all-reduce in float32. Its ranks own the same ranges."""
+    parts = [grad for grad, segment in zip(flat.owned_grads(), flat.owned, strict=True) if not segment.is_split]
+    if group is None or group.size() == 1 or not parts:
+        return
+    packed = torch.cat(parts)
+    dist.all_reduce(packed, group=group)
+    for part, total in zip(parts, packed.split([part.numel() for part in parts]), strict=True):
+        part.copy_(total)
+
+
+def reducer_for(config: ParallelConfig, flat: FlatParameters, model: GPT2Model, group: ProcessGroup | None, *,
+                sequence_parallel_group: ProcessGroup | None = None,
+                ) -> tuple[GradientReducer | TorchDDPReducer, nn.Module]:
+    """The reducer that --DDP-impl names, and the module to call forward on."""
+    if config.DDP_impl == "torch" and group is not None and group.size() > 1:
+        ddp = TorchDDPReducer(flat, model, group, bucket_size=config.ddp_bucket_size,
+                              sequence_parallel_group=sequence_parallel_group)
+        return ddp, ddp.module
+    reducer = GradientReducer(flat, group, in_bf16=config.grad_reduce_in_bf16,
+                              sequence_parallel_group=sequence_parallel_group)
+    model.tied_gradient = _TiedGradient(reducer, "word_embeddings.weight")
+    return reducer, model
+
+
+def bucket_size(asked: int, data_parallel_size: int) -> int:
+    """Elements of a bucket. What is sent to nobody comes in small ones, which find room where backward has freed
+    activations: 0.4 GB of the 3.5 that 124M take on a CPU."""
+    return asked if data_parallel_size > 1 else min(asked, 1_000_000)
+
+
+class ParameterGatherer:
+    """Fetches the parameters that other ranks' optimizers own, bucket by bucket, while the model already computes.
+
+    `launch` starts all the all-gathers, in the order in which forward needs them: the buffer's from its end. The
+    model waits before its embeddings for whatever lies outside of its layers, and before each layer for the buckets
+    that hold a part of it. Whoever else reads parameters calls `wait` first. Nothing happens unless `flat` is sharded.
+    """
+
+    def __init__(self, flat: FlatParameters, model: GPT2Model, group: ProcessGroup | None) -> None:
+        self._flat, self._group = flat, group
+        self._works: dict[int, dist.Work] = {}  # by bucket, of those that nobody waited for yet
+        if not flat.is_sharded:
+            return
+        needed: defaultdict[int | None, list[int]] = defaultdict(list)  # by layer, None: outside of them
+        for index, bucket in reversed(list(enumerate(flat.buckets))):
+            for layer in {_layer_of(name) for name in bucket.names}:
+                needed[layer].append(index)
+        model.register_forward_pre_hook(lambda module, args: self.wait(needed[None]))
+        # No hook of the layer, which would become a part of what torch.compile makes of it.
+        model.transformer.before_layer = lambda layer: self.wait(needed[layer])
+
+    def launch(self) -> None:
+        """After `flat.write_back`. On a GPU the collectives follow it on the device; nothing waits on the host."""
+        self.wait()
+        if self._flat.is_sharded:
+            for index, bucket in reversed(list(enumerate(self._flat.buckets))):
+                work = all_gather_single(
+                    self._flat.params[bucket.range], self._flat.params[self._flat.owned_part(bucket)],
+                    group=self._group, async_op=True)
+                assert work is not None
+                self._works[index] = work
+
+    def wait(self, buckets: Iterable[int] | None = None) -> None:
+        """Until these buckets (default: all) are complete."""
+        for index in list(self._works) if buckets is None else buckets:
+            if (work := self._works.pop(index, None)) is not None:
+                work.wait()
+
+
+def _layer_of(name: str) -> int | None:
+    """The number in "transformer.layers.<number>.<...>", None for any other parameter."""
+    path = name.split(".")
+    return int(path[2]) if path[:2] == ["transformer", "layers"] else None
+
+
+def global_sum(values: Iterable[Tensor], group: ProcessGroup | None) -> Tensor:
+    """The scalars `values`, stacked as float64 and summed over the ranks of `group`."""
+    stacked = torch.stack([value.double() for value in values])
+    if group is not None and group.size() > 1:
+        dist.all_reduce(stacked, group=group)
+    return stacked

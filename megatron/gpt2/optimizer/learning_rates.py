@@ -1,0 +1,68 @@
+"""The learning rate as a function of n, the steps that were not skipped so far.
+
+With peak p, floor f, w warm-up and N decay iterations, the rate is p·n/w up to w; after that, with
+r = (n − w) / (N − w), which runs from 0 to 1:
+
+    constant     p
+    linear       f + (p − f)·(1 − r)
+    cosine       f + (p − f)·(cos πr + 1) / 2
+    exponential  max(f, p·2^−r)
+    WSD          p until D iterations before N, then f + (p − f)·(2·2^−q − 1), q running from 0 to 1 over those D
+
+and from N on what it is at N. cosine-2019 continues runs of that year: max(f, p/2·(cos(π(n − w)/N) + 1)), n at most
+N − w, so that it ends above the floor. The k-th update uses n = its number of successful predecessors (the first
+one has the rate 0 under a warm-up), and a log line shows the rate after its update was counted.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron.gpt2.config import OptimizerConfig, require
+
+
+class LearningRate:
+    """The schedule of a run of `train_iters` iterations. Raises ValueError if its parts do not fit together."""
+
+    def __init__(self, config: OptimizerConfig, train_iters: int) -> None:
+        self.peak, self.floor, self.style = config.lr, config.min_lr, config.lr_decay_style
+        self.decay_iters = config.lr_decay_iters or train_iters
+        # A fraction of the decay need not be whole, and that of the published runs was not.
+        self.warmup_iters = (config.warmup * self.decay_iters if config.lr_warmup_iters is None
+                             else float(config.lr_warmup_iters))
+        self.wsd_iters = config.lr_wsd_decay_iters or max(1, self.decay_iters // 10)
+        require(self.warmup_iters <= self.decay_iters,
+                f"--lr-warmup-iters {config.lr_warmup_iters} is more than the {self.decay_iters} iterations of the "
+                "decay (--lr-decay-iters, else the length of the run)")
+        require(self.style != "WSD" or self.wsd_iters <= self.decay_iters - self.warmup_iters,
+                f"--lr-wsd-decay-iters {self.wsd_iters} does not fit between the warm-up of {self.warmup_iters:g} and "
+                f"the end of the decay at {self.decay_iters}")
+
+    def __call__(self, n: float) -> float:
+        """The rate after n steps that were not skipped."""
+        return float(self._rates(np.array([n], dtype=np.float64))[0])
+
+    def table(self, iterations: int) -> NDArray[np.float64]:
+        """[iterations + 1]: the rate for n = 0 … iterations."""
+        return self._rates(np.arange(iterations + 1, dtype=np.float64))
+
+    def _rates(self, n: NDArray[np.float64]) -> NDArray[np.float64]:
+        p, f, w, end = self.peak, self.floor, self.warmup_iters, float(self.decay_iters)
+        late = np.minimum(n, end)
+        r = (late - w) / (end - w) if end > w else np.ones_like(n)
+        if self.style == "constant":
+            rates = np.full_like(n, p)
+        elif self.style == "linear":
+            rates = f + (p - f) * (1 - r)
+        elif self.style == "cosine":
+            rates = f + (p - f) * (np.cos(np.pi * r) + 1) / 2
+        elif self.style == "cosine-2019":
+            rates = np.maximum(f, p / 2 * (np.cos(np.pi * (np.minimum(n, end - w) - w) / end) + 1))
+        elif self.style == "exponential":
+            rates = np.maximum(f, p * 0.5**r)
+        else:
+            assert self.style == "WSD"
+            q = np.maximum(0.0, (late - (end - self.wsd_iters)) / self.wsd_iters)
+            rates = f + (p - f) * (2 * 0.5**q - 1)
+        return np.where(n <= w, p * n / w, rates) if w else rates

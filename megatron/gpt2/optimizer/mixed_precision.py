@@ -1,0 +1,148 @@
+"""AdamW over flat float32 masters, for fp32, bf16 and fp16 alike, without a host synchronisation.
+
+Whether a step is skipped, by how much its gradients are clipped, and the learning rate (which counts steps that
+were not skipped) are scalars on the device: the host reads them at log lines alone.
+
+A rank updates the ranges that `flat` says its optimizer owns: all of the buffer, or with a sharded optimizer (ZeRO
+stage 1, arXiv:1910.02054) its part of every bucket, after which the parameters of the others are gathered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw
+
+import mpu
+from megatron.gpt2.checkpoint.state import FlatState
+from megatron.gpt2.config import OptimizerConfig
+from megatron.gpt2.optimizer.flat_parameters import FlatParameters
+from megatron.gpt2.optimizer.gradient_reducer import ParameterGatherer
+from megatron.gpt2.optimizer.loss_scaler import DynamicLossScaler, LossScaler
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def build_loss_scaler(config: OptimizerConfig, dtype: torch.dtype, device: torch.device | str) -> LossScaler:
+    if dtype != torch.float16:
+        return LossScaler(1.0, device)
+    if config.loss_scale is not None:
+        return LossScaler(config.loss_scale, device)
+    return DynamicLossScaler(config.initial_loss_scale, minimum=config.min_loss_scale,
+                             window=config.loss_scale_window, hysteresis=config.hysteresis, device=device)
+
+
+class MixedPrecisionOptimizer:
+    """Unscale → agree on overflow → clip → AdamW on the masters → round into the model → scale and schedule.
+
+    rates: [iterations + 1] float64, the learning rate after n steps that were not skipped; past its end the last
+    one holds. A non-finite gradient norm skips the step in every precision: it would poison the weights in any.
+
+    With an offloaded optimizer masters and moments are in host memory and AdamW runs there. Gradients are copied to
+    the host and weights back in one copy for each owned range; the host waits for the device once in a step, when the
+    scalars that AdamW needs arrive behind the gradients.
+    """
+
+    def __init__(self, flat: FlatParameters, gatherer: ParameterGatherer, config: OptimizerConfig, scaler: LossScaler,
+                 rates: Tensor) -> None:
+        device = flat.params.device
+        self.flat, self.gatherer, self.scaler = flat, gatherer, scaler
+        self._rates = rates.to(device=device, dtype=torch.float32)
+        self.good_steps = torch.zeros((), dtype=torch.int64, device=device)
+        self.skipped_steps = torch.zeros((), dtype=torch.int64, device=device)
+        self.skipped_in_a_row = torch.zeros((), dtype=torch.int64, device=device)
+        self.found_inf = torch.zeros((), dtype=torch.float32, device=device)
+        self.grad_norm = torch.zeros((), dtype=torch.float32, device=device)
+        self.learning_rate = self._rates[0].clone()
+
+        self._host_grads = flat.room(pinned=True) if flat.offloaded else None
+        self._config = config
+        self.moments = {name: flat.room() for name in MOMENTS}
+        self._adam_steps = [torch.zeros((), dtype=torch.float32, device=master.device) for master in flat.masters]
+
+    def step(self) -> None:
+        """One update from the summed, scaled gradients in `flat.owned_grads()`, which end with it."""
+        grads = self.flat.owned_grads()
+        split = [segment.is_split for segment in self.flat.owned]
+        squared = mpu.squared_norm((g for g, s in zip(grads, split, strict=True) if s),
+                                   (g for g, s in zip(grads, split, strict=True) if not s),
+                                   self.flat.params.device, sharded=self.flat.is_sharded)
+        norm = squared.sqrt() / self.scaler.scale
+        # The norm is the same on all ranks, so all of them skip or none.
+        self.found_inf = (~torch.isfinite(norm)).float()
+        greatest = self._config.clip_grad
+        clip = (greatest / (norm + 1e-6)).clamp_max(1.0) if greatest > 0 else torch.ones_like(norm)
+        # AdamW's fused kernel divides by grad_scale as it reads, which unscales and clips in the same pass.
+        grad_scale = (self.scaler.scale / clip).nan_to_num(1.0)
+        if self._host_grads is not None:
+            for host, grad in zip(self._host_grads, grads, strict=True):
+                host.copy_(grad, non_blocking=True)
+            grads = self._host_grads
+        # To where the masters are: from a GPU to the host this waits, also for the gradients before it.
+        scalars = torch.stack([self.learning_rate, grad_scale, self.found_inf]).to(self.flat.masters[0].device)
+        self._adamw(grads, *scalars.unbind())
+        del grads
+        self.flat.free_grads()
+        self.write_back()
+
+        self.grad_norm = norm
+        skipped = self.found_inf.long()
+        self.skipped_steps += skipped
+        self.skipped_in_a_row = (self.skipped_in_a_row + skipped) * skipped
+        self.good_steps += 1 - skipped
+        self.scaler.update(self.found_inf)
+        self.learning_rate.copy_(self._rates[self.good_steps.clamp_max(len(self._rates) - 1)])
+
+    def _adamw(self, grads: Sequence[Tensor], rate: Tensor, grad_scale: Tensor, found_inf: Tensor) -> None:
+        """torch's fused kernel, as a function: the class would load the compiler, 0.9 s of every start."""
+        config = self._config
+        for decays, weight_decay in ((True, config.weight_decay), (False, 0.0)):
+            chosen = [index for index, segment in enumerate(self.flat.owned) if segment.decays == decays]
+            masters, gradients, exp_avgs, exp_avg_sqs, steps = (
+                [tensors[index] for index in chosen]
+                for tensors in (self.flat.masters, grads, *self.moments.values(), self._adam_steps))
+            adamw(masters, gradients, exp_avgs, exp_avg_sqs, [], steps, fused=True, grad_scale=grad_scale,
+                  found_inf=found_inf, amsgrad=False, beta1=config.adam_beta1, beta2=config.adam_beta2, lr=rate,
+                  weight_decay=weight_decay, eps=config.adam_eps, maximize=False)
+
+    def write_back(self) -> None:
+        """Bring the masters into the model: round this rank's own, and start to fetch what others own."""
+        self.gatherer.wait()
+        self.flat.write_back()
+        self.gatherer.launch()
+
+    def tensors(self) -> Iterator[FlatState]:
+        """Everything that a resume needs, masters and moments, as far as this rank owns it."""
+        for name in self.flat.ranges:
+            index, part, start = self.flat.owned_part_of(name)
+            yield FlatState("master", name, self.flat.masters[index][part], start)
+            for moment in MOMENTS:
+                yield FlatState(moment, name, self.moments[moment][index][part], start)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The scalars; the tensors come from `tensors()`."""
+        return {"good_steps": int(self.good_steps), "skipped_steps": int(self.skipped_steps),
+                "adam_steps": int(self._adam_steps[0]),
+                "loss_scaler": self.scaler.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """After the tensors were filled: the scalars, and the model's weights from the masters."""
+        self.scaler.load_state_dict(state["loss_scaler"])
+        self.skipped_steps.fill_(state["skipped_steps"])
+        self.set_good_steps(state["good_steps"])
+        for steps in self._adam_steps:
+            # Fewer than the schedule's where the moments were once started afresh (--no-load-optim).
+            steps.fill_(state["adam_steps"])
+        self.write_back()
+
+    def masters_from_model(self) -> None:
+        """After the model's own weights were loaded, without an optimizer's."""
+        self.flat.read_back()
+
+    def set_good_steps(self, good_steps: int) -> None:
+        """Put the schedule where it is after so many steps."""
+        self.good_steps.fill_(good_steps)
+        self.learning_rate.copy_(self._rates[min(good_steps, len(self._rates) - 1)])

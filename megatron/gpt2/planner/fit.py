@@ -1,0 +1,155 @@
+"""Which layouts of a run fit a given memory, the cheapest first: micro-batch, recomputation, model parallelism, and
+where the optimizer's state is. All of them compute the same.
+
+What a change costs is an estimate of how much longer a step takes, to put the changes in order:
+
+    recompute full       the layers' forward once more, from the model's FLOPs: 29 % at 345M
+    recompute selective  2 %: 1 to 2 measured on a CPU (docs/performance.md)
+    model parallel       1/0.95, 1/0.82 and 1/0.77 at 2, 4 and 8 ranks (arXiv:1909.08053, figure 5); beyond, twice
+    half the micro-batch 3 %: smaller products, and one more pass over the gradients
+    distributed optimizer, sequence parallel: nothing, they move as many bytes as what they replace
+    optimizer on the host: its bytes over PCIe and through the host's memory, beside a step at 40 % of 989 TFLOP/s
+
+Legend: N parameters of a rank.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.gpt2.command_line.arguments import differing_flags
+from megatron.gpt2.config import Config
+from megatron.gpt2.planner.sizes import Setting
+from megatron.gpt2.planner.step import Memory, expected
+
+_SELECTIVE, _HALF_BATCH = 0.02, 0.03
+_MODEL_PARALLEL = {1: 0.0, 2: 1 / 0.95 - 1, 4: 1 / 0.82 - 1, 8: 1 / 0.77 - 1}
+_PCIE, _HOST_MEMORY, _FLOPS = 25e9, 50e9, 0.4 * 989e12  # bytes a second twice, FLOP/s
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A layout, what it needs, and how much longer its step takes than without any of these means (0.29: 29 %)."""
+
+    config: Config
+    memory: Memory
+    cost: float
+    flags: tuple[str, ...]  # that change the run which was asked for
+
+    def than(self, other: float) -> float:
+        """How much longer its step is than one of cost `other`."""
+        return (1 + self.cost) / (1 + other) - 1
+
+
+def cost(setting: Setting, *, batch: int) -> float:
+    """How much longer a step is than without any of these means. batch: the micro-batch that counts as whole."""
+    config, model = setting.config, setting.config.model
+    whole = model.flops_per_token(config.data.seq_length)
+    assert model.vocab_size is not None
+    layers = whole - 6 * model.hidden_size * model.vocab_size
+    p = config.parallel.model_parallel_size
+    more = {"none": 0.0, "selective": _SELECTIVE, "full": layers / 3 / whole}[config.train.recompute_granularity]
+    size = config.train.micro_batch_size
+    while size < batch:
+        more, size = more + _HALF_BATCH, 2 * size
+    more += _MODEL_PARALLEL.get(p, 1.0)
+    if config.parallel.cpu_offload_optimizer and setting.device == "cuda":
+        parameters = expected(setting).parts["weights"] // setting.dtype.itemsize
+        owned = parameters / (setting.data_parallel_size if config.parallel.use_distributed_optimizer else 1)
+        seconds = 6 * owned / _PCIE + 28 * owned / _HOST_MEMORY  # down 4 and up 2; AdamW reads 16 and writes 12
+        tokens = setting.micro_batches * config.train.micro_batch_size * config.data.seq_length
+        more += seconds / (tokens * whole / p / _FLOPS)
+    return more
+
+
+def layouts(setting: Setting) -> Iterator[Candidate]:
+    """Every layout of the run on as many ranks and with the same global batch, that of `setting` among them."""
+    asked = setting.config
+    batch = asked.train.micro_batch_size
+    together = batch * setting.data_parallel_size * setting.micro_batches
+    sizes = [batch >> shift for shift in range(batch.bit_length()) if (batch >> shift) << shift == batch]
+    sharing = [p for p in (1 << n for n in range(setting.world_size.bit_length()))
+                if p >= asked.parallel.model_parallel_size]
+    means = {"cpu_offload_optimizer": setting.device == "cuda", "use_distributed_optimizer":
+             asked.parallel.DDP_impl == "local", "sequence_parallel": True}
+    choices = [_choices(getattr(asked.parallel, name), possible) for name, possible in means.items()]
+    recomputes = _from(asked.train.recompute_granularity)
+    for (b, recompute, p), flags in itertools.product(itertools.product(sizes, recomputes, sharing),
+                                                      itertools.product(*choices)):
+        changed: dict[str, Any] = dict(zip(means, flags, strict=True))
+        try:
+            config = dataclasses.replace(
+                asked, train=dataclasses.replace(asked.train, micro_batch_size=b, recompute_granularity=recompute,
+                                                 global_batch_size=together),
+                parallel=dataclasses.replace(asked.parallel, model_parallel_size=p, **changed))
+            candidate = dataclasses.replace(setting, config=config)
+        except ValueError:  # what does not divide
+            continue
+        helps = {"use_distributed_optimizer": candidate.data_parallel_size > 1, "sequence_parallel": p > 1}
+        if any(changed[name] and not getattr(asked.parallel, name) and not useful for name, useful in helps.items()):
+            continue
+        yield Candidate(config, expected(candidate), cost(candidate, batch=batch), _flags(config, asked))
+
+
+def cheapest(setting: Setting, budget: int, count: int) -> list[Candidate]:
+    """Up to `count` layouts that need at most `budget` bytes, the cheapest first. Each by other means than the others
+    (not by more of them) as far as there are so many, then by more of the same; none only adds to another."""
+    order = sorted((c for c in layouts(setting) if c.memory.total <= budget),
+                   key=lambda c: (c.cost, len(c.flags), c.memory.total))
+    found: list[Candidate] = []
+    for part in (_means, _flags_of):
+        for candidate in order:
+            if len(found) < count and not any(part(other) <= part(candidate) for other in found):
+                found.append(candidate)
+    return sorted(found, key=order.index)
+
+
+def _flags_of(candidate: Candidate) -> set[str]:
+    return set(candidate.flags)
+
+
+def _means(candidate: Candidate) -> set[str]:
+    return {flag.split()[0] for flag in candidate.flags}
+
+
+def smallest(setting: Setting) -> Candidate:
+    """The layout that needs the least, for what cannot fit."""
+    return min(layouts(setting), key=lambda c: (c.memory.total, c.cost))
+
+
+def largest_micro_batch(setting: Setting, budget: int) -> int:
+    """With all other flags as they are, and no accumulation; 0 where not even one sample fits."""
+    def fits(b: int) -> bool:
+        train = dataclasses.replace(setting.config.train, micro_batch_size=b, global_batch_size=None)
+        return expected(dataclasses.replace(setting, config=dataclasses.replace(
+            setting.config, train=train))).total <= budget
+
+    if not fits(1):
+        return 0
+    low, high = 1, 2
+    while fits(high):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def _from(recompute: str) -> Iterable[str]:
+    return ("none", "selective", "full")[("none", "selective", "full").index(recompute):]
+
+
+def _choices(asked: bool, possible: bool) -> tuple[bool, ...]:
+    return (True,) if asked else (False, True) if possible else (False,)
+
+
+def _flags(config: Config, asked: Config) -> tuple[str, ...]:
+    """What to add to the command line. The global batch is said only where it would change otherwise."""
+    same = config.train.micro_batch_size == asked.train.micro_batch_size and \
+        config.parallel.model_parallel_size == asked.parallel.model_parallel_size
+    return tuple(flag if value is True else f"{flag} {value}" for flag, value in differing_flags(config, asked)
+                 if not (same and flag == "--global-batch-size"))

@@ -1,0 +1,134 @@
+"""What a person is told of a run's memory: the start table's rows, a warning before there is too little, and the one
+line in which running out of it ends. Sizes are shown in MB of 2^20 bytes, as in the log.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import torch
+
+from megatron.gpt2.device import cgroup_folders
+from megatron.gpt2.planner.fit import Candidate, cheapest, cost, smallest
+from megatron.gpt2.planner.sizes import Setting
+from megatron.gpt2.planner.step import CUDA_CONTEXT, Memory, expected
+from megatron.gpt2.records.reporting import resident_memory
+from megatron.gpt2.training.plan import Plan
+
+# Of the memory that is there, what is offered may take so much: expectations are within a tenth (benchmarks/memory.py).
+MARGIN = 0.9
+
+
+def setting_of(plan: Plan) -> Setting:
+    """What is fixed on a CPU was resident when the plan was made, before any model."""
+    device = plan.device.type
+    fixed = CUDA_CONTEXT if device == "cuda" else plan.resident
+    return Setting(plan.config, plan.ranks.world_size, device, plan.dtype, fixed, plan.keeps_freed)
+
+
+def in_mb(size: float) -> str:
+    return f"{size / 2**20:,.0f}"
+
+
+def parts_of(memory: Memory) -> str:
+    """The largest first."""
+    parts = sorted(memory.parts.items(), key=lambda item: -item[1])
+    return ", ".join(f"{part} {in_mb(size)}" for part, size in parts if size >= 2**20)
+
+
+def start_rows(plan: Plan) -> list[tuple[str, str]]:
+    memory = expected(setting_of(plan))
+    host = [("", f"{in_mb(memory.on_host)} MB of the host's memory beside it")] if memory.on_host else []
+    return [("expected memory", f"{in_mb(memory.total)} MB on a rank, fullest in {memory.moment}"),
+            ("", parts_of(memory)), *host]
+
+
+def expected_peak(plan: Plan) -> int:
+    """What the log's memory line should show: of the allocator on a GPU, of the resident set on a CPU."""
+    memory = expected(setting_of(plan))
+    return memory.allocated if plan.device.type == "cuda" else memory.total
+
+
+def warning(plan: Plan) -> str:
+    """Before the first step: what is expected and not there, and the ways out; empty where it fits."""
+    setting = setting_of(plan)
+    memory, (there, where) = expected(setting), available(plan.device, plan.ranks.local_world_size)
+    return "" if memory.total <= there else (
+        f"WARNING: about {in_mb(memory.total)} MB are expected on a rank and {in_mb(there)} MB are there ({where}): "
+        + ways_out(setting, there))
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Of a GPU's allocator, a CPU's (a RuntimeError of torch's), or Python's."""
+    said = re.search("can't allocate memory|bad_alloc|CUDA error: out of memory", str(error))
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or (isinstance(error, RuntimeError) and bool(said))
+
+
+def out_of_memory(plan: Plan) -> str:
+    """The line: the expected parts beside what was there, and the cheapest changes. Where the expectation was that it
+    fits, they need clearly less than that."""
+    setting = setting_of(plan)
+    memory, (there, where) = expected(setting), available(plan.device, plan.ranks.local_world_size)
+    return (f"out of memory on rank {plan.ranks.rank}: expected {in_mb(memory.total)} MB in {memory.moment} "
+            f"({parts_of(memory)}), and {in_mb(there)} MB were there ({where}); "
+            + ways_out(setting, min(there, memory.total)))
+
+
+def ways_out(setting: Setting, budget: int) -> str:
+    """The three cheapest changes that fit with a margin, or the layout that needs the least."""
+    found = cheapest(setting, int(MARGIN * budget), 3)
+    now = cost(setting, batch=setting.config.train.micro_batch_size)
+    if found:
+        return "cheapest changes: " + "; ".join(_offer(candidate, now) for candidate in found)
+    return (f"no layout on {setting.world_size} rank{'s' * (setting.world_size > 1)} fits: the least is "
+            f"{_offer(smallest(setting), now)}; more ranks that share a model, or a smaller one, need less")
+
+
+def _offer(candidate: Candidate, now: float) -> str:
+    flags = " ".join(candidate.flags) or "the flags as they are"
+    return f"{flags} ({in_mb(candidate.memory.total)} MB, {max(candidate.than(now), 0.0):.0%} slower)"
+
+
+def available(device: torch.device, local_world_size: int = 1) -> tuple[int, str]:
+    """Bytes that a rank can have, what it has already included, and whose limit that is."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return free + torch.cuda.memory_reserved(device) + CUDA_CONTEXT, f"on {torch.cuda.get_device_name(device)}"
+    by = f", shared by {local_world_size} ranks" if local_world_size > 1 else ""
+    shared = [(size // local_world_size, where + by) for size, where in [*_of_the_machine(), *_of_the_cgroup()]]
+    return min([*shared, *_of_the_process()], default=(1 << 62, "no limit is known"))
+
+
+def _of_the_machine() -> list[tuple[int, str]]:
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return []
+    return [(1024 * int(line.split()[1]), "this machine's memory") for line in lines if line.startswith("MemTotal:")]
+
+
+def _of_the_cgroup() -> list[tuple[int, str]]:
+    limits = []
+    for folder in cgroup_folders("memory"):
+        for name in ("memory.max", "memory.limit_in_bytes"):
+            try:
+                limits.append((int((folder / name).read_text()), "the container's limit"))
+            except (OSError, ValueError):  # none there, or "max"
+                continue
+    return limits
+
+
+def _of_the_process() -> list[tuple[int, str]]:
+    """`ulimit -v`, less the addresses that stand for no memory."""
+    try:
+        import resource  # not on Windows, hence here
+    except ImportError:
+        return []
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if limit == resource.RLIM_INFINITY:
+        return []
+    status = Path("/proc/self/status")
+    pages = re.search(r"VmSize:\s+(\d+)", status.read_text()) if status.exists() else None
+    empty = 1024 * int(pages.group(1)) - resident_memory()["resident"] if pages else 0
+    return [(max(limit - empty, 0), "ulimit -v")]

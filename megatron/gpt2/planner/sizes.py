@@ -1,0 +1,206 @@
+"""The large tensors of a training step on one rank: how many bytes each has, from the flags alone.
+
+Legend: b micro-batch, s sequence, t = b · s tokens, h hidden, f width inside the MLP, n heads, l layers, v padded
+vocabulary, p model-parallel size, e bytes of an element of the model's precision. Sizes are bytes.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+
+import mpu
+from megatron.gpt2.config import Config
+from megatron.gpt2.model.gpt2 import count_parameters
+from megatron.gpt2.optimizer.gradient_reducer import bucket_size
+from mpu.attention import BLOCK, MATERIALISE_UP_TO, SCORES
+
+# What a token of a step is as numbers: text, tokens and labels in int64, mask and weight in float32.
+BATCH = 40
+_count_parameters = functools.lru_cache(maxsize=64)(count_parameters)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """All that memory depends on. config: with the vocabulary's size. fixed: bytes that are there before the model is.
+    keeps_freed: glibc keeps what is freed (`megatron.gpt2.device.set_allocator`)."""
+
+    config: Config
+    world_size: int
+    device: str  # cpu or cuda
+    dtype: torch.dtype
+    fixed: int
+    keeps_freed: bool = False
+
+    def __post_init__(self) -> None:
+        assert self.config.model.vocab_size is not None
+        self.config.accumulation(self.data_parallel_size)  # raises ValueError where the batch does not fit the ranks
+
+    @property
+    def data_parallel_size(self) -> int:
+        return self.config.data_parallel_size(self.world_size)
+
+    @property
+    def micro_batches(self) -> int:
+        return self.config.accumulation(self.data_parallel_size)
+
+
+class Sizes:
+    """The large tensors of a rank."""
+
+    def __init__(self, setting: Setting) -> None:
+        config = setting.config
+        model, train, parallel = config.model, config.train, config.parallel
+        assert model.vocab_size is not None
+        self._setting, self._train = setting, train
+        self.on_gpu = setting.device == "cuda"
+        p = self._p = parallel.model_parallel_size
+        self.element = e = setting.dtype.itemsize
+        self.layers, self._s = model.num_layers, config.data.seq_length
+        self._tokens = train.micro_batch_size * self._s
+        self._heads, self._dropout = model.num_attention_heads // p, (model.attention_dropout, model.hidden_dropout)
+
+        self.parameters = _count_parameters(model, p)[1]
+        rows = mpu.padded_vocab_size(model.vocab_size, model.make_vocab_size_divisible_by, p) // p
+        self._rows, self._h = rows, model.hidden_size
+        self.outside_of_layers = (rows + model.max_position_embeddings + 2) * model.hidden_size
+        self.weights = e * self.parameters
+        self.batch = BATCH * setting.micro_batches * self._tokens
+        self.hidden = e * self._tokens * model.hidden_size  # [t, h]
+        self.residual = self.hidden // p if parallel.sequence_parallel else self.hidden
+        self.gathered = 0 if self.residual == self.hidden else self.hidden  # from all shards, for the head
+        self._wide = e * self._tokens * model.ffn_size // p  # [t, f/p]
+        self._wide_weight = model.ffn_size // p * model.hidden_size
+        # The gradients that exist from a bucket's first one on.
+        self.bucket = 4 * max(bucket_size(parallel.ddp_bucket_size, setting.data_parallel_size), self._wide_weight)
+        self.head = e * rows * model.hidden_size  # the gradient of [v/p, h], rounded
+
+    @property
+    def optimizer(self) -> int:
+        """Masters, where they are not the weights themselves, and two moments, on the device."""
+        return 0 if self._setting.config.parallel.cpu_offload_optimizer and self.on_gpu else self.state
+
+    @property
+    def state(self) -> int:
+        """The same, wherever it is. Offloaded: masters always, their rounded copy and a copy of the gradients."""
+        e = self.element
+        master = 0 if e == 4 else 4
+        if self._setting.config.parallel.cpu_offload_optimizer:
+            master = 4 + 4 + (0 if e == 4 else e)
+        return (master + 8) * self._owned
+
+    @property
+    def _owned(self) -> int:
+        """Parameters that this rank's optimizer updates."""
+        ranks = self._setting.data_parallel_size if self._setting.config.parallel.use_distributed_optimizer else 1
+        return -(-self.parameters // ranks)
+
+    @property
+    def checkpoint(self) -> int:
+        """The copy that --async-save writes while training goes on, of the first data-parallel rank."""
+        wanted = self._setting.config.checkpoint
+        return (self.weights + (0 if wanted.no_save_optim else 12 * self._owned)) if wanted.async_save else 0
+
+    @property
+    def kept_by_a_layer(self) -> int:
+        """What one layer keeps for its backward, its output (the next one's input) included."""
+        residual, wide, own = self.residual, self._wide, self.hidden // self._p
+        norms_and_gelu = 0 if self._train.recompute_granularity == "selective" else 2 * residual + wide
+        return 2 * residual + norms_and_gelu + 3 * own + self._attention + own + wide + 2 * self._dropped(residual)
+
+    def _dropped(self, size: int) -> int:
+        """The mask of a hidden dropout of `size` bytes: a byte an element on a GPU, the factors on a CPU."""
+        return 0 if self._dropout[1] == 0 else size // self.element if self.on_gpu else size
+
+    @property
+    def _scores(self) -> int:
+        """One matrix of attention's scores [b, n/p, s, s], where they are materialised; 0 where a kernel makes them
+        piece by piece. torch's plain formulas take them in float32, ours for a CPU in bf16."""
+        materialised = self._train.attention_backend == "unfused" if self.on_gpu else self._dropout[0] > 0
+        elements = self._tokens * self._heads * self._s
+        return elements * (self.element if self._by_our_formulas else 4) if materialised else 0
+
+    @property
+    def _by_our_formulas(self) -> bool:
+        return not self.on_gpu and self._setting.dtype == torch.bfloat16 and self._s <= MATERIALISE_UP_TO
+
+    @property
+    def _attention(self) -> int:
+        """Kept between queries, keys and values, side by side, and the output, all [t, h/p]."""
+        own = self.hidden // self._p
+        if self._scores:  # the softmax, and with dropout its mask (a byte an element on a GPU) and their product
+            masks = 0 if self._dropout[0] == 0 else self._scores // 4 if self.on_gpu else self._scores
+            products = self._scores if self._dropout[0] > 0 else 0
+            return self._scores + masks + products + (0 if self._by_our_formulas else 3 * own * 4 // self.element)
+        log_sums = 4 * self._tokens * self._heads
+        if self.on_gpu:
+            return own + log_sums  # the kernel's output lies in another order than the next product's input
+        return 0 if self._setting.dtype == torch.bfloat16 else log_sums
+
+    @property
+    def kept_by_all_layers(self) -> int:
+        """With the embeddings' output, the first layer's input."""
+        if self._train.recompute_granularity == "full":
+            steps = -(-self.layers // self._train.recompute_num_layers)
+            inside = steps * self.residual
+        else:
+            inside = self.layers * self.kept_by_a_layer
+        return inside + self.residual + self._dropped(self.residual)
+
+    @property
+    def recomputed_together(self) -> int:
+        """What full recomputation makes again for one of its steps."""
+        if self._train.recompute_granularity != "full":
+            return 0
+        return min(self._train.recompute_num_layers, self.layers) * self.kept_by_a_layer
+
+    @property
+    def kept_by_one_step(self) -> int:
+        """Of the layers, when backward comes to the first one."""
+        alone = 0 if self._train.recompute_granularity == "full" else self.kept_by_a_layer
+        return alone + self.residual + self._dropped(self.residual)
+
+    @property
+    def backward_of_a_layer(self) -> int:
+        """Beside what it kept: the gradients of its output, of what is between the MLP's products, and of a weight; and
+        GELU's output where that is made again. Or those of the scores, or of attention by blocks."""
+        again = self._wide if self._train.recompute_granularity == "selective" else 0
+        return max(self.residual + self._wide + again + self.element * self._wide_weight, self._scores,
+                   self._attention_by_blocks)
+
+    @property
+    def _attention_by_blocks(self) -> int:
+        """`mpu.attention`'s backward for bf16 on a CPU: queries, keys and values and their gradients, twice, and three
+        matrices of a block's scores, when what the MLP kept is free."""
+        if self.on_gpu or self._setting.dtype != torch.bfloat16 or self._dropout[0] > 0:
+            return 0
+        own, sequences = self.hidden // self._p, self._tokens // self._s
+        block = min(BLOCK, self._s)
+        heads = min(max(torch.get_num_threads() * SCORES // (BLOCK * self._s), 1), sequences * self._heads)
+        free = (1 if self._train.recompute_granularity == "selective" else 2) * self._wide
+        return self.residual + 11 * own + 3 * self.element * heads * block * self._s - free
+
+    @property
+    def loss(self) -> int:
+        """The gradient of the head's weight as it is summed, and a part of the logits. See `_LinearCrossEntropy`."""
+        matrix, e = self._rows * self._h, self.element
+        chunk = max(512, self._tokens // 16)
+        products = -(-self._tokens // chunk)
+        together = products if e == 4 else 1 if self.on_gpu else 4  # added by the product itself
+        # Beyond them the sum is in float32, to which a CPU adds a copy of the next ones in float32.
+        summed = e * matrix if products <= together else (4 + e + (0 if self.on_gpu else 4)) * matrix
+        chunk = min(chunk, self._tokens)
+        in_float32 = chunk if self.on_gpu else min(max(torch.get_num_threads() * (3 << 17) // self._rows, 1), chunk)
+        logits = (e * chunk + 4 * in_float32) * self._rows
+        return max(summed, min(summed, (4 + e) * matrix) + logits)
+
+    def communication(self, gradients: int) -> int:
+        """Beside gradients of so many bytes that are on their way: their copy in bf16, and what gloo makes."""
+        parallel = self._setting.config.parallel
+        if self._setting.data_parallel_size == 1:
+            return 0
+        sent = gradients // 2 if parallel.grad_reduce_in_bf16 else 0
+        copied = parallel.use_distributed_optimizer and not self.on_gpu  # gloo reduces a copy of all, keeps a part
+        return sent + ((sent or gradients) if copied else 0)

@@ -1,0 +1,190 @@
+"""Look inside checkpoints, verify, merge, split, convert and compare them, of whatever format and layout:
+
+    python tools/checkpoint.py inspect DIR [--json]
+    python tools/checkpoint.py verify DIR
+    python tools/checkpoint.py merge DIR OUT
+    python tools/checkpoint.py split DIR OUT --model-parallel-size N
+    python tools/checkpoint.py convert IN OUT --to {native,huggingface,megatron-2019,megatron-core} [--check]
+    python tools/checkpoint.py diff A B
+
+It runs on a CPU, starts no process group, and holds about one tensor at a time. The source's format is recognised.
+Exit codes: 0; 1 where a difference or damage was found; 2 for bad input.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import platform
+import sys
+from functools import partial
+from pathlib import Path
+
+from data_utils import Tokenizer, build_tokenizer, load_tokenizer
+from data_utils.command_line import Parser, end_with
+from megatron.gpt2.checkpoint.reader import Checkpoint
+from megatron.gpt2.formats import Hints, Source, open_source
+from megatron.gpt2.formats.inspection import describe, lines
+from megatron.gpt2.formats.native import write_native
+
+TARGETS = ("native", "huggingface", "megatron-2019", "megatron-core")
+CHECK_LIMIT = 1e-4  # of a logit; a translation alone makes none, other kernels 1e-6
+
+
+def map_tensors_apart() -> None:
+    """glibc would keep freed tensors of up to 32 MB in its heap, which gets full of holes: 1.4 GB of a 345M model."""
+    if platform.libc_ver()[0] == "glibc":
+        ctypes.CDLL(None).mallopt(-3, 1 << 20)  # M_MMAP_THRESHOLD
+
+
+def report(line: str) -> None:
+    print(line, file=sys.stderr)
+
+
+def arguments(argv: list[str] | None) -> argparse.Namespace:
+    parser = Parser(description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    def command(name: str, help: str, *folders: str) -> argparse.ArgumentParser:
+        made = commands.add_parser(name, help=help)
+        for folder in folders:
+            made.add_argument(folder.lower(), metavar=folder)
+        made.add_argument("--num-attention-heads", type=int, metavar="N", help="where the source does not say it")
+        made.add_argument("--vocab-size", type=int, metavar="N", help="true size, where the source has a padded one")
+        made.add_argument("--gelu", choices=("tanh", "erf"), help="where it is not the one that is inferred")
+        made.add_argument("--iteration", type=int, metavar="N", help="of several (default: the newest valid one)")
+        made.add_argument("--no-verify", action="store_true", help="do not hash the files of a native source first")
+        return made
+
+    def writes(made: argparse.ArgumentParser) -> None:
+        made.add_argument("--vocab-file", metavar="FILE", help="GPT-2 vocabulary, for a source without a tokenizer")
+        made.add_argument("--merge-file", metavar="FILE")
+        made.add_argument("--tokenizer-model", metavar="FILE", help="a SentencePiece model, likewise")
+
+    command("inspect", "what it holds", "DIR").add_argument("--json", action="store_true", help="as JSON")
+    command("verify", "read and check every byte", "DIR")
+    writes(command("merge", "one model-parallel rank out of several", "DIR", "OUT"))
+    split = command("split", "for another number of model-parallel ranks", "DIR", "OUT")
+    split.add_argument("--model-parallel-size", type=int, required=True, metavar="N")
+    writes(split)
+    convert = command("convert", "to another format", "IN", "OUT")
+    convert.add_argument("--to", choices=TARGETS, required=True)
+    convert.add_argument("--model-parallel-size", type=int, metavar="N", help="ranks to write for (default: 1)")
+    convert.add_argument("--dtype", choices=("source", "fp32", "bf16", "fp16"), default="source",
+                         help="of a Hugging Face export")
+    convert.add_argument("--check", action="store_true", help="compare the logits of both")
+    writes(convert)
+    command("diff", "tensor by tensor", "A", "B")
+    return parser.parse_args(argv)
+
+
+def opened(args: argparse.Namespace, path: str) -> Source:
+    """The source at `path`, every byte of it verified if it has hashes and nobody says otherwise."""
+    source = open_source(path, Hints(args.num_attention_heads, args.vocab_size, args.gelu, args.iteration), log=report)
+    if isinstance(source, Checkpoint) and not args.no_verify and (file := source.verify()):
+        raise ValueError(f"{source.path / file}: damaged: its sha256 is not the one in manifest.json; --iteration N "
+                         "takes another one, --no-verify takes it as it is")
+    return source
+
+
+def tokenizer_of(args: argparse.Namespace, source: Source) -> Tokenizer | None:
+    """The one of the flags, or the source's own."""
+    if args.tokenizer_model:
+        return build_tokenizer("SentencePieceTokenizer", model_file=args.tokenizer_model)
+    if args.vocab_file or args.merge_file:
+        return build_tokenizer("GPT2BPETokenizer", vocab_file=args.vocab_file, merge_file=args.merge_file)
+    if files := source.facts.get("tokenizer_files"):
+        return build_tokenizer("GPT2BPETokenizer", vocab_file=str(files["vocab.json"]),
+                               merge_file=str(files["merges.txt"]))
+    if source.facts.get("tokenizer") is None:
+        report("no tokenizer is with the source: --vocab-file and --merge-file, or --tokenizer-model, would give it")
+        return None
+    return load_tokenizer(source.path.parent / "tokenizer")
+
+
+def write(args: argparse.Namespace, source: Source, to: str, ranks: int) -> Path:
+    """`source` as `to`, into the new folder `args.out`."""
+    if ranks < 1:
+        raise ValueError(f"--model-parallel-size must be positive, not {ranks}")
+    kinds = {name.partition(".")[0] for name in source.names()}
+    left_out = list(source.left_out)
+    if "rng" in kinds:
+        left_out.append("the random states, which belong to a layout")
+    if "master" in kinds and to in ("huggingface", "megatron-core"):
+        left_out.append("the optimizer's state, which this format does not hold")
+    if source.facts.get("tokenizer") and to.startswith("megatron"):
+        left_out.append("the tokenizer, which this format does not hold")
+    for line in left_out:
+        report(f"left out: {line}")
+    if to == "native":
+        return write_native(source, args.out, model_parallel_size=ranks, tokenizer=tokenizer_of(args, source),
+                            log=report)
+    if to == "huggingface":
+        from megatron.gpt2.formats.write_huggingface import write_huggingface
+        return write_huggingface(source, args.out, dtype=args.dtype, tokenizer=tokenizer_of(args, source), log=report)
+    from megatron.gpt2.formats import write_megatron
+    writer = {"megatron-2019": write_megatron.write_megatron_2019, "megatron-core": write_megatron.write_megatron_core}
+    return writer[to](source, args.out, model_parallel_size=ranks, log=report)
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = arguments(argv)
+    if args.command == "inspect":
+        found = describe(open_source(args.dir, Hints(args.num_attention_heads, args.vocab_size, args.gelu,
+                                                     args.iteration), log=report))
+        print(json.dumps(found, indent=1) if args.json else "\n".join(lines(found)))
+        return 0
+    if args.command == "verify":
+        return verify(args)
+    if args.command == "diff":
+        from megatron.gpt2.formats.compare import diff, table
+        difference = diff(opened(args, args.a), opened(args, args.b))
+        print("\n".join(table(difference)))
+        print("equal" if difference.equal else "NOT EQUAL")
+        return 0 if difference.equal else 1
+    source = opened(args, getattr(args, "in") if args.command == "convert" else args.dir)
+    to = args.to if args.command == "convert" else source.format if source.format in TARGETS[2:] else "native"
+    ranks = 1 if getattr(args, "model_parallel_size", None) is None else args.model_parallel_size
+    path = write(args, source, to, ranks)
+    print(f"{source.path} ({source.format}) is now {path} ({to}, {ranks} model-parallel rank{'s' * (ranks > 1)})"
+          if to != "huggingface" else f"{source.path} ({source.format}) is now {path} (huggingface)")
+    if args.command == "convert" and args.check:
+        from megatron.gpt2.formats.compare import check
+        # A Megatron file of 2019 says neither its heads nor its true vocabulary; an export in 16 bits is compared as
+        # it is.
+        model = source.facts["config"]["model"]
+        hints = Hints(model["num_attention_heads"] if to == "megatron-2019" else None,
+                      source.facts["vocab_size"] if to.startswith("megatron") else None)
+        greatest = check(source, open_source(args.out, hints, log=report), log=print)
+        if not greatest <= CHECK_LIMIT:
+            print(f"NOT EQUAL: more than {CHECK_LIMIT:g}")
+            return 1
+    return 0
+
+
+def verify(args: argparse.Namespace) -> int:
+    source = open_source(args.dir, Hints(args.num_attention_heads, args.vocab_size, args.gelu, args.iteration),
+                         log=report)
+    if isinstance(source, Checkpoint):
+        if file := source.verify():
+            print(f"DAMAGED: {source.path / file}: its sha256 is not the one in manifest.json")
+            return 1
+        print(f"{source.path}: {len(source.files)} files, every byte as it was written; the boxes of "
+              f"{len(source.tensors)} tensors are complete")
+        return 0
+    for name in source.names():
+        source.read(name)
+    print(f"{source.path}: {len(source.tensors)} tensors can be read; {source.format} files have no hashes to check")
+    return 0
+
+
+def main_apart() -> int:
+    map_tensors_apart()
+    return main()
+
+
+cli = partial(end_with, main_apart)
+
+if __name__ == "__main__":
+    cli()

@@ -1,0 +1,148 @@
+"""How it is measured: the same number of runs on every rank, each timed from a common start to the slowest's end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+
+from megatron.gpt2.device import PRECISIONS
+from megatron.gpt2.programs.collectives.operations import Operation, Trial, World, elements, filled, moved
+from megatron.gpt2.programs.collectives.report import Missing, Pairs, Row, missing_line, row_line, size_name
+
+LEAST_RUNS, MOST_RUNS, RUNS_SECONDS = 5, 1000, 0.2  # of an operation at a size, where --iters does not say
+PAIRS_RUNS, MOST_PAIRED_RANKS = 9, 16
+
+
+def from_rank_0(value: int, world: World) -> int:
+    """Rank 0's value on every rank: whatever depends on a clock is decided by one."""
+    shared = torch.tensor(value, device=world.device)
+    dist.broadcast(shared, 0)
+    return int(shared)
+
+
+def count_over_ranks(here: bool, world: World) -> int:
+    """On how many ranks it is so."""
+    shared = torch.tensor(int(here), device=world.device)
+    dist.all_reduce(shared)
+    return int(shared)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for the GPU; on a CPU what was called is done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def lacks_messages(world: World) -> str:
+    """Why there are no point-to-point messages, if so. gloo fails with a GPU's in the middle of one, where the peer
+    would wait, instead of refusing them: they are never tried."""
+    on_gpu = dist.get_backend() == "gloo" and world.device.type != "cpu"
+    return "not offered by gloo: it sends a CPU's tensors alone" if on_gpu else ""
+
+
+def time_runs(trial: Trial, world: World, runs: int) -> torch.Tensor:
+    """[runs] seconds of the slowest rank of each run. All start together, behind a barrier that is not counted; the
+    time ends when the result is there, on a GPU including the launch and the wait for it."""
+    seconds = []
+    for _ in range(runs):
+        dist.barrier()
+        synchronize(world.device)
+        start = time.perf_counter()
+        trial.run()
+        synchronize(world.device)
+        seconds.append((time.perf_counter() - start) / trial.messages)
+    slowest = torch.tensor(seconds, dtype=torch.float64, device=world.device)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return slowest.cpu()
+
+
+def measure(name: str, operation: Operation, world: World, size: int, *, iters: int | None,
+            deadline: float) -> Row | Missing:
+    """Try, check, then time one operation at one size. Every rank calls it; the deadline is rank 0's.
+
+    What the backend does not offer raises on every rank alike before anything is sent. Where only some ranks fail
+    that is no answer but a failure: RuntimeError.
+    """
+    if not from_rank_0(int(time.monotonic() < deadline), world):
+        return Missing(name, f"{size_name(size)} and above: not measured within this operation's share of --limit")
+    trial = operation.prepare(world, size)
+    refusal = ""
+    try:
+        trial.run()
+        synchronize(world.device)
+    except (RuntimeError, ValueError, TypeError) as error:
+        refusal = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    refused = count_over_ranks(bool(refusal), world)
+    if refused == world.size:
+        return Missing(name, f"not offered by {dist.get_backend()} for {PRECISIONS[world.dtype]} of "
+                             f"{size_name(size)}: {refusal[:120]}")
+    if refused:
+        raise RuntimeError(f"{name} of {size_name(size)} failed on {refused} of {world.size} ranks"
+                           + f", here with {refusal}" * bool(refusal))
+    correct = count_over_ranks(trial.correct(), world) == world.size
+    for buffer in trial.in_place:
+        buffer.zero_()
+    estimate = float(time_runs(trial, world, 2)[1]) * trial.messages
+    runs = iters or max(LEAST_RUNS, min(MOST_RUNS, int(RUNS_SECONDS / max(estimate, 1e-9))))
+    within = (deadline - time.monotonic()) / max(estimate, 1e-9)  # the deadline may be infinite
+    runs = from_rank_0(max(1, int(min(runs, within))), world)
+    p10, middle, p90 = time_runs(trial, world, runs).quantile(
+        torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64)).tolist()
+    bandwidth = trial.bytes / middle / 1e9 if trial.bytes else None
+    return Row(name, trial.bytes, runs, middle, p10, p90, bandwidth,
+               bandwidth and bandwidth * operation.bus_factor(world.size), correct)
+
+
+def measure_sizes(name: str, operation: Operation, world: World, sizes: Sequence[int], *, iters: int | None,
+                  deadline: float, tell: Callable[[str], None] = lambda line: None) -> tuple[list[Row], list[Missing]]:
+    """One operation at every size, until one is not to be had. `tell` is given each line of the table."""
+    rows: list[Row] = []
+    lacking = lacks_messages(world) if operation.point_to_point else ""
+    if operation.subgroups and world.half is None:
+        why = "has none of two ranks but itself" if world.size == 2 else "does not split into two halves"
+        lacking = f"no subgroups to measure: a world of {world.size} {why}"
+    if lacking:
+        tell(missing_line(Missing(name, lacking)))
+        return rows, [Missing(name, lacking)]
+    for size in sizes if operation.sizes else sizes[:1]:
+        result = measure(name, operation, world, size, iters=iters, deadline=deadline)
+        if isinstance(result, Missing):
+            tell(missing_line(result))
+            return rows, [result]
+        rows.append(result)
+        tell(row_line(result))
+    return rows, []
+
+
+def measure_pairs(world: World, size: int, deadline: float) -> Pairs | Missing:
+    """Messages from each rank to each other one by one, median of some; the time is the sender's, until the receiver
+    has answered with one element."""
+    if world.size > MOST_PAIRED_RANKS:
+        return Missing("pairs", f"only measured in worlds of at most {MOST_PAIRED_RANKS} ranks")
+    if lacks_messages(world):
+        return Missing("pairs", lacks_messages(world))
+    message = filled(world, elements(world, size), moved(0))
+    answer = torch.zeros(1, device=world.device, dtype=world.dtype)
+    bandwidth = torch.zeros(world.size, world.size, dtype=torch.float64, device=world.device)
+    for source, target in ((s, t) for s in range(world.size) for t in range(world.size) if s != t):
+        if not from_rank_0(int(time.monotonic() < deadline), world):
+            return Missing("pairs", "not measured within their share of --limit")
+        dist.barrier()
+        seconds = []
+        for _ in range(1 + PAIRS_RUNS):
+            start = time.perf_counter()
+            if world.rank == source:
+                dist.send(message, target)
+                dist.recv(answer, target)
+            elif world.rank == target:
+                dist.recv(message, source)
+                dist.send(answer, source)
+            synchronize(world.device)
+            seconds.append(time.perf_counter() - start)
+        if world.rank == source:
+            bandwidth[source, target] = message.nbytes / sorted(seconds[1:])[PAIRS_RUNS // 2] / 1e9
+    dist.all_reduce(bandwidth)
+    return Pairs(message.nbytes, bandwidth.tolist())

@@ -1,0 +1,278 @@
+"""What is measured: each operation's buffers, its call, and the values that it must give.
+
+Legend: `n` ranks, `r` a rank, `i` an element's index. `bytes` are those that nccl-tests counts: of the whole buffer of
+one rank, where an operation has n blocks of all of them.
+
+The values to check are exact in every dtype, and periodic, so that the expected ones of 256 MB cost nothing:
+
+    moved    (i + 7 r) mod 125
+    reduced  2^e  with e = ±(((i + r²) mod 3) - 1), + for even ranks: sums and products of many ranks stay in range
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+import mpu
+from megatron.gpt2.programs.collectives.ring import ring_all_reduce
+
+PERIOD = 375  # elements; the least that holds both 3 and 125
+TILES = 2048  # periods that are compared or written at once
+TOLERANCE = {torch.float32: 1e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}  # relative; for the order of summation
+
+# torch 2.13 gave these two new names and warns of the old ones; 2.11 has the old ones alone.
+all_gather_single: Callable[..., object] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single: Callable[..., object] = (getattr(dist, "reduce_scatter_single", None)
+                                                or dist.reduce_scatter_tensor)
+
+
+@dataclass(frozen=True)
+class World:
+    """This rank among all, and what it measures with. The two groups are None where the world has no such subgroups:
+    `half` is this rank's half of the world, `across` this rank and its counterpart in the other half."""
+
+    rank: int
+    size: int
+    device: torch.device
+    dtype: torch.dtype
+    half: ProcessGroup | None = None
+    across: ProcessGroup | None = None
+
+
+@dataclass(frozen=True)
+class Trial:
+    """An operation with its buffers: `run` does it once, `correct` says of the first run whether it was right, and
+    `in_place` are the buffers to set to zero after that, since a hundred sums in place would leave any range."""
+
+    bytes: int
+    run: Callable[[], object]
+    correct: Callable[[], bool]
+    in_place: tuple[Tensor, ...] = ()
+    messages: int = 1  # one after the other in a run; a run's time is divided by them
+
+
+Prepare = Callable[[World, int], Trial]  # (world, bytes) -> Trial; called by every rank
+
+
+@dataclass(frozen=True)
+class Operation:
+    """`bus_factor` x algorithm bandwidth is the bus bandwidth; it depends on the ranks that take part."""
+
+    prepare: Prepare
+    bus_factor: Callable[[int], float] = lambda n: 1.0
+    subgroups: bool = False  # for worlds of an even number of ranks, 4 at least
+    point_to_point: bool = False  # made of send and recv
+    sizes: bool = True  # else it has no message, and is measured once
+
+
+def make_world(device: torch.device, dtype: torch.dtype) -> World:
+    """The world with its subgroups; every rank calls it."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    if size < 4 or size % 2:
+        return World(rank, size, device, dtype)
+    state = mpu.initialize_model_parallel(size // 2)
+    return World(rank, size, device, dtype, state.model_parallel_group, state.data_parallel_group)
+
+
+def moved(rank: int) -> Tensor:
+    """[PERIOD] values to tell a rank's block by."""
+    return ((torch.arange(PERIOD) + 7 * rank) % 125).double()
+
+
+def reduced(rank: int) -> Tensor:
+    """[PERIOD] values to reduce."""
+    exponent = (torch.arange(PERIOD) + rank * rank) % 3 - 1
+    return torch.pow(2.0, (exponent if rank % 2 == 0 else -exponent).double())
+
+
+def combined(kind: str, members: range) -> Tensor:
+    """[PERIOD] values that reducing over these ranks gives."""
+    values = torch.stack([reduced(member) for member in members])  # [members, PERIOD]
+    return {"SUM": values.sum(0), "PRODUCT": values.prod(0), "MIN": values.amin(0), "MAX": values.amax(0)}[kind]
+
+
+def tile(values: Tensor, like: Tensor) -> Tensor:
+    """[PERIOD] -> [up to TILES x PERIOD], as many as `like` needs."""
+    return values.to(like.device, like.dtype).repeat(min(TILES, -(-like.numel() // PERIOD)))
+
+
+def fill(buffer: Tensor, values: Tensor) -> Tensor:
+    tiled = tile(values, buffer)
+    for part in buffer.split(TILES * PERIOD):
+        part.copy_(tiled[: part.numel()])
+    return buffer
+
+
+def filled(world: World, count: int, values: Tensor) -> Tensor:
+    return fill(torch.empty(count, device=world.device, dtype=world.dtype), values)
+
+
+def holds(buffer: Tensor, values: Tensor) -> bool:
+    """Whether the buffer is the periodic values, within the dtype's rounding."""
+    tiled = tile(values, buffer)
+    return all(close(part, tiled[: part.numel()]) for part in buffer.split(TILES * PERIOD))
+
+
+def close(left: Tensor, right: Tensor) -> bool:
+    return torch.allclose(left.double(), right.double(), rtol=TOLERANCE[left.dtype], atol=0)
+
+
+def elements(world: World, size: int) -> int:
+    return max(1, size // world.dtype.itemsize)
+
+
+def empty_blocks(world: World, size: int) -> Tensor:
+    """[n, block] of `size` bytes in all, or as near below as n equal blocks come; NaN until something is received."""
+    block = max(1, elements(world, size) // world.size)
+    return torch.full((world.size, block), torch.nan, device=world.device, dtype=world.dtype)
+
+
+def broadcast(world: World, size: int) -> Trial:
+    buffer = filled(world, elements(world, size), moved(1 + world.rank))
+    return Trial(buffer.nbytes, lambda: dist.broadcast(buffer, 0), lambda: holds(buffer, moved(1)))
+
+
+def all_reduce(kind: str, subgroup: str = "") -> Prepare:
+    def prepare(world: World, size: int) -> Trial:
+        n, half = world.size, world.size // 2
+        members, group = range(n), None
+        if subgroup == "half":
+            members, group = range(world.rank // half * half, (world.rank // half + 1) * half), world.half
+        elif subgroup == "across":
+            members, group = range(world.rank % half, n, half), world.across
+        buffer = filled(world, elements(world, size), reduced(world.rank))
+        return Trial(buffer.nbytes, lambda: dist.all_reduce(buffer, getattr(dist.ReduceOp, kind), group=group),
+                     lambda: holds(buffer, combined(kind, members)), in_place=(buffer,))
+    return prepare
+
+
+def reduce(world: World, size: int) -> Trial:
+    buffer = filled(world, elements(world, size), reduced(world.rank))
+    return Trial(buffer.nbytes, lambda: dist.reduce(buffer, 0),
+                 lambda: world.rank != 0 or holds(buffer, combined("SUM", range(world.size))), in_place=(buffer,))
+
+
+def ring(world: World, size: int) -> Trial:
+    buffer = filled(world, elements(world, size), reduced(world.rank))
+    reference = buffer.clone()
+    dist.all_reduce(reference)
+    return Trial(buffer.nbytes, lambda: ring_all_reduce(buffer),
+                 lambda: all(close(ours, theirs) for ours, theirs in zip(
+                     buffer.split(TILES * PERIOD), reference.split(TILES * PERIOD), strict=True)), in_place=(buffer,))
+
+
+def all_gather(world: World, size: int) -> Trial:
+    received = empty_blocks(world, size)
+    sent = filled(world, received.size(1), moved(world.rank))
+    return Trial(received.nbytes, lambda: all_gather_single(received.view(-1), sent),
+                 lambda: all(holds(block, moved(r)) for r, block in enumerate(received)))
+
+
+def gather(world: World, size: int) -> Trial:
+    received = empty_blocks(world, size)
+    sent = filled(world, received.size(1), moved(world.rank))
+    blocks = list(received) if world.rank == 0 else None
+    return Trial(received.nbytes, lambda: dist.gather(sent, blocks, 0),
+                 lambda: world.rank != 0 or all(holds(block, moved(r)) for r, block in enumerate(received)))
+
+
+def scatter(world: World, size: int) -> Trial:
+    sent = empty_blocks(world, size)
+    received = torch.full_like(sent[0], torch.nan)
+    blocks = [fill(block, moved(r)) for r, block in enumerate(sent)] if world.rank == 0 else None
+    return Trial(sent.nbytes, lambda: dist.scatter(received, blocks, 0), lambda: holds(received, moved(world.rank)))
+
+
+def reduce_scatter(world: World, size: int) -> Trial:
+    sent = empty_blocks(world, size)
+    fill(sent.view(-1), reduced(world.rank))
+    received = torch.full_like(sent[0], torch.nan)
+    expected = combined("SUM", range(world.size)).roll(-world.rank * received.numel() % PERIOD)  # this rank's block
+    return Trial(sent.nbytes, lambda: reduce_scatter_single(received, sent.view(-1)), lambda: holds(received, expected))
+
+
+def all_to_all(world: World, size: int) -> Trial:
+    sent, received, n = empty_blocks(world, size), empty_blocks(world, size), world.size
+    for target, block in enumerate(sent):
+        fill(block, moved(world.rank * n + target))
+    return Trial(sent.nbytes, lambda: dist.all_to_all_single(received.view(-1), sent.view(-1)),
+                 lambda: all(holds(block, moved(source * n + world.rank)) for source, block in enumerate(received)))
+
+
+def barrier(world: World, size: int) -> Trial:
+    return Trial(0, dist.barrier, lambda: True)
+
+
+def partner(world: World) -> int | None:
+    """The rank at the same place in the other half; with an odd number of ranks the last one has none."""
+    half = world.size // 2
+    return (world.rank + half) % (2 * half) if world.rank < 2 * half else None
+
+
+def send_recv(world: World, size: int) -> Trial:
+    """There and back between partners: two messages."""
+    peer = partner(world)
+    sent = filled(world, elements(world, size), moved(world.rank))
+    received = torch.full_like(sent, torch.nan)
+
+    def run() -> None:
+        if peer is None:
+            return
+        for sending in (True, False) if world.rank < peer else (False, True):
+            if sending:
+                dist.send(sent, peer)
+            else:
+                dist.recv(received, peer)
+    return Trial(sent.nbytes, run, lambda: peer is None or holds(received, moved(peer)), messages=2)
+
+
+def isend_irecv(world: World, size: int) -> Trial:
+    """Both ways at once between partners."""
+    peer = partner(world)
+    sent = filled(world, elements(world, size), moved(world.rank))
+    received = torch.full_like(sent, torch.nan)
+
+    def run() -> None:
+        if peer is not None:
+            both = [dist.P2POp(dist.isend, sent, peer), dist.P2POp(dist.irecv, received, peer)]
+            for work in dist.batch_isend_irecv(both):
+                work.wait()
+    return Trial(sent.nbytes, run, lambda: peer is None or holds(received, moved(peer)))
+
+
+def there_and_on(n: int) -> float:
+    """Every element is summed over n ranks and brought back to them: 2 (n-1)/n of the buffer passes each link."""
+    return 2 * (n - 1) / n
+
+
+def all_but_own(n: int) -> float:
+    """Of n blocks a rank keeps its own: (n-1)/n of the buffer passes its link."""
+    return (n - 1) / n
+
+
+# In the order of the table. The factors are nccl-tests' (doc/PERFORMANCE.md there).
+OPERATIONS = {
+    "broadcast": Operation(broadcast),
+    "all_reduce_sum": Operation(all_reduce("SUM"), there_and_on),
+    "all_reduce_product": Operation(all_reduce("PRODUCT"), there_and_on),
+    "all_reduce_min": Operation(all_reduce("MIN"), there_and_on),
+    "all_reduce_max": Operation(all_reduce("MAX"), there_and_on),
+    "ring_all_reduce": Operation(ring, there_and_on, point_to_point=True),
+    "all_reduce_halves": Operation(all_reduce("SUM", "half"), lambda n: there_and_on(n // 2), subgroups=True),
+    "all_reduce_across": Operation(all_reduce("SUM", "across"), lambda n: there_and_on(2), subgroups=True),
+    "reduce": Operation(reduce),
+    "all_gather": Operation(all_gather, all_but_own),
+    "reduce_scatter": Operation(reduce_scatter, all_but_own),
+    "gather": Operation(gather, all_but_own),
+    "scatter": Operation(scatter, all_but_own),
+    "all_to_all": Operation(all_to_all, all_but_own),
+    "send_recv": Operation(send_recv, point_to_point=True),
+    "isend_irecv": Operation(isend_irecv, point_to_point=True),
+    "barrier": Operation(barrier, sizes=False),
+}

@@ -1,0 +1,133 @@
+"""Score a trained model on text files, alone or under torchrun at any --model-parallel-size:
+
+    python tools/evaluate_gpt2.py --load checkpoints/gpt2_small --valid-data wikitext-2/test.txt
+    python tools/evaluate_gpt2.py --load checkpoints/gpt2_small --valid-data lambada_test.jsonl --strict-lambada
+
+Model and tokenizer come from the checkpoint; flags of Megatron's command lines that would say them are read and not
+needed. Exit codes: 0; 2 for bad input.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from data_utils.command_line import end_with
+from data_utils.corpora import BUILTIN, check_exists
+from megatron.gpt2.checkpoint.reader import Checkpoint, hash_file
+from megatron.gpt2.command_line.arguments import SAVED, Arguments, parse
+from megatron.gpt2.command_line.flags import dashed, flag
+from megatron.gpt2.launch.ranks import Ranks
+from megatron.gpt2.programs.inference import ModelParser, Opened, Say, open_model, run_program
+from megatron.gpt2.programs.score_record import check_output, record, write_record
+from megatron.gpt2.records.reporting import aligned
+from megatron.gpt2.text.evaluation import TASKS, Task, doubt, evaluate_task, read_task, task_of
+
+
+def arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, Arguments]:
+    """Our own flags, and those that training knows."""
+    parser = ModelParser(__doc__, precision="fp32")  # in which a score depends on no device
+    parser.add_argument("--valid-data", required=True, nargs="+", metavar="FILE", help="what to score it on")
+    parser.add_argument("--task", type=str.upper, choices=TASKS, help="what the files are (default: by their names)")
+    parser.add_argument("--cloze-eval", dest="task", action="store_const", const="LAMBADA", help="--task LAMBADA")
+    parser.add_argument("--strict-lambada", action="store_true", help="the whole last word has to be right")
+    parser.add_argument("--overlapping-eval", type=int, metavar="N", help="targets of each window after the first "
+                        "(default: 32 for WIKITEXT103 and PTB, else the whole window)")
+    parser.add_argument("--seq-length", "--eval-seq-length", type=int, metavar="N",
+                        help="tokens of a window (default: all positions of the model)")
+    parser.add_argument("--micro-batch-size", "--batch-size", "--eval-batch-size", type=int, default=4, metavar="N",
+                        help="windows computed together (default: 4)")
+    parser.add_argument("--text-key", metavar="NAME", help="field of JSON lines that holds the text")
+    parser.add_argument("--max-bad-fraction", type=float, default=0.0, metavar="X",
+                        help="go on where no more than this part of a file's lines is unusable (default: 0)")
+    parser.add_argument("--output", metavar="FILE", help="write the result there, as JSON")
+    args, rest = parser.parse_known_args([dashed(word) for word in argv])
+    for name, value in (("--seq-length", args.seq_length), ("--micro-batch-size", args.micro_batch_size)):
+        if value is not None and value < 1:
+            raise ValueError(f"{name} must be positive, not {value}")
+    for path in args.valid_data:
+        check_exists(path, "--valid-data")
+        if path == BUILTIN:
+            raise ValueError(f"--valid-data {path}: the built-in corpus is trained on; give a file")
+    check_output(args.output)
+    return args, parse(rest)
+
+
+def check_shape(given: Arguments, checkpoint: Checkpoint) -> None:
+    """ValueError where a flag tells of another model than the checkpoint does."""
+    saved = checkpoint.facts["config"]["model"]
+    differing = [f"{flag(key)}: here {given.values[key]}, checkpoint {saved[name]}"
+                 for key in SAVED if key in given.given for name in [key.partition(".")[2]]
+                 if saved.get(name) is not None and given.values[key] != saved[name]]
+    if differing:
+        raise ValueError("; ".join(differing) + ": leave these flags out")
+
+
+def read(args: argparse.Namespace, opened: Opened, say: Say) -> list[Task]:
+    """All files, so that a bad one is known before the first is scored."""
+    positions = opened.model.config.max_position_embeddings
+    length = positions if args.seq_length is None else args.seq_length
+    if length > positions:
+        raise ValueError(f"--seq-length {length}: the model has {positions} positions")
+    return [read_task(args.task or task_of(path), path, opened.tokenizer, length=length,
+                      overlapping_eval=args.overlapping_eval, strict_lambada=args.strict_lambada,
+                      text_key=args.text_key, max_bad_fraction=args.max_bad_fraction, log=say)
+            for path in args.valid_data]
+
+
+def scored(task: Task, path: str, opened: Opened, batch_size: int, say: Say) -> dict[str, Any]:
+    """The result for one file, as it stands in the JSON."""
+    metrics = evaluate_task(opened.model, task, opened.tokenizer, batch_size=batch_size)
+    warning = doubt(task, metrics, opened.tokenizer.vocab_size)
+    if warning:
+        say(f"WARNING: {path}: {warning}")
+    return {"task": task.name, "file": path, "bytes": os.path.getsize(path), "sha256": hash_file(Path(path)),
+            "settings": task.settings, "metrics": metrics, "warning": warning}
+
+
+def report(facts: dict[str, Any], results: list[dict[str, Any]]) -> str:
+    """What a person reads."""
+    blocks = [[("checkpoint", f"{facts['checkpoint']}, manifest {facts['manifest_sha256'][:12]}"),
+               ("tokenizer", f"{facts['tokenizer']}, {facts['vocab_size']:,} ids"),
+               ("computed", f"in {facts['precision']} on {facts['device']}, model-parallel "
+                            f"{facts['model_parallel_size']} × data-parallel {facts['data_parallel_size']}")]]
+    for result in results:
+        settings = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in result["settings"].items())
+        blocks.append([
+            ("file", f"{result['file']}, {result['bytes']:,} bytes, sha256 {result['sha256'][:12]}"),
+            ("task", f"{result['task']} ({settings})"),
+            *((name.replace("_", " "), f"{value:,}" if isinstance(value, int) else f"{value:,.6f}")
+              for name, value in result["metrics"].items())])
+    return "\n\n".join("\n".join(aligned(rows)) for rows in blocks)
+
+
+def evaluate(argv: Sequence[str], ranks: Ranks, say: Say) -> None:
+    args, given = arguments(argv)
+    if given.given:
+        say(f"notice: {', '.join(sorted(map(flag, given.given)))}: not needed here")
+    for note in given.notes:
+        say(f"notice: {note}")
+    opened = open_model(args, ranks, say)
+    check_shape(given, opened.checkpoint)
+    results = [scored(task, path, opened, args.micro_batch_size, say)
+               for task, path in zip(read(args, opened, say), args.valid_data, strict=True)]
+    if ranks.rank:
+        return
+    facts = record(opened, args.micro_batch_size)
+    print(report(facts, results))
+    if args.output:
+        write_record(args.output, {**facts, "results": results})
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return run_program(evaluate, argv)
+
+
+cli = partial(end_with, main)
+
+if __name__ == "__main__":
+    cli()

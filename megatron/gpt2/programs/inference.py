@@ -1,0 +1,117 @@
+"""What the programs around a trained model share: their flags, how their ranks meet, and how they end."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+import mpu
+from data_utils import Tokenizer
+from data_utils.command_line import Parser
+from megatron.gpt2.checkpoint.folder import Checkpoint
+from megatron.gpt2.command_line.flags import add_section
+from megatron.gpt2.config import LaunchConfig, ParallelConfig
+from megatron.gpt2.device import choose_backend, choose_device, choose_precision, set_threads
+from megatron.gpt2.launch.ranks import Ranks, line_buffered, read_launch
+from megatron.gpt2.launch.rendezvous import initialize_distributed, leave, meet, name_lost
+from megatron.gpt2.launch.spawn import INTERRUPTED, start_ranks
+from megatron.gpt2.model.gpt2 import GPT2Model
+from megatron.gpt2.programs.pretrain_gpt2 import refuse
+from megatron.gpt2.text.generation import load_for_inference
+
+Say = Callable[[str], None]
+
+
+class ModelParser(Parser):
+    """Knows the flags that say which model, and where it runs."""
+
+    def __init__(self, doc: str | None, *, precision: str, model_parallel_size: int = 1) -> None:
+        super().__init__(description=doc)
+        self.add_argument("--load", required=True, metavar="DIR", help="the --save folder of a training run")
+        self.add_argument("--model-parallel-size", "--tensor-model-parallel-size", type=int, metavar="N",
+                          default=model_parallel_size,
+                          help="ranks that share each layer, whatever the checkpoint's were (default: %(default)s)")
+        self.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
+        self.add_argument("--precision", default=precision, choices=("auto", "fp32", "bf16", "fp16"),
+                          help=f"default: {precision}")
+        for name in ("fp16", "bf16"):
+            self.add_argument(f"--{name}", dest="precision", action="store_const", const=name, help=argparse.SUPPRESS)
+        self.add_argument("--distributed-backend", choices=("nccl", "gloo"), help="default: by the device")
+        add_section(self, "launch", LaunchConfig)  # `run_program` has read them
+
+
+def check_shared(args: argparse.Namespace, ranks: Ranks) -> None:
+    """ValueError where a flag says otherwise than that all ranks share each layer."""
+    if args.model_parallel_size != ranks.world_size:
+        raise ValueError(f"--model-parallel-size {args.model_parallel_size}, but the ranks that share each layer are "
+                         f"all that were started, {ranks.world_size}: leave the flag out; --nproc-per-node starts "
+                         "ranks")
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A trained model on this rank."""
+
+    model: GPT2Model
+    tokenizer: Tokenizer
+    checkpoint: Checkpoint
+    layout: mpu.ParallelState
+    device: torch.device
+    dtype: torch.dtype
+
+
+def open_model(args: argparse.Namespace, ranks: Ranks, say: Say) -> Opened:
+    """Join the other ranks and load what the flags of `ModelParser` name. Every rank calls it."""
+    set_threads(ranks)
+    device, why = choose_device(args.device, ranks)
+    if why.startswith("WARNING"):
+        say(why)
+    dtype, _ = choose_precision(args.precision, device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    initialize_distributed(ranks, choose_backend(args.distributed_backend, device)[0], device,
+                           ParallelConfig().distributed_timeout_minutes)
+    layout = mpu.initialize_model_parallel(args.model_parallel_size)
+    model, tokenizer, checkpoint = load_for_inference(args.load, device, dtype, log=say)
+    return Opened(model, tokenizer, checkpoint, layout, device, dtype)
+
+
+def run_program(program: Callable[[Sequence[str], Ranks, Say], None], argv: Sequence[str] | None) -> int:
+    """`program(argv, ranks, say)`, where `say` writes a line to the first rank's standard error; the exit code, 2 for
+    bad input, which one rank answers in one line, 130 for Ctrl-C. argv None: this process's command line."""
+    try:
+        return _run(program, sys.argv[1:] if argv is None else argv)
+    except KeyboardInterrupt:  # also one that comes while the ranks part
+        return INTERRUPTED
+
+
+def _run(program: Callable[[Sequence[str], Ranks, Say], None], argv: Sequence[str]) -> int:
+    line_buffered()
+    ranks = Ranks()
+    try:
+        launch, words = read_launch(argv)
+        if launch.starts:
+            return start_ranks(functools.partial(run_program, program), words, launch)
+        ranks = launch.ranks()
+        if launch.notice:
+            print(launch.notice, file=sys.stderr)
+        ranks = meet(launch)
+        program(words, ranks, lambda line: print(line, file=sys.stderr) if ranks.rank == 0 else None)
+    except (ValueError, OSError) as error:
+        return refuse(error, ranks)
+    except RuntimeError as error:
+        if name_lost(ranks):
+            return 1
+        if isinstance(error, dist.DistError):
+            return refuse(error, ranks)
+        raise
+    finally:
+        mpu.destroy_model_parallel()
+        leave(ranks)
+    return 0

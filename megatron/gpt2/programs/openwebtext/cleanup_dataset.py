@@ -1,0 +1,39 @@
+"""Mend broken text (ftfy), keep one language, drop documents of fewer than 128 tokens:
+
+    python tools/openwebtext/cleanup_dataset.py INPUT OUTPUT
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+from data_utils.curation.cleanup import cleanup
+from data_utils.curation.command_line import finish, positive, run, stage_parser
+from data_utils.curation.tasks import Stage
+from data_utils.tokenization import build_tokenizer
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = stage_parser(__doc__)
+    parser.add_argument("--language", default="en", metavar="CODE", help="two letters, or any (default: %(default)s)")
+    parser.add_argument("--min-tokens", type=positive, default=128, metavar="N", help="default: %(default)s")
+    parser.add_argument("--tokenizer-type", choices=("builtin", "bytes", "GPT2BPETokenizer"), default="builtin",
+                        help="counts the tokens (default: %(default)s, which the project ships)")
+    parser.add_argument("--vocab-file", metavar="FILE", help="of GPT2BPETokenizer (default: the user's cache)")
+    parser.add_argument("--merge-file", metavar="FILE")
+    args = parser.parse_args(argv)
+    tokenizer = (args.tokenizer_type, args.vocab_file, args.merge_file)
+    fingerprint = build_tokenizer(args.tokenizer_type, vocab_file=args.vocab_file, merge_file=args.merge_file
+                                  ).fingerprint
+    libraries = ("ftfy",) if args.language == "any" else ("ftfy", "py3langid")
+    stage = Stage("cleanup_dataset", cleanup, {"language": args.language, "min_tokens": args.min_tokens,
+                                               "fingerprint": fingerprint},
+                  {"tokenizer": tokenizer}, libraries=libraries, text_key=args.text_key)
+    run(args, stage)
+
+
+cli = partial(finish, main)
+
+if __name__ == "__main__":
+    cli()

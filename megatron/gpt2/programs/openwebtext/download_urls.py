@@ -1,0 +1,49 @@
+"""Download pages and keep their text:
+
+    python tools/openwebtext/download_urls.py INPUT OUTPUT
+
+INPUT holds an address a line, in files that are the unit of a restart. OUTPUT/records says what became of each
+address. It does not read robots.txt: it fetches the single pages of a list, and follows no link.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+from data_utils.curation.command_line import finish, positive, run, stage_parser
+from data_utils.curation.documents import file_shards
+from data_utils.curation.download import download
+from data_utils.curation.tasks import Stage, sha256
+from data_utils.curation.urls import BLACKLIST
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = stage_parser(__doc__)
+    parser.add_argument("--max-bytes", type=positive, default=10_000_000, metavar="N",
+                        help="of a page; a larger one is dropped (default: %(default)s)")
+    parser.add_argument("--page-seconds", type=float, default=30.0, metavar="S",
+                        help="from the first connection to the last byte of a page (default: %(default)s)")
+    parser.add_argument("--extract-seconds", type=float, default=10.0, metavar="S",
+                        help="to find the text of a page (default: %(default)s)")
+    parser.add_argument("--threads", type=positive, default=64, metavar="N",
+                        help="pages fetched at once (default: %(default)s)")
+    parser.add_argument("--per-host", type=positive, default=4, metavar="N",
+                        help="of them from one host (default: %(default)s)")
+    args = parser.parse_args(argv)
+    for flag, value in (("--page-seconds", args.page_seconds), ("--extract-seconds", args.extract_seconds)):
+        if not 0 < value < 86400:
+            raise ValueError(f"{flag} {value:g} is not a number of seconds between 0 and a day")
+    names = ("max_bytes", "page_seconds", "extract_seconds")
+    stage = Stage("download_urls", download,
+                  {"blacklist": sha256(BLACKLIST), **{name: getattr(args, name) for name in names}},
+                  {"threads": args.threads, "per_host": args.per_host, "processes": args.workers},
+                  libraries=("tldextract", "trafilatura", "lxml"))
+    args.workers = 1  # a shard at a time has processes of its own
+    run(args, stage, file_shards([args.input]))
+
+
+cli = partial(finish, main)
+
+if __name__ == "__main__":
+    cli()

@@ -1,0 +1,37 @@
+"""Put all documents in one file of JSON lines:
+
+    python tools/openwebtext/merge_jsons.py --data_path FOLDER --output_file OUTPUT/corpus.jsonl
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+from data_utils.command_line import Parser
+from data_utils.curation.command_line import add_common, finish, run
+from data_utils.curation.documents import Shard, find_files, stem
+from data_utils.curation.splitting import merge
+from data_utils.curation.tasks import Stage
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = Parser(description=__doc__)
+    parser.add_argument("--data_path", "--data-path", required=True, metavar="INPUT", help="a file, a folder or a glob")
+    parser.add_argument("--output_file", "--output-file", required=True, type=Path, metavar="FILE",
+                        help="to write")
+    add_common(parser)
+    args = parser.parse_args(argv)
+    args.output = args.output_file.parent
+    files = find_files([args.data_path])
+    if args.output_file in files:
+        raise ValueError(f"--output_file {args.output_file} is one of the files to merge: name it elsewhere")
+    stage = Stage("merge_jsons", merge, {"name": args.output_file.name}, text_key=args.text_key)
+    run(args, stage, [Shard(stem(args.output_file), tuple(files))], alone=False)
+
+
+cli = partial(finish, main)
+
+if __name__ == "__main__":
+    cli()

@@ -1,0 +1,36 @@
+"""Remove near-duplicates: of every group the documents that have an earlier one in it:
+
+    python tools/openwebtext/remove_group_duplicates.py GROUPS INPUT OUTPUT
+
+GROUPS is the file groups.jsonl that group_duplicate_url.py made of this INPUT.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+from data_utils.command_line import Parser
+from data_utils.curation.command_line import add_common, finish, run
+from data_utils.curation.near_duplicates import read_table, remove
+from data_utils.curation.tasks import Stage, sha256
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = Parser(description=__doc__)
+    parser.add_argument("groups", metavar="GROUPS", type=Path)
+    parser.add_argument("input", metavar="INPUT", help="the documents that were searched for duplicates")
+    parser.add_argument("output", metavar="OUTPUT", type=Path, help="the folder to write")
+    add_common(parser)
+    args = parser.parse_args(argv)
+    read_table(args.groups)
+    stage = Stage("remove_group_duplicates", remove, {"groups": sha256(args.groups)}, {"path": args.groups},
+                  text_key=args.text_key)
+    run(args, stage)
+
+
+cli = partial(finish, main)
+
+if __name__ == "__main__":
+    cli()

@@ -1,0 +1,44 @@
+"""The JSON file that scores are kept in: what they are of, and how they were computed."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from data_utils.file_lock import replace_text
+from megatron.gpt2.device import PRECISIONS
+from megatron.gpt2.programs.inference import Opened
+
+
+def check_output(path: str | None) -> None:
+    """FileNotFoundError where --output cannot be written: before the work, not after it."""
+    if path is not None and not Path(path).absolute().parent.is_dir():
+        raise FileNotFoundError(f"--output {path}: its folder does not exist")
+
+
+def record(opened: Opened, micro_batch_size: int) -> dict[str, Any]:
+    """What every score of this model depends on."""
+    checkpoint, tokenizer, layout = opened.checkpoint, opened.tokenizer, opened.layout
+    return {"checkpoint": str(checkpoint.path), "iteration": checkpoint.iteration,
+            "manifest_sha256": checkpoint.digest,  # the manifest has the sha256 of every file
+            "tokenizer": tokenizer.kind, "tokenizer_fingerprint": tokenizer.fingerprint,
+            "vocab_size": tokenizer.vocab_size, "precision": PRECISIONS[opened.dtype], "device": opened.device.type,
+            "model_parallel_size": layout.model_parallel_size, "data_parallel_size": layout.data_parallel_size,
+            "micro_batch_size": micro_batch_size, "torch": torch.__version__}
+
+
+def write_record(path: str, value: dict[str, Any]) -> None:
+    """Whole or not at all; a figure beyond all floats, which JSON does not have, as null."""
+    replace_text(Path(path), json.dumps(_finite(value), indent=1, allow_nan=False) + "\n")
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

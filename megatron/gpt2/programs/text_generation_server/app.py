@@ -1,0 +1,231 @@
+"""The server's addresses: `/v1/completions`, `/v1/models`, `/health`, and the page at `/`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+import traceback
+import uuid
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import anyio
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from data_utils import Tokenizer
+from megatron.gpt2.programs.text_generation_server.answer import Choice, joined
+from megatron.gpt2.programs.text_generation_server.asked import Asked, Limits, Refused, read_request
+from megatron.gpt2.programs.text_generation_server.batching import Batcher, Job
+from megatron.gpt2.text.generation import Piece
+
+PAGE = Path(__file__).with_name("page.html")
+# The page brings all it needs, and asks nobody else.
+PAGE_POLICY = ("default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; "
+               "img-src data:")
+LAST_WORDS = 1.0  # seconds for the error that ends an answer: its client may have stopped reading
+
+
+def json_response(content: dict[str, Any], status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    """In ASCII, for a client's own words, which an error repeats, need not be text."""
+    return Response(json.dumps(content, allow_nan=False), status, headers, "application/json")
+
+
+def error_response(error: Refused) -> Response:
+    # What took too long once would again: OpenAI's client is told not to repeat it.
+    headers = {"Retry-After": "1"} if error.status == 503 else {"x-should-retry": "false"}
+    return json_response(error.json(), error.status, headers)
+
+
+@dataclass
+class Service:
+    """What the addresses share. All of it is used by the thread of the event loop alone.
+
+    model: its name. context: the tokens that it reads. texts: those that may be asked for at once, written or waiting.
+    seconds: for a request, from its last byte to the answer's, and for its body. log: takes a line for each request.
+    """
+
+    model: str
+    tokenizer: Tokenizer
+    context: int
+    batcher: Batcher
+    limits: Limits
+    texts: int
+    seconds: float
+    log: Callable[[str], None]
+    started: int = field(default_factory=lambda: int(time.time()))
+    admitted: int = 0  # texts that are written or wait
+
+    def app(self) -> Starlette:
+        return Starlette(
+            routes=[Route("/", self.page), Route("/health", self.health), Route("/v1/models", self.models),
+                    Route("/v1/completions", self.completions, methods=["POST"])],
+            exception_handlers={Refused: _refuse, HTTPException: _refuse_http, Exception: _fail})
+
+    async def page(self, request: Request) -> Response:
+        return Response(PAGE.read_bytes(), media_type="text/html", headers={"Content-Security-Policy": PAGE_POLICY})
+
+    async def health(self, request: Request) -> Response:
+        return json_response({"status": "ok", "texts": self.admitted})
+
+    async def models(self, request: Request) -> Response:
+        return json_response({"object": "list", "data": [
+            {"id": self.model, "object": "model", "created": self.started, "owned_by": "local",
+             "max_model_len": self.context, "max_tokens": self.limits.max_tokens}]})
+
+    async def completions(self, request: Request) -> Response:
+        # A page of another site may send a form or plain text without asking, but not this.
+        if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+            raise Refused("send the header Content-Type: application/json", status=415)
+        body = await self._body(request)
+        asked = await run_in_threadpool(read_request, body, model=self.model, tokenizer=self.tokenizer,
+                                        context=self.context, limits=self.limits)
+        count = len(asked.prompts) * asked.n
+        if self.admitted + count > self.texts:
+            raise Refused(f"{self.admitted} texts are being written or wait, and {self.texts} may be: try again later",
+                          status=503)
+        return Completion(self, asked, f"{request.client.host if request.client else '?'} {request.url.path}")
+
+    async def _body(self, request: Request) -> bytes:
+        too_large = Refused(f"the body is larger than {self.limits.body_bytes} bytes", status=413)
+        if int(request.headers.get("content-length", 0)) > self.limits.body_bytes:
+            raise too_large
+        body = bytearray()
+        with anyio.move_on_after(self.seconds):
+            async for part in request.stream():
+                body += part
+                if len(body) > self.limits.body_bytes:
+                    raise too_large
+            return bytes(body)
+        raise Refused(f"the body took longer than {self.seconds:g} seconds", status=408)
+
+
+class Completion(Response):
+    """The answer to a request: all at once, or as it is written. A client that goes away ends its texts."""
+
+    def __init__(self, service: Service, asked: Asked, origin: str) -> None:
+        self.service, self.asked, self.origin = service, asked, origin
+        self.started = time.monotonic()
+        self.continuations = asked.continuations()
+        self.head = {"id": f"cmpl-{uuid.uuid4().hex}", "object": "text_completion", "created": int(time.time()),
+                     "model": service.model}
+        service.admitted += len(self.continuations)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        outcome, self._began = "the client went away", False
+        try:
+            with anyio.move_on_after(self.service.seconds) as deadline:
+                async with anyio.create_task_group() as group:
+                    group.start_soon(_leave_with_the_client, receive, group.cancel_scope)
+                    outcome = await self._answer(scope, receive, send)
+                    group.cancel_scope.cancel()
+            if deadline.cancelled_caught:
+                outcome = f"ended after {self.service.seconds:g} seconds"
+                with anyio.move_on_after(LAST_WORDS):
+                    await self._end(Refused(f"the answer took longer than {self.service.seconds:g} seconds: ask for "
+                                            "fewer tokens", status=504), scope, receive, send)
+        finally:
+            self.service.admitted -= len(self.continuations)
+            for c in self.continuations:
+                c.cancel()
+            seconds = time.monotonic() - self.started
+            self.service.log(f"{self.origin}: {sum(map(len, self.asked.prompts))} + "
+                             f"{sum(len(c.ids) for c in self.continuations)} tokens in {seconds:.2f} s, {outcome}")
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> str:
+        """Gives the outcome for the log."""
+        chunks: list[list[dict[str, Any]]] = [[] for _ in self.continuations]
+        usage = {"usage": None} if self.asked.include_usage else {}
+        try:
+            async for chunk in self._chunks():
+                if self.asked.stream:
+                    await self._event({**self.head, "choices": [chunk]} | usage, send)
+                else:
+                    chunks[chunk["index"]].append(chunk)
+        except Refused as error:
+            await self._end(error, scope, receive, send)
+            return str(error)
+        if self.asked.stream:
+            if self.asked.include_usage:
+                await self._event({**self.head, "choices": [], "usage": self._usage()}, send)
+            await self._write("[DONE]", send, more=False)
+        else:
+            await json_response({**self.head, "choices": list(map(joined, chunks)), "usage": self._usage()})(
+                scope, receive, send)
+        return "done"
+
+    async def _chunks(self) -> AsyncIterator[dict[str, Any]]:
+        """Choices in OpenAI's form, as they come. Refused where the server stops."""
+        loop = asyncio.get_running_loop()
+        events: asyncio.Queue[tuple[int, Piece | None, str]] = asyncio.Queue()
+
+        def deliver(*event: Any) -> None:
+            loop.call_soon_threadsafe(events.put_nowait, event)
+
+        self.service.batcher.submit(Job(self.continuations, deliver))
+        choices = [Choice(number, self.service.tokenizer, logprobs=self.asked.logprobs)
+                   for number in range(len(self.continuations))]
+        for number, choice in enumerate(choices):
+            if echoed := self.asked.echoed[number // self.asked.n]:
+                yield choice.echo(echoed)
+        running = len(choices)
+        while running:
+            number, piece, finish = await events.get()
+            if piece is None:
+                raise Refused("the server is stopping", status=503)
+            chunk = choices[number].add(piece, finish)
+            running -= bool(finish)
+            if finish or chunk["text"]:
+                yield chunk
+
+    def _usage(self) -> dict[str, int]:
+        read, written = sum(map(len, self.asked.prompts)), sum(len(c.ids) for c in self.continuations)
+        return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
+
+    async def _event(self, content: dict[str, Any], send: Send) -> None:
+        await self._write(json.dumps(content, allow_nan=False), send, more=True)
+
+    async def _write(self, data: str, send: Send, *, more: bool) -> None:
+        """A server-sent event; the first brings the headers."""
+        if not self._began:
+            self._began = True
+            await send({"type": "http.response.start", "status": 200, "headers": [
+                (b"content-type", b"text/event-stream"), (b"cache-control", b"no-store"),
+                (b"x-accel-buffering", b"no")]})  # the last is for nginx
+        await send({"type": "http.response.body", "body": f"data: {data}\n\n".encode(), "more_body": more})
+
+    async def _end(self, error: Refused, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._began:
+            await self._write(json.dumps(error.json()), send, more=False)
+        else:
+            await error_response(error)(scope, receive, send)
+
+
+async def _leave_with_the_client(receive: Receive, scope: anyio.CancelScope) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    scope.cancel()
+
+
+async def _refuse(request: Request, error: Exception) -> Response:
+    assert isinstance(error, Refused)
+    return error_response(error)
+
+
+async def _refuse_http(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    return error_response(Refused(f"{request.method} {request.url.path}: {error.detail}", status=error.status_code))
+
+
+async def _fail(request: Request, error: Exception) -> Response:
+    if not isinstance(error, ClientDisconnect):
+        traceback.print_exception(error)
+    return error_response(Refused("an error of the server's own; its log says more", status=500))

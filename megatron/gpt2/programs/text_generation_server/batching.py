@@ -1,0 +1,93 @@
+"""The requests of many clients, brought to the one thread that owns the generator."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+
+from megatron.gpt2.text.generation import Continuation, Generator, Piece
+
+
+@dataclass(frozen=True)
+class Job:
+    """The continuations of one request. deliver(number, piece, finish), called by the owner's thread: a piece of the
+    continuation of this number, and its `finish` with the last; deliver(0, None, "") where the writing is given up.
+    """
+
+    continuations: list[Continuation]
+    deliver: Callable[[int, Piece | None, str], None]
+
+    @property
+    def is_over(self) -> bool:
+        return all(c.finish for c in self.continuations)
+
+
+class Batcher:
+    """Writes what is submitted, in the order in which it came, as many texts at once as fit into a batch."""
+
+    def __init__(self, batch_size: int) -> None:
+        self._batch_size = batch_size
+        # Its `put` may interrupt its `get`, as a signal handler does.
+        self._incoming: SimpleQueue[Job | None] = SimpleQueue()
+        self._waiting: deque[Job] = deque()
+        self._stopping = False
+
+    def submit(self, job: Job) -> None:
+        """From any thread; no more continuations than a batch has."""
+        assert 0 < len(job.continuations) <= self._batch_size
+        if self._stopping:
+            job.deliver(0, None, "")
+        else:
+            self._incoming.put(job)
+
+    def stop(self) -> None:
+        """Let `run` return after the next token; from any thread or a signal handler."""
+        self._stopping = True
+        self._incoming.put(None)
+
+    def run(self, generator: Generator) -> None:
+        """Write until `stop`. However it ends, no job stays without an answer."""
+        batch: list[Job] = []
+        try:
+            while not self._stopping:
+                batch = self._next_batch()
+                self._write(generator, batch)
+        finally:
+            self._collect()
+            for job in (*batch, *self._waiting):
+                if not job.is_over:
+                    job.deliver(0, None, "")
+
+    def _write(self, generator: Generator, batch: list[Job]) -> None:
+        rows = [(job, number, c) for job in batch for number, c in enumerate(job.continuations)]
+        if not rows:
+            return
+        with contextlib.closing(generator.stream([c for _, _, c in rows])) as pieces:
+            for piece in pieces:
+                job, number, c = rows[piece.row]
+                job.deliver(number, piece, c.finish)
+                if self._stopping:
+                    return
+
+    def _next_batch(self) -> list[Job]:
+        """Waits for a job where there is none."""
+        if not self._waiting and (job := self._incoming.get()):
+            self._waiting.append(job)
+        self._collect()
+        batch: list[Job] = []
+        room = self._batch_size
+        while self._waiting and len(self._waiting[0].continuations) <= room:
+            job = self._waiting.popleft()
+            if not job.is_over:  # its client went away
+                batch.append(job)
+                room -= len(job.continuations)
+        return batch
+
+    def _collect(self) -> None:
+        with contextlib.suppress(Empty):
+            while True:
+                if job := self._incoming.get_nowait():
+                    self._waiting.append(job)

@@ -1,0 +1,92 @@
+"""Train a tokenizer: a byte-level BPE in GPT-2's format, a SentencePiece model, or the small BPE that data_utils ships.
+
+    python tools/train_tokenizer.py bpe --vocab-file encoder.json --merge-file vocab.bpe --train-data text.jsonl
+    python tools/train_tokenizer.py sentencepiece --model tokenizer.model --vocab-size 8192 --train-data text.jsonl
+    python tools/train_tokenizer.py builtin
+
+All are lossless: decoding gives back every text.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import data_utils
+from data_utils.builtin_corpus import builtin_documents
+from data_utils.command_line import end_with
+from data_utils.corpora import BUILTIN, check_exists, documents
+from data_utils.tokenization_gpt2 import BUILTIN_FILE, END_OF_TEXT
+
+
+def learn(texts: Iterable[str], count: int) -> Any:
+    """An HF tokenizer of at most `count` tokens, the 256 bytes first, by GPT-2's pattern and in its byte alphabet."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+    if count < 256:
+        raise ValueError(f"--vocab-size must be at least 257, 256 bytes and EOD, not {count + 1}")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.train_from_iterator(texts, trainers.BpeTrainer(
+        vocab_size=count, show_progress=sys.stderr.isatty(), initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
+    return tokenizer
+
+
+def train_bpe(vocab_file: Path, merge_file: Path, vocab_size: int, texts: Iterable[str]) -> None:
+    """Learn `vocab_size` - 1 tokens and write them with EOD as the last, and their merges, in GPT-2's two files."""
+    model = json.loads(learn(texts, vocab_size - 1).to_str())["model"]
+    vocabulary = {**model["vocab"], END_OF_TEXT: len(model["vocab"])}
+    merges = ["#version: 0.2", *(pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"])]
+    for path, text in ((vocab_file, json.dumps(vocabulary)), (merge_file, "\n".join(merges) + "\n")):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    print(f"{vocab_file}, {merge_file}: {len(vocabulary) - 1} tokens and EOD")
+
+
+def train_builtin(output: Path, vocab_size: int) -> None:
+    """Learn `vocab_size` - 1 tokens, the last id being EOD, and write them in the order learnt."""
+    tokenizer = learn(builtin_documents(), vocab_size - 1)
+    tokens = [tokenizer.id_to_token(index) for index in range(vocab_size - 1)]
+    lines = [json.dumps(tokens[first:first + 16])[1:-1] for first in range(0, len(tokens), 16)]
+    output.write_text("[" + ",\n ".join(lines) + "]\n", encoding="ascii")
+    print(f"{output}: {len(tokens)} tokens and EOD")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    kinds = parser.add_subparsers(dest="kind", required=True)
+    builtin = kinds.add_parser("builtin", help="the BPE that the project ships")
+    builtin.add_argument("--output", type=Path, default=Path(data_utils.__file__).with_name(BUILTIN_FILE))
+    builtin.add_argument("--vocab-size", type=int, default=4096)
+    bpe = kinds.add_parser("bpe", help="a byte-level BPE for --tokenizer-type GPT2BPETokenizer")
+    bpe.add_argument("--vocab-file", type=Path, required=True, help="the JSON file of tokens to write")
+    bpe.add_argument("--merge-file", type=Path, required=True, help="the file of merges to write")
+    bpe.add_argument("--vocab-size", type=int, default=32768)
+    model = kinds.add_parser("sentencepiece", help="a lossless SentencePiece BPE")
+    model.add_argument("--model", required=True, help="the file to write; one that exists is left as it is")
+    model.add_argument("--vocab-size", type=int, default=8192)
+    for made in (bpe, model):
+        made.add_argument("--train-data", nargs="*", default=[], metavar="FILE", help="default: the built-in corpus")
+        made.add_argument("--text-key", help="the JSON field that holds the text (default: text, else sentence)")
+    given = parser.parse_args(argv)
+    if given.kind == "builtin":
+        train_builtin(given.output, given.vocab_size)
+    elif given.kind == "bpe":
+        for path in given.train_data:
+            check_exists(path, "--train-data")
+        texts = (text for path in given.train_data or [BUILTIN] for text in documents(path, given.text_key, print))
+        train_bpe(given.vocab_file, given.merge_file, given.vocab_size, texts)
+    else:
+        data_utils.ensure_sentencepiece_model(given.model, train_data=given.train_data, text_key=given.text_key,
+                                              vocab_size=given.vocab_size, log=print)
+
+
+cli = partial(end_with, main)
+
+if __name__ == "__main__":
+    cli()

@@ -1,0 +1,165 @@
+"""What a person sees of a run, as text: tables, log lines in Megatron's form and the closing report.
+`megatron/gpt2/records/run_log.py` prints it and keeps the records.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+
+WIDTH = 100  # of the rules around tables and evaluations
+
+
+@dataclass(frozen=True)
+class IterationRecord:
+    """One logged iteration; means are over the iterations since the last log."""
+
+    iteration: int
+    consumed_samples: int
+    lm_loss: float              # nats per token, mean
+    learning_rate: float
+    loss_scale: float
+    grad_norm: float            # before clipping
+    ms_per_iteration: float     # mean
+    tokens_per_second: float    # of all ranks together
+    mfu: float | None           # fraction of the devices' peak; None where the peak is not known
+    memory_bytes: int | None = None  # this rank's peak, see `peak_memory`
+
+    def metrics(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+
+@dataclass(frozen=True)
+class EvaluationRecord:
+    """The loss of one split ("valid" or "test") at one iteration."""
+
+    iteration: int
+    split: str
+    lm_loss: float              # nats per token
+    bits_per_byte: float | None = None
+
+    @property
+    def ppl(self) -> float:
+        return perplexity(self.lm_loss)
+
+    def metrics(self) -> dict[str, Any]:
+        return {**dataclasses.asdict(self), "ppl": self.ppl}
+
+
+def perplexity(nats: float) -> float:
+    """exp of a mean loss in nats per token or word, inf where no float holds it."""
+    return math.exp(nats) if nats < 700 else math.inf  # exp overflows a float at 710
+
+
+def aligned(rows: Sequence[tuple[str, str]]) -> list[str]:
+    """`name   value` lines with the values under one another."""
+    width = max((len(name) for name, _ in rows), default=0)
+    return [f"  {name:<{width}}  {value}" for name, value in rows]
+
+
+def start_table(rows: Sequence[tuple[str, str]], flags: Sequence[tuple[str, str]]) -> str:
+    """The table at the start of a run: its facts, then every flag that differs from its default."""
+    lines = ["-" * WIDTH, *aligned(rows), "-" * WIDTH]
+    if flags:
+        lines += ["  flags that differ from their defaults:", *aligned(flags), "-" * WIDTH]
+    return "\n".join(lines)
+
+
+def iteration_line(record: IterationRecord, *, train_iters: int, seconds_to_go: float, skipped: int = 0) -> str:
+    """Megatron's line of one logged iteration; `skipped` counts steps since the last log that overflowed."""
+    parts = [
+        f"iteration {record.iteration:8d}/{train_iters:8d}",
+        f"elapsed time per iteration (ms): {record.ms_per_iteration:.1f}",
+        f"learning rate: {record.learning_rate:.3E}",
+        f"lm loss: {record.lm_loss:.6E}",
+        f"loss scale: {record.loss_scale:.1f}",
+        f"grad norm: {record.grad_norm:.3f}",
+        f"tokens/s: {record.tokens_per_second:,.0f}",
+    ]
+    if record.mfu is not None:
+        parts.append(f"MFU: {record.mfu:.1%}")
+    parts.append(f"time to go: {timedelta(seconds=round(seconds_to_go))}")
+    if skipped:
+        parts.append(f"number of skipped iterations: {skipped}")
+    return " | ".join(parts) + " |"
+
+
+def evaluation_line(record: EvaluationRecord, *, final: bool = False) -> str:
+    """Megatron's framed line of an evaluation; `final` is the one at the end of training."""
+    data = {"valid": "val"}.get(record.split, record.split)
+    where = f"the end of training for {data} data" if final else f"iteration {record.iteration}"
+    line = f"validation loss at {where} | LM loss: {record.lm_loss:.6E} | LM PPL: {record.ppl:.6E}"
+    if record.bits_per_byte is not None:
+        line += f" | bits per byte: {record.bits_per_byte:.4f}"
+    frame = "-" * len(line)
+    return f"{frame}\n{line}\n{frame}"
+
+
+def memory_line(device: torch.device, expected: int | None = None) -> str:
+    """This rank's memory in MB (2^20 bytes): the allocator's on a GPU, the process's resident set on a CPU; before it
+    the `expected` bytes at the peak."""
+    if device.type == "cuda":
+        sizes = {"allocated": torch.cuda.memory_allocated(device),
+                 "max allocated": torch.cuda.max_memory_allocated(device),
+                 "reserved": torch.cuda.memory_reserved(device)}
+    else:
+        sizes = resident_memory()
+    if expected is not None:
+        sizes = {"expected at the peak": expected, **sizes}
+    return " | ".join(["memory (MB)", *(f"{name}: {size / 2**20:,.1f}" for name, size in sizes.items())])
+
+
+def resident_memory() -> dict[str, int]:
+    """Bytes of the resident set, now and at its peak, as far as the system tells."""
+    status = Path("/proc/self/status")
+    if status.exists():
+        fields = dict(line.split(":", 1) for line in status.read_text().splitlines() if line.startswith("Vm"))
+        return {"resident": 1024 * int(fields["VmRSS"].split()[0]),
+                "peak resident": 1024 * int(fields["VmHWM"].split()[0])}
+    import resource  # not on Windows, hence here
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return {"peak resident": peak if sys.platform == "darwin" else 1024 * peak}  # macOS counts bytes
+
+
+def peak_memory(device: torch.device) -> int:
+    """Bytes that this rank has had at once so far: of the allocator on a GPU, of the resident set on a CPU."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else resident_memory()["peak resident"]
+
+
+UNIGRAM = "unigram entropy of the tokens"  # a baseline that any model should beat
+
+
+def closing_report(*, bits_per_byte: float | None, baselines: Mapping[str, float | None], sample: str,
+                   checkpoint: str | Path, plot: str, next_commands: Sequence[tuple[str, str]]) -> str:
+    """The end of a run: the model beside its baselines, a sample, where things are and what to run next.
+
+    `baselines` maps a description to bits per byte (None: not computed); `plot` is the path of the PNG or a
+    text curve, or empty; `next_commands` are (what it does, command).
+    """
+    def figure(value: float | None) -> str:
+        return "not computed" if value is None else f"{value:.3f}"
+
+    scores = [("this model", figure(bits_per_byte)), *((name, figure(value)) for name, value in baselines.items())]
+    lines = ["-" * WIDTH, "validation, bits per byte (less is better):", *aligned(scores)]
+    unigram = baselines.get(UNIGRAM)
+    if bits_per_byte is not None and unigram is not None and bits_per_byte >= unigram:
+        lines.append("  It knows no more than how often each token comes: give it more --train-iters or a higher --lr.")
+    lines += ["", "a sample of the model's text:", *("  " + line for line in sample.splitlines()), ""]
+    paths = [("checkpoint", str(checkpoint))]
+    if "\n" in plot:
+        lines += [*plot.splitlines(), ""]
+    elif plot:
+        paths.append(("loss curve", plot))
+    lines += [*aligned(paths), "", "next:"]
+    for what, command in next_commands:
+        lines += [f"  # {what}", f"  {command}"]
+    return "\n".join([*lines, "-" * WIDTH])

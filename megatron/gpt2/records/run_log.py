@@ -1,0 +1,139 @@
+"""What a run prints and what it leaves behind: metrics.jsonl, samples.jsonl, history.jsonl, the trackers' files, the
+loss curve and report.html.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from data_utils.file_lock import replace_text
+from data_utils.progress import progress_bar
+from megatron.gpt2.records.plots import loss_curve, read_records
+from megatron.gpt2.records.reporting import EvaluationRecord, IterationRecord
+from megatron.gpt2.records.run_report import HISTORY, METRICS, REPORT, SAMPLES, write_report
+from megatron.gpt2.records.trackers import Tracker
+
+REPORT_SHARE = 0.01  # of a run's time at most goes into its report
+
+
+class RunLog:
+    """Prints the lines of a run and keeps its records in the save folder.
+
+    Only the `active` rank writes; on the others every method does nothing. Numbers and samples beyond
+    `start_iteration` belong to steps that are about to be done again, and are dropped; all records of another run are
+    set aside where this one starts from 0. `trackers` get the numbers too, and are closed in the end.
+    """
+
+    def __init__(self, save_directory: str | Path, *, train_iters: int, start_iteration: int = 0,
+                 trackers: Sequence[Tracker] = (), active: bool = True) -> None:
+        self.active = active
+        self.directory = Path(save_directory)
+        self.metrics_path = self.directory / METRICS
+        self._iteration, self._trackers, self._next_report, self._closed = start_iteration, trackers, 0.0, not active
+        if not active:
+            return
+        self.directory.mkdir(parents=True, exist_ok=True)
+        for name in (METRICS, SAMPLES, HISTORY):
+            path = self.directory / name
+            if start_iteration == 0 and read_records(path):
+                set_aside(path)
+            elif name != HISTORY:  # what happened did happen
+                keep_records_until(path, start_iteration)
+        self._metrics = self.metrics_path.open("a", encoding="utf-8")
+        self.progress = progress_bar(total=train_iters, initial=start_iteration, unit="it", leave=False)
+
+    def say(self, text: str) -> None:
+        """Print a line, above the progress bar where there is one. Warnings, and why a run stopped, are kept."""
+        if not self.active:
+            return
+        self.progress.write(text, file=sys.stdout)
+        sys.stdout.flush()
+        if text.startswith(("WARNING", "stopped")):
+            self.note(text)
+
+    def step(self) -> None:
+        """One iteration is done: move the progress bar."""
+        self._iteration += 1
+        if self.active:
+            self.progress.update()
+
+    def record(self, record: IterationRecord | EvaluationRecord) -> None:
+        """Keep numbers in metrics.jsonl and the trackers."""
+        if not self.active:
+            return
+        metrics = {key: None if isinstance(value, float) and not math.isfinite(value) else value
+                   for key, value in record.metrics().items()}  # JSON has no NaN
+        self._metrics.write(json.dumps(metrics, allow_nan=False) + "\n")
+        self._metrics.flush()
+        prefix = f"{metrics.pop('split')}/" if "split" in metrics else ""
+        numbers = {prefix + key: value for key, value in metrics.items() if key != "iteration" and value is not None}
+        for tracker in self._trackers:
+            tracker.log(numbers, record.iteration)
+
+    def sample(self, text: str) -> None:
+        """Keep a text that the model wrote at this iteration."""
+        self._append(SAMPLES, {"iteration": self._iteration, "text": text})
+
+    def note(self, text: str) -> None:
+        """Keep what happened at this iteration: a start, a warning, the end."""
+        self._append(HISTORY, {"iteration": self._iteration,
+                               "time": datetime.now().astimezone().isoformat(timespec="seconds"), "text": text})
+
+    def _append(self, name: str, record: Mapping[str, Any]) -> None:
+        if self.active:
+            # A full disk has been said where it hurts: in the warning of a save that failed.
+            with contextlib.suppress(OSError), open(self.directory / name, "a", encoding="utf-8") as file:
+                file.write(json.dumps(record) + "\n")
+
+    def report(self) -> None:
+        """Write report.html, unless that would take more of the run's time than REPORT_SHARE."""
+        began = time.monotonic()
+        if not self.active or began < self._next_report:
+            return
+        self._write_report()
+        now = time.monotonic()
+        self._next_report = now + (now - began) / REPORT_SHARE
+
+    def _write_report(self) -> None:
+        try:
+            write_report(self.directory)
+        except OSError as error:
+            self.say(f"WARNING: {REPORT} is not written: {error.strerror}")
+
+    def close(self, title: str = "GPT-2") -> str:
+        """Close the files, write the report and draw the loss curve: its path, or without matplotlib the curve as text.
+
+        Nothing the second time, or where no two points make a curve.
+        """
+        if self._closed:
+            return ""
+        self._closed = True
+        self.progress.close()
+        for tracker in self._trackers:
+            tracker.close()
+        self._metrics.close()
+        self._write_report()
+        return loss_curve(self.metrics_path, self.directory / "loss.png", title)
+
+
+def set_aside(path: Path) -> Path:
+    """Rename what a run that continues nothing finds in its place; returns the new name."""
+    aside = next(name for n in itertools.count(1) if not (name := path.with_name(f"{path.name}.old-{n}")).exists())
+    os.replace(path, aside)
+    return aside
+
+
+def keep_records_until(path: Path, iteration: int) -> None:
+    """Drop the records beyond `iteration`."""
+    if records := read_records(path):
+        replace_text(path, "".join(json.dumps(record) + "\n" for record in records if record["iteration"] <= iteration))

@@ -1,0 +1,181 @@
+"""report.html: a run on one page that needs nothing but itself, made from the files of its save folder.
+
+`metrics.jsonl` gives the curves, `samples.jsonl` the texts, `history.jsonl` starts, warnings and ends, `config.json`
+settings and environment. What is missing leaves its part empty. All text is escaped, and the page's own policy lets no
+script run but the one that is named by its hash.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import math
+from collections.abc import Mapping, Sequence
+from datetime import datetime, timedelta
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from data_utils.file_lock import replace_text
+from megatron.gpt2.command_line.arguments import differing_flags
+from megatron.gpt2.command_line.flags import fields, flag
+from megatron.gpt2.config import Config
+from megatron.gpt2.records.plots import points, read_records
+from megatron.gpt2.records.report_style import SCRIPT, STYLE
+from megatron.gpt2.records.svg_chart import Curve, chart, number
+
+METRICS, SAMPLES, HISTORY, REPORT = "metrics.jsonl", "samples.jsonl", "history.jsonl", "report.html"
+MOST_SAMPLES, MOST_EVENTS = 40, 200  # on the page
+
+Records = list[dict[str, Any]]
+
+
+def write_report(folder: str | Path) -> Path:
+    """Make `folder`/report.html. Raises OSError where that cannot be written, and ValueError where config.json is none
+    of ours."""
+    path = Path(folder) / REPORT
+    replace_text(path, page(Path(folder)))
+    return path
+
+
+def page(folder: Path) -> str:
+    metrics, samples, history = (read_records(folder / name) for name in (METRICS, SAMPLES, HISTORY))
+    settings = json.loads((folder / "config.json").read_text(encoding="utf-8")) \
+        if (folder / "config.json").exists() else {}
+    config = Config.from_dict(settings.get("config", {}))
+    trained = [record for record in metrics if "split" not in record]
+    title = folder.resolve().name
+    policy = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
+    parts = [
+        f"<header><h1>{escape(title)}</h1>{status(history)}</header>",
+        figures(metrics, trained, settings, config),
+        f'<h2>Curves</h2><div class="charts">{"".join(charts(metrics))}</div>',
+        "<h2>Samples</h2>", sample_table(samples),
+        "<h2>Warnings, starts and ends</h2>", history_table(history),
+        "<h2>Settings</h2>", settings_tables(settings, config),
+        "<h2>Environment</h2>", environment_table(settings),
+    ]
+    return ('<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
+            '<meta name="viewport" content="width=device-width, initial-scale=1">'
+            '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; style-src \'unsafe-inline\'; '
+            f'script-src \'sha256-{policy}\'"><title>{escape(title)}</title><style>{STYLE}</style></head>\n<body>'
+            + "\n".join(parts) + f"\n<script>{SCRIPT}</script></body></html>\n")
+
+
+def status(history: Records) -> str:
+    last = f"{history[-1]['text']}" if history else "no start is on record"
+    return (f'<p class="status">{escape(last)}<br>this page was written on '
+            f'{datetime.now().astimezone():%Y-%m-%d at %H:%M:%S %Z}</p>')
+
+
+def figures(metrics: Records, trained: Records, settings: Mapping[str, Any], config: Config) -> str:
+    """The numbers that one looks for first."""
+    if not trained:
+        return _none("no iteration was logged yet")
+    last = trained[-1]
+    rows = [("iteration", f"{last['iteration']:,}",
+             f"of {settings['train_iters']:,}" if "train_iters" in settings else ""),
+            ("training loss", _or_dash(last.get("lm_loss")), "nats per token")]
+    evaluated = [r for r in metrics if r.get("split") == "valid" and r.get("lm_loss") is not None]
+    if evaluated:
+        best = min(evaluated, key=lambda record: record["lm_loss"])
+        bits = f", {best['bits_per_byte']:.3f} bits per byte" if best.get("bits_per_byte") else ""
+        rows.append(("lowest validation loss", _or_dash(best["lm_loss"]), f"at {best['iteration']:,}{bits}"))
+    rows.append(("tokens", _in_words(last["consumed_samples"] * config.data.seq_length), "read in training"))
+    seconds, before = 0.0, 0
+    for record in trained:
+        seconds += (record["iteration"] - before) * record["ms_per_iteration"] / 1000
+        before = record["iteration"]
+    rows.append(("training time", str(timedelta(seconds=round(seconds))), "without evaluations and saves"))
+    mfu = f"MFU {last['mfu']:.1%}" if last.get("mfu") else ""
+    rows.append(("tokens a second", f"{last['tokens_per_second']:,.0f}", mfu))
+    if last.get("memory_bytes"):
+        rows.append(("peak memory", f"{last['memory_bytes'] / 2**30:.2f} GiB", "of rank 0"))
+    return '<dl class="figures">' + "".join(
+        f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd><span>{escape(more)}</span></div>"
+        for name, value, more in rows) + "</dl>"
+
+
+def charts(metrics: Records) -> list[str]:
+    memory = [(x, y / 2**30) for x, y in points(metrics, "memory_bytes")]
+    small = {"width": 480, "height": 210}
+    loss = [Curve("training", "blue", points(metrics, "lm_loss")),
+            Curve("validation", "orange", points(metrics, "lm_loss", "valid"), dots=True)]
+    return [chart("loss, nats per token", loss, width=970, height=330),
+            chart("learning rate", [Curve("", "green", points(metrics, "learning_rate"))], **small, from_zero=True),
+            chart("gradient norm, before clipping", [Curve("", "green", points(metrics, "grad_norm"))], **small,
+                  from_zero=True),
+            chart("tokens a second, all ranks", [Curve("", "green", points(metrics, "tokens_per_second"))], **small,
+                  from_zero=True),
+            chart("peak memory of rank 0, GiB", [Curve("", "green", memory)], **small, from_zero=True)]
+
+
+def sample_table(samples: Records) -> str:
+    if not samples:
+        return _none("none yet: each evaluation writes one")
+    shown = spread(samples, MOST_SAMPLES)
+    rows = [_cell(f"{s['iteration']:,}", "number") + _cell(s["text"], "sample") for s in shown]
+    left_out = _none(f"{len(shown)} of {len(samples)}: all are in {SAMPLES}") if len(shown) < len(samples) else ""
+    return _none("what the model writes with nothing before it, by the same random numbers each time") + \
+        _scrolling(("iteration", "text"), rows) + left_out
+
+
+def history_table(history: Records) -> str:
+    if not history:
+        return _none("none is on record")
+    rows = [_cell(event.get("time", "")) + _cell(f"{event['iteration']:,}", "number")
+            + _cell(event["text"], "alarm" if str(event["text"]).startswith("WARNING") else "")
+            for event in history[-MOST_EVENTS:]]
+    return _scrolling(("time", "iteration", ""), rows)
+
+
+def settings_tables(settings: Mapping[str, Any], config: Config) -> str:
+    if "config" not in settings:
+        return _none("config.json is missing")
+    values = config.as_dict()
+    every = [(flag(key), values[section][name]) for key in fields() for section, name in [key.split(".")]]
+    return (_none("flags that differ from their defaults") + _pairs(differing_flags(config))
+            + f"<details><summary>all {len(every)} flags</summary>{_pairs(every)}</details>")
+
+
+def environment_table(settings: Mapping[str, Any]) -> str:
+    environment = settings.get("environment")
+    return _pairs(list(environment.items())) if environment else _none("not on record")
+
+
+def _none(text: str) -> str:
+    return f'<p class="none">{escape(text)}</p>'
+
+
+def _cell(text: Any, kind: str = "") -> str:
+    return f'<td class="{kind}">{escape(str(text))}</td>'
+
+
+def _pairs(rows: Sequence[tuple[str, Any]]) -> str:
+    return "<table>" + "".join(
+        f"<tr>{_cell(name)}{_cell(' '.join(map(str, value)) if isinstance(value, list | tuple) else value)}</tr>"
+        for name, value in rows) + "</table>"
+
+
+def _scrolling(head: Sequence[str], rows: Sequence[str]) -> str:
+    return ('<div class="scroll"><table><tr>' + "".join(f"<th>{name}</th>" for name in head) + "</tr>"
+            + "".join(f"<tr>{row}</tr>" for row in rows) + "</table></div>")
+
+
+def spread(records: Records, most: int) -> Records:
+    """At most `most` of them, evenly from the first to the last."""
+    if len(records) <= most:
+        return records
+    return [records[round(i * (len(records) - 1) / (most - 1))] for i in range(most)]
+
+
+def _or_dash(value: float | None) -> str:
+    return "–" if value is None or not math.isfinite(value) else number(value)
+
+
+def _in_words(count: int) -> str:
+    for size, name in ((10**12, "trillion"), (10**9, "billion"), (10**6, "million")):
+        if count >= size:
+            return f"{count / size:.3g} {name}"
+    return f"{count:,}"

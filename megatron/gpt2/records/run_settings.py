@@ -1,0 +1,52 @@
+"""`config.json` in the save folder of a run: written at every start, and read by `--config`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from data_utils.file_lock import replace_text
+from megatron.gpt2.config import SECTIONS, Config, require
+
+VERSION = 1
+FILE = "config.json"
+
+
+def write_settings(folder: Path, config: Config, facts: dict[str, Any], *, goes_on: bool) -> None:
+    """The configuration and `facts` about the run. `goes_on`: the run continues what is in `folder`, so that what it
+    started from stays as it was written there."""
+    sections = config.as_dict()
+    if goes_on:
+        try:
+            before = json.loads((folder / FILE).read_text(encoding="utf-8"))["config"]["checkpoint"]
+            sections["checkpoint"] |= {name: before[name] for name in ("load", "finetune")}
+        except (OSError, ValueError, KeyError, TypeError):
+            pass  # there is none, or it is damaged: nothing but --config reads it
+    replace_text(folder / FILE, json.dumps({"version": VERSION, "config": sections, **facts}, indent=2) + "\n")
+
+
+def read_settings(path: str) -> dict[str, Any]:
+    """The flags of the run that wrote this file, as "section.field" to value where that is not the default. One line
+    of ValueError or FileNotFoundError where it is no such file."""
+    try:
+        settings = json.loads(Path(path).read_text(encoding="utf-8"))
+        version, sections = settings.get("version", VERSION), settings["config"]
+        require(version == VERSION, f"--config {path} is of version {version}, and this program reads {VERSION}")
+        unknown = sections.keys() - SECTIONS.keys()
+        require(not unknown, f"unknown section {', '.join(sorted(unknown))} (written by a newer version?)")
+        config, default = Config.from_dict(sections).as_dict(), Config().as_dict()
+        batch = int(settings["global_batch_size"])
+    except OSError as error:
+        raise FileNotFoundError(f"--config {path}: {error.strerror}") from None
+    except (KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"--config {path} is not the {FILE} of a run: {error!r}") from None
+    except ValueError as error:
+        raise ValueError(str(error) if str(error).startswith("--config") else f"--config {path}: {error}") from None
+    values = {f"{section}.{name}": value for section, fields in config.items() for name, value in fields.items()
+              if value != default[section][name]}
+    values["train.global_batch_size"] = batch  # whatever the number of ranks is now
+    values.pop("model.vocab_size", None)  # the tokenizer's
+    if values.get("checkpoint.load") == config["checkpoint"]["save"]:
+        del values["checkpoint.load"]  # a run that begins where it saves, which another --save is not
+    return values

@@ -1,0 +1,298 @@
+"""Text from a trained model, one token at a time, for several prompts at once.
+
+The first rank of a model-parallel group leads: it draws the tokens, knows the prompts, and orders each computation. The
+others follow its orders, so that no rank can take another way. Legend: b continuations, s sequence, v vocabulary.
+"""
+
+from __future__ import annotations
+
+import collections.abc
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import mpu
+from data_utils import Tokenizer, load_tokenizer
+from megatron.gpt2.checkpoint.facts import check_facts
+from megatron.gpt2.checkpoint.folder import Checkpoint, find_checkpoint, load_model
+from megatron.gpt2.formats import refuse_foreign
+from megatron.gpt2.model.gpt2 import GPT2Model
+from megatron.gpt2.text.sampling import Sampler, Sampling
+from megatron.gpt2.text.text_stream import TextStream
+
+# What the leader orders: the end, whole contexts, one more token of each.
+_END, _CONTEXTS, _TOKENS = range(3)
+_NO_TOKEN = -1
+
+
+class Continuation:
+    """What follows `prompt` (nothing: a new document).
+
+    ids: the new tokens so far, without the end-of-document token. finish: why it ended: "end" (of the document),
+    "stop" (a stop string), "length" or "cancelled"; "" while it goes on.
+    """
+
+    def __init__(self, prompt: Sequence[int] | np.ndarray, sampling: Sampling) -> None:
+        self.prompt = [int(i) for i in prompt]
+        self.sampling = sampling
+        self.ids: list[int] = []
+        self.finish = ""
+
+    def cancel(self) -> None:
+        """End it before its next token; from any thread."""
+        self.finish = self.finish or "cancelled"
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What one token adds to the continuation `row`: `text` may be empty, or hold what was held back before.
+
+    probability: of the token by the model alone, before penalty, temperature, top-k and top-p. likeliest: so many
+    tokens as `Sampling.alternatives` says, each with this probability.
+    """
+
+    row: int
+    token: int
+    probability: float
+    text: str
+    likeliest: tuple[tuple[int, float], ...] = ()
+
+
+Pieces = collections.abc.Generator[Piece, None, None]
+
+
+class _Order(NamedTuple):
+    """kind; b; how many numbers a row has; capacity of the cache that is to be made, 0 for none."""
+
+    kind: int
+    b: int = 0
+    width: int = 0
+    capacity: int = 0
+
+
+class Generator:
+    """Continues prompts with `model`. The leader calls `stream`, and `close` in the end; the others call `follow`."""
+
+    def __init__(self, model: GPT2Model, tokenizer: Tokenizer, *, recompute: bool = False,
+                 orders: dist.ProcessGroup | None = None, log: Callable[[str], None] = lambda line: None) -> None:
+        """recompute: read the whole context for each token, without a key-value cache. orders: the group by which the
+        leader speaks (default: the model-parallel one). log: takes the notices."""
+        self.model, self.tokenizer, self.log = model, tokenizer, log
+        # The ranks of sequence parallelism split the sequence, which a single token does not allow.
+        self.recompute = recompute or model.sequence_parallel
+        self.leads = mpu.get_model_parallel_rank() == 0
+        self.limit = model.config.max_position_embeddings
+        self._device = next(model.parameters()).device
+        self._orders = orders if orders is not None else mpu.get_model_parallel_group()
+        self._cache: mpu.KeyValueCache | None = None
+        self._busy = False
+
+    def stream(self, continuations: Sequence[Continuation]) -> Pieces:
+        """Draw token after token of all continuations until each has its `finish`; closing the iterator ends it too.
+
+        A text does not depend on the others beside it, but for rounding. A context that is full goes on with its second
+        half, read anew, and a longer prompt with its end; `log` gets a notice.
+        """
+        assert self.leads and not self._busy, "one stream at a time, on the first rank"
+        self._busy = True
+        try:
+            with self._evaluation():
+                yield from self._stream(continuations)
+        finally:
+            self._busy, self._cache = False, None
+
+    def _stream(self, continuations: Sequence[Continuation]) -> Pieces:
+        contexts = [self._fitting(c.prompt) for c in continuations]
+        samplers = [Sampler(c.sampling, context, self.tokenizer.vocab_size, self._device)
+                    for c, context in zip(continuations, contexts, strict=True)]
+        texts = [TextStream(c.sampling.stop) for c in continuations]
+        longest = max(len(context) + c.sampling.max_new_tokens
+                      for c, context in zip(continuations, contexts, strict=True))
+        capacity = 0 if self.recompute else min(self.limit, longest)
+        logits, told = self._read(contexts, capacity), False
+        while True:
+            totals = logits.logsumexp(1)
+            for row, c in enumerate(continuations):
+                if not c.finish:
+                    token, probability = samplers[row].draw(logits[row], totals[row])
+                    contexts[row].append(token)
+                    yield Piece(row, token, probability, self._take(c, token, texts[row]),
+                                samplers[row].likeliest(logits[row]))
+                if c.finish:
+                    del contexts[row][1:]  # computed along with the others, as cheaply as possible
+            if all(c.finish for c in continuations):
+                return
+            full = [context for context in contexts if len(context) > self.limit]
+            for context in full:
+                if not told:
+                    self.log(f"notice: the context of {self.limit:,} tokens is full; the text goes on with its last "
+                             f"{self._half:,}, each time that it is")
+                told = True
+                del context[:-self._half]
+            if full or self.recompute:
+                logits = self._read(contexts, capacity)
+            else:
+                logits = self._command(_Order(_TOKENS, len(contexts), 2),
+                                       [[context[-1], len(context) - 1] for context in contexts])
+
+    def _fitting(self, prompt: list[int]) -> list[int]:
+        if len(prompt) > self.limit:
+            self.log(f"notice: of a prompt of {len(prompt):,} tokens the last {self.limit:,} are read, which is the "
+                     "context of the model")
+        return prompt[-self.limit:] or [self.tokenizer.eod]
+
+    @property
+    def _half(self) -> int:
+        return max(1, self.limit // 2)
+
+    def _take(self, c: Continuation, token: int, text: TextStream) -> str:
+        """Add the token to the continuation; returns the text that is certain with it."""
+        if token == self.tokenizer.eod:
+            c.finish = c.finish or "end"
+            return text.add(b"", last=True)
+        c.ids.append(token)
+        is_last = len(c.ids) == c.sampling.max_new_tokens
+        certain = text.add(self.tokenizer.pieces[token], last=is_last)
+        if text.stopped:
+            c.finish = c.finish or "stop"
+        elif is_last:
+            c.finish = c.finish or "length"
+        return certain
+
+    def _read(self, contexts: Sequence[Sequence[int]], capacity: int) -> Tensor:
+        width = max(map(len, contexts))
+        return self._command(_Order(_CONTEXTS, len(contexts), width, capacity),
+                             [[*context, *[_NO_TOKEN] * (width - len(context))] for context in contexts])
+
+    def _command(self, order: _Order, numbers: list[list[int]]) -> Tensor:
+        logits = self._obey(order, numbers)
+        assert logits is not None, "only the end has none"
+        return logits
+
+    def follow(self) -> None:
+        """Compute what the leader orders, until it closes."""
+        assert not self.leads
+        with self._evaluation():
+            while self._obey() is not None:
+                pass
+        self._cache = None
+
+    def close(self) -> None:
+        """Let the other ranks go."""
+        if self.leads:
+            self._obey(_Order(_END))
+
+    @torch.inference_mode()
+    def _obey(self, order: _Order | None = None, numbers: list[list[int]] | None = None) -> Tensor | None:
+        """Give an order, or take one; the logits [b, v] float32 after it, on every rank, without padding."""
+        order = _Order(*self._broadcast(torch.tensor(order or _Order(_END))).tolist())
+        if order.kind == _END:
+            return None
+        rows = torch.empty(order.b, order.width, dtype=torch.int64) if numbers is None else torch.tensor(numbers)
+        rows = self._broadcast(rows)
+        # A compiled layer would be compiled again for other lengths.
+        with torch.compiler.set_stance("force_eager") if self.model.is_compiled else contextlib.nullcontext():
+            logits = self._next_logits(order, rows)
+        return mpu.gather_from_model_parallel_region(logits)[:, :self.tokenizer.vocab_size].float()
+
+    def _next_logits(self, order: _Order, rows: Tensor) -> Tensor:
+        """rows on the host: tokens filled up with _NO_TOKEN, or a token and its place -> [b, v/p]."""
+        if order.kind == _TOKENS:
+            assert self._cache is not None
+            positions = self._cache.go_to(rows[:, 1].tolist())
+            return self.model.next_logits(rows[:, :1].to(self._device), torch.zeros_like(positions[:, 0]), positions,
+                                          self._cache)
+        last = (rows != _NO_TOKEN).sum(1) - 1
+        cache = None
+        if order.capacity:
+            config, p = self.model.config, mpu.get_model_parallel_world_size()
+            cache = self._cache = mpu.KeyValueCache(
+                config.num_layers, order.b, config.num_attention_heads // p, order.capacity,
+                config.hidden_size // config.num_attention_heads, dtype=next(self.model.parameters()).dtype,
+                device=self._device)
+            cache.go_to([0] * order.b)
+        elif self.model.sequence_parallel:  # the group must divide it; what is added comes after all that counts
+            rows = torch.nn.functional.pad(rows, (0, -order.width % mpu.get_model_parallel_world_size()))
+        return self.model.next_logits(rows.clamp(min=0).to(self._device), last.to(self._device), cache=cache)
+
+    def _broadcast(self, numbers: Tensor) -> Tensor:
+        """The leader's `numbers`, int64 on the host."""
+        if self._orders is None or self._orders.size() == 1:
+            return numbers
+        numbers = numbers if dist.get_backend(self._orders) == "gloo" else numbers.to(self._device)
+        dist.broadcast(numbers, mpu.get_model_parallel_src_rank(), group=self._orders)
+        return numbers.cpu()
+
+    @contextlib.contextmanager
+    def _evaluation(self) -> Iterator[None]:
+        was_training = self.model.training
+        self.model.eval()
+        try:
+            yield
+        finally:
+            self.model.train(was_training)
+
+
+def generate(model: GPT2Model, tokenizer: Tokenizer, continuations: Sequence[Continuation], *,
+             recompute: bool = False) -> None:
+    """Complete all continuations. Every rank of the model-parallel group calls it; the leader's are filled."""
+    generator = Generator(model, tokenizer, recompute=recompute)
+    if generator.leads:
+        for _ in generator.stream(continuations):
+            pass
+        generator.close()
+    else:
+        generator.follow()
+
+
+def patient_group() -> dist.ProcessGroup | None:
+    """A group of all ranks for orders that may be long in coming; None in a world of one.
+
+    Over gloo whatever the device: a rank that waits sleeps, and no watchdog ends it.
+    """
+    return dist.new_group(backend="gloo", timeout=timedelta(days=3650)) if dist.is_initialized() else None
+
+
+def load_for_inference(directory: str | Path, device: torch.device, dtype: torch.dtype, *,
+                       log: Callable[[str], None]) -> tuple[GPT2Model, Tokenizer, Checkpoint]:
+    """The model and tokenizer of the newest checkpoint in `directory`, for this rank's place in the default groups.
+
+    ValueError or FileNotFoundError, one line, where there is none or its tokenizer is another one.
+    """
+    refuse_foreign(directory, with_tokenizer=True)
+    checkpoint = find_checkpoint(directory, log=log)
+    if checkpoint is None:
+        raise FileNotFoundError(f"--load {directory}: holds no checkpoint; give the --save folder of a training run")
+    config = check_facts(checkpoint)
+    if checkpoint.facts.get("tokenizer") is None:
+        raise ValueError(f"{checkpoint.path} came without a tokenizer: convert it again with --vocab-file and "
+                         "--merge-file, or --tokenizer-model")
+    tokenizer = load_tokenizer(Path(directory) / "tokenizer")
+    if tokenizer.fingerprint != checkpoint.facts["tokenizer"]["fingerprint"]:
+        raise ValueError(f"{Path(directory) / 'tokenizer'}: is not the tokenizer that {checkpoint.path} was trained "
+                         "with; put that one back")
+    heads, ranks = config.num_attention_heads, mpu.get_model_parallel_world_size()
+    if heads % ranks:
+        raise ValueError(f"--load {directory}: {ranks} ranks cannot share its {heads} attention heads: give a number "
+                         "that divides them (--nproc-per-node; the scripts: MPSIZE)")
+    model = GPT2Model(config, device=device)
+    load_model(model.named_parameters(), mpu.partition_specs(model), checkpoint,
+               mp_rank=mpu.get_model_parallel_rank(), mp_size=ranks)
+    model = model.to(dtype).eval()
+    store_for_inference(model)
+    return model, tokenizer, checkpoint
+
+
+def store_for_inference(model: GPT2Model) -> None:
+    """In float32 on a CPU, store matrices by column: the same weights, which few rows are multiplied with faster."""
+    for parameter in model.parameters():
+        if parameter.dim() == 2 and parameter.device.type == "cpu" and parameter.dtype == torch.float32:
+            parameter.data = parameter.data.t().contiguous().t()

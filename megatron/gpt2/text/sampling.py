@@ -1,0 +1,105 @@
+"""How the next token is chosen from the logits. Legend: v vocabulary."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron.gpt2.config import require
+
+# Candidates that are sorted first for top-p: of a model's 50,000 tokens these nearly always hold p.
+_FIRST_CANDIDATES = 1024
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """What one continuation is drawn by. The order is that of the fields: penalty, temperature, top-k, top-p."""
+
+    repetition_penalty: float = 1.0  # of tokens that are there; above 1 they become less likely (arXiv:1909.05858)
+    temperature: float = 1.0  # 0 takes the likeliest token
+    top_k: int = 0  # the k likeliest; 0: all
+    top_p: float = 0.0  # the fewest tokens that hold p together; 0: all
+    max_new_tokens: int = 200
+    stop: tuple[str, ...] = ()  # texts before which a continuation ends
+    seed: int = 1234
+    alternatives: int = 0  # how many of the likeliest tokens are told beside each that is drawn
+
+    def __post_init__(self) -> None:
+        for flag, good, value, meant in (
+                ("--repetition-penalty", 0 < self.repetition_penalty < math.inf, self.repetition_penalty, "above 0"),
+                ("--temperature", self.temperature == 0 or 1e-5 <= self.temperature < math.inf, self.temperature,
+                 "0, or at least 0.00001"),
+                ("--top-k", self.top_k >= 0, self.top_k, "at least 0"),
+                ("--top-p", 0 <= self.top_p <= 1, self.top_p, "from 0 to 1"),
+                ("--max-new-tokens", self.max_new_tokens >= 1, self.max_new_tokens, "at least 1"),
+                ("--seed", -2**63 <= self.seed < 2**63, self.seed, "below 2^63")):
+            require(good, f"{flag} must be {meant}, not {value}")
+        require(all(self.stop), "--stop must not be empty")
+
+    @property
+    def is_full(self) -> bool:
+        """Whether every token can be drawn, however unlikely."""
+        return self.temperature > 0 and self.top_k == 0 and self.top_p in (0, 1)
+
+
+class Sampler:
+    """Draws the tokens of one continuation; the draws depend on the logits, the seed and what was drawn before."""
+
+    def __init__(self, sampling: Sampling, context: Sequence[int], vocab_size: int, device: torch.device) -> None:
+        self.sampling = sampling
+        self._noise = torch.Generator().manual_seed(sampling.seed)
+        self._seen: Tensor | None = None
+        if sampling.repetition_penalty != 1:
+            self._seen = torch.zeros(vocab_size, dtype=torch.bool, device=device)
+            self._seen[torch.tensor(context, dtype=torch.int64, device=device)] = True
+
+    def draw(self, logits: Tensor, total: Tensor) -> tuple[int, float]:
+        """logits [v] float32, total: their logsumexp -> a token, and its probability by the model alone."""
+        filtered = filter_logits(logits, self.sampling, self._seen)
+        if self.sampling.temperature > 0:
+            # The largest of ln p - ln E, with exponential E, is a draw from p. A sum over p, the other way, would let
+            # rounding change more draws, and with it the number of ranks.
+            noise = torch.empty(logits.shape).exponential_(generator=self._noise)
+            filtered = filtered - noise.log_().to(logits.device)
+        token = filtered.argmax()
+        if self._seen is not None:
+            self._seen[token] = True
+        chosen, log_probability = torch.stack([token.double(), (logits[token] - total).double()]).tolist()
+        return int(chosen), math.exp(log_probability)
+
+    def likeliest(self, logits: Tensor) -> tuple[tuple[int, float], ...]:
+        """logits [v] float32 -> the `alternatives` likeliest tokens, with their probabilities by the model alone."""
+        if not self.sampling.alternatives:
+            return ()
+        values, tokens = (logits - logits.logsumexp(0)).topk(min(self.sampling.alternatives, logits.numel()))
+        return tuple(zip(tokens.tolist(), values.double().exp().tolist(), strict=True))
+
+
+def filter_logits(logits: Tensor, sampling: Sampling, seen: Tensor | None = None) -> Tensor:
+    """logits [v] float32, seen [v] bool -> logits of the distribution to draw from; -inf for what is left out."""
+    penalty = sampling.repetition_penalty
+    if seen is not None and penalty != 1:
+        logits = torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
+    if sampling.temperature == 0:
+        return logits
+    logits = (logits - logits.max()) / sampling.temperature
+    if 0 < sampling.top_k < logits.numel():
+        logits = logits.masked_fill(logits < logits.topk(sampling.top_k).values[-1], -torch.inf)
+    return logits.masked_fill(logits < _least_of_nucleus(logits, sampling.top_p), -torch.inf) \
+        if 0 < sampling.top_p < 1 else logits
+
+
+def _least_of_nucleus(logits: Tensor, p: float) -> Tensor:
+    """The logit of the last token, by falling probability, before which the others hold less than p."""
+    total = logits.logsumexp(0)
+    for count in (min(_FIRST_CANDIDATES, logits.numel()), logits.numel()):
+        largest = logits.topk(count).values
+        probabilities = (largest - total).exp()
+        before = probabilities.cumsum(0) - probabilities
+        if before[-1] >= p:
+            break
+    return largest[before < p][-1]

@@ -1,0 +1,110 @@
+"""What a model thinks of given ids: their cost, and whether they are what it would have said.
+
+Every rank calls `score` with the same windows and gets every score. Legend: b windows in a batch, s positions,
+t targets, v padded vocabulary, p model-parallel size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import mpu
+from data_utils.progress import progress_bar
+from megatron.gpt2.model.gpt2 import GPT2Model
+
+ROWS = 1024  # of logits at a time: 200 MB in float32
+
+
+@dataclass(frozen=True)
+class Window:
+    """`ids` [n], of which the last `targets`, fewer than n, are scored; those before them are their context."""
+
+    ids: np.ndarray
+    targets: int
+
+    def __post_init__(self) -> None:
+        assert 0 < self.targets < len(self.ids)
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Of each window: `nats` [w] float64, -Σ ln p(target); `greedy` [w] bool, every target is the arg-max."""
+
+    nats: np.ndarray
+    greedy: np.ndarray
+
+    @property
+    def total(self) -> float:
+        return math.fsum(self.nats)
+
+
+def windows_over(ids: np.ndarray, length: int, stride: int) -> list[Window]:
+    """Windows of up to `length` + 1 ids in which every id but the first is a target once.
+
+    stride: targets of each window after the first, at most `length`; each has at least `length` - `stride` ids before
+    it there (Megatron's --overlapping-eval).
+    """
+    shared = length - stride
+    parts = ((start, ids[start:start + length + 1]) for start in range(0, max(len(ids) - 1 - shared, 1), stride))
+    return [Window(part, len(part) - 1 - (shared if start else 0)) for start, part in parts if len(part) > 1]
+
+
+@torch.no_grad()
+def score(model: GPT2Model, windows: Sequence[Window], *, batch_size: int) -> Scores:
+    """Each data-parallel rank computes every so-manieth batch. The batches, and the order in which anything is added
+    up, do not depend on how many ranks there are, and neither does any score."""
+    device = next(model.parameters()).device
+    order = sorted(range(len(windows)), key=lambda i: -len(windows[i].ids))  # little padding; the largest comes first
+    own = range(mpu.get_data_parallel_rank() * batch_size, len(order),
+                mpu.get_data_parallel_world_size() * batch_size)
+    scores = torch.zeros(2, len(windows), dtype=torch.float64, device=device)
+    was_training = model.training
+    model.eval()
+    first = not dist.is_initialized() or dist.get_rank() == 0
+    for start in progress_bar(own, seen=first, desc="scoring", unit="batch", leave=False):
+        batch = order[start:start + batch_size]
+        text = np.zeros((len(batch), len(windows[batch[0]].ids)), dtype=np.int64)
+        for row, i in enumerate(batch):
+            text[row, :len(windows[i].ids)] = windows[i].ids  # padding comes after all that counts
+        counts = [windows[i].targets for i in batch]
+        # Of each target [t]: its row, and the place of the token that it follows.
+        rows = torch.tensor(np.repeat(range(len(batch)), counts), device=device)
+        places = torch.tensor(np.concatenate([
+            np.arange(len(windows[i].ids) - windows[i].targets, len(windows[i].ids)) for i in batch]) - 1,
+            device=device)
+        tokens = torch.from_numpy(text).to(device)
+        nats, hits = _against(model, model.hidden_states(tokens[:, :-1])[places, rows], tokens[rows, places + 1])
+        scores[0, batch] = torch.stack([part.sum() for part in nats.split(counts)])
+        scores[1, batch] = torch.stack([part.all() for part in hits.split(counts)]).double()
+    model.train(was_training)
+    if (group := mpu.get_data_parallel_group()) is not None and group.size() > 1:
+        dist.all_reduce(scores, group=group)  # of each window all ranks but one have 0
+    nats, greedy = scores.cpu().numpy()
+    return Scores(nats, greedy == 1)
+
+
+def _against(model: GPT2Model, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """hidden [t, h], targets [t] -> -ln p(target), float64 [t], and whether it is the arg-max, bool [t]."""
+    nats, hits = [], []
+    for x, target in zip(hidden.split(ROWS), targets.split(ROWS), strict=True):
+        logits = model.logits(x).float()
+        nats.append(mpu.vocab_parallel_cross_entropy(logits, target, vocab_size=model.vocab_size).double())
+        hits.append(likeliest(logits, model.vocab_size) == target)
+    return torch.cat(nats), torch.cat(hits)
+
+
+def likeliest(logits: Tensor, vocab_size: int) -> Tensor:
+    """logits [t, v/p], this rank's columns -> the ids of the greatest, int64 [t]; of equal ones the lowest."""
+    first = mpu.get_model_parallel_rank() * logits.size(1)
+    inside = torch.arange(first, first + logits.size(1), device=logits.device) < vocab_size
+    best, where = logits.masked_fill(~inside, -torch.inf).max(dim=1, keepdim=True)  # [t, 1]
+    best = mpu.gather_from_model_parallel_region(best)  # [t, p]
+    where = mpu.gather_from_model_parallel_region(where + first)
+    return where.gather(1, best.argmax(dim=1, keepdim=True)).squeeze(1)

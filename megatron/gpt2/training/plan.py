@@ -1,0 +1,187 @@
+"""What a run is to be, found out by each rank alone: the flags, the checkpoint's own shape, device and precision, the
+tokenizer, and the text as tokens. Tokenising can take hours, so it must not happen inside a collective's timeout.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from data_utils import (
+    Splits,
+    Tokenizer,
+    build_splits,
+    build_tokenizer,
+    default_tokenizer_kind,
+    ensure_sentencepiece_model,
+    load_tokenizer,
+)
+from data_utils.named_corpora import find_corpora
+from megatron.gpt2 import device as devices
+from megatron.gpt2.checkpoint.facts import check_facts
+from megatron.gpt2.checkpoint.folder import Checkpoint, find_checkpoint
+from megatron.gpt2.command_line.arguments import Arguments, merge_checkpoint
+from megatron.gpt2.config import Config, DataConfig
+from megatron.gpt2.formats import refuse_foreign
+from megatron.gpt2.launch.ranks import Ranks
+from megatron.gpt2.records.reporting import resident_memory
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What every rank knows before the ranks meet."""
+
+    arguments: Arguments
+    config: Config
+    ranks: Ranks
+    device: torch.device
+    dtype: torch.dtype
+    backend: str
+    tokenizer: Tokenizer
+    splits: Splits
+    source: str | None  # the folder to load from, None to start from random weights
+    train_iters: int
+    global_batch_size: int
+    start: dict[str, Any]  # the facts of the checkpoint that is to be continued; empty at iteration 0
+    keeps_freed: bool = False  # memory that is freed stays with the process: `devices.set_allocator`
+    resident: int = field(default_factory=lambda: resident_memory().get("resident", 0))  # bytes, before any model
+
+    @property
+    def is_finished(self) -> bool:
+        return self.start.get("iteration", 0) >= self.train_iters
+
+
+def plan_run(arguments: Arguments, ranks: Ranks, say: Say) -> Plan:
+    """Everything up to the tokenised data, without a process group. Raises ValueError or OSError for bad input."""
+    arguments, checkpoint, source = _source(arguments, say)
+    if checkpoint is not None:
+        check_facts(checkpoint)
+        arguments = merge_checkpoint(arguments, checkpoint.facts["config"], checkpoint.facts["train_iters"])
+    for note in arguments.notes:
+        say(note)
+    config = arguments.config
+    device, why_device = devices.choose_device(config.train.device, ranks)
+    if config.train.compile:
+        devices.require_compiler(device)
+    dtype, why_dtype = devices.choose_precision(config.train.precision, device)
+    backend, why_backend = devices.choose_backend(config.parallel.distributed_backend, device)
+    allocator = devices.set_allocator(device)
+    reasons = [why_device, why_dtype, allocator]
+    for reason in reasons + ([why_backend] if ranks.world_size > 1 else []):
+        if reason:
+            say(reason)
+    global_batch_size = config.train.micro_batch_size * config.data_parallel_size(ranks.world_size)
+    global_batch_size *= config.accumulation(config.data_parallel_size(ranks.world_size))
+
+    data = _with_files(config.data)
+    tokenizer = _tokenizer(dataclasses.replace(config, data=data), arguments, checkpoint, source, say)
+    if config.model.vocab_size not in (None, tokenizer.vocab_size):
+        raise ValueError(f"--vocab-size {config.model.vocab_size} is not the {tokenizer.vocab_size} of the tokenizer "
+                         f"{tokenizer.kind}: leave the flag out")
+    evaluates = config.train.eval_iters > 0
+    splits = build_splits(
+        train_data=data.train_data, valid_data=data.valid_data, test_data=data.test_data, data_path=data.data_path,
+        valid_data_path=data.valid_data_path, test_data_path=data.test_data_path, data_order=data.data_order,
+        split=data.split, text_key=data.text_key, max_bad_fraction=data.max_bad_fraction, tokenizer=tokenizer,
+        seq_length=data.seq_length, cache_path=data.data_cache_path, need_valid=evaluates, need_test=evaluates,
+        log=print)
+    start = checkpoint.facts if checkpoint is not None and not config.checkpoint.finetune else {}
+    train_iters = config.train.iterations(
+        global_batch_size=global_batch_size, seq_length=data.seq_length, samples_per_epoch=len(splits.train),
+        iteration=start.get("iteration", 0), consumed_samples=start.get("consumed_samples", 0))
+    config = dataclasses.replace(
+        config, model=dataclasses.replace(config.model, vocab_size=tokenizer.vocab_size),
+        data=dataclasses.replace(config.data, tokenizer_type=tokenizer.kind))
+    if start.get("iteration", 0) >= train_iters and source is not None:
+        # Before a run is called finished, every byte of what it left is checked.
+        checkpoint = find_checkpoint(source, log=say, verify=not config.checkpoint.no_verify)
+        assert checkpoint is not None
+        start = checkpoint.facts
+    if start.get("data_fingerprint", splits.fingerprint) != splits.fingerprint:
+        say("WARNING: the training data or --split are not those of the checkpoint: the run goes on with the new data, "
+            "in which part of what was held out may have been seen")
+    if start.get("global_batch_size", global_batch_size) != global_batch_size:
+        say(f"WARNING: a step takes {global_batch_size} samples here and took {start['global_batch_size']} in the "
+            f"checkpoint: --global-batch-size {start['global_batch_size']} (with a --micro-batch-size that divides it) "
+            "goes on as before")
+    return Plan(arguments, config, ranks, device, dtype, backend, tokenizer, splits, source, train_iters,
+                global_batch_size, dict(start), keeps_freed=bool(allocator))
+
+
+def _with_files(data: DataConfig) -> DataConfig:
+    """With the files of named corpora in the place of the names."""
+    (train, valid, test), text_key = find_corpora({
+        "--train-data": data.train_data, "--valid-data": data.valid_data, "--test-data": data.test_data}, data.text_key)
+    return dataclasses.replace(data, train_data=train, valid_data=valid, test_data=test, text_key=text_key)
+
+
+def _source(arguments: Arguments, say: Say) -> tuple[Arguments, Checkpoint | None, str | None]:
+    """The checkpoint that the run starts from, opened without reading its tensors, and its folder."""
+    where = arguments.checkpoint
+    assert where.save is not None
+    if where.load is not None:
+        heads = "model.num_attention_heads"
+        refuse_foreign(where.load, num_attention_heads=arguments.values[heads] if heads in arguments.given else None)
+    checkpoint = find_checkpoint(where.load or where.save, log=_silent, verify=False)
+    if where.load is not None and where.load != where.save:
+        # The same command once more, after a first part that saved: it goes on from there.
+        begun = find_checkpoint(where.save, log=_silent, verify=False)
+        if begun is not None and (where.finetune or checkpoint is None or begun.iteration > checkpoint.iteration):
+            say(f"--save {where.save} holds iteration {begun.iteration} of this run already, which is continued; "
+                f"another --save starts from {where.load} again")
+            values = {**arguments.values, "checkpoint.finetune": False, "checkpoint.load": where.save}
+            return dataclasses.replace(arguments, values=values), begun, where.save
+    if checkpoint is not None:
+        return arguments, checkpoint, where.load or where.save
+    if where.load is not None:
+        if where.finetune or where.exit_on_missing_checkpoint or where.load != where.save:
+            raise ValueError(f"--load {where.load} holds no checkpoint: give the --save folder of another run, or "
+                             "leave it out to start from random weights")
+        say(f"WARNING: --load {where.load} holds no checkpoint: the run starts from random weights")
+    return arguments, None, None
+
+
+def _silent(line: str) -> None:
+    """The same warnings come once more when the checkpoint is loaded."""
+
+
+def _tokenizer(config: Config, arguments: Arguments, checkpoint: Checkpoint | None, source: str | None,
+               say: Say) -> Tokenizer:
+    data = config.data
+    files_given = any(f"data.{name}" in arguments.given for name in ("vocab_file", "merge_file", "tokenizer_model"))
+    known = checkpoint.facts.get("tokenizer") if checkpoint is not None else None
+    if checkpoint is not None and known is None and not files_given and "data.tokenizer_type" not in arguments.given:
+        raise ValueError(f"{checkpoint.path} came without a tokenizer: give --vocab-file and --merge-file, "
+                         "--tokenizer-model, or --tokenizer-type of one that needs no files, of its "
+                         f"{checkpoint.facts['vocab_size']:,} tokens")
+    if known is not None and not files_given:
+        assert source is not None
+        tokenizer = load_tokenizer(Path(source) / "tokenizer")
+    else:
+        kind = data.tokenizer_type
+        if kind is None:
+            kind = default_tokenizer_kind()
+            if kind == "bytes":
+                say("tokenizer: bytes, since tiktoken is not installed (pip install tiktoken)")
+        model_file = data.tokenizer_model
+        if kind == "SentencePieceTokenizer":
+            model_file = model_file or f"{config.checkpoint.save}/sentencepiece.model"
+            ensure_sentencepiece_model(model_file, train_data=data.train_data, text_key=data.text_key,
+                                       max_bad_fraction=data.max_bad_fraction,
+                                       vocab_size=data.tokenizer_vocab_size, log=print)
+        tokenizer = build_tokenizer(kind, vocab_file=data.vocab_file, merge_file=data.merge_file,
+                                    cache_dir=data.cache_dir, model_file=model_file)
+    if checkpoint is not None and known is None and tokenizer.vocab_size != checkpoint.facts["vocab_size"]:
+        raise ValueError(f"{checkpoint.path} has {checkpoint.facts['vocab_size']:,} tokens and the tokenizer "
+                         f"{tokenizer.vocab_size:,}: give the files that it was trained with")
+    if checkpoint is not None and known is not None and tokenizer.fingerprint != known["fingerprint"]:
+        raise ValueError(f"the tokenizer's files are not those of {checkpoint.path}: leave --vocab-file, --merge-file "
+                         "and --tokenizer-model out to take the checkpoint's own")
+    return tokenizer

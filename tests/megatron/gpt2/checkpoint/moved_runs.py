@@ -1,0 +1,89 @@
+"""Layouts, and small runs that are saved under one and continued under another, for tests and benchmarks/layouts.py."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron.gpt2.training.run import Run
+from tests.megatron.gpt2.training.training_runs import finish, start, steps
+
+BEFORE, AFTER = 5, 5  # steps
+# The bytes tokenizer's 257 ids are padded to 258 and 516 rows: of 4 ranks two hold padding alone.
+FLAGS = ["--hidden-size", "48", "--make-vocab-size-divisible-by", "129", "--ddp-bucket-size", "10000",
+         "--global-batch-size", "8", "--micro-batch-size", "2"]
+
+
+class Layout(NamedTuple):
+    model_parallel: int
+    data_parallel: int
+    sharded: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.model_parallel}x{self.data_parallel}{'_sharded' if self.sharded else ''}"
+
+    @property
+    def world_size(self) -> int:
+        return self.model_parallel * self.data_parallel
+
+    @property
+    def flags(self) -> list[str]:
+        return ["--model-parallel-size", str(self.model_parallel), *["--use-distributed-optimizer"] * self.sharded]
+
+
+LAYOUTS = [Layout(mp, dp, sharded) for mp in (1, 2, 4) for dp in (1, 2) for sharded in (False, True)]
+
+
+class Seen(NamedTuple):
+    """Of one rank: the losses of its last steps, what came before, and the tokens that it would train on next."""
+
+    losses: list[float]
+    consumed_samples: int
+    tokens: Tensor  # [micro-batches, samples of each, s + 1]
+
+
+def begin(rank: int, world_size: int, folder: str, layouts: Sequence[Layout]) -> list[Seen]:
+    """Under each layout of this world: some steps, a checkpoint in `folder`/<layout>, and the steps after it."""
+    seen = []
+    for layout in layouts:
+        run = start(rank, world_size, folder, [*FLAGS, *layout.flags, "--save", f"{folder}/{layout}"])
+        steps(run, BEFORE)
+        assert run.save() is not None
+        seen.append(go_on(run, layout))
+    return seen
+
+
+def move(rank: int, world_size: int, folder: str, moves: Sequence[tuple[Layout, Layout]], *more: str) -> list[Seen]:
+    """For each (source, target of this world): the steps after the source's checkpoint."""
+    seen = []
+    for source, target in moves:
+        run = start(rank, world_size, folder, [*FLAGS, *target.flags, "--load", f"{folder}/{source}",
+                                               "--save", f"{folder}/{source}-{target}", *more])
+        seen.append(go_on(run, target))
+    return seen
+
+
+def go_on(run: Run, layout: Layout) -> Seen:
+    parallel = run.parallel
+    assert (parallel.model_parallel_size, parallel.data_parallel_size) == layout[:2]
+    assert run.flat.is_sharded == (layout.sharded and layout.data_parallel > 1)
+    assert run.iteration == BEFORE
+    consumed = run.consumed_samples
+    losses = steps(run, AFTER)["loss"]
+    tokens = next(run.loader)
+    finish(run)
+    return Seen(losses, consumed, tokens.view(run.micro_batches, -1, tokens.size(1)))
+
+
+def global_batch(seen: Sequence[Seen], layout: Layout) -> Tensor:
+    """What all ranks would train on next, in the order of the global samples, [samples, s + 1]."""
+    return torch.stack([of_rank.tokens for of_rank in seen[::layout.model_parallel]], dim=1).flatten(0, 2)
+
+
+def difference(moved: Sequence[Any], unmoved: Sequence[Any]) -> float:
+    """The greatest difference of a loss, over all ranks."""
+    assert len({len(of_rank.losses) for of_rank in (*moved, *unmoved)}) == 1
+    return max(abs(a - b) for of_rank in moved for a, b in zip(of_rank.losses, unmoved[0].losses, strict=True))

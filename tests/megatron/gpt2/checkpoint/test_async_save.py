@@ -1,0 +1,265 @@
+"""--async-save: what is saved is what was there when the save began, and every way out of a run waits for it."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import kills
+from megatron.gpt2.checkpoint import folder as checkpointing
+from megatron.gpt2.checkpoint import saver
+from megatron.gpt2.checkpoint.files import write_tensors
+from megatron.gpt2.checkpoint.folder import Checkpoint, find_checkpoint, write_checkpoint
+from megatron.gpt2.checkpoint.saver import Saver
+from megatron.gpt2.programs import pretrain_gpt2
+from megatron.gpt2.training import training
+from megatron.gpt2.training.run import Run
+from tests.distributed import run_ranks
+from tests.megatron.gpt2.checkpoint.test_folder import assert_holds, full_state, rank_files
+from tests.megatron.gpt2.training.training_runs import SMALL, finish, start, state, steps, write_text
+
+ASYNC = ["--async-save", "--attention-dropout", "0.1", "--hidden-dropout", "0.1", "--lr-decay-style", "cosine"]
+
+
+def straight_and_resumed(rank: int, world_size: int, folder: str, flags: list[str]) -> dict[str, Any]:
+    """8 steps, and 4 of which a thread saves while 2 others run, then the last 4 from what it saved."""
+    results: dict[str, Any] = {}
+    run = start(rank, world_size, folder, ["--save", f"{folder}/straight", *flags])
+    results["straight"] = steps(run, 8)["loss"], state(run)
+    finish(run)
+    run = start(rank, world_size, folder, ["--save", f"{folder}/resumed", *flags])
+    seen = steps(run, 4)["loss"]
+    assert run.save() is None and run.saver.saved_iteration is None, "not committed yet, as far as anyone knows"
+    steps(run, 2)
+    assert run.saver.finish() is not None and run.saver.saved_iteration == 4
+    finish(run)
+    run = start(rank, world_size, folder, ["--save", f"{folder}/resumed", *flags])
+    assert run.iteration == 4
+    results["resumed"] = seen + steps(run, 4)["loss"], state(run)
+    finish(run)
+    return results
+
+
+@pytest.mark.parametrize(("model_parallel", "data_parallel", "flags"), [
+    (1, 1, ["--precision", "bf16"]), (2, 2, ["--use-distributed-optimizer", "--precision", "bf16"])])
+def test_resume_is_bit_identical(tmp_path: Path, model_parallel: int, data_parallel: int, flags: list[str]):
+    write_text(tmp_path)
+    flags = [*ASYNC, *flags, "--model-parallel-size", str(model_parallel), "--global-batch-size", "8",
+             "--micro-batch-size", "2"]
+    for results in run_ranks(straight_and_resumed, model_parallel * data_parallel, str(tmp_path), flags):
+        (straight, tensors), (resumed, others) = results["straight"], results["resumed"]
+        assert resumed == straight and straight[-1] < straight[0]
+        assert others.keys() == tensors.keys()
+        for name, tensor in tensors.items():
+            assert torch.equal(others[name], tensor), name
+
+
+# --------------------------------------------------------------------------------------------------------- failures
+
+
+def no_room(rank: int, world_size: int, folder: str) -> tuple[bool, bool, int | None, int]:
+    """A save that fails on rank 1 alone, then one that does not."""
+    run = start(rank, world_size, folder, ["--async-save", "--use-distributed-optimizer"])
+    steps(run, 1)
+    run.save()
+    assert run.saver.finish() is not None
+    steps(run, 1)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+    run.save()
+    steps(run, 1)  # goes on while the thread fails
+    failed = run.saver.finish() is None
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    after_failure = run.saver.saved_iteration
+    checkpoint = find_checkpoint(f"{folder}/save", log=print)
+    intact = checkpoint is not None and checkpoint.iteration == 1
+    torch.distributed.barrier()
+    steps(run, 1)
+    run.save()
+    run.saver.finish()
+    finish(run)
+    return failed, intact, after_failure, run.saver.saved_iteration or 0
+
+
+def test_a_failure_of_one_rank_is_one_of_all_and_training_goes_on(tmp_path: Path):
+    write_text(tmp_path)
+    assert run_ranks(no_room, 2, str(tmp_path)) == [(True, True, 1, 4)] * 2
+
+
+def saving(folder: Path, said: list[str], **options: Any) -> Saver:
+    """As of rank 0 in a world of one, unless `options` say otherwise."""
+    write = functools.partial(write_checkpoint, folder, **{"rank": 0, "world_size": 1, "timeout_s": 60.0, **options})
+    return Saver(write, attempt="a", asynchronous=True, local_world_size=1, greatest=int, say=said.append)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=96k", "tmpfs", str(folder)], capture_output=True,
+                      check=False).returncode:
+        pytest.skip("a tmpfs cannot be mounted here")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_full_disk(small_disk: Path):
+    said: list[str] = []
+    s = saving(small_disk, said)
+    files = rank_files(full_state(1), 0, 1)
+    s.save(1, files, {"consumed_samples": 1})
+    s.finish()
+    assert s.saved_iteration == 1
+    (small_disk / "other.bin").write_bytes(b"x" * (shutil.disk_usage(small_disk).free - 8192))
+    s.save(2, files, {})
+    assert s.finish() is None and s.saved_iteration == 1
+    line = said[-1]
+    assert line.startswith("WARNING: no checkpoint at iteration 2: ") and "\n" not in line
+    assert re.search(r"safetensors: cannot write its [\d,]+ bytes: No space left on device .* earlier check", line)
+    checkpoint = find_checkpoint(small_disk, log=pytest.fail)
+    assert checkpoint is not None and checkpoint.iteration == 1
+    assert_holds(checkpoint, 1)
+    assert not list(small_disk.glob("*.tmp*"))
+    s.close()
+
+
+def test_what_changes_after_the_save_began_is_not_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    go = threading.Event()
+
+    def slow(*arguments: Any) -> dict[str, Any]:
+        assert go.wait(10)
+        return write_tensors(*arguments)
+
+    monkeypatch.setattr(checkpointing, "write_tensors", slow)
+    s, held = saving(tmp_path, []), full_state(1)
+    for iteration in (1, 2):
+        for (kind, name), tensor in full_state(iteration).items():
+            held[kind, name].copy_(tensor)
+        start = time.perf_counter()
+        assert s.save(iteration, rank_files(held, 0, 1), {"consumed_samples": iteration}) is None
+        if iteration == 1:
+            assert time.perf_counter() - start < 5 and s._copy._room is not None
+            room = s._copy._room.data_ptr()
+        for tensor in held.values():
+            tensor.fill_(7)
+        go.set()
+    assert s.finish() is not None
+    assert s._copy._room.data_ptr() == room, "made once"
+    s.close()
+    for iteration in (1, 2):
+        assert_holds(Checkpoint(tmp_path / f"iter_000000{iteration}"), iteration)
+
+
+def test_too_little_memory_is_said_and_the_save_made_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(saver, "available_memory", lambda: 1000)
+    said: list[str] = []
+    s = saving(tmp_path, said)
+    for iteration in (1, 2):
+        assert s.save(iteration, rank_files(full_state(1), 0, 1), {}) == tmp_path / f"iter_000000{iteration}"
+    assert s.saved_iteration == 2
+    warnings = [line for line in said if "WARNING" in line]
+    assert len(warnings) == 1 and "--async-save is left out" in warnings[0] and "bytes of host memory" in warnings[0]
+    s.close()
+    monkeypatch.undo()
+    assert 0 < saver.available_memory() < 1 << 50
+
+
+# ------------------------------------------------------------------------------------------------------ the ways out
+
+
+def test_a_rank_that_is_gone_is_not_waited_for_on_the_way_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(checkpointing, "_GRACE", 0.2)
+    said: list[str] = []
+    s = saving(tmp_path, said, world_size=2)
+    s.save(1, rank_files(full_state(1), 0, 2), {})
+    start = time.monotonic()
+    s.close()
+    assert time.monotonic() - start < 5
+    assert "nothing came from rank 1" in said[-1] and not list(tmp_path.glob("iter_*"))
+
+
+@pytest.fixture
+def flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Of a command line whose files take a moment to write."""
+
+    def slow(*arguments: Any) -> dict[str, Any]:
+        time.sleep(0.2)
+        return write_tensors(*arguments)
+
+    monkeypatch.setattr(checkpointing, "write_tensors", slow)
+    write_text(tmp_path)
+    return [*SMALL, "--train-data", f"{tmp_path}/text.txt", "--data-cache-path", f"{tmp_path}/cache", "--save",
+            f"{tmp_path}/save", "--async-save", "--save-interval", "2", "--train-iters", "3", "--keep-last", "2"]
+
+
+@pytest.mark.parametrize(("more", "committed"), [([], [2, 3]), (["--exit-interval", "1"], [1]),
+                                                 (["--exit-interval", "2"], [2])])
+def test_the_end_of_a_run_waits(flags: list[str], tmp_path: Path, more: list[str], committed: list[int]):
+    assert pretrain_gpt2.main([*flags, *more]) == 0
+    assert sorted(path.name for path in (tmp_path / "save").glob("iter_*")) == [f"iter_000000{i}" for i in committed]
+    checkpoint = find_checkpoint(tmp_path / "save", log=pytest.fail)
+    assert checkpoint is not None and checkpoint.iteration == committed[-1]
+
+
+def test_sigterm_waits(flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    step = training.train_step
+
+    def stopped(run: Run) -> None:
+        step(run)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(training, "train_step", stopped)
+    assert pretrain_gpt2.main(flags) == 0
+    checkpoint = find_checkpoint(tmp_path / "save", log=pytest.fail)
+    assert checkpoint is not None and checkpoint.iteration == 1
+
+
+@pytest.mark.parametrize("error", [FloatingPointError("no gradient"), RuntimeError("a peer is gone")])
+def test_an_error_waits(flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception):
+    step = training.train_step
+
+    def failing(run: Run) -> None:
+        if run.iteration == 2:
+            raise error
+        step(run)
+
+    monkeypatch.setattr(training, "train_step", failing)
+    if isinstance(error, FloatingPointError):
+        assert pretrain_gpt2.main(flags) == 1
+    else:
+        with pytest.raises(RuntimeError, match="a peer is gone"):
+            pretrain_gpt2.main(flags)
+    checkpoint = find_checkpoint(tmp_path / "save", log=pytest.fail)
+    assert checkpoint is not None and checkpoint.iteration == 2
+
+
+def test_a_last_save_that_fails_is_exit_code_1(flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                               capsys: pytest.CaptureFixture[str]):
+    def full(folder: Path, file: str, *rest: Any) -> dict[str, Any]:
+        raise OSError(f"{folder / file}: cannot write")
+
+    monkeypatch.setattr(checkpointing, "write_tensors", full)
+    assert pretrain_gpt2.main(flags) == 1
+    assert "WARNING: no checkpoint at iteration 2: " in capsys.readouterr().out
+
+
+def test_kill_9_around_saves(tmp_path: Path):
+    """Half of the 12 writers save from a thread; benchmarks/kills.py does the same 200 times."""
+    assert kills.main(["--kills", "12", "--folder", str(tmp_path), "--output", str(tmp_path)]) == 0
+    result = json.loads((tmp_path / "kills.json").read_text())
+    assert result["last_committed_loads"] == 12 and result["newest_iteration"] >= 6 and result["inside_of_a_save"] > 0

@@ -1,0 +1,272 @@
+"""A damaged checkpoint is refused by name, or another one is loaded loudly, or the damage carries nothing: never is a
+wrong value loaded in silence. Also garbage trackers."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import mpu
+from data_utils.tokenization_gpt2 import END_OF_TEXT, byte_alphabet
+from megatron.gpt2.checkpoint.folder import TRACKER, Checkpoint, find_checkpoint
+from megatron.gpt2.text.generation import load_for_inference
+from tests.distributed import run_ranks
+from tests.megatron.gpt2.training.training_runs import finish, start, steps, write_text
+
+OLDER, NEWER = 1, 3  # a flipped bit in the tracker makes one of the other
+FOLDERS = {iteration: f"iter_{iteration:07d}" for iteration in (OLDER, NEWER)}
+Files = dict[str, bytes]  # by path in the --save folder
+
+
+def train(rank: int, world_size: int, folder: str) -> None:
+    run = start(rank, world_size, folder, [
+        "--num-layers", "1", "--hidden-size", "16", "--num-attention-heads", "2", "--max-position-embeddings", "8",
+        "--seq-length", "8", "--model-parallel-size", "2", "--use-distributed-optimizer", "--ddp-bucket-size", "2000",
+        "--tokenizer-type", "GPT2BPETokenizer", "--vocab-file", f"{folder}/vocab.json", "--merge-file",
+        f"{folder}/merges.txt"])
+    for count in (OLDER, NEWER - OLDER):
+        steps(run, count)
+        assert run.save() is not None
+    finish(run)
+
+
+@pytest.fixture(scope="module")
+def save(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The --save folder of a run of 2 x 2 ranks with a sharded optimizer that saved twice."""
+    folder = tmp_path_factory.mktemp("damage")
+    write_text(folder, 300)
+    (folder / "vocab.json").write_text(json.dumps({token: number for number, token in enumerate(
+        [*byte_alphabet(), "th", "the", END_OF_TEXT])}, ensure_ascii=False))
+    (folder / "merges.txt").write_text("#version: 0.2\nt h\nth e\n")
+    run_ranks(train, 4, str(folder))
+    (folder / "save" / "lock").unlink(missing_ok=True)  # nothing of a checkpoint, nor are the records
+    for record in ("metrics.jsonl", "samples.jsonl", "history.jsonl", "report.html", "loss.png"):
+        (folder / "save" / record).unlink(missing_ok=True)
+    return folder / "save"
+
+
+def read_files(folder: Path) -> Files:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+class Loader:
+    """Loads what is in a folder as generation does, and every tensor besides, and compares it with what was saved."""
+
+    def __init__(self, folder: Path) -> None:
+        mpu.initialize_model_parallel(1)
+        self.folder, self.present = folder, read_files(folder)
+        self.true = {}
+        for iteration, name in FOLDERS.items():
+            opened = Checkpoint(folder / name)
+            self.true[iteration] = opened.facts, {name: opened.read(name) for name in opened.names()}
+        self.fingerprint = load_for_inference(folder, torch.device("cpu"), torch.float32, log=print)[1].fingerprint
+
+    def put(self, files: Files) -> None:
+        """Make the folder hold `files` and nothing else."""
+        for path in self.present.keys() - files.keys():
+            (self.folder / path).unlink()
+            with contextlib.suppress(OSError):
+                os.removedirs((self.folder / path).parent)  # those that are empty now
+        for path, data in files.items():
+            if self.present.get(path) != data:
+                (self.folder / path).parent.mkdir(parents=True, exist_ok=True)
+                (self.folder / path).write_bytes(data)
+        self.present = files
+
+    def load(self) -> tuple[int | None, list[str]]:
+        """Iteration, or None where it is refused, and what was said. AssertionError where a value is wrong."""
+        said: list[str] = []
+        try:
+            model, tokenizer, checkpoint = load_for_inference(self.folder, torch.device("cpu"), torch.float32,
+                                                              log=said.append)
+        except (ValueError, FileNotFoundError) as error:
+            return None, one_line_each([*said, str(error)])
+        facts, tensors = self.true[checkpoint.iteration]
+        assert checkpoint.facts == facts
+        assert set(checkpoint.names()) == set(tensors)
+        for name, tensor in tensors.items():
+            assert same_bits(checkpoint.read(name), tensor), name
+        assert tokenizer.fingerprint == self.fingerprint and tokenizer.decode(tokenizer.encode("the hen")) == "the hen"
+        specs = mpu.partition_specs(model)
+        for name, parameter in model.named_parameters():
+            assert same_bits(parameter, specs[name].split(tensors[f"model.{name}"], 0, 1)), name
+        return checkpoint.iteration, one_line_each(said)
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    return a.dtype == b.dtype and torch.equal(a.detach().reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
+
+
+def one_line_each(said: list[str]) -> list[str]:
+    assert not any("\n" in line for line in said), said
+    return said
+
+
+# ------------------------------------------------------------------------------------------------------------ damage
+
+
+def flip(files: Files, path: str, bit: int) -> Files:
+    data = bytearray(files[path])
+    data[bit // 8] ^= 1 << bit % 8
+    return files | {path: bytes(data)}
+
+
+def swap(files: Files, a: str, b: str) -> Files:
+    """Exchange two files, or all that is in two folders."""
+    def other(path: str) -> str:
+        for old, new in ((a, b), (b, a)):
+            if path == old or path.startswith(f"{old}/"):
+                return new + path[len(old):]
+        return path
+
+    return {other(path): data for path, data in files.items()}
+
+
+def delete(files: Files, path: str) -> Files:
+    return {other: data for other, data in files.items() if other != path and not other.startswith(f"{path}/")}
+
+
+def damages(files: Files, chance: random.Random) -> Iterator[tuple[str, Files]]:
+    """1,000 of them: what was done, and what is there afterwards."""
+    folders = sorted({str(parent) for path in files for parent in Path(path).parents} - {"."})
+    done = 0
+    for path, data in files.items():
+        bits = range(8 * len(data)) if path == TRACKER else [chance.randrange(8 * len(data)) for _ in range(14)]
+        for bit in bits:
+            yield f"flip {path} {bit}", flip(files, path, bit)
+        lengths = {0, len(data) - 1, chance.randrange(len(data)), chance.randrange(len(data))}
+        for length in sorted(lengths):
+            yield f"cut {path} {length}", files | {path: data[:length]}
+        yield f"grow {path}", files | {path: data + b"\0"}
+        done += len(bits) + len(lengths) + 1
+    for path in [*files, *folders]:
+        yield f"delete {path}", delete(files, path)
+    pairs = [(f"{folder}/mp_rank_00", f"{folder}/mp_rank_01") for folder in FOLDERS.values()]
+    pairs += [(FOLDERS[OLDER], FOLDERS[NEWER])]
+    in_both = [path for path in files if path.startswith(FOLDERS[OLDER])]
+    pairs += [(path, path.replace(FOLDERS[OLDER], FOLDERS[NEWER])) for path in in_both]
+    pairs += [(path, path.replace("mp_rank_00", "mp_rank_01")) for path in files if "mp_rank_00" in path]
+    done += len(files) + len(folders) + len(pairs)
+    while done < 1000:
+        a, b = chance.sample(sorted(files), 2)
+        if files[a] != files[b]:
+            pairs.append((a, b))
+            done += 1
+    for a, b in pairs:
+        yield f"swap {a} {b}", swap(files, a, b)
+
+
+def test_no_damage_is_silent(save: Path) -> None:
+    files, chance, loader = read_files(save), random.Random(0), Loader(save)
+    assert len(files) > 40 and max(map(len, files.values())) < 30_000
+    assert {str(Path(path).parent) for path in files} > {".", "tokenizer", *FOLDERS.values()}
+    assert loader.load() == (NEWER, [])
+    outcomes: dict[str, list[str]] = {name: [] for name in ("refused", "fell back", "same values", "SILENT")}
+    for what, damaged in damages(files, chance):
+        victims = {path for path in files.keys() | damaged.keys() if files.get(path) != damaged.get(path)}
+        asked = OLDER if any(path.startswith(FOLDERS[OLDER]) for path in victims) else NEWER
+        if TRACKER not in victims:
+            damaged = damaged | {TRACKER: f"{asked}\n".encode()}
+        if chance.random() < 0.3:  # nothing to fall back to
+            damaged = {path: data for path, data in damaged.items()
+                       if path.startswith(FOLDERS[asked]) or not path.startswith("iter_")}
+        loader.put(damaged)
+        try:
+            iteration, said = loader.load()
+        except AssertionError as error:
+            outcomes["SILENT"].append(f"{what}: {error}")
+            continue
+        if asked == OLDER and iteration == OLDER:
+            said = [line for line in said if "is newer than iteration" not in line]
+        if iteration == asked and not said:
+            outcomes["same values"].append(what)
+        elif not any(named(path, line, save) for path in victims for line in said):
+            outcomes["SILENT"].append(f"{what}: {said}")
+        else:
+            outcomes["refused" if iteration is None else "fell back"].append(what)
+    loader.put(files)
+    assert outcomes["SILENT"] == []
+    counts = {name: len(found) for name, found in outcomes.items()}
+    assert sum(counts.values()) == 1000 and counts["refused"] > 200 and counts["fell back"] > 400, counts
+    # config.json is for people: a load takes the shape from the manifest. The rest is white space and the like.
+    carries_nothing = [what for what in outcomes["same values"] if "config.json" not in what]
+    assert len(carries_nothing) < 20 and all(TRACKER in what or "tokenizer/" in what for what in carries_nothing)
+
+
+def named(path: str, line: str, folder: Path) -> bool:
+    """Whether a message names the file, or a folder that it lies in."""
+    parents = [str(folder / parent) for parent in Path(path).parents if str(parent) != "."]
+    return any(name in line for name in [path, *parents])
+
+
+# ---------------------------------------------------------------------------------------------------------- trackers
+
+
+GARBAGE = {
+    "empty": b"", "newline": b"\n", "space": b" ", "word": b"abc", "release": b"release", "none": b"None",
+    "minus": b"-3", "plus": b"+3", "float": b"3.0", "exponent": b"3e0", "hexadecimal": b"0x3", "underscore": b"0_3",
+    "two lines": b"1\n3", "comma": b"1,3", "json": b"{}", "zeros": b"\0\0\0\0", "binary": b"\xff\xfe3\0",
+    "name": b"iter_0000003", "path": b"../iter_0000003", "digits of another script": "٣".encode(),
+    "fullwidth digit": "３".encode(), "byte order mark": "\ufeff3".encode(), "huge": b"9" * 70,
+    "a long file": b"9" * 5_000_000, "missing one": b"700"}
+
+
+def link_to(target: str) -> Callable[[Path], None]:
+    return lambda path: path.symlink_to(target)
+
+
+STRANGE: dict[str, Callable[[Path], None]] = {
+    "missing": lambda path: None, "a directory": Path.mkdir, "a pipe": os.mkfifo, "a loop": link_to(TRACKER),
+    "a dangling link": link_to("nowhere"), "a link to a folder": link_to(FOLDERS[OLDER]),
+    "an endless device": link_to("/dev/zero"), "an empty device": link_to("/dev/null")}
+
+
+@pytest.fixture
+def tracker(save: Path) -> Iterator[Path]:
+    path = save / TRACKER
+    text = path.read_bytes()
+    path.unlink()
+    yield path
+    if path.is_dir() and not path.is_symlink():
+        path.rmdir()
+    path.unlink(missing_ok=True)
+    path.write_bytes(text)
+
+
+@pytest.mark.parametrize("name", [*GARBAGE, *STRANGE])
+def test_garbage_trackers_end_at_the_newest_valid_one(save: Path, tracker: Path, name: str) -> None:
+    if name in GARBAGE:
+        tracker.write_bytes(GARBAGE[name])
+    else:
+        STRANGE[name](tracker)
+    said: list[str] = []
+    checkpoint = find_checkpoint(save, log=said.append)
+    assert checkpoint is not None and checkpoint.iteration == NEWER
+    assert len(said) == 2 and all(line.startswith("WARNING: ") and len(line) < 500 for line in said)
+    assert TRACKER in said[0] and f"{FOLDERS[NEWER]} is loaded, the newest valid checkpoint" in said[1]
+
+
+@pytest.mark.skipif(os.getuid() == 0, reason="root may read everything")
+def test_an_unreadable_tracker(save: Path, tracker: Path) -> None:
+    tracker.touch(mode=0)
+    said: list[str] = []
+    checkpoint = find_checkpoint(save, log=said.append)
+    assert checkpoint is not None and checkpoint.iteration == NEWER
+    assert "cannot be read: Permission denied" in said[0]
+
+
+@pytest.mark.parametrize("text", [b"1", b"1\n", b"1\r\n", b"\n 1 \n", b"0000001"])
+def test_how_a_number_is_written_does_not_matter(save: Path, tracker: Path, text: bytes) -> None:
+    tracker.write_bytes(text)
+    said: list[str] = []
+    checkpoint = find_checkpoint(save, log=said.append)
+    assert checkpoint is not None and checkpoint.iteration == OLDER
+    assert len(said) == 1 and f"{FOLDERS[NEWER]} is newer than iteration 1" in said[0]

@@ -1,0 +1,58 @@
+"""Training goes on under another layout as if it had not moved. All pairs of layouts: benchmarks/layouts.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.distributed import run_ranks
+from tests.megatron.gpt2.checkpoint.moved_runs import AFTER, BEFORE, Layout, Seen, begin, difference, global_batch, move
+from tests.megatron.gpt2.training.training_runs import write_text
+
+ONE, TWO, FOUR = Layout(1, 1), Layout(2, 1), Layout(4, 1)
+TWO_SHARDED, SQUARE, SQUARE_SHARDED = Layout(1, 2, True), Layout(2, 2), Layout(2, 2, True)
+MOVES = [(ONE, FOUR), (ONE, SQUARE_SHARDED), (TWO, ONE), (TWO, TWO_SHARDED), (TWO_SHARDED, TWO), (TWO_SHARDED, FOUR),
+         (SQUARE_SHARDED, ONE), (FOUR, SQUARE)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("moved")
+    write_text(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def unmoved(folder: Path) -> dict[Layout, list[Seen]]:
+    """What each rank of the run sees that stays where it was."""
+    seen: dict[Layout, list[Seen]] = {}
+    for world_size in (1, 2, 4):
+        layouts = sorted({source for source, _ in MOVES if source.world_size == world_size})
+        by_rank = run_ranks(begin, world_size, str(folder), layouts)
+        seen.update(zip(layouts, map(list, zip(*by_rank, strict=True)), strict=True))
+    return seen
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_the_losses_are_those_of_the_unmoved_run(folder: Path, unmoved: dict[Layout, list[Seen]],
+                                                 world_size: int) -> None:
+    moves = [(source, target) for source, target in MOVES if target.world_size == world_size]
+    assert len(moves) >= 2
+    by_rank = run_ranks(move, world_size, str(folder), moves)
+    for (source, target), seen in zip(moves, map(list, zip(*by_rank, strict=True)), strict=True):
+        assert len(seen) == world_size and len(seen[0].losses) == AFTER
+        assert difference(seen, unmoved[source]) < 1e-5, (source, target)
+        assert {of_rank.consumed_samples for of_rank in seen} == {8 * BEFORE}
+        # The losses are of the same samples, and so will the next one be: the order is global.
+        expected = global_batch(unmoved[source], source)
+        assert expected.shape == (8, 33)
+        assert torch.equal(global_batch(seen, target), expected), (source, target)
+
+
+def test_the_comparison_would_see_a_lost_moment(folder: Path, unmoved: dict[Layout, list[Seen]]) -> None:
+    losses = unmoved[ONE][0].losses
+    assert losses[0] - losses[-1] > 0.01, "the run must learn something, or equality shows nothing"
+    forgetful = move(0, 1, str(folder), [(ONE, ONE)], "--no-load-optim")
+    assert difference(forgetful, unmoved[ONE]) > 1e-3

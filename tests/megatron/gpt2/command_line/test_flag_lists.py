@@ -1,0 +1,71 @@
+"""The table of flags against the lists of names in `flag_lists/`, and what becomes of flags that ask for something."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from megatron.gpt2.command_line.arguments import parse
+from megatron.gpt2.command_line.flags import build_parser, flag_table
+from megatron.gpt2.command_line.foreign_flags import FOREIGN
+from tests.megatron.gpt2.programs import tool
+
+ROOT = Path(__file__).resolve().parents[4]
+LISTS = {path.stem: path for path in (ROOT / "tests/megatron/gpt2/command_line/flag_lists").glob("*.txt")}
+COUNTS = {"megatron-2019": 100, "deepspeed-examples": 93, "megatron-gpt3-example": 34}
+
+
+def names(path: Path) -> list[str]:
+    return [line for line in path.read_text().splitlines() if not line.startswith("#")]
+
+
+@pytest.mark.parametrize("source", COUNTS)
+def test_every_flag_of_each_program_is_in_the_table(source: str):
+    known = {row[0] for row in flag_table()}
+    asked = names(LISTS[source])
+    assert len(asked) == COUNTS[source]
+    assert [name for name in asked if name.replace("_", "-") not in known] == []
+    parser = build_parser()
+    assert all(name.replace("_", "-") in parser._option_string_actions for name in asked)
+
+
+def test_every_refusal_names_the_flag_and_an_alternative():
+    refused = [(name, row) for row in FOREIGN if row.status == "refused" for name in row.flags]
+    assert len(refused) >= 30
+    for name, row in refused:
+        with pytest.raises(ValueError) as error:
+            parse([name] + (["1"] if row.values not in (0, "?") else []))
+        assert str(error.value).startswith(name) and str(error.value).endswith(row.text)
+        assert re.search(r"--[a-z]|leave|take it out|evaluate_gpt2|tools/", row.text), row.text
+
+
+@pytest.mark.parametrize("line, message", [
+    ("--pretrained-bert", "a flag of BERT's"),
+    ("--use-npy-data-loader", "give loose JSON or text with --train-data"),
+    ("--load-openai --load x", "tools/checkpoint.py convert"),
+    ("--num-experts 8", "no part of GPT-2"),
+    ("--checkpoint-in-cpu", "--recompute-num-layers"),
+    ("--tokenizer-model-type unigram", "only bpe or bert"),
+    ("--step-batch-size-schedule 0:4 1B:8", "0:4 1B:8: the batch is constant"),
+    ("--step-batch-size-schedule 0:x", "0:N"),
+    ("--no-bias-gelu-fusion --gelu tanh", "--no-bias-gelu-fusion contradicts --gelu tanh"),
+])
+def test_refused(line: str, message: str):
+    with pytest.raises(ValueError) as error:
+        parse(line.split())
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_translated():
+    assert parse(["--no-bias-gelu-fusion"]).config.model.gelu == "erf"
+    assert parse(["--no-bias-gelu-fusion", "--openai-gelu"]).config.model.gelu == "tanh"
+    assert parse(["--partition-activations"]).config.parallel.sequence_parallel
+    line = "--step-batch-size-schedule 0:4 1B:8 --step-batch-size-schedule 0:6"
+    assert parse(line.split()).config.train.global_batch_size == 6
+
+
+def test_the_page_of_flags_is_made_of_the_table():
+    page = tool("flag_table").page()
+    assert (ROOT / "docs" / "flags.md").read_text() == page, "python tools/flag_table.py > docs/flags.md"

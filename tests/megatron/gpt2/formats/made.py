@@ -1,0 +1,124 @@
+"""Checkpoints of other programs, written here from known random weights."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.gpt2.config import ModelConfig
+from megatron.gpt2.model.gpt2 import parameter_specs
+
+SHAPE = ModelConfig(num_layers=4, hidden_size=48, num_attention_heads=4, ffn_hidden_size=80, vocab_size=101,
+                    max_position_embeddings=24)
+PADDED = 112
+CORE = {"attention.query_key_value": "self_attention.linear_qkv", "attention.dense": "self_attention.linear_proj",
+        "mlp.dense_h_to_4h": "mlp.linear_fc1", "mlp.dense_4h_to_h": "mlp.linear_fc2",
+        "post_attention_layernorm": "pre_mlp_layernorm", "input_layernorm": "input_layernorm"}
+FUSED = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_",
+         "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
+
+
+def random_weights(shape: ModelConfig = SHAPE, seed: int = 0) -> dict[str, Tensor]:
+    """By our names; nothing is zero or one, so that nothing can be forgotten unseen."""
+    generator = torch.Generator().manual_seed(seed)
+    return {name: 0.2 * torch.randn(spec.global_shape, generator=generator) + ("layernorm.weight" in name)
+            for name, spec in parameter_specs(shape).items()}
+
+
+def parts(weights: dict[str, Tensor], version: int, tp: int) -> list[dict[str, Tensor]]:
+    """Each rank's part, the vocabulary padded, QKV in the order of `version`."""
+    table = weights["word_embeddings.weight"]
+    padded = {**weights, "word_embeddings.weight": torch.cat([table, table[:PADDED - len(table)]])}
+    specs = parameter_specs(replace(SHAPE, vocab_size=PADDED, make_vocab_size_divisible_by=1), tp)
+    ranks = [{name: spec.split(padded[name], rank, tp) for name, spec in specs.items()} for rank in range(tp)]
+    heads = SHAPE.num_attention_heads // tp
+    for rank in ranks:
+        for name, x in rank.items():
+            if ".query_key_value." in name and version < 2:
+                x = x.view(heads, 3, -1, *x.shape[1:])
+                x = x.transpose(0, 1) if version == 0 else x.transpose(1, 2)
+                rank[name] = x.reshape(-1, *x.shape[3:])
+    return ranks
+
+
+def stage(rank: dict[str, Tensor], number: int, of: int) -> dict[str, Tensor]:
+    """A pipeline stage's part of a rank's, its layers numbered from 0; the last one has the tied matrix again."""
+    each, held = SHAPE.num_layers // of, {}
+    for name, value in rank.items():
+        words = name.split(".")
+        if words[1] == "layers":
+            if int(words[2]) // each == number:
+                held[".".join([*words[:2], str(int(words[2]) % each), *words[3:]])] = value
+        elif number == (of - 1 if "final" in name else 0):
+            held[name] = value
+    if of > 1 and number == of - 1:
+        held["word_embeddings_for_head.weight"] = rank["word_embeddings.weight"]
+    return held
+
+
+def nested(held: dict[str, Tensor], encoder: str, attention: str) -> dict[str, Any]:
+    """As v1.0 ("transformer", "attention") and v2.6 ("encoder", "self_attention") keep it."""
+    embedding = {name: {"weight": held[f"{name}.weight"]} for name in ("word_embeddings", "position_embeddings")
+                 if f"{name}.weight" in held}
+    layers = {name.removeprefix("transformer.").replace(".attention.", f".{attention}."): value
+              for name, value in held.items() if name.startswith("transformer.")}
+    first = {"embedding": embedding} if embedding else {}
+    model: dict[str, Any] = {"language_model": {**first, encoder: layers}}
+    if "word_embeddings_for_head.weight" in held:
+        model["word_embeddings_for_head"] = {"weight": held["word_embeddings_for_head.weight"]}
+    return model
+
+
+def core(held: dict[str, Tensor], fused: bool) -> dict[str, Any]:
+    """As Megatron Core keeps it, without and with Transformer Engine."""
+    model: dict[str, Any] = {}
+    for name, value in held.items():
+        name = name.replace("transformer.", "decoder.").replace("word_embeddings_for_head", "output_layer")
+        name = f"embedding.{name}" if "embeddings" in name else name
+        for old, new in CORE.items():
+            name = name.replace(f".{old}.", f".{new}.")
+        if fused:
+            for old, new in FUSED.items():
+                name = name.replace(f".{old}", f".{new}")
+            if name.endswith("linear_qkv.weight"):
+                model[name.replace("weight", "_extra_state")] = None
+        model[name] = value
+    return model
+
+
+def arguments(tp: int, pp: int = 1, **more: Any) -> argparse.Namespace:
+    return argparse.Namespace(**{
+        "num_layers": SHAPE.num_layers, "hidden_size": SHAPE.hidden_size, "padded_vocab_size": PADDED,
+        "num_attention_heads": SHAPE.num_attention_heads, "tensor_model_parallel_size": tp,
+        "pipeline_model_parallel_size": pp, "openai_gelu": False, "bias_gelu_fusion": True, **more})
+
+
+def in_form(held: dict[str, Tensor], form: str) -> dict[str, Any]:
+    """`form` is flat, v1, v2, core or fused."""
+    if form in ("v1", "v2"):
+        return nested(held, *(("transformer", "attention") if form == "v1" else ("encoder", "self_attention")))
+    return dict(held) if form == "flat" else core(held, form == "fused")
+
+
+def write_megatron(folder: Path, weights: dict[str, Tensor], form: str, *, version: int = 0, tp: int = 1, pp: int = 1,
+                   iteration: int = 7, legacy: bool = False, args: bool = True, **top: Any) -> Path:
+    """A --save folder with one iteration."""
+    for number in range(pp):
+        for rank, whole in enumerate(parts(weights, version, tp)):
+            held = stage(whole, number, pp)
+            model = in_form(held, form)
+            file = folder / f"iter_{iteration:07d}" / (f"mp_rank_{rank:02d}" + (f"_{number:03d}" if pp > 1 else ""))
+            file.mkdir(parents=True)
+            saved = {"iteration": iteration, "model": model, **top}
+            if version:
+                saved["checkpoint_version"] = float(version)
+            if args:
+                saved["args"] = arguments(tp, pp)
+            torch.save(saved, file / "model_optim_rng.pt", _use_new_zipfile_serialization=not legacy)
+    (folder / "latest_checkpointed_iteration.txt").write_text(str(iteration))
+    return folder

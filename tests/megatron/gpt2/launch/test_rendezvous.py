@@ -1,0 +1,167 @@
+"""Ranks meet in one process, a thread each: who is missing, came twice or finds an old file is said in one line."""
+
+from __future__ import annotations
+
+import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron.gpt2.launch import heartbeat
+from megatron.gpt2.launch.heartbeat import LEFT, Heart
+from megatron.gpt2.launch.interfaces import address_towards, interface_of, set_gloo_interface
+from megatron.gpt2.launch.meeting_place import MissingRanks
+from megatron.gpt2.launch.ranks import Launch, Ranks
+from megatron.gpt2.launch.rendezvous import initialize_distributed, leave, meet, named, node_line
+from tests.megatron.gpt2.launch.started_ranks import free_port
+
+
+def meet_together(launches: list[Launch]) -> list[Ranks | str]:
+    """What each gets: ranks, or the message of its error."""
+    def one(launch: Launch) -> Ranks | str:
+        try:
+            return meet(launch)
+        except ValueError as error:
+            return str(error)
+
+    with ThreadPoolExecutor(len(launches)) as threads:
+        met = list(threads.map(one, launches))
+    with ThreadPoolExecutor(len(launches)) as threads:  # the keeper of the store waits for the others
+        list(threads.map(leave, [ranks for ranks in met if isinstance(ranks, Ranks)]))
+    return met
+
+
+def launches(world_size: int, where: str, hosts: str, timeout: float = 10.0) -> list[Launch]:
+    return [Launch(rank, world_size, where=where, host=host, timeout=timeout) for rank, host in enumerate(hosts)]
+
+
+def test_ranks_find_out_who_is_where(tmp_path: Path) -> None:
+    card = tmp_path / "card"
+    assert meet_together(launches(4, f"tcp://localhost:{free_port()}", "abab")) == [
+        Ranks(0, 4, 0, 2), Ranks(1, 4, 0, 2), Ranks(2, 4, 1, 2), Ranks(3, 4, 1, 2)]
+    for _ in range(2):  # the file is free again
+        assert meet_together(launches(2, f"file://{card}", "aa")) == [Ranks(0, 2, 0, 2), Ranks(1, 2, 1, 2)]
+
+
+def test_one_alone_has_nobody_to_meet() -> None:
+    alone = meet(Launch(where="tcp://nowhere:1"))
+    initialize_distributed(alone, "gloo", torch.device("cpu"), 1.0)
+    assert alone == Ranks() and not dist.is_initialized()
+    leave(alone)
+
+
+def test_who_does_not_come_is_named_with_the_host_that_slurm_says() -> None:
+    where = f"tcp://localhost:{free_port()}"
+    came = [Launch(rank, 4, where=where, host="ab"[rank // 2], hosts=tuple("aabb"), timeout=0.5) for rank in (0, 1)]
+    assert meet_together(came) == [
+        "ranks 2-3 (b) of 4 did not come within 0.5 s (--init-timeout); ranks 0-1 (a) did"] * 2
+    elsewhere = [Launch(rank, 4, where=where, host="c", hosts=tuple("aabb"), timeout=0.5) for rank in (0, 1)]
+    assert "ranks 2-3 of 4" in str(meet_together(elsewhere)[0])  # the list does not hold
+
+
+def test_rank_0_that_does_not_come() -> None:
+    port = free_port()
+    with pytest.raises(MissingRanks, match=rf"rank 0 did not come within 0.2 s \(--init-timeout\): nothing answers at "
+                                           rf"localhost:{port}, as seen from b \(Connection refused\)"):
+        meet(Launch(1, 2, where=f"tcp://localhost:{port}", host="b", timeout=0.2))
+    with pytest.raises(MissingRanks, match="it has not made the file /nowhere/card"):
+        meet(Launch(1, 2, where="file:///nowhere/card", host="b", timeout=0.2))
+
+
+def test_a_file_of_an_earlier_run(tmp_path: Path) -> None:
+    card = tmp_path / "card"
+    where = f"file://{card}"
+    stale = f"--init-method {where}: the file is left of an earlier run; remove it, or name another"
+    for text in (f"a {free_port()}\n", "something else\n"):
+        card.write_text(text)
+        begun = time.monotonic()
+        assert meet_together(launches(2, where, "aa")) == [stale, stale]
+        assert card.exists() and time.monotonic() - begun < 5
+    card.unlink()
+    assert "nobody" not in str(meet_together(launches(2, where, "a", timeout=0.2)))
+    assert not card.exists()  # a meeting that failed leaves none
+
+
+def test_ranks_that_contradict_each_other() -> None:
+    where = f"tcp://localhost:{free_port()}"
+    twice = [*launches(3, where, "aa"), Launch(1, 3, where=where, host="b", timeout=10)]
+    assert set(meet_together(twice)) <= {f"rank 1 was started twice, the second time on {host}" for host in "ab"}
+    other_size = [*launches(2, where, "a"), Launch(1, 3, where=where, host="b", timeout=10)]
+    found = meet_together(other_size)  # whoever comes second sees it
+    said = [f"rank {rank} ({host}) is one of {size}, and the first that came one of {5 - size}: each needs the same "
+            "world size" for rank, host, size in ((0, "a", 2), (1, "b", 3))]
+    assert found in ([said[0]] * 2, [said[1]] * 2)
+
+
+def test_a_port_that_is_taken() -> None:
+    with socket.create_server(("", 0)) as server:
+        port = server.getsockname()[1]
+        with pytest.raises(ValueError, match=rf"rank 0 cannot listen on port {port} \(Address already in use\)"):
+            meet(Launch(0, 2, where=f"tcp://localhost:{port}", timeout=1))
+
+
+@pytest.mark.parametrize(("ranks", "hosts", "text"), [
+    ([3], {}, "rank 3"), ([2, 3], {2: "b", 3: "b"}, "ranks 2-3 (b)"), ([0, 1, 2, 5], {5: "c"}, "ranks 0-2 and 5 (c)"),
+    ([1, 2, 4, 6], {1: "a", 2: "b"}, "ranks 1 (a), 2 (b), 4 and 6")])
+def test_names(ranks: list[int], hosts: dict[int, str], text: str) -> None:
+    assert named(ranks, hosts) == text
+
+
+def test_line_of_a_node() -> None:
+    gpus = [f"cuda:{number}\tNVIDIA H100" for number in range(2)]
+    assert node_line("node4", [2, 3], 4, gpus) == "node4: ranks 2-3 of 4 on cuda:0, cuda:1 (NVIDIA H100)"
+
+
+class Store(dict[str, bytes]):
+    """As much of a store as a heart needs."""
+
+    def set(self, key: str, value: str) -> None:
+        if "dead" in self:
+            raise dist.DistNetworkError("gone")
+        self[key] = value.encode()
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self for key in keys)
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        return [self[key] for key in keys]
+
+
+def test_hearts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heartbeat, "BEAT", 0.01)
+    monkeypatch.setattr(heartbeat, "SILENCE", 0.5)
+    store = Store({f"beat/{rank}": b"0" for rank in range(4)})
+    warned: list[list[int]] = []
+    # 2 and 3 hang
+    hearts = [Heart(cast(Any, store), rank, 4, watches=rank == 0, warn=warned.append) for rank in (0, 1)]
+    hearts[1].listen()
+    time.sleep(1.0)
+    assert [heart.silent(0.5) for heart in hearts] == [[2, 3], [2, 3]] and warned == [[2, 3]]
+    assert hearts[1].silent(30) == []
+    hearts[1].stop()
+    time.sleep(0.3)
+    assert store["beat/1"] == LEFT and hearts[0].silent(30) == [1] and warned == [[2, 3]]
+    store["dead"] = b""
+    time.sleep(0.2)
+    assert not hearts[0].is_alive() and hearts[0].silent(0.15) == [0]  # with whom all meet
+
+
+def test_interfaces(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert address_towards("127.0.0.1") == "127.0.0.1"
+    assert address_towards("no such host") == ""
+    assert interface_of("127.0.0.1") == "lo" and interface_of("10.255.255.254") == ""
+    for own, elsewhere, named_before, expected in (
+            ("10.0.0.1", [], {}, "lo"), ("127.0.1.1", ["127.0.0.1"], {}, "lo"), ("192.0.2.1", ["192.0.2.2"], {}, None),
+            ("10.0.0.1", [], {"GLOO_SOCKET_IFNAME": "ib0"}, "ib0")):
+        environ = dict(named_before)
+        set_gloo_interface(own, elsewhere, environ)
+        assert environ.get("GLOO_SOCKET_IFNAME") == expected
+    monkeypatch.setattr(socket, "if_nameindex", lambda: [(1, "lo0"), (4, "en0")])  # of a Mac
+    environ = {}
+    set_gloo_interface("127.0.0.1", [], environ)
+    assert environ == {"GLOO_SOCKET_IFNAME": "lo0"}

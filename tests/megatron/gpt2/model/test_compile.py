@@ -1,0 +1,76 @@
+"""torch.compile of the layers: the same numbers, one graph without dropout, and known breaks with it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import mpu
+from megatron.gpt2.model.gpt2 import GPT2Model
+from tests.distributed import run_ranks
+from tests.megatron.gpt2.training.training_runs import SHAPE
+
+TOKENS = torch.arange(4 * 32).view(4, 32) % 97
+
+
+def loss_and_gradients(model: GPT2Model) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    loss = model(TOKENS, TOKENS, torch.full((4, 32), 1 / 128))
+    loss.backward()
+    return loss.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def forget() -> None:
+    """What other tests of this process compiled."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+
+
+def differences(rank: int, world_size: int) -> dict[str, float]:
+    """Greatest difference between compiled and eager, relative to the loss and to each gradient's greatest entry."""
+    mpu.initialize_model_parallel(world_size)
+    forget()
+    greatest = {}
+    for name, how in {"plain": {}, "sequence_parallel": {"sequence_parallel": True}}.items():
+        if name == "plain" or world_size > 1:
+            eager, compiled = (GPT2Model(SHAPE, **how).train() for _ in range(2))  # type: ignore[arg-type]
+            compiled.compile_layers()
+            (loss, grads), (loss_c, grads_c) = loss_and_gradients(eager), loss_and_gradients(compiled)
+            assert grads.keys() == grads_c.keys()
+            greatest[name] = max(((loss_c - loss).abs() / loss.abs()).item(),
+                                 *(((grads_c[k] - g).abs().max() / g.abs().max()).item() for k, g in grads.items()))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == len(greatest), "every layer shares one graph"
+    return greatest
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_compiled_equals_eager(world_size: int):
+    for result in run_ranks(differences, world_size, timeout=300):
+        assert len(result) == world_size
+        assert all(difference < 1e-5 for difference in result.values()), result
+
+
+def breaks(rank: int, world_size: int, dropout: float, sequence_parallel: bool) -> dict[str, int]:
+    """Where dynamo leaves the graph, by the reason given, for one layer."""
+    mpu.initialize_model_parallel(world_size)
+    mpu.model_parallel_cuda_manual_seed(1)
+    model = GPT2Model(replace(SHAPE, attention_dropout=dropout, hidden_dropout=dropout, num_layers=1),
+                      sequence_parallel=sequence_parallel).train()
+    forget()
+    model.compile_layers(backend="eager")
+    loss_and_gradients(model)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
+    return {reason.splitlines()[0] + (" random stream" if "random stream" in reason else ""): count
+            for reason, count in torch._dynamo.utils.counters["graph_break"].items()}
+
+
+@pytest.mark.parametrize(("world_size", "dropout", "sequence_parallel", "expected"), [
+    (1, 0.0, False, 0), (2, 0.0, True, 0),
+    (1, 0.1, False, 2),  # attention's dropout, counted in the layer and in its attention
+    (2, 0.1, True, 3),  # and the two hidden ones, which differ between shards
+])
+def test_the_graph_breaks_at_the_random_streams_alone(world_size: int, dropout: float, sequence_parallel: bool,
+                                                      expected: int):
+    for result in run_ranks(breaks, world_size, dropout, sequence_parallel):
+        assert all("random stream" in reason for reason in result) and sum(result.values()) == expected, result

@@ -1,0 +1,232 @@
+"""--reset-position-ids, --reset-attention-mask and --eod-mask-loss against Megatron's dense masks, in every layout."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import varlen
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import mpu
+from megatron.gpt2.model.gpt2 import GPT2Model, parameter_specs
+from megatron.gpt2.training.training import document_positions, evaluate
+from mpu.attention import Documents, document_attention
+from tests.distributed import run_ranks
+from tests.megatron.gpt2.training.training_runs import SHAPE, finish, start, steps
+
+EOD = 0
+FLAGS = ["--reset-position-ids", "--reset-attention-mask", "--eod-mask-loss"]
+
+
+def texts(b: int, s: int = 32) -> tuple[Tensor, Tensor]:
+    """Tokens and labels [b, s] in which documents end: nowhere, in the middle, twice in a row, and at the edges."""
+    text = torch.randint(1, 97, (4, s + 1), generator=torch.Generator().manual_seed(1))
+    text[1, 10], text[2, [0, 5, 6, s - 1]], text[3, s] = EOD, EOD, EOD
+    rows = text if b == 4 else text[2:3]
+    return rows[:, :-1], rows[:, 1:]
+
+
+def masks_and_positions(data: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """As Megatron's get_ltor_masks_and_position_ids does it, a row after the other: what a query may see [b, s, s], the
+    weight of each loss [b, s], and positions [b, s]."""
+    b, s = data.shape
+    seen = torch.ones(b, s, s).tril()
+    weight = torch.ones(b, s).masked_fill(data == EOD, 0.0)
+    positions = torch.arange(s).repeat(b, 1)
+    for row in range(b):
+        before = 0
+        for index in torch.arange(s)[data[row] == EOD].tolist():
+            seen[row, index + 1:, :index + 1] = 0
+            positions[row, index + 1:] -= index + 1 - before
+            before = index + 1
+    return seen.bool(), weight, positions
+
+
+def dense_attention(seen: Tensor) -> Any:
+    def attention(qkv: Tensor, dropout_p: float) -> Tensor:
+        q, k, v = qkv.permute(3, 1, 2, 0, 4)  # [b, n, s, d]
+        scores = (q @ k.transpose(-1, -2) / qkv.size(-1) ** 0.5).masked_fill(~seen.unsqueeze(1), -torch.inf)
+        return (scores.softmax(-1) @ v).permute(2, 0, 1, 3).flatten(2)
+
+    return attention
+
+
+def loss_and_gradients(model: GPT2Model, b: int, *, dense: bool = False) -> tuple[Tensor, dict[str, Tensor]]:
+    tokens, labels = texts(b)
+    seen, weight, positions = masks_and_positions(tokens)
+    weight = weight / weight.sum()
+    model.zero_grad()
+    if dense:
+        with mock.patch("mpu.transformer.causal_attention", dense_attention(seen)):
+            loss = model(tokens, labels, weight, positions)
+    else:
+        loss = model(tokens, labels, weight, document_positions(tokens, EOD), Documents(tokens, EOD, "cpu"))
+    loss.backward()
+    return loss.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def test_the_texts_of_these_tests_have_documents() -> None:
+    assert texts(1)[0].eq(EOD).sum() == 4 and Documents(texts(1)[0], EOD, "cpu").lengths == [1, 5, 1, 25]
+    documents = Documents(texts(4)[0], EOD, "cpu")
+    assert documents.lengths == [32, 11, 21, 1, 5, 1, 25, 32]
+    assert documents.ends.tolist() == [0, 32, 43, 64, 65, 70, 71, 96, 128] and documents.ends.dtype == torch.int32
+    seen, _, positions = masks_and_positions(texts(4)[0])
+    assert torch.equal(document_positions(texts(4)[0], EOD), positions) and positions[2].max() == 24
+    assert not seen[1, 11, :11].any() and seen[1, 10, :11].all()  # an EOD belongs to the document that it ends
+
+
+def by_document(rank: int, world_size: int, b: int) -> dict[str, tuple[Tensor, dict[str, Tensor]]]:
+    mpu.initialize_model_parallel(world_size)
+    layouts: dict[str, dict[str, Any]] = {"plain": {}, "selective": {"recompute": "selective"},
+                                          "full": {"recompute": "full"}}
+    if world_size > 1:
+        layouts["sequence parallel"] = {"sequence_parallel": True, "recompute": "full", "recompute_num_layers": 2}
+    return {name: loss_and_gradients(GPT2Model(SHAPE, **how).train(), b) for name, how in layouts.items()}
+
+
+@pytest.mark.parametrize("b", [1, 4])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_loss_and_gradients_equal_the_dense_masks(world_size: int, b: int) -> None:
+    mpu.initialize_model_parallel(1)
+    model = GPT2Model(SHAPE).train()
+    whole, specs = parameter_specs(SHAPE, 1), parameter_specs(SHAPE, world_size)
+    loss, gradients = loss_and_gradients(model, b, dense=True)
+    assert abs(loss - model(*texts(b), torch.full((b, 32), 1 / (32 * b)))) > 1e-4, "the masks must matter"
+    ranks = run_ranks(by_document, world_size, b)
+    for rank, layouts in enumerate(ranks):
+        for name, (own_loss, own) in layouts.items():
+            assert abs(own_loss - loss) <= 1e-5 * loss
+            for parameter, gradient in gradients.items():
+                if name == "sequence parallel" and specs[parameter].dim is None:  # the reducer adds up the ranks' parts
+                    own[parameter] = sum(each[name][1][parameter] for each in ranks) if rank == 0 else \
+                        ranks[0][name][1][parameter]
+                expected = specs[parameter].split(whole[parameter].merge([gradient]), rank, world_size)
+                assert (own[parameter] - expected).abs().max() <= 1e-5 * gradient.abs().max(), (name, parameter)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_attention_by_document_equals_a_dense_mask_in_both_precisions(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    tokens = texts(4, 300)[0]
+    qkv, dy = torch.randn(300, 4, 2, 3, 32).to(dtype), torch.randn(300, 4, 64)
+    x, exact = qkv.clone().requires_grad_(), qkv.double().requires_grad_()
+    got = document_attention(x, 0.0, Documents(tokens, EOD, "cpu"))
+    expected = dense_attention(masks_and_positions(tokens)[0])(exact, 0.0)
+    (d_got,), (d_expected,) = (torch.autograd.grad(y, at, dy.to(y.dtype)) for y, at in ((got, x), (expected, exact)))
+    bound = 1e-6 if dtype == torch.float32 else 1e-2
+    assert (got.double() - expected).norm() <= bound * expected.norm()
+    assert (d_got.double() - d_expected).norm() <= bound * d_expected.norm()
+
+
+def test_the_kernel_that_takes_lengths_is_given_what_it_expects() -> None:
+    """Its own signature, in the installed torch, around a stand-in that computes on a CPU by the ends alone."""
+    def by_ends(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, ends_k: Tensor, longest: int, longest_k: int,
+                **how: Any) -> Tensor:
+        assert how == {"window_size": (-1, 0)} and ends_k is ends and longest_k == longest == ends.diff().max()
+        q, k, v = (x.transpose(0, 1) for x in (q, k, v))  # [n, t, d]
+        parts = [F.scaled_dot_product_attention(q[:, i:j], k[:, i:j], v[:, i:j], is_causal=True)
+                 for i, j in zip(ends.tolist(), ends[1:].tolist(), strict=False)]
+        return torch.cat(parts, dim=1).transpose(0, 1)
+
+    documents, qkv = Documents(texts(4)[0], EOD, "cpu"), torch.randn(32, 4, 2, 3, 16)
+    expected = document_attention(qkv, 0.0, documents)
+    kernel = mock.create_autospec(varlen.varlen_attn, side_effect=by_ends)
+    with mock.patch("mpu.attention._has_varlen_kernel", return_value=True), \
+            mock.patch.object(varlen, "varlen_attn", kernel):
+        assert torch.allclose(document_attention(qkv, 0.0, documents), expected, atol=1e-6)
+        assert kernel.call_count == 1
+        document_attention(qkv, 0.1, documents)  # with dropout the kernel is of no use
+        assert kernel.call_count == 1
+
+
+class Largest(TorchDispatchMode):
+    """Elements of the largest tensor that any operator makes."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, tuple | list) else [out]:
+            if isinstance(tensor, Tensor):
+                self.elements = max(self.elements, tensor.numel())
+        return out
+
+
+def test_nothing_of_the_square_of_the_sequence_is_made() -> None:
+    tokens = texts(1, 4096)[0]
+    qkv = torch.randn(4096, 1, 1, 3, 8, requires_grad=True)
+    with Largest() as largest:
+        document_attention(qkv, 0.0, Documents(tokens, EOD, "cpu")).sum().backward()
+    assert 0 < largest.elements <= qkv.numel()
+
+
+def write_documents(folder: Path) -> None:
+    lines = [{"text": f"document {number} " + "of few or many words " * (number % 4)} for number in range(400)]
+    (folder / "text.txt").write_text("one more")
+    (folder / "text.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def train(rank: int, world_size: int, folder: str, flags: list[str]) -> tuple[list[float], float]:
+    run = start(rank, world_size, folder, ["--train-data", f"{folder}/text.jsonl", "--eval-iters", "2",
+                                           "--save", f"{folder}/save_{world_size}_{abs(hash(tuple(flags)))}",
+                                           "--global-batch-size", "8", *flags])
+    assert run.splits.valid is not None
+    losses = steps(run, 3)["loss"]
+    held_out = evaluate(run, run.splits.valid, "valid", 10).lm_loss
+    finish(run)
+    return losses, held_out
+
+
+def test_training_is_the_same_under_every_layout(tmp_path: Path) -> None:
+    write_documents(tmp_path)
+    folder = str(tmp_path)
+    (expected, held_out), = run_ranks(train, 1, folder, ["--micro-batch-size", "8", *FLAGS])
+    (without, _), = run_ranks(train, 1, folder, ["--micro-batch-size", "8"])
+    assert all(abs(a - b) > 1e-4 for a, b in zip(expected, without, strict=True))
+    for world_size, flags in (
+            (1, ["--micro-batch-size", "1"]),
+            (2, ["--micro-batch-size", "2", "--model-parallel-size", "2", "--sequence-parallel"]),
+            (2, ["--micro-batch-size", "4", "--recompute-granularity", "full", "--DDP-impl", "torch"])):
+        for losses, loss in run_ranks(train, world_size, folder, [*flags, *FLAGS]):
+            assert losses == pytest.approx(expected, rel=1e-5) and loss == pytest.approx(held_out, rel=1e-5)
+
+
+def test_ranks_that_read_other_data_are_refused(tmp_path: Path) -> None:
+    write_documents(tmp_path)
+    with pytest.raises(AssertionError, match="the ranks read different training data: every machine needs the same"):
+        run_ranks(train_unlike, 2, str(tmp_path))
+
+
+def train_unlike(rank: int, world_size: int, folder: str) -> None:
+    train(rank, world_size, folder, ["--split", "90,10" if rank else "80,20"])
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_compiled_layers_leave_attention_out_and_compile_once(dropout: float) -> None:
+    mpu.initialize_model_parallel(1)
+    mpu.model_parallel_cuda_manual_seed(1)
+    shape = replace(SHAPE, attention_dropout=dropout, num_layers=1)
+    torch._dynamo.reset()
+    eager, compiled = GPT2Model(shape).train(), GPT2Model(shape).train()
+    torch._dynamo.utils.counters.clear()
+    compiled.compile_layers(backend="eager", by_document=True)
+    for b in (4, 4, 4):
+        if dropout == 0:
+            (loss, grads), (loss_c, grads_c) = loss_and_gradients(eager, b), loss_and_gradients(compiled, b)
+            assert loss_c == pytest.approx(loss.item(), rel=1e-6)
+            assert all(torch.allclose(grads_c[name], grad, atol=1e-6) for name, grad in grads.items())
+        else:
+            loss_and_gradients(compiled, b)
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    for shift in range(1, 5):  # other documents every time
+        tokens, labels = (text.roll(shift, 0).roll(shift, 1) for text in texts(4))
+        compiled(tokens, labels, torch.ones(4, 32), None, Documents(tokens, EOD, "cpu"))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs > 0

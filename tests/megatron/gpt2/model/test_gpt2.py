@@ -1,0 +1,190 @@
+"""The whole model against transformers' GPT2LMHeadModel, with the same random weights, at 1, 2 and 4 ranks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import mpu
+from megatron.gpt2.config import ModelConfig
+from megatron.gpt2.model.gpt2 import GPT2Model, count_parameters, parameter_specs, seeded_normal
+from tests.distributed import run_ranks
+
+SMALL = ModelConfig(num_layers=3, hidden_size=64, num_attention_heads=4, max_position_embeddings=24, vocab_size=101,
+                    attention_dropout=0.0, hidden_dropout=0.0)
+SHAPE_345M: dict[str, Any] = {"num_layers": 24, "hidden_size": 1024, "num_attention_heads": 16,
+                              "max_position_embeddings": 1024, "vocab_size": 50257}
+
+
+def from_huggingface(state: dict[str, Tensor], heads: int) -> dict[str, Tensor]:
+    """transformers' names and layout to ours: Conv1D stores [in, out]; fused QKV is [3, n, d] there, [n, 3, d] here."""
+    def qkv(x: Tensor) -> Tensor:
+        return x.view(3, heads, x.size(0) // 3 // heads, *x.shape[1:]).transpose(0, 1).reshape(x.shape)
+
+    ours = {"word_embeddings.weight": state["transformer.wte.weight"],
+            "position_embeddings.weight": state["transformer.wpe.weight"],
+            "transformer.final_layernorm.weight": state["transformer.ln_f.weight"],
+            "transformer.final_layernorm.bias": state["transformer.ln_f.bias"]}
+    names = {"ln_1": "input_layernorm", "ln_2": "post_attention_layernorm", "attn.c_attn": "attention.query_key_value",
+             "attn.c_proj": "attention.dense", "mlp.c_fc": "mlp.dense_h_to_4h", "mlp.c_proj": "mlp.dense_4h_to_h"}
+    for name, value in state.items():
+        if name.startswith("transformer.h."):
+            _, _, layer, rest = name.split(".", 3)
+            theirs, kind = rest.rsplit(".", 1)
+            if theirs not in names:
+                continue
+            value = value.t() if value.dim() == 2 else value
+            ours[f"transformer.layers.{layer}.{names[theirs]}.{kind}"] = qkv(value) if "c_attn" in theirs else value
+    return ours
+
+
+def compare(rank: int, world_size: int, gelu: str = "tanh") -> tuple[float, float]:
+    """Greatest difference of logits, and of gradients relative to their tensor's greatest entry."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    mpu.initialize_model_parallel(world_size)
+    torch.manual_seed(0)
+    theirs = GPT2LMHeadModel(GPT2Config(
+        vocab_size=SMALL.vocab_size, n_positions=SMALL.max_position_embeddings, n_embd=SMALL.hidden_size,
+        n_layer=SMALL.num_layers, n_head=SMALL.num_attention_heads, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0,
+        activation_function={"tanh": "gelu_new", "erf": "gelu"}[gelu])).train()
+    with torch.no_grad():
+        for parameter in theirs.parameters():  # biases too: zeros would hide a bias added once a rank
+            parameter.normal_(0, 0.15)
+    ours = GPT2Model(replace(SMALL, gelu=gelu)).train()
+    specs = mpu.partition_specs(ours)
+    weights = from_huggingface(theirs.state_dict(), SMALL.num_attention_heads)
+    assert weights.keys() == specs.keys()
+    with torch.no_grad():
+        for name, parameter in ours.named_parameters():
+            parameter.copy_(specs[name].split(weights[name], rank, world_size))
+
+    text = torch.randint(0, 101, (3, 21))
+    tokens, labels = text[:, :-1], text[:, 1:]
+    expected = theirs(tokens).logits
+    loss = F.cross_entropy(expected.flatten(0, 1), labels.flatten())
+    loss.backward()
+    whole = mpu.gather_from_model_parallel_region(ours(tokens)).transpose(0, 1)[..., :101]
+    logits_error = (whole - expected).abs().max().item()
+
+    our_loss = ours(tokens, labels, torch.full(labels.shape, 1 / labels.numel()))
+    assert our_loss.item() == pytest.approx(loss.item(), rel=1e-6)
+    our_loss.backward()
+    grads = from_huggingface({name: p.grad for name, p in theirs.named_parameters()}, SMALL.num_attention_heads)
+    worst = 0.0
+    for name, parameter in ours.named_parameters():
+        error = (parameter.grad - specs[name].split(grads[name], rank, world_size)).abs().max()
+        worst = max(worst, (error / grads[name].abs().max()).item())
+    return logits_error, worst
+
+
+@pytest.mark.parametrize(("world_size", "gelu"), [(1, "tanh"), (2, "tanh"), (4, "tanh"), (1, "erf")])
+def test_equals_huggingface(world_size: int, gelu: str):
+    for logits_error, gradient_error in run_ranks(compare, world_size, gelu):
+        assert logits_error <= 1e-5
+        assert gradient_error <= 1e-4
+
+
+def test_published_parameter_counts():
+    config = ModelConfig(**SHAPE_345M)
+    assert count_parameters(config, 1) == (354_823_168, 354_871_296)
+    assert count_parameters(config, 2)[1] == 178_034_688
+    # Megatron pads to a multiple of 128 × model-parallel size: 50,432 rows at size 2.
+    assert count_parameters(ModelConfig(**SHAPE_345M, make_vocab_size_divisible_by=256), 2)[1] == 178_100_224
+
+
+def count_real(rank: int, world_size: int) -> int:
+    mpu.initialize_model_parallel(world_size)
+    model = GPT2Model(SMALL)
+    assert mpu.partition_specs(model) == parameter_specs(SMALL, world_size)
+    return sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_specs_and_counts_are_those_of_the_real_model(world_size: int):
+    assert run_ranks(count_real, world_size) == [count_parameters(SMALL, world_size)[1]] * world_size
+
+
+def initial_weights(rank: int, world_size: int) -> dict[str, Tensor]:
+    mpu.initialize_model_parallel(world_size)
+    torch.manual_seed(rank)  # must not matter
+    return {name: p.detach() for name, p in GPT2Model(SMALL, seed=7).named_parameters()}
+
+
+def test_initial_weights_do_not_depend_on_the_layout():
+    (whole,) = run_ranks(initial_weights, 1)
+    mpu.initialize_model_parallel(1)
+    specs = mpu.partition_specs(GPT2Model(SMALL))
+    for world_size in (2, 4):
+        shards = run_ranks(initial_weights, world_size)
+        for name, spec in specs.items():
+            merged = spec.merge([shard[name] for shard in shards])
+            assert torch.equal(merged, spec.merge([whole[name]])), name
+    assert whole["word_embeddings.weight"].shape[0] == 128 and not whole["word_embeddings.weight"][101:].any()
+
+
+def test_initialisation():
+    mpu.initialize_model_parallel(1)
+    model = GPT2Model(SMALL)
+    std = {name: p.std().item() for name, p in model.named_parameters() if p.dim() > 1}
+    assert std["transformer.layers.0.attention.query_key_value.weight"] == pytest.approx(0.02, rel=0.05)
+    for output in ("attention.dense", "mlp.dense_4h_to_h"):  # 0.02 / sqrt(2 · 3)
+        assert std[f"transformer.layers.2.{output}.weight"] == pytest.approx(0.02 / 6**0.5, rel=0.05)
+    assert not any(p.any() for name, p in model.named_parameters() if name.endswith("bias"))
+    weights = [torch.empty(4) for _ in range(3)]
+    for weight, (seed, name) in zip(weights, [(1, "a"), (1, "b"), (2, "a")], strict=True):
+        seeded_normal(seed, name, 1.0)(weight)
+    assert len({tuple(w.tolist()) for w in weights}) == 3
+
+
+def test_flops_per_token_is_megatrons_formula():
+    config, s = ModelConfig(**SHAPE_345M), 1024
+    h, layers = config.hidden_size, config.num_layers
+    assert config.flops_per_token(s) == 72 * layers * h * h * (1 + s / (6 * h)) + 6 * h * 50257
+    assert config.flops_per_token(s) == pytest.approx(2.423e9, rel=1e-3)
+
+
+class Summed:
+    """A TiedGradient that adds in float32 and counts."""
+
+    def __init__(self, shape: torch.Size) -> None:
+        self.total = torch.zeros(shape)
+        self.calls: list[str] = []
+
+    def add(self, gradient: Tensor) -> None:
+        self.total += gradient
+        self.calls.append("head")
+
+    def add_rows(self, rows: Tensor, gradients: Tensor) -> None:
+        self.total.index_put_((rows,), gradients.float(), accumulate=True)
+        self.calls.append("rows")
+
+
+def tied_gradient(rank: int, world_size: int, sequence_parallel: bool) -> tuple[float, list[str]]:
+    mpu.initialize_model_parallel(world_size)
+    model = GPT2Model(SMALL, sequence_parallel=sequence_parallel).train()
+    tokens = torch.randint(0, 101, (3, 20), generator=torch.Generator().manual_seed(1))  # ids repeat
+    weight = torch.full(tokens.shape, 1 / tokens.numel())
+    model(tokens, tokens.flip(1), weight).mul(3.0).backward()
+    expected = {name: p.grad for name, p in model.named_parameters()}
+    model.zero_grad()
+    model.tied_gradient = Summed(model.word_embeddings.weight.shape)
+    model(tokens, tokens.flip(1), weight).mul(3.0).backward()
+    own = {name: p.grad for name, p in model.named_parameters()}
+    assert own.pop("word_embeddings.weight") is None
+    assert all(torch.equal(own[name], expected[name]) for name in own)
+    model(tokens)  # without labels the collector is not asked
+    whole = expected["word_embeddings.weight"]
+    return ((model.tied_gradient.total - whole).abs().max() / whole.abs().max()).item(), model.tied_gradient.calls
+
+
+@pytest.mark.parametrize(("world_size", "sequence_parallel"), [(1, False), (2, False), (2, True)])
+def test_a_collector_of_the_tied_gradient_gets_what_autograd_would_sum(world_size: int, sequence_parallel: bool):
+    for error, calls in run_ranks(tied_gradient, world_size, sequence_parallel):
+        assert error <= 1e-6
+        assert calls == ["head", "rows"]

@@ -1,0 +1,90 @@
+"""Golden values of published runs out of schedule and loss scaler together; every style's key points; the errors."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megatron.gpt2.config import OptimizerConfig
+from megatron.gpt2.optimizer.learning_rates import LearningRate
+from megatron.gpt2.optimizer.loss_scaler import DynamicLossScaler
+
+
+@pytest.mark.parametrize("iterations, final_scale, skipped, logged", [
+    (320_000, 131_072, 16, ["3.937E-06", "8.625E-06"]),
+    (300, 32_768, 18, ["1.258E-04", "5.257E-05", "1.806E-06"]),
+    (600, 8_192, 20, ["1.444E-04", "1.210E-04", "8.518E-05", "4.666E-05", "1.574E-05", "6.939E-07"]),
+])
+def test_published_runs(iterations, final_scale, skipped, logged):
+    """Megatron's 345M in fp16: every step overflows until the scale fits, and a skipped step does not count."""
+    rate = LearningRate(OptimizerConfig(lr=1.5e-4, lr_decay_style="cosine-2019", warmup=0.01), iterations)
+    scaler = DynamicLossScaler(2.0**32, window=1000, hysteresis=2)
+    n, shown = 0, []
+    for iteration in range(1, 100 * len(logged) + 1):
+        overflow = scaler.scale.item() > final_scale
+        scaler.update(torch.tensor(float(overflow)))
+        n += not overflow
+        if iteration % 100 == 0:
+            shown.append(f"{rate(n):.3E}")
+    assert scaler.scale.item() == final_scale and iteration - n == skipped
+    assert shown == logged
+
+
+def schedule(style: str, **changes: Any) -> LearningRate:
+    config = OptimizerConfig(lr=1.0, min_lr=0.1, lr_decay_style=style, warmup=0.1)
+    return LearningRate(dataclasses.replace(config, **changes), 100)
+
+
+@pytest.mark.parametrize("style, half_way, end", [
+    ("constant", 1.0, 1.0), ("linear", 0.55, 0.1), ("cosine", 0.55, 0.1), ("exponential", 0.5**0.5, 0.5),
+    ("WSD", 1.0, 0.1), ("cosine-2019", 0.5 * (np.cos(np.pi * 0.45) + 1), 0.1)])
+def test_styles(style, half_way, end):
+    rate = schedule(style)
+    assert [rate(n) for n in (0, 5, 10)] == [0.0, 0.5, 1.0]  # below the floor while it warms up
+    assert rate(55) == pytest.approx(half_way, rel=1e-12)
+    assert rate(100) == pytest.approx(end, rel=1e-12) and rate(1000) == rate(100)
+    table = rate.table(120)
+    assert table.dtype == np.float64 and table.tolist() == [rate(n) for n in range(121)]
+    assert np.all(np.diff(table[10:]) <= 0)
+
+
+def test_wsd_falls_at_the_end_alone():
+    rate = schedule("WSD", lr_wsd_decay_iters=20)
+    assert rate(80) == 1.0 > rate(81) and rate(90) == pytest.approx(0.1 + 0.9 * (2**0.5 - 1))
+
+
+def test_warmup_in_iterations_and_none():
+    assert schedule("linear", lr_warmup_iters=4)(2) == 0.5
+    assert schedule("linear", lr_warmup_iters=0)(0) == schedule("linear", warmup=0.0)(0) == 1.0
+    assert schedule("cosine", warmup=1.0)(50) == 0.5 and schedule("cosine", warmup=1.0)(101) == pytest.approx(0.1)
+
+
+def test_the_decay_may_have_a_length_of_its_own():
+    rate = schedule("linear", lr_decay_iters=50)
+    assert rate(5) == 1.0 and rate(50) == rate(100) == pytest.approx(0.1)
+
+
+def test_cosine_today_reaches_the_floor_that_2019_missed():
+    today, then = (schedule(style, min_lr=0.0) for style in ("cosine", "cosine-2019"))
+    assert today(100) == pytest.approx(0.0, abs=1e-15) and then(100) > 0.09
+    assert then(90) == then(100) and schedule("cosine-2019", min_lr=0.2)(100) == 0.2
+
+
+@pytest.mark.parametrize("style, changes, message", [
+    ("linear", {"lr_warmup_iters": 101}, "--lr-warmup-iters 101 is more than the 100 iterations"),
+    ("WSD", {"lr_wsd_decay_iters": 95}, "--lr-wsd-decay-iters 95 does not fit"),
+])
+def test_impossible_schedules(style, changes, message):
+    with pytest.raises(ValueError, match=message):
+        schedule(style, **changes)
+
+
+def test_a_million_rates_take_less_than_a_second():
+    start = time.perf_counter()
+    assert schedule("cosine").table(1_000_000).shape == (1_000_001,)
+    assert time.perf_counter() - start < 1.0

@@ -1,0 +1,160 @@
+"""Activation checkpointing changes no bit; fp16 overflows, skips and recovers on all ranks together."""
+
+from __future__ import annotations
+
+import weakref
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import mpu
+from megatron.gpt2.optimizer.loss_scaler import DynamicLossScaler, LossScaler
+from megatron.gpt2.training.run import Run
+from megatron.gpt2.training.training import train_step
+from tests.distributed import run_ranks
+from tests.megatron.gpt2.training.training_runs import finish, start, state, steps, write_text
+
+
+def keep(run: Run, grads: list[torch.Tensor]) -> None:
+    grads.append(torch.cat(run.flat.owned_grads()))
+
+
+def with_and_without_recompute(rank: int, world_size: int, folder: str, precision: str) -> list[Any]:
+    results: list[Any] = []
+    for flags in ([], ["--checkpoint-activations"],
+                  ["--checkpoint-activations", "--checkpoint-num-layers", "2"],
+                  ["--recompute-granularity", "selective"]):
+        run = start(rank, world_size, folder, [
+            "--num-layers", "3", "--attention-dropout", "0.1", "--hidden-dropout", "0.1", "--precision", precision,
+            "--save", f"{folder}/recompute{len(results)}", "--model-parallel-size", str(world_size), *flags])
+        seen = steps(run, 3)
+        # The gradients of one more step, before the optimizer uses the buffer.
+        grads: list[torch.Tensor] = []
+        step = run.optimizer.step
+        run.optimizer.step = partial(keep, run, grads)  # type: ignore[method-assign]
+        train_step(run)
+        run.optimizer.step = step  # type: ignore[method-assign]
+        results.append((seen, grads[0], state(run)))
+        finish(run)
+    return results
+
+
+def test_selective_recomputation_does_not_keep_the_outputs_of_gelu_and_norms():
+    mpu.initialize_model_parallel(1)
+    alive = {}
+    for recompute in (False, True):
+        layer = mpu.ParallelTransformerLayer(
+            64, 4, 256, attention_dropout=0.0, hidden_dropout=0.0, layernorm_epsilon=1e-5, recompute=recompute,
+            init_method_for=lambda name: torch.nn.init.xavier_normal_).train()
+        outputs: list[weakref.ref[torch.UntypedStorage]] = []
+
+        def watched(function: Any, outputs: Any = outputs) -> Any:
+            def call(x: torch.Tensor) -> torch.Tensor:
+                y: torch.Tensor = function(x)
+                outputs.append(weakref.ref(y.untyped_storage()))
+                return y
+
+            return call
+
+        layer.mlp.gelu = watched(layer.mlp.gelu)
+        for norm in (layer.input_layernorm, layer.post_attention_layernorm):
+            norm.forward = watched(norm.forward)  # type: ignore[method-assign]
+        y = layer(torch.randn(32, 2, 64, requires_grad=True))
+        alive[recompute] = [output() is not None for output in outputs]
+        y.sum().backward()
+        assert len(outputs) == 3 * (1 + recompute)
+    assert alive == {False: [True] * 3, True: [False] * 3}
+
+
+@pytest.mark.parametrize(("world_size", "precision"), [(1, "fp32"), (2, "fp32"), (1, "bf16")])
+def test_recomputation_is_bit_identical(tmp_path: Path, world_size: int, precision: str):
+    write_text(tmp_path)
+    for plain, *others in run_ranks(with_and_without_recompute, world_size, str(tmp_path), precision):
+        for other in others:
+            assert other[0] == plain[0]
+            assert torch.equal(other[1], plain[1]) and plain[1].any()
+            assert all(torch.equal(other[2][name], tensor) for name, tensor in plain[2].items())
+
+
+def overflow(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+    """One gradient on one rank is poisoned in steps 2, 3 and 4; the scale may double after 3 clean steps."""
+    run = start(rank, world_size, folder, [
+        "--precision", "fp16", "--initial-loss-scale", "1024", "--loss-scale-window", "3", "--model-parallel-size",
+        "2", "--lr-decay-style", "linear", "--warmup", "0.01", "--lr", "1e-3", "--save", f"{folder}/overflow"])
+    weights: list[torch.Tensor] = []
+    if rank == world_size - 1:
+        poison = {2: torch.inf, 3: torch.nan, 4: -torch.inf}
+        dict(run.model.named_parameters())["transformer.layers.0.mlp.dense_h_to_4h.bias"].register_hook(
+            lambda grad: grad + poison.get(len(weights), 0.0))
+    step = run.optimizer.step
+
+    def watched() -> None:
+        weights.append(torch.cat(run.flat.masters))
+        step()
+
+    run.optimizer.step = watched  # type: ignore[method-assign]
+    seen = steps(run, 10)
+    seen["moved"] = [not torch.equal(a, b) for a, b in zip(weights, weights[1:], strict=False)]
+    seen["finite"] = all(torch.isfinite(t).all() for t in state(run).values())
+    seen["counted"] = int(run.optimizer.skipped_steps), int(run.optimizer.good_steps)
+    finish(run)
+    return seen
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_fp16_overflow_is_agreed_and_survived(tmp_path: Path, world_size: int):
+    """(model-parallel, data-parallel) = (2, 1) and (2, 2)."""
+    write_text(tmp_path)
+    for result in run_ranks(overflow, world_size, str(tmp_path)):
+        assert result["skipped"] == [False, False, True, True, True, False, False, False, False, False]
+        # Hysteresis 2: the first overflow only skips, the next two halve, three clean steps double.
+        assert result["scale"] == [1024, 1024, 1024, 1024, 512, 256, 256, 256, 512, 512]
+        assert result["moved"] == [False, True, False, False, False, True, True, True, True]  # the first rate is 0
+        assert result["counted"] == (3, 7)
+        assert result["rate"][2:6] == [result["rate"][2]] * 4, "a skipped step does not move the schedule"
+        assert result["finite"]
+
+
+def test_natural_overflow_recovers(tmp_path: Path):
+    """From 2^32, as a published run starts, the scale falls until steps succeed."""
+    write_text(tmp_path)
+    run = start(0, 1, str(tmp_path), ["--precision", "fp16", "--lr", "1e-3"])
+    seen = steps(run, 40)
+    finish(run)
+    first_clean, skips = seen["skipped"].index(False), sum(seen["skipped"])
+    # An overflow now and then at the greatest scale that works is how the scale is found.
+    assert 5 < first_clean <= skips < 30
+    assert run.optimizer.scaler.scale.item() == 2.0 ** (32 - (skips - 1)), "halvings from 2^32, plus one"
+    assert seen["loss"][-1] < seen["loss"][first_clean] - 0.5
+
+
+def test_static_scale_detects_nan(tmp_path: Path):
+    write_text(tmp_path)
+    run = start(0, 1, str(tmp_path), ["--precision", "fp16", "--loss-scale", "2e9"])
+    before = torch.cat(run.flat.masters)
+    seen = steps(run, 3)
+    finish(run)
+    assert seen["skipped"] == [True] * 3 and torch.equal(torch.cat(run.flat.masters), before)
+
+
+def test_scaler_state_survives():
+    scaler = DynamicLossScaler(2.0**10, window=5)
+    one, zero = torch.ones(()), torch.zeros(())
+    for flag in (one, zero, one, zero, zero):
+        scaler.update(flag)
+    other = DynamicLossScaler(2.0**32, window=5)
+    other.load_state_dict(scaler.state_dict())
+    for flag in (zero, zero, zero, zero, one, one):
+        scaler.update(flag)
+        other.update(flag)
+        assert scaler.state_dict() == other.state_dict()
+    scaler = DynamicLossScaler(2.0, minimum=1.0, hysteresis=1)
+    for _ in range(5):
+        scaler.update(one)
+    assert scaler.scale.item() == 1.0
+    constant = LossScaler(128.0)
+    constant.load_state_dict(scaler.state_dict())
+    assert constant.scale.item() == 128.0

@@ -1,0 +1,324 @@
+"""The server's parts, and the server as OpenAI's own client and as bad clients meet it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import http.client
+import json
+import math
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+
+import mpu
+from data_utils import build_tokenizer
+from megatron.gpt2.model.gpt2 import GPT2Model
+from megatron.gpt2.text.generation import Continuation, Generator, Piece, generate
+from megatron.gpt2.text.sampling import Sampling
+from tests.megatron.gpt2.text.test_generation import CONFIG
+
+for library in ("starlette", "uvicorn", "openai"):
+    pytest.importorskip(library, reason=f"{library} is not installed: the extras [serve] and [dev] bring it")
+
+import openai  # noqa: E402
+import uvicorn  # noqa: E402
+
+from megatron.gpt2.programs.text_generation_server.answer import Choice, joined, token_name  # noqa: E402
+from megatron.gpt2.programs.text_generation_server.app import Service  # noqa: E402
+from megatron.gpt2.programs.text_generation_server.asked import Asked, Limits, Refused, read_request  # noqa: E402
+from megatron.gpt2.programs.text_generation_server.batching import Batcher  # noqa: E402
+
+TOKENIZER = build_tokenizer("bytes")
+LIMITS = Limits(max_tokens=100_000, texts=32, body_bytes=1 << 16)
+ENDLESS = {"max_tokens": 100_000, "top_k": 3}  # of the model here
+JSON = {"Content-Type": "application/json"}
+# What no client's words may do: each is answered with an error, and with the field that is to blame.
+BAD = [
+    ({"max_tokens": 10**9}, "max_tokens"), ({"max_tokens": -1}, "max_tokens"), ({"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": 1.5}, "max_tokens"), ({"max_tokens": True}, "max_tokens"), ({"n": -3}, "n"), ({"n": 33}, "n"),
+    ({"temperature": -0.1}, "temperature"), ({"temperature": math.nan}, "temperature"),
+    ({"temperature": 1e-9}, "temperature"), ({"temperature": False}, "temperature"), ({"top_p": 1.01}, "top_p"),
+    ({"top_p": "1"}, "top_p"), ({"top_k": -1}, "top_k"), ({"repetition_penalty": 0}, "repetition_penalty"),
+    ({"seed": 2**63}, "seed"), ({"stop": ""}, "stop"), ({"stop": ["a"] * 5}, "stop"), ({"stop": [1]}, "stop"),
+    ({"logprobs": 6}, "logprobs"), ({"logprobs": 1, "echo": True}, "echo"), ({"echo": 1}, "echo"),
+    ({"stream": "yes"}, "stream"), ({"stream_options": {"include_usage": True}}, "stream_options"),
+    ({"stream_options": {"x": 1}, "stream": True}, "stream_options"), ({"best_of": 2}, "best_of"),
+    ({"frequency_penalty": 0.5}, "frequency_penalty"), ({"logit_bias": {"50256": -100}}, "logit_bias"),
+    ({"suffix": "end"}, "suffix"), ({"functions": []}, "functions"), ({"\ud800": 1}, "\ud800"), ({"user": 1}, "user"),
+    ({"prompt": -1}, "prompt"), ({"prompt": 0}, "prompt"), ({"prompt": []}, "prompt"), ({"prompt": {}}, "prompt"),
+    ({"prompt": [-1]}, "prompt"), ({"prompt": [257]}, "prompt"), ({"prompt": [True]}, "prompt"),
+    ({"prompt": ["a", 1]}, "prompt"), ({"prompt": ["a"] * 33}, "prompt"), ({"prompt": "\ud800"}, "prompt"),
+    ({"prompt": ["a"] * 17, "n": 2}, "prompt"), ({"prompt": "x" * 33}, "prompt"), ({"prompt": [[1] * 33]}, "prompt"),
+    ({"prompt": "x" * 10**6}, "prompt"), ({"model": "gpt-4"}, "model")]
+
+
+def read(fields: dict[str, Any]) -> Asked:
+    return read_request(json.dumps(fields).encode(), model="tiny", tokenizer=TOKENIZER, context=32, limits=LIMITS)
+
+
+@pytest.mark.parametrize(("fields", "param"), BAD, ids=lambda value: str(value)[:40])
+def test_a_bad_field_is_named(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(Refused) as refused:
+        read({"prompt": "Once", **fields})
+    assert refused.value.param == param and 10 < len(str(refused.value)) < 300
+    assert refused.value.status == (404 if param == "model" else 400)
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[]", b"null", b'"a"', b"[" * 60_000, b'{"prompt": "\xff"}', b"\0",
+                                  b'{"n": 1' + b"0" * 5000 + b"}", b'{"n":' + b"[" * 900 + b"]" * 900 + b"}"])
+def test_what_is_no_json_object(body: bytes) -> None:
+    with pytest.raises(Refused):
+        read_request(body, model="tiny", tokenizer=TOKENIZER, context=32, limits=LIMITS)
+
+
+def test_prompts_and_seeds() -> None:
+    assert read({}).prompts == [[]] and read({"prompt": ""}).prompts == [[]]
+    assert read({"prompt": "N\0"}).prompts == [[78, 0]] == read({"prompt": [78, 0]}).prompts
+    assert read({"prompt": [[1], [2, 3]]}).prompts == [[1], [2, 3]]
+    assert read({"prompt": ["a", "é"], "echo": True}).echoed == ["a", "é"]
+    made = read({"prompt": ["a", "a"], "n": 2, "seed": 2**63 - 1, "user": "me", "best_of": 1, "suffix": None})
+    assert [c.sampling.seed for c in made.continuations()] == [2**63 - 1, -2**63] * 2
+    assert len({c.sampling.seed for c in read({"prompt": ["a", "a"], "n": 2}).continuations()}) == 4
+    assert read({"top_p": 0, "top_k": 9}).sampling.top_k == 1, "the likeliest alone"
+
+
+def test_a_token_comes_with_its_text() -> None:
+    """Parts of a character wait for the last, and tokens that only a stop string has are left out."""
+    choice = Choice(0, TOKENIZER, logprobs=True)
+    text = [(b"a", ""), (b"\xc3", "a"), (b"\xa9", "é"), (b"S", ""), (b"T", "")]
+    chunks = [choice.add(Piece(0, data[0], 0.5, certain, ((data[0], 0.5),)), "") for data, certain in text]
+    last = choice.add(Piece(0, ord("O"), 0.0, "", ()), "stop")
+    assert [chunk["text"] for chunk in (*chunks, last)] == ["", "a", "é", "", "", ""]
+    whole = joined([*chunks, last])
+    assert whole["text"] == "aé" and whole["finish_reason"] == "stop"
+    assert whole["logprobs"]["tokens"] == ["a", "bytes:\\xc3", "bytes:\\xa9"]
+    assert whole["logprobs"]["text_offset"] == [0, 1, 1]
+    assert whole["logprobs"]["top_logprobs"][0] == {"a": math.log(0.5)}
+    assert token_name(TOKENIZER, TOKENIZER.eod) == "<|endoftext|>"
+
+
+@pytest.fixture(scope="module")
+def model() -> Iterator[GPT2Model]:
+    mpu.initialize_model_parallel(1)
+    model = GPT2Model(CONFIG).eval()
+    with torch.no_grad():
+        model.word_embeddings.weight[TOKENIZER.eod] = 0  # never among the likeliest
+    yield model
+    mpu.destroy_model_parallel()
+
+
+@dataclasses.dataclass
+class Served:
+    port: int
+    log: list[str]
+
+    @property
+    def client(self) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"http://127.0.0.1:{self.port}/v1", api_key="none", max_retries=0, timeout=60)
+
+    def ask(self, prompt: Any = "Once", **settings: Any) -> Any:
+        return self.client.completions.create(model="tiny", prompt=prompt, **settings)
+
+    def send(self, method: str, path: str, body: Any = None, headers: Any = JSON) -> tuple[int, Any]:
+        with contextlib.closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)) as connection:
+            connection.request(method, path, body, headers)
+            response = connection.getresponse()
+            return response.status, json.loads(response.read())
+
+    def wait_until_idle(self) -> None:
+        deadline = time.monotonic() + 20
+        while self.send("GET", "/health")[1]["texts"]:
+            assert time.monotonic() < deadline, "a continuation goes on that nobody reads"
+            time.sleep(0.02)
+
+
+@contextlib.contextmanager
+def serving(model: GPT2Model, *, texts: int = 64, seconds: float = 60.0) -> Iterator[Served]:
+    log: list[str] = []
+    batcher = Batcher(LIMITS.texts)
+    service = Service("tiny", TOKENIZER, 32, batcher, LIMITS, texts, seconds, log.append)
+    listener = socket.create_server(("127.0.0.1", 0))
+    server = uvicorn.Server(uvicorn.Config(service.app(), lifespan="off", log_config=None, http="h11"))
+    threads = [threading.Thread(target=batcher.run, args=[Generator(model, TOKENIZER)]),
+               threading.Thread(target=server.run, kwargs={"sockets": [listener]})]
+    for thread in threads:
+        thread.start()
+    try:
+        yield Served(listener.getsockname()[1], log)
+    finally:
+        batcher.stop()
+        threads[0].join()
+        server.should_exit = True
+        threads[1].join()
+
+
+@pytest.fixture(scope="module")
+def served(model: GPT2Model) -> Iterator[Served]:
+    with serving(model) as served:
+        yield served
+
+
+@pytest.fixture
+def alone(model: GPT2Model) -> Callable[..., list[int]]:
+    """What the generator makes of a prompt that has it for itself."""
+    def alone(prompt: str, **settings: Any) -> list[int]:
+        c = Continuation(TOKENIZER.encode(prompt), Sampling(**settings))
+        generate(model, TOKENIZER, [c])
+        return c.ids
+    return alone
+
+
+def test_openai_client(served: Served, alone: Any) -> None:
+    answer = served.ask(max_tokens=40, temperature=0, logprobs=3)
+    ids = alone("Once", max_new_tokens=40, temperature=0)
+    choice = answer.choices[0]
+    assert choice.text == TOKENIZER.decode(ids) and choice.finish_reason == ("length" if len(ids) == 40 else "stop")
+    assert answer.object == "text_completion" and answer.model == "tiny" and answer.id.startswith("cmpl-")
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (4, len(ids))
+    assert choice.logprobs.tokens == [token_name(TOKENIZER, i) for i in ids]
+    for name, value, likeliest in zip(choice.logprobs.tokens, choice.logprobs.token_logprobs,
+                                      choice.logprobs.top_logprobs, strict=True):
+        assert len(likeliest) == 3 and value == max(likeliest.values()) == likeliest[name], "greedy takes the likeliest"
+        assert sum(map(math.exp, likeliest.values())) < 1 + 1e-6
+    [entry] = served.client.models.list()
+    assert entry.id == "tiny"
+
+
+def test_probabilities_are_the_models(served: Served, model: GPT2Model) -> None:
+    logprobs = served.ask("Once", max_tokens=5, seed=3, temperature=0.5, logprobs=5).choices[0].logprobs
+    likeliest = logprobs.top_logprobs[0]
+    assert served.ask("Once", max_tokens=5, seed=3, temperature=0.5, logprobs=0).choices[0].logprobs.token_logprobs \
+        == logprobs.token_logprobs
+    with torch.inference_mode():
+        logits = model(torch.tensor([list(b"Once")]))[-1, 0, :TOKENIZER.vocab_size].log_softmax(0)
+    for i in logits.topk(5).indices.tolist():
+        assert likeliest[token_name(TOKENIZER, i)] == pytest.approx(float(logits[i]), abs=1e-4)
+
+
+def test_a_stream_is_the_same_text(served: Served) -> None:
+    settings: dict[str, Any] = {"max_tokens": 60, "seed": 5, "n": 2, "logprobs": 2, "stop": ["e", "zz"]}
+    whole = served.ask(["One", "Two"], **settings)
+    texts, reasons, usage = [""] * 4, [None] * 4, None
+    tokens: list[list[str]] = [[] for _ in range(4)]
+    for chunk in served.ask(["One", "Two"], stream=True, stream_options={"include_usage": True}, **settings):
+        usage = chunk.usage
+        for choice in chunk.choices:
+            assert reasons[choice.index] is None, "nothing comes after the end"
+            texts[choice.index] += choice.text
+            tokens[choice.index] += choice.logprobs.tokens
+            reasons[choice.index] = choice.finish_reason
+    assert texts == [choice.text for choice in whole.choices] and len(set(texts)) == 4
+    assert tokens == [choice.logprobs.tokens for choice in whole.choices]
+    assert reasons == [choice.finish_reason for choice in whole.choices] and usage == whole.usage
+
+
+def test_prompts_in_every_form(served: Served) -> None:
+    settings: dict[str, Any] = {"max_tokens": 9, "seed": 1}
+    text = served.ask("One", **settings).choices[0].text
+    assert served.ask(list(b"One"), **settings).choices[0].text == text
+    assert [choice.text for choice in served.ask([list(b"One"), list(b"Two")], **settings).choices] \
+        == [choice.text for choice in served.ask(["One", "Two"], **settings).choices]
+    assert served.ask("One", echo=True, **settings).choices[0].text == "One" + text
+    assert "".join(chunk.choices[0].text for chunk in served.ask("One", echo=True, stream=True, **settings)) \
+        == "One" + text
+    assert [choice.text for choice in served.ask("One", n=2, **settings).choices] \
+        == [text, served.ask("One", max_tokens=9, seed=2).choices[0].text]
+    assert served.ask("N\0UL é", **settings).choices[0].text
+
+
+def test_32_clients_at_once(served: Served, alone: Any) -> None:
+    prompts = [f"client {i}" * (1 + i % 3) for i in range(32)]
+    began = time.monotonic()
+    with ThreadPoolExecutor(32) as clients:
+        answers = list(clients.map(lambda i: served.ask(prompts[i], max_tokens=20 + i, seed=i), range(32)))
+    took = time.monotonic() - began
+    for i, answer in enumerate(answers):
+        assert answer.choices[0].text == TOKENIZER.decode(alone(prompts[i], max_new_tokens=20 + i, seed=i)), prompts[i]
+    assert took < 20
+
+
+def test_errors_have_openais_form(served: Served) -> None:
+    for param, value in ("max_tokens", 10**9), ("\ud800", -1), ("prompt", "\ud800"):
+        status, answer = served.send("POST", "/v1/completions", json.dumps({"prompt": "Once", param: value}))
+        assert status == 400 and answer["error"].keys() == {"message", "type", "param", "code"}
+        assert answer["error"]["param"] == param and answer["error"]["type"] == "invalid_request_error"
+    with pytest.raises(openai.BadRequestError, match="max_tokens must be a whole number from 1 to 100000, not -5"):
+        served.ask(max_tokens=-5)
+    with pytest.raises(openai.NotFoundError, match="'tiny'"):
+        served.client.completions.create(model="gpt-4", prompt="Once")
+    with pytest.raises(openai.BadRequestError, match="longer than the 32 tokens") as refused:
+        served.ask("x" * 33, stream=True)
+    assert refused.value.code == "context_length_exceeded"
+
+
+def post(length: int, body: bytes) -> bytes:
+    """What a client sends, or the beginning of it."""
+    return (b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+            b"Content-Length: %d\r\n\r\n%b" % (length, body))
+
+
+def test_bad_clients_leave_it_serving(served: Served) -> None:
+    text = served.ask(seed=1).choices[0].text
+    assert served.send("POST", "/v1/completions", b'{"prompt": "\xff"}')[0] == 400
+    assert served.send("POST", "/v1/completions", b"\0" * 100)[0] == 400
+    assert served.send("POST", "/v1/completions", "{}", {})[0] == 415
+    assert served.send("POST", "/v1/completions", bytes(100_000_000))[0] == 413
+    assert served.send("POST", "/v1/completions", (bytes(1_000_000) for _ in range(100)))[0] == 413, "in chunks"
+    assert served.send("GET", "/v1/completions")[0] == 405 and served.send("GET", "/nowhere")[0] == 404
+    for data in (b"\0\xff" * 500, b"GET", b"POST / HTTP/1.1\r\nContent-Length: -1\r\n\r\n", post(60, b'{"prompt": ')):
+        with socket.create_connection(("127.0.0.1", served.port)) as connection:
+            connection.sendall(data)
+    assert served.ask(seed=1).choices[0].text == text
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_goes_away_ends_its_text(served: Served, stream: bool) -> None:
+    body = json.dumps({"prompt": "Once", "n": 3, "stream": stream, **ENDLESS}).encode()
+    with socket.create_connection(("127.0.0.1", served.port)) as connection:
+        connection.sendall(post(len(body), body))
+        if stream:
+            assert connection.recv(100).startswith(b"HTTP/1.1 200")
+        else:
+            time.sleep(0.2)
+        assert served.send("GET", "/health")[1]["texts"] == 3
+    served.wait_until_idle()
+    assert "the client went away" in served.log[-1]
+    assert served.ask(max_tokens=2, seed=1).choices[0].text
+
+
+def test_too_many_texts_and_too_much_time(model: GPT2Model) -> None:
+    with serving(model, texts=40, seconds=1.0) as served:
+        with ThreadPoolExecutor(1) as clients:
+            long = clients.submit(served.ask, "Once", n=30, extra_body=ENDLESS)
+            while not served.send("GET", "/health")[1]["texts"]:
+                time.sleep(0.01)
+            with pytest.raises(openai.InternalServerError, match="try again later") as refused:
+                served.ask(n=11)
+            assert refused.value.status_code == 503
+            with pytest.raises(openai.InternalServerError, match="took longer than 1 seconds") as late:
+                long.result()
+        assert late.value.status_code == 504
+        with pytest.raises(openai.APIError, match="took longer"):
+            list(served.ask(stream=True, n=30, extra_body=ENDLESS))
+        served.wait_until_idle()
+        with socket.create_connection(("127.0.0.1", served.port)) as connection:  # a body that never comes
+            connection.sendall(post(60, b"{"))
+            assert connection.recv(100).startswith(b"HTTP/1.1 408")
+
+
+def test_stopping_answers_who_waits(model: GPT2Model) -> None:
+    with ThreadPoolExecutor(2) as clients:
+        with serving(model) as served:
+            asked = [clients.submit(served.ask, "Once", n=30, extra_body=ENDLESS) for _ in range(2)]
+            while served.send("GET", "/health")[1]["texts"] < 60:
+                time.sleep(0.01)
+        for one in asked:
+            with pytest.raises(openai.InternalServerError, match="stopping"):
+                one.result()

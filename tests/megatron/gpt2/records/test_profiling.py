@@ -1,0 +1,56 @@
+"""--profile START END: the trace, the table, and the spellings."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from megatron.gpt2.command_line.arguments import parse
+from megatron.gpt2.programs import pretrain_gpt2
+from tests.test_command_line import FLAGS, work  # noqa: F401
+
+
+def step_events(path: Path) -> list[dict]:
+    events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+    assert any(event.get("name") == "aten::mm" for event in events)
+    return [event for event in events if event.get("name", "").startswith("ProfilerStep")]
+
+
+def test_trace_and_table(work: Path, capfd: pytest.CaptureFixture[str]) -> None:  # noqa: F811
+    flags = [*FLAGS, "--train-data", "text.txt", "--save", "run", "--eval-iters", "0", "--profile"]
+    assert pretrain_gpt2.main([*flags, "3", "4", "--train-iters", "6"]) == 0
+    said = capfd.readouterr().out
+    assert len(step_events(work / "run/profile_3-4_rank_0.json.gz")) == 2
+    table = said[said.index("the costliest operations of 2 iterations, by their own time on the cpu:"):].splitlines()
+    rows = [re.fullmatch(r" +([\d.]+) +([\d.]+)% +([\d.]+)  (.+)", line) for line in table[2:17]]
+    times, shares, calls, names = zip(*(row.groups() for row in rows), strict=True)
+    assert list(map(float, times)) == sorted(map(float, times), reverse=True) and 50 < sum(map(float, shares)) < 101
+    assert float(calls[names.index("aten::mm")]) == 11  # four layers and the output: forward and both ways of backward
+
+    # A run that ends before the last iteration writes what it has; one that never comes there says so.
+    assert pretrain_gpt2.main([*flags, "8", "20", "--train-iters", "30", "--exit-interval", "9"]) == 0
+    assert len(step_events(work / "run/profile_8-20_rank_0.json.gz")) == 2
+    assert "the costliest operations of 2 iterations" in capfd.readouterr().out
+    assert pretrain_gpt2.main([*flags, "1", "2", "--train-iters", "10"]) == 0
+    assert "WARNING: --profile 1 2: this run goes from iteration 10 to 10" in capfd.readouterr().out
+    assert len(list((work / "run").glob("*profile*"))) == 2
+
+
+def test_spellings() -> None:
+    assert parse(["--profile", "10", "20"]).config.train.profile == (10, 20)
+    assert parse([]).config.train.profile == ()
+    # Today's Megatron profiles the iterations after the start.
+    assert parse(["--profile", "--use-pytorch-profiler"]).config.train.profile == (11, 12)
+    today = parse(["--profile", "--profile-step-start", "4", "--profile-step-end", "6", "--profile-ranks", "0", "3"])
+    assert today.config.train.profile == (5, 6) and today.config.train.profile_ranks == (0, 3)
+    assert parse(["--profile-step-start", "4"]).config.train.profile == ()
+    for wrong in (["--profile", "5"], ["--profile", "5", "4"], ["--profile", "0", "4"],
+                  ["--profile", "--profile-step-start", "20"]):
+        with pytest.raises(ValueError, match="--profile takes the first iteration and the last"):
+            _ = parse(wrong).config
+    with pytest.raises(ValueError, match="--profile-step-start x"):
+        parse(["--profile", "--profile-step-start", "x"])

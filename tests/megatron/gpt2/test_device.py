@@ -1,0 +1,192 @@
+"""Choices of device, precision, backend and threads, and their errors; the allocator; the peak for MFU."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from megatron.gpt2 import device as on
+from megatron.gpt2.launch.ranks import Ranks
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+
+
+def gpus(monkeypatch, count: int, capability: tuple[int, int] = (9, 0), name: str = "NVIDIA H200") -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+
+
+def test_device(monkeypatch):
+    gpus(monkeypatch, 2)
+    assert on.choose_device("auto", Ranks(3, 4, 1, 2), {})[0] == torch.device("cuda", 1)
+    assert on.choose_device("cpu", Ranks(0, 8, 0, 8), {})[0] == CPU
+    with pytest.raises(ValueError, match="3 ranks on this machine but 2 visible GPUs.*--device cpu "
+                                         "--distributed-backend gloo"):
+        on.choose_device("auto", Ranks(0, 3, 0, 3), {})
+    gpus(monkeypatch, 1)
+    step = {"SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_LOCALID": "1", "SLURM_STEP_ID": "0"}
+    with pytest.raises(ValueError, match="2 ranks on this machine but 1 visible GPU:"):
+        on.choose_device("cuda", Ranks(1, 2, 1, 2), step)
+    bound = {**step, "SLURM_GPUS_PER_TASK": "1"}  # each task sees its own GPU as number 0
+    assert on.choose_device("cuda", Ranks(1, 2, 1, 2), bound)[0] == GPU
+
+
+def test_a_gpu_that_torch_cannot_use_is_said_loudly(monkeypatch):
+    gpus(monkeypatch, 0)
+    monkeypatch.setattr(on, "gpu_present", lambda: True)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    device, reason = on.choose_device("auto", Ranks(), {})
+    assert device == CPU and reason.startswith("WARNING") and "built without CUDA" in reason
+    assert "--device cpu" in reason and "\n" not in reason
+    with pytest.raises(ValueError, match="--device cuda: .* built without CUDA.*--device cpu"):
+        on.choose_device("cuda", Ranks(), {})
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    assert "the driver does not serve torch's CUDA 13.0" in on.choose_device("auto", Ranks(), {})[1]
+    for environ in ({}, {"CUDA_VISIBLE_DEVICES": ""}):
+        monkeypatch.setattr(on, "gpu_present", lambda environ=environ: bool(environ))
+        assert on.choose_device("auto", Ranks(), environ) == (CPU, "cpu: this machine has no GPU")
+
+
+def test_apples_gpu_is_left_alone(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    assert on.choose_device("auto", Ranks(), {}) == (CPU, "cpu: Apple's GPU (MPS) is not supported")
+
+
+def test_gpu_present(tmp_path):
+    assert not on.gpu_present(str(tmp_path))
+    (tmp_path / "dev").mkdir()
+    (tmp_path / "dev/nvidiactl").touch()
+    assert not on.gpu_present(str(tmp_path))
+    (tmp_path / "dev/nvidia0").touch()
+    assert on.gpu_present(str(tmp_path))
+
+
+def test_precision(monkeypatch):
+    gpus(monkeypatch, 1, (8, 0))
+    assert on.choose_precision("auto", GPU)[0] == torch.bfloat16
+    gpus(monkeypatch, 1, (7, 5))
+    assert on.choose_precision("auto", GPU) == (torch.float16, "fp16: sm75 has no bf16, which starts with sm80")
+    for native, dtype in (("amx_bf16", torch.bfloat16), ("", torch.float32)):
+        monkeypatch.setattr(on, "cpu_bf16", lambda native=native: native)
+        assert on.choose_precision("auto", CPU)[0] == dtype
+        assert on.choose_precision("fp16", CPU)[0] == torch.float16
+
+
+@pytest.mark.parametrize("text, feature", [
+    ("processor : 0\nflags\t\t: fpu avx512_bf16 amx_bf16 amx_tile\n", "amx_bf16"),
+    ("flags : fpu avx512_bf16\n", "avx512_bf16"),
+    ("flags : fpu avx2\nbugs : bf16\n", ""),
+    ("Features\t: fp asimd bf16 i8mm\n", "bf16"),
+])
+def test_cpu_bf16(tmp_path, text, feature):
+    (tmp_path / "cpuinfo").write_text(text)
+    assert on.cpu_bf16(str(tmp_path / "cpuinfo")) == feature
+    assert on.cpu_bf16(str(tmp_path / "missing")) == ""
+
+
+def test_backend(monkeypatch):
+    assert on.choose_backend(None, CPU)[0] == "gloo"
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(torch.distributed, "is_mpi_available", lambda: False)
+    assert on.choose_backend(None, GPU)[0] == "nccl" and on.choose_backend("gloo", GPU)[0] == "gloo"
+    with pytest.raises(ValueError, match="--distributed-backend nccl needs a GPU.*gloo"):
+        on.choose_backend("nccl", CPU)
+    with pytest.raises(ValueError, match="--distributed-backend mpi: this torch is built without MPI"):
+        on.choose_backend("mpi", CPU)
+
+
+def test_threads(monkeypatch):
+    monkeypatch.setattr(on, "usable_cores", lambda: 9)
+    monkeypatch.setattr(torch, "set_num_threads", lambda n: None)
+    assert on.set_threads(Ranks(0, 2, 0, 2), {})[0] == 4
+    assert on.set_threads(Ranks(0, 16, 0, 16), {})[0] == 1
+    assert on.set_threads(Ranks(0, 2, 0, 2), {"OMP_NUM_THREADS": "3"})[0] == torch.get_num_threads()
+
+
+def test_cores_within_affinity_hyperthreads_and_quota(tmp_path, monkeypatch):
+    def write(path: str, text: str) -> None:
+        file = tmp_path / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    root = str(tmp_path)
+    assert on.usable_cores(root) == 8
+    for cpu in range(8):
+        write(f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list", f"{cpu % 4},{cpu % 4 + 4}\n")
+    assert on.usable_cores(root) == 4
+    write("proc/self/cgroup", "0::/job/step\n")
+    write("sys/fs/cgroup/job/step/cpu.max", "max 100000\n")
+    assert on.usable_cores(root) == 4
+    write("sys/fs/cgroup/job/cpu.max", "250000 100000\n")
+    assert (on.cgroup_cpus(root), on.usable_cores(root)) == (2.5, 2)
+    write("proc/self/cgroup", "4:memory:/a\n3:cpu,cpuacct:/b\n")
+    write("sys/fs/cgroup/cpu/cpu.cfs_quota_us", "50000\n")
+    write("sys/fs/cgroup/cpu/cpu.cfs_period_us", "100000\n")
+    assert (on.cgroup_cpus(root), on.usable_cores(root)) == (0.5, 1)
+
+
+def test_cores_of_this_machine():
+    assert 1 <= on.usable_cores() <= len(os.sched_getaffinity(0))
+
+
+FAULTS = """
+import resource, sys, torch
+from megatron.gpt2.device import set_allocator
+if sys.argv[1] == "set":
+    assert set_allocator(torch.device("cpu"), {}) and not set_allocator(torch.device("cuda"), {})
+    assert not set_allocator(torch.device("cpu"), {"MALLOC_ARENA_MAX": "1"})
+def faults():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+counts = []
+for _ in range(20):  # the heap takes some steps to find its size
+    before = faults()
+    torch.empty(25_000_000).fill_(1.0)  # 100 MB
+    counts.append(faults() - before)
+print(min(counts))
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the allocator of glibc is what is set")
+def test_allocator_ends_the_page_faults_of_large_tensors():
+    clean = {name: value for name, value in os.environ.items()
+             if not name.startswith(("MALLOC_", "GLIBC_")) and name != "LD_PRELOAD"}
+    faults = [int(subprocess.run([sys.executable, "-c", FAULTS, how], text=True, check=True, capture_output=True,
+                                 timeout=60, env=clean).stdout) for how in ("leave", "set")]
+    assert faults[0] > 40 and faults[1] < 5  # huge pages would be 48
+
+
+@pytest.mark.parametrize("name, teraflops", [
+    ("NVIDIA H200", 989), ("NVIDIA H100 80GB HBM3", 989), ("NVIDIA H100 PCIe", 756), ("NVIDIA H100 NVL", 835),
+    ("NVIDIA GH200 480GB", 989), ("NVIDIA A100-SXM4-80GB", 312), ("Tesla V100-SXM2-16GB", 125), ("Tesla T4", 65),
+    ("NVIDIA L4", 121), ("NVIDIA L40S", 362), ("NVIDIA L40", 181), ("NVIDIA B200", 2250), ("NVIDIA A10", 125),
+    ("NVIDIA GeForce RTX 4090", 165.2), ("NVIDIA A10G", None), ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
+])
+def test_datasheets(name, teraflops):
+    assert on.datasheet(name) == teraflops
+
+
+def test_peak(monkeypatch):
+    start = time.perf_counter()
+    flops, words = on.peak_flops(CPU, torch.float32)
+    assert 1e9 < flops < 1e15 and words.startswith("measured") and time.perf_counter() - start < 3
+    gpus(monkeypatch, 1)
+    assert on.peak_flops(GPU, torch.bfloat16) == (989e12, "datasheet 989 TFLOP/s dense bf16 of NVIDIA H200")
+    gpus(monkeypatch, 1, (7, 0), "Tesla V100-SXM2-16GB")
+    monkeypatch.setattr(on, "_measured_gemm", lambda device, dtype: 1e13)  # bf16 is emulated there
+    assert on.peak_flops(GPU, torch.bfloat16)[0] == 1e13 and on.peak_flops(GPU, torch.float16)[0] == 125e12
+
+
+def test_compile_without_a_compiler_is_refused_in_a_line():
+    with pytest.raises(ValueError, match="--compile needs a C.. compiler on a CPU, and there is no no-such-compiler"):
+        on.require_compiler(CPU, {"CXX": "no-such-compiler"})
+    on.require_compiler(CPU, {"CXX": "python3"})  # whatever it is, it is there

@@ -1,0 +1,110 @@
+"""Small training runs for tests: a text, flags, and steps that return what every rank saw."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+import mpu
+from megatron.gpt2 import device as devices
+from megatron.gpt2.command_line.arguments import parse
+from megatron.gpt2.config import ModelConfig
+from megatron.gpt2.launch.ranks import Ranks
+from megatron.gpt2.optimizer.gradient_reducer import global_sum
+from megatron.gpt2.training.plan import plan_run
+from megatron.gpt2.training.run import Run, build_run
+from megatron.gpt2.training.training import train_step
+
+SMALL = ["--num-layers", "2", "--hidden-size", "128", "--num-attention-heads", "4", "--max-position-embeddings", "32",
+         "--seq-length", "32", "--tokenizer-type", "bytes", "--split", "90,10", "--device", "cpu",
+         "--precision", "fp32", "--train-iters", "1000", "--eval-iters", "0", "--lr", "1.5e-4",
+         "--lr-decay-style", "constant", "--warmup", "0", "--attention-dropout", "0", "--hidden-dropout", "0",
+         "--make-vocab-size-divisible-by", "8"]
+
+# A model of that size without a run around it.
+SHAPE = ModelConfig(num_layers=2, hidden_size=128, num_attention_heads=4, max_position_embeddings=32, vocab_size=97,
+                    attention_dropout=0.0, hidden_dropout=0.0, make_vocab_size_divisible_by=8)
+
+
+def write_text(folder: Path, words: int = 6000) -> Path:
+    """A text with something to learn: words of a small vocabulary, some of which follow each other."""
+    draw = random.Random(0)
+    vocabulary = ["".join(draw.choices("abcdefghijklmnopqrstuvwxyz", k=draw.randint(2, 8))) for _ in range(60)]
+    text, word = [], 0
+    for _ in range(words):
+        word = draw.randrange(60) if draw.random() < 0.3 else (7 * word + 3) % 60
+        text.append(vocabulary[word])
+    path = folder / "text.txt"
+    path.write_text(" ".join(text))
+    return path
+
+
+def start(rank: int, world_size: int, folder: str, flags: Sequence[str]) -> Run:
+    """A run in `folder` (text.txt lies there), as the command line would make it."""
+    arguments = parse([*SMALL, "--train-data", f"{folder}/text.txt", "--data-cache-path", f"{folder}/cache",
+                       "--save", f"{folder}/save", *flags])
+    ranks = Ranks(rank, world_size, rank, world_size)
+    with mock.patch.object(devices, "_measured_gemm", return_value=1e12):  # which takes 0.3 s
+        run = build_run(plan_run(arguments, ranks, lambda line: None), lambda line: None)
+    run.model.train()
+    return run
+
+
+def steps(run: Run, count: int) -> dict[str, Any]:
+    """`count` steps: loss, gradient norm, loss scale and skips of each."""
+    seen: dict[str, Any] = {"loss": [], "norm": [], "scale": [], "skipped": [], "rate": []}
+    for _ in range(count):
+        run.loss_sum.zero_()
+        seen["scale"].append(run.optimizer.scaler.scale.item())
+        seen["rate"].append(run.optimizer.learning_rate.item())
+        train_step(run)
+        run.iteration += 1
+        run.consumed_samples += run.global_batch_size
+        seen["loss"].append(global_sum([run.loss_sum], run.parallel.data_parallel_group).item())
+        seen["norm"].append(run.optimizer.grad_norm.item())
+        seen["skipped"].append(bool(run.optimizer.found_inf))
+    return seen
+
+
+def finish(run: Run) -> None:
+    run.gatherer.wait()
+    run.loader.close()
+    run.stop.close()
+    run.log.close()
+    run.close()
+
+
+def state(run: Run) -> dict[str, Tensor]:
+    """This rank's weights and what it owns of the optimizer's state, copied."""
+    run.gatherer.wait()
+    tensors = {name: p.detach().clone() for name, p in run.model.named_parameters()}
+    return tensors | {f"{s.kind}.{s.name}": s.values.clone() for s in run.optimizer.tensors()}
+
+
+def whole_weights(run: Run) -> dict[str, Tensor]:
+    """The model's true weights, merged over its model-parallel group."""
+    run.gatherer.wait()
+    return merged(dict(run.model.named_parameters()), mpu.partition_specs(run.model), run.parallel)
+
+
+def merged(tensors: Mapping[str, Tensor], specs: Mapping[str, mpu.PartitionSpec],
+           parallel: mpu.ParallelState) -> dict[str, Tensor]:
+    """This rank's `tensors`, merged over the model-parallel group. A collective."""
+    import torch.distributed as dist
+
+    whole = {}
+    for name, tensor in tensors.items():
+        tensor = tensor.detach().contiguous()
+        shards = [torch.empty_like(tensor) for _ in range(parallel.model_parallel_size)]
+        if parallel.model_parallel_size > 1:
+            dist.all_gather(shards, tensor, group=parallel.model_parallel_group)
+        else:
+            shards = [tensor.clone()]
+        whole[name] = specs[name].merge(shards)
+    return whole
