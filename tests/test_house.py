@@ -139,7 +139,7 @@ def test_the_rules_catch_a_breach(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setitem(globals(), "ROOT", tmp_path)
     path = tmp_path / "mpu" / "inner" / "module.py"
     path.parent.mkdir(parents=True)
-    path.write_text("import numpy\nfrom megatron.gpt2 import config\nfrom ..layers import Linear\nfrom . import sibling\n"
-                    "def f():\n    import tqdm\n")
+    path.write_text("import numpy\nfrom megatron.gpt2 import config\nfrom ..layers import Linear\n"
+                    "from . import sibling\ndef f():\n    import tqdm\n")
     assert imported(path) == {"numpy", "megatron.gpt2.config", "mpu.layers.Linear", "mpu.inner.sibling", "tqdm"}
     assert imported_at_load(path) == {"numpy", "megatron.gpt2.config", "mpu.layers.Linear", "mpu.inner.sibling"}

@@ -103,15 +103,3 @@ def test_training_with_torch_numpy_and_safetensors_alone(tmp_path: Path) -> None
     assert "iteration        2/       2 |" in output
     assert (tmp_path / "run" / "metrics.jsonl").exists()
     assert not (tmp_path / "run" / "loss.png").exists()
-
-
-@pytest.mark.parametrize("ours_first", [True, False])
-def test_megatron_core_imports_beside_ours(tmp_path: Path, ours_first: bool) -> None:
-    core = tmp_path / "site" / "megatron" / "core"  # as in NVIDIA's wheel: no megatron/__init__.py
-    core.mkdir(parents=True)
-    (core / "__init__.py").write_text("name = 'theirs'\n")
-    folders = [str(ROOT), str(tmp_path / "site")]
-    output = run([sys.executable, "-c",
-                  "import megatron.core as core, megatron.gpt2.config as ours; print(core.name, ours.Config.__name__)"],
-                 tmp_path, PYTHONPATH=os.pathsep.join(folders if ours_first else folders[::-1]))
-    assert output == "theirs Config\n"
