@@ -1,0 +1,93 @@
+#!/usr/bin/env python3
+"""Draw how a transformer layer is split over two ranks, and where the ranks communicate:
+
+    python docs/figures/draw_layer.py > docs/figures/layer.svg
+"""
+
+from __future__ import annotations
+
+from html import escape
+
+WIDTH, HEIGHT = 1090, 350
+LANES = (92, 212)  # tops of the two ranks' lanes
+LANE = 84  # height of a lane's boxes
+RANKS = ("#1f6fb2", "#c2571a")
+BRANCH = 506  # width of half a layer
+INK, GREY, PAPER, WHOLE = "#1c2733", "#5b6875", "#ffffff", "#eef1f4"
+
+
+def text(x: float, y: float, words: str, *, size: int = 13, color: str = INK, bold: bool = False) -> str:
+    weight = ' font-weight="600"' if bold else ""
+    return (f'<text x="{x:g}" y="{y:g}" font-size="{size}" fill="{color}"{weight} text-anchor="middle">'
+            f'{escape(words)}</text>')
+
+
+def box(x: float, y: float, width: float, height: float, lines: list[str], *, edge: str,
+        fill: str = PAPER) -> list[str]:
+    """A rounded box; the first line is the name, the others are its shape."""
+    middle, top = x + width / 2, y + height / 2 - 8 * (len(lines) - 1) + 4
+    drawn = [f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="6" fill="{fill}" stroke="{edge}" '
+             'stroke-width="1.5"/>']
+    return drawn + [text(middle, top + 17 * i, line, bold=not i, size=13 if not i else 12, color=INK if not i else GREY)
+                    for i, line in enumerate(lines)]
+
+
+def arrow(x: float, y: float, to: float) -> str:
+    return f'<path d="M{x:g} {y:g} H{to - 7:g}" stroke="{INK}" stroke-width="1.4" marker-end="url(#tip)"/>'
+
+
+def whole(x: float, width: float, lines: list[str]) -> list[str]:
+    """What every rank computes alike: one box over both lanes."""
+    return box(x, LANES[0], width, LANES[1] + LANE - LANES[0], lines, edge=GREY, fill=WHOLE)
+
+
+def split(x: float, width: float, of_rank: list[list[str]]) -> list[str]:
+    """What each rank computes with its own part of the weights."""
+    return [line for top, edge, lines in zip(LANES, RANKS, of_rank, strict=True)
+            for line in box(x, top, width, LANE, lines, edge=edge)]
+
+
+def operation(x: float, name: str, forward: str, backward: str) -> list[str]:
+    """A conjugate pair of communications: a bar over both lanes with its two directions above and below."""
+    top, bottom = LANES[0] - 6, LANES[1] + LANE + 6
+    return [f'<rect x="{x - 11:g}" y="{top}" width="22" height="{bottom - top}" rx="11" fill="{INK}"/>',
+            f'<text x="{x:g}" y="{(top + bottom) / 2 + 5:g}" font-size="16" font-style="italic" fill="#fff" '
+            f'text-anchor="middle">{name}</text>',
+            text(x, top - 26, "forward", size=11, color=GREY), text(x, top - 11, forward, size=12, bold=True),
+            text(x, bottom + 17, "backward", size=11, color=GREY), text(x, bottom + 32, backward, size=12, bold=True)]
+
+
+def branch(x: float, first: list[str], second: list[str]) -> list[str]:
+    """x + g(row-parallel(column-parallel(f(norm(x))))), `BRANCH` wide. The same on both ranks but for the weights."""
+    middle = (LANES[0] + LANES[1] + LANE) / 2
+    parts = [f'<path d="M{x - 14:g} {middle:g} H{x + 452:g}" stroke="{GREY}" stroke-width="1.4" '
+             'stroke-dasharray="5 4" fill="none"/>']  # the residual path, behind what it passes
+    parts += whole(x, 66, ["norm", "[s, b, h]"]) + whole(x + 452, 40, ["+", "drop-", "out"])
+    parts += operation(x + 105, "f", "identity", "all-reduce")
+    parts += split(x + 138, 108, [first] * len(RANKS)) + split(x + 266, 100, [second] * len(RANKS))
+    parts += operation(x + 406, "g", "all-reduce", "identity")
+    for top in LANES:
+        y = top + LANE / 2
+        parts += [arrow(x + start, y, x + end)
+                  for start, end in ((66, 94), (116, 138), (246, 266), (366, 395), (417, 452))]
+    return parts
+
+
+def picture() -> str:
+    parts = [text(34, top + LANE / 2 + 4, f"rank {rank}", color=color, bold=True)
+             for rank, (top, color) in enumerate(zip(LANES, RANKS, strict=True))]
+    parts += branch(76, ["QKV", "column-parallel", "h → 3h/p", "n/p heads"],
+                    ["dense", "row-parallel", "h/p → h"])
+    parts += branch(76 + BRANCH, ["MLP in", "column-parallel", "h → 4h/p", "GELU"], ["MLP out", "row-parallel", "4h/p → h"])
+    parts += [text(WIDTH / 2, 24, "One transformer layer on two model-parallel ranks", size=16, bold=True)]
+    body = "\n".join(parts)
+    return (f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" '
+            f'height="{HEIGHT}" font-family="Helvetica, Arial, sans-serif">\n'
+            '<defs><marker id="tip" viewBox="0 0 8 8" refX="1" refY="4" markerWidth="7" markerHeight="7" '
+            'orient="auto">'
+            f'<path d="M0 0 L8 4 L0 8 z" fill="{INK}"/></marker></defs>\n'
+            f'<rect width="100%" height="100%" fill="{PAPER}"/>\n{body}\n</svg>')
+
+
+if __name__ == "__main__":
+    print(picture())
