@@ -78,7 +78,8 @@ def picture() -> str:
              for rank, (top, color) in enumerate(zip(LANES, RANKS, strict=True))]
     parts += branch(76, ["QKV", "column-parallel", "h → 3h/p", "n/p heads"],
                     ["dense", "row-parallel", "h/p → h"])
-    parts += branch(76 + BRANCH, ["MLP in", "column-parallel", "h → 4h/p", "GELU"], ["MLP out", "row-parallel", "4h/p → h"])
+    parts += branch(76 + BRANCH, ["MLP in", "column-parallel", "h → 4h/p", "GELU"],
+                    ["MLP out", "row-parallel", "4h/p → h"])
     parts += [text(WIDTH / 2, 24, "One transformer layer on two model-parallel ranks", size=16, bold=True)]
     body = "\n".join(parts)
     return (f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" '
