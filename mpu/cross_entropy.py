@@ -72,21 +72,22 @@ def _loss(whole: Tensor) -> Tensor:
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, target: Tensor, group: ProcessGroup | None,
-                vocab_size: int | None) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, target: Tensor, group: ProcessGroup | None, vocab_size: int | None,
+                grad_enabled: bool) -> Tensor:
         shard = _Shard.of(target, logits.size(-1), group_rank_and_size(group)[0], vocab_size)
         x = logits.to(torch.float32, copy=True)
         own = shard.exponentials(x)
         whole = _over_ranks(own, group)
         loss = _loss(whole)
-        ctx.dtype = logits.dtype
-        ctx.save_for_backward(shard.d_logits(x, own, whole, torch.ones_like(loss)).to(logits.dtype))
+        if grad_enabled and ctx.needs_input_grad[0]:
+            ctx.dtype = logits.dtype
+            ctx.save_for_backward(shard.d_logits(x, own, whole, torch.ones_like(loss)).to(logits.dtype))
         return loss
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (d_logits,) = ctx.saved_tensors
-        return (d_logits * grad.unsqueeze(-1)).to(ctx.dtype), None, None, None
+        return (d_logits * grad.unsqueeze(-1)).to(ctx.dtype), None, None, None, None
 
 
 def vocab_parallel_cross_entropy(logits: Tensor, target: Tensor, group: ProcessGroup | None = None, *,
@@ -97,7 +98,9 @@ def vocab_parallel_cross_entropy(logits: Tensor, target: Tensor, group: ProcessG
     vocab_size: the true vocabulary; columns past it are masked (default: every column counts).
     """
     group = group if group is not None else get_model_parallel_group()
-    loss: Tensor = _VocabParallelCrossEntropy.apply(logits, target, group, vocab_size)  # type: ignore[no-untyped-call]
+    # Inside of `forward` gradients are always off, and needs_input_grad does not know of no_grad.
+    loss: Tensor = _VocabParallelCrossEntropy.apply(  # type: ignore[no-untyped-call]
+        logits, target, group, vocab_size, torch.is_grad_enabled())
     return loss
 
 
@@ -107,11 +110,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, target: Tensor, token_weight: Tensor,
                 group: ProcessGroup | None, vocab_size: int, chunk_size: int,
-                collect: Callable[[Tensor], object] | None) -> Tensor:
-        needs_grad = any(ctx.needs_input_grad)
+                collect: Callable[[Tensor], object] | None, grad_enabled: bool) -> Tensor:
+        needs_grad = grad_enabled and any(ctx.needs_input_grad)
         alone = group is None or group.size() == 1
         shard_of_all = _Shard.of(target, weight.size(0), group_rank_and_size(group)[0], vocab_size)
-        d_hidden = torch.empty_like(hidden)
+        d_hidden = hidden.new_empty(hidden.shape if needs_grad else 0)
         d_weight = _SumOfProducts()
         loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
         block = _rows_in_float32(chunk_size, weight)
@@ -152,7 +155,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if ctx.collect is not None:
             ctx.collect(d_weight)
             d_weight = None
-        return d_hidden, d_weight, None, None, None, None, None, None
+        return d_hidden, d_weight, None, None, None, None, None, None, None
 
 
 def _rows_in_float32(chunk_size: int, weight: Tensor) -> int:
@@ -209,5 +212,5 @@ def vocab_parallel_linear_cross_entropy(hidden: Tensor, weight: Tensor, target: 
     hidden = to_every_rank(hidden, group)
     chunk_size = chunk_size or max(512, hidden.size(0) // 16)
     loss: Tensor = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, target, token_weight, group, vocab_size, chunk_size, collect)
+        hidden, weight, target, token_weight, group, vocab_size, chunk_size, collect, torch.is_grad_enabled())
     return loss

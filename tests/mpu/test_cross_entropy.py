@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -102,16 +103,18 @@ def peak_of_the_loss(dtype: torch.dtype, tokens: int, vocab: int, hidden_size: i
 
 
 class MemoryCounter(TorchDispatchMode):
-    """The greatest number of bytes alive of all storages that operators made inside."""
+    """The greatest number of bytes alive of all storages that operators made inside; and how often each was called."""
 
     def __init__(self) -> None:
         super().__init__()
         self.now = self.peak = 0
+        self.calls: Counter[str] = Counter()
         self._seen: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         before = {id_of(x) for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
         out = func(*args, **(kwargs or {}))
+        self.calls[func.overloadpacket.__name__] += 1
         for x in tree_leaves(out):
             if isinstance(x, torch.Tensor) and id_of(x) not in before | self._seen:
                 self._seen.add(id_of(x))
@@ -136,3 +139,35 @@ def test_the_logits_are_never_held(dtype: torch.dtype):
     mpu.initialize_model_parallel(1)
     extra, logits = peak_of_the_loss(dtype, 8192, 4096, 64)
     assert logits / 40 < extra <= logits / 10, f"{extra / logits:.1%} of the logits"
+
+
+def test_without_gradients_none_are_made():
+    """An evaluation takes a third of the products, and no memory of the size of a gradient."""
+    mpu.initialize_model_parallel(1)
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(256, 64, requires_grad=True), torch.randn(4096, 64, requires_grad=True)
+    logits, target = torch.randn(256, 4096, requires_grad=True), torch.randint(0, 4096, (256,))
+
+    def fused() -> torch.Tensor:
+        return mpu.vocab_parallel_linear_cross_entropy(hidden, weight, target, torch.ones(256), vocab_size=4096,
+                                                       chunk_size=64)
+
+    def plain() -> torch.Tensor:
+        return mpu.vocab_parallel_cross_entropy(logits, target).sum()
+
+    seen = {}
+    for name, loss in (("fused", fused), ("plain", plain)):
+        with MemoryCounter() as training:
+            with_gradient = loss()
+            held = training.now
+        with torch.no_grad(), MemoryCounter() as evaluation:
+            assert torch.equal(loss(), with_gradient)
+        seen[name] = training, evaluation, held
+    training, evaluation, held = seen["fused"]
+    assert (training.calls["mm"] + training.calls["addmm_"], evaluation.calls["mm"]) == (12, 4)
+    assert evaluation.calls["addmm_"] == evaluation.calls["scatter_add_"] == 0
+    assert held > hidden.nbytes + weight.nbytes
+    assert evaluation.peak <= training.peak - hidden.nbytes - weight.nbytes
+    training, evaluation, held = seen["plain"]
+    assert (training.calls["scatter_add_"], evaluation.calls["scatter_add_"]) == (1, 0)
+    assert held > logits.nbytes
