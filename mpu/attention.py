@@ -73,12 +73,13 @@ def causal_attention(qkv: Tensor, dropout_p: float) -> Tensor:
     qkv: [s, b, n, 3, d], queries, keys and values of a head side by side. Returns [s, b, n·d].
     """
     s, b, n, _, d = qkv.shape
-    if qkv.device.type == "cpu" and qkv.dtype == torch.bfloat16 and torch.is_grad_enabled():
-        if dropout_p == 0:
+    if qkv.device.type == "cpu" and qkv.dtype == torch.bfloat16:
+        if dropout_p > 0 and s <= MATERIALISE_UP_TO:
+            # Without gradients too: a checkpointed layer must drop the same elements when it is computed again.
+            return _materialised(qkv, dropout_p)
+        if dropout_p == 0 and torch.is_grad_enabled():
             y: Tensor = _BlockwiseBackward.apply(qkv)  # type: ignore[no-untyped-call]
             return y
-        if s <= MATERIALISE_UP_TO:
-            return _materialised(qkv, dropout_p)
     q, k, v = _heads(qkv)
     y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout_p, is_causal=True)
     return y.permute(2, 0, 1, 3).reshape(s, b, n * d)  # [b, n, s, d] -> [s, b, n·d]

@@ -4,13 +4,14 @@
                         activations are replicated
     tracker             different on every model-parallel rank: attention dropout, where heads differ
 
-Both differ between data-parallel ranks, whose samples differ (Megatron gave them the same in 2019). Everything
-works on CPU and GPU alike; "cuda" in the names is 2019's.
+Both follow from the seed and the model-parallel rank alone, as in 2019: who wants other numbers on data-parallel ranks
+gives them other seeds. Everything works on CPU and GPU alike; "cuda" in the names is 2019's.
 """
 
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,12 +20,10 @@ import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import Tensor
 
-from mpu.initialize import get_data_parallel_rank, get_model_parallel_rank
+from mpu.initialize import get_model_parallel_rank
 
 MODEL_PARALLEL_RNG = "model-parallel-rng"
 _TRACKER_OFFSET = 2718
-# Data-parallel ranks are further apart than any model-parallel size, so that no two streams meet.
-_DATA_PARALLEL_STRIDE = 1 << 16
 
 
 def _on_gpu() -> bool:
@@ -89,15 +88,25 @@ def get_cuda_rng_tracker() -> RNGStatesTracker:
     return _tracker
 
 
-def model_parallel_cuda_manual_seed(seed: int) -> None:
-    """Seed the default generator and the tracker of this rank.
+def tracker_in_use() -> RNGStatesTracker:
+    """What `mpu.get_cuda_rng_tracker()` gives now. All of mpu asks here.
 
-    At data-parallel rank 0 the seeds are Megatron's: `seed` and `seed + 2718 + model-parallel rank`.
+    A program may put another function in its place: the activation checkpointing of DeepSpeed repeats the states of its
+    own tracker alone, so the masks must be drawn from that one. Hence the late look-up, in the package itself.
     """
-    seed += _DATA_PARALLEL_STRIDE * get_data_parallel_rank()
+    tracker: RNGStatesTracker = sys.modules["mpu"].get_cuda_rng_tracker()
+    return tracker
+
+
+def model_parallel_cuda_manual_seed(seed: int) -> None:
+    """Seed the default generator with `seed`, the tracker of this rank with `seed + 2718 + model-parallel rank`.
+
+    The seeds are Megatron's of 2019: data-parallel ranks that pass the same one draw the same numbers.
+    """
     torch.manual_seed(seed)
-    _tracker.reset()
-    _tracker.add(MODEL_PARALLEL_RNG, seed + _TRACKER_OFFSET + get_model_parallel_rank())
+    tracker = tracker_in_use()
+    tracker.reset()
+    tracker.add(MODEL_PARALLEL_RNG, seed + _TRACKER_OFFSET + get_model_parallel_rank())
 
 
 def dropout(x: Tensor, p: float) -> Tensor:
@@ -119,12 +128,13 @@ def dropout(x: Tensor, p: float) -> Tensor:
 
 @contextlib.contextmanager
 def _tracker_states(states: dict[str, Tensor]) -> Iterator[None]:
-    after = _tracker.get_states()
-    _tracker.set_states(states)
+    tracker = tracker_in_use()
+    after = tracker.get_states()
+    tracker.set_states(states)
     try:
         yield
     finally:
-        _tracker.set_states(after)
+        tracker.set_states(after)
 
 
 def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
@@ -134,7 +144,7 @@ def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
     dropout drops the same elements both times. It stops recomputing at the last saved tensor, so what comes
     after it (a closing all-reduce without dropout) is not repeated.
     """
-    states = _tracker.get_states()
+    states = tracker_in_use().get_states()
     return torch.utils.checkpoint.checkpoint(
         function, *args, use_reentrant=False,
         context_fn=lambda: (contextlib.nullcontext(), _tracker_states(states)))

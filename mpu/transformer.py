@@ -21,7 +21,7 @@ from torch.distributed import ProcessGroup
 from mpu.attention import Documents, causal_attention, document_attention
 from mpu.layers import ColumnParallelLinear, InitMethod, RowParallelLinear
 from mpu.partition import divide
-from mpu.random import dropout, get_cuda_rng_tracker
+from mpu.random import dropout, tracker_in_use
 
 Attend = Callable[[Tensor], Tensor]
 
@@ -68,7 +68,7 @@ class ParallelSelfAttention(nn.Module):
 
 def _attention_with_own_masks(qkv: Tensor, dropout_p: float, documents: Documents | None) -> Tensor:
     """Heads differ by rank, so must their masks."""
-    with get_cuda_rng_tracker().fork():
+    with tracker_in_use().fork():
         return causal_attention(qkv, dropout_p) if documents is None else document_attention(qkv, dropout_p, documents)
 
 
@@ -181,7 +181,7 @@ def hidden_dropout(x: Tensor, p: float, sequence_parallel: bool) -> Tensor:
 
 
 def _dropout_with_own_masks(x: Tensor, p: float) -> Tensor:
-    with get_cuda_rng_tracker().fork():
+    with tracker_in_use().fork():
         return dropout(x, p)
 
 

@@ -24,8 +24,8 @@ def test_what_ranks_share():
     results = run_ranks(draws, 4, 2)
     (d0, t0), (d1, t1), (d2, t2), (d3, t3) = results
     assert d0 == d1 and d2 == d3, "hidden dropout is the same inside a model-parallel group"
-    assert d0 != d2, "data-parallel ranks differ"
-    assert len({tuple(t) for t in (t0, t1, t2, t3)}) == 4, "the tracker differs everywhere"
+    assert t0 != t1 and t2 != t3, "the tracker differs inside a model-parallel group"
+    assert (d0, t0, t1) == (d2, t2, t3), "the same seed is the same numbers on data-parallel ranks, as in 2019"
 
 
 def test_seeds_are_megatrons_at_rank_0():

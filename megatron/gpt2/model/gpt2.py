@@ -41,6 +41,7 @@ class Transformer(nn.Module):
                  recompute: str, recompute_num_layers: int, sequence_parallel: bool,
                  device: torch.device | str | None) -> None:
         super().__init__()
+        self.sequence_parallel = sequence_parallel
         self.layers_recomputed_together = recompute_num_layers if recompute == "full" else 0
         self.before_layer: Callable[[int], object] = lambda number: None  # told before each layer computes
 
@@ -63,7 +64,11 @@ class Transformer(nn.Module):
                 part = self.layers[start:start + together]
                 for number in range(start, start + len(part)):
                     self.before_layer(number)
-                x = mpu.checkpoint(_through, part, x, documents)
+                # Tensors alone are arguments: DeepSpeed's function, put in the place of mpu.checkpoint, may keep a part
+                # of each on every rank. The attribute tells it that this one differs between the ranks already.
+                if self.sequence_parallel:
+                    x.no_checkpointing = True  # type: ignore[attr-defined]
+                x = mpu.checkpoint(functools.partial(_through, part, documents), x)
         else:
             for number, layer in enumerate(self.layers):
                 self.before_layer(number)
@@ -71,7 +76,7 @@ class Transformer(nn.Module):
         return self.final_layernorm(x)
 
 
-def _through(layers: nn.ModuleList, x: Tensor, documents: mpu.Documents | None) -> Tensor:
+def _through(layers: nn.ModuleList, documents: mpu.Documents | None, x: Tensor) -> Tensor:
     for layer in layers:
         x = layer(x, documents)
     return x

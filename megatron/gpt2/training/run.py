@@ -47,6 +47,9 @@ from megatron.gpt2.records.timers import Timers
 from megatron.gpt2.records.trackers import open_trackers
 from megatron.gpt2.training.plan import Plan, Say
 
+# Data-parallel ranks are further apart than any model-parallel size, so that no two random streams meet.
+DATA_PARALLEL_STRIDE = 1 << 16
+
 
 @dataclass
 class Run:
@@ -188,7 +191,7 @@ def build_run(plan: Plan, say: Say) -> Run:
         initialize_distributed(plan.ranks, plan.backend, device, config.parallel.distributed_timeout_minutes)
     parallel = mpu.initialize_model_parallel(
         config.parallel.model_parallel_size, timeout=timedelta(minutes=config.parallel.distributed_timeout_minutes))
-    mpu.model_parallel_cuda_manual_seed(config.train.seed)
+    seed_random_streams(config.train.seed, parallel)
     assert config.checkpoint.save is not None
     shared = functools.partial(greatest, device=device)
     seen = int(plan.splits.fingerprint[:15], 16)
@@ -253,6 +256,11 @@ def build_run(plan: Plan, say: Say) -> Run:
     return run
 
 
+def seed_random_streams(seed: int, parallel: mpu.ParallelState) -> None:
+    """mpu's streams, others on every data-parallel rank, whose samples differ (2019 gave them the same)."""
+    mpu.model_parallel_cuda_manual_seed(seed + DATA_PARALLEL_STRIDE * parallel.data_parallel_rank)
+
+
 def pinned(text: np.ndarray) -> Tensor:
     """In memory that a GPU reads by itself; the loader's thread calls it, ahead of the step."""
     return torch.from_numpy(text).pin_memory()
@@ -292,7 +300,7 @@ def load_run(plan: Plan, parallel: mpu.ParallelState, model: GPT2Model, optimize
             checkpoint, mp_rank=parallel.model_parallel_rank, dp_rank=parallel.data_parallel_rank,
             mp_size=parallel.model_parallel_size, dp_size=parallel.data_parallel_size, device=plan.device):
         # Not the seed itself: dropout would repeat the masks of the first steps.
-        mpu.model_parallel_cuda_manual_seed(plan.config.train.seed + checkpoint.iteration)
+        seed_random_streams(plan.config.train.seed + checkpoint.iteration, parallel)
         say(f"random states start afresh: {checkpoint.path} has none for this layout and device")
     say(f"continuing {checkpoint.path}")
     return checkpoint.iteration, int(checkpoint.facts["consumed_samples"])

@@ -1,0 +1,212 @@
+"""DeepSpeed's activation checkpointing in the place of mpu's, as DeepSpeedExamples puts it there: exact with dropout.
+
+`StandIn` does what deepspeed.checkpointing does with random states and arguments (DeepSpeed 0.19,
+runtime/activation_checkpointing/checkpointing.py). Where DeepSpeed is installed it is tried too.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import mpu
+from megatron.gpt2.model.gpt2 import GPT2Model
+from mpu.random import RNGStatesTracker
+from tests.distributed import run_ranks
+from tests.megatron.gpt2.training.training_runs import SHAPE
+
+DROPPING = replace(SHAPE, attention_dropout=0.1, hidden_dropout=0.1)
+
+
+class StandIn:
+    """A reentrant checkpoint: forward without gradients, and once more with them in backward, from the same states of
+    the default generator and of a tracker of its own.
+
+    partition: of each tensor among the arguments, unless it has a true attribute `no_checkpointing`, a model-parallel
+    rank keeps its part alone, in the tensor itself, and the size after it; backward gathers the parts.
+    """
+
+    def __init__(self, partition: bool) -> None:
+        self.partition = partition
+        self.tracker = RNGStatesTracker()
+
+    def checkpoint(self, function: Callable[..., Tensor], *args: Any) -> Tensor:
+        out: Tensor = _Reentrant.apply(self, function, *args)
+        return out
+
+    def split(self, args: tuple[Any, ...]) -> list[Any]:
+        kept = []
+        for x in args:
+            size = x.size() if isinstance(x, Tensor) else None
+            if is_shared(x):
+                part = x.numel() // mpu.get_model_parallel_world_size()
+                start = part * mpu.get_model_parallel_rank()
+                x.data = x.detach().flatten()[start:start + part].clone()
+            kept += [x, size]
+        return kept
+
+    def gathered(self, kept: list[Any]) -> list[Any]:
+        """A size follows each tensor; what follows anything else is taken for an argument, as DeepSpeed does."""
+        args = []
+        for x, size in zip(kept[::2], kept[1::2], strict=True):
+            if is_shared(x):
+                parts = [torch.empty_like(x) for _ in range(mpu.get_model_parallel_world_size())]
+                dist.all_gather(parts, x.detach(), group=mpu.get_model_parallel_group())
+                args.append(torch.cat(parts).view(size).requires_grad_(x.requires_grad))
+            else:
+                args += [x] if isinstance(x, Tensor) else [x, size]
+        return args
+
+
+def is_shared(x: Any) -> bool:
+    return isinstance(x, Tensor) and not getattr(x, "no_checkpointing", False)
+
+
+class _Reentrant(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, owner: StandIn, function: Callable[..., Tensor], *args: Any) -> Tensor:
+        ctx.owner, ctx.function = owner, function
+        ctx.states = torch.get_rng_state(), owner.tracker.get_states()
+        with torch.no_grad():
+            out = function(*(x.clone() if isinstance(x, Tensor) else x for x in args))
+        ctx.kept = owner.split(args) if owner.partition else args
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        owner = ctx.owner
+        args = [x.detach().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x
+                for x in (owner.gathered(ctx.kept) if owner.partition else ctx.kept)]
+        now = torch.get_rng_state(), owner.tracker.get_states()
+        for state, states in (ctx.states, now):
+            torch.set_rng_state(state)
+            owner.tracker.set_states(states)
+            if states is ctx.states[1]:
+                with torch.enable_grad():
+                    out = ctx.function(*args)
+        torch.autograd.backward(out, grad)
+        return None, None, *(x.grad if isinstance(x, Tensor) else None for x in args)
+
+
+def stand_in(partition: bool) -> dict[str, Any]:
+    replacement = StandIn(partition)
+    return {"checkpoint": replacement.checkpoint, "get_cuda_rng_tracker": lambda: replacement.tracker}
+
+
+def deepspeed(partition: bool) -> dict[str, Any]:
+    """What DeepSpeedExamples' set_deepspeed_activation_checkpointing replaces."""
+    import deepspeed
+
+    deepspeed.init_distributed(dist_backend="gloo")
+    deepspeed.checkpointing.configure(mpu, partition_activations=partition)
+    return {name: getattr(deepspeed.checkpointing, name)
+            for name in ("checkpoint", "get_cuda_rng_tracker", "model_parallel_cuda_manual_seed")}
+
+
+def gradients(dtype: torch.dtype, recompute: str, of_documents: bool, sequence_parallel: bool) -> dict[str, Tensor]:
+    mpu.model_parallel_cuda_manual_seed(5)
+    model = GPT2Model(DROPPING, recompute=recompute, sequence_parallel=sequence_parallel).to(dtype).train()
+    tokens = torch.arange(4 * 32).view(4, 32) % 97
+    documents = mpu.Documents(tokens, 11, "cpu") if of_documents else None
+    for _ in range(2):  # the second time the streams have moved on
+        loss = model(tokens, tokens, torch.full((4, 32), 1 / 128), documents=documents)
+        loss.backward()
+    return {"loss": loss.detach(), **{name: p.grad for name, p in model.named_parameters()}}
+
+
+def largest_differences(rank: int, world_size: int,
+                        replacement: Callable[[bool], dict[str, Any]]) -> dict[str, float]:
+    """For each way of computing, the greatest difference of a gradient from the one without checkpointing, relative to
+    the greatest of its tensor."""
+    mpu.initialize_model_parallel(world_size)
+    found = {}
+    for dtype in (torch.float32, torch.bfloat16):  # in bf16 a CPU has attention kernels of its own
+        for of_documents in (False, True):
+            for sequence_parallel in (False, True):
+                how = dtype, of_documents, sequence_parallel
+                expected = gradients(dtype, "none", of_documents, sequence_parallel)
+                for partition in (False, True):
+                    with mock.patch.multiple(mpu, **replacement(partition)):
+                        got = gradients(dtype, "full", of_documents, sequence_parallel)
+                    found[f"{how}, partition {partition}"] = max(
+                        ((got[name] - expected[name]).abs().max() / expected[name].abs().max()).item()
+                        for name in expected)
+    return found
+
+
+with_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
+
+
+@pytest.mark.parametrize("replacement", [stand_in, pytest.param(deepspeed, marks=with_deepspeed)])
+def test_deepspeeds_checkpointing_repeats_every_mask(replacement: Callable[[bool], dict[str, Any]]):
+    for found in run_ranks(largest_differences, 2, replacement):
+        assert len(found) == 16
+        assert max(found.values()) == 0, found
+
+
+def losses_by_deepspeed(rank: int, world_size: int) -> dict[str, list[float]]:
+    """Five clipped steps of AdamW: by a plain loop, and by DeepSpeed's engine at ZeRO stages 0 to 2."""
+    os.environ["LOCAL_RANK"] = str(rank)  # which it asks for
+    import deepspeed
+
+    deepspeed.init_distributed(dist_backend="gloo")
+    parallel = mpu.initialize_model_parallel(2)
+    tokens = (torch.arange(4 * 32).view(4, 32) * (3 + parallel.data_parallel_rank)) % 97
+    weight = torch.full((4, 32), 1 / 128)
+
+    def make(sequence_parallel: bool) -> tuple[GPT2Model, torch.optim.Optimizer]:
+        mpu.model_parallel_cuda_manual_seed(5)
+        model = GPT2Model(SHAPE, sequence_parallel=sequence_parallel).train()
+        return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    seen: dict[str, list[float]] = {}
+    for sequence_parallel in (False, True):
+        model, optimizer = make(sequence_parallel)
+        losses = []
+        for _ in range(5):
+            loss = model(tokens, tokens, weight)
+            loss.backward()
+            mpu.sum_sequence_parallel_grads(model.parameters())
+            for parameter in model.parameters():
+                dist.all_reduce(parameter.grad, group=parallel.data_parallel_group)
+                parameter.grad /= parallel.data_parallel_size
+            mpu.clip_grad_norm(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        seen[f"plain, {sequence_parallel}"] = losses
+        for stage in (0, 1, 2):
+            model, optimizer = make(sequence_parallel)
+            for parameter in model.parameters():
+                if getattr(parameter, "sequence_parallel", False):
+                    parameter.register_hook(mpu.reduce_from_model_parallel_region)
+            engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, mpu=mpu, config={
+                "train_micro_batch_size_per_gpu": 4, "gradient_clipping": 1.0, "zero_allow_untested_optimizer": True,
+                "zero_optimization": {"stage": stage}})
+            losses = []
+            for _ in range(5):
+                loss = engine(tokens, tokens, weight)
+                engine.backward(loss)
+                engine.step()
+                losses.append(loss.item())
+            seen[f"stage {stage}, {sequence_parallel}"] = losses
+    return seen
+
+
+@with_deepspeed
+@pytest.mark.timeout(600)
+def test_deepspeed_trains_the_model():
+    for seen in run_ranks(losses_by_deepspeed, 4, timeout=500):
+        expected = seen["plain, False"]
+        assert len(seen) == 8 and expected[4] < expected[0]
+        for how, losses in seen.items():
+            assert losses == pytest.approx(expected, rel=1e-5), how
