@@ -1,12 +1,13 @@
 """The model-parallel unit: tensor parallelism in the Megatron style, with torch alone.
 
-The names below that Megatron's `mpu` had in 2019 keep their meaning; arguments after the sizes are by keyword.
+The names below that Megatron's `mpu` had in 2019 keep their meaning and the order of their arguments; arguments that
+came later are by keyword.
 """
 
 from mpu.attention import Documents
 from mpu.cross_entropy import vocab_parallel_cross_entropy, vocab_parallel_linear_cross_entropy
 from mpu.data import broadcast_data
-from mpu.grads import clip_grad_norm, squared_norm
+from mpu.grads import clip_grad_norm, mark_sequence_parallel, squared_norm, sum_sequence_parallel_grads
 from mpu.initialize import (
     ParallelState,
     destroy_model_parallel,
@@ -39,13 +40,14 @@ from mpu.mappings import (
 )
 from mpu.partition import Box, PartitionSpec, divide, padded_vocab_size, partition_specs
 from mpu.random import checkpoint, dropout, get_cuda_rng_tracker, model_parallel_cuda_manual_seed
-from mpu.transformer import ParallelMLP, ParallelSelfAttention, ParallelTransformerLayer, hidden_dropout
+from mpu.transformer import LayerNorm, ParallelMLP, ParallelSelfAttention, ParallelTransformerLayer, hidden_dropout
 
 __all__ = [
     "Box",
     "ColumnParallelLinear",
     "Documents",
     "KeyValueCache",
+    "LayerNorm",
     "ParallelEmbedding",
     "ParallelMLP",
     "ParallelSelfAttention",
@@ -75,6 +77,7 @@ __all__ = [
     "hidden_dropout",
     "initialize_model_parallel",
     "linear_without_gradient",
+    "mark_sequence_parallel",
     "model_parallel_cuda_manual_seed",
     "model_parallel_is_initialized",
     "padded_vocab_size",
@@ -83,6 +86,7 @@ __all__ = [
     "reduce_scatter_to_sequence_parallel_region",
     "scatter_to_model_parallel_region",
     "squared_norm",
+    "sum_sequence_parallel_grads",
     "vocab_parallel_cross_entropy",
     "vocab_parallel_linear_cross_entropy",
 ]

@@ -1,18 +1,53 @@
-"""The norm of all gradients over a model-parallel group, and clipping by it.
+"""Gradients over a model-parallel group: those that are partial sums, the norm of all, and clipping by it.
 
-A split parameter has other gradients on every rank; a replicated one has the same everywhere and counts once,
-on the group's first rank.
+A split parameter has other gradients on every rank; a replicated one has the same everywhere and counts once, on the
+group's first rank. Under sequence parallelism a replicated parameter has seen this rank's part of each sequence alone;
+its gradient is the sum of all ranks', and the parameter is marked so, as by megatron.core.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
-from mpu.initialize import get_parallel_state
+from mpu.initialize import get_model_parallel_group, get_parallel_state
+
+
+def mark_sequence_parallel(parameters: Iterable[nn.Parameter]) -> None:
+    """Say of replicated parameters that their gradients are partial sums: `sequence_parallel = True`, an attribute."""
+    for parameter in parameters:
+        parameter.sequence_parallel = True  # type: ignore[attr-defined]  # those who train megatron.core's models read it
+
+
+def is_sequence_parallel(parameter: Tensor) -> bool:
+    """Whether the gradient of `parameter` is a partial sum."""
+    return getattr(parameter, "sequence_parallel", False)
+
+
+def sum_sequence_parallel_grads(parameters: Iterable[Tensor], group: ProcessGroup | None = None) -> None:
+    """Complete the gradients of a model with sequence parallelism: the `.grad` of each marked parameter becomes the sum
+    over the group (default: the model-parallel group), in place. One all-reduce in float32.
+
+    Call it once a step, after the last backward and before clipping: what is summed twice counts twice. Every rank of
+    the group calls it with the same parameters. Without a marked parameter nothing is sent.
+    """
+    sum_over_group([p.grad for p in parameters if is_sequence_parallel(p) and p.grad is not None], group)
+
+
+def sum_over_group(tensors: Sequence[Tensor], group: ProcessGroup | None = None) -> None:
+    """Each tensor becomes its sum over the group (default: the model-parallel group), in place, by one all-reduce in
+    float32."""
+    group = group if group is not None else get_model_parallel_group()
+    if group is None or group.size() == 1 or not tensors:
+        return
+    packed = torch.cat([tensor.reshape(-1).float() for tensor in tensors])
+    dist.all_reduce(packed, group=group)
+    for tensor, total in zip(tensors, packed.split([tensor.numel() for tensor in tensors]), strict=True):
+        tensor.copy_(total.view(tensor.shape))
 
 
 def squared_norm(split: Iterable[Tensor], replicated: Iterable[Tensor], device: torch.device, *,

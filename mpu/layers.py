@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from mpu.grads import mark_sequence_parallel
 from mpu.initialize import get_model_parallel_group, group_rank_and_size
 from mpu.mappings import (
     all_gather_first_dim,
@@ -43,8 +44,11 @@ def zeros(weight: Tensor) -> None:
 class _ParallelLayer(nn.Module):
     """What the layers share: the group, resolved once, and parameters made from specs."""
 
-    def __init__(self, group: ProcessGroup | None) -> None:
+    def __init__(self, group: ProcessGroup | None, stride: int = 1) -> None:
         super().__init__()
+        if stride != 1:  # 2019 cut a fused weight into `stride` blocks and gave each rank a part of every block
+            raise ValueError(f"stride={stride}: a rank's part of a weight is contiguous here, so stride must be 1; "
+                             "order a fused query-key-value weight [heads, 3, head size] as ParallelSelfAttention does")
         self.group = group if group is not None else get_model_parallel_group()
         self.rank, self.world_size = group_rank_and_size(self.group)
         self._specs: dict[str, PartitionSpec] = {}
@@ -165,11 +169,11 @@ class ColumnParallelLinear(_ParallelLayer):
     weight: Tensor
     bias: Tensor | None
 
-    def __init__(self, input_size: int, output_size: int, *, bias: bool = True, gather_output: bool = True,
-                 sequence_parallel: bool = False, init_method: InitMethod = nn.init.xavier_normal_,
-                 keep_master_weight_for_test: bool = False, group: ProcessGroup | None = None,
-                 device: torch.device | str | None = None) -> None:
-        super().__init__(group)
+    def __init__(self, input_size: int, output_size: int, bias: bool = True, gather_output: bool = True,
+                 init_method: InitMethod = nn.init.xavier_normal_, stride: int = 1,
+                 keep_master_weight_for_test: bool = False, *, sequence_parallel: bool = False,
+                 group: ProcessGroup | None = None, device: torch.device | str | None = None) -> None:
+        super().__init__(group, stride)
         self.gather_output, self.sequence_parallel = gather_output, sequence_parallel
         full = self.make_parameter("weight", PartitionSpec((output_size, input_size), 0), init_method, device)
         self.master_weight = full if keep_master_weight_for_test else None
@@ -194,11 +198,11 @@ class RowParallelLinear(_ParallelLayer):
     weight: Tensor
     bias: Tensor | None
 
-    def __init__(self, input_size: int, output_size: int, *, bias: bool = True, input_is_parallel: bool = False,
-                 sequence_parallel: bool = False, init_method: InitMethod = nn.init.xavier_normal_,
-                 keep_master_weight_for_test: bool = False, group: ProcessGroup | None = None,
-                 device: torch.device | str | None = None) -> None:
-        super().__init__(group)
+    def __init__(self, input_size: int, output_size: int, bias: bool = True, input_is_parallel: bool = False,
+                 init_method: InitMethod = nn.init.xavier_normal_, stride: int = 1,
+                 keep_master_weight_for_test: bool = False, *, sequence_parallel: bool = False,
+                 group: ProcessGroup | None = None, device: torch.device | str | None = None) -> None:
+        super().__init__(group, stride)
         self.input_is_parallel = input_is_parallel
         self.reduce = reduce_scatter_to_sequence_parallel_region if sequence_parallel else \
             reduce_from_model_parallel_region
@@ -206,6 +210,8 @@ class RowParallelLinear(_ParallelLayer):
         self.master_weight = full if keep_master_weight_for_test else None
         if bias:
             self.make_parameter("bias", PartitionSpec((output_size,)), zeros, device)
+            if sequence_parallel:
+                mark_sequence_parallel([self.get_parameter("bias")])
         else:
             self.register_parameter("bias", None)
 
@@ -244,7 +250,7 @@ class VocabParallelEmbedding(_ParallelLayer):
 
     weight: Tensor
 
-    def __init__(self, num_embeddings: int, embedding_dim: int, *, init_method: InitMethod = nn.init.xavier_normal_,
+    def __init__(self, num_embeddings: int, embedding_dim: int, init_method: InitMethod = nn.init.xavier_normal_, *,
                  padded_size: int | None = None, sequence_parallel: bool = False, group: ProcessGroup | None = None,
                  device: torch.device | str | None = None) -> None:
         super().__init__(group)
@@ -252,7 +258,7 @@ class VocabParallelEmbedding(_ParallelLayer):
             reduce_from_model_parallel_region
         padded_size = padded_size or num_embeddings
         self.num_embeddings = num_embeddings
-        self.vocab_start, self.vocab_end = vocab_range(padded_size, self.rank, self.world_size)
+        self.vocab_start_index, self.vocab_end_index = vocab_range(padded_size, self.rank, self.world_size)
         self.make_parameter("weight", PartitionSpec((num_embeddings, embedding_dim), 0, padded_size), init_method,
                             device)
 
@@ -268,8 +274,8 @@ class VocabParallelEmbedding(_ParallelLayer):
 
         if self.world_size == 1:
             return rows_of(ids)
-        elsewhere = (ids < self.vocab_start) | (ids >= self.vocab_end)
-        rows = rows_of((ids - self.vocab_start).masked_fill(elsewhere, 0))
+        elsewhere = (ids < self.vocab_start_index) | (ids >= self.vocab_end_index)
+        rows = rows_of((ids - self.vocab_start_index).masked_fill(elsewhere, 0))
         return self.reduce(rows.masked_fill(elsewhere.unsqueeze(-1), 0.0), self.group)
 
 
@@ -281,8 +287,8 @@ class ParallelEmbedding(_ParallelLayer):
 
     weight: Tensor
 
-    def __init__(self, num_embeddings: int, embedding_dim: int, *, init_method: InitMethod = nn.init.xavier_normal_,
-                 keep_master_weight_for_test: bool = False, group: ProcessGroup | None = None,
+    def __init__(self, num_embeddings: int, embedding_dim: int, init_method: InitMethod = nn.init.xavier_normal_,
+                 keep_master_weight_for_test: bool = False, *, group: ProcessGroup | None = None,
                  device: torch.device | str | None = None) -> None:
         super().__init__(group)
         full = self.make_parameter("weight", PartitionSpec((num_embeddings, embedding_dim), 1), init_method, device)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from mpu.attention import Documents, causal_attention, document_attention
+from mpu.grads import mark_sequence_parallel
 from mpu.layers import ColumnParallelLinear, InitMethod, RowParallelLinear
 from mpu.partition import divide
 from mpu.random import dropout, tracker_in_use
@@ -26,6 +27,17 @@ from mpu.random import dropout, tracker_in_use
 Attend = Callable[[Tensor], Tensor]
 
 _TWO_ROOTS_OF_TWO_OVER_PI = 2 * math.sqrt(2 / math.pi)
+
+
+class LayerNorm(nn.LayerNorm):
+    """torch's, over [..., normalized_shape]; replicated. With sequence_parallel its parameters are marked, since their
+    gradients are partial sums."""
+
+    def __init__(self, normalized_shape: int | Sequence[int], eps: float = 1e-5, elementwise_affine: bool = True, *,
+                 sequence_parallel: bool = False, device: torch.device | str | None = None) -> None:
+        super().__init__(normalized_shape, eps, elementwise_affine, device=device)
+        if sequence_parallel:
+            mark_sequence_parallel(self.parameters())
 
 
 class ParallelSelfAttention(nn.Module):
@@ -145,13 +157,15 @@ class ParallelTransformerLayer(nn.Module):
         recompute: compute the outputs of GELU and of the layer norms again in backward instead of keeping them."""
         super().__init__()
         self.hidden_dropout, self.sequence_parallel, self.recompute = hidden_dropout, sequence_parallel, recompute
-        self.input_layernorm = nn.LayerNorm(hidden_size, eps=layernorm_epsilon, device=device)
+        self.input_layernorm = LayerNorm(hidden_size, layernorm_epsilon, sequence_parallel=sequence_parallel,
+                                         device=device)
         self.attention = ParallelSelfAttention(
             hidden_size, num_heads, attention_dropout=attention_dropout,
             init_method=init_method_for("attention.query_key_value.weight"),
             output_init_method=init_method_for("attention.dense.weight"), sequence_parallel=sequence_parallel,
             group=group, device=device)
-        self.post_attention_layernorm = nn.LayerNorm(hidden_size, eps=layernorm_epsilon, device=device)
+        self.post_attention_layernorm = LayerNorm(hidden_size, layernorm_epsilon, sequence_parallel=sequence_parallel,
+                                                  device=device)
         self.mlp = ParallelMLP(
             hidden_size, ffn_size, init_method=init_method_for("mlp.dense_h_to_4h.weight"),
             output_init_method=init_method_for("mlp.dense_4h_to_h.weight"), gelu=gelu, recompute=recompute,

@@ -124,14 +124,38 @@ def check_gather_and_parallel_input(rank: int, world_size: int) -> bool:
     return True
 
 
+def check_2019s_arguments(rank: int, world_size: int) -> bool:
+    """Megatron-LM 72c5f666b9, mpu/layers.py: what comes by position means what it meant there."""
+    mpu.initialize_model_parallel(world_size)
+    ones, two = nn.init.ones_, 2 * world_size
+    column = mpu.ColumnParallelLinear(3, two, False, False, ones, 1, True)
+    assert column.bias is None and column(torch.ones(1, 3)).tolist() == [[3.0, 3.0]]
+    assert torch.equal(column.master_weight, torch.ones(two, 3))
+    row = mpu.RowParallelLinear(two, 3, False, True, ones, 1, True)
+    assert row.bias is None and row(torch.ones(1, 2)).tolist() == [[float(two)] * 3]
+    assert torch.equal(row.master_weight, torch.ones(3, two))
+    words = mpu.VocabParallelEmbedding(two, 5, ones)
+    assert (words.vocab_start_index, words.vocab_end_index) == (2 * rank, 2 * rank + 2)
+    columns = mpu.ParallelEmbedding(5, two, ones, True)
+    assert torch.equal(columns.master_weight, torch.ones(5, two))
+    assert words(torch.tensor([0])).sum() == 5 and columns(torch.tensor([0])).sum() == two
+    norm = mpu.LayerNorm(4, 1e-3)
+    assert torch.equal(norm(torch.arange(4.0)), F.layer_norm(torch.arange(4.0), (4,), eps=1e-3))
+    for layer in (mpu.ColumnParallelLinear, mpu.RowParallelLinear):
+        with pytest.raises(ValueError, match="^stride=3: .* must be 1; order a fused query-key-value weight"):
+            layer(two, two, stride=3)
+    return True
+
+
 def check_all(rank: int, world_size: int) -> list[bool]:
     return [check(rank, world_size)
-            for check in (check_layers, check_initial_weights, check_gather_and_parallel_input)]
+            for check in (check_layers, check_initial_weights, check_gather_and_parallel_input,
+                          check_2019s_arguments)]
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_layers_equal_plain_torch(world_size: int):
-    assert run_ranks(check_all, world_size) == [[True] * 3] * world_size
+    assert run_ranks(check_all, world_size) == [[True] * 4] * world_size
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

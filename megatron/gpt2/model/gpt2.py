@@ -54,7 +54,8 @@ class Transformer(nn.Module):
                 init_method_for=lambda name: init_method_for(f"transformer.layers.{number}.{name}"))
 
         self.layers = nn.ModuleList(layer(number) for number in range(config.num_layers))
-        self.final_layernorm = nn.LayerNorm(config.hidden_size, eps=config.layernorm_epsilon, device=device)
+        self.final_layernorm = mpu.LayerNorm(config.hidden_size, config.layernorm_epsilon,
+                                             sequence_parallel=sequence_parallel, device=device)
 
     def forward(self, x: Tensor, documents: mpu.Documents | None = None,
                 cache: mpu.KeyValueCache | None = None) -> Tensor:
@@ -126,6 +127,8 @@ class GPT2Model(nn.Module):
         positions = torch.empty(config.max_position_embeddings, config.hidden_size)
         init_method_for("position_embeddings.weight")(positions)
         self.position_embeddings = nn.Embedding.from_pretrained(positions.to(device), freeze=False)
+        if self.sequence_parallel:
+            mpu.mark_sequence_parallel(self.position_embeddings.parameters())
         self.transformer = Transformer(config, init_method_for, recompute, recompute_num_layers,
                                        self.sequence_parallel, device)
         self.tied_gradient: TiedGradient | None = None  # None: autograd does it

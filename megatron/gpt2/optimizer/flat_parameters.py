@@ -16,10 +16,12 @@ the same to the last bit.
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
+
+from mpu.grads import is_sequence_parallel
 
 # Every parameter and every owned part starts at a multiple of this, so that a matrix in 16 bits is aligned to 128
 # bytes and a vectorised kernel has no rest that it would compute in another way.
@@ -32,6 +34,7 @@ class Segment:
 
     range: slice
     is_split: bool
+    is_partial: bool  # each model-parallel rank's gradient is a part of the sum
     decays: bool
 
 
@@ -64,9 +67,9 @@ class FlatParameters:
         self._shard, self._shards = ranks if sharded else (0, 1)
         self.is_sharded, self.offloaded = self._shards > 1, offloaded
 
-        def treatment(item: tuple[str, nn.Parameter]) -> tuple[bool, bool]:
+        def treatment(item: tuple[str, nn.Parameter]) -> tuple[bool, bool, bool]:
             # False sorts first: what is split before what is replicated, which has its decayed parameters last.
-            return not _is_split(item[1]), _is_split(item[1]) != _decays(item[1])
+            return not _is_split(item[1]), _is_split(item[1]) != _decays(item[1]), is_sequence_parallel(item[1])
 
         named = sorted(reversed(list(module.named_parameters())), key=treatment)
         self.parameters = dict(named)
@@ -87,9 +90,10 @@ class FlatParameters:
 
         firsts = [next(members) for _, members in itertools.groupby(named, treatment)]
         stops = [self.ranges[name].start for name, _ in firsts[1:]] + [end]
-        segments = [Segment(slice(self.ranges[name].start, stop), _is_split(parameter), _decays(parameter))
+        segments = [Segment(slice(self.ranges[name].start, stop), _is_split(parameter),
+                            is_sequence_parallel(parameter), _decays(parameter))
                     for (name, parameter), stop in zip(firsts, stops, strict=True)]
-        self.owned = [Segment(common, s.is_split, s.decays) for bucket in self.buckets for s in segments
+        self.owned = [replace(s, range=common) for bucket in self.buckets for s in segments
                       if (common := _overlap(self.owned_part(bucket), s.range))]
 
         device = named[0][1].device

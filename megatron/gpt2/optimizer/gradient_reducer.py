@@ -18,6 +18,7 @@ from torch.distributed import ProcessGroup
 from megatron.gpt2.config import ParallelConfig
 from megatron.gpt2.model.gpt2 import GPT2Model
 from megatron.gpt2.optimizer.flat_parameters import FlatParameters
+from mpu.grads import sum_over_group
 from mpu.mappings import all_gather_single, reduce_scatter_single
 
 
@@ -31,16 +32,13 @@ class GradientReducer:
     order still meet in the same collective.
 
     in_bf16: what is sent is rounded to bf16, and so is the sum; it takes 2 bytes an element until `finish`.
-    sequence_parallel_group: the ranks that each saw a part of every sequence, over which the gradients of replicated
-    parameters are summed as well; None where every rank saw whole sequences.
+    Under sequence parallelism the gradients of replicated parameters are summed over the model-parallel group as well.
     """
 
-    def __init__(self, flat: FlatParameters, group: ProcessGroup | None, *, in_bf16: bool = False,
-                 sequence_parallel_group: ProcessGroup | None = None) -> None:
+    def __init__(self, flat: FlatParameters, group: ProcessGroup | None, *, in_bf16: bool = False) -> None:
         self._flat = flat
         self._group = group if group is not None and group.size() > 1 else None
         self._in_bf16 = in_bf16
-        self._sequence_parallel_group = sequence_parallel_group
         self._bucket_of = {name: i for i, bucket in enumerate(flat.buckets) for name in bucket.names}
         self._missing: list[set[str]] = []
         self._sent: list[tuple[dist.Work, Tensor, Tensor]] = []  # the owned gradients, and what comes for them
@@ -64,7 +62,7 @@ class GradientReducer:
             if self._in_bf16:
                 own.copy_(received)
         self._sent.clear()
-        sum_replicated(self._flat, self._sequence_parallel_group)
+        sum_partial(self._flat)
 
     def add(self, name: str, gradient: Tensor) -> None:
         """The gradient of a micro-batch."""
@@ -129,11 +127,9 @@ class _TiedGradient:
 class TorchDDPReducer:
     """The same through `torch.nn.parallel.DistributedDataParallel`, which reduces in the parameters' dtype."""
 
-    def __init__(self, flat: FlatParameters, module: nn.Module, group: ProcessGroup, *, bucket_size: int,
-                 sequence_parallel_group: ProcessGroup | None = None) -> None:
+    def __init__(self, flat: FlatParameters, module: nn.Module, group: ProcessGroup, *, bucket_size: int) -> None:
         self._flat = flat
         self._size = group.size()
-        self._sequence_parallel_group = sequence_parallel_group
         element = flat.params.element_size()
         self.module = nn.parallel.DistributedDataParallel(
             module, process_group=group, broadcast_buffers=False, bucket_cap_mb=max(bucket_size * element >> 20, 1))
@@ -149,31 +145,24 @@ class TorchDDPReducer:
             # DDP divides by the ranks; our token weights did so already.
             self._flat.grad(name).copy_(parameter.grad).mul_(self._size)
             parameter.grad = None
-        sum_replicated(self._flat, self._sequence_parallel_group)
+        sum_partial(self._flat)
 
 
-def sum_replicated(flat: FlatParameters, group: ProcessGroup | None) -> None:
-    """Sum the gradients of replicated parameters, as far as this rank owns them, over `group` (None: nothing to do):
-    one all-reduce in float32. Its ranks own the same ranges."""
-    parts = [grad for grad, segment in zip(flat.owned_grads(), flat.owned, strict=True) if not segment.is_split]
-    if group is None or group.size() == 1 or not parts:
-        return
-    packed = torch.cat(parts)
-    dist.all_reduce(packed, group=group)
-    for part, total in zip(parts, packed.split([part.numel() for part in parts]), strict=True):
-        part.copy_(total)
+def sum_partial(flat: FlatParameters) -> None:
+    """Sum the gradients that sequence parallelism leaves partial, as far as this rank owns them, over the
+    model-parallel group, whose ranks own the same ranges."""
+    if any(segment.is_partial for segment in flat.owned):
+        sum_over_group([grad for grad, segment in zip(flat.owned_grads(), flat.owned, strict=True)
+                        if segment.is_partial])
 
 
-def reducer_for(config: ParallelConfig, flat: FlatParameters, model: GPT2Model, group: ProcessGroup | None, *,
-                sequence_parallel_group: ProcessGroup | None = None,
-                ) -> tuple[GradientReducer | TorchDDPReducer, nn.Module]:
+def reducer_for(config: ParallelConfig, flat: FlatParameters, model: GPT2Model,
+                group: ProcessGroup | None) -> tuple[GradientReducer | TorchDDPReducer, nn.Module]:
     """The reducer that --DDP-impl names, and the module to call forward on."""
     if config.DDP_impl == "torch" and group is not None and group.size() > 1:
-        ddp = TorchDDPReducer(flat, model, group, bucket_size=config.ddp_bucket_size,
-                              sequence_parallel_group=sequence_parallel_group)
+        ddp = TorchDDPReducer(flat, model, group, bucket_size=config.ddp_bucket_size)
         return ddp, ddp.module
-    reducer = GradientReducer(flat, group, in_bf16=config.grad_reduce_in_bf16,
-                              sequence_parallel_group=sequence_parallel_group)
+    reducer = GradientReducer(flat, group, in_bf16=config.grad_reduce_in_bf16)
     model.tied_gradient = _TiedGradient(reducer, "word_embeddings.weight")
     return reducer, model
 

@@ -218,9 +218,7 @@ def build_run(plan: Plan, say: Say) -> Run:
                           ranks=(parallel.data_parallel_rank, parallel.data_parallel_size),
                           sharded=config.parallel.use_distributed_optimizer,
                           offloaded=config.parallel.cpu_offload_optimizer)
-    reducer, forward = reducer_for(
-        config.parallel, flat, model, parallel.data_parallel_group,
-        sequence_parallel_group=parallel.model_parallel_group if model.sequence_parallel else None)
+    reducer, forward = reducer_for(config.parallel, flat, model, parallel.data_parallel_group)
     gatherer = ParameterGatherer(flat, model, parallel.data_parallel_group)
     rates = LearningRate(config.optimizer, plan.train_iters).table(plan.train_iters)
     optimizer = MixedPrecisionOptimizer(flat, gatherer, config.optimizer,

@@ -60,6 +60,47 @@ def test_first_step_and_the_layout(folder: Path):
             assert result["loss"] == pytest.approx(reference["loss"], rel=1e-5)
 
 
+def partial_and_complete(rank: int, world_size: int) -> dict[str, list[bool]]:
+    """With a plain backward: for each replicated parameter whether its gradient is that of whole sequences, as autograd
+    leaves it, after mpu's sum in fp32 and in bf16, and by a hook on the parameter."""
+    mpu.initialize_model_parallel(world_size)
+    tokens = torch.arange(4 * 32).view(4, 32) % 97
+
+    def model_after_backward(dtype: torch.dtype = torch.float32, hook: bool = False, **how: Any) -> GPT2Model:
+        model = GPT2Model(SHAPE, **how).to(dtype)
+        for parameter in model.parameters():
+            if hook and getattr(parameter, "sequence_parallel", False):
+                parameter.register_hook(mpu.reduce_from_model_parallel_region)
+        model(tokens, tokens, torch.full((4, 32), 1 / 128)).backward()
+        return model
+
+    whole = model_after_backward()
+    assert not any(hasattr(p, "sequence_parallel") for p in whole.parameters()), "nothing is partial without it"
+    expected = {name: p.grad for name, p in whole.named_parameters() if not hasattr(p, "model_parallel")}
+
+    def is_complete(model: GPT2Model, tolerance: float) -> list[bool]:
+        marked = {name: p for name, p in model.named_parameters() if getattr(p, "sequence_parallel", False)}
+        assert marked.keys() == expected.keys()
+        return [bool((p.grad.float() - expected[name]).norm() < tolerance * expected[name].norm())
+                for name, p in marked.items()]
+
+    plain = model_after_backward(sequence_parallel=True)
+    seen = {"autograd": is_complete(plain, 1e-2)}
+    mpu.sum_sequence_parallel_grads(plain.parameters())
+    seen["summed"] = is_complete(plain, 1e-5)
+    in_bf16 = model_after_backward(torch.bfloat16, sequence_parallel=True)
+    mpu.sum_sequence_parallel_grads(in_bf16.parameters())
+    seen["bf16"] = is_complete(in_bf16, 3e-2)
+    seen["hook"] = is_complete(model_after_backward(hook=True, sequence_parallel=True), 1e-5)
+    return seen
+
+
+def test_another_trainer_completes_the_gradients():
+    for seen in run_ranks(partial_and_complete, 2):
+        assert not any(seen["autograd"]) and len(seen["autograd"]) == 3 + 6 * SHAPE.num_layers
+        assert all(seen["summed"]) and all(seen["bf16"]) and all(seen["hook"])
+
+
 def saved_bytes(rank: int, world_size: int, sequence_parallel: bool) -> int:
     """Bytes that one forward keeps for its backward, weights left out, each storage once."""
     mpu.initialize_model_parallel(world_size)

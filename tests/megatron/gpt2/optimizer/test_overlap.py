@@ -118,15 +118,16 @@ def replicated_sums(rank: int, world_size: int, folder: str) -> None:
     """At (model-parallel, data-parallel) = (2, 2), whole and sharded."""
     for flags in ([], [SHARDED]):
         run = begin(rank, world_size, folder, f"tail{len(flags)}", "--model-parallel-size", "2",
-                    "--ddp-bucket-size", "7000", *flags)
+                    "--ddp-bucket-size", "7000", "--sequence-parallel", *flags)
         flat, p = run.flat, run.parallel
         for name, parameter in flat.parameters.items():
             is_split = getattr(parameter, "model_parallel", False)
+            segment = flat.owned[flat.owned_part_of(name)[0]]
             assert flat.owned_part_of(name)[1] == slice(0, 0) or (
-                flat.owned[flat.owned_part_of(name)[0]].is_split == is_split), name
+                segment.is_split == is_split and segment.is_partial != is_split), name
         for index in range(len(flat.buckets)):
             flat.bucket_grads(index).fill_(1.0 + p.model_parallel_rank)
-        reducer = GradientReducer(flat, p.data_parallel_group, sequence_parallel_group=p.model_parallel_group)
+        reducer = GradientReducer(flat, p.data_parallel_group)
         with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as spy:
             reducer.finish()
         replicated = [grad for grad, s in zip(flat.owned_grads(), flat.owned, strict=True) if not s.is_split]
