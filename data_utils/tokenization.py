@@ -24,8 +24,11 @@ class Tokenizer(ABC):
 
     `pieces` holds the bytes of text that each id stands for, nothing for the end-of-document id `eod`.
     `byte_lengths` are their lengths, int64 [vocab_size]. `fingerprint` is a sha256 over everything that decides ids.
-    `files` are the file names and contents that make this tokenizer again.
+    `files` are the file names and contents that make this tokenizer again. `engine` is the library that runs it where
+    several can.
     """
+
+    engine = ""
 
     def __init__(self, kind: str, pieces: Sequence[bytes], eod: int, fingerprint: str,
                  files: Mapping[str, bytes]) -> None:
@@ -116,12 +119,9 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
 
 
 def default_tokenizer_kind() -> str:
-    """The shipped BPE where its library can be imported, else bytes, which needs numpy alone."""
-    try:
-        import tiktoken  # noqa: F401
-    except ImportError:
-        return "bytes"
-    return "builtin"
+    """The shipped BPE where a library that runs it can be imported, else bytes, which needs numpy alone."""
+    from data_utils.tokenization_gpt2 import bpe_engine
+    return "builtin" if bpe_engine() else "bytes"
 
 
 def user_cache() -> Path:

@@ -19,9 +19,9 @@ from tests.megatron.gpt2.training.training_runs import write_text
 
 ROOT = Path(__file__).resolve().parents[1]
 LEAST = "torch numpy safetensors"
-TRAINING = f"{LEAST} tiktoken sentencepiece tokenizers tqdm matplotlib"
+TRAINING = f"{LEAST} tiktoken sentencepiece regex ftfy tokenizers tqdm matplotlib"
 TESTING = (f"{TRAINING} transformers pytest pytest_timeout xdist ruff mypy setuptools tensorboard wandb "
-           "hypothesis megatron.core zstandard pyarrow gigatoken orjson xxhash ftfy tldextract trafilatura "
+           "hypothesis megatron.core zstandard pyarrow gigatoken orjson xxhash tldextract trafilatura "
            "lxml_html_clean py3langid datatrove lm_eval starlette uvicorn openai playwright")
 
 STUB = r"""#!/bin/bash

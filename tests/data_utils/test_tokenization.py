@@ -207,7 +207,7 @@ def test_the_shipped_bpe_is_small_and_fits_its_corpus() -> None:
 def test_absent_libraries_are_named_and_bytes_need_none(tmp_path: Path) -> None:
     code = """
 import sys
-for name in ("tiktoken", "sentencepiece", "tokenizers", "tqdm"):
+for name in ("tiktoken", "regex", "sentencepiece", "tokenizers", "tqdm"):
     sys.modules[name] = None
 import data_utils
 assert data_utils.default_tokenizer_kind() == "bytes"

@@ -169,7 +169,7 @@ def _tokenizer(config: Config, arguments: Arguments, checkpoint: Checkpoint | No
         if kind is None:
             kind = default_tokenizer_kind()
             if kind == "bytes":
-                say("tokenizer: bytes, since tiktoken is not installed (pip install tiktoken)")
+                say("tokenizer: bytes, since neither tiktoken nor regex is installed (pip install tiktoken)")
         model_file = data.tokenizer_model
         if kind == "SentencePieceTokenizer":
             model_file = model_file or f"{config.checkpoint.save}/sentencepiece.model"
