@@ -20,6 +20,7 @@ MOST_BAD_LINES = 0.001
 SHOWN_BAD_LINES = 5
 HOPELESS_LINES = 1000  # so many bad lines before the first good one, and the file is refused
 JSON_SUFFIXES = (".json", ".jsonl", ".ndjson")
+TEXT_SUFFIX = ".txt"
 
 Log = Callable[[str], None]
 
@@ -51,6 +52,26 @@ class Lines:
             raise ValueError(f"{self.path} holds no text")
         if self.bad or self.empty:
             self.log(f"{self.path}: of {lines} lines {self.bad} bad and {self.empty} empty ones are skipped")
+
+
+def files_of(path: str, flag: str) -> list[str]:
+    """What `path`, given with `flag`, stands for: itself, or, of a folder, the files of JSON and text in it, sorted by
+    name; not hidden ones, nor those of its subfolders. FileNotFoundError or ValueError names the flag."""
+    if path != BUILTIN and Path(path).is_dir():
+        found = sorted(str(file) for file in Path(path).iterdir() if file.is_file() and holds_documents(file.name))
+        if not found:
+            raise FileNotFoundError(f"{flag}: {path}: there is no file of JSON lines or text in this folder")
+    else:
+        found = [path]
+    for file in found:
+        check_exists(file, flag)
+    return found
+
+
+def holds_documents(name: str) -> bool:
+    """Whether a file's name, in a folder, says that it holds JSON lines or text and is whole."""
+    return not name.startswith(".") and name.removesuffix(".gz").removesuffix(".zst").endswith(
+        (*JSON_SUFFIXES, TEXT_SUFFIX))
 
 
 def check_exists(path: str, flag: str) -> None:

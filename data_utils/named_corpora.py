@@ -38,7 +38,7 @@ def find_corpora(flags: Mapping[str, Sequence[str]], text_key: str | None
             if name in entries:
                 paths, keys[name] = entries[name]
                 for path in paths:
-                    if not Path(path).is_file():
+                    if not Path(path).exists():
                         raise FileNotFoundError(f"{flag} {name}: there is no file {path}, which {listed} names: put it "
                                                 f"there, or write {_line(name)} into {listed}")
                 files += paths

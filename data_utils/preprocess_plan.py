@@ -9,6 +9,7 @@ from pathlib import Path
 
 from data_utils.compression import compression_of
 from data_utils.corpora import is_json, json_object
+from data_utils.curation.tasks import MANIFESTS
 from data_utils.preprocess_shards import BOM, Piece
 
 LEAST_SHARD_BYTES = 1 << 23
@@ -18,12 +19,15 @@ Shard = tuple[Piece, ...]
 
 
 def expand(inputs: Sequence[str]) -> list[str]:
-    """The files that `inputs` name: files, glob patterns, and folders, whose files are taken in order of their names.
+    """The files that `inputs` name: files, glob patterns, and folders, whose files are taken in order of their names,
+    but for hidden ones and the manifests that a stage of tools/openwebtext leaves beside its shards.
     FileNotFoundError or ValueError names --input."""
     found: list[str] = []
     for name in inputs:
         if os.path.isdir(name):
-            paths = sorted(str(path) for path in Path(name).rglob("*") if path.is_file())
+            paths = sorted(str(path) for path in Path(name).rglob("*") if path.is_file()
+                           and not any(part.startswith(".") or part == MANIFESTS
+                                       for part in path.relative_to(name).parts))
         else:
             paths = [name] if os.path.exists(name) else sorted(glob.glob(name))
         if not paths:

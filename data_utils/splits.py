@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from data_utils.blending import BLOCK, BlendedDataset, block_counts, parse_blend
-from data_utils.corpora import BUILTIN, MOST_BAD_LINES, Log, check_exists
+from data_utils.corpora import BUILTIN, MOST_BAD_LINES, Log, files_of
 from data_utils.foreign_bins import ForeignBin, open_tokens, prefix_of
 from data_utils.gpt2_dataset import GPT2Dataset
 from data_utils.indexed_dataset import IndexedDataset
@@ -126,11 +126,12 @@ def build_splits(*, train_data: Sequence[str], valid_data: Sequence[str] = (), t
     ValueError names --split or the file instead.
     """
     shares = list(parse_split(split))
+    train_data, valid_data, test_data = (
+        [file for path in paths for file in files_of(path, f"--{name}-data")]
+        for name, paths in zip(NAMES, (train_data, valid_data, test_data), strict=True))
     own: dict[str, tuple[Sequence[str], Sequence[str]]] = {"valid": (valid_data, valid_data_path),
                                                            "test": (test_data, test_data_path)}
     for number, name in enumerate(NAMES):
-        for path in own.get(name, (train_data,))[0]:
-            check_exists(path, f"--{name}-data")
         if any(own.get(name, ())):
             shares[number] = Fraction(0)
     needed = {"train": True, "valid": need_valid, "test": need_test}

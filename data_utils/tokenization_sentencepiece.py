@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 
-from data_utils.corpora import BUILTIN, MOST_BAD_LINES, Log, check_exists, documents
+from data_utils.corpora import BUILTIN, MOST_BAD_LINES, Log, documents, files_of
 from data_utils.file_lock import file_lock
 from data_utils.tokenization import Tokenizer, fingerprint_of, split_text, utf8
 
@@ -100,7 +100,7 @@ def ensure_sentencepiece_model(model_file: str, *, train_data: Sequence[str], te
 
     def texts() -> Iterator[str]:
         size = 0
-        for path in train_data or [BUILTIN]:
+        for path in files or [BUILTIN]:
             for text in documents(path, text_key, log, max_bad_fraction):
                 if size > TRAINING_CHARACTERS:
                     log(f"the SentencePiece model is trained on the first {size:,} characters")
@@ -108,8 +108,7 @@ def ensure_sentencepiece_model(model_file: str, *, train_data: Sequence[str], te
                 size += len(text)
                 yield text[:TRAINING_CHARACTERS]
 
-    for path in train_data:
-        check_exists(path, "--train-data")
+    files = [file for path in train_data for file in files_of(path, "--train-data")]
     with contextlib.ExitStack() as stack:
         try:
             stack.enter_context(file_lock(Path(f"{model_file}.lock"), lambda: log(

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 from data_utils.command_line import Parser, end_with
-from data_utils.curation.documents import Shard, document_shards
+from data_utils.corpora import JSON_SUFFIXES, TEXT_SUFFIX
+from data_utils.curation.documents import COMPRESSED_SUFFIXES, Shard, document_shards
 from data_utils.curation.on_cluster import EXECUTORS, launch
 from data_utils.curation.stages import MAX_BAD_FRACTION, run_stage
-from data_utils.curation.tasks import Stage
+from data_utils.curation.tasks import Stage, temporary
+from data_utils.file_lock import sync_folder
+
+FILE_SUFFIXES = (*JSON_SUFFIXES, TEXT_SUFFIX, *COMPRESSED_SUFFIXES)  # of a name that nobody gives to a folder
 
 
 def add_common(parser: argparse.ArgumentParser) -> None:
@@ -37,10 +42,14 @@ def stage_parser(description: str | None) -> Parser:
     parser = Parser(description=description)
     parser.add_argument("input", metavar="INPUT", help="a file, a folder or a glob in quotes: JSON lines with a text "
                         "each, or .txt files; .gz and .zst as well")
-    parser.add_argument("output", metavar="OUTPUT", type=Path, help="the folder to write; begun again, the same "
-                        "command goes on where it was")
+    add_output(parser)
     add_common(parser)
     return parser
+
+
+def add_output(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("output", metavar="OUTPUT", type=Path, help="the folder to write, or one file, by a name "
+                        "that ends in .json or .jsonl; begun again, the same command goes on where it was")
 
 
 def positive(text: str) -> int:
@@ -54,10 +63,11 @@ def log(line: str) -> None:
     print(line, flush=True)
 
 
-def run(args: argparse.Namespace, stage: Stage, shards: Sequence[Shard] | None = None, *, alone: bool = True
-        ) -> list[dict[str, Any]]:
+def run(args: argparse.Namespace, stage: Stage, shards: Sequence[Shard] | None = None, *, alone: bool = True,
+        one_file: tuple[str, ...] = JSON_SUFFIXES) -> list[dict[str, Any]]:
     """The stage over `shards`, or over the documents of INPUT, with the common flags. `alone`: OUTPUT is for nothing
-    else. Every shard's manifest; none where they were handed to Slurm."""
+    else. `one_file`: the suffixes of an OUTPUT that is to be a file. Every shard's manifest; none where they were
+    handed to Slurm."""
     if not 0 <= args.max_bad_fraction <= 1:
         raise ValueError(f"--max-bad-fraction {args.max_bad_fraction:g} is not between 0 and 1")
     if args.executor and args.limit:
@@ -65,15 +75,45 @@ def run(args: argparse.Namespace, stage: Stage, shards: Sequence[Shard] | None =
     if args.executor == "slurm" and not args.slurm_partition:
         raise ValueError("--executor slurm needs --slurm-partition")
     shards = document_shards([args.input]) if shards is None else shards
+    folder = args.output
+    if not folder.is_dir() and folder.name.endswith(FILE_SUFFIXES):
+        if not folder.name.endswith(one_file):
+            raise ValueError(f"{folder}: this stage writes a folder" + (
+                f", or a file whose name ends in {' or '.join(one_file)}" if one_file else ""))
+        if any(folder.resolve() == path.resolve() for shard in shards for path in shard.files):
+            raise ValueError(f"{folder} is a file of the input: name it otherwise")
+        folder = shards_beside(args.output)
     if args.executor:
-        launch(args.executor, stage, shards, args.output, tasks=args.tasks, workers=args.workers,
+        launch(args.executor, stage, shards, folder, tasks=args.tasks, workers=args.workers,
                slurm=(args.slurm_time, args.slurm_partition or ""))
     if args.executor == "slurm":
         log(f"{stage.name}: handed to Slurm. When it is done, the same command without --executor reports, and does "
             "what is lacking")
         return []
-    return run_stage(stage, shards, args.output, limit=args.limit, workers=args.workers,
-                     max_bad_fraction=args.max_bad_fraction, alone=alone, log=log)
+    manifests = run_stage(stage, shards, folder, limit=args.limit, workers=args.workers,
+                          max_bad_fraction=args.max_bad_fraction, alone=alone, log=log)
+    if folder != args.output:
+        join([folder / entry["name"] for manifest in manifests for entry in manifest["outputs"]], args.output)
+        shutil.rmtree(folder)
+    return manifests
+
+
+def shards_beside(output: Path) -> Path:
+    """The folder in which the shards of an OUTPUT that is one file are made."""
+    return output if output.is_dir() or not output.name.endswith(FILE_SUFFIXES) \
+        else output.with_name(f"{output.name}.shards")
+
+
+def join(parts: Sequence[Path], output: Path) -> None:
+    """One file out of several, whole or not at all."""
+    with open(temporary(output), "wb") as whole:
+        for path in parts:
+            with open(path, "rb") as part:
+                shutil.copyfileobj(part, whole, 1 << 20)
+        whole.flush()
+        os.fsync(whole.fileno())
+    os.replace(temporary(output), output)
+    sync_folder(output.parent)
 
 
 def finish(main: Callable[[Sequence[str] | None], None]) -> NoReturn:

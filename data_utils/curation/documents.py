@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from data_utils.compression import damage_named, open_bytes
+from data_utils.corpora import JSON_SUFFIXES, TEXT_SUFFIX, holds_documents
 
-JSON_SUFFIXES = (".jsonl", ".json", ".ndjson")
-TEXT_SUFFIX = ".txt"
 COMPRESSED_SUFFIXES = (".gz", ".zst")
 TEXTS_A_SHARD = 10_000
 LABEL_CHARACTERS = 100
@@ -63,13 +62,11 @@ def is_text(path: Path) -> bool:
 def find_files(given: Sequence[str]) -> list[Path]:
     """Every file that a list of files, folders and globs names, sorted. Of a folder: those with a suffix of JSON or
     text, not of its subfolders. FileNotFoundError where an entry names none."""
-    suffixes = tuple(kind + packed for kind in (*JSON_SUFFIXES, TEXT_SUFFIX) for packed in ("", *COMPRESSED_SUFFIXES))
     found: set[Path] = set()
     for entry in given:
         path = Path(entry)
         if path.is_dir():
-            files = [file for file in path.iterdir() if file.name.endswith(suffixes) and file.is_file()
-                     and not file.name.startswith(".")]
+            files = [file for file in path.iterdir() if file.is_file() and holds_documents(file.name)]
         else:
             files = [path] if path.exists() else [Path(name) for name in glob.glob(entry, recursive=True)]
             files = [file for file in files if file.is_file()]

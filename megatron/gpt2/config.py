@@ -87,8 +87,8 @@ class DataConfig:
     """Where the text is and how it becomes tokens."""
 
     seq_length: int = option(512, "tokens in a sample")
-    train_data: tuple[str, ...] = option((), "loose JSON (.json, .jsonl) or plain-text files, or 'builtin'; "
-                                             "none: the built-in corpus", metavar="FILE")
+    train_data: tuple[str, ...] = option((), "loose JSON (.json, .jsonl) or plain-text files, folders of them, or "
+                                             "'builtin'; none: the built-in corpus", metavar="FILE")
     valid_data: tuple[str, ...] = option((), "files for validation, instead of a part of --split", metavar="FILE")
     test_data: tuple[str, ...] = option((), "files for the test, instead of a part of --split", metavar="FILE")
     data_path: tuple[str, ...] = option((), "prefix of a .bin/.idx pair, instead of --train-data; several are mixed, "

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from data_utils.command_line import end_with
-from data_utils.corpora import BUILTIN, check_exists
+from data_utils.corpora import BUILTIN, files_of
 from megatron.gpt2.checkpoint.reader import Checkpoint, hash_file
 from megatron.gpt2.command_line.arguments import SAVED, Arguments, parse
 from megatron.gpt2.command_line.flags import dashed, flag
@@ -50,9 +50,9 @@ def arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, Arguments]:
         if value is not None and value < 1:
             raise ValueError(f"{name} must be positive, not {value}")
     for path in args.valid_data:
-        check_exists(path, "--valid-data")
         if path == BUILTIN:
             raise ValueError(f"--valid-data {path}: the built-in corpus is trained on; give a file")
+    args.valid_data = [file for path in args.valid_data for file in files_of(path, "--valid-data")]
     check_output(args.output)
     return args, parse(rest)
 

@@ -20,7 +20,7 @@ from typing import Any
 import data_utils
 from data_utils.builtin_corpus import builtin_documents
 from data_utils.command_line import end_with
-from data_utils.corpora import BUILTIN, check_exists, documents
+from data_utils.corpora import BUILTIN, documents, files_of
 from data_utils.tokenization_gpt2 import BUILTIN_FILE, END_OF_TEXT
 
 
@@ -77,9 +77,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     if given.kind == "builtin":
         train_builtin(given.output, given.vocab_size)
     elif given.kind == "bpe":
-        for path in given.train_data:
-            check_exists(path, "--train-data")
-        texts = (text for path in given.train_data or [BUILTIN] for text in documents(path, given.text_key, print))
+        files = [file for path in given.train_data or [BUILTIN] for file in files_of(path, "--train-data")]
+        texts = (text for path in files for text in documents(path, given.text_key, print))
         train_bpe(given.vocab_file, given.merge_file, given.vocab_size, texts)
     else:
         data_utils.ensure_sentencepiece_model(given.model, train_data=given.train_data, text_key=given.text_key,

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
+from data_utils.corpora import TEXT_SUFFIX
 from data_utils.curation.command_line import finish, positive, run, stage_parser
 from data_utils.curation.documents import Shard, find_files
 from data_utils.curation.tasks import Stage, sha256
@@ -22,7 +23,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     stage = Stage("blacklist_urls", filter_urls, {"urls_per_file": args.urls_per_file,
                                                    "blacklist": sha256(BLACKLIST)}, libraries=("tldextract",))
-    run(args, stage, [Shard("urls", tuple(find_files([args.input])))])  # one: duplicates are looked for in all
+    run(args, stage, [Shard("urls", tuple(find_files([args.input])))],  # one: duplicates are looked for in all
+        one_file=(TEXT_SUFFIX,))
 
 
 cli = partial(finish, main)

@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                   {"threads": args.threads, "per_host": args.per_host, "processes": args.workers},
                   libraries=("tldextract", "trafilatura", "lxml"))
     args.workers = 1  # a shard at a time has processes of its own
-    run(args, stage, file_shards([args.input]))
+    run(args, stage, file_shards([args.input]), one_file=())
 
 
 cli = partial(finish, main)

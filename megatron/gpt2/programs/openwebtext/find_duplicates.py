@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-from data_utils.curation.command_line import finish, run, stage_parser
+from data_utils.curation.command_line import finish, run, shards_beside, stage_parser
 from data_utils.curation.documents import Shard, document_shards, is_seekable
 from data_utils.curation.near_duplicates import search, sign
 from data_utils.curation.tasks import Stage
@@ -24,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if not 0 < args.min_jaccard <= 1:
         raise ValueError(f"--min-jaccard {args.min_jaccard:g} is not between 0 and 1")
     shards, output = document_shards([args.input]), args.output
-    args.output = output / "signatures"
+    args.output = shards_beside(output) / "signatures"
     manifests = run(args, Stage("find_duplicates, signatures", sign, text_key=args.text_key), shards)
     if not manifests:
         return

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from data_utils.command_line import Parser
-from data_utils.curation.command_line import add_common, finish, run
+from data_utils.curation.command_line import add_common, add_output, finish, run
 from data_utils.curation.near_duplicates import read_table, remove
 from data_utils.curation.tasks import Stage, sha256
 
@@ -21,7 +21,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = Parser(description=__doc__)
     parser.add_argument("groups", metavar="GROUPS", type=Path)
     parser.add_argument("input", metavar="INPUT", help="the documents that were searched for duplicates")
-    parser.add_argument("output", metavar="OUTPUT", type=Path, help="the folder to write")
+    add_output(parser)
     add_common(parser)
     args = parser.parse_args(argv)
     read_table(args.groups)

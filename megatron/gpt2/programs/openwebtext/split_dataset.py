@@ -26,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     shares = parse_split(args.split)
     stage = Stage("split_dataset", split, {"shares": list(map(str, shares)), "seed": args.seed},
                   text_key=args.text_key)
-    run(args, stage, [Shard("split", tuple(find_files([args.input])))])
+    run(args, stage, [Shard("split", tuple(find_files([args.input])))], one_file=())
     command = ["bash", "scripts/pretrain_gpt2.sh"]
     for name, share in zip(NAMES, shares, strict=True):
         path = args.output / f"{name}.jsonl"

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from data_utils import IndexedDataset, build_splits, build_tokenizer
+from megatron.gpt2.programs import preprocess_data
 
 ROOT = Path(__file__).resolve().parents[5]
 TOOLS = ROOT / "tools" / "openwebtext"
@@ -58,6 +63,55 @@ def test_every_stage_takes_scraped_text(texts: Path, tmp_path: Path):
     assert found.returncode == 0, found.stderr
     assert [json.loads(line)["id"] for line in (tmp_path / "merged.json").open()] == [f"{n}.txt" for n in range(6)]
     assert "--train-data" in run("split_dataset", tmp_path / "merged.json", tmp_path / "split").stdout
+
+
+def program(name: str, *arguments: Path | str) -> None:
+    """In this process, which has the libraries loaded."""
+    importlib.import_module(f"megatron.gpt2.programs.openwebtext.{name}").main([*map(str, arguments)])
+
+
+def test_file_names_of_2019_from_addresses_to_a_data_set(shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A name that ends in .json is one file, and a folder of shards is taken wherever a file is."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    Path("urls.txt").write_text("http://a.org/1\nhttp://a.org/1\nhttp://b.org/2\n")
+    program("blacklist_urls", "urls.txt", "clean_urls.txt", "--urls-per-file", "1")
+    assert Path("clean_urls.txt").read_text() == "http://a.org/1\nhttp://b.org/2\n"
+    with open(shards / "2.jsonl", "a") as file:
+        file.write(json.dumps({"text": f"Tale 1, 1. {STORY}"}) + "\n")  # once more
+    program("cleanup_dataset", shards, "clean.json", "--workers", "1")  # of three shards one file
+    program("cleanup_dataset", "clean.json", "clean_again.jsonl")
+    assert Path("clean.json").read_bytes() == Path("clean_again.jsonl").read_bytes()
+    program("find_duplicates", "clean.json", "duplicates.json", "--min-jaccard", "1")
+    program("group_duplicate_url", "duplicates.json", "groups.json")
+    program("remove_group_duplicates", "groups.json", "clean.json", "unique.json")
+    program("cleanup_dataset", shards, "folder", "--workers", "1")
+    assert not list(tmp_path.glob("*.shards")) and len(list(tmp_path.glob("folder/*.jsonl"))) == 3
+    cleaned, kept = ([json.loads(line)["text"] for line in Path(name).read_text().splitlines()]
+                     for name in ("clean.json", "unique.json"))
+    assert len(kept) == 9 and len(set(kept)) == 9
+    tokenizer = build_tokenizer("bytes")
+    tokens = [build_splits(train_data=[name], split="1", tokenizer=tokenizer, seq_length=8, need_valid=False,
+                           need_test=False, log=print).train.num_tokens for name in ("clean.json", "folder")]
+    assert tokens[0] == tokens[1] == sum(len(text) + 1 for text in cleaned)
+    for name in ("clean.json", "folder"):
+        preprocess_data.main(["--input", name, "--output-prefix", f"{name}_tokens", "--tokenizer-type", "bytes",
+                              "--append-eod", "--workers", "1"])
+        assert len(IndexedDataset(f"{name}_tokens_text_document").tokens) == tokens[0]
+
+
+@pytest.mark.parametrize(("name", "output", "words"), [
+    ("cleanup_dataset", "clean.txt", "clean.txt: this stage writes a folder, or a file whose name ends in .json or"),
+    ("split_dataset", "split.json", "split.json: this stage writes a folder"),
+    ("cleanup_dataset", "in.json", "in.json is a file of the input")])
+def test_names_of_files_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, output: str,
+                                               words: str):
+    pytest.importorskip("py3langid", reason="the extra [curate] is not installed")
+    monkeypatch.chdir(tmp_path)
+    Path("in.json").write_text(json.dumps({"text": STORY}) + "\n")
+    with pytest.raises(ValueError, match=re.escape(words)):
+        program(name, "in.json", output)
+    assert [path.name for path in tmp_path.iterdir()] == ["in.json"]
 
 
 @pytest.mark.parametrize(("name", "arguments", "words"), [
