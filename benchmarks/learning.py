@@ -5,7 +5,8 @@
     python benchmarks/learning.py shakespeare --text input.txt   # the last 10 % of the bytes held out, scored whole
 
 The score is bits per byte of text that was never trained on; the seconds are those of the whole program, tokenising,
-evaluation and closing report included.
+evaluation and closing report included. The quickstart's sample has to read as English: of what is not white space 95 %
+are letters and plain punctuation.
 """
 
 from __future__ import annotations
@@ -26,7 +27,13 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from data_utils.prose import share_of_plain_characters  # noqa: E402
+
 RESULTS = Path(__file__).resolve().parent / "results"
+
+PLAIN_SHARE = 0.95
 
 # 4 layers, bytes; every byte of the last tenth is scored once, in windows that do not overlap. Measured on the way, at
 # equal time: width 192 beats 256 and sequences of 256 beat 512; initial weights of 0.06 instead of 0.02 save some 200
@@ -50,8 +57,8 @@ def machine() -> dict[str, Any]:
                                      text=True).stdout.strip()}
 
 
-def measure(name: str, flags: list[str]) -> dict[str, Any]:
-    """Run the training program in an empty folder; keep its log and plot in results/."""
+def measure(name: str, flags: list[str], results: Path) -> dict[str, Any]:
+    """Run the training program in an empty folder; keep its log and plot in `results`."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, str(ROOT / "pretrain_gpt2.py"), *flags, "--save", f"{folder}/gpt2_{name}"]
         started = time.perf_counter()
@@ -60,11 +67,15 @@ def measure(name: str, flags: list[str]) -> dict[str, Any]:
         log = run.stdout.replace(folder, ".").replace(os.path.relpath(ROOT, folder) + "/", "")
         for flag in flags:  # where a file lies is this machine's affair
             log = log.replace(flag, Path(flag).name) if os.sep in flag else log
-        (RESULTS / f"{name}.log").write_text(log)
+        (results / f"{name}.log").write_text(log)
         if run.returncode:
-            raise SystemExit(f"{shlex.join(command)} failed, see {RESULTS / name}.log")
-        shutil.copy(f"{folder}/gpt2_{name}/loss.png", RESULTS / f"{name}.png")
+            raise SystemExit(f"{shlex.join(command)} failed, see {results / name}.log")
+        shutil.copy(f"{folder}/gpt2_{name}/loss.png", results / f"{name}.png")
+        samples = Path(f"{folder}/gpt2_{name}/samples.jsonl").read_text().splitlines()
         records = [json.loads(line) for line in Path(f"{folder}/gpt2_{name}/metrics.jsonl").read_text().splitlines()]
+    sample = json.loads(samples[-1])["text"]
+    if name == "quickstart" and share_of_plain_characters(sample) < PLAIN_SHARE:
+        raise SystemExit(f"the sample does not read as English: {sample}")
     trained = [record for record in records if "split" not in record]
     evaluated = {record["split"]: record for record in records if "split" in record}
     baselines = dict(re.findall(r"^  (unigram entropy|xz -9).*?  ([\d.]+)$", run.stdout, re.MULTILINE))
@@ -74,6 +85,7 @@ def measure(name: str, flags: list[str]) -> dict[str, Any]:
                 record["ms_per_iteration"] * (record["iteration"] - before["iteration"]) / 1000
                 for before, record in zip([{"iteration": 0}, *trained], trained, strict=False)), 1),
             "tokens_per_second": trained[-1]["tokens_per_second"], "mfu": trained[-1]["mfu"],
+            "sample": sample, "plain_share_of_sample": round(share_of_plain_characters(sample), 4),
             "valid_bits_per_byte": evaluated["valid"]["bits_per_byte"],
             "baselines_bits_per_byte": {key: float(value) for key, value in baselines.items()}}
 
@@ -83,17 +95,22 @@ def main() -> None:
     parser.add_argument("what", choices=("quickstart", "shakespeare"))
     parser.add_argument("--text", help="tinyshakespeare's input.txt")
     parser.add_argument("--train-iters", help="fewer, to try the script")
+    parser.add_argument("--seed", help="another than the preset's; its results lie in a folder of that name")
     arguments = parser.parse_args()
     if arguments.what == "shakespeare" and not arguments.text:
         parser.error("shakespeare needs --text FILE")
     flags = [] if arguments.what == "quickstart" else ["--train-data", arguments.text, *shlex.split(SHAKESPEARE)]
     if arguments.train_iters:
         flags += ["--train-iters", arguments.train_iters]
-    RESULTS.mkdir(exist_ok=True)
-    result = measure(arguments.what, flags)
+    results = RESULTS
+    if arguments.seed:
+        flags += ["--seed", arguments.seed]
+        results = RESULTS / f"seed_{arguments.seed}"
+    results.mkdir(exist_ok=True)
+    result = measure(arguments.what, flags, results)
     if arguments.text:  # its folder is this machine's affair
         result["flags"] = result["flags"].replace(arguments.text, Path(arguments.text).name)
-    (RESULTS / f"{arguments.what}.json").write_text(json.dumps(result, indent=2) + "\n")
+    (results / f"{arguments.what}.json").write_text(json.dumps(result, indent=2) + "\n")
     print(json.dumps(result, indent=2))
 
 

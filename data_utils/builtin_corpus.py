@@ -1,7 +1,8 @@
-"""The built-in corpus: what Python's standard library says about itself, about 2.2 MB of English.
+"""The built-in corpus: what Python's standard library says about itself in prose, about 1.2 MB of English.
 
-Docstrings are read from source by `ast`; no module is imported, because imports have side effects. Language topics
-come from `pydoc_data`. The text differs a little between versions of Python: results name its hash.
+Docstrings and comments are found in the source by one regular expression; no module is imported, because imports have
+side effects. Language topics come from `pydoc_data`. The text differs a little between versions of Python: results
+name its hash.
 """
 
 from __future__ import annotations
@@ -9,62 +10,77 @@ from __future__ import annotations
 import ast
 import functools
 import hashlib
+import re
 import sysconfig
-import warnings
-from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 
+from data_utils.prose import prose
+
 SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+# Every string and comment of a source, so that none begins inside another. Kept are whole lines of comments, and long
+# strings with which a line begins: docstrings, and texts for users.
+TEXTS = re.compile(r'''(?xms)
+    (?: ^[ \t]*\#(?P<comment>[^\n]*(?:\n[ \t]*\#[^\n]*)*) | \#[^\n]*
+      | ^[ \t]*[rRuU]?(?: """(?P<double>[^"\\]*(?:(?:\\.|"(?!""))[^"\\]*)*)"""
+                        | \'\'\'(?P<single>[^'\\]*(?:(?:\\.|'(?!''))[^'\\]*)*)\'\'\' )
+      | """[^"\\]*(?:(?:\\.|"(?!""))[^"\\]*)*"""
+      | \'\'\'[^'\\]*(?:(?:\\.|'(?!''))[^'\\]*)*\'\'\'
+      | "[^"\\\n]*(?:\\.[^"\\\n]*)*" | '[^'\\\n]*(?:\\.[^'\\\n]*)*' )''')
+COMMENT_SIGNS = re.compile(r"^[ \t]*#+:?", re.MULTILINE)
 
 
-@functools.lru_cache(maxsize=1)  # it takes seconds, and is read once for its hash and once for its tokens
+@functools.lru_cache(maxsize=1)  # it takes a second, and is read once for its hash and once for its tokens
 def builtin_documents() -> tuple[str, ...]:
     """One document a module, and one a topic, in an order that depends on their names alone: the hashes of the names
-    mix related modules, so that any part of the corpus is a fair sample of it."""
-    found = dict(_modules())
+    mix related modules, so that any part of the corpus is a fair sample of it. A docstring, a comment or a topic is a
+    line, and no paragraph comes twice."""
+    found = dict(_sources())
     if not found:
         raise ValueError(f"the built-in corpus needs the source of Python's standard library, which is not in "
                          f"{sysconfig.get_path('stdlib')}: name files with --train-data")
-    return tuple(found[name] for name in sorted(found, key=lambda name: hashlib.sha256(name.encode()).digest()))
+    seen: set[str] = set()
+    documents = []
+    for name in sorted(found, key=lambda name: hashlib.sha256(name.encode()).digest()):
+        lines = []
+        for text in found[name]:
+            new = [paragraph for paragraph in dict.fromkeys(prose(text)) if paragraph not in seen]
+            seen.update(new)
+            if new:
+                lines.append(" ".join(new) + "\n")
+        if lines:
+            documents.append("".join(lines))
+    return tuple(documents)
 
 
-def _modules() -> Iterator[tuple[str, str]]:
+def _sources() -> Iterator[tuple[str, list[str]]]:
     root = Path(sysconfig.get_path("stdlib"))
     for path in root.rglob("*.py"):
         relative = path.relative_to(root)
         if SKIPPED_FOLDERS.intersection(relative.parts[:-1]):
             continue
         try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of escapes in other people's strings
-                tree = ast.parse(path.read_bytes())
-        except (OSError, SyntaxError, ValueError, RecursionError):
+            source = path.read_text(encoding="utf-8")
+        except (OSError, ValueError):
             continue
         if relative.as_posix() == "pydoc_data/topics.py":
-            yield from _topics(tree)
-            continue
-        texts = [ast.get_docstring(node) for node in _statements(tree)
-                 if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))]
-        text = "\n\n".join(text for text in texts if text)
-        if text:
-            yield relative.as_posix(), text.encode("utf-8", "replace").decode() + "\n"
+            yield from _topics(source)
+        else:
+            yield relative.as_posix(), list(texts_of(source))
 
 
-def _statements(tree: ast.Module) -> Iterator[ast.AST]:
-    """`ast.walk` without expressions, which hold no definitions and are most of a tree."""
-    queue: deque[ast.AST] = deque([tree])
-    while queue:
-        node = queue.popleft()
-        yield node
-        for name in node._fields:
-            if name in ("body", "handlers", "orelse", "finalbody", "cases") and not isinstance(node, ast.expr):
-                queue.extend(getattr(node, name))
+def texts_of(source: str) -> Iterator[str]:
+    """The docstrings and the comments of a module, in their order."""
+    for match in TEXTS.finditer(source):
+        if match["comment"] is not None:
+            yield COMMENT_SIGNS.sub("", match["comment"])
+        elif match.lastgroup:
+            yield match[match.lastgroup]
 
 
-def _topics(tree: ast.Module) -> Iterator[tuple[str, str]]:
+def _topics(source: str) -> Iterator[tuple[str, list[str]]]:
     """The values of the one dictionary of literals in `pydoc_data/topics.py`."""
-    for node in ast.walk(tree):
+    for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Dict):
             for key, value in ast.literal_eval(node).items():
-                yield f"topic {key}", str(value)
+                yield f"topic {key}", [str(value)]

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from data_utils.builtin_corpus import builtin_documents
-from data_utils.corpora import check_exists, default_key, documents
+from data_utils.builtin_corpus import builtin_documents, texts_of
+from data_utils.corpora import check_exists, default_key, documents, files_of
+from data_utils.prose import is_prose, prose, share_of_plain_characters
 
 
 def write(path: Path, content: str | bytes) -> str:
@@ -116,13 +117,77 @@ def test_missing_files_and_folders(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="--valid-data: no such file: nowhere"):
         check_exists("nowhere", "--valid-data")
     with pytest.raises(ValueError, match="is not a file"):
-        check_exists(str(tmp_path), "--train-data")
+        check_exists(str(tmp_path), "--sample-input-file")
     check_exists("builtin", "--train-data")
+
+
+def test_a_folder_of_shards_is_its_files(tmp_path: Path) -> None:
+    for name in ("b.jsonl", "a.json.gz", "c.txt", ".d.jsonl.tmp", ".e.jsonl", "README.md"):
+        write(tmp_path / name, lines(1))
+    (tmp_path / "manifests").mkdir()
+    write(tmp_path / "manifests" / "b.json", "{}")
+    expected = [str(tmp_path / name) for name in ("a.json.gz", "b.jsonl", "c.txt")]
+    assert files_of(str(tmp_path), "--train-data") == expected
+    assert files_of("builtin", "--train-data") == ["builtin"]
+    assert files_of(str(tmp_path / "README.md"), "--train-data") == [str(tmp_path / "README.md")]
+    (tmp_path / "manifests" / "b.json").unlink()
+    with pytest.raises(FileNotFoundError, match="--test-data: .*no file of JSON lines or text"):
+        files_of(str(tmp_path / "manifests"), "--test-data")
 
 
 def test_the_builtin_corpus() -> None:
     found, said = read("builtin")
     assert len(found) > 300 and 1e6 < sum(map(len, found)) < 6e6 and not said
     assert all(found) and tuple(found) == builtin_documents()
-    assert any("JSON (JavaScript Object Notation)" in text for text in found)  # a docstring
-    assert any('The "if" statement' in text for text in found)  # a topic
+    for part in ("Collapse and truncate the given text to fit in the given width.",  # a docstring
+                 "Child is still running, keep us alive until we can wait on it.",  # a comment
+                 "There are three types of numeric literals"):  # a topic
+        assert any(part in text for text in found)
+
+
+def test_the_builtin_corpus_is_prose_and_no_paragraph_comes_twice() -> None:
+    lines = [line for text in builtin_documents() for line in text.splitlines()]
+    assert len(lines) == len(set(lines)) > 3000
+    assert all(is_prose(line) for line in lines)
+    assert share_of_plain_characters("".join(lines)) > 0.99
+
+
+def test_prose_of_docstrings() -> None:
+    kept = ["Return a new dictionary with the same keys, as the other one has them: see copy_of for more.",
+            "A list's item is a paragraph of its own (with its sign taken away), if it is long enough."]
+    docstring = """Make it.
+
+    Return a new *dictionary* with the **same** keys, as
+    :class:`the other one <there>` has them: see ``copy_of`` for more.
+
+    >>> len(make_it_of_this_and_that(1, 2, 3, 4, 5, 6, 7))
+    Return a new thing, it says in the output of a doctest here.
+
+    - A list's item is a paragraph of its own (with its
+      sign taken away), if it is long enough.
+    - too short
+
+    +------------+----------------------------------------------+
+    | A table of | many words that would be read as a sentence. |
+
+        for each in the_list_of_all_that_is_there: do(each, 12, 13)
+
+    factor ::= "+" factor and some more words of a grammar here.
+
+    x: 12, 13, 14, 15, 16, 17, 18 and A, b_1, b_2, b_3, b_4, b_5.
+    Without a final sign, words can go on and on for ever and ever
+    """
+    assert list(prose(docstring)) == kept
+
+
+def test_texts_are_found_in_the_source_of_a_module() -> None:
+    source = '''"""One."""
+x = "# no comment, and \\" not \'\'\' the end"  # none of its own line
+def f(a="\\\\"):
+    r\'\'\'Two "quoted"
+    lines.\'\'\'
+    # Three,
+    #: four.
+    return """no docstring"""
+'''
+    assert list(texts_of(source)) == ["One.", 'Two "quoted"\n    lines.', " Three,\n four."]

@@ -169,7 +169,8 @@ def print_start(run: Run) -> None:
                   f"{run.micro_batches} accumulated = {run.global_batch_size} a step, {run.tokens_per_step:,} tokens"),
         *start_rows(plan),
         ("FLOPs per token", f"{model.flops_per_token(data.seq_length):,}"),
-        ("tokenizer", f"{run.tokenizer.kind}, {run.tokenizer.vocab_size:,} ids"),
+        ("tokenizer", f"{run.tokenizer.kind}, {run.tokenizer.vocab_size:,} ids"
+                      + (f", by {run.tokenizer.engine}" if run.tokenizer.engine else "")),
         *(("data", line) for line in run.splits.description),
         ("length", f"{run.train_iters:,} iterations, {needed:,} samples of {samples:,}: {epochs:.2f} epochs"),
         ("from", f"iteration {run.iteration} of {plan.source}" if run.iteration else
@@ -182,7 +183,7 @@ def print_start(run: Run) -> None:
                                    for flag, value in differing_flags(plan.arguments.config)]))
     if too_little := warning(plan):
         run.log.say(too_little)
-    if epochs > 4:
+    if epochs > 4 and (data.train_data or data.data_path):  # the built-in corpus is as large as it is
         run.log.say(f"WARNING: {epochs:.1f} epochs: beyond about 4, repeated text teaches less and less; a larger "
                     "corpus or a smaller --train-iters would serve better")
     if config.train.eval_iters and run.splits.valid is None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import sys
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -153,7 +154,9 @@ def closing_report(*, bits_per_byte: float | None, baselines: Mapping[str, float
     unigram = baselines.get(UNIGRAM)
     if bits_per_byte is not None and unigram is not None and bits_per_byte >= unigram:
         lines.append("  It knows no more than how often each token comes: give it more --train-iters or a higher --lr.")
-    lines += ["", "a sample of the model's text:", *("  " + line for line in sample.splitlines()), ""]
+    lines += ["", "a sample: from held-out text the words in brackets, from the model the rest:",
+              *(part for line in sample.splitlines() for part in textwrap.wrap(
+                  line, WIDTH, initial_indent="  ", subsequent_indent="  ") or [""]), ""]
     paths = [("checkpoint", str(checkpoint))]
     if "\n" in plot:
         lines += [*plot.splitlines(), ""]

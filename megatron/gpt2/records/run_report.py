@@ -117,7 +117,7 @@ def sample_table(samples: Records) -> str:
     shown = spread(samples, MOST_SAMPLES)
     rows = [_cell(f"{s['iteration']:,}", "number") + _cell(s["text"], "sample") for s in shown]
     left_out = _none(f"{len(shown)} of {len(samples)}: all are in {SAMPLES}") if len(shown) < len(samples) else ""
-    return _none("what the model writes with nothing before it, by the same random numbers each time") + \
+    return _none("what the model writes after the words in brackets, by the same random numbers each time") + \
         _scrolling(("iteration", "text"), rows) + left_out
 
 

@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -41,6 +42,8 @@ from megatron.gpt2.text.sampling import Sampling
 from megatron.gpt2.training.run import Run
 
 SAMPLE_TOKENS = 120
+PROMPT_WORDS = 4
+PROMPT_CHARACTERS = 40  # no more, for a language that is written without spaces
 
 
 @dataclass(frozen=True)
@@ -171,13 +174,22 @@ def save_if_best(run: Run, valid_loss: float) -> None:
 
 
 def sample_text(run: Run) -> str:
-    """A short continuation of nothing, on the first rank of a model-parallel group; all take part. It is kept."""
-    sample = Continuation([], Sampling(max_new_tokens=SAMPLE_TOKENS, temperature=0.8, top_k=40,
-                                       seed=run.config.train.seed))
+    """"[The first words] of held-out text and how the model goes on", on the first rank of a model-parallel group; all
+    take part. It is kept."""
+    prompt = first_words(run)
+    sample = Continuation([run.tokenizer.eod, *run.tokenizer.encode(prompt)],
+                          Sampling(max_new_tokens=SAMPLE_TOKENS, temperature=0.6, top_k=40, seed=run.config.train.seed))
     generate(run.model, run.tokenizer, [sample])
-    text = run.tokenizer.decode(sample.ids)
+    text = f"[{prompt}]{run.tokenizer.decode(sample.ids)}"
     run.log.sample(text)
     return text
+
+
+def first_words(run: Run) -> str:
+    """With which the validation split begins, or the training split where there is no other."""
+    tokens = (run.splits.valid or run.splits.train).rows(np.zeros(1, dtype=np.int64))[0, :PROMPT_CHARACTERS]
+    text = run.tokenizer.decode(tokens[(tokens >= 0) & (tokens != run.tokenizer.eod)])
+    return " ".join(text.split()[:PROMPT_WORDS])[:PROMPT_CHARACTERS]
 
 
 def train(run: Run) -> str:

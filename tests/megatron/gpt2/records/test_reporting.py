@@ -180,10 +180,11 @@ def test_text_curve_of_nothing() -> None:
 def test_closing_report() -> None:
     commands = [("continue", "bash scripts/pretrain_gpt2.sh --train-iters 1000")]
     report = reporting.closing_report(
-        bits_per_byte=2.1, baselines={reporting.UNIGRAM: 4.5, "xz -9": None}, sample="To be\nor not",
+        bits_per_byte=2.1, baselines={reporting.UNIGRAM: 4.5, "xz -9": None}, sample="[To be] or\nnot " + 30 * "word ",
         checkpoint="checkpoints/iter_0000300", plot="checkpoints/loss.png", next_commands=commands)
     for line in ("  this model                     2.100", "  unigram entropy of the tokens  4.500",
-                 "  xz -9                          not computed", "  or not",
+                 "  xz -9                          not computed", "  [To be] or",
+                 "  not" + 19 * " word", " " + 11 * " word",
                  "  checkpoint  checkpoints/iter_0000300", "  loss curve  checkpoints/loss.png",
                  "  bash scripts/pretrain_gpt2.sh --train-iters 1000"):
         assert line in report.split("\n")

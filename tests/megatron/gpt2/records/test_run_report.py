@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from data_utils import GPT2Dataset
 from megatron.gpt2.config import Config
 from megatron.gpt2.programs import pretrain_gpt2
 from megatron.gpt2.records import run_log
@@ -22,7 +23,7 @@ from megatron.gpt2.records.plots import read_records
 from megatron.gpt2.records.run_log import RunLog
 from megatron.gpt2.records.run_report import spread, write_report
 from megatron.gpt2.records.svg_chart import Curve, chart, number, round_steps, thinned
-from megatron.gpt2.training.training import evaluate_and_log, sample_text
+from megatron.gpt2.training.training import PROMPT_CHARACTERS, PROMPT_WORDS, evaluate_and_log, sample_text
 from tests.conftest import ROOT
 from tests.megatron.gpt2.records.test_reporting import record
 from tests.megatron.gpt2.training.training_runs import finish, start, state, steps, write_text
@@ -201,7 +202,11 @@ def test_samples_and_evaluations_change_nothing_of_training(tmp_path: Path) -> N
         for _ in range(3):
             steps(run, 1)
             if watched:
-                assert evaluate_and_log(run, "valid") is not None and len(sample_text(run)) > 20
+                assert evaluate_and_log(run, "valid") is not None
+                text = sample_text(run)  # of held-out text the first words, then the model's
+                assert isinstance(run.splits.valid, GPT2Dataset)
+                begin = run.tokenizer.decode(run.splits.valid.tokens[:30]).split()[:PROMPT_WORDS]
+                assert text.startswith(f"[{' '.join(begin)[:PROMPT_CHARACTERS]}]") and len(text) > 40
         ends.append(state(run))
         finish(run)
     assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])

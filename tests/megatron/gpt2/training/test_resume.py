@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,8 @@ import pytest
 import torch
 
 import mpu
+from data_utils import build_tokenizer, tokenization_gpt2
+from data_utils.tokenization_gpt2 import BUILTIN_FILE, builtin_tokenizer, byte_alphabet
 from megatron.gpt2.training.run import Run
 from megatron.gpt2.training.training import train_step
 from tests.distributed import run_ranks
@@ -141,3 +145,26 @@ def test_a_fresh_optimizer_resumes_bit_identically(tmp_path: Path):
     assert seen + steps(resumed, 3)["loss"] == expected
     assert torch.equal(torch.cat(resumed.flat.masters), torch.cat(straight.flat.masters))
     finish(resumed)
+
+
+def test_a_checkpoint_of_an_older_shipped_vocabulary_keeps_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The vocabulary that the project ships may change; no run of the old one takes the new one unasked."""
+    write_text(tmp_path)
+    flags = ["--tokenizer-type", "builtin", "--load", f"{tmp_path}/save"]
+    old = tmp_path / "old.json"
+    old.write_text(json.dumps([*byte_alphabet(), "in", "th"]))
+    with monkeypatch.context() as then:
+        then.setattr(tokenization_gpt2, "builtin_tokenizer", lambda path=None: builtin_tokenizer(path or old))
+        run = start(0, 1, str(tmp_path), flags[:2])
+        before = run.tokenizer
+        steps(run, 1)
+        run.save()
+        finish(run)
+    run = start(0, 1, str(tmp_path), flags)
+    assert (run.iteration, run.tokenizer.fingerprint, run.tokenizer.vocab_size) == (1, before.fingerprint, 259)
+    assert before.fingerprint != build_tokenizer("builtin").fingerprint
+    finish(run)
+    shipped = resources.files("data_utils").joinpath(BUILTIN_FILE).read_bytes()
+    (tmp_path / "save" / "tokenizer" / BUILTIN_FILE).write_bytes(shipped)
+    with pytest.raises(ValueError, match="the tokenizer's files are not those that were saved there"):
+        start(0, 1, str(tmp_path), flags)
