@@ -5,12 +5,14 @@ Legend: b batch, s sequence, n heads of this rank, d head size, t = b · s token
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mpu.kernel_choice import Kernels
 from mpu.random import dropout
 
 # Queries that the backward of a CPU in bf16 takes together. Fewer mean smaller matrix products, more mean that less of
@@ -19,7 +21,8 @@ BLOCK = 256
 # Scores of a block that a core works on at once: what is made of them stays in its cache (10 % less than all heads at
 # once, at b·n = 24 and s = 1,024).
 SCORES = 3 << 18
-# Up to here a CPU in bf16 with dropout holds all scores; beyond, they would cost more memory than they save time.
+# Up to here a CPU in bf16 with dropout takes our formulas; beyond, the scores would cost more memory than they save
+# time.
 MATERIALISE_UP_TO = 512
 
 
@@ -72,14 +75,20 @@ def causal_attention(qkv: Tensor, dropout_p: float) -> Tensor:
 
     qkv: [s, b, n, 3, d], queries, keys and values of a head side by side. Returns [s, b, n·d].
     """
-    s, b, n, _, d = qkv.shape
+    y: Tensor
     if qkv.device.type == "cpu" and qkv.dtype == torch.bfloat16:
-        if dropout_p > 0 and s <= MATERIALISE_UP_TO:
+        if dropout_p > 0 and qkv.size(0) <= MATERIALISE_UP_TO:
             # Without gradients too: a checkpointed layer must drop the same elements when it is computed again.
-            return _materialised(qkv, dropout_p)
-        if dropout_p == 0 and torch.is_grad_enabled():
-            y: Tensor = _BlockwiseBackward.apply(qkv)  # type: ignore[no-untyped-call]
+            y = _measure_materialised()(qkv, dropout_p)
             return y
+        if dropout_p == 0 and torch.is_grad_enabled():
+            y = measure_attention()(qkv)
+            return y
+    return _by_torch(qkv, dropout_p)
+
+
+def _by_torch(qkv: Tensor, dropout_p: float = 0.0) -> Tensor:
+    s, b, n, _, d = qkv.shape
     q, k, v = _heads(qkv)
     y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout_p, is_causal=True)
     return y.permute(2, 0, 1, 3).reshape(s, b, n * d)  # [b, n, s, d] -> [s, b, n·d]
@@ -100,8 +109,8 @@ class _BlockwiseBackward(torch.autograd.Function):
     """The fused kernel forward; backward by matrix products over blocks of queries, in which the scores are computed
     again (FlashAttention's way, arXiv:2205.14135).
 
-    In bf16 on a CPU the backward of torch 2.13's fused kernel takes longer (AMX, 2 cores, b·n = 24, d = 64: 31 ms
-    against 26 ms at s = 1,024).
+    In bf16 on a CPU with AMX the backward of torch 2.13's fused kernel takes longer (2 cores, b·n = 24, d = 64: 31 ms
+    against 26 ms at s = 1,024); without AMX it does not.
     """
 
     @staticmethod
@@ -168,3 +177,43 @@ def _materialised(qkv: Tensor, dropout_p: float) -> Tensor:
     scores = torch.baddbmm(mask, q, k.transpose(1, 2), alpha=d ** -0.5)
     y = torch.bmm(dropout(torch.softmax(scores, dim=-1), dropout_p), v)
     return y.view(b, n, s, d).permute(2, 0, 1, 3).reshape(s, b, n * d)
+
+
+def _materialised_in_float32(qkv: Tensor, dropout_p: float) -> Tensor:
+    """Drops the same probabilities as in 16 bits, so that the processor has no part in what is drawn."""
+    return _materialised(qkv.float(), dropout_p).to(qkv.dtype)
+
+
+def _example(s: int) -> Tensor:
+    """[s, 1, n, 3, 64], two heads for each thread."""
+    heads = 2 * torch.get_num_threads()
+    return torch.linspace(-1, 1, s * heads * 3 * 64).view(s, 1, heads, 3, 64).bfloat16().requires_grad_()
+
+
+def _forward_and_backward(way: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def both(qkv: Tensor, *rest: float) -> Tensor:
+        with torch.enable_grad():
+            y = way(qkv, *rest)
+            return torch.autograd.grad(y, qkv, torch.ones_like(y))[0]
+
+    return both
+
+
+# What a CPU in bf16 can do, without dropout and, up to MATERIALISE_UP_TO, with it.
+ATTENTION = Kernels("attention", {"fused": _by_torch, "blockwise": _BlockwiseBackward.apply}, _forward_and_backward)
+MATERIALISED = Kernels("attention_with_dropout", {"bf16": _materialised, "float32": _materialised_in_float32},
+                       _forward_and_backward)
+
+
+def measure_attention() -> Callable[[Tensor], Tensor]:
+    """The way without dropout, whatever the shape, so that a compiled layer finds what was measured before."""
+    return ATTENTION.best(("bf16",), lambda: (_example(1024),))
+
+
+def _measure_materialised() -> Callable[[Tensor, float], Tensor]:
+    return MATERIALISED.best(("bf16",), lambda: (_example(MATERIALISE_UP_TO), 0.0))
+
+
+def scores_in_float32() -> bool:
+    """Whether a CPU in bf16 with dropout holds its scores in twice the bytes."""
+    return _measure_materialised() is _materialised_in_float32

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import mpu
+from mpu.layers import LINEAR, LINEAR_OF_ONE_ROW, WEIGHT_GRADIENT
 from tests.distributed import run_ranks
 
 IN, OUT, VOCAB, HEADS = 8, 24, 17, 4
@@ -158,15 +159,31 @@ def test_layers_equal_plain_torch(world_size: int):
     assert run_ranks(check_all, world_size) == [[True] * 4] * world_size
 
 
+@pytest.mark.parametrize("way", ["linear", "vector", "transposed"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("rows", [1, 2, 4, 5, 8, 16, 17])
-def test_linear_without_gradient(rows: int, dtype: torch.dtype) -> None:
-    """However many rows, and whether the weight is stored by row or by column."""
-    x, weight, bias = torch.randn(rows, 1, 48), torch.randn(32, 48), torch.randn(32)
-    for a in (weight.to(dtype), weight.to(dtype).t().contiguous().t()):
-        for b in (None, bias.to(dtype)):
-            y = mpu.linear_without_gradient(x.to(dtype), a, b)
-            expected = F.linear(x.to(dtype).double(), a.double(), None if b is None else b.double())
-            assert y.shape == expected.shape and y.dtype == dtype and y.is_contiguous()
-            torch.testing.assert_close(y.double(), expected, rtol=1e-5 if dtype == torch.float32 else 1e-2,
-                                       atol=1e-4 if dtype == torch.float32 else 1e-1)
+def test_linear_without_gradient(dtype: torch.dtype, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many rows, whether the weight is stored by row or by column, and whichever way was chosen."""
+    monkeypatch.setenv("MPU_KERNELS", ",".join(
+        f"{kernels.operation}={way if way in kernels.ways else 'linear'}" for kernels in (LINEAR, LINEAR_OF_ONE_ROW)))
+    LINEAR.forget()
+    LINEAR_OF_ONE_ROW.forget()
+    for rows in (1, 2, 4, 5, 8, 16, 17):
+        x, weight, bias = torch.randn(rows, 1, 48), torch.randn(32, 48), torch.randn(32)
+        for a in (weight.to(dtype), weight.to(dtype).t().contiguous().t()):
+            for b in (None, bias.to(dtype)):
+                y = mpu.linear_without_gradient(x.to(dtype), a, b)
+                expected = F.linear(x.to(dtype).double(), a.double(), None if b is None else b.double())
+                assert y.shape == expected.shape and y.dtype == dtype and y.is_contiguous()
+                torch.testing.assert_close(y.double(), expected, rtol=1e-5 if dtype == torch.float32 else 1e-2,
+                                           atol=1e-4 if dtype == torch.float32 else 1e-1)
+    LINEAR.forget()
+    LINEAR_OF_ONE_ROW.forget()
+
+
+@pytest.mark.parametrize("way", WEIGHT_GRADIENT.ways)
+def test_weight_gradient(way: str) -> None:
+    """Parts of 512 tokens, with a rest, and as many as there are at most."""
+    for tokens in (3, 600, 2600):
+        dy, x = torch.randn(tokens, 16).bfloat16(), torch.randn(tokens, 24).bfloat16()
+        expected = dy.double().t() @ x.double()
+        assert (WEIGHT_GRADIENT.ways[way](dy, x).double() - expected).norm() <= 5e-3 * expected.norm()

@@ -15,7 +15,7 @@ import mpu
 from megatron.gpt2.config import Config
 from megatron.gpt2.model.gpt2 import count_parameters
 from megatron.gpt2.optimizer.gradient_reducer import bucket_size
-from mpu.attention import BLOCK, MATERIALISE_UP_TO, SCORES
+from mpu.attention import BLOCK, MATERIALISE_UP_TO, SCORES, scores_in_float32
 
 # What a token of a step is as numbers: text, tokens and labels in int64, mask and weight in float32.
 BATCH = 40
@@ -124,7 +124,8 @@ class Sizes:
 
     @property
     def _by_our_formulas(self) -> bool:
-        return not self.on_gpu and self._setting.dtype == torch.bfloat16 and self._s <= MATERIALISE_UP_TO
+        return not self.on_gpu and self._setting.dtype == torch.bfloat16 and self._s <= MATERIALISE_UP_TO \
+            and not scores_in_float32()
 
     @property
     def _attention(self) -> int:
