@@ -59,8 +59,8 @@ def theirs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def look(python: Path | str, cwd: Path, *path: Path) -> dict[str, Path]:
     """Where an interpreter finds core and training of theirs, and our config."""
-    lines = run([str(python), "-c", LOOK, "core", "training"], cwd,
-                **({"PYTHONPATH": os.pathsep.join(map(str, path))} if path else {})).splitlines()
+    lines = run([str(python), "-c", LOOK, "core", "training"], cwd, PYTHONPATH=os.pathsep.join(map(str, path))
+                ).splitlines()
     return {name: Path(file) for name, _, file in (line.partition(" ") for line in lines)}
 
 
