@@ -15,6 +15,7 @@ the same to the last bit.
 
 from __future__ import annotations
 
+import bisect
 import itertools
 from dataclasses import dataclass, replace
 
@@ -93,8 +94,11 @@ class FlatParameters:
         segments = [Segment(slice(self.ranges[name].start, stop), _is_split(parameter),
                             is_sequence_parallel(parameter), _decays(parameter))
                     for (name, parameter), stop in zip(firsts, stops, strict=True)]
-        self.owned = [replace(s, range=common) for bucket in self.buckets for s in segments
-                      if (common := _overlap(self.owned_part(bucket), s.range))]
+        found = [(index, replace(s, range=common)) for index, bucket in enumerate(self.buckets) for s in segments
+                 if (common := _overlap(self.owned_part(bucket), s.range))]
+        self.owned = [segment for _, segment in found]
+        self._bucket_of_owned = [index for index, _ in found]
+        self._owned_stops = [segment.range.stop for segment in self.owned]  # ascending
 
         device = named[0][1].device
         self.params = torch.zeros(end, dtype=dtype, device=device)
@@ -141,8 +145,7 @@ class FlatParameters:
     def owned_grads(self) -> list[Tensor]:
         """The gradients of each range in `owned`."""
         parts = []
-        for segment in self.owned:
-            index = next(i for i, bucket in enumerate(self.buckets) if _overlap(bucket.range, segment.range))
+        for index, segment in zip(self._bucket_of_owned, self.owned, strict=True):
             start = self.buckets[index].range.start
             parts.append(self.bucket_grads(index)[segment.range.start - start:segment.range.stop - start])
         return parts
@@ -160,10 +163,11 @@ class FlatParameters:
     def owned_part_of(self, name: str) -> tuple[int, slice, int]:
         """What this rank's optimizer owns of a parameter, at most one range since it lies in one bucket: the index in
         `owned`, the range inside of that, and where it starts in the parameter. An empty range where it owns none."""
-        for index, segment in enumerate(self.owned):
-            if common := _overlap(self.ranges[name], segment.range):
-                offset = segment.range.start
-                return index, slice(common.start - offset, common.stop - offset), common.start - self.ranges[name].start
+        whole = self.ranges[name]
+        index = bisect.bisect_right(self._owned_stops, whole.start)  # the first that does not end before it
+        if index < len(self.owned) and (common := _overlap(whole, self.owned[index].range)):
+            offset = self.owned[index].range.start
+            return index, slice(common.start - offset, common.stop - offset), common.start - whole.start
         return 0, slice(0, 0), 0
 
     def room(self, dtype: torch.dtype = torch.float32, *, pinned: bool = False) -> list[Tensor]:
