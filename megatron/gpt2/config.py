@@ -14,6 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+PRECISION_CHOICES = ("auto", "fp32", "bf16", "fp16", "fp16-on-gpu")
+
 
 def option(default: Any, help: str, *aliases: str, choices: tuple[str, ...] = (), metavar: str | None = None) -> Any:
     """A dataclass field that is also a flag; `aliases` are other spellings, written as on the command line."""
@@ -211,8 +213,8 @@ class TrainConfig:
     train_tokens: int | None = option(None, "length in tokens")
     train_epochs: float | None = option(None, "length in epochs of the training split")
     seed: int = option(1234, "seed of weights, data order and dropout")
-    precision: str = option("auto", "auto: bf16 where it is native, else fp16 on a GPU and fp32 on a CPU; "
-                                    "--fp16 and --bf16 are spellings of it", choices=("auto", "fp32", "bf16", "fp16"))
+    precision: str = option("auto", "auto: bf16 where it is native, else fp16 on a GPU and fp32 on a CPU; fp16-on-gpu, "
+                                    "as --fp16 is read: fp16 on a GPU, auto on a CPU", choices=PRECISION_CHOICES)
     device: str = option("auto", "auto: cuda if there is a usable GPU", choices=("auto", "cpu", "cuda"))
     recompute_granularity: str = option(
         "none", "what backward computes again instead of keeping: selective, the outputs of GELU and of layer norms; "

@@ -80,9 +80,17 @@ def gpu_present(root: str = "/") -> bool:
 
 
 def choose_precision(requested: str, device: torch.device) -> tuple[torch.dtype, str]:
-    """The dtype for --precision auto|fp32|bf16|fp16, and why."""
+    """The dtype for --precision auto|fp32|bf16|fp16|fp16-on-gpu, and why. The line starts with WARNING where another
+    choice would serve better, and with notice where it is not the dtype that the flag names."""
+    if requested == "fp16-on-gpu" and device.type == "cpu":
+        dtype, why = choose_precision("auto", device)
+        return dtype, f"notice: --fp16 on a CPU means --precision auto: {why}"
+    if requested == "fp16" and device.type == "cpu":
+        return torch.float16, ("WARNING: --precision fp16 on a CPU: most CPUs have no fp16 arithmetic, and a step can "
+                               "take 40 times as long as with --precision auto")
     if requested != "auto":
-        return DTYPES[requested], f"{requested}: --precision {requested}"
+        name = requested.removesuffix("-on-gpu")
+        return DTYPES[name], f"{name}: --precision {requested}"
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
         if major >= 8:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from megatron.gpt2.command_line.flags import flag
-from megatron.gpt2.command_line.foreign_flags import IN_CPU, Foreign, inert, refused, translated
+from megatron.gpt2.command_line.foreign_flags import FP16, IN_CPU, Foreign, inert, refused, translated
 from megatron.gpt2.config import require
 
 STAGES = {  # of zero_optimization.stage, what cannot be translated
@@ -63,7 +63,7 @@ KEYS = (
     inert("steps_per_print wall_clock_breakdown dump_state memory_breakdown tensorboard wandb csv_monitor comms_logger "
           "flops_profiler", LOGGED),
     # Precision
-    translated("fp16.enabled", "read as --precision fp16", lambda _: {"train.precision": "fp16"}),
+    translated("fp16.enabled", "read as --precision fp16-on-gpu, which is auto on a CPU", lambda _: FP16),
     translated("bf16.enabled bfloat16.enabled", "read as --precision bf16", lambda _: {"train.precision": "bf16"}),
     translated("fp16.loss_scale", "read as --loss-scale, 0 being dynamic", _loss_scale),
     translated("fp16.initial_scale_power", "read as --initial-loss-scale, its power of 2", _initial_scale),

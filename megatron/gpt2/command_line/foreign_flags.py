@@ -64,6 +64,8 @@ def _one_batch_size(words: list[str]) -> dict[str, Any]:
     return {"train.global_batch_size": int(size)}
 
 
+# Published command lines say it of GPUs; few CPUs multiply in fp16.
+FP16 = {"train.precision": "fp16-on-gpu"}
 RECOMPUTE_ALL = {"train.recompute_granularity": "full"}
 IN_CPU = "what is kept for backward stays on the device; --recompute-num-layers N keeps an N-th of it"
 OF_BERT = "a flag of BERT's, no part of GPT-2; leave it out"
@@ -71,7 +73,7 @@ NO_NPY = "folders of .npy files are not read; give loose JSON or text with --tra
 
 FOREIGN = (
     # Precision and memory
-    translated("--fp16", "read as --precision fp16", lambda _: {"train.precision": "fp16"}),
+    translated("--fp16", "read as --precision fp16-on-gpu, which is auto on a CPU", lambda _: FP16),
     translated("--bf16", "read as --precision bf16", lambda _: {"train.precision": "bf16"}),
     translated("--checkpoint-activations", "read as --recompute-granularity full", lambda _: RECOMPUTE_ALL),
     translated("--recompute-activations", "read as --recompute-granularity selective",

@@ -16,7 +16,7 @@ from data_utils import Tokenizer
 from data_utils.command_line import Parser
 from megatron.gpt2.checkpoint.folder import Checkpoint
 from megatron.gpt2.command_line.flags import add_section
-from megatron.gpt2.config import LaunchConfig, ParallelConfig
+from megatron.gpt2.config import PRECISION_CHOICES, LaunchConfig, ParallelConfig
 from megatron.gpt2.device import choose_backend, choose_device, choose_precision, set_threads
 from megatron.gpt2.launch.ranks import Ranks, line_buffered, read_launch
 from megatron.gpt2.launch.rendezvous import initialize_distributed, leave, meet, name_lost
@@ -38,10 +38,10 @@ class ModelParser(Parser):
                           default=model_parallel_size,
                           help="ranks that share each layer, whatever the checkpoint's were (default: %(default)s)")
         self.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
-        self.add_argument("--precision", default=precision, choices=("auto", "fp32", "bf16", "fp16"),
+        self.add_argument("--precision", default=precision, choices=PRECISION_CHOICES,
                           help=f"default: {precision}")
-        for name in ("fp16", "bf16"):
-            self.add_argument(f"--{name}", dest="precision", action="store_const", const=name, help=argparse.SUPPRESS)
+        for name, meant in (("fp16", "fp16-on-gpu"), ("bf16", "bf16")):
+            self.add_argument(f"--{name}", dest="precision", action="store_const", const=meant, help=argparse.SUPPRESS)
         self.add_argument("--distributed-backend", choices=("nccl", "gloo"), help="default: by the device")
         add_section(self, "launch", LaunchConfig)  # `run_program` has read them
 
@@ -70,9 +70,10 @@ def open_model(args: argparse.Namespace, ranks: Ranks, say: Say) -> Opened:
     """Join the other ranks and load what the flags of `ModelParser` name. Every rank calls it."""
     set_threads(ranks)
     device, why = choose_device(args.device, ranks)
-    if why.startswith("WARNING"):
-        say(why)
-    dtype, _ = choose_precision(args.precision, device)
+    dtype, why_dtype = choose_precision(args.precision, device)
+    for reason in (why, why_dtype):
+        if reason.startswith(("WARNING", "notice")):
+            say(reason)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     initialize_distributed(ranks, choose_backend(args.distributed_backend, device)[0], device,

@@ -79,6 +79,10 @@ def test_precision(monkeypatch):
         monkeypatch.setattr(on, "cpu_bf16", lambda native=native: native)
         assert on.choose_precision("auto", CPU)[0] == dtype
         assert on.choose_precision("fp16", CPU)[0] == torch.float16
+        assert on.choose_precision("fp16", CPU)[1].startswith("WARNING: --precision fp16 on a CPU")
+        dtype_of_fp16, why = on.choose_precision("fp16-on-gpu", CPU)
+        assert dtype_of_fp16 == dtype and why.startswith("notice: --fp16 on a CPU means --precision auto: ")
+    assert on.choose_precision("fp16-on-gpu", GPU) == (torch.float16, "fp16: --precision fp16-on-gpu")
 
 
 @pytest.mark.parametrize("text, feature", [

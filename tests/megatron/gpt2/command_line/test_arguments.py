@@ -88,7 +88,7 @@ def test_save_defaults_to_the_folder_loaded_unless_it_is_fine_tuned():
     ("--checkpoint-activations", "train.recompute_granularity", "full"),
     ("--recompute-activations", "train.recompute_granularity", "selective"),
     ("--checkpoint-num-layers 2", "train.recompute_num_layers", 2),
-    ("--fp16", "train.precision", "fp16"),
+    ("--fp16", "train.precision", "fp16-on-gpu"),
     ("--bf16 --precision bf16", "train.precision", "bf16"),
     ("--train-data-path no/such/prefix", "data.data_path", ("no/such/prefix",)),
     ("--train-data-path .3 a .7 b", "data.split", "1"),
@@ -244,7 +244,7 @@ def test_without_a_model_the_checkpoints_own_run_continues():
     config = arguments.config
     assert (config.train.train_iters, config.train.micro_batch_size, config.train.seed) == (20, 3, 7)
     assert (config.data.train_data, config.data.split, config.optimizer.warmup) == (("a", "b"), "8,1,1", .3)
-    assert (config.train.precision, config.optimizer.weight_decay) == ("fp16", 0.01)
+    assert (config.train.precision, config.optimizer.weight_decay) == ("fp16-on-gpu", 0.01)
     assert (config.train.device, config.train.exit_interval, config.checkpoint.save) == ("auto", None, "x")
     assert arguments.preset is None
     longer = merge_checkpoint(read("--load x --train-tokens 99 --data-path p"), before).config

@@ -33,7 +33,7 @@ def read(folder: Path, content: Any, *flags: str) -> Arguments:
 def test_what_is_translated(tmp_path: Path):
     arguments = read(tmp_path, WHOLE)
     t, o, p = arguments.config.train, arguments.config.optimizer, arguments.config.parallel
-    assert (t.global_batch_size, t.micro_batch_size, t.precision, o.clip_grad) == (32, 4, "fp16", 0.5)
+    assert (t.global_batch_size, t.micro_batch_size, t.precision, o.clip_grad) == (32, 4, "fp16-on-gpu", 0.5)
     assert (o.loss_scale, o.initial_loss_scale, o.loss_scale_window, o.hysteresis, o.min_loss_scale) == (
         None, 65536.0, 500, 3, 2.0)
     assert (p.use_distributed_optimizer, p.cpu_offload_optimizer, p.ddp_bucket_size, p.sequence_parallel) == (
