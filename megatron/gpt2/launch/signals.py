@@ -1,12 +1,17 @@
 """Stopping between two steps, on every rank after the same one.
 
-SIGTERM, or Ctrl-C once, asks the run to finish its step, save and exit; Ctrl-C twice quits at once.
+SIGTERM, or Ctrl-C once, asks the run to finish its step, save and exit; a second one ends the process at once. A thread
+answers: a step can be minutes inside of one call of torch, and Python runs its signal handlers only between two
+instructions of its own.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import socket
+import threading
+import time
 from datetime import timedelta
 from types import FrameType, TracebackType
 
@@ -15,6 +20,10 @@ import torch.distributed as dist
 
 # By urgency: the greatest number of all ranks counts.
 _REASONS = ("", "--exit-duration-in-mins", "SIGTERM", "Ctrl-C")
+_NAMES = {signal.SIGTERM: "SIGTERM", signal.SIGINT: "Ctrl-C"}
+# Seconds in which a second signal is the first one once more: Slurm sends SIGTERM to a launcher and to its ranks, to
+# which the launcher passes it on. Who presses Ctrl-C twice means it.
+ECHO = {signal.SIGTERM: 5.0, signal.SIGINT: 0.0}
 
 
 class StopSignal:
@@ -32,16 +41,40 @@ class StopSignal:
             self._group, self._rank = dist.new_group(backend="gloo", timeout=timeout), dist.get_rank()
         self._shared = torch.zeros(1, dtype=torch.int32)
         self._pending: dist.Work | None = None
-        self._before = {number: signal.signal(number, self._ask) for number in (signal.SIGTERM, signal.SIGINT)}
+        self._heard, self._bell = socket.socketpair()
+        self._bell.setblocking(False)
+        self._before = {number: signal.signal(number, self._ask) for number in _NAMES}
+        # The system's own handler writes the number of a signal there at once, whatever Python is at.
+        self._bell_before = signal.set_wakeup_fd(self._bell.fileno(), warn_on_full_buffer=False)
+        self._thread = threading.Thread(target=self._answer, name="signals", daemon=True)
+        self._thread.start()
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
-        reason = "Ctrl-C" if number == signal.SIGINT else "SIGTERM"
+        """In the main thread, between two instructions."""
         if number == signal.SIGINT:
             signal.signal(signal.SIGINT, signal.SIG_DFL)  # ends the process even inside a library that hangs
-        if self._rank == 0 and not self._asked:
-            # Not print(): the signal may have come in the middle of another one.
-            os.write(2, f"\n{reason}: the step is finished and saved first; Ctrl-C quits at once\n".encode())
-        self._asked = max(self._asked, _REASONS.index(reason))
+        self._asked = max(self._asked, _REASONS.index(_NAMES[signal.Signals(number)]))
+
+    def _answer(self) -> None:
+        """In the thread, until the bell is closed."""
+        first: dict[int, float] = {}
+        while numbers := self._heard.recv(64):
+            for number in numbers:
+                if number not in _NAMES:
+                    continue
+                name, echo = _NAMES[signal.Signals(number)], ECHO[signal.Signals(number)]
+                if number not in first:
+                    first[number] = time.monotonic()
+                    after = f" after {echo:g} s or more" if echo else ""
+                    self._say(f"{name}: the step is finished and saved first; {name} again{after} quits at once")
+                elif time.monotonic() - first[number] >= echo:
+                    self._say(f"{name} again: the run ends at once; the same command continues from the last "
+                              "checkpoint")
+                    os._exit(128 + number)
+
+    def _say(self, line: str) -> None:
+        if self._rank == 0:
+            os.write(2, f"\n{line}\n".encode())  # not print(): the main thread may be in the middle of another one
 
     def agreed(self, out_of_time: bool = False) -> str:
         """Why to stop now, or "". Each rank calls it once a step, and all get the same answer.
@@ -68,8 +101,14 @@ class StopSignal:
         self._restore()
 
     def _restore(self) -> None:
+        if self._bell.fileno() < 0:
+            return  # done already
+        signal.set_wakeup_fd(self._bell_before)
         for number, handler in self._before.items():
             signal.signal(number, handler)
+        self._bell.close()
+        self._thread.join()
+        self._heard.close()
 
     def __enter__(self) -> StopSignal:
         return self

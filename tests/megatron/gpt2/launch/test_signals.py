@@ -6,13 +6,21 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from megatron.gpt2.launch import signals
 from megatron.gpt2.launch.signals import StopSignal
+from megatron.gpt2.training import training
+from megatron.gpt2.training.run import Run
 from tests.distributed import run_ranks
+from tests.megatron.gpt2.launch.long_call import long_call
+from tests.megatron.gpt2.launch.started_ranks import Rank
+from tests.megatron.gpt2.training.training_runs import write_text
 
 REPOSITORY = Path(__file__).parents[4]
 
@@ -59,9 +67,13 @@ def test_alone() -> None:
 
 STEPS = """
 import time
-from megatron.gpt2.launch.signals import StopSignal
-with StopSignal() as stop:
+from megatron.gpt2.launch import signals
+from tests.megatron.gpt2.launch.long_call import long_call
+signals.ECHO[signals.signal.SIGTERM] = 0.5
+with signals.StopSignal() as stop:
     print("ready", flush=True)
+    if {hangs}:
+        long_call()
     reason = ""
     while not reason or {stubborn}:
         time.sleep(0.02)
@@ -71,16 +83,82 @@ print("saved", flush=True)
 """
 
 
-@pytest.mark.parametrize("twice", [False, True])
-def test_ctrl_c(twice: bool) -> None:
-    process = subprocess.Popen([sys.executable, "-c", STEPS.format(stubborn=twice)], cwd=REPOSITORY, text=True,
-                               stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+def started(*, stubborn: bool = False, hangs: bool = False) -> subprocess.Popen[str]:
+    process = subprocess.Popen([sys.executable, "-c", STEPS.format(stubborn=stubborn, hangs=hangs)], cwd=REPOSITORY,
+                               text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
+    return process
+
+
+@pytest.mark.parametrize("twice", [False, True])
+def test_ctrl_c(twice: bool) -> None:
+    process = started(stubborn=twice)
     process.send_signal(signal.SIGINT)
     if twice:
+        assert process.stdout is not None
         assert process.stdout.readline() == "Ctrl-C\n"
         process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=30)
-    assert err == "\nCtrl-C: the step is finished and saved first; Ctrl-C quits at once\n"
+    assert err == "\nCtrl-C: the step is finished and saved first; Ctrl-C again quits at once\n"
     assert (process.returncode, "saved" in out) == ((-signal.SIGINT, False) if twice else (0, True)), out
+
+
+@pytest.mark.parametrize(("number", "name", "after"), [(signal.SIGTERM, "SIGTERM", " after 0.5 s or more"),
+                                                       (signal.SIGINT, "Ctrl-C", "")])
+def test_a_step_that_takes_minutes(number: signal.Signals, name: str, after: str) -> None:
+    """Inside of one call the first signal is answered within a second, and the second one obeyed."""
+    process = started(hangs=True)
+    time.sleep(0.2)  # it is inside by then
+    assert process.stderr is not None
+    began = time.monotonic()
+    process.send_signal(number)
+    assert process.stderr.readline() == "\n"
+    assert process.stderr.readline() == (f"{name}: the step is finished and saved first; {name} again{after} quits at "
+                                         "once\n")
+    assert time.monotonic() - began < 3  # on a machine that is busy with other tests; a hundredth otherwise
+    if number == signal.SIGTERM:  # the launcher has passed it on as well
+        process.send_signal(number)
+        time.sleep(0.6)
+        assert process.poll() is None
+    process.send_signal(number)
+    out, err = process.communicate(timeout=30)
+    assert err == f"\n{name} again: the run ends at once; the same command continues from the last checkpoint\n"
+    assert (process.returncode, out) == (128 + number, "")
+
+
+def step_without_end(folder: str) -> None:
+    """Training as it is but for its second step, which takes half a minute in one call."""
+    step, taken = training.train_step, []
+
+    def hang(run: Run) -> None:
+        step(run)
+        taken.append(run)
+        if len(taken) == 2:
+            Path(folder, f"hangs_{run.parallel.rank}").touch()
+            long_call()
+
+    training.train_step = hang
+    signals.ECHO[signal.SIGTERM] = 0.5
+
+
+def test_a_long_step_of_two_ranks(tmp_path: Path) -> None:
+    """--nproc-per-node passes SIGTERM on: one line at once, from rank 0, and after the second the exit code."""
+    write_text(tmp_path, 1000)
+    rank = Rank(tmp_path, ["--nproc-per-node", "2", "--save", f"{tmp_path}/save"], {},
+                before=partial(step_without_end, str(tmp_path)))
+
+    def wait(for_what: Callable[[], bool], seconds: float) -> None:
+        end = time.monotonic() + seconds
+        while not for_what() and time.monotonic() < end:
+            time.sleep(0.05)
+
+    wait(lambda: len(list(tmp_path.glob("hangs_*"))) == 2, 60)
+    assert rank.process.pid is not None and rank.process.exitcode is None, rank.end()
+    os.kill(rank.process.pid, signal.SIGTERM)
+    wait(lambda: "SIGTERM" in rank.output.read_text(), 5)
+    time.sleep(0.6)
+    assert rank.output.read_text().count("SIGTERM: the step is finished and saved first") == 1
+    os.kill(rank.process.pid, signal.SIGTERM)
+    code, said = rank.end(30)
+    assert code == 128 + signal.SIGTERM and said.count("SIGTERM again: the run ends at once") == 1, said
