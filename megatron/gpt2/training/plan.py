@@ -30,6 +30,7 @@ from megatron.gpt2.config import Config, DataConfig
 from megatron.gpt2.formats import refuse_foreign
 from megatron.gpt2.launch.ranks import Ranks
 from megatron.gpt2.records.reporting import resident_memory
+from megatron.gpt2.training.differences import differences
 
 Say = Callable[[str], None]
 
@@ -104,13 +105,9 @@ def plan_run(arguments: Arguments, ranks: Ranks, say: Say) -> Plan:
         checkpoint = find_checkpoint(source, log=say, verify=not config.checkpoint.no_verify)
         assert checkpoint is not None
         start = checkpoint.facts
-    if start.get("data_fingerprint", splits.fingerprint) != splits.fingerprint:
-        say("WARNING: the training data or --split are not those of the checkpoint: the run goes on with the new data, "
-            "in which part of what was held out may have been seen")
-    if start.get("global_batch_size", global_batch_size) != global_batch_size:
-        say(f"WARNING: a step takes {global_batch_size} samples here and took {start['global_batch_size']} in the "
-            f"checkpoint: --global-batch-size {start['global_batch_size']} (with a --micro-batch-size that divides it) "
-            "goes on as before")
+    for line in differences(start, {"config": config.as_dict(), "precision": devices.PRECISIONS[dtype],
+                                    "global_batch_size": global_batch_size, "data_fingerprint": splits.fingerprint}):
+        say(line)
     return Plan(arguments, config, ranks, device, dtype, backend, tokenizer, splits, source, train_iters,
                 global_batch_size, dict(start), keeps_freed=bool(allocator))
 
