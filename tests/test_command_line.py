@@ -98,6 +98,13 @@ def test_a_run_from_beginning_to_end_and_on(work: Path, capfd: pytest.CaptureFix
     assert pretrain_gpt2.main(finetune) == 0
     assert "runs/b is finished" in capfd.readouterr().out
 
+    # The first way on, but into a folder of its own and not longer: another --save would be no way on.
+    for save, way in (("runs/d", "--finetune for"), ("runs/a", "--finetune and a new --save for")):
+        assert pretrain_gpt2.main(["--load", "runs/a", "--save", save, "--train-iters", "14"]) == 0
+        assert (f"runs/a is finished: it is at iteration 14 of 14. Give a greater --train-iters to train on, or {way} "
+                "another run that begins with its weights.") in capfd.readouterr().out
+    assert not (work / "runs/d").exists()
+
     # --load X --save Y, stopped and given again, goes on in Y.
     moved = ["--load", "runs/a", "--save", "runs/c", "--train-iters", "20"]
     assert pretrain_gpt2.main([*moved, "--exit-interval", "16"]) == 0

@@ -43,6 +43,7 @@ class Saver:
         self._saves = 0
         self._under_way: tuple[int | None, Future[Path]] | None = None
         self.saved_iteration: int | None = None  # the last one that was committed, as far as all ranks know
+        self.problem = ""  # why the last one that failed did, as far as this rank knows
 
     def prepare(self, files: Files) -> None:
         """Make the memory that --async-save copies `files` into, unless it is there: before training begins, so that
@@ -85,7 +86,10 @@ class Saver:
             return None
         iteration, written = self._under_way
         self._under_way = None
-        path = written.result() if not isinstance(written.exception(), OSError) else None
+        error = written.exception()
+        if isinstance(error, OSError):
+            self.problem = str(error)
+        path = written.result() if not isinstance(error, OSError) else None
         if self._greatest(int(path is None)):
             return None
         if iteration is not None:

@@ -94,7 +94,9 @@ class MixedPrecisionOptimizer:
         self.skipped_in_a_row = (self.skipped_in_a_row + skipped) * skipped
         self.good_steps += 1 - skipped
         self.scaler.update(self.found_inf)
-        self.learning_rate.copy_(self._rates[self.good_steps.clamp_max(len(self._rates) - 1)])
+        # Indexing with a tensor of no dimension would read it on the host.
+        place = self.good_steps.clamp_max(len(self._rates) - 1)
+        self.learning_rate.copy_(self._rates.index_select(0, place.view(1)).view(()))
 
     def _adamw(self, grads: Sequence[Tensor], rate: Tensor, grad_scale: Tensor, found_inf: Tensor) -> None:
         """torch's fused kernel, as a function: the class would load the compiler, 0.9 s of every start."""

@@ -20,7 +20,9 @@ import torch.distributed as dist
 from data_utils import DamagedData, GPT2Dataset, unigram_bits_per_byte, xz_bits_per_byte
 from data_utils.command_line import end_with
 from megatron.gpt2 import device as devices
+from megatron.gpt2.checkpoint.folder import Checkpoint, find_checkpoint
 from megatron.gpt2.command_line.arguments import differing_flags, parse
+from megatron.gpt2.config import CheckpointConfig
 from megatron.gpt2.launch.ranks import Ranks, line_buffered, read_launch
 from megatron.gpt2.launch.rendezvous import leave, meet, name_lost
 from megatron.gpt2.launch.spawn import start_ranks
@@ -66,7 +68,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         plan = plan_run(arguments, ranks, say)
         if plan.is_finished:
             say(f"{plan.source} is finished: it is at iteration {plan.start['iteration']} of "
-                f"{plan.train_iters}. Give a greater --train-iters to train on, or a new --save for another run.")
+                f"{plan.train_iters}. Give a greater --train-iters to train on, or "
+                f"{another_run(arguments.checkpoint, plan.source)}")
             ranks.leave()
             return 0
         run = build_run(plan, say)
@@ -103,6 +106,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         leave(ranks)
 
 
+def another_run(given: CheckpointConfig, finished: str | None) -> str:
+    """How to begin another run beside the one that is finished, by what was `given`."""
+    if given.load != finished:
+        return "a new --save for another run."
+    elsewhere = " and a new --save" if given.save == finished else ""
+    return f"--finetune{elsewhere} for another run that begins with its weights."
+
+
 def refuse(error: Exception, ranks: Ranks) -> int:
     """One line on standard error, from one rank of each machine, and exit code 2."""
     if ranks.local_rank == 0:
@@ -132,22 +143,28 @@ def pretrain(run: Run) -> int:
     if run.saver.saved_iteration != run.iteration:
         run.save()  # before the evaluations: they can take long, and a second Ctrl-C must not cost the run
         run.saver.finish()
+    is_saved = run.saver.saved_iteration == run.iteration
+    missing = "" if is_saved else f"iteration {run.iteration} is not saved"
     if reason:
-        run.log.say(f"stopped by {reason} at iteration {run.iteration}: the same command continues")
+        goes_on = f"{missing}: the same command begins before it" if missing else "the same command continues"
+        run.log.say(f"stopped by {reason} at iteration {run.iteration}: {goes_on}")
     else:
         valid = evaluate_and_log(run, "valid", final=True)
         evaluate_and_log(run, "test", final=True)
         sample = sample_text(run)
         run.saver.finish()  # --keep-best may have begun with one
-        run.log.note("finished")
+        run.log.note(f"finished, but {missing}" if missing else "finished")
     run.loader.close()
     run.stop.close()
     # The other ranks are not needed for the report, which can take a while.
     leave(run.plan.ranks)
     plot = run.log.close(title=run.save_directory.name)
-    if run.parallel.rank == 0 and not reason:
-        print(closing(run, valid, sample, plot))
-    return 0 if run.saver.saved_iteration == run.iteration else 1
+    if run.parallel.rank == 0:
+        if not reason:
+            print(closing(run, valid, sample, plot, missing))
+        if missing:
+            print(f"error: {missing}: {run.saver.problem}", file=sys.stderr, flush=True)
+    return 0 if is_saved else 1
 
 
 def print_start(run: Run) -> None:
@@ -232,12 +249,23 @@ def next_commands(save: str, train_iters: int, *, in_parts: bool) -> list[tuple[
     return commands + with_tools
 
 
-def closing(run: Run, valid: EvaluationRecord | None, sample: str, plot: str) -> str:
+def on_disk(folder: Path) -> Checkpoint | None:
+    """The checkpoint that a program would load from the --save folder; none where there is none that is whole."""
+    try:
+        return find_checkpoint(folder, log=lambda warning: None, verify=False)
+    except ValueError:
+        return None
+
+
+def closing(run: Run, valid: EvaluationRecord | None, sample: str, plot: str, missing: str) -> str:
+    """The closing report; `missing`: that the last iteration is not saved, if so. What it offers works with what is."""
+    newest = on_disk(run.save_directory)
+    where = " (".join(filter(None, (str(newest.path) if newest else "none", missing))) + ")" * bool(missing)
     return closing_report(
         bits_per_byte=valid.bits_per_byte if valid else None, baselines=baselines(run), sample=sample,
-        checkpoint=run.save_directory / f"iter_{run.iteration:07d}", plot=plot,
+        checkpoint=where, plot=plot,
         next_commands=next_commands(str(run.config.checkpoint.save), run.train_iters,
-                                    in_parts=run.parallel.model_parallel_size > 1))
+                                    in_parts=run.parallel.model_parallel_size > 1) if newest else ())
 
 
 cli = partial(end_with, main)

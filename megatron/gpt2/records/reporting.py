@@ -25,10 +25,10 @@ class IterationRecord:
 
     iteration: int
     consumed_samples: int
-    lm_loss: float              # nats per token, mean
+    lm_loss: float | None       # nats per token, mean over the steps that were not skipped; None where all were
     learning_rate: float
     loss_scale: float
-    grad_norm: float            # before clipping
+    grad_norm: float | None     # of the last step, before clipping; None where that was skipped
     ms_per_iteration: float     # mean
     tokens_per_second: float    # of all ranks together
     mfu: float | None           # fraction of the devices' peak; None where the peak is not known
@@ -80,9 +80,9 @@ def iteration_line(record: IterationRecord, *, train_iters: int, seconds_to_go: 
         f"iteration {record.iteration:8d}/{train_iters:8d}",
         f"elapsed time per iteration (ms): {record.ms_per_iteration:.1f}",
         f"learning rate: {record.learning_rate:.3E}",
-        f"lm loss: {record.lm_loss:.6E}",
+        f"lm loss: {_or_skipped(record.lm_loss, '.6E')}",
         f"loss scale: {record.loss_scale:.1f}",
-        f"grad norm: {record.grad_norm:.3f}",
+        f"grad norm: {_or_skipped(record.grad_norm, '.3f')}",
         f"tokens/s: {record.tokens_per_second:,.0f}",
     ]
     if record.mfu is not None:
@@ -91,6 +91,10 @@ def iteration_line(record: IterationRecord, *, train_iters: int, seconds_to_go: 
     if skipped:
         parts.append(f"number of skipped iterations: {skipped}")
     return " | ".join(parts) + " |"
+
+
+def _or_skipped(value: float | None, form: str) -> str:
+    return "skipped" if value is None else format(value, form)
 
 
 def evaluation_line(record: EvaluationRecord, *, final: bool = False) -> str:
@@ -140,11 +144,11 @@ UNIGRAM = "unigram entropy of the tokens"  # a baseline that any model should be
 
 
 def closing_report(*, bits_per_byte: float | None, baselines: Mapping[str, float | None], sample: str,
-                   checkpoint: str | Path, plot: str, next_commands: Sequence[tuple[str, str]]) -> str:
+                   checkpoint: str, plot: str, next_commands: Sequence[tuple[str, str]]) -> str:
     """The end of a run: the model beside its baselines, a sample, where things are and what to run next.
 
     `baselines` maps a description to bits per byte (None: not computed); `plot` is the path of the PNG or a
-    text curve, or empty; `next_commands` are (what it does, command).
+    text curve, or empty; `next_commands` are (what it does, command), of what is there.
     """
     def figure(value: float | None) -> str:
         return "not computed" if value is None else f"{value:.3f}"
@@ -157,12 +161,14 @@ def closing_report(*, bits_per_byte: float | None, baselines: Mapping[str, float
     lines += ["", "a sample: from held-out text the words in brackets, from the model the rest:",
               *(part for line in sample.splitlines() for part in textwrap.wrap(
                   line, WIDTH, initial_indent="  ", subsequent_indent="  ") or [""]), ""]
-    paths = [("checkpoint", str(checkpoint))]
+    paths = [("checkpoint", checkpoint)]
     if "\n" in plot:
         lines += [*plot.splitlines(), ""]
     elif plot:
         paths.append(("loss curve", plot))
-    lines += [*aligned(paths), "", "next:"]
+    lines += aligned(paths)
+    if next_commands:
+        lines += ["", "next:"]
     for what, command in next_commands:
         lines += [f"  # {what}", f"  {command}"]
     return "\n".join([*lines, "-" * WIDTH])

@@ -4,14 +4,13 @@ loss curve and report.html.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import math
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -40,6 +39,7 @@ class RunLog:
         self.directory = Path(save_directory)
         self.metrics_path = self.directory / METRICS
         self._iteration, self._trackers, self._next_report, self._closed = start_iteration, trackers, 0.0, not active
+        self._told = False  # that records are lost
         if not active:
             return
         self.directory.mkdir(parents=True, exist_ok=True)
@@ -49,7 +49,6 @@ class RunLog:
                 set_aside(path)
             elif name != HISTORY:  # what happened did happen
                 keep_records_until(path, start_iteration)
-        self._metrics = self.metrics_path.open("a", encoding="utf-8")
         self.progress = progress_bar(total=train_iters, initial=start_iteration, unit="it", leave=False)
 
     def say(self, text: str) -> None:
@@ -73,8 +72,7 @@ class RunLog:
             return
         metrics = {key: None if isinstance(value, float) and not math.isfinite(value) else value
                    for key, value in record.metrics().items()}  # JSON has no NaN
-        self._metrics.write(json.dumps(metrics, allow_nan=False) + "\n")
-        self._metrics.flush()
+        self._append(METRICS, metrics)
         prefix = f"{metrics.pop('split')}/" if "split" in metrics else ""
         numbers = {prefix + key: value for key, value in metrics.items() if key != "iteration" and value is not None}
         for tracker in self._trackers:
@@ -90,10 +88,15 @@ class RunLog:
                                "time": datetime.now().astimezone().isoformat(timespec="seconds"), "text": text})
 
     def _append(self, name: str, record: Mapping[str, Any]) -> None:
-        if self.active:
-            # A full disk has been said where it hurts: in the warning of a save that failed.
-            with contextlib.suppress(OSError), open(self.directory / name, "a", encoding="utf-8") as file:
-                file.write(json.dumps(record) + "\n")
+        if not self.active:
+            return
+        try:
+            with open(self.directory / name, "a", encoding="utf-8") as file:
+                file.write(json.dumps(record, allow_nan=False) + "\n")
+        except OSError as error:  # of a full disk, say, which must not end a run
+            if not self._told:
+                self._told = True  # first: the warning is a record too
+                self.say(f"WARNING: {name} lacks lines from here on: {error.strerror}")
 
     def report(self) -> None:
         """Write report.html, unless that would take more of the run's time than REPORT_SHARE."""
@@ -105,10 +108,15 @@ class RunLog:
         self._next_report = now + (now - began) / REPORT_SHARE
 
     def _write_report(self) -> None:
+        self._written(REPORT, lambda path: str(write_report(self.directory)))
+
+    def _written(self, name: str, write: Callable[[Path], str]) -> str:
+        """What `write` returns; nothing, with a warning, where the disk refuses the file."""
         try:
-            write_report(self.directory)
+            return write(self.directory / name)
         except OSError as error:
-            self.say(f"WARNING: {REPORT} is not written: {error.strerror}")
+            self.say(f"WARNING: {name} is not written: {error.strerror}")
+            return ""
 
     def close(self, title: str = "GPT-2") -> str:
         """Close the files, write the report and draw the loss curve: its path, or without matplotlib the curve as text.
@@ -121,9 +129,8 @@ class RunLog:
         self.progress.close()
         for tracker in self._trackers:
             tracker.close()
-        self._metrics.close()
         self._write_report()
-        return loss_curve(self.metrics_path, self.directory / "loss.png", title)
+        return self._written("loss.png", lambda path: loss_curve(self.metrics_path, path, title))
 
 
 def set_aside(path: Path) -> Path:

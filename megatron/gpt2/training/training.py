@@ -27,6 +27,7 @@ from data_utils import evaluation_batches
 from data_utils.samplers import Samples
 from megatron.gpt2.checkpoint.best import BEST, best_loss
 from megatron.gpt2.optimizer.gradient_reducer import global_sum
+from megatron.gpt2.optimizer.late_reading import LateReading
 from megatron.gpt2.planner.report import expected_peak
 from megatron.gpt2.records.profiling import profiler_for
 from megatron.gpt2.records.reporting import (
@@ -205,9 +206,10 @@ def train(run: Run) -> str:
         run.iteration += 1
         run.consumed_samples += run.global_batch_size
         run.log.step()
-        if run.iteration % config.log_interval == 0 or run.iteration == run.train_iters:
-            progress.log()
-        if run.iteration % config.eval_interval == 0 and run.iteration < run.train_iters:
+        progress.step()
+        if run.iteration == run.train_iters:
+            break  # whatever asks for a stop in the last step: all that is left is to save and to evaluate
+        if run.iteration % config.eval_interval == 0:
             with progress.paused():
                 if evaluate_and_log(run, "valid"):
                     sample_text(run)
@@ -221,7 +223,7 @@ def train(run: Run) -> str:
         if reason:
             profiler.finish()
         save_interval = run.config.checkpoint.save_interval
-        if reason or (save_interval and run.iteration % save_interval == 0 and run.iteration < run.train_iters):
+        if reason or (save_interval and run.iteration % save_interval == 0):
             with progress.paused():
                 run.save()
                 run.log.report()
@@ -231,13 +233,28 @@ def train(run: Run) -> str:
 
 
 class Progress:
-    """What happened since the last log line, and the line. Nothing is read from the device in between."""
+    """What happened since the last log line, and the line. In between nothing waits for the device."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
         self._iteration, self._time = run.iteration, time.perf_counter()
         self._skipped = int(run.optimizer.skipped_steps)
         self._memory_told = False
+        self._skipped_in_a_row = LateReading(run.device)
+
+    def step(self) -> None:
+        """After each step: its line, where one is due. FloatingPointError where too many in a row were skipped."""
+        run = self._run
+        in_a_row = self._skipped_in_a_row(run.optimizer.skipped_in_a_row)
+        if run.iteration % run.config.train.log_interval == 0 or run.iteration == run.train_iters:
+            self.log()
+            in_a_row = max(in_a_row, int(run.optimizer.skipped_in_a_row))  # the line has waited for the device
+        if in_a_row >= run.config.train.max_skipped_steps:
+            raise FloatingPointError(
+                f"{in_a_row} step{'s' * (in_a_row > 1)} in a row had a gradient that is not finite (loss scale "
+                f"{run.optimizer.scaler.scale.item():g}, learning rate {run.optimizer.learning_rate.item():.3g}): "
+                f"lower --lr, or look at the data of samples before {run.consumed_samples}; --max-skipped-steps sets "
+                "the limit")
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -249,7 +266,7 @@ class Progress:
     def log(self) -> None:
         run, optimizer = self._run, self._run.optimizer
         iterations = run.iteration - self._iteration
-        skipped_in_all, in_a_row = int(optimizer.skipped_steps), int(optimizer.skipped_in_a_row)  # waits for the device
+        skipped_in_all = int(optimizer.skipped_steps)  # waits for the device
         skipped = skipped_in_all - self._skipped
         loss = global_sum([run.loss_sum], run.parallel.data_parallel_group).item()
         run.loss_sum.zero_()
@@ -257,8 +274,9 @@ class Progress:
         seconds, self._time = now - self._time, now
         tokens_per_second = iterations * run.tokens_per_step / seconds
         record = IterationRecord(
-            run.iteration, run.consumed_samples, loss / (iterations - skipped) if iterations > skipped else math.nan,
-            optimizer.learning_rate.item(), optimizer.scaler.scale.item(), optimizer.grad_norm.item(),
+            run.iteration, run.consumed_samples, loss / (iterations - skipped) if iterations > skipped else None,
+            optimizer.learning_rate.item(), optimizer.scaler.scale.item(),
+            None if optimizer.found_inf.item() else optimizer.grad_norm.item(),
             1000 * seconds / iterations, tokens_per_second, run.mfu(tokens_per_second), peak_memory(run.device))
         run.log.record(record)
         run.log.say(iteration_line(record, train_iters=run.train_iters, skipped=skipped,
@@ -267,8 +285,3 @@ class Progress:
         if not self._memory_told:
             run.log.say(memory_line(run.device, expected_peak(run.plan)))
         self._memory_told, self._iteration, self._skipped = True, run.iteration, skipped_in_all
-        if in_a_row >= run.config.train.max_skipped_steps:
-            raise FloatingPointError(
-                f"the last {in_a_row} steps had a gradient that is not finite (loss scale {record.loss_scale:g}, "
-                f"learning rate {record.learning_rate:.3g}): lower --lr, or look at the data of samples before "
-                f"{run.consumed_samples}; --max-skipped-steps sets the limit")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import resource
 import sys
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,11 @@ def test_iteration_line_says_skipped_and_leaves_out_an_unknown_mfu() -> None:
     line = reporting.iteration_line(record(mfu=None), train_iters=200, seconds_to_go=1, skipped=16)
     assert "MFU" not in line
     assert line.endswith("| number of skipped iterations: 16 |")
+
+
+def test_iteration_line_of_a_window_without_a_step() -> None:
+    line = reporting.iteration_line(record(lm_loss=None, grad_norm=None), train_iters=200, seconds_to_go=1, skipped=100)
+    assert "| lm loss: skipped |" in line and "| grad norm: skipped |" in line
 
 
 def test_evaluation_line() -> None:
@@ -82,6 +88,23 @@ def test_metrics_hold_one_record_a_line_and_no_nan(tmp_path: Path) -> None:
     assert read(log.metrics_path)[1] == {"iteration": 10, "split": "valid", "lm_loss": 0.0, "bits_per_byte": 1.5,
                                          "ppl": 1.0}
     log.close()
+
+
+def test_a_full_disk_costs_the_records_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = write_run(tmp_path)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+    try:
+        log.record(record(110))
+        log.sample("a text")
+        log.note("a note")
+        assert log.close() == ""
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert capsys.readouterr().out.splitlines() == [
+        f"WARNING: {line}: File too large" for line in (
+            "metrics.jsonl lacks lines from here on", "report.html is not written", "loss.png is not written")]
+    assert len(read(log.metrics_path)) == 11
 
 
 def test_resume_leaves_no_duplicates(tmp_path: Path) -> None:

@@ -190,7 +190,7 @@ def test_a_run_that_is_stopped_and_goes_on(work: Path, capfd: pytest.CaptureFixt
     # A run that fails leaves its page as well.
     assert pretrain_gpt2.main([*flags[:-1], "12", "--lr", "1e30", "--override-lr-scheduler", "--clip-grad", "0",
                                "--max-skipped-steps", "1"]) == 1
-    assert Page(work / "run/report.html").texts["p"][0].startswith("stopped: the last ")
+    assert Page(work / "run/report.html").texts["p"][0].startswith("stopped: 1 step in a row ")
 
 
 def test_samples_and_evaluations_change_nothing_of_training(tmp_path: Path) -> None:

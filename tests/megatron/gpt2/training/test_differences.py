@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from megatron.gpt2.command_line.arguments import parse
 from megatron.gpt2.launch.ranks import Ranks
@@ -49,7 +50,8 @@ def test_each_difference_has_its_line(tmp_path: Path) -> None:
 
 def test_what_a_checkpoint_does_not_say_is_no_difference() -> None:
     here = {"config": {"train": {"seed": 1, "micro_batch_size": 4}, "model": {"hidden_dropout": 0.1}}}
-    for then in ({}, {"config": {}}, {"config": {"train": None}}, {"config": {"train": {"seed": None}}}):
+    facts: list[dict[str, Any]] = [{}, {"config": {}}, {"config": {"train": 1}}, {"config": {"train": {"seed": None}}}]
+    for then in facts:
         assert list(differences(then, here)) == []
     assert len(list(differences({"config": {"train": {"seed": 2}}}, here))) == 1
     assert len(LINES) == 7

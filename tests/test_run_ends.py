@@ -1,0 +1,88 @@
+"""How runs end: with the report, without the last checkpoint, or in steps that are all skipped."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import resource
+import signal
+from pathlib import Path
+
+import pytest
+
+from megatron.gpt2.programs import pretrain_gpt2
+from megatron.gpt2.training import training
+from megatron.gpt2.training.run import Run
+from tests.test_command_line import FLAGS, metrics, work  # noqa: F401
+
+
+def test_a_stop_in_the_last_step_leaves_the_end_as_it_is(work: Path, monkeypatch: pytest.MonkeyPatch,  # noqa: F811
+                                                         capfd: pytest.CaptureFixture[str]) -> None:
+    """Evaluations, report and exit code, whatever asks for the stop."""
+    flags = [*FLAGS, "--train-data", "text.txt", "--eval-iters", "1", "--train-iters", "2"]
+    step = training.train_step
+
+    def with_sigterm(run: Run) -> None:
+        step(run)
+        if run.iteration == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    for name, more in (("interval", ["--exit-interval", "2"]), ("sigterm", [])):
+        if name == "sigterm":
+            monkeypatch.setattr(training, "train_step", with_sigterm)
+        assert pretrain_gpt2.main([*flags, "--save", name, *more]) == 0
+        said, _ = capfd.readouterr()
+        assert "stopped" not in said and "the end of training for test data" in said and "next:" in said
+        assert f"{name}/iter_0000002\n" in said and (work / name / "iter_0000002").is_dir()
+
+
+def test_a_disk_that_fills_at_the_last_save(work: Path, capfd: pytest.CaptureFixture[str]) -> None:  # noqa: F811
+    """The report names what is there; the error is one line, and the exit code 1."""
+    flags = [*FLAGS, "--train-data", "text.txt", "--eval-iters", "1"]
+    assert pretrain_gpt2.main([*flags, "--save", "a run", "--train-iters", "2"]) == 0
+    said, _ = capfd.readouterr()
+    assert "  checkpoint  a run/iter_0000002\n" in said.replace("loss curve", "")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ends = []
+    for more in (["a run", "--train-iters", "4"], ["new", "--train-iters", "2"],
+                 ["other", "--train-iters", "2", "--exit-interval", "1"]):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, limits[1]))  # less than the weights, more than the records
+        try:
+            code = pretrain_gpt2.main([*flags, "--save", *more])
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        said, warned = capfd.readouterr()
+        assert code == 1, said
+        ends.append((said, warned.strip().splitlines()))
+    (said, errors), (said_new, errors_new), (said_stopped, errors_stopped) = ends
+    assert "  checkpoint  a run/iter_0000002 (iteration 4 is not saved)\n" in said and "--load 'a run' --save" in said
+    assert len(errors) == 1 and re.match(r"error: iteration 4 is not saved: a run/iter_0000004\.tmp.*: cannot write "
+                                         r"its [\d,]+ bytes: File too large", errors[0]), errors
+    assert "  checkpoint  none (iteration 2 is not saved)\n" in said_new and len(errors_new) == 1
+    assert not re.search("next:|--load", said_new), said_new
+    assert "stopped by --exit-interval at iteration 1: iteration 1 is not saved: the same command begins before it" in (
+        said_stopped) and errors_stopped[0].startswith("error: iteration 1 is not saved: other/")
+    assert "finished, but iteration 4 is not saved" in (work / "a run/history.jsonl").read_text()
+
+
+def test_a_window_of_skipped_steps_says_so(work: Path, capfd: pytest.CaptureFixture[str]) -> None:  # noqa: F811
+    flags = [*FLAGS, "--train-data", "text.txt", "--save", "s", "--eval-iters", "1", "--train-iters", "6",
+             "--log-interval", "2", "--tensorboard-dir", "events"]
+    assert pretrain_gpt2.main([*flags, "--precision", "fp16", "--loss-scale", "2e9"]) == 0
+    said, _ = capfd.readouterr()
+    assert said.count("| lm loss: skipped | loss scale: 2000000000.0 | grad norm: skipped |") == 3
+    assert "number of skipped iterations: 2 |" in said and not re.search(r"\bnan\b|\binf\b", said, re.IGNORECASE)
+    assert "WARNING: --precision fp16 on a CPU" in said
+    trained = [record for record in metrics(work / "s") if "split" not in record]
+    assert [(record["lm_loss"], record["grad_norm"]) for record in trained] == [(None, None)] * 3
+    assert "training loss" in (work / "s/report.html").read_text() and any((work / "events").iterdir())
+
+
+def test_fp16_on_a_cpu_is_auto(work: Path, capfd: pytest.CaptureFixture[str]) -> None:  # noqa: F811
+    flags = [*FLAGS, "--train-data", "text.txt", "--save", "s", "--eval-iters", "0", "--train-iters", "1", "--fp16"]
+    flags = [word for word in flags if word not in ("--precision", "fp32")]
+    assert pretrain_gpt2.main(flags) == 0
+    said, _ = capfd.readouterr()
+    assert re.search("^notice: --fp16 on a CPU means --precision auto: (bf16|fp32): this CPU has", said, re.MULTILINE)
+    assert json.loads((work / "s/config.json").read_text())["precision"] in ("bfloat16", "float32")
