@@ -88,7 +88,7 @@ class ModelConfig:
 class DataConfig:
     """Where the text is and how it becomes tokens."""
 
-    seq_length: int = option(512, "tokens in a sample")
+    seq_length: int = option(512, "tokens in a sample", "--encoder-seq-length")
     train_data: tuple[str, ...] = option((), "loose JSON (.json, .jsonl) or plain-text files, folders of them, or "
                                              "'builtin'; none: the built-in corpus", metavar="FILE")
     valid_data: tuple[str, ...] = option((), "files for validation, instead of a part of --split", metavar="FILE")
@@ -141,7 +141,7 @@ class OptimizerConfig:
                                  choices=("linear", "cosine", "cosine-2019", "constant", "exponential", "WSD"))
     lr_decay_iters: int | None = option(None, "iterations over which the rate decays (default: all)")
     warmup: float = option(0.01, "fraction of the decay iterations that warm up", "--lr-warmup-fraction")
-    lr_warmup_iters: int | None = option(None, "iterations that warm up, instead of a fraction")
+    lr_warmup_iters: int | None = option(None, "iterations that warm up, instead of a fraction", "--warmup-iters")
     lr_wsd_decay_iters: int | None = option(None, "iterations of WSD's final decay (default: a tenth)")
     weight_decay: float = option(0.01, "AdamW's decay of weights and embeddings; never of biases and layer norms")
     adam_beta1: float = option(0.9, "decay of the first moment")

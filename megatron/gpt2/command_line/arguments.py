@@ -18,7 +18,7 @@ from typing import Any
 
 from megatron.gpt2.command_line import deepspeed_config
 from megatron.gpt2.command_line.flags import build_parser, dashed, fields, flag, flag_table
-from megatron.gpt2.command_line.foreign_flags import FOREIGN, Foreign
+from megatron.gpt2.command_line.foreign_flags import FOREIGN, Foreign, iterations_to_profile
 from megatron.gpt2.command_line.presets import DEFAULT_TRAIN_ITERS, PRESETS, SHAPE_KEYS
 from megatron.gpt2.config import SECTIONS, CheckpointConfig, Config, require
 from megatron.gpt2.records.run_settings import read_settings
@@ -91,14 +91,21 @@ def parse(argv: Sequence[str] | None = None) -> Arguments:
                     for key, value in read.items()
                     if not key.startswith(("--", "launch."))}  # how the ranks start is no part of the run
     notes = _alias_notes(words)
-    notes += _apply_foreign({name: value for name, value in read.items() if name.startswith("--")}, command_line)
+    problems: list[str] = []
+    notes += _apply_foreign({name: value for name, value in read.items() if name.startswith("--")}, command_line,
+                            problems)
     for file in {read[name] for name in ("--deepspeed-config", "--deepscale-config") if name in read}:
-        translated, lines = deepspeed_config.translate(file, command_line)
-        command_line |= translated
-        notes += lines
+        try:
+            translated, lines = deepspeed_config.translate(file, command_line)
+        except ValueError as error:
+            problems.append(str(error))
+        else:
+            command_line |= translated
+            notes += lines
+    require(not problems, "; ".join(problems))
     _refuse_pairs(command_line)
     if command_line.get("train.profile") == ():
-        command_line["train.profile"] = _iterations_to_profile(read)
+        command_line["train.profile"] = iterations_to_profile(read)
 
     own_shape = any(key in command_line for key in SHAPE_KEYS)
     preset = named or (None if own_shape or rerun else "quickstart")
@@ -129,8 +136,9 @@ def _alias_notes(words: Sequence[str]) -> list[str]:
     return [f"{name} is read as {meant[name]}" for name in names if name in meant]
 
 
-def _apply_foreign(read: Mapping[str, Any], command_line: dict[str, Any]) -> list[str]:
-    """Add what the foreign flags set to `command_line`; return the lines that say what became of them."""
+def _apply_foreign(read: Mapping[str, Any], command_line: dict[str, Any], problems: list[str]) -> list[str]:
+    """Add what the foreign flags set to `command_line`, and what is refused to `problems`, all of it, so that it is
+    said at once; return the lines that say what became of the others."""
     rows: dict[str, Foreign] = {name: row for row in FOREIGN for name in row.flags}
     by: dict[str, str] = {}
     said: dict[str, list[str]] = {}
@@ -139,25 +147,21 @@ def _apply_foreign(read: Mapping[str, Any], command_line: dict[str, Any]) -> lis
         if row.unless in read:
             continue
         spelled = f"{name} {value}" if isinstance(value, str) else name
-        require(row.status != "refused", f"{spelled} is not supported: {row.text}")
-        require(not row.accepts or value in row.accepts,
-                f"{spelled} is not supported, only {' or '.join(row.accepts)}: {row.text}")
-        for key, meant in (row.sets(value) if row.sets else {}).items():
-            other = by.get(key, flag(key))
-            require(command_line.setdefault(key, meant) == meant,
-                    f"{spelled} contradicts {other}" + ("" if key in by else f" {command_line[key]}"))
-            by[key] = name
+        try:
+            require(row.status != "refused", f"{spelled} is not supported: {row.text}")
+            require(not row.accepts or value in row.accepts,
+                    f"{spelled} is not supported, only {' or '.join(row.accepts)}: {row.text}")
+            for key, meant in (row.sets(value) if row.sets else {}).items():
+                other = by.get(key, flag(key))
+                require(command_line.setdefault(key, meant) == meant,
+                        f"{spelled} contradicts {other}" + ("" if key in by else f" {command_line[key]}"))
+                by[key] = name
+        except ValueError as error:
+            problems.append(str(error))
+            continue
         said.setdefault(row.text if row.status == "translated" else f"without effect here: {row.text}",
                         []).append(spelled)
     return [f"{', '.join(names)}: {text}" for text, names in said.items()]
-
-
-def _iterations_to_profile(read: Mapping[str, Any]) -> tuple[int, int]:
-    """Of today's --profile without values: those after --profile-step-start, up to --profile-step-end."""
-    start, end = (read.get(f"--profile-step-{name}", default) for name, default in (("start", "10"), ("end", "12")))
-    require(start.isdecimal() and end.isdecimal(), f"--profile-step-start {start} and --profile-step-end {end} are not "
-                                                   "both the number of an iteration")
-    return int(start) + 1, int(end)
 
 
 def _recipe_under(recipe: Mapping[str, Any], command_line: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,15 +12,18 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from megatron.gpt2.command_line.flags import flag
-from megatron.gpt2.command_line.foreign_flags import FP16, IN_CPU, Foreign, inert, refused, translated
+from megatron.gpt2.command_line.foreign_flags import (
+    FP16,
+    IN_CPU,
+    OVERLAPS,
+    STAGE,
+    STAGES,
+    Foreign,
+    inert,
+    refused,
+    translated,
+)
 from megatron.gpt2.config import require
-
-STAGES = {  # of zero_optimization.stage, what cannot be translated
-    2: "every rank keeps the gradients of its whole model; 1 gives the same losses and divides the optimizer, and "
-       "--model-parallel-size divides gradients too",
-    3: "data-parallel ranks each keep all weights; 1 gives the same losses and divides the optimizer, and "
-       "--model-parallel-size divides weights and gradients too",
-}
 
 
 def _number(key: str, kind: type = float) -> Callable[[Any], dict[str, Any]]:
@@ -53,7 +56,6 @@ def _betas(value: Any) -> dict[str, Any]:
 
 OFFLOAD = {"parallel.cpu_offload_optimizer": True}
 LOGGED = "what is logged is fixed, every --log-interval iterations"
-OVERLAPS = "reduction always overlaps with backward, and gathering parameters with forward, where they can"
 
 KEYS = (
     translated("train_batch_size", "read as --global-batch-size", _number("train.global_batch_size", int)),
@@ -76,12 +78,12 @@ KEYS = (
                accepts=("fp32", "bf16", "bfp16")),
     refused("fp16.auto_cast fp16.consecutive_hysteresis amp", "--precision fp16 and bf16 are the two ways"),
     # Memory
-    translated("zero_optimization.stage", "1 is read as --use-distributed-optimizer; 2 and 3, which divide gradients "
-               "and weights as well, are refused", _stage),
+    translated("zero_optimization.stage", STAGE, _stage),
     translated("zero_optimization.cpu_offload", "read as --cpu-offload-optimizer", lambda _: OFFLOAD),
     translated("zero_optimization.offload_optimizer.device", "read as --cpu-offload-optimizer",
                lambda device: OFFLOAD if device == "cpu" else {}, accepts=("cpu", "none")),
-    inert("zero_optimization.offload_optimizer.pin_memory", "what moves between host and GPU is pinned"),
+    inert("zero_optimization.offload_optimizer.pin_memory zero_optimization.cpu_offload_use_pin_memory",
+          "what moves between host and GPU is pinned"),
     translated("zero_optimization.reduce_bucket_size", "read as --ddp-bucket-size",
                _number("parallel.ddp_bucket_size", int)),
     inert("zero_optimization.overlap_comm zero_optimization.allgather_partitions zero_optimization.reduce_scatter "
@@ -99,6 +101,7 @@ KEYS = (
     refused("activation_checkpointing.cpu_checkpointing", IN_CPU),
     # Optimizer and schedule
     inert("zero_allow_untested_optimizer zero_force_ds_cpu_optimizer", "the optimizer is AdamW"),
+    inert("optimizer.params.max_grad_norm", "gradient_clipping is what clips, in DeepSpeed as well"),
     inert("optimizer.type", "the optimizer is AdamW", accepts=("Adam", "AdamW")),
     translated("optimizer.params.lr", "read as --lr", _number("optimizer.lr")),
     translated("optimizer.params.betas", "read as --adam-beta1 and --adam-beta2", _betas),
@@ -175,6 +178,8 @@ def _read(path: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise ValueError(f"--deepspeed_config {path} is not JSON: {error}") from None
     require(isinstance(content, dict), f"--deepspeed_config {path} is not a JSON object")
+    if content.get("zero_optimization") is True:
+        content["zero_optimization"] = {"stage": 1}  # the spelling of early 2020
     return dict(content)
 
 

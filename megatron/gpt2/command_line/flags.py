@@ -79,7 +79,7 @@ def _how_to_read(hint: Any) -> dict[str, Any]:
     if hint == tuple[int, ...]:
         return {"nargs": "*", "type": _whole}  # today's --profile has no value
     if typing.get_origin(hint) is tuple:
-        return {"nargs": "+", "action": "extend"}  # given twice, both count
+        return {"nargs": "+"}
     return {"type": {int: _whole, float: _number, str: str}[hint]}
 
 
@@ -99,7 +99,7 @@ def build_parser() -> argparse.ArgumentParser:
         for status in ("translated", "inert", "refused")))
     for row in FOREIGN:
         how = {"action": "store_const", "const": None} if row.values == 0 else {
-            "nargs": None if row.values == 1 else row.values, "action": "extend" if row.values == "+" else "store"}
+            "nargs": None if row.values == 1 else row.values}
         for name in row.flags:
             group.add_argument(name, dest=name, help=argparse.SUPPRESS, **how)
     return parser
@@ -138,4 +138,4 @@ def flag_table() -> list[tuple[str, str, str]]:
         table.append((flag(key), "honoured", f.metadata["help"]))
         table += [(alias, "translated", f"read as {flag(key)}") for alias in f.metadata["aliases"]]
     table += [(flag(f"launch.{f.name}"), "honoured", f.metadata["help"]) for f in dataclasses.fields(LaunchConfig)]
-    return table + [(name, row.status, row.text) for row in FOREIGN for name in row.flags]
+    return table + [(name, row.status, row.documented) for row in FOREIGN for name in row.flags]

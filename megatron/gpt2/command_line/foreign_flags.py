@@ -7,8 +7,9 @@ to give instead. `deepspeed_config.py` beside this file has a table of the same 
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -28,6 +29,12 @@ class Foreign:
     accepts: tuple[Any, ...] = ()
     sets: Callable[[Any], dict[str, Any]] | None = None
     unless: str = ""
+
+    @property
+    def documented(self) -> str:
+        """The text, and the values for which it holds."""
+        values = " or ".join(value if isinstance(value, str) else json.dumps(value) for value in self.accepts)
+        return f"{values} alone, any other value being refused: {self.text}" if values else self.text
 
 
 def translated(flags: str, text: str, sets: Callable[[Any], dict[str, Any]], values: int | Literal["+", "?"] = 0,
@@ -50,12 +57,23 @@ def _indexed_prefix(paths: list[str]) -> dict[str, Any]:
     return {"data.data_path": tuple(paths), "data.split": "1"}
 
 
+def _zero_stage(word: str) -> dict[str, Any]:
+    require(word in ("0", "1", "2", "3"), f"--zero-stage {word} is no stage of ZeRO")
+    require(int(word) not in STAGES, f"--zero-stage {word} is not built: {STAGES.get(int(word))}")
+    return {"parallel.use_distributed_optimizer": True} if word == "1" else {}
+
+
+def iterations_to_profile(read: Mapping[str, Any]) -> tuple[int, int]:
+    """Of today's --profile without values: those after --profile-step-start, up to --profile-step-end."""
+    start, end = (read.get(f"--profile-step-{name}", default) for name, default in (("start", "10"), ("end", "12")))
+    require(start.isdecimal() and end.isdecimal(), f"--profile-step-start {start} and --profile-step-end {end} are not "
+                                                   "both the number of an iteration")
+    return int(start) + 1, int(end)
+
+
 def _one_batch_size(words: list[str]) -> dict[str, Any]:
-    """0:768 250B:1536, in one word or several: from so many tokens on, steps of so many samples. One that begins at 0
-    again is given later, and replaces the first."""
-    schedule: list[str] = []
-    for step in " ".join(words).split():
-        schedule = [step] if step.startswith("0:") else [*schedule, step]
+    """0:768 250B:1536, in one word or several: from so many tokens on, steps of so many samples."""
+    schedule = " ".join(words).split()
     sizes = {step.partition(":")[2] for step in schedule}
     size = sizes.pop() if len(sizes) == 1 else ""
     require(size.isascii() and size.isdigit(), f"--step-batch-size-schedule {' '.join(schedule)}: the batch is "
@@ -66,9 +84,18 @@ def _one_batch_size(words: list[str]) -> dict[str, Any]:
 
 # Published command lines say it of GPUs; few CPUs multiply in fp16.
 FP16 = {"train.precision": "fp16-on-gpu"}
+STAGES = {  # of ZeRO, what cannot be translated
+    2: "every rank keeps the gradients of its whole model; 1 gives the same losses and divides the optimizer, and "
+       "--model-parallel-size divides gradients too",
+    3: "data-parallel ranks each keep all weights; 1 gives the same losses and divides the optimizer, and "
+       "--model-parallel-size divides weights and gradients too",
+}
+STAGE = "1 is read as --use-distributed-optimizer; 2 and 3, which divide gradients and weights as well, are refused"
+OF_THE_FILE = "the --deepspeed-config decides, as in DeepSpeedExamples"
+OVERLAPS = "reduction always overlaps with backward, and gathering parameters with forward, where they can"
 RECOMPUTE_ALL = {"train.recompute_granularity": "full"}
 IN_CPU = "what is kept for backward stays on the device; --recompute-num-layers N keeps an N-th of it"
-OF_BERT = "a flag of BERT's, no part of GPT-2; leave it out"
+OF_BERT = "a flag of BERT's or of another model, no part of GPT-2; leave it out"
 NO_NPY = "folders of .npy files are not read; give loose JSON or text with --train-data, or a prefix with --data-path"
 
 FOREIGN = (
@@ -88,41 +115,52 @@ FOREIGN = (
     inert("--attention-softmax-in-fp32 --no-query-key-layer-scaling --apply-query-key-layer-scaling",
           "attention accumulates in fp32"),
     inert("--fp32-embedding --fp32-layernorm --fp32-tokentypes --deep-init", "inert for GPT-2 in 2019 as well"),
-    translated("--partition-activations --distribute-saved-activations", "read as --sequence-parallel, which divides "
-               "what is kept between layers over the model-parallel ranks",
+    translated("--partition-activations --distribute-saved-activations --distribute-checkpointed-activations "
+               "--scattered-embeddings", "read as --sequence-parallel, which divides what is kept between layers over "
+               "the model-parallel ranks",
                lambda _: {"parallel.sequence_parallel": True}),
     refused("--checkpoint-in-cpu", IN_CPU),
+    inert("--split-transformers", "a layer is recomputed as one: what would be kept in the middle of each is more than "
+          "that saves, from 8 layers on"),
+    inert("--memory-centric-tiled-linear", "tiles are of ZeRO's stage 3, which gathers weights; nothing is gathered"),
+    inert("--tile-factor", "tiles are of ZeRO's stage 3, which gathers weights; nothing is gathered", 1),
+    inert("--fp16-lm-cross-entropy", "the loss is computed in fp32"),
     refused("--fp8-format --fp8-hybrid --fp8-e4m3", "fp8 is not built; give --precision bf16", "?"),
     # Model
     translated("--openai-gelu --bias-gelu-fusion", "read as --gelu tanh", lambda _: {"model.gelu": "tanh"}),
     translated("--no-bias-gelu-fusion", "read as --gelu erf, unless --openai-gelu is beside it",
                lambda _: {"model.gelu": "erf"}, unless="--openai-gelu"),
     inert("--use-mcore-models --use-legacy-models --use-flash-attn --no-masked-softmax-fusion "
+          "--bias-dropout-fusion --no-scaled-masked-softmax-fusion "
           "--no-bias-dropout-fusion --no-bias-swiglu-fusion --no-rope-fusion --no-persist-layer-norm "
           "--no-gradient-accumulation-fusion --scaled-upper-triang-masked-softmax-fusion "
           "--scaled-masked-softmax-fusion", "there is one implementation"),
-    inert("--transformer-impl", "there is one implementation", 1),
+    inert("--transformer-impl --onnx-safe", "there is one implementation", 1),
     inert("--position-embedding-type", "positions are learned", 1, ("learned_absolute",)),
     inert("--normalization", "GPT-2 has layer norms", 1, ("LayerNorm",)),
     refused("--swiglu --squared-relu --group-query-attention --untie-embeddings-and-output-weights "
             "--disable-bias-linear --fp32-residual-connection --apply-residual-connection-post-layernorm "
-            "--use-rotary-position-embeddings --multi-latent-attention", "no part of GPT-2; leave it out"),
-    refused("--kv-channels --num-query-groups --num-experts --rotary-base --rotary-percent",
+            "--use-rotary-position-embeddings --multi-latent-attention --init-method-xavier-uniform",
+            "no part of GPT-2; leave it out"),
+    refused("--kv-channels --num-query-groups --num-experts --rotary-base --rotary-percent --num-unique-layers "
+            "--param-sharing-style --vocab-extra-ids",
             "no part of GPT-2; leave it out", 1),
     inert("--use-cpu-initialization", "initial weights are the same on every device"),
     # Parallelism
     inert("--pipeline-model-parallel-size --context-parallel-size --expert-model-parallel-size "
           "--expert-tensor-parallel-size", "layouts are tensor- and data-parallel: use --model-parallel-size", 1,
           ("1",)),
+    inert("--pipe-parallel-size", "layouts are tensor- and data-parallel: use --model-parallel-size", 1, ("0", "1")),
     refused("--num-layers-per-virtual-pipeline-stage --pipeline-model-parallel-split-rank",
             "layouts are tensor- and data-parallel: use --model-parallel-size", 1),
     inert("--overlap-grad-reduce --overlap-param-gather --no-async-tensor-model-parallel-allreduce "
-          "--tp-comm-overlap --no-contiguous-buffers-in-local-ddp --use-ring-exchange-p2p",
-          "reduction always overlaps with backward, and gathering parameters with forward, where they can"),
+          "--tp-comm-overlap --no-contiguous-buffers-in-local-ddp --use-contiguous-buffers-in-ddp "
+          "--use-ring-exchange-p2p --no-scatter-gather-tensors-in-pipeline", OVERLAPS),
+    refused("--lazy-mpu-init", "the groups of ranks are made at the start; leave it out", 1),
     inert("--local-rank", "ranks come from the launcher's variables", 1),
     # Data
     inert("--loose-json", "--train-data files are recognised by their names and first lines"),
-    inert("--lazy-loader", "text is tokenised once and memory-mapped"),
+    inert("--lazy-loader --mmap-warmup", "text is tokenised once and memory-mapped"),
     inert("--data-impl", "text is tokenised once and memory-mapped", 1),
     inert("--shuffle", "training samples are always shuffled, by --seed"),
     inert("--resume-dataloader", "data always continues where the checkpoint stopped"),
@@ -137,13 +175,24 @@ FOREIGN = (
     refused("--use-tfrecords", "TFRecords are BERT's; give loose JSON or text with --train-data"),
     refused("--delim", "CSV is not read; give loose JSON or text with --train-data", 1),
     refused("--eval-text-key", "--text-key names the field for all files", 1),
-    refused("--pretrained-bert --presplit-sentences", OF_BERT),
-    refused("--max-preds-per-seq --eval-max-preds-per-seq", OF_BERT, 1),
+    inert("--sample-rate", "every sample is read, once an epoch", 1, ("1", "1.0")),
+    refused("--pretrained-bert --presplit-sentences --bert-no-binary-head --biencoder-shared-query-context-model "
+            "--faiss-use-gpu --retriever-score-scaling --train-with-neg --use-one-sent-docs", OF_BERT),
+    refused("--max-preds-per-seq --eval-max-preds-per-seq --mask-prob --short-seq-prob --decoder-seq-length "
+            "--bert-load --ict-load --ict-head-size --biencoder-projection-dim --titles-data-path --block-data-path "
+            "--embedding-path --evidence-data-path --query-in-block-prob --indexer-batch-size --indexer-log-interval "
+            "--faiss-match --faiss-topk-retrievals --qa-data-dev --qa-data-test --retriever-seq-length "
+            "--train-hard-neg --val-av-rank-hard-neg --val-av-rank-other-neg --img-dim --patch-dim --num-channels "
+            "--num-classes", OF_BERT, 1),
+    refused("--report-topk-accuracies --retriever-report-topk-accuracies", OF_BERT, "+"),
     # Schedule and length
-    refused("--lr-decay-samples --lr-warmup-samples", "count in iterations: --lr-decay-iters, --lr-warmup-iters", 1),
+    refused("--lr-decay-samples --lr-warmup-samples --lr-decay-tokens",
+            "count in iterations: --lr-decay-iters, --lr-warmup-iters", 1),
     refused("--rampup-batch-size", "the batch is constant: --global-batch-size", "+"),
     translated("--step-batch-size-schedule", "read as --global-batch-size where it has one size; the batch "
                "is constant", _one_batch_size, "+"),
+    inert("--gas", "--global-batch-size, the samples of a step over all ranks, is what accumulates", 1, ("1",)),
+    inert("--sgd-momentum", "the optimizer is AdamW", 1),
     inert("--optimizer", "the optimizer is AdamW", 1, ("adam",)),
     inert("--weight-decay-incr-style", "weight decay is constant", 1, ("constant",)),
     inert("--lr-warmup-init", "warm-up starts at 0", 1, ("0", "0.0")),
@@ -157,8 +206,8 @@ FOREIGN = (
     inert("--exit-signal-handler", "SIGTERM always saves before it ends the run"),
     inert("--log-throughput --log-params-norm --log-num-zeros-in-grad --log-timers-to-tensorboard "
           "--log-validation-ppl-to-tensorboard --log-memory-to-tensorboard --log-batch-size-to-tensorboard "
-          "--log-learning-rate-to-tensorboard --log-loss-scale-to-tensorboard --log-progress", "what is logged is "
-          "fixed"),
+          "--log-learning-rate-to-tensorboard --log-loss-scale-to-tensorboard --log-progress "
+          "--no-log-learnig-rate-to-tensorboard --no-log-loss-scale-to-tensorboard", "what is logged is fixed"),
     inert("--timing-log-level --tensorboard-queue-size --tensorboard-log-interval --manual-gc-interval "
           "--empty-unused-memory-level", "what is logged and collected is fixed", 1),
     inert("--manual-gc", "what is logged and collected is fixed"),
@@ -168,7 +217,13 @@ FOREIGN = (
     # DeepSpeed; --deepspeed-config is read by megatron/gpt2/command_line/deepspeed_config.py
     inert("--deepspeed --deepscale --deepspeed-mpi", "there is one engine; what a --deepspeed-config asks for is "
           "translated"),
-    inert("--deepspeed-activation-checkpointing", "--checkpoint-activations recomputes, with one implementation"),
+    translated("--zero-stage", STAGE, _zero_stage, 1),
+    inert("--zero-reduce-bucket-size --zero-allgather-bucket-size", OF_THE_FILE, 1),
+    inert("--zero-contigious-gradients --zero-reduce-scatter", OF_THE_FILE),
+    inert("--remote-device", "weights stay on the device; --model-parallel-size divides them", 1, ("none",)),
+    inert("--use-pin-memory", "what moves between host and GPU is pinned"),
+    inert("--deepspeed-activation-checkpointing --contigious-checkpointing --synchronize-each-layer "
+          "--profile-backward", "--checkpoint-activations recomputes, with one implementation"),
     inert("--cpu-torch-adam", "with --cpu-offload-optimizer AdamW runs in torch, on the CPU"),
     translated("--deepspeed-config --deepscale-config", "each of its keys is translated or refused", lambda _: {}, 1),
     # Other programs
@@ -176,9 +231,11 @@ FOREIGN = (
           "--genfile", "of generate_samples.py, no part of pretraining", 1),
     inert("--greedy --recompute", "of generate_samples.py, no part of pretraining"),
     refused("--cloze-eval --strict-lambada", "no part of pretraining; evaluate_gpt2.py takes it"),
-    refused("--overlapping-eval", "no part of pretraining; evaluate_gpt2.py takes it", 1),
-    refused("--eval-batch-size --eval-seq-length", "the validation split is read as the training split is, with "
-            "--micro-batch-size and --seq-length; evaluate_gpt2.py takes it", 1),
+    refused("--overlapping-eval --task", "no part of pretraining; evaluate_gpt2.py takes it", 1),
+    refused("--epochs --pretrained-checkpoint", "of the tasks that fine-tune a classifier; --finetune --load FOLDER "
+            "trains GPT-2 on other text", 1),
+    refused("--eval-batch-size --eval-micro-batch-size --eval-seq-length", "the validation split is read as the "
+            "training split is, with --micro-batch-size and --seq-length; evaluate_gpt2.py takes it", 1),
     refused("--load-openai --eval-hf", "python tools/checkpoint.py convert makes a checkpoint of the weights, which "
             "--load takes"),
 )

@@ -39,8 +39,8 @@ def arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, Arguments]:
                         "(default: 32 for WIKITEXT103 and PTB, else the whole window)")
     parser.add_argument("--seq-length", "--eval-seq-length", type=int, metavar="N",
                         help="tokens of a window (default: all positions of the model)")
-    parser.add_argument("--micro-batch-size", "--batch-size", "--eval-batch-size", type=int, default=4, metavar="N",
-                        help="windows computed together (default: 4)")
+    parser.add_argument("--micro-batch-size", "--batch-size", "--eval-batch-size", "--eval-micro-batch-size", type=int,
+                        default=4, metavar="N", help="windows computed together (default: 4)")
     parser.add_argument("--text-key", metavar="NAME", help="field of JSON lines that holds the text")
     parser.add_argument("--max-bad-fraction", type=float, default=0.0, metavar="X",
                         help="go on where no more than this part of a file's lines is unusable (default: 0)")

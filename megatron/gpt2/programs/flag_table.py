@@ -43,7 +43,7 @@ def page() -> str:
         "## Keys of a --deepspeed-config", "",
         'A key that is `false`, `null`, `"auto"` or `{}`, or in a section with `"enabled": false`, asks for nothing.',
         "",
-        *table(((key, row.status, row.text) for row in KEYS for key in row.flags), "key"), ""])
+        *table(((key, row.status, row.documented) for row in KEYS for key in row.flags), "key"), ""])
 
 
 def main() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron.gpt2.command_line.arguments import Arguments, differing_flags, merge_checkpoint, parse
-from megatron.gpt2.command_line.flags import fields, flag_table
+from megatron.gpt2.command_line.flags import fields, flag, flag_table
 from megatron.gpt2.command_line.presets import PRESETS, SHAPES
 from megatron.gpt2.config import SECTIONS, Config, TrainConfig
 from mpu.random import dropout
@@ -169,12 +169,16 @@ def test_values_at_the_edge_are_taken():
     assert (config.train.seed, config.model.ffn_size, config.optimizer.adam_beta1) == (2**31 - 1, 4, 0.0)
 
 
-def test_a_list_given_twice_is_extended():
-    data = read("--train-data a b --valid-data v --train-data=c --valid-data w").config.data
-    assert (data.train_data, data.valid_data, data.test_data) == (("a", "b", "c"), ("v", "w"), ())
-    assert read("--data-path p --data-path q").config.data.data_path == ("p", "q")
-    assert read("--train-data-path p --train-data-path q").config.data.data_path == ("p", "q")
-    assert read("--train-data a").config.data.train_data == ("a",)  # nothing is kept from one parse to the next
+def test_the_last_of_a_flag_given_twice_counts_also_of_one_with_several_values():
+    data = read("--train-data a b --valid-data v --train-data=c --valid-data w x").config.data
+    assert (data.train_data, data.valid_data, data.test_data) == (("c",), ("w", "x"), ())
+    several = [name for name, f in fields().items() if isinstance(f.default, tuple)]
+    assert len(several) == 8
+    for name in several:
+        assert [int(value) for value in read(f"{flag(name)} 3 4 {flag(name)} 5 6").values[name]] == [5, 6]
+    assert read("--train-data-path p --train-data-path q").config.data.data_path == ("q",)
+    schedules = read("--step-batch-size-schedule 0:2 1B:4 --step-batch-size-schedule 0:8")
+    assert schedules.config.train.global_batch_size == 8
 
 
 def test_the_flags_of_document_boundaries():

@@ -14,7 +14,8 @@ from tests.megatron.gpt2.programs import tool
 
 ROOT = Path(__file__).resolve().parents[4]
 LISTS = {path.stem: path for path in (ROOT / "tests/megatron/gpt2/command_line/flag_lists").glob("*.txt")}
-COUNTS = {"megatron-2019": 100, "deepspeed-examples": 93, "megatron-gpt3-example": 34}
+COUNTS = {"megatron-2019": 100, "deepspeed-examples": 93, "megatron-gpt3-example": 34, "megatron-v1-v2": 173,
+          "deepspeed-examples-v1.1.5": 136}
 
 
 def names(path: Path) -> list[str]:
@@ -43,6 +44,13 @@ def test_every_refusal_names_the_flag_and_an_alternative():
 
 @pytest.mark.parametrize("line, message", [
     ("--pretrained-bert", "a flag of BERT's"),
+    ("--zero-stage 2", "--zero-stage 2 is not built: every rank keeps the gradients of its whole model; 1 gives"),
+    ("--zero-stage 3", "--zero-stage 3 is not built: data-parallel ranks each keep all weights; 1 gives the same"),
+    ("--zero-stage two", "--zero-stage two is no stage of ZeRO"),
+    ("--pipe-parallel-size 2", "only 0 or 1: layouts are tensor- and data-parallel: use --model-parallel-size"),
+    ("--gas 4", "only 1: --global-batch-size, the samples of a step over all ranks"),
+    ("--remote-device nvme", "only none: weights stay on the device"),
+    ("--swiglu --num-experts 8", "leave it out; --num-experts 8 is not supported"),  # all that is refused at once
     ("--use-npy-data-loader", "give loose JSON or text with --train-data"),
     ("--load-openai --load x", "tools/checkpoint.py convert"),
     ("--num-experts 8", "no part of GPT-2"),
@@ -62,10 +70,17 @@ def test_translated():
     assert parse(["--no-bias-gelu-fusion"]).config.model.gelu == "erf"
     assert parse(["--no-bias-gelu-fusion", "--openai-gelu"]).config.model.gelu == "tanh"
     assert parse(["--partition-activations"]).config.parallel.sequence_parallel
+    assert parse(["--scattered-embeddings"]).config.parallel.sequence_parallel
+    assert parse(["--zero-stage", "1"]).config.parallel.use_distributed_optimizer
+    assert not parse(["--zero-stage", "0"]).config.parallel.use_distributed_optimizer
+    assert parse(["--warmup-iters", "7"]).config.optimizer.lr_warmup_iters == 7
     line = "--step-batch-size-schedule 0:4 1B:8 --step-batch-size-schedule 0:6"
     assert parse(line.split()).config.train.global_batch_size == 6
 
 
 def test_the_page_of_flags_is_made_of_the_table():
     page = tool("flag_table").page()
+    (row,) = (line for line in page.splitlines() if "`--pipeline-model-parallel-size`" in line)
+    assert row.endswith("| inert | 1 alone, any other value being refused: layouts are tensor- and data-parallel: use "
+                        "--model-parallel-size |")
     assert (ROOT / "docs" / "flags.md").read_text() == page, "python tools/flag_table.py > docs/flags.md"
