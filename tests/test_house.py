@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS = ("mpu", "data_utils", "megatron")
-OURS = {*ROOMS, "tools", "scripts", "tests", "benchmarks"}
+OURS = {*ROOMS, "tools", "tasks", "scripts", "tests", "benchmarks"}
 # Inside mpu a module imports only from floors below its own.
 FLOORS = {"partition": 0, "initialize": 1, "mappings": 2, "layers": 3, "cross_entropy": 3, "transformer": 4}
 
@@ -61,7 +61,7 @@ def imported_at_load(path: Path) -> set[str]:
 
 @pytest.mark.parametrize(("room", "friends"), [
     ("mpu", {"mpu"}), ("data_utils", {"data_utils"}), ("megatron", {"mpu", "data_utils", "megatron"}),
-    ("tools", {"mpu", "data_utils", "megatron"})])
+    ("tools", {"mpu", "data_utils", "megatron"}), ("tasks", {"megatron"})])
 def test_rooms_import_only_their_friends(room: str, friends: set[str]) -> None:
     for path in sources(room):
         strangers = roots(imported(path)) & OURS - friends
@@ -127,6 +127,21 @@ def test_megatron_shares_its_name() -> None:
     """NVIDIA's megatron.core lives in the same namespace: see test_packaging.py."""
     lines = (ROOT / "megatron" / "__init__.py").read_text(encoding="utf-8").splitlines()
     assert lines == ['__path__ = __import__("pkgutil").extend_path(__path__, __name__)']
+
+
+def test_doors_are_of_a_few_lines() -> None:
+    """The programs are in megatron/gpt2/programs/; `tasks/` is there for the one name that Megatron v1 and v2 had."""
+    assert [path.name for path in (ROOT / "tasks").iterdir() if path.name != "__pycache__"] == ["main.py"]
+    for path in (*sources("tools"), *sources("tasks"), *ROOT.glob("*.py")):
+        assert len(path.read_text(encoding="utf-8").splitlines()) <= 13, f"{path.relative_to(ROOT)} is no door"
+        assert imported(path) - {"sys", "pathlib.Path", "setuptools.setup"} <= {
+            f"{module}.cli" for module in programs()}, f"{path.relative_to(ROOT)} imports more than a program"
+
+
+def programs() -> set[str]:
+    """Modules that end with `cli`, by their dotted names."""
+    return {".".join(path.relative_to(ROOT).with_suffix("").parts) for room in ("megatron", "data_utils")
+            for path in sources(room) if "\ncli = " in path.read_text(encoding="utf-8")}
 
 
 def test_nothing_is_named_utils() -> None:

@@ -1,7 +1,7 @@
 """Command lines of Megatron's and DeepSpeed's scripts run on the CPU, changed by flags at their end alone.
 
-`tests/pasted/` has the lines. In one process they run through the file that they name; the two that start a launcher
-run as they are, on 2 ranks, since GPUS_PER_NODE is this machine's to say.
+`tests/pasted/` has the lines. In one process they run through the file that they name; two of those that start a
+launcher run as they are, on 2 ranks, since GPUS_PER_NODE is this machine's to say.
 """
 
 from __future__ import annotations
@@ -15,11 +15,13 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from data_utils.indexed_dataset import IndexedDatasetBuilder, token_dtype
 from data_utils.tokenization_gpt2 import END_OF_TEXT, byte_alphabet
+from megatron.gpt2.command_line.arguments import parse
 from tests.megatron.gpt2.training.training_runs import write_text
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -28,6 +30,30 @@ PASTED = ROOT / "tests" / "pasted"
 SMALL = ("--num-layers 1 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --max-position-embeddings 16 "
          "--train-iters 40 --log-interval 10 --eval-iters 1 --lr 1e-2 --device cpu ")
 GLOO = "--distributed-backend gloo "
+
+# What the files of DeepSpeedExamples ask for that the lines name; the rest of them is what is logged.
+FP16 = {"enabled": True, "loss_scale": 0, "loss_scale_window": 1000, "hysteresis": 2, "min_loss_scale": 1}
+ADAM = {"type": "Adam", "params": {"lr": 0.00015, "max_grad_norm": 1.0, "betas": [0.9, 0.95]}}
+OFFLOAD = {"zero_optimization": {"stage": 2, "cpu_offload": True, "reduce_bucket_size": 50000000}, "fp16": FP16,
+           "activation_checkpointing": {"partition_activations": True, "contiguous_memory_optimization": True,
+                                        "cpu_checkpointing": True}}
+STAGE_2: dict[str, Any] = {
+    "train_batch_size": 2048, "gradient_accumulation_steps": 1, "optimizer": ADAM, "gradient_clipping": 1.0,
+    "zero_optimization": {"stage": 2, "allgather_partitions": True, "reduce_scatter": True,
+                          "allgather_bucket_size": 50000000, "reduce_bucket_size": 50000000, "overlap_comm": True},
+    "fp16": FP16}
+DEEPSPEED_FILES: dict[str, dict[str, Any]] = {
+    "ds_config.json": {"train_batch_size": 256, "train_micro_batch_size_per_gpu": 4, "gradient_clipping": 1.0,
+                       "fp16": FP16},
+    "ds_zero_stage_2_config.json": STAGE_2,
+    "ds_zero_stage_2_config_baseline.json": {**STAGE_2, "train_batch_size": 512},
+    "ds_zero_stage_3_config.json": {"train_batch_size": 64, "zero_optimization": {
+        "stage": 3, "stage3_max_live_parameters": 1e9, "reduce_bucket_size": 1e7}, "fp16": FP16},
+    "ds_zero-offload_config.json": {**OFFLOAD, "train_micro_batch_size_per_gpu": 12, "gradient_accumulation_steps": 5},
+    "ds_zero-offload_10B_config.json": {**OFFLOAD, "train_micro_batch_size_per_gpu": 10},
+}
+EARLY_2020 = {"train_batch_size": 16, "gradient_accumulation_steps": 1, "zero_optimization": True,
+              "optimizer": {"type": "Adam", "params": {"lr": 0.00015, "max_grad_norm": 1.0}}, "fp16": FP16}
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +72,20 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
         vocabulary = {token: number for number, token in enumerate([*byte_alphabet(), END_OF_TEXT])}
         (cache / "gpt2-vocab.json").write_text(json.dumps(vocabulary))
         (cache / "gpt2-merges.txt").write_text("#version: 0.2\n")
+    for name in ("gpt2-vocab.json", "gpt2-merges.txt"):
+        for place in (folder, folder / "data"):
+            shutil.copy(folder / "cache" / name, place)
+    write_pair(folder / "data" / "webtext" / "webtext_text_document")
     return folder
+
+
+def write_pair(prefix: Path) -> None:
+    """60 documents of single bytes as `.bin` and `.idx`."""
+    builder = IndexedDatasetBuilder(prefix, token_dtype(257))
+    for _ in range(60):
+        builder.add(list(b"What an old script asks for is done, or refused. "))
+        builder.end_document(256)
+    builder.finish()
 
 
 @pytest.fixture(autouse=True)
@@ -100,7 +139,7 @@ def learned(folder: Path, below: float = 4.0) -> None:
     assert losses[-1] < below
 
 
-def test_2019_on_one_device_and_its_generation(work: Path, monkeypatch: pytest.MonkeyPatch,
+def test_2019_on_one_device_and_what_follows_it_then_and_in_v1_and_v2(work: Path, monkeypatch: pytest.MonkeyPatch,
                                                capfd: pytest.CaptureFixture[str]):
     assert run(words("pretrain_gpt2.sh", SMALL + GLOO), monkeypatch) == 0
     said = capfd.readouterr().out
@@ -113,6 +152,19 @@ def test_2019_on_one_device_and_its_generation(work: Path, monkeypatch: pytest.M
     written = [json.loads(line) for line in (work / "dbg_unconditional.json").read_text().splitlines()]
     assert len(written) == 2 and all(0 < entry["length"] <= 6 for entry in written)
     assert "full sampling" in capfd.readouterr().err  # which the script takes for greedy
+
+    assert run(words("v1_generate_text.sh", flags), monkeypatch) == 0
+    assert len((work / "unconditional_samples.json").read_text().splitlines()) == 2
+    (work / "lambada_test.jsonl").write_text('{"text": "the last word is the target"}\n' * 3)
+    shape = "--num-layers 1 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --max-position-embeddings 16 "
+    on_this_machine = shape + "--device cpu --precision fp32"
+    evaluation = words("v2_evaluate_zeroshot_gpt.sh", on_this_machine, "lambada_test.jsonl")
+    assert evaluation[0] == "./tasks/main.py" and run(evaluation, monkeypatch) == 0
+    said = capfd.readouterr().out
+    assert re.search(r"^ *task +LAMBADA ", said, re.MULTILINE) and re.search(r"^ *examples +3$", said, re.MULTILINE)
+    assert run([*evaluation, "--task", "RACE"], monkeypatch) == 2
+    refused = capfd.readouterr().err.splitlines()
+    assert refused[0].startswith("error: --task: invalid choice: 'RACE' (choose from ") and len(refused) == 1
 
 
 def test_without_a_gpu_nccl_is_an_error_that_names_gloo(monkeypatch: pytest.MonkeyPatch,
@@ -159,13 +211,53 @@ def test_deepspeeds_own_line_once_its_stage_is_1(work: Path, monkeypatch: pytest
     learned(work / "ds")
 
 
+@pytest.mark.parametrize("script, asked", [
+    ("ds_zero-offload_pretrain_gpt2_model_parallel", ["zero_optimization.stage: 2", "cpu_checkpointing"]),
+    ("ds_zero-offload_10B_pretrain_gpt2_model_parallel", ["zero_optimization.stage: 2", "cpu_checkpointing"]),
+    ("3D_parallelism_ds_pretrain_gpt2", ["zero_optimization.stage: 2"]),
+    ("3D_parallelism_ds_pretrain_gpt2_pipe", ["--pipe-parallel-size 2", "--gas 16"]),
+    ("ZeRO3_ds_pretrain_gpt2", ["zero_optimization.stage: 2"]),
+    ("ZeRO3_ds_pretrain_gpt2-zero2", ["--zero-stage 2", "--checkpoint-in-cpu", "zero_optimization.stage: 2"]),
+    ("ZeRO3_ds_pretrain_gpt2-zero3", ["--zero-stage 3", "--checkpoint-in-cpu", "zero_optimization.stage: 3"]),
+    ("ZeRO3_curriculum_ds_pretrain_gpt2", ["--lr-decay-tokens", "--zero-stage 2", "zero_optimization.stage: 2"]),
+])
+def test_what_deepspeed_examples_ask_for_and_is_not_built_is_said_in_one_line(
+        work: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], script: str, asked: list[str]):
+    for name, content in DEEPSPEED_FILES.items():
+        (work / name).write_text(json.dumps(content))
+    argv = words(f"{script}.sh", SMALL + GLOO)
+    argv[0] = argv[0].removeprefix("../")  # of a folder inside the project
+    assert run(argv, monkeypatch) == 2
+    (refused,) = capfd.readouterr().err.splitlines()
+    at = [refused.index(part) for part in asked]
+    assert refused.startswith("error: --") and at == sorted(at)
+
+
+def test_deepspeed_examples_lines_run_once_their_stage_is_1(work: Path, monkeypatch: pytest.MonkeyPatch,
+                                                            capfd: pytest.CaptureFixture[str]):
+    stage_1 = {**STAGE_2, "zero_optimization": {**STAGE_2["zero_optimization"], "stage": 1}}
+    for name, content in {**DEEPSPEED_FILES, "ds_zero_stage_2_config.json": stage_1}.items():
+        (work / name).write_text(json.dumps(content))
+    small = SMALL + GLOO + "--model-parallel-size 1 --batch-size 8 --global-batch-size 8 --lr-decay-iters 40 "
+    assert run(words("3D_parallelism_ds_pretrain_gpt2.sh", small + "--save ds_3d --load ds_3d --zero-stage 1"),
+               monkeypatch) == 0
+    said = capfd.readouterr().out
+    assert "unknown here" not in said
+    assert "--zero-contigious-gradients, --zero-reduce-scatter" in said and "--use-distributed-optimizer" in said
+    learned(work / "ds_3d")
+    pipeline = words("3D_parallelism_ds_pretrain_gpt2_pipe.sh", small + "--pipe-parallel-size 1 --gas 1")
+    assert parse(pipeline[1:]).config.train.global_batch_size == 8
+    # Two of early 2020.
+    (work / "ds_config.json").write_text(json.dumps(EARLY_2020))
+    model_parallel = parse(words("ds_pretrain_gpt2_model_parallel.sh", "--model-parallel-size 4")[1:]).config
+    assert (model_parallel.parallel.model_parallel_size, model_parallel.train.global_batch_size) == (4, 16)
+    assert run(words("ds_pretrain_gpt2.sh", SMALL + GLOO + "--save ds_2020 --load ds_2020"), monkeypatch) == 0
+    assert "zero_optimization.stage 1: 1 is read as --use-distributed-optimizer" in capfd.readouterr().out
+    learned(work / "ds_2020")
+
+
 def test_todays_gpt_example(work: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]):
-    builder = IndexedDatasetBuilder(work / "my_text_document", token_dtype(257))
-    for _ in range(60):
-        builder.add(list(b"What an old script asks for is done, or refused. "))
-        builder.end_document(256)
-    builder.finish()
-    parameters = ("ckpt", "logs", "cache/gpt2-vocab.json", "cache/gpt2-merges.txt", "my_text_document")
+    parameters = ("ckpt", "logs", "gpt2-vocab.json", "gpt2-merges.txt", "data/webtext/webtext_text_document")
     argv = words("train_gpt3_175b_distributed.sh", SMALL, *parameters)
     assert argv[0] == "pretrain_gpt.py" and run(argv, monkeypatch) == 2
     assert "--step-batch-size-schedule 0:16 2.4B:320" in capfd.readouterr().err

@@ -1,0 +1,47 @@
+# microsoft/DeepSpeedExamples at 88dbea61 (2023),
+# training/megatron/Megatron-LM-v1.1.5-3D_parallelism/examples/ds_pretrain_gpt2_pipe.sh: the line that it runs
+deepspeed --num_nodes 1 --num_gpus 16 pretrain_gpt2.py \
+       --model-parallel-size 2 \
+       --pipe-parallel-size 2 \
+       --num-layers 24 \
+       --hidden-size 1024 \
+       --num-attention-heads 16 \
+       --seq-length 1024 \
+       --max-position-embeddings 1024 \
+       --batch-size 4 \
+       --gas 16 \
+       --train-iters 320000 \
+       --lr-decay-iters 320000 \
+       --save checkpoints/gpt2_345m_ds \
+       --load checkpoints/gpt2_345m_ds \
+       --data-path data/webtext/webtext_text_document \
+       --vocab-file data/gpt2-vocab.json \
+       --merge-file data/gpt2-merges.txt \
+       --data-impl mmap \
+       --split 949,50,1 \
+       --distributed-backend nccl \
+       --lr 1.5e-4 \
+       --lr-decay-style cosine \
+       --min-lr 1.0e-5 \
+       --weight-decay 1e-2 \
+       --clip-grad 1.0 \
+       --warmup 0.01 \
+       --checkpoint-activations \
+       --log-interval 1 \
+       --save-interval 500 \
+       --eval-interval 100 \
+       --eval-iters 10 \
+       --fp16 \
+       --tensorboard-dir tensorboard_data/24l_1024h_1n_16g_2pp_2mp_4b_ds4 \
+       --deepspeed \
+       --deepspeed_config ./ds_config.json \
+       --zero-stage 0 \
+       --zero-reduce-bucket-size 50000000 \
+       --zero-allgather-bucket-size 5000000000 \
+       --zero-contigious-gradients \
+       --zero-reduce-scatter \
+       --checkpoint-activations \
+       --checkpoint-num-layers 1 \
+       --partition-activations \
+       --synchronize-each-layer \
+       --contigious-checkpointing

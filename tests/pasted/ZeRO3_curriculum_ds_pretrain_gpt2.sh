@@ -1,0 +1,48 @@
+# microsoft/DeepSpeedExamples at 88dbea61 (2023),
+# training/megatron/Megatron-LM-v1.1.5-ZeRO3/curriculum_learning/ds_pretrain_gpt2.sh: the line that it runs
+# with the baseline's arguments of its ds_train.sh, and shorter names of the folders that it writes
+deepspeed --num_nodes 16 --num_gpus 8 ../pretrain_gpt2.py \
+       --model-parallel-size 1 \
+       --num-layers 48 \
+       --hidden-size 1600 \
+       --num-attention-heads 25 \
+       --seq-length 1024 \
+       --max-position-embeddings 1024 \
+       --batch-size 4 \
+       --train-iters 600000 \
+       --train-tokens 157286400000 \
+       --lr-decay-tokens 157286400000 \
+       --save checkpoints/gpt2_1558M_curriculum \
+       --load checkpoints/gpt2_1558M_curriculum \
+       --data-path /vc_data/Megatron-LM/data/indexed_datasets/megatron \
+       --vocab-file /vc_data/Megatron-LM/data/gpt2-vocab.json \
+       --merge-file /vc_data/Megatron-LM/data/gpt2-merges.txt \
+       --data-impl mmap \
+       --split 949,50,1 \
+       --distributed-backend nccl \
+       --lr 1.5e-4 \
+       --lr-decay-style cosine \
+       --min-lr 1.0e-5 \
+       --weight-decay 1e-2 \
+       --clip-grad 1.0 \
+       --warmup-iters 3000 \
+       --checkpoint-activations \
+       --log-interval 100 \
+       --save-interval 5000 \
+       --eval-interval 100 \
+       --eval-iters 10 \
+       --fp16 \
+       --seed 1234 \
+       --tensorboard-dir tensorboard/gpt2_1558M_curriculum \
+       --deepspeed \
+       --deepspeed_config ./ds_zero_stage_2_config_baseline.json \
+       --zero-stage 2 \
+       --zero-reduce-bucket-size 50000000 \
+       --zero-allgather-bucket-size 5000000000 \
+       --zero-contigious-gradients \
+       --zero-reduce-scatter \
+       --deepspeed-activation-checkpointing \
+       --checkpoint-num-layers 1 \
+       --partition-activations \
+       --synchronize-each-layer \
+       --contigious-checkpointing

@@ -1,0 +1,26 @@
+# microsoft/DeepSpeedExamples at 9e2c735f (2020), Megatron-LM/scripts/ds_pretrain_gpt2_model_parallel.sh: the line that it runs
+deepspeed --num_nodes 1 --num_gpus 16 pretrain_gpt2.py \
+       --model-parallel-size 1 \
+       --num-layers 24 \
+       --hidden-size 1024 \
+       --num-attention-heads 16 \
+       --batch-size 8 \
+       --seq-length 1024 \
+       --max-position-embeddings 1024 \
+       --train-iters 100000 \
+       --resume-dataloader \
+       --train-data webtext \
+       --lazy-loader \
+       --tokenizer-type GPT2BPETokenizer \
+       --split 949,50,1 \
+       --distributed-backend nccl \
+       --lr 0.00015 \
+       --no-load-optim \
+       --lr-decay-style cosine \
+       --weight-decay 1e-2 \
+       --clip-grad 1.0 \
+       --warmup .01 \
+       --checkpoint-activations \
+       --fp16 \
+       --deepspeed \
+       --deepspeed_config ./ds_config.json
