@@ -4,6 +4,7 @@ nothing but torch, numpy and safetensors around."""
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -48,14 +49,14 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def installed(wheel: Path) -> Path:
-    """The Python of a fresh environment that holds the wheel and sees the libraries of this one, but not the
-    project's own folder: a .pth file adds the place, and does not follow the .pth files there."""
+    """The Python of a fresh environment into which pip has put the wheel, and which sees the libraries of this one, but
+    not the project's own folder: a .pth file adds the place, and does not follow the .pth files there."""
     folder = wheel.parent / "environment"
     venv.create(folder, with_pip=False, symlinks=True)
     python = folder / "bin" / "python"
     site = Path(run([str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], folder).strip())
-    with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(site)
+    run([sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-deps", "--no-index",
+         "--no-compile", "--disable-pip-version-check", str(wheel)], folder)
     (site / "libraries.pth").write_text(sysconfig.get_path("purelib") + "\n")
     return python
 
@@ -91,6 +92,42 @@ def test_installed_program_trains_outside_the_checkout(installed: Path, tmp_path
     (tracker,) = tmp_path.glob("checkpoints/*/latest_checkpointed_iteration.txt")
     assert tracker.read_text().strip() == "2"
     assert (tracker.parent / "loss.png").exists()
+
+
+# Each of the commands that stand in sys.argv, by the functions that the wheel's commands call: one start for all.
+COMMANDS = """
+import sys
+from importlib.metadata import distribution
+functions = {entry.name: entry.load() for entry in distribution('gpt2-model-parallel').entry_points}
+print(*functions)
+for line in sys.argv[1:]:
+    sys.argv = line.split()
+    try:
+        functions[sys.argv[0]]()
+    except SystemExit as end:
+        assert end.code == 0, line
+"""
+
+
+def test_installed_commands_work_outside_the_checkout(installed: Path, tmp_path: Path) -> None:
+    """From training on two model-parallel ranks on, by the lines that the run itself prints at its end."""
+    commands = {path.name for path in installed.parent.glob("gpt2-*")}
+    said = run([str(installed.parent / "gpt2-pretrain"), *TINY, "--eval-iters", "1", "--nproc-per-node", "2",
+                "--model-parallel-size", "2", "--save", "it"], tmp_path)
+    printed = re.findall(r"^ +(gpt2-.*)$", said.partition("next:")[2], re.MULTILINE)
+    assert [line.split()[0] for line in printed] == ["gpt2-pretrain", "gpt2-pretrain", "gpt2-generate-text",
+                                                     "gpt2-checkpoint"]
+    assert "--nproc-per-node 2" in printed[1] and printed[3] == "gpt2-checkpoint merge it it_merged"
+    (tmp_path / "text.txt").write_text("It was a dark night. " * 20)
+    names, *lines = run([str(installed), "-c", COMMANDS, printed[3], "gpt2-checkpoint inspect it_merged",
+                         "gpt2-evaluate --load it_merged --valid-data text.txt",
+                         "gpt2-plan --model 345m --device cpu"], tmp_path).splitlines()
+    assert set(names.split()) == commands and len(commands) >= 14
+    for part in ("it_merged", "bits per byte", "354,823,168 in all"):
+        assert any(part in line for line in lines), part
+    continuation = run(["bash", "-c", f"{printed[2]} --max-new-tokens 3"], tmp_path,
+                       PATH=f"{installed.parent}:{os.environ['PATH']}")
+    assert "The " in continuation
 
 
 def test_training_with_torch_numpy_and_safetensors_alone(tmp_path: Path) -> None:
