@@ -1,4 +1,5 @@
-"""Every command of the README and of docs/ runs, in a copy of the project, shortened by flags appended to it."""
+"""Every command of the README and of docs/ runs as it is printed, in a copy of the project; SHORTENED has those that
+nobody can wait for in a test."""
 
 from __future__ import annotations
 
@@ -26,6 +27,41 @@ def blocks(language: str) -> list[tuple[str, str]]:
             for block in re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)]
 
 
+# What is appended to a command that takes long, by the command.
+TWO_STEPS = "--train-iters 2 --eval-iters 1"
+TINY = "--num-layers 1 --hidden-size 64 --num-attention-heads 2 --seq-length 64"
+SHORTENED = {
+    # the quickstart's length: minutes on 2 cores
+    "bash scripts/pretrain_gpt2.sh": TWO_STEPS,
+    "bash scripts/pretrain_gpt2_distributed.sh --train-data my_text.txt --save checkpoints/gpt2_dp2": TWO_STEPS,
+    "bash scripts/pretrain_gpt2_model_parallel.sh --train-data my_text.txt --save checkpoints/gpt2_mp2": TWO_STEPS,
+    "bash scripts/pretrain_gpt2.sh --train-data my_text.txt --save checkpoints/mine": TWO_STEPS,
+    "bash scripts/pretrain_gpt2.sh --train-data corpus/9-split/train.jsonl --save checkpoints/webtext": TWO_STEPS,
+    # on from there, beyond the quickstart's length
+    "bash scripts/pretrain_gpt2.sh --load checkpoints/gpt2_mp2 --save checkpoints/gpt2_one --train-iters 2000":
+        "--train-iters 4",
+    "bash scripts/pretrain_gpt2_distributed.sh --load checkpoints/gpt2_mp2 --save checkpoints/gpt2_sharded "
+    "--use-distributed-optimizer --train-iters 2000": "--train-iters 4",
+    "bash scripts/pretrain_gpt2.sh --load checkpoints/mine --train-iters 2000": "--train-iters 4",
+    # 2,000 iterations
+    "python pretrain_gpt2.py --train-data my_text.txt --tokenizer-type bytes --num-layers 4 --num-attention-heads 4 "
+    "--hidden-size 128 --seq-length 64 --max-position-embeddings 64 --micro-batch-size 12 --lr 1e-3 --min-lr 1e-4 "
+    "--lr-decay-style cosine --lr-warmup-iters 100 --lr-decay-iters 2000 --weight-decay 0.1 --adam-beta2 0.99 "
+    "--attention-dropout 0 --hidden-dropout 0 --gelu erf --split 90,10 --eval-iters 20 --train-iters 2000 --save "
+    "checkpoints/shakespeare_char": TWO_STEPS,
+    # 345M parameters; the tutorial's page says what to append for a look: these are its flags, of a smaller model
+    "bash scripts/pretrain_gpt2.sh --model 345m --train-data my_text.txt": f"{TINY} --micro-batch-size 1 {TWO_STEPS}",
+    "bash scripts/pretrain_gpt2.sh --model 345m --data-path my_gpt2_text_document --tokenizer-type GPT2BPETokenizer "
+    "--save checkpoints/medium": f"{TINY} --micro-batch-size 1 --train-iters 3",
+    "bash scripts/pretrain_gpt2_distributed.sh --load checkpoints/medium --save checkpoints/medium_dp":
+        "--micro-batch-size 1 --train-iters 6",
+    "bash scripts/pretrain_gpt2_model_parallel.sh --load checkpoints/medium --save checkpoints/medium_mp":
+        "--micro-batch-size 1 --train-iters 6",
+    # a smaller file stands in the place of the published one
+    "python tools/checkpoint.py convert megatron_345m checkpoints/from_345m --to native --num-attention-heads 16 "
+    "--vocab-size 50257": "--num-attention-heads 4 --vocab-size 130",
+}
+
 COMMANDS = [(page, line) for page, block in blocks("bash") for line in block.splitlines()
             if line and not line.startswith("#")]
 
@@ -34,7 +70,7 @@ COMMANDS = [(page, line) for page, block in blocks("bash") for line in block.spl
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A clone with what a reader brings along; the commands run here one after the other, as a reader would."""
     folder = tmp_path_factory.mktemp("docs") / "project"
-    for name in ("mpu", "data_utils", "megatron", "scripts", "tools", "benchmarks", "data"):
+    for name in ("mpu", "data_utils", "megatron", "scripts", "tools", "tasks", "benchmarks", "data"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pretrain_gpt2.py", "generate_samples.py", "evaluate_gpt2.py", "constraints.txt", "pyproject.toml"):
         shutil.copy(ROOT / name, folder / name)
@@ -58,26 +94,12 @@ def write_gpt2(folder: Path) -> None:
     (folder / "merges.txt").write_text("#version: 0.2\n")
 
 
-def shortened(line: str) -> str:
-    """The same command, shorter: fewer iterations, and a named size cut to what a test can wait for."""
-    if "convert megatron_345m" in line:
-        return line + " --num-attention-heads 4 --vocab-size 130"  # of the file that stands for it
-    if "pretrain_gpt2" not in line:
-        return line + (" --max-new-tokens 5" if "generate_text" in line else "")
-    if "--load" in line and "--finetune" not in line:
-        return line + " --train-iters 4"
-    if "--model" in line:
-        line += " --num-layers 1 --hidden-size 64 --num-attention-heads 2 --micro-batch-size 1 --seq-length 64"
-    return line + " --train-iters 2 --eval-iters 1"
-
-
 @pytest.mark.timeout(900)
 def test_commands_run_in_the_order_of_each_page(project: Path):
     python = Path(sys.executable)
     environment = {**os.environ, "PATH": f"{python.parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1",
                    "XDG_CACHE_HOME": str(project / "cache")}
     environment.pop("PYTHONPATH", None)
-    assert len(COMMANDS) >= 10
     for page, line in COMMANDS:
         if "scripts/test.sh" in line:
             continue  # this is it
@@ -85,9 +107,21 @@ def test_commands_run_in_the_order_of_each_page(project: Path):
             if not TEST_DATA.is_dir():
                 continue  # the one needs a network, the other what it fetches
             environment["GPT2_VOCAB_URL"] = f"file://{TEST_DATA / 'gpt2'}"
-        run = subprocess.run(["bash", "-c", shortened(line)], cwd=project, env=environment, text=True, timeout=120,
-                             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        run = subprocess.run(["bash", "-c", f"{line} {SHORTENED.get(line, '')}"], cwd=project, env=environment,
+                             text=True, timeout=120, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                             stderr=subprocess.STDOUT)
         assert run.returncode == 0, f"{page}: {line}\n{run.stdout}"
+        assert " is finished: " not in run.stdout, f"{page}: {line}\nhas nothing left to train\n{run.stdout}"
+
+
+def test_what_is_shortened_is_printed_and_takes_long():
+    lines = [line for _, line in COMMANDS]
+    assert len(lines) >= 90 and SHORTENED.keys() <= set(lines)
+    assert all("--train-iters 10" not in line for line in SHORTENED)
+    tutorial = (ROOT / "docs" / "tutorial-345m.md").read_text().replace("\n", " ")
+    for line, appended in SHORTENED.items():
+        if "checkpoints/medium" in line:
+            assert f"`{appended.removeprefix(TINY).strip()}`" in tutorial
 
 
 @pytest.mark.parametrize(("page", "block"), blocks("python"))
@@ -97,14 +131,14 @@ def test_python_examples_run(page: str, block: str):
     assert run.returncode == 0, f"{page}:\n{run.stdout}"
 
 
-def test_every_file_and_flag_that_is_named_exists():
+def test_every_link_and_flag_that_is_named_exists():
     from megatron.gpt2.command_line.flags import flag_table
 
     known = {row[0] for row in flag_table()} | {"--help", "--index-url", "--local-dir", "--ntasks-per-node",
                                                   # of torchrun, sbatch, docker and apptainer
                                                   "--master-addr", "--nodes", "--gpus", "--ipc", "--ulimit",
                                                   "--network", "--nv"}
-    for program in (*(ROOT / "tools").rglob("*.py"), *(ROOT / "benchmarks").glob("*.py"),
+    for program in (*(ROOT / "megatron" / "gpt2" / "programs").rglob("*.py"), *(ROOT / "benchmarks").glob("*.py"),
                     ROOT / "data_utils" / "curation" / "command_line.py"):
         for names in re.findall(r'add_argument\(((?:"--[\w-]+",? ?)+)', program.read_text()):
             known |= set(re.findall(r"--[\w-]+", names))
@@ -113,7 +147,22 @@ def test_every_file_and_flag_that_is_named_exists():
         text = page.read_text()
         for link in re.findall(r"\]\(([^)#:]+)\)", text):
             assert (page.parent / link).exists(), f"{page.name} links to {link}"
-        for path in re.findall(r"`((?:scripts|tools|tests|benchmarks|megatron|docs)/[\w/.]+)`", text):
-            assert (ROOT / path).exists(), f"{page.name} names {path}"
         for flag in re.findall(r"(?<![\w-])(--[a-zA-Z][\w-]+)", text):
             assert flag in known, f"{page.name} names {flag}"
+
+
+ROOMS = ("mpu", "data_utils", "megatron", "scripts", "tools", "tasks", "tests", "benchmarks", "docs")
+
+
+def test_every_path_that_is_named_exists():
+    """In the pages, in backquotes, files and folders; in the sources, which make up names too, files of the project."""
+    rooms = "|".join(ROOMS)
+    named = [(page, path) for page in (*PAGES, ROOT / "CONTRIBUTING.md")
+             for path in re.findall(rf"`((?:{rooms})/[\w/.-]*)(?:::\w+)?`", page.read_text())]
+    sources = [path for room in ROOMS if room not in ("tests", "docs") for path in (ROOT / room).rglob("*")
+               if path.suffix in (".py", ".sh", ".slurm")]
+    in_source = re.compile(rf"(?<![\w/.<{{$-])((?:{rooms})/[\w/.-]*\w\.(?:py|sh|slurm|md|html|txt|json))\b")
+    named += [(source, path) for source in sources for path in in_source.findall(source.read_text())]
+    assert len(named) > 300
+    missing = {f"{source.relative_to(ROOT)} names {path}" for source, path in named if not (ROOT / path).exists()}
+    assert not missing, missing

@@ -28,7 +28,7 @@ def open_trackers(config: Config, *, start_iteration: int, active: bool) -> list
     for flag, wanted, module in (("--tensorboard-dir", train.tensorboard_dir, "tensorboard"),
                                  ("--wandb-project", train.wandb_project, "wandb")):
         if wanted is not None and importlib.util.find_spec(module) is None:
-            raise ValueError(f"{flag} needs {module}: pip install 'gpt2-model-parallel[log]'")
+            raise ValueError(f"{flag} needs {module}: pip install {module}")
     if active and train.tensorboard_dir is not None:
         trackers.append(TensorBoard(train.tensorboard_dir, start_iteration))
     if active and train.wandb_project is not None:
