@@ -17,6 +17,8 @@ import numpy as np
 
 KINDS = ("GPT2BPETokenizer", "SentencePieceTokenizer", "bytes", "builtin")
 PIECE_CHARACTERS = 1 << 20
+FACTS_FILE = "tokenizer_facts.json"
+OLD_FACTS_FILE = "tokenizer.json"  # until a library's own file of another content was found to have this name
 
 
 class Tokenizer(ABC):
@@ -67,7 +69,7 @@ class Tokenizer(ABC):
             (directory / name).write_bytes(content)
         facts = {"kind": self.kind, "fingerprint": self.fingerprint, "vocab_size": self.vocab_size,
                  "files": sorted(self.files)}
-        (directory / "tokenizer.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+        (directory / FACTS_FILE).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
 
 
 def build_tokenizer(kind: str, *, vocab_file: str | None = None, merge_file: str | None = None,
@@ -97,15 +99,16 @@ def build_tokenizer(kind: str, *, vocab_file: str | None = None, merge_file: str
 def load_tokenizer(directory: str | Path) -> Tokenizer:
     """The tokenizer that `save` wrote into `directory`; ValueError where its files are not those that were saved."""
     directory = Path(directory)
+    named = next((path for name in (FACTS_FILE, OLD_FACTS_FILE) if (path := directory / name).is_file()), None)
+    if named is None:
+        raise FileNotFoundError(f"{directory} holds no tokenizer: no file {FACTS_FILE}")
     try:
-        facts = json.loads((directory / "tokenizer.json").read_text(encoding="utf-8"))
+        facts = json.loads(named.read_text(encoding="utf-8"))
         kind, fingerprint = str(facts["kind"]), str(facts["fingerprint"])
-    except FileNotFoundError:
-        raise FileNotFoundError(f"{directory} holds no tokenizer: no file tokenizer.json") from None
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{directory / 'tokenizer.json'} is damaged: {error!r}") from None
+        raise ValueError(f"{named} is damaged: {error!r}") from None
     if kind not in KINDS:
-        raise ValueError(f"{directory / 'tokenizer.json'} is damaged: {kind!r} is no kind of tokenizer")
+        raise ValueError(f"{named} is damaged: {kind!r} is no kind of tokenizer")
     if kind == "builtin":  # the copy, not the one shipped today
         from data_utils.tokenization_gpt2 import BUILTIN_FILE, builtin_tokenizer
         tokenizer: Tokenizer = builtin_tokenizer(directory / BUILTIN_FILE)

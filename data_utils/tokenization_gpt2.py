@@ -133,30 +133,35 @@ def builtin_tokenizer(path: Path | None = None) -> BytePairTokenizer:
 
 def gpt2_tokenizer(vocab_path: Path, merge_path: Path) -> BytePairTokenizer:
     """GPT-2's BPE, or another in its format, from a JSON of token to id and the merges in order."""
-    vocab_data, merge_data = vocab_path.read_bytes(), merge_path.read_bytes()
+    return gpt2_tokenizer_of(vocab_path.read_bytes(), merge_path.read_bytes(), f"--vocab-file {vocab_path}",
+                             f"--merge-file {merge_path}")
+
+
+def gpt2_tokenizer_of(vocab_data: bytes, merge_data: bytes, vocab_name: str, merge_name: str) -> BytePairTokenizer:
+    """The same from what the files hold; the names are for messages."""
     try:
         vocabulary: dict[str, int] = json.loads(vocab_data)
         dense = sorted(vocabulary.values()) == list(range(len(vocabulary)))
     except (ValueError, TypeError, AttributeError, RecursionError):
         dense = False
     if not dense or END_OF_TEXT not in vocabulary:
-        raise ValueError(f"--vocab-file {vocab_path} is not a JSON object of token to id, the ids from 0 on without a "
+        raise ValueError(f"{vocab_name} is not a JSON object of token to id, the ids from 0 on without a "
                          f"gap and {END_OF_TEXT} among them")
     try:
         merges = [line.split() for line in merge_data.decode("utf-8").split("\n")]
     except ValueError:
-        raise ValueError(f"--merge-file {merge_path} is not UTF-8 text") from None
+        raise ValueError(f"{merge_name} is not UTF-8 text") from None
     if merges[0][:1] == ["#version:"]:
         del merges[0]
     if any(len(pair) not in (0, 2) for pair in merges):
-        raise ValueError(f"--merge-file {merge_path} is not a list of merges, two tokens a line")
+        raise ValueError(f"{merge_name} is not a list of merges, two tokens a line")
     alphabet = byte_alphabet()
     tokens = list(dict.fromkeys([*alphabet, *("".join(pair) for pair in merges if pair)]))
     missing = next((token for token in tokens if token not in vocabulary), None)
     if missing is not None:
-        raise ValueError(f"--vocab-file {vocab_path} lacks the token {missing!r} of --merge-file {merge_path}")
+        raise ValueError(f"{vocab_name} lacks the token {missing!r} of {merge_name}")
     tokens[:256] = sorted(alphabet, key=vocabulary.__getitem__)  # GPT-2's own ids are then its ranks
-    ranked = _byte_strings(tokens, f"--merge-file {merge_path}")
+    ranked = _byte_strings(tokens, merge_name)
     pieces = [b""] * len(vocabulary)
     for token, piece in zip(tokens, ranked, strict=True):
         pieces[vocabulary[token]] = piece

@@ -13,7 +13,7 @@ import pytest
 import data_utils
 from data_utils import Tokenizer, build_tokenizer, load_tokenizer, train_sentencepiece
 from data_utils.builtin_corpus import builtin_documents
-from data_utils.tokenization import find_gpt2_files, split_text
+from data_utils.tokenization import FACTS_FILE, OLD_FACTS_FILE, find_gpt2_files, split_text
 from data_utils.tokenization_gpt2 import WHITE_RUN, byte_alphabet
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -77,7 +77,10 @@ def test_a_saved_tokenizer_is_the_same_and_a_changed_one_is_refused(tokenizer: T
     assert (again.kind, again.fingerprint, again.vocab_size, again.eod) == \
         (tokenizer.kind, tokenizer.fingerprint, tokenizer.vocab_size, tokenizer.eod)
     assert list(again.encode("some text")) == list(tokenizer.encode("some text"))
-    facts_file = tmp_path / "tokenizer" / "tokenizer.json"
+    facts_file = tmp_path / "tokenizer" / FACTS_FILE
+    facts_file.rename(tmp_path / "tokenizer" / OLD_FACTS_FILE)  # as it was called once
+    assert load_tokenizer(tmp_path / "tokenizer").fingerprint == tokenizer.fingerprint
+    (tmp_path / "tokenizer" / OLD_FACTS_FILE).rename(facts_file)
     facts = json.loads(facts_file.read_text())
     facts_file.write_text(json.dumps({**facts, "fingerprint": "0" * 64}))
     with pytest.raises(ValueError, match="not those that were saved"):

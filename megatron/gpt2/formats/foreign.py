@@ -15,12 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.gpt2.checkpoint.reader import NamedTensors, TensorInfo
+from megatron.gpt2.checkpoint.parsing import TensorInfo
+from megatron.gpt2.checkpoint.reader import NamedTensors
 from megatron.gpt2.config import ModelConfig
 from mpu.partition import Box
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 GPT2_VOCABULARY = 50257
+TRUE_VOCABULARY = "true_vocab_size"  # beside the arguments in our exports for Megatron, which does not read it
 MAX_JSON_BYTES = 2 << 20  # ten times what the index of GPT-2's largest size needs
 
 
@@ -82,11 +84,12 @@ def first_rows(number: int) -> Callable[[Tensor], Tensor]:
     return lambda x: x[:number]
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in `path`. ValueError, one line, for anything else, a key that occurs twice included."""
+def read_json(path: Path, at_most: int = MAX_JSON_BYTES) -> dict[str, Any]:
+    """The JSON object in `path`, of so many bytes. ValueError, one line, for anything else, a key that occurs twice
+    included."""
     try:
-        if path.stat().st_size > MAX_JSON_BYTES:
-            raise ValueError(f"larger than {MAX_JSON_BYTES:,} bytes")
+        if path.stat().st_size > at_most:
+            raise ValueError(f"larger than {at_most:,} bytes")
         return parse_json(path.read_bytes())
     except (ValueError, OSError) as error:
         raise ValueError(f"{path}: {error}") from error

@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from megatron.gpt2.checkpoint.files import DTYPES
-from megatron.gpt2.checkpoint.reader import TensorInfo
+from megatron.gpt2.checkpoint.parsing import TensorInfo
 from megatron.gpt2.config import ModelConfig
 from megatron.gpt2.formats.foreign import (
     MAX_JSON_BYTES,
@@ -35,7 +35,8 @@ GELU = {"gelu_new": "tanh", "gelu_pytorch_tanh": "tanh", "gelu_fast": "tanh", "g
 PLAIN = {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "reorder_and_upcast_attn": False,
          "add_cross_attention": False}
 BUFFERS = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)", re.ASCII)  # the causal mask
-TOKENIZER_FILES = ("vocab.json", "merges.txt")
+# What holds a tokenizer: transformers 4 writes both of them, transformers 5 the second.
+TOKENIZER_FILES = (("vocab.json", "merges.txt"), ("tokenizer.json",))
 
 
 def weights_file(folder: Path) -> Path | None:
@@ -60,8 +61,8 @@ def open_huggingface(folder: Path, hints: Hints) -> ForeignSource:
     if head is not None and table is not None and not (
             head.info == table.info and torch.equal(head.make(), table.make())):
         raise ValueError(f"{weights}: lm_head.weight is not wte.weight, and the head of this program's GPT-2 is tied")
-    files = {name: str(folder / name) for name in TOKENIZER_FILES if (folder / name).is_file()}
-    facts = {"tokenizer_files": files} if len(files) == len(TOKENIZER_FILES) else {}
+    files = next((names for names in TOKENIZER_FILES if all((folder / name).is_file() for name in names)), ())
+    facts = {"tokenizer_files": {name: str(folder / name) for name in files}} if files else {}
     return ForeignSource(folder, "huggingface", 0, model, facts,
                          openai_recipes(weights, model, found, transposed=True))
 

@@ -1,12 +1,25 @@
-"""GPT-2-like tokenizers in the files that Hugging Face reads: vocab.json, merges.txt, tokenizer_config.json."""
+"""GPT-2-like tokenizers in Hugging Face's files: vocab.json, merges.txt and tokenizer_config.json are written; read are
+the first two, which transformers 4 writes, and tokenizer.json, which transformers 5 writes in their place."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 from data_utils import Tokenizer
-from data_utils.tokenization_gpt2 import END_OF_TEXT, byte_alphabet
+from data_utils.tokenization_gpt2 import END_OF_TEXT, byte_alphabet, gpt2_tokenizer, gpt2_tokenizer_of
+from megatron.gpt2.formats.foreign import read_json, shown
+
+MAX_TOKENIZER_BYTES = 64 << 20  # GPT-2's takes 3.5 MB
+# What changes the ids of a text, and the values under which they are those of GPT-2's rules.
+_PLAIN: dict[str, dict[str, tuple[Any, ...]]] = {
+    "model": {"type": ("BPE",), "dropout": (None, 0.0), "continuing_subword_prefix": ("", None),
+              "end_of_word_suffix": ("", None), "byte_fallback": (False,), "ignore_merges": (False,)},
+    "pre_tokenizer": {"type": ("ByteLevel",), "add_prefix_space": (False,), "use_regex": (True,)}}
+_DEFAULTS = {"dropout": None, "continuing_subword_prefix": None, "end_of_word_suffix": None, "byte_fallback": False,
+             "ignore_merges": False, "use_regex": True}  # what files of older versions do not say
 
 
 def tokenizer_files(tokenizer: Tokenizer, max_length: int) -> tuple[dict[str, bytes], str]:
@@ -48,3 +61,35 @@ def merges_of(ranked: Sequence[bytes]) -> list[tuple[bytes, bytes]]:
             parts[at:at + 2] = [parts[at] + parts[at + 1]]
         merges.append((parts[0], parts[1]))
     return merges
+
+
+def open_tokenizer(files: Mapping[str, str]) -> Tokenizer:
+    """The tokenizer of a folder of Hugging Face's: `files` are paths by name, vocab.json and merges.txt, or
+    tokenizer.json. ValueError, one line, for one that is not byte-level BPE of GPT-2's kind."""
+    if "tokenizer.json" not in files:
+        return gpt2_tokenizer(Path(files["vocab.json"]), Path(files["merges.txt"]))
+    path = Path(files["tokenizer.json"])
+    found = read_json(path, MAX_TOKENIZER_BYTES)
+    if found.get("normalizer") is not None:
+        raise ValueError(f"{path}: has a normalizer, {shown(found['normalizer'])}: GPT-2's tokenizer has none")
+    for part, plain in _PLAIN.items():
+        held = found.get(part)
+        for name, values in plain.items():
+            value = held.get(name, _DEFAULTS.get(name, "")) if isinstance(held, dict) else held
+            if not any(type(value) is type(known) and value == known for known in values):
+                raise ValueError(f"{path}: {name} of its {part} is {shown(value)}: it is no byte-level BPE of GPT-2's "
+                                 "kind, the only one that is read from here")
+    vocabulary, merges, added = found["model"].get("vocab"), found["model"].get("merges"), found.get("added_tokens")
+    try:
+        vocabulary = dict(vocabulary)
+        for token in added or ():
+            if token["special"] is not True:
+                raise ValueError(f"{shown(token['content'])} is no special token, so a text would have it")
+            vocabulary[token["content"]] = token["id"]
+        # Older files have "a b" in the place of ["a", "b"].
+        lines = "".join(f"{pair if isinstance(pair, str) else ' '.join(pair)}\n" for pair in merges)
+    except (TypeError, KeyError, AttributeError, ValueError) as error:
+        raise ValueError(f"{path}: its vocabulary, merges or added tokens are not as GPT-2's are: "
+                         f"{' '.join(str(error)[:200].split())}") from error
+    return gpt2_tokenizer_of(json.dumps(vocabulary, ensure_ascii=False).encode("utf-8", "surrogatepass"),
+                             f"#version: 0.2\n{lines}".encode("utf-8", "surrogatepass"), str(path), str(path))

@@ -110,6 +110,7 @@ def test_huggingface_tokenizer_and_padding(tmp_path: Path):
     (tmp_path / "vocab.json").write_text("{}")
     assert "tokenizer_files" not in open_source(tmp_path).facts
     (tmp_path / "merges.txt").write_text("")
+    (tmp_path / "tokenizer.json").write_text("")
     source = open_source(tmp_path, Hints(vocab_size=99))
     assert source.facts["tokenizer_files"] == {"vocab.json": str(tmp_path / "vocab.json"),
                                                "merges.txt": str(tmp_path / "merges.txt")}
