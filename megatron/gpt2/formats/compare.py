@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import mpu
-from megatron.gpt2.checkpoint.state import load_model
+from megatron.gpt2.checkpoint.state import FlatState, load_state
 from megatron.gpt2.config import ModelConfig
 from megatron.gpt2.formats.source import Source
 from megatron.gpt2.model.gpt2 import GPT2Model, parameter_specs
@@ -101,29 +101,34 @@ def _size(shape: tuple[int, ...]) -> str:
     return " x ".join(map(str, shape))
 
 
-def check(a: Source, b: Source, *, log: Callable[[str], None] = print) -> float:
+def check(a: Source, b: Source, *, kind: str = "model", log: Callable[[str], None] = print) -> float:
     """The greatest absolute difference of their logits, in fp32, on fixed random tokens; NaN where one's are.
 
-    One model is in memory at a time. ValueError where the vocabularies differ.
+    kind: what of `a` the weights of `b` were made of, "model" or "master"; it is rounded to b's type before. One model
+    is in memory at a time. ValueError where the vocabularies differ.
     """
     if a.facts["vocab_size"] != b.facts["vocab_size"]:
         raise ValueError(f"{a.path} has {a.facts['vocab_size']} tokens and {b.path} {b.facts['vocab_size']}: give the "
                          "true number with --vocab-size")
     length = min(LENGTH, *(source.facts["config"]["model"]["max_position_embeddings"] for source in (a, b)))
     tokens = torch.randint(a.facts["vocab_size"], (SEQUENCES, length), generator=torch.Generator().manual_seed(0))
-    greatest = (_logits(a, tokens) - _logits(b, tokens)).abs().max().item()
+    dtype = b.tensors["model.word_embeddings.weight"].dtype
+    greatest = (_logits(a, tokens, kind, dtype) - _logits(b, tokens)).abs().max().item()
     log(f"greatest logit difference on {tokens.numel()} tokens in fp32: {greatest:.3g}")
     return greatest
 
 
 @torch.no_grad()
-def _logits(source: Source, tokens: Tensor) -> Tensor:
-    """[b, s] -> [s, b, true vocabulary]."""
+def _logits(source: Source, tokens: Tensor, kind: str = "model", dtype: torch.dtype = torch.float32) -> Tensor:
+    """[b, s] -> [s, b, true vocabulary], of the weights of a `kind`, rounded to `dtype`."""
     if not mpu.model_parallel_is_initialized():
         mpu.initialize_model_parallel(1)
     known = {field.name for field in dataclasses.fields(ModelConfig)}
     fields = {name: value for name, value in source.facts["config"]["model"].items() if name in known}
     config = ModelConfig(**{**fields, "vocab_size": source.facts["vocab_size"]})
     model = GPT2Model(config, device="meta").to_empty(device="cpu").eval()  # no weight is drawn, to be replaced
-    load_model(model.named_parameters(), parameter_specs(config), source, mp_rank=0, mp_size=1)
+    weights = [FlatState(kind, name, parameter.detach().view(-1)) for name, parameter in model.named_parameters()]
+    load_state(weights, parameter_specs(config), source, mp_rank=0, mp_size=1)
+    for weight in weights:
+        weight.values.copy_(weight.values.to(dtype))
     return model(tokens)[..., :config.vocab_size]  # type: ignore[no-any-return]

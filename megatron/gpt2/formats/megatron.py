@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron.gpt2.config import ModelConfig
-from megatron.gpt2.formats.foreign import GPT2_VOCABULARY, ForeignSource, Recipe
+from megatron.gpt2.formats.foreign import GPT2_VOCABULARY, TRUE_VOCABULARY, ForeignSource, Recipe, shown
 from megatron.gpt2.formats.megatron_optimizer import optimizer_state
 from megatron.gpt2.formats.megatron_ranks import (
     HEAD,
@@ -56,7 +56,12 @@ def version(files: Mapping[tuple[int, int], Path]) -> str:
         raise ValueError(f"{path}: holds no model")
     if any(".linear_qkv." in name for name in flatten(path, model)):
         return "megatron-core"
-    return "megatron-v1" if "language_model" in model else "megatron-2019"
+    if "language_model" not in model:
+        return "megatron-2019"
+    if "transformer_impl" in attributes(top.get("args")):  # a flag since v3.0
+        return "megatron-v3"
+    number = top.get("checkpoint_version", 0)  # 2 since v2.0
+    return "megatron-v2" if type(number) in (int, float) and number >= 2 else "megatron-v1"
 
 
 def open_megatron(path: Path, format: str, hints: Hints, *, log: Callable[[str], None]) -> ForeignSource:
@@ -90,7 +95,7 @@ def open_megatron(path: Path, format: str, hints: Hints, *, log: Callable[[str],
         left_out.append("random states: another program's generators")
     if others := sorted(file.name for pattern in SHARDED_OPTIMIZER for file in path.glob(pattern)):
         left_out.append(f"{len(others)} files of a sharded optimizer ({others[0]} ...)")
-    if model.vocab_size == padded and hints.vocab_size is None:
+    if model.vocab_size == padded and hints.vocab_size is None and TRUE_VOCABULARY not in ranks.top:
         guesses = [f"{size} ({whose})" for size, whose in (
             (GPT2_VOCABULARY, "GPT-2's"), (args.get("vocab_size"), "its arguments'"))
             if type(size) is int and 0 < padded - size <= 128 * ranks.size]
@@ -148,7 +153,10 @@ def _model(ranks: Ranks, shards: Mapping[str, list[Tensor]], args: Mapping[str, 
         if isinstance(args.get(name), int) and args[name] != found:
             raise ValueError(f"{path}: {name} is {args[name]} by its arguments and {found} by its tensors: is a file "
                              "missing?")
-    vocab_size = hints.vocab_size or rows * p
+    true = ranks.top.get(TRUE_VOCABULARY)
+    if true is not None and not (type(true) is int and 0 < true <= rows * p):
+        raise ValueError(f"{path}: {TRUE_VOCABULARY} is {shown(true)}, and it holds {rows * p} rows, padding included")
+    vocab_size = true or hints.vocab_size or rows * p
     if vocab_size > rows * p:
         raise ValueError(f"{path}: --vocab-size {vocab_size} is more than the {rows * p} rows that it holds, padding "
                          "included")
@@ -158,7 +166,7 @@ def _model(ranks: Ranks, shards: Mapping[str, list[Tensor]], args: Mapping[str, 
     if type(args.get("norm_epsilon")) is float:  # its name since 2023
         said["layernorm_epsilon"] = args["norm_epsilon"]
     divisor = args.get("make_vocab_size_divisible_by")
-    if hints.vocab_size is None:
+    if true is None and hints.vocab_size is None:
         said["make_vocab_size_divisible_by"] = 1  # padded already
     elif type(divisor) is int and divisor > 0:
         said["make_vocab_size_divisible_by"] = divisor

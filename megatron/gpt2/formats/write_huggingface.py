@@ -40,7 +40,7 @@ def write_huggingface(source: Source, out: str | Path, *, dtype: str = "source",
         raise ValueError(f"{source.path}: has {model.vocab_size:,} tokens and the tokenizer {tokenizer.vocab_size:,}: "
                          "give the files that it was trained with")
     wanted = DTYPES.get(dtype, source.tensors["model.word_embeddings.weight"].dtype)
-    kind = "master" if dtype != "source" and "master.word_embeddings.weight" in source.tensors else "model"
+    kind = exported_kind(source, dtype)
     with new_folder(out) as folder:
         _write_weights(source, folder, model, kind, wanted)
         files, problem = tokenizer_files(tokenizer, model.max_position_embeddings) if tokenizer else ({}, "")
@@ -57,6 +57,11 @@ def write_huggingface(source: Source, out: str | Path, *, dtype: str = "source",
             {} if eod is None else {"bos_token_id": eod, "eos_token_id": eod}))
         (folder / "README.md").write_text(_card(source, model, kind, wanted, tokenizer, problem), encoding="utf-8")
     return Path(out)
+
+
+def exported_kind(source: Source, dtype: str) -> str:
+    """The kind of tensors that an export in `dtype` is made of."""
+    return "master" if dtype != "source" and "master.word_embeddings.weight" in source.tensors else "model"
 
 
 def _tensor(source: Source, model: ModelConfig, kind: str, name: str) -> Tensor:

@@ -20,6 +20,7 @@ from torch import Tensor
 from megatron.gpt2.checkpoint.facts import check_facts
 from megatron.gpt2.checkpoint.folder import TRACKER
 from megatron.gpt2.config import Config, ModelConfig, OptimizerConfig, require
+from megatron.gpt2.formats.foreign import TRUE_VOCABULARY
 from megatron.gpt2.formats.new_folder import new_folder
 from megatron.gpt2.formats.source import Source
 from megatron.gpt2.model.gpt2 import parameter_specs
@@ -180,6 +181,6 @@ def _write(source: Source, out: str | Path, rank_file: Callable[[int, Path], dic
         for rank in range(p):
             path = iteration / f"mp_rank_{rank:02d}" / "model_optim_rng.pt"
             path.parent.mkdir(parents=True)
-            torch.save(rank_file(rank, path.parent), path)
+            torch.save({**rank_file(rank, path.parent), TRUE_VOCABULARY: source.facts["vocab_size"]}, path)
         (folder / TRACKER).write_text(f"{source.iteration}")
     return Path(out) / iteration.name

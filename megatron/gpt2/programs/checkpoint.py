@@ -82,9 +82,8 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
 def opened(args: argparse.Namespace, path: str) -> Source:
     """The source at `path`, every byte of it verified if it has hashes and nobody says otherwise."""
     source = open_source(path, Hints(args.num_attention_heads, args.vocab_size, args.gelu, args.iteration), log=report)
-    if isinstance(source, Checkpoint) and not args.no_verify and (file := source.verify()):
-        raise ValueError(f"{source.path / file}: damaged: its sha256 is not the one in manifest.json; --iteration N "
-                         "takes another one, --no-verify takes it as it is")
+    if isinstance(source, Checkpoint) and not args.no_verify and (problem := source.damage()):
+        raise ValueError(f"{problem}; --iteration N takes another one, --no-verify takes it as it is")
     return source
 
 
@@ -95,8 +94,8 @@ def tokenizer_of(args: argparse.Namespace, source: Source) -> Tokenizer | None:
     if args.vocab_file or args.merge_file:
         return build_tokenizer("GPT2BPETokenizer", vocab_file=args.vocab_file, merge_file=args.merge_file)
     if files := source.facts.get("tokenizer_files"):
-        return build_tokenizer("GPT2BPETokenizer", vocab_file=str(files["vocab.json"]),
-                               merge_file=str(files["merges.txt"]))
+        from megatron.gpt2.formats.openai_tokenizer import open_tokenizer
+        return open_tokenizer(files)
     if source.facts.get("tokenizer") is None:
         report("no tokenizer is with the source: --vocab-file and --merge-file, or --tokenizer-model, would give it")
         return None
@@ -151,12 +150,12 @@ def main(argv: list[str] | None = None) -> int:
           if to != "huggingface" else f"{source.path} ({source.format}) is now {path} (huggingface)")
     if args.command == "convert" and args.check:
         from megatron.gpt2.formats.compare import check
-        # A Megatron file of 2019 says neither its heads nor its true vocabulary; an export in 16 bits is compared as
-        # it is.
+        from megatron.gpt2.formats.write_huggingface import exported_kind
+        # A Megatron file of 2019 does not say its heads.
         model = source.facts["config"]["model"]
-        hints = Hints(model["num_attention_heads"] if to == "megatron-2019" else None,
-                      source.facts["vocab_size"] if to.startswith("megatron") else None)
-        greatest = check(source, open_source(args.out, hints, log=report), log=print)
+        hints = Hints(model["num_attention_heads"] if to == "megatron-2019" else None)
+        kind = exported_kind(source, args.dtype) if to == "huggingface" else "model"
+        greatest = check(source, open_source(args.out, hints, log=report), kind=kind, log=print)
         if not greatest <= CHECK_LIMIT:
             print(f"NOT EQUAL: more than {CHECK_LIMIT:g}")
             return 1
@@ -167,16 +166,30 @@ def verify(args: argparse.Namespace) -> int:
     source = open_source(args.dir, Hints(args.num_attention_heads, args.vocab_size, args.gelu, args.iteration),
                          log=report)
     if isinstance(source, Checkpoint):
-        if file := source.verify():
-            print(f"DAMAGED: {source.path / file}: its sha256 is not the one in manifest.json")
+        if problem := source.verify():
+            print(f"DAMAGED: {problem}")
+            return 1
+        whole = "" if (known := source.facts.get("tokenizer")) is None else ", the tokenizer is the run's own"
+        if known is not None and (problem := other_tokenizer(source.path, known["fingerprint"])):
+            print(f"DAMAGED: {problem}")
             return 1
         print(f"{source.path}: {len(source.files)} files, every byte as it was written; the boxes of "
-              f"{len(source.tensors)} tensors are complete")
+              f"{len(source.tensors)} tensors are complete{whole}")
         return 0
     for name in source.names():
         source.read(name)
     print(f"{source.path}: {len(source.tensors)} tensors can be read; {source.format} files have no hashes to check")
     return 0
+
+
+def other_tokenizer(iteration: Path, fingerprint: str) -> str:
+    """Why the tokenizer beside the folder `iteration` is not the one that the run had, in one line, or ""."""
+    folder = iteration.parent / "tokenizer"
+    try:
+        found = load_tokenizer(folder).fingerprint
+    except (ValueError, FileNotFoundError) as error:
+        return str(error)
+    return "" if found == fingerprint else f"{folder}: is not the tokenizer that {iteration} was trained with"
 
 
 def main_apart() -> int:

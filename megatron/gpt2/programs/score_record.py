@@ -24,7 +24,7 @@ def record(opened: Opened, micro_batch_size: int) -> dict[str, Any]:
     """What every score of this model depends on."""
     checkpoint, tokenizer, layout = opened.checkpoint, opened.tokenizer, opened.layout
     return {"checkpoint": str(checkpoint.path), "iteration": checkpoint.iteration,
-            "manifest_sha256": checkpoint.digest,  # the manifest has the sha256 of every file
+            "manifest_sha256": checkpoint.digest,  # which seals every file
             "tokenizer": tokenizer.kind, "tokenizer_fingerprint": tokenizer.fingerprint,
             "vocab_size": tokenizer.vocab_size, "precision": PRECISIONS[opened.dtype], "device": opened.device.type,
             "model_parallel_size": layout.model_parallel_size, "data_parallel_size": layout.data_parallel_size,

@@ -125,7 +125,7 @@ def test_without_a_flag_the_vocabulary_is_the_padded_size():
 @genuine
 def test_formats_and_facts():
     assert [recognise(TEST_DATA / name / "checkpoint")[0] for name in GENUINE] == \
-        ["megatron-2019"] * 3 + ["megatron-v1"] * 2
+        ["megatron-2019"] * 3 + ["megatron-v2"] * 2
     newer = open_genuine("megatron-v2.6/tp1")
     assert newer.facts["consumed_samples"] == 72
     assert newer.facts["config"]["model"]["num_attention_heads"] == 4

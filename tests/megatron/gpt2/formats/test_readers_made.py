@@ -29,8 +29,8 @@ def test_every_version_is_read_to_the_last_bit(tmp_path: Path, form: str, versio
     weights = random_weights()
     write_megatron(tmp_path, weights, form, version=version, tp=tp, pp=pp, legacy=legacy)
     source = open_source(tmp_path, Hints(vocab_size=101))
-    assert source.format == {"flat": "megatron-2019", "v1": "megatron-v1", "v2": "megatron-v1"}.get(
-        form, "megatron-core")
+    assert source.format == ("megatron-2019" if form == "flat" else "megatron-core" if form in ("core", "fused") else
+                             "megatron-v2" if version >= 2 else "megatron-v1")
     assert source.names() == [f"model.{name}" for name in weights]
     for name, value in weights.items():
         assert source.global_shape(f"model.{name}") == tuple(value.shape)

@@ -85,6 +85,22 @@ def test_verify_finds_a_bit_in_every_file(runs: Path, tmp_path: Path, capsys: py
     assert not (tmp_path / "out").exists()
 
 
+def test_verify_finds_another_tokenizer(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
+    from data_utils import build_tokenizer
+
+    save = tmp_path / "save"
+    shutil.copytree(runs / "save", save)
+    assert main(["verify", str(save)]) == 0
+    assert capsys.readouterr().out.endswith("are complete, the tokenizer is the run's own\n")
+    shutil.rmtree(save / "tokenizer")
+    assert main(["verify", str(save)]) == 1
+    assert f"DAMAGED: {save / 'tokenizer'} holds no tokenizer" in capsys.readouterr().out
+    build_tokenizer("builtin").save(save / "tokenizer")
+    assert main(["verify", str(save)]) == 1
+    assert capsys.readouterr().out == (f"DAMAGED: {save / 'tokenizer'}: is not the tokenizer that "
+                                       f"{save / 'iter_0000002'} was trained with\n")
+
+
 def test_split_merge_diff(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
     save, split, merged = (str(path) for path in (runs / "save", tmp_path / "split", tmp_path / "merged"))
     assert main(["split", save, split, "--model-parallel-size", "4"]) == 0
@@ -112,6 +128,26 @@ def test_convert_and_check(runs: Path, tmp_path: Path, target: str, capsys: pyte
     assert float(found[1]) == 0
     with pytest.raises(ValueError, match="not empty"):
         main(["convert", str(runs / "save"), out, "--to", target])
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
+def test_an_export_is_compared_with_what_it_was_made_of(runs: Path, tmp_path: Path, dtype: str,
+                                                       capsys: pytest.CaptureFixture):
+    """The run is in bf16; its masters, which an export in another type is made of, are not its rounded weights."""
+    out = str(tmp_path / "out")
+    assert main(["convert", str(runs / "save"), out, "--to", "huggingface", "--dtype", dtype, "--check"]) == 0
+    said = capsys.readouterr()
+    assert "in fp32: 0\n" in said.out and "left out: the optimizer's state" in said.err
+
+
+def test_a_core_export_says_what_it_lacks_and_compares_without_a_flag(runs: Path, tmp_path: Path,
+                                                                      capsys: pytest.CaptureFixture):
+    save, out = str(runs / "save"), str(tmp_path / "out")
+    assert main(["convert", save, out, "--to", "megatron-core", "--model-parallel-size", "2"]) == 0
+    assert "left out: the optimizer's state, which this format does not hold\n" in capsys.readouterr().err
+    assert main(["diff", save, out]) == 0
+    said = capsys.readouterr()
+    assert said.out.endswith("equal\n") and "padded" not in said.err
 
 
 def test_check_sees_a_wrong_translation(runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
