@@ -1,17 +1,7 @@
-"""What lies in one iteration's folder: safetensors files that hold boxes, and the manifest that vouches for them.
+"""The files of tensors in an iteration's folder: safetensors, hashed while they are written.
 
-A saved tensor is one or more boxes: global shape, offset, local shape. manifest.json is one JSON object:
-
-    version     of this format
-    iteration   as in the folder's name
-    facts       whatever the writer says about the run
-    tensors     {tensor: {"dtype", "shape"}}, shapes being global and without padding
-    files       {path: {"bytes", "sha256", "boxes": {key: {"offset", "shape"}}}}
-    sha256      of every byte of the manifest before it
-
-A key is the tensor's name; a file that holds several boxes of one tensor appends "#1", "#2", ... The bytes of a
-file's own header follow from the manifest, so that a reader compares headers and parses none: one with a duplicate
-key, of a wrong size, or from another iteration or rank cannot pass.
+A saved tensor is one or more boxes: global shape, offset, local shape. megatron/gpt2/checkpoint/manifest.py has the
+manifest, which vouches for the files.
 """
 
 from __future__ import annotations
@@ -32,8 +22,6 @@ from torch import Tensor
 
 from mpu.partition import Box
 
-VERSION = 1
-MANIFEST = "manifest.json"
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
           "I64": torch.int64, "I32": torch.int32, "U8": torch.uint8}
 DTYPE_CODES = {dtype: code for code, dtype in DTYPES.items()}
@@ -97,18 +85,30 @@ def write_error(path: Path, size: int, error: OSError) -> OSError:
                    f"there); earlier checkpoints are untouched: make room or give another --save")
 
 
+def write_synced(path: Path, data: bytes) -> None:
+    """`data` into the file `path`, on the disk when it returns; no file where it cannot be written."""
+    try:
+        path.parent.mkdir(exist_ok=True)
+        with open(path, "wb") as stream:
+            stream.write(data)
+            stream.flush()
+            os.fsync(stream.fileno())
+    except OSError as error:
+        path.unlink(missing_ok=True)
+        raise write_error(path, len(data), error) from error
+
+
 def write_tensors(folder: Path, file: str, iteration: int, pieces: Mapping[str, Piece]) -> dict[str, Any]:
     """Write and fsync `folder`/`file`, hashing on the way; at most one tensor is copied at a time.
 
-    Returns {"tensors", "files"} as in the manifest, of this file alone. Empty pieces are left out, and so is a
-    file without any other. OSError where it cannot be written.
+    Returns {"tensors": {tensor: {"dtype", "shape"}}, "files": {path: {"bytes", "sha256", "boxes": {key: {"offset",
+    "shape"}}}}} of this file alone. Empty pieces are left out, and so is a file without any other. OSError where it
+    cannot be written.
     """
     pieces = {key: piece for key, piece in pieces.items() if piece.tensor.numel()}
     if not pieces:
         return {"tensors": {}, "files": {}}
-    boxes = {key: Box(tuple(piece.offset), tuple(piece.tensor.shape)) for key, piece in pieces.items()}
-    dtypes = {tensor_name(key): piece.tensor.dtype for key, piece in pieces.items()}
-    header, starts, size = file_header(file, iteration, boxes, dtypes)
+    header, starts, size = header_of(file, iteration, pieces)
     path, sha = folder / file, hashlib.sha256(header)
     try:
         path.parent.mkdir(exist_ok=True)
@@ -129,11 +129,23 @@ def write_tensors(folder: Path, file: str, iteration: int, pieces: Mapping[str, 
             os.fsync(stream.fileno())
     except OSError as error:
         raise write_error(path, size, error) from error
+    return listed(file, pieces, size, sha.hexdigest())
+
+
+def header_of(file: str, iteration: int, pieces: Mapping[str, Piece]) -> tuple[bytes, dict[str, int], int]:
+    """`file_header` of the file that is to hold `pieces`, none of them empty."""
+    boxes = {key: Box(tuple(piece.offset), tuple(piece.tensor.shape)) for key, piece in pieces.items()}
+    return file_header(file, iteration, boxes,
+                       {tensor_name(key): piece.tensor.dtype for key, piece in pieces.items()})
+
+
+def listed(file: str, pieces: Mapping[str, Piece], size: int, sha256: str) -> dict[str, Any]:
+    """What there is to say of `file`, which holds `pieces`."""
     return {"tensors": {tensor_name(key): {"dtype": DTYPE_CODES[piece.tensor.dtype], "shape": piece.global_shape}
                         for key, piece in pieces.items()},
-            "files": {file: {"bytes": size, "sha256": sha.hexdigest(),
-                             "boxes": {key: {"offset": box.offset, "shape": box.shape}
-                                       for key, box in boxes.items()}}}}
+            "files": {file: {"bytes": size, "sha256": sha256,
+                             "boxes": {key: {"offset": piece.offset, "shape": tuple(piece.tensor.shape)}
+                                       for key, piece in pieces.items()}}}}
 
 
 def _write_back(stream: BinaryIO, started: int) -> int:
@@ -144,14 +156,3 @@ def _write_back(stream: BinaryIO, started: int) -> int:
         return started
     os.posix_fadvise(stream.fileno(), started, end - started, os.POSIX_FADV_DONTNEED)
     return end
-
-
-def manifest_bytes(iteration: int, facts: Mapping[str, Any], tensors: Mapping[str, Any],
-                   files: Mapping[str, Any]) -> bytes:
-    parts = {"version": VERSION, "iteration": iteration, "facts": facts, "tensors": tensors, "files": files}
-    body = "{" + "".join(f"{json.dumps(key)}: {json.dumps(value)},\n" for key, value in parts.items()) + '"sha256": "'
-    return body.encode() + manifest_tail(body.encode())
-
-
-def manifest_tail(body: bytes) -> bytes:
-    return hashlib.sha256(body).hexdigest().encode() + b'"}\n'

@@ -2,40 +2,32 @@
 
     checkpoints/gpt2_345m/
       latest_checkpointed_iteration.txt     the tracker: the iteration to load
-      iter_0000300/manifest.json, mp_rank_00/model.safetensors, master_dp_00.safetensors, rng_dp_00.safetensors, ...
+      iter_0000300/manifest.json, boxes/rank_00000.jsonl, mp_rank_00/model.safetensors, master_dp_00.safetensors, ...
 
-Every rank writes its files into `iter_0000300.tmp-<attempt>/`, and last its report: the boxes and hashes of what it
-wrote. Rank 0 waits for all reports, writes the manifest, renames the folder and replaces the tracker. Nothing here
+Every rank writes its files into `iter_0000300.tmp-<attempt>/`, and last its table: the boxes and hashes of what it
+wrote. Rank 0 waits for all tables, writes the manifest, renames the folder and replaces the tracker. Nothing here
 is a collective operation, and a crash at any moment leaves the earlier checkpoints and their tracker untouched.
 
 `attempt` is a word that all ranks share and that no other save shares (one random number, broadcast when the run
-starts, with a count of its saves). It keeps what a crashed attempt left behind, files and reports alike, out of this
+starts, with a count of its saves). It keeps what a crashed attempt left behind, files and tables alike, out of this
 one without any waiting: its folder has another name. Rank 0 removes such folders when it next saves.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import shutil
 import threading
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from data_utils.file_lock import sync_folder
-from megatron.gpt2.checkpoint.files import (
-    MANIFEST,
-    THREADS,
-    Piece,
-    in_threads,
-    manifest_bytes,
-    write_error,
-    write_tensors,
-)
+from megatron.gpt2.checkpoint.files import THREADS, Piece, in_threads, write_synced, write_tensors
+from megatron.gpt2.checkpoint.gathering import gather_tables, write_failure, write_table
+from megatron.gpt2.checkpoint.manifest import MANIFEST
 from megatron.gpt2.checkpoint.reader import Checkpoint
 from megatron.gpt2.checkpoint.state import load_model, load_rng, load_state, model_pieces, rng_pieces, state_pieces
 
@@ -44,7 +36,6 @@ __all__ = ["TRACKER", "Checkpoint", "Piece", "find_checkpoint", "load_model", "l
 
 TRACKER = "latest_checkpointed_iteration.txt"
 _OLD = 1000  # an iteration is renamed aside fewer times than this
-_GRACE = 5.0  # seconds that rank 0 waits for the parts of ranks that may be dead
 _ITERATION = re.compile(r"iter_(\d{7,12})(?:\.old-(\d{1,3}))?", re.ASCII)
 
 
@@ -67,83 +58,45 @@ def write_checkpoint(directory: str | Path, iteration: int, *, facts: Mapping[st
             shutil.rmtree(stale, ignore_errors=True)
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        report: dict[str, Any] = {"tensors": {}, "files": {}}
+        tensors: dict[str, Any] = {}
+        listed: dict[str, Any] = {}
         # What is made when it is written may be as large as memory: one at a time.
         streamed = any(piece.make for pieces in files.values() for piece in pieces.values())
         for written in in_threads(lambda file: write_tensors(folder, file, iteration, files[file]), files,
                                   1 if streamed else THREADS):
-            _merge(report, written)
+            tensors.update(written["tensors"])
+            listed.update(written["files"])
+        write_table(folder, rank, tensors, listed)
         if rank == 0:
-            for other in _reports(folder, world_size, timeout_s, hurry or threading.Event()):
-                _merge(report, other)
-            _commit(folder, final, manifest_bytes(iteration, facts, report["tensors"], report["files"]), log)
-        else:
-            _write_report(folder, rank, report)
+            contents = gather_tables(folder, world_size, timeout_s, hurry or threading.Event())
+            _commit(folder, final, contents.manifest_bytes(iteration, facts), log)
     except BaseException as error:
         if rank == 0:
             shutil.rmtree(folder, ignore_errors=True)
         else:
-            # Room for the report of the failure, so that rank 0 need not wait for the time-out.
+            # Room for the word of the failure, so that rank 0 need not wait for the time-out.
             with contextlib.suppress(OSError):
                 for file in files:
                     (folder / file).unlink(missing_ok=True)
-                _write_report(folder, rank, {"error": str(error)})
+                write_failure(folder, rank, error)
         raise
     if rank == 0 and keep_last is not None:
         _remove_older(directory, iteration, keep_last, log)
     return final
 
 
-def _merge(report: dict[str, Any], other: Mapping[str, Any]) -> None:
-    """Add what `other` lists to `report`."""
-    for name, info in other["tensors"].items():
-        known = report["tensors"].setdefault(name, info)
-        assert (known["dtype"], tuple(known["shape"])) == (info["dtype"], tuple(info["shape"])), (name, known, info)
-    assert not report["files"].keys() & other["files"].keys(), "two ranks wrote one file"
-    report["files"].update(other["files"])
-
-
-def _write_report(folder: Path, rank: int, report: Mapping[str, Any]) -> None:
-    unfinished = folder / f"rank_{rank:05d}.tmp"
-    _write_synced(unfinished, json.dumps(report).encode())
-    unfinished.rename(unfinished.with_suffix(".json"))  # rank 0 sees all of it or nothing
-
-
-def _reports(folder: Path, world_size: int, timeout_s: float, hurry: threading.Event) -> Iterator[Mapping[str, Any]]:
-    """The reports of ranks 1 to `world_size` - 1 as they come in."""
-    missing, began = set(range(1, world_size)), time.monotonic()
-    deadline = began + timeout_s
-    while missing:
-        if hurry.is_set():
-            deadline = min(deadline, time.monotonic() + _GRACE)
-        for rank in sorted(missing):
-            path = folder / f"rank_{rank:05d}.json"
-            if path.exists():
-                report = json.loads(path.read_bytes())
-                if "error" in report:
-                    raise OSError(f"rank {rank} could not write its part of {folder}: {report['error']}")
-                missing.remove(rank)
-                path.unlink()
-                yield report
-        if missing and time.monotonic() > deadline:
-            raise TimeoutError(f"{folder}: nothing came from rank {', '.join(map(str, sorted(missing)))} within "
-                               f"{deadline - began:.3g} s; earlier checkpoints are untouched: do all nodes share the "
-                               "folder?")
-        time.sleep(0.02 if missing else 0)
-
-
 def _commit(folder: Path, final: Path, manifest: bytes, log: Callable[[str], None]) -> None:
     """Make `folder`, complete but for its manifest, the checkpoint `final`."""
-    _write_synced(folder / MANIFEST, manifest)
+    write_synced(folder / MANIFEST, manifest)
     try:
         written = Checkpoint(folder)  # what cannot be opened must not be committed
     except ValueError as error:
         raise OSError(f"not what was written: {error}") from error
-    for parent in {(folder / file).parent for file in written.files} | {folder}:
+    for parent in [*(path for path in folder.iterdir() if path.is_dir()), folder]:
         sync_folder(parent)
     tracker = final.parent / TRACKER
     successor = tracker.with_name(TRACKER + ".tmp")
-    _write_synced(successor, f"{written.iteration}\n".encode())  # now: a full disk must not stop us half-way
+    write_synced(successor, f"{written.iteration}\n".encode())  # now: a full disk must not stop us half-way
     if final.exists():
         aside = next(path for old in range(1, _OLD) if not (path := Path(f"{final}.old-{old}")).exists())
         log(f"WARNING: {final} exists already and is saved again: the existing one is now {aside}")
@@ -171,17 +124,6 @@ def _remove_older(directory: Path, iteration: int, keep_last: int, log: Callable
             shutil.rmtree(removed)
     except OSError as error:
         log(f"WARNING: --keep-last {keep_last}: {error.filename} could not be removed: {error.strerror}")
-
-
-def _write_synced(path: Path, data: bytes) -> None:
-    try:
-        with open(path, "wb") as stream:
-            stream.write(data)
-            stream.flush()
-            os.fsync(stream.fileno())
-    except OSError as error:
-        path.unlink(missing_ok=True)
-        raise write_error(path, len(data), error) from error
 
 
 def find_checkpoint(directory: str | Path, *, log: Callable[[str], None], greatest: Callable[[int], int] = lambda n: n,
@@ -237,11 +179,19 @@ def _open_together(path: Path, greatest: Callable[[int], int], share: tuple[int,
     odd = greatest(0 if checkpoint and same else rank + 1)
     if odd or checkpoint is None:
         return None, problem or f"{path}: rank {odd - 1} does not see the same there: do all nodes share the folder?"
-    files = sorted(checkpoint.files)
-    damaged = checkpoint.verify(files[rank::world_size]) if verify else None
-    if at := greatest(0 if damaged is None else files.index(damaged) + 1):
-        return None, f"{path / files[at - 1]}: damaged: its sha256 is not the one in {MANIFEST}"
-    return checkpoint, ""
+    problem = _shared(checkpoint.damage(rank, world_size, hashed=verify), rank, greatest)
+    return (None, problem) if problem else (checkpoint, "")
+
+
+def _shared(line: str, rank: int, greatest: Callable[[int], int]) -> str:
+    """The line of the last rank that has one that is not empty, on all ranks."""
+    speaker = greatest(rank + 1 if line else 0)
+    if not speaker:
+        return ""
+    data = line.encode() if rank + 1 == speaker else b""
+    size = greatest(len(data))
+    numbers = [greatest(int.from_bytes(data[at:at + 7], "big")) for at in range(0, size, 7)]  # 7 bytes fit into 64 bits
+    return b"".join(number.to_bytes(min(7, size - 7 * i), "big") for i, number in enumerate(numbers)).decode()
 
 
 def _proposals(directory: Path) -> tuple[int | None, list[int], list[str]]:

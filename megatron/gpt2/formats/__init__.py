@@ -7,16 +7,17 @@ import shlex
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from megatron.gpt2.checkpoint.files import MANIFEST
 from megatron.gpt2.checkpoint.folder import TRACKER, find_checkpoint
+from megatron.gpt2.checkpoint.manifest import MANIFEST
 from megatron.gpt2.checkpoint.reader import Checkpoint
 from megatron.gpt2.formats import huggingface, megatron, nanogpt
 from megatron.gpt2.formats.source import Hints, Source
 
 __all__ = ["FORMATS", "Hints", "Source", "open_source", "recognise", "refuse_foreign"]
 
-# megatron-2019 is flat (NVIDIA's release and DeepSpeedExamples' too), megatron-v1 nested (v1.0 to v3).
-FORMATS = ("native", "huggingface", "megatron-2019", "megatron-v1", "megatron-core", "deepspeed", "nanogpt")
+# megatron-2019 is flat (NVIDIA's release and DeepSpeedExamples' too), v1 to v3 are nested.
+FORMATS = ("native", "huggingface", "megatron-2019", "megatron-v1", "megatron-v2", "megatron-v3", "megatron-core",
+           "deepspeed", "nanogpt")
 
 
 def recognise(path: str | Path, iteration: int | None = None) -> tuple[str, Path] | None:
@@ -96,7 +97,11 @@ def open_source(path: str | Path, hints: Hints | None = None, *, log: Callable[[
         checkpoint = None
         if hints.iteration is None and where != path and path.is_dir():
             checkpoint = find_checkpoint(path, log=log, verify=False)  # steps over a damaged one, loudly
-        source = checkpoint or Checkpoint(where)
+        if checkpoint is None:
+            checkpoint = Checkpoint(where)
+            if problem := checkpoint.damage(hashed=False):
+                raise ValueError(problem)
+        source = checkpoint
     elif format == "huggingface":
         source = huggingface.open_huggingface(where, hints)
     elif format == "nanogpt":

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from megatron.gpt2.checkpoint.reader import TensorInfo
+from megatron.gpt2.checkpoint.parsing import TensorInfo
 from megatron.gpt2.config import ModelConfig
 from megatron.gpt2.formats.foreign import Recipe, first_rows, head_major
 from megatron.gpt2.model.gpt2 import parameter_specs

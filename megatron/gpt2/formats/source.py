@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from megatron.gpt2.checkpoint.reader import TensorInfo
+from megatron.gpt2.checkpoint.parsing import TensorInfo
 
 
 @dataclass(frozen=True)

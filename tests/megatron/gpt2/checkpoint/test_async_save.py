@@ -21,7 +21,7 @@ import torch
 
 from benchmarks import kills
 from megatron.gpt2.checkpoint import folder as checkpointing
-from megatron.gpt2.checkpoint import saver
+from megatron.gpt2.checkpoint import gathering, saver
 from megatron.gpt2.checkpoint.files import write_tensors
 from megatron.gpt2.checkpoint.folder import Checkpoint, find_checkpoint, write_checkpoint
 from megatron.gpt2.checkpoint.saver import Saver
@@ -183,7 +183,7 @@ def test_too_little_memory_is_said_and_the_save_made_at_once(tmp_path: Path, mon
 
 
 def test_a_rank_that_is_gone_is_not_waited_for_on_the_way_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(checkpointing, "_GRACE", 0.2)
+    monkeypatch.setattr(gathering, "_GRACE", 0.2)
     said: list[str] = []
     s = saving(tmp_path, said, world_size=2)
     s.save(1, rank_files(full_state(1), 0, 2), {})

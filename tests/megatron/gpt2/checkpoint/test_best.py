@@ -19,7 +19,7 @@ from tests.test_command_line import FLAGS, work  # noqa: F401
 def best(folder: str) -> tuple[int, float, list[str]]:
     """The iteration in best/, its loss, and every checkpoint there."""
     found = find_checkpoint(f"{folder}/save/best", log=print)
-    assert found is not None and found.verify() is None
+    assert found is not None and found.verify() == ""
     return found.iteration, found.facts["valid_loss"], sorted(path.name for path in found.path.parent.glob("i*"))
 
 

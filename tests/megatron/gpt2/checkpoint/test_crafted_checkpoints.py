@@ -20,8 +20,9 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.gpt2.checkpoint.files import MANIFEST, manifest_tail
 from megatron.gpt2.checkpoint.folder import TRACKER, Checkpoint, Piece, find_checkpoint, write_checkpoint
+from megatron.gpt2.checkpoint.manifest import MANIFEST, manifest_tail, sealed, table_path
+from tests.megatron.gpt2.checkpoint.versions import contents, make_version_1, reseal
 
 FILES = [f"mp_rank_0{rank}/model.safetensors" for rank in (0, 1)]
 WHOLE = torch.arange(48.0).view(8, 6)
@@ -29,22 +30,26 @@ Manifest = dict[str, Any]
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """An iteration: one matrix of 8 x 6, a half of its rows in each of two files."""
+def newest(tmp_path: Path) -> Path:
+    """An iteration: one matrix of 8 x 6, a half of its rows in each of two files, of two ranks."""
     for rank in (1, 0):
         write_checkpoint(tmp_path / "save", 1, files={FILES[rank]: {"x": Piece(WHOLE[4 * rank:4 * rank + 4], (8, 6),
                          (4 * rank, 0))}}, facts={}, rank=rank, world_size=2, attempt="a", timeout_s=5)
     return tmp_path / "save" / "iter_0000001"
 
 
+@pytest.fixture(params=[1, 2])
+def folder(newest: Path, request: pytest.FixtureRequest) -> Path:
+    """The same, of each version of the format."""
+    if request.param == 1:
+        make_version_1(newest)
+    return newest
+
+
 def seal(folder: Path, body: str | bytes) -> None:
     """Write the manifest that begins with `body`, up to its own sha256."""
     body = body.encode() if isinstance(body, str) else body
     (folder / MANIFEST).write_bytes(body + manifest_tail(body))
-
-
-def written(manifest: Manifest) -> str:
-    return json.dumps({key: value for key, value in manifest.items() if key != "sha256"})[:-1] + ', "sha256": "'
 
 
 @contextlib.contextmanager
@@ -74,9 +79,9 @@ def refused(folder: Path) -> str:
 
 
 def test_the_checkpoint_is_good_before(folder: Path) -> None:
-    seal(folder, written(json.loads((folder / MANIFEST).read_bytes())))
+    reseal(folder, contents(folder))
     assert torch.equal(Checkpoint(folder).read("x"), WHOLE)
-    assert Checkpoint(folder).verify() is None
+    assert Checkpoint(folder).verify() == ""
 
 
 def text(tensors: str = "", files: str = "", more: str = "") -> str:
@@ -128,11 +133,11 @@ PLACES: dict[str, Callable[[Manifest, Any], None]] = {
 
 @pytest.mark.parametrize("place", PLACES)
 def test_what_is_no_size(folder: Path, place: str) -> None:
-    true = json.loads((folder / MANIFEST).read_bytes())
+    true = contents(folder)
     for value in NO_NUMBERS:
         manifest = copy.deepcopy(true)
         PLACES[place](manifest, value)
-        seal(folder, written(manifest))
+        reseal(folder, manifest)
         refused(folder)
 
 
@@ -143,15 +148,15 @@ WAYS = ["tensors", "tensors x", "tensors x dtype", "tensors x shape", "files", F
 
 @pytest.mark.parametrize("value", [None, True, 3, "x", [], [[]], [1, 2], {"x": []}, {"x": {}}, {"x": None}], ids=repr)
 def test_values_of_another_type(folder: Path, value: Any) -> None:
-    true = json.loads((folder / MANIFEST).read_bytes())
+    true = contents(folder)
     for way in WAYS:
         manifest, keys = copy.deepcopy(true), way.split()
         at = functools.reduce(operator.getitem, keys[:-1], manifest)
         at[keys[-1]] = value
-        seal(folder, written(manifest))
+        reseal(folder, manifest)
         refused(folder)
         del at[keys[-1]]
-        seal(folder, written(manifest))
+        reseal(folder, manifest)
         refused(folder)
 
 
@@ -188,7 +193,8 @@ BOXES: dict[str, Callable[[Manifest], Any]] = {
     "more than the file holds": lambda m: (m["tensors"].update(y={"dtype": "U8", "shape": [1000]}),
                                            m["files"][FILES[0]]["boxes"].update(y={"offset": [0], "shape": [1000]})),
     "a file of two ranks": lambda m: m["files"].update({"mp_rank_07/model.safetensors": m["files"][FILES[1]]}),
-    "another version": lambda m: m.update(version=2),
+    "another version": lambda m: m.update(version=3),
+    "a version of nobody": lambda m: m.update(version=0),
     "another iteration": lambda m: m.update(iteration=2),
     "facts in a list": lambda m: m.update(facts=[{}] * 1_000_000),
 }
@@ -196,13 +202,13 @@ BOXES: dict[str, Callable[[Manifest], Any]] = {
 
 @pytest.mark.parametrize("name", BOXES)
 def test_boxes(folder: Path, name: str) -> None:
-    manifest = json.loads((folder / MANIFEST).read_bytes())
+    manifest = contents(folder)
     BOXES[name](manifest)
-    seal(folder, written(manifest))
+    reseal(folder, manifest)
     refused(folder)
     if "dtype" not in name:  # those are seen when the file's header is compared
-        with pytest.raises(ValueError, match=MANIFEST):
-            Checkpoint(folder)
+        with pytest.raises(ValueError, match=f"{MANIFEST}|{table_path(0)}"):
+            Checkpoint(folder).read("x")
 
 
 @pytest.mark.parametrize("path", [
@@ -213,9 +219,9 @@ def test_boxes(folder: Path, name: str) -> None:
     "mp_rank_00/x.pt", "~/x.safetensors", "$HOME/x.safetensors", "C:/x.safetensors", "file:///etc/passwd"])
 def test_paths_elsewhere(folder: Path, path: str) -> None:
     (folder.parent / "secret").write_bytes((folder / FILES[0]).read_bytes())
-    manifest = json.loads((folder / MANIFEST).read_bytes())
+    manifest = contents(folder)
     manifest["files"][path] = manifest["files"].pop(FILES[0])
-    seal(folder, written(manifest))
+    reseal(folder, manifest)
     assert "names the file" in refused(folder)
 
 
@@ -239,9 +245,9 @@ def test_what_is_no_file(folder: Path, file: str, name: str) -> None:
 @pytest.mark.timeout(30, method="thread")
 @pytest.mark.parametrize("name", ["pipe", "endless"])
 def test_what_has_no_size(folder: Path, name: str) -> None:
-    manifest = json.loads((folder / MANIFEST).read_bytes())
+    manifest = contents(folder)
     manifest["files"]["mp_rank_00/more.safetensors"] = {"bytes": 0, "sha256": hashlib.sha256().hexdigest(), "boxes": {}}
-    seal(folder, written(manifest))
+    reseal(folder, manifest)
     IN_PLACE[name](folder / "mp_rank_00/more.safetensors")
     refused(folder)
 
@@ -260,7 +266,7 @@ def test_pickles_are_not_executed(folder: Path, place: str) -> None:
     payload = pickle.dumps(Payload(done))
     pickle.loads(payload)
     done.unlink()  # it would have worked
-    manifest = json.loads((folder / MANIFEST).read_bytes())
+    manifest = contents(folder)
     if place == TRACKER:
         (folder.parent / TRACKER).write_bytes(payload)
         checkpoint = find_checkpoint(folder.parent, log=lambda line: None)
@@ -272,14 +278,14 @@ def test_pickles_are_not_executed(folder: Path, place: str) -> None:
             payload += bytes(manifest["files"][place]["bytes"] - len(payload))
             (folder / place).write_bytes(payload)
             manifest["files"][place]["sha256"] = hashlib.sha256(payload).hexdigest()
-            seal(folder, written(manifest))
+            reseal(folder, manifest)
         refused(folder)
     assert not done.exists()
 
 
 def test_headers_that_disagree(folder: Path) -> None:
     """With the right sha256 and size in the manifest; the last two say another size of the header."""
-    true = json.loads((folder / MANIFEST).read_bytes())
+    true = contents(folder)
     data = (folder / FILES[0]).read_bytes()
     length = int.from_bytes(data[:8], "little")
     header, values = data[8:8 + length], data[8 + length:]
@@ -296,5 +302,108 @@ def test_headers_that_disagree(folder: Path) -> None:
         assert start != data[:8 + length]
         (folder / FILES[0]).write_bytes(start + values)
         true["files"][FILES[0]].update(bytes=len(start + values), sha256=hashlib.sha256(start + values).hexdigest())
-        seal(folder, written(true))
+        reseal(folder, true)
         refused(folder)
+
+
+# ------------------------------------------------------------------------------------- tables, and what is said of them
+
+
+def change(folder: Path, crafted: Callable[[Manifest], Any]) -> None:
+    manifest = json.loads((folder / MANIFEST).read_bytes())
+    del manifest["sha256"]
+    crafted(manifest)
+    (folder / MANIFEST).write_bytes(sealed(manifest))
+
+
+def put_table(folder: Path, data: bytes, rank: int = 0) -> None:
+    """A table of any bytes, of which the manifest says the right size and hash."""
+    (folder / table_path(rank)).write_bytes(data)
+    change(folder, lambda m: m["tables"].setdefault(table_path(rank), {"files": 1}).update(
+        bytes=len(data), sha256=hashlib.sha256(data).hexdigest()))
+
+
+SAID: dict[str, Callable[[Manifest], Any]] = {
+    "another table": lambda m: m["held"][0][0].__setitem__(0, 2),
+    "the tables backwards": lambda m: m["held"][0].reverse(),
+    "one table twice": lambda m: m["held"][0][1].__setitem__(0, 0),
+    "fewer entries": lambda m: m["held"][0][0].__setitem__(3, 23),
+    "entries of another": lambda m: [part.__setitem__(3, 23 + 2 * i) for i, part in enumerate(m["held"][0])],
+    "other rows": lambda m: m["held"][0][0].__setitem__(2, 5),
+    "rows of nobody": lambda m: [part.__setitem__(slice(1, 3), [9, 9]) for part in m["held"][0]],
+    "one table alone": lambda m: m["held"].__setitem__(0, [[0, 0, 8, 48]]),
+    "another list": lambda m: m["tensors"]["x"].update(held=1),
+    "no list": lambda m: m["tensors"]["x"].pop("held"),
+    "a list too short": lambda m: m["held"][0][0].pop(),
+    "a list too long": lambda m: m["held"][0][0].append(1),
+    "no lists": lambda m: m.pop("held"),
+    "no tables": lambda m: m.update(tables={}),
+    "more files": lambda m: m["tables"][table_path(0)].update(files=2),
+    "no files": lambda m: m["tables"][table_path(0)].update(files=0),
+    "another hash": lambda m: m["tables"][table_path(0)].update(sha256="0" * 64),
+    "a hash of no text": lambda m: m["tables"][table_path(0)].update(sha256=None),
+    "another size": lambda m: m["tables"][table_path(0)].update(bytes=10),
+    "more than is read": lambda m: m["tables"][table_path(0)].update(bytes=1 << 40),
+    "a tensor of another table": lambda m: m["tensors"].update(y=m["tensors"]["x"]),
+    "two tables with one file": lambda m: m["tables"].update({table_path(1): m["tables"][table_path(0)]}),
+    "2^60 entries": lambda m: (m["tensors"]["x"].update(shape=[1 << 30, 1 << 30]),
+                               m["held"].__setitem__(0, [[0, 0, 1 << 30, 1 << 60]])),
+    "parts of nothing": lambda m: m["held"].append([[i, 0, 1, 1] for i in range(100_000)]),
+}
+
+
+@pytest.mark.parametrize("name", SAID)
+def test_what_a_manifest_says_of_tables(newest: Path, name: str) -> None:
+    change(newest, SAID[name])
+    refused(newest)
+
+
+@pytest.mark.parametrize("place", [("held", 0, 0, column) for column in range(4)] + [
+    ("tensors", "x", "held"), ("tables", table_path(0), "bytes"), ("tables", table_path(0), "files")], ids=str)
+def test_what_is_no_number_of_a_table(newest: Path, place: tuple[Any, ...]) -> None:
+    true = json.loads((newest / MANIFEST).read_bytes())
+    del true["sha256"]
+    for value in NO_NUMBERS:
+        manifest = copy.deepcopy(true)
+        functools.reduce(operator.getitem, place[:-1], manifest)[place[-1]] = value
+        (newest / MANIFEST).write_bytes(sealed(manifest))
+        refused(newest)
+
+
+OTHER_THINGS = [
+    b"", b"\n", b"{}", b"{}\n", b"{}\n[]", b"{}\nnull", b"{}\n" + b"[" * 100_000, b"{}\n" + b'{"x":' * 100_000,
+    b"{}\n" + b" " * (17 << 20), b"\x80\x04cposix\nsystem\n.", b'{}\n{"a": 1, "a": 1}']
+
+
+@pytest.mark.parametrize("data", OTHER_THINGS, ids=lambda data: repr(data[:9]))
+def test_tables_of_other_things(newest: Path, data: bytes) -> None:
+    put_table(newest, data)
+    refused(newest)
+
+
+def test_a_file_of_two_tables(newest: Path) -> None:
+    put_table(newest, (newest / table_path(0)).read_bytes(), rank=1)
+    change(newest, lambda m: m["held"].__setitem__(0, [[0, 0, 4, 24], [1, 0, 4, 24]]))
+    assert "another table lists too" in refused(newest)
+
+
+@pytest.mark.parametrize("path", [
+    "../boxes/rank_00000.jsonl", "/dev/zero", "boxes/../boxes/rank_00000.jsonl", MANIFEST, FILES[0],
+    "boxes/rank_00000.jsonl\n", "boxes/rank_٠٠٠٠٠.jsonl", "boxes//rank_00000.jsonl"])
+def test_tables_elsewhere(newest: Path, path: str) -> None:
+    change(newest, lambda m: m["tables"].update({path: m["tables"].pop(table_path(0))}))
+    assert "names the file" in refused(newest)
+
+
+@pytest.mark.timeout(30, method="thread")
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_tables_that_are_no_file(newest: Path, name: str) -> None:
+    (newest / table_path(1)).unlink()
+    IN_PLACE[name](newest / table_path(1))
+    refused(newest)
+
+
+def test_a_newer_version_is_named(newest: Path) -> None:
+    change(newest, lambda m: m.update(version=3))
+    assert f"{newest / MANIFEST}: format version 3 is newer than 2, the newest that this program reads: update the " \
+        "program" in refused(newest)

@@ -139,7 +139,7 @@ def damages(files: Files, chance: random.Random) -> Iterator[tuple[str, Files]]:
     folders = sorted({str(parent) for path in files for parent in Path(path).parents} - {"."})
     done = 0
     for path, data in files.items():
-        bits = range(8 * len(data)) if path == TRACKER else [chance.randrange(8 * len(data)) for _ in range(14)]
+        bits = range(8 * len(data)) if path == TRACKER else [chance.randrange(8 * len(data)) for _ in range(12)]
         for bit in bits:
             yield f"flip {path} {bit}", flip(files, path, bit)
         lengths = {0, len(data) - 1, chance.randrange(len(data)), chance.randrange(len(data))}

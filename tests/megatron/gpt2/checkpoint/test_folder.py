@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 
 import mpu
-from megatron.gpt2.checkpoint.files import MANIFEST, file_header, manifest_bytes, write_tensors
+from megatron.gpt2.checkpoint.boxes import check_cover
+from megatron.gpt2.checkpoint.files import file_header, write_tensors
 from megatron.gpt2.checkpoint.folder import (
     TRACKER,
     Checkpoint,
@@ -37,9 +38,10 @@ from megatron.gpt2.checkpoint.folder import (
     state_pieces,
     write_checkpoint,
 )
-from megatron.gpt2.checkpoint.reader import check_cover
+from megatron.gpt2.checkpoint.manifest import MANIFEST
 from megatron.gpt2.checkpoint.state import FlatState
 from mpu import Box, PartitionSpec
+from tests.megatron.gpt2.checkpoint.versions import reseal
 
 REPOSITORY = Path(__file__).parents[4]
 VOCAB = 130  # padded to 256: at model-parallel size 4 the last rank has padding alone
@@ -127,16 +129,18 @@ def test_what_is_on_the_disk(tmp_path: Path) -> None:
     assert (tmp_path / TRACKER).read_text().strip() == "300"
     folder = tmp_path / "iter_0000300"
     assert sorted(str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*") if p.is_file()) == sorted(
-        [TRACKER, "iter_0000300/manifest.json"] + [f"iter_0000300/mp_rank_0{r}/{n}.safetensors"
-                                                   for r in (0, 1) for n in ("model", "optim_dp_00")])
+        [TRACKER, "iter_0000300/manifest.json"] + [f"iter_0000300/boxes/rank_0000{r}.jsonl" for r in (0, 1)] +
+        [f"iter_0000300/mp_rank_0{r}/{n}.safetensors" for r in (0, 1) for n in ("model", "optim_dp_00")])
     # Others read the files, and the padding of the vocabulary is not in them.
     shards = [safetensors.torch.load_file(folder / f"mp_rank_0{r}/model.safetensors") for r in (0, 1)]
     assert "model.norm" not in shards[1], "what is replicated is saved once"
     assert torch.equal(torch.cat([s["model.embedding"] for s in shards]), full_state(300)["model", "embedding"])
     data = (folder / MANIFEST).read_bytes()
     assert json.loads(data)["sha256"] == hashlib.sha256(data[:-67]).hexdigest()
+    table = (folder / "boxes/rank_00000.jsonl").read_bytes()
+    assert hashlib.sha256(table).hexdigest() == json.loads(data)["tables"]["boxes/rank_00000.jsonl"]["sha256"]
     assert hashlib.sha256((folder / "mp_rank_00/model.safetensors").read_bytes()).hexdigest() == \
-        json.loads(data)["files"]["mp_rank_00/model.safetensors"]["sha256"]
+        json.loads(table.splitlines()[1])["mp_rank_00/model.safetensors"]["sha256"]
 
 
 def test_several_boxes_of_one_tensor_in_a_file(tmp_path: Path) -> None:
@@ -358,7 +362,8 @@ def test_all_ranks_come_to_the_same_answer(tmp_path: Path) -> None:
 
     assert [found[0] for found in Ranks(3).run(load)] == [200] * 3
     # Damage that one rank's share of the files holds, whichever: all hear of it, by name.
-    for file in sorted(Checkpoint(tmp_path / "iter_0000200").files):
+    tables = [f"boxes/rank_0000{rank}.jsonl" for rank in (0, 1)]
+    for file in [*sorted(Checkpoint(tmp_path / "iter_0000200").files), *tables]:
         victim = tmp_path / "iter_0000200" / file
         data = victim.read_bytes()
         victim.write_bytes(data[:-1] + bytes([data[-1] ^ 4]))
@@ -425,7 +430,7 @@ def test_shards_of_another_rank_or_iteration_are_noticed_without_hashing(tmp_pat
             Checkpoint(folder).read("model.row")
 
 
-def craft(folder: Path, header: bytes | None = None, file: str = "mp_rank_00/model.safetensors",
+def craft(folder: Path, version: int, header: bytes | None = None, file: str = "mp_rank_00/model.safetensors",
           **changes: Any) -> Path:
     """A checkpoint whose hashes are all right, whatever else is changed in its manifest."""
     folder = folder / "iter_0000001"
@@ -439,7 +444,9 @@ def craft(folder: Path, header: bytes | None = None, file: str = "mp_rank_00/mod
         info.update(bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
     info.update(changes.pop("info", {}))
     parts = {"iteration": 1, "facts": {}, "tensors": made["tensors"], "files": {file: info}, **changes}
-    (folder / MANIFEST).write_bytes(manifest_bytes(**parts))
+    if version > 1:
+        (folder / "boxes").mkdir()
+    reseal(folder, {"version": version, **parts})
     return folder
 
 
@@ -451,9 +458,10 @@ def sealed(body: str) -> bytes:
 ONE = '"version": 1, "iteration": 1, "facts": {}, "tensors": {}, "files": {}'
 
 
-def test_crafted_files_are_refused_at_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize("version", [1, 2])
+def test_crafted_files_are_refused_at_once(tmp_path: Path, version: int) -> None:
     """Each has right hashes, as an attacker's would."""
-    good = craft(tmp_path / "good")
+    good = craft(tmp_path / "good", version)
     assert torch.equal(Checkpoint(good).read("x"), torch.ones(4))
     entry = '"x":{"dtype":"F32","shape":[4],"data_offsets":[0,16]}'
     metadata = '"__metadata__":{"format":"pt","file":"mp_rank_00/model.safetensors","iteration":"1"}'
@@ -493,10 +501,10 @@ def test_crafted_files_are_refused_at_once(tmp_path: Path) -> None:
     }
     texts = {"twice": f'{{{ONE}, "iteration": 1, "sha256": "', "deep": f'{{{ONE}, "x": {"[" * 100_000}"sha256": "',
              "digits": f'{{{ONE}, "x": {"9" * 100_000}, "sha256": "',
-             "version": f'{{{ONE[15:]}, "version": 2, "sha256": "',
+             "version": f'{{{ONE[15:]}, "version": 3, "sha256": "',
              "none": '{"sha256": "', "array": '["', "surrogate": f'{{{ONE}, "\\ud800": 1, "\\ud800": 1, "sha256": "'}
     for name, changes in crafted.items():
-        folder = craft(tmp_path / hashlib.sha256(name.encode()).hexdigest()[:8], **changes)
+        folder = craft(tmp_path / hashlib.sha256(name.encode()).hexdigest()[:8], version, **changes)
         refused(folder, name)
     for name, text in texts.items():
         (good / MANIFEST).write_bytes(sealed(text))

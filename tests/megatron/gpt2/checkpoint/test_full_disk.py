@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.gpt2.checkpoint.files import MANIFEST
 from megatron.gpt2.checkpoint.folder import TRACKER, Piece, find_checkpoint, write_checkpoint
+from megatron.gpt2.checkpoint.manifest import MANIFEST
 from tests.conftest import ROOT
 
 
@@ -69,6 +69,6 @@ def test_a_full_disk(tmp_path: Path) -> None:
     run = subprocess.run([*alone, f'{mounted} exec "$0" -c "$1"', sys.executable, program], cwd=ROOT,
                          capture_output=True, text=True, timeout=100)
     assert run.returncode == 0, run.stderr
-    # The second rank's file and its report, then the first rank's, the manifest and the tracker.
+    # The second rank's file and its table, then the first rank's, the manifest and the tracker.
     assert json.loads(run.stdout.splitlines()[-1]).keys() == {
-        "model.safetensors", "rank_00001.tmp", MANIFEST, f"{TRACKER}.tmp"}
+        "model.safetensors", "rank_00001.tmp", "rank_00000.tmp", MANIFEST, f"{TRACKER}.tmp"}

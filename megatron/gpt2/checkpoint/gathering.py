@@ -1,0 +1,80 @@
+"""How rank 0 hears what the others wrote: each puts the table of its files into the checkpoint, last of all.
+
+The table, or the error in its place, appears under its name as a whole or not at all. Rank 0 keeps its first line and
+its hash: what the boxes are concerns only those who load them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron.gpt2.checkpoint.files import DTYPES, write_synced
+from megatron.gpt2.checkpoint.manifest import Contents, table_bytes, table_path
+from megatron.gpt2.checkpoint.parsing import TensorInfo, check_sizes, parse_files
+
+_GRACE = 5.0  # seconds that rank 0 waits for the parts of ranks that may be dead
+_PAUSE = 0.02  # seconds between two looks
+_NAMED = 8  # ranks that a message names
+
+
+def write_table(folder: Path, rank: int, tensors: Mapping[str, Any], files: Mapping[str, Any]) -> None:
+    """Write the table of this rank's `files`, as `write_tensors` lists them; OSError where no reader would take it."""
+    data = table_bytes(files, tensors)
+    known = {name: TensorInfo(DTYPES[info["dtype"]], tuple(info["shape"])) for name, info in tensors.items()}
+    try:
+        check_sizes(folder, parse_files(json.loads(data.partition(b"\n")[2]), known).files)
+    except ValueError as error:
+        raise OSError(f"not what was written: {error}") from error
+    _put(folder, rank, data)
+
+
+def write_failure(folder: Path, rank: int, error: BaseException) -> None:
+    _put(folder, rank, json.dumps({"error": str(error)}).encode())
+
+
+def _put(folder: Path, rank: int, data: bytes) -> None:
+    path = folder / table_path(rank)
+    unfinished = path.with_suffix(".tmp")
+    write_synced(unfinished, data)
+    unfinished.rename(path)
+
+
+def gather_tables(folder: Path, world_size: int, timeout_s: float, hurry: threading.Event) -> Contents:
+    """What all ranks wrote into `folder`, once their tables are there. OSError where a rank could not write its part;
+    TimeoutError where its table is missing after `timeout_s` seconds, or a few after `hurry` is set."""
+    paths = {Path(table_path(rank)).name: rank for rank in range(world_size)}
+    tables = (folder / table_path(0)).parent
+    found: dict[int, tuple[Mapping[str, Any], int, str]] = {}
+    began = time.monotonic()
+    deadline = began + timeout_s
+    while True:
+        # One look for all: of thousands, each alone would be a question to the file system.
+        for name in paths.keys() & set(os.listdir(tables)):
+            data = (tables / name).read_bytes()
+            first = json.loads(data.partition(b"\n")[0])
+            rank = paths.pop(name)
+            if "error" in first:
+                raise OSError(f"rank {rank} could not write its part of {folder}: {first['error']}")
+            found[rank] = first, len(data), hashlib.sha256(data).hexdigest()
+        if not paths:
+            break
+        if hurry.is_set():
+            deadline = min(deadline, time.monotonic() + _GRACE)
+        if time.monotonic() > deadline:
+            missing = sorted(paths.values())
+            more = f" and {len(missing) - _NAMED:,} more" if len(missing) > _NAMED else ""
+            raise TimeoutError(f"{folder}: nothing came from rank {', '.join(map(str, missing[:_NAMED]))}{more} within "
+                               f"{deadline - began:.3g} s; earlier checkpoints are untouched: do all nodes share the "
+                               "folder?")
+        time.sleep(_PAUSE)
+    contents = Contents()
+    for rank in range(world_size):
+        contents.add(rank, *found.pop(rank))
+    return contents

@@ -1,0 +1,240 @@
+"""What a manifest and its tables say, checked: nothing is believed of them before. megatron/gpt2/checkpoint/manifest.py
+has their format.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import gc
+import hashlib
+import json
+import math
+import re
+import reprlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from megatron.gpt2.checkpoint.boxes import check_cover, check_inside, extent
+from megatron.gpt2.checkpoint.files import DTYPES, FILE_NAME, tensor_name
+from megatron.gpt2.checkpoint.manifest import MANIFEST, VERSION, manifest_tail, table_path
+from mpu.partition import Box
+
+MAX_BYTES = 16 << 20  # of the manifest, and of each table: a thousand times what a small run needs
+# No path of this form is absolute or has a "..".
+_TABLE_NAME = re.compile(r"boxes/rank_\d{5,7}\.jsonl", re.ASCII)
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    dtype: torch.dtype
+    shape: tuple[int, ...]  # global
+
+
+@dataclass(frozen=True)
+class FileInfo:
+    bytes: int
+    sha256: str
+    boxes: dict[str, Box]
+
+
+class Part(NamedTuple):
+    """A box of a tensor, and where it lies."""
+
+    box: Box
+    file: str
+    key: str
+
+
+class Table(NamedTuple):
+    files: dict[str, FileInfo]
+    parts: dict[str, list[Part]]  # by tensor
+
+
+class TableInfo(NamedTuple):
+    bytes: int
+    sha256: str
+    files: int
+    tensors: int  # of how many tensors it holds a part
+
+
+class Held(NamedTuple):
+    """What a table holds of a tensor: entries within [top, bottom) of its rows."""
+
+    table: int
+    top: int
+    bottom: int
+    entries: int
+
+
+class Manifest(NamedTuple):
+    """`held` is empty and `inside` the one table where the manifest is of version 1."""
+
+    digest: str
+    iteration: int
+    facts: dict[str, Any]
+    tensors: dict[str, TensorInfo]
+    held: dict[str, list[Held]]
+    tables: dict[str, TableInfo]
+    inside: Table | None
+
+
+@contextlib.contextmanager
+def errors_of(where: Path) -> Iterator[None]:
+    """Whatever is wrong with the file `where` is a ValueError, in one line that names it."""
+    try:
+        yield
+    except KeyError as error:
+        raise ValueError(f"{where}: names no {_line(error)}, or an unknown one") from error
+    except RecursionError as error:
+        raise ValueError(f"{where}: nested too deeply") from error
+    except (ValueError, TypeError, AttributeError, OSError) as error:
+        raise ValueError(f"{where}: {_line(error)}") from error
+
+
+@contextlib.contextmanager
+def uncollected() -> Iterator[None]:
+    """Without Python's garbage collector: it would go through all that is being made again and again, two thirds of
+    the time."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
+
+def parse_manifest(data: bytes) -> Manifest:
+    tail = len(manifest_tail(b""))
+    if manifest_tail(data[:-tail]) != data[-tail:]:
+        raise ValueError("damaged: it does not end in the sha256 of its own bytes")
+    manifest = json.loads(data, object_pairs_hook=_unique)
+    (version,) = _naturals([manifest["version"]])
+    if version > VERSION:
+        raise ValueError(f"format version {version} is newer than {VERSION}, the newest that this program reads: "
+                         "update the program")
+    (iteration,) = _naturals([manifest["iteration"]])
+    tensors = {name: TensorInfo(DTYPES[info["dtype"]], _naturals(info["shape"]))
+               for name, info in manifest["tensors"].items()}
+    held: dict[str, list[Held]] = {}
+    tables: dict[str, TableInfo] = {}
+    inside = None
+    if version == VERSION:
+        held, tables = _held(manifest, tensors)
+    elif version == 1:
+        inside = parse_files(manifest["files"], tensors)
+        tables = {MANIFEST: TableInfo(len(data), "", len(inside.files), len(inside.parts))}
+        for name, info in tensors.items():
+            check_cover(name, info.shape, [part.box for part in inside.parts.get(name, [])])
+    else:
+        raise ValueError(f"format version {version} never was")
+    return Manifest(data[-tail:][:64].decode(), iteration, dict(manifest["facts"]), tensors, held, tables, inside)
+
+
+def _held(manifest: Any, tensors: Mapping[str, TensorInfo]) -> tuple[dict[str, list[Held]], dict[str, TableInfo]]:
+    """By tensor what holds it, checked to be as many entries as it has; and the tables."""
+    paths = dict(manifest["tables"])
+    lists = []
+    for entries in manifest["held"]:
+        held = [Held(*_naturals(entry, 4)) for entry in entries]
+        if any(a.table >= b.table for a, b in zip(held, held[1:], strict=False)) or (
+                held and held[-1].table >= len(paths)):
+            raise ValueError(f"{reprlib.repr(entries)} are no tables of it in their order")
+        lists.append(held)
+    found, users = {}, [0] * len(lists)
+    for name, info in tensors.items():
+        (place,) = _naturals([manifest["tensors"][name]["held"]])
+        if place >= len(lists):
+            raise ValueError(f"{name}: no list {place} says what holds it")
+        found[name] = lists[place]
+        users[place] += 1
+        if (entries := sum(part.entries for part in lists[place])) != math.prod(info.shape):
+            raise ValueError(f"{name}: its boxes hold {entries} entries of {math.prod(info.shape)}")
+    counts = [0] * len(paths)
+    for held, count in zip(lists, users, strict=True):
+        for part in held:
+            counts[part.table] += count
+    tables = {}
+    for (path, info), count in zip(paths.items(), counts, strict=True):
+        if not _TABLE_NAME.fullmatch(path):
+            raise ValueError(f"names the file {path!r}, which is not of the form {table_path(0)}")
+        size, files = _naturals([info["bytes"], info["files"]])
+        if size > MAX_BYTES:
+            raise ValueError(f"{path} has {size:,} bytes, and at most {MAX_BYTES:,} are read")
+        tables[path] = TableInfo(size, info["sha256"], files, count)
+    return found, tables
+
+
+def parse_table(data: bytes, number: int, info: TableInfo, manifest: Manifest) -> Table:
+    """The table `number` of `manifest`, which says `info` of it, checked to hold that."""
+    if hashlib.sha256(data).hexdigest() != info.sha256:
+        raise ValueError(f"damaged: its sha256 is not the one in {MANIFEST}")
+    table = parse_files(json.loads(data.partition(b"\n")[2], object_pairs_hook=_unique), manifest.tensors)
+    if (len(table.files), len(table.parts)) != (info.files, info.tensors):
+        raise ValueError(f"lists {len(table.files)} files and {len(table.parts)} tensors: {MANIFEST} says {info.files} "
+                         f"and {info.tensors}")
+    for name, parts in table.parts.items():
+        held = manifest.held[name]
+        at = bisect.bisect_left(held, (number,))
+        if at == len(held) or held[at] != (number, *extent([part.box for part in parts])):
+            raise ValueError(f"its part of {name} is not the one that {MANIFEST} says")
+    return table
+
+
+def parse_files(files: Any, tensors: Mapping[str, TensorInfo]) -> Table:
+    """The second line of a table."""
+    table = Table({}, {})
+    for file, info in files.items():
+        if not FILE_NAME.fullmatch(file):
+            raise ValueError(f"names the file {file!r}, which is not of the form mp_rank_00/name.safetensors")
+        boxes = {key: Box(_naturals(box["offset"]), _naturals(box["shape"])) for key, box in info["boxes"].items()}
+        (size_on_disk,) = _naturals([info["bytes"]])
+        table.files[file] = FileInfo(size_on_disk, info["sha256"], boxes)
+        size = 0
+        for key, box in boxes.items():
+            name = tensor_name(key)
+            check_inside(name, tensors[name].shape, box)
+            table.parts.setdefault(name, []).append(Part(box, file, key))
+            size += box.numel * tensors[name].dtype.itemsize
+        if size > size_on_disk:
+            raise ValueError(f"the boxes of {file} do not fit into its {size_on_disk} bytes")
+    return table
+
+
+def check_sizes(folder: Path, files: Mapping[str, FileInfo]) -> None:
+    """Raise ValueError unless `files` are there, of the right sizes."""
+    for file, info in files.items():
+        check_size(folder / file, info.bytes)
+
+
+def check_size(path: Path, expected: int) -> None:
+    """Raise ValueError unless the file `path` is there and has so many bytes."""
+    with errors_of(path):
+        if not path.is_file():  # a pipe would keep us waiting
+            raise ValueError("missing")
+        if (found := path.stat().st_size) != expected:
+            raise ValueError(f"has {found:,} bytes instead of {expected:,}")
+
+
+def _naturals(values: Any, at_most: int = 2) -> tuple[int, ...]:
+    """No more than two dimensions, as no tensor here has more: the product of many takes minutes."""
+    if not isinstance(values, list) or len(values) > at_most or not all(type(v) is int and v >= 0 for v in values):
+        raise ValueError(f"{reprlib.repr(values)} should be a list of at most {at_most} whole numbers")
+    return tuple(values)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) != len(pairs):
+        raise ValueError("a key occurs twice")
+    return made
+
+
+def _line(error: Exception) -> str:
+    """What it says, in one line of a length to read: names in a manifest can be anything."""
+    return " ".join(str(error)[:300].split())
