@@ -7,11 +7,13 @@ that no other machine can reach. NCCL looks for itself.
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import os
 import socket
 import struct
 import sys
 from collections.abc import MutableMapping, Sequence
+from pathlib import Path
 
 SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
 
@@ -27,9 +29,11 @@ def address_towards(host: str) -> str:
 
 
 def interface_of(address: str) -> str:
-    """The interface that has this IPv4 address; empty where that cannot be told."""
+    """The interface that has this address, of either version; empty where that cannot be told."""
     if sys.platform != "linux":
         return ""
+    if ":" in address:
+        return _interface_of_ipv6(address)
     import fcntl
 
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
@@ -41,13 +45,23 @@ def interface_of(address: str) -> str:
     return ""
 
 
+def _interface_of_ipv6(address: str) -> str:
+    sought = ipaddress.IPv6Address(address)
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/net/if_inet6").read_text().splitlines():
+            digits, *_, name = line.split()  # address, number, length of the prefix, scope, flags, name
+            if int(digits, 16) == int(sought):
+                return name
+    return ""
+
+
 def set_gloo_interface(own: str, elsewhere: Sequence[str], environ: MutableMapping[str, str] = os.environ) -> None:
     """Name gloo's interface unless the user has. own: this machine's address towards rank 0; elsewhere: those of ranks
     on other machines, none where all are on this one."""
     if "GLOO_SOCKET_IFNAME" in environ:
         return
     if elsewhere:
-        if own.startswith("127."):  # rank 0's own machine, by a name that loops back
+        if own and ipaddress.ip_address(own).is_loopback:  # rank 0's own machine, by a name that loops back
             own = next(filter(None, map(address_towards, elsewhere)), "")
         name = interface_of(own)
     else:  # the loopback: looking the host name up fails or warns in many a container

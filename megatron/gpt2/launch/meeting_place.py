@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from megatron.gpt2.config import require
-from megatron.gpt2.launch.ranks import Launch
+from megatron.gpt2.launch.ranks import Launch, host_port
 
 POLL = 0.05  # seconds
 
@@ -44,8 +44,10 @@ def open_store(launch: Launch, deadline: float) -> Iterator[tuple[TCPStore, TCPS
 
 
 def _serve(port: int) -> TCPStore:
-    try:
-        listener = socket.create_server(("", port), backlog=2048)  # by Python, for a message of one line
+    both = socket.has_dualstack_ipv6()  # one socket then serves IPv4 as well
+    family = socket.AF_INET6 if both else socket.AF_INET
+    try:  # by Python, for a message of one line
+        listener = socket.create_server(("", port), family=family, dualstack_ipv6=both, backlog=2048)
     except OSError as error:
         raise ValueError(f"rank 0 cannot listen on port {port} ({os.strerror(error.errno or 0)}): another run may have "
                          "it; name another in MASTER_PORT or --init-method") from error
@@ -94,9 +96,13 @@ def _connect(host: str, port: int, launch: Launch, deadline: float, stale: str) 
             if stale and isinstance(error, ConnectionRefusedError):
                 raise ValueError(_stale(stale)) from error
             if time.monotonic() > deadline:
+                silence = (f"nothing answers at {host_port(host, port)}, as seen from {launch.host} "
+                           f"({error.strerror or error})")
+                if launch.rank == 0 and not launch.served:
+                    raise ValueError(f"rank 0 listens on port {port} of {launch.host}, but {silence}: MASTER_ADDR or "
+                                     "--init-method has to name the machine of rank 0") from error
                 raise MissingRanks(
-                    f"rank 0 did not come within {launch.timeout:g} s (--init-timeout): nothing answers at "
-                    f"{host}:{port}, as seen from {launch.host} ({error.strerror or error})") from error
+                    f"rank 0 did not come within {launch.timeout:g} s (--init-timeout): {silence}") from error
             time.sleep(POLL)
     return connected(host, port, launch.timeout)
 

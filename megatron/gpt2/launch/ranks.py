@@ -194,7 +194,12 @@ def _pair(environ: Mapping[str, str], rank: str, size: str) -> tuple[int, int] |
 def _place(environ: Mapping[str, str], host: str, port: str) -> str:
     """tcp://HOST:PORT, of MASTER_ADDR and MASTER_PORT where they are set; empty where either is unknown."""
     host, port = environ.get("MASTER_ADDR", host), environ.get("MASTER_PORT", port)
-    return f"tcp://{f'[{host}]' if ':' in host else host}:{port}" if host and port else ""
+    return f"tcp://{host_port(host, port)}" if host and port else ""
+
+
+def host_port(host: str, port: object) -> str:
+    """HOST:PORT, with an IPv6 address in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def _check_place(launch: Launch) -> None:
@@ -202,13 +207,14 @@ def _check_place(launch: Launch) -> None:
     require(launch.where != "", f"nothing says where the {launch.world_size} ranks meet: set MASTER_ADDR (the host of "
             "rank 0) and MASTER_PORT for each, or give --init-method tcp://HOST:PORT or file:///PATH; torchrun and "
             "srun say it by themselves")
-    place = urlsplit(launch.where)
     try:
+        place = urlsplit(launch.where)
         good = place.hostname and place.port if place.scheme == "tcp" else (
             place.scheme == "file" and not place.netloc and place.path)
-    except ValueError:  # a port that is none
+    except ValueError:  # a port that is none, or half a bracket
         good = False
-    require(bool(good), f"the ranks cannot meet at {launch.where}: tcp://HOST:PORT of rank 0 or file:///PATH would do")
+    require(bool(good), f"the ranks cannot meet at {launch.where}: tcp://HOST:PORT of rank 0 (tcp://[ADDRESS]:PORT for "
+            "IPv6) or file:///PATH would do")
 
 
 def _job_port(environ: Mapping[str, str]) -> str:

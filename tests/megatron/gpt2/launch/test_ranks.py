@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 from collections.abc import Mapping
 
@@ -51,6 +52,9 @@ def test_torchrun_keeps_the_store() -> None:
     found = launch(TORCHRUN)
     assert found.served and found.where == "tcp://node1:6000"
     assert launch({**TORCHRUN, "MASTER_ADDR": "fd00::1"}).where == "tcp://[fd00::1]:6000"
+    for bad in ("tcp://fd00::1", "tcp://[fd00::1", "tcp://[fd00::1]"):
+        with pytest.raises(ValueError, match=rf"cannot meet at {re.escape(bad)}: tcp://HOST:PORT .*for IPv6"):
+            launch(TORCHRUN, "--init-method", bad)
     assert launch(TORCHRUN, "--init-method", "file:///here").where == "file:///here"
     assert launch({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}).local is None
 
