@@ -33,8 +33,9 @@ def start_ranks(program: Program, argv: Sequence[str], launch: Launch) -> int:
         said |= {"MASTER_ADDR": "localhost", "MASTER_PORT": f"{store.port}", "TORCHELASTIC_USE_AGENT_STORE": "True"}
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     signal.signal(signal.SIGINT, lambda number, frame: None)
-    # A forked rank need not import anything, which is half of a short run. CUDA and macOS cannot be forked.
-    method = "fork" if sys.platform == "linux" and not torch.backends.cuda.is_built() else "spawn"
+    # A forked rank need not import anything, which is half of a short run. macOS cannot be forked, nor CUDA where
+    # there is a GPU: torch's wheels for Linux are built with it wherever they run.
+    method = "fork" if sys.platform == "linux" and torch.cuda.device_count() == 0 else "spawn"
     try:
         context = start_processes(_rank, (launch.rank, program, words, said, before[signal.SIGINT]),
                                   nprocs=launch.starts, join=False, start_method=method)
