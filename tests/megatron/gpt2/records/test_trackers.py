@@ -41,6 +41,7 @@ def test_tensorboard(tmp_path: Path) -> None:
 
 def test_weights_and_biases_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run that goes on goes on under the same name there."""
+    pytest.importorskip("wandb", reason="wandb is not installed")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     flags = config(tmp_path, wandb_project="gpt2")
@@ -91,7 +92,7 @@ def log_records(data: bytes) -> Iterator[bytes]:
 
 
 def test_wandb_that_cannot_begin_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import wandb
+    wandb = pytest.importorskip("wandb", reason="wandb is not installed")
 
     def refuse(**settings: Any) -> None:
         raise wandb.errors.UsageError("No API key configured")
