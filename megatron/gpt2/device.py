@@ -15,7 +15,7 @@ import re
 import shutil
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from megatron.gpt2.config import require
 from megatron.gpt2.launch.ranks import Ranks, in_slurm_step
+from megatron.gpt2.launch.rendezvous import named
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 PRECISIONS = {dtype: name for name, dtype in DTYPES.items()}
@@ -37,8 +38,27 @@ DATASHEET = (
 
 
 def choose_device(requested: str, ranks: Ranks, environ: Mapping[str, str] = os.environ) -> tuple[torch.device, str]:
-    """The device for --device auto|cpu|cuda, and why. An unusable GPU is no error under `auto`, for the first run on
-    a new machine should work, but its line starts with WARNING and names both ways out."""
+    """The device for --device auto|cpu|cuda, and why. Every rank calls it: two on one GPU are a ValueError on all.
+    An unusable GPU is no error under `auto`, for the first run on a new machine should work, but its line starts with
+    WARNING and names both ways out."""
+    device, why = _own_device(requested, ranks, environ)
+    if ranks.meeting is not None:
+        mine = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
+        refuse_shared_gpus(ranks.meeting.gather("gpu", ranks.rank, mine), ranks.meeting.hosts)
+    return device, why
+
+
+def refuse_shared_gpus(gpus: Sequence[str], hosts: Mapping[int, str]) -> None:
+    """ValueError where two ranks are on one physical GPU. gpus: the UUID of each rank's, or of its part of one (MIG);
+    empty on a CPU."""
+    for gpu in dict.fromkeys(filter(None, gpus)):
+        together = [rank for rank, other in enumerate(gpus) if other == gpu]
+        require(len(together) == 1, f"{named(together, hosts)} are on one GPU (UUID {gpu}): show each rank a GPU of "
+                "its own (CUDA_VISIBLE_DEVICES, srun --gpu-bind), start fewer, or train on the CPU with --device cpu "
+                "--distributed-backend gloo")
+
+
+def _own_device(requested: str, ranks: Ranks, environ: Mapping[str, str]) -> tuple[torch.device, str]:
     if requested == "cpu":
         return torch.device("cpu"), "cpu: --device cpu"
     with warnings.catch_warnings(record=True) as caught:  # torch says why CUDA fails in a warning
@@ -46,10 +66,10 @@ def choose_device(requested: str, ranks: Ranks, environ: Mapping[str, str] = os.
         usable = torch.cuda.is_available() and torch.cuda.device_count() > 0
     if usable:
         visible = torch.cuda.device_count()
-        if visible == 1 and in_slurm_step(environ) and "SLURM_GPUS_PER_TASK" in environ:
-            return torch.device("cuda", 0), f"cuda: {torch.cuda.get_device_name(0)}, the one of this Slurm task"
+        if visible == 1 and ranks.local_world_size > 1:  # its own, or one for all: the UUIDs tell
+            return torch.device("cuda", 0), f"cuda: {torch.cuda.get_device_name(0)}, the one that this rank sees"
         require(ranks.local_world_size <= visible,
-                f"{ranks.local_world_size} ranks on this machine but {visible} visible GPU{'s' * (visible > 1)}: start "
+                f"{ranks.local_world_size} ranks on this machine but {visible} visible GPUs: start "
                 f"at most {visible}, or train on the CPU with --device cpu --distributed-backend gloo")
         return torch.device("cuda", ranks.local_rank), f"cuda: {torch.cuda.get_device_name(ranks.local_rank)}"
     problem = _why_no_cuda([str(w.message) for w in caught], environ)

@@ -2,6 +2,7 @@
 
     meet                    before anything that takes long: all ranks come within --init-timeout, or every one that
                             did names those that did not
+    Meeting.gather          all learn what each says, and that nobody has left
     initialize_distributed  when each has its device and its data, however long that took
     name_lost               whom a collective has failed for
     leave                   at the end
@@ -53,31 +54,40 @@ class Meeting:
     def hosts(self) -> dict[int, str]:
         return {rank: present.host for rank, present in enumerate(self.table)}
 
-    def wait_for_all(self, rank: int, device: str) -> list[str]:
-        """Until every rank comes here, as long as all of them live; returns the devices of all."""
-        self.heart.listen()
-        self.store.set(f"device/{rank}", device)
-        if self.store.add("ready", 1) == len(self.table):
-            self.store.set("start", "")
-        while not self.store.check(["start"]):
-            if gone := self.heart.silent(SILENCE):
-                raise MissingRanks(f"{named(gone, self.hosts)} left before the training began")
-            time.sleep(POLL)
-        return [value.decode() for value in self.store.multi_get([f"device/{r}" for r in self.hosts])]
+    def gather(self, name: str, rank: int, value: str) -> list[str]:
+        """The values of all ranks, once every one has come here, as long as all of them live. Once for each name."""
+        self.store.set(f"{name}/{rank}", value)
+        if self.store.add(name, 1) == len(self.table):
+            self.store.set(f"{name}/all", "")
+        with self.heart.listening():
+            while not self.store.check([f"{name}/all"]):
+                if gone := self.heart.silent(SILENCE):
+                    raise MissingRanks(f"{named(gone, self.hosts)} left before the training began")
+                time.sleep(POLL)
+        return [text.decode() for text in self.store.multi_get(_keys(name, len(self.table)))]
 
-    def lost(self) -> list[int]:
-        """The ranks that are gone, after a collective has failed; none where all give signs of life. The first that
-        knows tells the others: when it leaves as well, it is not the one they have lost."""
-        self.heart.listen()
-        end = time.monotonic() + PATIENCE + BEAT
-        while time.monotonic() < end and self.heart.published is None:
-            time.sleep(POLL)
-        gone = self.heart.silent(PATIENCE)
-        if self.heart.published is not None:
-            gone = json.loads(self.heart.published)
-        elif gone and self.heart.is_answered(PATIENCE):
-            gone = json.loads(self.store.compare_set("lost", "", json.dumps(gone)))
-        return gone
+    def lost(self) -> dict[int, float | None]:
+        """The ranks that are gone, after a collective has failed, each with the seconds since its last sign of life,
+        None where it has left by itself; empty where all give signs of life. The first that knows tells the others:
+        when it leaves as well, it is not the one they have lost."""
+        with self.heart.listening():
+            # Who died just now is silent for PATIENCE at the end of this. Who is so already is what has failed, and
+            # those that fell silent within the same beat are known as well: no need to wait.
+            end = time.monotonic() + PATIENCE + BEAT
+            while (time.monotonic() < end and self.heart.published is None
+                   and not self.heart.silent(PATIENCE + BEAT)):
+                time.sleep(POLL)
+            gone = {rank: None if self.heart.has_said_farewell(rank) else self.heart.silence(rank)
+                    for rank in self.heart.silent(PATIENCE)}
+        said = self.heart.published
+        if said is None and gone and self.heart.is_answered(PATIENCE):
+            said = self.store.compare_set("lost", "", json.dumps(gone)).decode()
+        if said is None:
+            return gone
+        told = {int(rank): seconds for rank, seconds in json.loads(said).items()}
+        # Another machine may have heard it later than this one did.
+        return {rank: seconds if seconds is None else max(seconds, self.heart.silence(rank))
+                for rank, seconds in told.items()}
 
     def leave(self, gone: int) -> None:
         if self.heart.has_left:
@@ -109,7 +119,9 @@ def meet(launch: Launch) -> Ranks:
     def warn(gone: Iterable[int]) -> None:
         print(f"WARNING: no sign of life for {SILENCE:.0f} s from {named(gone, meeting.hosts)}", file=sys.stderr)
 
-    heart = Heart(of_heart, launch.rank, launch.world_size, watches=local[0] == 0, warn=warn)
+    first = local[0] == 0
+    heart = Heart(of_heart, launch.rank, launch.world_size, watched=range(launch.world_size) if first else together,
+                  warn=warn if first else None)
     meeting = Meeting(store, keeper, table, heart)
     return Ranks(launch.rank, launch.world_size, *local, meeting=meeting)
 
@@ -188,7 +200,7 @@ def initialize_distributed(ranks: Ranks, backend: str, device: torch.device, tim
         assert ranks.world_size == 1, "the ranks have not met"
         return
     meeting, host = ranks.meeting, ranks.meeting.hosts[ranks.rank]
-    devices = meeting.wait_for_all(ranks.rank, _describe(device))
+    devices = meeting.gather("device", ranks.rank, _describe(device))
     together = [rank for rank, place in meeting.hosts.items() if place == host]
     if ranks.local_rank == 0:
         print(node_line(host, together, ranks.world_size, [devices[rank] for rank in together]), flush=True,
@@ -220,10 +232,19 @@ def name_lost(ranks: Ranks) -> bool:
     hosts = ranks.meeting.hosts
     left = [rank for rank, host in hosts.items() if host == hosts[ranks.rank] and rank not in gone]
     if left[:1] == [ranks.rank]:
-        print(f"error ({hosts[ranks.rank]}): {named(gone, hosts)} gave no sign of life for {PATIENCE:g} s: the run "
-              "ends here; the same command continues from the last checkpoint", file=sys.stderr)
+        print(f"error ({hosts[ranks.rank]}): {gone_words(gone, hosts)}: the run ends here; the same command continues "
+              "from the last checkpoint", file=sys.stderr)
     ranks.leave(len(gone))
     return True
+
+
+def gone_words(gone: Mapping[int, float | None], hosts: Mapping[int, str]) -> str:
+    """ "rank 2 (b) gave no sign of life for 60 s and rank 1 (a) left": of several the shortest silence."""
+    silent = {rank: seconds for rank, seconds in gone.items() if seconds is not None}
+    words = [f"{named(silent, hosts)} gave no sign of life for {min(silent.values()):.0f} s"] if silent else []
+    if left := gone.keys() - silent.keys():
+        words.append(f"{named(left, hosts)} left")
+    return " and ".join(words)
 
 
 def leave(ranks: Ranks) -> None:

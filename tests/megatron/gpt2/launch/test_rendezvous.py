@@ -2,23 +2,37 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.gpt2.launch import heartbeat
+from megatron.gpt2.device import choose_device
+from megatron.gpt2.launch import heartbeat, rendezvous
 from megatron.gpt2.launch.heartbeat import LEFT, Heart
 from megatron.gpt2.launch.interfaces import address_towards, interface_of, set_gloo_interface
 from megatron.gpt2.launch.meeting_place import MissingRanks
 from megatron.gpt2.launch.ranks import Launch, Ranks
-from megatron.gpt2.launch.rendezvous import initialize_distributed, leave, meet, named, node_line
+from megatron.gpt2.launch.rendezvous import (
+    Meeting,
+    Present,
+    gone_words,
+    initialize_distributed,
+    leave,
+    meet,
+    named,
+    node_line,
+)
 from tests.megatron.gpt2.launch.started_ranks import free_port
+from tests.megatron.gpt2.test_device import gpus
 
 
 def meet_together(launches: list[Launch]) -> list[Ranks | str]:
@@ -46,6 +60,60 @@ def test_ranks_find_out_who_is_where(tmp_path: Path) -> None:
         Ranks(0, 4, 0, 2), Ranks(1, 4, 0, 2), Ranks(2, 4, 1, 2), Ranks(3, 4, 1, 2)]
     for _ in range(2):  # the file is free again
         assert meet_together(launches(2, f"file://{card}", "aa")) == [Ranks(0, 2, 0, 2), Ranks(1, 2, 1, 2)]
+
+
+def lacks_ipv6() -> bool:
+    with contextlib.suppress(OSError), socket.create_server(("::1", 0), family=socket.AF_INET6):
+        return False
+    return True
+
+
+@pytest.mark.skipif(lacks_ipv6(), reason="this machine has no IPv6")
+def test_ranks_meet_over_ipv6_and_ipv4() -> None:
+    """A name that resolves to both leads each rank to one of them."""
+    port = free_port()
+    assert meet_together([Launch(rank, 3, where=f"tcp://{place}:{port}", host="a", timeout=5)
+                          for rank, place in enumerate(("[::1]", "127.0.0.1", "localhost"))]) == [
+        Ranks(0, 3, 0, 3), Ranks(1, 3, 1, 3), Ranks(2, 3, 2, 3)]
+    port = free_port()
+    with pytest.raises(MissingRanks, match=rf"rank 0 did not come .*: nothing answers at \[::1\]:{port}, as seen "):
+        meet(Launch(1, 2, where=f"tcp://[::1]:{port}", host="b", timeout=0.2))
+
+
+def test_rank_0_on_another_machine_than_was_said() -> None:
+    port = free_port()
+    with pytest.raises(ValueError, match=rf"rank 0 listens on port {port} of b, but nothing answers at no.such:{port},"
+                                         r" as seen from b \(.*\): MASTER_ADDR or --init-method has to name "):
+        meet(Launch(0, 2, where=f"tcp://no.such:{port}", host="b", timeout=0.2))
+
+
+def test_each_rank_sees_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus(monkeypatch, 1)
+    monkeypatch.setattr(heartbeat, "BEAT", 0.05)  # which leaving waits for
+    here = threading.local()  # what the launcher shows each rank
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=here.gpu))
+
+    def choose(launch: Launch, requested: str, gpu: str) -> str:
+        here.gpu = gpu
+        ranks = meet(launch)
+        try:
+            return str(choose_device(requested, ranks, {})[0])
+        except ValueError as error:
+            return str(error)
+        finally:
+            leave(ranks)
+
+    def chosen(requested: str, of_ranks: str) -> list[str]:
+        with ThreadPoolExecutor(4) as threads:
+            return list(threads.map(choose, launches(4, f"tcp://localhost:{free_port()}", "aabb"), [requested] * 4,
+                                    of_ranks))
+
+    assert chosen("cuda", "pqrs") == ["cuda:0"] * 4
+    assert chosen("cpu", "pppp") == ["cpu"] * 4
+    way_out = (": show each rank a GPU of its own (CUDA_VISIBLE_DEVICES, srun --gpu-bind), start fewer, or train on "
+               "the CPU with --device cpu --distributed-backend gloo")
+    assert chosen("auto", "pqrr") == [f"ranks 2-3 (b) are on one GPU (UUID r){way_out}"] * 4
+    assert chosen("cuda", "pqrp") == [f"ranks 0 (a) and 3 (b) are on one GPU (UUID p){way_out}"] * 4  # two containers
 
 
 def test_one_alone_has_nobody_to_meet() -> None:
@@ -125,6 +193,12 @@ class Store(dict[str, bytes]):
             raise dist.DistNetworkError("gone")
         self[key] = value.encode()
 
+    def compare_set(self, key: str, expected: str, value: str) -> bytes:
+        return self.setdefault(key, value.encode())
+
+    def get(self, key: str) -> bytes:  # type: ignore[override]
+        return self[key]
+
     def check(self, keys: list[str]) -> bool:
         return all(key in self for key in keys)
 
@@ -133,30 +207,46 @@ class Store(dict[str, bytes]):
 
 
 def test_hearts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(heartbeat, "BEAT", 0.01)
+    monkeypatch.setattr(heartbeat, "BEAT", 0.1)
     monkeypatch.setattr(heartbeat, "SILENCE", 0.5)
     store = Store({f"beat/{rank}": b"0" for rank in range(4)})
     warned: list[list[int]] = []
     # 2 and 3 hang
-    hearts = [Heart(cast(Any, store), rank, 4, watches=rank == 0, warn=warned.append) for rank in (0, 1)]
-    hearts[1].listen()
+    hearts = [Heart(cast(Any, store), rank, 4, watched=watched, warn=warn)
+              for rank, watched, warn in ((0, range(4), warned.append), (1, [0, 1], None))]
     time.sleep(1.0)
-    assert [heart.silent(0.5) for heart in hearts] == [[2, 3], [2, 3]] and warned == [[2, 3]]
-    assert hearts[1].silent(30) == []
+    assert hearts[0].silent(0.5) == [2, 3] and warned == [[2, 3]] and hearts[0].silent(30) == []
+    assert hearts[1].silent(0.5) == [] and hearts[1].silence(2) == 0.0
+    # A collective fails: who has hung for long is named at once, with the time since its last sign.
+    meetings = [Meeting(cast(Any, store), None, [Present(host, "") for host in "aaab"], heart) for heart in hearts]
+    begun = time.monotonic()
+    monkeypatch.setattr(rendezvous, "PATIENCE", 0.5)
+    monkeypatch.setattr(rendezvous, "BEAT", 0.1)
+    gone = meetings[0].lost()
+    assert time.monotonic() - begun < 0.4 and list(gone) == [2, 3]
+    assert all(seconds == pytest.approx(1.0, abs=0.3) for seconds in gone.values())
+    assert gone_words(gone, {2: "a", 3: "b"}) == "ranks 2 (a) and 3 (b) gave no sign of life for 1 s"
+    told = meetings[1].lost()  # and whoever did not watch them hears it from the first
+    assert told == pytest.approx(gone, abs=0.3)
     hearts[1].stop()
     time.sleep(0.3)
     assert store["beat/1"] == LEFT and hearts[0].silent(30) == [1] and warned == [[2, 3]]
+    assert gone_words({1: None, 2: 60.2}, {}) == "rank 2 gave no sign of life for 60 s and rank 1 left"
     store["dead"] = b""
-    time.sleep(0.2)
+    time.sleep(0.4)
     assert not hearts[0].is_alive() and hearts[0].silent(0.15) == [0]  # with whom all meet
+    assert hearts[0].silence(0) > 0.15
 
 
 def test_interfaces(monkeypatch: pytest.MonkeyPatch) -> None:
     assert address_towards("127.0.0.1") == "127.0.0.1"
     assert address_towards("no such host") == ""
     assert interface_of("127.0.0.1") == "lo" and interface_of("10.255.255.254") == ""
+    assert lacks_ipv6() or interface_of("::1") == "lo"
+    assert interface_of("2001:db8::1") == ""
     for own, elsewhere, named_before, expected in (
-            ("10.0.0.1", [], {}, "lo"), ("127.0.1.1", ["127.0.0.1"], {}, "lo"), ("192.0.2.1", ["192.0.2.2"], {}, None),
+            ("10.0.0.1", [], {}, "lo"), ("127.0.1.1", ["127.0.0.1"], {}, "lo"), ("::1", ["127.0.0.1"], {}, "lo"),
+            ("", ["192.0.2.2"], {}, None), ("192.0.2.1", ["192.0.2.2"], {}, None),
             ("10.0.0.1", [], {"GLOO_SOCKET_IFNAME": "ib0"}, "ib0")):
         environ = dict(named_before)
         set_gloo_interface(own, elsewhere, environ)
