@@ -35,7 +35,7 @@ def open_store(launch: Launch, deadline: float) -> Iterator[tuple[TCPStore, TCPS
     host, port = place.hostname or "localhost", place.port or 0
     keeper = None
     if launch.rank == 0 and not launch.served:
-        keeper = _serve(port)
+        keeper = _serve(launch.host if path else host, port)
         host, port = "localhost" if path else host, keeper.port
     elif path:
         host, port = _read_card(path, launch, deadline)
@@ -43,8 +43,13 @@ def open_store(launch: Launch, deadline: float) -> Iterator[tuple[TCPStore, TCPS
         yield _connect(host, port, launch, deadline, stale=path), keeper
 
 
-def _serve(port: int) -> TCPStore:
-    both = socket.has_dualstack_ipv6()  # one socket then serves IPv4 as well
+def _serve(host: str, port: int) -> TCPStore:
+    """Over IPv6 and IPv4 where `host` has an IPv6 address. Not always: torch looks up the name of each that comes, and
+    who comes over IPv4 to a socket of both is not found in /etc/hosts, which takes seconds where no DNS answers."""
+    families: set[int] = set()
+    with contextlib.suppress(OSError):
+        families = {found[0] for found in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)}
+    both = socket.AF_INET6 in families and socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if both else socket.AF_INET
     try:  # by Python, for a message of one line
         listener = socket.create_server(("", port), family=family, dualstack_ipv6=both, backlog=2048)
