@@ -5,14 +5,13 @@ Legend: b batch, s sequence, n heads of this rank, d head size, t = b · s token
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mpu.kernel_choice import Kernels
+from mpu.processor import HAS_AMX
 from mpu.random import dropout
 
 # Queries that the backward of a CPU in bf16 takes together. Fewer mean smaller matrix products, more mean that less of
@@ -75,14 +74,14 @@ def causal_attention(qkv: Tensor, dropout_p: float) -> Tensor:
 
     qkv: [s, b, n, 3, d], queries, keys and values of a head side by side. Returns [s, b, n·d].
     """
-    y: Tensor
     if qkv.device.type == "cpu" and qkv.dtype == torch.bfloat16:
         if dropout_p > 0 and qkv.size(0) <= MATERIALISE_UP_TO:
             # Without gradients too: a checkpointed layer must drop the same elements when it is computed again.
-            y = _measure_materialised()(qkv, dropout_p)
-            return y
-        if dropout_p == 0 and torch.is_grad_enabled():
-            y = measure_attention()(qkv)
+            if HAS_AMX:
+                return _materialised(qkv, dropout_p)
+            return _materialised(qkv.float(), dropout_p).to(qkv.dtype)  # half the time there; the same masks
+        if HAS_AMX and dropout_p == 0 and torch.is_grad_enabled():
+            y: Tensor = _BlockwiseBackward.apply(qkv)  # type: ignore[no-untyped-call]
             return y
     return _by_torch(qkv, dropout_p)
 
@@ -177,43 +176,3 @@ def _materialised(qkv: Tensor, dropout_p: float) -> Tensor:
     scores = torch.baddbmm(mask, q, k.transpose(1, 2), alpha=d ** -0.5)
     y = torch.bmm(dropout(torch.softmax(scores, dim=-1), dropout_p), v)
     return y.view(b, n, s, d).permute(2, 0, 1, 3).reshape(s, b, n * d)
-
-
-def _materialised_in_float32(qkv: Tensor, dropout_p: float) -> Tensor:
-    """Drops the same probabilities as in 16 bits, so that the processor has no part in what is drawn."""
-    return _materialised(qkv.float(), dropout_p).to(qkv.dtype)
-
-
-def _example(s: int) -> Tensor:
-    """[s, 1, n, 3, 64], two heads for each thread."""
-    heads = 2 * torch.get_num_threads()
-    return torch.linspace(-1, 1, s * heads * 3 * 64).view(s, 1, heads, 3, 64).bfloat16().requires_grad_()
-
-
-def _forward_and_backward(way: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def both(qkv: Tensor, *rest: float) -> Tensor:
-        with torch.enable_grad():
-            y = way(qkv, *rest)
-            return torch.autograd.grad(y, qkv, torch.ones_like(y))[0]
-
-    return both
-
-
-# What a CPU in bf16 can do, without dropout and, up to MATERIALISE_UP_TO, with it.
-ATTENTION = Kernels("attention", {"fused": _by_torch, "blockwise": _BlockwiseBackward.apply}, _forward_and_backward)
-MATERIALISED = Kernels("attention_with_dropout", {"bf16": _materialised, "float32": _materialised_in_float32},
-                       _forward_and_backward)
-
-
-def measure_attention() -> Callable[[Tensor], Tensor]:
-    """The way without dropout, whatever the shape, so that a compiled layer finds what was measured before."""
-    return ATTENTION.best(("bf16",), lambda: (_example(1024),))
-
-
-def _measure_materialised() -> Callable[[Tensor, float], Tensor]:
-    return MATERIALISED.best(("bf16",), lambda: (_example(MATERIALISE_UP_TO), 0.0))
-
-
-def scores_in_float32() -> bool:
-    """Whether a CPU in bf16 with dropout holds its scores in twice the bytes."""
-    return _measure_materialised() is _materialised_in_float32

@@ -23,7 +23,6 @@ from torch.distributed import ProcessGroup
 
 from mpu.grads import mark_sequence_parallel
 from mpu.initialize import get_model_parallel_group, group_rank_and_size
-from mpu.kernel_choice import Kernels
 from mpu.mappings import (
     all_gather_first_dim,
     gather_from_model_parallel_region,
@@ -33,6 +32,7 @@ from mpu.mappings import (
     scatter_to_model_parallel_region,
 )
 from mpu.partition import PartitionSpec, vocab_range
+from mpu.processor import HAS_AMX
 
 InitMethod = Callable[[Tensor], object]
 
@@ -113,6 +113,15 @@ class _Linear(torch.autograd.Function):
         return dx, d_weight, d_bias, None, None
 
 
+def _weight_gradient(dy: Tensor, x: Tensor) -> Tensor:
+    """dyᵀx: [t, o], [t, i] -> [o, i].
+
+    In bf16 oneDNN with AMX is slow where the left matrix is transposed and long (2 cores, 2,048 tokens: 1.3 TFLOP/s
+    where the other products reach 2.5; in 4 parts 1.9). Without AMX parts take longer.
+    """
+    return _in_parts(dy, x) if HAS_AMX and dy.device.type == "cpu" and dy.dtype == torch.bfloat16 else dy.t() @ x
+
+
 def _in_parts(dy: Tensor, x: Tensor) -> Tensor:
     """dyᵀx as a sum over at most 4 parts of the tokens, each of which rounds the sum once more."""
     tokens = max(512, -(-dy.size(0) // 4))
@@ -123,58 +132,24 @@ def _in_parts(dy: Tensor, x: Tensor) -> Tensor:
     return total
 
 
-# In bf16 on a CPU oneDNN with AMX is slow where the left matrix is transposed and long (2 cores, 2,048 tokens: 1.3
-# TFLOP/s where the other products reach 2.5; in 4 parts 1.9). Without AMX there is little to gain or to lose.
-WEIGHT_GRADIENT = Kernels("weight_gradient", {"whole": lambda dy, x: dy.t() @ x, "parts": _in_parts})
-
-
-def measure_weight_gradient() -> Callable[[Tensor, Tensor], Tensor]:
-    """The way of bf16 on a CPU, whatever the shape, so that a compiled layer finds what was measured before."""
-    return WEIGHT_GRADIENT.best(("bf16",), lambda: (
-        torch.ones(2048, 1024, dtype=torch.bfloat16), torch.ones(2048, 512, dtype=torch.bfloat16)))
-
-
-def _weight_gradient(dy: Tensor, x: Tensor) -> Tensor:
-    """dyᵀx: [t, o], [t, i] -> [o, i]."""
-    if dy.device.type != "cpu" or dy.dtype != torch.bfloat16:
-        return dy.t() @ x
-    return measure_weight_gradient()(dy, x)
-
-
-def _by_vector(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """One row, [1, i] -> [1, o], by a matrix-vector product."""
-    y = torch.mv(weight, x[0]) if bias is None else torch.addmv(bias, weight, x[0])
-    return y.unsqueeze(0)
-
-
-def _transposed(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """(A xᵀ)ᵀ + b."""
-    y = torch.mm(weight, x.t()).t()
-    by_row = torch.empty_like(y, memory_format=torch.contiguous_format)  # by column, attention would take a slow way
-    return by_row.copy_(y) if bias is None else torch.add(y, bias, out=by_row)
-
-
-LINEAR_OF_ONE_ROW = Kernels("linear_of_one_row", {"linear": F.linear, "vector": _by_vector})
-LINEAR = Kernels("linear", {"linear": F.linear, "transposed": _transposed})
-MOST_ROWS = 16
-
-
 def linear_without_gradient(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """F.linear, [..., i] -> [..., o], fast for the few rows of x that generation has.
 
-    Which of a CPU's products is fastest depends on the processor, the dtype, the rows and how A is stored: with AMX
-    (A xᵀ)ᵀ in bf16, where there is none it takes twice as long as F.linear: docs/performance.md. It is measured for 1,
-    2, 4, 8 and 16 rows, on the weight itself.
+    Of a CPU's products the fastest (AMX, 2 cores, the weights of 124M, ms a token, F.linear first): one row in bf16
+    15 and 7 by a matrix-vector product; 8 rows 15 and 10 as (A xᵀ)ᵀ, in fp32 41 and 33, and 23 where A is stored by
+    column. In bf16 without AMX F.linear is the fastest, by up to twice for 8 rows; float32 is the same on both.
     """
     rows = x.numel() // x.size(-1)
-    if x.device.type != "cpu" or rows > MOST_ROWS:
+    few = rows == 1 or (rows <= 16 and weight.stride(0) != 1 and (x.dtype != torch.float32 or rows > 4))
+    if not few or x.device.type != "cpu" or (x.dtype == torch.bfloat16 and not HAS_AMX):
         return F.linear(x, weight, bias)
-    like = 1 << (rows - 1).bit_length()
-    kernels = LINEAR_OF_ONE_ROW if rows == 1 else LINEAR
-    way = kernels.best((str(x.dtype), like, *weight.shape, weight.stride(0) == 1),
-                       lambda: (torch.ones(like, x.size(-1), dtype=x.dtype), weight, None))
-    y: Tensor = way(x.reshape(rows, -1), weight, bias)
-    return y.view(*x.shape[:-1], weight.size(0))
+    shape = (*x.shape[:-1], weight.size(0))
+    if rows == 1:
+        one = x.reshape(-1)
+        return (torch.mv(weight, one) if bias is None else torch.addmv(bias, weight, one)).view(shape)
+    y = torch.mm(weight, x.reshape(rows, -1).t()).t()
+    by_row = torch.empty_like(y, memory_format=torch.contiguous_format)  # by column, attention would take a slow way
+    return (by_row.copy_(y) if bias is None else torch.add(y, bias, out=by_row)).view(shape)
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, group: ProcessGroup | None = None,

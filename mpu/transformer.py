@@ -18,9 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from mpu.attention import Documents, causal_attention, document_attention, measure_attention
+from mpu.attention import Documents, causal_attention, document_attention
 from mpu.grads import mark_sequence_parallel
-from mpu.layers import ColumnParallelLinear, InitMethod, RowParallelLinear, measure_weight_gradient
+from mpu.layers import ColumnParallelLinear, InitMethod, RowParallelLinear
 from mpu.partition import divide
 from mpu.random import dropout, tracker_in_use
 
@@ -173,9 +173,6 @@ class ParallelTransformerLayer(nn.Module):
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """`nn.Module.compile`, which takes torch.compile's arguments."""
-        if next(self.parameters()).device.type == "cpu":  # nothing is measured inside a compiled region
-            measure_attention()
-            measure_weight_gradient()
         _leave_out_of_graphs()
         super().compile(*args, **kwargs)
 

@@ -6,7 +6,6 @@ import os
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported; ranks that tests start inherit it
-os.environ.setdefault("MPU_KERNELS", "first")  # no timing, and nothing in the user's cache
 
 import pytest
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import mpu
-from mpu.layers import LINEAR, LINEAR_OF_ONE_ROW, WEIGHT_GRADIENT
+from mpu.layers import _weight_gradient
 from tests.distributed import run_ranks
 
 IN, OUT, VOCAB, HEADS = 8, 24, 17, 4
@@ -159,14 +159,11 @@ def test_layers_equal_plain_torch(world_size: int):
     assert run_ranks(check_all, world_size) == [[True] * 4] * world_size
 
 
-@pytest.mark.parametrize("way", ["linear", "vector", "transposed"])
+@pytest.mark.parametrize("amx", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_linear_without_gradient(dtype: torch.dtype, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many rows, whether the weight is stored by row or by column, and whichever way was chosen."""
-    monkeypatch.setenv("MPU_KERNELS", ",".join(
-        f"{kernels.operation}={way if way in kernels.ways else 'linear'}" for kernels in (LINEAR, LINEAR_OF_ONE_ROW)))
-    LINEAR.forget()
-    LINEAR_OF_ONE_ROW.forget()
+def test_linear_without_gradient(dtype: torch.dtype, amx: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many rows, whether the weight is stored by row or by column, and whichever processor it is."""
+    monkeypatch.setattr("mpu.layers.HAS_AMX", amx)
     for rows in (1, 2, 4, 5, 8, 16, 17):
         x, weight, bias = torch.randn(rows, 1, 48), torch.randn(32, 48), torch.randn(32)
         for a in (weight.to(dtype), weight.to(dtype).t().contiguous().t()):
@@ -176,14 +173,13 @@ def test_linear_without_gradient(dtype: torch.dtype, way: str, monkeypatch: pyte
                 assert y.shape == expected.shape and y.dtype == dtype and y.is_contiguous()
                 torch.testing.assert_close(y.double(), expected, rtol=1e-5 if dtype == torch.float32 else 1e-2,
                                            atol=1e-4 if dtype == torch.float32 else 1e-1)
-    LINEAR.forget()
-    LINEAR_OF_ONE_ROW.forget()
 
 
-@pytest.mark.parametrize("way", WEIGHT_GRADIENT.ways)
-def test_weight_gradient(way: str) -> None:
-    """Parts of 512 tokens, with a rest, and as many as there are at most."""
+@pytest.mark.parametrize("amx", [True, False])
+def test_weight_gradient(amx: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts of 512 tokens, with a rest, and as many as there are at most; or the whole at once."""
+    monkeypatch.setattr("mpu.layers.HAS_AMX", amx)
     for tokens in (3, 600, 2600):
         dy, x = torch.randn(tokens, 16).bfloat16(), torch.randn(tokens, 24).bfloat16()
         expected = dy.double().t() @ x.double()
-        assert (WEIGHT_GRADIENT.ways[way](dy, x).double() - expected).norm() <= 5e-3 * expected.norm()
+        assert (_weight_gradient(dy, x).double() - expected).norm() <= 5e-3 * expected.norm()

@@ -12,14 +12,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from mpu.kernel_choice import fastest
-
-# In the order of preference: a later one must be faster by a margin.
+# In the order of preference: a later one must be faster by a margin, so that two runs on one machine agree.
 SWITCHES: dict[str, Callable[[bool], Any]] = {
     "flash": torch.backends.cuda.enable_flash_sdp,
     "fused": torch.backends.cuda.enable_cudnn_sdp,
     "efficient": torch.backends.cuda.enable_mem_efficient_sdp,
 }
+MARGIN = 1.05
 REPEATS = 10
 
 
@@ -42,12 +41,21 @@ def choose_attention(requested: str, device: torch.device, dtype: torch.dtype, *
             times[name] = _milliseconds(device, dtype, b, s, n, d, dropout_p)
         except RuntimeError:  # the kernel does not know this device, dtype or shape
             torch.cuda.synchronize(device)
-    chosen = fastest(times) if times else "unfused"
+    chosen = fastest(times)
     _switch(chosen)
     if not times:
         return "attention: unfused, since no kernel takes this dtype and shape here"
     measured = ", ".join(f"{name} {time:.2f}" for name, time in times.items())
     return f"attention: {chosen}, the fastest (ms forward and backward: {measured})"
+
+
+def fastest(times: dict[str, float]) -> str:
+    """The first of `times` (ms) that no later one beats by `MARGIN`; unfused where there is none."""
+    chosen = "unfused"
+    for name, time in times.items():
+        if chosen == "unfused" or time * MARGIN < times[chosen]:
+            chosen = name
+    return chosen
 
 
 def _switch(chosen: str, *, formulas: bool = True) -> None:

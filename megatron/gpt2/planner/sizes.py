@@ -15,7 +15,8 @@ import mpu
 from megatron.gpt2.config import Config
 from megatron.gpt2.model.gpt2 import count_parameters
 from megatron.gpt2.optimizer.gradient_reducer import bucket_size
-from mpu.attention import BLOCK, MATERIALISE_UP_TO, SCORES, scores_in_float32
+from mpu.attention import BLOCK, MATERIALISE_UP_TO, SCORES
+from mpu.processor import HAS_AMX
 
 # What a token of a step is as numbers: text, tokens and labels in int64, mask and weight in float32.
 BATCH = 40
@@ -125,7 +126,7 @@ class Sizes:
     @property
     def _by_our_formulas(self) -> bool:
         return not self.on_gpu and self._setting.dtype == torch.bfloat16 and self._s <= MATERIALISE_UP_TO \
-            and not scores_in_float32()
+            and HAS_AMX
 
     @property
     def _attention(self) -> int:

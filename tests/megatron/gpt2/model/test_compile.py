@@ -9,8 +9,6 @@ import torch
 
 import mpu
 from megatron.gpt2.model.gpt2 import GPT2Model
-from mpu.attention import ATTENTION
-from mpu.layers import WEIGHT_GRADIENT
 from tests.distributed import run_ranks
 from tests.megatron.gpt2.training.training_runs import SHAPE
 
@@ -78,20 +76,17 @@ def test_the_graph_breaks_at_the_random_streams_alone(world_size: int, dropout: 
         assert all("random stream" in reason for reason in result) and sum(result.values()) == expected, result
 
 
-@pytest.mark.parametrize("ways", ["first", "attention=blockwise,weight_gradient=parts"])
-def test_a_layer_takes_the_kernels_that_were_chosen_before(ways: str, monkeypatch: pytest.MonkeyPatch):
-    """In bf16, where a CPU has a choice; nothing is timed inside the graph."""
-    monkeypatch.setenv("MPU_KERNELS", ways)
-    for kernels in (ATTENTION, WEIGHT_GRADIENT):
-        monkeypatch.setattr(kernels, "_found", {})
+@pytest.mark.parametrize("amx", [True, False])
+def test_a_compiled_layer_takes_the_kernels_of_its_processor(amx: bool, monkeypatch: pytest.MonkeyPatch):
+    """In bf16, where a CPU has a choice."""
+    monkeypatch.setattr("mpu.attention.HAS_AMX", amx)
+    monkeypatch.setattr("mpu.layers.HAS_AMX", amx)
     mpu.initialize_model_parallel(1)
     eager, compiled = (GPT2Model(replace(SHAPE, attention_dropout=0.0, hidden_dropout=0.0,
                                          num_layers=1)).bfloat16().train() for _ in range(2))
     forget()
     compiled.compile_layers(backend="eager")
-    found = {kernels.operation: list(kernels._found.values()) for kernels in (ATTENTION, WEIGHT_GRADIENT)}
     (loss, grads), (loss_c, grads_c) = loss_and_gradients(eager), loss_and_gradients(compiled)
-    assert found == {kernels.operation: list(kernels._found.values()) for kernels in (ATTENTION, WEIGHT_GRADIENT)}
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
     assert (loss_c - loss).abs() <= 1e-3 * loss  # the compiled GELU rounds otherwise
     assert all((grads_c[name] - grad).float().norm() <= 1e-2 * grad.float().norm() for name, grad in grads.items())
