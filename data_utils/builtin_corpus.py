@@ -2,8 +2,8 @@
 
 Docstrings are found in the source by one regular expression; no module is imported, because imports have side effects.
 Comments are left out: they say less in whole sentences, and after as many steps the model is at 1.74 bits per byte with
-them where it is at 1.56 without. Language topics come from `pydoc_data`. The text differs a little between versions of Python: results
-name its hash.
+them where it is at 1.56 without. Language topics come from `pydoc_data`. The text differs a little between versions of
+Python: results name its hash.
 """
 
 from __future__ import annotations
