@@ -36,6 +36,7 @@ SHORTENED = {
     "bash scripts/pretrain_gpt2_distributed.sh --train-data my_text.txt --save checkpoints/gpt2_dp2": TWO_STEPS,
     "bash scripts/pretrain_gpt2_model_parallel.sh --train-data my_text.txt --save checkpoints/gpt2_mp2": TWO_STEPS,
     "bash scripts/pretrain_gpt2.sh --train-data my_text.txt --save checkpoints/mine": TWO_STEPS,
+    "bash scripts/pretrain_gpt2.sh --train-data clean.json --save checkpoints/clean": TWO_STEPS,
     "bash scripts/pretrain_gpt2.sh --train-data corpus/9-split/train.jsonl --save checkpoints/webtext": TWO_STEPS,
     # on from there, beyond the quickstart's length
     "bash scripts/pretrain_gpt2.sh --load checkpoints/gpt2_mp2 --save checkpoints/gpt2_one --train-iters 2000":
