@@ -176,7 +176,12 @@ def join(name: str, spec: PartitionSpec, shards: list[Tensor], *, version: int, 
         dim = spec.dim
 
         def together(parts: list[Tensor]) -> Tensor:
-            return torch.cat([change(part) for part in parts], dim)
+            changed = [change(part) for part in parts]
+            if changed[0].is_meta:  # of which torch.cat would load torch's compiler: a second, or several
+                shape = list(changed[0].shape)
+                shape[dim] = sum(part.size(dim) for part in changed)
+                return changed[0].new_empty(shape)
+            return torch.cat(changed, dim)
 
         recipe = Recipe.of(together([shard.to("meta") for shard in shards]), lambda: together(shards))
     return recipe.then(first_rows(vocab_size)) if name == "word_embeddings.weight" else recipe
