@@ -3,6 +3,7 @@
 
     OMP_NUM_THREADS=2 python benchmarks/generation.py    # GPT-2 124M on a CPU, 5 minutes
     python benchmarks/generation.py --smoke              # a tiny model: does it run?
+    ONEDNN_MAX_CPU_ISA=AVX512_CORE python benchmarks/generation.py --precision bf16    # without bf16 products
 
 The two take turns (A-B-B-A). Greedy, 64 tokens after prompts of 64, at batch 1 and 8, in bf16 and fp32. Then the cost
 of a token by its position in the context.
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import logging
+import os
 import statistics
 import sys
 import time
@@ -126,6 +128,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--smoke", action="store_true", help="a tiny model; writes nothing unless --output is given")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--precision", choices=[PRECISIONS[dtype] for dtype in GOALS], help="default: both")
     parser.add_argument("--output", type=Path, help="default: benchmarks/results/generation.json")
     args = parser.parse_args(argv)
     logging.getLogger("transformers").setLevel(logging.ERROR)
@@ -133,11 +136,14 @@ def main(argv: list[str] | None = None) -> None:
     config, length, new, places = (TINY, 8, 8, (8, 48)) if args.smoke else (GPT2, 64, 64, (100, 1000))
     mpu.initialize_model_parallel(1)
     result: dict[str, Any] = {**report.header("generation"), "threads": torch.get_num_threads(),
+                              "onednn_max_cpu_isa": os.environ.get("ONEDNN_MAX_CPU_ISA", "default"),
                               "model": dataclasses.asdict(config), "prompt_tokens": length, "new_tokens": new,
                               "speed": [], "by_position": []}
     ours, theirs = pair(config)
     print(f"{'':22}{'ours':>10}{'transformers':>14}{'ratio':>8}{'goal':>7}   tokens a second")
     for dtype, goal in GOALS.items():
+        if args.precision not in (None, PRECISIONS[dtype]):
+            continue
         ours, theirs = ours.to(dtype), theirs.to(dtype)
         store_for_inference(ours)
         for batch in (1, 8):

@@ -32,7 +32,7 @@ from mpu.mappings import (
     scatter_to_model_parallel_region,
 )
 from mpu.partition import PartitionSpec, vocab_range
-from mpu.processor import HAS_AMX
+from mpu.processor import HAS_AMX, HAS_BF16_PRODUCTS
 
 InitMethod = Callable[[Tensor], object]
 
@@ -137,9 +137,13 @@ def linear_without_gradient(x: Tensor, weight: Tensor, bias: Tensor | None) -> T
 
     Of a CPU's products the fastest (AMX, 2 cores, the weights of 124M, ms a token, F.linear first): one row in bf16
     15 and 7 by a matrix-vector product; 8 rows 15 and 10 as (A xᵀ)ᵀ, in fp32 41 and 33, and 23 where A is stored by
-    column. In bf16 without AMX F.linear is the fastest, by up to twice for 8 rows; float32 is the same on both.
+    column. In bf16 without AMX F.linear is the fastest, by up to twice for 8 rows, where the processor has bf16
+    products; where it has none (AVX-512 or AVX2 alone) 4 rows take 52 to 61 and 43 by blocks in float32, 16 rows 124 to
+    200 and 95. float32 is the same on all.
     """
     rows = x.numel() // x.size(-1)
+    if rows >= 4 and x.device.type == "cpu" and x.dtype == torch.bfloat16 and not HAS_BF16_PRODUCTS:
+        return _in_float32(x, weight, bias)
     few = rows == 1 or (rows <= 16 and weight.stride(0) != 1 and (x.dtype != torch.float32 or rows > 4))
     if not few or x.device.type != "cpu" or (x.dtype == torch.bfloat16 and not HAS_AMX):
         return F.linear(x, weight, bias)
@@ -150,6 +154,17 @@ def linear_without_gradient(x: Tensor, weight: Tensor, bias: Tensor | None) -> T
     y = torch.mm(weight, x.reshape(rows, -1).t()).t()
     by_row = torch.empty_like(y, memory_format=torch.contiguous_format)  # by column, attention would take a slow way
     return (by_row.copy_(y) if bias is None else torch.add(y, bias, out=by_row)).view(shape)
+
+
+def _in_float32(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """F.linear of 16 bits in float32, rounded once at the end; of the weight, 2 MB at a time exist in float32."""
+    rows = x.reshape(-1, x.size(-1)).float()
+    y = x.new_empty(rows.size(0), weight.size(0))
+    for start in range(0, weight.size(0), size := max((1 << 19) // weight.size(1), 1)):
+        part = slice(start, start + size)
+        product = torch.mm(rows, weight[part].float().t())
+        y[:, part] = product if bias is None else product.add_(bias[part])
+    return y.view(*x.shape[:-1], weight.size(0))
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, group: ProcessGroup | None = None,

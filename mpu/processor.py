@@ -1,23 +1,35 @@
-"""The one fact about a CPU that decides which of two kernels is faster: whether it multiplies bf16 matrices by itself.
+"""What decides on a CPU which of two kernels is faster: by which instructions it multiplies bf16 matrices, if by any.
 
-Measured in bf16 with and without AMX, and in float32 on both, the same fact decided every pair (docs/performance.md).
-So it is a rule and no timing at the start: what a rule says does not change when the machine is busy, and runs and
-ranks on processors of one kind agree to the bit.
+Measured in bf16 with AMX, with AVX-512's bf16 products and with neither, and in float32 on all, these facts decided
+every pair (docs/performance.md). So it is a rule and no timing at the start: what a rule says does not change when the
+machine is busy, and runs and ranks on processors of one kind agree to the bit.
 """
 
 from __future__ import annotations
 
 import os
+import platform
 
 import torch
 
-# With these oneDNN may be told to leave AMX alone.
+# With these oneDNN may be told to leave some of a processor's instructions alone.
 _LIMITS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
+_WITHOUT_BF16 = ("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX512_CORE", "AVX512_CORE_VNNI")
+
+
+def _limit() -> str:
+    return next((os.environ[name] for name in _LIMITS if os.environ.get(name)), "ALL").upper()
 
 
 def _has_amx() -> bool:
-    limit = next((os.environ[name] for name in _LIMITS if os.environ.get(name)), "ALL").upper()
-    return torch.cpu._is_amx_tile_supported() and ("AMX" in limit or limit in ("ALL", "DEFAULT"))
+    return torch.cpu._is_amx_tile_supported() and ("AMX" in _limit() or _limit() in ("ALL", "DEFAULT"))
+
+
+def _has_bf16_products() -> bool:
+    if platform.machine() not in ("x86_64", "AMD64"):
+        return True  # not measured: torch's own way
+    return torch.cpu._is_avx512_bf16_supported() and _limit() not in _WITHOUT_BF16
 
 
 HAS_AMX: bool = _has_amx()
+HAS_BF16_PRODUCTS: bool = HAS_AMX or _has_bf16_products()

@@ -159,11 +159,12 @@ def test_layers_equal_plain_torch(world_size: int):
     assert run_ranks(check_all, world_size) == [[True] * 4] * world_size
 
 
-@pytest.mark.parametrize("amx", [True, False])
+@pytest.mark.parametrize(("amx", "bf16"), [(True, True), (False, True), (False, False)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_linear_without_gradient(dtype: torch.dtype, amx: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_linear_without_gradient(dtype: torch.dtype, amx: bool, bf16: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """However many rows, whether the weight is stored by row or by column, and whichever processor it is."""
     monkeypatch.setattr("mpu.layers.HAS_AMX", amx)
+    monkeypatch.setattr("mpu.layers.HAS_BF16_PRODUCTS", bf16)
     for rows in (1, 2, 4, 5, 8, 16, 17):
         x, weight, bias = torch.randn(rows, 1, 48), torch.randn(32, 48), torch.randn(32)
         for a in (weight.to(dtype), weight.to(dtype).t().contiguous().t()):
