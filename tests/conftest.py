@@ -25,4 +25,4 @@ def test_data() -> Path:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The longest first: with two workers nobody waits for it at the end."""
-    items.sort(key=lambda item: item.name != "test_commands_run_in_the_order_of_each_page")
+    items.sort(key=lambda item: not item.name.startswith("test_commands_run_in_the_order_of_each_page"))

@@ -3,74 +3,89 @@ nobody can wait for in a test."""
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
 import shutil
 import subprocess
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from data_utils.tokenization_gpt2 import END_OF_TEXT, byte_alphabet
-from tests.conftest import TEST_DATA
+from tests.conftest import ROOT, TEST_DATA
 from tests.megatron.gpt2.training.training_runs import write_text
+from tests.warm_python import WarmPython
 
-ROOT = Path(__file__).resolve().parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = {str(path.relative_to(ROOT)): path.read_text()
+         for path in (ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md")))}
 
 
 def blocks(language: str) -> list[tuple[str, str]]:
     """(page, block) for each fenced block of a language."""
-    return [(page.name, block) for page in PAGES
-            for block in re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)]
+    return [(page, block) for page, text in PAGES.items()
+            for block in re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)]
 
-
-# What is appended to a command that takes long, by the command.
-TWO_STEPS = "--train-iters 2 --eval-iters 1"
-TINY = "--num-layers 1 --hidden-size 64 --num-attention-heads 2 --seq-length 64"
-SHORTENED = {
-    # the quickstart's length: minutes on 2 cores
-    "bash scripts/pretrain_gpt2.sh": TWO_STEPS,
-    "bash scripts/pretrain_gpt2_distributed.sh --train-data my_text.txt --save checkpoints/gpt2_dp2": TWO_STEPS,
-    "bash scripts/pretrain_gpt2_model_parallel.sh --train-data my_text.txt --save checkpoints/gpt2_mp2": TWO_STEPS,
-    "bash scripts/pretrain_gpt2.sh --train-data my_text.txt --save checkpoints/mine": TWO_STEPS,
-    "bash scripts/pretrain_gpt2.sh --train-data clean.json --save checkpoints/clean": TWO_STEPS,
-    "bash scripts/pretrain_gpt2.sh --train-data corpus/9-split/train.jsonl --save checkpoints/webtext": TWO_STEPS,
-    # on from there, beyond the quickstart's length
-    "bash scripts/pretrain_gpt2.sh --load checkpoints/gpt2_mp2 --save checkpoints/gpt2_one --train-iters 2000":
-        "--train-iters 4",
-    "bash scripts/pretrain_gpt2_distributed.sh --load checkpoints/gpt2_mp2 --save checkpoints/gpt2_sharded "
-    "--use-distributed-optimizer --train-iters 2000": "--train-iters 4",
-    "bash scripts/pretrain_gpt2.sh --load checkpoints/mine --train-iters 2000": "--train-iters 4",
-    # 2,000 iterations
-    "python pretrain_gpt2.py --train-data my_text.txt --tokenizer-type bytes --num-layers 4 --num-attention-heads 4 "
-    "--hidden-size 128 --seq-length 64 --max-position-embeddings 64 --micro-batch-size 12 --lr 1e-3 --min-lr 1e-4 "
-    "--lr-decay-style cosine --lr-warmup-iters 100 --lr-decay-iters 2000 --weight-decay 0.1 --adam-beta2 0.99 "
-    "--attention-dropout 0 --hidden-dropout 0 --gelu erf --split 90,10 --eval-iters 20 --train-iters 2000 --save "
-    "checkpoints/shakespeare_char": TWO_STEPS,
-    # 345M parameters; the tutorial's page says what to append for a look: these are its flags, of a smaller model
-    "bash scripts/pretrain_gpt2.sh --model 345m --train-data my_text.txt": f"{TINY} --micro-batch-size 1 {TWO_STEPS}",
-    "bash scripts/pretrain_gpt2.sh --model 345m --data-path my_gpt2_text_document --tokenizer-type GPT2BPETokenizer "
-    "--save checkpoints/medium": f"{TINY} --micro-batch-size 1 --train-iters 3",
-    "bash scripts/pretrain_gpt2_distributed.sh --load checkpoints/medium --save checkpoints/medium_dp":
-        "--micro-batch-size 1 --train-iters 6",
-    "bash scripts/pretrain_gpt2_model_parallel.sh --load checkpoints/medium --save checkpoints/medium_mp":
-        "--micro-batch-size 1 --train-iters 6",
-    # a smaller file stands in the place of the published one
-    "python tools/checkpoint.py convert megatron_345m checkpoints/from_345m --to native --num-attention-heads 16 "
-    "--vocab-size 50257": "--num-attention-heads 4 --vocab-size 130",
-}
 
 COMMANDS = [(page, line) for page, block in blocks("bash") for line in block.splitlines()
             if line and not line.startswith("#")]
 
+# What is appended to commands that nobody can wait for in a test: a pattern of them, the flags, and why.
+SHAPE = "--num-layers 1 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64"
+STEPS = "--train-iters 2 --eval-iters 1"
+SMALL = f"--model quickstart {SHAPE} --micro-batch-size 2 --eval-iters 1"
+NEW_RUN = r"pretrain_gpt2\w*\.(?:sh|py)(?!.*(?:--load|--model|--config|--num-layers))"
+SHORTENED = [
+    (r"^bash scripts/pretrain_gpt2.sh$", f"{SMALL} --train-iters 2 --save checkpoints/gpt2_quickstart",
+     "700 iterations of the quickstart's model; a model of another shape has another default folder"),
+    (rf"{NEW_RUN}(?!.*--train-iters)", f"{SMALL} --train-iters 2", "700 iterations of the quickstart's model"),
+    (rf"{NEW_RUN}.*--train-iters 1\d$", SMALL, "the quickstart's model takes seconds an iteration beside other tests"),
+    (r"--load checkpoints/\w+ .*--train-iters 2000$", "--train-iters 4", "goes on far beyond the quickstart's length"),
+    (r"--save checkpoints/shakespeare_char$", STEPS, "2,000 iterations"),
+    (r"--finetune --load checkpoints/gpt2_native ", STEPS, "200 iterations"),
+    (r"--save checkpoints/pasted ", "--train-iters 10", "100 iterations, once more by its config.json"),
+    (r"--model 345m --train-data my_text.txt$", f"{SHAPE} --micro-batch-size 1 {STEPS}", "345M parameters"),
+    # The tutorial's page says what to append for a look at each; these are its flags, of a smaller model.
+    (r"--model 345m .*--save checkpoints/medium$", f"{SHAPE} --micro-batch-size 1 --train-iters 3", "345M parameters"),
+    (r"--load checkpoints/medium --save ", "--micro-batch-size 1 --train-iters 6", "goes on from that"),
+    (r"convert megatron_345m ", "--num-attention-heads 4 --vocab-size 130",
+     "a smaller file stands in the place of the published one"),
+]
 
-@pytest.fixture(scope="module")
-def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A clone with what a reader brings along; the commands run here one after the other, as a reader would."""
-    folder = tmp_path_factory.mktemp("docs") / "project"
+
+def appended(line: str) -> str:
+    """The flags that shorten this command, or nothing."""
+    return next((flags for pattern, flags, _ in SHORTENED if re.search(pattern, line)), "")
+
+
+@pytest.fixture(scope="session")
+def python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WarmPython]:
+    server = WarmPython(tmp_path_factory.mktemp("python"))
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="session")
+def reader(tmp_path_factory: pytest.TempPathFactory, python: WarmPython) -> Path:
+    """A clone with what a reader of any page has: texts, models from elsewhere, and the README's two checkpoints.
+    The test processes make it once and copy it."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "docs"  # of all processes of this run
+    folder.mkdir(exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / "whole").exists():
+            make_project(folder / "project")
+            for line in ("bash scripts/pretrain_gpt2.sh", next(line for page, line in COMMANDS if page == "README.md"
+                                                               and line.endswith("--save checkpoints/gpt2_mp2"))):
+                run(line, folder / "project", python)
+            (folder / "whole").touch()
+    return folder / "project"
+
+
+def make_project(folder: Path) -> None:
     for name in ("mpu", "data_utils", "megatron", "scripts", "tools", "tasks", "benchmarks", "data"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pretrain_gpt2.py", "generate_samples.py", "evaluate_gpt2.py", "constraints.txt", "pyproject.toml"):
@@ -81,7 +96,6 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if TEST_DATA.is_dir():
         release = TEST_DATA / "megatron-2019" / "tp2" / "checkpoint"
         shutil.copytree(release, folder / "megatron_345m", copy_function=shutil.copyfile)
-    return folder
 
 
 def write_gpt2(folder: Path) -> None:
@@ -95,41 +109,47 @@ def write_gpt2(folder: Path) -> None:
     (folder / "merges.txt").write_text("#version: 0.2\n")
 
 
-@pytest.mark.timeout(1800)  # the longest chain: 7 minutes, and twice that on a slow machine
-def test_commands_run_in_the_order_of_each_page(project: Path):
-    python = Path(sys.executable)
-    environment = {**os.environ, "PATH": f"{python.parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1",
-                   "XDG_CACHE_HOME": str(project / "cache")}
+def run(line: str, folder: Path, python: WarmPython) -> None:
+    """One command, shortened where SHORTENED says so, in a folder."""
+    environment = {**os.environ, "PATH": python.path, "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(folder / "cache"),
+                   "GPT2_VOCAB_URL": f"file://{TEST_DATA / 'gpt2'}"}
     environment.pop("PYTHONPATH", None)
-    for page, line in COMMANDS:
+    ran = subprocess.run(["bash", "-c", f"{line} {appended(line)}"], cwd=folder, env=environment, text=True,
+                         timeout=120, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    assert ran.returncode == 0, f"{line}\n{ran.stdout}"
+    assert " is finished: " not in ran.stdout, f"{line}\nhas nothing left to train\n{ran.stdout}"
+
+
+@pytest.mark.parametrize("page", dict.fromkeys(page for page, _ in COMMANDS))
+def test_commands_run_in_the_order_of_each_page(page: str, reader: Path, python: WarmPython, tmp_path: Path):
+    """Each page by itself: it needs nothing of another page but what the README's two runs left."""
+    trained = "checkpoints" if page == "README.md" else ""
+    shutil.copytree(reader, tmp_path / "project", ignore=shutil.ignore_patterns("__pycache__", trained))
+    for line in (line for of, line in COMMANDS if of == page):
         if "scripts/test.sh" in line:
             continue  # this is it
-        if "download_gpt2_vocab" in line or "345m" in page + line:
-            if not TEST_DATA.is_dir():
-                continue  # the one needs a network, the other what it fetches
-            environment["GPT2_VOCAB_URL"] = f"file://{TEST_DATA / 'gpt2'}"
-        run = subprocess.run(["bash", "-c", f"{line} {SHORTENED.get(line, '')}"], cwd=project, env=environment,
-                             text=True, timeout=120, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-                             stderr=subprocess.STDOUT)
-        assert run.returncode == 0, f"{page}: {line}\n{run.stdout}"
-        assert " is finished: " not in run.stdout, f"{page}: {line}\nhas nothing left to train\n{run.stdout}"
+        if not TEST_DATA.is_dir() and ("download_gpt2_vocab" in line or "345m" in page + line):
+            continue  # the one needs a network, the other what it fetches
+        run(line, tmp_path / "project", python)
 
 
 def test_what_is_shortened_is_printed_and_takes_long():
     lines = [line for _, line in COMMANDS]
-    assert len(lines) >= 90 and SHORTENED.keys() <= set(lines)
-    assert all("--train-iters 10" not in line for line in SHORTENED)
-    tutorial = (ROOT / "docs" / "tutorial-345m.md").read_text().replace("\n", " ")
-    for line, appended in SHORTENED.items():
-        if "checkpoints/medium" in line:
-            assert f"`{appended.removeprefix(TINY).strip()}`" in tutorial
+    assert len(lines) >= 90
+    for pattern, _, why in SHORTENED:
+        matched = [line for line in lines if re.search(pattern, line)]
+        assert matched and all("pretrain_gpt2" in line or "convert megatron_345m" in line for line in matched), why
+    tutorial = next(text for page, text in PAGES.items() if page.endswith("345m.md")).replace("\n", " ")
+    for line in lines:
+        if "checkpoints/medium" in line and appended(line):
+            assert f"`{appended(line).removeprefix(SHAPE).strip()}`" in tutorial
 
 
 @pytest.mark.parametrize(("page", "block"), blocks("python"))
-def test_python_examples_run(page: str, block: str):
-    run = subprocess.run([sys.executable, "-c", block], env={**os.environ, "PYTHONPATH": str(ROOT)}, text=True,
-                         timeout=60, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    assert run.returncode == 0, f"{page}:\n{run.stdout}"
+def test_python_examples_run(page: str, block: str, python: WarmPython):
+    ran = subprocess.run(["python", "-c", block], env={**os.environ, "PATH": python.path}, text=True, timeout=60,
+                         stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    assert ran.returncode == 0, f"{page}:\n{ran.stdout}"
 
 
 def test_every_link_and_flag_that_is_named_exists():
@@ -144,12 +164,11 @@ def test_every_link_and_flag_that_is_named_exists():
         for names in re.findall(r'add_argument\(((?:"--[\w-]+",? ?)+)', program.read_text()):
             known |= set(re.findall(r"--[\w-]+", names))
     known |= set(re.findall(r"^ +(--[\w-]+)\)", (ROOT / "scripts/prepare_openwebtext.sh").read_text(), re.MULTILINE))
-    for page in PAGES:
-        text = page.read_text()
+    for page, text in PAGES.items():
         for link in re.findall(r"\]\(([^)#:]+)\)", text):
-            assert (page.parent / link).exists(), f"{page.name} links to {link}"
+            assert (ROOT / page).parent.joinpath(link).exists(), f"{page} links to {link}"
         for flag in re.findall(r"(?<![\w-])(--[a-zA-Z][\w-]+)", text):
-            assert flag in known, f"{page.name} names {flag}"
+            assert flag in known, f"{page} names {flag}"
 
 
 ROOMS = ("mpu", "data_utils", "megatron", "scripts", "tools", "tasks", "tests", "benchmarks", "docs")
@@ -158,8 +177,10 @@ ROOMS = ("mpu", "data_utils", "megatron", "scripts", "tools", "tasks", "tests", 
 def test_every_path_that_is_named_exists():
     """In the pages, in backquotes, files and folders; in the sources, which make up names too, files of the project."""
     rooms = "|".join(ROOMS)
-    named = [(page, path) for page in (*PAGES, ROOT / "CONTRIBUTING.md")
-             for path in re.findall(rf"`((?:{rooms})/[\w/.-]*)(?:::\w+)?`", page.read_text())]
+    pages = {ROOT / page: text for page, text in PAGES.items()}
+    pages[ROOT / "CONTRIBUTING.md"] = (ROOT / "CONTRIBUTING.md").read_text()
+    named = [(page, path) for page, text in pages.items()
+             for path in re.findall(rf"`((?:{rooms})/[\w/.-]*)(?:::\w+)?`", text)]
     sources = [path for room in ROOMS if room not in ("tests", "docs") for path in (ROOT / room).rglob("*")
                if path.suffix in (".py", ".sh", ".slurm")]
     in_source = re.compile(rf"(?<![\w/.<{{$-])((?:{rooms})/[\w/.-]*\w\.(?:py|sh|slurm|md|html|txt|json))\b")
