@@ -1,8 +1,8 @@
 """What decides on a CPU which of two kernels is faster: by which instructions it multiplies bf16 matrices, if by any.
 
 Measured in bf16 with AMX, with AVX-512's bf16 products and with neither, and in float32 on all, these facts decided
-every pair (docs/performance.md). So it is a rule and no timing at the start: what a rule says does not change when the
-machine is busy, and runs and ranks on processors of one kind agree to the bit.
+every pair (docs/explanation/performance.md). So it is a rule and no timing at the start: what a rule says does not
+change when the machine is busy, and runs and ranks on processors of one kind agree to the bit.
 """
 
 from __future__ import annotations

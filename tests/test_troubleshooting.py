@@ -1,4 +1,4 @@
-"""docs/troubleshooting.md: every entry names tests that exist, and here are those that belong nowhere else."""
+"""docs/how-to/troubleshooting.md: every entry names tests that exist, and here are those that belong nowhere else."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from tests.megatron.gpt2.training.training_runs import SMALL, finish, start, ste
 from tests.test_bad_input import TINY
 from tests.test_house import imported
 
-PAGE = (ROOT / "docs" / "troubleshooting.md").read_text()
+PAGE = (ROOT / "docs" / "how-to" / "troubleshooting.md").read_text()
 # Title and text of each entry.
 ENTRIES = re.findall(r"^### (.+)\n((?:(?!#{2,3} ).*\n)*)", PAGE, re.MULTILINE)
 # The threads of other projects that the page answers.

@@ -4,7 +4,7 @@ where the optimizer's state is. All of them compute the same.
 What a change costs is an estimate of how much longer a step takes, to put the changes in order:
 
     recompute full       the layers' forward once more, from the model's FLOPs: 29 % at 345M
-    recompute selective  2 %: 1 to 2 measured on a CPU (docs/performance.md)
+    recompute selective  2 %: 1 to 2 measured on a CPU (docs/explanation/performance.md)
     model parallel       1/0.95, 1/0.82 and 1/0.77 at 2, 4 and 8 ranks (arXiv:1909.08053, figure 5); beyond, twice
     half the micro-batch 3 %: smaller products, and one more pass over the gradients
     distributed optimizer, sequence parallel: nothing, they move as many bytes as what they replace

@@ -3,8 +3,8 @@
 A step is fullest at one of five moments: in the loss, when everything is kept for backward; at the first layer that
 backward meets, which adds its own; at the last one, when the gradients are nearly all there; at the embeddings, when
 they are; and in the optimizer. The sums below say of each large tensor of `mpu/` and `megatron/` when it is made and
-when it goes, `sizes.py` how large it is; docs/memory.md explains them, `megatron_2019.py` has those of 2019's program,
-and tests hold them against what torch allocates.
+when it goes, `sizes.py` how large it is. docs/explanation/memory.md explains them, `megatron_2019.py` has those of
+2019's program, and tests hold them against what torch allocates.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ LIBRARIES, COMPILER = 35 << 20, 75 << 20
 # Of a GPU: CUDA's context and the kernels of torch, NCCL and cuBLAS; 0.4 to 0.8 GB.
 CUDA_CONTEXT = 600 << 20
 # Blocks that glibc keeps although they fit nothing, as a share of what is freed in the order in which it came (what
-# layers keep for backward), of gradients, and of all that comes and goes between: fitted to runs, docs/memory.md.
+# layers keep for backward), of gradients, and of all that comes and goes between: fitted to runs,
+# see docs/explanation/memory.md.
 HOLES = (0.2, 0.4, 1.2)
 
 

@@ -4,8 +4,8 @@ our own, each checked for right values before it is timed. Rank 0 prints.
     torchrun --nproc-per-node 2 tools/bench_collectives.py --max-bytes 1M
     srun python tools/bench_collectives.py --output collectives
 
-docs/collectives.md says how to read the figures. Exit codes: 0 where all results were right, 1 where one was wrong, 2
-for bad input.
+docs/how-to/collectives.md says how to read the figures. Exit codes: 0 where all results were right, 1 where one was
+wrong, 2 for bad input.
 """
 
 from __future__ import annotations

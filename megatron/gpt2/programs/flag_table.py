@@ -1,6 +1,6 @@
-"""Print docs/flags.md, which is made of the tables that the program reads flags with:
+"""Print docs/reference/flags.md, which is made of the tables that the program reads flags with:
 
-    python tools/flag_table.py > docs/flags.md
+    python tools/flag_table.py > docs/reference/flags.md
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def page() -> str:
     return "\n".join([
         "# Every flag", "",
         "Made by `tools/flag_table.py` from the tables that the command line is read with. `_` may stand for `-` in a",
-        "flag. [from-megatron.md](from-megatron.md) has files, habits and the rest.", "",
+        "flag. [from-megatron.md](../how-to/from-megatron.md) has files, habits and the rest.", "",
         *(f"- {status}: {text}" for status, text in STATUSES.items()), "",
         *table(flag_table(), "flag"), "",
         "## Keys of a --deepspeed-config", "",

@@ -5,7 +5,8 @@
     python tools/plan.py --model 345m --recompute-granularity full --accounting megatron-2019
     python tools/plan.py --model 345m --json
 
---device cuda plans for a GPU on any machine, in bf16 unless a precision is given. docs/memory.md explains the parts.
+--device cuda plans for a GPU on any machine, in bf16 unless a precision is given. The parts are explained in
+docs/explanation/memory.md.
 Exit codes: 0; 1 where no layout fits --memory-gb; 2 for bad input.
 """
 

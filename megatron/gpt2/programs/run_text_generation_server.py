@@ -4,7 +4,7 @@
     python tools/run_text_generation_server.py --load checkpoints/gpt2_small --nproc-per-node 2  # share each layer
 
 The first rank serves. It answers this machine alone, unless --host says otherwise, and asks nobody for a password:
-docs/server.md. Needs the extra [serve]. Exit codes: 0 after Ctrl-C or SIGTERM; 2 for bad input.
+docs/how-to/server.md. Needs the extra [serve]. Exit codes: 0 after Ctrl-C or SIGTERM; 2 for bad input.
 """
 
 from __future__ import annotations

@@ -83,4 +83,5 @@ def test_the_page_of_flags_is_made_of_the_table():
     (row,) = (line for line in page.splitlines() if "`--pipeline-model-parallel-size`" in line)
     assert row.endswith("| inert | 1 alone, any other value being refused: layouts are tensor- and data-parallel: use "
                         "--model-parallel-size |")
-    assert (ROOT / "docs" / "flags.md").read_text() == page, "python tools/flag_table.py > docs/flags.md"
+    assert (ROOT / "docs" / "reference" / "flags.md").read_text() == page, \
+        "python tools/flag_table.py > docs/reference/flags.md"

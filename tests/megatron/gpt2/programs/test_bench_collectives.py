@@ -219,5 +219,5 @@ def test_the_page_names_the_flags_that_there_are() -> None:
     help_text = subprocess.run([sys.executable, str(ROOT / "tools" / "bench_collectives.py"), "--help"], text=True,
                                capture_output=True, timeout=60, check=True).stdout
     there = set(re.findall(r"--[a-z][\w-]+", help_text)) - {"--nproc-per-node", "--help"}
-    page = (ROOT / "docs" / "collectives.md").read_text()
+    page = (ROOT / "docs" / "how-to" / "collectives.md").read_text()
     assert there == set(re.findall(r"`(--[a-z][\w-]+)`", page))

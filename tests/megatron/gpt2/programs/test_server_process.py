@@ -182,7 +182,7 @@ def test_a_person_at_the_page(program: Program) -> None:
 
 
 def test_the_examples_of_the_manual(program: Program) -> None:
-    text = (ROOT / "docs" / "server.md").read_text().replace("http://127.0.0.1:5000/", program.url)
+    text = (ROOT / "docs" / "how-to" / "server.md").read_text().replace("http://127.0.0.1:5000/", program.url)
     for command in re.search(r"^```sh\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)[1].splitlines():
         done = subprocess.run(["bash", "-c", f"{command} --fail --silent"], capture_output=True, text=True, check=False)
         assert done.returncode == 0 and ("data: [DONE]" if "stream" in command else "{") in done.stdout, command
