@@ -22,7 +22,7 @@ from megatron.gpt2.checkpoint.reader import Checkpoint, hash_file
 from megatron.gpt2.command_line.arguments import SAVED, Arguments, parse
 from megatron.gpt2.command_line.flags import dashed, flag
 from megatron.gpt2.launch.ranks import Ranks
-from megatron.gpt2.programs.inference import ModelParser, Opened, Say, open_model, run_program
+from megatron.gpt2.programs.inference import Log, ModelParser, Opened, open_model, run_program
 from megatron.gpt2.programs.score_record import check_output, record, write_record
 from megatron.gpt2.records.reporting import aligned
 from megatron.gpt2.text.evaluation import TASKS, Task, doubt, evaluate_task, read_task, task_of
@@ -67,7 +67,7 @@ def check_shape(given: Arguments, checkpoint: Checkpoint) -> None:
         raise ValueError("; ".join(differing) + ": leave these flags out")
 
 
-def read(args: argparse.Namespace, opened: Opened, say: Say) -> list[Task]:
+def read(args: argparse.Namespace, opened: Opened, log: Log) -> list[Task]:
     """All files, so that a bad one is known before the first is scored."""
     positions = opened.model.config.max_position_embeddings
     length = positions if args.seq_length is None else args.seq_length
@@ -75,16 +75,16 @@ def read(args: argparse.Namespace, opened: Opened, say: Say) -> list[Task]:
         raise ValueError(f"--seq-length {length}: the model has {positions} positions")
     return [read_task(args.task or task_of(path), path, opened.tokenizer, length=length,
                       overlapping_eval=args.overlapping_eval, strict_lambada=args.strict_lambada,
-                      text_key=args.text_key, max_bad_fraction=args.max_bad_fraction, log=say)
+                      text_key=args.text_key, max_bad_fraction=args.max_bad_fraction, log=log)
             for path in args.valid_data]
 
 
-def scored(task: Task, path: str, opened: Opened, batch_size: int, say: Say) -> dict[str, Any]:
+def scored(task: Task, path: str, opened: Opened, batch_size: int, log: Log) -> dict[str, Any]:
     """The result for one file, as it stands in the JSON."""
     metrics = evaluate_task(opened.model, task, opened.tokenizer, batch_size=batch_size)
     warning = doubt(task, metrics, opened.tokenizer.vocab_size)
     if warning:
-        say(f"WARNING: {path}: {warning}")
+        log(f"WARNING: {path}: {warning}")
     return {"task": task.name, "file": path, "bytes": os.path.getsize(path), "sha256": hash_file(Path(path)),
             "settings": task.settings, "metrics": metrics, "warning": warning}
 
@@ -105,16 +105,16 @@ def report(facts: dict[str, Any], results: list[dict[str, Any]]) -> str:
     return "\n\n".join("\n".join(aligned(rows)) for rows in blocks)
 
 
-def evaluate(argv: Sequence[str], ranks: Ranks, say: Say) -> None:
+def evaluate(argv: Sequence[str], ranks: Ranks, log: Log) -> None:
     args, given = arguments(argv)
     if given.given:
-        say(f"notice: {', '.join(sorted(map(flag, given.given)))}: not needed here")
+        log(f"notice: {', '.join(sorted(map(flag, given.given)))}: not needed here")
     for note in given.notes:
-        say(f"notice: {note}")
-    opened = open_model(args, ranks, say)
+        log(f"notice: {note}")
+    opened = open_model(args, ranks, log)
     check_shape(given, opened.checkpoint)
-    results = [scored(task, path, opened, args.micro_batch_size, say)
-               for task, path in zip(read(args, opened, say), args.valid_data, strict=True)]
+    results = [scored(task, path, opened, args.micro_batch_size, log)
+               for task, path in zip(read(args, opened, log), args.valid_data, strict=True)]
     if ranks.rank:
         return
     facts = record(opened, args.micro_batch_size)

@@ -22,7 +22,7 @@ from data_utils import Tokenizer
 from data_utils.command_line import end_with
 from megatron.gpt2.launch.ranks import Ranks
 from megatron.gpt2.model.gpt2 import GPT2Model
-from megatron.gpt2.programs.inference import ModelParser, Say, open_model, run_program
+from megatron.gpt2.programs.inference import Log, ModelParser, open_model, run_program
 from megatron.gpt2.programs.score_record import check_output, record, write_record
 from megatron.gpt2.text.generation import Continuation, generate
 from megatron.gpt2.text.sampling import Sampling
@@ -116,13 +116,13 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
     return args
 
 
-def evaluate(argv: Sequence[str], ranks: Ranks, say: Say) -> None:
+def evaluate(argv: Sequence[str], ranks: Ranks, log: Log) -> None:
     args = arguments(argv)
     manager = TaskManager(include_path=args.include_path)
     found = {name: manager.match_tasks([name]) for name in args.tasks.split(",")}  # a name may be a pattern
     if unknown := [name for name, tasks in found.items() if not tasks]:
         raise ValueError(f"--tasks: lm-eval knows no {', '.join(unknown)}")
-    opened = open_model(args, ranks, say)
+    opened = open_model(args, ranks, log)
     with open(os.devnull, "w") as nowhere, contextlib.ExitStack() as quiet:
         if ranks.rank:
             quiet.enter_context(contextlib.redirect_stdout(nowhere))

@@ -29,12 +29,12 @@ from data_utils.progress import progress_bar
 from megatron.gpt2.command_line.arguments import parse
 from megatron.gpt2.command_line.flags import dashed, flag
 from megatron.gpt2.launch.ranks import Ranks
-from megatron.gpt2.programs.inference import ModelParser, Say, check_shared, open_model, run_program
+from megatron.gpt2.programs.inference import Log, ModelParser, check_shared, open_model, run_program
 from megatron.gpt2.text.generation import Continuation, Generator, patient_group
 from megatron.gpt2.text.sampling import Sampling
 
 
-def arguments(argv: Sequence[str], ranks: Ranks, say: Say) -> argparse.Namespace:
+def arguments(argv: Sequence[str], ranks: Ranks, log: Log) -> argparse.Namespace:
     parser = ModelParser(__doc__, precision="auto", model_parallel_size=ranks.world_size)
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--prompt", help="text to continue; empty: a new document (default: ask for prompts)")
@@ -59,7 +59,7 @@ def arguments(argv: Sequence[str], ranks: Ranks, say: Say) -> argparse.Namespace
     args, rest = parser.parse_known_args([dashed(word) for word in argv])
     given = parse(rest)
     if given.given:
-        say(f"notice: {', '.join(sorted(map(flag, given.given)))}: not needed here")
+        log(f"notice: {', '.join(sorted(map(flag, given.given)))}: not needed here")
     args.sampling = Sampling(args.repetition_penalty, args.temperature, args.top_k, args.top_p, args.max_new_tokens,
                              tuple(args.stop), args.seed)
     for name, least, value in (("--num-samples", 0, args.num_samples), ("--batch-size", 1, args.batch_size)):
@@ -74,7 +74,7 @@ def arguments(argv: Sequence[str], ranks: Ranks, say: Say) -> argparse.Namespace
             args.sample_input_file or ""):
         raise ValueError(f"--sample-output-file {args.sample_output_file}: is the file of the prompts")
     if args.sampling.is_full:
-        say("notice: top-k 0 with top-p 0 is full sampling: any token may be drawn, however unlikely; --top-k 40, "
+        log("notice: top-k 0 with top-p 0 is full sampling: any token may be drawn, however unlikely; --top-k 40, "
             "--top-p 0.9 or --greedy leave them out")
     return args
 
@@ -100,12 +100,12 @@ def interruptible(c: Continuation) -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def converse(generator: Generator, sampling: Sampling, say: Say) -> None:
+def converse(generator: Generator, sampling: Sampling, log: Log) -> None:
     """Ask for prompts until `stop`, Ctrl-D or Ctrl-C."""
     with contextlib.suppress(ImportError):  # not everywhere; input() uses it once it is loaded
         import readline  # noqa: F401
     sys.stdin.reconfigure(errors="surrogateescape")  # type: ignore[union-attr]  # what is no text is refused below
-    say("Type a prompt. A line that is exactly `stop`, Ctrl-D or Ctrl-C ends; Ctrl-C in a text ends the text.")
+    log("Type a prompt. A line that is exactly `stop`, Ctrl-D or Ctrl-C ends; Ctrl-C in a text ends the text.")
     while True:
         try:
             prompt = input("\nprompt> " if sys.stdin.isatty() else "")
@@ -114,12 +114,12 @@ def converse(generator: Generator, sampling: Sampling, say: Say) -> None:
         if prompt == "stop":
             return
         if not prompt:
-            say("the prompt is empty: type some text")
+            log("the prompt is empty: type some text")
             continue
         try:
             stream(generator, prompt, sampling)
         except ValueError as error:
-            say(f"error: {error}")
+            log(f"error: {error}")
 
 
 def prompts_of(path: str) -> Iterator[str | ValueError]:
@@ -160,10 +160,10 @@ def write_json_lines(entries: Iterable[dict[str, Any]], path: str | None, total:
             file.flush()
 
 
-def generate_text(argv: Sequence[str], ranks: Ranks, say: Say) -> None:
-    args = arguments(argv, ranks, say)
-    opened = open_model(args, ranks, say)
-    generator = Generator(opened.model, opened.tokenizer, recompute=args.recompute, orders=patient_group(), log=say)
+def generate_text(argv: Sequence[str], ranks: Ranks, log: Log) -> None:
+    args = arguments(argv, ranks, log)
+    opened = open_model(args, ranks, log)
+    generator = Generator(opened.model, opened.tokenizer, recompute=args.recompute, orders=patient_group(), log=log)
     if not generator.leads:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first rank gets it too, and knows what it means
         return generator.follow()
@@ -178,7 +178,7 @@ def generate_text(argv: Sequence[str], ranks: Ranks, say: Say) -> None:
         elif args.prompt is not None:
             stream(generator, args.prompt, args.sampling)
         else:
-            converse(generator, args.sampling, say)
+            converse(generator, args.sampling, log)
     finally:
         generator.close()
 

@@ -25,7 +25,7 @@ from megatron.gpt2.model.gpt2 import GPT2Model
 from megatron.gpt2.programs.pretrain_gpt2 import refuse
 from megatron.gpt2.text.generation import load_for_inference
 
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 
 
 class ModelParser(Parser):
@@ -66,25 +66,25 @@ class Opened:
     dtype: torch.dtype
 
 
-def open_model(args: argparse.Namespace, ranks: Ranks, say: Say) -> Opened:
+def open_model(args: argparse.Namespace, ranks: Ranks, log: Log) -> Opened:
     """Join the other ranks and load what the flags of `ModelParser` name. Every rank calls it."""
     set_threads(ranks)
     device, why = choose_device(args.device, ranks)
     dtype, why_dtype = choose_precision(args.precision, device)
     for reason in (why, why_dtype):
         if reason.startswith(("WARNING", "notice")):
-            say(reason)
+            log(reason)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     initialize_distributed(ranks, choose_backend(args.distributed_backend, device)[0], device,
                            ParallelConfig().distributed_timeout_minutes)
     layout = mpu.initialize_model_parallel(args.model_parallel_size)
-    model, tokenizer, checkpoint = load_for_inference(args.load, device, dtype, log=say)
+    model, tokenizer, checkpoint = load_for_inference(args.load, device, dtype, log=log)
     return Opened(model, tokenizer, checkpoint, layout, device, dtype)
 
 
-def run_program(program: Callable[[Sequence[str], Ranks, Say], None], argv: Sequence[str] | None) -> int:
-    """`program(argv, ranks, say)`, where `say` writes a line to the first rank's standard error; the exit code, 2 for
+def run_program(program: Callable[[Sequence[str], Ranks, Log], None], argv: Sequence[str] | None) -> int:
+    """`program(argv, ranks, log)`, where `log` writes a line to the first rank's standard error; the exit code, 2 for
     bad input, which one rank answers in one line, 130 for Ctrl-C. argv None: this process's command line."""
     try:
         return _run(program, sys.argv[1:] if argv is None else argv)
@@ -92,7 +92,7 @@ def run_program(program: Callable[[Sequence[str], Ranks, Say], None], argv: Sequ
         return INTERRUPTED
 
 
-def _run(program: Callable[[Sequence[str], Ranks, Say], None], argv: Sequence[str]) -> int:
+def _run(program: Callable[[Sequence[str], Ranks, Log], None], argv: Sequence[str]) -> int:
     line_buffered()
     ranks = Ranks()
     try:

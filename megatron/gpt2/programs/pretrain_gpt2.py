@@ -88,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return pretrain(run)
     except FloatingPointError as error:
-        run.log.say(f"stopped: {error}")  # on every rank after the same step
+        run.log.info(f"stopped: {error}")  # on every rank after the same step
         run.saver.finish()
         return 1
     except DamagedData as error:
@@ -147,7 +147,7 @@ def pretrain(run: Run) -> int:
     missing = "" if is_saved else f"iteration {run.iteration} is not saved"
     if reason:
         goes_on = f"{missing}: the same command begins before it" if missing else "the same command continues"
-        run.log.say(f"stopped by {reason} at iteration {run.iteration}: {goes_on}")
+        run.log.info(f"stopped by {reason} at iteration {run.iteration}: {goes_on}")
     else:
         valid = evaluate_and_log(run, "valid", final=True)
         evaluate_and_log(run, "test", final=True)
@@ -196,15 +196,15 @@ def print_start(run: Run) -> None:
                      if config.checkpoint.save_interval else f"{config.checkpoint.save}, at the end"),
     ]
     run.log.note(f"started from {dict(rows)['from']} on {dict(rows)['layout']}")
-    run.log.say(start_table(rows, [(flag, " ".join(map(str, value)) if isinstance(value, tuple) else str(value))
-                                   for flag, value in differing_flags(plan.arguments.config)]))
+    run.log.info(start_table(rows, [(flag, " ".join(map(str, value)) if isinstance(value, tuple) else str(value))
+                                    for flag, value in differing_flags(plan.arguments.config)]))
     if too_little := warning(plan):
-        run.log.say(too_little)
+        run.log.info(too_little)
     if epochs > 4 and (data.train_data or data.data_path):  # the built-in corpus is as large as it is
-        run.log.say(f"WARNING: {epochs:.1f} epochs: beyond about 4, repeated text teaches less and less; a larger "
-                    "corpus or a smaller --train-iters would serve better")
+        run.log.info(f"WARNING: {epochs:.1f} epochs: beyond about 4, repeated text teaches less and less; a larger "
+                     "corpus or a smaller --train-iters would serve better")
     if config.train.eval_iters and run.splits.valid is None:
-        run.log.say(f"no validation: --split {data.split} gives it no share")
+        run.log.info(f"no validation: --split {data.split} gives it no share")
 
 
 def baselines(run: Run) -> dict[str, float | None]:

@@ -36,7 +36,7 @@ from megatron.gpt2.command_line.flags import dashed
 from megatron.gpt2.device import PRECISIONS
 from megatron.gpt2.launch.ranks import Ranks
 from megatron.gpt2.model.gpt2 import count_parameters
-from megatron.gpt2.programs.inference import ModelParser, Opened, Say, check_shared, open_model, run_program
+from megatron.gpt2.programs.inference import Log, ModelParser, Opened, check_shared, open_model, run_program
 from megatron.gpt2.records.reporting import aligned
 from megatron.gpt2.text.generation import Generator, patient_group
 
@@ -85,10 +85,10 @@ def listen(host: str, port: int) -> socket.socket:
         raise ValueError(f"--host {host} --port {port}: {reason}; --port 0 takes a free one") from None
 
 
-def serve(argv: Sequence[str], ranks: Ranks, say: Say) -> None:
+def serve(argv: Sequence[str], ranks: Ranks, log: Log) -> None:
     args = arguments(argv, ranks)
     listener = listen(args.host, args.port) if ranks.rank == 0 else None
-    opened = open_model(args, ranks, say)
+    opened = open_model(args, ranks, log)
     if listener is None:
         for number in (signal.SIGINT, signal.SIGTERM):  # all ranks get it, and the first one ends the others
             signal.signal(number, signal.SIG_IGN)
@@ -96,18 +96,18 @@ def serve(argv: Sequence[str], ranks: Ranks, say: Say) -> None:
     if listener is None:
         return generator.follow()
     try:
-        answer_clients(args, opened, generator, listener, say)
+        answer_clients(args, opened, generator, listener, log)
     finally:
         generator.close()
 
 
 def answer_clients(args: argparse.Namespace, opened: Opened, generator: Generator, listener: socket.socket,
-                   say: Say) -> None:
+                   log: Log) -> None:
     """Until Ctrl-C or SIGTERM. This thread, which gets the signals, owns the generator; another has the connections."""
     batcher = Batcher(args.batch_size)
     limits = Limits(args.max_tokens, args.batch_size, args.max_body_bytes)
     service = Service(Path(args.load).resolve().name, opened.tokenizer, generator.limit, batcher, limits,
-                      args.max_texts, args.max_seconds, log=say)
+                      args.max_texts, args.max_seconds, log=log)
     server = uvicorn.Server(uvicorn.Config(
         service.app(), lifespan="off", log_config=None, log_level="critical", timeout_graceful_shutdown=GRACE,
         limit_concurrency=CONNECTIONS, http="h11", ws="none", loop="asyncio"))
@@ -121,7 +121,7 @@ def answer_clients(args: argparse.Namespace, opened: Opened, generator: Generato
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, stop)
     connections.start()
-    print_start(args, opened, listener, say)
+    print_start(args, opened, listener, log)
     try:
         batcher.run(generator)
     except torch.OutOfMemoryError as error:
@@ -129,10 +129,10 @@ def answer_clients(args: argparse.Namespace, opened: Opened, generator: Generato
     finally:
         server.should_exit = True
         connections.join(2 * GRACE)
-    say("stopped")
+    log("stopped")
 
 
-def print_start(args: argparse.Namespace, opened: Opened, listener: socket.socket, say: Say) -> None:
+def print_start(args: argparse.Namespace, opened: Opened, listener: socket.socket, log: Log) -> None:
     url, ranks = url_of(listener), args.model_parallel_size
     for line in aligned([
             ("model", f"{args.load}, iteration {opened.checkpoint.iteration:,}, "
@@ -141,9 +141,9 @@ def print_start(args: argparse.Namespace, opened: Opened, listener: socket.socke
             ("page", f"{url}/"),
             ("OpenAI's base_url", f"{url}/v1"),
             ("to end", "Ctrl-C")]):
-        say(line)
+        log(line)
     if notice := notice_of(args.host, listener):
-        say(notice)
+        log(notice)
 
 
 def url_of(listener: socket.socket) -> str:

@@ -19,8 +19,8 @@ class Profiler:
     """`with profiler(iteration): ...` around each iteration does nothing but from `first` to `last`, and in the one
     before, which warms it up. What comes between two of them, an evaluation say, is in the profile too."""
 
-    def __init__(self, first: int, last: int, *, device: torch.device, trace: Path, say: Callable[[str], None]) -> None:
-        self._first, self._last, self._device, self._trace, self._say = first, last, device, trace, say
+    def __init__(self, first: int, last: int, *, device: torch.device, trace: Path, log: Callable[[str], None]) -> None:
+        self._first, self._last, self._device, self._trace, self._log = first, last, device, trace, log
         self._profile: profile | None = None
         self._seen = 0
         self._nothing: AbstractContextManager[None] = contextlib.nullcontext()
@@ -44,7 +44,7 @@ class Profiler:
             self.finish()
 
     def finish(self) -> None:
-        """Write the trace and say the table, if anything was profiled: also where training stops before the last."""
+        """Write the trace and print the table, if anything was profiled: also where training stops before the last."""
         if self._profile is None:
             return
         self._profile.stop()
@@ -53,21 +53,21 @@ class Profiler:
             self._profile.export_chrome_trace(str(new))
             os.replace(new, self._trace)
             table = operation_table(self._profile.key_averages(), self._seen, self._device.type)
-            self._say(f"{table}\n  trace: {self._trace}, for https://ui.perfetto.dev or chrome://tracing")
+            self._log(f"{table}\n  trace: {self._trace}, for https://ui.perfetto.dev or chrome://tracing")
         self._profile = None
 
 
 def profiler_for(iterations: tuple[int, ...], ranks: tuple[int, ...], *, rank: int, start: int, end: int,
-                 device: torch.device, folder: Path, say: Callable[[str], None]) -> Profiler:
+                 device: torch.device, folder: Path, log: Callable[[str], None]) -> Profiler:
     """The profiler of this rank in a run that goes from iteration `start` + 1 to `end`; one that never does anything
-    where there is nothing to profile. `say` prints on rank 0 alone."""
+    where there is nothing to profile. `log` prints on rank 0 alone."""
     first, last = (max(iterations[0], start + 1), min(iterations[1], end)) if iterations else (0, -2)
     if iterations and first > last:
-        say(f"WARNING: --profile {iterations[0]} {iterations[1]}: this run goes from iteration {start + 1} to {end}")
+        log(f"WARNING: --profile {iterations[0]} {iterations[1]}: this run goes from iteration {start + 1} to {end}")
     if first > last or rank not in ranks:
         first, last = 0, -2
     return Profiler(first, last, device=device, trace=folder / f"profile_{first}-{last}_rank_{rank}.json.gz",
-                    say=say if rank == 0 else lambda text: print(text, flush=True))
+                    log=log if rank == 0 else lambda text: print(text, flush=True))
 
 
 def operation_table(averages: Any, iterations: int, device_type: str) -> str:

@@ -51,7 +51,7 @@ class RunLog:
                 keep_records_until(path, start_iteration)
         self.progress = progress_bar(total=train_iters, initial=start_iteration, unit="it", leave=False)
 
-    def say(self, text: str) -> None:
+    def info(self, text: str) -> None:
         """Print a line, above the progress bar where there is one. Warnings, and why a run stopped, are kept."""
         if not self.active:
             return
@@ -96,7 +96,7 @@ class RunLog:
         except OSError as error:  # of a full disk, say, which must not end a run
             if not self._told:
                 self._told = True  # first: the warning is a record too
-                self.say(f"WARNING: {name} lacks lines from here on: {error.strerror}")
+                self.info(f"WARNING: {name} lacks lines from here on: {error.strerror}")
 
     def report(self) -> None:
         """Write report.html, unless that would take more of the run's time than REPORT_SHARE."""
@@ -115,7 +115,7 @@ class RunLog:
         try:
             return write(self.directory / name)
         except OSError as error:
-            self.say(f"WARNING: {name} is not written: {error.strerror}")
+            self.info(f"WARNING: {name} is not written: {error.strerror}")
             return ""
 
     def close(self, title: str = "GPT-2") -> str:

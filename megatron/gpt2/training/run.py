@@ -232,7 +232,7 @@ def build_run(plan: Plan, say: Say) -> Run:
                  trackers=trackers, active=parallel.rank == 0)
     if parallel.rank == 0:
         if iteration == 0:
-            set_best_aside(Path(config.checkpoint.save), log.say)
+            set_best_aside(Path(config.checkpoint.save), log.info)
         save_settings(plan)
     samples, order = plan.splits.training_samples(config.train.seed, plan.train_iters * plan.global_batch_size)
     loader = BatchLoader(samples, order, micro_batch_size=config.train.micro_batch_size,
@@ -245,7 +245,7 @@ def build_run(plan: Plan, say: Say) -> Run:
                               timeout_s=60 * config.parallel.distributed_timeout_minutes)
     saver = Saver(write, attempt=f"{shared(secrets.randbits(62) if parallel.rank == 0 else 0):x}",
                   asynchronous=config.checkpoint.async_save, local_world_size=plan.ranks.local_world_size,
-                  greatest=shared, say=log.say)
+                  greatest=shared, say=log.info)
     run = Run(plan, parallel, model, forward, flat, reducer, gatherer, optimizer, loader, log, saver, lock,
               Timers(device), StopSignal(timedelta(minutes=config.parallel.distributed_timeout_minutes)),
               devices.peak_flops(device, plan.dtype), iteration, consumed_samples,

@@ -157,7 +157,7 @@ def evaluate_and_log(run: Run, split: str, *, final: bool = False) -> Evaluation
         return None
     record = evaluate(run, dataset, split, run.config.train.eval_iters * run.global_batch_size)
     run.log.record(record)
-    run.log.say(evaluation_line(record, final=final))
+    run.log.info(evaluation_line(record, final=final))
     if split == "valid" and run.config.checkpoint.keep_best:
         save_if_best(run, record.lm_loss)
     return record
@@ -167,7 +167,7 @@ def save_if_best(run: Run, valid_loss: float) -> None:
     """Write a checkpoint of this iteration into the folder `best` where no validation loss was lower."""
     folder = run.save_directory / BEST
     run.saver.finish()  # the last best one may still be on its way
-    lower = run.parallel.rank == 0 and valid_loss < best_loss(folder, run.splits.fingerprint, run.log.say)
+    lower = run.parallel.rank == 0 and valid_loss < best_loss(folder, run.splits.fingerprint, run.log.info)
     if run.saver.any_rank(lower):
         run.gatherer.wait()
         run.saver.save(run.iteration, run.files(), run.facts() | {"valid_loss": valid_loss}, directory=folder,
@@ -199,7 +199,7 @@ def train(run: Run) -> str:
     run.model.train()
     progress = Progress(run)
     profiler = profiler_for(config.profile, config.profile_ranks, rank=run.parallel.rank, start=run.iteration,
-                            end=run.train_iters, device=run.device, folder=run.save_directory, say=run.log.say)
+                            end=run.train_iters, device=run.device, folder=run.save_directory, log=run.log.info)
     while run.iteration < run.train_iters:
         with profiler(run.iteration + 1):
             train_step(run)
@@ -279,9 +279,9 @@ class Progress:
             None if optimizer.found_inf.item() else optimizer.grad_norm.item(),
             1000 * seconds / iterations, tokens_per_second, run.mfu(tokens_per_second), peak_memory(run.device))
         run.log.record(record)
-        run.log.say(iteration_line(record, train_iters=run.train_iters, skipped=skipped,
-                                   seconds_to_go=(run.train_iters - run.iteration) * seconds / iterations))
-        run.log.say(run.timers.line(iterations))
+        run.log.info(iteration_line(record, train_iters=run.train_iters, skipped=skipped,
+                                    seconds_to_go=(run.train_iters - run.iteration) * seconds / iterations))
+        run.log.info(run.timers.line(iterations))
         if not self._memory_told:
-            run.log.say(memory_line(run.device, expected_peak(run.plan)))
+            run.log.info(memory_line(run.device, expected_peak(run.plan)))
         self._memory_told, self._iteration, self._skipped = True, run.iteration, skipped_in_all

@@ -132,7 +132,7 @@ def test_a_new_run_in_an_old_folder_sets_the_old_records_aside(tmp_path: Path) -
 
 def test_only_the_active_rank_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     log = RunLog(tmp_path / "run", train_iters=10, active=False)
-    log.say("hello")
+    log.info("hello")
     log.record(record())
     log.step()
     assert log.close() == ""
@@ -146,7 +146,7 @@ def test_progress_bar_on_a_terminal_keeps_lines_whole(
     log = RunLog(tmp_path, train_iters=10, start_iteration=4)
     log.step()
     assert log.progress.n == 5
-    log.say("a line")
+    log.info("a line")
     log.close()
     assert capsys.readouterr().out == "a line\n"  # the bar itself is on standard error
 

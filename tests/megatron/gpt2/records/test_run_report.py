@@ -215,8 +215,8 @@ def test_samples_and_evaluations_change_nothing_of_training(tmp_path: Path) -> N
 def test_warnings_are_kept_and_a_new_run_starts_a_new_page(tmp_path: Path) -> None:
     for text in ("one", "two"):
         log = RunLog(tmp_path, train_iters=10)
-        log.say(f"WARNING: {text}")
-        log.say("nothing to keep")
+        log.info(f"WARNING: {text}")
+        log.info("nothing to keep")
         log.sample(text)
         log.record(record(10))
         log.close()

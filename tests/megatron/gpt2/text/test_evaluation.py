@@ -19,7 +19,7 @@ import torch
 import mpu
 from data_utils.detokenizers import ptb_detokenizer, wikitext_detokenizer
 from megatron.gpt2.launch.ranks import Ranks
-from megatron.gpt2.programs.inference import Say, run_program
+from megatron.gpt2.programs.inference import Log, run_program
 from megatron.gpt2.text.evaluation import Task, doubt, evaluate_task, read_task, task_of
 from megatron.gpt2.text.generation import load_for_inference
 from megatron.gpt2.text.scoring import Window, windows_over
@@ -255,7 +255,7 @@ def test_every_id_but_the_first_is_a_target_once(count: int, length: int, stride
 
 
 def test_ctrl_c_ends_a_program_without_a_traceback() -> None:
-    def interrupted(argv: Sequence[str], ranks: Ranks, say: Say) -> None:
+    def interrupted(argv: Sequence[str], ranks: Ranks, log: Log) -> None:
         raise KeyboardInterrupt
 
     assert run_program(interrupted, []) == 130
