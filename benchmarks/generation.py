@@ -30,7 +30,8 @@ from benchmarks import report
 from megatron.gpt2.config import ModelConfig
 from megatron.gpt2.device import PRECISIONS
 from megatron.gpt2.model.gpt2 import GPT2Model
-from megatron.gpt2.text.generation import Continuation, Generator, store_for_inference
+from megatron.gpt2.text.generation import Continuation, Generator
+from megatron.gpt2.text.load_model import store_by_column
 from megatron.gpt2.text.sampling import Sampling
 
 GPT2 = ModelConfig(num_layers=12, hidden_size=768, num_attention_heads=12, max_position_embeddings=1024,
@@ -79,8 +80,8 @@ def our_tokens(model: GPT2Model, prompts: torch.Tensor, new: int) -> tuple[list[
     """The new tokens, and when each step ended."""
     made = [Continuation(prompt, Sampling(temperature=0, max_new_tokens=new)) for prompt in prompts.tolist()]
     ends = [time.perf_counter()]
-    for piece in Generator(model, Ids(model.vocab_size)).stream(made):  # type: ignore[arg-type]
-        if piece.row == len(made) - 1:
+    for generated in Generator(model, Ids(model.vocab_size)).stream(made):  # type: ignore[arg-type]
+        if generated.row == len(made) - 1:
             ends.append(time.perf_counter())
     return [c.ids for c in made], ends
 
@@ -145,7 +146,7 @@ def main(argv: list[str] | None = None) -> None:
         if args.precision not in (None, PRECISIONS[dtype]):
             continue
         ours, theirs = ours.to(dtype), theirs.to(dtype)
-        store_for_inference(ours)
+        store_by_column(ours)
         for batch in (1, 8):
             row = compare(ours, theirs, batch, length, new, args.rounds)
             result["speed"].append({"precision": PRECISIONS[dtype], "goal": goal, **row})

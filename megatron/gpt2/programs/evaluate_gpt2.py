@@ -22,10 +22,11 @@ from megatron.gpt2.checkpoint.reader import Checkpoint, hash_file
 from megatron.gpt2.command_line.arguments import SAVED, Arguments, parse
 from megatron.gpt2.command_line.flags import dashed, flag
 from megatron.gpt2.launch.ranks import Ranks
-from megatron.gpt2.programs.inference import Log, ModelParser, Opened, open_model, run_program
+from megatron.gpt2.programs.inference import Log, ModelParser, open_model, run_program
 from megatron.gpt2.programs.score_record import check_output, record, write_record
 from megatron.gpt2.records.reporting import aligned
-from megatron.gpt2.text.evaluation import TASKS, Task, doubt, evaluate_task, read_task, task_of
+from megatron.gpt2.text.evaluation import TASKS, Task, evaluate_task, plausibility_warning, read_task, task_of
+from megatron.gpt2.text.load_model import LoadedModel
 
 
 def arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, Arguments]:
@@ -67,22 +68,22 @@ def check_shape(given: Arguments, checkpoint: Checkpoint) -> None:
         raise ValueError("; ".join(differing) + ": leave these flags out")
 
 
-def read(args: argparse.Namespace, opened: Opened, log: Log) -> list[Task]:
+def read(args: argparse.Namespace, loaded: LoadedModel, log: Log) -> list[Task]:
     """All files, so that a bad one is known before the first is scored."""
-    positions = opened.model.config.max_position_embeddings
+    positions = loaded.model.config.max_position_embeddings
     length = positions if args.seq_length is None else args.seq_length
     if length > positions:
         raise ValueError(f"--seq-length {length}: the model has {positions} positions")
-    return [read_task(args.task or task_of(path), path, opened.tokenizer, length=length,
+    return [read_task(args.task or task_of(path), path, loaded.tokenizer, length=length,
                       overlapping_eval=args.overlapping_eval, strict_lambada=args.strict_lambada,
                       text_key=args.text_key, max_bad_fraction=args.max_bad_fraction, log=log)
             for path in args.valid_data]
 
 
-def scored(task: Task, path: str, opened: Opened, batch_size: int, log: Log) -> dict[str, Any]:
+def scored(task: Task, path: str, loaded: LoadedModel, batch_size: int, log: Log) -> dict[str, Any]:
     """The result for one file, as it stands in the JSON."""
-    metrics = evaluate_task(opened.model, task, opened.tokenizer, batch_size=batch_size)
-    warning = doubt(task, metrics, opened.tokenizer.vocab_size)
+    metrics = evaluate_task(loaded.model, task, loaded.tokenizer, batch_size=batch_size)
+    warning = plausibility_warning(task, metrics, loaded.tokenizer.vocab_size)
     if warning:
         log(f"WARNING: {path}: {warning}")
     return {"task": task.name, "file": path, "bytes": os.path.getsize(path), "sha256": hash_file(Path(path)),
@@ -111,13 +112,13 @@ def evaluate(argv: Sequence[str], ranks: Ranks, log: Log) -> None:
         log(f"notice: {', '.join(sorted(map(flag, given.given)))}: not needed here")
     for note in given.notes:
         log(f"notice: {note}")
-    opened = open_model(args, ranks, log)
-    check_shape(given, opened.checkpoint)
-    results = [scored(task, path, opened, args.micro_batch_size, log)
-               for task, path in zip(read(args, opened, log), args.valid_data, strict=True)]
+    loaded = open_model(args, ranks, log)
+    check_shape(given, loaded.checkpoint)
+    results = [scored(task, path, loaded, args.micro_batch_size, log)
+               for task, path in zip(read(args, loaded, log), args.valid_data, strict=True)]
     if ranks.rank:
         return
-    facts = record(opened, args.micro_batch_size)
+    facts = record(loaded, args.micro_batch_size)
     print(report(facts, results))
     if args.output:
         write_record(args.output, {**facts, "results": results})

@@ -82,13 +82,13 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         answers = []
         for start in range(0, len(requests), self.batch_size):
-            batch = [self._asked(*request.args) for request in requests[start:start + self.batch_size]]
+            batch = [self._continuation(*request.args) for request in requests[start:start + self.batch_size]]
             generate(self.model, self.own_tokenizer, batch)  # only the first of a model-parallel group gets the text
-            answers += [postprocess_generated_text(self.own_tokenizer.decode(asked.ids), [*asked.sampling.stop], None)
-                        for asked in batch]
+            answers += [postprocess_generated_text(self.own_tokenizer.decode(c.ids), [*c.sampling.stop], None)
+                        for c in batch]
         return answers
 
-    def _asked(self, context: str, given: dict[str, Any]) -> Continuation:
+    def _continuation(self, context: str, given: dict[str, Any]) -> Continuation:
         wanted: dict[str, Any] = dict(normalize_gen_kwargs(given))
         length, stops = wanted["max_gen_toks"], handle_stop_sequences(wanted["until"], eos=None)
         if length >= self.max_length:
@@ -122,20 +122,20 @@ def evaluate(argv: Sequence[str], ranks: Ranks, log: Log) -> None:
     found = {name: manager.match_tasks([name]) for name in args.tasks.split(",")}  # a name may be a pattern
     if unknown := [name for name, tasks in found.items() if not tasks]:
         raise ValueError(f"--tasks: lm-eval knows no {', '.join(unknown)}")
-    opened = open_model(args, ranks, log)
+    loaded = open_model(args, ranks, log)
     with open(os.devnull, "w") as nowhere, contextlib.ExitStack() as quiet:
         if ranks.rank:
             quiet.enter_context(contextlib.redirect_stdout(nowhere))
             quiet.enter_context(contextlib.redirect_stderr(nowhere))
         results = lm_eval.simple_evaluate(
-            "gpt2-model-parallel", {"model": opened.model, "tokenizer": opened.tokenizer},
+            "gpt2-model-parallel", {"model": loaded.model, "tokenizer": loaded.tokenizer},
             tasks=[task for tasks in found.values() for task in tasks], num_fewshot=args.num_fewshot, limit=args.limit,
             batch_size=args.micro_batch_size, task_manager=manager, log_samples=False)
     if ranks.rank:
         return
     print(make_table(results))
     if args.output:
-        write_record(args.output, {**record(opened, args.micro_batch_size),
+        write_record(args.output, {**record(loaded, args.micro_batch_size),
                                    **{key: results[key] for key in ("results", "n-shot", "versions")}})
 
 

@@ -30,7 +30,7 @@ from megatron.gpt2.command_line.arguments import parse
 from megatron.gpt2.command_line.flags import dashed, flag
 from megatron.gpt2.launch.ranks import Ranks
 from megatron.gpt2.programs.inference import Log, ModelParser, check_shared, open_model, run_program
-from megatron.gpt2.text.generation import Continuation, Generator, patient_group
+from megatron.gpt2.text.generation import Continuation, Generator, untimed_group
 from megatron.gpt2.text.sampling import Sampling
 
 
@@ -84,8 +84,8 @@ def stream(generator: Generator, prompt: str, sampling: Sampling) -> None:
     c = Continuation(generator.tokenizer.encode(prompt), sampling)
     sys.stdout.write(prompt)
     with interruptible(c):
-        for piece in generator.stream([c]):
-            sys.stdout.write(piece.text)
+        for generated in generator.stream([c]):
+            sys.stdout.write(generated.text)
             sys.stdout.flush()
     print(flush=True)
 
@@ -143,8 +143,8 @@ def answers(generator: Generator, prompts: Iterable[str | ValueError], sampling:
                 for number, prompt in batch if isinstance(prompt, str)}
         texts = dict.fromkeys(made, "")
         running = list(made.values())
-        for piece in generator.stream(running) if running else ():
-            texts[list(made)[piece.row]] += piece.text
+        for generated in generator.stream(running) if running else ():
+            texts[list(made)[generated.row]] += generated.text
         for number, prompt in batch:
             if isinstance(prompt, str):
                 yield {"prompt": prompt, "text": texts[number], "length": len(made[number].ids),
@@ -162,8 +162,8 @@ def write_json_lines(entries: Iterable[dict[str, Any]], path: str | None, total:
 
 def generate_text(argv: Sequence[str], ranks: Ranks, log: Log) -> None:
     args = arguments(argv, ranks, log)
-    opened = open_model(args, ranks, log)
-    generator = Generator(opened.model, opened.tokenizer, recompute=args.recompute, orders=patient_group(), log=log)
+    loaded = open_model(args, ranks, log)
+    generator = Generator(loaded.model, loaded.tokenizer, recompute=args.recompute, orders=untimed_group(), log=log)
     if not generator.leads:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first rank gets it too, and knows what it means
         return generator.follow()

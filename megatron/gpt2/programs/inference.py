@@ -6,30 +6,29 @@ import argparse
 import functools
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
 import mpu
-from data_utils import Tokenizer
 from data_utils.command_line import Parser
-from megatron.gpt2.checkpoint.folder import Checkpoint
 from megatron.gpt2.command_line.flags import add_section
 from megatron.gpt2.config import PRECISION_CHOICES, LaunchConfig, ParallelConfig
 from megatron.gpt2.device import choose_backend, choose_device, choose_precision, set_threads
 from megatron.gpt2.launch.ranks import Ranks, line_buffered, read_launch
 from megatron.gpt2.launch.rendezvous import initialize_distributed, leave, meet, name_lost
 from megatron.gpt2.launch.spawn import INTERRUPTED, start_ranks
-from megatron.gpt2.model.gpt2 import GPT2Model
 from megatron.gpt2.programs.pretrain_gpt2 import refuse
-from megatron.gpt2.text.generation import load_for_inference
+from megatron.gpt2.text.load_model import LoadedModel, load_for_inference
 
 Log = Callable[[str], None]
 
 
 class ModelParser(Parser):
-    """Knows the flags that say which model, and where it runs."""
+    """The parser of a program that uses a trained model: it knows the flags for the model and for where it runs.
+
+    precision: the default of --precision. model_parallel_size: the default of --model-parallel-size.
+    """
 
     def __init__(self, doc: str | None, *, precision: str, model_parallel_size: int = 1) -> None:
         super().__init__(description=doc)
@@ -47,27 +46,18 @@ class ModelParser(Parser):
 
 
 def check_shared(args: argparse.Namespace, ranks: Ranks) -> None:
-    """ValueError where a flag says otherwise than that all ranks share each layer."""
+    """ValueError unless all ranks share each layer, as the programs need that generate text."""
     if args.model_parallel_size != ranks.world_size:
         raise ValueError(f"--model-parallel-size {args.model_parallel_size}, but the ranks that share each layer are "
                          f"all that were started, {ranks.world_size}: leave the flag out; --nproc-per-node starts "
                          "ranks")
 
 
-@dataclass(frozen=True)
-class Opened:
-    """A trained model on this rank."""
+def open_model(args: argparse.Namespace, ranks: Ranks, log: Log) -> LoadedModel:
+    """Make the process group and the groups of mpu, and load the model that the flags of `ModelParser` name.
 
-    model: GPT2Model
-    tokenizer: Tokenizer
-    checkpoint: Checkpoint
-    layout: mpu.ParallelState
-    device: torch.device
-    dtype: torch.dtype
-
-
-def open_model(args: argparse.Namespace, ranks: Ranks, log: Log) -> Opened:
-    """Join the other ranks and load what the flags of `ModelParser` name. Every rank calls it."""
+    Every rank calls it. Raises as `load_for_inference` does, and ValueError for a device or layout that cannot be.
+    """
     set_threads(ranks)
     device, why = choose_device(args.device, ranks)
     dtype, why_dtype = choose_precision(args.precision, device)
@@ -78,14 +68,16 @@ def open_model(args: argparse.Namespace, ranks: Ranks, log: Log) -> Opened:
         torch.cuda.set_device(device)
     initialize_distributed(ranks, choose_backend(args.distributed_backend, device)[0], device,
                            ParallelConfig().distributed_timeout_minutes)
-    layout = mpu.initialize_model_parallel(args.model_parallel_size)
-    model, tokenizer, checkpoint = load_for_inference(args.load, device, dtype, log=log)
-    return Opened(model, tokenizer, checkpoint, layout, device, dtype)
+    mpu.initialize_model_parallel(args.model_parallel_size)
+    return load_for_inference(args.load, device, dtype, log=log)
 
 
 def run_program(program: Callable[[Sequence[str], Ranks, Log], None], argv: Sequence[str] | None) -> int:
-    """`program(argv, ranks, log)`, where `log` writes a line to the first rank's standard error; the exit code, 2 for
-    bad input, which one rank answers in one line, 130 for Ctrl-C. argv None: this process's command line."""
+    """Run `program(argv, ranks, log)` on each rank that the command line or a launcher starts; returns the exit code.
+
+    program: its `log` writes a line to rank 0's standard error. argv: None takes this process's command line.
+    Exit codes: 0; 1 where another rank was lost; 2 for bad input, which one rank reports in one line; 130 after Ctrl-C.
+    """
     try:
         return _run(program, sys.argv[1:] if argv is None else argv)
     except KeyboardInterrupt:  # also one that comes while the ranks part

@@ -25,8 +25,8 @@ try:
     import uvicorn
 
     from megatron.gpt2.programs.text_generation_server.app import Service
-    from megatron.gpt2.programs.text_generation_server.asked import Limits
     from megatron.gpt2.programs.text_generation_server.batching import Batcher
+    from megatron.gpt2.programs.text_generation_server.completion_request import Limits
 except ImportError as error:
     print(f"error: the server needs starlette and uvicorn ({error}): pip install -e .[serve]", file=sys.stderr)
     sys.exit(2)
@@ -36,9 +36,10 @@ from megatron.gpt2.command_line.flags import dashed
 from megatron.gpt2.device import PRECISIONS
 from megatron.gpt2.launch.ranks import Ranks
 from megatron.gpt2.model.gpt2 import count_parameters
-from megatron.gpt2.programs.inference import Log, ModelParser, Opened, check_shared, open_model, run_program
+from megatron.gpt2.programs.inference import Log, ModelParser, check_shared, open_model, run_program
 from megatron.gpt2.records.reporting import aligned
-from megatron.gpt2.text.generation import Generator, patient_group
+from megatron.gpt2.text.generation import Generator, untimed_group
+from megatron.gpt2.text.load_model import LoadedModel
 
 GRACE = 2  # seconds that open connections have when the server stops
 CONNECTIONS = 512  # beyond which new ones are told to come later
@@ -88,25 +89,25 @@ def listen(host: str, port: int) -> socket.socket:
 def serve(argv: Sequence[str], ranks: Ranks, log: Log) -> None:
     args = arguments(argv, ranks)
     listener = listen(args.host, args.port) if ranks.rank == 0 else None
-    opened = open_model(args, ranks, log)
+    loaded = open_model(args, ranks, log)
     if listener is None:
         for number in (signal.SIGINT, signal.SIGTERM):  # all ranks get it, and the first one ends the others
             signal.signal(number, signal.SIG_IGN)
-    generator = Generator(opened.model, opened.tokenizer, orders=patient_group())  # which all ranks come to
+    generator = Generator(loaded.model, loaded.tokenizer, orders=untimed_group())  # which all ranks come to
     if listener is None:
         return generator.follow()
     try:
-        answer_clients(args, opened, generator, listener, log)
+        answer_clients(args, loaded, generator, listener, log)
     finally:
         generator.close()
 
 
-def answer_clients(args: argparse.Namespace, opened: Opened, generator: Generator, listener: socket.socket,
+def answer_clients(args: argparse.Namespace, loaded: LoadedModel, generator: Generator, listener: socket.socket,
                    log: Log) -> None:
     """Until Ctrl-C or SIGTERM. This thread, which gets the signals, owns the generator; another has the connections."""
     batcher = Batcher(args.batch_size)
     limits = Limits(args.max_tokens, args.batch_size, args.max_body_bytes)
-    service = Service(Path(args.load).resolve().name, opened.tokenizer, generator.limit, batcher, limits,
+    service = Service(Path(args.load).resolve().name, loaded.tokenizer, generator.limit, batcher, limits,
                       args.max_texts, args.max_seconds, log=log)
     server = uvicorn.Server(uvicorn.Config(
         service.app(), lifespan="off", log_config=None, log_level="critical", timeout_graceful_shutdown=GRACE,
@@ -121,7 +122,7 @@ def answer_clients(args: argparse.Namespace, opened: Opened, generator: Generato
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, stop)
     connections.start()
-    print_start(args, opened, listener, log)
+    print_start(args, loaded, listener, log)
     try:
         batcher.run(generator)
     except torch.OutOfMemoryError as error:
@@ -132,12 +133,12 @@ def answer_clients(args: argparse.Namespace, opened: Opened, generator: Generato
     log("stopped")
 
 
-def print_start(args: argparse.Namespace, opened: Opened, listener: socket.socket, log: Log) -> None:
+def print_start(args: argparse.Namespace, loaded: LoadedModel, listener: socket.socket, log: Log) -> None:
     url, ranks = url_of(listener), args.model_parallel_size
     for line in aligned([
-            ("model", f"{args.load}, iteration {opened.checkpoint.iteration:,}, "
-                      f"{count_parameters(opened.model.config)[0]:,} parameters, {PRECISIONS[opened.dtype]} on "
-                      f"{opened.device.type}, {ranks} rank{'s' * (ranks > 1)}"),
+            ("model", f"{args.load}, iteration {loaded.checkpoint.iteration:,}, "
+                      f"{count_parameters(loaded.model.config)[0]:,} parameters, {PRECISIONS[loaded.dtype]} on "
+                      f"{loaded.device.type}, {ranks} rank{'s' * (ranks > 1)}"),
             ("page", f"{url}/"),
             ("OpenAI's base_url", f"{url}/v1"),
             ("to end", "Ctrl-C")]):

@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
+import mpu
 from data_utils.file_lock import replace_text
 from megatron.gpt2.device import PRECISIONS
-from megatron.gpt2.programs.inference import Opened
+from megatron.gpt2.text.load_model import LoadedModel
 
 
 def check_output(path: str | None) -> None:
@@ -20,14 +21,15 @@ def check_output(path: str | None) -> None:
         raise FileNotFoundError(f"--output {path}: its folder does not exist")
 
 
-def record(opened: Opened, micro_batch_size: int) -> dict[str, Any]:
+def record(loaded: LoadedModel, micro_batch_size: int) -> dict[str, Any]:
     """What every score of this model depends on."""
-    checkpoint, tokenizer, layout = opened.checkpoint, opened.tokenizer, opened.layout
+    checkpoint, tokenizer = loaded.checkpoint, loaded.tokenizer
     return {"checkpoint": str(checkpoint.path), "iteration": checkpoint.iteration,
             "manifest_sha256": checkpoint.digest,  # which seals every file
             "tokenizer": tokenizer.kind, "tokenizer_fingerprint": tokenizer.fingerprint,
-            "vocab_size": tokenizer.vocab_size, "precision": PRECISIONS[opened.dtype], "device": opened.device.type,
-            "model_parallel_size": layout.model_parallel_size, "data_parallel_size": layout.data_parallel_size,
+            "vocab_size": tokenizer.vocab_size, "precision": PRECISIONS[loaded.dtype], "device": loaded.device.type,
+            "model_parallel_size": mpu.get_model_parallel_world_size(),
+            "data_parallel_size": mpu.get_data_parallel_world_size(),
             "micro_batch_size": micro_batch_size, "torch": torch.__version__}
 
 

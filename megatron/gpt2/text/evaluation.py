@@ -140,7 +140,7 @@ def evaluate_task(model: GPT2Model, task: Task, tokenizer: Tokenizer, *, batch_s
     return {**metrics, "bytes": size, "bits_per_byte": nats / math.log(2) / size}
 
 
-def doubt(task: Task, metrics: Metrics, vocab_size: int) -> str | None:
+def plausibility_warning(task: Task, metrics: Metrics, vocab_size: int) -> str | None:
     """Why this score looks as if the model had been trained with another tokenizer, or hardly at all; else None.
 
     A model has to do better than counting: than guessing each target by how often it came before in the same text,

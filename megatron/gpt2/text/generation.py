@@ -11,7 +11,6 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -20,10 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import mpu
-from data_utils import Tokenizer, load_tokenizer
-from megatron.gpt2.checkpoint.facts import check_facts
-from megatron.gpt2.checkpoint.folder import Checkpoint, find_checkpoint, load_model
-from megatron.gpt2.formats import refuse_foreign
+from data_utils import Tokenizer
 from megatron.gpt2.model.gpt2 import GPT2Model
 from megatron.gpt2.text.sampling import Sampler, Sampling
 from megatron.gpt2.text.text_stream import TextStream
@@ -52,21 +48,22 @@ class Continuation:
 
 
 @dataclass(frozen=True)
-class Piece:
-    """What one token adds to the continuation `row`: `text` may be empty, or hold what was held back before.
+class GeneratedToken:
+    """One new token of the continuation number `row`, with the text that is certain with it.
 
-    probability: of the token by the model alone, before penalty, temperature, top-k and top-p. likeliest: so many
-    tokens as `Sampling.alternatives` says, each with this probability.
+    text: may be empty, or hold characters of earlier tokens too. probability: of the token by the model alone, before
+    penalty, temperature, top-k and top-p. likeliest: the `Sampling.alternatives` likeliest ids, each with its
+    probability by the model alone.
     """
 
     row: int
-    token: int
+    id: int
     probability: float
     text: str
     likeliest: tuple[tuple[int, float], ...] = ()
 
 
-Pieces = collections.abc.Generator[Piece, None, None]
+TokenStream = collections.abc.Generator[GeneratedToken, None, None]
 
 
 class _Order(NamedTuple):
@@ -95,7 +92,7 @@ class Generator:
         self._cache: mpu.KeyValueCache | None = None
         self._busy = False
 
-    def stream(self, continuations: Sequence[Continuation]) -> Pieces:
+    def stream(self, continuations: Sequence[Continuation]) -> TokenStream:
         """Draw token after token of all continuations until each has its `finish`; closing the iterator ends it too.
 
         A text does not depend on the others beside it, but for rounding. A context that is full goes on with its second
@@ -109,7 +106,7 @@ class Generator:
         finally:
             self._busy, self._cache = False, None
 
-    def _stream(self, continuations: Sequence[Continuation]) -> Pieces:
+    def _stream(self, continuations: Sequence[Continuation]) -> TokenStream:
         contexts = [self._fitting(c.prompt) for c in continuations]
         samplers = [Sampler(c.sampling, context, self.tokenizer.vocab_size, self._device)
                     for c, context in zip(continuations, contexts, strict=True)]
@@ -124,8 +121,8 @@ class Generator:
                 if not c.finish:
                     token, probability = samplers[row].draw(logits[row], totals[row])
                     contexts[row].append(token)
-                    yield Piece(row, token, probability, self._take(c, token, texts[row]),
-                                samplers[row].likeliest(logits[row]))
+                    yield GeneratedToken(row, token, probability, self._take(c, token, texts[row]),
+                                         samplers[row].likeliest(logits[row]))
                 if c.finish:
                     del contexts[row][1:]  # computed along with the others, as cheaply as possible
             if all(c.finish for c in continuations):
@@ -253,46 +250,9 @@ def generate(model: GPT2Model, tokenizer: Tokenizer, continuations: Sequence[Con
         generator.follow()
 
 
-def patient_group() -> dist.ProcessGroup | None:
+def untimed_group() -> dist.ProcessGroup | None:
     """A group of all ranks for orders that may be long in coming; None in a world of one.
 
     Over gloo whatever the device: a rank that waits sleeps, and no watchdog ends it.
     """
     return dist.new_group(backend="gloo", timeout=timedelta(days=3650)) if dist.is_initialized() else None
-
-
-def load_for_inference(directory: str | Path, device: torch.device, dtype: torch.dtype, *,
-                       log: Callable[[str], None]) -> tuple[GPT2Model, Tokenizer, Checkpoint]:
-    """The model and tokenizer of the newest checkpoint in `directory`, for this rank's place in the default groups.
-
-    ValueError or FileNotFoundError, one line, where there is none or its tokenizer is another one.
-    """
-    refuse_foreign(directory, with_tokenizer=True)
-    checkpoint = find_checkpoint(directory, log=log)
-    if checkpoint is None:
-        raise FileNotFoundError(f"--load {directory}: holds no checkpoint; give the --save folder of a training run")
-    config = check_facts(checkpoint)
-    if checkpoint.facts.get("tokenizer") is None:
-        raise ValueError(f"{checkpoint.path} came without a tokenizer: convert it again with --vocab-file and "
-                         "--merge-file, or --tokenizer-model")
-    tokenizer = load_tokenizer(Path(directory) / "tokenizer")
-    if tokenizer.fingerprint != checkpoint.facts["tokenizer"]["fingerprint"]:
-        raise ValueError(f"{Path(directory) / 'tokenizer'}: is not the tokenizer that {checkpoint.path} was trained "
-                         "with; put that one back")
-    heads, ranks = config.num_attention_heads, mpu.get_model_parallel_world_size()
-    if heads % ranks:
-        raise ValueError(f"--load {directory}: {ranks} ranks cannot share its {heads} attention heads: give a number "
-                         "that divides them (--nproc-per-node; the scripts: MPSIZE)")
-    model = GPT2Model(config, device=device)
-    load_model(model.named_parameters(), mpu.partition_specs(model), checkpoint,
-               mp_rank=mpu.get_model_parallel_rank(), mp_size=ranks)
-    model = model.to(dtype).eval()
-    store_for_inference(model)
-    return model, tokenizer, checkpoint
-
-
-def store_for_inference(model: GPT2Model) -> None:
-    """In float32 on a CPU, store matrices by column: the same weights, which few rows are multiplied with faster."""
-    for parameter in model.parameters():
-        if parameter.dim() == 2 and parameter.device.type == "cpu" and parameter.dtype == torch.float32:
-            parameter.data = parameter.data.t().contiguous().t()

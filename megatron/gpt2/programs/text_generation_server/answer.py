@@ -1,4 +1,4 @@
-"""What a client gets: OpenAI's JSON for the pieces of a text as they come."""
+"""The answer of the server: OpenAI's JSON, made of the tokens of a text as they are generated."""
 
 from __future__ import annotations
 
@@ -9,56 +9,63 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from data_utils import Tokenizer
-from megatron.gpt2.text.generation import Piece
+from megatron.gpt2.text.generation import GeneratedToken
 
 REASONS = {"end": "stop", "stop": "stop", "length": "length"}
 LEAST = -9999.0  # for the logarithm of 0, as OpenAI has it
 
 
-class _Token(NamedTuple):
-    start: int  # the character of the text at which it begins
-    piece: Piece
+class _Placed(NamedTuple):
+    start: int  # the character of the text at which the token begins
+    token: GeneratedToken
 
 
 class Choice:
-    """One text of an answer. `add` gives what a piece adds to it."""
+    """One text of an answer, built token by token.
+
+    index: its number within the answer. logprobs: whether the client wants the logarithms of the probabilities.
+    """
 
     def __init__(self, index: int, tokenizer: Tokenizer, *, logprobs: bool) -> None:
         self.index, self.logprobs = index, logprobs
         self._tokenizer = tokenizer
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._decoded = self._certain = 0  # characters: of all tokens, and of the text that was given
-        self._held: deque[_Token] = deque()
+        self._held: deque[_Placed] = deque()
 
     def echo(self, prompt: str) -> dict[str, Any]:
-        """The choice that begins with its prompt."""
+        """The part of an answer that repeats the prompt, which a client asks for with `echo`."""
         return {"text": prompt, "index": self.index, "logprobs": None, "finish_reason": None}
 
-    def add(self, piece: Piece, finish: str) -> dict[str, Any]:
-        """A choice of a chunk. A token comes with the text that begins with it, and none with a stop string."""
-        self._certain += len(piece.text)
-        if piece.token != self._tokenizer.eod:
-            self._held.append(_Token(self._decoded, piece))
-            self._decoded += len(self._decoder.decode(self._tokenizer.pieces[piece.token]))
+    def add(self, generated: GeneratedToken, finish: str) -> dict[str, Any]:
+        """What the next token adds to the text, as a choice of one chunk of a streamed answer.
+
+        finish: why the continuation ended, "" while it goes on. A token is listed in the chunk that holds its first
+        character; the tokens of a stop string are never listed.
+        """
+        self._certain += len(generated.text)
+        if generated.id != self._tokenizer.eod:
+            self._held.append(_Placed(self._decoded, generated))
+            self._decoded += len(self._decoder.decode(self._tokenizer.pieces[generated.id]))
         ready = []
         while self._held and self._held[0].start < self._certain:
             ready.append(self._held.popleft())
-        return {"text": piece.text, "index": self.index, "logprobs": self._logprobs(ready) if self.logprobs else None,
-                "finish_reason": REASONS.get(finish)}
+        return {"text": generated.text, "index": self.index, "finish_reason": REASONS.get(finish),
+                "logprobs": self._logprobs(ready) if self.logprobs else None}
 
-    def _logprobs(self, tokens: list[_Token]) -> dict[str, list[Any]]:
-        names = [token_name(self._tokenizer, token.piece.token) for token in tokens]
-        own = [_log(token.piece.probability) for token in tokens]
-        likeliest = [{token_name(self._tokenizer, i): _log(probability) for i, probability in token.piece.likeliest}
-                     for token in tokens]
+    def _logprobs(self, tokens: list[_Placed]) -> dict[str, list[Any]]:
+        names = [token_name(self._tokenizer, placed.token.id) for placed in tokens]
+        own = [_log(placed.token.probability) for placed in tokens]
+        likeliest = [{token_name(self._tokenizer, i): _log(probability) for i, probability in placed.token.likeliest}
+                     for placed in tokens]
         return {"tokens": names, "token_logprobs": own,
                 "top_logprobs": [{**others, name: value} if others else {}
                                  for others, name, value in zip(likeliest, names, own, strict=True)],
-                "text_offset": [token.start for token in tokens]}
+                "text_offset": [placed.start for placed in tokens]}
 
 
 def token_name(tokenizer: Tokenizer, token: int) -> str:
-    """Its text; OpenAI's "bytes:\\xe2\\x80" for a part of a character."""
+    """The text of a token; OpenAI's form "bytes:\\xe2\\x80" where it is a part of a character."""
     if token == tokenizer.eod:
         return "<|endoftext|>"
     data = tokenizer.pieces[token]
@@ -73,7 +80,7 @@ def _log(probability: float) -> float:
 
 
 def joined(chunks: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """The choices that came of one text, as one."""
+    """The chunks of one text joined into one choice, for an answer that is not streamed."""
     first, *rest = chunks
     whole = {**first, "logprobs": first["logprobs"] and {name: list(of) for name, of in first["logprobs"].items()}}
     for chunk in rest:

@@ -23,9 +23,14 @@ from starlette.types import Receive, Scope, Send
 
 from data_utils import Tokenizer
 from megatron.gpt2.programs.text_generation_server.answer import Choice, joined
-from megatron.gpt2.programs.text_generation_server.asked import Asked, Limits, Refused, read_request
 from megatron.gpt2.programs.text_generation_server.batching import Batcher, Job
-from megatron.gpt2.text.generation import Piece
+from megatron.gpt2.programs.text_generation_server.completion_request import (
+    ApiError,
+    CompletionRequest,
+    Limits,
+    read_request,
+)
+from megatron.gpt2.text.generation import GeneratedToken
 
 PAGE = Path(__file__).with_name("page.html")
 # The page brings all it needs, and asks nobody else.
@@ -39,7 +44,7 @@ def json_response(content: dict[str, Any], status: int = 200, headers: dict[str,
     return Response(json.dumps(content, allow_nan=False), status, headers, "application/json")
 
 
-def error_response(error: Refused) -> Response:
+def error_response(error: ApiError) -> Response:
     # What took too long once would again: OpenAI's client is told not to repeat it.
     headers = {"Retry-After": "1"} if error.status == 503 else {"x-should-retry": "false"}
     return json_response(error.json(), error.status, headers)
@@ -68,7 +73,7 @@ class Service:
         return Starlette(
             routes=[Route("/", self.page), Route("/health", self.health), Route("/v1/models", self.models),
                     Route("/v1/completions", self.completions, methods=["POST"])],
-            exception_handlers={Refused: _refuse, HTTPException: _refuse_http, Exception: _fail})
+            exception_handlers={ApiError: _refuse, HTTPException: _refuse_http, Exception: _fail})
 
     async def page(self, request: Request) -> Response:
         return Response(PAGE.read_bytes(), media_type="text/html", headers={"Content-Security-Policy": PAGE_POLICY})
@@ -84,18 +89,18 @@ class Service:
     async def completions(self, request: Request) -> Response:
         # A page of another site may send a form or plain text without asking, but not this.
         if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
-            raise Refused("send the header Content-Type: application/json", status=415)
+            raise ApiError("send the header Content-Type: application/json", status=415)
         body = await self._body(request)
-        asked = await run_in_threadpool(read_request, body, model=self.model, tokenizer=self.tokenizer,
+        wanted = await run_in_threadpool(read_request, body, model=self.model, tokenizer=self.tokenizer,
                                         context=self.context, limits=self.limits)
-        count = len(asked.prompts) * asked.n
+        count = len(wanted.prompts) * wanted.n
         if self.admitted + count > self.texts:
-            raise Refused(f"{self.admitted} texts are being written or wait, and {self.texts} may be: try again later",
-                          status=503)
-        return Completion(self, asked, f"{request.client.host if request.client else '?'} {request.url.path}")
+            raise ApiError(f"{self.admitted} texts are being written or wait, and {self.texts} may be: try again later",
+                           status=503)
+        return Completion(self, wanted, f"{request.client.host if request.client else '?'} {request.url.path}")
 
     async def _body(self, request: Request) -> bytes:
-        too_large = Refused(f"the body is larger than {self.limits.body_bytes} bytes", status=413)
+        too_large = ApiError(f"the body is larger than {self.limits.body_bytes} bytes", status=413)
         if int(request.headers.get("content-length", 0)) > self.limits.body_bytes:
             raise too_large
         body = bytearray()
@@ -105,16 +110,16 @@ class Service:
                 if len(body) > self.limits.body_bytes:
                     raise too_large
             return bytes(body)
-        raise Refused(f"the body took longer than {self.seconds:g} seconds", status=408)
+        raise ApiError(f"the body took longer than {self.seconds:g} seconds", status=408)
 
 
 class Completion(Response):
     """The answer to a request: all at once, or as it is written. A client that goes away ends its texts."""
 
-    def __init__(self, service: Service, asked: Asked, origin: str) -> None:
-        self.service, self.asked, self.origin = service, asked, origin
+    def __init__(self, service: Service, request: CompletionRequest, origin: str) -> None:
+        self.service, self.request, self.origin = service, request, origin
         self.started = time.monotonic()
-        self.continuations = asked.continuations()
+        self.continuations = request.continuations()
         self.head = {"id": f"cmpl-{uuid.uuid4().hex}", "object": "text_completion", "created": int(time.time()),
                      "model": service.model}
         service.admitted += len(self.continuations)
@@ -130,31 +135,31 @@ class Completion(Response):
             if deadline.cancelled_caught:
                 outcome = f"ended after {self.service.seconds:g} seconds"
                 with anyio.move_on_after(LAST_WORDS):
-                    await self._end(Refused(f"the answer took longer than {self.service.seconds:g} seconds: ask for "
-                                            "fewer tokens", status=504), scope, receive, send)
+                    await self._end(ApiError(f"the answer took longer than {self.service.seconds:g} seconds: ask for "
+                                             "fewer tokens", status=504), scope, receive, send)
         finally:
             self.service.admitted -= len(self.continuations)
             for c in self.continuations:
                 c.cancel()
             seconds = time.monotonic() - self.started
-            self.service.log(f"{self.origin}: {sum(map(len, self.asked.prompts))} + "
+            self.service.log(f"{self.origin}: {sum(map(len, self.request.prompts))} + "
                              f"{sum(len(c.ids) for c in self.continuations)} tokens in {seconds:.2f} s, {outcome}")
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> str:
         """Gives the outcome for the log."""
         chunks: list[list[dict[str, Any]]] = [[] for _ in self.continuations]
-        usage = {"usage": None} if self.asked.include_usage else {}
+        usage = {"usage": None} if self.request.include_usage else {}
         try:
             async for chunk in self._chunks():
-                if self.asked.stream:
+                if self.request.stream:
                     await self._event({**self.head, "choices": [chunk]} | usage, send)
                 else:
                     chunks[chunk["index"]].append(chunk)
-        except Refused as error:
+        except ApiError as error:
             await self._end(error, scope, receive, send)
             return str(error)
-        if self.asked.stream:
-            if self.asked.include_usage:
+        if self.request.stream:
+            if self.request.include_usage:
                 await self._event({**self.head, "choices": [], "usage": self._usage()}, send)
             await self._write("[DONE]", send, more=False)
         else:
@@ -163,31 +168,31 @@ class Completion(Response):
         return "done"
 
     async def _chunks(self) -> AsyncIterator[dict[str, Any]]:
-        """Choices in OpenAI's form, as they come. Refused where the server stops."""
+        """Choices in OpenAI's form, as they come. ApiError where the server stops."""
         loop = asyncio.get_running_loop()
-        events: asyncio.Queue[tuple[int, Piece | None, str]] = asyncio.Queue()
+        events: asyncio.Queue[tuple[int, GeneratedToken | None, str]] = asyncio.Queue()
 
         def deliver(*event: Any) -> None:
             loop.call_soon_threadsafe(events.put_nowait, event)
 
         self.service.batcher.submit(Job(self.continuations, deliver))
-        choices = [Choice(number, self.service.tokenizer, logprobs=self.asked.logprobs)
+        choices = [Choice(number, self.service.tokenizer, logprobs=self.request.logprobs)
                    for number in range(len(self.continuations))]
         for number, choice in enumerate(choices):
-            if echoed := self.asked.echoed[number // self.asked.n]:
+            if echoed := self.request.echoed[number // self.request.n]:
                 yield choice.echo(echoed)
         running = len(choices)
         while running:
-            number, piece, finish = await events.get()
-            if piece is None:
-                raise Refused("the server is stopping", status=503)
-            chunk = choices[number].add(piece, finish)
+            number, generated, finish = await events.get()
+            if generated is None:
+                raise ApiError("the server is stopping", status=503)
+            chunk = choices[number].add(generated, finish)
             running -= bool(finish)
             if finish or chunk["text"]:
                 yield chunk
 
     def _usage(self) -> dict[str, int]:
-        read, written = sum(map(len, self.asked.prompts)), sum(len(c.ids) for c in self.continuations)
+        read, written = sum(map(len, self.request.prompts)), sum(len(c.ids) for c in self.continuations)
         return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
 
     async def _event(self, content: dict[str, Any], send: Send) -> None:
@@ -202,7 +207,7 @@ class Completion(Response):
                 (b"x-accel-buffering", b"no")]})  # the last is for nginx
         await send({"type": "http.response.body", "body": f"data: {data}\n\n".encode(), "more_body": more})
 
-    async def _end(self, error: Refused, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _end(self, error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
         if self._began:
             await self._write(json.dumps(error.json()), send, more=False)
         else:
@@ -216,16 +221,16 @@ async def _leave_with_the_client(receive: Receive, scope: anyio.CancelScope) -> 
 
 
 async def _refuse(request: Request, error: Exception) -> Response:
-    assert isinstance(error, Refused)
+    assert isinstance(error, ApiError)
     return error_response(error)
 
 
 async def _refuse_http(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    return error_response(Refused(f"{request.method} {request.url.path}: {error.detail}", status=error.status_code))
+    return error_response(ApiError(f"{request.method} {request.url.path}: {error.detail}", status=error.status_code))
 
 
 async def _fail(request: Request, error: Exception) -> Response:
     if not isinstance(error, ClientDisconnect):
         traceback.print_exception(error)
-    return error_response(Refused("an error of the server's own; its log says more", status=500))
+    return error_response(ApiError("an error of the server's own; its log says more", status=500))

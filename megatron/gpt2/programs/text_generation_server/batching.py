@@ -8,25 +8,28 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 
-from megatron.gpt2.text.generation import Continuation, Generator, Piece
+from megatron.gpt2.text.generation import Continuation, GeneratedToken, Generator
 
 
 @dataclass(frozen=True)
 class Job:
-    """The continuations of one request. deliver(number, piece, finish), called by the owner's thread: a piece of the
-    continuation of this number, and its `finish` with the last; deliver(0, None, "") where the writing is given up.
+    """The continuations of one request.
+
+    deliver(number, token, finish): called by the thread that generates, with each token of the continuation of this
+    number; `finish` is "" until its last token. deliver(0, None, "") where the server stops before the end.
     """
 
     continuations: list[Continuation]
-    deliver: Callable[[int, Piece | None, str], None]
+    deliver: Callable[[int, GeneratedToken | None, str], None]
 
     @property
     def is_over(self) -> bool:
+        """Whether every continuation has ended."""
         return all(c.finish for c in self.continuations)
 
 
 class Batcher:
-    """Writes what is submitted, in the order in which it came, as many texts at once as fit into a batch."""
+    """Generates for submitted jobs, first come, first served, as many texts at once as fit into `batch_size`."""
 
     def __init__(self, batch_size: int) -> None:
         self._batch_size = batch_size
@@ -36,7 +39,7 @@ class Batcher:
         self._stopping = False
 
     def submit(self, job: Job) -> None:
-        """From any thread; no more continuations than a batch has."""
+        """Queue a job of at most `batch_size` continuations. May be called from any thread."""
         assert 0 < len(job.continuations) <= self._batch_size
         if self._stopping:
             job.deliver(0, None, "")
@@ -44,12 +47,12 @@ class Batcher:
             self._incoming.put(job)
 
     def stop(self) -> None:
-        """Let `run` return after the next token; from any thread or a signal handler."""
+        """Let `run` return after the next token. May be called from any thread and from a signal handler."""
         self._stopping = True
         self._incoming.put(None)
 
     def run(self, generator: Generator) -> None:
-        """Write until `stop`. However it ends, no job stays without an answer."""
+        """Generate until `stop`. However it ends, every job gets an answer."""
         batch: list[Job] = []
         try:
             while not self._stopping:
@@ -66,14 +69,14 @@ class Batcher:
         if not rows:
             return
         with contextlib.closing(generator.stream([c for _, _, c in rows])) as pieces:
-            for piece in pieces:
-                job, number, c = rows[piece.row]
-                job.deliver(number, piece, c.finish)
+            for generated in pieces:
+                job, number, c = rows[generated.row]
+                job.deliver(number, generated, c.finish)
                 if self._stopping:
                     return
 
     def _next_batch(self) -> list[Job]:
-        """Waits for a job where there is none."""
+        """The jobs that come next; waits where there is none."""
         if not self._waiting and (job := self._incoming.get()):
             self._waiting.append(job)
         self._collect()

@@ -17,7 +17,7 @@ from torch import Tensor
 import mpu
 from data_utils.tokenization_gpt2 import END_OF_TEXT, byte_alphabet
 from megatron.gpt2.checkpoint.folder import TRACKER, Checkpoint, find_checkpoint
-from megatron.gpt2.text.generation import load_for_inference
+from megatron.gpt2.text.load_model import load_for_inference
 from tests.distributed import run_ranks
 from tests.megatron.gpt2.training.training_runs import finish, start, steps, write_text
 
@@ -67,7 +67,8 @@ class Loader:
         for iteration, name in FOLDERS.items():
             opened = Checkpoint(folder / name)
             self.true[iteration] = opened.facts, {name: opened.read(name) for name in opened.names()}
-        self.fingerprint = load_for_inference(folder, torch.device("cpu"), torch.float32, log=print)[1].fingerprint
+        loaded = load_for_inference(folder, torch.device("cpu"), torch.float32, log=print)
+        self.fingerprint = loaded.tokenizer.fingerprint
 
     def put(self, files: Files) -> None:
         """Make the folder hold `files` and nothing else."""
@@ -85,10 +86,10 @@ class Loader:
         """Iteration, or None where it is refused, and what was said. AssertionError where a value is wrong."""
         said: list[str] = []
         try:
-            model, tokenizer, checkpoint = load_for_inference(self.folder, torch.device("cpu"), torch.float32,
-                                                              log=said.append)
+            loaded = load_for_inference(self.folder, torch.device("cpu"), torch.float32, log=said.append)
         except (ValueError, FileNotFoundError) as error:
             return None, one_line_each([*said, str(error)])
+        model, tokenizer, checkpoint = loaded.model, loaded.tokenizer, loaded.checkpoint
         facts, tensors = self.true[checkpoint.iteration]
         assert checkpoint.facts == facts
         assert set(checkpoint.names()) == set(tensors)

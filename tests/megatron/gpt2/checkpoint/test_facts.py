@@ -17,7 +17,7 @@ from megatron.gpt2.checkpoint.reader import Checkpoint
 from megatron.gpt2.command_line.arguments import parse
 from megatron.gpt2.config import ModelConfig
 from megatron.gpt2.launch.ranks import Ranks
-from megatron.gpt2.text.generation import load_for_inference
+from megatron.gpt2.text.load_model import load_for_inference
 from megatron.gpt2.training.plan import plan_run
 from tests.megatron.gpt2.training.training_runs import finish, start, steps, write_text
 

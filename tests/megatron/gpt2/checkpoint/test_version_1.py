@@ -14,7 +14,7 @@ import torch
 import mpu
 from megatron.gpt2.checkpoint.folder import Checkpoint, find_checkpoint
 from megatron.gpt2.checkpoint.manifest import MANIFEST
-from megatron.gpt2.text.generation import load_for_inference
+from megatron.gpt2.text.load_model import load_for_inference
 from tests.megatron.gpt2.programs import tool
 
 FOLDER = Path(__file__).parent / "version_1"
@@ -40,7 +40,7 @@ def test_the_tools_read_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert "mp_rank_01/exp_avg_sq_dp_01.safetensors" in capsys.readouterr().out
     assert json.loads((tmp_path / "merged/iter_0000003" / MANIFEST).read_bytes())["version"] == 2
     mpu.initialize_model_parallel(1)
-    _, tokenizer, _ = load_for_inference(FOLDER, torch.device("cpu"), torch.float32, log=pytest.fail)
+    tokenizer = load_for_inference(FOLDER, torch.device("cpu"), torch.float32, log=pytest.fail).tokenizer
     assert tokenizer.kind == "bytes" and (FOLDER / "tokenizer/tokenizer.json").exists(), "as it was called then"
 
 

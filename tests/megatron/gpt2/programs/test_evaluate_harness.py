@@ -92,13 +92,13 @@ def test_program(folder: Path, expected: Figures, capsys: pytest.CaptureFixture[
 def evaluated(rank: int, world_size: int, folder: Path) -> Figures:
     import torch
 
-    from megatron.gpt2.text.generation import load_for_inference
+    from megatron.gpt2.text.load_model import load_for_inference
 
     names = program()
     mpu.initialize_model_parallel(world_size)
-    model, tokenizer, _ = load_for_inference(folder / "save", torch.device("cpu"), torch.float32, log=print)
+    loaded = load_for_inference(folder / "save", torch.device("cpu"), torch.float32, log=print)
     results = lm_eval.simple_evaluate(
-        "gpt2-model-parallel", {"model": model, "tokenizer": tokenizer}, tasks=list(TASKS), batch_size=4,
+        "gpt2-model-parallel", {"model": loaded.model, "tokenizer": loaded.tokenizer}, tasks=list(TASKS), batch_size=4,
         task_manager=names["TaskManager"](include_path=str(folder / "tasks")), log_samples=False, bootstrap_iters=0)
     return figures(results["results"])
 

@@ -20,7 +20,7 @@ import torch
 import mpu
 from data_utils import build_tokenizer
 from megatron.gpt2.model.gpt2 import GPT2Model
-from megatron.gpt2.text.generation import Continuation, Generator, Piece, generate
+from megatron.gpt2.text.generation import Continuation, GeneratedToken, Generator, generate
 from megatron.gpt2.text.sampling import Sampling
 from tests.megatron.gpt2.text.test_generation import CONFIG
 
@@ -32,8 +32,13 @@ import uvicorn  # noqa: E402
 
 from megatron.gpt2.programs.text_generation_server.answer import Choice, joined, token_name  # noqa: E402
 from megatron.gpt2.programs.text_generation_server.app import Service  # noqa: E402
-from megatron.gpt2.programs.text_generation_server.asked import Asked, Limits, Refused, read_request  # noqa: E402
 from megatron.gpt2.programs.text_generation_server.batching import Batcher  # noqa: E402
+from megatron.gpt2.programs.text_generation_server.completion_request import (  # noqa: E402
+    ApiError,
+    CompletionRequest,
+    Limits,
+    read_request,
+)
 
 TOKENIZER = build_tokenizer("bytes")
 LIMITS = Limits(max_tokens=100_000, texts=32, body_bytes=1 << 16)
@@ -59,13 +64,13 @@ BAD = [
     ({"prompt": "x" * 10**6}, "prompt"), ({"model": "gpt-4"}, "model")]
 
 
-def read(fields: dict[str, Any]) -> Asked:
+def read(fields: dict[str, Any]) -> CompletionRequest:
     return read_request(json.dumps(fields).encode(), model="tiny", tokenizer=TOKENIZER, context=32, limits=LIMITS)
 
 
 @pytest.mark.parametrize(("fields", "param"), BAD, ids=lambda value: str(value)[:40])
 def test_a_bad_field_is_named(fields: dict[str, Any], param: str) -> None:
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(ApiError) as refused:
         read({"prompt": "Once", **fields})
     assert refused.value.param == param and 10 < len(str(refused.value)) < 300
     assert refused.value.status == (404 if param == "model" else 400)
@@ -74,7 +79,7 @@ def test_a_bad_field_is_named(fields: dict[str, Any], param: str) -> None:
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b"null", b'"a"', b"[" * 60_000, b'{"prompt": "\xff"}', b"\0",
                                   b'{"n": 1' + b"0" * 5000 + b"}", b'{"n":' + b"[" * 900 + b"]" * 900 + b"}"])
 def test_what_is_no_json_object(body: bytes) -> None:
-    with pytest.raises(Refused):
+    with pytest.raises(ApiError):
         read_request(body, model="tiny", tokenizer=TOKENIZER, context=32, limits=LIMITS)
 
 
@@ -93,8 +98,8 @@ def test_a_token_comes_with_its_text() -> None:
     """Parts of a character wait for the last, and tokens that only a stop string has are left out."""
     choice = Choice(0, TOKENIZER, logprobs=True)
     text = [(b"a", ""), (b"\xc3", "a"), (b"\xa9", "é"), (b"S", ""), (b"T", "")]
-    chunks = [choice.add(Piece(0, data[0], 0.5, certain, ((data[0], 0.5),)), "") for data, certain in text]
-    last = choice.add(Piece(0, ord("O"), 0.0, "", ()), "stop")
+    chunks = [choice.add(GeneratedToken(0, data[0], 0.5, certain, ((data[0], 0.5),)), "") for data, certain in text]
+    last = choice.add(GeneratedToken(0, ord("O"), 0.0, "", ()), "stop")
     assert [chunk["text"] for chunk in (*chunks, last)] == ["", "a", "é", "", "", ""]
     whole = joined([*chunks, last])
     assert whole["text"] == "aé" and whole["finish_reason"] == "stop"

@@ -20,8 +20,8 @@ import mpu
 from data_utils.detokenizers import ptb_detokenizer, wikitext_detokenizer
 from megatron.gpt2.launch.ranks import Ranks
 from megatron.gpt2.programs.inference import Log, run_program
-from megatron.gpt2.text.evaluation import Task, doubt, evaluate_task, read_task, task_of
-from megatron.gpt2.text.generation import load_for_inference
+from megatron.gpt2.text.evaluation import Task, evaluate_task, plausibility_warning, read_task, task_of
+from megatron.gpt2.text.load_model import load_for_inference
 from megatron.gpt2.text.scoring import Window, windows_over
 from tests.conftest import ROOT
 from tests.distributed import run_ranks
@@ -99,7 +99,8 @@ def reference(folder: Path) -> Reference:
 def evaluated(rank: int, world_size: int, folder: str, model_parallel_size: int) -> list[dict[str, Any]]:
     mpu.initialize_model_parallel(model_parallel_size)
     try:
-        model, tokenizer, _ = load_for_inference(Path(folder) / "save", torch.device("cpu"), torch.float32, log=print)
+        loaded = load_for_inference(Path(folder) / "save", torch.device("cpu"), torch.float32, log=print)
+        model, tokenizer = loaded.model, loaded.tokenizer
         return [evaluate_task(model, read_task(name, f"{folder}/{file}", tokenizer, length=LENGTH, log=print, **how),
                               tokenizer, batch_size=4)
                 for name, file, how in (("WIKITEXT103", "wiki.test.tokens", {"overlapping_eval": 8}),
@@ -219,12 +220,14 @@ def test_a_checkpoint_with_the_wrong_tokenizer_is_doubted(folder: Path) -> None:
     """The rows of the vocabulary in another order are what another tokenizer's ids would be."""
     mpu.initialize_model_parallel(1)
     try:
-        model, tokenizer, _ = load_for_inference(folder / "save", torch.device("cpu"), torch.float32, log=pytest.fail)
+        loaded = load_for_inference(folder / "save", torch.device("cpu"), torch.float32, log=pytest.fail)
+        model, tokenizer = loaded.model, loaded.tokenizer
         task = read_task("TEXT", str(folder / "some.jsonl"), tokenizer, length=LENGTH, log=lambda line: None)
-        assert doubt(task, evaluate_task(model, task, tokenizer, batch_size=4), tokenizer.vocab_size) is None
+        metrics = evaluate_task(model, task, tokenizer, batch_size=4)
+        assert plausibility_warning(task, metrics, tokenizer.vocab_size) is None
         weight = model.word_embeddings.weight.data
         weight[:tokenizer.vocab_size] = weight[:tokenizer.vocab_size].roll(100, dims=0)
-        said = doubt(task, evaluate_task(model, task, tokenizer, batch_size=4), tokenizer.vocab_size)
+        said = plausibility_warning(task, evaluate_task(model, task, tokenizer, batch_size=4), tokenizer.vocab_size)
         assert said is not None and "do not belong together" in said
     finally:
         mpu.destroy_model_parallel()
@@ -239,8 +242,8 @@ def test_doubt_is_of_scores_no_better_than_counting(targets: list[int], v: int) 
         seen[target] += 1
     least = min(nats / len(targets), math.log(v))
     task = Task("TEXT", [Window(np.array([0, *targets]), len(targets))], {})
-    assert doubt(task, {"loss": least - 1e-6}, v) is None
-    assert doubt(task, {"loss": least + 1e-6}, v) and doubt(task, {"loss": math.nan}, v)
+    assert plausibility_warning(task, {"loss": least - 1e-6}, v) is None
+    assert plausibility_warning(task, {"loss": least + 1e-6}, v) and plausibility_warning(task, {"loss": math.nan}, v)
 
 
 @pytest.mark.parametrize(("count", "length", "stride"), [

@@ -19,7 +19,8 @@ from megatron.gpt2.checkpoint.folder import model_pieces, write_checkpoint
 from megatron.gpt2.config import ModelConfig
 from megatron.gpt2.formats.write_huggingface import write_huggingface
 from megatron.gpt2.model.gpt2 import GPT2Model
-from megatron.gpt2.text.generation import Continuation, Generator, generate, load_for_inference, patient_group
+from megatron.gpt2.text.generation import Continuation, Generator, generate, untimed_group
+from megatron.gpt2.text.load_model import load_for_inference
 from megatron.gpt2.text.sampling import Sampling
 from tests.distributed import run_ranks
 
@@ -122,7 +123,7 @@ def test_the_same_text_on_any_number_of_ranks(model: GPT2Model, ranks: int, sequ
 def waiting_ranks(rank: int, world_size: int) -> tuple[list[str], float]:
     """Two streams, the first one closed early, with a pause between; the processor time of the pause."""
     mpu.initialize_model_parallel(world_size)
-    generator = Generator(GPT2Model(CONFIG), TOKENIZER, orders=patient_group())
+    generator = Generator(GPT2Model(CONFIG), TOKENIZER, orders=untimed_group())
     dist.barrier()
     began = time.process_time()
     if not generator.leads:
@@ -157,8 +158,8 @@ def test_finishes_and_pieces(model: GPT2Model) -> None:
     stop = text[4:6]
     c = Continuation(list(b"Once"), Sampling(temperature=0, stop=(stop,), max_new_tokens=50))
     pieces = list(generator.stream([c]))
-    assert "".join(piece.text for piece in pieces) == text[:text.index(stop)] and c.finish == "stop"
-    assert all(0 < piece.probability <= 1 and piece.row == 0 for piece in pieces)
+    assert "".join(generated.text for generated in pieces) == text[:text.index(stop)] and c.finish == "stop"
+    assert all(0 < generated.probability <= 1 and generated.row == 0 for generated in pieces)
     c = Continuation(list(b"Once"), Sampling(temperature=0, max_new_tokens=3))
     assert len(list(generator.stream([c]))) == 3 and c.finish == "length" and c.ids == wanted[:3]
     with torch.no_grad():
@@ -166,7 +167,7 @@ def test_finishes_and_pieces(model: GPT2Model) -> None:
         model.transformer.final_layernorm.bias.copy_(model.word_embeddings.weight[TOKENIZER.eod] * 10)
         model.word_embeddings.weight[TOKENIZER.vocab_size:].copy_(model.word_embeddings.weight[TOKENIZER.eod] * 20)
     c = Continuation(list(b"Once"), Sampling())  # the padded ids are likelier still, and never drawn
-    assert [piece.token for piece in generator.stream([c])] == [TOKENIZER.eod]
+    assert [generated.id for generated in generator.stream([c])] == [TOKENIZER.eod]
     assert (c.ids, c.finish) == ([], "end")
 
 
@@ -214,9 +215,9 @@ def save(model: GPT2Model, folder: Path) -> None:
 
 def test_what_was_trained_is_what_is_loaded(model: GPT2Model, tmp_path: Path) -> None:
     save(model, tmp_path)
-    loaded, tokenizer, _ = load_for_inference(tmp_path, torch.device("cpu"), torch.float32, log=pytest.fail)
-    assert tokenizer.fingerprint == TOKENIZER.fingerprint
-    assert all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in loaded.state_dict().items())
+    loaded = load_for_inference(tmp_path, torch.device("cpu"), torch.float32, log=pytest.fail)
+    assert loaded.tokenizer.fingerprint == TOKENIZER.fingerprint
+    assert all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in loaded.model.state_dict().items())
 
 
 def test_another_programs_checkpoint_is_refused_with_the_command(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (1,), "frequency_penalty": (0,), "presence_penalty": (0,), "logit_bias": ({},), "suffix": ("",)}
 
 
-class Refused(Exception):
+class ApiError(Exception):
     """A request that is answered with an error. param: the field to blame; status: the one of HTTP."""
 
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None, status: int = 400) -> None:
@@ -41,7 +41,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Asked:
+class CompletionRequest:
     """A request that can be served: `n` continuations of each prompt, in this order."""
 
     prompts: list[list[int]]
@@ -72,8 +72,8 @@ def _number(value: Any, least: float, most: float) -> TypeGuard[float]:
     return type(value) in (int, float) and least <= value <= most
 
 
-def read_request(body: bytes, *, model: str, tokenizer: Tokenizer, context: int, limits: Limits) -> Asked:
-    """The request that `body` holds, for a model of this name that reads `context` tokens. Refused, with the field
+def read_request(body: bytes, *, model: str, tokenizer: Tokenizer, context: int, limits: Limits) -> CompletionRequest:
+    """The request that `body` holds, for a model of this name that reads `context` tokens. ApiError, with the field
     that is to blame, where it cannot be served."""
     given = _fields(body)
 
@@ -82,7 +82,7 @@ def read_request(body: bytes, *, model: str, tokenizer: Tokenizer, context: int,
         if value is None:
             return default
         if not good(value):
-            raise Refused(f"{name} must be {must_be}, not {reprlib.repr(value)}", param=name)
+            raise ApiError(f"{name} must be {must_be}, not {reprlib.repr(value)}", param=name)
         return value
 
     def switch(name: str) -> bool:
@@ -90,8 +90,8 @@ def read_request(body: bytes, *, model: str, tokenizer: Tokenizer, context: int,
 
     asked_model = take("model", model, "a string", lambda value: isinstance(value, str))
     if asked_model != model:
-        raise Refused(f"the model {reprlib.repr(asked_model)} does not exist: the one here is {model!r}", param="model",
-                      code="model_not_found", status=404)
+        raise ApiError(f"the model {reprlib.repr(asked_model)} does not exist: the one here is {model!r}",
+                       param="model", code="model_not_found", status=404)
     n = take("n", 1, f"a whole number from 1 to {limits.texts}", lambda value: _whole(value, 1, limits.texts))
     seed = take("seed", None, "a whole number of 64 bits", lambda value: _whole(value, -2**63, 2**63 - 1))
     logprobs = take("logprobs", None, "a whole number from 0 to 5", lambda value: _whole(value, 0, 5))
@@ -111,17 +111,17 @@ def read_request(body: bytes, *, model: str, tokenizer: Tokenizer, context: int,
         stop=(stop,) if isinstance(stop, str) else tuple(stop), seed=seed or 0, alternatives=logprobs or 0)
     options = take("stream_options", {}, "an object with include_usage, true or false", _is_options)
     if options and not stream:
-        raise Refused("stream_options is for stream: true", param="stream_options")
+        raise ApiError("stream_options is for stream: true", param="stream_options")
     if echo and logprobs is not None:
-        raise Refused("echo with logprobs is not supported: those of the prompt are not computed", param="echo")
+        raise ApiError("echo with logprobs is not supported: those of the prompt are not computed", param="echo")
     take("user", "", "a string", lambda value: isinstance(value, str))
     for name, neutral in NEUTRAL.items():
         if given.pop(name, None) not in (None, *neutral):
-            raise Refused(f"{name} is not supported: leave it out", param=name)
+            raise ApiError(f"{name} is not supported: leave it out", param=name)
     prompts = _prompts(given.pop("prompt", None), tokenizer, context, limits.texts // n)
     if given:
-        raise Refused(f"unrecognized request argument: {reprlib.repr(min(given))}", param=min(given))
-    return Asked([ids for ids, _ in prompts], [text if echo else "" for _, text in prompts], n, sampling,
+        raise ApiError(f"unrecognized request argument: {reprlib.repr(min(given))}", param=min(given))
+    return CompletionRequest([ids for ids, _ in prompts], [text if echo else "" for _, text in prompts], n, sampling,
                  seed is not None, logprobs is not None, stream, bool(options.get("include_usage")))
 
 
@@ -129,11 +129,11 @@ def _fields(body: bytes) -> dict[str, Any]:
     try:
         given = json.loads(body.decode("utf-8"))
     except UnicodeDecodeError as error:
-        raise Refused(f"the body is not UTF-8: byte {error.start + 1} is 0x{body[error.start]:02x}") from None
+        raise ApiError(f"the body is not UTF-8: byte {error.start + 1} is 0x{body[error.start]:02x}") from None
     except (ValueError, RecursionError) as error:
-        raise Refused(f"the body is not JSON: {error}") from None
+        raise ApiError(f"the body is not JSON: {error}") from None
     if not isinstance(given, dict):
-        raise Refused("the body is not a JSON object")
+        raise ApiError("the body is not a JSON object")
     return given
 
 
@@ -152,14 +152,14 @@ def _prompts(prompt: Any, tokenizer: Tokenizer, context: int, most: int) -> list
     is_ids = isinstance(prompt, list) and bool(prompt) and all(type(i) is int for i in prompt)
     found = prompt if isinstance(prompt, list) and not is_ids else ["" if prompt is None else prompt]
     if not 1 <= len(found) <= most:
-        raise Refused(f"a request may ask for {most} prompts with this n, and at least 1, not {len(found)}",
-                      param="prompt")
+        raise ApiError(f"a request may ask for {most} prompts with this n, and at least 1, not {len(found)}",
+                       param="prompt")
     return [_prompt(one, tokenizer, context) for one in found]
 
 
 def _prompt(prompt: Any, tokenizer: Tokenizer, context: int) -> tuple[list[int], str]:
-    too_long = Refused(f"the prompt is longer than the {context} tokens that the model reads", param="prompt",
-                       code="context_length_exceeded")
+    too_long = ApiError(f"the prompt is longer than the {context} tokens that the model reads", param="prompt",
+                        code="context_length_exceeded")
     if isinstance(prompt, str):
         # No token stands for more characters than it has bytes: what cannot fit is not worth encoding.
         if len(prompt) > context * int(tokenizer.byte_lengths.max()):
@@ -167,12 +167,12 @@ def _prompt(prompt: Any, tokenizer: Tokenizer, context: int) -> tuple[list[int],
         try:
             ids, text = [int(i) for i in tokenizer.encode(prompt)], prompt
         except ValueError as error:
-            raise Refused(f"the prompt is no text: {error}", param="prompt") from None
+            raise ApiError(f"the prompt is no text: {error}", param="prompt") from None
     elif isinstance(prompt, list) and all(_whole(i, 0, tokenizer.vocab_size - 1) for i in prompt):
         ids, text = prompt, tokenizer.decode(prompt)
     else:
-        raise Refused("prompt must be a string, a list of strings, a list of token ids from 0 to "
-                      f"{tokenizer.vocab_size - 1}, or a list of those", param="prompt")
+        raise ApiError("prompt must be a string, a list of strings, a list of token ids from 0 to "
+                       f"{tokenizer.vocab_size - 1}, or a list of those", param="prompt")
     if len(ids) > context:
         raise too_long
     return ids, text
