@@ -1,12 +1,39 @@
-"""How every program reads its flags, and how it ends."""
+"""How every program is called, reads its flags, prints and ends."""
 
 from __future__ import annotations
 
 import argparse
+import io
 import os
+import shlex
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NoReturn
+
+ROOT = Path(__file__).resolve().parents[1]
+# The commands of pyproject.toml that are not called "gpt2-" and the name of their module.
+COMMANDS = {"evaluate_gpt2": "gpt2-evaluate", "pretrain_gpt2": "gpt2-pretrain",
+            "run_text_generation_server": "gpt2-serve"}
+
+
+def how_to_call(program: str) -> str:
+    """The words that start a program of tools/ from where the user is, for errors and hints.
+
+    "bash scripts/python.sh tools/checkpoint.py" in a checkout, whose environment that script finds; "gpt2-checkpoint"
+    where the package is installed without it.
+    """
+    tool = ROOT / "tools" / f"{program}.py"
+    if not tool.exists():
+        return COMMANDS.get(program, f"gpt2-{program.replace('_', '-')}")
+    return shlex.join(["bash", os.path.relpath(ROOT / "scripts" / "python.sh"), os.path.relpath(tool)])
+
+
+def line_buffered() -> None:
+    """Let every line of this process appear when it is written, also in a pipe or a file."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True)
 
 
 class Parser(argparse.ArgumentParser):

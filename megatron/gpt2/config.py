@@ -302,7 +302,7 @@ class CheckpointConfig:
 @dataclass(frozen=True)
 class LaunchConfig:
     """How the ranks start and meet. None of it is needed under torchrun, srun or mpirun, and none is part of the run
-    that is saved: see megatron/gpt2/launch/ranks.py."""
+    that is saved: see megatron/gpt2/launch/launchers.py."""
 
     nproc_per_node: int | None = option(None, "start so many ranks on this machine; 0: one for each visible GPU, two "
                                               "on a CPU")

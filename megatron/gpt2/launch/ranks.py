@@ -1,42 +1,97 @@
-"""Who is this process among the ranks, and where do they meet? The first that says so counts:
-
-    flags      --rank --world-size --init-method, of processes started by hand, or --nproc-per-node, which starts them
-    torchrun   RANK, WORLD_SIZE …
-    MPI        OMPI_COMM_WORLD_RANK …, or PMI_RANK …
-    Slurm      SLURM_PROCID … inside a step of srun
-
-A plain `python` runs alone, also inside an allocation. Nothing here touches the network: see rendezvous.py.
-"""
+"""Who this process is among the ranks of a run, and what the ranks share once they have met."""
 
 from __future__ import annotations
 
-import io
-import os
-import re
-import socket
-import sys
-import zlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
-from urllib.parse import urlsplit
+import contextlib
+import json
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
-import torch
+import torch.distributed as dist
+from torch.distributed import Store  # type: ignore[attr-defined]
 
-from megatron.gpt2.command_line.flags import launch_flags
-from megatron.gpt2.config import LaunchConfig, require
+from megatron.gpt2.config import require
+from megatron.gpt2.launch.heartbeat import BEAT, PATIENCE, SILENCE, Heartbeat
 
-if TYPE_CHECKING:
-    from megatron.gpt2.launch.rendezvous import Meeting
+POLL = 0.05     # seconds between two looks into the store
+FAREWELL = 5.0  # seconds that the server of the store waits for the others to leave it
 
-# Steps that Slurm makes by itself (interactive, batch, extern …) count down from here; `srun` counts up from 0.
-FIRST_SPECIAL_STEP = 0xFFFFFFF0
-DEFAULT_PORT = "29500"  # torchrun's
-# Rank, ranks, and the same on this machine: of Open MPI, and of MPICH, Intel MPI and what else speaks PMI.
-MPI = (tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
-       ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"))
-# What names an allocation, and what starts ranks in it.
-ALLOCATIONS = (("SLURM_JOB_ID", "srun"), ("PBS_JOBID", "mpirun"), ("LSB_JOBID", "mpirun"))
+
+class MissingRanks(ValueError):
+    """Ranks that did not come, or left before the training; exit code 2."""
+
+
+@dataclass(frozen=True)
+class Peer:
+    """Where a rank is, as it says itself."""
+
+    host: str
+    address: str  # of its machine on the way to the store
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """What the ranks share once they have met: a store, who is where, and their signs of life."""
+
+    store: Store
+    server: Store | None  # that of the store, where this process runs it
+    peers: Sequence[Peer]  # of all ranks
+    heartbeat: Heartbeat
+
+    @property
+    def hosts(self) -> dict[int, str]:
+        """The host name of each rank."""
+        return {rank: peer.host for rank, peer in enumerate(self.peers)}
+
+    def gather(self, name: str, rank: int, value: str) -> list[str]:
+        """The `value` of each rank, by rank, once every rank has called this. Each `name` serves once.
+
+        It has no time limit, unlike a collective or the store's own `wait`: tokenising can take hours. MissingRanks
+        where a rank has left or given no sign of life.
+        """
+        self.store.set(f"{name}/{rank}", value)
+        if self.store.add(name, 1) == len(self.peers):
+            self.store.set(f"{name}/all", "")
+        with self.heartbeat.watching_all():
+            while not self.store.check([f"{name}/all"]):
+                if gone := self.heartbeat.silent(SILENCE):
+                    raise MissingRanks(f"{named(gone, self.hosts)} left before the training began")
+                time.sleep(POLL)
+        return [text.decode() for text in self.store.multi_get(keys(name, len(self.peers)))]
+
+    def lost(self) -> dict[int, float | None]:
+        """The ranks that are gone, after a collective has failed; none where all ranks give signs of life.
+
+        Each comes with the seconds since its last sign of life, or None where it has left by itself. The first rank
+        that knows publishes it: when that rank leaves as well, the others do not take it for the lost one.
+        """
+        heartbeat = self.heartbeat
+        with heartbeat.watching_all():
+            # A rank that died just now has been silent for PATIENCE at the end of this. One that is silent already is
+            # what has failed, and those that fell silent within the same beat are known as well: no need to wait.
+            end = time.monotonic() + PATIENCE + BEAT
+            while time.monotonic() < end and heartbeat.published is None and not heartbeat.silent(PATIENCE + BEAT):
+                time.sleep(POLL)
+            gone = {rank: None if heartbeat.has_left(rank) else heartbeat.silence(rank)
+                    for rank in heartbeat.silent(PATIENCE)}
+        published = heartbeat.published
+        if published is None and gone and heartbeat.is_answered(PATIENCE):
+            published = self.store.compare_set("lost", "", json.dumps(gone)).decode()
+        if published is None:
+            return gone
+        # Another machine may have heard a rank later than this one did.
+        return {int(rank): seconds if seconds is None else max(seconds, heartbeat.silence(int(rank)))
+                for rank, seconds in json.loads(published).items()}
+
+    def leave(self, gone: int = 0) -> None:
+        """Leave the store. Whoever serves it waits for the others, but for the `gone` ones, or for FAREWELL seconds."""
+        if self.heartbeat.is_stopped:
+            return
+        self.heartbeat.stop()
+        if not self.heartbeat.is_alive():  # else it waits for a store that does not answer
+            with contextlib.suppress(dist.DistError):
+                wait_for_others(self.store, "left", len(self.peers) - gone if self.server else 0)
 
 
 @dataclass(frozen=True)
@@ -47,7 +102,7 @@ class Ranks:
     world_size: int = 1
     local_rank: int = 0
     local_world_size: int = 1
-    meeting: Meeting | None = field(default=None, compare=False, repr=False)  # once they have met
+    meeting: Meeting | None = field(default=None, compare=False, repr=False)  # once the ranks have met
 
     def __post_init__(self) -> None:
         require(0 <= self.rank < self.world_size and 0 <= self.local_rank < self.local_world_size <= self.world_size,
@@ -55,211 +110,34 @@ class Ranks:
                 f"local rank {self.local_rank} of {self.local_world_size}")
 
     def leave(self, gone: int = 0) -> None:
-        """Leave the meeting; whoever keeps its store, after all others but those that are `gone`."""
+        """Leave the meeting, if there is one, as `Meeting.leave` does."""
         if self.meeting is not None:
             self.meeting.leave(gone)
 
 
-@dataclass(frozen=True)
-class Launch:
-    """What flags or a launcher say of this process, before the ranks meet."""
-
-    rank: int = 0
-    world_size: int = 1
-    local: tuple[int, int] | None = None  # rank on this machine, ranks on it; None where only the meeting tells
-    where: str = ""                       # the meeting place, as --init-method spells it
-    served: bool = False                  # the launcher keeps the meeting place, and not rank 0
-    host: str = ""                        # this machine
-    hosts: tuple[str, ...] = ()           # of all ranks, where the launcher says it
-    timeout: float = LaunchConfig.init_timeout
-    starts: int = 0                       # ranks that this process is to start, from `rank` on
-    notice: str = ""                      # what a person should know
-
-    def __post_init__(self) -> None:
-        self.ranks()  # raises where the numbers cannot be
-
-    def ranks(self) -> Ranks:
-        """As far as it is known: a process that does not know its machine speaks for itself."""
-        return Ranks(self.rank, self.world_size, *(self.local or (0, 1)))
+def keys(name: str, count: int) -> list[str]:
+    """The keys "NAME/0", "NAME/1" … of `count` ranks."""
+    return [f"{name}/{rank}" for rank in range(count)]
 
 
-def read_launch(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> tuple[Launch, list[str]]:
-    """The launch of this process, and the words of its command line that do not speak of it. Raises ValueError."""
-    flags, words = launch_flags(argv)
-    said = next(filter(None, (reads(flags, environ) for reads in (_by_hand, _torchrun, _mpi, _slurm))), None)
-    started = _started_here(flags, environ)
-    if started and said:
-        require(said.world_size == 1, "--nproc-per-node starts the ranks itself, but a launcher has started this "
-                f"process as one of {said.world_size} already: leave out the one or the other")
-    found = started or said or Launch()
-    found = replace(found, where=flags.init_method or found.where)
-    if found.world_size > max(found.starts, 1):  # others are elsewhere
-        _check_place(found)
-    elif found.world_size == 1 and said is None:
-        require(flags.init_method is None, "--init-method needs --rank and --world-size, or a launcher that knows them")
-        found = replace(found, notice=_notice(environ))
-    host = environ.get("SLURMD_NODENAME") or socket.gethostname()
-    return replace(found, host=host, timeout=flags.init_timeout), words
+def wait_for_others(store: Store, key: str, count: int) -> None:
+    """Count this process under `key`, and wait until `count` are counted, for FAREWELL seconds at most."""
+    end = time.monotonic() + FAREWELL
+    store.add(key, 1)
+    while store.add(key, 0) < count and time.monotonic() < end:
+        time.sleep(POLL)
 
 
-def _started_here(flags: LaunchConfig, environ: Mapping[str, str]) -> Launch | None:
-    """The first rank of this machine where --nproc-per-node says how many there are; a single one is this process."""
-    if flags.nproc_per_node is None:
-        return None
-    here = flags.nproc_per_node or torch.cuda.device_count() or 2
-    if here * flags.nnodes == 1:
-        return None
-    return Launch(flags.node_rank * here, flags.nnodes * here, (0, here), starts=here if here > 1 else 0,
-                  where=_place(environ, "", DEFAULT_PORT) if flags.nnodes > 1 else "")
-
-
-def _by_hand(flags: LaunchConfig, environ: Mapping[str, str]) -> Launch | None:
-    if flags.rank is None or flags.world_size is None:
-        return None
-    return Launch(flags.rank, flags.world_size)
-
-
-def _torchrun(flags: LaunchConfig, environ: Mapping[str, str]) -> Launch | None:
-    if not {"RANK", "WORLD_SIZE"} <= environ.keys():
-        return None
-    return Launch(_number(environ, "RANK"), _number(environ, "WORLD_SIZE"),
-                  _pair(environ, "LOCAL_RANK", "LOCAL_WORLD_SIZE"), _place(environ, "", ""),
-                  served=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True")
-
-
-def _mpi(flags: LaunchConfig, environ: Mapping[str, str]) -> Launch | None:
-    for rank, size, local_rank, local_size in MPI:
-        if rank in environ and size in environ:
-            local = _pair(environ, local_rank, local_size)
-            world = _number(environ, size)
-            host = "localhost" if local is not None and local[1] == world else next(iter(_slurm_hosts(environ)), "")
-            return Launch(_number(environ, rank), world, local, _place(environ, host, _job_port(environ)))
-    return None
-
-
-def _slurm(flags: LaunchConfig, environ: Mapping[str, str]) -> Launch | None:
-    if not in_slurm_step(environ):
-        return None
-    hosts, counts = _slurm_hosts(environ), _slurm_counts(environ)
-    sizes = (_number(environ, name) for name in ("SLURM_NTASKS", "SLURM_STEP_NUM_TASKS", "SLURM_NPROCS")
-             if name in environ)
-    world = next(sizes, sum(counts))
-    require(world > 0, "srun started this process, but neither SLURM_NTASKS nor SLURM_STEP_TASKS_PER_NODE says of how "
-                       "many")
-    node = int(environ.get("SLURM_NODEID", 0))
-    known = sum(counts) == world and node < len(counts)
-    here = counts[node] if known else -(-world // max(1, len(hosts)))
-    of_ranks = [host for host, count in zip(hosts, counts, strict=False) for _ in range(count)]
-    return Launch(_number(environ, "SLURM_PROCID"), world, (_number(environ, "SLURM_LOCALID"), here),
-                  _place(environ, next(iter(hosts), ""), _job_port(environ)),
-                  hosts=tuple(of_ranks) if len(of_ranks) == world else ())
-
-
-def line_buffered() -> None:
-    """Let every line of this process appear when it is written, also in a pipe or a file."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(line_buffering=True)
-
-
-def in_slurm_step(environ: Mapping[str, str]) -> bool:
-    """Whether srun started this process as one of its tasks. In a batch script or a shell inside an allocation the
-    same variables describe the whole allocation, and a plain `python` there must run alone: slurmd put its name into
-    that environment, but no step of srun's."""
-    if not all(name in environ for name in ("SLURM_PROCID", "SLURM_LOCALID")):
-        return False
-    if "SLURM_STEP_ID" in environ:
-        return _number(environ, "SLURM_STEP_ID") < FIRST_SPECIAL_STEP
-    return "SLURMD_NODENAME" not in environ
-
-
-def _notice(environ: Mapping[str, str]) -> str:
-    for name, starter in ALLOCATIONS:
-        if name in environ:
-            return (f"notice: this process runs alone: it is inside the allocation {name}={environ[name]}, but not "
-                    f"started by {starter}, torchrun or --nproc-per-node")
-    return ""
-
-
-def _number(environ: Mapping[str, str], name: str) -> int:
-    require(environ[name].isdecimal(), f"{name}={environ[name]} in the environment is not a number")
-    return int(environ[name])
-
-
-def _pair(environ: Mapping[str, str], rank: str, size: str) -> tuple[int, int] | None:
-    """Rank on this machine and ranks there, where the launcher says both."""
-    return (_number(environ, rank), _number(environ, size)) if rank in environ and size in environ else None
-
-
-def _place(environ: Mapping[str, str], host: str, port: str) -> str:
-    """tcp://HOST:PORT, of MASTER_ADDR and MASTER_PORT where they are set; empty where either is unknown."""
-    host, port = environ.get("MASTER_ADDR", host), environ.get("MASTER_PORT", port)
-    return f"tcp://{host_port(host, port)}" if host and port else ""
-
-
-def host_port(host: str, port: object) -> str:
-    """HOST:PORT, with an IPv6 address in brackets."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-def _check_place(launch: Launch) -> None:
-    """ValueError unless `launch` says where its ranks meet, in a form that can be read."""
-    require(launch.where != "", f"nothing says where the {launch.world_size} ranks meet: set MASTER_ADDR (the host of "
-            "rank 0) and MASTER_PORT for each, or give --init-method tcp://HOST:PORT or file:///PATH; torchrun and "
-            "srun say it by themselves")
-    try:
-        place = urlsplit(launch.where)
-        good = place.hostname and place.port if place.scheme == "tcp" else (
-            place.scheme == "file" and not place.netloc and place.path)
-    except ValueError:  # a port that is none, or half a bracket
-        good = False
-    require(bool(good), f"the ranks cannot meet at {launch.where}: tcp://HOST:PORT of rank 0 (tcp://[ADDRESS]:PORT for "
-            "IPv6) or file:///PATH would do")
-
-
-def _job_port(environ: Mapping[str, str]) -> str:
-    """A port below the ephemeral ones that all ranks of a job derive alike, so that jobs that share a node do not
-    clash."""
-    if "SLURM_JOB_ID" in environ and environ["SLURM_JOB_ID"].isdecimal():
-        number = int(environ["SLURM_JOB_ID"]) + 97 * int(environ.get("SLURM_STEP_ID", 0))
-    else:
-        names = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_JOBID", "PBS_JOBID", "LSB_JOBID")
-        job = next((environ[name] for name in names if name in environ), None)
-        if job is None:
-            return DEFAULT_PORT
-        number = zlib.crc32(job.encode())
-    return str(15000 + number % 14000)
-
-
-def _slurm_counts(environ: Mapping[str, str]) -> list[int]:
-    """Tasks of each node, from a list such as "4(x2),3": two nodes of 4 and one of 3."""
-    counts: list[int] = []
-    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?",
-                                   environ.get("SLURM_STEP_TASKS_PER_NODE", environ.get("SLURM_TASKS_PER_NODE", ""))):
-        counts += [int(count)] * int(times or 1)
-    return counts
-
-
-def _slurm_hosts(environ: Mapping[str, str]) -> list[str]:
-    names = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
-    return expand_hosts(next((environ[name] for name in names if environ.get(name)), ""))
-
-
-def expand_hosts(text: str) -> list[str]:
-    """Slurm's short form of a list of hosts: "rack[1-2]n[01-02],login" is rack1n01, rack1n02, rack2n01, rack2n02 and
-    login. Its own tool for this, scontrol, need not be there."""
-    hosts: list[str] = []
-    for item in re.findall(r"(?:\[[^\]]*\]|[^,\[])+", text):  # split at the commas outside brackets
-        made = [""]
-        for bracket, plain in re.findall(r"\[([^\]]*)\]|([^\[\]]+)", item):
-            parts = [part for piece in bracket.split(",") for part in _expand_range(piece)] if bracket else [plain]
-            made = [host + part for host in made for part in parts]
-        hosts += made
-    return hosts
-
-
-def _expand_range(text: str) -> list[str]:
-    first, dash, last = text.partition("-")
-    if not dash:
-        return [first]
-    return [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
+def named(ranks: Iterable[int], hosts: Mapping[int, str]) -> str:
+    """Ranks in words, with their hosts as far as `hosts` has them: "ranks 2-3 (node004) and 5 (node007)"."""
+    runs: list[tuple[int, int, str]] = []
+    for rank in sorted(ranks):
+        host = hosts.get(rank, "")
+        if runs and runs[-1][1:] == (rank - 1, host):
+            runs[-1] = runs[-1][0], rank, host
+        else:
+            runs.append((rank, rank, host))
+    words = [(f"{first}-{last}" if first < last else f"{first}") + (f" ({host})" if host else "")
+             for first, last, host in runs]
+    several = len(runs) > 1 or runs[0][0] < runs[0][1]
+    return f"rank{'s' * several} " + " and ".join(filter(None, (", ".join(words[:-1]), words[-1])))

@@ -1,101 +1,33 @@
-"""The ranks meet: one store that all of them reach, a table of who is where, and then the process group.
+"""The ranks meet in a store that all of them reach, learn who is where, and then make the process group.
 
-    meet                    before anything that takes long: all ranks come within --init-timeout, or every one that
+    meet                    before anything that takes long: all ranks come within --init-timeout, or every rank that
                             did names those that did not
-    Meeting.gather          all learn what each says, and that nobody has left
-    initialize_distributed  when each has its device and its data, however long that took
-    name_lost               whom a collective has failed for
+    initialize_distributed  when each rank has its device and its data, however long that took
+    name_lost               after a collective has failed: names the ranks that are gone
     leave                   at the end
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import os
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
-from megatron.gpt2.launch.heartbeat import BEAT, PATIENCE, SILENCE, Heart
+from megatron.gpt2.launch.heartbeat import SILENCE, Heartbeat
 from megatron.gpt2.launch.interfaces import address_towards, set_gloo_interface
-from megatron.gpt2.launch.meeting_place import POLL, MissingRanks, connected, open_store
-from megatron.gpt2.launch.ranks import Launch, Ranks
+from megatron.gpt2.launch.launchers import Launch
+from megatron.gpt2.launch.ranks import POLL, Meeting, MissingRanks, Peer, Ranks, keys, named, wait_for_others
+from megatron.gpt2.launch.store import connected, open_store
 
-FAREWELL = 5.0  # seconds that the keeper of the store waits for the others to leave it
 MET = "all have come"
-
-
-@dataclass(frozen=True)
-class Present:
-    """Where a rank is, as it says itself."""
-
-    host: str
-    address: str  # of this machine on its way to the store
-
-
-@dataclass(frozen=True)
-class Meeting:
-    """What the ranks share once they have met."""
-
-    store: Store
-    keeper: Store | None  # the store's server, where this process runs it
-    table: Sequence[Present]  # of all ranks
-    heart: Heart
-
-    @property
-    def hosts(self) -> dict[int, str]:
-        return {rank: present.host for rank, present in enumerate(self.table)}
-
-    def gather(self, name: str, rank: int, value: str) -> list[str]:
-        """The values of all ranks, once every one has come here, as long as all of them live. Once for each name."""
-        self.store.set(f"{name}/{rank}", value)
-        if self.store.add(name, 1) == len(self.table):
-            self.store.set(f"{name}/all", "")
-        with self.heart.listening():
-            while not self.store.check([f"{name}/all"]):
-                if gone := self.heart.silent(SILENCE):
-                    raise MissingRanks(f"{named(gone, self.hosts)} left before the training began")
-                time.sleep(POLL)
-        return [text.decode() for text in self.store.multi_get(_keys(name, len(self.table)))]
-
-    def lost(self) -> dict[int, float | None]:
-        """The ranks that are gone, after a collective has failed, each with the seconds since its last sign of life,
-        None where it has left by itself; empty where all give signs of life. The first that knows tells the others:
-        when it leaves as well, it is not the one they have lost."""
-        with self.heart.listening():
-            # Who died just now is silent for PATIENCE at the end of this. Who is so already is what has failed, and
-            # those that fell silent within the same beat are known as well: no need to wait.
-            end = time.monotonic() + PATIENCE + BEAT
-            while (time.monotonic() < end and self.heart.published is None
-                   and not self.heart.silent(PATIENCE + BEAT)):
-                time.sleep(POLL)
-            gone = {rank: None if self.heart.has_said_farewell(rank) else self.heart.silence(rank)
-                    for rank in self.heart.silent(PATIENCE)}
-        said = self.heart.published
-        if said is None and gone and self.heart.is_answered(PATIENCE):
-            said = self.store.compare_set("lost", "", json.dumps(gone)).decode()
-        if said is None:
-            return gone
-        told = {int(rank): seconds for rank, seconds in json.loads(said).items()}
-        # Another machine may have heard it later than this one did.
-        return {rank: seconds if seconds is None else max(seconds, self.heart.silence(rank))
-                for rank, seconds in told.items()}
-
-    def leave(self, gone: int) -> None:
-        if self.heart.has_left:
-            return
-        self.heart.stop()
-        if not self.heart.is_alive():  # else it waits for a store that does not answer
-            with contextlib.suppress(dist.DistError):
-                _wait_for_others(self.store, "left", len(self.table) - gone if self.keeper else 0)
 
 
 def meet(launch: Launch) -> Ranks:
@@ -105,28 +37,28 @@ def meet(launch: Launch) -> Ranks:
         return launch.ranks()
     deadline = time.monotonic() + launch.timeout
     prefix = f"megatron/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"  # torchrun may start the ranks again
-    with open_store(launch, deadline) as (tcp, keeper):
+    with open_store(launch, deadline) as (tcp, server):
         store = PrefixStore(prefix, tcp)
         try:
-            _come(store, launch, Present(launch.host, address_towards(tcp.host)), deadline, keeps=keeper is not None)
-            table = [Present(**json.loads(text)) for text in store.multi_get(_keys("who", launch.world_size))]
-            of_heart = PrefixStore(prefix, connected(tcp.host, tcp.port, launch.timeout))
+            _come(store, launch, Peer(launch.host, address_towards(tcp.host)), deadline, serves=server is not None)
+            peers = [Peer(**json.loads(text)) for text in store.multi_get(keys("who", launch.world_size))]
+            own_connection = PrefixStore(prefix, connected(tcp.host, tcp.port, launch.timeout))
         except dist.DistError as error:
             raise MissingRanks("rank 0 left while the others came: see its own message") from error
-    together = [rank for rank, present in enumerate(table) if present.host == launch.host]
+    together = [rank for rank, peer in enumerate(peers) if peer.host == launch.host]
     local = launch.local or (together.index(launch.rank), len(together))
 
     def warn(gone: Iterable[int]) -> None:
         print(f"WARNING: no sign of life for {SILENCE:.0f} s from {named(gone, meeting.hosts)}", file=sys.stderr)
 
     first = local[0] == 0
-    heart = Heart(of_heart, launch.rank, launch.world_size, watched=range(launch.world_size) if first else together,
-                  warn=warn if first else None)
-    meeting = Meeting(store, keeper, table, heart)
+    heartbeat = Heartbeat(own_connection, launch.rank, launch.world_size, warn=warn if first else None,
+                          watched=range(launch.world_size) if first else together)
+    meeting = Meeting(store, server, peers, heartbeat)
     return Ranks(launch.rank, launch.world_size, *local, meeting=meeting)
 
 
-def _come(store: Store, launch: Launch, present: Present, deadline: float, *, keeps: bool) -> None:
+def _come(store: Store, launch: Launch, peer: Peer, deadline: float, *, serves: bool) -> None:
     """Say that this rank is there, and wait for the verdict that all share: who finds first that somebody has not
     come, or that two contradict each other, writes it down."""
     rank, world = launch.rank, launch.world_size
@@ -139,7 +71,7 @@ def _come(store: Store, launch: Launch, present: Present, deadline: float, *, ke
     elif store.add(f"came/{rank}", 1) > 1:
         problem = f"rank {rank} was started twice, the second time on {launch.host}"
     else:
-        store.set(f"who/{rank}", json.dumps(dataclasses.asdict(present)))
+        store.set(f"who/{rank}", json.dumps(dataclasses.asdict(peer)))
         store.set(f"beat/{rank}", "0")
         if store.add("come", 1) == world:
             store.compare_set("verdict", "", MET)
@@ -151,12 +83,12 @@ def _come(store: Store, launch: Launch, present: Present, deadline: float, *, ke
         time.sleep(POLL)
     verdict = store.get("verdict").decode()
     if problem or verdict != MET:
-        _wait_for_others(store, "read", store.add("here", 0) if keeps else 0)
+        wait_for_others(store, "read", store.add("here", 0) if serves else 0)
         raise MissingRanks(problem or verdict)
 
 
 def _missing(store: Store, launch: Launch) -> str:
-    hosts = {rank: json.loads(store.get(key))["host"] for rank, key in enumerate(_keys("who", launch.world_size))
+    hosts = {rank: json.loads(store.get(key))["host"] for rank, key in enumerate(keys("who", launch.world_size))
              if store.check([key])}
     gone = [rank for rank in range(launch.world_size) if rank not in hosts]
     # Slurm's list goes by blocks of ranks, unless it was told otherwise.
@@ -164,33 +96,6 @@ def _missing(store: Store, launch: Launch) -> str:
     of_gone: Mapping[int, str] = dict(enumerate(launch.hosts)) if fits else {}
     return (f"{named(gone, of_gone)} of {launch.world_size} did not come within {launch.timeout:g} s "
             f"(--init-timeout); {named(hosts, hosts)} did")
-
-
-def _keys(name: str, count: int) -> list[str]:
-    return [f"{name}/{number}" for number in range(count)]
-
-
-def _wait_for_others(store: Store, key: str, count: int) -> None:
-    """Count this process, and wait until `count` are counted, or for a while."""
-    end = time.monotonic() + FAREWELL
-    store.add(key, 1)
-    while store.add(key, 0) < count and time.monotonic() < end:
-        time.sleep(POLL)
-
-
-def named(ranks: Iterable[int], hosts: Mapping[int, str]) -> str:
-    """ "ranks 2-3 (node004) and 5 (node007)": runs of numbers with their host, where it is known."""
-    runs: list[tuple[int, int, str]] = []
-    for rank in sorted(ranks):
-        host = hosts.get(rank, "")
-        if runs and runs[-1][1:] == (rank - 1, host):
-            runs[-1] = runs[-1][0], rank, host
-        else:
-            runs.append((rank, rank, host))
-    words = [(f"{first}-{last}" if first < last else f"{first}") + (f" ({host})" if host else "")
-             for first, last, host in runs]
-    several = len(runs) > 1 or runs[0][0] < runs[0][1]
-    return f"rank{'s' * several} " + " and ".join(filter(None, (", ".join(words[:-1]), words[-1])))
 
 
 def initialize_distributed(ranks: Ranks, backend: str, device: torch.device, timeout_minutes: float) -> None:
@@ -205,7 +110,7 @@ def initialize_distributed(ranks: Ranks, backend: str, device: torch.device, tim
     if ranks.local_rank == 0:
         print(node_line(host, together, ranks.world_size, [devices[rank] for rank in together]), flush=True,
               file=sys.stderr)
-    set_gloo_interface(meeting.table[ranks.rank].address, [p.address for p in meeting.table if p.host != host])
+    set_gloo_interface(meeting.peers[ranks.rank].address, [p.address for p in meeting.peers if p.host != host])
     timeout = timedelta(minutes=timeout_minutes)
     meeting.store.set_timeout(timeout)
     dist.init_process_group(backend, store=PrefixStore("group", meeting.store), rank=ranks.rank,
@@ -227,7 +132,7 @@ def node_line(host: str, ranks: Sequence[int], world_size: int, devices: Sequenc
 
 def name_lost(ranks: Ranks) -> bool:
     """After a collective has failed: whether others are gone. One rank of each machine says which."""
-    if ranks.meeting is None or ranks.meeting.heart.has_left or not (gone := ranks.meeting.lost()):
+    if ranks.meeting is None or ranks.meeting.heartbeat.is_stopped or not (gone := ranks.meeting.lost()):
         return False
     hosts = ranks.meeting.hosts
     left = [rank for rank, host in hosts.items() if host == hosts[ranks.rank] and rank not in gone]

@@ -13,7 +13,7 @@ import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, start_processes
 
-from megatron.gpt2.launch.ranks import Launch
+from megatron.gpt2.launch.launchers import Launch
 
 Program = Callable[[Sequence[str]], int]
 GRACE = 6.0  # seconds in which the others end by themselves once one rank has: to name it, or to save

@@ -28,7 +28,8 @@ from data_utils.command_line import Parser, end_with
 from data_utils.progress import progress_bar
 from megatron.gpt2.config import require
 from megatron.gpt2.device import DTYPES, choose_backend, choose_device, set_threads
-from megatron.gpt2.launch.ranks import Ranks, read_launch
+from megatron.gpt2.launch.launchers import read_launch
+from megatron.gpt2.launch.ranks import Ranks
 from megatron.gpt2.launch.rendezvous import initialize_distributed, leave, meet
 from megatron.gpt2.launch.spawn import start_ranks
 from megatron.gpt2.programs.collectives.measuring import (

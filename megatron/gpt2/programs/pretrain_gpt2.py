@@ -1,4 +1,4 @@
-"""The training program: `python -m megatron.pretrain_gpt2 [flags]`, alone or under a launcher (launch/ranks.py).
+"""The training program: `python -m megatron.pretrain_gpt2 [flags]`, alone or under a launcher (launch/launchers.py).
 
 Exit codes: 0 where the run ended as asked (also after SIGTERM), 1 where it failed, 2 for bad input, which is
 answered in one line by one rank.
@@ -18,12 +18,13 @@ from pathlib import Path
 import torch.distributed as dist
 
 from data_utils import DamagedData, GPT2Dataset, unigram_bits_per_byte, xz_bits_per_byte
-from data_utils.command_line import end_with
+from data_utils.command_line import end_with, line_buffered
 from megatron.gpt2 import device as devices
 from megatron.gpt2.checkpoint.folder import Checkpoint, find_checkpoint
 from megatron.gpt2.command_line.arguments import differing_flags, parse
 from megatron.gpt2.config import CheckpointConfig
-from megatron.gpt2.launch.ranks import Ranks, line_buffered, read_launch
+from megatron.gpt2.launch.launchers import read_launch
+from megatron.gpt2.launch.ranks import Ranks
 from megatron.gpt2.launch.rendezvous import leave, meet, name_lost
 from megatron.gpt2.launch.spawn import start_ranks
 from megatron.gpt2.model.gpt2 import count_parameters

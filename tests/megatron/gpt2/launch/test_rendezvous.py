@@ -16,19 +16,17 @@ import torch
 import torch.distributed as dist
 
 from megatron.gpt2.device import choose_device
-from megatron.gpt2.launch import heartbeat, rendezvous
-from megatron.gpt2.launch.heartbeat import LEFT, Heart
+from megatron.gpt2.launch import heartbeat
+from megatron.gpt2.launch import ranks as ranks_module
+from megatron.gpt2.launch.heartbeat import LEFT, Heartbeat
 from megatron.gpt2.launch.interfaces import address_towards, interface_of, set_gloo_interface
-from megatron.gpt2.launch.meeting_place import MissingRanks
-from megatron.gpt2.launch.ranks import Launch, Ranks
+from megatron.gpt2.launch.launchers import Launch
+from megatron.gpt2.launch.ranks import Meeting, MissingRanks, Peer, Ranks, named
 from megatron.gpt2.launch.rendezvous import (
-    Meeting,
-    Present,
     gone_words,
     initialize_distributed,
     leave,
     meet,
-    named,
     node_line,
 )
 from tests.megatron.gpt2.launch.started_ranks import free_port
@@ -186,7 +184,7 @@ def test_line_of_a_node() -> None:
 
 
 class Store(dict[str, bytes]):
-    """As much of a store as a heart needs."""
+    """As much of a store as a heartbeat needs."""
 
     def set(self, key: str, value: str) -> None:
         if "dead" in self:
@@ -206,36 +204,36 @@ class Store(dict[str, bytes]):
         return [self[key] for key in keys]
 
 
-def test_hearts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_heartbeats(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heartbeat, "BEAT", 0.1)
     monkeypatch.setattr(heartbeat, "SILENCE", 0.5)
     store = Store({f"beat/{rank}": b"0" for rank in range(4)})
     warned: list[list[int]] = []
     # 2 and 3 hang
-    hearts = [Heart(cast(Any, store), rank, 4, watched=watched, warn=warn)
+    heartbeats = [Heartbeat(cast(Any, store), rank, 4, watched=watched, warn=warn)
               for rank, watched, warn in ((0, range(4), warned.append), (1, [0, 1], None))]
     time.sleep(1.0)
-    assert hearts[0].silent(0.5) == [2, 3] and warned == [[2, 3]] and hearts[0].silent(30) == []
-    assert hearts[1].silent(0.5) == [] and hearts[1].silence(2) == 0.0
+    assert heartbeats[0].silent(0.5) == [2, 3] and warned == [[2, 3]] and heartbeats[0].silent(30) == []
+    assert heartbeats[1].silent(0.5) == [] and heartbeats[1].silence(2) == 0.0
     # A collective fails: who has hung for long is named at once, with the time since its last sign.
-    meetings = [Meeting(cast(Any, store), None, [Present(host, "") for host in "aaab"], heart) for heart in hearts]
+    meetings = [Meeting(cast(Any, store), None, [Peer(host, "") for host in "aaab"], one) for one in heartbeats]
     begun = time.monotonic()
-    monkeypatch.setattr(rendezvous, "PATIENCE", 0.5)
-    monkeypatch.setattr(rendezvous, "BEAT", 0.1)
+    monkeypatch.setattr(ranks_module, "PATIENCE", 0.5)
+    monkeypatch.setattr(ranks_module, "BEAT", 0.1)
     gone = meetings[0].lost()
     assert time.monotonic() - begun < 0.4 and list(gone) == [2, 3]
     assert all(seconds == pytest.approx(1.0, abs=0.3) for seconds in gone.values())
     assert gone_words(gone, {2: "a", 3: "b"}) == "ranks 2 (a) and 3 (b) gave no sign of life for 1 s"
     told = meetings[1].lost()  # and whoever did not watch them hears it from the first
     assert told == pytest.approx(gone, abs=0.3)
-    hearts[1].stop()
+    heartbeats[1].stop()
     time.sleep(0.3)
-    assert store["beat/1"] == LEFT and hearts[0].silent(30) == [1] and warned == [[2, 3]]
+    assert store["beat/1"] == LEFT and heartbeats[0].silent(30) == [1] and warned == [[2, 3]]
     assert gone_words({1: None, 2: 60.2}, {}) == "rank 2 gave no sign of life for 60 s and rank 1 left"
     store["dead"] = b""
     time.sleep(0.4)
-    assert not hearts[0].is_alive() and hearts[0].silent(0.15) == [0]  # with whom all meet
-    assert hearts[0].silence(0) > 0.15
+    assert not heartbeats[0].is_alive() and heartbeats[0].silent(0.15) == [0]  # with whom all meet
+    assert heartbeats[0].silence(0) > 0.15
 
 
 def test_interfaces(monkeypatch: pytest.MonkeyPatch) -> None:

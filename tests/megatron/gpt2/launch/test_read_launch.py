@@ -9,7 +9,8 @@ from collections.abc import Mapping
 import pytest
 import torch
 
-from megatron.gpt2.launch.ranks import Launch, Ranks, expand_hosts, read_launch
+from megatron.gpt2.launch.launchers import Launch, expand_hosts, read_launch
+from megatron.gpt2.launch.ranks import Ranks
 
 STEP = {"SLURM_PROCID": "5", "SLURM_NTASKS": "7", "SLURM_LOCALID": "1", "SLURM_NODEID": "1", "SLURM_STEP_ID": "0",
         "SLURM_STEP_TASKS_PER_NODE": "4,3", "SLURM_JOB_ID": "123456", "SLURMD_NODENAME": "node004",

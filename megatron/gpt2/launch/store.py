@@ -17,13 +17,8 @@ from urllib.parse import urlsplit
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from megatron.gpt2.config import require
-from megatron.gpt2.launch.ranks import Launch, host_port
-
-POLL = 0.05  # seconds
-
-
-class MissingRanks(ValueError):
-    """Ranks that did not come, or left before the training; exit code 2."""
+from megatron.gpt2.launch.launchers import Launch, host_port
+from megatron.gpt2.launch.ranks import POLL, MissingRanks
 
 
 @contextlib.contextmanager
@@ -33,14 +28,14 @@ def open_store(launch: Launch, deadline: float) -> Iterator[tuple[TCPStore, TCPS
     path = launch.where.removeprefix("file://") if launch.where.startswith("file://") else ""
     place = urlsplit(launch.where)
     host, port = place.hostname or "localhost", place.port or 0
-    keeper = None
+    server = None
     if launch.rank == 0 and not launch.served:
-        keeper = _serve(launch.host if path else host, port)
-        host, port = "localhost" if path else host, keeper.port
+        server = _serve(launch.host if path else host, port)
+        host, port = "localhost" if path else host, server.port
     elif path:
         host, port = _read_card(path, launch, deadline)
-    with _card(path, launch.host, port) if keeper and path else contextlib.nullcontext():
-        yield _connect(host, port, launch, deadline, stale=path), keeper
+    with _card(path, launch.host, port) if server and path else contextlib.nullcontext():
+        yield _connect(host, port, launch, deadline, stale=path), server
 
 
 def _serve(host: str, port: int) -> TCPStore:
