@@ -12,21 +12,24 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 ROOT = Path(__file__).resolve().parents[1]
-# The commands of pyproject.toml that are not called "gpt2-" and the name of their module.
+# The commands of the package that are not called "gpt2-" and the name of their module.
 COMMANDS = {"evaluate_gpt2": "gpt2-evaluate", "pretrain_gpt2": "gpt2-pretrain",
+            "pretrain_gpt2_distributed": "gpt2-pretrain --nproc-per-node 2",
             "run_text_generation_server": "gpt2-serve"}
 
 
 def how_to_call(program: str) -> str:
-    """The words that start a program of tools/ from where the user is, for errors and hints.
+    """The words that start a program from the current folder, for errors and hints.
 
-    "bash scripts/python.sh tools/checkpoint.py" in a checkout, whose environment that script finds; "gpt2-checkpoint"
-    where the package is installed without it.
+    program: a file of tools/ or scripts/ without its suffix.
+    In a checkout it is "bash scripts/python.sh tools/checkpoint.py", in the environment that python.sh finds, or "bash
+    scripts/pretrain_gpt2.sh"; where only the package is installed it is "gpt2-checkpoint".
     """
-    tool = ROOT / "tools" / f"{program}.py"
-    if not tool.exists():
+    scripts, tool = ROOT / "scripts", ROOT / "tools" / f"{program}.py"
+    if not (scripts / "python.sh").exists():
         return COMMANDS.get(program, f"gpt2-{program.replace('_', '-')}")
-    return shlex.join(["bash", os.path.relpath(ROOT / "scripts" / "python.sh"), os.path.relpath(tool)])
+    files = [scripts / "python.sh", tool] if tool.exists() else [scripts / f"{program}.sh"]
+    return " ".join(["bash", *(shlex.quote(os.path.relpath(file)) for file in files)])
 
 
 def line_buffered() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from data_utils.command_line import how_to_call
 from data_utils.tokenization import Tokenizer
 
 MISSING = -1  # fills a window after the split's last token; as a label it counts for nothing
@@ -82,5 +83,5 @@ def checked(rows: np.ndarray, vocab_size: int, source: str) -> np.ndarray:
     if rows.size and int(rows.view(f"u{rows.dtype.itemsize}").max()) >= vocab_size:
         wrong = rows[(rows < 0) | (rows >= vocab_size)][0]
         raise DamagedData(f"{source} holds the token id {wrong}, but the vocabulary has {vocab_size:,}: the file is "
-                          "damaged, or of another tokenizer (tools/inspect_data.py --verify tells)")
+                          f"damaged, or of another tokenizer ({how_to_call('inspect_data')} --verify tells)")
     return rows.astype(np.int64)

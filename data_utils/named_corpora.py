@@ -13,6 +13,7 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from data_utils.command_line import how_to_call
 from data_utils.corpora import BUILTIN
 
 HERE = Path("data", "corpora.json")
@@ -51,7 +52,7 @@ def find_corpora(flags: Mapping[str, Sequence[str]], text_key: str | None
     if text_key is None and keys:
         if len(set(keys.values())) > 1:
             raise ValueError(f"{' and '.join(keys)} have their text in different fields: give --text-key, or make a "
-                             ".bin/.idx pair of each with tools/preprocess_data.py for --data-path")
+                             f".bin/.idx pair of each with {how_to_call('preprocess_data')} for --data-path")
         text_key = next(iter(keys.values()))
     return found, text_key
 

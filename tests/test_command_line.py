@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from data_utils import command_line
 from megatron.gpt2.programs import pretrain_gpt2
 from tests.megatron.gpt2.training.training_runs import write_text
 from tests.test_bad_input import torchrun
@@ -221,7 +222,7 @@ def test_the_commands_at_the_end_name_files_that_exist(work: Path, monkeypatch: 
         for word in command.split():
             assert not word.endswith((".sh", ".py")) or (work / word).resolve().is_file(), word
     # Installed without the checkout there are no scripts to name.
-    monkeypatch.setattr(pretrain_gpt2, "__file__", str(work / "site-packages/megatron/gpt2/programs/pretrain_gpt2.py"))
+    monkeypatch.setattr(command_line, "ROOT", work)
     assert [re.split(" --load| merge", command)[0]
             for _, command in pretrain_gpt2.next_commands("a", 10, in_parts=True)] == [
         "gpt2-pretrain", "gpt2-pretrain --nproc-per-node 2", "gpt2-generate-text", "gpt2-checkpoint"]

@@ -1,12 +1,16 @@
-"""How a program ends: `end_with`."""
+"""How a program is called and how it ends."""
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from data_utils import command_line
+from data_utils.command_line import how_to_call
 from tests.conftest import ROOT
 
 PROGRAM = """
@@ -48,3 +52,17 @@ def test_codes_and_errors() -> None:
     assert end("raise ValueError('--a:\\n  no')") == (2, "", "error: --a: no\n")
     code, _, err = end("raise ZeroDivisionError")  # a bug of ours
     assert code == 1 and "Traceback" in err
+
+
+def test_how_a_program_is_called(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """In a checkout by a file that is there, from any folder; else by a command that the package installs."""
+    monkeypatch.chdir(ROOT / "docs")
+    assert how_to_call("checkpoint") == "bash ../scripts/python.sh ../tools/checkpoint.py"
+    assert how_to_call("pretrain_gpt2") == "bash ../scripts/pretrain_gpt2.sh"
+    monkeypatch.setattr(command_line, "ROOT", tmp_path)
+    commands = dict(re.findall(r'^(gpt2-\S+) = "megatron.gpt2.programs.(\w+):cli"$',
+                               (ROOT / "pyproject.toml").read_text(encoding="utf-8"), re.MULTILINE))
+    assert len(commands) > 10
+    for command, module in commands.items():
+        assert how_to_call(module) == command
+    assert how_to_call("pretrain_gpt2_distributed") == "gpt2-pretrain --nproc-per-node 2"

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from data_utils.command_line import how_to_call
 from megatron.gpt2.config import require
 
 
@@ -95,6 +96,7 @@ OF_THE_FILE = "the --deepspeed-config decides, as in DeepSpeedExamples"
 OVERLAPS = "reduction always overlaps with backward, and gathering parameters with forward, where they can"
 RECOMPUTE_ALL = {"train.recompute_granularity": "full"}
 IN_CPU = "what is kept for backward stays on the device; --recompute-num-layers N keeps an N-th of it"
+EVALUATE = how_to_call("evaluate_gpt2")
 OF_BERT = "a flag of BERT's or of another model, no part of GPT-2; leave it out"
 NO_NPY = "folders of .npy files are not read; give loose JSON or text with --train-data, or a prefix with --data-path"
 
@@ -230,12 +232,13 @@ FOREIGN = (
     inert("--temperature --top-k --top-p --out-seq-length --sample-input-file --sample-output-file --num-samples "
           "--genfile", "of generate_samples.py, no part of pretraining", 1),
     inert("--greedy --recompute", "of generate_samples.py, no part of pretraining"),
-    refused("--cloze-eval --strict-lambada", "no part of pretraining; evaluate_gpt2.py takes it"),
-    refused("--overlapping-eval --task", "no part of pretraining; evaluate_gpt2.py takes it", 1),
+    refused("--cloze-eval --strict-lambada", f"no part of pretraining; {EVALUATE} takes it"),
+    refused("--overlapping-eval --task", f"no part of pretraining; {EVALUATE} takes it", 1),
     refused("--epochs --pretrained-checkpoint", "of the tasks that fine-tune a classifier; --finetune --load FOLDER "
             "trains GPT-2 on other text", 1),
     refused("--eval-batch-size --eval-micro-batch-size --eval-seq-length", "the validation split is read as the "
-            "training split is, with --micro-batch-size and --seq-length; evaluate_gpt2.py takes it", 1),
-    refused("--load-openai --eval-hf", "python tools/checkpoint.py convert makes a checkpoint of the weights, which "
+            "training split is, with --micro-batch-size and --seq-length; "
+            f"{EVALUATE} takes it", 1),
+    refused("--load-openai --eval-hf", f"{how_to_call('checkpoint')} convert makes a checkpoint of the weights, which "
             "--load takes"),
 )

@@ -7,6 +7,7 @@ import shlex
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from data_utils.command_line import how_to_call
 from megatron.gpt2.checkpoint.folder import TRACKER, find_checkpoint
 from megatron.gpt2.checkpoint.manifest import MANIFEST
 from megatron.gpt2.checkpoint.reader import Checkpoint
@@ -75,7 +76,7 @@ def refuse_foreign(load: str | Path, *, num_attention_heads: int | None = None, 
     if with_tokenizer and format != "huggingface":
         flags += " --vocab-file FILE --merge-file FILE"
     folder = shlex.quote(str(load).rstrip("/"))
-    raise ValueError(f"--load {load} is a checkpoint in the format {format}: python tools/checkpoint.py convert "
+    raise ValueError(f"--load {load} is a checkpoint in the format {format}: {how_to_call('checkpoint')} convert "
                      f"{folder} {folder}_native --to native{flags} converts it; then --load {folder}_native")
 
 

@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from data_utils.command_line import Parser, end_with
+from data_utils.command_line import Parser, end_with, how_to_call
 from data_utils.progress import progress_bar
 from megatron.gpt2.config import require
 from megatron.gpt2.device import DTYPES, choose_backend, choose_device, set_threads
@@ -158,7 +158,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         ranks = launch.ranks()
         options = parse(words)
         require(ranks.world_size > 1, "one rank has nobody to talk to, at least two are needed: "
-                                      "torchrun --nproc-per-node 2 tools/bench_collectives.py")
+                                      f"{how_to_call('bench_collectives')} --nproc-per-node 2")
         ranks = meet(launch)
         set_threads(ranks)
         device, device_line = choose_device(options.device, ranks)

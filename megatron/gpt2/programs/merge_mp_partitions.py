@@ -14,7 +14,7 @@ import sys
 from functools import partial
 from typing import Any
 
-from data_utils.command_line import Parser, end_with
+from data_utils.command_line import Parser, end_with, how_to_call
 from megatron.gpt2.command_line.flags import dashed
 from megatron.gpt2.formats import Hints, open_source
 from megatron.gpt2.programs import checkpoint
@@ -38,7 +38,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     for name in COMPARED:
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N", help="compared with the files")
     for name in PASSED_ON:
-        parser.add_argument(f"--{name.replace('_', '-')}", metavar="VALUE", help="as in tools/checkpoint.py")
+        parser.add_argument(f"--{name.replace('_', '-')}", metavar="VALUE", help=f"as for {how_to_call('checkpoint')}")
     for flag in WITHOUT_MEANING:
         parser.add_argument(flag, metavar="VALUE", help="read and not needed")
     # Megatron wrote both --num-layers and --num_layers.
@@ -50,7 +50,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.model_type not in ("GPT", "GPT2"):
         raise ValueError(f"--model-type {args.model_type}: GPT-2 alone is read here")
     if args.target != 1:
-        raise ValueError("this merges to one rank: tools/checkpoint.py split makes another number of them")
+        raise ValueError(f"this merges to one rank: {how_to_call('checkpoint')} split makes another number of them")
     passed_on = [(f"--{name.replace('_', '-')}", getattr(args, name)) for name in PASSED_ON if getattr(args, name)]
     numbers = {name: int(value) for name in ("num_attention_heads", "vocab_size", "iteration")
                if (value := getattr(args, name)) is not None}

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from data_utils import DamagedData, GPT2Dataset, unigram_bits_per_byte, xz_bits_per_byte
-from data_utils.command_line import end_with, line_buffered
+from data_utils.command_line import end_with, how_to_call, line_buffered
 from megatron.gpt2 import device as devices
 from megatron.gpt2.checkpoint.folder import Checkpoint, find_checkpoint
 from megatron.gpt2.command_line.arguments import differing_flags, parse
@@ -227,27 +227,20 @@ def baselines(run: Run) -> dict[str, float | None]:
 
 
 def next_commands(save: str, train_iters: int, *, in_parts: bool) -> list[tuple[str, str]]:
-    """What one would type next: the scripts of a checkout, or the package's commands where there is no checkout."""
-    root = Path(__file__).resolve().parents[3]
+    """What one would type next, as (what it does, command). in_parts: the checkpoint is of several model-parallel
+    ranks."""
     folder = shlex.quote(save)
-    if (root / "scripts").is_dir():
-        scripts, tools = (shlex.quote(os.path.relpath(root / name)) for name in ("scripts", "tools"))
-        single, distributed = f"bash {scripts}/pretrain_gpt2.sh", f"bash {scripts}/pretrain_gpt2_distributed.sh"
-        python = f"bash {scripts}/python.sh {tools}"
-        generate, checkpoint = f"{python}/generate_text.py", f"{python}/checkpoint.py"
-    else:
-        single, generate, checkpoint = "gpt2-pretrain", "gpt2-generate-text", "gpt2-checkpoint"
-        distributed = f"{single} --nproc-per-node 2"
-    with_tools = [("generate text", f"{generate} --load {folder} --prompt 'The '")]
-    if in_parts:
-        with_tools.append(("merge its model-parallel parts into one file",
-                           f"{checkpoint} merge {folder} {folder}_merged"))
     commands = [
-        ("train on from this checkpoint", f"{single} --load {folder} --save {folder} --train-iters {2 * train_iters}"),
+        ("train on from this checkpoint",
+         f"{how_to_call('pretrain_gpt2')} --load {folder} --save {folder} --train-iters {2 * train_iters}"),
         ("the same on two ranks that share the data, in a folder of its own",
-         f"{distributed} --load {folder} --save {folder}_dp2 --train-iters {3 * train_iters}"),
-    ]
-    return commands + with_tools
+         f"{how_to_call('pretrain_gpt2_distributed')} --load {folder} --save {folder}_dp2 "
+         f"--train-iters {3 * train_iters}"),
+        ("generate text", f"{how_to_call('generate_text')} --load {folder} --prompt 'The '")]
+    if in_parts:
+        commands.append(("merge its model-parallel parts into one file",
+                         f"{how_to_call('checkpoint')} merge {folder} {folder}_merged"))
+    return commands
 
 
 def on_disk(folder: Path) -> Checkpoint | None:
