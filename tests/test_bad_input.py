@@ -46,16 +46,17 @@ CASES: dict[str, tuple[list[str], str]] = {
 def run_cases(rank: int, world_size: int, folder: str) -> dict[str, tuple[int, str]]:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size),
                       LOCAL_WORLD_SIZE=str(world_size), XDG_CACHE_HOME=f"{folder}/cache")
+    from megatron.gpt2 import errors
     from megatron.gpt2.programs import pretrain_gpt2
 
-    pretrain_gpt2.LAUNCHER_GRACE = 0.0
+    errors.LAUNCHER_GRACE = 0.0
     results = {}
     for name, (flags, _) in CASES.items():
         words = [*TINY, "--save", f"{folder}/save", "--init-method", f"file://{folder}/ranks meet here, {name}",
                  *(flag.format(folder=folder) for flag in flags)]
-        with contextlib.redirect_stderr(io.StringIO()) as errors:
+        with contextlib.redirect_stderr(io.StringIO()) as said:
             code = pretrain_gpt2.main(words)
-        results[name] = code, errors.getvalue()
+        results[name] = code, said.getvalue()
     return results
 
 

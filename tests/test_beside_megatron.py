@@ -70,7 +70,7 @@ def test_on_the_path(theirs: Path, tmp_path: Path, ours_first: bool):
     found = look(sys.executable, tmp_path, *((ROOT, theirs) if ours_first else (theirs, ROOT)))
     assert found == {"core": theirs / "megatron" / "core" / "__init__.py",
                      "training": theirs / "megatron" / "training" / "__init__.py",
-                     "ours": ROOT / "megatron" / "gpt2" / "config.py"}
+                     "ours": ROOT / "megatron" / "gpt2" / "config" / "__init__.py"}
 
 
 def environment(folder: Path) -> tuple[Path, Path]:
@@ -97,7 +97,7 @@ def test_installed_as_wheels(wheel: Path, theirs: Path, tmp_path: Path, ours_fir
     found = look(python, tmp_path)
     assert found == {"core": site / "megatron" / "core" / "__init__.py",
                      "training": site / "megatron" / "training" / "__init__.py",
-                     "ours": site / "megatron" / "gpt2" / "config.py"}
+                     "ours": site / "megatron" / "gpt2" / "config" / "__init__.py"}
 
 
 def test_ours_editable(wheel: Path, theirs: Path, tmp_path: Path):
@@ -110,4 +110,4 @@ def test_ours_editable(wheel: Path, theirs: Path, tmp_path: Path):
     found = look(python, tmp_path)
     assert found == {"core": site / "megatron" / "core" / "__init__.py",
                      "training": site / "megatron" / "training" / "__init__.py",
-                     "ours": source / "megatron" / "gpt2" / "config.py"}
+                     "ours": source / "megatron" / "gpt2" / "config" / "__init__.py"}

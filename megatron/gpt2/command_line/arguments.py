@@ -17,11 +17,12 @@ from functools import cached_property
 from typing import Any
 
 from megatron.gpt2.command_line import deepspeed_config
-from megatron.gpt2.command_line.flags import build_parser, dashed, fields, flag, flag_table
+from megatron.gpt2.command_line.flags import build_parser, dashed, flag_table
 from megatron.gpt2.command_line.foreign_flags import FOREIGN, Foreign, iterations_to_profile
 from megatron.gpt2.command_line.presets import DEFAULT_TRAIN_ITERS, PRESETS, SHAPE_KEYS
 from megatron.gpt2.config import SECTIONS, CheckpointConfig, Config, require
-from megatron.gpt2.records.run_settings import read_settings
+from megatron.gpt2.config.config_json import read_config
+from megatron.gpt2.config.flag_names import fields, flag
 
 LENGTHS = ("train.train_iters", "train.train_samples", "train.train_tokens", "train.train_epochs")
 # What the checkpoint decides unless a flag does. The others of ModelConfig do not change what the weights mean.
@@ -110,7 +111,7 @@ def parse(argv: Sequence[str] | None = None) -> Arguments:
     own_shape = any(key in command_line for key in SHAPE_KEYS)
     preset = named or (None if own_shape or rerun else "quickstart")
     recipe = PRESETS[preset] if preset else {"train.train_iters": DEFAULT_TRAIN_ITERS}
-    values = _recipe_under(read_settings(rerun) if rerun else recipe, command_line)
+    values = _recipe_under(read_config(rerun) if rerun else recipe, command_line)
     given = {key for key in values if (named or rerun) and key in SAVED}
     if "data.tokenizer_type" not in command_line:
         command_line |= _implied_tokenizer(command_line)
@@ -290,10 +291,3 @@ def _merge_schedule(values: dict[str, Any], given: frozenset[str], old: Mapping[
         notes.append(f"the learning rate now decays over {length} iterations, not the checkpoint's {horizon}: "
                      f"--lr-decay-iters {horizon} would keep that")
     return notes
-
-
-def differing_flags(config: Config, default: Config | None = None) -> list[tuple[str, Any]]:
-    """(flag, value) for each field that is not what `default` (the defaults) has, in the order of the fields."""
-    ours, theirs = config.as_dict(), (default or Config()).as_dict()
-    return [(flag(key), ours[s][name]) for key in fields() for s, name in [key.split(".")]
-            if ours[s][name] != theirs[s][name]]

@@ -11,7 +11,6 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from megatron.gpt2.command_line.flags import flag
 from megatron.gpt2.command_line.foreign_flags import (
     FP16,
     IN_CPU,
@@ -24,6 +23,7 @@ from megatron.gpt2.command_line.foreign_flags import (
     translated,
 )
 from megatron.gpt2.config import require
+from megatron.gpt2.config.flag_names import flag
 
 
 def _number(key: str, kind: type = float) -> Callable[[Any], dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""The flags: one for each field of `megatron/gpt2/config.py`, and the foreign ones of `foreign_flags.py`."""
+"""The flags: one for each field of `megatron/gpt2/config/`, and the foreign ones of `foreign_flags.py`."""
 
 from __future__ import annotations
 
@@ -15,24 +15,15 @@ from data_utils.command_line import Parser
 from megatron.gpt2.command_line.foreign_flags import FOREIGN
 from megatron.gpt2.command_line.presets import PRESETS
 from megatron.gpt2.config import SECTIONS, LaunchConfig
+from megatron.gpt2.config.flag_names import fields, flag
 
 RERUN = "the config.json in the --save folder of a run: its flags once more, beside which those that are given win"
-
-
-def flag(key: str) -> str:
-    """The flag of a field: "model.num_layers" -> "--num-layers"."""
-    return "--" + key.split(".")[1].replace("_", "-")
 
 
 def dashed(word: str) -> str:
     """A word of a command line with `--a_b` as `--a-b`; what stands after "=", and what is no flag, stays."""
     name, equals, value = word.partition("=")
     return name.replace("_", "-") + equals + value if name.startswith("--") else word
-
-
-def fields() -> dict[str, dataclasses.Field[Any]]:
-    """Every field of the configuration by "section.field"."""
-    return {f"{name}.{f.name}": f for name, kind in SECTIONS.items() for f in dataclasses.fields(kind)}
 
 
 class _Help(argparse.HelpFormatter):

@@ -1,4 +1,4 @@
-"""Megatron's flags that are no field of `megatron/gpt2/config.py`: one table, from which the parser and the
+"""Megatron's flags that are no field of `megatron/gpt2/config/`: one table, from which the parser and the
 documentation are made. A row is translated (it sets fields), inert (it changes nothing here, and that is said once) or
 refused (it would change result, memory or speed, so leaving it out silently would be wrong); its text says why, or what
 to give instead. `deepspeed_config.py` beside this file has a table of the same rows for the keys of a

@@ -1,4 +1,4 @@
-"""Named runs for `--model`. Keys are "section.field" of `megatron/gpt2/config.py`; any flag given overrides its value.
+"""Named runs for `--model`. Keys are "section.field" of `megatron/gpt2/config/`; any flag given overrides its value.
 
 The published 345M demo is one recipe; the other sizes share it and differ in shape alone. Its decay of 320,000
 iterations is left to --train-iters, so that a shorter run also anneals. `quickstart` is what a run without a shape is.

@@ -21,8 +21,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.gpt2.command_line.arguments import differing_flags
 from megatron.gpt2.config import Config
+from megatron.gpt2.config.flag_names import differing_flags
 from megatron.gpt2.planner.sizes import Setting
 from megatron.gpt2.planner.step import Memory, expected
 

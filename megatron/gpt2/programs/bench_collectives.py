@@ -28,6 +28,7 @@ from data_utils.command_line import Parser, end_with, how_to_call
 from data_utils.progress import progress_bar
 from megatron.gpt2.config import require
 from megatron.gpt2.device import DTYPES, choose_backend, choose_device, set_threads
+from megatron.gpt2.errors import refuse
 from megatron.gpt2.launch.launchers import read_launch
 from megatron.gpt2.launch.ranks import Ranks
 from megatron.gpt2.launch.rendezvous import initialize_distributed, leave, meet
@@ -50,7 +51,6 @@ from megatron.gpt2.programs.collectives.report import (
     size_name,
     verdict,
 )
-from megatron.gpt2.programs.pretrain_gpt2 import refuse
 
 FACTOR = 4  # between the sizes
 PAIRS_BYTES = 1 << 20  # below it noise looks like a slow pair

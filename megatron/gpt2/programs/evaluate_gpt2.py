@@ -20,7 +20,8 @@ from data_utils.command_line import end_with
 from data_utils.corpora import BUILTIN, files_of
 from megatron.gpt2.checkpoint.reader import Checkpoint, hash_file
 from megatron.gpt2.command_line.arguments import SAVED, Arguments, parse
-from megatron.gpt2.command_line.flags import dashed, flag
+from megatron.gpt2.command_line.flags import dashed
+from megatron.gpt2.config.flag_names import flag
 from megatron.gpt2.launch.ranks import Ranks
 from megatron.gpt2.programs.inference import Log, ModelParser, open_model, run_program
 from megatron.gpt2.programs.score_record import check_output, record, write_record

@@ -27,7 +27,8 @@ from data_utils.command_line import end_with
 from data_utils.corpora import check_exists
 from data_utils.progress import progress_bar
 from megatron.gpt2.command_line.arguments import parse
-from megatron.gpt2.command_line.flags import dashed, flag
+from megatron.gpt2.command_line.flags import dashed
+from megatron.gpt2.config.flag_names import flag
 from megatron.gpt2.launch.ranks import Ranks
 from megatron.gpt2.programs.inference import Log, ModelParser, check_shared, open_model, run_program
 from megatron.gpt2.text.generation import Continuation, Generator, untimed_group

@@ -15,11 +15,11 @@ from data_utils.command_line import Parser, line_buffered
 from megatron.gpt2.command_line.flags import add_section
 from megatron.gpt2.config import PRECISION_CHOICES, LaunchConfig, ParallelConfig
 from megatron.gpt2.device import choose_backend, choose_device, choose_precision, set_threads
+from megatron.gpt2.errors import refuse
 from megatron.gpt2.launch.launchers import read_launch
 from megatron.gpt2.launch.ranks import Ranks
 from megatron.gpt2.launch.rendezvous import initialize_distributed, leave, meet, name_lost
 from megatron.gpt2.launch.spawn import INTERRUPTED, start_ranks
-from megatron.gpt2.programs.pretrain_gpt2 import refuse
 from megatron.gpt2.text.load_model import LoadedModel, load_for_inference
 
 Log = Callable[[str], None]

@@ -10,7 +10,6 @@ import os
 import shlex
 import signal
 import sys
-import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -21,8 +20,10 @@ from data_utils import DamagedData, GPT2Dataset, unigram_bits_per_byte, xz_bits_
 from data_utils.command_line import end_with, how_to_call, line_buffered
 from megatron.gpt2 import device as devices
 from megatron.gpt2.checkpoint.folder import Checkpoint, find_checkpoint
-from megatron.gpt2.command_line.arguments import differing_flags, parse
+from megatron.gpt2.command_line.arguments import parse
 from megatron.gpt2.config import CheckpointConfig
+from megatron.gpt2.config.flag_names import differing_flags
+from megatron.gpt2.errors import refuse, refuse_memory
 from megatron.gpt2.launch.launchers import read_launch
 from megatron.gpt2.launch.ranks import Ranks
 from megatron.gpt2.launch.rendezvous import leave, meet, name_lost
@@ -36,8 +37,6 @@ from megatron.gpt2.training.training import evaluate_and_log, sample_text, train
 
 # xz compresses about 2 MB/s: a corpus beyond this is not worth the wait at the end of a run.
 XZ_LIMIT = 32 << 20
-# A launcher kills all ranks when it sees the first one go: time for each of them to meet the same error by itself.
-LAUNCHER_GRACE = 2.0  # seconds
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -78,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return refuse(error, ranks)
     except (RuntimeError, MemoryError) as error:
         if plan is not None and is_out_of_memory(error):
-            return refuse_memory(plan)
+            return refuse_out_of_memory(plan)
         if name_lost(ranks):
             return 1
         if isinstance(error, dist.DistError):
@@ -98,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (RuntimeError, MemoryError) as error:
         run.log.note("stopped: " + " ".join(str(error).split())[:300])
         if is_out_of_memory(error):
-            return refuse_memory(plan)
+            return refuse_out_of_memory(plan)
         if name_lost(ranks):
             return 1
         raise
@@ -115,25 +114,11 @@ def another_run(given: CheckpointConfig, finished: str | None) -> str:
     return f"--finetune{elsewhere} for another run that begins with its weights."
 
 
-def refuse(error: Exception, ranks: Ranks) -> int:
-    """One line on standard error, from one rank of each machine, and exit code 2."""
-    if ranks.local_rank == 0:
-        where = f" ({os.uname().nodename})" if ranks.rank else ""
-        print(f"error{where}: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
-    if ranks.world_size > 1:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        time.sleep(LAUNCHER_GRACE)
-    ranks.leave()
-    return 2
-
-
-def refuse_memory(plan: Plan) -> int:
-    """The same where a rank ran out of memory: from the first that did, since others may not, or cannot say."""
-    meeting = plan.ranks.meeting
-    if meeting is None or meeting.store.add("out of memory", 1) == 1:
-        print(f"error: {out_of_memory(plan)}", file=sys.stderr, flush=True)
+def refuse_out_of_memory(plan: Plan) -> int:
+    """Say what was expected and what was there, leave, and return the exit code."""
+    code = refuse_memory(out_of_memory(plan), plan.ranks)
     leave(plan.ranks)
-    return 2
+    return code
 
 
 def pretrain(run: Run) -> int:

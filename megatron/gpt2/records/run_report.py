@@ -18,9 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from data_utils.file_lock import replace_text
-from megatron.gpt2.command_line.arguments import differing_flags
-from megatron.gpt2.command_line.flags import fields, flag
 from megatron.gpt2.config import Config
+from megatron.gpt2.config.flag_names import differing_flags, fields, flag
 from megatron.gpt2.records.plots import points, read_records
 from megatron.gpt2.records.report_style import SCRIPT, STYLE
 from megatron.gpt2.records.svg_chart import Curve, chart, number

@@ -26,6 +26,7 @@ from megatron.gpt2.checkpoint.save_lock import lock_together
 from megatron.gpt2.checkpoint.saver import Saver
 from megatron.gpt2.checkpoint.state import load_model, load_rng, load_state, model_pieces, rng_pieces, state_pieces
 from megatron.gpt2.config import Config
+from megatron.gpt2.config.config_json import write_config
 from megatron.gpt2.launch.rendezvous import initialize_distributed
 from megatron.gpt2.launch.signals import StopSignal
 from megatron.gpt2.model.attention_backend import choose_attention
@@ -42,7 +43,6 @@ from megatron.gpt2.optimizer.learning_rates import LearningRate
 from megatron.gpt2.optimizer.mixed_precision import MOMENTS, MixedPrecisionOptimizer, build_loss_scaler
 from megatron.gpt2.records.environment import describe_environment
 from megatron.gpt2.records.run_log import RunLog
-from megatron.gpt2.records.run_settings import write_settings
 from megatron.gpt2.records.timers import Timers
 from megatron.gpt2.records.trackers import open_trackers
 from megatron.gpt2.training.plan import Plan, Say
@@ -314,4 +314,4 @@ def save_settings(plan: Plan) -> None:
              "train_iters": plan.train_iters, "global_batch_size": plan.global_batch_size,
              "device": str(plan.device), "precision": str(plan.dtype).removeprefix("torch."),
              "torch": torch.__version__}
-    write_settings(folder, plan.config, facts, goes_on=plan.source == plan.config.checkpoint.save)
+    write_config(folder, plan.config, facts, goes_on=plan.source == plan.config.checkpoint.save)

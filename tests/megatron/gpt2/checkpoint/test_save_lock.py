@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron.gpt2 import errors
 from megatron.gpt2.checkpoint.save_lock import lock_folder
 from megatron.gpt2.programs import pretrain_gpt2
 from tests.distributed import run_ranks
@@ -44,9 +45,9 @@ def holder(folder: Path) -> Iterator[subprocess.Popen[str]]:
 def second_run(rank: int, world_size: int, folder: str) -> tuple[int, str]:
     os.environ.update({"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size),
                        "LOCAL_WORLD_SIZE": str(world_size)})
-    pretrain_gpt2.LAUNCHER_GRACE = 0.0
-    with contextlib.redirect_stderr(io.StringIO()) as errors:
-        return train(folder, "--init-method", f"file://{folder}/the ranks meet"), errors.getvalue()
+    errors.LAUNCHER_GRACE = 0.0
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        return train(folder, "--init-method", f"file://{folder}/the ranks meet"), said.getvalue()
 
 
 def train(folder: str, *words: str) -> int:

@@ -8,10 +8,11 @@ import re
 import pytest
 import torch
 
-from megatron.gpt2.command_line.arguments import Arguments, differing_flags, merge_checkpoint, parse
-from megatron.gpt2.command_line.flags import fields, flag, flag_table
+from megatron.gpt2.command_line.arguments import Arguments, merge_checkpoint, parse
+from megatron.gpt2.command_line.flags import flag_table
 from megatron.gpt2.command_line.presets import PRESETS, SHAPES
 from megatron.gpt2.config import SECTIONS, Config, TrainConfig
+from megatron.gpt2.config.flag_names import differing_flags, fields, flag
 from mpu.random import dropout
 
 QUICKSTART_ITERS = PRESETS["quickstart"]["train.train_iters"]

@@ -1,4 +1,4 @@
-"""`config.json` in the save folder of a run: written at every start, and read by `--config`."""
+"""`config.json` in the save folder of a run: every start writes it, and `--config` reads it."""
 
 from __future__ import annotations
 
@@ -7,15 +7,17 @@ from pathlib import Path
 from typing import Any
 
 from data_utils.file_lock import replace_text
-from megatron.gpt2.config import SECTIONS, Config, require
+from megatron.gpt2.config.options import require
+from megatron.gpt2.config.sections import SECTIONS, Config
 
 VERSION = 1
 FILE = "config.json"
 
 
-def write_settings(folder: Path, config: Config, facts: dict[str, Any], *, goes_on: bool) -> None:
-    """The configuration and `facts` about the run. `goes_on`: the run continues what is in `folder`, so that what it
-    started from stays as it was written there."""
+def write_config(folder: Path, config: Config, facts: dict[str, Any], *, goes_on: bool) -> None:
+    """Write `config`, and beside it `facts` about the run (JSON), into `folder`, atomically. goes_on: the run continues
+    the checkpoint in `folder`; the file then keeps the --load and --finetune that it has there, with which the run
+    began. Raises OSError where the disk refuses the file."""
     sections = config.as_dict()
     if goes_on:
         try:
@@ -26,9 +28,10 @@ def write_settings(folder: Path, config: Config, facts: dict[str, Any], *, goes_
     replace_text(folder / FILE, json.dumps({"version": VERSION, "config": sections, **facts}, indent=2) + "\n")
 
 
-def read_settings(path: str) -> dict[str, Any]:
-    """The flags of the run that wrote this file, as "section.field" to value where that is not the default. One line
-    of ValueError or FileNotFoundError where it is no such file."""
+def read_config(path: str) -> dict[str, Any]:
+    """The flags of the run that wrote the file `path`: "section.field" to value, where that is not the default. The
+    batch is the whole run's, for any number of ranks. Raises ValueError or FileNotFoundError, in one line, where
+    `path` is no such file."""
     try:
         settings = json.loads(Path(path).read_text(encoding="utf-8"))
         version, sections = settings.get("version", VERSION), settings["config"]

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from megatron.gpt2.command_line.arguments import parse
+from megatron.gpt2.config.config_json import read_config
 from megatron.gpt2.programs import pretrain_gpt2
 from megatron.gpt2.records import environment
-from megatron.gpt2.records.run_settings import read_settings
 from tests.conftest import ROOT
 from tests.test_command_line import FLAGS, metrics, work  # noqa: F401
 
@@ -55,7 +55,7 @@ def config(tmp_path: Path) -> Path:
 
 
 def test_the_values_are_those_that_differ(config: Path):
-    assert read_settings(str(config)) == {
+    assert read_config(str(config)) == {
         "model.num_layers": 2, "optimizer.lr": 1e-3, "data.train_data": ("a",), "train.train_iters": 1_000_000,
         "train.global_batch_size": 8, "checkpoint.save": "s"}
 

@@ -1,0 +1,41 @@
+"""The section `launch`: how the ranks start and meet. It is no part of the run that is saved."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.gpt2.config.options import option, require, require_positive
+
+
+@dataclass(frozen=True)
+class LaunchConfig:
+    """How the ranks start and meet. None of it is needed under torchrun, srun or mpirun, and none is part of the run
+    that is saved: see megatron/gpt2/launch/launchers.py."""
+
+    nproc_per_node: int | None = option(None, "start so many ranks on this machine; 0: one for each visible GPU, two "
+                                              "on a CPU")
+    nnodes: int = option(1, "machines on which --nproc-per-node starts as many ranks each")
+    node_rank: int = option(0, "this machine's number among them")
+    rank: int | None = option(None, "this process's number among all, of which each is started by hand")
+    world_size: int | None = option(None, "all processes, with --rank")
+    init_method: str | None = option(None, "where the ranks meet: tcp://HOST:PORT of rank 0, or file:///PATH in a "
+                                           "folder that they share", metavar="URL")
+    init_timeout: float = option(120.0, "seconds within which all ranks have to come")
+
+    def __post_init__(self) -> None:
+        require_positive(self, "world_size", "init_timeout")
+        require((self.nproc_per_node or 0) >= 0, f"--nproc-per-node {self.nproc_per_node}: give a number, or 0 "
+                "for one on each GPU")
+        require(0 <= self.node_rank < self.nnodes,
+                f"--node-rank {self.node_rank} is not in [0, {self.nnodes}), which --nnodes says")
+        require(self.nnodes == 1 or self.nproc_per_node is not None,
+                "--nnodes needs --nproc-per-node, the ranks that each machine starts")
+        require((self.rank is None) == (self.world_size is None), "--rank and --world-size go together")
+        require(self.rank is None or self.nproc_per_node is None,
+                "--nproc-per-node starts all ranks itself: leave --rank and --world-size out")
+        if self.rank is not None and self.world_size is not None:
+            require(0 <= self.rank < self.world_size,
+                    f"--rank {self.rank} is not in [0, {self.world_size}), which --world-size says")
+            require(self.init_method is not None or self.world_size == 1,
+                    "--rank needs --init-method: tcp://HOST:PORT of rank 0, or file:///PATH in a folder that the ranks "
+                    "share")

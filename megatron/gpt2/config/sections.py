@@ -1,0 +1,77 @@
+"""All sections of a run together."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron.gpt2.config.checkpoint import CheckpointConfig
+from megatron.gpt2.config.data import DataConfig
+from megatron.gpt2.config.model import ModelConfig
+from megatron.gpt2.config.optimizer import OptimizerConfig
+from megatron.gpt2.config.options import require
+from megatron.gpt2.config.parallel import ParallelConfig
+from megatron.gpt2.config.train import TrainConfig
+
+
+@dataclass(frozen=True)
+class Config:
+    """A whole run."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+
+    def __post_init__(self) -> None:
+        p = self.parallel.model_parallel_size
+        require(self.model.num_attention_heads % p == 0,
+                f"--num-attention-heads {self.model.num_attention_heads} is not divisible by "
+                f"--model-parallel-size {p}")
+        require(self.model.ffn_size % p == 0,
+                f"--ffn-hidden-size {self.model.ffn_size} is not divisible by --model-parallel-size {p}")
+        require(self.data.seq_length <= self.model.max_position_embeddings,
+                f"--seq-length {self.data.seq_length} is longer than "
+                f"--max-position-embeddings {self.model.max_position_embeddings}")
+        require(not self.parallel.sequence_parallel or self.data.seq_length % p == 0,
+                f"--sequence-parallel splits --seq-length {self.data.seq_length} over --model-parallel-size {p}, which "
+                "does not divide it")
+
+    def data_parallel_size(self, world_size: int) -> int:
+        p = self.parallel.model_parallel_size
+        require(world_size % p == 0, f"the world of {world_size} ranks is not divisible by --model-parallel-size {p}: "
+                "start another number of ranks (--nproc-per-node; the scripts: GPUS_PER_NODE), or give another size "
+                "(the scripts: MP_SIZE)")
+        return world_size // p
+
+    def accumulation(self, data_parallel_size: int) -> int:
+        """Micro-batches that a rank runs in a step."""
+        together = self.train.micro_batch_size * data_parallel_size
+        whole = self.train.global_batch_size or together
+        require(whole % together == 0,
+                f"--global-batch-size {whole} is not divisible by --micro-batch-size {self.train.micro_batch_size} "
+                f"× {data_parallel_size} data-parallel ranks")
+        return whole // together
+
+    def as_dict(self) -> dict[str, dict[str, Any]]:
+        return dataclasses.asdict(self)
+
+    @staticmethod
+    def from_dict(values: Mapping[str, Mapping[str, Any]]) -> Config:
+        """The inverse of `as_dict`, also after a trip through JSON; what is absent takes its default."""
+        sections = {}
+        for name, kind in SECTIONS.items():
+            known = {f.name for f in dataclasses.fields(kind)}
+            given = values.get(name, {})
+            require(known >= given.keys(), f"unknown in the configuration's section {name!r}: "
+                                           f"{', '.join(sorted(given.keys() - known))} (written by a newer version?)")
+            sections[name] = kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in given.items()})
+        return Config(**sections)
+
+
+SECTIONS: dict[str, Any] = {"model": ModelConfig, "data": DataConfig, "optimizer": OptimizerConfig,
+                            "parallel": ParallelConfig, "train": TrainConfig, "checkpoint": CheckpointConfig}

@@ -1,0 +1,84 @@
+"""The section `train`: length, batch, precision, recomputation, evaluation and logs."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from megatron.gpt2.config.options import option, require, require_positive
+
+PRECISION_CHOICES = ("auto", "fp32", "bf16", "fp16", "fp16-on-gpu")
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """How long, in what precision, and what is said on the way."""
+
+    micro_batch_size: int = option(4, "samples of one forward pass on one data-parallel rank", "--batch-size")
+    global_batch_size: int | None = option(None, "samples of a step over all ranks; more than micro-batch × "
+                                                 "data-parallel size accumulates (default: no accumulation)")
+    train_iters: int | None = option(None, "length in iterations")
+    train_samples: int | None = option(None, "length in samples")
+    train_tokens: int | None = option(None, "length in tokens")
+    train_epochs: float | None = option(None, "length in epochs of the training split")
+    seed: int = option(1234, "seed of weights, data order and dropout")
+    precision: str = option("auto", "auto: bf16 where it is native, else fp16 on a GPU and fp32 on a CPU; fp16-on-gpu, "
+                                    "as --fp16 is read: fp16 on a GPU, auto on a CPU", choices=PRECISION_CHOICES)
+    device: str = option("auto", "auto: cuda if there is a usable GPU", choices=("auto", "cpu", "cuda"))
+    recompute_granularity: str = option(
+        "none", "what backward computes again instead of keeping: selective, the outputs of GELU and of layer norms; "
+                "full, all but the input of every --recompute-num-layers layers", choices=("none", "selective", "full"))
+    recompute_num_layers: int = option(1, "layers recomputed together", "--checkpoint-num-layers",
+                                       "--activations-checkpoint-num-layers")
+    compile: bool = option(False, "compile each transformer layer with torch.compile: a minute at the start, faster "
+                                  "steps after it")
+    attention_backend: str = option("auto", "kernel of attention on a GPU: FlashAttention, cuDNN's (fused), the "
+                                            "memory-efficient one, plain formulas (unfused), or the fastest of a "
+                                            "measurement at the start",
+                                    choices=("auto", "flash", "fused", "efficient", "unfused"))
+    eval_iters: int = option(100, "global batches of an evaluation; a smaller split is read once")
+    eval_interval: int = option(1000, "iterations between evaluations")
+    log_interval: int = option(100, "iterations between log lines")
+    exit_interval: int | None = option(None, "save and exit when the iteration is divisible by this")
+    exit_duration_in_mins: float | None = option(None, "save and exit after so many minutes")
+    max_skipped_steps: int = option(50, "steps in a row with a non-finite gradient that end the run")
+    tensorboard_dir: str | None = option(None, "folder of TensorBoard's event files")
+    wandb_project: str | None = option(None, "log to this project of Weights & Biases")
+    wandb_entity: str | None = option(None, "whose project it is (default: your own)")
+    wandb_exp_name: str | None = option(None, "the run's name there (default: that of the --save folder)")
+    wandb_save_dir: str | None = option(None, "folder of its local files (default: wandb in the --save folder)")
+    profile: tuple[int, ...] = option((), "START END: torch's profiler over these iterations; a trace in the --save "
+                                          "folder and a table of the costliest operations", metavar="N")
+    profile_ranks: tuple[int, ...] = option((0,), "ranks that are profiled", metavar="RANK")
+
+    def __post_init__(self) -> None:
+        require_positive(self, "micro_batch_size", "global_batch_size", "eval_interval", "log_interval",
+                         "recompute_num_layers", "max_skipped_steps", "exit_interval", "exit_duration_in_mins")
+        require(0 <= self.seed < 2**31, f"--seed must be in [0, 2**31), not {self.seed}")
+        require(self.eval_iters >= 0, f"--eval-iters must not be negative, got {self.eval_iters}")
+        require(not self.profile or len(self.profile) == 2 and 1 <= self.profile[0] <= self.profile[1],
+                f"--profile takes the first iteration and the last, counted from 1, not "
+                f"{' '.join(map(str, self.profile))}")
+        lengths = [name for name in ("train_iters", "train_samples", "train_tokens", "train_epochs")
+                   if getattr(self, name) is not None]
+        require(len(lengths) <= 1, "the length is given twice: " +
+                " and ".join("--" + name.replace("_", "-") for name in lengths))
+        require_positive(self, *lengths)
+
+    def iterations(self, *, global_batch_size: int, seq_length: int, samples_per_epoch: int, iteration: int = 0,
+                   consumed_samples: int = 0) -> int:
+        """The length in iterations: the fewest that see at least the samples, tokens or epochs asked for.
+
+        A run that is continued at `iteration` may have consumed its samples in batches of another size.
+        """
+        if self.train_iters is not None:
+            return self.train_iters
+        if self.train_samples is not None:
+            samples = self.train_samples
+        elif self.train_tokens is not None:
+            samples = -(-self.train_tokens // seq_length)
+        elif self.train_epochs is not None:
+            samples = math.ceil(self.train_epochs * samples_per_epoch)
+        else:
+            raise ValueError("no length: give --train-iters, --train-samples, --train-tokens or --train-epochs")
+        return iteration + max(0, -(-(samples - consumed_samples) // global_batch_size))
