@@ -66,6 +66,7 @@ def size_of(text: str) -> int:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The flags, checked. ValueError where one cannot be."""
     names = [*OPERATIONS, "pairs"]
     parser = Parser(description=__doc__)
     parser.add_argument("--min-bytes", type=size_of, default=size_of("1K"), metavar="SIZE", help="default 1K")
@@ -150,6 +151,7 @@ def bench(options: argparse.Namespace, world: World, where: str) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line `argv` (default: this process's); returns the exit code."""
     ranks = Ranks()
     try:
         launch, words = read_launch(sys.argv[1:] if argv is None else argv)

@@ -39,10 +39,12 @@ def map_tensors_apart() -> None:
 
 
 def report(line: str) -> None:
+    """Print a line to standard error: standard output is for the result."""
     print(line, file=sys.stderr)
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
+    """The flags of the command that `argv` names."""
     parser = Parser(description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
@@ -128,6 +130,7 @@ def write(args: argparse.Namespace, source: Source, to: str, ranks: int) -> Path
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Run the command line `argv` (default: this process's); returns the exit code."""
     args = arguments(argv)
     if args.command == "inspect":
         found = describe(open_source(args.dir, Hints(args.num_attention_heads, args.vocab_size, args.gelu,
@@ -163,6 +166,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def verify(args: argparse.Namespace) -> int:
+    """Read every byte of the checkpoint and say whether it is as it was written; 1 where it is not."""
     source = open_source(args.dir, Hints(args.num_attention_heads, args.vocab_size, args.gelu, args.iteration),
                          log=report)
     if isinstance(source, Checkpoint):
@@ -193,6 +197,7 @@ def other_tokenizer(iteration: Path, fingerprint: str) -> str:
 
 
 def main_apart() -> int:
+    """`main` for a process of its own, whose memory allocator it sets."""
     map_tensors_apart()
     return main()
 

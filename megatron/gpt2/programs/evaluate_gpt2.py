@@ -108,6 +108,7 @@ def report(facts: dict[str, Any], results: list[dict[str, Any]]) -> str:
 
 
 def evaluate(argv: Sequence[str], ranks: Ranks, log: Log) -> None:
+    """Score the files that the flags name; rank 0 prints and writes the result."""
     args, given = arguments(argv)
     if given.given:
         log(f"notice: {', '.join(sorted(map(flag, given.given)))}: not needed here")
@@ -126,6 +127,7 @@ def evaluate(argv: Sequence[str], ranks: Ranks, log: Log) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line `argv` (default: this process's); returns the exit code."""
     return run_program(evaluate, argv)
 
 

@@ -54,9 +54,11 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
 
     @property
     def eot_token_id(self) -> int:
+        """The id of the end of a document."""
         return self.own_tokenizer.eod
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+        """The ids of a text."""
         return [int(i) for i in self.own_tokenizer.encode(string)]
 
     def _loglikelihood_tokens(self, requests: list[Pair], disable_tqdm: bool = False,
@@ -69,6 +71,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         return list(zip((-scores.nats).tolist(), scores.greedy.tolist(), strict=True))
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
+        """ln p of each whole text, in nats, in windows as long as the model reads."""
         pairs: list[Pair] = []
         for number, request in enumerate(requests):
             rolling = get_rolling_token_windows(token_list=self.tok_encode(request.args[0]), context_len=1,
@@ -80,6 +83,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         return totals
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+        """The text that continues each request, up to one of its stop strings."""
         answers = []
         for start in range(0, len(requests), self.batch_size):
             batch = [self._continuation(*request.args) for request in requests[start:start + self.batch_size]]
@@ -99,6 +103,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
 
 
 def arguments(argv: Sequence[str]) -> argparse.Namespace:
+    """The flags, checked. ValueError or FileNotFoundError where one cannot be."""
     parser = ModelParser(__doc__, precision="fp32")
     parser.add_argument("--tasks", required=True, metavar="NAMES", help="lm-eval's names, with commas between them")
     parser.add_argument("--include-path", metavar="DIR", help="a folder with tasks of your own")
@@ -117,6 +122,7 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def evaluate(argv: Sequence[str], ranks: Ranks, log: Log) -> None:
+    """Run the tasks that the flags name; rank 0 prints lm-eval's table and writes its results."""
     args = arguments(argv)
     manager = TaskManager(include_path=args.include_path)
     found = {name: manager.match_tasks([name]) for name in args.tasks.split(",")}  # a name may be a pattern
@@ -140,6 +146,7 @@ def evaluate(argv: Sequence[str], ranks: Ranks, log: Log) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line `argv` (default: this process's); returns the exit code."""
     return run_program(evaluate, argv)
 
 

@@ -36,6 +36,7 @@ from megatron.gpt2.text.sampling import Sampling
 
 
 def arguments(argv: Sequence[str], ranks: Ranks, log: Log) -> argparse.Namespace:
+    """The flags, checked. ValueError or FileNotFoundError where one cannot be. log: takes the notices."""
     parser = ModelParser(__doc__, precision="auto", model_parallel_size=ranks.world_size)
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--prompt", help="text to continue; empty: a new document (default: ask for prompts)")
@@ -155,6 +156,10 @@ def answers(generator: Generator, prompts: Iterable[str | ValueError], sampling:
 
 
 def write_json_lines(entries: Iterable[dict[str, Any]], path: str | None, total: int | None) -> None:
+    """Write each entry as a line of JSON into the file `path` (None: standard output) as soon as it is there.
+
+    total: how many entries there will be, for the progress bar; None where it is not known.
+    """
     with open(path, "w", encoding="utf-8") if path else contextlib.nullcontext(sys.stdout) as file:
         for entry in progress_bar(entries, total=total, unit="text"):
             file.write(json.dumps(entry, ensure_ascii=False) + "\n")
@@ -162,6 +167,7 @@ def write_json_lines(entries: Iterable[dict[str, Any]], path: str | None, total:
 
 
 def generate_text(argv: Sequence[str], ranks: Ranks, log: Log) -> None:
+    """Load the model and continue the prompts that the flags name; the first rank writes, the others follow it."""
     args = arguments(argv, ranks, log)
     loaded = open_model(args, ranks, log)
     generator = Generator(loaded.model, loaded.tokenizer, recompute=args.recompute, orders=untimed_group(), log=log)
@@ -185,6 +191,7 @@ def generate_text(argv: Sequence[str], ranks: Ranks, log: Log) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line `argv` (default: this process's); returns the exit code."""
     return run_program(generate_text, argv)
 
 

@@ -29,6 +29,7 @@ BLOCK = 1 << 24  # tokens
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
+    """The flags."""
     parser = Parser(description=__doc__)
     parser.add_argument("path", metavar="PATH", help="the prefix of a pair, or a .bin file")
     parser.add_argument("--verify", action="store_true", help="read every byte: hashes of the manifest, range of ids")
@@ -60,6 +61,7 @@ def verify(prefix: str, data: IndexedDataset | ForeignBin, vocab_size: int | Non
 
 
 def show(data: IndexedDataset | ForeignBin, number: int, tokenizer: Tokenizer) -> None:
+    """Print document `number` as text. ValueError where there is none of this number."""
     if not 0 <= number < len(data):
         raise ValueError(f"--documents {number}: there are documents 0 to {len(data) - 1:,}")
     tokens = data[number]
@@ -67,6 +69,7 @@ def show(data: IndexedDataset | ForeignBin, number: int, tokenizer: Tokenizer) -
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Run the command line `argv` (default: this process's); returns the exit code."""
     args = arguments(argv)
     tokenizer = None
     if args.tokenizer_type:

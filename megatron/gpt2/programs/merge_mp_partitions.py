@@ -27,6 +27,7 @@ WITHOUT_MEANING = ("--seq-length", "--tokenizer-type", "--make-vocab-size-divisi
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
+    """The flags, with `-` or `_`, as Megatron wrote them."""
     parser = Parser(description=__doc__)
     parser.add_argument("--load", required=True, metavar="DIR", help="what Megatron, or this project, saved")
     parser.add_argument("--save", metavar="DIR", help="a new folder (default: `merged` inside --load)")
@@ -46,6 +47,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Run the command line `argv` (default: this process's); returns the exit code."""
     args = arguments(argv)
     if args.model_type not in ("GPT", "GPT2"):
         raise ValueError(f"--model-type {args.model_type}: GPT-2 alone is read here")

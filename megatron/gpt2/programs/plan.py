@@ -43,6 +43,7 @@ GB = 2**30
 
 
 def options(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
+    """The flags of this program, and the words that are left for training's parser. ValueError where one cannot be."""
     parser = Parser(description=__doc__, usage="%(prog)s [flags of pretrain_gpt2.py] [--ranks N] [--memory-gb X] "
                                                "[--accounting NAME] [--json]")
     parser.add_argument("--ranks", type=int, metavar="N", help="of the whole run (default: --world-size, "
@@ -135,6 +136,7 @@ def fitting(plan: Setting, budget: int) -> dict[str, Any]:
 
 
 def table(config: Config, plan: Setting | None, found: dict[str, Any]) -> list[str]:
+    """What a person reads, line by line. plan: None with --accounting megatron-2019. found: as `facts` has it."""
     model, p = config.model, config.parallel.model_parallel_size
     counted, memory = found["parameters"], found["memory"]
     on = f"Megatron-LM of 2019, model-parallel {p}, fp16 on a GPU"
@@ -165,6 +167,7 @@ def table(config: Config, plan: Setting | None, found: dict[str, Any]) -> list[s
 
 
 def fitting_table(fits: dict[str, Any]) -> list[str]:
+    """The lines about --memory-gb, of what `fitting` found."""
     budget = in_mb(fits["budget"])
     lines = ["", f"  in {budget} MB: " + ("fits as asked" if fits["as_asked"] else "does not fit as asked"),
              f"  largest micro-batch with these flags: {fits['largest_micro_batch'] or 'none'}"]
@@ -177,6 +180,7 @@ def fitting_table(fits: dict[str, Any]) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line `argv` (default: this process's); returns the exit code."""
     words = sys.argv[1:] if argv is None else argv
     if "--help" in words or "-h" in words:
         words = ["--help"]  # this program's, not pretrain_gpt2.py's

@@ -27,6 +27,7 @@ from data_utils.tokenization import KINDS
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
+    """The flags, checked. ValueError where one cannot be."""
     parser = Parser(description=__doc__)
     parser.add_argument("--input", nargs="+", required=True, metavar="PATH", help="files, glob patterns or folders")
     parser.add_argument("--output-prefix", required=True, metavar="PREFIX")
@@ -67,6 +68,7 @@ def bar(total: int) -> Iterator[Progress]:
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Run the command line `argv` (default: this process's); returns the exit code."""
     args = arguments(argv)
     job = Job(inputs=tuple(args.input), output_prefix=args.output_prefix, keys=tuple(args.json_keys),
               tokenizer={"kind": args.tokenizer_type, "vocab_file": args.vocab_file, "merge_file": args.merge_file,

@@ -16,6 +16,7 @@ from megatron.gpt2.records.run_report import METRICS, write_report
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Run the command line `argv` (default: this process's); returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
                                      allow_abbrev=False)
     parser.add_argument("save", metavar="SAVE", help="the --save folder of a run")

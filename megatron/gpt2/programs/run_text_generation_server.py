@@ -46,6 +46,7 @@ CONNECTIONS = 512  # beyond which new ones are told to come later
 
 
 def arguments(argv: Sequence[str], ranks: Ranks) -> argparse.Namespace:
+    """The flags, checked. ValueError where one cannot be."""
     parser = ModelParser(__doc__, precision="auto", model_parallel_size=ranks.world_size)
     parser.add_argument("--host", default="127.0.0.1", metavar="ADDRESS",
                         help="address to listen at (default: 127.0.0.1, for this machine alone)")
@@ -70,6 +71,7 @@ def arguments(argv: Sequence[str], ranks: Ranks) -> argparse.Namespace:
 
 
 def positive(text: str) -> int:
+    """An int of at least 1, for argparse."""
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, not {number}")
@@ -87,6 +89,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def serve(argv: Sequence[str], ranks: Ranks, log: Log) -> None:
+    """Load the model on every rank and answer clients on the first, until Ctrl-C or SIGTERM."""
     args = arguments(argv, ranks)
     listener = listen(args.host, args.port) if ranks.rank == 0 else None
     loaded = open_model(args, ranks, log)
@@ -134,6 +137,7 @@ def answer_clients(args: argparse.Namespace, loaded: LoadedModel, generator: Gen
 
 
 def print_start(args: argparse.Namespace, loaded: LoadedModel, listener: socket.socket, log: Log) -> None:
+    """Print the model, the addresses, and how to end."""
     url, ranks = url_of(listener), args.model_parallel_size
     for line in aligned([
             ("model", f"{args.load}, iteration {loaded.checkpoint.iteration:,}, "
@@ -148,6 +152,7 @@ def print_start(args: argparse.Namespace, loaded: LoadedModel, listener: socket.
 
 
 def url_of(listener: socket.socket) -> str:
+    """The address of the server, without a path."""
     host, port, *_ = listener.getsockname()
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
@@ -161,6 +166,7 @@ def notice_of(host: str, listener: socket.socket) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line `argv` (default: this process's); returns the exit code."""
     return run_program(serve, argv)
 
 

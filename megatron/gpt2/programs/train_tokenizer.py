@@ -58,6 +58,7 @@ def train_builtin(output: Path, vocab_size: int) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command line `argv` (default: this process's)."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     kinds = parser.add_subparsers(dest="kind", required=True)
     builtin = kinds.add_parser("builtin", help="the BPE that the project ships")

@@ -35,6 +35,7 @@ class IterationRecord:
     memory_bytes: int | None = None  # this rank's peak, see `peak_memory`
 
     def metrics(self) -> dict[str, Any]:
+        """The record as a line of metrics.jsonl: its fields by name."""
         return dataclasses.asdict(self)
 
 
@@ -49,9 +50,11 @@ class EvaluationRecord:
 
     @property
     def ppl(self) -> float:
+        """The perplexity: e to the power of the loss."""
         return perplexity(self.lm_loss)
 
     def metrics(self) -> dict[str, Any]:
+        """The record as a line of metrics.jsonl: its fields by name, and the perplexity."""
         return {**dataclasses.asdict(self), "ppl": self.ppl}
 
 

@@ -39,6 +39,7 @@ def write_report(folder: str | Path) -> Path:
 
 
 def page(folder: Path) -> str:
+    """The whole page as HTML, of the run that saves in `folder`. ValueError where config.json is none of ours."""
     metrics, samples, history = (read_records(folder / name) for name in (METRICS, SAMPLES, HISTORY))
     settings = json.loads((folder / "config.json").read_text(encoding="utf-8")) \
         if (folder / "config.json").exists() else {}
@@ -63,6 +64,7 @@ def page(folder: Path) -> str:
 
 
 def status(history: Records) -> str:
+    """The last event of the run, and when the page was written."""
     last = f"{history[-1]['text']}" if history else "no start is on record"
     return (f'<p class="status">{escape(last)}<br>this page was written on '
             f'{datetime.now().astimezone():%Y-%m-%d at %H:%M:%S %Z}</p>')
@@ -97,6 +99,7 @@ def figures(metrics: Records, trained: Records, settings: Mapping[str, Any], con
 
 
 def charts(metrics: Records) -> list[str]:
+    """The curves of the loss, the learning rate, the gradient norm, the speed and the memory over the iterations."""
     memory = [(x, y / 2**30) for x, y in points(metrics, "memory_bytes")]
     small = {"width": 480, "height": 210}
     loss = [Curve("training", "blue", points(metrics, "lm_loss")),
@@ -111,6 +114,7 @@ def charts(metrics: Records) -> list[str]:
 
 
 def sample_table(samples: Records) -> str:
+    """The texts that the model wrote at its evaluations; MOST_SAMPLES of them at most."""
     if not samples:
         return _none("none yet: each evaluation writes one")
     shown = spread(samples, MOST_SAMPLES)
@@ -121,6 +125,7 @@ def sample_table(samples: Records) -> str:
 
 
 def history_table(history: Records) -> str:
+    """Warnings, starts and ends with their time and iteration; the last MOST_EVENTS of them."""
     if not history:
         return _none("none is on record")
     rows = [_cell(event.get("time", "")) + _cell(f"{event['iteration']:,}", "number")
@@ -130,6 +135,7 @@ def history_table(history: Records) -> str:
 
 
 def settings_tables(settings: Mapping[str, Any], config: Config) -> str:
+    """The flags that differ from their defaults, and below them all flags."""
     if "config" not in settings:
         return _none("config.json is missing")
     values = config.as_dict()
@@ -139,6 +145,7 @@ def settings_tables(settings: Mapping[str, Any], config: Config) -> str:
 
 
 def environment_table(settings: Mapping[str, Any]) -> str:
+    """Versions, devices, hosts and the commit of the source."""
     environment = settings.get("environment")
     return _pairs(list(environment.items())) if environment else _none("not on record")
 

@@ -14,9 +14,12 @@ WANDB_ID = "wandb_run_id.txt"
 
 
 class Tracker(Protocol):
-    def log(self, numbers: Mapping[str, float], iteration: int) -> None: ...
+    """A program that draws the numbers of a run."""
+    def log(self, numbers: Mapping[str, float], iteration: int) -> None:
+        """Give it numbers by name, of this iteration."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Write what is left, and end."""
 
 
 def open_trackers(config: Config, *, start_iteration: int, active: bool) -> list[Tracker]:
@@ -45,10 +48,12 @@ class TensorBoard:
         self._writer = SummaryWriter(folder, purge_step=start_iteration + 1)
 
     def log(self, numbers: Mapping[str, float], iteration: int) -> None:
+        """Write a scalar for each of the `numbers`."""
         for name, value in numbers.items():
             self._writer.add_scalar(name, value, iteration)
 
     def close(self) -> None:
+        """Write what is left, and close the file."""
         self._writer.close()
 
 
@@ -73,7 +78,9 @@ class WeightsAndBiases:
                              "network nor account)") from error
 
     def log(self, numbers: Mapping[str, float], iteration: int) -> None:
+        """Send the `numbers` as those of this step."""
         self._run.log(dict(numbers), step=iteration)  # steps that are done again are there already, and ignored
 
     def close(self) -> None:
+        """Mark the run as finished."""
         self._run.finish()

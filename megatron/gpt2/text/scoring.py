@@ -42,6 +42,7 @@ class Scores:
 
     @property
     def total(self) -> float:
+        """Nats of all windows together."""
         return math.fsum(self.nats)
 
 

@@ -103,6 +103,7 @@ def tile(values: Tensor, like: Tensor) -> Tensor:
 
 
 def fill(buffer: Tensor, values: Tensor) -> Tensor:
+    """Write the periodic `values` into `buffer`, which is returned."""
     tiled = tile(values, buffer)
     for part in buffer.split(TILES * PERIOD):
         part.copy_(tiled[: part.numel()])
@@ -110,6 +111,7 @@ def fill(buffer: Tensor, values: Tensor) -> Tensor:
 
 
 def filled(world: World, count: int, values: Tensor) -> Tensor:
+    """A new buffer of `count` elements with the periodic `values`."""
     return fill(torch.empty(count, device=world.device, dtype=world.dtype), values)
 
 
@@ -120,10 +122,12 @@ def holds(buffer: Tensor, values: Tensor) -> bool:
 
 
 def close(left: Tensor, right: Tensor) -> bool:
+    """Whether two tensors of one dtype are equal within TOLERANCE."""
     return torch.allclose(left.double(), right.double(), rtol=TOLERANCE[left.dtype], atol=0)
 
 
 def elements(world: World, size: int) -> int:
+    """How many elements of the world's dtype `size` bytes are, at least 1."""
     return max(1, size // world.dtype.itemsize)
 
 
@@ -134,11 +138,13 @@ def empty_blocks(world: World, size: int) -> Tensor:
 
 
 def broadcast(world: World, size: int) -> Trial:
+    """One buffer, from rank 0 to all."""
     buffer = filled(world, elements(world, size), moved(1 + world.rank))
     return Trial(buffer.nbytes, lambda: dist.broadcast(buffer, 0), lambda: holds(buffer, moved(1)))
 
 
 def all_reduce(kind: str, subgroup: str = "") -> Prepare:
+    """One buffer, combined over all ranks or over a `subgroup` ("half", "across"); kind: of `dist.ReduceOp`."""
     def prepare(world: World, size: int) -> Trial:
         n, half = world.size, world.size // 2
         members, group = range(n), None
@@ -153,12 +159,14 @@ def all_reduce(kind: str, subgroup: str = "") -> Prepare:
 
 
 def reduce(world: World, size: int) -> Trial:
+    """One buffer, summed over all ranks on rank 0."""
     buffer = filled(world, elements(world, size), reduced(world.rank))
     return Trial(buffer.nbytes, lambda: dist.reduce(buffer, 0),
                  lambda: world.rank != 0 or holds(buffer, combined("SUM", range(world.size))), in_place=(buffer,))
 
 
 def ring(world: World, size: int) -> Trial:
+    """As all_reduce with SUM, by the ring of ring.py; the backend's own result is what is right."""
     buffer = filled(world, elements(world, size), reduced(world.rank))
     reference = buffer.clone()
     dist.all_reduce(reference)
@@ -168,6 +176,7 @@ def ring(world: World, size: int) -> Trial:
 
 
 def all_gather(world: World, size: int) -> Trial:
+    """A block of each rank, all of them on every rank."""
     received = empty_blocks(world, size)
     sent = filled(world, received.size(1), moved(world.rank))
     return Trial(received.nbytes, lambda: all_gather_single(received.view(-1), sent),
@@ -175,6 +184,7 @@ def all_gather(world: World, size: int) -> Trial:
 
 
 def gather(world: World, size: int) -> Trial:
+    """A block of each rank, all of them on rank 0."""
     received = empty_blocks(world, size)
     sent = filled(world, received.size(1), moved(world.rank))
     blocks = list(received) if world.rank == 0 else None
@@ -183,6 +193,7 @@ def gather(world: World, size: int) -> Trial:
 
 
 def scatter(world: World, size: int) -> Trial:
+    """A block for each rank, from rank 0."""
     sent = empty_blocks(world, size)
     received = torch.full_like(sent[0], torch.nan)
     blocks = [fill(block, moved(r)) for r, block in enumerate(sent)] if world.rank == 0 else None
@@ -190,6 +201,7 @@ def scatter(world: World, size: int) -> Trial:
 
 
 def reduce_scatter(world: World, size: int) -> Trial:
+    """n blocks on each rank; rank r gets the sum of all blocks r."""
     sent = empty_blocks(world, size)
     fill(sent.view(-1), reduced(world.rank))
     received = torch.full_like(sent[0], torch.nan)
@@ -198,6 +210,7 @@ def reduce_scatter(world: World, size: int) -> Trial:
 
 
 def all_to_all(world: World, size: int) -> Trial:
+    """n blocks on each rank; block t goes to rank t."""
     sent, received, n = empty_blocks(world, size), empty_blocks(world, size), world.size
     for target, block in enumerate(sent):
         fill(block, moved(world.rank * n + target))
@@ -206,6 +219,7 @@ def all_to_all(world: World, size: int) -> Trial:
 
 
 def barrier(world: World, size: int) -> Trial:
+    """No message: the ranks wait for each other."""
     return Trial(0, dist.barrier, lambda: True)
 
 

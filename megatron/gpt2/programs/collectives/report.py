@@ -44,6 +44,7 @@ class Pairs:
     bandwidth: list[list[float]]
 
     def all(self) -> list[float]:
+        """The bandwidth of every pair, in GB/s."""
         return [value for source, row in enumerate(self.bandwidth) for target, value in enumerate(row)
                 if source != target]
 
@@ -72,6 +73,7 @@ HEADER = (f"{'operation':<18} {'bytes':>9} {'runs':>5} {'median µs':>11} {'p10 
 
 
 def row_line(row: Row) -> str:
+    """A row of the table, under HEADER."""
     spread = f"{row.seconds_p10 * 1e6:,.1f} – {row.seconds_p90 * 1e6:,.1f}"
     algorithm, bus = ("" if value is None else f"{value:.3f}" for value in (row.algorithm_bandwidth, row.bus_bandwidth))
     return (f"{row.operation:<18} {size_name(row.bytes) if row.bytes else '':>9} {row.iterations:>5} "
@@ -79,6 +81,7 @@ def row_line(row: Row) -> str:
 
 
 def missing_line(missing: Missing) -> str:
+    """A row of the table for an operation without a figure."""
     return f"{missing.operation:<18} {missing.reason}"
 
 

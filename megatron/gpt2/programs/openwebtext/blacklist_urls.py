@@ -18,6 +18,7 @@ from data_utils.curation.urls import BLACKLIST, filter_urls
 
 
 def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command line `argv` (default: this process's). ValueError or FileNotFoundError for bad input."""
     parser = stage_parser(__doc__)
     parser.add_argument("--urls-per-file", type=positive, default=1000, metavar="N", help="default: %(default)s")
     args = parser.parse_args(argv)

@@ -15,6 +15,7 @@ from data_utils.tokenization import build_tokenizer
 
 
 def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command line `argv` (default: this process's). ValueError or FileNotFoundError for bad input."""
     parser = stage_parser(__doc__)
     parser.add_argument("--language", default="en", metavar="CODE", help="two letters, or any (default: %(default)s)")
     parser.add_argument("--min-tokens", type=positive, default=128, metavar="N", help="default: %(default)s")

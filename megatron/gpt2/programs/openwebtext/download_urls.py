@@ -19,6 +19,7 @@ from data_utils.curation.urls import BLACKLIST
 
 
 def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command line `argv` (default: this process's). ValueError or FileNotFoundError for bad input."""
     parser = stage_parser(__doc__)
     parser.add_argument("--max-bytes", type=positive, default=10_000_000, metavar="N",
                         help="of a page; a larger one is dropped (default: %(default)s)")

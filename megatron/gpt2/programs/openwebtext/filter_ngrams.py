@@ -15,6 +15,7 @@ from data_utils.curation.tasks import Stage, sha256
 
 
 def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command line `argv` (default: this process's). ValueError or FileNotFoundError for bad input."""
     parser = stage_parser(__doc__)
     parser.add_argument("--evaluation", nargs="+", required=True, metavar="FILE", help="evaluation sets: JSON lines "
                         "or .txt, files, folders or globs")

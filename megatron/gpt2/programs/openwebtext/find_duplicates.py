@@ -18,6 +18,7 @@ from data_utils.curation.tasks import Stage
 
 
 def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command line `argv` (default: this process's). ValueError or FileNotFoundError for bad input."""
     parser = stage_parser(__doc__)
     parser.add_argument("--min-jaccard", type=float, default=0.8, metavar="J", help="default: %(default)s")
     args = parser.parse_args(argv)

@@ -17,6 +17,7 @@ from data_utils.curation.tasks import Stage
 
 
 def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command line `argv` (default: this process's). ValueError or FileNotFoundError for bad input."""
     args = stage_parser(__doc__).parse_args(argv)
     files = find_files([args.input])
     if len(files) != 1:

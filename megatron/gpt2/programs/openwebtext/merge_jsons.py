@@ -17,6 +17,7 @@ from data_utils.curation.tasks import Stage
 
 
 def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command line `argv` (default: this process's). ValueError or FileNotFoundError for bad input."""
     parser = Parser(description=__doc__)
     parser.add_argument("--data_path", "--data-path", required=True, metavar="INPUT", help="a file, a folder or a glob")
     parser.add_argument("--output_file", "--output-file", required=True, type=Path, metavar="FILE",

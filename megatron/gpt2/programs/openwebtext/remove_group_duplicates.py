@@ -18,6 +18,7 @@ from data_utils.curation.tasks import Stage, sha256
 
 
 def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command line `argv` (default: this process's). ValueError or FileNotFoundError for bad input."""
     parser = Parser(description=__doc__)
     parser.add_argument("groups", metavar="GROUPS", type=Path)
     parser.add_argument("input", metavar="INPUT", help="the documents that were searched for duplicates")

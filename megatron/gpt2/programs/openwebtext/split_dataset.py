@@ -19,6 +19,7 @@ from data_utils.splits import parse_split
 
 
 def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command line `argv` (default: this process's). ValueError or FileNotFoundError for bad input."""
     parser = stage_parser(__doc__)
     parser.add_argument("--split", default="949,50,1", metavar="A,B,C", help="proportions (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=1234, metavar="N", help="default: %(default)s")

@@ -45,6 +45,7 @@ def json_response(content: dict[str, Any], status: int = 200, headers: dict[str,
 
 
 def error_response(error: ApiError) -> Response:
+    """The answer to a request that failed, in OpenAI's form."""
     # What took too long once would again: OpenAI's client is told not to repeat it.
     headers = {"Retry-After": "1"} if error.status == 503 else {"x-should-retry": "false"}
     return json_response(error.json(), error.status, headers)
@@ -70,23 +71,28 @@ class Service:
     admitted: int = 0  # texts that are written or wait
 
     def app(self) -> Starlette:
+        """The application with all addresses."""
         return Starlette(
             routes=[Route("/", self.page), Route("/health", self.health), Route("/v1/models", self.models),
                     Route("/v1/completions", self.completions, methods=["POST"])],
             exception_handlers={ApiError: _refuse, HTTPException: _refuse_http, Exception: _fail})
 
     async def page(self, request: Request) -> Response:
+        """GET /: the page for people."""
         return Response(PAGE.read_bytes(), media_type="text/html", headers={"Content-Security-Policy": PAGE_POLICY})
 
     async def health(self, request: Request) -> Response:
+        """GET /health: that the server runs, and how many texts it writes or queues."""
         return json_response({"status": "ok", "texts": self.admitted})
 
     async def models(self, request: Request) -> Response:
+        """GET /v1/models: the one model, in OpenAI's form."""
         return json_response({"object": "list", "data": [
             {"id": self.model, "object": "model", "created": self.started, "owned_by": "local",
              "max_model_len": self.context, "max_tokens": self.limits.max_tokens}]})
 
     async def completions(self, request: Request) -> Response:
+        """POST /v1/completions: texts, at once or streamed. ApiError where the request cannot be served."""
         # A page of another site may send a form or plain text without asking, but not this.
         if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
             raise ApiError("send the header Content-Type: application/json", status=415)
