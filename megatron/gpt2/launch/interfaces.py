@@ -1,7 +1,7 @@
 """Which of this machine's network interfaces leads to the other ranks.
 
-Left alone gloo takes the address that the host's own name resolves to, which on many systems is a loopback address
-that no other machine can reach. NCCL looks for itself.
+torch does not look: gloo takes the address that the host's own name resolves to, which on many systems is a loopback
+address that no other machine can reach. NCCL looks for itself.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
 
 
 def address_towards(host: str) -> str:
-    """This machine's address on its way to `host`; empty where there is no way. Nothing is sent."""
+    """This machine's address on its way to `host`, "" where there is no way. Nothing is sent."""
     with contextlib.suppress(OSError):
         for family, kind, _, _, address in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
             with contextlib.suppress(OSError), socket.socket(family, kind) as probe:
@@ -29,7 +29,7 @@ def address_towards(host: str) -> str:
 
 
 def interface_of(address: str) -> str:
-    """The interface that has this address, of either version; empty where that cannot be told."""
+    """The name of the interface that has this IPv4 or IPv6 address, "" where that cannot be found out."""
     if sys.platform != "linux":
         return ""
     if ":" in address:
@@ -56,8 +56,11 @@ def _interface_of_ipv6(address: str) -> str:
 
 
 def set_gloo_interface(own: str, elsewhere: Sequence[str], environ: MutableMapping[str, str] = os.environ) -> None:
-    """Name gloo's interface unless the user has. own: this machine's address towards rank 0; elsewhere: those of ranks
-    on other machines, none where all are on this one."""
+    """Set GLOO_SOCKET_IFNAME in `environ` unless the user has.
+
+    own: this machine's address towards rank 0. elsewhere: the addresses of the ranks on other machines, none where all
+    ranks are on this one.
+    """
     if "GLOO_SOCKET_IFNAME" in environ:
         return
     if elsewhere:

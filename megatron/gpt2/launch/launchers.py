@@ -37,29 +37,29 @@ ALLOCATIONS = (("SLURM_JOB_ID", "srun"), ("PBS_JOBID", "mpirun"), ("LSB_JOBID", 
 
 @dataclass(frozen=True)
 class Launch:
-    """What flags or a launcher say of this process, before the ranks meet."""
+    """What flags or a launcher say about this process, before the ranks meet."""
 
     rank: int = 0
     world_size: int = 1
-    local: tuple[int, int] | None = None  # rank on this machine, ranks on it; None where only the meeting tells
+    local: tuple[int, int] | None = None  # rank on this machine, ranks on it; None where it shows when they meet
     where: str = ""                       # the meeting place, as --init-method spells it
-    served: bool = False                  # the launcher keeps the meeting place, and not rank 0
-    host: str = ""                        # this machine
-    hosts: tuple[str, ...] = ()           # of all ranks, where the launcher says it
+    served: bool = False                  # by the launcher, and not by rank 0
+    host: str = ""                        # this machine's name
+    hosts: tuple[str, ...] = ()           # of each rank, where the launcher gives them
     timeout: float = LaunchConfig.init_timeout
     starts: int = 0                       # ranks that this process is to start, from `rank` on
-    notice: str = ""                      # what a person should know
+    notice: str = ""                      # a line for the user
 
     def __post_init__(self) -> None:
         self.ranks()  # raises where the numbers cannot be
 
     def ranks(self) -> Ranks:
-        """As far as it is known: a process that does not know its machine speaks for itself."""
+        """This process among the ranks, as far as it is known: without `local` it counts as alone on its machine."""
         return Ranks(self.rank, self.world_size, *(self.local or (0, 1)))
 
 
 def read_launch(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> tuple[Launch, list[str]]:
-    """The launch of this process, and the words of its command line that do not speak of it. Raises ValueError."""
+    """The launch of this process, and the words of its command line that are not about it. ValueError for bad flags."""
     flags, words = launch_flags(argv)
     said = next(filter(None, (reads(flags, environ) for reads in (_by_hand, _torchrun, _mpi, _slurm))), None)
     started = _started_here(flags, environ)
@@ -78,7 +78,7 @@ def read_launch(argv: Sequence[str], environ: Mapping[str, str] = os.environ) ->
 
 
 def _started_here(flags: LaunchConfig, environ: Mapping[str, str]) -> Launch | None:
-    """The first rank of this machine where --nproc-per-node says how many there are; a single one is this process."""
+    """With --nproc-per-node, the first rank of this machine; a single rank of a machine is this process itself."""
     if flags.nproc_per_node is None:
         return None
     here = flags.nproc_per_node or torch.cuda.device_count() or 2
@@ -131,9 +131,11 @@ def _slurm(flags: LaunchConfig, environ: Mapping[str, str]) -> Launch | None:
 
 
 def in_slurm_step(environ: Mapping[str, str]) -> bool:
-    """Whether srun started this process as one of its tasks. In a batch script or a shell inside an allocation the
-    same variables describe the whole allocation, and a plain `python` there must run alone: slurmd put its name into
-    that environment, but no step of srun's."""
+    """Whether srun started this process as one of its tasks.
+
+    In a batch script or a shell inside an allocation the same variables describe the whole allocation, and a plain
+    `python` there must run alone: slurmd's name is in that environment, but no step of srun's.
+    """
     if not all(name in environ for name in ("SLURM_PROCID", "SLURM_LOCALID")):
         return False
     if "SLURM_STEP_ID" in environ:
@@ -155,7 +157,7 @@ def _number(environ: Mapping[str, str], name: str) -> int:
 
 
 def _pair(environ: Mapping[str, str], rank: str, size: str) -> tuple[int, int] | None:
-    """Rank on this machine and ranks there, where the launcher says both."""
+    """Rank on this machine and ranks there, where the launcher gives both."""
     return (_number(environ, rank), _number(environ, size)) if rank in environ and size in environ else None
 
 
@@ -186,8 +188,9 @@ def _check_place(launch: Launch) -> None:
 
 
 def _job_port(environ: Mapping[str, str]) -> str:
-    """A port below the ephemeral ones that all ranks of a job derive alike, so that jobs that share a node do not
-    clash."""
+    """A port below the ephemeral ones, which all ranks of a job derive alike: jobs that share a node get different
+    ports.
+    """
     if "SLURM_JOB_ID" in environ and environ["SLURM_JOB_ID"].isdecimal():
         number = int(environ["SLURM_JOB_ID"]) + 97 * int(environ.get("SLURM_STEP_ID", 0))
     else:
@@ -214,8 +217,10 @@ def _slurm_hosts(environ: Mapping[str, str]) -> list[str]:
 
 
 def expand_hosts(text: str) -> list[str]:
-    """Slurm's short form of a list of hosts: "rack[1-2]n[01-02],login" is rack1n01, rack1n02, rack2n01, rack2n02 and
-    login. Its own tool for this, scontrol, need not be there."""
+    """The hosts of Slurm's short form: "rack[1-2]n[01-02],login" is rack1n01, rack1n02, rack2n01, rack2n02, login.
+
+    Slurm's own tool for this, scontrol, is not always there.
+    """
     hosts: list[str] = []
     for item in re.findall(r"(?:\[[^\]]*\]|[^,\[])+", text):  # split at the commas outside brackets
         made = [""]

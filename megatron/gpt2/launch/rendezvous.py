@@ -31,8 +31,11 @@ MET = "all have come"
 
 
 def meet(launch: Launch) -> Ranks:
-    """Wait until all ranks are there. Raises MissingRanks where some do not come within `launch.timeout` seconds, and
-    ValueError where they cannot meet at all."""
+    """Wait until all ranks are there; returns this process's place among them, with the meeting that they share.
+
+    Raises MissingRanks where some ranks do not come within `launch.timeout` seconds, and ValueError where they cannot
+    meet at all. A world of one has nobody to meet.
+    """
     if launch.world_size == 1:
         return launch.ranks()
     deadline = time.monotonic() + launch.timeout
@@ -59,8 +62,10 @@ def meet(launch: Launch) -> Ranks:
 
 
 def _come(store: Store, launch: Launch, peer: Peer, deadline: float, *, serves: bool) -> None:
-    """Say that this rank is there, and wait for the verdict that all share: who finds first that somebody has not
-    come, or that two contradict each other, writes it down."""
+    """Enter this rank into the store, and wait for the verdict that all ranks share.
+
+    The rank that first finds that somebody has not come, or that two ranks contradict each other, writes the verdict.
+    """
     rank, world = launch.rank, launch.world_size
     problem = ""
     store.add("here", 1)
@@ -99,8 +104,11 @@ def _missing(store: Store, launch: Launch) -> str:
 
 
 def initialize_distributed(ranks: Ranks, backend: str, device: torch.device, timeout_minutes: float) -> None:
-    """Join the process group; nothing to join in a world of one. `backend` is what `device.choose_backend` allowed.
-    The timeout is what ends a run whose peer hangs: torch's default is half an hour."""
+    """Make torch's process group; a world of one has none.
+
+    backend: one that `device.choose_backend` has allowed. timeout_minutes: after which a collective ends a run whose
+    peer hangs; torch's default is half an hour.
+    """
     if ranks.meeting is None:
         assert ranks.world_size == 1, "the ranks have not met"
         return
@@ -124,14 +132,20 @@ def _describe(device: torch.device) -> str:
 
 
 def node_line(host: str, ranks: Sequence[int], world_size: int, devices: Sequence[str]) -> str:
-    """ "node004: ranks 2-3 of 4 on cuda:0, cuda:1 (NVIDIA H100)" """
+    """The line of a machine: "node004: ranks 2-3 of 4 on cuda:0, cuda:1 (NVIDIA H100)".
+
+    devices: of each rank, as `_describe` has them.
+    """
     parts = zip(*(text.split("\t") for text in devices), strict=True)
     places, names = (", ".join(dict.fromkeys(part)) for part in parts)
     return f"{host}: {named(ranks, {})} of {world_size} on {places} ({names})"
 
 
 def name_lost(ranks: Ranks) -> bool:
-    """After a collective has failed: whether others are gone. One rank of each machine says which."""
+    """After a collective has failed: whether other ranks are gone. One rank of each machine prints which.
+
+    If so, this process has left the meeting.
+    """
     if ranks.meeting is None or ranks.meeting.heartbeat.is_stopped or not (gone := ranks.meeting.lost()):
         return False
     hosts = ranks.meeting.hosts
@@ -144,7 +158,10 @@ def name_lost(ranks: Ranks) -> bool:
 
 
 def gone_words(gone: Mapping[int, float | None], hosts: Mapping[int, str]) -> str:
-    """ "rank 2 (b) gave no sign of life for 60 s and rank 1 (a) left": of several the shortest silence."""
+    """Ranks that are gone, in words: "rank 2 (b) gave no sign of life for 60 s and rank 1 (a) left".
+
+    gone: as `Meeting.lost` has it; of several silent ranks the shortest silence is printed.
+    """
     silent = {rank: seconds for rank, seconds in gone.items() if seconds is not None}
     words = [f"{named(silent, hosts)} gave no sign of life for {min(silent.values()):.0f} s"] if silent else []
     if left := gone.keys() - silent.keys():

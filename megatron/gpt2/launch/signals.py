@@ -1,8 +1,8 @@
-"""Stopping between two steps, on every rank after the same one.
+"""Stopping between two steps, on every rank after the same step.
 
-SIGTERM, or Ctrl-C once, asks the run to finish its step, save and exit; a second one ends the process at once. A thread
-answers: a step can be minutes inside of one call of torch, and Python runs its signal handlers only between two
-instructions of its own.
+The first SIGTERM or Ctrl-C asks the run to finish its step, save and exit; a second one ends the process at once. A
+thread answers them: a step can spend minutes inside one call of torch, and Python runs its signal handlers only between
+two instructions of its own.
 """
 
 from __future__ import annotations
@@ -21,17 +21,19 @@ import torch.distributed as dist
 # By urgency: the greatest number of all ranks counts.
 _REASONS = ("", "--exit-duration-in-mins", "SIGTERM", "Ctrl-C")
 _NAMES = {signal.SIGTERM: "SIGTERM", signal.SIGINT: "Ctrl-C"}
-# Seconds in which a second signal is the first one once more: Slurm sends SIGTERM to a launcher and to its ranks, to
-# which the launcher passes it on. Who presses Ctrl-C twice means it.
+# Seconds within which a second signal counts as the first one: Slurm sends SIGTERM to a launcher and to its ranks, and
+# the launcher passes it on to them. Pressing Ctrl-C twice is always meant.
 ECHO = {signal.SIGTERM: 5.0, signal.SIGINT: 0.0}
 
 
 class StopSignal:
-    """Whether any rank was asked to stop. Use as a context manager, or close it.
+    """Whether any rank was asked to stop. Use it as a context manager, or close it.
 
-    Ranks agree without waiting for the device, and nearly without waiting at all: each step starts an all-reduce of
-    one CPU integer over a gloo group of its own, and reads the one that the step before started. What a rank is asked
-    in step i thus ends all ranks after step i + 1. Every rank makes one, after the process group exists.
+    The ranks agree without waiting for the device, and nearly without waiting at all: each step starts an all-reduce of
+    one CPU integer over a gloo group of its own, and reads the one that the step before started. A request in step i
+    thus ends all ranks after step i + 1. Every rank makes a StopSignal, after the process group exists.
+
+    timeout: of the group, None for torch's default.
     """
 
     def __init__(self, timeout: timedelta | None = None) -> None:
@@ -66,20 +68,21 @@ class StopSignal:
                 if number not in first:
                     first[number] = time.monotonic()
                     after = f" after {echo:g} s or more" if echo else ""
-                    self._say(f"{name}: the step is finished and saved first; {name} again{after} quits at once")
+                    self._print(f"{name}: the step is finished and saved first; {name} again{after} quits at once")
                 elif time.monotonic() - first[number] >= echo:
-                    self._say(f"{name} again: the run ends at once; the same command continues from the last "
+                    self._print(f"{name} again: the run ends at once; the same command continues from the last "
                               "checkpoint")
                     os._exit(128 + number)
 
-    def _say(self, line: str) -> None:
+    def _print(self, line: str) -> None:
         if self._rank == 0:
             os.write(2, f"\n{line}\n".encode())  # not print(): the main thread may be in the middle of another one
 
     def agreed(self, out_of_time: bool = False) -> str:
-        """Why to stop now, or "". Each rank calls it once a step, and all get the same answer.
+        """Why to stop now, or "". Each rank calls it once per step, and all ranks get the same answer.
 
-        out_of_time: this rank's clock says that --exit-duration-in-mins is over; clocks differ, the answer does not.
+        out_of_time: whether this rank's clock says that --exit-duration-in-mins is over. Clocks differ, the answer does
+        not.
         """
         mine = max(self._asked, int(out_of_time))
         if self._group is None:

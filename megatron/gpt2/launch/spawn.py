@@ -1,4 +1,4 @@
-"""--nproc-per-node: start the ranks of this machine, through torch.multiprocessing."""
+"""--nproc-per-node: start the ranks of this machine, through torch.multiprocessing, whose join ends the others."""
 
 from __future__ import annotations
 
@@ -16,14 +16,17 @@ from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedExc
 from megatron.gpt2.launch.launchers import Launch
 
 Program = Callable[[Sequence[str]], int]
-GRACE = 6.0  # seconds in which the others end by themselves once one rank has: to name it, or to save
+GRACE = 6.0  # seconds that the others have once one rank has ended: to name it, or to save
 INTERRUPTED = 128 + signal.SIGINT
 
 
 def start_ranks(program: Program, argv: Sequence[str], launch: Launch) -> int:
-    """`program(argv)` on `launch.starts` ranks, the first of which `launch` describes; the exit code of the first that
-    fails, else 0. Where one fails the others end too. SIGTERM goes on to all of them; Ctrl-C they have from the
-    terminal. `program` lies at the top level of a module, which the ranks import."""
+    """Run `program(argv)` on `launch.starts` ranks of this machine, the first of which `launch` describes.
+
+    Returns the exit code of the first rank that fails, else 0. Where one fails, the others end too, after GRACE seconds
+    at the latest. SIGTERM is passed on to all of them; Ctrl-C reaches them from the terminal. program: at the top level
+    of a module, which the ranks import. The ranks get torchrun's variables and words for `read_launch`.
+    """
     said = {"WORLD_SIZE": f"{launch.world_size}", "LOCAL_WORLD_SIZE": f"{launch.starts}"}
     words = [*argv, f"--init-timeout={launch.timeout}"]
     if launch.where:

@@ -1,7 +1,7 @@
-"""Where the ranks meet: a store that one process serves and all reach, at the address that everybody was told.
+"""The store in which the ranks meet: a TCPStore that one process serves and all ranks reach at a known address.
 
-The launcher serves it, or else rank 0. Under file:// rank 0 writes its address into the file and takes it away once
-all have come, so that a file which is there before is an earlier run's.
+The launcher serves it, or else rank 0. With file:// rank 0 writes its address into the file, and removes the file once
+all ranks have come, so that a file which is there before belongs to an earlier run.
 """
 
 from __future__ import annotations
@@ -23,8 +23,11 @@ from megatron.gpt2.launch.ranks import POLL, MissingRanks
 
 @contextlib.contextmanager
 def open_store(launch: Launch, deadline: float) -> Iterator[tuple[TCPStore, TCPStore | None]]:
-    """The store of all ranks, and where this process keeps it, its server. The file of file:// is there as long as
-    the context."""
+    """The store of all ranks, and its server where this process runs it.
+
+    deadline: of `time.monotonic()`, until which it waits for rank 0. The file of file:// is there as long as the
+    context. Raises MissingRanks where rank 0 does not come in time, and ValueError where the place cannot be right.
+    """
     path = launch.where.removeprefix("file://") if launch.where.startswith("file://") else ""
     place = urlsplit(launch.where)
     host, port = place.hostname or "localhost", place.port or 0
@@ -57,7 +60,7 @@ def _serve(host: str, port: int) -> TCPStore:
 
 @contextlib.contextmanager
 def _card(path: str, host: str, port: int) -> Iterator[None]:
-    """The file that says where rank 0 is."""
+    """Inside, the file `path` says where rank 0 is."""
     try:
         with open(path, "x", encoding="utf-8") as file:
             file.write(f"{host} {port}\n")
@@ -108,4 +111,5 @@ def _connect(host: str, port: int, launch: Launch, deadline: float, stale: str) 
 
 
 def connected(host: str, port: int, timeout: float) -> TCPStore:
+    """A connection of its own to the store at `host` and `port`; its operations wait for `timeout` seconds at most."""
     return TCPStore(host, port, None, False, timeout=timedelta(seconds=timeout), wait_for_workers=False)

@@ -105,14 +105,14 @@ def bench(options: argparse.Namespace, world: World, where: str) -> int:
     dist.all_gather_object(hosts, os.uname().nodename)
     bar = progress_bar(seen=world.rank == 0, total=len(set(options.operations)), unit="operation", leave=False)
 
-    def tell(line: str) -> None:
+    def log(line: str) -> None:
         if world.rank == 0:
             bar.clear()
             print(line, flush=True)
 
-    tell(f"{world.size} ranks on {len(set(hosts))} host{'s' * (len(set(hosts)) > 1)}; {where}; {options.dtype}; "
+    log(f"{world.size} ranks on {len(set(hosts))} host{'s' * (len(set(hosts)) > 1)}; {where}; {options.dtype}; "
          f"torch {torch.__version__}")
-    tell(f"\n{HEADER}")
+    log(f"\n{HEADER}")
     sizes = sizes_between(options.min_bytes, options.max_bytes)
     rows: list[Row] = []
     missing: list[Missing] = []
@@ -126,19 +126,19 @@ def bench(options: argparse.Namespace, world: World, where: str) -> int:
             result = measure_pairs(world, PAIRS_BYTES, deadline)
             if isinstance(result, Missing):
                 missing.append(result)
-                tell(missing_line(result))
+                log(missing_line(result))
             else:
                 pairs = result
-                tell("\n" + "\n".join(pairs_table(pairs)))
+                log("\n" + "\n".join(pairs_table(pairs)))
         else:
             more, without = measure_sizes(name, OPERATIONS[name], world, sizes, iters=options.iters,
-                                          deadline=deadline, tell=tell)
+                                          deadline=deadline, log=log)
             rows += more
             missing += without
         bar.update()
     bar.close()
     lines = list(verdict(rows, missing, pairs, hosts))
-    tell("\n" + "\n".join(lines))
+    log("\n" + "\n".join(lines))
     if world.rank == 0 and options.output:
         record = {"backend": dist.get_backend(), "device": world.device.type, "dtype": options.dtype,
                   "torch": torch.__version__, "world_size": world.size, "hosts": hosts,
@@ -146,7 +146,7 @@ def bench(options: argparse.Namespace, world: World, where: str) -> int:
                   "pairs": pairs and asdict(pairs), "verdict": lines}
         title = f"{world.size} ranks, {dist.get_backend()} on {world.device.type}, {options.dtype}"
         (options.output / "collectives.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-        tell(plot(rows, options.output / "collectives.png", title))
+        log(plot(rows, options.output / "collectives.png", title))
     return 0 if all(row.correct for row in rows) else 1
 
 

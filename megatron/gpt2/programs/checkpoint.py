@@ -33,7 +33,10 @@ CHECK_LIMIT = 1e-4  # of a logit; a translation alone makes none, other kernels 
 
 
 def map_tensors_apart() -> None:
-    """glibc would keep freed tensors of up to 32 MB in its heap, which gets full of holes: 1.4 GB of a 345M model."""
+    """Make glibc give freed tensors back to the system.
+
+    By default it keeps those of up to 32 MB in its heap, which gets full of holes: 1.4 GB for a 345M model.
+    """
     if platform.libc_ver()[0] == "glibc":
         ctypes.CDLL(None).mallopt(-3, 1 << 20)  # M_MMAP_THRESHOLD
 
@@ -81,8 +84,8 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def opened(args: argparse.Namespace, path: str) -> Source:
-    """The source at `path`, every byte of it verified if it has hashes and nobody says otherwise."""
+def verified(args: argparse.Namespace, path: str) -> Source:
+    """The source at `path`. Where it has hashes, every byte is verified, unless --no-verify is given."""
     source = open_source(path, Hints(args.num_attention_heads, args.vocab_size, args.gelu, args.iteration), log=report)
     if isinstance(source, Checkpoint) and not args.no_verify and (problem := source.damage()):
         raise ValueError(f"{problem}; --iteration N takes another one, --no-verify takes it as it is")
@@ -90,7 +93,7 @@ def opened(args: argparse.Namespace, path: str) -> Source:
 
 
 def tokenizer_of(args: argparse.Namespace, source: Source) -> Tokenizer | None:
-    """The one of the flags, or the source's own."""
+    """The tokenizer that the flags name, else the source's own, else None."""
     if args.tokenizer_model:
         return build_tokenizer("SentencePieceTokenizer", model_file=args.tokenizer_model)
     if args.vocab_file or args.merge_file:
@@ -105,7 +108,8 @@ def tokenizer_of(args: argparse.Namespace, source: Source) -> Tokenizer | None:
 
 
 def write(args: argparse.Namespace, source: Source, to: str, ranks: int) -> Path:
-    """`source` as `to`, into the new folder `args.out`."""
+    """Write `source` in the format `to`, for `ranks` model-parallel ranks, into the new folder `args.out`; returns the
+    folder."""
     if ranks < 1:
         raise ValueError(f"--model-parallel-size must be positive, not {ranks}")
     kinds = {name.partition(".")[0] for name in source.names()}
@@ -141,11 +145,11 @@ def main(argv: list[str] | None = None) -> int:
         return verify(args)
     if args.command == "diff":
         from megatron.gpt2.formats.compare import diff, table
-        difference = diff(opened(args, args.a), opened(args, args.b))
+        difference = diff(verified(args, args.a), verified(args, args.b))
         print("\n".join(table(difference)))
         print("equal" if difference.equal else "NOT EQUAL")
         return 0 if difference.equal else 1
-    source = opened(args, getattr(args, "in") if args.command == "convert" else args.dir)
+    source = verified(args, getattr(args, "in") if args.command == "convert" else args.dir)
     to = args.to if args.command == "convert" else source.format if source.format in TARGETS[2:] else "native"
     ranks = 1 if getattr(args, "model_parallel_size", None) is None else args.model_parallel_size
     path = write(args, source, to, ranks)
@@ -187,7 +191,7 @@ def verify(args: argparse.Namespace) -> int:
 
 
 def other_tokenizer(iteration: Path, fingerprint: str) -> str:
-    """Why the tokenizer beside the folder `iteration` is not the one that the run had, in one line, or ""."""
+    """Why the tokenizer beside the folder `iteration` is not that of its run, in one line; "" where it is."""
     folder = iteration.parent / "tokenizer"
     try:
         found = load_tokenizer(folder).fingerprint

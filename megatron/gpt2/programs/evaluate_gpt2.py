@@ -3,8 +3,8 @@
     python tools/evaluate_gpt2.py --load checkpoints/gpt2_small --valid-data wikitext-2/test.txt
     python tools/evaluate_gpt2.py --load checkpoints/gpt2_small --valid-data lambada_test.jsonl --strict-lambada
 
-Model and tokenizer come from the checkpoint; flags of Megatron's command lines that would say them are read and not
-needed. Exit codes: 0; 2 for bad input.
+Model and tokenizer come from the checkpoint. Megatron's flags for them are accepted and not needed.
+Exit codes: 0; 2 for bad input.
 """
 
 from __future__ import annotations
@@ -31,12 +31,14 @@ from megatron.gpt2.text.load_model import LoadedModel
 
 
 def arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, Arguments]:
-    """Our own flags, and those that training knows."""
+    """The flags of this program, and those that training knows. ValueError where one cannot be."""
     parser = ModelParser(__doc__, precision="fp32")  # in which a score depends on no device
-    parser.add_argument("--valid-data", required=True, nargs="+", metavar="FILE", help="what to score it on")
+    parser.add_argument("--valid-data", required=True, nargs="+", metavar="FILE", help="files to score the model on")
     parser.add_argument("--task", type=str.upper, choices=TASKS, help="what the files are (default: by their names)")
-    parser.add_argument("--cloze-eval", dest="task", action="store_const", const="LAMBADA", help="--task LAMBADA")
-    parser.add_argument("--strict-lambada", action="store_true", help="the whole last word has to be right")
+    parser.add_argument("--cloze-eval", dest="task", action="store_const", const="LAMBADA",
+                        help="the same as --task LAMBADA")
+    parser.add_argument("--strict-lambada", action="store_true", help="count a passage only where the whole last word "
+                        "is right")
     parser.add_argument("--overlapping-eval", type=int, metavar="N", help="targets of each window after the first "
                         "(default: 32 for WIKITEXT103 and PTB, else the whole window)")
     parser.add_argument("--seq-length", "--eval-seq-length", type=int, metavar="N",
@@ -45,7 +47,7 @@ def arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, Arguments]:
                         default=4, metavar="N", help="windows computed together (default: 4)")
     parser.add_argument("--text-key", metavar="NAME", help="field of JSON lines that holds the text")
     parser.add_argument("--max-bad-fraction", type=float, default=0.0, metavar="X",
-                        help="go on where no more than this part of a file's lines is unusable (default: 0)")
+                        help="part of a file's lines that may be unusable (default: 0)")
     parser.add_argument("--output", metavar="FILE", help="write the result there, as JSON")
     args, rest = parser.parse_known_args([dashed(word) for word in argv])
     for name, value in (("--seq-length", args.seq_length), ("--micro-batch-size", args.micro_batch_size)):
@@ -60,7 +62,7 @@ def arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, Arguments]:
 
 
 def check_shape(given: Arguments, checkpoint: Checkpoint) -> None:
-    """ValueError where a flag tells of another model than the checkpoint does."""
+    """ValueError where a flag describes another model than the checkpoint's."""
     saved = checkpoint.facts["config"]["model"]
     differing = [f"{flag(key)}: here {given.values[key]}, checkpoint {saved[name]}"
                  for key in SAVED if key in given.given for name in [key.partition(".")[2]]
@@ -70,7 +72,7 @@ def check_shape(given: Arguments, checkpoint: Checkpoint) -> None:
 
 
 def read(args: argparse.Namespace, loaded: LoadedModel, log: Log) -> list[Task]:
-    """All files, so that a bad one is known before the first is scored."""
+    """Read all files before the first is scored, so that a bad one is found at once."""
     positions = loaded.model.config.max_position_embeddings
     length = positions if args.seq_length is None else args.seq_length
     if length > positions:
@@ -82,7 +84,7 @@ def read(args: argparse.Namespace, loaded: LoadedModel, log: Log) -> list[Task]:
 
 
 def scored(task: Task, path: str, loaded: LoadedModel, batch_size: int, log: Log) -> dict[str, Any]:
-    """The result for one file, as it stands in the JSON."""
+    """The result for the file `path`, as it stands in the JSON."""
     metrics = evaluate_task(loaded.model, task, loaded.tokenizer, batch_size=batch_size)
     warning = plausibility_warning(task, metrics, loaded.tokenizer.vocab_size)
     if warning:
@@ -92,7 +94,7 @@ def scored(task: Task, path: str, loaded: LoadedModel, batch_size: int, log: Log
 
 
 def report(facts: dict[str, Any], results: list[dict[str, Any]]) -> str:
-    """What a person reads."""
+    """The results as text. facts: of `score_record.record`."""
     blocks = [[("checkpoint", f"{facts['checkpoint']}, manifest {facts['manifest_sha256'][:12]}"),
                ("tokenizer", f"{facts['tokenizer']}, {facts['vocab_size']:,} ids"),
                ("computed", f"in {facts['precision']} on {facts['device']}, model-parallel "

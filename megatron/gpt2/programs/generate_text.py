@@ -5,8 +5,8 @@
     python tools/generate_text.py --load checkpoints/gpt2_small --sample-input-file prompts.txt > answers.jsonl
     python tools/generate_text.py --load checkpoints/gpt2_small --num-samples 10 --genfile samples.jsonl
 
-Model, tokenizer and vocabulary come from the checkpoint; flags of Megatron's command lines that would say them are
-read and not needed. Exit codes: 0; 2 for bad input.
+Model, tokenizer and vocabulary come from the checkpoint. Megatron's flags for them are accepted and not needed.
+Exit codes: 0; 2 for bad input.
 """
 
 from __future__ import annotations
@@ -45,19 +45,21 @@ def arguments(argv: Sequence[str], ranks: Ranks, log: Log) -> argparse.Namespace
     parser.add_argument("--sample-output-file", "--genfile", metavar="FILE", help="for the JSON lines (default: "
                         "standard output)")
     parser.add_argument("--max-new-tokens", "--out-seq-length", type=int, default=200, metavar="N", help="default: 200")
-    parser.add_argument("--temperature", type=float, default=1.0, metavar="T", help="below 1 the likely get likelier; "
-                        "0 takes the likeliest token")
+    parser.add_argument("--temperature", type=float, default=1.0, metavar="T", help="below 1 likely tokens "
+                        "become likelier; 0 takes the likeliest token")
     parser.add_argument("--greedy", dest="temperature", action="store_const", const=0.0, help="--temperature 0")
     parser.add_argument("--top-k", type=int, default=0, metavar="K", help="draw among the K likeliest; 0: among all")
     parser.add_argument("--top-p", type=float, default=0.0, metavar="P", help="draw among the likeliest that hold the "
                         "probability P together; 0: among all")
-    parser.add_argument("--repetition-penalty", type=float, default=1.0, metavar="R", help="above 1 what is in the "
-                        "text already gets less likely")
-    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this; again for more")
-    parser.add_argument("--seed", type=int, default=1234, help="of the first text; each further one has the next")
-    parser.add_argument("--recompute", action="store_true", help="read the whole context for each token: slow, for "
-                        "little memory")
-    parser.add_argument("--batch-size", type=int, default=8, metavar="N", help="texts written together (default: 8)")
+    parser.add_argument("--repetition-penalty", type=float, default=1.0, metavar="R", help="above 1 the "
+                        "tokens that are in the text already become less likely")
+    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end a text before TEXT; may be "
+                        "given several times")
+    parser.add_argument("--seed", type=int, default=1234, help="random seed of the first text; each further "
+                        "text has the next one")
+    parser.add_argument("--recompute", action="store_true", help="read the whole context for each token: slower, "
+                        "with less memory")
+    parser.add_argument("--batch-size", type=int, default=8, metavar="N", help="texts generated together (default: 8)")
     args, rest = parser.parse_known_args([dashed(word) for word in argv])
     given = parse(rest)
     if given.given:
@@ -82,7 +84,7 @@ def arguments(argv: Sequence[str], ranks: Ranks, log: Log) -> argparse.Namespace
 
 
 def stream(generator: Generator, prompt: str, sampling: Sampling) -> None:
-    """Print prompt and continuation as it is made. ValueError for a prompt that is no text."""
+    """Print the prompt, and its continuation token by token. ValueError for a prompt that is not valid text."""
     c = Continuation(generator.tokenizer.encode(prompt), sampling)
     sys.stdout.write(prompt)
     with interruptible(c):
@@ -94,7 +96,7 @@ def stream(generator: Generator, prompt: str, sampling: Sampling) -> None:
 
 @contextlib.contextmanager
 def interruptible(c: Continuation) -> Iterator[None]:
-    """Ctrl-C ends the continuation, between two tokens."""
+    """Inside, Ctrl-C ends the continuation between two tokens."""
     before = signal.signal(signal.SIGINT, lambda number, frame: c.cancel())
     try:
         yield
@@ -125,7 +127,7 @@ def converse(generator: Generator, sampling: Sampling, log: Log) -> None:
 
 
 def prompts_of(path: str) -> Iterator[str | ValueError]:
-    """What each line says, or what is wrong with it."""
+    """The prompt on each line of the file `path`, or a ValueError that says what is wrong with the line."""
     with open(path, "rb") as lines:
         for line in lines:
             try:
@@ -137,7 +139,10 @@ def prompts_of(path: str) -> Iterator[str | ValueError]:
 
 def answers(generator: Generator, prompts: Iterable[str | ValueError], sampling: Sampling,
             batch_size: int) -> Iterator[dict[str, Any]]:
-    """An entry for each prompt, in order. The text of each depends on the seed and its number alone."""
+    """An entry for each prompt, in order. The text of an entry depends on the seed and on its number alone.
+
+    batch_size: texts generated together.
+    """
     numbered = enumerate(prompts)
     while batch := list(itertools.islice(numbered, batch_size)):
         made = {number: Continuation(generator.tokenizer.encode(prompt),

@@ -43,7 +43,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
 
 
 def verify(prefix: str, data: IndexedDataset | ForeignBin, vocab_size: int | None) -> list[str]:
-    """What is wrong, one line each. FileNotFoundError where nothing says what would be right."""
+    """What is wrong, one line for each damage. FileNotFoundError where there is nothing to compare with."""
     manifest = None if isinstance(data, ForeignBin) else read_manifest(prefix)
     if manifest is None and vocab_size is None:
         raise FileNotFoundError(f"{prefix}.json is missing, so there are no hashes to compare with; --tokenizer-type "

@@ -18,7 +18,8 @@ GPT2_EOD = 50256
 
 
 def sources(inputs: list[str]) -> list[str]:
-    """Prefixes and files, folders replaced by the pairs in them."""
+    """The prefixes and files that `inputs` name, each folder replaced by the pairs in it. FileNotFoundError where it
+    has none."""
     found = []
     for name in inputs:
         if not Path(name).is_dir():

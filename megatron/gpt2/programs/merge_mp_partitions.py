@@ -3,8 +3,8 @@
     python tools/merge_mp_partitions.py --model-type GPT --tensor-model-parallel-size 2 --num-layers 24 \\
         --hidden-size 1024 --num-attention-heads 16 --max-position-embeddings 1024 --load checkpoints/gpt2_345m
 
-The result goes to --save, or to `merged` inside --load. The sizes are read from the files; those that are given are
-compared with them. Megatron's WORLD_SIZE is not needed: no process group is started.
+The result goes to --save, or to `merged` inside --load. The sizes are read from the files; the flags for them are
+compared with the files. Megatron's WORLD_SIZE is not needed: no process group is started.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     for name in PASSED_ON:
         parser.add_argument(f"--{name.replace('_', '-')}", metavar="VALUE", help=f"as for {how_to_call('checkpoint')}")
     for flag in WITHOUT_MEANING:
-        parser.add_argument(flag, metavar="VALUE", help="read and not needed")
+        parser.add_argument(flag, metavar="VALUE", help="accepted and not needed")
     # Megatron wrote both --num-layers and --num_layers.
     return parser.parse_args([dashed(word) for word in (sys.argv[1:] if argv is None else argv)])
 

@@ -1,7 +1,7 @@
 """Parameters and memory of one rank of a training run, by part, without starting or allocating it:
 
     python tools/plan.py --model 345m --device cuda                           # any flags of pretrain_gpt2.py
-    python tools/plan.py --model 1.5b --device cuda --ranks 8 --memory-gb 40  # what fits 40 GB (of 2^30 bytes) a rank
+    python tools/plan.py --model 1.5b --device cuda --ranks 8 --memory-gb 40  # what fits 40 GB (of 2^30 bytes) per rank
     python tools/plan.py --model 345m --recompute-granularity full --accounting megatron-2019
     python tools/plan.py --model 345m --json
 
@@ -46,12 +46,14 @@ def options(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
     """The flags of this program, and the words that are left for training's parser. ValueError where one cannot be."""
     parser = Parser(description=__doc__, usage="%(prog)s [flags of pretrain_gpt2.py] [--ranks N] [--memory-gb X] "
                                                "[--accounting NAME] [--json]")
-    parser.add_argument("--ranks", type=int, metavar="N", help="of the whole run (default: --world-size, "
+    parser.add_argument("--ranks", type=int, metavar="N", help="ranks of the run (default: --world-size, "
                                                                "--nproc-per-node or --model-parallel-size)")
-    parser.add_argument("--memory-gb", type=float, metavar="X", help="of a rank, in GB of 2^30 bytes: what fits")
+    parser.add_argument("--memory-gb", type=float, metavar="X", help="memory per rank, in GB of 2^30 bytes: "
+                                                                     "print what fits into it")
     parser.add_argument("--accounting", choices=("this", "megatron-2019"), default="this",
-                        help="of this program, or of Megatron-LM's first release in fp16 on a GPU")
-    parser.add_argument("--json", action="store_true", help="the same for programs, in bytes")
+                        help="whose memory to count: this program's, or that of Megatron-LM's first release in fp16 "
+                             "on a GPU")
+    parser.add_argument("--json", action="store_true", help="print JSON, with sizes in bytes")
     chosen, rest = parser.parse_known_args(argv)
     if chosen.ranks is not None and chosen.ranks < 1:
         raise ValueError(f"--ranks must be positive, not {chosen.ranks}")

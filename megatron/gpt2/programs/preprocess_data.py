@@ -4,8 +4,8 @@
         --tokenizer-type GPT2BPETokenizer --vocab-file encoder.json --merge-file vocab.bpe --append-eod --workers 8
 
 Input is JSON, one object a line or one array, plain text, one document a file, or Parquet; gzip and zstd are
-recognised. It writes PREFIX_KEY_document.bin, .idx and .json, the manifest, for each of --json-keys. Killed and started
-again, it goes on where it was. Unusable lines are left out, counted, and written to PREFIX.bad.jsonl.
+recognised. It writes PREFIX_KEY_document.bin, .idx and .json, the manifest, for each of --json-keys. After a kill the
+same command continues. Unusable lines are left out, counted, and written to PREFIX.bad.jsonl.
 Exit codes: 0; 2 for bad input.
 """
 
@@ -41,10 +41,10 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--workers", type=int, default=1, metavar="N", help="processes; the result is the same")
     parser.add_argument("--max-bad-fraction", type=float, default=MOST_BAD_LINES, metavar="F",
                         help="fail where more of the lines are unusable (default: %(default)s)")
-    inert = parser.add_argument_group("of Megatron, read without effect")
+    inert = parser.add_argument_group("Megatron's, accepted without effect")
     inert.add_argument("--partitions", type=int, metavar="N", help="the input is cut into shards by its size")
-    inert.add_argument("--log-interval", type=int, metavar="N", help="there is a bar")
-    inert.add_argument("--keep-sequential-samples", action="store_true", help="the order is always the input's")
+    inert.add_argument("--log-interval", type=int, metavar="N", help="a progress bar shows the rate")
+    inert.add_argument("--keep-sequential-samples", action="store_true", help="the order is always that of the input")
     inert.add_argument("--dataset-impl", choices=["mmap"], help="there is no other")
     args = parser.parse_args(argv)
     if args.partitions is not None and args.partitions < 1:
@@ -54,7 +54,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
 
 @contextlib.contextmanager
 def bar(total: int) -> Iterator[Progress]:
-    """Bytes of input, their rate and the time to go, tokens a second beside them."""
+    """A progress bar over `total` bytes of input, with their rate, the time to go and tokens per second."""
     started, all_tokens = time.monotonic(), 0
     with progress_bar(total=total, unit="B", unit_scale=True, desc="tokenising") as shown:
         def progress(read: int, tokens: int) -> None:

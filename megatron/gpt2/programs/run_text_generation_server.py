@@ -1,9 +1,9 @@
-"""Serve a trained model: OpenAI's /v1/completions, and a page for people, at http://127.0.0.1:5000/
+"""Serve a trained model: OpenAI's /v1/completions, and a web page, at http://127.0.0.1:5000/
 
     python tools/run_text_generation_server.py --load checkpoints/gpt2_small
     python tools/run_text_generation_server.py --load checkpoints/gpt2_small --nproc-per-node 2  # share each layer
 
-The first rank serves. It answers this machine alone, unless --host says otherwise, and asks nobody for a password:
+The first rank serves. Without --host it answers this machine alone. It asks for no password:
 docs/how-to/server.md. Needs the extra [serve]. Exit codes: 0 after Ctrl-C or SIGTERM; 2 for bad input.
 """
 
@@ -42,7 +42,7 @@ from megatron.gpt2.text.generation import Generator, untimed_group
 from megatron.gpt2.text.load_model import LoadedModel
 
 GRACE = 2  # seconds that open connections have when the server stops
-CONNECTIONS = 512  # beyond which new ones are told to come later
+CONNECTIONS = 512  # beyond which new ones are refused
 
 
 def arguments(argv: Sequence[str], ranks: Ranks) -> argparse.Namespace:
@@ -53,10 +53,10 @@ def arguments(argv: Sequence[str], ranks: Ranks) -> argparse.Namespace:
     parser.add_argument("--port", type=int, default=5000, metavar="N", help="default: 5000; 0: any that is free")
     parser.add_argument("--max-tokens", type=positive, default=1024, metavar="N", help="most new tokens of a text "
                         "(default: 1024)")
-    parser.add_argument("--batch-size", type=positive, default=32, metavar="N", help="most texts written together, and "
-                        "of one request (default: 32)")
-    parser.add_argument("--max-texts", type=positive, default=256, metavar="N", help="most texts written or waiting; a "
-                        "request for more is refused (default: 256)")
+    parser.add_argument("--batch-size", type=positive, default=32, metavar="N", help="most texts generated together, "
+                        "and most of one request (default: 32)")
+    parser.add_argument("--max-texts", type=positive, default=256, metavar="N", help="most texts that are generated "
+                        "or wait; a request for more is refused (default: 256)")
     parser.add_argument("--max-seconds", type=positive, default=300, metavar="N", help="longest time for an answer, "
                         "waiting included (default: 300)")
     parser.add_argument("--max-body-bytes", type=positive, default=1 << 20, metavar="N", help="most bytes of a request "
@@ -79,7 +79,7 @@ def positive(text: str) -> int:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """ValueError where it cannot be."""
+    """A socket that listens at this address. ValueError where that fails."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         return socket.create_server(address, family=family, backlog=CONNECTIONS)
@@ -107,7 +107,10 @@ def serve(argv: Sequence[str], ranks: Ranks, log: Log) -> None:
 
 def answer_clients(args: argparse.Namespace, loaded: LoadedModel, generator: Generator, listener: socket.socket,
                    log: Log) -> None:
-    """Until Ctrl-C or SIGTERM. This thread, which gets the signals, owns the generator; another has the connections."""
+    """Answer requests until Ctrl-C or SIGTERM.
+
+    This thread, which gets the signals, owns the generator; another one owns the connections.
+    """
     batcher = Batcher(args.batch_size)
     limits = Limits(args.max_tokens, args.batch_size, args.max_body_bytes)
     service = Service(Path(args.load).resolve().name, loaded.tokenizer, generator.limit, batcher, limits,
@@ -158,7 +161,7 @@ def url_of(listener: socket.socket) -> str:
 
 
 def notice_of(host: str, listener: socket.socket) -> str:
-    """What to say where others than this machine can connect; else nothing."""
+    """A notice where other machines can connect, else ""."""
     if ipaddress.ip_address(listener.getsockname()[0]).is_loopback:
         return ""
     return (f"notice: --host {host}: whoever reaches this address can use the model; better listen at 127.0.0.1, "

@@ -1,4 +1,4 @@
-"""The JSON file that scores are kept in: what they are of, and how they were computed."""
+"""The JSON file of scores: which model they belong to, and how they were computed."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from megatron.gpt2.text.load_model import LoadedModel
 
 
 def check_output(path: str | None) -> None:
-    """FileNotFoundError where --output cannot be written: before the work, not after it."""
+    """FileNotFoundError where the file of --output could not be written, before any work is done."""
     if path is not None and not Path(path).absolute().parent.is_dir():
         raise FileNotFoundError(f"--output {path}: its folder does not exist")
 
 
 def record(loaded: LoadedModel, micro_batch_size: int) -> dict[str, Any]:
-    """What every score of this model depends on."""
+    """What every score of this model depends on, by name."""
     checkpoint, tokenizer = loaded.checkpoint, loaded.tokenizer
     return {"checkpoint": str(checkpoint.path), "iteration": checkpoint.iteration,
             "manifest_sha256": checkpoint.digest,  # which seals every file
@@ -34,7 +34,7 @@ def record(loaded: LoadedModel, micro_batch_size: int) -> dict[str, Any]:
 
 
 def write_record(path: str, value: dict[str, Any]) -> None:
-    """Whole or not at all; a figure beyond all floats, which JSON does not have, as null."""
+    """Write `value` as JSON into `path`, whole or not at all; infinities and NaN, which JSON lacks, become null."""
     replace_text(Path(path), json.dumps(_finite(value), indent=1, allow_nan=False) + "\n")
 
 

@@ -25,7 +25,7 @@ from data_utils.tokenization_gpt2 import BUILTIN_FILE, END_OF_TEXT
 
 
 def learn(texts: Iterable[str], count: int) -> Any:
-    """An HF tokenizer of at most `count` tokens, the 256 bytes first, by GPT-2's pattern and in its byte alphabet."""
+    """A byte-level BPE tokenizer of at most `count` tokens, the 256 bytes first, as an object of HF tokenizers."""
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
     if count < 256:
@@ -38,7 +38,7 @@ def learn(texts: Iterable[str], count: int) -> Any:
 
 
 def train_bpe(vocab_file: Path, merge_file: Path, vocab_size: int, texts: Iterable[str]) -> None:
-    """Learn `vocab_size` - 1 tokens and write them with EOD as the last, and their merges, in GPT-2's two files."""
+    """Learn `vocab_size` - 1 tokens and write GPT-2's two files: the tokens with EOD as the last, and the merges."""
     model = json.loads(learn(texts, vocab_size - 1).to_str())["model"]
     vocabulary = {**model["vocab"], END_OF_TEXT: len(model["vocab"])}
     merges = ["#version: 0.2", *(pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"])]
@@ -49,7 +49,7 @@ def train_bpe(vocab_file: Path, merge_file: Path, vocab_size: int, texts: Iterab
 
 
 def train_builtin(output: Path, vocab_size: int) -> None:
-    """Learn `vocab_size` - 1 tokens, the last id being EOD, and write them in the order learnt."""
+    """Learn `vocab_size` - 1 tokens and write them in the order in which they were learnt; the last id is EOD."""
     tokenizer = learn(builtin_documents(), vocab_size - 1)
     tokens = [tokenizer.id_to_token(index) for index in range(vocab_size - 1)]
     lines = [json.dumps(tokens[first:first + 16])[1:-1] for first in range(0, len(tokens), 16)]

@@ -1,4 +1,4 @@
-"""On what a run runs: versions, devices, hosts and the commit of the source, for config.json and report.html."""
+"""What a run runs on: versions, devices, hosts and the commit of the source, for config.json and report.html."""
 
 from __future__ import annotations
 
@@ -13,14 +13,12 @@ import numpy as np
 import safetensors
 import torch
 
-from megatron.gpt2.launch.ranks import Ranks
-
 ROOT = Path(__file__).resolve().parents[3]
 
 
-def describe_environment(ranks: Ranks, device: torch.device) -> dict[str, str]:
-    """As seen from this rank, in words."""
-    devices = f"{os.cpu_count()} CPU cores a host, {torch.get_num_threads()} threads a rank"
+def describe_environment(device: torch.device, *, world_size: int, local_world_size: int) -> dict[str, str]:
+    """Name to text, as seen from this rank. local_world_size: ranks on this machine."""
+    devices = f"{os.cpu_count()} CPU cores per host, {torch.get_num_threads()} threads per rank"
     versions = f"torch {torch.__version__}, numpy {np.__version__}, safetensors {safetensors.__version__}"
     if device.type == "cuda":
         memory = torch.cuda.get_device_properties(device).total_memory
@@ -28,13 +26,13 @@ def describe_environment(ranks: Ranks, device: torch.device) -> dict[str, str]:
         versions += f", CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}, NCCL " + \
             ".".join(map(str, torch.cuda.nccl.version()))
     return {"command": shlex.join(sys.orig_argv), "commit": source_commit(ROOT),
-            "hosts": f"{max(1, ranks.world_size // ranks.local_world_size)}, rank 0 on {platform.node()}",
-            "ranks": f"{ranks.world_size}", "devices": devices, "python": platform.python_version(),
+            "hosts": f"{max(1, world_size // local_world_size)}, rank 0 on {platform.node()}",
+            "ranks": f"{world_size}", "devices": devices, "python": platform.python_version(),
             "versions": versions, "system": platform.platform()}
 
 
 def source_commit(root: Path) -> str:
-    """The commit of the checkout `root`, and whether its files differ from it; why there is none."""
+    """The commit of the checkout `root` and whether its files differ from it, or why there is no commit."""
     if not (root / ".git").exists():
         return "none: no git checkout"
 

@@ -12,7 +12,10 @@ TRAINING, VALIDATION, RATE = "#3568a8", "#d1642e", "#5b7f3b"
 
 
 def read_records(path: str | Path) -> list[dict[str, Any]]:
-    """The records of a file of JSON lines, none where it is missing; a last line cut short by a crash is left out."""
+    """The records of a file of JSON lines that have an iteration; none where there is no file.
+
+    A last line that a crash has cut short is left out.
+    """
     records = []
     for line in Path(path).read_text(encoding="utf-8").splitlines() if Path(path).exists() else ():
         try:
@@ -25,16 +28,16 @@ def read_records(path: str | Path) -> list[dict[str, Any]]:
 
 
 def points(records: list[dict[str, Any]], key: str, split: str | None = None) -> list[tuple[int, float]]:
-    """(iteration, value) of training records, or of the evaluations of `split`; null values are left out."""
+    """(iteration, value) of the training records, or of the evaluations of `split`; null values are left out."""
     return [(record["iteration"], float(record[key])) for record in records
             if record.get("split") == split and record.get(key) is not None]
 
 
 def loss_curve(metrics_path: str | Path, png_path: str | Path, title: str) -> str:
-    """Draw training and validation loss, and the learning rate below, into `png_path`.
+    """Draw training and validation loss over the iterations into `png_path`, and the learning rate below them.
 
-    Returns that path, or, without matplotlib, the curve as text; nothing where no two points make a curve, which spares
-    a short run half a second.
+    Returns that path, or the curve as text where matplotlib is not installed, or "" where there are fewer than two
+    points: importing matplotlib would cost a short run half a second.
     """
     records = read_records(metrics_path)
     training, validation = points(records, "lm_loss"), points(records, "lm_loss", "valid")
@@ -77,7 +80,7 @@ def loss_curve(metrics_path: str | Path, png_path: str | Path, title: str) -> st
 
 
 def text_curve(curve: list[tuple[int, float]], title: str, width: int = 64, height: int = 12) -> str:
-    """The curve as characters: each column is the mean of the points that fall into it."""
+    """The curve drawn with characters; each column is the mean of the points that fall into it."""
     if not curve:
         return f"{title}: no iteration was logged"
     first, last = curve[0][0], curve[-1][0]

@@ -16,8 +16,11 @@ OPERATIONS = 15  # in the table
 
 
 class Profiler:
-    """`with profiler(iteration): ...` around each iteration does nothing but from `first` to `last`, and in the one
-    before, which warms it up. What comes between two of them, an evaluation say, is in the profile too."""
+    """Profiles the iterations from `first` to `last`: `with profiler(iteration): ...` around each iteration.
+
+    The iteration before `first` warms it up; around all others it does nothing. An evaluation between two profiled
+    iterations is in the profile too. trace: the file of the Chrome trace. log: takes the table.
+    """
 
     def __init__(self, first: int, last: int, *, device: torch.device, trace: Path, log: Callable[[str], None]) -> None:
         self._first, self._last, self._device, self._trace, self._log = first, last, device, trace, log
@@ -44,7 +47,7 @@ class Profiler:
             self.finish()
 
     def finish(self) -> None:
-        """Write the trace and print the table, if anything was profiled: also where training stops before the last."""
+        """Write the trace and print the table, if anything was profiled; also where training stops before `last`."""
         if self._profile is None:
             return
         self._profile.stop()
@@ -59,8 +62,11 @@ class Profiler:
 
 def profiler_for(iterations: tuple[int, ...], ranks: tuple[int, ...], *, rank: int, start: int, end: int,
                  device: torch.device, folder: Path, log: Callable[[str], None]) -> Profiler:
-    """The profiler of this rank in a run that goes from iteration `start` + 1 to `end`; one that never does anything
-    where there is nothing to profile. `log` prints on rank 0 alone."""
+    """The profiler of this rank in a run from iteration `start` + 1 to `end`.
+
+    iterations: (first, last) of --profile, or () for none. ranks: those of --profile-ranks. folder: for the trace.
+    log: prints on rank 0 alone. Where there is nothing to profile, the profiler never does anything.
+    """
     first, last = (max(iterations[0], start + 1), min(iterations[1], end)) if iterations else (0, -2)
     if iterations and first > last:
         log(f"WARNING: --profile {iterations[0]} {iterations[1]}: this run goes from iteration {start + 1} to {end}")
@@ -71,8 +77,11 @@ def profiler_for(iterations: tuple[int, ...], ranks: tuple[int, ...], *, rank: i
 
 
 def operation_table(averages: Any, iterations: int, device_type: str) -> str:
-    """The costliest operations by their own time, without that of others which they call: on a GPU the time of the
-    kernels that they start, on a CPU the processor's."""
+    """A table of the OPERATIONS costliest operations, by their own time: without that of the operations they call.
+
+    averages: of `torch.profiler.profile.key_averages`. On a GPU the time is that of the kernels that an operation
+    starts, on a CPU the processor's.
+    """
     def own(event: Any) -> float:  # µs
         return event.self_device_time_total if device_type == "cuda" else event.self_cpu_time_total
 

@@ -1,4 +1,5 @@
-"""What a person sees of a run, as text: tables, log lines in Megatron's form and the closing report.
+"""The text that a run prints: tables, log lines in Megatron's form and the closing report.
+
 `megatron/gpt2/records/run_log.py` prints it and keeps the records.
 """
 
@@ -64,13 +65,13 @@ def perplexity(nats: float) -> float:
 
 
 def aligned(rows: Sequence[tuple[str, str]]) -> list[str]:
-    """`name   value` lines with the values under one another."""
+    """Lines of `name   value`, with the values below one another."""
     width = max((len(name) for name, _ in rows), default=0)
     return [f"  {name:<{width}}  {value}" for name, value in rows]
 
 
 def start_table(rows: Sequence[tuple[str, str]], flags: Sequence[tuple[str, str]]) -> str:
-    """The table at the start of a run: its facts, then every flag that differs from its default."""
+    """The table at the start of a run: (name, value) of its `rows`, then every flag that differs from its default."""
     lines = ["-" * WIDTH, *aligned(rows), "-" * WIDTH]
     if flags:
         lines += ["  flags that differ from their defaults:", *aligned(flags), "-" * WIDTH]
@@ -78,7 +79,10 @@ def start_table(rows: Sequence[tuple[str, str]], flags: Sequence[tuple[str, str]
 
 
 def iteration_line(record: IterationRecord, *, train_iters: int, seconds_to_go: float, skipped: int = 0) -> str:
-    """Megatron's line of one logged iteration; `skipped` counts steps since the last log that overflowed."""
+    """Megatron's line of one logged iteration.
+
+    skipped: steps since the last such line that were skipped because of an overflow.
+    """
     parts = [
         f"iteration {record.iteration:8d}/{train_iters:8d}",
         f"elapsed time per iteration (ms): {record.ms_per_iteration:.1f}",
@@ -101,7 +105,7 @@ def _or_skipped(value: float | None, form: str) -> str:
 
 
 def evaluation_line(record: EvaluationRecord, *, final: bool = False) -> str:
-    """Megatron's framed line of an evaluation; `final` is the one at the end of training."""
+    """Megatron's framed line of an evaluation. final: whether it is the one at the end of training."""
     data = {"valid": "val"}.get(record.split, record.split)
     where = f"the end of training for {data} data" if final else f"iteration {record.iteration}"
     line = f"validation loss at {where} | LM loss: {record.lm_loss:.6E} | LM PPL: {record.ppl:.6E}"
@@ -112,8 +116,10 @@ def evaluation_line(record: EvaluationRecord, *, final: bool = False) -> str:
 
 
 def memory_line(device: torch.device, expected: int | None = None) -> str:
-    """This rank's memory in MB (2^20 bytes): the allocator's on a GPU, the process's resident set on a CPU; before it
-    the `expected` bytes at the peak."""
+    """This rank's memory in MB (2^20 bytes): the allocator's on a GPU, the process's resident set on a CPU.
+
+    expected: bytes that were expected at the peak, which the line begins with.
+    """
     if device.type == "cuda":
         sizes = {"allocated": torch.cuda.memory_allocated(device),
                  "max allocated": torch.cuda.max_memory_allocated(device),
@@ -126,7 +132,7 @@ def memory_line(device: torch.device, expected: int | None = None) -> str:
 
 
 def resident_memory() -> dict[str, int]:
-    """Bytes of the resident set, now and at its peak, as far as the system tells."""
+    """"resident" and "peak resident": bytes of this process's resident set, as far as the system has them."""
     status = Path("/proc/self/status")
     if status.exists():
         fields = dict(line.split(":", 1) for line in status.read_text().splitlines() if line.startswith("Vm"))
@@ -139,7 +145,7 @@ def resident_memory() -> dict[str, int]:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Bytes that this rank has had at once so far: of the allocator on a GPU, of the resident set on a CPU."""
+    """Bytes of this rank's peak so far: of the allocator on a GPU, of the resident set on a CPU."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else resident_memory()["peak resident"]
 
 
@@ -148,10 +154,11 @@ UNIGRAM = "unigram entropy of the tokens"  # a baseline that any model should be
 
 def closing_report(*, bits_per_byte: float | None, baselines: Mapping[str, float | None], sample: str,
                    checkpoint: str, plot: str, next_commands: Sequence[tuple[str, str]]) -> str:
-    """The end of a run: the model beside its baselines, a sample, where things are and what to run next.
+    """The end of a run: the model beside its baselines, a sample, where the files are and what to run next.
 
-    `baselines` maps a description to bits per byte (None: not computed); `plot` is the path of the PNG or a
-    text curve, or empty; `next_commands` are (what it does, command), of what is there.
+    bits_per_byte: of the model on the validation split, None without an evaluation. baselines: description to bits per
+    byte, None where it was not computed. plot: the path of the PNG, a text curve, or "". next_commands: (what it does,
+    command).
     """
     def figure(value: float | None) -> str:
         return "not computed" if value is None else f"{value:.3f}"

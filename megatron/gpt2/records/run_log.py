@@ -1,5 +1,5 @@
-"""What a run prints and what it leaves behind: metrics.jsonl, samples.jsonl, history.jsonl, the trackers' files, the
-loss curve and report.html.
+"""The log of a run: the lines it prints, metrics.jsonl, samples.jsonl, history.jsonl, the trackers' files, the loss
+curve and report.html.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ REPORT_SHARE = 0.01  # of a run's time at most goes into its report
 class RunLog:
     """Prints the lines of a run and keeps its records in the save folder.
 
-    Only the `active` rank writes; on the others every method does nothing. Numbers and samples beyond
-    `start_iteration` belong to steps that are about to be done again, and are dropped; all records of another run are
-    set aside where this one starts from 0. `trackers` get the numbers too, and are closed in the end.
+    active: only the active rank writes; on the others every method does nothing. start_iteration: numbers and samples
+    beyond it belong to steps that are about to be done again, and are dropped. A run that starts from 0 renames all
+    records of another run that it finds. trackers: get the numbers too, and are closed at the end.
     """
 
     def __init__(self, save_directory: str | Path, *, train_iters: int, start_iteration: int = 0,
@@ -52,7 +52,7 @@ class RunLog:
         self.progress = progress_bar(total=train_iters, initial=start_iteration, unit="it", leave=False)
 
     def info(self, text: str) -> None:
-        """Print a line, above the progress bar where there is one. Warnings, and why a run stopped, are kept."""
+        """Print a line, above the progress bar where there is one. Warnings and the reason of a stop are kept too."""
         if not self.active:
             return
         self.progress.write(text, file=sys.stdout)
@@ -99,7 +99,7 @@ class RunLog:
                 self.info(f"WARNING: {name} lacks lines from here on: {error.strerror}")
 
     def report(self) -> None:
-        """Write report.html, unless that would take more of the run's time than REPORT_SHARE."""
+        """Write report.html, unless that would take more than the share REPORT_SHARE of the run's time."""
         began = time.monotonic()
         if not self.active or began < self._next_report:
             return
@@ -119,9 +119,10 @@ class RunLog:
             return ""
 
     def close(self, title: str = "GPT-2") -> str:
-        """Close the files, write the report and draw the loss curve: its path, or without matplotlib the curve as text.
+        """Close the files, write the report and draw the loss curve.
 
-        Nothing the second time, or where no two points make a curve.
+        Returns the path of the curve, the curve as text where matplotlib is not installed, or "" where there are fewer
+        than two points, the disk refuses the file, or the log is closed already.
         """
         if self._closed:
             return ""
@@ -134,13 +135,13 @@ class RunLog:
 
 
 def set_aside(path: Path) -> Path:
-    """Rename what a run that continues nothing finds in its place; returns the new name."""
+    """Rename the records that a run which continues nothing finds in its folder; returns their new name."""
     aside = next(name for n in itertools.count(1) if not (name := path.with_name(f"{path.name}.old-{n}")).exists())
     os.replace(path, aside)
     return aside
 
 
 def keep_records_until(path: Path, iteration: int) -> None:
-    """Drop the records beyond `iteration`."""
+    """Drop the records beyond `iteration` from the file `path`."""
     if records := read_records(path):
         replace_text(path, "".join(json.dumps(record) + "\n" for record in records if record["iteration"] <= iteration))

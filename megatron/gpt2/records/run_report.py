@@ -1,8 +1,8 @@
-"""report.html: a run on one page that needs nothing but itself, made from the files of its save folder.
+"""report.html: a run on one page that loads nothing else, made from the files of its save folder.
 
-`metrics.jsonl` gives the curves, `samples.jsonl` the texts, `history.jsonl` starts, warnings and ends, `config.json`
-settings and environment. What is missing leaves its part empty. All text is escaped, and the page's own policy lets no
-script run but the one that is named by its hash.
+The curves are from `metrics.jsonl`, the texts from `samples.jsonl`, starts, warnings and ends from `history.jsonl`,
+settings and environment from `config.json`. Where a file is missing, its part of the page is empty. All text is
+escaped, and the page's own policy allows no script but the one with the right hash.
 """
 
 from __future__ import annotations
@@ -31,15 +31,18 @@ Records = list[dict[str, Any]]
 
 
 def write_report(folder: str | Path) -> Path:
-    """Make `folder`/report.html. Raises OSError where that cannot be written, and ValueError where config.json is none
-    of ours."""
+    """Make `folder`/report.html; returns its path.
+
+    Raises OSError where it cannot be written, and ValueError where config.json is not of this project.
+    """
     path = Path(folder) / REPORT
     replace_text(path, page(Path(folder)))
     return path
 
 
 def page(folder: Path) -> str:
-    """The whole page as HTML, of the run that saves in `folder`. ValueError where config.json is none of ours."""
+    """The whole page as HTML, of the run that saves in `folder`. ValueError where config.json is not of this
+    project."""
     metrics, samples, history = (read_records(folder / name) for name in (METRICS, SAMPLES, HISTORY))
     settings = json.loads((folder / "config.json").read_text(encoding="utf-8")) \
         if (folder / "config.json").exists() else {}
@@ -71,7 +74,7 @@ def status(history: Records) -> str:
 
 
 def figures(metrics: Records, trained: Records, settings: Mapping[str, Any], config: Config) -> str:
-    """The numbers that one looks for first."""
+    """The numbers that a reader looks for first."""
     if not trained:
         return _none("no iteration was logged yet")
     last = trained[-1]
@@ -170,7 +173,7 @@ def _scrolling(head: Sequence[str], rows: Sequence[str]) -> str:
 
 
 def spread(records: Records, most: int) -> Records:
-    """At most `most` of them, evenly from the first to the last."""
+    """At most `most` of the records, evenly from the first to the last."""
     if len(records) <= most:
         return records
     return [records[round(i * (len(records) - 1) / (most - 1))] for i in range(most)]

@@ -19,7 +19,7 @@ LEFT, RIGHT, TOP, BOTTOM = 58, 24, 8, 24  # around the drawing
 
 @dataclass(frozen=True)
 class Curve:
-    """Points (iteration, value) in the order of the iterations; `colour` is blue, orange or green."""
+    """A line of the chart: points (iteration, value) by iteration. colour: blue, orange or green."""
 
     label: str
     colour: str
@@ -29,7 +29,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Place:
-    """What is drawn of the points that fall together."""
+    """What is drawn in the place of several neighbouring points."""
 
     x: int
     mean: float
@@ -38,7 +38,7 @@ class Place:
 
 
 def thinned(points: Sequence[tuple[int, float]], places: int = PLACES) -> list[Place]:
-    """At most `places` groups of neighbours, each at its last iteration."""
+    """`points` in at most `places` groups of neighbours, each placed at its last iteration."""
     size = max(1, -(-len(points) // places))
     groups = [points[start:start + size] for start in range(0, len(points), size)]
     return [Place(group[-1][0], math.fsum(y for _, y in group) / len(group), min(y for _, y in group),
@@ -46,7 +46,7 @@ def thinned(points: Sequence[tuple[int, float]], places: int = PLACES) -> list[P
 
 
 def round_steps(low: float, high: float, most: int = 5) -> list[float]:
-    """Round numbers from `low` to `high`, with a step of 1, 2 or 5 times a power of ten: at most `most` + 1."""
+    """Round numbers from `low` to `high`, at most `most` + 1, in steps of 1, 2 or 5 times a power of ten."""
     least = (high - low) / most
     power = 10.0 ** math.floor(math.log10(least))
     step = next(step for step in (power, 2 * power, 5 * power, 10 * power) if step >= least * (1 - 1e-9))
@@ -54,7 +54,7 @@ def round_steps(low: float, high: float, most: int = 5) -> list[float]:
 
 
 def number(value: float) -> str:
-    """Four digits at most, without what says nothing: 0.00015 is 1.5e-4, 12345 is 12,345."""
+    """A number with at most four digits and no needless zeros: 0.00015 is 1.5e-4, 12345 is 12,345."""
     if value == 0:
         return "0"
     if abs(value) >= 1000:
@@ -66,7 +66,10 @@ def number(value: float) -> str:
 
 
 def chart(title: str, curves: Iterable[Curve], *, width: int, height: int, from_zero: bool = False) -> str:
-    """A `<figure>`: title, legend where there are several curves, and the drawing, `width` × `height`."""
+    """A `<figure>` of `width` × `height` pixels: the title, a legend where there are several curves, and the drawing.
+
+    from_zero: whether the vertical axis begins at 0.
+    """
     drawn = [(curve, thinned(curve.points)) for curve in curves if curve.points]
     if not drawn:
         return f'<figure><figcaption>{escape(title)}</figcaption><p class="none">no numbers yet</p></figure>'

@@ -23,7 +23,7 @@ NAMES = ("forward", "backward", "allreduce", "optimizer", "batch generator", "da
 
 
 class HostTimer:
-    """Adds up the host's time between enter and exit, in seconds. Not re-entrant."""
+    """Adds up the host's time between enter and exit. Not re-entrant."""
 
     def __init__(self) -> None:
         self._total = 0.0
@@ -43,7 +43,7 @@ class HostTimer:
 
 
 class DeviceTimer:
-    """Adds up the device's time between enter and exit by events of the current stream. Not re-entrant."""
+    """Adds up the device's time between enter and exit, by events of the current stream. Not re-entrant."""
 
     def __init__(self) -> None:
         self._pending: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
@@ -81,7 +81,7 @@ class Timers:
         return timer
 
     def take_ms(self, iterations: int) -> dict[str, float]:
-        """Milliseconds an iteration by name, over the `iterations` since the last call; starts anew."""
+        """Milliseconds per iteration by name, over the `iterations` since the last call; starts anew."""
         assert iterations > 0, "no iteration has run since the last line"
         names = [name for name in NAMES if name in self._timers]
         names += [name for name in self._timers if name not in NAMES]

@@ -1,4 +1,4 @@
-"""Programs beside the run that draw its numbers: TensorBoard and Weights & Biases."""
+"""Programs that draw the numbers of a run: TensorBoard and Weights & Biases."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class Tracker(Protocol):
 
 
 def open_trackers(config: Config, *, start_iteration: int, active: bool) -> list[Tracker]:
-    """Those that the flags ask for; none where this rank is not `active`.
+    """The trackers that the flags ask for; none where this rank is not `active`.
 
-    Raises ValueError on every rank alike where one is not installed, and on the active one where it cannot begin.
+    Raises ValueError on every rank alike where one is not installed, and on the active rank where it cannot begin.
     """
     train, trackers = config.train, list[Tracker]()
     for flag, wanted, module in (("--tensorboard-dir", train.tensorboard_dir, "tensorboard"),
@@ -40,7 +40,7 @@ def open_trackers(config: Config, *, start_iteration: int, active: bool) -> list
 
 
 class TensorBoard:
-    """Event files; what an earlier course of the run wrote beyond `start_iteration` is no longer shown."""
+    """TensorBoard's event files; what an earlier run wrote beyond `start_iteration` is no longer shown."""
 
     def __init__(self, folder: str, start_iteration: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -58,7 +58,10 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """One run there for each --save folder, whose `wandb_run_id.txt` names it: a run that goes on goes on there."""
+    """One run of Weights & Biases per --save folder: a run that continues, continues there too.
+
+    The file `wandb_run_id.txt` in the folder holds its id.
+    """
 
     def __init__(self, config: Config, start_iteration: int) -> None:
         import wandb

@@ -1,11 +1,11 @@
-"""Scores of a trained model on a file, by task:
+"""The score of a trained model on a file, by task:
 
-    WIKITEXT103, PTB   perplexity per token and, from a text of words set apart, per word of the original
-    LAMBADA            how often the last word of a passage is what the model would have said
+    WIKITEXT103, PTB   perplexity per token and, for a text whose words are separated, per word of the original
+    LAMBADA            how often the last word of a passage is the model's likeliest
     TEXT               perplexity and bits per byte of any text or JSON lines, each document by itself
 
-Every rank calls `read_task` and `evaluate_task` alike. Tokens are scored in the way of Megatron's evaluation, so that
-figures compare with published ones.
+Every rank calls `read_task` and `evaluate_task` alike. Tokens are scored as Megatron's evaluation scores them, so that
+the figures compare with published ones.
 """
 
 from __future__ import annotations
@@ -37,8 +37,11 @@ Metrics = dict[str, Any]  # name -> int or float
 
 @dataclass(frozen=True)
 class Task:
-    """A file, read. settings: what else decided its windows. words: of the original text, for a perplexity per word.
-    cut: passages whose beginning was left out because they are longer than a window."""
+    """A file that was read for scoring.
+
+    settings: what else decided its windows. words: number of words of the original text, for a perplexity per word;
+    None where that has no meaning. cut: passages whose beginning was left out because they are longer than a window.
+    """
 
     name: str
     windows: list[Window]
@@ -53,7 +56,7 @@ class Task:
 
 
 def task_of(path: str) -> str:
-    """The task that a file is known for, by its name and its folder's."""
+    """The task that the name of a file, or of its folder, stands for; TEXT where it is unknown."""
     name = "/".join(PurePath(path).parts[-2:]).lower()
     if is_json(path):
         return "LAMBADA" if "lambada" in name else "TEXT"
@@ -63,11 +66,12 @@ def task_of(path: str) -> str:
 def read_task(name: str, path: str, tokenizer: Tokenizer, *, length: int, overlapping_eval: int | None = None,
               strict_lambada: bool = False, text_key: str | None = None, max_bad_fraction: float = 0.0,
               log: Log) -> Task:
-    """`path` as windows of up to `length` ids and the one after them. ValueError, one line, where it does not fit.
+    """Read the file `path` as windows of up to `length` ids and the one after them, for the task `name`.
 
     overlapping_eval: targets of each window after the first (default: 32 for WIKITEXT103 and PTB; all for TEXT).
-    strict_lambada: every piece of the last word is a target, and the word is tokenised by itself; otherwise the
-    target is the last piece of the passage.
+    strict_lambada: every token of the last word is a target, and the word is tokenised by itself; otherwise the target
+    is the last token of the passage. max_bad_fraction: of a file's lines that may be unusable. log: takes the notices.
+    Raises ValueError, in one line, where the file does not fit the task.
     """
     if overlapping_eval is not None and not 1 <= overlapping_eval <= length:
         raise ValueError(f"--overlapping-eval {overlapping_eval} must be from 1 to the {length} tokens of a window")
@@ -122,7 +126,10 @@ def _fitting(passage: Window, length: int, path: str) -> Window:
 
 
 def evaluate_task(model: GPT2Model, task: Task, tokenizer: Tokenizer, *, batch_size: int) -> Metrics:
-    """loss [nats per token], perplexity and the task's own figures, the same on every rank."""
+    """The score by name: loss [nats per token], perplexity and the task's own figures; the same on every rank.
+
+    batch_size: windows computed together.
+    """
     scores = score(model, task.windows, batch_size=batch_size)
     tokens, nats = sum(window.targets for window in task.windows), scores.total
     metrics: Metrics = {"tokens": tokens, "loss": nats / tokens, "perplexity": perplexity(nats / tokens)}
@@ -141,11 +148,11 @@ def evaluate_task(model: GPT2Model, task: Task, tokenizer: Tokenizer, *, batch_s
 
 
 def plausibility_warning(task: Task, metrics: Metrics, vocab_size: int) -> str | None:
-    """Why this score looks as if the model had been trained with another tokenizer, or hardly at all; else None.
+    """Why the score suggests another tokenizer than the model's, or an untrained model; None where it does not.
 
-    A model has to do better than counting: than guessing each target by how often it came before in the same text,
-    every id counted once at the start, which costs ln[(n + v - 1)! / (v - 1)!] - Σ ln(count!) nats for n targets; and
-    better than a guess among all v ids.
+    A model has to do better than two guesses. The first guesses each target by how often it came before in the same
+    text, with every id counted once at the start, which costs ln[(n + v - 1)! / (v - 1)!] - Σ ln(count!) nats for n
+    targets. The second guesses among all v ids alike.
     """
     n, counts = len(task.targets), np.bincount(task.targets).tolist()
     counting = math.lgamma(n + vocab_size) - math.lgamma(vocab_size) - sum(math.lgamma(count + 1) for count in counts)

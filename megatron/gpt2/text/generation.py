@@ -1,7 +1,7 @@
 """Text from a trained model, one token at a time, for several prompts at once.
 
-The first rank of a model-parallel group leads: it draws the tokens, knows the prompts, and orders each computation. The
-others follow its orders, so that no rank can take another way. Legend: b continuations, s sequence, v vocabulary.
+The first rank of a model-parallel group leads: it knows the prompts, draws the tokens and orders each computation. The
+other ranks only follow its orders, so that all compute the same. Legend: b continuations, s sequence, v vocabulary.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _NO_TOKEN = -1
 
 
 class Continuation:
-    """What follows `prompt` (nothing: a new document).
+    """The text that follows `prompt`, an array of ids; an empty prompt begins a new document.
 
-    ids: the new tokens so far, without the end-of-document token. finish: why it ended: "end" (of the document),
-    "stop" (a stop string), "length" or "cancelled"; "" while it goes on.
+    ids: the new tokens so far, without the end-of-document token. finish: why it ended: "end" (of the document), "stop"
+    (a stop string), "length" or "cancelled"; "" while it goes on.
     """
 
     def __init__(self, prompt: Sequence[int] | np.ndarray, sampling: Sampling) -> None:
@@ -43,7 +43,7 @@ class Continuation:
         self.finish = ""
 
     def cancel(self) -> None:
-        """End it before its next token; from any thread."""
+        """End it before its next token. May be called from any thread."""
         self.finish = self.finish or "cancelled"
 
 
@@ -76,12 +76,13 @@ class _Order(NamedTuple):
 
 
 class Generator:
-    """Continues prompts with `model`. The leader calls `stream`, and `close` in the end; the others call `follow`."""
+    """Continues prompts with `model`. The leader calls `stream`, and `close` at the end; the others call `follow`."""
 
     def __init__(self, model: GPT2Model, tokenizer: Tokenizer, *, recompute: bool = False,
                  orders: dist.ProcessGroup | None = None, log: Callable[[str], None] = lambda line: None) -> None:
-        """recompute: read the whole context for each token, without a key-value cache. orders: the group by which the
-        leader speaks (default: the model-parallel one). log: takes the notices."""
+        """recompute: read the whole context for each token, without a key-value cache. orders: the group through which
+        the leader gives orders (default: the model-parallel one). log: takes the notices.
+        """
         self.model, self.tokenizer, self.log = model, tokenizer, log
         # The ranks of sequence parallelism split the sequence, which a single token does not allow.
         self.recompute = recompute or model.sequence_parallel
@@ -95,8 +96,8 @@ class Generator:
     def stream(self, continuations: Sequence[Continuation]) -> TokenStream:
         """Draw token after token of all continuations until each has its `finish`; closing the iterator ends it too.
 
-        A text does not depend on the others beside it, but for rounding. A context that is full goes on with its second
-        half, read anew, and a longer prompt with its end; `log` gets a notice.
+        Beyond rounding, a text does not depend on the others beside it. A context that is full goes on with its second
+        half, read anew, and of a prompt that is too long the end is read; `log` gets a notice of both.
         """
         assert self.leads and not self._busy, "one stream at a time, on the first rank"
         self._busy = True
@@ -183,7 +184,7 @@ class Generator:
         self._cache = None
 
     def close(self) -> None:
-        """Let the other ranks go."""
+        """Let the other ranks return from `follow`."""
         if self.leads:
             self._obey(_Order(_END))
 
@@ -251,8 +252,8 @@ def generate(model: GPT2Model, tokenizer: Tokenizer, continuations: Sequence[Con
 
 
 def untimed_group() -> dist.ProcessGroup | None:
-    """A group of all ranks for orders that may be long in coming; None in a world of one.
+    """A group of all ranks for orders, whose collectives have no time limit in practice; None in a world of one.
 
-    Over gloo whatever the device: a rank that waits sleeps, and no watchdog ends it.
+    It is of gloo on every device: a rank that waits sleeps, and no watchdog ends it.
     """
     return dist.new_group(backend="gloo", timeout=timedelta(days=3650)) if dist.is_initialized() else None

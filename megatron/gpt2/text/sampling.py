@@ -17,16 +17,20 @@ _FIRST_CANDIDATES = 1024
 
 @dataclass(frozen=True)
 class Sampling:
-    """What one continuation is drawn by. The order is that of the fields: penalty, temperature, top-k, top-p."""
+    """How the tokens of a continuation are chosen. They apply in the order of the fields: penalty, temperature, top-k,
+    top-p.
 
-    repetition_penalty: float = 1.0  # of tokens that are there; above 1 they become less likely (arXiv:1909.05858)
+    ValueError, which names the flag, where a value cannot be.
+    """
+
+    repetition_penalty: float = 1.0  # of tokens in the text; above 1 they become less likely
     temperature: float = 1.0  # 0 takes the likeliest token
     top_k: int = 0  # the k likeliest; 0: all
     top_p: float = 0.0  # the fewest tokens that hold p together; 0: all
     max_new_tokens: int = 200
     stop: tuple[str, ...] = ()  # texts before which a continuation ends
     seed: int = 1234
-    alternatives: int = 0  # how many of the likeliest tokens are told beside each that is drawn
+    alternatives: int = 0  # likeliest tokens that come with each one that is drawn
 
     def __post_init__(self) -> None:
         for flag, good, value, meant in (
@@ -42,12 +46,12 @@ class Sampling:
 
     @property
     def is_full(self) -> bool:
-        """Whether every token can be drawn, however unlikely."""
+        """Whether every token can be drawn, however unlikely it is."""
         return self.temperature > 0 and self.top_k == 0 and self.top_p in (0, 1)
 
 
 class Sampler:
-    """Draws the tokens of one continuation; the draws depend on the logits, the seed and what was drawn before."""
+    """Draws the tokens of one continuation. The draws depend on the logits, the seed and the tokens so far alone."""
 
     def __init__(self, sampling: Sampling, context: Sequence[int], vocab_size: int, device: torch.device) -> None:
         self.sampling = sampling
@@ -58,7 +62,7 @@ class Sampler:
             self._seen[torch.tensor(context, dtype=torch.int64, device=device)] = True
 
     def draw(self, logits: Tensor, total: Tensor) -> tuple[int, float]:
-        """logits [v] float32, total: their logsumexp -> a token, and its probability by the model alone."""
+        """logits [v] float32, total: their logsumexp -> a token id, and its probability by the model alone."""
         filtered = filter_logits(logits, self.sampling, self._seen)
         if self.sampling.temperature > 0:
             # The largest of ln p - ln E, with exponential E, is a draw from p. A sum over p, the other way, would let
@@ -72,7 +76,7 @@ class Sampler:
         return int(chosen), math.exp(log_probability)
 
     def likeliest(self, logits: Tensor) -> tuple[tuple[int, float], ...]:
-        """logits [v] float32 -> the `alternatives` likeliest tokens, with their probabilities by the model alone."""
+        """logits [v] float32 -> the `alternatives` likeliest ids, each with its probability by the model alone."""
         if not self.sampling.alternatives:
             return ()
         values, tokens = (logits - logits.logsumexp(0)).topk(min(self.sampling.alternatives, logits.numel()))
@@ -80,7 +84,10 @@ class Sampler:
 
 
 def filter_logits(logits: Tensor, sampling: Sampling, seen: Tensor | None = None) -> Tensor:
-    """logits [v] float32, seen [v] bool -> logits of the distribution to draw from; -inf for what is left out."""
+    """logits [v] float32, seen [v] bool -> logits of the distribution to draw from; -inf for tokens that are left out.
+
+    seen: the tokens that are in the text already, for the repetition penalty (arXiv:1909.05858).
+    """
     penalty = sampling.repetition_penalty
     if seen is not None and penalty != 1:
         logits = torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)

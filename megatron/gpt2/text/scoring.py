@@ -1,4 +1,4 @@
-"""What a model thinks of given ids: their cost, and whether they are what it would have said.
+"""The probability that a model gives to a text: nats of each window, and whether its targets are the likeliest tokens.
 
 Every rank calls `score` with the same windows and gets every score. Legend: b windows in a batch, s positions,
 t targets, v padded vocabulary, p model-parallel size.
@@ -24,7 +24,7 @@ ROWS = 1024  # of logits at a time: 200 MB in float32
 
 @dataclass(frozen=True)
 class Window:
-    """`ids` [n], of which the last `targets`, fewer than n, are scored; those before them are their context."""
+    """`ids` [n] int32. The last `targets` of them, fewer than n, are scored; those before are their context."""
 
     ids: np.ndarray
     targets: int
@@ -35,7 +35,7 @@ class Window:
 
 @dataclass(frozen=True)
 class Scores:
-    """Of each window: `nats` [w] float64, -Σ ln p(target); `greedy` [w] bool, every target is the arg-max."""
+    """Of each window: `nats` [w] float64, -Σ ln p(target); `greedy` [w] bool, whether every target is the arg-max."""
 
     nats: np.ndarray
     greedy: np.ndarray
@@ -47,10 +47,10 @@ class Scores:
 
 
 def windows_over(ids: np.ndarray, length: int, stride: int) -> list[Window]:
-    """Windows of up to `length` + 1 ids in which every id but the first is a target once.
+    """Windows of up to `length` + 1 ids over `ids` [n], in which every id but the first is a target once.
 
-    stride: targets of each window after the first, at most `length`; each has at least `length` - `stride` ids before
-    it there (Megatron's --overlapping-eval).
+    stride: targets of each window after the first, at most `length`; each of them has at least `length` - `stride` ids
+    before it in its window (Megatron's --overlapping-eval).
     """
     shared = length - stride
     parts = ((start, ids[start:start + length + 1]) for start in range(0, max(len(ids) - 1 - shared, 1), stride))
@@ -59,8 +59,11 @@ def windows_over(ids: np.ndarray, length: int, stride: int) -> list[Window]:
 
 @torch.no_grad()
 def score(model: GPT2Model, windows: Sequence[Window], *, batch_size: int) -> Scores:
-    """Each data-parallel rank computes every so-manieth batch. The batches, and the order in which anything is added
-    up, do not depend on how many ranks there are, and neither does any score."""
+    """The scores of all windows, on every rank. batch_size: windows computed together.
+
+    Each data-parallel rank computes every n-th batch. Neither the batches, nor the order of any sum, nor any score
+    depends on the number of ranks.
+    """
     device = next(model.parameters()).device
     order = sorted(range(len(windows)), key=lambda i: -len(windows[i].ids))  # little padding; the largest comes first
     own = range(mpu.get_data_parallel_rank() * batch_size, len(order),
@@ -102,7 +105,7 @@ def _against(model: GPT2Model, hidden: Tensor, targets: Tensor) -> tuple[Tensor,
 
 
 def likeliest(logits: Tensor, vocab_size: int) -> Tensor:
-    """logits [t, v/p], this rank's columns -> the ids of the greatest, int64 [t]; of equal ones the lowest."""
+    """logits [t, v/p], this rank's columns -> the ids of the greatest, int64 [t]; of equal ones the lowest id."""
     first = mpu.get_model_parallel_rank() * logits.size(1)
     inside = torch.arange(first, first + logits.size(1), device=logits.device) < vocab_size
     best, where = logits.masked_fill(~inside, -torch.inf).max(dim=1, keepdim=True)  # [t, 1]

@@ -1,4 +1,4 @@
-"""Text as its tokens come: no half character, and nothing of a stop string."""
+"""Text from the bytes of its tokens: never half a character, and nothing of a stop string."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 
 class TextStream:
-    """Bytes in, text out. Held back are bytes until their character is whole, and what may become a stop string."""
+    """Bytes in, text out. It holds back the bytes of an unfinished character, and what may become a stop string."""
 
     def __init__(self, stop: Sequence[str] = ()) -> None:
         self.stopped = False
@@ -16,7 +16,10 @@ class TextStream:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def add(self, data: bytes, *, last: bool = False) -> str:
-        """The text that is certain with `data`; what stands before a stop string, and nothing after."""
+        """The text that is certain once `data` has come; up to a stop string, and nothing after it.
+
+        last: whether no more data comes. `stopped` is true from the first stop string on.
+        """
         held = self._held + self._decoder.decode(data, last)
         found = [place for text in self._stop if (place := held.find(text)) >= 0]
         if found:

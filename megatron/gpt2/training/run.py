@@ -310,7 +310,9 @@ def save_settings(plan: Plan) -> None:
     plan.tokenizer.save(folder / "tokenizer")
     if plan.config.checkpoint.keep_best:
         plan.tokenizer.save(folder / BEST / "tokenizer")
-    facts = {"environment": describe_environment(plan.ranks, plan.device), "world_size": plan.ranks.world_size,
+    facts = {"environment": describe_environment(
+                 plan.device, world_size=plan.ranks.world_size, local_world_size=plan.ranks.local_world_size),
+             "world_size": plan.ranks.world_size,
              "train_iters": plan.train_iters, "global_batch_size": plan.global_batch_size,
              "device": str(plan.device), "precision": str(plan.dtype).removeprefix("torch."),
              "torch": torch.__version__}

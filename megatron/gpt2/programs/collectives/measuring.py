@@ -1,4 +1,4 @@
-"""How it is measured: the same number of runs on every rank, each timed from a common start to the slowest's end."""
+"""How operations are measured: as many runs on every rank, each from a common start to the end of the slowest rank."""
 
 from __future__ import annotations
 
@@ -17,35 +17,40 @@ PAIRS_RUNS, MOST_PAIRED_RANKS = 9, 16
 
 
 def from_rank_0(value: int, world: World) -> int:
-    """Rank 0's value on every rank: whatever depends on a clock is decided by one."""
+    """Rank 0's `value` on every rank, for decisions that depend on a clock. A collective."""
     shared = torch.tensor(value, device=world.device)
     dist.broadcast(shared, 0)
     return int(shared)
 
 
 def count_over_ranks(here: bool, world: World) -> int:
-    """On how many ranks it is so."""
+    """On how many ranks `here` is true. A collective."""
     shared = torch.tensor(int(here), device=world.device)
     dist.all_reduce(shared)
     return int(shared)
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for the GPU; on a CPU what was called is done."""
+    """Wait for the GPU; on a CPU a call has done its work when it returns."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def lacks_messages(world: World) -> str:
-    """Why there are no point-to-point messages, if so. gloo fails with a GPU's in the middle of one, where the peer
-    would wait, instead of refusing them: they are never tried."""
+    """Why the world has no point-to-point messages, "" where it has.
+
+    gloo does not refuse a GPU's messages: it fails in the middle of one, while the peer waits. So they are never tried.
+    """
     on_gpu = dist.get_backend() == "gloo" and world.device.type != "cpu"
     return "not offered by gloo: it sends a CPU's tensors alone" if on_gpu else ""
 
 
 def time_runs(trial: Trial, world: World, runs: int) -> torch.Tensor:
-    """[runs] seconds of the slowest rank of each run. All start together, behind a barrier that is not counted; the
-    time ends when the result is there, on a GPU including the launch and the wait for it."""
+    """[runs] seconds, each of the slowest rank of a run.
+
+    The ranks start together, behind a barrier that is not counted. A run ends when its result is there; on a GPU that
+    includes the launch and the wait for it.
+    """
     seconds = []
     for _ in range(runs):
         dist.barrier()
@@ -63,8 +68,8 @@ def measure(name: str, operation: Operation, world: World, size: int, *, iters: 
             deadline: float) -> Row | Missing:
     """Try, check, then time one operation at one size. Every rank calls it; the deadline is rank 0's.
 
-    What the backend does not offer raises on every rank alike before anything is sent. Where only some ranks fail
-    that is no answer but a failure: RuntimeError.
+    iters: runs to time, None for as many as fit into RUNS_SECONDS. An operation that the backend lacks raises on every
+    rank alike before anything is sent. RuntimeError where only some ranks fail.
     """
     if not from_rank_0(int(time.monotonic() < deadline), world):
         return Missing(name, f"{size_name(size)} and above: not measured within this operation's share of --limit")
@@ -97,29 +102,32 @@ def measure(name: str, operation: Operation, world: World, size: int, *, iters: 
 
 
 def measure_sizes(name: str, operation: Operation, world: World, sizes: Sequence[int], *, iters: int | None,
-                  deadline: float, tell: Callable[[str], None] = lambda line: None) -> tuple[list[Row], list[Missing]]:
-    """One operation at every size, until one is not to be had. `tell` is given each line of the table."""
+                  deadline: float, log: Callable[[str], None] = lambda line: None) -> tuple[list[Row], list[Missing]]:
+    """One operation at every size, until one cannot be measured. log: takes each line of the table."""
     rows: list[Row] = []
     lacking = lacks_messages(world) if operation.point_to_point else ""
     if operation.subgroups and world.half is None:
         why = "has none of two ranks but itself" if world.size == 2 else "does not split into two halves"
         lacking = f"no subgroups to measure: a world of {world.size} {why}"
     if lacking:
-        tell(missing_line(Missing(name, lacking)))
+        log(missing_line(Missing(name, lacking)))
         return rows, [Missing(name, lacking)]
     for size in sizes if operation.sizes else sizes[:1]:
         result = measure(name, operation, world, size, iters=iters, deadline=deadline)
         if isinstance(result, Missing):
-            tell(missing_line(result))
+            log(missing_line(result))
             return rows, [result]
         rows.append(result)
-        tell(row_line(result))
+        log(row_line(result))
     return rows, []
 
 
 def measure_pairs(world: World, size: int, deadline: float) -> Pairs | Missing:
-    """Messages from each rank to each other one by one, median of some; the time is the sender's, until the receiver
-    has answered with one element."""
+    """The bandwidth from each rank to each other, one pair at a time, in messages of `size` bytes; the median of
+    PAIRS_RUNS.
+
+    The time is the sender's, until the receiver has answered with one element.
+    """
     if world.size > MOST_PAIRED_RANKS:
         return Missing("pairs", f"only measured in worlds of at most {MOST_PAIRED_RANKS} ranks")
     if lacks_messages(world):

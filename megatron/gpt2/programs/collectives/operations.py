@@ -1,7 +1,7 @@
-"""What is measured: each operation's buffers, its call, and the values that it must give.
+"""The operations that are measured: their buffers, their call, and the values that they must give.
 
-Legend: `n` ranks, `r` a rank, `i` an element's index. `bytes` are those that nccl-tests counts: of the whole buffer of
-one rank, where an operation has n blocks of all of them.
+Legend: `n` ranks, `r` a rank, `i` an element's index. `bytes` are those that nccl-tests counts: the whole buffer of one
+rank, and all n blocks where an operation has n blocks.
 
 The values to check are exact in every dtype, and periodic, so that the expected ones of 256 MB cost nothing:
 
@@ -34,8 +34,11 @@ reduce_scatter_single: Callable[..., object] = (getattr(dist, "reduce_scatter_si
 
 @dataclass(frozen=True)
 class World:
-    """This rank among all, and what it measures with. The two groups are None where the world has no such subgroups:
-    `half` is this rank's half of the world, `across` this rank and its counterpart in the other half."""
+    """This rank among all, with the device and dtype to measure with.
+
+    half: the group of this rank's half of the world. across: the group of this rank and its counterpart in the other
+    half. Both are None where the world has no such groups.
+    """
 
     rank: int
     size: int
@@ -47,8 +50,12 @@ class World:
 
 @dataclass(frozen=True)
 class Trial:
-    """An operation with its buffers: `run` does it once, `correct` says of the first run whether it was right, and
-    `in_place` are the buffers to set to zero after that, since a hundred sums in place would leave any range."""
+    """An operation with its buffers.
+
+    run: does it once. correct: whether the first run gave the right values. in_place: the buffers to set to zero after
+    that, since a hundred sums in place would leave any range. messages: those that follow each other in one run, by
+    which its time is divided.
+    """
 
     bytes: int
     run: Callable[[], object]
@@ -62,7 +69,10 @@ Prepare = Callable[[World, int], Trial]  # (world, bytes) -> Trial; called by ev
 
 @dataclass(frozen=True)
 class Operation:
-    """`bus_factor` x algorithm bandwidth is the bus bandwidth; it depends on the ranks that take part."""
+    """How to prepare an operation, and what it is made of.
+
+    bus_factor: of the number of ranks that take part; times the algorithm bandwidth it is the bus bandwidth.
+    """
 
     prepare: Prepare
     bus_factor: Callable[[int], float] = lambda n: 1.0
@@ -81,12 +91,12 @@ def make_world(device: torch.device, dtype: torch.dtype) -> World:
 
 
 def moved(rank: int) -> Tensor:
-    """[PERIOD] values to tell a rank's block by."""
+    """[PERIOD] values by which the block of a rank is recognised."""
     return ((torch.arange(PERIOD) + 7 * rank) % 125).double()
 
 
 def reduced(rank: int) -> Tensor:
-    """[PERIOD] values to reduce."""
+    """[PERIOD] values of a rank to reduce."""
     exponent = (torch.arange(PERIOD) + rank * rank) % 3 - 1
     return torch.pow(2.0, (exponent if rank % 2 == 0 else -exponent).double())
 
@@ -224,7 +234,7 @@ def barrier(world: World, size: int) -> Trial:
 
 
 def partner(world: World) -> int | None:
-    """The rank at the same place in the other half; with an odd number of ranks the last one has none."""
+    """The rank at the same place in the other half; of an odd number of ranks the last one has none."""
     half = world.size // 2
     return (world.rank + half) % (2 * half) if world.rank < 2 * half else None
 
@@ -261,12 +271,12 @@ def isend_irecv(world: World, size: int) -> Trial:
 
 
 def there_and_on(n: int) -> float:
-    """Every element is summed over n ranks and brought back to them: 2 (n-1)/n of the buffer passes each link."""
+    """2 (n-1)/n: every element is summed over n ranks and brought back to them, over each link."""
     return 2 * (n - 1) / n
 
 
 def all_but_own(n: int) -> float:
-    """Of n blocks a rank keeps its own: (n-1)/n of the buffer passes its link."""
+    """(n-1)/n: of n blocks a rank keeps its own, and the others pass its link."""
     return (n - 1) / n
 
 

@@ -1,4 +1,4 @@
-"""What was measured, as a table, as a verdict and as a plot."""
+"""The measurements as a table, as a verdict and as a plot."""
 
 from __future__ import annotations
 
@@ -13,8 +13,11 @@ FAR_BELOW = 0.5  # of the median of all pairs: a pair or a rank under it is name
 
 @dataclass(frozen=True)
 class Row:
-    """An operation at one size. Times are in seconds, of the slowest rank of each iteration; bandwidths in 1e9 bytes
-    a second, None where there is no message."""
+    """An operation at one size.
+
+    Times are in seconds, of the slowest rank of each run; bandwidths in 1e9 bytes per second, None where there is no
+    message.
+    """
 
     operation: str
     bytes: int
@@ -29,7 +32,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Missing:
-    """An operation, or its sizes from some size on, without a figure, and why."""
+    """An operation without a figure, or without one from some size on, and the reason."""
 
     operation: str
     reason: str
@@ -37,8 +40,8 @@ class Missing:
 
 @dataclass(frozen=True)
 class Pairs:
-    """bandwidth[source][target] of messages of `bytes` from one rank to one other, all others idle; 1e9 bytes a
-    second, 0 on the diagonal."""
+    """bandwidth[source][target] in GB/s of messages of `bytes` bytes, while all other ranks are idle; 0 on the
+    diagonal."""
 
     bytes: int
     bandwidth: list[list[float]]
@@ -55,13 +58,14 @@ class Pairs:
                 if source != target and value < least]
 
     def slow_ranks(self) -> list[int]:
-        """Ranks with most of their pairs, in both directions, among the slow ones; of two ranks none can be told."""
+        """Ranks with most of their pairs among the slow ones, in both directions; of two ranks neither can be
+        blamed."""
         n, slow = len(self.bandwidth), self.slow()
         return [rank for rank in range(n) if n > 2 and sum(rank in pair for pair in slow) > n - 1]
 
 
 def size_name(size: int) -> str:
-    """1024 -> 1K; a size that no suffix divides stays a number of bytes."""
+    """1024 -> 1K; a size that no unit divides stays a number of bytes."""
     for suffix, unit in (("G", 1 << 30), ("M", 1 << 20), ("K", 1 << 10)):
         if size >= unit and size % unit == 0:
             return f"{size // unit}{suffix}"
@@ -89,7 +93,7 @@ def pairs_table(pairs: Pairs) -> Iterator[str]:
     """The matrix, with a * at each slow pair."""
     slow = set(pairs.slow())
     n = len(pairs.bandwidth)
-    yield f"GB/s from a rank (row) to a rank (column), {size_name(pairs.bytes)} messages, one pair at a time"
+    yield f"GB/s from one rank (row) to another (column), {size_name(pairs.bytes)} messages, one pair at a time"
     yield " " * 8 + "".join(f"{target:>8} " for target in range(n))
     for source, row in enumerate(pairs.bandwidth):
         yield f"{source:>7} " + "".join(
@@ -98,7 +102,7 @@ def pairs_table(pairs: Pairs) -> Iterator[str]:
 
 
 def verdict(rows: list[Row], missing: list[Missing], pairs: Pairs | None, hosts: list[str]) -> Iterator[str]:
-    """What to know before a run; WRONG and SLOW start the lines that should stop one."""
+    """What to know before a training run; lines that begin with WRONG or SLOW should stop one."""
     messages = [row for row in rows if row.bus_bandwidth is not None]
     if messages:
         smallest = [row for row in messages if row.bytes <= 1.5 * min(row.bytes for row in messages)]
@@ -131,7 +135,7 @@ def verdict(rows: list[Row], missing: list[Missing], pairs: Pairs | None, hosts:
 
 
 def plot(rows: list[Row], path: Path, title: str) -> str:
-    """Bus bandwidth against size into `path`; returns the line that says what became of it."""
+    """Draw bus bandwidth over size into `path`; returns a line that says where the plot is, or why there is none."""
     try:
         logging.getLogger("matplotlib").setLevel(logging.ERROR)  # it reports its font cache, which is no news of ours
         from matplotlib.backends.backend_agg import FigureCanvasAgg

@@ -22,15 +22,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line `argv` (default: this process's). ValueError or FileNotFoundError for bad input."""
     parser = stage_parser(__doc__)
     parser.add_argument("--max-bytes", type=positive, default=10_000_000, metavar="N",
-                        help="of a page; a larger one is dropped (default: %(default)s)")
+                        help="size of a page at most; a larger one is dropped (default: %(default)s)")
     parser.add_argument("--page-seconds", type=float, default=30.0, metavar="S",
-                        help="from the first connection to the last byte of a page (default: %(default)s)")
+                        help="time for a page, from the first connection to the last byte (default: %(default)s)")
     parser.add_argument("--extract-seconds", type=float, default=10.0, metavar="S",
-                        help="to find the text of a page (default: %(default)s)")
+                        help="time to find the text of a page (default: %(default)s)")
     parser.add_argument("--threads", type=positive, default=64, metavar="N",
                         help="pages fetched at once (default: %(default)s)")
     parser.add_argument("--per-host", type=positive, default=4, metavar="N",
-                        help="of them from one host (default: %(default)s)")
+                        help="pages fetched from one host at once (default: %(default)s)")
     args = parser.parse_args(argv)
     for flag, value in (("--page-seconds", args.page_seconds), ("--extract-seconds", args.extract_seconds)):
         if not 0 < value < 86400:

@@ -36,11 +36,11 @@ PAGE = Path(__file__).with_name("page.html")
 # The page brings all it needs, and asks nobody else.
 PAGE_POLICY = ("default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; "
                "img-src data:")
-LAST_WORDS = 1.0  # seconds for the error that ends an answer: its client may have stopped reading
+LAST_WORDS = 1.0  # seconds to send the error that ends an answer: its client may have stopped reading
 
 
 def json_response(content: dict[str, Any], status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    """In ASCII, for a client's own words, which an error repeats, need not be text."""
+    """A JSON response in ASCII, since an error repeats a client's own words, which need not be valid text."""
     return Response(json.dumps(content, allow_nan=False), status, headers, "application/json")
 
 
@@ -55,8 +55,9 @@ def error_response(error: ApiError) -> Response:
 class Service:
     """What the addresses share. All of it is used by the thread of the event loop alone.
 
-    model: its name. context: the tokens that it reads. texts: those that may be asked for at once, written or waiting.
-    seconds: for a request, from its last byte to the answer's, and for its body. log: takes a line for each request.
+    model: its name. context: tokens that it reads. texts: most texts that may be generated or wait at once. seconds:
+    time for a request's body, and from its last byte to the last byte of the answer. log: takes a line for each
+    request.
     """
 
     model: str
@@ -120,7 +121,7 @@ class Service:
 
 
 class Completion(Response):
-    """The answer to a request: all at once, or as it is written. A client that goes away ends its texts."""
+    """The answer to a request, at once or streamed. Its texts end when the client goes away."""
 
     def __init__(self, service: Service, request: CompletionRequest, origin: str) -> None:
         self.service, self.request, self.origin = service, request, origin

@@ -1,4 +1,4 @@
-"""What a client asks for: the JSON of a completion, checked field by field as OpenAI's interface has them."""
+"""The request of a client: the JSON of a completion in OpenAI's form, checked field by field."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from data_utils import Tokenizer
 from megatron.gpt2.text.generation import Continuation
 from megatron.gpt2.text.sampling import Sampling
 
-# Fields of OpenAI's that are taken where they ask for nothing, so that clients that always send them are served.
+# OpenAI's fields that are accepted with a value that asks for nothing, since some clients always send them.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (1,), "frequency_penalty": (0,), "presence_penalty": (0,), "logit_bias": ({},), "suffix": ("",)}
 
 
 class ApiError(Exception):
-    """A request that is answered with an error. param: the field to blame; status: the one of HTTP."""
+    """A request that is answered with an error. param: the field that is wrong. status: the code of HTTP."""
 
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None, status: int = 400) -> None:
         super().__init__(message)
@@ -34,7 +34,7 @@ class ApiError(Exception):
 
 @dataclass(frozen=True)
 class Limits:
-    """Of one request: tokens of each text, texts, bytes of the body."""
+    """The most that one request may ask for: tokens per text, texts, and bytes of its body."""
 
     max_tokens: int
     texts: int
@@ -46,7 +46,7 @@ class CompletionRequest:
     """A request that can be served: `n` continuations of each prompt, in this order."""
 
     prompts: list[list[int]]
-    echoed: list[str]  # of each prompt: itself, or "" where it is not asked for
+    echoed: list[str]  # for each prompt the text that the answer begins with: itself, or ""
     n: int
     sampling: Sampling
     seeded: bool
@@ -55,7 +55,10 @@ class CompletionRequest:
     include_usage: bool
 
     def continuations(self) -> list[Continuation]:
-        """The j-th of a prompt has the seed `seed` + j, whatever stands beside it; without a seed each has its own."""
+        """What to generate. Continuation j of a prompt has the seed `seed` + j, whatever stands beside it.
+
+        Without a seed in the request each continuation has a random one.
+        """
         return [Continuation(prompt, dataclasses.replace(self.sampling, seed=_wrapped(self.sampling.seed + j)
                                                          if self.seeded else random.getrandbits(63)))
                 for prompt in self.prompts for j in range(self.n)]
@@ -74,8 +77,10 @@ def _number(value: Any, least: float, most: float) -> TypeGuard[float]:
 
 
 def read_request(body: bytes, *, model: str, tokenizer: Tokenizer, context: int, limits: Limits) -> CompletionRequest:
-    """The request that `body` holds, for a model of this name that reads `context` tokens. ApiError, with the field
-    that is to blame, where it cannot be served."""
+    """The request that `body` holds, for the model of this name.
+
+    context: tokens that the model reads. Raises ApiError, with the field that is wrong, where it cannot be served.
+    """
     given = _fields(body)
 
     def take(name: str, default: Any, must_be: str, good: Callable[[Any], bool]) -> Any:
