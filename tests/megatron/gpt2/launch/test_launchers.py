@@ -76,12 +76,12 @@ def test_open_mpi(folder: Path, alone: list[float]) -> None:
     assert losses(save) == pytest.approx(alone, rel=1e-5)
 
 
-def program(folder: Path, *words: str, command: tuple[str, ...] = (), **variables: str) -> subprocess.Popen[str]:
-    python = Path(sys.executable)
-    environ = {**clean_environment(), "PATH": f"{python.parent}{os.pathsep}{os.environ['PATH']}",
+def program(folder: Path, *command: str, **variables: str) -> subprocess.Popen[bytes]:
+    """A process of its own; what it writes goes to `folder`/output."""
+    environ = {**clean_environment(), "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
                "OMP_NUM_THREADS": "1", **variables}
-    return subprocess.Popen([*(command or (str(python), str(ROOT / "pretrain_gpt2.py"))), *flags(folder), *words],
-                            env=environ, cwd=folder, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    with open(folder / "output", "wb") as output:
+        return subprocess.Popen(command, env=environ, cwd=folder, stdout=output, stderr=subprocess.STDOUT)
 
 
 def test_srun(folder: Path, alone: list[float]) -> None:
@@ -89,11 +89,12 @@ def test_srun(folder: Path, alone: list[float]) -> None:
     stub.parent.mkdir()
     stub.write_text(SRUN)
     stub.chmod(0o755)
-    job = program(folder, "--save", str(save), "--model-parallel-size", "2",
-                  command=("bash", str(ROOT / "scripts" / "pretrain_gpt2.slurm")), SLURM_SUBMIT_DIR=str(ROOT),
-                  SLURM_JOB_ID=str(os.getpid()), MASTER_ADDR="localhost",  # node003 is not to be found
+    job = program(folder, "bash", str(ROOT / "scripts" / "pretrain_gpt2.slurm"), *flags(folder), "--save", str(save),
+                  "--model-parallel-size", "2", SLURM_SUBMIT_DIR=str(ROOT), SLURM_JOB_ID=str(os.getpid()),
+                  MASTER_ADDR="localhost",  # node003 is not to be found
                   PATH=f"{stub.parent}:{Path(sys.executable).parent}:{os.environ['PATH']}")
-    output, _ = job.communicate(timeout=120)
+    job.wait(120)
+    output = (folder / "output").read_text()
     assert job.returncode == 0, output
     assert losses(save) == pytest.approx(alone, rel=1e-5)
     for line in ("node003: ranks 0-1 of 4 on cpu (1 threads)", "node004: ranks 2-3 of 4 on cpu (1 threads)"):
@@ -108,37 +109,41 @@ WITH_CUDA = ("import sys, torch; from megatron.gpt2.programs.pretrain_gpt2 impor
 @pytest.mark.parametrize(("way", "how"), [
     ("Ctrl-C", "forked"), ("SIGTERM", "spawned"), ("a rank is killed", "forked")])
 def test_torch_multiprocessing(folder: Path, alone: list[float], way: str, how: str) -> None:
-    """Trains the same, and ends in each of the ways. Lines come as they are written, into a pipe: nothing else tells
-    when to act."""
+    """Trains the same, and ends in each of the ways. Lines can be read as they are written: nothing else tells when to
+    act."""
     save = folder / f"{how} {way}"
-    job = program(folder, "--save", str(save), "--nproc-per-node", "2", "--exit-interval", "100000",
-                  "--train-iters", "100000", PYTHONPATH=str(ROOT),
-                  command=(sys.executable, "-c", WITH_CUDA) if how == "spawned" else ())
-    assert job.stdout is not None
-    seen = []
-    for line in job.stdout:
-        seen.append(line)
-        if line.startswith("iteration        5/"):
-            break
-    assert losses(save)[:5] == pytest.approx(alone, rel=1e-5), "".join(seen)
-    children = [int(pid) for pid in Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()]
+    words = ["--save", str(save), "--nproc-per-node", "2", "--exit-interval", "100000", "--train-iters", "100000"]
     if how == "spawned":
-        children = [pid for pid in children if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        job = program(folder, sys.executable, "-c", WITH_CUDA, *flags(folder), *words, PYTHONPATH=str(ROOT))
+        pid, path = job.pid, folder / "output"
+    else:
+        rank = Rank(folder, words, {})
+        assert rank.process.pid is not None
+        pid, path = rank.process.pid, rank.output
+    end = time.monotonic() + 60
+    while not (path.exists() and "iteration        5/" in path.read_text()):
+        assert time.monotonic() < end, path.read_text()
+        time.sleep(0.05)
+    assert losses(save)[:5] == pytest.approx(alone, rel=1e-5), path.read_text()
+    children = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    if how == "spawned":
+        children = [child for child in children if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes()]
     assert len(children) == 2
     if way == "Ctrl-C":
-        for pid in (job.pid, *children):  # as a terminal does
-            os.kill(pid, signal.SIGINT)
+        for process in (pid, *children):  # as a terminal does
+            os.kill(process, signal.SIGINT)
     else:
-        os.kill(*((job.pid, signal.SIGTERM) if way == "SIGTERM" else (children[1], signal.SIGKILL)))
-    output = "".join(seen) + job.communicate(timeout=60)[0]
-    assert not any(Path(f"/proc/{pid}").exists() for pid in children)
+        os.kill(*((pid, signal.SIGTERM) if way == "SIGTERM" else (children[1], signal.SIGKILL)))
+    code = job.wait(60) if how == "spawned" else rank.end()[0]
+    output = path.read_text()
+    assert not any(Path(f"/proc/{child}").exists() for child in children)
     assert "Traceback" not in output
     if way == "a rank is killed":
-        assert job.returncode == 128 + signal.SIGKILL, output
+        assert code == 128 + signal.SIGKILL, output
         assert "error: rank 1 was ended by SIGKILL\n" in output
         assert "rank 1 (" in output and "gave no sign of life" in output
     else:
-        assert job.returncode == 0, output
+        assert code == 0, output
         assert f"stopped by {way} at iteration" in output
 
 
@@ -146,9 +151,8 @@ def test_torch_multiprocessing(folder: Path, alone: list[float], way: str, how: 
     ("--train-data nothing.txt", ["error: --train-data: no such file: nothing.txt"]),
     ("--hidden-sise 3", ["error: unknown flag --hidden-sise: did you mean --hidden-size?"])])
 def test_bad_input_of_several_ranks_is_one_line(folder: Path, flags: str, lines: list[str]) -> None:
-    job = program(folder, "--save", f"{folder}/bad", "--nproc-per-node", "2", *flags.split())
-    output, _ = job.communicate(timeout=60)
-    assert job.returncode == 2
+    code, output = Rank(folder, ["--save", f"{folder}/bad", "--nproc-per-node", "2", *flags.split()], {}).end()
+    assert code == 2
     assert [line for line in output.splitlines() if "error" in line] == lines
 
 

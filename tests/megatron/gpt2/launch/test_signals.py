@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -17,12 +16,10 @@ from megatron.gpt2.launch import signals
 from megatron.gpt2.launch.signals import StopSignal
 from megatron.gpt2.training import training
 from megatron.gpt2.training.run import Run
-from tests.distributed import run_ranks
+from tests.distributed import CONTEXT, run_ranks
 from tests.megatron.gpt2.launch.long_call import long_call
 from tests.megatron.gpt2.launch.started_ranks import Rank
 from tests.megatron.gpt2.training.training_runs import write_text
-
-REPOSITORY = Path(__file__).parents[4]
 
 
 def stops_at(stop: StopSignal, at_step: Callable[[int], bool | None]) -> tuple[int, str]:
@@ -65,66 +62,80 @@ def test_alone() -> None:
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
 
 
-STEPS = """
-import time
-from megatron.gpt2.launch import signals
-from tests.megatron.gpt2.launch.long_call import long_call
-signals.ECHO[signals.signal.SIGTERM] = 0.5
-with signals.StopSignal() as stop:
-    print("ready", flush=True)
-    if {hangs}:
-        long_call()
-    reason = ""
-    while not reason or {stubborn}:
-        time.sleep(0.02)
-        reason = stop.agreed()
-        if reason: print(reason, flush=True)
-print("saved", flush=True)
-"""
+def run_steps(out: Connection, err: Connection, stubborn: bool, hangs: bool) -> None:
+    """Steps until a signal stops them; or for ever, or in one long call."""
+    os.dup2(out.fileno(), 1)
+    os.dup2(err.fileno(), 2)
+    signals.ECHO[signal.SIGTERM] = 0.5
+    with StopSignal() as stop:
+        print("ready", flush=True)
+        if hangs:
+            long_call()
+        reason = ""
+        while not reason or stubborn:
+            time.sleep(0.02)
+            if reason := stop.agreed():
+                print(reason, flush=True)
+    print("saved", flush=True)
 
 
-def started(*, stubborn: bool = False, hangs: bool = False) -> subprocess.Popen[str]:
-    process = subprocess.Popen([sys.executable, "-c", STEPS.format(stubborn=stubborn, hangs=hangs)], cwd=REPOSITORY,
-                               text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    assert process.stdout is not None
-    assert process.stdout.readline() == "ready\n"
-    return process
+class Started:
+    """`run_steps` in a process of its own, forked where torch is imported already."""
+
+    def __init__(self, *, stubborn: bool = False, hangs: bool = False) -> None:
+        (out, own_out), (err, own_err) = CONTEXT.Pipe(duplex=False), CONTEXT.Pipe(duplex=False)
+        self.process = CONTEXT.Process(target=run_steps, args=(own_out, own_err, stubborn, hangs), daemon=True)
+        self.process.start()
+        for pipe in (own_out, own_err):
+            pipe.close()
+        self.out, self.err = (os.fdopen(os.dup(pipe.fileno()), encoding="utf-8") for pipe in (out, err))
+        assert self.out.readline() == "ready\n"
+
+    def send_signal(self, number: int) -> None:
+        assert self.process.pid is not None
+        os.kill(self.process.pid, number)
+
+    def end(self) -> tuple[int | None, str, str]:
+        """Exit code (None: it hung and was killed), and the rest of its output and errors."""
+        self.process.join(30)
+        code = self.process.exitcode
+        self.process.kill()
+        with self.out, self.err:
+            return code, self.out.read(), self.err.read()
 
 
 @pytest.mark.parametrize("twice", [False, True])
 def test_ctrl_c(twice: bool) -> None:
-    process = started(stubborn=twice)
-    process.send_signal(signal.SIGINT)
+    started = Started(stubborn=twice)
+    started.send_signal(signal.SIGINT)
     if twice:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "Ctrl-C\n"
-        process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=30)
+        assert started.out.readline() == "Ctrl-C\n"
+        started.send_signal(signal.SIGINT)
+    code, out, err = started.end()
     assert err == "\nCtrl-C: the step is finished and saved first; Ctrl-C again quits at once\n"
-    assert (process.returncode, "saved" in out) == ((-signal.SIGINT, False) if twice else (0, True)), out
+    assert (code, "saved" in out) == ((-signal.SIGINT, False) if twice else (0, True)), out
 
 
 @pytest.mark.parametrize(("number", "name", "after"), [(signal.SIGTERM, "SIGTERM", " after 0.5 s or more"),
                                                        (signal.SIGINT, "Ctrl-C", "")])
 def test_a_step_that_takes_minutes(number: signal.Signals, name: str, after: str) -> None:
     """Inside of one call the first signal is answered within a second, and the second one obeyed."""
-    process = started(hangs=True)
+    started = Started(hangs=True)
     time.sleep(0.2)  # it is inside by then
-    assert process.stderr is not None
     began = time.monotonic()
-    process.send_signal(number)
-    assert process.stderr.readline() == "\n"
-    assert process.stderr.readline() == (f"{name}: the step is finished and saved first; {name} again{after} quits at "
-                                         "once\n")
+    started.send_signal(number)
+    assert started.err.readline() == "\n"
+    assert started.err.readline() == (f"{name}: the step is finished and saved first; {name} again{after} quits at "
+                                      "once\n")
     assert time.monotonic() - began < 3  # on a machine that is busy with other tests; a hundredth otherwise
     if number == signal.SIGTERM:  # the launcher has passed it on as well
-        process.send_signal(number)
+        started.send_signal(number)
         time.sleep(0.6)
-        assert process.poll() is None
-    process.send_signal(number)
-    out, err = process.communicate(timeout=30)
+        assert started.process.is_alive()
+    started.send_signal(number)
+    code, out, err = started.end()
     assert err == f"\n{name} again: the run ends at once; the same command continues from the last checkpoint\n"
-    assert (process.returncode, out) == (128 + number, "")
+    assert (code, out) == (128 + number, "")
 
 
 def step_without_end(folder: str) -> None:
