@@ -9,7 +9,7 @@ TEST_MODULES="transformers pytest pytest_timeout xdist ruff mypy setuptools tens
     zstandard pyarrow gigatoken orjson xxhash tldextract trafilatura lxml_html_clean py3langid datatrove lm_eval
     starlette uvicorn openai playwright"
 
-say() { echo "$*" >&2; }
+log() { echo "$*" >&2; }
 
 # has PYTHON MODULE...: this interpreter is new enough, has every module, and its torch is 2.11 or newer
 has() {
@@ -35,7 +35,7 @@ suitable_python() {
             return
         fi
     done
-    say "error: found no Python 3.10 or newer that has venv (on Debian and Ubuntu: apt install python3-venv)"
+    log "error: found no Python 3.10 or newer that has venv (on Debian and Ubuntu: apt install python3-venv)"
     return 1
 }
 
@@ -44,10 +44,10 @@ install() {
     local python
     if ! "$ROOT/.venv/bin/python" -c '' 2>/dev/null; then
         python=$(suitable_python) || return 1
-        say "making $ROOT/.venv with $("$python" --version)"
+        log "making $ROOT/.venv with $("$python" --version)"
         "$python" -m venv "$ROOT/.venv" || return 1
     fi
-    say "installing $(grep '^torch==' "$ROOT/constraints.txt") and the rest into .venv; this takes minutes, once"
+    log "installing $(grep '^torch==' "$ROOT/constraints.txt") and the rest into .venv; this takes minutes, once"
     "$ROOT/.venv/bin/python" -m pip install --disable-pip-version-check \
         -c "$ROOT/constraints.txt" -e "$ROOT${1:+[$1]}" >&2
 }
@@ -74,11 +74,11 @@ find_python() {
         for PYTHON in "$own" python python3; do
             if has "$PYTHON" $LEAST; then
                 PYTHON=$(command -v "$PYTHON")
-                say "notice: the installation failed; going on with $PYTHON, which has $LEAST"
+                log "notice: the installation failed; going on with $PYTHON, which has $LEAST"
                 return
             fi
         done
     fi
-    say "error: the installation failed, see above. Without a network, activate an environment that has:" $needed
+    log "error: the installation failed, see above. Without a network, activate an environment that has:" $needed
     exit 1
 }

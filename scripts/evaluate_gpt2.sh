@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Score a trained model on text files:   bash scripts/evaluate_gpt2.sh --valid-data FILE [flags of tools/evaluate_gpt2.py]
-# From the environment, besides what launch.sh says of the ranks:
+# From the environment, besides the variables of launch.sh:
 #   CHECKPOINT_PATH  the --save folder of a training run (default: the newest under checkpoints/)
 #   MPSIZE           ranks that share each layer (1; also MP_SIZE); the windows are divided among the others
 set -euo pipefail

@@ -1,5 +1,5 @@
 # Sourced by the scripts that start several ranks. `launch FLAGS...` runs PROGRAM on every rank of this node;
-# `launch_model_parallel SIZE FLAGS...` also splits each layer. A value that cannot be ends the script in one line and
+# `launch_model_parallel SIZE FLAGS...` also splits each layer. An impossible value ends the script with one line and
 # status 2. From the environment:
 #   GPUS_PER_NODE  ranks on this node (default: the visible GPUs, 2 on a CPU)
 #   NNODES         nodes (1); with more, run the script on each, with
@@ -7,7 +7,7 @@
 #   MASTER_ADDR    host of node 0
 #   MASTER_PORT    a free port there (29500)
 #   MP_SIZE        ranks that share each layer (default: SIZE; also MPSIZE), of launch_model_parallel alone
-#   OMP_NUM_THREADS  threads of a rank (default: cores / ranks)
+#   OMP_NUM_THREADS  threads per rank (default: cores / ranks)
 
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 PROGRAM=pretrain_gpt2.py # under $ROOT; another script names another one
@@ -18,7 +18,7 @@ within() {
         '' | *[!0-9]* | ??????????*) ;; # not digits, or too many for bash's own numbers
         *) if [ "$2" -ge "$3" ] && [ "$2" -le "$4" ]; then return; fi ;;
     esac
-    say "error: $1=$2 is not a whole number from $3 to $4: $5"
+    log "error: $1=$2 is not a whole number from $3 to $4: $5"
     exit 2
 }
 
@@ -64,11 +64,11 @@ find_checkpoint() {
             if [ -e "$tracker" ] && { [ -z "$newest" ] || [ "$tracker" -nt "$newest" ]; }; then newest=$tracker; fi
         done
         if [ -z "$newest" ]; then
-            say "error: no checkpoint is under checkpoints/: name one with CHECKPOINT_PATH=FOLDER"
+            log "error: no checkpoint is under checkpoints/: name one with CHECKPOINT_PATH=FOLDER"
             exit 2
         fi
         CHECKPOINT_PATH=${newest%/*}
-        say "notice: the newest checkpoint is of $CHECKPOINT_PATH"
+        log "notice: the newest checkpoint is of $CHECKPOINT_PATH"
     fi
     LOAD=(--load "$CHECKPOINT_PATH")
 }

@@ -1,19 +1,20 @@
 #!/usr/bin/env bash
 # Web text to a corpus to train on, all stages of tools/openwebtext:
 #
-#   bash scripts/prepare_openwebtext.sh --urls FILES --output FOLDER [flags]     addresses, one a line
-#   bash scripts/prepare_openwebtext.sh --texts FILES --output FOLDER [flags]    text that is there: JSON lines or .txt
+#   bash scripts/prepare_openwebtext.sh --urls FILES --output FOLDER [flags]     addresses, one per line
+#   bash scripts/prepare_openwebtext.sh --texts FILES --output FOLDER [flags]    your own text: JSON lines or .txt
 #
-#   --evaluation FILES  drop documents that share 13 words in a row with these; again for more
+#   --evaluation FILES  drop documents that share 13 words in a row with these; may be given several times
 #   --limit N           only the first N addresses or texts
 #   --workers N         processes (default: the processors)
 #
-# FILES is a file, a folder or a glob in quotes. Flags of a single stage stand in the environment: URLS_FLAGS,
-# DOWNLOAD_FLAGS, CLEANUP_FLAGS, DUPLICATES_FLAGS, EVALUATION_FLAGS, SPLIT_FLAGS. Started again, it goes on where it was. Exit code 2 where it fails.
+# FILES is a file, a folder or a glob in quotes. The flags of a single stage come from the environment: URLS_FLAGS,
+# DOWNLOAD_FLAGS, CLEANUP_FLAGS, DUPLICATES_FLAGS, EVALUATION_FLAGS, SPLIT_FLAGS. After a kill the same command
+# continues. Exit code 2 where it fails.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
-fail() { say "error: $*"; exit 2; }
+fail() { log "error: $*"; exit 2; }
 
 urls="" texts="" output="" limit=() workers=() evaluation=()
 while [ $# -gt 0 ]; do
@@ -58,7 +59,7 @@ if [ ${#evaluation[@]} -gt 0 ]; then
     stage filter_ngrams "$last" "$output/7-decontaminated" --evaluation "${evaluation[@]}" ${EVALUATION_FLAGS:-}
     last=$output/7-decontaminated
 else
-    say "notice: without --evaluation no document is dropped for being in an evaluation set"
+    log "notice: without --evaluation no document is dropped for being in an evaluation set"
 fi
 stage merge_jsons --data_path "$last" --output_file "$output/8-merged/corpus.jsonl"
 stage split_dataset "$output/8-merged/corpus.jsonl" "$output/9-split" ${SPLIT_FLAGS:-}

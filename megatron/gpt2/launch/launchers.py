@@ -119,8 +119,8 @@ def _slurm(flags: LaunchConfig, environ: Mapping[str, str]) -> Launch | None:
     sizes = (_number(environ, name) for name in ("SLURM_NTASKS", "SLURM_STEP_NUM_TASKS", "SLURM_NPROCS")
              if name in environ)
     world = next(sizes, sum(counts))
-    require(world > 0, "srun started this process, but neither SLURM_NTASKS nor SLURM_STEP_TASKS_PER_NODE says of how "
-                       "many")
+    require(world > 0, "srun started this process, but neither SLURM_NTASKS nor SLURM_STEP_TASKS_PER_NODE gives the "
+                       "number of tasks")
     node = int(environ.get("SLURM_NODEID", 0))
     known = sum(counts) == world and node < len(counts)
     here = counts[node] if known else -(-world // max(1, len(hosts)))
@@ -176,7 +176,7 @@ def _check_place(launch: Launch) -> None:
     """ValueError unless `launch` says where its ranks meet, in a form that can be read."""
     require(launch.where != "", f"nothing says where the {launch.world_size} ranks meet: set MASTER_ADDR (the host of "
             "rank 0) and MASTER_PORT for each, or give --init-method tcp://HOST:PORT or file:///PATH; torchrun and "
-            "srun say it by themselves")
+            "srun set them by themselves")
     try:
         place = urlsplit(launch.where)
         good = place.hostname and place.port if place.scheme == "tcp" else (
