@@ -14,7 +14,6 @@ import argparse
 import json
 import os
 import re
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -28,11 +27,9 @@ from data_utils.command_line import Parser, end_with, how_to_call
 from data_utils.progress import progress_bar
 from megatron.gpt2.config import require
 from megatron.gpt2.device import DTYPES, choose_backend, choose_device, set_threads
-from megatron.gpt2.errors import refuse
-from megatron.gpt2.launch.launchers import read_launch
 from megatron.gpt2.launch.ranks import Ranks
-from megatron.gpt2.launch.rendezvous import initialize_distributed, leave, meet
-from megatron.gpt2.launch.spawn import start_ranks
+from megatron.gpt2.launch.rendezvous import initialize_distributed
+from megatron.gpt2.launch.run_program import Log, run_program
 from megatron.gpt2.programs.collectives.measuring import (
     LEAST_RUNS,
     MOST_RUNS,
@@ -150,32 +147,25 @@ def bench(options: argparse.Namespace, world: World, where: str) -> int:
     return 0 if all(row.correct for row in rows) else 1
 
 
+def measure(argv: Sequence[str], ranks: Ranks, log: Log) -> int:
+    """Measure what the flags ask for on all ranks; returns the exit code."""
+    options = parse(argv)
+    require(ranks.world_size > 1, "one rank has nobody to talk to, at least two are needed: "
+                                  f"{how_to_call('bench_collectives')} --nproc-per-node 2")
+    set_threads(ranks)
+    device, device_line = choose_device(options.device, ranks)
+    backend, _ = choose_backend(options.distributed_backend, device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if ranks.rank == 0 and options.output:
+        options.output.mkdir(parents=True, exist_ok=True)
+    initialize_distributed(ranks, backend, device, TIMEOUT_MINUTES)
+    return bench(options, make_world(device, DTYPES[options.dtype]), f"{backend}; {device_line}")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (default: this process's); returns the exit code."""
-    ranks = Ranks()
-    try:
-        launch, words = read_launch(sys.argv[1:] if argv is None else argv)
-        if launch.starts:
-            return start_ranks(main, words, launch)
-        ranks = launch.ranks()
-        options = parse(words)
-        require(ranks.world_size > 1, "one rank has nobody to talk to, at least two are needed: "
-                                      f"{how_to_call('bench_collectives')} --nproc-per-node 2")
-        ranks = meet(launch)
-        set_threads(ranks)
-        device, device_line = choose_device(options.device, ranks)
-        backend, _ = choose_backend(options.distributed_backend, device)
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
-        if ranks.rank == 0 and options.output:
-            options.output.mkdir(parents=True, exist_ok=True)
-        initialize_distributed(ranks, backend, device, TIMEOUT_MINUTES)
-    except (ValueError, OSError, dist.DistError) as error:
-        return refuse(error, ranks)
-    try:
-        return bench(options, make_world(device, DTYPES[options.dtype]), f"{backend}; {device_line}")
-    finally:
-        leave(ranks)
+    return run_program(measure, argv)
 
 
 cli = partial(end_with, main)

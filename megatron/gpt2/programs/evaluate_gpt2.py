@@ -23,7 +23,8 @@ from megatron.gpt2.command_line.arguments import SAVED, Arguments, parse
 from megatron.gpt2.command_line.flags import dashed
 from megatron.gpt2.config.flag_names import flag
 from megatron.gpt2.launch.ranks import Ranks
-from megatron.gpt2.programs.inference import Log, ModelParser, open_model, run_program
+from megatron.gpt2.launch.run_program import Log, run_program
+from megatron.gpt2.programs.inference import ModelParser, open_model
 from megatron.gpt2.programs.score_record import check_output, record, write_record
 from megatron.gpt2.records.reporting import aligned
 from megatron.gpt2.text.evaluation import TASKS, Task, evaluate_task, plausibility_warning, read_task, task_of

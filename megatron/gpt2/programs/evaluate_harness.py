@@ -21,8 +21,9 @@ import numpy as np
 from data_utils import Tokenizer
 from data_utils.command_line import end_with
 from megatron.gpt2.launch.ranks import Ranks
+from megatron.gpt2.launch.run_program import Log, run_program
 from megatron.gpt2.model.gpt2 import GPT2Model
-from megatron.gpt2.programs.inference import Log, ModelParser, open_model, run_program
+from megatron.gpt2.programs.inference import ModelParser, open_model
 from megatron.gpt2.programs.score_record import check_output, record, write_record
 from megatron.gpt2.text.generation import Continuation, generate
 from megatron.gpt2.text.sampling import Sampling

@@ -30,7 +30,8 @@ from megatron.gpt2.command_line.arguments import parse
 from megatron.gpt2.command_line.flags import dashed
 from megatron.gpt2.config.flag_names import flag
 from megatron.gpt2.launch.ranks import Ranks
-from megatron.gpt2.programs.inference import Log, ModelParser, check_shared, open_model, run_program
+from megatron.gpt2.launch.run_program import Log, run_program
+from megatron.gpt2.programs.inference import ModelParser, check_shared, open_model
 from megatron.gpt2.text.generation import Continuation, Generator, untimed_group
 from megatron.gpt2.text.sampling import Sampling
 

@@ -1,28 +1,20 @@
-"""What the programs around a trained model share: their flags, how their ranks meet, and how they end."""
+"""What the programs around a trained model share: their flags, and how they load the model."""
 
 from __future__ import annotations
 
 import argparse
-import functools
-import sys
-from collections.abc import Callable, Sequence
 
 import torch
-import torch.distributed as dist
 
 import mpu
-from data_utils.command_line import Parser, line_buffered
+from data_utils.command_line import Parser
 from megatron.gpt2.command_line.flags import add_section
 from megatron.gpt2.config import PRECISION_CHOICES, LaunchConfig, ParallelConfig
 from megatron.gpt2.device import choose_backend, choose_device, choose_precision, set_threads
-from megatron.gpt2.errors import refuse
-from megatron.gpt2.launch.launchers import read_launch
 from megatron.gpt2.launch.ranks import Ranks
-from megatron.gpt2.launch.rendezvous import initialize_distributed, leave, meet, name_lost
-from megatron.gpt2.launch.spawn import INTERRUPTED, start_ranks
+from megatron.gpt2.launch.rendezvous import initialize_distributed
+from megatron.gpt2.launch.run_program import Log
 from megatron.gpt2.text.load_model import LoadedModel, load_for_inference
-
-Log = Callable[[str], None]
 
 
 class ModelParser(Parser):
@@ -71,41 +63,3 @@ def open_model(args: argparse.Namespace, ranks: Ranks, log: Log) -> LoadedModel:
                            ParallelConfig().distributed_timeout_minutes)
     mpu.initialize_model_parallel(args.model_parallel_size)
     return load_for_inference(args.load, device, dtype, log=log)
-
-
-def run_program(program: Callable[[Sequence[str], Ranks, Log], None], argv: Sequence[str] | None) -> int:
-    """Run `program(argv, ranks, log)` on each rank that the command line or a launcher starts; returns the exit code.
-
-    program: its `log` writes a line to rank 0's standard error. argv: None takes this process's command line.
-    Exit codes: 0; 1 where another rank was lost; 2 for bad input, which one rank reports in one line; 130 after Ctrl-C.
-    """
-    try:
-        return _run(program, sys.argv[1:] if argv is None else argv)
-    except KeyboardInterrupt:  # also one that comes while the ranks part
-        return INTERRUPTED
-
-
-def _run(program: Callable[[Sequence[str], Ranks, Log], None], argv: Sequence[str]) -> int:
-    line_buffered()
-    ranks = Ranks()
-    try:
-        launch, words = read_launch(argv)
-        if launch.starts:
-            return start_ranks(functools.partial(run_program, program), words, launch)
-        ranks = launch.ranks()
-        if launch.notice:
-            print(launch.notice, file=sys.stderr)
-        ranks = meet(launch)
-        program(words, ranks, lambda line: print(line, file=sys.stderr) if ranks.rank == 0 else None)
-    except (ValueError, OSError) as error:
-        return refuse(error, ranks)
-    except RuntimeError as error:
-        if name_lost(ranks):
-            return 1
-        if isinstance(error, dist.DistError):
-            return refuse(error, ranks)
-        raise
-    finally:
-        mpu.destroy_model_parallel()
-        leave(ranks)
-    return 0

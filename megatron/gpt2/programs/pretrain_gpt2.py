@@ -6,7 +6,6 @@ answered in one line by one rank.
 
 from __future__ import annotations
 
-import os
 import shlex
 import signal
 import sys

@@ -19,7 +19,7 @@ import torch
 import mpu
 from data_utils.detokenizers import ptb_detokenizer, wikitext_detokenizer
 from megatron.gpt2.launch.ranks import Ranks
-from megatron.gpt2.programs.inference import Log, run_program
+from megatron.gpt2.launch.run_program import Log, run_program
 from megatron.gpt2.text.evaluation import Task, evaluate_task, plausibility_warning, read_task, task_of
 from megatron.gpt2.text.load_model import load_for_inference
 from megatron.gpt2.text.scoring import Window, windows_over
