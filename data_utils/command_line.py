@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import io
 import os
+import re
 import shlex
 import sys
 from collections.abc import Callable
@@ -41,10 +42,13 @@ def line_buffered() -> None:
 
 class Parser(argparse.ArgumentParser):
     """Raises a ValueError where argparse would print its usage and exit: bad input ends in one line, which one of
-    several ranks writes. It completes no prefixes, and its help shows the description as it is written."""
+    several ranks writes. It completes no prefixes. Its help shows the description as it is written, but for "python
+    tools/NAME.py", which becomes what `how_to_call` gives."""
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**{"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False, **options})
+    def __init__(self, *, description: str | None = None, **options: Any) -> None:
+        described = re.sub(r"python tools/(\w+)\.py", lambda found: how_to_call(found[1]), description or "")
+        super().__init__(**{"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False,
+                            "description": described, **options})
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(message.removeprefix("argument "))

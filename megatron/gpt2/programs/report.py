@@ -7,18 +7,16 @@ Training writes it by itself. Exit codes: 0; 2 for bad input.
 
 from __future__ import annotations
 
-import argparse
 from functools import partial
 from pathlib import Path
 
-from data_utils.command_line import end_with
+from data_utils.command_line import Parser, end_with
 from megatron.gpt2.records.run_report import METRICS, write_report
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line `argv` (default: this process's); returns the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
-                                     allow_abbrev=False)
+    parser = Parser(description=__doc__)
     parser.add_argument("save", metavar="SAVE", help="the --save folder of a run")
     folder = Path(parser.parse_args(argv).save)
     if not (folder / METRICS).exists():

@@ -9,7 +9,6 @@ All are lossless: decoding gives back every text.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Iterable, Sequence
@@ -19,7 +18,7 @@ from typing import Any
 
 import data_utils
 from data_utils.builtin_corpus import builtin_documents
-from data_utils.command_line import end_with
+from data_utils.command_line import Parser, end_with
 from data_utils.corpora import BUILTIN, documents, files_of
 from data_utils.tokenization_gpt2 import BUILTIN_FILE, END_OF_TEXT
 
@@ -59,7 +58,7 @@ def train_builtin(output: Path, vocab_size: int) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line `argv` (default: this process's)."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     kinds = parser.add_subparsers(dest="kind", required=True)
     builtin = kinds.add_parser("builtin", help="the BPE that the project ships")
     builtin.add_argument("--output", type=Path, default=Path(data_utils.__file__).with_name(BUILTIN_FILE))
