@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import mpu
 from data_utils.command_line import line_buffered
-from megatron.gpt2.errors import refuse
+from megatron.gpt2.launch.errors import refuse
 from megatron.gpt2.launch.launchers import read_launch
 from megatron.gpt2.launch.ranks import Ranks
 from megatron.gpt2.launch.rendezvous import leave, meet, name_lost

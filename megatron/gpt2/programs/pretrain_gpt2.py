@@ -22,7 +22,7 @@ from megatron.gpt2.checkpoint.folder import Checkpoint, find_checkpoint
 from megatron.gpt2.command_line.arguments import parse
 from megatron.gpt2.config import CheckpointConfig
 from megatron.gpt2.config.flag_names import differing_flags
-from megatron.gpt2.errors import refuse, refuse_memory
+from megatron.gpt2.launch.errors import refuse, refuse_memory
 from megatron.gpt2.launch.launchers import read_launch
 from megatron.gpt2.launch.ranks import Ranks
 from megatron.gpt2.launch.rendezvous import leave, meet, name_lost

@@ -1,0 +1,36 @@
+"""How a rank ends for bad input: one line on standard error, from one rank, and exit code 2."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+
+from megatron.gpt2.launch.ranks import Ranks
+
+# A launcher kills all ranks when it sees the first one go: time for each of them to meet the same error by itself.
+LAUNCHER_GRACE = 2.0  # seconds
+
+
+def refuse(error: Exception, ranks: Ranks) -> int:
+    """Print `error` as one line, on the first rank of each machine, and leave the meeting. Returns the exit code, 2."""
+    if ranks.local_rank == 0:
+        where = f" ({os.uname().nodename})" if ranks.rank else ""
+        print(f"error{where}: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+    if ranks.world_size > 1:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        time.sleep(LAUNCHER_GRACE)
+    ranks.leave()
+    return 2
+
+
+def refuse_memory(line: str, ranks: Ranks) -> int:
+    """Print `line`, which says that this rank is out of memory, unless another rank has printed such a line.
+
+    Other ranks may not run out, or cannot print. Returns the exit code, 2. The caller leaves the process group and the
+    meeting.
+    """
+    if ranks.meeting is None or ranks.meeting.store.add("out of memory", 1) == 1:
+        print(f"error: {line}", file=sys.stderr, flush=True)
+    return 2
