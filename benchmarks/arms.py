@@ -2,8 +2,8 @@
 
     python benchmarks/arms.py SPEC.json RESULT.json     # SPEC: {"task": ..., "problem": ..., "arm": ..., ...}
 
-Ours is the program that a user runs: flags through `parse`, `plan_run` and `build_run`, and the timed function is
-`megatron.gpt2.training.training.train_step`. Each peer gets a complete step of its own: batch, zero_grad, forward,
+Ours is the program that a user runs: flags through `parse`, `prepare_run` and `build_run`, and the timed function is
+`megatron.gpt2.training.train_step.train_step`. Each peer gets a complete step of its own: batch, zero_grad, forward,
 backward, clip at 1.0, AdamW. All arms read the same samples, in the same order, through the same loader.
 Legend: b micro-batch, s sequence, h hidden, v vocabulary.
 """
@@ -35,9 +35,10 @@ from megatron.gpt2.command_line.arguments import parse
 from megatron.gpt2.device import DTYPES, set_allocator, set_threads
 from megatron.gpt2.launch.ranks import Ranks
 from megatron.gpt2.model.gpt2 import GPT2Model, count_parameters
-from megatron.gpt2.training.plan import Plan, plan_run
-from megatron.gpt2.training.run import Run, build_run
-from megatron.gpt2.training.training import train_step
+from megatron.gpt2.training.build import build_run
+from megatron.gpt2.training.prepare import PreparedRun, prepare_run
+from megatron.gpt2.training.run import Run
+from megatron.gpt2.training.train_step import train_step
 
 
 @dataclass(frozen=True)
@@ -95,18 +96,18 @@ def our_flags(problem: Problem, arm: Arm) -> list[str]:
     return flags + (["--compile"] if arm.compiled else []) + list(arm.flags)
 
 
-def our_plan(problem: Problem, arm: Arm) -> Plan:
-    """The plan of the command line, but for the vocabulary: GPT-2's needs files that may be absent, so the plan is made
-    for a small pair of bytes, and tokenizer, vocabulary size and data are put in afterwards."""
-    plan = plan_run(parse(our_flags(problem, arm)), Ranks(0, arm.ranks, 0, 1), print)
-    config = dataclasses.replace(plan.config, model=dataclasses.replace(plan.config.model,
-                                                                        vocab_size=problem.vocab_size))
-    return dataclasses.replace(plan, config=config, tokenizer=Vocabulary(problem.vocab_size),
-                               splits=dataclasses.replace(plan.splits, train=dataset(problem)))
+def our_run(problem: Problem, arm: Arm) -> PreparedRun:
+    """The run of the command line, but for the vocabulary: GPT-2's needs files that may be absent, so the run is
+    prepared for a small pair of bytes, and tokenizer, vocabulary size and data are put in afterwards."""
+    prepared = prepare_run(parse(our_flags(problem, arm)), Ranks(0, arm.ranks, 0, 1), print)
+    model = dataclasses.replace(prepared.config.model, vocab_size=problem.vocab_size)
+    config = dataclasses.replace(prepared.config, model=model)
+    return dataclasses.replace(prepared, config=config, tokenizer=Vocabulary(problem.vocab_size),
+                               splits=dataclasses.replace(prepared.splits, train=dataset(problem)))
 
 
 def ours(problem: Problem, arm: Arm) -> Trainer:
-    return trainer(build_run(our_plan(problem, arm), print))
+    return trainer(build_run(our_run(problem, arm), print))
 
 
 def one_rank(problem: Problem, arm: Arm) -> Trainer:
@@ -116,12 +117,12 @@ def one_rank(problem: Problem, arm: Arm) -> Trainer:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", rank=0, world_size=arm.ranks, store=FakeStore())
-    plan = our_plan(problem, arm)
+    prepared = our_run(problem, arm)
 
     def empty_model(*args: Any, **kwargs: Any) -> GPT2Model:
         model = GPT2Model(*args, **{**kwargs, "device": "meta"})
         marks = {name: vars(parameter) for name, parameter in model.named_parameters()}
-        model.to_empty(device=plan.device)
+        model.to_empty(device=prepared.device)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 vars(parameter).update(marks[name])  # which parameters are split
@@ -132,39 +133,39 @@ def one_rank(problem: Problem, arm: Arm) -> Trainer:
         return model
 
     # The ranks agree on when to stop over gloo, which needs the others.
-    with (mock.patch("megatron.gpt2.training.run.GPT2Model", empty_model),
-          mock.patch("megatron.gpt2.training.run.StopSignal")):
-        run = build_run(plan, print)
+    with (mock.patch("megatron.gpt2.training.engine.GPT2Model", empty_model),
+          mock.patch("megatron.gpt2.training.build.StopSignal")):
+        run = build_run(prepared, print)
     return trainer(run)
 
 
 def trainer(run: Run) -> Trainer:
-    run.model.train()
+    run.engine.model.train()
     steps = 0
 
     def step() -> None:
         nonlocal steps
         train_step(run)
-        run.iteration += 1
-        run.consumed_samples += run.global_batch_size
+        run.progress.iteration += 1
+        run.progress.consumed_samples += run.prepared.global_batch_size
         steps += 1
 
     def read() -> tuple[float, float]:
         nonlocal steps
-        assert int(run.optimizer.skipped_steps) == 0, "a step was skipped: its gradient was not finite"
-        loss, norm = run.loss_sum.item() / max(steps, 1), run.optimizer.grad_norm.item()
-        run.loss_sum.zero_()
+        assert int(run.engine.optimizer.skipped_steps) == 0, "a step was skipped: its gradient was not finite"
+        loss, norm = run.progress.loss_sum.item() / max(steps, 1), run.engine.optimizer.grad_norm.item()
+        run.progress.loss_sum.zero_()
         steps = 0
         return loss, norm
 
     def close() -> None:
-        run.loader.close()
+        run.data.loader.close()
         run.stop.close()
         run.log.close()
 
-    padded = run.model.word_embeddings.weight.size(0) * run.parallel.model_parallel_size
-    precision = str(run.plan.dtype).removeprefix("torch.")
-    return Trainer(step, read, f"loss over {run.model.vocab_size} words, {padded} rows multiplied; weights and "
+    padded = run.engine.model.word_embeddings.weight.size(0) * run.parallel.model_parallel_size
+    precision = str(run.prepared.dtype).removeprefix("torch.")
+    return Trainer(step, read, f"loss over {run.engine.model.vocab_size} words, {padded} rows multiplied; weights and "
                                f"activations {precision}, fp32 masters and gradients, fused AdamW", close=close)
 
 

@@ -40,9 +40,10 @@ from torch import Tensor
 from benchmarks import report
 from megatron.gpt2.checkpoint.folder import Piece, find_checkpoint, write_checkpoint
 from megatron.gpt2.checkpoint.saver import Saver
-from megatron.gpt2.checkpoint.state import FlatState, load_state, state_pieces
+from megatron.gpt2.checkpoint.state import load_state, state_pieces
 from megatron.gpt2.config import ModelConfig
 from megatron.gpt2.model.gpt2 import parameter_specs
+from megatron.gpt2.optimizer.flat_parameters import FlatState
 
 State = dict[str, Tensor]
 SHAPES = {False: ModelConfig(num_layers=12, hidden_size=768, num_attention_heads=12, max_position_embeddings=1024,

@@ -3,7 +3,7 @@
 
     python benchmarks/profile_step.py            # GPT-2 124M, s 1,024, b 2, bf16, on the CPU
 
-The step is `megatron.gpt2.training.training.train_step` of a run made from flags, after three warm-up steps.
+The step is `megatron.gpt2.training.train_step.train_step` of a run made from flags, after three warm-up steps.
 Self times of all operators are added up by what they belong to; the profiler's own cost is in them.
 """
 
@@ -21,13 +21,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works in a cl
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from benchmarks import report
-from benchmarks.arms import our_plan
+from benchmarks.arms import our_run
 from benchmarks.problem import MODELS, Arm, Problem
 from benchmarks.train import write_tokens
 from megatron.gpt2.device import set_threads
 from megatron.gpt2.launch.ranks import Ranks
-from megatron.gpt2.training.run import Run, build_run
-from megatron.gpt2.training.training import train_step
+from megatron.gpt2.training.build import build_run
+from megatron.gpt2.training.run import Run
+from megatron.gpt2.training.train_step import train_step
 
 # The first part whose sign stands in the name of an operator or of one that called it; matrix products apart.
 PARTS = {"optimizer: norm, AdamW, rounding": ("our optimizer",),
@@ -48,13 +49,13 @@ def part_of(event: Any) -> str:
 
 def profiled(run: Run) -> dict[str, float]:
     """Milliseconds by part of one step."""
-    step = run.optimizer.step
+    step = run.engine.optimizer.step
 
     def marked() -> None:
         with record_function("our optimizer"):
             step()
 
-    run.optimizer.step = marked  # type: ignore[method-assign]
+    run.engine.optimizer.step = marked  # type: ignore[method-assign]
     for _ in range(3):
         train_step(run)
     with profile(activities=[ProfilerActivity.CPU]) as recorded:
@@ -76,10 +77,10 @@ def main() -> None:
                           tokens=f"{folder}/tokens", vocab_size=500 if chosen.smoke else 50257)
         write_tokens(problem, 16)
         set_threads(Ranks())
-        run = build_run(our_plan(problem, Arm("ours eager", "ours")), lambda line: None)
-        run.model.train()
+        run = build_run(our_run(problem, Arm("ours eager", "ours")), lambda line: None)
+        run.engine.model.train()
         times = profiled(run)
-        run.loader.close()
+        run.data.loader.close()
         run.stop.close()
         run.log.close()
     whole = sum(times.values())

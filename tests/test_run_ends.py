@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from megatron.gpt2.programs import pretrain_gpt2
-from megatron.gpt2.training import training
+from megatron.gpt2.training import loop
 from megatron.gpt2.training.run import Run
 from tests.test_command_line import FLAGS, metrics, work  # noqa: F401
 
@@ -21,16 +21,16 @@ def test_a_stop_in_the_last_step_leaves_the_end_as_it_is(work: Path, monkeypatch
                                                          capfd: pytest.CaptureFixture[str]) -> None:
     """Evaluations, report and exit code, whatever asks for the stop."""
     flags = [*FLAGS, "--train-data", "text.txt", "--eval-iters", "1", "--train-iters", "2"]
-    step = training.train_step
+    step = loop.train_step
 
     def with_sigterm(run: Run) -> None:
         step(run)
-        if run.iteration == 1:
+        if run.progress.iteration == 1:
             os.kill(os.getpid(), signal.SIGTERM)
 
     for name, more in (("interval", ["--exit-interval", "2"]), ("sigterm", [])):
         if name == "sigterm":
-            monkeypatch.setattr(training, "train_step", with_sigterm)
+            monkeypatch.setattr(loop, "train_step", with_sigterm)
         assert pretrain_gpt2.main([*flags, "--save", name, *more]) == 0
         said, _ = capfd.readouterr()
         assert "stopped" not in said and "the end of training for test data" in said and "next:" in said

@@ -21,7 +21,7 @@ from megatron.gpt2.formats import open_source
 from megatron.gpt2.launch.ranks import Ranks
 from megatron.gpt2.model.gpt2 import GPT2Model
 from megatron.gpt2.programs.pretrain_gpt2 import main
-from megatron.gpt2.training.plan import plan_run
+from megatron.gpt2.training.prepare import prepare_run
 from megatron.gpt2.training.run import Run
 from tests.conftest import ROOT
 from tests.distributed import run_ranks
@@ -118,7 +118,7 @@ def odd_vocabulary(rank: int, world_size: int, folder: str) -> list[float]:
     """257 ids, padded to no more than the ranks need."""
     run = start(rank, world_size, folder, ["--model-parallel-size", str(world_size), "--save", f"{folder}/{world_size}",
                                            "--make-vocab-size-divisible-by", "1"])
-    assert run.model.word_embeddings.weight.shape[0] == -(-257 // world_size)
+    assert run.engine.model.word_embeddings.weight.shape[0] == -(-257 // world_size)
     losses = steps(run, 10)["loss"]
     finish(run)
     return losses
@@ -193,7 +193,7 @@ def test_a_vocabulary_file_of_another_size_is_refused(tmp_path: Path, vocabulary
     for flags, message in (([], "came without a tokenizer: give --vocab-file"),
                            (vocabulary, "has 101 tokens and the tokenizer 257")):
         with pytest.raises(ValueError, match=message):
-            plan_run(parse([*load, *flags]), Ranks(), lambda line: None)
+            prepare_run(parse([*load, *flags]), Ranks(), lambda line: None)
 
 
 # -------------------------------------------------------------------------------------------------------- generation

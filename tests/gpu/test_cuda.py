@@ -16,7 +16,7 @@ import mpu
 from megatron.gpt2.config import ModelConfig
 from megatron.gpt2.model.attention_backend import SWITCHES, choose_attention
 from megatron.gpt2.model.gpt2 import GPT2Model
-from megatron.gpt2.training.training import train_step
+from megatron.gpt2.training.train_step import train_step
 from mpu.attention import document_attention
 from tests.megatron.gpt2.training.training_runs import SHAPE, finish, start, steps, write_text
 
@@ -101,7 +101,7 @@ def test_nothing_waits_for_the_device_between_log_lines(folder: Path, flags: lis
     try:
         for _ in range(3):
             train_step(run)
-            run.iteration += 1
+            run.progress.iteration += 1
     finally:
         torch.cuda.set_sync_debug_mode("default")
     finish(run)
@@ -134,7 +134,7 @@ def test_a_resume_goes_on_as_before(folder: Path):
     expected = steps(whole, 5)["loss"]
     finish(whole)
     resumed = start(0, 1, str(folder), [*flags, "--load", f"{folder}/save"])
-    assert resumed.iteration == 5
+    assert resumed.progress.iteration == 5
     assert steps(resumed, 5)["loss"] == pytest.approx(expected, rel=1e-3)
     finish(resumed)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -16,19 +16,11 @@ from torch import Tensor
 import mpu
 from megatron.gpt2.checkpoint.files import Piece, in_threads
 from megatron.gpt2.checkpoint.reader import Checkpoint
+from megatron.gpt2.optimizer.flat_parameters import FlatState
 from mpu import Box, PartitionSpec
 
 if TYPE_CHECKING:
     from megatron.gpt2.formats.source import Source
-
-
-class FlatState(NamedTuple):
-    """Of the parameter `name`, as it lies in this rank's memory, the elements from `start` on: `values`, 1-D."""
-
-    kind: str
-    name: str
-    values: Tensor
-    start: int = 0
 
 
 def state_pieces(states: Iterable[FlatState], specs: Mapping[str, PartitionSpec], *, mp_rank: int,

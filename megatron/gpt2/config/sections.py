@@ -18,7 +18,7 @@ from megatron.gpt2.config.train import TrainConfig
 
 @dataclass(frozen=True)
 class Config:
-    """A whole run."""
+    """A whole run. What must fit together between sections is checked when it is made."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -42,6 +42,7 @@ class Config:
                 "does not divide it")
 
     def data_parallel_size(self, world_size: int) -> int:
+        """How many ranks share the data. ValueError where the ranks cannot be divided so."""
         p = self.parallel.model_parallel_size
         require(world_size % p == 0, f"the world of {world_size} ranks is not divisible by --model-parallel-size {p}: "
                 "start another number of ranks (--nproc-per-node; the scripts: GPUS_PER_NODE), or give another size "
@@ -49,7 +50,7 @@ class Config:
         return world_size // p
 
     def accumulation(self, data_parallel_size: int) -> int:
-        """Micro-batches that a rank runs in a step."""
+        """Micro-batches that each rank runs in a step. ValueError where the batch cannot be divided so."""
         together = self.train.micro_batch_size * data_parallel_size
         whole = self.train.global_batch_size or together
         require(whole % together == 0,
@@ -57,7 +58,13 @@ class Config:
                 f"× {data_parallel_size} data-parallel ranks")
         return whole // together
 
+    def samples_per_step(self, world_size: int) -> int:
+        """Samples of a step over all ranks. ValueError as for the two above."""
+        ranks = self.data_parallel_size(world_size)
+        return self.train.micro_batch_size * ranks * self.accumulation(ranks)
+
     def as_dict(self) -> dict[str, dict[str, Any]]:
+        """The sections by name, each a dict of its fields: what a checkpoint and config.json hold."""
         return dataclasses.asdict(self)
 
     @staticmethod

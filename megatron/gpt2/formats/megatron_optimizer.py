@@ -88,7 +88,7 @@ def _adam(part: Part) -> tuple[list[Any] | None, Mapping[int, Any], list[Any]]:
 
 def _facts(ranks: Ranks, args: Mapping[str, Any], held: Mapping[str, Any],
            step: int) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
-    """What `MixedPrecisionOptimizer.state_dict` says; our flags of the schedule, the scale and AdamW; what those
+    """What `AdamWOptimizer.state_dict` says; our flags of the schedule, the scale and AdamW; what those
     cannot say."""
     groups = _adam(ranks.parts[0][0])[2]
     first, second = groups[0]["betas"]

@@ -17,7 +17,7 @@ from megatron.gpt2.config import Config
 from megatron.gpt2.formats.new_folder import new_folder
 from megatron.gpt2.formats.source import Source
 from megatron.gpt2.model.gpt2 import parameter_specs
-from megatron.gpt2.optimizer.mixed_precision import MOMENTS
+from megatron.gpt2.optimizer.optimizer import MOMENTS
 
 OPTIMIZER = ("master", *MOMENTS)
 

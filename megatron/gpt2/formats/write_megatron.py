@@ -24,7 +24,7 @@ from megatron.gpt2.formats.foreign import TRUE_VOCABULARY
 from megatron.gpt2.formats.new_folder import new_folder
 from megatron.gpt2.formats.source import Source
 from megatron.gpt2.model.gpt2 import parameter_specs
-from megatron.gpt2.optimizer.mixed_precision import MOMENTS
+from megatron.gpt2.optimizer.optimizer import MOMENTS
 
 CORE_MODULES = {"word_embeddings": "embedding.word_embeddings", "position_embeddings": "embedding.position_embeddings",
                 "transformer.final_layernorm": "decoder.final_layernorm"}

@@ -10,7 +10,6 @@ import contextlib
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
@@ -217,10 +216,3 @@ def _layer_of(name: str) -> int | None:
     path = name.split(".")
     return int(path[2]) if path[:2] == ["transformer", "layers"] else None
 
-
-def global_sum(values: Iterable[Tensor], group: ProcessGroup | None) -> Tensor:
-    """The scalars `values`, stacked as float64 and summed over the ranks of `group`."""
-    stacked = torch.stack([value.double() for value in values])
-    if group is not None and group.size() > 1:
-        dist.all_reduce(stacked, group=group)
-    return stacked

@@ -30,12 +30,17 @@ from megatron.gpt2.checkpoint.folder import find_checkpoint
 from megatron.gpt2.command_line.arguments import Arguments, merge_checkpoint, parse
 from megatron.gpt2.command_line.flags import launch_flags
 from megatron.gpt2.config import Config
+from megatron.gpt2.memory_planner.fit import Candidate, cheapest, cost, largest_micro_batch, smallest
+from megatron.gpt2.memory_planner.megatron_2019 import (
+    BYTES_PER_PARAMETER,
+    layer_activations,
+    layer_matrices,
+    megatron_2019,
+)
+from megatron.gpt2.memory_planner.report import in_mb
+from megatron.gpt2.memory_planner.sizes import Setting
+from megatron.gpt2.memory_planner.step import CUDA_CONTEXT, Memory, expected
 from megatron.gpt2.model.gpt2 import count_parameters
-from megatron.gpt2.planner.fit import Candidate, cheapest, cost, largest_micro_batch, smallest
-from megatron.gpt2.planner.megatron_2019 import BYTES_PER_PARAMETER, layer_activations, layer_matrices, megatron_2019
-from megatron.gpt2.planner.report import in_mb
-from megatron.gpt2.planner.sizes import Setting
-from megatron.gpt2.planner.step import CUDA_CONTEXT, Memory, expected
 from megatron.gpt2.records.reporting import aligned, resident_memory
 
 GPT2_VOCABULARY = 50257

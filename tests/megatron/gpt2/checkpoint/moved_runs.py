@@ -69,13 +69,13 @@ def move(rank: int, world_size: int, folder: str, moves: Sequence[tuple[Layout, 
 def go_on(run: Run, layout: Layout) -> Seen:
     parallel = run.parallel
     assert (parallel.model_parallel_size, parallel.data_parallel_size) == layout[:2]
-    assert run.flat.is_sharded == (layout.sharded and layout.data_parallel > 1)
-    assert run.iteration == BEFORE
-    consumed = run.consumed_samples
+    assert run.engine.flat.is_sharded == (layout.sharded and layout.data_parallel > 1)
+    assert run.progress.iteration == BEFORE
+    consumed = run.progress.consumed_samples
     losses = steps(run, AFTER)["loss"]
-    tokens = next(run.loader)
+    tokens = next(run.data.loader)
     finish(run)
-    return Seen(losses, consumed, tokens.view(run.micro_batches, -1, tokens.size(1)))
+    return Seen(losses, consumed, tokens.view(run.prepared.micro_batches, -1, tokens.size(1)))
 
 
 def global_batch(seen: Sequence[Seen], layout: Layout) -> Tensor:

@@ -1,8 +1,8 @@
 """A checkpoint opens under every layout to the last bit.
 
 The ranks of a layout are made one after the other in this process, of the classes that training makes them of, and go
-through `Run.files` and `load_run`. No process group exists; a layer is told its rank and size by two integers. That
-training goes on as if nothing had moved is in test_moved_training.py.
+through `checkpoint_files` and `load_run`. No process group exists; a layer is told its rank and size by two integers.
+That training goes on as if nothing had moved is in test_moved_training.py.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ from megatron.gpt2.checkpoint.folder import Checkpoint, find_checkpoint, load_mo
 from megatron.gpt2.config import CheckpointConfig, ModelConfig, OptimizerConfig
 from megatron.gpt2.model.gpt2 import GPT2Model
 from megatron.gpt2.optimizer.flat_parameters import FlatParameters
-from megatron.gpt2.optimizer.mixed_precision import MixedPrecisionOptimizer, build_loss_scaler
-from megatron.gpt2.training.run import Run, load_run
+from megatron.gpt2.optimizer.optimizer import AdamWOptimizer, build_loss_scaler
+from megatron.gpt2.training.checkpointing import checkpoint_files, load_run
 from tests.megatron.gpt2.checkpoint.moved_runs import LAYOUTS, Layout
 
 HEADS, WIDTH, VOCAB = 8, 24, 29  # no rank's part of a bucket, a multiple of 64, ends where a row does
 # The padding differs at every size; of 4 ranks the last holds padding alone, and of 8 the last three.
 PADDED = {1: 35, 2: 42, 4: 56, 8: 56}
+CONFIG = CheckpointConfig(no_save_rng=True, no_load_rng=True)
 SHAPE = ModelConfig(num_layers=1, hidden_size=WIDTH, num_attention_heads=HEADS, max_position_embeddings=6,
                     vocab_size=VOCAB, make_vocab_size_divisible_by=7)
 STATE = ("master", "exp_avg", "exp_avg_sq")
@@ -60,7 +61,7 @@ class Alone:
 
 
 def make_rank(layout: Layout, mp_rank: int, dp_rank: int, dtype: torch.dtype) -> Any:
-    """What `Run.files` and `load_run` use of a run, for one rank of `layout`."""
+    """What `checkpoint_files` and `load_run` use of a run, for one rank of `layout`."""
     group: Any = Group(mp_rank, layout.model_parallel)
     parallel = mpu.ParallelState(group, None, mp_rank, layout.model_parallel, dp_rank, layout.data_parallel)
     with pytest.MonkeyPatch.context() as patch:
@@ -70,10 +71,8 @@ def make_rank(layout: Layout, mp_rank: int, dp_rank: int, dtype: torch.dtype) ->
                           ranks=(dp_rank, layout.data_parallel))
     gatherer: Any = Alone()
     adam = OptimizerConfig()
-    optimizer = MixedPrecisionOptimizer(flat, gatherer, adam, build_loss_scaler(adam, dtype, CPU), torch.ones(10))
-    config = SimpleNamespace(checkpoint=CheckpointConfig(no_save_rng=True, no_load_rng=True))
-    return SimpleNamespace(parallel=parallel, model=model, flat=flat, gatherer=gatherer, optimizer=optimizer,
-                           config=config, device=CPU, iteration=3)
+    optimizer = AdamWOptimizer(flat, gatherer, adam, build_loss_scaler(adam, dtype, CPU), torch.ones(10))
+    return SimpleNamespace(parallel=parallel, model=model, flat=flat, gatherer=gatherer, optimizer=optimizer)
 
 
 def ranks_of(layout: Layout, dtype: torch.dtype) -> list[Any]:
@@ -118,11 +117,11 @@ def fill(rank: Any, state: dict[tuple[str, str], Tensor], padding: float) -> Non
 
 
 def save(folder: Path, ranks: Iterable[Any]) -> None:
-    """What `Run.save` writes of every rank, into one checkpoint."""
+    """What a run writes of every rank, into one checkpoint."""
     files: dict[str, Any] = {}
     facts: dict[str, Any] = {}
     for rank in ranks:
-        of_rank = Run.files(rank)
+        of_rank = checkpoint_files(rank, rank.parallel, CONFIG, CPU)
         assert not of_rank.keys() & files.keys()
         files.update(of_rank)
         facts = {"optimizer": rank.optimizer.state_dict(), "consumed_samples": 24}
@@ -134,11 +133,11 @@ def assert_loads(folder: Path, rank: Any, state: dict[tuple[str, str], Tensor]) 
     place = rank.parallel.model_parallel_rank, rank.parallel.model_parallel_size
     for values in (rank.flat.params, *(s.values for s in rank.optimizer.tensors())):
         values.fill_(torch.nan)
-    plan: Any = SimpleNamespace(source=str(folder), config=rank.config, device=CPU)
+    prepared: Any = SimpleNamespace(source=str(folder), config=SimpleNamespace(checkpoint=CONFIG), device=CPU)
     with pytest.MonkeyPatch.context() as patch:  # the ranks need not agree on what is there
-        patch.setattr("megatron.gpt2.training.run.find_checkpoint",
+        patch.setattr("megatron.gpt2.training.checkpointing.find_checkpoint",
                       lambda source, **_: find_checkpoint(source, log=pytest.fail))
-        assert load_run(plan, rank.parallel, rank.model, rank.optimizer, lambda line: None) == (3, 24)
+        assert load_run(prepared, rank.parallel, rank, lambda line: None) == (3, 24)
     owned = 0
     for kind, name, values, start in rank.optimizer.tensors():
         expected = own_part(name, state[kind, name], *place, 0.0).reshape(-1)[start:start + values.numel()]

@@ -26,7 +26,7 @@ from megatron.gpt2.checkpoint.files import write_tensors
 from megatron.gpt2.checkpoint.folder import Checkpoint, find_checkpoint, write_checkpoint
 from megatron.gpt2.checkpoint.saver import Saver
 from megatron.gpt2.programs import pretrain_gpt2
-from megatron.gpt2.training import training
+from megatron.gpt2.training import loop
 from megatron.gpt2.training.run import Run
 from tests.distributed import run_ranks
 from tests.megatron.gpt2.checkpoint.test_folder import assert_holds, full_state, rank_files
@@ -43,12 +43,13 @@ def straight_and_resumed(rank: int, world_size: int, folder: str, flags: list[st
     finish(run)
     run = start(rank, world_size, folder, ["--save", f"{folder}/resumed", *flags])
     seen = steps(run, 4)["loss"]
-    assert run.save() is None and run.saver.saved_iteration is None, "not committed yet, as far as anyone knows"
+    assert run.save() is None
+    assert run.checkpoints.saver.saved_iteration is None, "not committed yet, as far as anyone knows"
     steps(run, 2)
-    assert run.saver.finish() is not None and run.saver.saved_iteration == 4
+    assert run.checkpoints.saver.finish() is not None and run.checkpoints.saver.saved_iteration == 4
     finish(run)
     run = start(rank, world_size, folder, ["--save", f"{folder}/resumed", *flags])
-    assert run.iteration == 4
+    assert run.progress.iteration == 4
     results["resumed"] = seen + steps(run, 4)["loss"], state(run)
     finish(run)
     return results
@@ -76,24 +77,24 @@ def no_room(rank: int, world_size: int, folder: str) -> tuple[bool, bool, int | 
     run = start(rank, world_size, folder, ["--async-save", "--use-distributed-optimizer"])
     steps(run, 1)
     run.save()
-    assert run.saver.finish() is not None
+    assert run.checkpoints.saver.finish() is not None
     steps(run, 1)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     if rank == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
     run.save()
     steps(run, 1)  # goes on while the thread fails
-    failed = run.saver.finish() is None
+    failed = run.checkpoints.saver.finish() is None
     resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    after_failure = run.saver.saved_iteration
+    after_failure = run.checkpoints.saver.saved_iteration
     checkpoint = find_checkpoint(f"{folder}/save", log=print)
     intact = checkpoint is not None and checkpoint.iteration == 1
     torch.distributed.barrier()
     steps(run, 1)
     run.save()
-    run.saver.finish()
+    run.checkpoints.saver.finish()
     finish(run)
-    return failed, intact, after_failure, run.saver.saved_iteration or 0
+    return failed, intact, after_failure, run.checkpoints.saver.saved_iteration or 0
 
 
 def test_a_failure_of_one_rank_is_one_of_all_and_training_goes_on(tmp_path: Path):
@@ -217,13 +218,13 @@ def test_the_end_of_a_run_waits(flags: list[str], tmp_path: Path, more: list[str
 
 
 def test_sigterm_waits(flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    step = training.train_step
+    step = loop.train_step
 
     def stopped(run: Run) -> None:
         step(run)
         os.kill(os.getpid(), signal.SIGTERM)
 
-    monkeypatch.setattr(training, "train_step", stopped)
+    monkeypatch.setattr(loop, "train_step", stopped)
     assert pretrain_gpt2.main(flags) == 0
     checkpoint = find_checkpoint(tmp_path / "save", log=pytest.fail)
     assert checkpoint is not None and checkpoint.iteration == 1
@@ -231,14 +232,14 @@ def test_sigterm_waits(flags: list[str], tmp_path: Path, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("error", [FloatingPointError("no gradient"), RuntimeError("a peer is gone")])
 def test_an_error_waits(flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception):
-    step = training.train_step
+    step = loop.train_step
 
     def failing(run: Run) -> None:
-        if run.iteration == 2:
+        if run.progress.iteration == 2:
             raise error
         step(run)
 
-    monkeypatch.setattr(training, "train_step", failing)
+    monkeypatch.setattr(loop, "train_step", failing)
     if isinstance(error, FloatingPointError):
         assert pretrain_gpt2.main(flags) == 1
     else:

@@ -10,7 +10,6 @@ import pytest
 from megatron.gpt2.checkpoint.best import best_loss
 from megatron.gpt2.checkpoint.folder import find_checkpoint
 from megatron.gpt2.programs import pretrain_gpt2
-from megatron.gpt2.training.training import save_if_best
 from tests.distributed import run_ranks
 from tests.megatron.gpt2.training.training_runs import finish, start, steps, write_text
 from tests.test_command_line import FLAGS, work  # noqa: F401
@@ -29,20 +28,20 @@ def losses(rank: int, world_size: int, folder: str, flags: list[str]) -> list[tu
     run = start(rank, world_size, folder, ["--keep-best", *flags])
     for loss in (math.nan, 3.0, 3.5, 2.5):
         steps(run, 1)
-        save_if_best(run, loss if rank == 0 else math.inf)
-        run.saver.finish()
+        run.checkpoints.save_if_best(run.progress, loss if rank == 0 else math.inf)
+        run.checkpoints.saver.finish()
         if not math.isnan(loss):
             seen.append(best(folder))
-    assert run.saver.saved_iteration is None  # the run itself has saved nothing
+    assert run.checkpoints.saver.saved_iteration is None  # the run itself has saved nothing
     run.save()
-    run.saver.finish()
+    run.checkpoints.saver.finish()
     finish(run)
     run = start(rank, world_size, folder, ["--keep-best", *flags])
-    assert run.iteration == 4
+    assert run.progress.iteration == 4
     for loss in (2.6, 2.4):
         steps(run, 1)
-        save_if_best(run, loss)
-        run.saver.finish()
+        run.checkpoints.save_if_best(run.progress, loss)
+        run.checkpoints.saver.finish()
         seen.append(best(folder))
     finish(run)
     return seen
@@ -58,13 +57,13 @@ def test_the_lowest_loss_is_kept_over_a_restart(tmp_path: Path) -> None:
 def test_a_loss_on_other_data_is_no_measure(tmp_path: Path) -> None:
     write_text(tmp_path)
     run = start(0, 1, str(tmp_path), ["--keep-best"])
-    save_if_best(run, 2.0)
+    run.checkpoints.save_if_best(run.progress, 2.0)
     folder, said = tmp_path / "save" / "best", list[str]()
-    assert best_loss(folder, run.splits.fingerprint, said.append) == 2.0
+    assert best_loss(folder, run.data.splits.fingerprint, said.append) == 2.0
     assert best_loss(folder, "another", said.append) == math.inf
     assert best_loss(tmp_path / "nowhere", "another", said.append) == math.inf and not said
     (folder / "iter_0000000" / "manifest.json").write_text("{}")
-    assert best_loss(folder, run.splits.fingerprint, said.append) == math.inf and "WARNING" in said[-1]
+    assert best_loss(folder, run.data.splits.fingerprint, said.append) == math.inf and "WARNING" in said[-1]
     finish(run)
 
 

@@ -18,7 +18,7 @@ from megatron.gpt2.command_line.arguments import parse
 from megatron.gpt2.config import ModelConfig
 from megatron.gpt2.launch.ranks import Ranks
 from megatron.gpt2.text.load_model import load_for_inference
-from megatron.gpt2.training.plan import plan_run
+from megatron.gpt2.training.prepare import prepare_run
 from tests.megatron.gpt2.training.training_runs import finish, start, steps, write_text
 
 GREAT, MODEL = 1 << 40, ["config", "model"]
@@ -84,7 +84,7 @@ def test_both_ways_in_ask(saved: Checkpoint) -> None:
     folder = saved.path.parent
     try:
         with pytest.raises(ValueError, match=f"tell of {GREAT:,} layers: it holds"):
-            plan_run(parse(["--save", str(folder), "--device", "cpu"]), Ranks(0, 1, 0, 1), print)
+            prepare_run(parse(["--save", str(folder), "--device", "cpu"]), Ranks(0, 1, 0, 1), print)
         with pytest.raises(ValueError, match=f"tell of {GREAT:,} layers: it holds"):
             load_for_inference(folder, torch.device("cpu"), torch.float32, log=print)
     finally:

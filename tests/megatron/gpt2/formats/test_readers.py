@@ -25,7 +25,7 @@ from megatron.gpt2.optimizer.flat_parameters import FlatParameters
 from megatron.gpt2.optimizer.gradient_reducer import ParameterGatherer
 from megatron.gpt2.optimizer.learning_rates import LearningRate
 from megatron.gpt2.optimizer.loss_scaler import DynamicLossScaler
-from megatron.gpt2.optimizer.mixed_precision import MixedPrecisionOptimizer
+from megatron.gpt2.optimizer.optimizer import AdamWOptimizer
 from tests.conftest import TEST_DATA
 from tests.distributed import run_ranks
 
@@ -172,7 +172,7 @@ def step_once(rank: int, world_size: int) -> tuple[dict[str, Tensor], dict[str, 
     model = model_of(source)
     specs = mpu.partition_specs(model)
     flat = FlatParameters(model, torch.float16, bucket_size=10_000)
-    optimizer = MixedPrecisionOptimizer(flat, ParameterGatherer(flat, model, None), config, DynamicLossScaler(),
+    optimizer = AdamWOptimizer(flat, ParameterGatherer(flat, model, None), config, DynamicLossScaler(),
                                         torch.from_numpy(LearningRate(config, 100).table(100)))
     load_state(optimizer.tensors(), specs, source, mp_rank=rank, mp_size=world_size)
     optimizer.load_state_dict(source.facts["optimizer"])

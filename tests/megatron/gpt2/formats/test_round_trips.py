@@ -32,7 +32,7 @@ def save(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_text(folder)
     run = start(0, 1, str(folder), ["--precision", "bf16", "--tokenizer-type", "builtin", "--seed", "3"])
     steps(run, 3)
-    run.iteration = 3
+    run.progress.iteration = 3
     assert run.save() is not None
     finish(run)
     return folder / "save"

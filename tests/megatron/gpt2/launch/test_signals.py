@@ -14,7 +14,7 @@ import pytest
 
 from megatron.gpt2.launch import signals
 from megatron.gpt2.launch.signals import StopSignal
-from megatron.gpt2.training import training
+from megatron.gpt2.training import loop
 from megatron.gpt2.training.run import Run
 from tests.distributed import CONTEXT, run_ranks
 from tests.megatron.gpt2.launch.long_call import long_call
@@ -140,7 +140,7 @@ def test_a_step_that_takes_minutes(number: signal.Signals, name: str, after: str
 
 def step_without_end(folder: str) -> None:
     """Training as it is but for its second step, which takes half a minute in one call."""
-    step, taken = training.train_step, []
+    step, taken = loop.train_step, []
 
     def hang(run: Run) -> None:
         step(run)
@@ -149,7 +149,7 @@ def step_without_end(folder: str) -> None:
             Path(folder, f"hangs_{run.parallel.rank}").touch()
             long_call()
 
-    training.train_step = hang
+    loop.train_step = hang
     signals.ECHO[signal.SIGTERM] = 0.5
 
 

@@ -17,7 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import mpu
 from megatron.gpt2.model.gpt2 import GPT2Model, parameter_specs
-from megatron.gpt2.training.training import document_positions, evaluate
+from megatron.gpt2.training.data import document_positions
+from megatron.gpt2.training.evaluate import evaluate
 from mpu.attention import Documents, document_attention
 from tests.distributed import run_ranks
 from tests.megatron.gpt2.training.training_runs import SHAPE, finish, start, steps
@@ -178,9 +179,9 @@ def train(rank: int, world_size: int, folder: str, flags: list[str]) -> tuple[li
     run = start(rank, world_size, folder, ["--train-data", f"{folder}/text.jsonl", "--eval-iters", "2",
                                            "--save", f"{folder}/save_{world_size}_{abs(hash(tuple(flags)))}",
                                            "--global-batch-size", "8", *flags])
-    assert run.splits.valid is not None
+    assert run.data.splits.valid is not None
     losses = steps(run, 3)["loss"]
-    held_out = evaluate(run, run.splits.valid, "valid", 10).lm_loss
+    held_out = evaluate(run, run.data.splits.valid, "valid", 10).lm_loss
     finish(run)
     return losses, held_out
 

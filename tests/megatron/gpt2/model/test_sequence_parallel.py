@@ -24,15 +24,15 @@ def first_step_then_train(rank: int, world_size: int, folder: str, model_paralle
                                            "--micro-batch-size", str(8 * model_parallel // world_size),
                                            "--save", f"{folder}/{model_parallel}_{world_size}_{len(flags)}", *flags])
     gradients: dict[str, Tensor] = {}
-    step = run.optimizer.step
+    step = run.engine.optimizer.step
 
     def step_and_look() -> None:
         if not gradients:
-            own = {name: run.flat.grad(name).clone() for name in run.flat.parameters}
-            gradients.update(merged(own, mpu.partition_specs(run.model), run.parallel))
+            own = {name: run.engine.flat.grad(name).clone() for name in run.engine.flat.parameters}
+            gradients.update(merged(own, mpu.partition_specs(run.engine.model), run.parallel))
         step()
 
-    run.optimizer.step = step_and_look  # type: ignore[method-assign]
+    run.engine.optimizer.step = step_and_look  # type: ignore[method-assign]
     seen = steps(run, STEPS)
     finish(run)
     return {"gradients": gradients, **seen}

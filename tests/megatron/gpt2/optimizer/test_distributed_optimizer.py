@@ -34,15 +34,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def begin(rank: int, world_size: int, folder: str, name: str, *flags: str) -> Run:
     run = start(rank, world_size, folder, [*TINY, "--save", f"{folder}/{name}", *flags])
-    assert len(run.flat.buckets) >= 4
-    assert run.flat.is_sharded == (SHARDED in flags and run.parallel.data_parallel_size > 1)
-    assert run.flat.offloaded == (OFFLOADED in flags)
+    assert len(run.engine.flat.buckets) >= 4
+    assert run.engine.flat.is_sharded == (SHARDED in flags and run.parallel.data_parallel_size > 1)
+    assert run.engine.flat.offloaded == (OFFLOADED in flags)
     return run
 
 
 def weights(run: Run) -> dict[str, Tensor]:
-    run.gatherer.wait()
-    return {name: parameter.detach().clone() for name, parameter in run.model.named_parameters()}
+    run.engine.gatherer.wait()
+    return {name: parameter.detach().clone() for name, parameter in run.engine.model.named_parameters()}
 
 
 # ------------------------------------------------------------------------------------------------- the same training
@@ -95,12 +95,13 @@ def held(rank: int, world_size: int, folder: str) -> dict[str, int]:
     """Bytes of the memory behind masters and moments, and what the padding of the buffer is."""
     run = begin(rank, world_size, folder, f"memory{world_size}", "--precision", "bf16", SHARDED)
     steps(run, 1)
-    tensors = [*run.flat.masters, *(tensor for rooms in run.optimizer.moments.values() for tensor in rooms)]
+    moments = run.engine.optimizer.moments.values()
+    tensors = [*run.engine.flat.masters, *(tensor for rooms in moments for tensor in rooms)]
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
-    true = sum(parameter.numel() for parameter in run.model.parameters())
+    true = sum(parameter.numel() for parameter in run.engine.model.parameters())
     finish(run)
-    return {"bytes": sum(storages.values()), "true": true, "buffer": run.flat.params.numel(),
-            "tensors": len(run.flat.ranges), "buckets": len(run.flat.buckets)}
+    return {"bytes": sum(storages.values()), "true": true, "buffer": run.engine.flat.params.numel(),
+            "tensors": len(run.engine.flat.ranges), "buckets": len(run.engine.flat.buckets)}
 
 
 def assert_share_of_memory(seen: dict[str, int], data_parallel: int) -> None:
@@ -132,7 +133,7 @@ def resumed(rank: int, world_size: int, folder: str) -> list[Any]:
         finish(run)
         torch.manual_seed(99)
         run = begin(rank, world_size, folder, name, *dropout, *flags)
-        assert run.iteration == 3
+        assert run.progress.iteration == 3
         results.append((straight, (first + steps(run, 3)["loss"], state(run))))
         finish(run)
     return results
@@ -164,11 +165,11 @@ def true_state(runs: list[dict[str, Any]], kind: str) -> dict[str, Tensor]:
 
 
 def everything(run: Run) -> dict[str, Any]:
-    run.gatherer.wait()
-    return {"specs": mpu.partition_specs(run.model), "model_parallel_size": run.parallel.model_parallel_size,
+    run.engine.gatherer.wait()
+    return {"specs": mpu.partition_specs(run.engine.model), "model_parallel_size": run.parallel.model_parallel_size,
             "model_parallel_rank": run.parallel.model_parallel_rank,
-            "state": [(s.kind, s.name, s.values.clone(), s.start) for s in run.optimizer.tensors()],
-            "steps": run.optimizer.state_dict(), "weights": weights(run)}
+            "state": [(s.kind, s.name, s.values.clone(), s.start) for s in run.engine.optimizer.tensors()],
+            "steps": run.engine.optimizer.state_dict(), "weights": weights(run)}
 
 
 def moved(rank: int, world_size: int, folder: str) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -222,11 +223,11 @@ def poisoned(rank: int, world_size: int, folder: str) -> dict[str, Any]:
                 "--hysteresis", "1", SHARDED)
     count, masters = 0, []
     if rank == 1:
-        dict(run.model.named_parameters())["transformer.layers.0.mlp.dense_h_to_4h.bias"].register_hook(
+        dict(run.engine.model.named_parameters())["transformer.layers.0.mlp.dense_h_to_4h.bias"].register_hook(
             lambda grad: grad + (torch.inf if count == 2 else 0.0))
     seen: dict[str, list[Any]] = {}
     for count in range(5):  # noqa: B007 - the hook reads it
-        masters.append(torch.cat(run.flat.masters))
+        masters.append(torch.cat(run.engine.flat.masters))
         for key, values in steps(run, 1).items():
             seen.setdefault(key, []).extend(values)
     seen["moved"] = [not torch.equal(a, b) for a, b in zip(masters, masters[1:], strict=False)]

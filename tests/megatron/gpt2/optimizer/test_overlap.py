@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron.gpt2.optimizer import gradient_reducer as distributed
 from megatron.gpt2.optimizer.gradient_reducer import GradientReducer
 from megatron.gpt2.training.run import Run
-from megatron.gpt2.training.training import train_step
+from megatron.gpt2.training.train_step import train_step
 from mpu import mappings
 from tests.distributed import run_ranks
 from tests.megatron.gpt2.optimizer.test_distributed_optimizer import SHARDED, begin
@@ -41,11 +41,11 @@ class Recorder:
 
     def __init__(self, run: Run) -> None:
         self.events: list[Event] = []
-        self.flat = flat = run.flat
+        self.flat = flat = run.engine.flat
         # The embeddings' gradient is the last to be ready.
         flat.parameters["word_embeddings.weight"].register_post_accumulate_grad_hook(
             lambda parameter: self.events.append(("embedding", 0)))
-        for i, layer in enumerate(run.model.transformer.layers):
+        for i, layer in enumerate(run.engine.model.transformer.layers):
             layer.register_forward_pre_hook(lambda module, args, i=i: self.events.append(("layer", i)))
         with (mock.patch.object(dist, "all_reduce", self._reduce), mock.patch.object(
                 distributed, "reduce_scatter_single", self._scatter), mock.patch.object(
@@ -53,7 +53,7 @@ class Recorder:
             train_step(run)
             self.events.append(("step", 1))
             train_step(run)
-            run.gatherer.wait()
+            run.engine.gatherer.wait()
 
     def bucket_with_gradients(self, grads: Tensor) -> int:
         return next(i for i, own in enumerate(self.flat._grads)
@@ -79,8 +79,8 @@ def recorded(rank: int, world_size: int, folder: str) -> list[tuple[list[Event],
     results: list[Any] = []
     for flags in ([], [SHARDED], [SHARDED, "--checkpoint-activations"]):
         run = begin(rank, world_size, folder, f"overlap{len(results)}", *flags)
-        assert run.micro_batches == 4
-        results.append((Recorder(run).events, [bucket.names for bucket in run.flat.buckets]))
+        assert run.prepared.micro_batches == 4
+        results.append((Recorder(run).events, [bucket.names for bucket in run.engine.flat.buckets]))
         finish(run)
     return results
 
@@ -119,7 +119,7 @@ def replicated_sums(rank: int, world_size: int, folder: str) -> None:
     for flags in ([], [SHARDED]):
         run = begin(rank, world_size, folder, f"tail{len(flags)}", "--model-parallel-size", "2",
                     "--ddp-bucket-size", "7000", "--sequence-parallel", *flags)
-        flat, p = run.flat, run.parallel
+        flat, p = run.engine.flat, run.parallel
         for name, parameter in flat.parameters.items():
             is_split = getattr(parameter, "model_parallel", False)
             segment = flat.owned[flat.owned_part_of(name)[0]]

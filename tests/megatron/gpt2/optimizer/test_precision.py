@@ -13,13 +13,13 @@ import torch
 import mpu
 from megatron.gpt2.optimizer.loss_scaler import DynamicLossScaler, LossScaler
 from megatron.gpt2.training.run import Run
-from megatron.gpt2.training.training import train_step
+from megatron.gpt2.training.train_step import train_step
 from tests.distributed import run_ranks
 from tests.megatron.gpt2.training.training_runs import finish, start, state, steps, write_text
 
 
 def keep(run: Run, grads: list[torch.Tensor]) -> None:
-    grads.append(torch.cat(run.flat.owned_grads()))
+    grads.append(torch.cat(run.engine.flat.owned_grads()))
 
 
 def with_and_without_recompute(rank: int, world_size: int, folder: str, precision: str) -> list[Any]:
@@ -33,10 +33,10 @@ def with_and_without_recompute(rank: int, world_size: int, folder: str, precisio
         seen = steps(run, 3)
         # The gradients of one more step, before the optimizer uses the buffer.
         grads: list[torch.Tensor] = []
-        step = run.optimizer.step
-        run.optimizer.step = partial(keep, run, grads)  # type: ignore[method-assign]
+        step = run.engine.optimizer.step
+        run.engine.optimizer.step = partial(keep, run, grads)  # type: ignore[method-assign]
         train_step(run)
-        run.optimizer.step = step  # type: ignore[method-assign]
+        run.engine.optimizer.step = step  # type: ignore[method-assign]
         results.append((seen, grads[0], state(run)))
         finish(run)
     return results
@@ -87,19 +87,19 @@ def overflow(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     weights: list[torch.Tensor] = []
     if rank == world_size - 1:
         poison = {2: torch.inf, 3: torch.nan, 4: -torch.inf}
-        dict(run.model.named_parameters())["transformer.layers.0.mlp.dense_h_to_4h.bias"].register_hook(
+        dict(run.engine.model.named_parameters())["transformer.layers.0.mlp.dense_h_to_4h.bias"].register_hook(
             lambda grad: grad + poison.get(len(weights), 0.0))
-    step = run.optimizer.step
+    step = run.engine.optimizer.step
 
     def watched() -> None:
-        weights.append(torch.cat(run.flat.masters))
+        weights.append(torch.cat(run.engine.flat.masters))
         step()
 
-    run.optimizer.step = watched  # type: ignore[method-assign]
+    run.engine.optimizer.step = watched  # type: ignore[method-assign]
     seen = steps(run, 10)
     seen["moved"] = [not torch.equal(a, b) for a, b in zip(weights, weights[1:], strict=False)]
     seen["finite"] = all(torch.isfinite(t).all() for t in state(run).values())
-    seen["counted"] = int(run.optimizer.skipped_steps), int(run.optimizer.good_steps)
+    seen["counted"] = int(run.engine.optimizer.skipped_steps), int(run.engine.optimizer.good_steps)
     finish(run)
     return seen
 
@@ -127,17 +127,17 @@ def test_natural_overflow_recovers(tmp_path: Path):
     first_clean, skips = seen["skipped"].index(False), sum(seen["skipped"])
     # An overflow now and then at the greatest scale that works is how the scale is found.
     assert 5 < first_clean <= skips < 30
-    assert run.optimizer.scaler.scale.item() == 2.0 ** (32 - (skips - 1)), "halvings from 2^32, plus one"
+    assert run.engine.optimizer.scaler.scale.item() == 2.0 ** (32 - (skips - 1)), "halvings from 2^32, plus one"
     assert seen["loss"][-1] < seen["loss"][first_clean] - 0.5
 
 
 def test_static_scale_detects_nan(tmp_path: Path):
     write_text(tmp_path)
     run = start(0, 1, str(tmp_path), ["--precision", "fp16", "--loss-scale", "2e9"])
-    before = torch.cat(run.flat.masters)
+    before = torch.cat(run.engine.flat.masters)
     seen = steps(run, 3)
     finish(run)
-    assert seen["skipped"] == [True] * 3 and torch.equal(torch.cat(run.flat.masters), before)
+    assert seen["skipped"] == [True] * 3 and torch.equal(torch.cat(run.engine.flat.masters), before)
 
 
 def test_scaler_state_survives():

@@ -16,7 +16,7 @@ import torch
 from megatron.gpt2.command_line.arguments import parse
 from megatron.gpt2.formats import Hints, open_source
 from megatron.gpt2.launch.ranks import Ranks
-from megatron.gpt2.training.plan import plan_run
+from megatron.gpt2.training.prepare import prepare_run
 from tests.conftest import ROOT, TEST_DATA
 from tests.megatron.gpt2.programs import tool
 from tests.megatron.gpt2.training.training_runs import SMALL, finish, start, steps, write_text
@@ -112,7 +112,7 @@ def test_split_merge_diff(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     assert text.endswith("equal\n") and len(re.findall(r"^exp_avg_sq\..* 0$", text, re.MULTILINE)) == 28
     other = tmp_path / "other"
     run = start(0, 1, str(runs), ["--load", merged, "--save", str(other)])  # the tokenizer came along, too
-    assert run.iteration == 2
+    assert run.progress.iteration == 2
     steps(run, 1)
     run.save()
     finish(run)
@@ -177,7 +177,7 @@ def test_a_run_goes_on_through_files_of_2019(runs: Path, tmp_path: Path, capsys:
     old = str(tmp_path / "old one")
     assert main(["convert", str(runs / "save"), old, "--to", "megatron-2019", "--model-parallel-size", "2"]) == 0
     with pytest.raises(ValueError) as refused:
-        plan_run(parse([*SMALL, "--load", old]), Ranks(0, 1, 0, 1), lambda line: None)
+        prepare_run(parse([*SMALL, "--load", old]), Ranks(0, 1, 0, 1), lambda line: None)
     command = re.search(r": python tools/checkpoint.py (.*) converts it; then --load (.*)$", str(refused.value))
     assert main([*shlex.split(command[1]), "--vocab-size", "257"]) == 0
     assert "random states" in capsys.readouterr().err
@@ -185,8 +185,8 @@ def test_a_run_goes_on_through_files_of_2019(runs: Path, tmp_path: Path, capsys:
     batches: list[torch.Tensor] = []
     for load in (str(runs / "save"), shlex.split(command[2])[0]):
         run = start(0, 1, str(runs), ["--load", load, "--save", f"{load}_on", "--precision", "bf16"])
-        assert run.iteration == 2
-        batches = batches or [next(run.loader) for _ in range(3)]
+        assert run.progress.iteration == 2
+        batches = batches or [next(run.data.loader) for _ in range(3)]
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(run, "loader", iter(batches))
             losses.append(steps(run, 3)["loss"])

@@ -23,7 +23,7 @@ from megatron.gpt2.records.plots import read_records
 from megatron.gpt2.records.run_log import RunLog
 from megatron.gpt2.records.run_report import spread, write_report
 from megatron.gpt2.records.svg_chart import Curve, chart, number, round_steps, thinned
-from megatron.gpt2.training.training import PROMPT_CHARACTERS, PROMPT_WORDS, evaluate_and_log, sample_text
+from megatron.gpt2.training.evaluate import PROMPT_CHARACTERS, PROMPT_WORDS, evaluate_and_log, sample_text
 from tests.conftest import ROOT
 from tests.megatron.gpt2.records.test_reporting import record
 from tests.megatron.gpt2.training.training_runs import finish, start, state, steps, write_text
@@ -204,8 +204,8 @@ def test_samples_and_evaluations_change_nothing_of_training(tmp_path: Path) -> N
             if watched:
                 assert evaluate_and_log(run, "valid") is not None
                 text = sample_text(run)  # of held-out text the first words, then the model's
-                assert isinstance(run.splits.valid, GPT2Dataset)
-                begin = run.tokenizer.decode(run.splits.valid.tokens[:30]).split()[:PROMPT_WORDS]
+                assert isinstance(run.data.splits.valid, GPT2Dataset)
+                begin = run.data.tokenizer.decode(run.data.splits.valid.tokens[:30]).split()[:PROMPT_WORDS]
                 assert text.startswith(f"[{' '.join(begin)[:PROMPT_CHARACTERS]}]") and len(text) > 40
         ends.append(state(run))
         finish(run)

@@ -8,7 +8,7 @@ from typing import Any
 from megatron.gpt2.command_line.arguments import parse
 from megatron.gpt2.launch.ranks import Ranks
 from megatron.gpt2.training.differences import LINES, differences
-from megatron.gpt2.training.plan import plan_run
+from megatron.gpt2.training.prepare import prepare_run
 from tests.megatron.gpt2.training.training_runs import SMALL, finish, start, steps, write_text
 
 BEFORE = ["--hidden-dropout", "0.1", "--attention-dropout", "0.1", "--seed", "7", "--global-batch-size", "8"]
@@ -18,7 +18,7 @@ ALIKE = [*BEFORE, "--precision", "fp32"]
 def said(folder: Path, flags: list[str]) -> list[str]:
     """The lines at the start of a run with these flags that are about its checkpoint."""
     lines: list[str] = []
-    plan_run(parse([*SMALL, "--train-data", f"{folder}/text.txt", "--data-cache-path", f"{folder}/cache",
+    prepare_run(parse([*SMALL, "--train-data", f"{folder}/text.txt", "--data-cache-path", f"{folder}/cache",
                     "--save", f"{folder}/save", *flags]), Ranks(), lines.append)
     return [line for line in lines if "checkpoint" in line]
 

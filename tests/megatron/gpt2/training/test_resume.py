@@ -15,7 +15,7 @@ import mpu
 from data_utils import build_tokenizer, tokenization_gpt2
 from data_utils.tokenization_gpt2 import BUILTIN_FILE, builtin_tokenizer, byte_alphabet
 from megatron.gpt2.training.run import Run
-from megatron.gpt2.training.training import train_step
+from megatron.gpt2.training.train_step import train_step
 from tests.distributed import run_ranks
 from tests.megatron.gpt2.training.training_runs import finish, start, state, steps, write_text
 
@@ -35,7 +35,7 @@ def straight_twice_and_resumed(rank: int, world_size: int, folder: str, flags: l
     finish(run)
     torch.manual_seed(99)  # whatever happens to the generators in between must not matter
     run = start(rank, world_size, folder, ["--save", f"{folder}/resumed", "--load", f"{folder}/resumed", *flags])
-    assert run.iteration == 10
+    assert run.progress.iteration == 10
     second = steps(run, 10)
     results["resumed"] = {key: first[key] + second[key] for key in first}, state(run)
     finish(run)
@@ -124,7 +124,7 @@ def test_a_fresh_optimizer_resumes_bit_identically(tmp_path: Path):
     flags = ["--precision", "bf16", "--save", f"{tmp_path}/first"]
     run = start(0, 1, str(tmp_path), flags)
     steps(run, 5)
-    masters = torch.cat(run.flat.masters)
+    masters = torch.cat(run.engine.flat.masters)
     run.save()
     finish(run)
 
@@ -133,7 +133,7 @@ def test_a_fresh_optimizer_resumes_bit_identically(tmp_path: Path):
 
     fresh = ("--load", f"{tmp_path}/first", "--no-load-optim")
     straight = second("straight", *fresh)
-    assert torch.equal(torch.cat(straight.flat.masters), masters)
+    assert torch.equal(torch.cat(straight.engine.flat.masters), masters)
     expected = steps(straight, 6)["loss"]
     finish(straight)
     stopped = second("stopped", *fresh)
@@ -141,9 +141,9 @@ def test_a_fresh_optimizer_resumes_bit_identically(tmp_path: Path):
     stopped.save()
     finish(stopped)
     resumed = second("stopped")
-    assert resumed.iteration == 8
+    assert resumed.progress.iteration == 8
     assert seen + steps(resumed, 3)["loss"] == expected
-    assert torch.equal(torch.cat(resumed.flat.masters), torch.cat(straight.flat.masters))
+    assert torch.equal(torch.cat(resumed.engine.flat.masters), torch.cat(straight.engine.flat.masters))
     finish(resumed)
 
 
@@ -156,12 +156,13 @@ def test_a_checkpoint_of_an_older_shipped_vocabulary_keeps_its_own(tmp_path: Pat
     with monkeypatch.context() as then:
         then.setattr(tokenization_gpt2, "builtin_tokenizer", lambda path=None: builtin_tokenizer(path or old))
         run = start(0, 1, str(tmp_path), flags[:2])
-        before = run.tokenizer
+        before = run.data.tokenizer
         steps(run, 1)
         run.save()
         finish(run)
     run = start(0, 1, str(tmp_path), flags)
-    assert (run.iteration, run.tokenizer.fingerprint, run.tokenizer.vocab_size) == (1, before.fingerprint, 259)
+    assert run.progress.iteration == 1
+    assert (run.data.tokenizer.fingerprint, run.data.tokenizer.vocab_size) == (before.fingerprint, 259)
     assert before.fingerprint != build_tokenizer("builtin").fingerprint
     finish(run)
     shipped = resources.files("data_utils").joinpath(BUILTIN_FILE).read_bytes()

@@ -13,7 +13,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.gpt2.optimizer.late_reading import LATE, LateReading
-from megatron.gpt2.training.training import train, train_step
+from megatron.gpt2.training.loop import train
+from megatron.gpt2.training.train_step import train_step
 from tests.megatron.gpt2.training.training_runs import finish, start, write_text
 
 READS = {"_local_scalar_dense", "is_nonzero", "item", "equal"}  # operations that give the host a number
@@ -64,5 +65,5 @@ def test_too_many_skipped_steps_end_the_run_between_log_lines(tmp_path: Path) ->
                                       "--log-interval", "1000", "--train-iters", "40"])
     with pytest.raises(FloatingPointError, match="^3 steps in a row had a gradient that is not finite"):
         train(run)
-    assert run.iteration == 3 + LATE
+    assert run.progress.iteration == 3 + LATE
     finish(run)

@@ -16,10 +16,11 @@ from megatron.gpt2 import device as devices
 from megatron.gpt2.command_line.arguments import parse
 from megatron.gpt2.config import ModelConfig
 from megatron.gpt2.launch.ranks import Ranks
-from megatron.gpt2.optimizer.gradient_reducer import global_sum
-from megatron.gpt2.training.plan import plan_run
-from megatron.gpt2.training.run import Run, build_run
-from megatron.gpt2.training.training import train_step
+from megatron.gpt2.training.build import build_run
+from megatron.gpt2.training.collectives import global_sum
+from megatron.gpt2.training.prepare import prepare_run
+from megatron.gpt2.training.run import Run
+from megatron.gpt2.training.train_step import train_step
 
 SMALL = ["--num-layers", "2", "--hidden-size", "128", "--num-attention-heads", "4", "--max-position-embeddings", "32",
          "--seq-length", "32", "--tokenizer-type", "bytes", "--split", "90,10", "--device", "cpu",
@@ -51,8 +52,8 @@ def start(rank: int, world_size: int, folder: str, flags: Sequence[str]) -> Run:
                        "--save", f"{folder}/save", *flags])
     ranks = Ranks(rank, world_size, rank, world_size)
     with mock.patch.object(devices, "_measured_gemm", return_value=1e12):  # which takes 0.3 s
-        run = build_run(plan_run(arguments, ranks, lambda line: None), lambda line: None)
-    run.model.train()
+        run = build_run(prepare_run(arguments, ranks, lambda line: None), lambda line: None)
+    run.engine.model.train()
     return run
 
 
@@ -60,21 +61,21 @@ def steps(run: Run, count: int) -> dict[str, Any]:
     """`count` steps: loss, gradient norm, loss scale and skips of each."""
     seen: dict[str, Any] = {"loss": [], "norm": [], "scale": [], "skipped": [], "rate": []}
     for _ in range(count):
-        run.loss_sum.zero_()
-        seen["scale"].append(run.optimizer.scaler.scale.item())
-        seen["rate"].append(run.optimizer.learning_rate.item())
+        run.progress.loss_sum.zero_()
+        seen["scale"].append(run.engine.optimizer.scaler.scale.item())
+        seen["rate"].append(run.engine.optimizer.learning_rate.item())
         train_step(run)
-        run.iteration += 1
-        run.consumed_samples += run.global_batch_size
-        seen["loss"].append(global_sum([run.loss_sum], run.parallel.data_parallel_group).item())
-        seen["norm"].append(run.optimizer.grad_norm.item())
-        seen["skipped"].append(bool(run.optimizer.found_inf))
+        run.progress.iteration += 1
+        run.progress.consumed_samples += run.prepared.global_batch_size
+        seen["loss"].append(global_sum([run.progress.loss_sum], run.parallel.data_parallel_group).item())
+        seen["norm"].append(run.engine.optimizer.grad_norm.item())
+        seen["skipped"].append(bool(run.engine.optimizer.found_inf))
     return seen
 
 
 def finish(run: Run) -> None:
-    run.gatherer.wait()
-    run.loader.close()
+    run.engine.gatherer.wait()
+    run.data.loader.close()
     run.stop.close()
     run.log.close()
     run.close()
@@ -82,15 +83,15 @@ def finish(run: Run) -> None:
 
 def state(run: Run) -> dict[str, Tensor]:
     """This rank's weights and what it owns of the optimizer's state, copied."""
-    run.gatherer.wait()
-    tensors = {name: p.detach().clone() for name, p in run.model.named_parameters()}
-    return tensors | {f"{s.kind}.{s.name}": s.values.clone() for s in run.optimizer.tensors()}
+    run.engine.gatherer.wait()
+    tensors = {name: p.detach().clone() for name, p in run.engine.model.named_parameters()}
+    return tensors | {f"{s.kind}.{s.name}": s.values.clone() for s in run.engine.optimizer.tensors()}
 
 
 def whole_weights(run: Run) -> dict[str, Tensor]:
     """The model's true weights, merged over its model-parallel group."""
-    run.gatherer.wait()
-    return merged(dict(run.model.named_parameters()), mpu.partition_specs(run.model), run.parallel)
+    run.engine.gatherer.wait()
+    return merged(dict(run.engine.model.named_parameters()), mpu.partition_specs(run.engine.model), run.parallel)
 
 
 def merged(tensors: Mapping[str, Tensor], specs: Mapping[str, mpu.PartitionSpec],

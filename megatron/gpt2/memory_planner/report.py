@@ -1,5 +1,5 @@
-"""What a person is told of a run's memory: the start table's rows, a warning before there is too little, and the one
-line in which running out of it ends. Sizes are shown in MB of 2^20 bytes, as in the log.
+"""What a person reads about the memory of a run: the rows of the start table, a warning where there is too little, and
+the line in which a run ends that is out of memory. Sizes are shown in MB of 2^20 bytes, as in the log.
 """
 
 from __future__ import annotations
@@ -10,67 +10,60 @@ from pathlib import Path
 import torch
 
 from megatron.gpt2.device import cgroup_folders
-from megatron.gpt2.planner.fit import Candidate, cheapest, cost, smallest
-from megatron.gpt2.planner.sizes import Setting
-from megatron.gpt2.planner.step import CUDA_CONTEXT, Memory, expected
+from megatron.gpt2.memory_planner.fit import Candidate, cheapest, cost, smallest
+from megatron.gpt2.memory_planner.sizes import Setting
+from megatron.gpt2.memory_planner.step import CUDA_CONTEXT, Memory, expected
 from megatron.gpt2.records.reporting import resident_memory
-from megatron.gpt2.training.plan import Plan
 
-# Of the memory that is there, what is offered may take so much: expectations are within a tenth (benchmarks/memory.py).
+# The share of the memory that a proposed change may take: expectations are right within a tenth (benchmarks/memory.py).
 MARGIN = 0.9
 
 
-def setting_of(plan: Plan) -> Setting:
-    """What is fixed on a CPU was resident when the plan was made, before any model."""
-    device = plan.device.type
-    fixed = CUDA_CONTEXT if device == "cuda" else plan.resident
-    return Setting(plan.config, plan.ranks.world_size, device, plan.dtype, fixed, plan.keeps_freed)
-
-
 def in_mb(size: float) -> str:
+    """Bytes as whole MB of 2^20 bytes: "12,760"."""
     return f"{size / 2**20:,.0f}"
 
 
 def parts_of(memory: Memory) -> str:
-    """The largest first."""
+    """The parts of a MB or more with their MB, the largest first: "activations 561, fixed 336"."""
     parts = sorted(memory.parts.items(), key=lambda item: -item[1])
     return ", ".join(f"{part} {in_mb(size)}" for part, size in parts if size >= 2**20)
 
 
-def start_rows(plan: Plan) -> list[tuple[str, str]]:
-    memory = expected(setting_of(plan))
+def start_rows(setting: Setting) -> list[tuple[str, str]]:
+    """The rows (name, text) of the start table about memory."""
+    memory = expected(setting)
     host = [("", f"{in_mb(memory.on_host)} MB of the host's memory beside it")] if memory.on_host else []
     return [("expected memory", f"{in_mb(memory.total)} MB on a rank, fullest in {memory.moment}"),
             ("", parts_of(memory)), *host]
 
 
-def expected_peak(plan: Plan) -> int:
-    """What the log's memory line should show: of the allocator on a GPU, of the resident set on a CPU."""
-    memory = expected(setting_of(plan))
-    return memory.allocated if plan.device.type == "cuda" else memory.total
+def expected_peak(setting: Setting) -> int:
+    """Bytes that the log's memory line should show: of the allocator on a GPU, of the process on a CPU."""
+    memory = expected(setting)
+    return memory.allocated if setting.device == "cuda" else memory.total
 
 
-def warning(plan: Plan) -> str:
-    """Before the first step: what is expected and not there, and the ways out; empty where it fits."""
-    setting = setting_of(plan)
-    memory, (there, where) = expected(setting), available(plan.device, plan.ranks.local_world_size)
+def warning(setting: Setting, device: torch.device, local_world_size: int) -> str:
+    """Before the first step: what is expected and not there, and the ways out; empty where it fits. local_world_size:
+    the ranks that share this machine's memory."""
+    memory, (there, where) = expected(setting), available(device, local_world_size)
     return "" if memory.total <= there else (
         f"WARNING: about {in_mb(memory.total)} MB are expected on a rank and {in_mb(there)} MB are there ({where}): "
         + ways_out(setting, there))
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Of a GPU's allocator, a CPU's (a RuntimeError of torch's), or Python's."""
+    """Whether a GPU's allocator, a CPU's (a RuntimeError of torch) or Python's raised `error` for want of memory."""
     said = re.search("can't allocate memory|bad_alloc|CUDA error: out of memory", str(error))
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or (isinstance(error, RuntimeError) and bool(said))
 
 
-def out_of_memory(plan: Plan) -> str:
-    """The line: the expected parts beside what was there, and the cheapest changes. Where the expectation was that it
-    fits, they need clearly less than that."""
-    setting = setting_of(plan)
-    memory, (there, where) = expected(setting), available(plan.device, plan.ranks.local_world_size)
-    return (f"out of memory on rank {plan.ranks.rank}: expected {in_mb(memory.total)} MB in {memory.moment} "
+def out_of_memory(setting: Setting, device: torch.device, local_world_size: int, rank: int) -> str:
+    """The line in which `rank` ends: the expected parts beside what was there, and the cheapest changes. Where the run
+    was expected to fit, the changes need clearly less than what was expected."""
+    memory, (there, where) = expected(setting), available(device, local_world_size)
+    return (f"out of memory on rank {rank}: expected {in_mb(memory.total)} MB in {memory.moment} "
             f"({parts_of(memory)}), and {in_mb(there)} MB were there ({where}); "
             + ways_out(setting, min(there, memory.total)))
 

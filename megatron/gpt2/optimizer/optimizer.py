@@ -17,9 +17,8 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 import mpu
-from megatron.gpt2.checkpoint.state import FlatState
 from megatron.gpt2.config import OptimizerConfig
-from megatron.gpt2.optimizer.flat_parameters import FlatParameters
+from megatron.gpt2.optimizer.flat_parameters import FlatParameters, FlatState
 from megatron.gpt2.optimizer.gradient_reducer import ParameterGatherer
 from megatron.gpt2.optimizer.loss_scaler import DynamicLossScaler, LossScaler
 
@@ -35,7 +34,7 @@ def build_loss_scaler(config: OptimizerConfig, dtype: torch.dtype, device: torch
                              window=config.loss_scale_window, hysteresis=config.hysteresis, device=device)
 
 
-class MixedPrecisionOptimizer:
+class AdamWOptimizer:
     """Unscale → agree on overflow → clip → AdamW on the masters → round into the model → scale and schedule.
 
     rates: [iterations + 1] float64, the learning rate after n steps that were not skipped; past its end the last

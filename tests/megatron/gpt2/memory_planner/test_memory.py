@@ -15,13 +15,18 @@ import torch
 from benchmarks.memory import measure
 from megatron.gpt2.command_line.arguments import parse
 from megatron.gpt2.config import Config, ModelConfig
+from megatron.gpt2.memory_planner.fit import cheapest, largest_micro_batch, layouts, smallest
+from megatron.gpt2.memory_planner.megatron_2019 import (
+    BYTES_PER_PARAMETER,
+    layer_activations,
+    layer_matrices,
+    megatron_2019,
+)
+from megatron.gpt2.memory_planner.report import available, is_out_of_memory
+from megatron.gpt2.memory_planner.sizes import Setting
+from megatron.gpt2.memory_planner.step import expected
 from megatron.gpt2.model.gpt2 import count_parameters
-from megatron.gpt2.planner.fit import cheapest, largest_micro_batch, layouts, smallest
-from megatron.gpt2.planner.megatron_2019 import BYTES_PER_PARAMETER, layer_activations, layer_matrices, megatron_2019
-from megatron.gpt2.planner.report import available, is_out_of_memory
-from megatron.gpt2.planner.sizes import Setting
-from megatron.gpt2.planner.step import expected
-from megatron.gpt2.training.training import train_step
+from megatron.gpt2.training.train_step import train_step
 from tests.distributed import run_ranks
 from tests.megatron.gpt2.training.training_runs import finish, start, write_text
 from tests.mpu.test_cross_entropy import MemoryCounter
@@ -68,9 +73,9 @@ def counted(rank: int, world_size: int, folder: str, flags: list[str]) -> tuple[
     train_step(run)
     with MemoryCounter() as counter:
         train_step(run)
-    state = [run.flat.params, *(t for moment in run.optimizer.moments.values() for t in moment)]
-    state += run.flat.masters if run.plan.dtype != torch.float32 else []
-    setting = Setting(run.config, world_size, "cpu", run.plan.dtype, 0)
+    state = [run.engine.flat.params, *(t for moment in run.engine.optimizer.moments.values() for t in moment)]
+    state += run.engine.flat.masters if run.prepared.dtype != torch.float32 else []
+    setting = Setting(run.config, world_size, "cpu", run.prepared.dtype, 0)
     memory = expected(setting)
     finish(run)
     return memory.allocated, counter.peak + sum(t.nbytes for t in state)

@@ -23,8 +23,8 @@ from typing import Any
 
 from megatron.gpt2.config import Config
 from megatron.gpt2.config.flag_names import differing_flags
-from megatron.gpt2.planner.sizes import Setting
-from megatron.gpt2.planner.step import Memory, expected
+from megatron.gpt2.memory_planner.sizes import Setting
+from megatron.gpt2.memory_planner.step import Memory, expected
 
 _SELECTIVE, _HALF_BATCH = 0.02, 0.03
 _MODEL_PARALLEL = {1: 0.0, 2: 1 / 0.95 - 1, 4: 1 / 0.82 - 1, 8: 1 / 0.77 - 1}

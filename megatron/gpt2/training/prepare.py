@@ -1,5 +1,6 @@
-"""What a run is to be, found out by each rank alone: the flags, the checkpoint's own shape, device and precision, the
-tokenizer, and the text as tokens. Tokenising can take hours, so it must not happen inside a collective's timeout.
+"""What each rank finds out alone, before the ranks build the run together: the flags, the checkpoint's own shape,
+device and precision, the tokenizer, and the text as tokens. Tokenising can take hours, so it must not happen inside the
+time limit of a collective.
 """
 
 from __future__ import annotations
@@ -7,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -29,15 +31,24 @@ from megatron.gpt2.command_line.arguments import Arguments, merge_checkpoint
 from megatron.gpt2.config import Config, DataConfig
 from megatron.gpt2.formats import refuse_foreign
 from megatron.gpt2.launch.ranks import Ranks
+from megatron.gpt2.memory_planner.sizes import Setting
+from megatron.gpt2.memory_planner.step import CUDA_CONTEXT
 from megatron.gpt2.records.reporting import resident_memory
 from megatron.gpt2.training.differences import differences
 
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What every rank knows before the ranks meet."""
+class PreparedRun:
+    """What every rank knows before the process group exists.
+
+    config: with what the checkpoint decides, the vocabulary's size and the kind of tokenizer.
+    source: the folder to load from; None to start from random weights.
+    start: the facts of the checkpoint that is continued; empty where the run starts at iteration 0.
+    keeps_freed: freed memory stays with the process, see `device.set_allocator`.
+    resident: bytes of anonymous memory that the process had before any model.
+    """
 
     arguments: Arguments
     config: Config
@@ -47,91 +58,132 @@ class Plan:
     backend: str
     tokenizer: Tokenizer
     splits: Splits
-    source: str | None  # the folder to load from, None to start from random weights
+    source: str | None
     train_iters: int
-    global_batch_size: int
-    start: dict[str, Any]  # the facts of the checkpoint that is to be continued; empty at iteration 0
-    keeps_freed: bool = False  # memory that is freed stays with the process: `devices.set_allocator`
-    resident: int = field(default_factory=lambda: resident_memory().get("resident", 0))  # bytes, before any model
+    start: dict[str, Any]
+    keeps_freed: bool = False
+    resident: int = field(default_factory=lambda: resident_memory().get("resident", 0))
 
     @property
     def is_finished(self) -> bool:
+        """Whether the checkpoint that would be continued is at the end of the run already."""
         return self.start.get("iteration", 0) >= self.train_iters
 
+    @property
+    def save_directory(self) -> Path:
+        """The --save folder."""
+        assert self.config.checkpoint.save is not None
+        return Path(self.config.checkpoint.save)
 
-def plan_run(arguments: Arguments, ranks: Ranks, say: Say) -> Plan:
-    """Everything up to the tokenised data, without a process group. Raises ValueError or OSError for bad input."""
-    arguments, checkpoint, source = _source(arguments, say)
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches that each rank runs in a step."""
+        return self.config.accumulation(self.config.data_parallel_size(self.ranks.world_size))
+
+    @property
+    def global_batch_size(self) -> int:
+        """Samples of a step over all ranks."""
+        return self.config.samples_per_step(self.ranks.world_size)
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of a step over all ranks."""
+        return self.global_batch_size * self.config.data.seq_length
+
+    @property
+    def timeout(self) -> timedelta:
+        """How long a collective may take (--distributed-timeout-minutes)."""
+        return timedelta(minutes=self.config.parallel.distributed_timeout_minutes)
+
+    @property
+    def memory(self) -> Setting:
+        """What the memory of a rank depends on. On a CPU, what was resident before any model is fixed."""
+        fixed = CUDA_CONTEXT if self.device.type == "cuda" else self.resident
+        return Setting(self.config, self.ranks.world_size, self.device.type, self.dtype, fixed, self.keeps_freed)
+
+
+def prepare_run(arguments: Arguments, ranks: Ranks, log: Log) -> PreparedRun:
+    """Everything up to the tokenised data, without a process group. log: takes each line of what was decided and why.
+    Raises ValueError or OSError, in one line, for bad input."""
+    arguments, checkpoint, source = _source(arguments, log)
     if checkpoint is not None:
         check_facts(checkpoint)
         arguments = merge_checkpoint(arguments, checkpoint.facts["config"], checkpoint.facts["train_iters"])
     for note in arguments.notes:
-        say(note)
+        log(note)
     config = arguments.config
+    device, dtype, backend, keeps_freed = _hardware(config, ranks, log)
+    global_batch_size = config.samples_per_step(ranks.world_size)  # raises where the batch does not fit the ranks
+
+    data = _with_files(config.data)
+    tokenizer = _tokenizer(dataclasses.replace(config, data=data), arguments, checkpoint, source, log)
+    if config.model.vocab_size not in (None, tokenizer.vocab_size):
+        raise ValueError(f"--vocab-size {config.model.vocab_size} is not the {tokenizer.vocab_size} of the tokenizer "
+                         f"{tokenizer.kind}: leave the flag out")
+    splits = _splits(data, tokenizer, evaluates=config.train.eval_iters > 0)
+    config = dataclasses.replace(
+        config, model=dataclasses.replace(config.model, vocab_size=tokenizer.vocab_size),
+        data=dataclasses.replace(config.data, tokenizer_type=tokenizer.kind))
+    start = checkpoint.facts if checkpoint is not None and not config.checkpoint.finetune else {}
+    train_iters = config.train.iterations(
+        global_batch_size=global_batch_size, seq_length=data.seq_length, samples_per_epoch=len(splits.train),
+        iteration=start.get("iteration", 0), consumed_samples=start.get("consumed_samples", 0))
+    if start.get("iteration", 0) >= train_iters and source is not None:
+        # Before a run is called finished, every byte of what it left is checked.
+        checkpoint = find_checkpoint(source, log=log, verify=not config.checkpoint.no_verify)
+        assert checkpoint is not None
+        start = checkpoint.facts
+    for line in differences(start, {"config": config.as_dict(), "precision": devices.PRECISIONS[dtype],
+                                    "global_batch_size": global_batch_size, "data_fingerprint": splits.fingerprint}):
+        log(line)
+    return PreparedRun(arguments=arguments, config=config, ranks=ranks, device=device, dtype=dtype, backend=backend,
+                       tokenizer=tokenizer, splits=splits, source=source, train_iters=train_iters, start=dict(start),
+                       keeps_freed=keeps_freed)
+
+
+def _hardware(config: Config, ranks: Ranks, log: Log) -> tuple[torch.device, torch.dtype, str, bool]:
+    """Device, dtype, backend, and whether the allocator keeps what is freed; each choice with its reason to `log`."""
     device, why_device = devices.choose_device(config.train.device, ranks)
     if config.train.compile:
         devices.require_compiler(device)
     dtype, why_dtype = devices.choose_precision(config.train.precision, device)
     backend, why_backend = devices.choose_backend(config.parallel.distributed_backend, device)
     allocator = devices.set_allocator(device)
-    reasons = [why_device, why_dtype, allocator]
-    for reason in reasons + ([why_backend] if ranks.world_size > 1 else []):
+    for reason in [why_device, why_dtype, allocator] + ([why_backend] if ranks.world_size > 1 else []):
         if reason:
-            say(reason)
-    global_batch_size = config.train.micro_batch_size * config.data_parallel_size(ranks.world_size)
-    global_batch_size *= config.accumulation(config.data_parallel_size(ranks.world_size))
+            log(reason)
+    return device, dtype, backend, bool(allocator)
 
-    data = _with_files(config.data)
-    tokenizer = _tokenizer(dataclasses.replace(config, data=data), arguments, checkpoint, source, say)
-    if config.model.vocab_size not in (None, tokenizer.vocab_size):
-        raise ValueError(f"--vocab-size {config.model.vocab_size} is not the {tokenizer.vocab_size} of the tokenizer "
-                         f"{tokenizer.kind}: leave the flag out")
-    evaluates = config.train.eval_iters > 0
-    splits = build_splits(
+
+def _splits(data: DataConfig, tokenizer: Tokenizer, *, evaluates: bool) -> Splits:
+    return build_splits(
         train_data=data.train_data, valid_data=data.valid_data, test_data=data.test_data, data_path=data.data_path,
         valid_data_path=data.valid_data_path, test_data_path=data.test_data_path, data_order=data.data_order,
         split=data.split, text_key=data.text_key, max_bad_fraction=data.max_bad_fraction, tokenizer=tokenizer,
         seq_length=data.seq_length, cache_path=data.data_cache_path, need_valid=evaluates, need_test=evaluates,
         log=print)
-    start = checkpoint.facts if checkpoint is not None and not config.checkpoint.finetune else {}
-    train_iters = config.train.iterations(
-        global_batch_size=global_batch_size, seq_length=data.seq_length, samples_per_epoch=len(splits.train),
-        iteration=start.get("iteration", 0), consumed_samples=start.get("consumed_samples", 0))
-    config = dataclasses.replace(
-        config, model=dataclasses.replace(config.model, vocab_size=tokenizer.vocab_size),
-        data=dataclasses.replace(config.data, tokenizer_type=tokenizer.kind))
-    if start.get("iteration", 0) >= train_iters and source is not None:
-        # Before a run is called finished, every byte of what it left is checked.
-        checkpoint = find_checkpoint(source, log=say, verify=not config.checkpoint.no_verify)
-        assert checkpoint is not None
-        start = checkpoint.facts
-    for line in differences(start, {"config": config.as_dict(), "precision": devices.PRECISIONS[dtype],
-                                    "global_batch_size": global_batch_size, "data_fingerprint": splits.fingerprint}):
-        say(line)
-    return Plan(arguments, config, ranks, device, dtype, backend, tokenizer, splits, source, train_iters,
-                global_batch_size, dict(start), keeps_freed=bool(allocator))
 
 
 def _with_files(data: DataConfig) -> DataConfig:
-    """With the files of named corpora in the place of the names."""
+    """`data` with the files of named corpora in the place of their names."""
     (train, valid, test), text_key = find_corpora({
         "--train-data": data.train_data, "--valid-data": data.valid_data, "--test-data": data.test_data}, data.text_key)
     return dataclasses.replace(data, train_data=train, valid_data=valid, test_data=test, text_key=text_key)
 
 
-def _source(arguments: Arguments, say: Say) -> tuple[Arguments, Checkpoint | None, str | None]:
+def _source(arguments: Arguments, log: Log) -> tuple[Arguments, Checkpoint | None, str | None]:
     """The checkpoint that the run starts from, opened without reading its tensors, and its folder."""
     where = arguments.checkpoint
     assert where.save is not None
     if where.load is not None:
         heads = "model.num_attention_heads"
         refuse_foreign(where.load, num_attention_heads=arguments.values[heads] if heads in arguments.given else None)
-    checkpoint = find_checkpoint(where.load or where.save, log=_silent, verify=False)
+    checkpoint = find_checkpoint(where.load or where.save, log=_ignored, verify=False)
     if where.load is not None and where.load != where.save:
         # The same command once more, after a first part that saved: it goes on from there.
-        begun = find_checkpoint(where.save, log=_silent, verify=False)
+        begun = find_checkpoint(where.save, log=_ignored, verify=False)
         if begun is not None and (where.finetune or checkpoint is None or begun.iteration > checkpoint.iteration):
-            say(f"--save {where.save} holds iteration {begun.iteration} of this run already, which is continued; "
+            log(f"--save {where.save} holds iteration {begun.iteration} of this run already, which is continued; "
                 f"another --save starts from {where.load} again")
             values = {**arguments.values, "checkpoint.finetune": False, "checkpoint.load": where.save}
             return dataclasses.replace(arguments, values=values), begun, where.save
@@ -141,16 +193,16 @@ def _source(arguments: Arguments, say: Say) -> tuple[Arguments, Checkpoint | Non
         if where.finetune or where.exit_on_missing_checkpoint or where.load != where.save:
             raise ValueError(f"--load {where.load} holds no checkpoint: give the --save folder of another run, or "
                              "leave it out to start from random weights")
-        say(f"WARNING: --load {where.load} holds no checkpoint: the run starts from random weights")
+        log(f"WARNING: --load {where.load} holds no checkpoint: the run starts from random weights")
     return arguments, None, None
 
 
-def _silent(line: str) -> None:
-    """The same warnings come once more when the checkpoint is loaded."""
+def _ignored(line: str) -> None:
+    """For warnings that come once more when the checkpoint is loaded."""
 
 
 def _tokenizer(config: Config, arguments: Arguments, checkpoint: Checkpoint | None, source: str | None,
-               say: Say) -> Tokenizer:
+               log: Log) -> Tokenizer:
     data = config.data
     files_given = any(f"data.{name}" in arguments.given for name in ("vocab_file", "merge_file", "tokenizer_model"))
     known = checkpoint.facts.get("tokenizer") if checkpoint is not None else None
@@ -166,7 +218,7 @@ def _tokenizer(config: Config, arguments: Arguments, checkpoint: Checkpoint | No
         if kind is None:
             kind = default_tokenizer_kind()
             if kind == "bytes":
-                say("tokenizer: bytes, since neither tiktoken nor regex is installed (pip install tiktoken)")
+                log("tokenizer: bytes, since neither tiktoken nor regex is installed (pip install tiktoken)")
         model_file = data.tokenizer_model
         if kind == "SentencePieceTokenizer":
             model_file = model_file or f"{config.checkpoint.save}/sentencepiece.model"

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from megatron.gpt2.planner.sizes import Setting, Sizes
+from megatron.gpt2.memory_planner.sizes import Setting, Sizes
 
 PARTS = ("weights", "gradients", "optimizer", "activations", "logits and loss", "communication", "--async-save", "heap",
          "fixed")

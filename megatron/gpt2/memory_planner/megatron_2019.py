@@ -1,5 +1,5 @@
 """The memory of Megatron-LM's first release (2019) on a GPU in fp16, whose figures are published: the same kind of sums
-as `megatron/gpt2/planner/step.py` has of this program, `--accounting megatron-2019` of `tools/plan.py`.
+as `megatron/gpt2/memory_planner/step.py` has of this program, `--accounting megatron-2019` of `tools/plan.py`.
 
 It kept 20 bytes a parameter from step to step: weights and gradients in fp16 (2 + 2), and in float32 masters, their
 gradients and two moments (16). Attention held its scores; the loss held three float32 copies of the logits at once: the
@@ -11,8 +11,8 @@ Legend: b micro-batch, s sequence, h hidden, n heads, l layers, v padded vocabul
 from __future__ import annotations
 
 from megatron.gpt2.config import Config
+from megatron.gpt2.memory_planner.step import PARTS, Memory
 from megatron.gpt2.model.gpt2 import count_parameters
-from megatron.gpt2.planner.step import PARTS, Memory
 from mpu.partition import padded_vocab_size
 
 BYTES_PER_PARAMETER = 20

@@ -1,0 +1,83 @@
+"""A run is built: the ranks join, and each makes or loads what a step needs, in the order in which one part needs
+another.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import BinaryIO
+
+import torch
+import torch.distributed as dist
+
+import mpu
+from megatron.gpt2 import device as devices
+from megatron.gpt2.checkpoint.best import refuse_best_folder, set_best_aside
+from megatron.gpt2.checkpoint.save_lock import lock_together
+from megatron.gpt2.launch.rendezvous import initialize_distributed
+from megatron.gpt2.launch.signals import StopSignal
+from megatron.gpt2.records.run_log import RunLog
+from megatron.gpt2.records.timers import Timers
+from megatron.gpt2.records.trackers import open_trackers
+from megatron.gpt2.training.checkpointing import Checkpointing, load_run, write_config_and_tokenizer
+from megatron.gpt2.training.collectives import gather_over_ranks, max_over_ranks
+from megatron.gpt2.training.data import TrainingData
+from megatron.gpt2.training.engine import build_engine
+from megatron.gpt2.training.prepare import Log, PreparedRun
+from megatron.gpt2.training.progress import Progress
+from megatron.gpt2.training.run import Run
+
+
+def build_run(prepared: PreparedRun, log: Log) -> Run:
+    """Join the other ranks and make or load everything that a step needs. Every rank calls it. log: takes the lines
+    from before the run has a log of its own. ValueError on every rank where the ranks cannot train together."""
+    device = prepared.device
+    parallel = make_groups(prepared)
+    check_data_is_the_same(prepared)
+    lock = lock_save_folder(prepared, parallel.rank, log)
+    engine = build_engine(prepared, parallel, log)
+    iteration, consumed_samples = load_run(prepared, parallel, engine, log)
+    run_log = open_log(prepared, iteration, active=parallel.rank == 0)
+    data = TrainingData(prepared, parallel, consumed_samples)
+    checkpoints = Checkpointing(prepared, parallel, engine, lock=lock, log=run_log.info)
+    return Run(prepared=prepared, parallel=parallel, engine=engine, data=data, checkpoints=checkpoints, log=run_log,
+               timers=Timers(device), stop=StopSignal(prepared.timeout),
+               progress=Progress.at(iteration, consumed_samples, device),
+               peak=devices.peak_flops(device, prepared.dtype))
+
+
+def make_groups(prepared: PreparedRun) -> mpu.ParallelState:
+    """Join the process group, unless a program around this one has done so, and make mpu's groups."""
+    if prepared.device.type == "cuda":
+        torch.cuda.set_device(prepared.device)
+    parallel = prepared.config.parallel
+    if not dist.is_initialized():
+        initialize_distributed(prepared.ranks, prepared.backend, prepared.device, parallel.distributed_timeout_minutes)
+    return mpu.initialize_model_parallel(parallel.model_parallel_size, timeout=prepared.timeout)
+
+
+def check_data_is_the_same(prepared: PreparedRun) -> None:
+    """ValueError, on every rank, unless the training data of all ranks have one fingerprint."""
+    if len(set(gather_over_ranks(int(prepared.splits.fingerprint[:15], 16), prepared.device))) > 1:
+        raise ValueError("the ranks read different training data: every machine needs the same files")
+
+
+def lock_save_folder(prepared: PreparedRun, rank: int, log: Log) -> BinaryIO | None:
+    """Take the --save folder, on rank 0, which gets what it holds the folder by. ValueError, on every rank, where
+    another run has it, or keeps its best checkpoint there."""
+    refuse_best_folder(prepared.save_directory)
+    shared = functools.partial(max_over_ranks, device=prepared.device)
+    return lock_together(str(prepared.config.checkpoint.save), rank=rank, greatest=shared, log=log)
+
+
+def open_log(prepared: PreparedRun, iteration: int, *, active: bool) -> RunLog:
+    """The log of a run that continues at `iteration`. The active rank also puts aside what an earlier run left, and
+    writes config.json and the tokenizer."""
+    trackers = open_trackers(prepared.config, start_iteration=iteration, active=active)
+    log = RunLog(str(prepared.config.checkpoint.save), train_iters=prepared.train_iters, start_iteration=iteration,
+                 trackers=trackers, active=active)
+    if active:
+        if iteration == 0:
+            set_best_aside(prepared.save_directory, log.info)
+        write_config_and_tokenizer(prepared)
+    return log

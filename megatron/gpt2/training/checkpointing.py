@@ -1,0 +1,180 @@
+"""Checkpoints of a run: what is saved, where, and how a run continues from one."""
+
+from __future__ import annotations
+
+import functools
+import secrets
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+
+import mpu
+from megatron.gpt2.checkpoint.best import BEST, best_loss
+from megatron.gpt2.checkpoint.folder import Piece, find_checkpoint, write_checkpoint
+from megatron.gpt2.checkpoint.saver import Saver
+from megatron.gpt2.checkpoint.state import load_model, load_rng, load_state, model_pieces, rng_pieces, state_pieces
+from megatron.gpt2.config import CheckpointConfig
+from megatron.gpt2.config.config_json import write_config
+from megatron.gpt2.optimizer.optimizer import MOMENTS
+from megatron.gpt2.records.environment import describe_environment
+from megatron.gpt2.training.collectives import max_over_ranks
+from megatron.gpt2.training.engine import Engine, seed_random_streams
+from megatron.gpt2.training.prepare import Log, PreparedRun
+from megatron.gpt2.training.progress import Progress
+
+Files = dict[str, dict[str, Piece]]
+
+
+class Checkpointing:
+    """Saves a run in its --save folder. Every rank has one and calls its methods at the same steps.
+
+    lock: on rank 0, what it holds the folder by. saver: writes the files, with --async-save from a thread.
+    """
+
+    def __init__(self, prepared: PreparedRun, parallel: mpu.ParallelState, engine: Engine, *, lock: BinaryIO | None,
+                 log: Log) -> None:
+        self._prepared, self._parallel, self._engine = prepared, parallel, engine
+        self._lock, self._log = lock, log
+        shared = functools.partial(max_over_ranks, device=prepared.device)
+        write = functools.partial(
+            write_checkpoint, directory=prepared.save_directory, rank=parallel.rank, world_size=parallel.world_size,
+            keep_last=prepared.config.checkpoint.keep_last, timeout_s=prepared.timeout.total_seconds())
+        self.saver = Saver(write, attempt=f"{shared(secrets.randbits(62) if parallel.rank == 0 else 0):x}",
+                           asynchronous=prepared.config.checkpoint.async_save,
+                           local_world_size=prepared.ranks.local_world_size, greatest=shared, say=log)
+        self.saver.prepare(self.files())
+
+    def save(self, progress: Progress) -> Path | None:
+        """Write a checkpoint of this iteration: its folder, or None, with a warning, where that failed on any rank.
+
+        With --async-save a thread has only begun with it, and None says nothing: `saver.finish` has the outcome.
+        """
+        self._engine.gatherer.wait()
+        return self.saver.save(progress.iteration, self.files(), self.facts(progress))
+
+    def save_if_best(self, progress: Progress, valid_loss: float) -> None:
+        """Write a checkpoint of this iteration into the folder `best` where no validation loss was lower. valid_loss:
+        nats per token."""
+        folder, data = self._prepared.save_directory / BEST, self._prepared.splits.fingerprint
+        self.saver.finish()  # the last best one may still be on its way
+        lower = self._parallel.rank == 0 and valid_loss < best_loss(folder, data, self._log)
+        if self.saver.any_rank(lower):
+            self._engine.gatherer.wait()
+            self.saver.save(progress.iteration, self.files(), self.facts(progress) | {"valid_loss": valid_loss},
+                            directory=folder, keep_last=1)
+
+    def files(self) -> Files:
+        """What this rank writes of a checkpoint, see `checkpoint_files`."""
+        return checkpoint_files(self._engine, self._parallel, self._prepared.config.checkpoint, self._prepared.device)
+
+    def facts(self, progress: Progress) -> dict[str, Any]:
+        """What the manifest says of the run (JSON): all that is no tensor."""
+        prepared, parallel, engine = self._prepared, self._parallel, self._engine
+        tokenizer = prepared.tokenizer
+        return {
+            "layout": {"model_parallel_size": parallel.model_parallel_size,
+                       "data_parallel_size": parallel.data_parallel_size,
+                       "optimizer_is_sharded": engine.flat.is_sharded},
+            "config": prepared.config.as_dict(),
+            "vocab_size": tokenizer.vocab_size,
+            "tokenizer": {"kind": tokenizer.kind, "fingerprint": tokenizer.fingerprint,
+                          "vocab_size": tokenizer.vocab_size},
+            "iteration": progress.iteration,
+            "train_iters": prepared.train_iters,
+            "consumed_samples": progress.consumed_samples,
+            "global_batch_size": prepared.global_batch_size,
+            "data_fingerprint": prepared.splits.fingerprint,
+            "optimizer": engine.optimizer.state_dict(),
+            "precision": str(prepared.dtype).removeprefix("torch."),
+            "torch": torch.__version__,
+        }
+
+    def close(self) -> None:
+        """End the thread that writes, see `Saver.close`."""
+        self.saver.close()
+
+    def unlock(self) -> None:
+        """Let another run have the --save folder."""
+        if self._lock is not None:
+            self._lock.close()
+
+
+def checkpoint_files(engine: Engine, parallel: mpu.ParallelState, config: CheckpointConfig,
+                     device: torch.device) -> Files:
+    """What this rank writes of a checkpoint, {path in its folder: {tensor name: piece}}, of the tensors as they are
+    now."""
+    specs = mpu.partition_specs(engine.model)
+    files: Files = {}
+    folder = f"mp_rank_{parallel.model_parallel_rank:02d}"
+    layout = {"mp_rank": parallel.model_parallel_rank, "mp_size": parallel.model_parallel_size}
+    if parallel.data_parallel_rank == 0:
+        files[f"{folder}/model.safetensors"] = model_pieces(engine.model.named_parameters(), specs, **layout)
+    # Each data-parallel rank holds all of the optimizer's state, or where it is sharded a part of it.
+    if not config.no_save_optim and (parallel.data_parallel_rank == 0 or engine.flat.is_sharded):
+        pieces = state_pieces(engine.optimizer.tensors(), specs, **layout)
+        for kind in ("master", *MOMENTS):  # a file of each: they are written and hashed side by side
+            files[f"{folder}/{kind}_dp_{parallel.data_parallel_rank:02d}.safetensors"] = {
+                key: piece for key, piece in pieces.items() if key.startswith(f"{kind}.")}
+    if not config.no_save_rng:
+        files[f"{folder}/rng_dp_{parallel.data_parallel_rank:02d}.safetensors"] = rng_pieces(
+            mp_rank=parallel.model_parallel_rank, dp_rank=parallel.data_parallel_rank, device=device)
+    return files
+
+
+def load_run(prepared: PreparedRun, parallel: mpu.ParallelState, engine: Engine, log: Log) -> tuple[int, int]:
+    """Fill model, optimizer and random states from the checkpoint that the run starts from, if there is one. Returns
+    its iteration and consumed samples, 0 and 0 for a run that begins. ValueError where it does not fit this run."""
+    if prepared.source is None:
+        return 0, 0
+    wanted = prepared.config.checkpoint
+    checkpoint = find_checkpoint(prepared.source, log=log, share=(parallel.rank, parallel.world_size),
+                                 greatest=functools.partial(max_over_ranks, device=prepared.device),
+                                 verify=not wanted.no_verify)
+    if checkpoint is None:
+        raise ValueError(f"--load {prepared.source}: the checkpoint vanished while the run was starting")
+    specs = mpu.partition_specs(engine.model)
+    layout = {"mp_rank": parallel.model_parallel_rank, "mp_size": parallel.model_parallel_size}
+    has_optimizer = any(name.startswith("master.") for name in checkpoint.names())
+    if wanted.finetune or wanted.no_load_optim or not has_optimizer:
+        if has_optimizer:  # the weights before they were rounded
+            masters = (state for state in engine.optimizer.tensors() if state.kind == "master")
+            load_state(masters, specs, checkpoint, **layout)
+            engine.optimizer.write_back()
+        else:
+            load_model(engine.model.named_parameters(), specs, checkpoint, **layout)
+            engine.optimizer.masters_from_model()
+        if wanted.finetune:
+            log(f"weights from {checkpoint.path}: fine-tuning starts at iteration 0")
+            return 0, 0
+        if not wanted.no_load_optim:
+            log(f"WARNING: {checkpoint.path} holds no optimizer (--no-save-optim): its moments start at zero")
+        engine.optimizer.set_good_steps(int(checkpoint.facts["optimizer"]["good_steps"]))
+    else:
+        load_state(engine.optimizer.tensors(), specs, checkpoint, **layout)
+        engine.optimizer.load_state_dict(checkpoint.facts["optimizer"])
+    if not wanted.no_load_rng and not load_rng(
+            checkpoint, mp_rank=parallel.model_parallel_rank, dp_rank=parallel.data_parallel_rank,
+            mp_size=parallel.model_parallel_size, dp_size=parallel.data_parallel_size, device=prepared.device):
+        # Not the seed itself: dropout would repeat the masks of the first steps.
+        seed_random_streams(prepared.config.train.seed + checkpoint.iteration, parallel)
+        log(f"random states start afresh: {checkpoint.path} has none for this layout and device")
+    log(f"continuing {checkpoint.path}")
+    return checkpoint.iteration, int(checkpoint.facts["consumed_samples"])
+
+
+def write_config_and_tokenizer(prepared: PreparedRun) -> None:
+    """Write config.json and the tokenizer into the --save folder: with a checkpoint, all that generation needs. Rank 0
+    calls it."""
+    folder = prepared.save_directory
+    prepared.tokenizer.save(folder / "tokenizer")
+    if prepared.config.checkpoint.keep_best:
+        prepared.tokenizer.save(folder / BEST / "tokenizer")
+    ranks = prepared.ranks
+    facts = {"environment": describe_environment(prepared.device, world_size=ranks.world_size,
+                                                 local_world_size=ranks.local_world_size),
+             "world_size": ranks.world_size, "train_iters": prepared.train_iters,
+             "global_batch_size": prepared.global_batch_size,
+             "device": str(prepared.device), "precision": str(prepared.dtype).removeprefix("torch."),
+             "torch": torch.__version__}
+    write_config(folder, prepared.config, facts, goes_on=prepared.source == prepared.config.checkpoint.save)

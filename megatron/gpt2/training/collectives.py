@@ -1,0 +1,41 @@
+"""Numbers that ranks share. Every rank calls each of these at the same place; in a world of one nothing is sent."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+
+def max_over_ranks(number: int, device: torch.device) -> int:
+    """The greatest of all ranks' numbers, each below 2^63. device: this rank's, on which NCCL needs the number."""
+    if not dist.is_initialized():
+        return number
+    shared = torch.tensor(number, dtype=torch.int64, device=_where(device))
+    dist.all_reduce(shared, op=dist.ReduceOp.MAX)
+    return int(shared)
+
+
+def gather_over_ranks(number: int, device: torch.device) -> list[int]:
+    """The numbers of all ranks, by rank, each below 2^63. device: as for `max_over_ranks`."""
+    if not dist.is_initialized():
+        return [number]
+    own = torch.tensor([number], dtype=torch.int64, device=_where(device))
+    everyone = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, own)
+    return [int(theirs) for theirs in torch.cat(everyone).tolist()]
+
+
+def global_sum(values: Iterable[Tensor], group: ProcessGroup | None) -> Tensor:
+    """The scalars `values`, stacked as float64 and summed over the ranks of `group`: [n], on their device."""
+    stacked = torch.stack([value.double() for value in values])
+    if group is not None and group.size() > 1:
+        dist.all_reduce(stacked, group=group)
+    return stacked
+
+
+def _where(device: torch.device) -> torch.device | str:
+    return device if dist.get_backend() == "nccl" else "cpu"

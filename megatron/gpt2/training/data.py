@@ -1,0 +1,116 @@
+"""Batches: what a step reads, on the device, and a check that ranks which share layers read the same.
+
+Every rank of a model-parallel group reads its batches itself, since the lengths of documents are needed on the host.
+Nothing is sent. Instead each rank keeps a digest of what it has read, and the ranks compare theirs at log lines.
+Legend: n samples, s sequence.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import mpu
+from data_utils import BatchLoader, DamagedData, Splits, Tokenizer
+from megatron.gpt2.config import DataConfig
+from megatron.gpt2.training.collectives import gather_over_ranks
+from megatron.gpt2.training.prepare import PreparedRun
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Samples on the device: tokens and labels [n, s] int64, mask [n, s] float32 (0 where no loss is taken).
+
+    Under --reset-position-ids `positions` is [n, s] int64. Under --reset-attention-mask `documents` has an entry for
+    each micro-batch.
+    """
+
+    tokens: Tensor
+    labels: Tensor
+    mask: Tensor
+    positions: Tensor | None = None
+    documents: list[mpu.Documents] | None = None
+
+    def micro_batches(self, size: int, token_weight: Tensor) -> Iterator[dict[str, Tensor | mpu.Documents | None]]:
+        """The arguments of the model for each micro-batch of `size` samples. token_weight: [n, s] float32."""
+        for number, start in enumerate(range(0, len(self.tokens), size)):
+            part = slice(start, start + size)
+            yield {"tokens": self.tokens[part], "labels": self.labels[part], "token_weight": token_weight[part],
+                   "positions": None if self.positions is None else self.positions[part],
+                   "documents": None if self.documents is None else self.documents[number]}
+
+
+class TrainingData:
+    """What a run reads: the tokenizer, the splits, and the batches of this rank.
+
+    loader: the training batches, each int64 [n, s + 1] on the host, prepared ahead by a thread.
+    """
+
+    def __init__(self, prepared: PreparedRun, parallel: mpu.ParallelState, consumed_samples: int) -> None:
+        config, device = prepared.config, prepared.device
+        self.tokenizer: Tokenizer = prepared.tokenizer
+        self.splits: Splits = prepared.splits
+        self._config, self._device = config.data, device
+        self._micro_batch_size, self._parallel = config.train.micro_batch_size, parallel
+        self._digest = 0
+        samples, order = self.splits.training_samples(config.train.seed,
+                                                      prepared.train_iters * prepared.global_batch_size)
+        self.loader = BatchLoader(
+            samples, order, micro_batch_size=config.train.micro_batch_size, accumulation=prepared.micro_batches,
+            data_parallel_rank=parallel.data_parallel_rank, data_parallel_size=parallel.data_parallel_size,
+            consumed_samples=consumed_samples, prefetch=config.data.num_workers,
+            finish=pinned if device.type == "cuda" else torch.from_numpy)
+
+    def to_device(self, text: Tensor) -> Batch:
+        """text [n, s + 1] int64 on the host -> the batch. From pinned memory the copy waits for nothing."""
+        if self._parallel.model_parallel_size > 1:
+            self._digest = zlib.crc32(text.numpy(), self._digest)
+        return batch_of(text, self._config, eod=self.tokenizer.eod, micro_batch_size=self._micro_batch_size,
+                        device=self._device)
+
+    def check_ranks_agree(self, iteration: int) -> None:
+        """Raise DamagedData, on every rank, where ranks that share layers have read different text so far. Every rank
+        calls it at the same iteration."""
+        if (size := self._parallel.model_parallel_size) == 1:
+            return
+        digests = gather_over_ranks(self._digest, self._device)
+        different = [rank for rank, digest in enumerate(digests) if digest != digests[rank - rank % size]]
+        if different:
+            rank = different[0]
+            raise DamagedData(f"rank {rank} has read other data than rank {rank - rank % size}, with which it shares "
+                              f"each layer, by iteration {iteration}: every machine needs the same files, and none may "
+                              "change while a run reads it; the same command continues from the last checkpoint")
+
+
+def batch_of(text: Tensor, config: DataConfig, *, eod: int, micro_batch_size: int, device: torch.device) -> Batch:
+    """text [n, s + 1] int64 on the host -> the batch on `device`. An entry of -1 is no token: as a label it has no
+    weight."""
+    documents = None
+    if config.reset_attention_mask:
+        documents = [mpu.Documents(part, eod, device) for part in text[:, :-1].split(micro_batch_size)]
+    sent = text.to(device, non_blocking=True)
+    tokens, labels = sent[:, :-1], sent[:, 1:]
+    mask = labels >= 0
+    if config.eod_mask_loss:
+        mask &= tokens != eod
+    positions = document_positions(tokens, eod) if config.reset_position_ids else None
+    return Batch(tokens.clamp_min(0), labels.clamp_min(0), mask.float(), positions, documents)
+
+
+def document_positions(tokens: Tensor, eod: int) -> Tensor:
+    """tokens [n, s] int64 -> [n, s] int64: how far each token is from the first one of its document, or of its sample.
+    The token `eod` ends a document."""
+    places = torch.arange(tokens.size(1), device=tokens.device)
+    first = torch.zeros_like(tokens)
+    first[:, 1:] = places[1:] * (tokens[:, :-1] == eod)
+    return places - first.cummax(dim=1).values
+
+
+def pinned(text: np.ndarray) -> Tensor:
+    """`text` as a tensor in memory that a GPU reads by itself. The loader's thread calls it, ahead of the step."""
+    return torch.from_numpy(text).pin_memory()

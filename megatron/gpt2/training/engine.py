@@ -1,0 +1,80 @@
+"""The model of a run and what updates it, over the ranks that share data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+import mpu
+from megatron.gpt2.model.attention_backend import choose_attention
+from megatron.gpt2.model.gpt2 import GPT2Model
+from megatron.gpt2.optimizer.flat_parameters import FlatParameters
+from megatron.gpt2.optimizer.gradient_reducer import (
+    GradientReducer,
+    ParameterGatherer,
+    TorchDDPReducer,
+    bucket_size,
+    reducer_for,
+)
+from megatron.gpt2.optimizer.learning_rates import LearningRate
+from megatron.gpt2.optimizer.optimizer import AdamWOptimizer, build_loss_scaler
+from megatron.gpt2.training.prepare import Log, PreparedRun
+
+# Data-parallel ranks are further apart than any model-parallel size, so that no two random streams meet.
+DATA_PARALLEL_STRIDE = 1 << 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Engine:
+    """The model, and what updates it.
+
+    forward: the module to call in training: the model, inside torch's DDP under --DDP-impl torch.
+    flat: the model's parameters and gradients in contiguous buffers.
+    reducer: sums gradients over micro-batches and data-parallel ranks into `flat`.
+    gatherer: fetches the parameters that other ranks' optimizers own. Whoever reads parameters calls its `wait` first.
+    """
+
+    model: GPT2Model
+    forward: nn.Module
+    flat: FlatParameters
+    reducer: GradientReducer | TorchDDPReducer
+    gatherer: ParameterGatherer
+    optimizer: AdamWOptimizer
+
+
+def build_engine(prepared: PreparedRun, parallel: mpu.ParallelState, log: Log) -> Engine:
+    """The model with random weights and its fresh optimizer. Every rank calls it."""
+    config, device = prepared.config, prepared.device
+    seed_random_streams(config.train.seed, parallel)
+    shape = config.model
+    if reason := choose_attention(
+            config.train.attention_backend, device, prepared.dtype,
+            b=config.train.micro_batch_size, s=config.data.seq_length,
+            n=shape.num_attention_heads // parallel.model_parallel_size,
+            d=shape.hidden_size // shape.num_attention_heads, dropout_p=shape.attention_dropout):
+        log(reason)
+    model = GPT2Model(config.model, seed=config.train.seed, device=device,
+                      recompute=config.train.recompute_granularity,
+                      recompute_num_layers=config.train.recompute_num_layers,
+                      sequence_parallel=config.parallel.sequence_parallel)
+    if config.train.compile:
+        model.compile_layers(by_document=config.data.reset_attention_mask)
+    flat = FlatParameters(model, prepared.dtype,
+                          bucket_size=bucket_size(config.parallel.ddp_bucket_size, parallel.data_parallel_size),
+                          ranks=(parallel.data_parallel_rank, parallel.data_parallel_size),
+                          sharded=config.parallel.use_distributed_optimizer,
+                          offloaded=config.parallel.cpu_offload_optimizer)
+    reducer, forward = reducer_for(config.parallel, flat, model, parallel.data_parallel_group)
+    gatherer = ParameterGatherer(flat, model, parallel.data_parallel_group)
+    rates = LearningRate(config.optimizer, prepared.train_iters).table(prepared.train_iters)
+    optimizer = AdamWOptimizer(flat, gatherer, config.optimizer,
+                               build_loss_scaler(config.optimizer, prepared.dtype, device), torch.from_numpy(rates))
+    return Engine(model=model, forward=forward, flat=flat, reducer=reducer, gatherer=gatherer, optimizer=optimizer)
+
+
+def seed_random_streams(seed: int, parallel: mpu.ParallelState) -> None:
+    """Seed mpu's random streams, with other seeds on every data-parallel rank, whose samples differ. (Megatron seeded
+    them alike in 2019.)"""
+    mpu.model_parallel_cuda_manual_seed(seed + DATA_PARALLEL_STRIDE * parallel.data_parallel_rank)

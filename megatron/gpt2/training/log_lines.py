@@ -1,0 +1,73 @@
+"""The log lines of training, and what is checked with them."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+
+from megatron.gpt2.memory_planner.report import expected_peak
+from megatron.gpt2.optimizer.late_reading import LateReading
+from megatron.gpt2.records.reporting import IterationRecord, iteration_line, memory_line, peak_memory
+from megatron.gpt2.training.collectives import global_sum
+from megatron.gpt2.training.run import Run
+
+
+class LogLines:
+    """What happened since the last log line, and the line. In between nothing waits for the device."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._iteration, self._time = run.progress.iteration, time.perf_counter()
+        self._skipped = int(run.engine.optimizer.skipped_steps)
+        self._has_shown_memory = False
+        self._skipped_in_a_row = LateReading(run.device)
+
+    def step(self) -> None:
+        """After each step: the line, where one is due. FloatingPointError where too many steps in a row were skipped,
+        DamagedData where ranks that share layers have read different text."""
+        run, optimizer, iteration = self._run, self._run.engine.optimizer, self._run.progress.iteration
+        in_a_row = self._skipped_in_a_row(optimizer.skipped_in_a_row)
+        if iteration % run.config.train.log_interval == 0 or iteration == run.prepared.train_iters:
+            run.data.check_ranks_agree(iteration)
+            self.log()
+            in_a_row = max(in_a_row, int(optimizer.skipped_in_a_row))  # the line has waited for the device
+        if in_a_row >= run.config.train.max_skipped_steps:
+            raise FloatingPointError(
+                f"{in_a_row} step{'s' * (in_a_row > 1)} in a row had a gradient that is not finite (loss scale "
+                f"{optimizer.scaler.scale.item():g}, learning rate {optimizer.learning_rate.item():.3g}): "
+                f"lower --lr, or look at the data of samples before {run.progress.consumed_samples}; "
+                "--max-skipped-steps sets the limit")
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Around what is not training (an evaluation, a save): its time stays out of the means."""
+        start = time.perf_counter()
+        yield
+        self._time += time.perf_counter() - start
+
+    def log(self) -> None:
+        """Write the line of this iteration, and keep its numbers. Every rank calls it; it waits for the device."""
+        run, progress, optimizer = self._run, self._run.progress, self._run.engine.optimizer
+        iterations = progress.iteration - self._iteration
+        skipped_in_all = int(optimizer.skipped_steps)  # waits for the device
+        skipped = skipped_in_all - self._skipped
+        loss = global_sum([progress.loss_sum], run.parallel.data_parallel_group).item()
+        progress.loss_sum.zero_()
+        now = time.perf_counter()
+        seconds, self._time = now - self._time, now
+        tokens_per_second = iterations * run.prepared.tokens_per_step / seconds
+        record = IterationRecord(
+            progress.iteration, progress.consumed_samples,
+            loss / (iterations - skipped) if iterations > skipped else None,
+            optimizer.learning_rate.item(), optimizer.scaler.scale.item(),
+            None if optimizer.found_inf.item() else optimizer.grad_norm.item(),
+            1000 * seconds / iterations, tokens_per_second, run.mfu(tokens_per_second), peak_memory(run.device))
+        to_go = run.prepared.train_iters - progress.iteration
+        run.log.record(record)
+        run.log.info(iteration_line(record, train_iters=run.prepared.train_iters, skipped=skipped,
+                                    seconds_to_go=to_go * seconds / iterations))
+        run.log.info(run.timers.line(iterations))
+        if not self._has_shown_memory:
+            run.log.info(memory_line(run.device, expected_peak(run.prepared.memory)))
+        self._has_shown_memory, self._iteration, self._skipped = True, progress.iteration, skipped_in_all

@@ -1,0 +1,57 @@
+"""The loop around the steps: log lines, evaluations, checkpoints, and when to stop."""
+
+from __future__ import annotations
+
+import time
+
+from megatron.gpt2.records.profiling import profiler_for
+from megatron.gpt2.training.evaluate import evaluate_and_log, sample_text
+from megatron.gpt2.training.log_lines import LogLines
+from megatron.gpt2.training.run import Run
+from megatron.gpt2.training.train_step import train_step
+
+
+def train(run: Run) -> str:
+    """Train until the last iteration of the run, or until it is asked to stop. Returns what asked for the stop, for
+    instance "SIGTERM"; empty at the end. Every rank stops after the same step."""
+    config, progress, train_iters = run.config.train, run.progress, run.prepared.train_iters
+    run.engine.model.train()
+    lines = LogLines(run)
+    profiler = profiler_for(config.profile, config.profile_ranks, rank=run.parallel.rank, start=progress.iteration,
+                            end=train_iters, device=run.device, folder=run.prepared.save_directory, log=run.log.info)
+    while progress.iteration < train_iters:
+        with profiler(progress.iteration + 1):
+            train_step(run)
+        progress.step(run.prepared.global_batch_size)
+        run.log.step()
+        lines.step()
+        if progress.iteration == train_iters:
+            break  # whatever asks for a stop in the last step: all that is left is to save and to evaluate
+        if progress.iteration % config.eval_interval == 0:
+            with lines.paused():
+                if evaluate_and_log(run, "valid"):
+                    sample_text(run)
+                run.log.report()
+
+        reason = stop_reason(run)
+        if reason:
+            profiler.finish()
+        save_interval = run.config.checkpoint.save_interval
+        if reason or (save_interval and progress.iteration % save_interval == 0):
+            with lines.paused():
+                run.save()
+                run.log.report()
+        if reason:
+            return reason
+    return ""
+
+
+def stop_reason(run: Run) -> str:
+    """What asks for a stop after this step, agreed on by all ranks; empty where nothing does."""
+    config, iteration = run.config.train, run.progress.iteration
+    out_of_time = (config.exit_duration_in_mins is not None
+                   and time.monotonic() - run.progress.started > 60 * config.exit_duration_in_mins)
+    reason = run.stop.agreed(out_of_time)
+    if not reason and config.exit_interval and iteration % config.exit_interval == 0:
+        return "--exit-interval"
+    return reason

@@ -1,0 +1,47 @@
+"""One update of the model."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron.gpt2.training.collectives import global_sum
+from megatron.gpt2.training.data import Batch
+from megatron.gpt2.training.run import Run
+
+
+def train_step(run: Run) -> None:
+    """Accumulate micro-batches -> reduce gradients -> unscale, agree on overflow -> clip -> step -> schedule."""
+    engine, optimizer, timers = run.engine, run.engine.optimizer, run.timers
+    with timers("batch generator"):
+        with timers("data loader"):
+            text = next(run.data.loader)
+        batch = run.data.to_device(text)
+        # Each token weighs the same in the global batch, whatever the layout; the loss scale enters here, before
+        # anything is rounded to 16 bits.
+        token_weight = batch.mask * (optimizer.scaler.scale / tokens_in_global_batch(run, batch))
+
+    losses = []
+    for i, micro_batch in enumerate(batch.micro_batches(run.config.train.micro_batch_size, token_weight)):
+        with engine.reducer.micro_batch(i, run.prepared.micro_batches):
+            with timers("forward"):
+                loss = engine.forward(**micro_batch)
+            with timers("backward"):
+                loss.backward()
+        losses.append(loss.detach())
+    loss = torch.stack(losses).sum() / optimizer.scaler.scale
+
+    with timers("allreduce"):
+        engine.reducer.finish()
+    with timers("optimizer"):
+        optimizer.step()  # unscales, agrees on overflow, clips, updates, and moves the schedule on
+    # A skipped step's loss may not be finite; it is left out of the mean.
+    run.progress.loss_sum += torch.where(optimizer.found_inf > 0, 0.0, loss)
+
+
+def tokens_in_global_batch(run: Run, batch: Batch) -> float | Tensor:
+    """Tokens with a loss in this step, over all ranks: a known number unless the mask depends on the text
+    (--eod-mask-loss), then a float32 scalar on the device."""
+    if not run.config.data.eod_mask_loss:
+        return float(run.prepared.global_batch_size * batch.labels.size(1))
+    return global_sum([batch.mask.sum()], run.parallel.data_parallel_group)[0].float().clamp_min(1.0)
