@@ -138,8 +138,8 @@ def _alias_notes(words: Sequence[str]) -> list[str]:
 
 
 def _apply_foreign(read: Mapping[str, Any], command_line: dict[str, Any], problems: list[str]) -> list[str]:
-    """Add what the foreign flags set to `command_line`, and what is refused to `problems`, all of it, so that it is
-    said at once; return the lines that say what became of the others."""
+    """Add what the foreign flags set to `command_line`, and everything that is refused to `problems`. Returns the lines
+    about what became of the others. read: the foreign flags that are given, with their values."""
     rows: dict[str, Foreign] = {name: row for row in FOREIGN for name in row.flags}
     by: dict[str, str] = {}
     said: dict[str, list[str]] = {}
@@ -152,16 +152,18 @@ def _apply_foreign(read: Mapping[str, Any], command_line: dict[str, Any], proble
             require(row.status != "refused", f"{spelled} is not supported: {row.text}")
             require(not row.accepts or value in row.accepts,
                     f"{spelled} is not supported, only {' or '.join(row.accepts)}: {row.text}")
+            text = row.text if row.status == "translated" else f"without effect here: {row.text}"
             for key, meant in (row.sets(value) if row.sets else {}).items():
-                other = by.get(key, flag(key))
-                require(command_line.setdefault(key, meant) == meant,
-                        f"{spelled} contradicts {other}" + ("" if key in by else f" {command_line[key]}"))
+                given = command_line.setdefault(key, meant)
+                if key not in by and given in row.narrower:
+                    text = f"without effect, since {flag(key)} {given} is given"
+                    continue
+                require(given == meant, f"{spelled} contradicts {by.get(key) or f'{flag(key)} {given}'}")
                 by[key] = name
         except ValueError as error:
             problems.append(str(error))
             continue
-        said.setdefault(row.text if row.status == "translated" else f"without effect here: {row.text}",
-                        []).append(spelled)
+        said.setdefault(text, []).append(spelled)
     return [f"{', '.join(names)}: {text}" for text, names in said.items()]
 
 

@@ -75,6 +75,8 @@ def _how_to_read(hint: Any) -> dict[str, Any]:
 
 
 def build_parser() -> argparse.ArgumentParser:
+    """The parser of the training program: the flags of all sections and Megatron's other flags. It sets only what the
+    command line gives, under "section.field" or, for a foreign flag, its own name."""
     parser = Parser(prog="pretrain_gpt2", add_help=False, argument_default=argparse.SUPPRESS, formatter_class=_Help,
                     usage="%(prog)s [--model NAME] [--flag VALUE | --flag=VALUE] ...",
                     description="Pretrain GPT-2. Without flags a small model is trained on the built-in corpus.")
@@ -123,7 +125,8 @@ def launch_flags(argv: Sequence[str]) -> tuple[LaunchConfig, list[str]]:
 
 
 def flag_table() -> list[tuple[str, str, str]]:
-    """Every flag with its status (honoured, translated, inert, refused) and its text: what the documentation shows."""
+    """Every flag as (flag, status, text), the status being honoured, translated, inert or refused: what docs/ and the
+    suggestions for an unknown flag are made of."""
     table = [("--model", "honoured", "a named run: " + ", ".join(PRESETS)), ("--config", "honoured", RERUN)]
     for key, f in fields().items():
         table.append((flag(key), "honoured", f.metadata["help"]))

@@ -21,7 +21,7 @@ from megatron.gpt2.config import require
 class Foreign:
     """Flags with one meaning. `values`: how many they take (argparse's nargs). `accepts`: the values for which the
     row holds, any other being refused; empty: all. `sets`: value -> {"section.field": value}. `unless`: a flag beside
-    which the row says nothing."""
+    which the row says nothing. `narrower`: values that the field's own flag may have beside it, and which then hold."""
 
     flags: tuple[str, ...]
     status: Literal["translated", "inert", "refused"]
@@ -30,6 +30,7 @@ class Foreign:
     accepts: tuple[Any, ...] = ()
     sets: Callable[[Any], dict[str, Any]] | None = None
     unless: str = ""
+    narrower: tuple[Any, ...] = ()
 
     @property
     def documented(self) -> str:
@@ -39,15 +40,18 @@ class Foreign:
 
 
 def translated(flags: str, text: str, sets: Callable[[Any], dict[str, Any]], values: int | Literal["+", "?"] = 0,
-               accepts: tuple[Any, ...] = (), unless: str = "") -> Foreign:
-    return Foreign(tuple(flags.split()), "translated", text, values, accepts, sets, unless)
+               accepts: tuple[Any, ...] = (), unless: str = "", narrower: tuple[Any, ...] = ()) -> Foreign:
+    """A row whose `flags`, separated by spaces, set fields; the rest as in `Foreign`."""
+    return Foreign(tuple(flags.split()), "translated", text, values, accepts, sets, unless, narrower)
 
 
 def inert(flags: str, text: str, values: int | Literal["+", "?"] = 0, accepts: tuple[Any, ...] = ()) -> Foreign:
+    """A row whose `flags`, separated by spaces, change nothing here. text: why."""
     return Foreign(tuple(flags.split()), "inert", text, values, accepts)
 
 
 def refused(flags: str, text: str, values: int | Literal["+", "?"] = 0) -> Foreign:
+    """A row whose `flags`, separated by spaces, are an error. text: why, or what to give instead."""
     return Foreign(tuple(flags.split()), "refused", text, values)
 
 
@@ -102,7 +106,7 @@ NO_NPY = "folders of .npy files are not read; give loose JSON or text with --tra
 
 FOREIGN = (
     # Precision and memory
-    translated("--fp16", "read as --precision fp16-on-gpu, which is auto on a CPU", lambda _: FP16),
+    translated("--fp16", "read as --precision fp16-on-gpu, which is auto on a CPU", lambda _: FP16, narrower=("fp16",)),
     translated("--bf16", "read as --precision bf16", lambda _: {"train.precision": "bf16"}),
     translated("--checkpoint-activations", "read as --recompute-granularity full", lambda _: RECOMPUTE_ALL),
     translated("--recompute-activations", "read as --recompute-granularity selective",

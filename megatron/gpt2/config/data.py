@@ -40,7 +40,8 @@ class DataConfig:
     eod_mask_loss: bool = option(False, "no loss where the input is the end-of-document token")
     reset_position_ids: bool = option(False, "positions count from 0 in each document")
     reset_attention_mask: bool = option(False, "tokens see their own document alone")
-    num_workers: int = option(2, "batches prepared ahead by a thread; 0 loads them in the training thread")
+    num_workers: int = option(2, "prefetch depth: steps whose batches one thread prepares ahead; 0: the "
+                                     "training thread reads each batch itself")
 
     def __post_init__(self) -> None:
         require(self.seq_length > 0, f"--seq-length must be positive, not {self.seq_length}")

@@ -36,12 +36,12 @@ class ModelConfig:
 
     @property
     def ffn_size(self) -> int:
+        """Width inside the MLP: --ffn-hidden-size, or 4h."""
         return 4 * self.hidden_size if self.ffn_hidden_size is None else self.ffn_hidden_size
 
     def flops_per_token(self, seq_length: int) -> int:
-        """Model FLOPs of one token, forward and backward, attention credited in full (Megatron's formula,
-        arXiv:2104.04473 section 5.1): 72·l·h²·(1 + s/6h) + 6·h·V where the MLP is 4h wide. A wider or narrower
-        MLP changes the 72."""
+        """Model FLOPs of one token, forward and backward, attention credited in full: 72·l·h²·(1 + s/6h) + 6·h·V where
+        the MLP is 4h wide (Megatron's formula, arXiv:2104.04473, section 5.1). Another width changes the 72."""
         h, layers = self.hidden_size, self.num_layers
         assert self.vocab_size is not None
         linears = 6 * layers * (4 * h * h + 2 * h * self.ffn_size)

@@ -41,10 +41,12 @@ class Setting:
 
     @property
     def data_parallel_size(self) -> int:
+        """Ranks that share the data."""
         return self.config.data_parallel_size(self.world_size)
 
     @property
     def micro_batches(self) -> int:
+        """Micro-batches of each rank in a step."""
         return self.config.accumulation(self.data_parallel_size)
 
 

@@ -38,6 +38,7 @@ class Memory:
 
     @property
     def total(self) -> int:
+        """Bytes of all parts."""
         return sum(self.parts.values())
 
     @property

@@ -64,18 +64,20 @@ class GradientReducer:
         sum_partial(self._flat)
 
     def add(self, name: str, gradient: Tensor) -> None:
-        """The gradient of a micro-batch."""
+        """Add the gradient of a micro-batch for the parameter `name`: a tensor of its shape, in any dtype."""
         if self._first:
             self._flat.grad(name).copy_(gradient)
         else:
             self._flat.grad(name).add_(gradient)
 
     def add_rows(self, name: str, rows: Tensor, gradients: Tensor) -> None:
-        """More of it, after `add`: [t, h] for the rows [t]. In an order that does not change from run to run."""
+        """Add more of the same gradient, after `add`: gradients [t, h] for the rows [t] int64, in an order that does not
+        change from run to run."""
         self._flat.grad(name).index_put_((rows,), gradients.float(), accumulate=True)
 
     def complete(self, name: str) -> None:
-        """The micro-batch has no more of this gradient."""
+        """Say that this micro-batch has no more gradients for the parameter `name`. In the last one, buckets that are
+        complete are sent."""
         self._missing[self._bucket_of[name]].remove(name)
         if self._last and self._group is not None:
             self._send_ready()
@@ -124,7 +126,8 @@ class _TiedGradient:
 
 
 class TorchDDPReducer:
-    """The same through `torch.nn.parallel.DistributedDataParallel`, which reduces in the parameters' dtype."""
+    """Does what `GradientReducer` does by `torch.nn.parallel.DistributedDataParallel`, which reduces in the parameters'
+    dtype. bucket_size: elements of a bucket; DDP counts in MB of 2^20 bytes. `module` is what forward is called on."""
 
     def __init__(self, flat: FlatParameters, module: nn.Module, group: ProcessGroup, *, bucket_size: int) -> None:
         self._flat = flat
@@ -135,10 +138,12 @@ class TorchDDPReducer:
 
     @contextlib.contextmanager
     def micro_batch(self, index: int, count: int) -> Iterator[None]:
+        """As `GradientReducer.micro_batch`."""
         with contextlib.nullcontext() if index == count - 1 else self.module.no_sync():
             yield
 
     def finish(self) -> None:
+        """Copy the reduced gradients into `flat`, in float32."""
         for name, parameter in self._flat.parameters.items():
             assert parameter.grad is not None, name
             # DDP divides by the ranks; our token weights did so already.
@@ -148,8 +153,8 @@ class TorchDDPReducer:
 
 
 def sum_partial(flat: FlatParameters) -> None:
-    """Sum the gradients that sequence parallelism leaves partial, as far as this rank owns them, over the
-    model-parallel group, whose ranks own the same ranges."""
+    """Sum the gradients that sequence parallelism leaves partial, over the model-parallel group. Each rank sums what it
+    owns; the ranks of the group own the same ranges."""
     if any(segment.is_partial for segment in flat.owned):
         sum_over_group([grad for grad, segment in zip(flat.owned_grads(), flat.owned, strict=True)
                         if segment.is_partial])
@@ -157,7 +162,7 @@ def sum_partial(flat: FlatParameters) -> None:
 
 def reducer_for(config: ParallelConfig, flat: FlatParameters, model: GPT2Model,
                 group: ProcessGroup | None) -> tuple[GradientReducer | TorchDDPReducer, nn.Module]:
-    """The reducer that --DDP-impl names, and the module to call forward on."""
+    """The reducer that --DDP-impl names, and the module to call forward on. group: the data-parallel one."""
     if config.DDP_impl == "torch" and group is not None and group.size() > 1:
         ddp = TorchDDPReducer(flat, model, group, bucket_size=config.ddp_bucket_size)
         return ddp, ddp.module
@@ -167,8 +172,9 @@ def reducer_for(config: ParallelConfig, flat: FlatParameters, model: GPT2Model,
 
 
 def bucket_size(asked: int, data_parallel_size: int) -> int:
-    """Elements of a bucket. What is sent to nobody comes in small ones, which find room where backward has freed
-    activations: 0.4 GB of the 3.5 that 124M take on a CPU."""
+    """Elements of a bucket. asked: --ddp-bucket-size. With one data-parallel rank nothing is sent, and buckets are
+    small: they find room where backward has freed activations, which saves 0.4 GB of the 3.5 GB that 124M take on a
+    CPU."""
     return asked if data_parallel_size > 1 else min(asked, 1_000_000)
 
 
@@ -194,7 +200,8 @@ class ParameterGatherer:
         model.transformer.before_layer = lambda layer: self.wait(needed[layer])
 
     def launch(self) -> None:
-        """After `flat.write_back`. On a GPU the collectives follow it on the device; nothing waits on the host."""
+        """Start all the all-gathers, after `flat.write_back`. On a GPU they follow it on the device, and the host waits
+        for nothing."""
         self.wait()
         if self._flat.is_sharded:
             for index, bucket in reversed(list(enumerate(self._flat.buckets))):
@@ -205,7 +212,7 @@ class ParameterGatherer:
                 self._works[index] = work
 
     def wait(self, buckets: Iterable[int] | None = None) -> None:
-        """Until these buckets (default: all) are complete."""
+        """Wait until these buckets (default: all) are complete."""
         for index in list(self._works) if buckets is None else buckets:
             if (work := self._works.pop(index, None)) is not None:
                 work.wait()

@@ -22,16 +22,22 @@ class LossScaler:
         self.scale = torch.tensor(scale, dtype=torch.float32, device=device)
 
     def update(self, found_inf: Tensor) -> None:
-        """found_inf: float32 scalar on the device, 1.0 where the step overflowed on any rank."""
+        """After a step. found_inf: float32 scalar on the device, 1.0 where the step overflowed on any rank."""
 
     def state_dict(self) -> dict[str, float]:
+        """What a checkpoint keeps; reading it waits for the device."""
         return {"scale": self.scale.item()}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """A constant scale is what the flag says; nothing of an old one is taken over."""
+        """Take over nothing: a constant scale is what the flag says."""
 
 
 class DynamicLossScaler(LossScaler):
+    """A scale that follows the overflows, see the top of this file.
+
+    initial, minimum: scales. window: clean steps in a row that double it. hysteresis: overflows before it is halved.
+    """
+
     def __init__(self, initial: float = 2.0**32, *, minimum: float = 1.0, window: int = 1000, hysteresis: int = 2,
                  device: torch.device | str = "cpu") -> None:
         super().__init__(initial, device)
@@ -40,6 +46,7 @@ class DynamicLossScaler(LossScaler):
         self._hysteresis_left = torch.full_like(self._clean_steps, hysteresis)
 
     def update(self, found_inf: Tensor) -> None:
+        """After a step: halve, double or keep the scale. found_inf: as in `LossScaler`."""
         overflow = found_inf > 0
         halve = overflow & (self._hysteresis_left <= 1)
         self._clean_steps = torch.where(overflow, 0.0, self._clean_steps + 1)
@@ -52,11 +59,13 @@ class DynamicLossScaler(LossScaler):
                                                         self._hysteresis_left))
 
     def state_dict(self) -> dict[str, float]:
+        """The scale and the two counters behind it."""
         return {"scale": self.scale.item(), "clean_steps": self._clean_steps.item(),
                 "hysteresis_left": self._hysteresis_left.item()}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """A state without the counters (saved under a constant scale, or in bf16) leaves the initial scale."""
+        """Take over what `state_dict` gave. A state without the counters (of a constant scale, or of bf16) leaves the
+        initial scale."""
         if "clean_steps" not in state:
             return
         self.scale.fill_(state["scale"])

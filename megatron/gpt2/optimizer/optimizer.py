@@ -26,6 +26,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def build_loss_scaler(config: OptimizerConfig, dtype: torch.dtype, device: torch.device | str) -> LossScaler:
+    """The loss scale of a run that computes in `dtype`: dynamic or static in fp16, constantly 1 in fp32 and bf16."""
     if dtype != torch.float16:
         return LossScaler(1.0, device)
     if config.loss_scale is not None:
@@ -37,8 +38,14 @@ def build_loss_scaler(config: OptimizerConfig, dtype: torch.dtype, device: torch
 class AdamWOptimizer:
     """Unscale → agree on overflow → clip → AdamW on the masters → round into the model → scale and schedule.
 
-    rates: [iterations + 1] float64, the learning rate after n steps that were not skipped; past its end the last
-    one holds. A non-finite gradient norm skips the step in every precision: it would poison the weights in any.
+    It serves fp32, bf16 and fp16; what differs is in `flat` (in fp32 the masters are the parameters themselves) and in
+    `scaler`. rates: [iterations + 1] float64, the learning rate after n steps that were not skipped; past its end the
+    last one holds. A gradient norm that is not finite skips the step in every precision: it would poison the weights
+    in any.
+
+    good_steps, skipped_steps, skipped_in_a_row: int64 counts. found_inf: float32, 1.0 where the last step was skipped.
+    grad_norm: float32, of the last step, before clipping. learning_rate: float32, of the next step. All of them are
+    scalars on the device.
 
     With an offloaded optimizer masters and moments are in host memory and AdamW runs there. Gradients are copied to
     the host and weights back in one copy for each owned range; the host waits for the device once in a step, when the
@@ -63,31 +70,45 @@ class AdamWOptimizer:
         self._adam_steps = [torch.zeros((), dtype=torch.float32, device=master.device) for master in flat.masters]
 
     def step(self) -> None:
-        """One update from the summed, scaled gradients in `flat.owned_grads()`, which end with it."""
+        """One update from the summed, scaled gradients in `flat.owned_grads()`, which are freed by it."""
         grads = self.flat.owned_grads()
-        split = [segment.is_split for segment in self.flat.owned]
-        squared = mpu.squared_norm((g for g, s in zip(grads, split, strict=True) if s),
-                                   (g for g, s in zip(grads, split, strict=True) if not s),
-                                   self.flat.params.device, sharded=self.flat.is_sharded)
-        norm = squared.sqrt() / self.scaler.scale
+        self.grad_norm = self._unscaled_norm(grads)
         # The norm is the same on all ranks, so all of them skip or none.
-        self.found_inf = (~torch.isfinite(norm)).float()
-        greatest = self._config.clip_grad
-        clip = (greatest / (norm + 1e-6)).clamp_max(1.0) if greatest > 0 else torch.ones_like(norm)
+        self.found_inf = (~torch.isfinite(self.grad_norm)).float()
         # AdamW's fused kernel divides by grad_scale as it reads, which unscales and clips in the same pass.
-        grad_scale = (self.scaler.scale / clip).nan_to_num(1.0)
-        if self._host_grads is not None:
-            for host, grad in zip(self._host_grads, grads, strict=True):
-                host.copy_(grad, non_blocking=True)
-            grads = self._host_grads
+        grad_scale = (self.scaler.scale / self._clip_factor(self.grad_norm)).nan_to_num(1.0)
+        grads = self._to_masters(grads)
         # To where the masters are: from a GPU to the host this waits, also for the gradients before it.
         scalars = torch.stack([self.learning_rate, grad_scale, self.found_inf]).to(self.flat.masters[0].device)
         self._adamw(grads, *scalars.unbind())
         del grads
         self.flat.free_grads()
         self.write_back()
+        self._schedule()
 
-        self.grad_norm = norm
+    def _unscaled_norm(self, grads: Sequence[Tensor]) -> Tensor:
+        """The norm of the gradients of all ranks, without the loss scale."""
+        split = [segment.is_split for segment in self.flat.owned]
+        squared = mpu.squared_norm((g for g, s in zip(grads, split, strict=True) if s),
+                                   (g for g, s in zip(grads, split, strict=True) if not s),
+                                   self.flat.params.device, sharded=self.flat.is_sharded)
+        return squared.sqrt() / self.scaler.scale
+
+    def _clip_factor(self, norm: Tensor) -> Tensor:
+        """What gradients of this norm are multiplied by (--clip-grad)."""
+        largest = self._config.clip_grad
+        return (largest / (norm + 1e-6)).clamp_max(1.0) if largest > 0 else torch.ones_like(norm)
+
+    def _to_masters(self, grads: Sequence[Tensor]) -> Sequence[Tensor]:
+        """The gradients, where the masters are."""
+        if self._host_grads is None:
+            return grads
+        for host, grad in zip(self._host_grads, grads, strict=True):
+            host.copy_(grad, non_blocking=True)
+        return self._host_grads
+
+    def _schedule(self) -> None:
+        """Count the step, and set loss scale and learning rate for the next one."""
         skipped = self.found_inf.long()
         self.skipped_steps += skipped
         self.skipped_in_a_row = (self.skipped_in_a_row + skipped) * skipped
@@ -116,7 +137,7 @@ class AdamWOptimizer:
         self.gatherer.launch()
 
     def tensors(self) -> Iterator[FlatState]:
-        """Everything that a resume needs, masters and moments, as far as this rank owns it."""
+        """The masters and moments that this rank owns, parameter by parameter, as views: what a checkpoint holds."""
         for name in self.flat.ranges:
             index, part, start = self.flat.owned_part_of(name)
             yield FlatState("master", name, self.flat.masters[index][part], start)
@@ -124,13 +145,13 @@ class AdamWOptimizer:
                 yield FlatState(moment, name, self.moments[moment][index][part], start)
 
     def state_dict(self) -> dict[str, Any]:
-        """The scalars; the tensors come from `tensors()`."""
+        """The scalars that a resume needs (JSON), beside what `tensors` gives. Reading them waits for the device."""
         return {"good_steps": int(self.good_steps), "skipped_steps": int(self.skipped_steps),
                 "adam_steps": int(self._adam_steps[0]),
                 "loss_scaler": self.scaler.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """After the tensors were filled: the scalars, and the model's weights from the masters."""
+        """Take over what `state_dict` gave, after `tensors` were filled, and round the masters into the model."""
         self.scaler.load_state_dict(state["loss_scaler"])
         self.skipped_steps.fill_(state["skipped_steps"])
         self.set_good_steps(state["good_steps"])
@@ -140,10 +161,10 @@ class AdamWOptimizer:
         self.write_back()
 
     def masters_from_model(self) -> None:
-        """After the model's own weights were loaded, without an optimizer's."""
+        """Set the masters to the model's weights, after those were loaded alone."""
         self.flat.read_back()
 
     def set_good_steps(self, good_steps: int) -> None:
-        """Put the schedule where it is after so many steps."""
+        """Put the schedule where it is after so many steps that were not skipped."""
         self.good_steps.fill_(good_steps)
         self.learning_rate.copy_(self._rates[min(good_steps, len(self._rates) - 1)])

@@ -116,7 +116,7 @@ def evaluation_line(record: EvaluationRecord, *, final: bool = False) -> str:
 
 
 def memory_line(device: torch.device, expected: int | None = None) -> str:
-    """This rank's memory in MB (2^20 bytes): the allocator's on a GPU, the process's resident set on a CPU.
+    """This rank's memory in MB (2^20 bytes): the allocator's on a GPU, on a CPU what `resident_memory` counts.
 
     expected: bytes that were expected at the peak, which the line begins with.
     """
@@ -132,12 +132,19 @@ def memory_line(device: torch.device, expected: int | None = None) -> str:
 
 
 def resident_memory() -> dict[str, int]:
-    """"resident" and "peak resident": bytes of this process's resident set, as far as the system has them."""
+    """"resident" and "peak resident": bytes of this process, now and at most so far, as far as the system has them,
+    without the pages of files (libraries, memory-mapped data).
+
+    The system can drop such pages and read them again, and counts them for a process once it has touched them: a
+    forked rank starts with few. Linux keeps no peak of the others alone, so "peak resident" is the peak of all pages
+    less the pages of files that are resident now.
+    """
     status = Path("/proc/self/status")
     if status.exists():
-        fields = dict(line.split(":", 1) for line in status.read_text().splitlines() if line.startswith("Vm"))
-        return {"resident": 1024 * int(fields["VmRSS"].split()[0]),
-                "peak resident": 1024 * int(fields["VmHWM"].split()[0])}
+        sizes = {name: 1024 * int(text.split()[0]) for name, _, text in (
+            line.partition(":") for line in status.read_text().splitlines()) if name.startswith(("Vm", "Rss"))}
+        of_files = sizes.get("RssFile", 0)
+        return {"resident": sizes["VmRSS"] - of_files, "peak resident": sizes["VmHWM"] - of_files}
     import resource  # not on Windows, hence here
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -145,7 +152,7 @@ def resident_memory() -> dict[str, int]:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Bytes of this rank's peak so far: of the allocator on a GPU, of the resident set on a CPU."""
+    """Bytes of this rank's peak so far: of the allocator on a GPU, on a CPU as `resident_memory` counts."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else resident_memory()["peak resident"]
 
 

@@ -91,6 +91,7 @@ def test_save_defaults_to_the_folder_loaded_unless_it_is_fine_tuned():
     ("--recompute-activations", "train.recompute_granularity", "selective"),
     ("--checkpoint-num-layers 2", "train.recompute_num_layers", 2),
     ("--fp16", "train.precision", "fp16-on-gpu"),
+    ("--fp16 --precision fp16", "train.precision", "fp16"),
     ("--bf16 --precision bf16", "train.precision", "bf16"),
     ("--train-data-path no/such/prefix", "data.data_path", ("no/such/prefix",)),
     ("--train-data-path .3 a .7 b", "data.split", "1"),
@@ -101,6 +102,10 @@ def test_spellings_of_2019_and_today(line, key, value):
     section, name = key.split(".")
     assert getattr(getattr(arguments.config, section), name) == value and key in arguments.given
     assert arguments.notes or line == "--override-opt_param-scheduler"  # underscores are no other spelling
+
+
+def test_a_narrower_value_beside_a_foreign_flag_holds():
+    assert read("--fp16 --precision fp16").notes == ("--fp16: without effect, since --precision fp16 is given",)
 
 
 def test_inert_flags_are_noted_once():
@@ -122,6 +127,8 @@ def test_inert_flags_are_noted_once():
     ("--model 3b", "--model: invalid choice: '3b'"),
     ("--precision fp8", "--precision: invalid choice: 'fp8'"),
     ("--fp16 --bf16", "--bf16 contradicts --fp16"),
+    ("--fp16 --precision fp32", "--fp16 contradicts --precision fp32"),
+    ("--fp16 --precision fp16 --bf16", "--bf16 contradicts --precision fp16"),
     ("--bf16 --precision fp32", "--bf16 contradicts --precision fp32"),
     ("--pipeline-model-parallel-size 2", "--pipeline-model-parallel-size 2 is not supported, only 1"),
     ("--recompute-granularity core", "invalid choice: 'core'"),
