@@ -43,7 +43,7 @@ from megatron.gpt2.checkpoint.saver import Saver
 from megatron.gpt2.checkpoint.state import load_state, state_pieces
 from megatron.gpt2.config import ModelConfig
 from megatron.gpt2.model.gpt2 import parameter_specs
-from megatron.gpt2.optimizer.flat_parameters import FlatState
+from megatron.gpt2.optimizer.flat_state import FlatState
 
 State = dict[str, Tensor]
 SHAPES = {False: ModelConfig(num_layers=12, hidden_size=768, num_attention_heads=12, max_position_embeddings=1024,

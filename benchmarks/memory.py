@@ -4,10 +4,11 @@
     python benchmarks/memory.py                        # about 15 minutes on 2 cores, 4 GB at most at once
     python benchmarks/memory.py --smoke --output DIR   # a small model: does it run?
 
-Each run is the training program in fresh processes, 4 steps of it; what it expects and what was resident at its peak
-(VmHWM) are read from its log. Two ways of the allocator: `returned`, in which each block goes back to the system when
-it is freed (MALLOC_MMAP_THRESHOLD_), so that the peak is what the step needs; and on one rank `kept`, the program's own
-way, in which glibc's heap keeps it, holes and all. The machine's load changes nothing. JSON is written after every run.
+Each run is the training program in fresh processes, 4 steps of it. Its log has what it expects, and what it had
+resident at its peak, without the pages of files. Two ways of the allocator: `returned`, in which each block goes back
+to the system when it is freed (MALLOC_MMAP_THRESHOLD_), so that the peak is what the step needs; and on one rank
+`kept`, the program's own way, in which glibc's heap keeps it, holes and all. The machine's load changes nothing. JSON
+is written after every run.
 """
 
 from __future__ import annotations

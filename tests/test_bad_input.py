@@ -46,7 +46,7 @@ CASES: dict[str, tuple[list[str], str]] = {
 def run_cases(rank: int, world_size: int, folder: str) -> dict[str, tuple[int, str]]:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size),
                       LOCAL_WORLD_SIZE=str(world_size), XDG_CACHE_HOME=f"{folder}/cache")
-    from megatron.gpt2 import errors
+    from megatron.gpt2.launch import errors
     from megatron.gpt2.programs import pretrain_gpt2
 
     errors.LAUNCHER_GRACE = 0.0

@@ -14,6 +14,7 @@ import pytest
 
 from data_utils import command_line
 from megatron.gpt2.programs import pretrain_gpt2
+from megatron.gpt2.training.report import next_commands
 from tests.megatron.gpt2.training.training_runs import write_text
 from tests.test_bad_input import torchrun
 
@@ -215,8 +216,8 @@ def test_a_length_in_samples_counts_what_was_consumed(work: Path, capfd: pytest.
 
 
 def test_the_commands_at_the_end_name_files_that_exist(work: Path, monkeypatch: pytest.MonkeyPatch):
-    assert len(pretrain_gpt2.next_commands("a run", 10, in_parts=False)) == 3
-    commands = [command for _, command in pretrain_gpt2.next_commands("a run", 10, in_parts=True)]
+    assert len(next_commands("a run", 10, in_parts=False)) == 3
+    commands = [command for _, command in next_commands("a run", 10, in_parts=True)]
     assert len(commands) == 4 and all("'a run'" in command for command in commands)
     for command in commands:
         for word in command.split():
@@ -224,5 +225,5 @@ def test_the_commands_at_the_end_name_files_that_exist(work: Path, monkeypatch: 
     # Installed without the checkout there are no scripts to name.
     monkeypatch.setattr(command_line, "ROOT", work)
     assert [re.split(" --load| merge", command)[0]
-            for _, command in pretrain_gpt2.next_commands("a", 10, in_parts=True)] == [
+            for _, command in next_commands("a", 10, in_parts=True)] == [
         "gpt2-pretrain", "gpt2-pretrain --nproc-per-node 2", "gpt2-generate-text", "gpt2-checkpoint"]

@@ -14,6 +14,7 @@ import pytest
 from megatron.gpt2.programs import pretrain_gpt2
 from megatron.gpt2.training import loop
 from megatron.gpt2.training.run import Run
+from megatron.gpt2.training.train_step import train_step
 from tests.test_command_line import FLAGS, metrics, work  # noqa: F401
 
 
@@ -21,10 +22,9 @@ def test_a_stop_in_the_last_step_leaves_the_end_as_it_is(work: Path, monkeypatch
                                                          capfd: pytest.CaptureFixture[str]) -> None:
     """Evaluations, report and exit code, whatever asks for the stop."""
     flags = [*FLAGS, "--train-data", "text.txt", "--eval-iters", "1", "--train-iters", "2"]
-    step = loop.train_step
 
     def with_sigterm(run: Run) -> None:
-        step(run)
+        train_step(run)
         if run.progress.iteration == 1:
             os.kill(os.getpid(), signal.SIGTERM)
 

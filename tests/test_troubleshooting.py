@@ -21,12 +21,12 @@ from megatron.gpt2.formats import open_source
 from megatron.gpt2.launch.ranks import Ranks
 from megatron.gpt2.model.gpt2 import GPT2Model
 from megatron.gpt2.programs.pretrain_gpt2 import main
+from megatron.gpt2.training.checkpointing import checkpoint_files
 from megatron.gpt2.training.prepare import prepare_run
-from megatron.gpt2.training.run import Run
 from tests.conftest import ROOT
 from tests.distributed import run_ranks
 from tests.megatron.gpt2.checkpoint.moved_runs import Layout
-from tests.megatron.gpt2.checkpoint.test_any_layout import SHAPE, VOCAB, fill, global_state, ranks_of
+from tests.megatron.gpt2.checkpoint.test_any_layout import CONFIG, CPU, SHAPE, VOCAB, fill, global_state, ranks_of
 from tests.megatron.gpt2.formats.made import random_weights, write_megatron
 from tests.megatron.gpt2.programs import tool
 from tests.megatron.gpt2.text import test_generation
@@ -150,7 +150,7 @@ def test_ranks_with_a_sharded_optimizer_merge_into_one(tmp_path: Path):
     state, files = global_state(), {}
     for rank in ranks_of(Layout(4, 2, True), torch.float32):
         fill(rank, state, padding=torch.nan)
-        files.update(Run.files(rank))
+        files.update(checkpoint_files(rank, rank.parallel, CONFIG, CPU))
     assert len([name for name in files if "master_dp" in name]) == 8
     facts = {"config": {"model": dataclasses.asdict(SHAPE)}, "vocab_size": VOCAB, "consumed_samples": 24,
              "optimizer": rank.optimizer.state_dict(), "tokenizer": None}

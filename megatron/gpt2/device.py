@@ -1,7 +1,7 @@
-"""What a rank runs on: device, precision, backend, threads, allocator, and how fast that could be at best.
+"""What this process runs on: device, precision, backend, threads, allocator, and how fast that could be at best.
 
-Each choice comes with its reason, a line for the log. Where the user asked for what cannot be, a ValueError says what
-to ask for instead.
+Each choice comes with its reason, a line for the log. Where the user asked for something impossible, a ValueError names
+what to ask for instead.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def _own_device(requested: str, ranks: Ranks, environ: Mapping[str, str]) -> tup
         usable = torch.cuda.is_available() and torch.cuda.device_count() > 0
     if usable:
         visible = torch.cuda.device_count()
-        if visible == 1 and ranks.local_world_size > 1:  # its own, or one for all: the UUIDs tell
+        if visible == 1 and ranks.local_world_size > 1:  # its own, or one for all: their UUIDs show it
             return torch.device("cuda", 0), f"cuda: {torch.cuda.get_device_name(0)}, the one that this rank sees"
         require(ranks.local_world_size <= visible,
                 f"{ranks.local_world_size} ranks on this machine but {visible} visible GPUs: start "
@@ -94,7 +94,8 @@ def _why_no_cuda(warned: list[str], environ: Mapping[str, str]) -> str:
 
 
 def gpu_present(root: str = "/") -> bool:
-    """Whether the NVIDIA driver, or Windows' in WSL, shows a GPU, whatever torch thinks of it."""
+    """Whether the NVIDIA driver shows a GPU (in WSL, the driver of Windows), even if torch cannot use it. root: of the
+    file system."""
     signs = ("proc/driver/nvidia/gpus/*", "dev/nvidia[0-9]*", "dev/dxg")
     return any(any(Path(root).glob(sign)) for sign in signs)
 
@@ -122,7 +123,8 @@ def choose_precision(requested: str, device: torch.device) -> tuple[torch.dtype,
 
 
 def cpu_bf16(cpuinfo: str = "/proc/cpuinfo") -> str:
-    """The CPU's feature that multiplies bf16, or nothing."""
+    """The name of the CPU's feature that multiplies bf16; empty where it has none. cpuinfo: the file that lists
+    them."""
     try:
         text = Path(cpuinfo).read_text()
     except OSError:
@@ -148,8 +150,8 @@ def choose_backend(requested: str | None, device: torch.device) -> tuple[str, st
 
 
 def set_threads(ranks: Ranks, environ: Mapping[str, str] = os.environ) -> tuple[int, str]:
-    """Give torch this rank's share of the cores, unless OMP_NUM_THREADS says otherwise; ranks that each take all
-    cores slow each other down many times over."""
+    """Give torch this rank's share of the cores, unless OMP_NUM_THREADS sets it. Returns the number of threads, and
+    why. Ranks that each took all cores would slow each other down many times over."""
     if "OMP_NUM_THREADS" in environ:
         return torch.get_num_threads(), f"{torch.get_num_threads()} threads: OMP_NUM_THREADS"
     cores = usable_cores()
@@ -218,7 +220,7 @@ def require_compiler(device: torch.device, environ: Mapping[str, str] = os.envir
 
 
 def set_allocator(device: torch.device, environ: Mapping[str, str] = os.environ) -> str:
-    """On a CPU run, have glibc keep freed memory, and say so; empty where nothing was done.
+    """On a CPU, make glibc keep freed memory. Returns a line about it, empty where nothing was done.
 
     By default each tensor above 32 MB is mapped afresh and its pages fault in again, in every step: a tenth of a small
     model's time. In the heap, which is never given back, they are reused. Blocks above 256 MB stay outside: they
@@ -249,7 +251,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
 
 
 def datasheet(name: str) -> float | None:
-    """Dense 16-bit TFLOP/s of the GPU of that name; none for a slice of one (MIG), or one unknown."""
+    """Dense 16-bit TFLOP/s of the GPU called `name`; None for an unknown one, and for a part of one (MIG)."""
     if re.search(r"\bMIG\b", name):
         return None
     return next((flops for pattern, flops in DATASHEET if re.search(rf"\b{pattern}\b", name)), None)

@@ -16,7 +16,7 @@ from torch import Tensor
 import mpu
 from megatron.gpt2.checkpoint.files import Piece, in_threads
 from megatron.gpt2.checkpoint.reader import Checkpoint
-from megatron.gpt2.optimizer.flat_parameters import FlatState
+from megatron.gpt2.optimizer.flat_state import FlatState
 from mpu import Box, PartitionSpec
 
 if TYPE_CHECKING:

@@ -31,7 +31,7 @@ SAVED = tuple(f"model.{name}" for name in ("num_layers", "hidden_size", "num_att
 SCHEDULE = tuple(f"optimizer.{name}" for name in ("lr", "min_lr", "lr_decay_style", "lr_decay_iters", "warmup",
                                                   "lr_warmup_iters", "lr_wsd_decay_iters"))
 
-# Of each group one flag replaces them all: what a recipe says under one must not meet what is given under another.
+# One flag of a group replaces the whole group: a recipe's value for one must not meet a given value for another.
 ALTERNATIVES = (LENGTHS, ("optimizer.warmup", "optimizer.lr_warmup_iters"),
                 tuple(f"data.{name}" for name in ("train_data", "valid_data", "test_data", "data_path",
                                                   "valid_data_path", "test_data_path")))
@@ -76,7 +76,7 @@ class Arguments:
 
 def parse(argv: Sequence[str] | None = None) -> Arguments:
     """Read a command line (default: this process's). Raises ValueError, in one line, for what cannot be understood;
-    what is understood but impossible is said when `.config` is first read. `--help` prints and exits."""
+    what is understood but impossible raises it when `.config` is first read. `--help` prints and exits."""
     words = [dashed(word) for word in (sys.argv[1:] if argv is None else argv)]
     parser = build_parser()
     if "--help" in words or "-h" in words:

@@ -1,8 +1,8 @@
 """A DeepSpeed configuration file as flags: one table of its keys, as `foreign_flags.py` has one of flags.
 
-A key is translated, inert (it changes nothing here, and that is said) or refused with the alternative. A value of
-`false`, `null`, `"auto"` or `{}`, and a section that says `"enabled": false`, ask for nothing. A flag of the command
-line wins over the file, which is said.
+A key is translated, inert (it changes nothing here, which a note says) or refused with the alternative. A value of
+`false`, `null`, `"auto"` or `{}`, and a section with `"enabled": false`, ask for nothing. A flag of the command line
+wins over the file, which a note says.
 """
 
 from __future__ import annotations
@@ -160,8 +160,8 @@ def translate(path: str, command_line: Mapping[str, Any]) -> tuple[dict[str, Any
 
 
 def _batch(content: Mapping[str, Any], values: Mapping[str, Any], command_line: Mapping[str, Any]) -> Iterator[str]:
-    """Of micro-batch, accumulation and batch DeepSpeed wants two; the number of ranks, which would give the third, is
-    not known here."""
+    """Problems with the batch. DeepSpeed wants two of micro-batch, accumulation and batch; the number of ranks, which
+    gives the third, is not known here."""
     given = {*values, *command_line}
     if "train.global_batch_size" in values and "train.micro_batch_size" not in given:
         yield "train_batch_size: give --micro-batch-size as well, the samples that one rank takes at once"

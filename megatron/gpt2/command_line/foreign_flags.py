@@ -1,5 +1,5 @@
 """Megatron's flags that are no field of `megatron/gpt2/config/`: one table, from which the parser and the
-documentation are made. A row is translated (it sets fields), inert (it changes nothing here, and that is said once) or
+documentation are made. A row is translated (it sets fields), inert (it changes nothing here, which a note says) or
 refused (it would change result, memory or speed, so leaving it out silently would be wrong); its text says why, or what
 to give instead. `deepspeed_config.py` beside this file has a table of the same rows for the keys of a
 --deepspeed_config.
@@ -77,7 +77,8 @@ def iterations_to_profile(read: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def _one_batch_size(words: list[str]) -> dict[str, Any]:
-    """0:768 250B:1536, in one word or several: from so many tokens on, steps of so many samples."""
+    """The batch of a schedule such as "0:768 250B:1536" (tokens:samples), in one word or several, if it has one
+    size."""
     schedule = " ".join(words).split()
     sizes = {step.partition(":")[2] for step in schedule}
     size = sizes.pop() if len(sizes) == 1 else ""
@@ -87,7 +88,7 @@ def _one_batch_size(words: list[str]) -> dict[str, Any]:
     return {"train.global_batch_size": int(size)}
 
 
-# Published command lines say it of GPUs; few CPUs multiply in fp16.
+# Published command lines mean GPUs; few CPUs multiply in fp16.
 FP16 = {"train.precision": "fp16-on-gpu"}
 STAGES = {  # of ZeRO, what cannot be translated
     2: "every rank keeps the gradients of its whole model; 1 gives the same losses and divides the optimizer, and "

@@ -9,7 +9,7 @@ from megatron.gpt2.config.options import option, require, require_positive
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """What is kept and where from."""
+    """What is saved, and what a run starts from."""
 
     save: str | None = option(None, "folder of checkpoints, metrics and plots (default: checkpoints/gpt2_<model>)")
     load: str | None = option(None, "folder to continue from (default: --save, where it holds a checkpoint)")
@@ -18,8 +18,8 @@ class CheckpointConfig:
     no_save_rng: bool = option(False, "leave the random states out of checkpoints")
     no_load_optim: bool = option(False, "start with a fresh optimizer")
     no_load_rng: bool = option(False, "start with fresh random states")
-    async_save: bool = option(False, "train on while a thread writes a copy in host memory, which takes as much as "
-                                     "what is saved")
+    async_save: bool = option(False, "train on while a thread writes a copy of what is saved, which is in host "
+                                     "memory")
     keep_last: int | None = option(None, "checkpoints that are kept, the newest ones (default: all)")
     keep_best: bool = option(False, "keep the checkpoint with the lowest validation loss as well, in the folder best")
     no_verify: bool = option(False, "load without hashing every byte; sizes, headers and the manifest are checked")

@@ -9,18 +9,18 @@ from megatron.gpt2.config.options import option, require, require_positive
 
 @dataclass(frozen=True)
 class LaunchConfig:
-    """How the ranks start and meet. None of it is needed under torchrun, srun or mpirun, and none is part of the run
+    """How the ranks start and meet. torchrun, srun and mpirun need none of these flags, and none is a part of the run
     that is saved: see megatron/gpt2/launch/launchers.py."""
 
-    nproc_per_node: int | None = option(None, "start so many ranks on this machine; 0: one for each visible GPU, two "
-                                              "on a CPU")
-    nnodes: int = option(1, "machines on which --nproc-per-node starts as many ranks each")
-    node_rank: int = option(0, "this machine's number among them")
-    rank: int | None = option(None, "this process's number among all, of which each is started by hand")
-    world_size: int | None = option(None, "all processes, with --rank")
+    nproc_per_node: int | None = option(None, "ranks that this process starts on its machine; 0: one for each visible "
+                                              "GPU, or two on a CPU")
+    nnodes: int = option(1, "machines, each of which starts --nproc-per-node ranks")
+    node_rank: int = option(0, "the number of this machine among them, from 0")
+    rank: int | None = option(None, "the number of this process among all, where each is started by hand")
+    world_size: int | None = option(None, "the number of all processes, with --rank")
     init_method: str | None = option(None, "where the ranks meet: tcp://HOST:PORT of rank 0, or file:///PATH in a "
                                            "folder that they share", metavar="URL")
-    init_timeout: float = option(120.0, "seconds within which all ranks have to come")
+    init_timeout: float = option(120.0, "seconds within which all ranks must come")
 
     def __post_init__(self) -> None:
         require_positive(self, "world_size", "init_timeout")

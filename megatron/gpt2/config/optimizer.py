@@ -24,7 +24,7 @@ class OptimizerConfig:
     adam_beta1: float = option(0.9, "decay of the first moment")
     adam_beta2: float = option(0.999, "decay of the second moment")
     adam_eps: float = option(1e-8, "added to the root of the second moment")
-    clip_grad: float = option(1.0, "greatest global gradient norm; 0 does not clip")
+    clip_grad: float = option(1.0, "largest global gradient norm, to which larger ones are scaled down; 0: none is")
     loss_scale: float | None = option(None, "static fp16 loss scale (default: dynamic)")
     initial_loss_scale: float = option(2.0**32, "first dynamic loss scale")
     min_loss_scale: float = option(1.0, "least dynamic loss scale", "--min-scale")

@@ -12,7 +12,7 @@ PRECISION_CHOICES = ("auto", "fp32", "bf16", "fp16", "fp16-on-gpu")
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """How long, in what precision, and what is said on the way."""
+    """Length, batch, precision, recomputation, evaluation and logs."""
 
     micro_batch_size: int = option(4, "samples of one forward pass on one data-parallel rank", "--batch-size")
     global_batch_size: int | None = option(None, "samples of a step over all ranks; more than micro-batch × "
@@ -36,16 +36,16 @@ class TrainConfig:
                                             "memory-efficient one, plain formulas (unfused), or the fastest of a "
                                             "measurement at the start",
                                     choices=("auto", "flash", "fused", "efficient", "unfused"))
-    eval_iters: int = option(100, "global batches of an evaluation; a smaller split is read once")
+    eval_iters: int = option(100, "global batches that an evaluation reads; a smaller split is read once")
     eval_interval: int = option(1000, "iterations between evaluations")
     log_interval: int = option(100, "iterations between log lines")
     exit_interval: int | None = option(None, "save and exit when the iteration is divisible by this")
-    exit_duration_in_mins: float | None = option(None, "save and exit after so many minutes")
+    exit_duration_in_mins: float | None = option(None, "save and exit after this many minutes")
     max_skipped_steps: int = option(50, "steps in a row with a non-finite gradient that end the run")
     tensorboard_dir: str | None = option(None, "folder of TensorBoard's event files")
     wandb_project: str | None = option(None, "log to this project of Weights & Biases")
-    wandb_entity: str | None = option(None, "whose project it is (default: your own)")
-    wandb_exp_name: str | None = option(None, "the run's name there (default: that of the --save folder)")
+    wandb_entity: str | None = option(None, "the owner of that project (default: yourself)")
+    wandb_exp_name: str | None = option(None, "name of the run there (default: the name of the --save folder)")
     wandb_save_dir: str | None = option(None, "folder of its local files (default: wandb in the --save folder)")
     profile: tuple[int, ...] = option((), "START END: torch's profiler over these iterations; a trace in the --save "
                                           "folder and a table of the costliest operations", metavar="N")

@@ -16,7 +16,7 @@ from megatron.gpt2.checkpoint.state import load_state
 from megatron.gpt2.config import ModelConfig
 from megatron.gpt2.formats.source import Source
 from megatron.gpt2.model.gpt2 import GPT2Model, parameter_specs
-from megatron.gpt2.optimizer.flat_parameters import FlatState
+from megatron.gpt2.optimizer.flat_state import FlatState
 
 CHUNK = 1 << 20  # entries that are compared at once
 SEQUENCES, LENGTH = 2, 32

@@ -10,7 +10,7 @@ What a change costs is an estimate of how much longer a step takes, to put the c
     distributed optimizer, sequence parallel: nothing, they move as many bytes as what they replace
     optimizer on the host: its bytes over PCIe and through the host's memory, beside a step at 40 % of 989 TFLOP/s
 
-Legend: N parameters of a rank.
+Legend: N parameters per rank.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def cost(setting: Setting, *, batch: int) -> float:
 
 
 def layouts(setting: Setting) -> Iterator[Candidate]:
-    """Every layout of the run on as many ranks and with the same global batch, that of `setting` among them."""
+    """Every layout of the run on the same number of ranks and with the same global batch, also the one of `setting`."""
     asked = setting.config
     batch = asked.train.micro_batch_size
     together = batch * setting.data_parallel_size * setting.micro_batches
@@ -96,8 +96,8 @@ def layouts(setting: Setting) -> Iterator[Candidate]:
 
 
 def cheapest(setting: Setting, budget: int, count: int) -> list[Candidate]:
-    """Up to `count` layouts that need at most `budget` bytes, the cheapest first. Each by other means than the others
-    (not by more of them) as far as there are so many, then by more of the same; none only adds to another."""
+    """Up to `count` layouts that need at most `budget` bytes, the cheapest first. First those that use other means than
+    the ones before them, then those that use other values of the same means. None only adds a flag to another."""
     order = sorted((c for c in layouts(setting) if c.memory.total <= budget),
                    key=lambda c: (c.cost, len(c.flags), c.memory.total))
     found: list[Candidate] = []
@@ -117,12 +117,13 @@ def _means(candidate: Candidate) -> set[str]:
 
 
 def smallest(setting: Setting) -> Candidate:
-    """The layout that needs the least, for what cannot fit."""
+    """The layout that needs the least memory, for a run that cannot fit."""
     return min(layouts(setting), key=lambda c: (c.memory.total, c.cost))
 
 
 def largest_micro_batch(setting: Setting, budget: int) -> int:
-    """With all other flags as they are, and no accumulation; 0 where not even one sample fits."""
+    """The largest --micro-batch-size that needs at most `budget` bytes, with all other flags as they are and without
+    accumulation; 0 where not even one sample fits."""
     def fits(b: int) -> bool:
         train = dataclasses.replace(setting.config.train, micro_batch_size=b, global_batch_size=None)
         return expected(dataclasses.replace(setting, config=dataclasses.replace(
@@ -148,7 +149,7 @@ def _choices(asked: bool, possible: bool) -> tuple[bool, ...]:
 
 
 def _flags(config: Config, asked: Config) -> tuple[str, ...]:
-    """What to add to the command line. The global batch is said only where it would change otherwise."""
+    """What to add to the command line. --global-batch-size is in it only where the batch would change without it."""
     same = config.train.micro_batch_size == asked.train.micro_batch_size and \
         config.parallel.model_parallel_size == asked.parallel.model_parallel_size
     return tuple(flag if value is True else f"{flag} {value}" for flag, value in differing_flags(config, asked)

@@ -34,7 +34,7 @@ def start_rows(setting: Setting) -> list[tuple[str, str]]:
     """The rows (name, text) of the start table about memory."""
     memory = expected(setting)
     host = [("", f"{in_mb(memory.on_host)} MB of the host's memory beside it")] if memory.on_host else []
-    return [("expected memory", f"{in_mb(memory.total)} MB on a rank, fullest in {memory.moment}"),
+    return [("expected memory", f"{in_mb(memory.total)} MB per rank, fullest in {memory.moment}"),
             ("", parts_of(memory)), *host]
 
 
@@ -49,7 +49,7 @@ def warning(setting: Setting, device: torch.device, local_world_size: int) -> st
     the ranks that share this machine's memory."""
     memory, (there, where) = expected(setting), available(device, local_world_size)
     return "" if memory.total <= there else (
-        f"WARNING: about {in_mb(memory.total)} MB are expected on a rank and {in_mb(there)} MB are there ({where}): "
+        f"WARNING: about {in_mb(memory.total)} MB are expected per rank and {in_mb(there)} MB are there ({where}): "
         + ways_out(setting, there))
 
 
@@ -84,7 +84,7 @@ def _offer(candidate: Candidate, now: float) -> str:
 
 
 def available(device: torch.device, local_world_size: int = 1) -> tuple[int, str]:
-    """Bytes that a rank can have, what it has already included, and whose limit that is."""
+    """Bytes that this rank can have, including what it has already, and where that limit comes from."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device) + CUDA_CONTEXT, f"on {torch.cuda.get_device_name(device)}"

@@ -51,7 +51,7 @@ class Setting:
 
 
 class Sizes:
-    """The large tensors of a rank."""
+    """The large tensors of one rank, in bytes unless a name says otherwise."""
 
     def __init__(self, setting: Setting) -> None:
         config = setting.config
@@ -87,7 +87,8 @@ class Sizes:
 
     @property
     def state(self) -> int:
-        """The same, wherever it is. Offloaded: masters always, their rounded copy and a copy of the gradients."""
+        """Masters and moments, wherever they are. Offloaded: the masters always exist, with their rounded copy and a
+        copy of the gradients."""
         e = self.element
         master = 0 if e == 4 else 4
         if self._setting.config.parallel.cpu_offload_optimizer:
@@ -201,7 +202,8 @@ class Sizes:
         return max(summed, min(summed, (4 + e) * matrix) + logits)
 
     def communication(self, gradients: int) -> int:
-        """Beside gradients of so many bytes that are on their way: their copy in bf16, and what gloo makes."""
+        """What exists beside gradients of `gradients` bytes that are being sent: their copy in bf16, and gloo's
+        copy."""
         parallel = self._setting.config.parallel
         if self._setting.data_parallel_size == 1:
             return 0

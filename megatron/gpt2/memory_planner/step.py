@@ -2,9 +2,9 @@
 
 A step is fullest at one of five moments: in the loss, when everything is kept for backward; at the first layer that
 backward meets, which adds its own; at the last one, when the gradients are nearly all there; at the embeddings, when
-they are; and in the optimizer. The sums below say of each large tensor of `mpu/` and `megatron/` when it is made and
-when it goes, `sizes.py` how large it is. docs/explanation/memory.md explains them, `megatron_2019.py` has those of
-2019's program, and tests hold them against what torch allocates.
+they are; and in the optimizer. The sums below say when each large tensor of `mpu/` and `megatron/` is made and when it
+is freed, `sizes.py` how large it is. docs/explanation/memory.md explains them, `megatron_2019.py` has those of 2019's
+program, and tests hold them against what torch allocates.
 """
 
 from __future__ import annotations

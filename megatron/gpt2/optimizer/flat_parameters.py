@@ -1,5 +1,5 @@
-"""All parameters of a rank in one buffer, their gradients in one for each bucket, and which part of both its optimizer
-owns.
+"""The parameters of this rank in one buffer, their gradients in one buffer for each bucket, and which part of both its
+optimizer owns.
 
 The order is chosen so that everything later is a few contiguous ranges:
 
@@ -18,7 +18,6 @@ from __future__ import annotations
 import bisect
 import itertools
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,19 +27,6 @@ from mpu.grads import is_sequence_parallel
 # Every parameter and every owned part starts at a multiple of this, so that a matrix in 16 bits is aligned to 128
 # bytes and a vectorised kernel has no rest that it would compute in another way.
 _ALIGNMENT = 64
-
-
-class FlatState(NamedTuple):
-    """A part of a flattened parameter, or of its optimizer state, as it lies in this rank's memory.
-
-    kind: model, master, exp_avg or exp_avg_sq. name: of the parameter. values: 1-D, its elements from `start` on, which
-    count in this rank's own tensor.
-    """
-
-    kind: str
-    name: str
-    values: Tensor
-    start: int = 0
 
 
 @dataclass(frozen=True)

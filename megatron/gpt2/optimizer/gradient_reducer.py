@@ -1,7 +1,7 @@
 """Data parallelism: gradients are reduced in buckets while backward still runs, and with a sharded optimizer the
 parameters that it updated are gathered in buckets while the next forward runs.
 
-`megatron/gpt2/optimizer/flat_parameters.py` has the buffers and says what a rank owns of them.
+`megatron/gpt2/optimizer/flat_parameters.py` has the buffers and says what each rank owns of them.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ class GradientReducer:
             self._flat.grad(name).add_(gradient)
 
     def add_rows(self, name: str, rows: Tensor, gradients: Tensor) -> None:
-        """Add more of the same gradient, after `add`: gradients [t, h] for the rows [t] int64, in an order that does not
-        change from run to run."""
+        """Add more of the same gradient, after `add`: gradients [t, h] for the rows [t] int64, in the same order in
+        each run."""
         self._flat.grad(name).index_put_((rows,), gradients.float(), accumulate=True)
 
     def complete(self, name: str) -> None:

@@ -3,7 +3,7 @@
 Whether a step is skipped, by how much its gradients are clipped, and the learning rate (which counts steps that
 were not skipped) are scalars on the device: the host reads them at log lines alone.
 
-A rank updates the ranges that `flat` says its optimizer owns: all of the buffer, or with a sharded optimizer (ZeRO
+Each rank updates the ranges of `flat` that its optimizer owns: all of the buffer, or with a sharded optimizer (ZeRO
 stage 1, arXiv:1910.02054) its part of every bucket, after which the parameters of the others are gathered.
 """
 
@@ -18,7 +18,8 @@ from torch.optim.adamw import adamw
 
 import mpu
 from megatron.gpt2.config import OptimizerConfig
-from megatron.gpt2.optimizer.flat_parameters import FlatParameters, FlatState
+from megatron.gpt2.optimizer.flat_parameters import FlatParameters
+from megatron.gpt2.optimizer.flat_state import FlatState
 from megatron.gpt2.optimizer.gradient_reducer import ParameterGatherer
 from megatron.gpt2.optimizer.loss_scaler import DynamicLossScaler, LossScaler
 
@@ -99,7 +100,7 @@ class AdamWOptimizer:
         largest = self._config.clip_grad
         return (largest / (norm + 1e-6)).clamp_max(1.0) if largest > 0 else torch.ones_like(norm)
 
-    def _to_masters(self, grads: Sequence[Tensor]) -> Sequence[Tensor]:
+    def _to_masters(self, grads: list[Tensor]) -> list[Tensor]:
         """The gradients, where the masters are."""
         if self._host_grads is None:
             return grads
@@ -165,6 +166,6 @@ class AdamWOptimizer:
         self.flat.read_back()
 
     def set_good_steps(self, good_steps: int) -> None:
-        """Put the schedule where it is after so many steps that were not skipped."""
+        """Put the schedule where it is after `good_steps` steps that were not skipped."""
         self.good_steps.fill_(good_steps)
         self.learning_rate.copy_(self._rates[min(good_steps, len(self._rates) - 1)])

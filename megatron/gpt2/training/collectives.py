@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 
 
 def max_over_ranks(number: int, device: torch.device) -> int:
-    """The greatest of all ranks' numbers, each below 2^63. device: this rank's, on which NCCL needs the number."""
+    """The largest of all ranks' numbers, each below 2^63. device: this rank's, on which NCCL needs the number."""
     if not dist.is_initialized():
         return number
     shared = torch.tensor(number, dtype=torch.int64, device=_where(device))

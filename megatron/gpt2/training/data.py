@@ -69,7 +69,7 @@ class TrainingData:
     def to_device(self, text: Tensor) -> Batch:
         """text [n, s + 1] int64 on the host -> the batch. From pinned memory the copy waits for nothing."""
         if self._parallel.model_parallel_size > 1:
-            self._digest = zlib.crc32(text.numpy(), self._digest)
+            self._digest = zlib.crc32(text.numpy().tobytes(), self._digest)
         return batch_of(text, self._config, eod=self.tokenizer.eod, micro_batch_size=self._micro_batch_size,
                         device=self._device)
 

@@ -1,7 +1,7 @@
 """What a run that continues a checkpoint does in another way than the run that wrote it, and what that changes.
 
-Shape, tokenizer and schedule are not here: where those differ the run is refused or told what it takes, see
-`merge_checkpoint` in megatron/gpt2/command_line/arguments.py.
+Shape, tokenizer and schedule are not here: where they differ the run is refused, or a note says which value it takes;
+see `merge_checkpoint` in megatron/gpt2/command_line/arguments.py.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-# What differs, by its place in the facts of a checkpoint, and the line that says so. A warning is of what makes another
-# course of the run; without one the course is the same but for rounding and for chance.
+# The line about each difference, by its place in the facts of a checkpoint. A warning is about a difference that
+# changes the course of the run; the others change rounding and chance alone.
 LINES = {
     "data_fingerprint": "WARNING: the training data or --split are not those of the checkpoint: the run goes on with "
                         "the new data, in which part of what was held out may have been seen",
@@ -31,8 +31,8 @@ _SPELLINGS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}  # of to
 
 
 def differences(then: Mapping[str, Any], here: Mapping[str, Any]) -> Iterator[str]:
-    """A line for each difference. then: the facts of the checkpoint that is continued, of which any may be missing,
-    as all are where none is continued. here: those of this run."""
+    """A line for each difference. then: the facts of the checkpoint that is continued; any of them may be missing.
+    here: the same facts of this run."""
     for place, line in LINES.items():
         before, now = _look_up(then, place), _look_up(here, place)
         if before is not None and before != now:

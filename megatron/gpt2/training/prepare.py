@@ -97,7 +97,7 @@ class PreparedRun:
 
     @property
     def memory(self) -> Setting:
-        """What the memory of a rank depends on. On a CPU, what was resident before any model is fixed."""
+        """What the memory of this rank depends on. On a CPU its fixed part is what was resident before any model."""
         fixed = CUDA_CONTEXT if self.device.type == "cuda" else self.resident
         return Setting(self.config, self.ranks.world_size, self.device.type, self.dtype, fixed, self.keeps_freed)
 
@@ -172,7 +172,8 @@ def _with_files(data: DataConfig) -> DataConfig:
 
 
 def _source(arguments: Arguments, log: Log) -> tuple[Arguments, Checkpoint | None, str | None]:
-    """The checkpoint that the run starts from, opened without reading its tensors, and its folder."""
+    """The arguments, which may now continue --save in place of --load; the checkpoint that the run starts from, opened
+    without reading its tensors; and the folder that holds it."""
     where = arguments.checkpoint
     assert where.save is not None
     if where.load is not None:
@@ -180,7 +181,7 @@ def _source(arguments: Arguments, log: Log) -> tuple[Arguments, Checkpoint | Non
         refuse_foreign(where.load, num_attention_heads=arguments.values[heads] if heads in arguments.given else None)
     checkpoint = find_checkpoint(where.load or where.save, log=_ignored, verify=False)
     if where.load is not None and where.load != where.save:
-        # The same command once more, after a first part that saved: it goes on from there.
+        # The same command has run before and has saved: the run continues from there.
         begun = find_checkpoint(where.save, log=_ignored, verify=False)
         if begun is not None and (where.finetune or checkpoint is None or begun.iteration > checkpoint.iteration):
             log(f"--save {where.save} holds iteration {begun.iteration} of this run already, which is continued; "

@@ -28,6 +28,7 @@ from megatron.gpt2.checkpoint.saver import Saver
 from megatron.gpt2.programs import pretrain_gpt2
 from megatron.gpt2.training import loop
 from megatron.gpt2.training.run import Run
+from megatron.gpt2.training.train_step import train_step
 from tests.distributed import run_ranks
 from tests.megatron.gpt2.checkpoint.test_folder import assert_holds, full_state, rank_files
 from tests.megatron.gpt2.training.training_runs import SMALL, finish, start, state, steps, write_text
@@ -218,10 +219,8 @@ def test_the_end_of_a_run_waits(flags: list[str], tmp_path: Path, more: list[str
 
 
 def test_sigterm_waits(flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    step = loop.train_step
-
     def stopped(run: Run) -> None:
-        step(run)
+        train_step(run)
         os.kill(os.getpid(), signal.SIGTERM)
 
     monkeypatch.setattr(loop, "train_step", stopped)
@@ -232,12 +231,10 @@ def test_sigterm_waits(flags: list[str], tmp_path: Path, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("error", [FloatingPointError("no gradient"), RuntimeError("a peer is gone")])
 def test_an_error_waits(flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception):
-    step = loop.train_step
-
     def failing(run: Run) -> None:
         if run.progress.iteration == 2:
             raise error
-        step(run)
+        train_step(run)
 
     monkeypatch.setattr(loop, "train_step", failing)
     if isinstance(error, FloatingPointError):

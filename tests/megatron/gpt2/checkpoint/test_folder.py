@@ -39,7 +39,7 @@ from megatron.gpt2.checkpoint.folder import (
     write_checkpoint,
 )
 from megatron.gpt2.checkpoint.manifest import MANIFEST
-from megatron.gpt2.optimizer.flat_parameters import FlatState
+from megatron.gpt2.optimizer.flat_state import FlatState
 from mpu import Box, PartitionSpec
 from tests.megatron.gpt2.checkpoint.versions import reseal
 

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.gpt2 import errors
 from megatron.gpt2.checkpoint.save_lock import lock_folder
+from megatron.gpt2.launch import errors
 from megatron.gpt2.programs import pretrain_gpt2
 from tests.distributed import run_ranks
 from tests.megatron.gpt2.training.training_runs import SMALL, write_text

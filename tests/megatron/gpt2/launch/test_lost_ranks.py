@@ -8,12 +8,15 @@ import time
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch.distributed as dist
 
 from megatron.gpt2.checkpoint import folder as checkpointing
-from megatron.gpt2.training import training
+from megatron.gpt2.checkpoint.files import write_tensors
+from megatron.gpt2.training import loop
 from megatron.gpt2.training.run import Run
+from megatron.gpt2.training.train_step import train_step
 from tests.megatron.gpt2.launch.started_ranks import Rank, free_port
 from tests.megatron.gpt2.training.training_runs import write_text
 
@@ -21,7 +24,6 @@ from tests.megatron.gpt2.training.training_runs import write_text
 def stop_after_a_save(folder: str) -> None:
     """Rank 1 stops for good in its third step, when it has written its part of a checkpoint; rank 0 goes on to write
     its own part when the file `go` is there."""
-    step, write = training.train_step, checkpointing.write_tensors
     save, go = Path(folder, "save"), Path(folder, "go")
 
     def wait_for(what: Path, pattern: str) -> None:
@@ -30,17 +32,18 @@ def stop_after_a_save(folder: str) -> None:
             time.sleep(0.02)
 
     def step_or_stop(run: Run) -> None:
-        if run.iteration == 2 and run.parallel.rank == 1:
+        if run.progress.iteration == 2 and run.parallel.rank == 1:
             wait_for(save, "*.tmp-*/boxes/rank_00001.jsonl")
             os.kill(os.getpid(), signal.SIGSTOP)
-        step(run)
+        train_step(run)
 
     def write_late(path: Path, file: str, *rest: Any) -> Any:
         if dist.get_rank() == 0:
             wait_for(go.parent, go.name)
-        return write(path, file, *rest)
+        return write_tensors(path, file, *rest)
 
-    training.train_step, checkpointing.write_tensors = step_or_stop, write_late
+    mock.patch.object(loop, "train_step", step_or_stop).start()
+    mock.patch.object(checkpointing, "write_tensors", write_late).start()
 
 
 def test_a_rank_that_hangs_is_named_and_the_other_ends(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -16,6 +17,7 @@ from megatron.gpt2.launch import signals
 from megatron.gpt2.launch.signals import StopSignal
 from megatron.gpt2.training import loop
 from megatron.gpt2.training.run import Run
+from megatron.gpt2.training.train_step import train_step
 from tests.distributed import CONTEXT, run_ranks
 from tests.megatron.gpt2.launch.long_call import long_call
 from tests.megatron.gpt2.launch.started_ranks import Rank
@@ -140,16 +142,16 @@ def test_a_step_that_takes_minutes(number: signal.Signals, name: str, after: str
 
 def step_without_end(folder: str) -> None:
     """Training as it is but for its second step, which takes half a minute in one call."""
-    step, taken = loop.train_step, []
+    taken = []
 
     def hang(run: Run) -> None:
-        step(run)
+        train_step(run)
         taken.append(run)
         if len(taken) == 2:
             Path(folder, f"hangs_{run.parallel.rank}").touch()
             long_call()
 
-    loop.train_step = hang
+    mock.patch.object(loop, "train_step", hang).start()
     signals.ECHO[signal.SIGTERM] = 0.5
 
 
