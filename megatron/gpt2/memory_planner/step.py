@@ -17,9 +17,9 @@ from megatron.gpt2.memory_planner.sizes import Setting, Sizes
 PARTS = ("weights", "gradients", "optimizer", "activations", "logits and loss", "communication", "--async-save", "heap",
          "fixed")
 
-# Of a CPU's process beside what is resident before the model is made (torch 2.13): code and buffers of the matrix
-# libraries; and the compiler's Python, which torch loads for its checkpoint as well.
-LIBRARIES, COMPILER = 35 << 20, 75 << 20
+# What a CPU's process takes beside what is resident before the model is made, without the pages of files (torch 2.13):
+# buffers of the matrix libraries; and the compiler's Python objects, which torch makes for its checkpoint as well.
+LIBRARIES, COMPILER = 24 << 20, 45 << 20
 # Of a GPU: CUDA's context and the kernels of torch, NCCL and cuBLAS; 0.4 to 0.8 GB.
 CUDA_CONTEXT = 600 << 20
 # Blocks that glibc keeps although they fit nothing, as a share of what is freed in the order in which it came (what
