@@ -34,7 +34,7 @@ def table(rows: Iterable[tuple[str, str, str]], first: str) -> list[str]:
 
 
 def page() -> str:
-    """docs/flags.md."""
+    """docs/reference/flags.md."""
     return "\n".join([
         "# Every flag", "",
         "Made by `tools/flag_table.py` from the tables that the command line is read with. `_` may stand for `-` in a",
