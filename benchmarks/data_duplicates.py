@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from data_utils.builtin_corpus import builtin_documents
+from data_utils.corpora.builtin import builtin_documents
 from data_utils.curation.documents import Shard, as_line
 from data_utils.curation.minhash import (
     BATCH_CHARACTERS,

@@ -29,7 +29,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from data_utils.prose import share_of_plain_characters  # noqa: E402
+from data_utils.corpora.prose import share_of_plain_characters  # noqa: E402
 
 RESULTS = Path(__file__).resolve().parent / "results"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from data_utils.command_line import how_to_call
-from data_utils.tokenization import Tokenizer
+from data_utils.tokenizers.base import Tokenizer
 
 MISSING = -1  # fills a window after the split's last token; as a label it counts for nothing
 

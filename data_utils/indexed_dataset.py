@@ -27,6 +27,8 @@ from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
+from data_utils.files.atomic import flush_to_disk
+
 MAGIC = b"MMIDIDX\0\0"
 HEADER = struct.Struct("<9sQBQQ")
 DTYPES: dict[int, np.dtype] = {
@@ -96,7 +98,7 @@ class IndexedDatasetBuilder:
         self._flush()
         lengths = np.frombuffer(self._lengths, dtype=np.intc)
         _write_index(f"{self._prefix}.idx", self._dtype, lambda: [(lengths, np.arange(1, len(lengths) + 1))])
-        to_disk(self._bin)
+        flush_to_disk(self._bin)
         self._bin.close()
 
     def abandon(self) -> None:
@@ -133,7 +135,7 @@ def _write_index(name: str, dtype: np.dtype, blocks: Callable[[], Iterable[tuple
         for lengths, ends in blocks():
             index.write((before + ends).astype("<i8").data)
             before += len(lengths)
-        to_disk(index)
+        flush_to_disk(index)
 
 
 class PairMerger:
@@ -167,7 +169,7 @@ class PairMerger:
 
         assert self._dtype is not None, "nothing was appended"
         _write_index(f"{self._prefix}.idx", self._dtype, blocks)
-        to_disk(self._bin)
+        flush_to_disk(self._bin)
         self._bin.close()
 
     def abandon(self) -> None:
@@ -245,8 +247,3 @@ def read_index(prefix: str | Path) -> Index:
     check(documents > 0 and int(firsts[0]) == 0 and int(firsts[-1]) == sequences and bool((np.diff(firsts) >= 0).all()),
           f"its documents do not run from 0 to {sequences}")
     return Index(DTYPES[code], lengths, starts, firsts)
-
-
-def to_disk(file: BinaryIO) -> None:
-    file.flush()
-    os.fsync(file.fileno())

@@ -12,15 +12,17 @@ from pathlib import Path
 import numpy as np
 
 from data_utils.blending import BLOCK, BlendedDataset, block_counts, parse_blend
-from data_utils.corpora import BUILTIN, MOST_BAD_LINES, Log, files_of
+from data_utils.corpora.documents import MOST_BAD_LINES, Log
+from data_utils.corpora.files import BUILTIN, files_of
+from data_utils.dataset_manifest import read_manifest
+from data_utils.files.hashing import fingerprint_of
 from data_utils.foreign_bins import ForeignBin, open_tokens, prefix_of
 from data_utils.gpt2_dataset import GPT2Dataset
 from data_utils.indexed_dataset import IndexedDataset
-from data_utils.manifest import read_manifest
 from data_utils.megatron_order import MegatronSamples, megatron_cut
 from data_utils.samplers import Order, SampleOrder, Samples
 from data_utils.token_cache import tokenise
-from data_utils.tokenization import Tokenizer, fingerprint_of
+from data_utils.tokenizers.base import Tokenizer
 
 NAMES = ("train", "valid", "test")
 LEAST_TOKENS = 2  # of a split: an input and its label

@@ -20,11 +20,16 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from data_utils.corpora import BUILTIN, MOST_BAD_LINES, Log, default_key, documents, is_json
-from data_utils.file_lock import file_lock, replace_text, sync_folder
+from data_utils.corpora.documents import MOST_BAD_LINES, Log, default_key, documents
+from data_utils.corpora.files import BUILTIN, is_json
+from data_utils.files.atomic import replace_text, sync_folder
+from data_utils.files.hashing import fingerprint_of, hash_file
+from data_utils.files.locks import file_lock
+from data_utils.files.user_cache import user_cache
 from data_utils.indexed_dataset import IndexedDataset, IndexedDatasetBuilder, token_dtype
 from data_utils.progress import progress_bar
-from data_utils.tokenization import Tokenizer, fingerprint_of, split_text, user_cache
+from data_utils.tokenizers.base import Tokenizer
+from data_utils.tokenizers.text import split_text
 
 FORMAT = "1"  # of the tokens that a text gives: a new number leaves old pairs aside
 YOUNG_NS = 2_000_000_000
@@ -147,14 +152,11 @@ def _recorded(folder: Path, path: str) -> Content | None:
 
 
 def _hash(path: str) -> str:
+    if path != BUILTIN:
+        return hash_file(path)
     digest = hashlib.sha256()
-    if path == BUILTIN:
-        for text in documents(path, None, lambda line: None):
-            digest.update(fingerprint_of(text).encode())
-    else:
-        with open(path, "rb") as file:
-            while block := file.read(1 << 20):
-                digest.update(block)
+    for text in documents(path, None, lambda line: None):
+        digest.update(fingerprint_of(text).encode())
     return digest.hexdigest()
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from data_utils.tokenization_gpt2 import END_OF_TEXT, byte_alphabet
+from data_utils.tokenizers.gpt2 import END_OF_TEXT, byte_alphabet
 from tests.conftest import ROOT, TEST_DATA
 from tests.megatron.gpt2.training.training_runs import write_text
 from tests.warm_python import WarmPython

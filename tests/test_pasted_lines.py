@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from data_utils.indexed_dataset import IndexedDatasetBuilder, token_dtype
-from data_utils.tokenization_gpt2 import END_OF_TEXT, byte_alphabet
+from data_utils.tokenizers.gpt2 import END_OF_TEXT, byte_alphabet
 from megatron.gpt2.command_line.arguments import parse
 from tests.megatron.gpt2.training.training_runs import write_text
 

@@ -13,7 +13,7 @@ import torch
 
 import mpu
 from data_utils import build_tokenizer
-from data_utils.tokenization_gpt2 import END_OF_TEXT, byte_alphabet
+from data_utils.tokenizers.gpt2 import END_OF_TEXT, byte_alphabet
 from megatron.gpt2.checkpoint.folder import write_checkpoint
 from megatron.gpt2.command_line.arguments import parse
 from megatron.gpt2.config import ModelConfig

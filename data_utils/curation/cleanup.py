@@ -8,7 +8,8 @@ from typing import Any
 
 from data_utils.curation.documents import label
 from data_utils.curation.tasks import Task
-from data_utils.tokenization import Tokenizer, build_tokenizer
+from data_utils.tokenizers.base import Tokenizer
+from data_utils.tokenizers.build import build_tokenizer
 
 LANGUAGE_CHARACTERS = 3000  # the language is named from so many: naming it runs at 4 MB/s
 # What ftfy may change in a line: all but printable ASCII without an ampersand. The rest is ftfy's fixed point.

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from data_utils.command_line import Parser, end_with
-from data_utils.corpora import JSON_SUFFIXES, TEXT_SUFFIX
+from data_utils.corpora.files import JSON_SUFFIXES, TEXT_SUFFIX
 from data_utils.curation.documents import COMPRESSED_SUFFIXES, Shard, document_shards
 from data_utils.curation.on_cluster import EXECUTORS, launch
 from data_utils.curation.stages import MAX_BAD_FRACTION, run_stage
 from data_utils.curation.tasks import Stage, temporary
-from data_utils.file_lock import sync_folder
+from data_utils.files.atomic import replacing
 
 FILE_SUFFIXES = (*JSON_SUFFIXES, TEXT_SUFFIX, *COMPRESSED_SUFFIXES)  # of a name that nobody gives to a folder
 
@@ -106,14 +106,10 @@ def shards_beside(output: Path) -> Path:
 
 def join(parts: Sequence[Path], output: Path) -> None:
     """One file out of several, whole or not at all."""
-    with open(temporary(output), "wb") as whole:
+    with replacing(output, temporary(output)) as whole:
         for path in parts:
             with open(path, "rb") as part:
                 shutil.copyfileobj(part, whole, 1 << 20)
-        whole.flush()
-        os.fsync(whole.fileno())
-    os.replace(temporary(output), output)
-    sync_folder(output.parent)
 
 
 def finish(main: Callable[[Sequence[str] | None], None]) -> NoReturn:

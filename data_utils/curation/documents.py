@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from data_utils.compression import damage_named, open_bytes
-from data_utils.corpora import JSON_SUFFIXES, TEXT_SUFFIX, holds_documents
+from data_utils.corpora.files import JSON_SUFFIXES, TEXT_SUFFIX, holds_documents
+from data_utils.files.compression import damage_named, open_bytes
+from data_utils.files.hashing import add_file
 
 COMPRESSED_SUFFIXES = (".gz", ".zst")
 TEXTS_A_SHARD = 10_000
@@ -41,9 +42,7 @@ class Shard:
         digest = hashlib.sha256()
         for path in self.files:
             digest.update(f"{path.name}\0{path.stat().st_size}\0".encode())
-            with open(path, "rb") as file:
-                while block := file.read(1 << 20):
-                    digest.update(block)
+            add_file(digest, path)
         return {"name": self.name, "files": len(self.files), "bytes": self.bytes, "sha256": digest.hexdigest()}
 
 

@@ -11,9 +11,10 @@ from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
+from data_utils.corpora.files import MANIFESTS
 from data_utils.curation.documents import Shard
-from data_utils.curation.tasks import MANIFESTS, Stage, run_task
-from data_utils.file_lock import file_lock
+from data_utils.curation.tasks import Stage, run_task
+from data_utils.files.locks import file_lock
 from data_utils.progress import progress_bar
 
 UNREADABLE = "unreadable"

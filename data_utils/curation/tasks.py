@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -22,12 +21,13 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from data_utils.corpora.files import MANIFESTS
 from data_utils.curation.documents import Document, Shard, as_line, label, read_documents, read_lines
-from data_utils.file_lock import sync_folder
+from data_utils.files.atomic import flush_to_disk, replacing, sync_folder
+from data_utils.files.hashing import hash_file
 
 FORMAT = 1
 SAMPLES = 3  # of each reason, kept in a manifest
-MANIFESTS = "manifests"
 HOPELESS = 1000  # so many unreadable or empty documents before the first good one, and the shard is refused
 
 
@@ -122,23 +122,18 @@ class Task:
         assert self.entered == self.left + sum(entry["count"] for entry in self.dropped.values()), "nothing is lost"
         outputs = []
         for name, file in self._files.items():
-            file.flush()
-            os.fsync(file.fileno())
+            flush_to_disk(file)
             file.close()
             path = self.output / name
-            outputs.append({"name": name, "bytes": temporary(path).stat().st_size, "sha256": sha256(temporary(path))})
-            os.replace(temporary(path), path)
+            written = temporary(path)
+            outputs.append({"name": name, "bytes": written.stat().st_size, "sha256": hash_file(written)})
+            os.replace(written, path)
             sync_folder(path.parent)
         whole = {**manifest, "entered": self.entered, "left": self.left, "dropped": self.dropped, "outputs": outputs}
         path = manifest_path(self.output, self.shard)
         path.parent.mkdir(parents=True, exist_ok=True)
-        with open(temporary(path), "w", encoding="utf-8") as text:
-            json.dump(whole, text, indent=1, ensure_ascii=False)
-            text.write("\n")
-            text.flush()
-            os.fsync(text.fileno())
-        os.replace(temporary(path), path)
-        sync_folder(path.parent)
+        with replacing(path, temporary(path)) as stream:
+            stream.write((json.dumps(whole, indent=1, ensure_ascii=False) + "\n").encode())
         return whole
 
     def abandon(self) -> None:
@@ -146,7 +141,6 @@ class Task:
             with contextlib.suppress(OSError):  # a full disk refuses the last block once more
                 file.close()
             temporary(self.output / name).unlink(missing_ok=True)
-        temporary(manifest_path(self.output, self.shard)).unlink(missing_ok=True)
 
 
 def run_task(stage: Stage, shard: Shard, output: Path, limit: int | None = None,
@@ -177,7 +171,7 @@ def finished(output: Path, shard: Shard, wanted: Mapping[str, Any]) -> dict[str,
             return None
         for entry in found["outputs"]:
             path = output / entry["name"]
-            if path.stat().st_size != entry["bytes"] or sha256(path) != entry["sha256"]:
+            if path.stat().st_size != entry["bytes"] or hash_file(path) != entry["sha256"]:
                 return None
         return found
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
@@ -201,11 +195,3 @@ def manifest_path(output: Path, shard: Shard) -> Path:
 
 def temporary(path: Path) -> Path:
     return path.with_name(f".{path.name}.tmp")
-
-
-def sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()

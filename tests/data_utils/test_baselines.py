@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from data_utils import unigram_bits_per_byte, xz_bits_per_byte
-from data_utils.builtin_corpus import builtin_documents
+from data_utils.corpora.builtin import builtin_documents
 
 
 def test_unigram_entropy() -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from data_utils import IndexedDatasetBuilder
 from data_utils.foreign_bins import ForeignBin, open_tokens
-from data_utils.merging import merge
+from data_utils.preprocessing.merging import merge
 
 EOD = 50256
 DOCUMENTS = [[1, 2, 3, EOD], [40_000, EOD], [*range(30), EOD]]

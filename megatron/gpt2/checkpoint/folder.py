@@ -24,7 +24,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from data_utils.file_lock import sync_folder
+from data_utils.files.atomic import sync_folder
 from megatron.gpt2.checkpoint.files import THREADS, Piece, in_threads, write_synced, write_tensors
 from megatron.gpt2.checkpoint.gathering import gather_tables, write_failure, write_table
 from megatron.gpt2.checkpoint.manifest import MANIFEST

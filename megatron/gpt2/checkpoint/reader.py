@@ -7,20 +7,18 @@ merging, splitting and resharding, of weights and of optimizer state.
 from __future__ import annotations
 
 import bisect
-import hashlib
 import itertools
 import mmap
 import threading
-from collections.abc import Iterator
-from io import FileIO
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from data_utils.files.hashing import hash_file
 from megatron.gpt2.checkpoint.boxes import check_cover, common, rows, within
-from megatron.gpt2.checkpoint.files import CHUNK, file_header, in_threads, tensor_name
+from megatron.gpt2.checkpoint.files import file_header, in_threads, tensor_name
 from megatron.gpt2.checkpoint.manifest import MANIFEST
 from megatron.gpt2.checkpoint.parsing import (
     MAX_BYTES,
@@ -36,38 +34,6 @@ from megatron.gpt2.checkpoint.parsing import (
     uncollected,
 )
 from mpu.partition import Box
-
-MAPPED = 16 << 20  # of a file that is hashed, at once
-POPULATE_READ = 22  # MADV_POPULATE_READ of Linux 5.14, which Python has no name for
-
-
-def hash_file(path: Path) -> str:
-    """The sha256 of a file, in hexadecimal. OSError where the disk does not give it."""
-    sha = hashlib.sha256()
-    with open(path, "rb", buffering=0) as stream:
-        for part in _parts(stream):
-            sha.update(part)
-    return sha.hexdigest()
-
-
-def _parts(stream: FileIO) -> Iterator[memoryview]:
-    """The bytes of a file, mapped where the system can: copied into a buffer they take a core a fifth longer to hash.
-
-    Pages are asked for before they are touched, since one that the disk does not give would end the process then.
-    """
-    try:
-        mapped = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
-        mapped.madvise(POPULATE_READ, 0, min(MAPPED, len(mapped)))
-    except (OSError, ValueError):  # an older system, a filesystem without maps, an empty file
-        buffer = memoryview(bytearray(CHUNK))
-        while size := stream.readinto(buffer):
-            yield buffer[:size]
-        return
-    with mapped, memoryview(mapped) as view:
-        for start in range(0, len(view), MAPPED):
-            mapped.madvise(POPULATE_READ, start, min(MAPPED, len(view) - start))
-            with view[start:start + MAPPED] as part:
-                yield part
 
 
 class NamedTensors:

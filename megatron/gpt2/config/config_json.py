@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from data_utils.file_lock import replace_text
+from data_utils.files.atomic import replace_text
 from megatron.gpt2.config.options import require
 from megatron.gpt2.config.sections import SECTIONS, Config
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from data_utils import Tokenizer
-from data_utils.tokenization_gpt2 import END_OF_TEXT, byte_alphabet, gpt2_tokenizer, gpt2_tokenizer_of
+from data_utils.tokenizers.gpt2 import END_OF_TEXT, byte_alphabet, gpt2_tokenizer, gpt2_tokenizer_of
 from megatron.gpt2.formats.foreign import read_json, shown
 
 MAX_TOKENIZER_BYTES = 64 << 20  # GPT-2's takes 3.5 MB

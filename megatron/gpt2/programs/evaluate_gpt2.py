@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from data_utils.command_line import end_with
-from data_utils.corpora import BUILTIN, files_of
+from data_utils.corpora.files import BUILTIN, files_of
 from megatron.gpt2.checkpoint.reader import Checkpoint, hash_file
 from megatron.gpt2.command_line.arguments import SAVED, Arguments, parse
 from megatron.gpt2.command_line.flags import dashed

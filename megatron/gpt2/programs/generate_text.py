@@ -24,7 +24,7 @@ from functools import partial
 from typing import Any
 
 from data_utils.command_line import end_with
-from data_utils.corpora import check_exists
+from data_utils.corpora.files import check_exists
 from data_utils.progress import progress_bar
 from megatron.gpt2.command_line.arguments import parse
 from megatron.gpt2.command_line.flags import dashed

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from data_utils.command_line import Parser, end_with
-from data_utils.merging import merge
+from data_utils.preprocessing.merging import merge
 
 GPT2_EOD = 50256
 

@@ -19,11 +19,11 @@ from collections.abc import Iterator
 from functools import partial
 
 from data_utils.command_line import Parser, end_with
-from data_utils.corpora import MOST_BAD_LINES
-from data_utils.preprocess_shards import Progress
-from data_utils.preprocessing import Job, preprocess, report
+from data_utils.corpora.documents import MOST_BAD_LINES
+from data_utils.preprocessing.preprocess import Job, preprocess, report
+from data_utils.preprocessing.shards import Progress
 from data_utils.progress import progress_bar
-from data_utils.tokenization import KINDS
+from data_utils.tokenizers.build import KINDS
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 import mpu
-from data_utils.file_lock import replace_text
+from data_utils.files.atomic import replace_text
 from megatron.gpt2.device import PRECISIONS
 from megatron.gpt2.text.load_model import LoadedModel
 

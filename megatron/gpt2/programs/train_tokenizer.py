@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import data_utils
-from data_utils.builtin_corpus import builtin_documents
+from data_utils.corpora.builtin import builtin_documents
 from data_utils.command_line import Parser, end_with
-from data_utils.corpora import BUILTIN, documents, files_of
-from data_utils.tokenization_gpt2 import BUILTIN_FILE, END_OF_TEXT
+from data_utils.corpora.files import BUILTIN, files_of
+from data_utils.corpora.documents import documents
+from data_utils.tokenizers.gpt2 import BUILTIN_FILE, END_OF_TEXT
 
 
 def learn(texts: Iterable[str], count: int) -> Any:

@@ -15,7 +15,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from data_utils.file_lock import replace_text
+from data_utils.files.atomic import replace_text
 from data_utils.progress import progress_bar
 from megatron.gpt2.records.plots import loss_curve, read_records
 from megatron.gpt2.records.reporting import EvaluationRecord, IterationRecord

@@ -17,7 +17,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from data_utils.file_lock import replace_text
+from data_utils.files.atomic import replace_text
 from megatron.gpt2.config import Config
 from megatron.gpt2.config.flag_names import differing_flags, fields, flag
 from megatron.gpt2.records.plots import points, read_records

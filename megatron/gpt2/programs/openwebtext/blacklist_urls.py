@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-from data_utils.corpora import TEXT_SUFFIX
+from data_utils.corpora.files import TEXT_SUFFIX
 from data_utils.curation.command_line import finish, positive, run, stage_parser
 from data_utils.curation.documents import Shard, find_files
-from data_utils.curation.tasks import Stage, sha256
+from data_utils.curation.tasks import Stage
 from data_utils.curation.urls import BLACKLIST, filter_urls
+from data_utils.files.hashing import hash_file
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -23,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--urls-per-file", type=positive, default=1000, metavar="N", help="default: %(default)s")
     args = parser.parse_args(argv)
     stage = Stage("blacklist_urls", filter_urls, {"urls_per_file": args.urls_per_file,
-                                                   "blacklist": sha256(BLACKLIST)}, libraries=("tldextract",))
+                                                   "blacklist": hash_file(BLACKLIST)}, libraries=("tldextract",))
     run(args, stage, [Shard("urls", tuple(find_files([args.input])))],  # one: duplicates are looked for in all
         one_file=(TEXT_SUFFIX,))
 

@@ -11,7 +11,7 @@ from functools import partial
 from data_utils.curation.cleanup import cleanup
 from data_utils.curation.command_line import finish, positive, run, stage_parser
 from data_utils.curation.tasks import Stage
-from data_utils.tokenization import build_tokenizer
+from data_utils.tokenizers.build import build_tokenizer
 
 
 def main(argv: Sequence[str] | None = None) -> None:

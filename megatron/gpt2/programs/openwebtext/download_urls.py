@@ -14,8 +14,9 @@ from functools import partial
 from data_utils.curation.command_line import finish, positive, run, stage_parser
 from data_utils.curation.documents import file_shards
 from data_utils.curation.download import download
-from data_utils.curation.tasks import Stage, sha256
+from data_utils.curation.tasks import Stage
 from data_utils.curation.urls import BLACKLIST
+from data_utils.files.hashing import hash_file
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -37,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             raise ValueError(f"{flag} {value:g} is not a number of seconds between 0 and a day")
     names = ("max_bytes", "page_seconds", "extract_seconds")
     stage = Stage("download_urls", download,
-                  {"blacklist": sha256(BLACKLIST), **{name: getattr(args, name) for name in names}},
+                  {"blacklist": hash_file(BLACKLIST), **{name: getattr(args, name) for name in names}},
                   {"threads": args.threads, "per_host": args.per_host, "processes": args.workers},
                   libraries=("tldextract", "trafilatura", "lxml"))
     args.workers = 1  # a shard at a time has processes of its own

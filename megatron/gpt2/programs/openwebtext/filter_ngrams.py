@@ -11,7 +11,8 @@ from functools import partial
 from data_utils.curation.command_line import finish, log, run, stage_parser
 from data_utils.curation.decontamination import WORDS, decontaminate, index_of
 from data_utils.curation.documents import find_files
-from data_utils.curation.tasks import Stage, sha256
+from data_utils.curation.tasks import Stage
+from data_utils.files.hashing import hash_file
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -26,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     index = index_of(paths, args.evaluation_key)
     log(f"{len(index.runs):,} runs of {WORDS} words to look for; {index.too_short:,} evaluation texts are shorter and "
         "are not looked for")
-    stage = Stage("filter_ngrams", decontaminate, {"evaluation": {path.name: sha256(path) for path in paths},
+    stage = Stage("filter_ngrams", decontaminate, {"evaluation": {path.name: hash_file(path) for path in paths},
                                                    "evaluation_key": args.evaluation_key},
                   {"paths": paths}, text_key=args.text_key)
     run(args, stage)

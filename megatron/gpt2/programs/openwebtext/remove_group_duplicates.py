@@ -14,7 +14,8 @@ from pathlib import Path
 from data_utils.command_line import Parser
 from data_utils.curation.command_line import add_common, add_output, finish, run
 from data_utils.curation.near_duplicates import read_table, remove
-from data_utils.curation.tasks import Stage, sha256
+from data_utils.curation.tasks import Stage
+from data_utils.files.hashing import hash_file
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -26,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     add_common(parser)
     args = parser.parse_args(argv)
     read_table(args.groups)
-    stage = Stage("remove_group_duplicates", remove, {"groups": sha256(args.groups)}, {"path": args.groups},
+    stage = Stage("remove_group_duplicates", remove, {"groups": hash_file(args.groups)}, {"path": args.groups},
                   text_key=args.text_key)
     run(args, stage)
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import mpu
-from data_utils.tokenization_gpt2 import END_OF_TEXT, byte_alphabet
+from data_utils.tokenizers.gpt2 import END_OF_TEXT, byte_alphabet
 from megatron.gpt2.checkpoint.folder import TRACKER, Checkpoint, find_checkpoint
 from megatron.gpt2.text.load_model import load_for_inference
 from tests.distributed import run_ranks

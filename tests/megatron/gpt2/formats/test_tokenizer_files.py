@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from data_utils import Tokenizer, build_tokenizer
-from data_utils.tokenization_gpt2 import END_OF_TEXT
+from data_utils.tokenizers.gpt2 import END_OF_TEXT
 from megatron.gpt2.formats.openai_tokenizer import open_tokenizer, tokenizer_files
 
 TEXTS = ["Hello, world! It's 1,024 o'clock\n\n\tand   naïve café 日本語 🙂🙂 ", " leading\r\n", "a" * 300, "\x00\x7f"]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import mpu
-from data_utils.detokenizers import wikitext_detokenizer
+from data_utils.corpora.detokenizers import wikitext_detokenizer
 from tests.distributed import run_ranks
 from tests.megatron.gpt2.programs import tool
 from tests.megatron.gpt2.text.word_model import word_model

@@ -99,7 +99,7 @@ def test_a_full_disk(tmp_path: Path) -> None:
 
 def fill_up(path: str, disk: str) -> None:
     """In a mount namespace of its own: with less and less ballast on a disk of 100 MB."""
-    unchecked = "import sys; sys.argv = sys.argv[1:]; import data_utils.preprocessing as p; " \
+    unchecked = "import sys; sys.argv = sys.argv[1:]; import data_utils.preprocessing.preprocess as p; " \
                 "p._check_room = lambda *_: None; import runpy; runpy.run_path(sys.argv[0], run_name='__main__')"
     kept = []
     for ballast in (95, 70, 40, 0):

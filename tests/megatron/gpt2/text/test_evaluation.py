@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import mpu
-from data_utils.detokenizers import ptb_detokenizer, wikitext_detokenizer
+from data_utils.corpora.detokenizers import ptb_detokenizer, wikitext_detokenizer
 from megatron.gpt2.launch.ranks import Ranks
 from megatron.gpt2.launch.run_program import Log, run_program
 from megatron.gpt2.text.evaluation import Task, evaluate_task, plausibility_warning, read_task, task_of

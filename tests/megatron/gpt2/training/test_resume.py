@@ -12,8 +12,9 @@ import pytest
 import torch
 
 import mpu
-from data_utils import build_tokenizer, tokenization_gpt2
-from data_utils.tokenization_gpt2 import BUILTIN_FILE, builtin_tokenizer, byte_alphabet
+from data_utils import build_tokenizer
+from data_utils.tokenizers import build
+from data_utils.tokenizers.gpt2 import BUILTIN_FILE, builtin_tokenizer, byte_alphabet
 from megatron.gpt2.training.run import Run
 from megatron.gpt2.training.train_step import train_step
 from tests.distributed import run_ranks
@@ -154,7 +155,7 @@ def test_a_checkpoint_of_an_older_shipped_vocabulary_keeps_its_own(tmp_path: Pat
     old = tmp_path / "old.json"
     old.write_text(json.dumps([*byte_alphabet(), "in", "th"]))
     with monkeypatch.context() as then:
-        then.setattr(tokenization_gpt2, "builtin_tokenizer", lambda path=None: builtin_tokenizer(path or old))
+        then.setattr(build, "builtin_tokenizer", lambda path=None: builtin_tokenizer(path or old))
         run = start(0, 1, str(tmp_path), flags[:2])
         before = run.data.tokenizer
         steps(run, 1)
@@ -165,7 +166,7 @@ def test_a_checkpoint_of_an_older_shipped_vocabulary_keeps_its_own(tmp_path: Pat
     assert (run.data.tokenizer.fingerprint, run.data.tokenizer.vocab_size) == (before.fingerprint, 259)
     assert before.fingerprint != build_tokenizer("builtin").fingerprint
     finish(run)
-    shipped = resources.files("data_utils").joinpath(BUILTIN_FILE).read_bytes()
+    shipped = resources.files("data_utils.tokenizers").joinpath(BUILTIN_FILE).read_bytes()
     (tmp_path / "save" / "tokenizer" / BUILTIN_FILE).write_bytes(shipped)
     with pytest.raises(ValueError, match="the tokenizer's files are not those that were saved there"):
         start(0, 1, str(tmp_path), flags)

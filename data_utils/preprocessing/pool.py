@@ -1,0 +1,87 @@
+"""Many shards by several processes, each with a tokenizer of its own."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from data_utils.preprocessing.plan import Shard
+from data_utils.preprocessing.shards import Progress, Recipe, make_shard
+from data_utils.tokenizers.base import Tokenizer
+from data_utils.tokenizers.build import build_tokenizer
+
+POLL_SECONDS = 0.2
+
+# What a worker process has: set once, when it starts.
+_work: Callable[[int, Shard], dict[str, Any]]
+
+
+def _start_worker(folder: Path, recipe: Recipe, arguments: Mapping[str, Any], counters: Any) -> None:
+    """`counters`: int64 [2] in shared memory, bytes of input and tokens."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    # A pool's workers would wait for work for ever if the program were killed.
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+
+    def count(read: int, tokens: int) -> None:
+        with counters.get_lock():
+            counters[0] += read
+            counters[1] += tokens
+
+    global _work
+    _work = partial(make_shard, folder, recipe=recipe, tokenizer=build_tokenizer(**arguments), progress=count)
+
+
+def _end_with(parent: Any) -> None:
+    parent.join()
+    os._exit(1)
+
+
+def _work_on(number: int, pieces: Shard) -> dict[str, Any]:
+    return _work(number, pieces)
+
+
+def make_shards(folder: Path, shards: Sequence[Shard], recipe: Recipe, tokenizer: Tokenizer,
+                arguments: Mapping[str, Any], *, workers: int, progress: Progress, finished: Callable[[int], object]
+                ) -> list[dict[str, Any]]:
+    """The facts of all shards; `finished` is told of each in order. One process makes them itself, several build the
+    tokenizer anew from its `arguments`. Raises what `make_shard` does, OSError where a worker dies."""
+    facts: list[dict[str, Any]] = []
+    if min(workers, len(shards)) == 1:
+        for number, pieces in enumerate(shards):
+            facts.append(make_shard(folder, number, pieces, recipe, tokenizer, progress))
+            finished(number)
+        return facts
+    # Spawned, not forked: the libraries below start threads.
+    context = multiprocessing.get_context("spawn")
+    counters = context.Array("q", 2)
+    told = [0, 0]
+    with ProcessPoolExecutor(min(workers, len(shards)), context, _start_worker,
+                             (folder, recipe, arguments, counters)) as pool:
+        try:
+            futures = [pool.submit(_work_on, number, pieces) for number, pieces in enumerate(shards)]
+            left = set(futures)
+            while left:
+                done, left = wait(left, POLL_SECONDS, FIRST_COMPLETED)
+                now = counters[:]
+                progress(now[0] - told[0], now[1] - told[1])
+                told = now
+                for future in done:
+                    future.result()  # raises what the worker raised
+                while len(facts) < len(futures) and futures[len(facts)].done():
+                    facts.append(futures[len(facts)].result())
+                    finished(len(facts) - 1)
+        except BrokenProcessPool:
+            raise OSError("a worker process died, most likely for want of memory: the same command with fewer "
+                          "--workers goes on with the shards that are finished") from None
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    return facts

@@ -1,0 +1,82 @@
+"""The one place that makes tokenizers by their kind, and loads those that a checkpoint brings along."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from data_utils.files.user_cache import user_cache
+from data_utils.tokenizers.base import FACTS_FILE, OLD_FACTS_FILE, Tokenizer
+from data_utils.tokenizers.bytes import ByteTokenizer
+from data_utils.tokenizers.gpt2 import BUILTIN_FILE, bpe_engine, builtin_tokenizer, gpt2_tokenizer
+from data_utils.tokenizers.sentencepiece import SentencePieceTokenizer
+
+KINDS = ("GPT2BPETokenizer", "SentencePieceTokenizer", "bytes", "builtin")
+
+
+def build_tokenizer(kind: str, *, vocab_file: str | None = None, merge_file: str | None = None,
+                    cache_dir: str | None = None, model_file: str | None = None) -> Tokenizer:
+    """The tokenizer of this kind; one line of ValueError or FileNotFoundError where a file or a package lacks."""
+    if kind == "bytes":
+        return ByteTokenizer()
+    if kind == "builtin":
+        return builtin_tokenizer()
+    if kind == "GPT2BPETokenizer":
+        return gpt2_tokenizer(*find_gpt2_files(vocab_file, merge_file, cache_dir))
+    if kind == "SentencePieceTokenizer":
+        if model_file is None:
+            raise ValueError("--tokenizer-type SentencePieceTokenizer needs --tokenizer-model: the model file, "
+                             "trained there on the data if it is missing")
+        if not Path(model_file).is_file():
+            raise FileNotFoundError(f"--tokenizer-model: no such file: {model_file}")
+        return SentencePieceTokenizer(Path(model_file).read_bytes(), model_file)
+    raise ValueError(f"--tokenizer-type {kind} is unknown: one of {', '.join(KINDS)}")
+
+
+def load_tokenizer(directory: str | Path) -> Tokenizer:
+    """The tokenizer that `save` wrote into `directory`; ValueError where its files are not those that were saved."""
+    directory = Path(directory)
+    named = next((path for name in (FACTS_FILE, OLD_FACTS_FILE) if (path := directory / name).is_file()), None)
+    if named is None:
+        raise FileNotFoundError(f"{directory} holds no tokenizer: no file {FACTS_FILE}")
+    try:
+        facts = json.loads(named.read_text(encoding="utf-8"))
+        kind, fingerprint = str(facts["kind"]), str(facts["fingerprint"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{named} is damaged: {error!r}") from None
+    if kind not in KINDS:
+        raise ValueError(f"{named} is damaged: {kind!r} is no kind of tokenizer")
+    if kind == "builtin":  # the copy, not the one shipped today
+        tokenizer: Tokenizer = builtin_tokenizer(directory / BUILTIN_FILE)
+    else:
+        tokenizer = build_tokenizer(kind, vocab_file=str(directory / "encoder.json"),
+                                    merge_file=str(directory / "vocab.bpe"),
+                                    model_file=str(directory / "sentencepiece.model"))
+    if tokenizer.fingerprint != fingerprint:
+        raise ValueError(f"{directory}: the tokenizer's files are not those that were saved there")
+    return tokenizer
+
+
+def default_tokenizer_kind() -> str:
+    """The shipped BPE where a library that runs it can be imported, else bytes, which needs numpy alone."""
+    return "builtin" if bpe_engine() else "bytes"
+
+
+def find_gpt2_files(vocab_file: str | None, merge_file: str | None, cache_dir: str | None) -> tuple[Path, Path]:
+    """GPT-2's vocabulary and merges: the files named, else a pair in `cache_dir`, else one in the user's cache."""
+    if vocab_file or merge_file:
+        for flag, name, other in (("--vocab-file", vocab_file, "--merge-file"),
+                                  ("--merge-file", merge_file, "--vocab-file")):
+            if not name:
+                raise ValueError(f"{other} needs {flag} beside it")
+            if not Path(name).is_file():
+                raise FileNotFoundError(f"{flag}: no such file: {name}")
+        return Path(str(vocab_file)), Path(str(merge_file))
+    folders = [Path(cache_dir)] if cache_dir else []
+    for folder in [*folders, user_cache()]:
+        for vocab, merges in (("encoder.json", "vocab.bpe"), ("gpt2-vocab.json", "gpt2-merges.txt"),
+                              ("vocab.json", "merges.txt")):
+            if (folder / vocab).is_file() and (folder / merges).is_file():
+                return folder / vocab, folder / merges
+    raise ValueError("the GPT-2 vocabulary is not on this machine: run scripts/download_gpt2_vocab.sh, or name its "
+                     "files with --vocab-file and --merge-file")

@@ -1,0 +1,104 @@
+"""SentencePiece with settings under which no character is lost, and the training of a model."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable, Iterator
+from itertools import chain
+from pathlib import Path
+
+from data_utils.files.atomic import replacing
+from data_utils.files.hashing import fingerprint_of
+from data_utils.tokenizers.base import Tokenizer
+from data_utils.tokenizers.text import split_text, utf8
+
+SPACE = "\u2581"  # what SentencePiece writes for a space
+SPACE_IN_BYTES = [f"<0x{value:02X}>" for value in SPACE.encode()]
+
+
+class SentencePieceTokenizer(Tokenizer):
+    """A SentencePiece model. `eod` is the model's end-of-sentence id, or one id more where it has none.
+
+    Models that `train_sentencepiece` made are lossless. One trained elsewhere may normalise text or put a space
+    before it; what it then decodes to is its own form of the text.
+    """
+
+    def __init__(self, model: bytes, name: str) -> None:
+        sentencepiece = _import_sentencepiece()
+        self._model = sentencepiece.SentencePieceProcessor()
+        try:
+            self._model.LoadFromSerializedProto(model)
+            size = self._model.vocab_size()
+        except (RuntimeError, OSError):
+            raise ValueError(f"--tokenizer-model {name} is not a SentencePiece model") from None
+        pieces = []
+        for index in range(size):
+            piece = self._model.id_to_piece(index)
+            if self._model.is_byte(index):
+                pieces.append(bytes([int(piece[3:5], 16)]))
+            elif self._model.is_control(index) or self._model.is_unknown(index):
+                pieces.append(b"")
+            else:
+                pieces.append(piece.replace(SPACE, " ").encode())
+        # A U+2581 in the text would come back as a space: it is written as its three bytes, where the model has them.
+        marks = [self._model.piece_to_id(piece) for piece in SPACE_IN_BYTES]
+        self._mark = marks if all(map(self._model.is_byte, marks)) else None
+        eod = self._model.eos_id()
+        if eod < 0:
+            eod = size
+            pieces.append(b"")
+        super().__init__("SentencePieceTokenizer", pieces, eod, fingerprint_of("sentencepiece", model),
+                         {"sentencepiece.model": model})
+
+    def encode(self, text: str) -> list[int]:
+        utf8(text)
+        ids: list[int] = []
+        for number, part in enumerate(text.split(SPACE) if self._mark else [text]):
+            if number and self._mark:
+                ids += self._mark
+            # The library's memory grows with what it is given at once.
+            for piece in split_text(part, 1 << 16):
+                ids += self._model.encode(piece)
+        return ids
+
+
+def train_sentencepiece(texts: Iterable[str], model_file: str | Path, vocab_size: int) -> None:
+    """Train a byte-fallback BPE of `vocab_size` pieces on `texts` and write it to `model_file`, atomically."""
+    sentencepiece = _import_sentencepiece()
+    model = io.BytesIO()
+    # Long documents go in as parts: the trainer drops what is longer than its limit.
+    sentences = (part for text in texts for part in split_text(text, 1 << 14) if part)
+    first = next(sentences, None)
+    if first is None:
+        raise ValueError("there is no text to train a SentencePiece model on: see --train-data")
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=_bytes_of(chain([first], sentences)), model_writer=model, vocab_size=vocab_size,
+            model_type="bpe", byte_fallback=True, normalization_rule_name="identity", remove_extra_whitespaces=False,
+            add_dummy_prefix=False, max_sentence_length=1 << 24, character_coverage=1.0 - 5e-4, minloglevel=2)
+    except (RuntimeError, OSError) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"no SentencePiece model of --tokenizer-vocab-size {vocab_size} can be trained on this text: "
+                         f"{reason}") from None
+    path = Path(model_file)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(path) as file:
+            file.write(model.getvalue())
+    except OSError as error:
+        raise ValueError(f"--tokenizer-model {path} cannot be written: {error.strerror}") from None
+
+
+def _bytes_of(texts: Iterable[str]) -> Iterator[str]:
+    for text in texts:
+        utf8(text)
+        yield text
+
+
+def _import_sentencepiece():  # type: ignore[no-untyped-def]
+    try:
+        import sentencepiece
+    except ImportError:
+        raise ValueError("--tokenizer-type SentencePieceTokenizer needs the package sentencepiece: "
+                         "pip install sentencepiece") from None
+    return sentencepiece

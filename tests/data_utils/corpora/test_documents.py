@@ -1,0 +1,193 @@
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+
+from data_utils.corpora.builtin import builtin_documents, texts_of
+from data_utils.corpora.documents import default_key, documents
+from data_utils.corpora.files import check_exists, files_of
+from data_utils.corpora.prose import is_prose, prose, share_of_plain_characters
+
+
+def write(path: Path, content: str | bytes) -> str:
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    return str(path)
+
+
+def lines(count: int, key: str = "text") -> str:
+    return "".join(json.dumps({"id": number, key: f"document {number}"}) + "\n" for number in range(count))
+
+
+def read(path: str, text_key: str | None = None) -> tuple[list[str], list[str]]:
+    said: list[str] = []
+    return list(documents(path, text_key, said.append)), said
+
+
+def test_loose_json_in_all_its_forms(tmp_path: Path) -> None:
+    expected = [f"document {number}" for number in range(3)]
+    items = [{"id": number, "text": text} for number, text in enumerate(expected)]
+    for name, content in (("a.jsonl", lines(3)), ("a.json", lines(3).rstrip()), ("b.json", json.dumps(items, indent=1)),
+                          ("c.jsonl", "\ufeff\n" + lines(3) + "\n\n"), ("d.json", lines(3, "sentence"))):
+        assert read(write(tmp_path / name, content))[0] == expected
+    assert read(write(tmp_path / "a.jsonl.gz", gzip.compress(lines(3).encode())))[0] == expected
+    zstandard = pytest.importorskip("zstandard")
+    frames = [b"\x50\x2a\x4d\x18\x03\0\0\0abc", *(zstandard.compress(lines(3).encode()[part])
+                                                 for part in (slice(20), slice(20, None)))]
+    assert read(write(tmp_path / "a.jsonl.zst", b"".join(frames)))[0] == expected
+    assert read(write(tmp_path / "e.jsonl", lines(3, "body")), "body")[0] == expected
+    assert any("'sentence'" in line for line in read(str(tmp_path / "d.json"))[1])
+
+
+def test_the_default_key_is_the_one_that_is_read(tmp_path: Path) -> None:
+    for name, content in (("a.jsonl", "\n \n{\n[]\n" + '{"id": 1}\n' + lines(5000, "sentence") + lines(1)),
+                          ("a.json", json.dumps([1, {"sentence": "a"}])),
+                          ("a.jsonl.gz", gzip.compress(lines(1, "sentence").encode()))):
+        assert default_key(write(tmp_path / name, content)) == "sentence"
+    assert read(str(tmp_path / "a.jsonl"))[0][0] == "document 0"
+    assert default_key(write(tmp_path / "b.jsonl", lines(1000, "body") + lines(1))) is None  # refused, so not read on
+    assert default_key(write(tmp_path / "b.txt", lines(1))) is None
+
+
+def test_plain_text_is_one_document_byte_for_byte(tmp_path: Path) -> None:
+    text = "\ufeffa\r\nb\n\n\x00\u2028{\"text\": 1}\n"
+    assert read(write(tmp_path / "a.txt", text))[0] == [text]
+    assert read(write(tmp_path / "b.text.gz", gzip.compress(text.encode())))[0] == [text]
+
+
+BAD_LINES = [b'{"text": "half', b'{"id": 1}', b'{"text": 5}', b'["text"]', b'{"text": "\\ud800"}', b'{"text": "\xff"}',
+             b"[" * 100_000, b'{"text": ' + b"9" * 10_000 + b"}"]
+
+
+@pytest.mark.parametrize("bad", BAD_LINES, ids=range(len(BAD_LINES)))
+def test_bad_lines_are_skipped_counted_and_named(tmp_path: Path, bad: bytes) -> None:
+    content = lines(700).encode() + bad + b"\n" + lines(700).encode() + b'{"text": ""}\n'
+    found, said = read(write(tmp_path / "a.jsonl", content))
+    assert len(found) == 1400
+    assert any("a.jsonl:701: skipped" in line for line in said)
+    assert any("of 1402 lines 1 bad and 1 empty" in line for line in said)
+
+
+def test_too_many_bad_lines_are_an_error(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", lines(10) + "{\n")
+    with pytest.raises(ValueError, match=r"a\.jsonl:11: .*1 of 11 lines.*--max-bad-fraction 0\.001: .*--text-key"):
+        read(path)
+    assert len(list(documents(path, None, print, 0.1))) == 10
+
+
+def test_a_wrong_key_is_an_error_that_names_the_right_ones(tmp_path: Path) -> None:
+    for count in (5, 3000):
+        with pytest.raises(ValueError, match=r"a\.jsonl:1: no field 'body', .* 'id', 'text'; .*--text-key") as error:
+            read(write(tmp_path / "a.jsonl", lines(count)), "body")
+        assert "\n" not in str(error.value)
+    with pytest.raises(ValueError, match="neither text nor sentence .*'id', 'body'"):
+        read(write(tmp_path / "b.jsonl", lines(5, "body")))
+
+
+@pytest.mark.parametrize(("name", "content"), [
+    ("a.txt", b""), ("a.jsonl", b""), ("a.jsonl", b"\n\n"), ("a.json", b"[]"), ("a.jsonl", b'{"text": ""}\n')])
+def test_an_empty_corpus_is_an_error(tmp_path: Path, name: str, content: bytes) -> None:
+    with pytest.raises(ValueError, match="holds no text"):
+        read(write(tmp_path / name, content))
+
+
+def test_plain_text_that_is_not_utf8(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"a\.txt:2: .*convert the file to UTF-8"):
+        read(write(tmp_path / "a.txt", b"one\n\xe9t\xe9\n"))
+    found, said = read(write(tmp_path / "b.txt", b"line\n" * 2000 + b"\xff\n" + b"line\n"))
+    assert found == ["line\n" * 2001] and "b.txt:2001" in said[0]
+
+
+def test_damaged_and_foreign_files(tmp_path: Path) -> None:
+    packed = gzip.compress(lines(1000).encode())
+    for content in (packed[:-20], packed[:200] + bytes(50) + packed[250:]):
+        with pytest.raises(ValueError, match=r"a\.jsonl\.gz is damaged"):
+            read(write(tmp_path / "a.jsonl.gz", content))
+    zstandard = pytest.importorskip("zstandard")
+    squeezed = zstandard.compress(lines(1000).encode())
+    for content in (squeezed[:-1], squeezed[:200], squeezed + squeezed[:100], b"\x28\xb5\x2f\xfd0000"):
+        with pytest.raises(ValueError, match=r"a\.jsonl\.zst is damaged"):
+            read(write(tmp_path / "a.jsonl.zst", content))
+    with pytest.raises(ValueError, match="begins as a JSON array"):
+        read(write(tmp_path / "a.json", b'[{"text": "a"},'))
+
+
+def test_missing_files_and_folders(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="--valid-data: no such file: nowhere"):
+        check_exists("nowhere", "--valid-data")
+    with pytest.raises(ValueError, match="is not a file"):
+        check_exists(str(tmp_path), "--sample-input-file")
+    check_exists("builtin", "--train-data")
+
+
+def test_a_folder_of_shards_is_its_files(tmp_path: Path) -> None:
+    for name in ("b.jsonl", "a.json.gz", "c.txt", ".d.jsonl.tmp", ".e.jsonl", "README.md"):
+        write(tmp_path / name, lines(1))
+    (tmp_path / "manifests").mkdir()
+    write(tmp_path / "manifests" / "b.json", "{}")
+    expected = [str(tmp_path / name) for name in ("a.json.gz", "b.jsonl", "c.txt")]
+    assert files_of(str(tmp_path), "--train-data") == expected
+    assert files_of("builtin", "--train-data") == ["builtin"]
+    assert files_of(str(tmp_path / "README.md"), "--train-data") == [str(tmp_path / "README.md")]
+    (tmp_path / "manifests" / "b.json").unlink()
+    with pytest.raises(FileNotFoundError, match="--test-data: .*no file of JSON lines or text"):
+        files_of(str(tmp_path / "manifests"), "--test-data")
+
+
+def test_the_builtin_corpus() -> None:
+    found, said = read("builtin")
+    assert len(found) > 300 and 8e5 < sum(map(len, found)) < 2e6 and not said
+    assert all(found) and tuple(found) == builtin_documents()
+    for part in ("Collapse and truncate the given text to fit in the given width.",  # a docstring
+                 "There are three types of numeric literals"):  # a topic
+        assert any(part in text for text in found)
+
+
+def test_the_builtin_corpus_is_prose() -> None:
+    lines = [line for text in builtin_documents() for line in text.splitlines()]
+    assert len(lines) > 3000
+    assert all(is_prose(line) for line in lines)
+    assert share_of_plain_characters("".join(lines)) > 0.99
+
+
+def test_prose_of_docstrings() -> None:
+    kept = ["Return a new dictionary with the same keys, as the other one has them: see copy_of for more.",
+            "A list's item is a paragraph of its own (with its sign taken away), if it is long enough."]
+    docstring = """Make it.
+
+    Return a new *dictionary* with the **same** keys, as
+    :class:`the other one <there>` has them: see ``copy_of`` for more.
+
+    >>> len(make_it_of_this_and_that(1, 2, 3, 4, 5, 6, 7))
+    Return a new thing, it says in the output of a doctest here.
+
+    - A list's item is a paragraph of its own (with its
+      sign taken away), if it is long enough.
+    - too short
+
+    +------------+----------------------------------------------+
+    | A table of | many words that would be read as a sentence. |
+
+        for each in the_list_of_all_that_is_there: do(each, 12, 13)
+
+    factor ::= "+" factor and some more words of a grammar here.
+
+    x: 12, 13, 14, 15, 16, 17, 18 and A, b_1, b_2, b_3, b_4, b_5.
+    Without a final sign, words can go on and on for ever and ever
+    """
+    assert list(prose(docstring)) == kept
+
+
+def test_texts_are_found_in_the_source_of_a_module() -> None:
+    source = '''"""One."""
+x = "# no comment, and \\" not \'\'\' the end"  # none of its own line
+def f(a="\\\\"):
+    r\'\'\'Two "quoted"
+    lines.\'\'\'
+    # Three,
+    #: four.
+    return """no docstring"""
+'''
+    assert list(texts_of(source)) == ["One.", 'Two "quoted"\n    lines.']
