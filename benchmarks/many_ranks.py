@@ -32,10 +32,11 @@ from megatron.gpt2.checkpoint.files import Piece, header_of, listed
 from megatron.gpt2.checkpoint.folder import find_checkpoint, write_checkpoint
 from megatron.gpt2.checkpoint.manifest import MANIFEST
 from megatron.gpt2.checkpoint.reader import Checkpoint
-from megatron.gpt2.checkpoint.state import FlatState, load_state, state_pieces
+from megatron.gpt2.checkpoint.state import load_state, state_pieces
 from megatron.gpt2.config import ModelConfig, ParallelConfig
 from megatron.gpt2.model.gpt2 import GPT2Model, parameter_specs
 from megatron.gpt2.optimizer.flat_parameters import FlatParameters
+from megatron.gpt2.optimizer.flat_state import FlatState
 
 KINDS = ("master", "exp_avg", "exp_avg_sq")
 RANDOM = {"cpu": 5056, "cuda": 16, "tracker.model-parallel-rng": 16}  # bytes of the states

@@ -6,6 +6,17 @@ import contextlib
 import fcntl
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import IO, Any
+
+
+def take_lock(file: IO[Any]) -> bool:
+    """Lock the open `file` until it is closed. False where another process has it; OSError where its file system has
+    no locks."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 @contextlib.contextmanager
@@ -16,9 +27,7 @@ def file_lock(path: Path, waiting: Callable[[], object]) -> Iterator[None]:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not take_lock(file):
             waiting()
             fcntl.flock(file, fcntl.LOCK_EX)
         yield

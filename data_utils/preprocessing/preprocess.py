@@ -21,7 +21,7 @@ import numpy as np
 
 from data_utils.corpora.documents import MOST_BAD_LINES, Log, json_object
 from data_utils.dataset_manifest import describe, read_manifest
-from data_utils.files.atomic import sync_folder
+from data_utils.files.atomic import replacing, sync_folder
 from data_utils.files.compression import compression_of
 from data_utils.files.hashing import content_hash
 from data_utils.files.locks import file_lock
@@ -190,8 +190,7 @@ def _gather_bad_lines(path: Path, folder: Path, shards: Sequence[Shard], facts: 
     """Write all unusable lines with their file and line; returns the first, in words."""
     first = ""
     lines_before: dict[str, int] = {}
-    temporary = folder / "bad_lines.tmp"
-    with open(temporary, "w", encoding="utf-8") as out:
+    with replacing(path, folder / "bad_lines.tmp") as out:
         for number, (pieces, shard) in enumerate(zip(shards, facts, strict=True)):
             starts = []
             for piece, made in zip(pieces, shard["pieces"], strict=True):
@@ -202,10 +201,8 @@ def _gather_bad_lines(path: Path, folder: Path, shards: Sequence[Shard], facts: 
                     for line in map(json.loads, file):
                         name, where = pieces[line["piece"]].path, starts[line["piece"]] + line["line"]
                         first = first or f"{name}:{where}: {line['reason']}"
-                        json.dump({"file": name, "line": where, "reason": line["reason"], "content": line["content"]},
-                                  out)
-                        out.write("\n")
-    os.replace(temporary, path)
+                        entry = {"file": name, "line": where, "reason": line["reason"], "content": line["content"]}
+                        out.write(json.dumps(entry).encode() + b"\n")
     return first
 
 

@@ -11,8 +11,8 @@ import typing
 from collections.abc import Mapping
 from typing import Any
 
+from megatron.gpt2.checkpoint.source import Source
 from megatron.gpt2.config import Config, ModelConfig
-from megatron.gpt2.formats.source import Source
 from megatron.gpt2.model.gpt2 import parameter_specs
 
 _NUMBERS = ("iteration", "train_iters", "consumed_samples", "global_batch_size")

@@ -7,7 +7,6 @@ manifest, which vouches for the files.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import re
 import shutil
@@ -20,6 +19,8 @@ from typing import Any, BinaryIO, TypeVar
 import torch
 from torch import Tensor
 
+from data_utils.files.atomic import flush_to_disk
+from data_utils.files.safetensors import header_bytes
 from mpu.partition import Box
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -72,9 +73,7 @@ def file_header(file: str, iteration: int, boxes: Mapping[str, Box],
         starts[key], end = end, end + boxes[key].numel * size[key]
         entries[key] = {"dtype": DTYPE_CODES[dtypes[tensor_name(key)]], "shape": boxes[key].shape,
                         "data_offsets": [starts[key], end]}
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    header = len(text).to_bytes(8, "little") + text
+    header = header_bytes(entries)
     return header, {key: len(header) + start for key, start in starts.items()}, len(header) + end
 
 
@@ -91,8 +90,7 @@ def write_synced(path: Path, data: bytes) -> None:
         path.parent.mkdir(exist_ok=True)
         with open(path, "wb") as stream:
             stream.write(data)
-            stream.flush()
-            os.fsync(stream.fileno())
+            flush_to_disk(stream)
     except OSError as error:
         path.unlink(missing_ok=True)
         raise write_error(path, len(data), error) from error
@@ -125,8 +123,7 @@ def write_tensors(folder: Path, file: str, iteration: int, pieces: Mapping[str, 
                     stream.write(chunk)
                     sha.update(chunk)
                     started = _write_back(stream, started)
-            stream.flush()
-            os.fsync(stream.fileno())
+            flush_to_disk(stream)
     except OSError as error:
         raise write_error(path, size, error) from error
     return listed(file, pieces, size, sha.hexdigest())

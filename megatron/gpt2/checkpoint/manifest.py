@@ -27,11 +27,11 @@ key, of a wrong size, or from another iteration or rank cannot pass.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping
 from typing import Any
 
+from data_utils.files.sealed_json import sealed_lines
 from megatron.gpt2.checkpoint.boxes import extent
 from megatron.gpt2.checkpoint.files import tensor_name
 from mpu.partition import Box
@@ -76,15 +76,5 @@ class Contents:
         places: dict[tuple[tuple[int, ...], ...], int] = {}
         tensors = {name: {**info, "held": places.setdefault(tuple(self._held[name]), len(places))}
                    for name, info in self._tensors.items()}
-        return sealed({"version": VERSION, "iteration": iteration, "facts": facts, "tensors": tensors,
-                       "held": list(places), "tables": self._tables})
-
-
-def sealed(parts: Mapping[str, Any]) -> bytes:
-    """A manifest of `parts`, a line each, which ends in its own sha256."""
-    body = "{" + "".join(f"{json.dumps(key)}: {json.dumps(value)},\n" for key, value in parts.items()) + '"sha256": "'
-    return body.encode() + manifest_tail(body.encode())
-
-
-def manifest_tail(body: bytes) -> bytes:
-    return hashlib.sha256(body).hexdigest().encode() + b'"}\n'
+        return sealed_lines({"version": VERSION, "iteration": iteration, "facts": facts, "tensors": tensors,
+                             "held": list(places), "tables": self._tables})

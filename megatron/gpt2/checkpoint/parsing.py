@@ -8,7 +8,6 @@ import bisect
 import contextlib
 import gc
 import hashlib
-import json
 import math
 import re
 import reprlib
@@ -19,9 +18,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from data_utils.files.sealed_json import check_seal
+from data_utils.files.strict_json import parse_json
 from megatron.gpt2.checkpoint.boxes import check_cover, check_inside, extent
 from megatron.gpt2.checkpoint.files import DTYPES, FILE_NAME, tensor_name
-from megatron.gpt2.checkpoint.manifest import MANIFEST, VERSION, manifest_tail, table_path
+from megatron.gpt2.checkpoint.manifest import MANIFEST, VERSION, table_path
 from mpu.partition import Box
 
 MAX_BYTES = 16 << 20  # of the manifest, and of each table: a thousand times what a small run needs
@@ -110,10 +111,8 @@ def uncollected() -> Iterator[None]:
 
 
 def parse_manifest(data: bytes) -> Manifest:
-    tail = len(manifest_tail(b""))
-    if manifest_tail(data[:-tail]) != data[-tail:]:
-        raise ValueError("damaged: it does not end in the sha256 of its own bytes")
-    manifest = json.loads(data, object_pairs_hook=_unique)
+    digest = check_seal(data)
+    manifest = parse_json(data)
     (version,) = _naturals([manifest["version"]])
     if version > VERSION:
         raise ValueError(f"format version {version} is newer than {VERSION}, the newest that this program reads: "
@@ -133,7 +132,7 @@ def parse_manifest(data: bytes) -> Manifest:
             check_cover(name, info.shape, [part.box for part in inside.parts.get(name, [])])
     else:
         raise ValueError(f"format version {version} never was")
-    return Manifest(data[-tail:][:64].decode(), iteration, dict(manifest["facts"]), tensors, held, tables, inside)
+    return Manifest(digest, iteration, dict(manifest["facts"]), tensors, held, tables, inside)
 
 
 def _held(manifest: Any, tensors: Mapping[str, TensorInfo]) -> tuple[dict[str, list[Held]], dict[str, TableInfo]]:
@@ -174,7 +173,7 @@ def parse_table(data: bytes, number: int, info: TableInfo, manifest: Manifest) -
     """The table `number` of `manifest`, which says `info` of it, checked to hold that."""
     if hashlib.sha256(data).hexdigest() != info.sha256:
         raise ValueError(f"damaged: its sha256 is not the one in {MANIFEST}")
-    table = parse_files(json.loads(data.partition(b"\n")[2], object_pairs_hook=_unique), manifest.tensors)
+    table = parse_files(parse_json(data.partition(b"\n")[2]), manifest.tensors)
     if (len(table.files), len(table.parts)) != (info.files, info.tensors):
         raise ValueError(f"lists {len(table.files)} files and {len(table.parts)} tensors: {MANIFEST} says {info.files} "
                          f"and {info.tensors}")
@@ -226,13 +225,6 @@ def _naturals(values: Any, at_most: int = 2) -> tuple[int, ...]:
     if not isinstance(values, list) or len(values) > at_most or not all(type(v) is int and v >= 0 for v in values):
         raise ValueError(f"{reprlib.repr(values)} should be a list of at most {at_most} whole numbers")
     return tuple(values)
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    made = dict(pairs)
-    if len(made) != len(pairs):
-        raise ValueError("a key occurs twice")
-    return made
 
 
 def _line(error: Exception) -> str:

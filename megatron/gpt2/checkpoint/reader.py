@@ -67,7 +67,7 @@ class Checkpoint(NamedTensors):
 
     A table is read, and checked against the manifest, when a part of a tensor is wanted that it holds. The files'
     sizes and bytes are checked by `damage`. ValueError, in one line, for anything that is not right. It is a `Source`
-    of megatron/gpt2/formats/source.py, the native one.
+    of megatron/gpt2/checkpoint/source.py, the native one.
     """
 
     format: ClassVar[str] = "native"

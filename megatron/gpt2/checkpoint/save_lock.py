@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
+
+from data_utils.files.locks import take_lock
 
 
 def lock_together(directory: str | Path, *, rank: int, greatest: Callable[[int], int],
@@ -35,16 +36,16 @@ def lock_folder(folder: Path, log: Callable[[str], None]) -> BinaryIO:
     except OSError as error:
         raise ValueError(f"--save {folder}: cannot be written: {error.strerror}") from error
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
+        taken = take_lock(file)
+    except OSError as error:
+        log(f"WARNING: {path} cannot be locked ({error.strerror}): nothing keeps a second run out of this folder")
+        return file
+    if not taken:
         file.seek(0)
         holder = file.read(200).decode(errors="replace").strip() or "another process"
         file.close()
         raise ValueError(f"--save {folder} is in use by {holder}: wait for that run, end it, or give this one another "
-                         "--save") from error
-    except OSError as error:
-        log(f"WARNING: {path} cannot be locked ({error.strerror}): nothing keeps a second run out of this folder")
-        return file
+                         "--save")
     file.truncate(0)
     file.write(f"process {os.getpid()} on {socket.gethostname()}\n".encode())
     file.flush()

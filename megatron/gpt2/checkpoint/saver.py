@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from data_utils.files.memory import machine_memory
 from megatron.gpt2.checkpoint.folder import Piece
 
 Files = Mapping[str, Mapping[str, Piece]]
@@ -122,7 +123,8 @@ class HostCopy:
         is well."""
         pieces = [piece for file in files.values() for piece in file.values()]
         size = sum(map(_room_of, pieces))
-        if (lacking := size * local_world_size - available_memory()) > 0:
+        available = machine_memory("MemAvailable")
+        if available is not None and (lacking := size * local_world_size - available) > 0:
             return lacking
         try:
             room = torch.empty(size, dtype=torch.uint8).zero_()  # touched: the first copy would take ten times as long
@@ -154,10 +156,3 @@ class HostCopy:
 
 def _room_of(piece: Piece) -> int:
     return -(-piece.tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
-
-
-def available_memory() -> int:
-    """Bytes that the system says a program can have without swapping; a great number where it does not say."""
-    path = Path("/proc/meminfo")
-    lines = path.read_text().splitlines() if path.exists() else []
-    return next((1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")), 1 << 60)

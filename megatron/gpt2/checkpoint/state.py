@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -16,11 +15,9 @@ from torch import Tensor
 import mpu
 from megatron.gpt2.checkpoint.files import Piece, in_threads
 from megatron.gpt2.checkpoint.reader import Checkpoint
+from megatron.gpt2.checkpoint.source import Source
 from megatron.gpt2.optimizer.flat_state import FlatState
 from mpu import Box, PartitionSpec
-
-if TYPE_CHECKING:
-    from megatron.gpt2.formats.source import Source
 
 
 def state_pieces(states: Iterable[FlatState], specs: Mapping[str, PartitionSpec], *, mp_rank: int,

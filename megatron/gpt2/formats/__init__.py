@@ -11,8 +11,9 @@ from data_utils.command_line import how_to_call
 from megatron.gpt2.checkpoint.folder import TRACKER, find_checkpoint
 from megatron.gpt2.checkpoint.manifest import MANIFEST
 from megatron.gpt2.checkpoint.reader import Checkpoint
+from megatron.gpt2.checkpoint.source import Source
 from megatron.gpt2.formats import huggingface, megatron, nanogpt
-from megatron.gpt2.formats.source import Hints, Source
+from megatron.gpt2.formats.hints import Hints
 
 __all__ = ["FORMATS", "Hints", "Source", "open_source", "recognise", "refuse_foreign"]
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 import mpu
+from megatron.gpt2.checkpoint.source import Source
 from megatron.gpt2.checkpoint.state import load_state
 from megatron.gpt2.config import ModelConfig
-from megatron.gpt2.formats.source import Source
 from megatron.gpt2.model.gpt2 import GPT2Model, parameter_specs
 from megatron.gpt2.optimizer.flat_state import FlatState
 

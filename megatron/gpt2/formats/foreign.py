@@ -6,7 +6,6 @@ Legend: n heads, d head size.
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,7 +44,7 @@ class Recipe:
 
 
 class ForeignSource(NamedTensors):
-    """A `megatron.gpt2.formats.source.Source`. A tensor exists while it is read, as long as its reader keeps it.
+    """A `megatron.gpt2.checkpoint.source.Source`. A tensor exists while it is read, as long as its reader keeps it.
 
     model: its vocab_size is the true one. facts: what else is known, in the terms of our manifest. recipes: by our
     names, in the shapes of `parameter_specs(model)`.
@@ -82,36 +81,6 @@ def head_major(heads: int, version: int = 0) -> Callable[[Tensor], Tensor]:
 
 def first_rows(number: int) -> Callable[[Tensor], Tensor]:
     return lambda x: x[:number]
-
-
-def read_json(path: Path, at_most: int = MAX_JSON_BYTES) -> dict[str, Any]:
-    """The JSON object in `path`, of so many bytes. ValueError, one line, for anything else, a key that occurs twice
-    included."""
-    try:
-        if path.stat().st_size > at_most:
-            raise ValueError(f"larger than {at_most:,} bytes")
-        return parse_json(path.read_bytes())
-    except (ValueError, OSError) as error:
-        raise ValueError(f"{path}: {error}") from error
-
-
-def parse_json(data: bytes) -> dict[str, Any]:
-    try:
-        value = json.loads(data, object_pairs_hook=_unique)
-    except RecursionError as error:
-        raise ValueError("nested too deeply") from error
-    except ValueError as error:
-        raise ValueError(f"holds no JSON as it should: {error}") from error
-    if not isinstance(value, dict):
-        raise ValueError("holds no JSON object")
-    return value
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    made = dict(pairs)
-    if len(made) != len(pairs):
-        raise ValueError("a key occurs twice")
-    return made
 
 
 def whole_number(path: Path, name: str, value: Any) -> int:

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from data_utils.files.safetensors import read_header
+from data_utils.files.strict_json import read_object
 from megatron.gpt2.checkpoint.files import DTYPES
 from megatron.gpt2.checkpoint.parsing import TensorInfo
 from megatron.gpt2.config import ModelConfig
@@ -20,14 +22,12 @@ from megatron.gpt2.formats.foreign import (
     MAX_JSON_BYTES,
     ForeignSource,
     Recipe,
-    parse_json,
-    read_json,
     shown,
     whole_number,
 )
+from megatron.gpt2.formats.hints import Hints
 from megatron.gpt2.formats.openai_names import check_layers, openai_recipes
 from megatron.gpt2.formats.pickles import load_pickle
-from megatron.gpt2.formats.source import Hints
 
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 GELU = {"gelu_new": "tanh", "gelu_pytorch_tanh": "tanh", "gelu_fast": "tanh", "gelu": "erf"}
@@ -50,7 +50,7 @@ def open_huggingface(folder: Path, hints: Hints) -> ForeignSource:
     """ValueError, one line, for anything that is not right, or not the plain GPT-2 that this program computes."""
     weights = weights_file(folder)
     assert weights is not None
-    config = read_json(folder / "config.json")
+    config = read_object(folder / "config.json", MAX_JSON_BYTES)
     found = {name.removeprefix("transformer."): recipe for name, recipe in _tensors(weights).items()}
     found = {name: recipe for name, recipe in found.items() if not BUFFERS.fullmatch(name)}
     model = _model(folder / "config.json", config, hints)
@@ -108,7 +108,7 @@ def _tensors(weights: Path) -> dict[str, Recipe]:
     """Every tensor that `weights` holds, or that the files hold which it lists."""
     if weights.suffix != ".json":
         return _load(weights)
-    where = read_json(weights).get("weight_map")
+    where = read_object(weights, MAX_JSON_BYTES).get("weight_map")
     kind = weights.name.split(".")[-3]
     if not isinstance(where, dict) or not all(isinstance(file, str) and re.fullmatch(
             rf"[\w-][\w.-]*\.{kind}", file, re.ASCII) for file in where.values()):
@@ -139,10 +139,7 @@ def _safetensors(path: Path) -> dict[str, Recipe]:
     the last of two equal keys, and minutes for a long header."""
     try:
         with open(path, "rb") as stream:
-            length = int.from_bytes(stream.read(8), "little")
-            if length > MAX_JSON_BYTES:
-                raise ValueError(f"its header of {length:,} bytes is larger than {MAX_JSON_BYTES:,}")
-            header = parse_json(stream.read(length))
+            header = read_header(stream, MAX_JSON_BYTES)
         file = safe_open(path, "pt")
         recipes = {}
         for name, entry in header.items():

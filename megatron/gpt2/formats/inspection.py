@@ -7,7 +7,7 @@ from collections import defaultdict
 from typing import Any
 
 from megatron.gpt2.checkpoint.reader import Checkpoint
-from megatron.gpt2.formats.source import Source
+from megatron.gpt2.checkpoint.source import Source
 
 SHAPE = ("num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size", "max_position_embeddings", "gelu",
          "layernorm_epsilon")

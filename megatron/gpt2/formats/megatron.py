@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megatron.gpt2.config import ModelConfig
 from megatron.gpt2.formats.foreign import GPT2_VOCABULARY, TRUE_VOCABULARY, ForeignSource, Recipe, shown
+from megatron.gpt2.formats.hints import Hints
 from megatron.gpt2.formats.megatron_optimizer import optimizer_state
 from megatron.gpt2.formats.megatron_ranks import (
     HEAD,
@@ -29,7 +30,6 @@ from megatron.gpt2.formats.megatron_ranks import (
     rank_files,
 )
 from megatron.gpt2.formats.pickles import load_pickle
-from megatron.gpt2.formats.source import Hints
 from megatron.gpt2.model.gpt2 import parameter_specs
 from mpu.partition import PartitionSpec
 

@@ -15,9 +15,9 @@ import torch
 
 from megatron.gpt2.config import ModelConfig, OptimizerConfig
 from megatron.gpt2.formats.foreign import GPT2_VOCABULARY, ForeignSource, Recipe, whole_number
+from megatron.gpt2.formats.hints import Hints
 from megatron.gpt2.formats.openai_names import check_layers, openai_recipes
 from megatron.gpt2.formats.pickles import load_pickle
-from megatron.gpt2.formats.source import Hints
 
 ARGUMENTS = {"n_layer": "num_layers", "n_embd": "hidden_size", "n_head": "num_attention_heads",
              "block_size": "max_position_embeddings"}

@@ -13,9 +13,9 @@ import torch
 from data_utils import Tokenizer
 from megatron.gpt2.checkpoint.facts import check_facts
 from megatron.gpt2.checkpoint.folder import Piece, write_checkpoint
+from megatron.gpt2.checkpoint.source import Source
 from megatron.gpt2.config import Config
 from megatron.gpt2.formats.new_folder import new_folder
-from megatron.gpt2.formats.source import Source
 from megatron.gpt2.model.gpt2 import parameter_specs
 from megatron.gpt2.optimizer.optimizer import MOMENTS
 

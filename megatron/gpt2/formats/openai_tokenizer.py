@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from data_utils import Tokenizer
+from data_utils.files.strict_json import read_object
 from data_utils.tokenizers.gpt2 import END_OF_TEXT, byte_alphabet, gpt2_tokenizer, gpt2_tokenizer_of
-from megatron.gpt2.formats.foreign import read_json, shown
+from megatron.gpt2.formats.foreign import shown
 
 MAX_TOKENIZER_BYTES = 64 << 20  # GPT-2's takes 3.5 MB
 # What changes the ids of a text, and the values under which they are those of GPT-2's rules.
@@ -69,7 +70,7 @@ def open_tokenizer(files: Mapping[str, str]) -> Tokenizer:
     if "tokenizer.json" not in files:
         return gpt2_tokenizer(Path(files["vocab.json"]), Path(files["merges.txt"]))
     path = Path(files["tokenizer.json"])
-    found = read_json(path, MAX_TOKENIZER_BYTES)
+    found = read_object(path, MAX_TOKENIZER_BYTES)
     if found.get("normalizer") is not None:
         raise ValueError(f"{path}: has a normalizer, {shown(found['normalizer'])}: GPT-2's tokenizer has none")
     for part, plain in _PLAIN.items():

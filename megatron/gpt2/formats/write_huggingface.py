@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 
 from data_utils import Tokenizer
+from data_utils.files.safetensors import header_bytes
 from megatron.gpt2.checkpoint.facts import check_facts
 from megatron.gpt2.checkpoint.files import CHUNK, DTYPE_CODES
+from megatron.gpt2.checkpoint.source import Source
 from megatron.gpt2.config import ModelConfig
 from megatron.gpt2.formats.new_folder import new_folder
 from megatron.gpt2.formats.openai_names import is_linear, openai_name
 from megatron.gpt2.formats.openai_tokenizer import tokenizer_files
-from megatron.gpt2.formats.source import Source
 from megatron.gpt2.model.gpt2 import parameter_specs
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -90,10 +91,8 @@ def _write_weights(source: Source, folder: Path, model: ModelConfig, kind: str, 
             header[f"transformer.{openai_name(name)}"] = {
                 "dtype": DTYPE_CODES[dtype], "shape": shapes[name], "data_offsets": [at, at + sizes[name]]}
             at += sizes[name]
-        text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
         with open(folder / file, "wb") as stream:
-            stream.write(len(text).to_bytes(8, "little") + text)
+            stream.write(header_bytes(header))
             for name in names:
                 tensor = _tensor(source, model, kind, name).to(dtype).contiguous()
                 data = tensor.view(-1).view(torch.uint8).numpy().data

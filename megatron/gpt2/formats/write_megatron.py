@@ -19,10 +19,10 @@ from torch import Tensor
 
 from megatron.gpt2.checkpoint.facts import check_facts
 from megatron.gpt2.checkpoint.folder import TRACKER
+from megatron.gpt2.checkpoint.source import Source
 from megatron.gpt2.config import Config, ModelConfig, OptimizerConfig, require
 from megatron.gpt2.formats.foreign import TRUE_VOCABULARY
 from megatron.gpt2.formats.new_folder import new_folder
-from megatron.gpt2.formats.source import Source
 from megatron.gpt2.model.gpt2 import parameter_specs
 from megatron.gpt2.optimizer.optimizer import MOMENTS
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from data_utils.files.memory import machine_memory
 from megatron.gpt2.device import cgroup_folders
 from megatron.gpt2.memory_planner.fit import Candidate, cheapest, cost, smallest
 from megatron.gpt2.memory_planner.sizes import Setting
@@ -94,11 +95,8 @@ def available(device: torch.device, local_world_size: int = 1) -> tuple[int, str
 
 
 def _of_the_machine() -> list[tuple[int, str]]:
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return []
-    return [(1024 * int(line.split()[1]), "this machine's memory") for line in lines if line.startswith("MemTotal:")]
+    total = machine_memory("MemTotal")
+    return [] if total is None else [(total, "this machine's memory")]
 
 
 def _of_the_cgroup() -> list[tuple[int, str]]:

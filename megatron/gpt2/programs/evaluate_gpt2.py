@@ -18,7 +18,8 @@ from typing import Any
 
 from data_utils.command_line import end_with
 from data_utils.corpora.files import BUILTIN, files_of
-from megatron.gpt2.checkpoint.reader import Checkpoint, hash_file
+from data_utils.files.hashing import hash_file
+from megatron.gpt2.checkpoint.reader import Checkpoint
 from megatron.gpt2.command_line.arguments import SAVED, Arguments, parse
 from megatron.gpt2.command_line.flags import dashed
 from megatron.gpt2.config.flag_names import flag

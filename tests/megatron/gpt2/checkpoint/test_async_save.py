@@ -168,7 +168,7 @@ def test_what_changes_after_the_save_began_is_not_saved(tmp_path: Path, monkeypa
 
 
 def test_too_little_memory_is_said_and_the_save_made_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(saver, "available_memory", lambda: 1000)
+    monkeypatch.setattr(saver, "machine_memory", lambda entry: 1000)
     said: list[str] = []
     s = saving(tmp_path, said)
     for iteration in (1, 2):
@@ -178,7 +178,7 @@ def test_too_little_memory_is_said_and_the_save_made_at_once(tmp_path: Path, mon
     assert len(warnings) == 1 and "--async-save is left out" in warnings[0] and "bytes of host memory" in warnings[0]
     s.close()
     monkeypatch.undo()
-    assert 0 < saver.available_memory() < 1 << 50
+    assert 0 < saver.machine_memory("MemAvailable") < 1 << 50
 
 
 # ------------------------------------------------------------------------------------------------------ the ways out

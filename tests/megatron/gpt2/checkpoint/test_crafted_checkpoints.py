@@ -20,8 +20,9 @@ from typing import Any
 import pytest
 import torch
 
+from data_utils.files.sealed_json import sealed_body, sealed_lines
 from megatron.gpt2.checkpoint.folder import TRACKER, Checkpoint, Piece, find_checkpoint, write_checkpoint
-from megatron.gpt2.checkpoint.manifest import MANIFEST, manifest_tail, sealed, table_path
+from megatron.gpt2.checkpoint.manifest import MANIFEST, table_path
 from tests.megatron.gpt2.checkpoint.versions import contents, make_version_1, reseal
 
 FILES = [f"mp_rank_0{rank}/model.safetensors" for rank in (0, 1)]
@@ -49,7 +50,7 @@ def folder(newest: Path, request: pytest.FixtureRequest) -> Path:
 def seal(folder: Path, body: str | bytes) -> None:
     """Write the manifest that begins with `body`, up to its own sha256."""
     body = body.encode() if isinstance(body, str) else body
-    (folder / MANIFEST).write_bytes(body + manifest_tail(body))
+    (folder / MANIFEST).write_bytes(sealed_body(body))
 
 
 @contextlib.contextmanager
@@ -313,7 +314,7 @@ def change(folder: Path, crafted: Callable[[Manifest], Any]) -> None:
     manifest = json.loads((folder / MANIFEST).read_bytes())
     del manifest["sha256"]
     crafted(manifest)
-    (folder / MANIFEST).write_bytes(sealed(manifest))
+    (folder / MANIFEST).write_bytes(sealed_lines(manifest))
 
 
 def put_table(folder: Path, data: bytes, rank: int = 0) -> None:
@@ -366,7 +367,7 @@ def test_what_is_no_number_of_a_table(newest: Path, place: tuple[Any, ...]) -> N
     for value in NO_NUMBERS:
         manifest = copy.deepcopy(true)
         functools.reduce(operator.getitem, place[:-1], manifest)[place[-1]] = value
-        (newest / MANIFEST).write_bytes(sealed(manifest))
+        (newest / MANIFEST).write_bytes(sealed_lines(manifest))
         refused(newest)
 
 

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+from data_utils.files.sealed_json import sealed_lines
 from megatron.gpt2.checkpoint.facts import check_facts
-from megatron.gpt2.checkpoint.manifest import MANIFEST, sealed
+from megatron.gpt2.checkpoint.manifest import MANIFEST
 from megatron.gpt2.checkpoint.reader import Checkpoint
 from megatron.gpt2.command_line.arguments import parse
 from megatron.gpt2.config import ModelConfig
@@ -80,7 +81,7 @@ def test_both_ways_in_ask(saved: Checkpoint) -> None:
     del manifest["sha256"]
     before = (saved.path / MANIFEST).read_bytes()
     manifest["facts"]["config"]["model"]["num_layers"] = GREAT
-    (saved.path / MANIFEST).write_bytes(sealed(manifest))
+    (saved.path / MANIFEST).write_bytes(sealed_lines(manifest))
     folder = saved.path.parent
     try:
         with pytest.raises(ValueError, match=f"tell of {GREAT:,} layers: it holds"):

@@ -450,7 +450,7 @@ def craft(folder: Path, version: int, header: bytes | None = None, file: str = "
     return folder
 
 
-def sealed(body: str) -> bytes:
+def sealed_lines(body: str) -> bytes:
     """A manifest of any text that ends in its own sha256."""
     return body.encode() + hashlib.sha256(body.encode()).hexdigest().encode() + b'"}\n'
 
@@ -507,7 +507,7 @@ def test_crafted_files_are_refused_at_once(tmp_path: Path, version: int) -> None
         folder = craft(tmp_path / hashlib.sha256(name.encode()).hexdigest()[:8], version, **changes)
         refused(folder, name)
     for name, text in texts.items():
-        (good / MANIFEST).write_bytes(sealed(text))
+        (good / MANIFEST).write_bytes(sealed_lines(text))
         refused(good, name)
     with open(good / MANIFEST, "wb") as stream:
         stream.truncate(1 << 40)  # takes no room on the disk
@@ -704,7 +704,7 @@ def test_without_hashing_the_structure_is_checked_all_the_same(tmp_path: Path) -
 
 
 def test_it_is_a_source_as_other_formats_are(tmp_path: Path) -> None:
-    from megatron.gpt2.formats.source import Source
+    from megatron.gpt2.checkpoint.source import Source
 
     save(tmp_path, 100)
     source: Source = Checkpoint(tmp_path / "iter_0000100")

@@ -10,9 +10,10 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from data_utils.files.sealed_json import sealed_lines
 from megatron.gpt2.checkpoint.boxes import extent
 from megatron.gpt2.checkpoint.files import tensor_name
-from megatron.gpt2.checkpoint.manifest import MANIFEST, sealed, table_path
+from megatron.gpt2.checkpoint.manifest import MANIFEST, table_path
 from mpu import Box
 
 Contents = dict[str, Any]
@@ -35,7 +36,7 @@ def reseal(folder: Path, changed: Contents) -> None:
     """Write `changed` with right hashes: into the manifest where the folder is of version 1, else the files into one
     table, of which the manifest says what fits its boxes, as far as they can be understood."""
     if not (folder / "boxes").exists():
-        (folder / MANIFEST).write_bytes(sealed(changed))
+        (folder / MANIFEST).write_bytes(sealed_lines(changed))
         return
     shutil.rmtree(folder / "boxes")
     (folder / "boxes").mkdir()
@@ -57,7 +58,7 @@ def reseal(folder: Path, changed: Contents) -> None:
             info["held"] = place
     tables = {table_path(0): {"bytes": len(table), "sha256": hashlib.sha256(table).hexdigest(),
                               "files": len(files) if isinstance(files, dict) else 0}}
-    (folder / MANIFEST).write_bytes(sealed({**changed, "held": held, "tables": tables}))
+    (folder / MANIFEST).write_bytes(sealed_lines({**changed, "held": held, "tables": tables}))
 
 
 def make_version_1(folder: Path) -> None:

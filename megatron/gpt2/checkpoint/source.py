@@ -8,23 +8,12 @@ tensors without ranks. So inspecting, comparing, converting and loading are writ
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from megatron.gpt2.checkpoint.parsing import TensorInfo
-
-
-@dataclass(frozen=True)
-class Hints:
-    """What a source may not say by itself; each is a flag of tools/checkpoint.py. None: not given."""
-
-    num_attention_heads: int | None = None
-    vocab_size: int | None = None  # true, without padding
-    gelu: str | None = None
-    iteration: int | None = None  # which one of a folder that holds several
 
 
 class Source(Protocol):
