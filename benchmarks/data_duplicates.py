@@ -33,7 +33,7 @@ from data_utils.curation.minhash import (
 )
 from data_utils.curation.minhash import characters as code_points
 from data_utils.curation.near_duplicates import COLUMNS, joining_pairs, search, sign
-from data_utils.curation.tasks import Stage, run_task
+from data_utils.curation.shard_run import Stage, run_shard
 
 REPEATS = 7
 LEAST_JACCARD, MOST_JACCARD = 0.8, 0.95
@@ -137,11 +137,11 @@ def planted(documents: int, pairs: int) -> dict[str, float]:
         path = Path(scratch) / "documents.jsonl"
         path.write_bytes(b"".join(as_line({"text": text}) for text in texts))
         began = time.perf_counter()
-        signed = run_task(Stage("sign", sign), Shard("documents", (path,)), Path(scratch))
+        signed = run_shard(Stage("sign", sign), Shard("documents", (path,)), Path(scratch))
         signatures = Shard("pairs", (Path(scratch) / "documents.signatures",))
         table = [{"name": "documents", "documents": len(texts), "sha256": signed["input"]["sha256"]}]
         half = time.perf_counter()
-        run_task(Stage("search", search, {"shards": table, "min_jaccard": LEAST_JACCARD},
+        run_shard(Stage("search", search, {"shards": table, "min_jaccard": LEAST_JACCARD},
                        {"sources": [path], "text_key": "text"}), signatures, Path(scratch))
         ended = time.perf_counter()
         rows = np.fromfile(signatures.files[0], "<u8").reshape(-1, COLUMNS)

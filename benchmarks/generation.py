@@ -45,7 +45,7 @@ class Ids:
     """In the place of a tokenizer: ids without text, none of which ends a document."""
 
     def __init__(self, vocab_size: int) -> None:
-        self.vocab_size, self.eod, self.pieces = vocab_size, -1, [b"x"] * vocab_size
+        self.vocab_size, self.eod, self.token_bytes = vocab_size, -1, [b"x"] * vocab_size
 
 
 def pair(config: ModelConfig) -> tuple[GPT2Model, Any]:

@@ -57,7 +57,7 @@ class Splits:
 
 
 @dataclass(frozen=True)
-class _Source:
+class _Tokens:
     """Open tokens, their name in messages, and a hash of their content."""
 
     name: str
@@ -138,23 +138,23 @@ def build_splits(*, train_data: Sequence[str], valid_data: Sequence[str] = (), t
             shares[number] = Fraction(0)
     needed = {"train": True, "valid": need_valid, "test": need_test}
 
-    def open_all(files: Sequence[str], prefixes: Sequence[str], flag: str) -> tuple[list[_Source], list[float] | None]:
+    def open_all(files: Sequence[str], prefixes: Sequence[str], flag: str) -> tuple[list[_Tokens], list[float] | None]:
         if prefixes:
             names, weights = parse_blend(prefixes, flag)
             return [_open_prefix(name, flag, tokenizer) for name in names], weights
         data, key = tokenise(files, text_key=text_key, max_bad_fraction=max_bad_fraction, tokenizer=tokenizer,
                              cache_path=cache_path, log=log)
-        return [_Source(", ".join(files), data, key)], None
+        return [_Tokens(", ".join(files), data, key)], None
 
-    sources, weights = open_all(train_data or [BUILTIN], data_path, "--data-path")
+    opened, weights = open_all(train_data or [BUILTIN], data_path, "--data-path")
     asked_shares = [share / sum(shares) for share in shares]
     if data_order == "megatron":
-        if len(sources) > 1:
+        if len(opened) > 1:
             raise ValueError("--data-order megatron is that of one prefix: leave it out, or give --data-path one")
-        between = megatron_cut(len(sources[0].data), [float(share) for share in shares])
-        borders = [sources[0].data.document_starts[between].tolist()]
+        between = megatron_cut(len(opened[0].data), [float(share) for share in shares])
+        borders = [opened[0].data.document_starts[between].tolist()]
     else:
-        borders = [_cut(source.data, asked_shares, tokenizer.eod) for source in sources]
+        borders = [_cut(part.data, asked_shares, tokenizer.eod) for part in opened]
     made: dict[str, Dataset] = {}
     description = []
     for number, name in enumerate(NAMES):
@@ -164,22 +164,22 @@ def build_splits(*, train_data: Sequence[str], valid_data: Sequence[str] = (), t
             parts, part_weights = open_all(*own[name], f"--{name}-data-path")
             ranges, asked = [(0, len(part.data.tokens)) for part in parts], ""
         elif shares[number]:
-            parts, part_weights = sources, weights
+            parts, part_weights = opened, weights
             ranges = [(border[number], border[number + 1]) for border in borders]
             asked = f"asked: {100 * float(asked_shares[number]):.2f} %"
         else:
             continue
         made[name], lines = _combine(name, parts, part_weights, ranges, asked, split, seq_length, tokenizer)
         description += lines
-    fingerprints = [fingerprint_of(source.key, *map(str, border)) for source, border in zip(sources, borders,
+    fingerprints = [fingerprint_of(part.key, *map(str, border)) for part, border in zip(opened, borders,
                                                                                           strict=True)]
-    if weights is not None and len(sources) > 1:
+    if weights is not None and len(opened) > 1:
         fingerprints += map(str, weights)
     if data_order == "megatron":
         fingerprints.append(data_order)
     fingerprint = fingerprints[0] if len(fingerprints) == 1 else fingerprint_of(*fingerprints)
     description.append(f"fingerprint of the training data: {fingerprint[:16]}")
-    documents = sources[0].data.document_starts[:between[1] + 1] if data_order == "megatron" else None
+    documents = opened[0].data.document_starts[:between[1] + 1] if data_order == "megatron" else None
     return Splits(made["train"], made.get("valid"), made.get("test"), fingerprint, tuple(description), documents)
 
 
@@ -187,7 +187,7 @@ def _cut(data: IndexedDataset | ForeignBin, shares: Sequence[Fraction], eod: int
     return cut(data.document_starts, shares, len(data.tokens) > 0 and int(data.tokens[-1]) == eod)
 
 
-def _combine(name: str, parts: Sequence[_Source], weights: Sequence[float] | None, ranges: Sequence[tuple[int, int]],
+def _combine(name: str, parts: Sequence[_Tokens], weights: Sequence[float] | None, ranges: Sequence[tuple[int, int]],
              asked: str, split: str, seq_length: int, tokenizer: Tokenizer) -> tuple[Dataset, list[str]]:
     """The dataset of one split, and a line about each of its parts. `asked`: what --split asks for, empty where the
     files are the split."""
@@ -210,13 +210,13 @@ def _combine(name: str, parts: Sequence[_Source], weights: Sequence[float] | Non
     return components[0] if len(parts) == 1 else BlendedDataset(components, counts, wrap=name == "train"), lines
 
 
-def _between(part: _Source, *borders: int) -> bool:
+def _between(part: _Tokens, *borders: int) -> bool:
     """Whether the borders lie between documents."""
     starts = part.data.document_starts
     return bool((starts[np.searchsorted(starts, borders)] == borders).all())
 
 
-def _open_prefix(path: str, flag: str, tokenizer: Tokenizer) -> _Source:
+def _open_prefix(path: str, flag: str, tokenizer: Tokenizer) -> _Tokens:
     """Tokens that somebody prepared, and a hash of the index and of the size and both ends of the tokens. ValueError
     where their ids are another tokenizer's."""
     prefix = prefix_of(path)
@@ -240,4 +240,4 @@ def _open_prefix(path: str, flag: str, tokenizer: Tokenizer) -> _Source:
         file.seek(max(0, size - HASHED_BYTES))
         last = file.read()
     index = b"" if isinstance(dataset, ForeignBin) else Path(f"{prefix}.idx").read_bytes()
-    return _Source(path, dataset, fingerprint_of(index, str(size), first, last))
+    return _Tokens(path, dataset, fingerprint_of(index, str(size), first, last))

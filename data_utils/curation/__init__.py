@@ -1,7 +1,7 @@
 """Curation of web text: from a list of addresses, or a folder of scraped text, to a corpus to train on.
 
     documents         what a stage reads: files, folders and globs, as shards of documents
-    tasks             the contract of every stage: shard in -> shard and manifest out, whole or not at all, restartable
+    shard_run         the contract of every stage: shard in -> shard and manifest out, whole or not at all, restartable
     stages            a stage over all its shards: processes, progress, the closing report
     command_line      what the programs of tools/openwebtext share
     urls, fetching, extraction, download, cleanup, decontamination, splitting

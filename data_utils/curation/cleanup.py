@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from data_utils.curation.documents import label
-from data_utils.curation.tasks import Task
+from data_utils.curation.shard_run import ShardRun
 from data_utils.tokenizers.base import Tokenizer
 from data_utils.tokenizers.build import build_tokenizer
 
@@ -50,17 +50,22 @@ def at_least(tokenizer: Tokenizer, tokens: int) -> Callable[[str], bool]:
     return enough
 
 
-def cleanup(task: Task, *, language: str, min_tokens: int, tokenizer: Sequence[str | None], fingerprint: str) -> None:
-    """`tokenizer`: kind, vocabulary, merges; `fingerprint` is recorded of it."""
+def cleanup(run: ShardRun, *, language: str, min_tokens: int, tokenizer: Sequence[str | None],
+            fingerprint: str) -> None:
+    """The stage: each document mended; dropped are those that are empty then, of fewer than `min_tokens` tokens, or of
+    another language than `language`, a code of two letters or "any".
+
+    tokenizer: its kind, vocabulary file and merges. fingerprint: that of the tokenizer, recorded in the manifest.
+    """
     kind, vocab_file, merge_file = tokenizer
     enough = at_least(build_tokenizer(str(kind), vocab_file=vocab_file, merge_file=merge_file), min_tokens)
-    for document in task.documents():
+    for document in run.documents():
         document["text"] = mend(document["text"]).strip()
         if not document["text"]:
-            task.drop("empty once mended", document)
+            run.drop("empty once mended", document)
         elif not enough(document["text"]):
-            task.drop(f"fewer than {min_tokens} tokens", document)
+            run.drop(f"fewer than {min_tokens} tokens", document)
         elif language != "any" and (found := language_of(document["text"])) != language:
-            task.drop(f"not {language}", f"{found}: {label(document)}")
+            run.drop(f"not {language}", f"{found}: {label(document)}")
         else:
-            task.write(document)
+            run.write(document)

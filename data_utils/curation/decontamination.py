@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from data_utils.curation.documents import read_documents
-from data_utils.curation.tasks import Task
+from data_utils.curation.shard_run import ShardRun
 
 WORDS = 13
 WORD = re.compile(r"\w+")
@@ -76,12 +76,12 @@ def index_of(paths: Sequence[Path], text_key: str) -> Index:
     return Index(document["text"] for _, document in read_documents(paths, text_key, skip, lambda count: None))
 
 
-def decontaminate(task: Task, *, evaluation: dict[str, str], paths: Sequence[Path], evaluation_key: str) -> None:
+def decontaminate(run: ShardRun, *, evaluation: dict[str, str], paths: Sequence[Path], evaluation_key: str) -> None:
     """`evaluation` records name and sha256 of `paths`."""
     index = index_of(tuple(paths), evaluation_key)
-    for document in task.documents():
+    for document in run.documents():
         found = index.match(document["text"])
         if found is None:
-            task.write(document)
+            run.write(document)
         else:
-            task.drop("in an evaluation set", found)
+            run.drop("in an evaluation set", found)

@@ -13,19 +13,19 @@ from data_utils.curation import urls
 from data_utils.curation.documents import as_line
 from data_utils.curation.extraction import Extractors
 from data_utils.curation.fetching import CONNECTION_FAILED, NO_HOST, Limits, Refused, fetch
-from data_utils.curation.tasks import Task
+from data_utils.curation.shard_run import ShardRun
 
 Result = tuple[dict[str, Any], str | None]  # the record of an address, and its text
 
 
-def download(task: Task, *, max_bytes: int, page_seconds: float, extract_seconds: float, threads: int, per_host: int,
+def download(run: ShardRun, *, max_bytes: int, page_seconds: float, extract_seconds: float, threads: int, per_host: int,
              processes: int, blacklist: str) -> None:
     """The pages that have a text, {"url", "text"}; and records/<shard>.jsonl with what became of each address.
     `blacklist`, its sha256, is recorded."""
     limits = Limits(max_bytes, page_seconds)
     refusal = urls.refusal()
     hosts: dict[str, threading.Semaphore] = {}
-    records = task.file(f"records/{task.shard.name}.jsonl")
+    records = run.file(f"records/{run.shard.name}.jsonl")
 
     def get(url: str) -> Result:
         record: dict[str, Any] = {"url": url}
@@ -43,18 +43,18 @@ def download(task: Task, *, max_bytes: int, page_seconds: float, extract_seconds
     pool = ThreadPoolExecutor(threads)
     unreachable = 0
     try:
-        for record, text in in_order(pool, get, task.lines(), 4 * threads):
+        for record, text in in_order(pool, get, run.lines(), 4 * threads):
             records.write(as_line(record))
             unreachable += record["result"] in (NO_HOST, CONNECTION_FAILED)
             if text is None:
-                task.drop(record["result"], record["url"])
+                run.drop(record["result"], record["url"])
             else:
-                task.write({"url": record["url"], "text": text})
+                run.write({"url": record["url"], "text": text})
     finally:
         pool.shutdown(cancel_futures=True)
         extractors.close()
-    if unreachable == task.entered > 1:  # not to be remembered as what became of them
-        raise OSError(f"no address of {task.shard.files[0]} could be reached: is there a network?")
+    if unreachable == run.entered > 1:  # not to be remembered as what became of them
+        raise OSError(f"no address of {run.shard.files[0]} could be reached: is there a network?")
 
 
 def in_order(pool: ThreadPoolExecutor, function: Callable[[str], Result], items: Iterator[str], ahead: int

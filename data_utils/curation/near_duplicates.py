@@ -19,27 +19,27 @@ import numpy as np
 
 from data_utils.curation.documents import Document, as_line, is_seekable, label, read_at
 from data_utils.curation.minhash import BANDS, BATCH_CHARACTERS, band_keys, jaccard, shingles, sketches
-from data_utils.curation.tasks import Task
+from data_utils.curation.shard_run import ShardRun
 
 COLUMNS = BANDS + 1  # of a signature: the keys of its bands, and the document's offset; uint64
 SHINGLES_KEPT = 4096  # documents
 Table = list[dict[str, Any]]  # "name", "documents", "sha256" of each shard
 
 
-def sign(task: Task) -> None:
+def sign(run: ShardRun) -> None:
     """Signatures [d, 21] of a shard's documents; and the documents, where theirs cannot be read at an offset."""
-    seekable = is_seekable(task.shard)
-    signatures = task.file(f"{task.shard.name}.signatures")
+    seekable = is_seekable(run.shard)
+    signatures = run.file(f"{run.shard.name}.signatures")
     offset = 0
 
     def located() -> Iterator[tuple[int, Document]]:
         nonlocal offset
-        for place, document in task.located():
+        for place, document in run.located():
             if seekable:
                 yield place, document
                 continue
             line = as_line(document)
-            task.file(f"{task.shard.name}.jsonl").write(line)
+            run.file(f"{run.shard.name}.jsonl").write(line)
             yield offset, document
             offset += len(line)
 
@@ -48,7 +48,7 @@ def sign(task: Task) -> None:
         rows[:, :BANDS] = band_keys(sketches([document["text"] for _, document in batch]))
         rows[:, BANDS] = [place for place, _ in batch]
         signatures.write(rows.tobytes())
-        task.left += len(batch)
+        run.left += len(batch)
 
 
 def batches(located: Iterator[tuple[int, Document]]) -> Iterator[list[tuple[int, Document]]]:
@@ -121,10 +121,10 @@ def joining_pairs(signatures: Sequence[np.ndarray], shingles_of: Callable[[int],
                     leaders.append(number)
 
 
-def search(task: Task, *, shards: Table, min_jaccard: float, sources: Sequence[Path], text_key: str) -> None:
+def search(run: ShardRun, *, shards: Table, min_jaccard: float, sources: Sequence[Path], text_key: str) -> None:
     """Pairs out of all signatures. `sources` are the files that the signatures' offsets are of, one a shard."""
     signatures = [np.memmap(path, "<u8", "r").reshape(-1, COLUMNS) if path.stat().st_size
-                  else np.empty((0, COLUMNS), "<u8") for path in task.shard.files]
+                  else np.empty((0, COLUMNS), "<u8") for path in run.shard.files]
     firsts = first_numbers(shards)
 
     def document(number: int) -> Document:
@@ -133,15 +133,15 @@ def search(task: Task, *, shards: Table, min_jaccard: float, sources: Sequence[P
         return read_at(sources[shard], offset, text_key)
 
     shingles_of = functools.lru_cache(SHINGLES_KEPT)(lambda number: shingles(document(number)["text"]))
-    file = task.file("pairs.jsonl")
+    file = run.file("pairs.jsonl")
     file.write(as_line({"shards": shards}))
-    task.entered = task.left = sum(map(len, signatures))
+    run.entered = run.left = sum(map(len, signatures))
     for first, second, index in joining_pairs(signatures, shingles_of, min_jaccard):
         one, other = document(first), document(second)
         file.write(as_line({"pair": [first, second], "jaccard": round(index, 4),
                             "names": [label(one), label(other)]}))
-        task.left -= 1
-        task.drop("like an earlier document", f"{index:.2f}: {label(one)} | {label(other)}")
+        run.left -= 1
+        run.drop("like an earlier document", f"{index:.2f}: {label(one)} | {label(other)}")
 
 
 def first_numbers(shards: Table) -> list[int]:
@@ -158,27 +158,27 @@ def read_table(path: Path) -> Table:
         raise ValueError(f"{path} is no file of pairs or groups: it does not begin with its shards") from None
 
 
-def group(task: Task) -> None:
+def group(run: ShardRun) -> None:
     """Groups out of pairs: documents that a chain of pairs connects, the one with the least number first."""
-    path, = task.shard.files
+    path, = run.shard.files
     table = read_table(path)
     forest = Forest(sum(shard["documents"] for shard in table))
     members: dict[int, list[int]] = {}
-    lines = task.lines()
+    lines = run.lines()
     next(lines)
     pairs = [json.loads(line)["pair"] for line in lines]
     for first, second in pairs:
         forest.join(first, second)
     for number in sorted({number for pair in pairs for number in pair}):
         members.setdefault(forest.root(number), []).append(number)
-    file = task.file("groups.jsonl")
+    file = run.file("groups.jsonl")
     file.write(as_line({"shards": table}))
-    task.entered = task.left = len(forest.parent)
+    run.entered = run.left = len(forest.parent)
     for _, numbers in sorted(members.items()):
         file.write(json.dumps(numbers, separators=(",", ":")).encode() + b"\n")
         for number in numbers[1:]:
-            task.left -= 1
-            task.drop("in a group with an earlier one", f"document {number} with {numbers[0]}, {len(numbers)} in all")
+            run.left -= 1
+            run.drop("in a group with an earlier one", f"document {number} with {numbers[0]}, {len(numbers)} in all")
 
 
 @functools.lru_cache(1)  # a process removes from many shards
@@ -193,20 +193,20 @@ def to_remove(path: Path) -> tuple[Table, dict[int, int]]:
     return table, kept
 
 
-def remove(task: Task, *, groups: str, path: Path) -> None:
+def remove(run: ShardRun, *, groups: str, path: Path) -> None:
     """The documents of a shard but those that a group holds an earlier one of. `groups` is the sha256 of `path`."""
     table, kept = to_remove(path)
-    facts = task.shard.facts()
+    facts = run.shard.facts()
     place = next((number for number, shard in enumerate(table)
                   if (shard["name"], shard["sha256"]) == (facts["name"], facts["sha256"])), None)
     if place is None:
-        raise ValueError(f"{path} is not of {task.shard.files[0]}, as it is now: search it for duplicates first")
+        raise ValueError(f"{path} is not of {run.shard.files[0]}, as it is now: search it for duplicates first")
     first, count = first_numbers(table)[place], table[place]["documents"]
-    for number, document in enumerate(task.documents()):
+    for number, document in enumerate(run.documents()):
         if number >= count:
-            raise ValueError(f"{task.shard.files[0]} was searched for duplicates up to document {count} alone: give "
+            raise ValueError(f"{run.shard.files[0]} was searched for duplicates up to document {count} alone: give "
                              "the same --limit")
         if first + number in kept:
-            task.drop("near-duplicate of an earlier document", document)
+            run.drop("near-duplicate of an earlier document", document)
         else:
-            task.write(document)
+            run.write(document)

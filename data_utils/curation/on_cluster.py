@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from data_utils.curation.documents import Shard
-from data_utils.curation.tasks import Stage, run_task
+from data_utils.curation.shard_run import Stage, run_shard
 
 EXECUTORS = ("local", "slurm", "ray")
 ROOT = Path(__file__).resolve().parents[2]
@@ -33,7 +33,7 @@ class ShardStep:
 
     def __call__(self, data: Iterable[Any] | None, rank: int = 0, world_size: int = 1) -> None:
         for shard in self.shards[rank::world_size]:
-            run_task(self.stage, shard, self.output)
+            run_shard(self.stage, shard, self.output)
 
 
 def launch(executor: str, stage: Stage, shards: Sequence[Shard], output: Path, *, tasks: int, workers: int,
@@ -41,7 +41,7 @@ def launch(executor: str, stage: Stage, shards: Sequence[Shard], output: Path, *
     """Run the shards as `tasks` tasks, on this machine `workers` at once, or hand them to Slurm: `slurm` holds the time
     and the partition.
 
-    ValueError where datatrove or Ray is not installed. A task's own error is whatever datatrove makes of it.
+    ValueError where datatrove or Ray is not installed. A step's own error is whatever datatrove makes of it.
     """
     tasks = min(tasks, len(shards))
     step = ShardStep(stage, list(shards), output)

@@ -7,25 +7,25 @@ from collections.abc import Sequence
 from fractions import Fraction
 
 from data_utils.curation.documents import as_line
-from data_utils.curation.tasks import Task
+from data_utils.curation.shard_run import ShardRun
 
 NAMES = ("train", "valid", "test")
 
 
-def merge(task: Task, *, name: str) -> None:
+def merge(run: ShardRun, *, name: str) -> None:
     """Every document of every file, in their order, in one file of this name."""
-    for document in task.documents():
-        task.file(name).write(as_line(document))
-        task.left += 1
+    for document in run.documents():
+        run.file(name).write(as_line(document))
+        run.left += 1
 
 
-def split(task: Task, *, shares: Sequence[str], seed: int) -> None:
+def split(run: ShardRun, *, shares: Sequence[str], seed: int) -> None:
     """Each document goes where the hash of its text and the seed says: it stays there when the corpus grows, and equal
     texts stay together."""
     ends = [sum(map(Fraction, shares[:number + 1])) for number in range(len(shares))]  # the last is their sum
-    for document in task.documents():
+    for document in run.documents():
         digest = hashlib.blake2b(document["text"].encode("utf-8"), digest_size=8, key=str(seed).encode()).digest()
         place = Fraction(int.from_bytes(digest, "little"), 2**64) * ends[-1]
         name = next(name for name, end in zip(NAMES, ends, strict=True) if place < end)
-        task.file(f"{name}.jsonl").write(as_line(document))
-        task.left += 1
+        run.file(f"{name}.jsonl").write(as_line(document))
+        run.left += 1

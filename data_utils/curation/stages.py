@@ -13,7 +13,7 @@ from typing import Any
 
 from data_utils.corpora.files import MANIFESTS
 from data_utils.curation.documents import Shard
-from data_utils.curation.tasks import Stage, run_task
+from data_utils.curation.shard_run import Stage, run_shard
 from data_utils.files.locks import file_lock
 from data_utils.progress import progress_bar
 
@@ -48,7 +48,7 @@ def run_stage(stage: Stage, shards: Sequence[Shard], output: Path, *, limit: int
                 for shard in shards:
                     left = None if limit is None else limit - sum(manifest["entered"] for manifest in manifests)
                     if left is None or left > 0:
-                        manifests.append(run_task(stage, shard, output, left, bar.update))
+                        manifests.append(run_shard(stage, shard, output, left, bar.update))
         named = {entry["name"] for manifest in manifests for entry in manifest["outputs"]}
         for path in sorted(output.iterdir()):
             if alone and path.is_file() and not path.name.startswith(".") and path.name not in named:
@@ -129,7 +129,7 @@ def _work(stage: Stage, shard: Shard, output: Path) -> dict[str, Any]:
             unseen = 0
 
     try:
-        return run_task(stage, shard, output, read=read)
+        return run_shard(stage, shard, output, read=read)
     finally:
         _count(unseen)
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import SplitResult, urlsplit, urlunsplit
 
-from data_utils.curation.tasks import Task
+from data_utils.curation.shard_run import ShardRun
 
 SHORTEST, LONGEST = 9, 2048
 # Sites of pictures, sound, video, programs, shops, short links and log-ins, by their name before the public suffix or
@@ -70,23 +70,23 @@ def refusal() -> Callable[[str], str | None]:
     return reason
 
 
-def filter_urls(task: Task, *, urls_per_file: int, blacklist: str) -> None:
+def filter_urls(run: ShardRun, *, urls_per_file: int, blacklist: str) -> None:
     """Addresses, one a line, of all files; those that go on into files of `urls_per_file`, which are the shards of the
     download. The keys of all pages are held in memory, about 100 bytes each. `blacklist`, its sha256, is recorded."""
     reason = refusal()
     seen: set[int] = set()
-    for url in task.lines():
+    for url in run.lines():
         why = reason(url)
         if why is None:
             url = normal(url)
             key = hash128(page_key(url))
             if key not in seen:
                 seen.add(key)
-                task.file(SPLIT_FILES.format(task.left // urls_per_file)).write(url.encode() + b"\n")
-                task.left += 1
+                run.file(SPLIT_FILES.format(run.left // urls_per_file)).write(url.encode() + b"\n")
+                run.left += 1
                 continue
             why = "duplicate"
-        task.drop(why, url[:200])
+        run.drop(why, url[:200])
 
 
 def hash128(text: str) -> int:

@@ -2,6 +2,7 @@
 
     preprocess         a whole run: plan, pool, merge, report
     plan               which part of which file goes into which shard
+    records            what stands in a file of input
     shards             one shard: input in, a pair for each JSON key out
     pool               many shards by several processes
     merging            several token files into one pair

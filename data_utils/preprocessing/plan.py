@@ -10,12 +10,12 @@ from pathlib import Path
 from data_utils.corpora.documents import json_object
 from data_utils.corpora.files import MANIFESTS, is_json
 from data_utils.files.compression import compression_of
-from data_utils.preprocessing.shards import BOM, Piece
+from data_utils.preprocessing.records import BOM, FileRange
 
 LEAST_SHARD_BYTES = 1 << 23
 MOST_SHARDS = 1024  # of one large input: more would be many files for nothing
 
-Shard = tuple[Piece, ...]
+Shard = tuple[FileRange, ...]
 
 
 def expand(inputs: Sequence[str]) -> list[str]:
@@ -40,8 +40,8 @@ def expand(inputs: Sequence[str]) -> list[str]:
     return found
 
 
-def piece_of(path: str, keys: tuple[str, ...]) -> Piece:
-    """A whole file as a piece. JSON is told by its name, or by a first line that is an object with the keys."""
+def whole_file(path: str, keys: tuple[str, ...]) -> FileRange:
+    """A whole file as one range. JSON is told by its name, or by a first line that is an object with the keys."""
     with open(path, "rb") as file:
         head = file.read(1 << 16)
         size = file.seek(0, os.SEEK_END)
@@ -54,7 +54,7 @@ def piece_of(path: str, keys: tuple[str, ...]) -> Piece:
         kind = "text"
         if len(keys) > 1:
             raise ValueError(f"{path} is plain text, which has no --json-keys {' '.join(keys)}")
-    return Piece(path, kind, 0, size)
+    return FileRange(path, kind, 0, size)
 
 
 def _is_object(head: bytes, keys: tuple[str, ...]) -> bool:
@@ -64,31 +64,31 @@ def _is_object(head: bytes, keys: tuple[str, ...]) -> bool:
         return False
 
 
-def cut(pieces: Sequence[Piece]) -> list[Shard]:
+def cut(spans: Sequence[FileRange]) -> list[Shard]:
     """Shards of about equal size: large files of JSON lines are cut between lines, small files are put together."""
-    total = sum(piece.stop - piece.start for piece in pieces)
+    total = sum(span.stop - span.start for span in spans)
     least = max(LEAST_SHARD_BYTES, -(-total // MOST_SHARDS))
     shards: list[Shard] = []
-    open_shard: list[Piece] = []
+    open_shard: list[FileRange] = []
     size = 0
-    for piece in (part for whole in pieces for part in _parts(whole, least)):
-        open_shard.append(piece)
-        size += piece.stop - piece.start
+    for span in (part for whole in spans for part in _parts(whole, least)):
+        open_shard.append(span)
+        size += span.stop - span.start
         if size >= least:
             shards.append(tuple(open_shard))
             open_shard, size = [], 0
     return [*shards, tuple(open_shard)] if open_shard else shards
 
 
-def _parts(piece: Piece, least: int) -> Iterator[Piece]:
-    if piece.kind != "json" or piece.stop < 2 * least:
-        yield piece
+def _parts(span: FileRange, least: int) -> Iterator[FileRange]:
+    if span.kind != "json" or span.stop < 2 * least:
+        yield span
         return
     start = 0
-    with open(piece.path, "rb") as file:
-        while start < piece.stop:
-            file.seek(min(start + least, piece.stop) - 1)
+    with open(span.path, "rb") as file:
+        while start < span.stop:
+            file.seek(min(start + least, span.stop) - 1)
             file.readline()  # to the end of the line that holds the last byte
-            stop = min(file.tell(), piece.stop)
-            yield Piece(piece.path, piece.kind, start, stop)
+            stop = min(file.tell(), span.stop)
+            yield FileRange(span.path, span.kind, start, stop)
             start = stop

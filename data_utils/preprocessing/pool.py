@@ -44,8 +44,8 @@ def _end_with(parent: Any) -> None:
     os._exit(1)
 
 
-def _work_on(number: int, pieces: Shard) -> dict[str, Any]:
-    return _work(number, pieces)
+def _work_on(number: int, spans: Shard) -> dict[str, Any]:
+    return _work(number, spans)
 
 
 def make_shards(folder: Path, shards: Sequence[Shard], recipe: Recipe, tokenizer: Tokenizer,
@@ -55,8 +55,8 @@ def make_shards(folder: Path, shards: Sequence[Shard], recipe: Recipe, tokenizer
     tokenizer anew from its `arguments`. Raises what `make_shard` does, OSError where a worker dies."""
     facts: list[dict[str, Any]] = []
     if min(workers, len(shards)) == 1:
-        for number, pieces in enumerate(shards):
-            facts.append(make_shard(folder, number, pieces, recipe, tokenizer, progress))
+        for number, spans in enumerate(shards):
+            facts.append(make_shard(folder, number, spans, recipe, tokenizer, progress))
             finished(number)
         return facts
     # Spawned, not forked: the libraries below start threads.
@@ -66,7 +66,7 @@ def make_shards(folder: Path, shards: Sequence[Shard], recipe: Recipe, tokenizer
     with ProcessPoolExecutor(min(workers, len(shards)), context, _start_worker,
                              (folder, recipe, arguments, counters)) as pool:
         try:
-            futures = [pool.submit(_work_on, number, pieces) for number, pieces in enumerate(shards)]
+            futures = [pool.submit(_work_on, number, spans) for number, spans in enumerate(shards)]
             left = set(futures)
             while left:
                 done, left = wait(left, POLL_SECONDS, FIRST_COMPLETED)

@@ -28,9 +28,10 @@ from data_utils.files.locks import file_lock
 from data_utils.files.sealed_json import write_sealed
 from data_utils.indexed_dataset import PairMerger, read_index, token_dtype
 from data_utils.preprocessing.document_lengths import histogram, summary
-from data_utils.preprocessing.plan import Shard, cut, expand, piece_of
+from data_utils.preprocessing.plan import Shard, cut, expand, whole_file
 from data_utils.preprocessing.pool import make_shards
-from data_utils.preprocessing.shards import Piece, Progress, Recipe, bad_lines_of, records
+from data_utils.preprocessing.records import FileRange, records
+from data_utils.preprocessing.shards import Progress, Recipe, bad_lines_of
 from data_utils.tokenizers.base import Tokenizer
 from data_utils.tokenizers.build import build_tokenizer
 
@@ -76,10 +77,10 @@ def preprocess(job: Job, *, log: Log, progress: Callable[[int], contextlib.Abstr
     """
     tokenizer = build_tokenizer(**job.tokenizer)
     recipe = Recipe(job.keys, job.append_eod, tokenizer.fingerprint)
-    pieces = [piece_of(path, job.keys) for path in expand(job.inputs)]
-    shards = cut(pieces)
+    spans = [whole_file(path, job.keys) for path in expand(job.inputs)]
+    shards = cut(spans)
     folder = Path(f"{job.output_prefix}.shards")
-    found = _made_before(job, recipe, pieces)
+    found = _made_before(job, recipe, spans)
     if found is not None:
         log(f"{', '.join(job.output(key) for key in job.keys)}: made of this input before, nothing to do")
         shutil.rmtree(folder, ignore_errors=True)
@@ -89,14 +90,14 @@ def preprocess(job: Job, *, log: Log, progress: Callable[[int], contextlib.Abstr
         with file_lock(folder / "lock", lambda: _refuse(folder)):
             for left in folder.glob("*.tmp*"):  # of a run that was killed
                 left.unlink()
-            _check_room(job, folder, pieces, tokenizer)
+            _check_room(job, folder, spans, tokenizer)
             mergers = {key: PairMerger(_merged(folder, key)) for key in job.keys}
             try:
                 def append(number: int) -> None:
                     for key, merger in mergers.items():
                         merger.append(folder / f"{number:05d}_{key}")
 
-                with progress(sum(piece.stop - piece.start for piece in pieces)) as bar:
+                with progress(sum(span.stop - span.start for span in spans)) as bar:
                     facts = make_shards(folder, shards, recipe, tokenizer, job.tokenizer, workers=job.workers,
                                         progress=bar, finished=append)
                 _judge(job, folder, shards, facts, log)
@@ -118,7 +119,7 @@ def _refuse(folder: Path) -> None:
     raise ValueError(f"another process is writing into {folder}: wait for it, or take another --output-prefix")
 
 
-def _made_before(job: Job, recipe: Recipe, pieces: Sequence[Piece]) -> dict[str, dict[str, Any]] | None:
+def _made_before(job: Job, recipe: Recipe, spans: Sequence[FileRange]) -> dict[str, dict[str, Any]] | None:
     """The manifests, where every pair is there and was made of this input in this way. ValueError where a pair was
     made of something else."""
     found = {}
@@ -128,8 +129,8 @@ def _made_before(job: Job, recipe: Recipe, pieces: Sequence[Piece]) -> dict[str,
             continue
         manifest = read_manifest(output)
         same = manifest is not None and manifest["recipe"] == recipe.fingerprint \
-            and [entry["file"] for entry in manifest["inputs"]] == [piece.path for piece in pieces] \
-            and all(_unchanged(entry, piece) for entry, piece in zip(manifest["inputs"], pieces, strict=True))
+            and [entry["file"] for entry in manifest["inputs"]] == [span.path for span in spans] \
+            and all(_unchanged(entry, span) for entry, span in zip(manifest["inputs"], spans, strict=True))
         if manifest is None or not same:
             raise ValueError(f"{output}.idx exists and was made of other input or in another way: remove it, or take "
                              "another --output-prefix")
@@ -137,22 +138,22 @@ def _made_before(job: Job, recipe: Recipe, pieces: Sequence[Piece]) -> dict[str,
     return found if len(found) == len(job.keys) else None
 
 
-def _unchanged(entry: Mapping[str, Any], piece: Piece) -> bool:
-    if entry["bytes"] != piece.stop:
+def _unchanged(entry: Mapping[str, Any], span: FileRange) -> bool:
+    if entry["bytes"] != span.stop:
         return False
     start = 0
     for size, hash_of_part in entry["parts"]:
-        if content_hash(piece.path, start, start + size) != hash_of_part:
+        if content_hash(span.path, start, start + size) != hash_of_part:
             return False
         start += size
     return True
 
 
-def _check_room(job: Job, folder: Path, pieces: Sequence[Piece], tokenizer: Tokenizer) -> None:
+def _check_room(job: Job, folder: Path, spans: Sequence[FileRange], tokenizer: Tokenizer) -> None:
     """OSError where the disk has clearly too little room for the shards and the pairs merged from them, by what the
     first documents need."""
     characters = tokens = 0
-    for _, record in records(pieces[0], job.keys):
+    for _, record in records(spans[0], job.keys):
         with contextlib.suppress(ValueError, RecursionError, KeyError, TypeError):
             item = json_object(record)
             for text in (item[key] for key in job.keys):
@@ -160,8 +161,8 @@ def _check_room(job: Job, folder: Path, pieces: Sequence[Piece], tokenizer: Toke
                 tokens += len(tokenizer.encode(text[:SAMPLE_CHARACTERS])) * max(1, len(text) // SAMPLE_CHARACTERS)
         if characters > SAMPLE_CHARACTERS:
             break
-    text = sum((piece.stop - piece.start) * (1 if compression_of(piece.path) is None and piece.kind != "parquet"
-                                             else COMPRESSED_TEXT) for piece in pieces)
+    text = sum((span.stop - span.start) * (1 if compression_of(span.path) is None and span.kind != "parquet"
+                                             else COMPRESSED_TEXT) for span in spans)
     pair = int(text * tokens / max(1, characters)) * token_dtype(tokenizer.vocab_size).itemsize
     there = sum(path.stat().st_size for path in folder.iterdir())
     needed, free = 2 * pair - there, shutil.disk_usage(folder).free
@@ -191,15 +192,15 @@ def _gather_bad_lines(path: Path, folder: Path, shards: Sequence[Shard], facts: 
     first = ""
     lines_before: dict[str, int] = {}
     with replacing(path, folder / "bad_lines.tmp") as out:
-        for number, (pieces, shard) in enumerate(zip(shards, facts, strict=True)):
+        for number, (spans, shard) in enumerate(zip(shards, facts, strict=True)):
             starts = []
-            for piece, made in zip(pieces, shard["pieces"], strict=True):
-                starts.append(lines_before.get(piece.path, 0))
-                lines_before[piece.path] = starts[-1] + made["lines"]
+            for span, made in zip(spans, shard["pieces"], strict=True):
+                starts.append(lines_before.get(span.path, 0))
+                lines_before[span.path] = starts[-1] + made["lines"]
             if shard["bad"]:
                 with open(bad_lines_of(folder / f"{number:05d}"), encoding="utf-8") as file:
                     for line in map(json.loads, file):
-                        name, where = pieces[line["piece"]].path, starts[line["piece"]] + line["line"]
+                        name, where = spans[line["piece"]].path, starts[line["piece"]] + line["line"]
                         first = first or f"{name}:{where}: {line['reason']}"
                         entry = {"file": name, "line": where, "reason": line["reason"], "content": line["content"]}
                         out.write(json.dumps(entry).encode() + b"\n")
@@ -238,13 +239,13 @@ def _merged(folder: Path, key: str) -> str:
 def _inputs(shards: Sequence[Shard], facts: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Each input file with its size, lines and the hashes of its parts."""
     inputs: list[dict[str, Any]] = []
-    for pieces, shard in zip(shards, facts, strict=True):
-        for piece, made in zip(pieces, shard["pieces"], strict=True):
-            if piece.start == 0:
-                inputs.append({"file": piece.path, "bytes": 0, "lines": 0, "parts": []})
-            inputs[-1]["bytes"] += piece.stop - piece.start
+    for spans, shard in zip(shards, facts, strict=True):
+        for span, made in zip(spans, shard["pieces"], strict=True):
+            if span.start == 0:
+                inputs.append({"file": span.path, "bytes": 0, "lines": 0, "parts": []})
+            inputs[-1]["bytes"] += span.stop - span.start
             inputs[-1]["lines"] += made["lines"]
-            inputs[-1]["parts"].append([piece.stop - piece.start, made["hash"]])
+            inputs[-1]["parts"].append([span.stop - span.start, made["hash"]])
     return inputs
 
 

@@ -19,7 +19,7 @@ OLD_FACTS_FILE = "tokenizer.json"  # until a library's own file of another conte
 class Tokenizer(ABC):
     """Text to ids and back.
 
-    `pieces` holds the bytes of text that each id stands for, nothing for the end-of-document id `eod`.
+    `token_bytes` holds the bytes of text that each id stands for, nothing for the end-of-document id `eod`.
     `byte_lengths` are their lengths, int64 [vocab_size]. `fingerprint` is a sha256 over everything that decides ids.
     `files` are the file names and contents that make this tokenizer again. `engine` is the library that runs it where
     several can.
@@ -27,15 +27,15 @@ class Tokenizer(ABC):
 
     engine = ""
 
-    def __init__(self, kind: str, pieces: Sequence[bytes], eod: int, fingerprint: str,
+    def __init__(self, kind: str, token_bytes: Sequence[bytes], eod: int, fingerprint: str,
                  files: Mapping[str, bytes]) -> None:
         self.kind = kind
-        self.pieces = pieces
-        self.vocab_size = len(pieces)
+        self.token_bytes = token_bytes
+        self.vocab_size = len(token_bytes)
         self.eod = eod
         self.fingerprint = fingerprint
         self.files = files
-        self.byte_lengths = np.fromiter(map(len, pieces), dtype=np.int64, count=len(pieces))
+        self.byte_lengths = np.fromiter(map(len, token_bytes), dtype=np.int64, count=len(token_bytes))
 
     @abstractmethod
     def encode(self, text: str) -> np.ndarray | list[int]:
@@ -50,7 +50,7 @@ class Tokenizer(ABC):
         ids = np.asarray(ids, dtype=np.int64)
         if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < self.vocab_size:
             raise ValueError(f"token ids {ids.min()} to {ids.max()} do not fit a vocabulary of {self.vocab_size}")
-        return b"".join(map(self.pieces.__getitem__, ids.tolist()))
+        return b"".join(map(self.token_bytes.__getitem__, ids.tolist()))
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """Text; bytes that do not form UTF-8, as a model may generate, become U+FFFD."""

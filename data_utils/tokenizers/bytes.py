@@ -15,8 +15,8 @@ class ByteTokenizer(Tokenizer):
     """One id a byte, and the end of a document: 257 ids."""
 
     def __init__(self) -> None:
-        pieces = [bytes([value]) for value in range(256)] + [b""]
-        super().__init__("bytes", pieces, 256, fingerprint_of("bytes"), {})
+        token_bytes = [bytes([value]) for value in range(256)] + [b""]
+        super().__init__("bytes", token_bytes, 256, fingerprint_of("bytes"), {})
 
     def encode(self, text: str) -> np.ndarray:
         """uint8 [bytes of text]."""

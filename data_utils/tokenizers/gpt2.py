@@ -50,9 +50,9 @@ def byte_alphabet() -> list[str]:
 
 
 class BytePairTokenizer(Tokenizer):
-    """`ranked` are the tokens in the order they were learnt; `ids` is the id of each; `pieces` covers all ids."""
+    """`ranked` are the tokens in the order they were learnt; `ids` is the id of each; `token_bytes` covers all ids."""
 
-    def __init__(self, kind: str, ranked: Sequence[bytes], ids: Sequence[int], pieces: Sequence[bytes], eod: int,
+    def __init__(self, kind: str, ranked: Sequence[bytes], ids: Sequence[int], token_bytes: Sequence[bytes], eod: int,
                  files: dict[str, bytes]) -> None:
         engine = bpe_engine()
         if engine is None:
@@ -66,7 +66,7 @@ class BytePairTokenizer(Tokenizer):
             engine.Encoding(kind, pat_str=PATTERN, special_tokens={}, mergeable_ranks=ranks)
         self._ranked = ranked
         fingerprint = fingerprint_of("byte-level BPE", PATTERN, json.dumps([list(ids), eod]), *ranked)
-        super().__init__(kind, pieces, eod, fingerprint, files)
+        super().__init__(kind, token_bytes, eod, fingerprint, files)
 
     @functools.cached_property
     def _faster(self) -> Gigatoken | None:
@@ -165,8 +165,8 @@ def gpt2_tokenizer_of(vocab_data: bytes, merge_data: bytes, vocab_name: str, mer
         raise ValueError(f"{vocab_name} lacks the token {missing!r} of {merge_name}")
     tokens[:256] = sorted(alphabet, key=vocabulary.__getitem__)  # GPT-2's own ids are then its ranks
     ranked = _byte_strings(tokens, merge_name)
-    pieces = [b""] * len(vocabulary)
-    for token, piece in zip(tokens, ranked, strict=True):
-        pieces[vocabulary[token]] = piece
-    return BytePairTokenizer("GPT2BPETokenizer", ranked, [vocabulary[token] for token in tokens], pieces,
+    token_bytes = [b""] * len(vocabulary)
+    for token, value in zip(tokens, ranked, strict=True):
+        token_bytes[vocabulary[token]] = value
+    return BytePairTokenizer("GPT2BPETokenizer", ranked, [vocabulary[token] for token in tokens], token_bytes,
                              vocabulary[END_OF_TEXT], {"encoder.json": vocab_data, "vocab.bpe": merge_data})

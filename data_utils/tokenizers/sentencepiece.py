@@ -31,23 +31,23 @@ class SentencePieceTokenizer(Tokenizer):
             size = self._model.vocab_size()
         except (RuntimeError, OSError):
             raise ValueError(f"--tokenizer-model {name} is not a SentencePiece model") from None
-        pieces = []
+        token_bytes = []
         for index in range(size):
             piece = self._model.id_to_piece(index)
             if self._model.is_byte(index):
-                pieces.append(bytes([int(piece[3:5], 16)]))
+                token_bytes.append(bytes([int(piece[3:5], 16)]))
             elif self._model.is_control(index) or self._model.is_unknown(index):
-                pieces.append(b"")
+                token_bytes.append(b"")
             else:
-                pieces.append(piece.replace(SPACE, " ").encode())
+                token_bytes.append(piece.replace(SPACE, " ").encode())
         # A U+2581 in the text would come back as a space: it is written as its three bytes, where the model has them.
         marks = [self._model.piece_to_id(piece) for piece in SPACE_IN_BYTES]
         self._mark = marks if all(map(self._model.is_byte, marks)) else None
         eod = self._model.eos_id()
         if eod < 0:
             eod = size
-            pieces.append(b"")
-        super().__init__("SentencePieceTokenizer", pieces, eod, fingerprint_of("sentencepiece", model),
+            token_bytes.append(b"")
+        super().__init__("SentencePieceTokenizer", token_bytes, eod, fingerprint_of("sentencepiece", model),
                          {"sentencepiece.model": model})
 
     def encode(self, text: str) -> list[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-PIECE_CHARACTERS = 1 << 20
+PART_CHARACTERS = 1 << 20
 
 
 def utf8(text: str) -> bytes:
@@ -16,7 +16,7 @@ def utf8(text: str) -> bytes:
                          "is not Unicode") from None
 
 
-def split_text(text: str, limit: int = PIECE_CHARACTERS) -> Iterator[str]:
+def split_text(text: str, limit: int = PART_CHARACTERS) -> Iterator[str]:
     """Parts of `text` of about `limit` characters at most twice, so that a file of gigabytes needs no list of all ids.
 
     A cut lies before a single space between two other characters, where every tokenizer starts a new token: the ids

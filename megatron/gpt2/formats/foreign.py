@@ -26,35 +26,35 @@ MAX_JSON_BYTES = 2 << 20  # ten times what the index of GPT-2's largest size nee
 
 
 @dataclass(frozen=True)
-class Recipe:
+class LazyTensor:
     """How a tensor comes about; `make` may return a view of the file."""
 
     info: TensorInfo
     make: Callable[[], Tensor]
 
     @staticmethod
-    def of(tensor: Tensor, make: Callable[[], Tensor] | None = None) -> Recipe:
+    def of(tensor: Tensor, make: Callable[[], Tensor] | None = None) -> LazyTensor:
         """Of `tensor` itself, or of what `make` makes, in its type and shape."""
-        return Recipe(TensorInfo(tensor.dtype, tuple(tensor.shape)), make or (lambda: tensor))
+        return LazyTensor(TensorInfo(tensor.dtype, tuple(tensor.shape)), make or (lambda: tensor))
 
-    def then(self, change: Callable[[Tensor], Tensor]) -> Recipe:
+    def then(self, change: Callable[[Tensor], Tensor]) -> LazyTensor:
         """The tensor that `change` makes of this one."""
         before = torch.empty(self.info.shape, dtype=self.info.dtype, device="meta")
-        return Recipe.of(change(before), lambda: change(self.make()))
+        return LazyTensor.of(change(before), lambda: change(self.make()))
 
 
 class ForeignSource(NamedTensors):
     """A `megatron.gpt2.checkpoint.source.Source`. A tensor exists while it is read, as long as its reader keeps it.
 
-    model: its vocab_size is the true one. facts: what else is known, in the terms of our manifest. recipes: by our
+    model: its vocab_size is the true one. facts: what else is known, in the terms of our manifest. lazy: by our
     names, in the shapes of `parameter_specs(model)`.
     """
 
     def __init__(self, path: Path, format: str, iteration: int, model: ModelConfig, facts: Mapping[str, Any],
-                 recipes: Mapping[str, Recipe], left_out: Sequence[str] = ()) -> None:
+                 lazy: Mapping[str, LazyTensor], left_out: Sequence[str] = ()) -> None:
         self.path, self.format, self.iteration, self.left_out = path, format, iteration, tuple(left_out)
-        self.tensors = {name: recipe.info for name, recipe in recipes.items()}
-        self._recipes = recipes
+        self.tensors = {name: tensor.info for name, tensor in lazy.items()}
+        self._lazy = lazy
         config = {**facts.get("config", {}), "model": dataclasses.asdict(model)}
         self.facts = {"tokenizer": None, **facts, "config": config, "vocab_size": model.vocab_size,
                       "iteration": iteration}
@@ -66,7 +66,7 @@ class ForeignSource(NamedTensors):
         whole, box = self.tensors[name].shape, Box(offset, tuple(out.shape))
         if any(start < 0 or start + size > end for start, size, end in zip(box.offset, box.shape, whole, strict=True)):
             raise ValueError(f"{self.path}: {name} has shape {whole}, which does not contain {box}")
-        out.copy_(self._recipes[name].make()[box.slices()])
+        out.copy_(self._lazy[name].make()[box.slices()])
 
 
 def head_major(heads: int, version: int = 0) -> Callable[[Tensor], Tensor]:

@@ -21,12 +21,12 @@ from megatron.gpt2.config import ModelConfig
 from megatron.gpt2.formats.foreign import (
     MAX_JSON_BYTES,
     ForeignSource,
-    Recipe,
+    LazyTensor,
     shown,
     whole_number,
 )
 from megatron.gpt2.formats.hints import Hints
-from megatron.gpt2.formats.openai_names import check_layers, openai_recipes
+from megatron.gpt2.formats.openai_names import check_layers, openai_tensors
 from megatron.gpt2.formats.pickles import load_pickle
 
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
@@ -51,8 +51,8 @@ def open_huggingface(folder: Path, hints: Hints) -> ForeignSource:
     weights = weights_file(folder)
     assert weights is not None
     config = read_object(folder / "config.json", MAX_JSON_BYTES)
-    found = {name.removeprefix("transformer."): recipe for name, recipe in _tensors(weights).items()}
-    found = {name: recipe for name, recipe in found.items() if not BUFFERS.fullmatch(name)}
+    found = {name.removeprefix("transformer."): tensor for name, tensor in _tensors(weights).items()}
+    found = {name: tensor for name, tensor in found.items() if not BUFFERS.fullmatch(name)}
     model = _model(folder / "config.json", config, hints)
     check_layers(weights, found, model.num_layers)
     head, table = found.pop("lm_head.weight", None), found.get("wte.weight")
@@ -64,7 +64,7 @@ def open_huggingface(folder: Path, hints: Hints) -> ForeignSource:
     files = next((names for names in TOKENIZER_FILES if all((folder / name).is_file() for name in names)), ())
     facts = {"tokenizer_files": {name: str(folder / name) for name in files}} if files else {}
     return ForeignSource(folder, "huggingface", 0, model, facts,
-                         openai_recipes(weights, model, found, transposed=True))
+                         openai_tensors(weights, model, found, transposed=True))
 
 
 def _model(path: Path, config: dict[str, Any], hints: Hints) -> ModelConfig:
@@ -104,7 +104,7 @@ def _model(path: Path, config: dict[str, Any], hints: Hints) -> ModelConfig:
         raise ValueError(f"{path}: {str(error).removeprefix(f'{path}: ')}") from error
 
 
-def _tensors(weights: Path) -> dict[str, Recipe]:
+def _tensors(weights: Path) -> dict[str, LazyTensor]:
     """Every tensor that `weights` holds, or that the files hold which it lists."""
     if weights.suffix != ".json":
         return _load(weights)
@@ -113,40 +113,40 @@ def _tensors(weights: Path) -> dict[str, Recipe]:
     if not isinstance(where, dict) or not all(isinstance(file, str) and re.fullmatch(
             rf"[\w-][\w.-]*\.{kind}", file, re.ASCII) for file in where.values()):
         raise ValueError(f"{weights}: weight_map should name files of this folder that end in .{kind}")
-    found: dict[str, Recipe] = {}
+    found: dict[str, LazyTensor] = {}
     for file in sorted(set(where.values())):
-        for name, recipe in _load(weights.parent / file).items():
+        for name, tensor in _load(weights.parent / file).items():
             if where.get(name) != file:
                 raise ValueError(f"{weights.parent / file}: holds {name!r}, which {weights.name} looks for in "
                                  f"{where.get(name)}")
-            found[name] = recipe
+            found[name] = tensor
     if missing := where.keys() - found.keys():
         raise ValueError(f"{weights}: names {min(missing)!r}, which is in none of the files")
     return found
 
 
-def _load(path: Path) -> dict[str, Recipe]:
+def _load(path: Path) -> dict[str, LazyTensor]:
     if path.suffix == ".safetensors":
         return _safetensors(path)
     tensors = load_pickle(path)
     if not isinstance(tensors, dict) or not all(isinstance(tensor, torch.Tensor) for tensor in tensors.values()):
         raise ValueError(f"{path}: holds no dictionary of tensors")
-    return {str(name): Recipe.of(tensor) for name, tensor in tensors.items()}
+    return {str(name): LazyTensor.of(tensor) for name, tensor in tensors.items()}
 
 
-def _safetensors(path: Path) -> dict[str, Recipe]:
+def _safetensors(path: Path) -> dict[str, LazyTensor]:
     """The tensors of one file, mapped and not read. Its header is checked before safetensors parses it, which takes
     the last of two equal keys, and minutes for a long header."""
     try:
         with open(path, "rb") as stream:
             header = read_header(stream, MAX_JSON_BYTES)
         file = safe_open(path, "pt")
-        recipes = {}
+        lazy = {}
         for name, entry in header.items():
             if name != "__metadata__":
                 # Of other types are buffers, which nobody reads.
                 info = TensorInfo(DTYPES.get(entry["dtype"], torch.bool), tuple(entry["shape"]))
-                recipes[name] = Recipe(info, partial(file.get_tensor, name))
-        return recipes
+                lazy[name] = LazyTensor(info, partial(file.get_tensor, name))
+        return lazy
     except (ValueError, OSError, SafetensorError) as error:
         raise ValueError(f"{path}: {str(error).splitlines()[0]}") from error

@@ -15,13 +15,12 @@ import torch
 from torch import Tensor
 
 from megatron.gpt2.config import ModelConfig
-from megatron.gpt2.formats.foreign import GPT2_VOCABULARY, TRUE_VOCABULARY, ForeignSource, Recipe, shown
+from megatron.gpt2.formats.foreign import GPT2_VOCABULARY, TRUE_VOCABULARY, ForeignSource, LazyTensor, shown
 from megatron.gpt2.formats.hints import Hints
-from megatron.gpt2.formats.megatron_optimizer import optimizer_state
-from megatron.gpt2.formats.megatron_ranks import (
+from megatron.gpt2.formats.megatron_files import (
     HEAD,
     RANK_FILES,
-    Ranks,
+    RankFiles,
     attributes,
     flatten,
     iteration_of,
@@ -29,6 +28,7 @@ from megatron.gpt2.formats.megatron_ranks import (
     open_ranks,
     rank_files,
 )
+from megatron.gpt2.formats.megatron_optimizer import optimizer_state
 from megatron.gpt2.formats.pickles import load_pickle
 from megatron.gpt2.model.gpt2 import parameter_specs
 from mpu.partition import PartitionSpec
@@ -81,15 +81,15 @@ def open_megatron(path: Path, format: str, hints: Hints, *, log: Callable[[str],
     held = parameter_specs(dataclasses.replace(model, vocab_size=padded, make_vocab_size_divisible_by=1), ranks.size)
     _check_parts(ranks, held)
 
-    def joined(kind: str, parts: Mapping[str, list[Tensor]]) -> dict[str, Recipe]:
+    def joined(kind: str, parts: Mapping[str, list[Tensor]]) -> dict[str, LazyTensor]:
         assert model.vocab_size is not None
         return {f"{kind}.{name}": join(name, spec, parts[name], version=order, heads=model.num_attention_heads,
                                        vocab_size=model.vocab_size) for name, spec in held.items()}
 
-    recipes = joined("model", shards)
+    lazy = joined("model", shards)
     facts, states, problems = optimizer_state(ranks, args, held)
     for kind, parts in states.items():
-        recipes |= joined(kind, parts)
+        lazy |= joined(kind, parts)
     left_out = problems
     if any(name.endswith("rng_state") or name == "rng_tracker_states" for name in ranks.top):
         left_out.append("random states: another program's generators")
@@ -102,11 +102,11 @@ def open_megatron(path: Path, format: str, hints: Hints, *, log: Callable[[str],
         log(f"{path}: the vocabulary is taken to be its padded size, {padded}: --vocab-size "
             f"{' or '.join(guesses) or 'N'} leaves out the rows that are padding")
     layout = {"model_parallel_size": ranks.size, "pipeline_parallel_size": len(ranks.parts)}
-    return ForeignSource(path, format, iteration_of(path, ranks.top), model, {**facts, "layout": layout}, recipes,
+    return ForeignSource(path, format, iteration_of(path, ranks.top), model, {**facts, "layout": layout}, lazy,
                          left_out)
 
 
-def _check_parts(ranks: Ranks, held: Mapping[str, PartitionSpec]) -> None:
+def _check_parts(ranks: RankFiles, held: Mapping[str, PartitionSpec]) -> None:
     """ValueError unless every rank holds its part of every parameter, and the same of what is replicated."""
     names = [name for stage in ranks.parts for name in stage[0].names if name != HEAD]
     for name in sorted(set(names) ^ held.keys()):
@@ -131,7 +131,7 @@ def _check_parts(ranks: Ranks, held: Mapping[str, PartitionSpec]) -> None:
                              "and the head of this program's GPT-2 is tied to them")
 
 
-def _model(ranks: Ranks, shards: Mapping[str, list[Tensor]], args: Mapping[str, Any],
+def _model(ranks: RankFiles, shards: Mapping[str, list[Tensor]], args: Mapping[str, Any],
            hints: Hints) -> tuple[ModelConfig, int]:
     """The shape, its vocabulary true as far as that is known, and the padded vocabulary."""
     path, p = ranks.path, ranks.size

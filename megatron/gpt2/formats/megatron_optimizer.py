@@ -16,13 +16,13 @@ from torch import Tensor
 
 from megatron.gpt2.config import OptimizerConfig
 from megatron.gpt2.formats.foreign import shown
-from megatron.gpt2.formats.megatron_ranks import HEAD, Part, Ranks, attributes
+from megatron.gpt2.formats.megatron_files import HEAD, Part, RankFiles, attributes
 from mpu.partition import PartitionSpec
 
 States = dict[str, dict[str, list[Tensor]]]
 
 
-def optimizer_state(ranks: Ranks, args: Mapping[str, Any],
+def optimizer_state(ranks: RankFiles, args: Mapping[str, Any],
                     specs: Mapping[str, PartitionSpec]) -> tuple[dict[str, Any], States, list[str]]:
     """Facts of the run; {"master", "exp_avg", "exp_avg_sq": {parameter: its parts by rank}}; and what is left out.
     specs: of the parameters as the ranks hold them."""
@@ -43,7 +43,7 @@ def optimizer_state(ranks: Ranks, args: Mapping[str, Any],
     return {**facts, "optimizer": optimizer_facts, "config": {"optimizer": config}}, states, left_out
 
 
-def _states(ranks: Ranks, specs: Mapping[str, PartitionSpec]) -> tuple[States, int]:
+def _states(ranks: RankFiles, specs: Mapping[str, PartitionSpec]) -> tuple[States, int]:
     states: States = {kind: {name: [] for name in specs} for kind in ("master", "exp_avg", "exp_avg_sq")}
     steps = set()
     for stage in ranks.parts:
@@ -86,7 +86,7 @@ def _adam(part: Part) -> tuple[list[Any] | None, Mapping[int, Any], list[Any]]:
     return masters, inner["state"], inner["param_groups"]
 
 
-def _facts(ranks: Ranks, args: Mapping[str, Any], held: Mapping[str, Any],
+def _facts(ranks: RankFiles, args: Mapping[str, Any], held: Mapping[str, Any],
            step: int) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
     """What `AdamWOptimizer.state_dict` says; our flags of the schedule, the scale and AdamW; what those
     cannot say."""
@@ -121,7 +121,7 @@ def _facts(ranks: Ranks, args: Mapping[str, Any], held: Mapping[str, Any],
             "loss_scaler": scaler}, config, left_out
 
 
-def _schedule(ranks: Ranks, args: Mapping[str, Any], step: int) -> tuple[int, dict[str, Any], list[str]]:
+def _schedule(ranks: RankFiles, args: Mapping[str, Any], step: int) -> tuple[int, dict[str, Any], list[str]]:
     """The steps that were not skipped, our flags, and what those cannot say."""
     said = ranks.top.get("lr_scheduler") or ranks.top.get("opt_param_scheduler") or {}
     batch = args.get("global_batch_size")

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from megatron.gpt2.config import ModelConfig, OptimizerConfig
-from megatron.gpt2.formats.foreign import GPT2_VOCABULARY, ForeignSource, Recipe, whole_number
+from megatron.gpt2.formats.foreign import GPT2_VOCABULARY, ForeignSource, LazyTensor, whole_number
 from megatron.gpt2.formats.hints import Hints
-from megatron.gpt2.formats.openai_names import check_layers, openai_recipes
+from megatron.gpt2.formats.openai_names import check_layers, openai_tensors
 from megatron.gpt2.formats.pickles import load_pickle
 
 ARGUMENTS = {"n_layer": "num_layers", "n_embd": "hidden_size", "n_head": "num_attention_heads",
@@ -38,7 +38,7 @@ def open_nanogpt(path: Path, hints: Hints, *, log: Callable[[str], None]) -> For
         if not isinstance(tensor, torch.Tensor):
             raise ValueError(f"{path}: {name[:80]!r} is no tensor")
         if not re.fullmatch(r"h\.\d+\.attn\.bias", name, re.ASCII):  # the causal mask
-            found[name] = Recipe.of(tensor)
+            found[name] = LazyTensor.of(tensor)
     check_layers(path, found, args["n_layer"])
     head = found.pop("lm_head.weight", None)
     if head is not None and "wte.weight" in found and not torch.equal(head.make(), found["wte.weight"].make()):
@@ -58,35 +58,35 @@ def open_nanogpt(path: Path, hints: Hints, *, log: Callable[[str], None]) -> For
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
     biases = args.get("bias", True) is not False
-    recipes = openai_recipes(path, model, found, transposed=False, biases=biases)
+    lazy = openai_tensors(path, model, found, transposed=False, biases=biases)
     facts: dict[str, Any] = {}
     left_out = []
     try:
-        recipes |= _adam(path, model, found, top["optimizer"], biases)
+        lazy |= _adam(path, model, found, top["optimizer"], biases)
         facts = _facts(top["optimizer"])
     except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, RuntimeError) as error:
         left_out.append(f"the optimizer's state ({type(error).__name__}: {str(error)[:120]})")
     iteration = top.get("iter_num", 0)
     if type(iteration) is not int or not 0 <= iteration < 10**12:
         raise ValueError(f"{path}: iter_num is no iteration")
-    return ForeignSource(path, "nanogpt", iteration, model, facts, recipes, left_out)
+    return ForeignSource(path, "nanogpt", iteration, model, facts, lazy, left_out)
 
 
-def _adam(path: Path, model: ModelConfig, found: Mapping[str, Recipe], optimizer: Mapping[str, Any],
-          biases: bool) -> dict[str, Recipe]:
+def _adam(path: Path, model: ModelConfig, found: Mapping[str, LazyTensor], optimizer: Mapping[str, Any],
+          biases: bool) -> dict[str, LazyTensor]:
     """Masters and moments. AdamW numbers the parameters: matrices first, then vectors, both in the model's order."""
-    order = [name for matrix in (True, False) for name, recipe in found.items()
-             if (len(recipe.info.shape) > 1) == matrix]
+    order = [name for matrix in (True, False) for name, tensor in found.items()
+             if (len(tensor.info.shape) > 1) == matrix]
     numbers = [number for group in optimizer["param_groups"]
                for number in map(operator.index, group["params"])]
-    recipes = openai_recipes(path, model, found, transposed=False, biases=biases, prefix="master.")
+    lazy = openai_tensors(path, model, found, transposed=False, biases=biases, prefix="master.")
     for kind in ("exp_avg", "exp_avg_sq"):
-        held = {name: Recipe.of(optimizer["state"][number][kind])
+        held = {name: LazyTensor.of(optimizer["state"][number][kind])
                 for name, number in zip(order, numbers, strict=True)}
         if any(held[name].info != found[name].info or found[name].info.dtype != torch.float32 for name in order):
             raise ValueError("its shapes or types are not those of the parameters")
-        recipes |= openai_recipes(path, model, held, transposed=False, biases=biases, prefix=f"{kind}.")
-    return recipes
+        lazy |= openai_tensors(path, model, held, transposed=False, biases=biases, prefix=f"{kind}.")
+    return lazy
 
 
 def _facts(optimizer: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import torch
 
 from megatron.gpt2.checkpoint.parsing import TensorInfo
 from megatron.gpt2.config import ModelConfig
-from megatron.gpt2.formats.foreign import Recipe, first_rows, head_major
+from megatron.gpt2.formats.foreign import LazyTensor, first_rows, head_major
 from megatron.gpt2.model.gpt2 import parameter_specs
 
 MODULES = {"word_embeddings": "wte", "position_embeddings": "wpe", "transformer.final_layernorm": "ln_f"}
@@ -43,37 +43,37 @@ def check_layers(path: Path, names: Iterable[str], num_layers: int) -> None:
         raise ValueError(f"{path}: holds {found} layers instead of {num_layers}")
 
 
-def openai_recipes(path: Path, model: ModelConfig, found: Mapping[str, Recipe], *, transposed: bool,
-                   biases: bool = True, prefix: str = "model.") -> dict[str, Recipe]:
+def openai_tensors(path: Path, model: ModelConfig, found: Mapping[str, LazyTensor], *, transposed: bool,
+                   biases: bool = True, prefix: str = "model.") -> dict[str, LazyTensor]:
     """Our tensors out of `found`, by OpenAI's names. ValueError unless `found` is a GPT-2 of the shape `model`.
 
     transposed: the linear layers are stored [in, out]. biases: False where there are none, which is as if they were
     zero. Rows of `wte` past the true vocabulary are padding.
     """
-    recipes, left = {}, dict(found)
+    lazy, left = {}, dict(found)
     for name, spec in parameter_specs(model).items():
         theirs, shape = openai_name(name), spec.global_shape
         if not biases and name.endswith(".bias"):
             info = TensorInfo(found["wte.weight"].info.dtype, shape)
-            recipes[prefix + name] = Recipe(info, partial(torch.zeros, info.shape, dtype=info.dtype))
+            lazy[prefix + name] = LazyTensor(info, partial(torch.zeros, info.shape, dtype=info.dtype))
             continue
         if theirs not in left:
             raise ValueError(f"{path}: holds no {theirs}")
-        recipe = left.pop(theirs)
+        tensor = left.pop(theirs)
         changes: list[Callable[[torch.Tensor], torch.Tensor]] = []
-        if name == "word_embeddings.weight" and recipe.info.shape[:1] > shape[:1]:
-            shape = (recipe.info.shape[0], *shape[1:])
+        if name == "word_embeddings.weight" and tensor.info.shape[:1] > shape[:1]:
+            shape = (tensor.info.shape[0], *shape[1:])
             changes.append(first_rows(spec.global_shape[0]))
         if transposed and is_linear(name):
             shape = shape[::-1]
             changes.append(torch.t)
         if ".query_key_value." in name:
             changes.append(head_major(model.num_attention_heads))
-        if recipe.info.shape != shape:
-            raise ValueError(f"{path}: {theirs} has shape {recipe.info.shape} instead of {shape}")
+        if tensor.info.shape != shape:
+            raise ValueError(f"{path}: {theirs} has shape {tensor.info.shape} instead of {shape}")
         for change in changes:
-            recipe = recipe.then(change)
-        recipes[prefix + name] = recipe
+            tensor = tensor.then(change)
+        lazy[prefix + name] = tensor
     if left:
         raise ValueError(f"{path}: holds {next(iter(left))!r}, which is no part of GPT-2")
-    return recipes
+    return lazy

@@ -33,7 +33,7 @@ def tokenizer_files(tokenizer: Tokenizer, max_length: int) -> tuple[dict[str, by
         def written(piece: bytes) -> str:
             return "".join(alphabet[value] for value in piece)
 
-        ranked = list(tokenizer.pieces[:tokenizer.eod])
+        ranked = list(tokenizer.token_bytes[:tokenizer.eod])
         names = [*map(written, ranked), END_OF_TEXT]
         vocabulary = json.dumps({name: number for number, name in enumerate(names)}, ensure_ascii=False).encode()
         merges = "\n".join(["#version: 0.2", *(f"{written(a)} {written(b)}" for a, b in merges_of(ranked))]).encode()

@@ -158,7 +158,7 @@ class Generator:
             return text.add(b"", last=True)
         c.ids.append(token)
         is_last = len(c.ids) == c.sampling.max_new_tokens
-        certain = text.add(self.tokenizer.pieces[token], last=is_last)
+        certain = text.add(self.tokenizer.token_bytes[token], last=is_last)
         if text.stopped:
             c.finish = c.finish or "stop"
         elif is_last:

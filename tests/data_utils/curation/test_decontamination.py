@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from data_utils.curation.decontamination import WORDS, Index, words_of
 from data_utils.curation.documents import Shard, as_line
+from data_utils.curation.shard_run import Stage, run_shard
 from data_utils.curation.splitting import split
-from data_utils.curation.tasks import Stage, run_task
 
 WORD_LISTS = st.lists(st.sampled_from("ab"), max_size=40)
 
@@ -46,7 +46,7 @@ def test_the_split_is_stable_and_near_its_shares(tmp_path: Path):
     def where(texts: list[str], name: str) -> dict[str, str]:
         path = tmp_path / f"{name}.jsonl"
         path.write_bytes(b"".join(as_line({"text": text}) for text in texts))
-        run_task(stage, Shard("split", (path,)), tmp_path / name)
+        run_shard(stage, Shard("split", (path,)), tmp_path / name)
         return {json.loads(line)["text"]: part.stem for part in (tmp_path / name).glob("*.jsonl")
                 for line in part.open()}
 

@@ -11,21 +11,21 @@ from typing import Any
 import pytest
 
 from data_utils.curation.documents import Shard, as_line, document_shards
+from data_utils.curation.shard_run import ShardRun, Stage
 from data_utils.curation.stages import run_stage
-from data_utils.curation.tasks import Stage, Task
 
 
-def shorten(task: Task, *, least: int, calls: Path) -> None:
+def shorten(run: ShardRun, *, least: int, calls: Path) -> None:
     """Drops texts of fewer than `least` characters, and notes that it ran."""
     with open(calls, "a") as file:
-        file.write(f"{task.shard.name}\n")
-    for document in task.documents():
+        file.write(f"{run.shard.name}\n")
+    for document in run.documents():
         if document["text"] == "burst":
             raise OSError(28, "No space left on device")
         if len(document["text"]) < least:
-            task.drop("short", document)
+            run.drop("short", document)
         else:
-            task.write(document)
+            run.write(document)
 
 
 class Setting:

@@ -12,7 +12,7 @@ import pytest
 
 from data_utils import IndexedDataset
 from data_utils.preprocessing import plan, shards
-from data_utils.preprocessing.plan import cut, piece_of
+from data_utils.preprocessing.plan import cut, whole_file
 from data_utils.preprocessing.preprocess import Job, report
 from tests.data_utils.preprocessing.jobs import BUILTIN, BYTES, run, some_texts, texts_of, write
 
@@ -49,7 +49,7 @@ def test_without_append_eod_there_is_none(tmp_path: Path) -> None:
 def test_the_same_bytes_under_any_number_of_workers(tmp_path: Path, small_shards: None) -> None:
     texts = some_texts(600)
     path = write(tmp_path / "a.jsonl", texts)
-    assert len(cut([piece_of(path, ("text",))])) > 10
+    assert len(cut([whole_file(path, ("text",))])) > 10
     for workers in (1, 2):
         run(path, tmp_path / f"out{workers}", workers=workers)
     for suffix in (".bin", ".idx", ".json"):
@@ -62,9 +62,9 @@ def test_the_same_bytes_under_any_number_of_workers(tmp_path: Path, small_shards
 def test_shards_hold_every_line_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
     monkeypatch.setattr(plan, "LEAST_SHARD_BYTES", size)
     first, second = write(tmp_path / "a.jsonl", some_texts(100)), write(tmp_path / "b.jsonl", some_texts(3))
-    pieces = [piece for shard in cut([piece_of(first, ("text",)), piece_of(second, ("text",))]) for piece in shard]
+    spans = [span for shard in cut([whole_file(first, ("text",)), whole_file(second, ("text",))]) for span in shard]
     for path in (first, second):
-        ranges = [(piece.start, piece.stop) for piece in pieces if piece.path == path]
+        ranges = [(span.start, span.stop) for span in spans if span.path == path]
         assert ranges[0][0] == 0 and [stop for _, stop in ranges[:-1]] == [start for start, _ in ranges[1:]]
         data = Path(path).read_bytes()
         assert ranges[-1][1] == len(data) and all(data[stop - 1:stop] == b"\n" for _, stop in ranges)
@@ -106,7 +106,7 @@ def test_a_document_longer_than_a_part(tmp_path: Path, monkeypatch: pytest.Monke
     text = "word and <|endoftext|> " * 5000
     path = write(tmp_path / "a.jsonl", [text, "b"])
     run(path, tmp_path / "whole", "builtin")
-    monkeypatch.setattr(shards, "PIECE_CHARACTERS", 1000)
+    monkeypatch.setattr(shards, "PART_CHARACTERS", 1000)
     run(path, tmp_path / "parts", "builtin")
     whole, parts = (tmp_path / f"{name}_text_document.bin" for name in ("whole", "parts"))
     assert whole.read_bytes() == parts.read_bytes()

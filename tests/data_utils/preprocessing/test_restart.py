@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from data_utils.preprocessing import preprocess, shards
-from data_utils.preprocessing.plan import cut, piece_of
+from data_utils.preprocessing.plan import cut, whole_file
 from tests.data_utils.preprocessing.jobs import run, some_texts, texts_of, write
 
 
@@ -18,16 +18,16 @@ def test_finished_shards_are_taken_up_and_damaged_or_stale_ones_made_again(
     texts = some_texts(400)
     path = write(tmp_path / "a.jsonl", texts)
     expected = run(path, tmp_path / "expected")
-    count = len(cut([piece_of(path, ("text",))]))
+    count = len(cut([whole_file(path, ("text",))]))
     taken: list[int] = []
     stop = 4
     original = shards._Writer.take
 
-    def take(self: Any, number: int, piece: Any, progress: Any) -> Any:
-        taken.append(piece.start)
+    def take(self: Any, number: int, span: Any, progress: Any) -> Any:
+        taken.append(span.start)
         if len(taken) == stop:
             raise KeyboardInterrupt
-        return original(self, number, piece, progress)
+        return original(self, number, span, progress)
 
     monkeypatch.setattr(shards._Writer, "take", take)
     with pytest.raises(KeyboardInterrupt):

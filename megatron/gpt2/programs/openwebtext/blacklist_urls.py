@@ -13,7 +13,7 @@ from functools import partial
 from data_utils.corpora.files import TEXT_SUFFIX
 from data_utils.curation.command_line import finish, positive, run, stage_parser
 from data_utils.curation.documents import Shard, find_files
-from data_utils.curation.tasks import Stage
+from data_utils.curation.shard_run import Stage
 from data_utils.curation.urls import BLACKLIST, filter_urls
 from data_utils.files.hashing import hash_file
 

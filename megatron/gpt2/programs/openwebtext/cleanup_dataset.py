@@ -10,7 +10,7 @@ from functools import partial
 
 from data_utils.curation.cleanup import cleanup
 from data_utils.curation.command_line import finish, positive, run, stage_parser
-from data_utils.curation.tasks import Stage
+from data_utils.curation.shard_run import Stage
 from data_utils.tokenizers.build import build_tokenizer
 
 

@@ -14,7 +14,7 @@ from functools import partial
 from data_utils.curation.command_line import finish, positive, run, stage_parser
 from data_utils.curation.documents import file_shards
 from data_utils.curation.download import download
-from data_utils.curation.tasks import Stage
+from data_utils.curation.shard_run import Stage
 from data_utils.curation.urls import BLACKLIST
 from data_utils.files.hashing import hash_file
 

@@ -11,7 +11,7 @@ from functools import partial
 from data_utils.curation.command_line import finish, log, run, stage_parser
 from data_utils.curation.decontamination import WORDS, decontaminate, index_of
 from data_utils.curation.documents import find_files
-from data_utils.curation.tasks import Stage
+from data_utils.curation.shard_run import Stage
 from data_utils.files.hashing import hash_file
 
 

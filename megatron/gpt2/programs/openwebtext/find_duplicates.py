@@ -14,7 +14,7 @@ from functools import partial
 from data_utils.curation.command_line import finish, run, shards_beside, stage_parser
 from data_utils.curation.documents import Shard, document_shards, is_seekable
 from data_utils.curation.near_duplicates import search, sign
-from data_utils.curation.tasks import Stage
+from data_utils.curation.shard_run import Stage
 
 
 def main(argv: Sequence[str] | None = None) -> None:

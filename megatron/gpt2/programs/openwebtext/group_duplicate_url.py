@@ -13,7 +13,7 @@ from functools import partial
 from data_utils.curation.command_line import finish, run, stage_parser
 from data_utils.curation.documents import Shard, find_files
 from data_utils.curation.near_duplicates import group, read_table
-from data_utils.curation.tasks import Stage
+from data_utils.curation.shard_run import Stage
 
 
 def main(argv: Sequence[str] | None = None) -> None:

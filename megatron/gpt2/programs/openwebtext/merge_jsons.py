@@ -12,8 +12,8 @@ from pathlib import Path
 from data_utils.command_line import Parser
 from data_utils.curation.command_line import add_common, finish, run
 from data_utils.curation.documents import Shard, find_files, stem
+from data_utils.curation.shard_run import Stage
 from data_utils.curation.splitting import merge
-from data_utils.curation.tasks import Stage
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from data_utils.command_line import Parser
 from data_utils.curation.command_line import add_common, add_output, finish, run
 from data_utils.curation.near_duplicates import read_table, remove
-from data_utils.curation.tasks import Stage
+from data_utils.curation.shard_run import Stage
 from data_utils.files.hashing import hash_file
 
 

@@ -13,8 +13,8 @@ from functools import partial
 
 from data_utils.curation.command_line import finish, log, run, stage_parser
 from data_utils.curation.documents import Shard, find_files
+from data_utils.curation.shard_run import Stage
 from data_utils.curation.splitting import NAMES, split
-from data_utils.curation.tasks import Stage
 from data_utils.splits import parse_split
 
 

@@ -46,7 +46,7 @@ class Choice:
         self._certain += len(generated.text)
         if generated.id != self._tokenizer.eod:
             self._held.append(_Placed(self._decoded, generated))
-            self._decoded += len(self._decoder.decode(self._tokenizer.pieces[generated.id]))
+            self._decoded += len(self._decoder.decode(self._tokenizer.token_bytes[generated.id]))
         ready = []
         while self._held and self._held[0].start < self._certain:
             ready.append(self._held.popleft())
@@ -68,7 +68,7 @@ def token_name(tokenizer: Tokenizer, token: int) -> str:
     """The text of a token; OpenAI's form "bytes:\\xe2\\x80" where it is a part of a character."""
     if token == tokenizer.eod:
         return "<|endoftext|>"
-    data = tokenizer.pieces[token]
+    data = tokenizer.token_bytes[token]
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError:

@@ -15,7 +15,7 @@ import mpu
 from megatron.gpt2.config import ModelConfig
 from megatron.gpt2.formats import Hints, Source, open_source
 from megatron.gpt2.formats.compare import CHUNK, check, diff, greatest_difference, table
-from megatron.gpt2.formats.foreign import ForeignSource, Recipe
+from megatron.gpt2.formats.foreign import ForeignSource, LazyTensor
 from tests.conftest import TEST_DATA
 from tests.megatron.gpt2.formats.made import SHAPE, random_weights
 
@@ -32,7 +32,7 @@ def no_groups() -> Iterator[None]:
 
 
 def source(tensors: dict[str, Tensor], shape: ModelConfig = SHAPE) -> Source:
-    return ForeignSource(Path("made"), "native", 0, shape, {}, {name: Recipe.of(x) for name, x in tensors.items()})
+    return ForeignSource(Path("made"), "native", 0, shape, {}, {name: LazyTensor.of(x) for name, x in tensors.items()})
 
 
 def weights() -> dict[str, Tensor]:

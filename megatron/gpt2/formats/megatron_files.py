@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.gpt2.formats.foreign import Recipe, first_rows, head_major
+from megatron.gpt2.formats.foreign import LazyTensor, first_rows, head_major
 from megatron.gpt2.formats.pickles import Opaque, load_pickle
 from mpu.partition import PartitionSpec
 
@@ -71,7 +71,7 @@ class Part:
 
 
 @dataclass
-class Ranks:
+class RankFiles:
     """All files of an iteration, opened. parts: by stage, each by model-parallel rank."""
 
     path: Path
@@ -86,7 +86,7 @@ class Ranks:
                 for name in stage[0].names if name != HEAD}
 
 
-def open_ranks(path: Path) -> Ranks:
+def open_ranks(path: Path) -> RankFiles:
     """ValueError where a rank is missing, or the files are of two iterations or of different models."""
     files = rank_files(path)
     size, stages = (1 + max(key[i] for key in files) for i in (0, 1))
@@ -104,7 +104,7 @@ def open_ranks(path: Path) -> Ranks:
         other = next(key for key in iterations if iterations[key] != iterations[0, 0])
         raise ValueError(f"{path}: ranks of two iterations are mixed: {files[0, 0].relative_to(path)} is of "
                          f"{iterations[0, 0]}, {files[other].relative_to(path)} of {iterations[other]}")
-    ranks = Ranks(path, held[0, 0], size)
+    ranks = RankFiles(path, held[0, 0], size)
     # Under interleaved pipelining a stage holds several runs of layers, model0, model1, ...
     runs = [name for name in held[0, 0] if isinstance(name, str) and re.fullmatch(r"model\d{0,3}|module", name)]
     for run in sorted(runs, key=lambda name: int("0" + re.sub(r"\D", "", name))):
@@ -168,9 +168,14 @@ def flatten(path: Path, tree: Mapping[str, Any]) -> dict[str, Tensor]:
     return found
 
 
-def join(name: str, spec: PartitionSpec, shards: list[Tensor], *, version: int, heads: int, vocab_size: int) -> Recipe:
-    """The global tensor out of those of the ranks. heads: n, of all ranks."""
-    recipe = Recipe.of(shards[0])
+def join(name: str, spec: PartitionSpec, shards: list[Tensor], *, version: int, heads: int,
+         vocab_size: int) -> LazyTensor:
+    """The global tensor `name`, out of `shards`, the tensors of the ranks in their order.
+
+    version: Megatron's `checkpoint_version`, which says how the rows of QKV are ordered. heads: n, of all ranks
+    together. vocab_size: the true one; rows of the word embeddings beyond it are left out.
+    """
+    tensor = LazyTensor.of(shards[0])
     if spec.dim is not None:
         change = head_major(heads // len(shards), version if ".query_key_value." in name else 2)
         dim = spec.dim
@@ -183,5 +188,5 @@ def join(name: str, spec: PartitionSpec, shards: list[Tensor], *, version: int, 
                 return changed[0].new_empty(shape)
             return torch.cat(changed, dim)
 
-        recipe = Recipe.of(together([shard.to("meta") for shard in shards]), lambda: together(shards))
-    return recipe.then(first_rows(vocab_size)) if name == "word_embeddings.weight" else recipe
+        tensor = LazyTensor.of(together([shard.to("meta") for shard in shards]), lambda: together(shards))
+    return tensor.then(first_rows(vocab_size)) if name == "word_embeddings.weight" else tensor

@@ -4,7 +4,7 @@
     <output>/manifests/<shard>.json   what it was made of and by, written last: without it the outputs count for nothing
 
 A manifest names the stage, the parameters, the libraries and the input by its sha256; counts what came in, went out
-and was dropped, by reason, with samples; and holds the sha256 of every output. A task whose manifest says all that of
+and was dropped, by reason, with samples; and holds the sha256 of every output. A shard whose manifest says all that of
 today's input and of outputs that are there is not run again. Manifests hold no times and no folders: equal input gives
 equal bytes.
 """
@@ -33,7 +33,7 @@ HOPELESS = 1000  # so many unreadable or empty documents before the first good o
 
 @dataclass(frozen=True)
 class Stage:
-    """`work(task, **parameters, **settings)` does one shard. `parameters` decide the output and are recorded, and so
+    """`work(run, **parameters, **settings)` does one shard. `parameters` decide the output and are recorded, and so
     are the versions of `libraries`; `settings` do not, such as paths and numbers of threads."""
 
     name: str
@@ -58,7 +58,7 @@ def version(library: str) -> str:
                          ) from None
 
 
-class Task:
+class ShardRun:
     """One shard at work: what its stage reads, writes and drops."""
 
     def __init__(self, stage: Stage, shard: Shard, output: Path, limit: int | None = None,
@@ -110,7 +110,7 @@ class Task:
         self.file(f"{self.shard.name}.jsonl").write(as_line(document))
 
     def file(self, name: str) -> BinaryIO:
-        """An output by its name in the folder; it appears there when the task is done."""
+        """An output by its name in the folder; it appears there when the shard is done."""
         if name not in self._files:
             path = self.output / name
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -143,7 +143,7 @@ class Task:
             temporary(self.output / name).unlink(missing_ok=True)
 
 
-def run_task(stage: Stage, shard: Shard, output: Path, limit: int | None = None,
+def run_shard(stage: Stage, shard: Shard, output: Path, limit: int | None = None,
              read: Callable[[int], object] = lambda count: None) -> dict[str, Any]:
     """The manifest of the shard's outputs, which are made where they are not there. What fails leaves nothing."""
     wanted = {**stage.recorded(limit), "input": shard.facts()}
@@ -152,19 +152,19 @@ def run_task(stage: Stage, shard: Shard, output: Path, limit: int | None = None,
         read(shard.bytes)
         return found
     remove(output, shard)
-    task = Task(stage, shard, output, limit, read)
+    run = ShardRun(stage, shard, output, limit, read)
     try:
-        stage.work(task, **stage.parameters, **stage.settings)
-        return task.commit(wanted)
+        stage.work(run, **stage.parameters, **stage.settings)
+        return run.commit(wanted)
     except BaseException as error:
-        task.abandon()
+        run.abandon()
         if isinstance(error, OSError) and error.errno == errno.ENOSPC:
             raise OSError(f"{output}: the disk is full: make room, and the same command goes on where it was") from None
         raise
 
 
 def finished(output: Path, shard: Shard, wanted: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The manifest that an earlier run left, if it is of this very task and its outputs are there."""
+    """The manifest that an earlier run left, if it is of this very work and its outputs are there."""
     try:
         found = json.loads(manifest_path(output, shard).read_text(encoding="utf-8"))
         if {key: found.get(key) for key in wanted} != json.loads(json.dumps(wanted)):
