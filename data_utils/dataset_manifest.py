@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from data_utils.files.format_versions import PAIR_MANIFEST_VERSION
 from data_utils.files.hashing import Part, hash_parts
 from data_utils.files.sealed_json import read_sealed
 from data_utils.indexed_dataset import read_index
@@ -24,6 +25,6 @@ def read_manifest(prefix: str | Path) -> dict[str, Any] | None:
 def describe(prefix: str | Path, facts: dict[str, Any], bin_parts: Sequence[Part] | None = None) -> dict[str, Any]:
     """`facts` and what the files at `prefix` show: counts, dtype and hashes; those of `.bin` may be known already."""
     index = read_index(prefix)
-    return {"format": 1, **facts, "documents": len(index.firsts) - 1, "tokens": int(index.starts[-1]),
-            "dtype": index.dtype.name, ".bin": list(bin_parts or hash_parts(f"{prefix}.bin")),
+    return {"format": PAIR_MANIFEST_VERSION, **facts,
+            "documents": len(index.firsts) - 1, "tokens": int(index.starts[-1]), "dtype": index.dtype.name, ".bin": list(bin_parts or hash_parts(f"{prefix}.bin")),
             ".idx": hash_parts(f"{prefix}.idx")}

@@ -28,6 +28,7 @@ from typing import BinaryIO, NamedTuple
 import numpy as np
 
 from data_utils.files.atomic import flush_to_disk
+from data_utils.files.format_versions import INDEX_VERSION
 
 MAGIC = b"MMIDIDX\0\0"
 HEADER = struct.Struct("<9sQBQQ")
@@ -122,7 +123,7 @@ def _write_index(name: str, dtype: np.dtype, blocks: Callable[[], Iterable[tuple
     sizes = [(len(lengths), len(ends)) for lengths, ends in blocks()]
     code = next(code for code, known in DTYPES.items() if known == dtype)
     with open(name, "wb") as index:
-        index.write(HEADER.pack(MAGIC, 1, code, sum(s for s, _ in sizes), sum(d for _, d in sizes) + 1))
+        index.write(HEADER.pack(MAGIC, INDEX_VERSION, code, sum(s for s, _ in sizes), sum(d for _, d in sizes) + 1))
         for lengths, _ in blocks():
             index.write(lengths.astype("<i4").data)
         start = 0
@@ -230,7 +231,7 @@ def read_index(prefix: str | Path) -> Index:
         check(len(head) == HEADER.size, "it is shorter than its header")
         magic, version, code, sequences, documents = HEADER.unpack(head)
         check(magic == MAGIC, "it does not begin as an index does")
-        check(version == 1, f"version {version}, not 1")
+        check(version == INDEX_VERSION, f"version {version}, not {INDEX_VERSION}")
         check(code in DTYPES and DTYPES[code].kind in "iu", f"dtype code {code} is not one of tokens")
         # In Python's integers, before anything of these sizes is allocated.
         plain = HEADER.size + 12 * sequences + 8 * documents

@@ -23,6 +23,7 @@ from pathlib import Path
 from data_utils.corpora.documents import MOST_BAD_LINES, Log, default_key, documents
 from data_utils.corpora.files import BUILTIN, is_json
 from data_utils.files.atomic import replace_text, sync_folder
+from data_utils.files.format_versions import TOKEN_CACHE_VERSION
 from data_utils.files.hashing import fingerprint_of, hash_file
 from data_utils.files.locks import file_lock
 from data_utils.files.user_cache import user_cache
@@ -31,7 +32,6 @@ from data_utils.progress import progress_bar
 from data_utils.tokenizers.base import Tokenizer
 from data_utils.tokenizers.text import split_text
 
-FORMAT = "1"  # of the tokens that a text gives: a new number leaves old pairs aside
 YOUNG_NS = 2_000_000_000
 
 Identity = list[str | int]
@@ -169,7 +169,7 @@ def _key(paths: Sequence[str], contents: Sequence[Content], text_key: str | None
     hashes = [sha256 for sha256, _ in contents]
     # Empty as a rule, as in the keys that caches and checkpoints have.
     lenient = str(max_bad_fraction) if max_bad_fraction > MOST_BAD_LINES else ""
-    return fingerprint_of(FORMAT, json.dumps([fields, hashes]), lenient, tokenizer.fingerprint)[:32]
+    return fingerprint_of(str(TOKEN_CACHE_VERSION), json.dumps([fields, hashes]), lenient, tokenizer.fingerprint)[:32]
 
 
 @contextlib.contextmanager

@@ -24,9 +24,9 @@ from typing import Any, BinaryIO
 from data_utils.corpora.files import MANIFESTS
 from data_utils.curation.documents import Document, Shard, as_line, label, read_documents, read_lines
 from data_utils.files.atomic import flush_to_disk, replacing, sync_folder
+from data_utils.files.format_versions import STAGE_MANIFEST_VERSION
 from data_utils.files.hashing import hash_file
 
-FORMAT = 1
 SAMPLES = 3  # of each reason, kept in a manifest
 HOPELESS = 1000  # so many unreadable or empty documents before the first good one, and the shard is refused
 
@@ -45,8 +45,8 @@ class Stage:
 
     def recorded(self, limit: int | None) -> dict[str, Any]:
         """What a manifest must say for its outputs to be those of today."""
-        return {"format": FORMAT, "stage": self.name, "parameters": dict(self.parameters), "limit": limit,
-                "text_key": self.text_key, "libraries": {name: version(name) for name in self.libraries}}
+        return {"format": STAGE_MANIFEST_VERSION, "stage": self.name, "parameters": dict(self.parameters),
+                "limit": limit, "text_key": self.text_key, "libraries": {name: version(name) for name in self.libraries}}
 
 
 def version(library: str) -> str:

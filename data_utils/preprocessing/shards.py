@@ -19,6 +19,7 @@ from typing import Any, BinaryIO
 
 from data_utils.corpora.documents import HOPELESS_LINES
 from data_utils.files.atomic import flush_to_disk
+from data_utils.files.format_versions import PREPROCESSING_SHARD_VERSION
 from data_utils.files.hashing import ContentHash, content_hash, damaged_parts, fingerprint_of, hash_parts
 from data_utils.files.sealed_json import read_sealed, write_sealed
 from data_utils.indexed_dataset import IndexedDatasetBuilder, token_dtype
@@ -42,7 +43,8 @@ class Recipe:
 
     @property
     def fingerprint(self) -> str:
-        return fingerprint_of("1", json.dumps([self.keys, self.append_eod]), self.tokenizer)
+        return fingerprint_of(str(PREPROCESSING_SHARD_VERSION), json.dumps([self.keys, self.append_eod]),
+                              self.tokenizer)
 
 
 def make_shard(folder: Path, number: int, spans: tuple[FileRange, ...], recipe: Recipe, tokenizer: Tokenizer,

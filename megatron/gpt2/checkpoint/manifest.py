@@ -2,7 +2,7 @@
 
 manifest.json is one JSON object:
 
-    version     of this format
+    version     of this format: data_utils/files/format_versions.py
     iteration   as in the folder's name
     facts       whatever the writer says about the run
     tensors     {tensor: {"dtype", "shape", "held"}}, shapes being global and without padding; held: a place in `held`
@@ -31,13 +31,13 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from data_utils.files.format_versions import CHECKPOINT_VERSION
 from data_utils.files.sealed_json import sealed_lines
 from megatron.gpt2.checkpoint.boxes import extent
 from megatron.gpt2.checkpoint.files import tensor_name
 from mpu.partition import Box
 
 MANIFEST = "manifest.json"
-VERSION = 2
 
 
 def table_path(rank: int) -> str:
@@ -76,5 +76,5 @@ class Contents:
         places: dict[tuple[tuple[int, ...], ...], int] = {}
         tensors = {name: {**info, "held": places.setdefault(tuple(self._held[name]), len(places))}
                    for name, info in self._tensors.items()}
-        return sealed_lines({"version": VERSION, "iteration": iteration, "facts": facts, "tensors": tensors,
+        return sealed_lines({"version": CHECKPOINT_VERSION, "iteration": iteration, "facts": facts, "tensors": tensors,
                              "held": list(places), "tables": self._tables})

@@ -18,11 +18,12 @@ from typing import Any, NamedTuple
 
 import torch
 
+from data_utils.files.format_versions import CHECKPOINT_VERSION, OLDEST_CHECKPOINT_VERSION
 from data_utils.files.sealed_json import check_seal
 from data_utils.files.strict_json import parse_json
 from megatron.gpt2.checkpoint.boxes import check_cover, check_inside, extent
 from megatron.gpt2.checkpoint.files import DTYPES, FILE_NAME, tensor_name
-from megatron.gpt2.checkpoint.manifest import MANIFEST, VERSION, table_path
+from megatron.gpt2.checkpoint.manifest import MANIFEST, table_path
 from mpu.partition import Box
 
 MAX_BYTES = 16 << 20  # of the manifest, and of each table: a thousand times what a small run needs
@@ -114,24 +115,24 @@ def parse_manifest(data: bytes) -> Manifest:
     digest = check_seal(data)
     manifest = parse_json(data)
     (version,) = _naturals([manifest["version"]])
-    if version > VERSION:
-        raise ValueError(f"format version {version} is newer than {VERSION}, the newest that this program reads: "
-                         "update the program")
+    if version > CHECKPOINT_VERSION:
+        raise ValueError(f"format version {version} is newer than {CHECKPOINT_VERSION}, the newest that this "
+                         "program reads: update the program")
+    if version < OLDEST_CHECKPOINT_VERSION:
+        raise ValueError(f"format version {version} never was")
     (iteration,) = _naturals([manifest["iteration"]])
     tensors = {name: TensorInfo(DTYPES[info["dtype"]], _naturals(info["shape"]))
                for name, info in manifest["tensors"].items()}
     held: dict[str, list[Held]] = {}
     tables: dict[str, TableInfo] = {}
     inside = None
-    if version == VERSION:
+    if version > 1:
         held, tables = _held(manifest, tensors)
-    elif version == 1:
+    else:
         inside = parse_files(manifest["files"], tensors)
         tables = {MANIFEST: TableInfo(len(data), "", len(inside.files), len(inside.parts))}
         for name, info in tensors.items():
             check_cover(name, info.shape, [part.box for part in inside.parts.get(name, [])])
-    else:
-        raise ValueError(f"format version {version} never was")
     return Manifest(digest, iteration, dict(manifest["facts"]), tensors, held, tables, inside)
 
 

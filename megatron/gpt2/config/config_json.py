@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from data_utils.files.atomic import replace_text
+from data_utils.files.format_versions import RUN_SETTINGS_VERSION
 from megatron.gpt2.config.options import require
 from megatron.gpt2.config.sections import SECTIONS, Config
 
-VERSION = 1
 FILE = "config.json"
 
 
@@ -25,7 +25,8 @@ def write_config(folder: Path, config: Config, facts: dict[str, Any], *, goes_on
             sections["checkpoint"] |= {name: before[name] for name in ("load", "finetune")}
         except (OSError, ValueError, KeyError, TypeError):
             pass  # there is none, or it is damaged: nothing but --config reads it
-    replace_text(folder / FILE, json.dumps({"version": VERSION, "config": sections, **facts}, indent=2) + "\n")
+    settings = {"version": RUN_SETTINGS_VERSION, "config": sections, **facts}
+    replace_text(folder / FILE, json.dumps(settings, indent=2) + "\n")
 
 
 def read_config(path: str) -> dict[str, Any]:
@@ -34,8 +35,9 @@ def read_config(path: str) -> dict[str, Any]:
     `path` is no such file."""
     try:
         settings = json.loads(Path(path).read_text(encoding="utf-8"))
-        version, sections = settings.get("version", VERSION), settings["config"]
-        require(version == VERSION, f"--config {path} is of version {version}, and this program reads {VERSION}")
+        version, sections = settings.get("version", RUN_SETTINGS_VERSION), settings["config"]
+        require(version == RUN_SETTINGS_VERSION,
+                f"--config {path} is of version {version}, and this program reads {RUN_SETTINGS_VERSION}")
         unknown = sections.keys() - SECTIONS.keys()
         require(not unknown, f"unknown section {', '.join(sorted(unknown))} (written by a newer version?)")
         config, default = Config.from_dict(sections).as_dict(), Config().as_dict()
