@@ -26,5 +26,5 @@ def describe(prefix: str | Path, facts: dict[str, Any], bin_parts: Sequence[Part
     """`facts` and what the files at `prefix` show: counts, dtype and hashes; those of `.bin` may be known already."""
     index = read_index(prefix)
     return {"format": PAIR_MANIFEST_VERSION, **facts,
-            "documents": len(index.firsts) - 1, "tokens": int(index.starts[-1]), "dtype": index.dtype.name, ".bin": list(bin_parts or hash_parts(f"{prefix}.bin")),
-            ".idx": hash_parts(f"{prefix}.idx")}
+            "documents": len(index.firsts) - 1, "tokens": int(index.starts[-1]), "dtype": index.dtype.name,
+            ".bin": list(bin_parts or hash_parts(f"{prefix}.bin")), ".idx": hash_parts(f"{prefix}.idx")}

@@ -46,7 +46,8 @@ class Stage:
     def recorded(self, limit: int | None) -> dict[str, Any]:
         """What a manifest must say for its outputs to be those of today."""
         return {"format": STAGE_MANIFEST_VERSION, "stage": self.name, "parameters": dict(self.parameters),
-                "limit": limit, "text_key": self.text_key, "libraries": {name: version(name) for name in self.libraries}}
+                "limit": limit, "text_key": self.text_key,
+                "libraries": {name: version(name) for name in self.libraries}}
 
 
 def version(library: str) -> str:
