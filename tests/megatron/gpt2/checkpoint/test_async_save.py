@@ -30,7 +30,7 @@ from megatron.gpt2.training import loop
 from megatron.gpt2.training.run import Run
 from megatron.gpt2.training.train_step import train_step
 from tests.distributed import run_ranks
-from tests.megatron.gpt2.checkpoint.test_folder import assert_holds, full_state, rank_files
+from tests.megatron.gpt2.checkpoint.saved_states import assert_holds, full_state, rank_files
 from tests.megatron.gpt2.training.training_runs import SMALL, finish, start, state, steps, write_text
 
 ASYNC = ["--async-save", "--attention-dropout", "0.1", "--hidden-dropout", "0.1", "--lr-decay-style", "cosine"]

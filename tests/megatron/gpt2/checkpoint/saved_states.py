@@ -1,0 +1,78 @@
+"""A small state, its checkpoints as ranks write them, and what a load finds there."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.gpt2.checkpoint.folder import (
+    Checkpoint,
+    Piece,
+    find_checkpoint,
+    model_pieces,
+    state_pieces,
+    write_checkpoint,
+)
+from megatron.gpt2.optimizer.flat_state import FlatState
+from mpu import PartitionSpec
+
+VOCAB = 130  # padded to 256: at model-parallel size 4 the last rank has padding alone
+SPECS = {
+    "embedding": PartitionSpec((VOCAB, 8), 0, 256),
+    "column": PartitionSpec((24, 8), 0),
+    "bias": PartitionSpec((24,), 0),
+    "row": PartitionSpec((8, 16), 1),
+    "norm": PartitionSpec((8,)),
+    "scalar": PartitionSpec(()),
+}
+KINDS = ("model", "master", "exp_avg", "exp_avg_sq")
+
+
+def full_state(seed: int) -> dict[tuple[str, str], Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {(kind, name): torch.randn(spec.global_shape, generator=generator).to(
+        torch.bfloat16 if kind == "model" else torch.float32) for kind in KINDS for name, spec in SPECS.items()}
+
+
+def rank_files(state: dict[tuple[str, str], Tensor], mp_rank: int, mp_size: int) -> dict[str, dict[str, Piece]]:
+    local = [(kind, name, SPECS[name].split(full, mp_rank, mp_size)) for (kind, name), full in state.items()]
+    folder = f"mp_rank_{mp_rank:02d}"
+    return {f"{folder}/model.safetensors": model_pieces([(n, t) for k, n, t in local if k == "model"], SPECS,
+                                                        mp_rank=mp_rank, mp_size=mp_size),
+            f"{folder}/optim_dp_00.safetensors": state_pieces(
+                [FlatState(k, n, t.view(-1)) for k, n, t in local if k != "model"], SPECS, mp_rank=mp_rank,
+                mp_size=mp_size)}
+
+
+def save(folder: Path, iteration: int, mp_size: int = 2, seed: int | None = None, **options: Any) -> list[str]:
+    """A checkpoint written by `mp_size` ranks, here threads. What it logged."""
+    state = full_state(iteration if seed is None else seed)
+    said: list[str] = []
+
+    def write(rank: int) -> Path:
+        return write_checkpoint(folder, iteration, **{
+            "facts": {"consumed_samples": iteration}, "files": rank_files(state, rank, mp_size), "rank": rank,
+            "world_size": mp_size, "attempt": "a", "timeout_s": 60.0, "log": said.append, **options})
+
+    with ThreadPoolExecutor(mp_size) as ranks:
+        assert set(ranks.map(write, range(mp_size))) == {folder / f"iter_{iteration:07d}"}
+    return said
+
+
+def assert_holds(checkpoint: Checkpoint, seed: int) -> None:
+    for (kind, name), full in full_state(seed).items():
+        assert torch.equal(checkpoint.read(f"{kind}.{name}"), full), (kind, name)
+
+
+def find(folder: Path, **options: Any) -> tuple[int | None, str]:
+    """The iteration that a load finds and what it says."""
+    said: list[str] = []
+    checkpoint = find_checkpoint(folder, log=said.append, **options)
+    if checkpoint is not None:
+        assert_holds(checkpoint, checkpoint.iteration)
+    assert all("\n" not in line for line in said)
+    return checkpoint.iteration if checkpoint else None, " | ".join(said)
