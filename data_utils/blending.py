@@ -96,6 +96,7 @@ class BlendedDataset:
         self._len = int(self._ends[-1]) if self._order is None else self._order.until_one_repeats()
 
     def order(self, seed: int, shuffle: bool = True) -> BlendedOrder:
+        """The order in which training reads the components; evaluation leaves `shuffle` off."""
         return BlendedOrder([len(component) for component in self.components], self._counts, seed, shuffle)
 
     def __len__(self) -> int:

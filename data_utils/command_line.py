@@ -51,6 +51,7 @@ class Parser(argparse.ArgumentParser):
                             "description": described, **options})
 
     def error(self, message: str) -> NoReturn:
+        """ValueError with argparse's message, without the word that it puts before it."""
         raise ValueError(message.removeprefix("argument "))
 
 

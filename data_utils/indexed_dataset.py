@@ -95,6 +95,7 @@ class IndexedDatasetBuilder:
         self._open_length = 0
 
     def finish(self) -> None:
+        """Write the index and put both files on the disk."""
         assert self._open_length == 0, "the last document was not ended"
         self._flush()
         lengths = np.frombuffer(self._lengths, dtype=np.intc)
@@ -163,6 +164,7 @@ class PairMerger:
             self._bin.flush()
 
     def finish(self) -> None:
+        """Write the index of all that was appended and put both files on the disk."""
         def blocks() -> Iterator[tuple[np.ndarray, np.ndarray]]:
             for source in self._sources:
                 index = read_index(source)

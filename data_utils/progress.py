@@ -24,18 +24,19 @@ class Unseen:
         pass
 
     def update(self, n: int = 1) -> None:
-        pass
+        """Nothing is drawn."""
 
     def clear(self) -> None:
-        pass
+        """Nothing is drawn."""
 
     def close(self) -> None:
-        pass
+        """Nothing is drawn."""
 
     def set_postfix_str(self, text: str, refresh: bool = True) -> None:
-        pass
+        """Nothing is drawn."""
 
     def write(self, text: str, file: TextIO) -> None:
+        """Print a line."""
         print(text, file=file)
 
 

@@ -30,6 +30,7 @@ class Lines:
         self.first_bad = ""
 
     def skip(self, number: int, reason: str) -> None:
+        """Count line `number`, which is unusable for `reason`. ValueError where the first HOPELESS_LINES all are."""
         self.bad += 1
         self.first_bad = self.first_bad or f"{self.path}:{number}: {reason}"
         if self.bad <= SHOWN_BAD_LINES:
@@ -38,6 +39,7 @@ class Lines:
             self.check()  # rather now than after hours
 
     def check(self) -> None:
+        """After the last line: ValueError where too many lines are bad or none holds text, else a line to the log."""
         lines = self.good + self.empty + self.bad
         if self.bad > self.max_bad_fraction * lines:
             advice = "name the field that holds the text with --text-key, or mend the file" if is_json(self.path) \

@@ -58,6 +58,8 @@ def find_corpora(flags: Mapping[str, Sequence[str]], text_key: str | None
 
 
 def corpora_file() -> Path:
+    """The file of named corpora: $MEGATRON_CORPORA, that of the current folder, or that of the checkout. It need not
+    exist."""
     if VARIABLE in os.environ:
         return Path(os.environ[VARIABLE])
     shipped = Path(__file__).resolve().parents[2] / HERE

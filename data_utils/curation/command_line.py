@@ -48,11 +48,13 @@ def stage_parser(description: str | None) -> Parser:
 
 
 def add_output(parser: argparse.ArgumentParser) -> None:
+    """The argument OUTPUT."""
     parser.add_argument("output", metavar="OUTPUT", type=Path, help="the folder to write, or one file, by a name "
                         "that ends in .json or .jsonl; begun again, the same command goes on where it was")
 
 
 def positive(text: str) -> int:
+    """argparse's type of a whole number above 0; ArgumentTypeError otherwise."""
     value = int(text) if text.isdecimal() else 0
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text} is not a whole number above 0")
@@ -60,6 +62,7 @@ def positive(text: str) -> int:
 
 
 def log(line: str) -> None:
+    """Print a line at once."""
     print(line, flush=True)
 
 

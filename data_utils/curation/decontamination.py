@@ -69,6 +69,7 @@ def hashes(ids: np.ndarray) -> np.ndarray:
 
 @functools.lru_cache(1)  # a process does many shards
 def index_of(paths: Sequence[Path], text_key: str) -> Index:
+    """The index of the evaluation sets at `paths`. ValueError names a line that holds no text under `text_key`."""
     def skip(reason: str, sample: str) -> None:
         if reason != "empty":
             raise ValueError(sample)

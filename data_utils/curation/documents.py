@@ -35,6 +35,7 @@ class Shard:
 
     @property
     def bytes(self) -> int:
+        """Of all files together, as they lie on the disk."""
         return sum(path.stat().st_size for path in self.files)
 
     def facts(self) -> dict[str, Any]:
@@ -55,6 +56,7 @@ def stem(path: Path) -> str:
 
 
 def is_text(path: Path) -> bool:
+    """Whether a file's name says that it is one document of plain text, compressed or not."""
     return path.name.removesuffix(".gz").removesuffix(".zst").endswith(TEXT_SUFFIX)
 
 

@@ -75,6 +75,7 @@ class Extractor:
         return text
 
     def close(self) -> None:
+        """End the process."""
         self._pipe.close()
         self._process.kill()
         self._process.join()
@@ -103,5 +104,6 @@ class Extractors:
             self._free.put(extractor)
 
     def close(self) -> None:
+        """End all processes, once no thread uses them."""
         for _ in range(self._count):
             self._free.get().close()

@@ -32,12 +32,16 @@ class Refused(Exception):
 
 @dataclass(frozen=True)
 class Limits:
+    """How much of a page is read, in bytes, and for how long the server may take, in seconds."""
+
     bytes: int
     seconds: float
 
 
 @dataclass(frozen=True)
 class Page:
+    """What a server sent."""
+
     url: str  # after redirects
     body: bytes
     charset: str | None  # that the server names
@@ -107,6 +111,7 @@ def _get(url: str, limits: Limits) -> Page | str:
 
 
 def failure(error: Exception) -> str:
+    """The words for an error of the network or of the server's answer."""
     if isinstance(error, socket.gaierror):
         return NO_HOST
     if isinstance(error, ssl.SSLError):

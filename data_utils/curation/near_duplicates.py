@@ -52,6 +52,7 @@ def sign(run: ShardRun) -> None:
 
 
 def batches(located: Iterator[tuple[int, Document]]) -> Iterator[list[tuple[int, Document]]]:
+    """The items in lists of at least BATCH_CHARACTERS characters of text each; the last one may have fewer."""
     batch, size = [], 0
     for item in located:
         batch.append(item)
@@ -70,12 +71,14 @@ class Forest:
         self.parent = array("q", range(count))
 
     def root(self, number: int) -> int:
+        """The least number of the set that holds `number`."""
         parent = self.parent
         while parent[number] != number:
             parent[number] = number = parent[parent[number]]
         return number
 
     def join(self, first: int, second: int) -> None:
+        """Make one set of the sets of two numbers."""
         first, second = self.root(first), self.root(second)
         self.parent[max(first, second)] = min(first, second)
 

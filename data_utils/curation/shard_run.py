@@ -138,6 +138,7 @@ class ShardRun:
         return whole
 
     def abandon(self) -> None:
+        """Close and remove what was written so far."""
         for name, file in self._files.items():
             with contextlib.suppress(OSError):  # a full disk refuses the last block once more
                 file.close()
@@ -191,8 +192,10 @@ def remove(output: Path, shard: Shard) -> None:
 
 
 def manifest_path(output: Path, shard: Shard) -> Path:
+    """Where the manifest of a shard lies in a stage's output."""
     return output / MANIFESTS / f"{shard.name}.json"
 
 
 def temporary(path: Path) -> Path:
+    """The hidden name of a file until it is whole."""
     return path.with_name(f".{path.name}.tmp")

@@ -74,6 +74,7 @@ def check(manifests: Sequence[dict[str, Any]], max_bad_fraction: float) -> None:
 
 
 def total(manifests: Sequence[dict[str, Any]], key: str) -> int:
+    """The sum of one count over all manifests."""
     return sum(manifest[key] for manifest in manifests)
 
 

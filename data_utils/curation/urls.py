@@ -90,4 +90,5 @@ def filter_urls(run: ShardRun, *, urls_per_file: int, blacklist: str) -> None:
 
 
 def hash128(text: str) -> int:
+    """A hash of 128 bits, as a number: pages are told apart by it."""
     return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest(), "little")

@@ -43,6 +43,7 @@ class Recipe:
 
     @property
     def fingerprint(self) -> str:
+        """A hash of all that decides the tokens of a text."""
         return fingerprint_of(str(PREPROCESSING_SHARD_VERSION), json.dumps([self.keys, self.append_eod]),
                               self.tokenizer)
 
@@ -87,6 +88,7 @@ def _finished(stem: Path, spans: tuple[FileRange, ...], recipe: Recipe) -> dict[
 
 
 def bad_lines_of(stem: Path) -> Path:
+    """The file of a shard's unusable lines; it is there where the shard has any."""
     return Path(f"{stem}.bad.jsonl")
 
 

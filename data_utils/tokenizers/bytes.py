@@ -23,9 +23,11 @@ class ByteTokenizer(Tokenizer):
         return self.encode_utf8(utf8(text))
 
     def encode_utf8(self, data: bytes) -> np.ndarray:
+        """uint8 [bytes of data]: the bytes themselves."""
         return np.frombuffer(data, dtype=np.uint8)
 
     def decode_bytes(self, ids: Sequence[int] | np.ndarray) -> bytes:
+        """The bytes of `ids` without the ends of documents; ValueError for an id above 256 or below 0."""
         ids = np.asarray(ids, dtype=np.int64)
         if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) <= self.eod:
             raise ValueError(f"token ids {ids.min()} to {ids.max()} do not fit a vocabulary of {self.vocab_size}")

@@ -74,9 +74,11 @@ class BytePairTokenizer(Tokenizer):
         return gigatoken(self._ranked)
 
     def encode(self, text: str) -> np.ndarray:
+        """int32 or uint32 [tokens]. ValueError where `text` holds a lone surrogate."""
         return self.encode_utf8(utf8(text))  # tiktoken would replace lone surrogates silently
 
     def encode_utf8(self, data: bytes) -> np.ndarray:
+        """int32 or uint32 [tokens] of valid UTF-8; endless white space is cut into parts before."""
         if len(data) < 2 * WHITE_RUN:
             ranks = self._ranks(data)
         else:

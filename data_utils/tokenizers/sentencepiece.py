@@ -51,6 +51,7 @@ class SentencePieceTokenizer(Tokenizer):
                          {"sentencepiece.model": model})
 
     def encode(self, text: str) -> list[int]:
+        """The ids of `text`. ValueError where it holds a lone surrogate."""
         utf8(text)
         ids: list[int] = []
         for number, part in enumerate(text.split(SPACE) if self._mark else [text]):

@@ -56,6 +56,7 @@ def in_threads(work: Callable[[T], R], items: Iterable[T], threads: int = THREAD
 
 
 def tensor_name(key: str) -> str:
+    """The tensor that a key of a file stands for: `x` of `x` and of `x#2`."""
     return key.partition("#")[0]
 
 

@@ -36,6 +36,7 @@ def write_table(folder: Path, rank: int, tensors: Mapping[str, Any], files: Mapp
 
 
 def write_failure(folder: Path, rank: int, error: BaseException) -> None:
+    """In the place of a rank's table: why the rank could not write its part."""
     _put(folder, rank, json.dumps({"error": str(error)}).encode())
 
 

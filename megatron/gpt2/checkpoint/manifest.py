@@ -41,6 +41,7 @@ MANIFEST = "manifest.json"
 
 
 def table_path(rank: int) -> str:
+    """The path of a rank's table in the iteration's folder."""
     return f"boxes/rank_{rank:05d}.jsonl"
 
 
@@ -73,6 +74,7 @@ class Contents:
         self._tables[table_path(rank)] = {"bytes": size, "sha256": sha256, "files": first["files"]}
 
     def manifest_bytes(self, iteration: int, facts: Mapping[str, Any]) -> bytes:
+        """The manifest, sealed. facts: whatever the writer says about the run, in JSON's types."""
         places: dict[tuple[tuple[int, ...], ...], int] = {}
         tensors = {name: {**info, "held": places.setdefault(tuple(self._held[name]), len(places))}
                    for name, info in self._tensors.items()}

@@ -33,12 +33,16 @@ _TABLE_NAME = re.compile(r"boxes/rank_\d{5,7}\.jsonl", re.ASCII)
 
 @dataclass(frozen=True)
 class TensorInfo:
+    """What is known of a tensor without its values."""
+
     dtype: torch.dtype
     shape: tuple[int, ...]  # global
 
 
 @dataclass(frozen=True)
 class FileInfo:
+    """A file as its table lists it: size, sha256 in hexadecimal, and its boxes by key."""
+
     bytes: int
     sha256: str
     boxes: dict[str, Box]
@@ -53,11 +57,15 @@ class Part(NamedTuple):
 
 
 class Table(NamedTuple):
+    """A rank's table, read."""
+
     files: dict[str, FileInfo]
     parts: dict[str, list[Part]]  # by tensor
 
 
 class TableInfo(NamedTuple):
+    """What the manifest says of a table: size, sha256 in hexadecimal, and counts."""
+
     bytes: int
     sha256: str
     files: int
@@ -112,6 +120,8 @@ def uncollected() -> Iterator[None]:
 
 
 def parse_manifest(data: bytes) -> Manifest:
+    """The manifest in the bytes of its file. ValueError, KeyError, TypeError, AttributeError or RecursionError, for
+    `errors_of`, where it is damaged, of a version that this program does not read, or contradicts itself."""
     digest = check_seal(data)
     manifest = parse_json(data)
     (version,) = _naturals([manifest["version"]])

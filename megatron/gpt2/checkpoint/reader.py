@@ -43,9 +43,11 @@ class NamedTensors:
     tensors: dict[str, TensorInfo]
 
     def names(self) -> list[str]:
+        """All names, in the order of the checkpoint."""
         return list(self.tensors)
 
     def global_shape(self, name: str) -> tuple[int, ...]:
+        """The shape of the whole tensor, without padding."""
         return self.tensors[name].shape
 
     def read(self, name: str, offset: tuple[int, ...] | None = None, shape: tuple[int, ...] | None = None) -> Tensor:
@@ -156,12 +158,14 @@ class Checkpoint(NamedTensors):
         return self.damage()
 
     def read(self, name: str, offset: tuple[int, ...] | None = None, shape: tuple[int, ...] | None = None) -> Tensor:
+        """As `NamedTensors.read`. ValueError where the tables do not hold all of the box."""
         if name in self.tensors:  # no memory is taken for what is not there
             info = self.tensors[name]
             self._boxes_of(name, Box(offset or (0,) * len(info.shape), info.shape if shape is None else shape))
         return super().read(name, offset, shape)
 
     def read_into(self, out: Tensor, name: str, offset: tuple[int, ...]) -> None:
+        """As `NamedTensors.read_into`, out of the saved boxes that meet the one that is asked for."""
         target = Box(offset, tuple(out.shape))
         for part, shared in self._boxes_of(name, target):
             out[within(shared, target).slices()].copy_(self._view(part)[within(shared, part.box).slices()])

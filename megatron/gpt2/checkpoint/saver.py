@@ -116,6 +116,7 @@ class HostCopy:
 
     @property
     def is_ready(self) -> bool:
+        """Whether the memory is made."""
         return self._room is not None
 
     def prepare(self, files: Files, local_world_size: int) -> int:

@@ -31,14 +31,22 @@ class Source(Protocol):
     tensors: dict[str, TensorInfo]
 
     @property
-    def format(self) -> str: ...
+    def format(self) -> str:
+        """One of `formats.FORMATS`."""
+        ...
 
     @property
-    def left_out(self) -> Sequence[str]: ...
+    def left_out(self) -> Sequence[str]:
+        """What the source holds and this object does not, a line each."""
+        ...
 
-    def names(self) -> list[str]: ...
+    def names(self) -> list[str]:
+        """All names, in the order of the source."""
+        ...
 
-    def global_shape(self, name: str) -> tuple[int, ...]: ...
+    def global_shape(self, name: str) -> tuple[int, ...]:
+        """The shape of the whole tensor, without padding."""
+        ...
 
     def read(self, name: str, offset: tuple[int, ...] | None = None,
              shape: tuple[int, ...] | None = None) -> Tensor:

@@ -89,11 +89,13 @@ def _whole(named_parameters: Iterable[tuple[str, Tensor]]) -> Iterator[FlatState
 
 def model_pieces(named_parameters: Iterable[tuple[str, Tensor]], specs: Mapping[str, PartitionSpec], *, mp_rank: int,
                  mp_size: int) -> dict[str, Piece]:
+    """`state_pieces` of whole parameters, as kind "model"."""
     return state_pieces(_whole(named_parameters), specs, mp_rank=mp_rank, mp_size=mp_size)
 
 
 def load_model(named_parameters: Iterable[tuple[str, Tensor]], specs: Mapping[str, PartitionSpec],
                checkpoint: Source, *, mp_rank: int, mp_size: int) -> None:
+    """`load_state` of whole parameters, of kind "model"; padding becomes 0."""
     load_state(_whole(named_parameters), specs, checkpoint, mp_rank=mp_rank, mp_size=mp_size)
 
 

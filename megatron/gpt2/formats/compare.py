@@ -43,6 +43,7 @@ class Difference:
 
     @property
     def equal(self) -> bool:
+        """Whether both hold the same tensors with the same values."""
         return not self.only_in_a and not self.only_in_b and all(row.greatest == 0 for row in self.rows)
 
 

@@ -63,6 +63,7 @@ class ForeignSource(NamedTensors):
                 raise ValueError(f"{path}: {name} is of {info.dtype}, which is no type of weights")
 
     def read_into(self, out: Tensor, name: str, offset: tuple[int, ...]) -> None:
+        """Fill `out`, of any dtype and device, with the box of `name` at `offset`. ValueError where it is outside."""
         whole, box = self.tensors[name].shape, Box(offset, tuple(out.shape))
         if any(start < 0 or start + size > end for start, size, end in zip(box.offset, box.shape, whole, strict=True)):
             raise ValueError(f"{self.path}: {name} has shape {whole}, which does not contain {box}")
@@ -80,6 +81,7 @@ def head_major(heads: int, version: int = 0) -> Callable[[Tensor], Tensor]:
 
 
 def first_rows(number: int) -> Callable[[Tensor], Tensor]:
+    """The change that leaves the first `number` rows of a tensor: the vocabulary without its padding."""
     return lambda x: x[:number]
 
 

@@ -49,11 +49,14 @@ class Opaque:
     state: Any = None
 
     def attributes(self) -> dict[str, Any]:
+        """What the file says of its attributes, by name; nothing where that is no dictionary."""
         return self.state if isinstance(self.state, dict) else {}
 
 
 @dataclass(frozen=True)
 class Storage:
+    """Where the values of a tensor lie in the file."""
+
     dtype: torch.dtype
     start: int  # in the file
     numel: int
