@@ -1,7 +1,7 @@
 """Token files that have no `.idx`: nanoGPT's and llm.c's `.bin`, and the one way to open any token file.
 
 nanoGPT: uint16 tokens and nothing else. llm.c: 256 int32 (magic 20240520, version 1, number of tokens), then uint16
-tokens. Where a document ends is told by the end-of-document id alone.
+tokens. Only the end-of-document id shows where a document ends.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ SEARCHED_AT_ONCE = 1 << 24
 
 
 class ForeignBin:
-    """`tokens` and `document_starts` as an IndexedDataset has them; each document ends with `eod`, but for a rest.
+    """A token file without an index, with the `tokens` and `document_starts` of an IndexedDataset. Each document ends
+    with `eod`; what follows the last EOD is one more document.
 
     ValueError where the file is neither nanoGPT's nor llm.c's.
     """

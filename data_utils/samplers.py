@@ -18,7 +18,7 @@ import numpy as np
 from data_utils.gpt2_dataset import MISSING
 
 ROUNDS = 6
-# numpy costs by the call, not by the sample: the order of small steps is made for so many samples ahead.
+# Samples whose order is made at once: numpy's cost is by the call, not by the sample.
 ORDERED_AT_ONCE = 1024
 
 Order = Callable[[np.ndarray], np.ndarray]  # global sample numbers, int64 [k] -> indices in a dataset, int64 [k]

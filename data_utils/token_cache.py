@@ -40,8 +40,11 @@ Content = tuple[str, str | None]  # sha256, and the field that is read where no 
 
 def tokenise(paths: Sequence[str], *, text_key: str | None, tokenizer: Tokenizer, cache_path: str | None, log: Log,
              max_bad_fraction: float = MOST_BAD_LINES) -> tuple[IndexedDataset, str]:
-    """All documents of `paths` in order, each ended by EOD, and the key of their content; from the cache where they
-    are there, else tokenised by the first process to come."""
+    """The documents of `paths` in order, each with an EOD at its end, and the key of their content.
+
+    They come from the cache, or the first process that asks tokenises them into it. `tokenizer` belongs to the key.
+    ValueError names a file or --data-cache-path.
+    """
     folder = Path(cache_path) if cache_path else user_cache() / "data"
 
     def find() -> tuple[IndexedDataset, str] | None:
@@ -92,15 +95,15 @@ def tokenise(paths: Sequence[str], *, text_key: str | None, tokenizer: Tokenizer
 
 def _write(folder: Path, key: str, name: str, paths: Sequence[str], hashed: Sequence[Identity], text_key: str | None,
            max_bad_fraction: float, tokenizer: Tokenizer, log: Log) -> None:
-    """Tokenise into `<name>.tmp`, which a holder of the lock that was killed may have left, and rename, if the files
-    are still as they were `hashed`."""
+    """Tokenise into `<name>.tmp`, then rename. ValueError where the files are no longer as they were `hashed`. A
+    process that was killed may have left a file of that name: it is overwritten."""
     started = time.monotonic()
     log(f"tokenising {', '.join(paths)} into {folder / key}.bin")
     with _cache_errors(folder):
         builder = IndexedDatasetBuilder(folder / f"{name}.tmp", token_dtype(tokenizer.vocab_size))
     size = 0
     try:
-        # The bar is told of characters. Its end is the files' bytes, a little more.
+        # The bar counts characters, and its end is the number of bytes, which is a little more.
         total = 0 if BUILTIN in paths else sum(os.path.getsize(path) for path in paths)
         with progress_bar(seen=total > 0, total=total, unit="B", unit_scale=True, desc="tokenising") as bar:
             for path in paths:
@@ -129,7 +132,7 @@ def _write(folder: Path, key: str, name: str, paths: Sequence[str], hashed: Sequ
 
 
 def _identity(path: str) -> Identity:
-    """What tells a file, short of its content: path, size and mtime in ns."""
+    """Path, size in bytes and mtime in ns: a file with the same three is taken to have the same content."""
     if path == BUILTIN:
         return [BUILTIN, sys.version, str(sysconfig.get_path("stdlib"))]
     status = os.stat(path)
@@ -142,7 +145,7 @@ def _record(folder: Path, identity: Identity) -> Path:
 
 
 def _recorded(folder: Path, path: str) -> Content | None:
-    """What was written down for the file as it is now."""
+    """The record of the file, if the file is still as it was then."""
     identity = _identity(path)
     try:
         record = json.loads(_record(folder, identity).read_text(encoding="utf-8"))
@@ -162,8 +165,9 @@ def _hash(path: str) -> str:
 
 def _key(paths: Sequence[str], contents: Sequence[Content], text_key: str | None, tokenizer: Tokenizer,
          max_bad_fraction: float) -> str:
-    """Of each file the field that is really read counts, False for plain text, and not how it was chosen. What was let
-    through with more bad lines than usual is not taken where they are refused."""
+    """The name of a pair in the cache. Of each file the field that is read counts, however it was chosen, or False for
+    plain text. A higher `max_bad_fraction` than the default counts as well: text that passed only under it is not used
+    where it would be refused."""
     fields = [(field if text_key is None else text_key) if is_json(path) else False
               for path, (_, field) in zip(paths, contents, strict=True)]
     hashes = [sha256 for sha256, _ in contents]

@@ -16,7 +16,8 @@ TRAINING_CHARACTERS = 100_000_000
 
 def ensure_sentencepiece_model(model_file: str, *, train_data: Sequence[str], text_key: str | None, vocab_size: int,
                                log: Log, max_bad_fraction: float = MOST_BAD_LINES) -> None:
-    """Train `model_file` on the training files where it is missing; one process does, the others wait for it."""
+    """Train `model_file` on the files in `train_data`, or on the built-in corpus, if it is missing. One process trains,
+    the others wait for it. ValueError or FileNotFoundError names a flag."""
     if Path(model_file).exists():
         return
 

@@ -16,7 +16,7 @@ from data_utils.tokenizers.text import utf8
 DEFAULT_KEYS = ("text", "sentence")
 MOST_BAD_LINES = 0.001
 SHOWN_BAD_LINES = 5
-HOPELESS_LINES = 1000  # so many bad lines before the first good one, and the file is refused
+HOPELESS_LINES = 1000  # bad lines before the first good one, at which the file is refused
 
 Log = Callable[[str], None]
 
@@ -55,7 +55,7 @@ class Lines:
 def documents(path: str, text_key: str | None, log: Log, max_bad_fraction: float = MOST_BAD_LINES) -> Iterator[str]:
     """The documents of one file in its order, none of them empty; `builtin` names the built-in corpus.
 
-    JSON is told by the file's name: one object a line, or one array of objects. Any other file is one document.
+    JSON is recognised by the file's name: one object a line, or one array of objects. Any other file is one document.
     ValueError names the file and line where more than `max_bad_fraction` of the lines are unusable, and the file where
     it holds no text at all.
     """

@@ -11,13 +11,13 @@ from data_utils.curation.shard_run import ShardRun
 from data_utils.tokenizers.base import Tokenizer
 from data_utils.tokenizers.build import build_tokenizer
 
-LANGUAGE_CHARACTERS = 3000  # the language is named from so many: naming it runs at 4 MB/s
+LANGUAGE_CHARACTERS = 3000  # of a text, by which its language is found: that runs at 4 MB/s
 # What ftfy may change in a line: all but printable ASCII without an ampersand. The rest is ftfy's fixed point.
 SUSPECT = re.compile(r"[^\t\n\x20-\x25\x27-\x7e]")
 
 
 def mend(text: str) -> str:
-    """ftfy.fix_text(text), which works line by line: lines that it would leave alone are not shown to it."""
+    """ftfy.fix_text(text), which works line by line. Lines that it would leave unchanged are not passed to it."""
     if not SUSPECT.search(text):
         return text
     import ftfy
@@ -40,7 +40,8 @@ def language_of(text: str) -> str:
 
 
 def at_least(tokenizer: Tokenizer, tokens: int) -> Callable[[str], bool]:
-    """Whether a text has so many tokens. Only a text whose length leaves it open is tokenised."""
+    """A function that says whether a text has at least `tokens` tokens. It tokenises a text only where the number of
+    bytes does not decide."""
     longest = int(tokenizer.byte_lengths.max())
 
     def enough(text: str) -> bool:

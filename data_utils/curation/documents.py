@@ -39,7 +39,7 @@ class Shard:
         return sum(path.stat().st_size for path in self.files)
 
     def facts(self) -> dict[str, Any]:
-        """What a manifest says of it: nothing of where it lies."""
+        """What a manifest says of the input: name, files, bytes and sha256, but not its folder."""
         digest = hashlib.sha256()
         for path in self.files:
             digest.update(f"{path.name}\0{path.stat().st_size}\0".encode())
@@ -94,7 +94,7 @@ def file_shards(given: Sequence[str]) -> list[Shard]:
 
 
 def distinct(shards: list[Shard]) -> list[Shard]:
-    """The same; ValueError where two would write the same output."""
+    """`shards`. ValueError where two of them would write the same output."""
     seen: dict[str, Shard] = {}
     for shard in shards:
         other = seen.setdefault(shard.name, shard)
@@ -112,9 +112,10 @@ def label(document: Document) -> str:
 
 def read_documents(files: Sequence[Path], text_key: str, skip: Skip, read: Callable[[int], object]
                    ) -> Iterator[tuple[int, Document]]:
-    """(offset in its decompressed file, document) of each that holds text.
+    """(offset in its decompressed file, document) of each document that holds text.
 
-    `skip` hears of each other one: "empty", or "unreadable" with file, line and reason. `read` hears of the bytes.
+    skip: is called for each other one, with "empty" and its place, or with "unreadable" and file, line and reason.
+    read: is called with the numbers of bytes that were read.
     """
     for path in files:
         if is_text(path):

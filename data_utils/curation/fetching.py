@@ -48,7 +48,8 @@ class Page:
 
 
 def fetch(url: str, limits: Limits, refusal: Callable[[str], str | None]) -> Page:
-    """The page; Refused says why there is none. `refusal` is asked about every address that a server sends us to."""
+    """The page. Refused says why there is none. refusal: is called with every address that a server redirects to, and
+    returns why it is not to be fetched, or None."""
     deadline = time.monotonic() + limits.seconds
     for _ in range(REDIRECTS + 1):
         left = deadline - time.monotonic()
@@ -67,7 +68,7 @@ def fetch(url: str, limits: Limits, refusal: Callable[[str], str | None]) -> Pag
 
 
 def _get(url: str, limits: Limits) -> Page | str:
-    """The page, or where it is said to be."""
+    """The page, or the address that the server redirects to."""
     try:
         connection, target = _connection(url, limits.seconds)
     except (ValueError, UnicodeError):

@@ -1,4 +1,4 @@
-"""The contract of every stage: a shard in, outputs and a manifest out, whole or not at all.
+"""One shard through one stage: a shard in, outputs and a manifest out, whole or not at all.
 
     <output>/<name>.jsonl             what the stage writes, renamed into place when it is whole and on the disk
     <output>/manifests/<shard>.json   what it was made of and by, written last: without it the outputs count for nothing
@@ -28,7 +28,7 @@ from data_utils.files.format_versions import STAGE_MANIFEST_VERSION
 from data_utils.files.hashing import hash_file
 
 SAMPLES = 3  # of each reason, kept in a manifest
-HOPELESS = 1000  # so many unreadable or empty documents before the first good one, and the shard is refused
+HOPELESS = 1000  # unreadable or empty documents before the first good one, at which the shard is refused
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class ShardRun:
         return (document for _, document in self.located())
 
     def located(self) -> Iterator[tuple[int, Document]]:
-        """The same, each with its offset in the decompressed file."""
+        """(offset in the decompressed file, document) of each document of the shard, not more than the limit."""
         return self._counted(read_documents(self.shard.files, self.stage.text_key, self._skip, self._read))
 
     def lines(self) -> Iterator[str]:
@@ -166,7 +166,7 @@ def run_shard(stage: Stage, shard: Shard, output: Path, limit: int | None = None
 
 
 def finished(output: Path, shard: Shard, wanted: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The manifest that an earlier run left, if it is of this very work and its outputs are there."""
+    """The manifest that an earlier run left, if it records the same work and its outputs are there, unchanged."""
     try:
         found = json.loads(manifest_path(output, shard).read_text(encoding="utf-8"))
         if {key: found.get(key) for key in wanted} != json.loads(json.dumps(wanted)):

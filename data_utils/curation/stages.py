@@ -26,7 +26,7 @@ Log = Callable[[str], None]
 
 def run_stage(stage: Stage, shards: Sequence[Shard], output: Path, *, limit: int | None = None, workers: int = 1,
               max_bad_fraction: float = MAX_BAD_FRACTION, alone: bool = True, log: Log) -> list[dict[str, Any]]:
-    """Every shard's manifest, in order; `log` hears the closing report.
+    """Every shard's manifest, in order; `log` gets the lines of the closing report.
 
     ValueError where nothing came in or nothing went out, where too much was unreadable, and where `output`, if it is
     to be read as a whole and so for these shards `alone`, holds something else. With a limit the shards are done one

@@ -1,4 +1,4 @@
-"""Files that may be compressed, told by their first bytes: gzip and zstd, of several members or frames."""
+"""Files that may be compressed, recognised by their first bytes: gzip and zstd, of several members or frames."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def open_bytes(path: str) -> BinaryIO:
 
 @contextlib.contextmanager
 def damage_named(path: str) -> Iterator[None]:
-    """Inside, what a decompressor says of a damaged file becomes a ValueError that names the file."""
+    """Turns a decompressor's error about a damaged file into a ValueError that names the file."""
     try:
         yield
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:

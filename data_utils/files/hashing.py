@@ -78,7 +78,7 @@ class ContentHash:
 
 
 def content_hash(path: str, start: int, stop: int) -> str:
-    """That of a file's bytes from `start` to `stop`."""
+    """The ContentHash of a file's bytes from `start` to `stop`, as text."""
     digest = ContentHash()
     with open(path, "rb", buffering=0) as file:
         file.seek(start)

@@ -1,4 +1,4 @@
-"""Which part of which file goes into which shard: a function of the files alone, whoever works on them."""
+"""Which part of which file goes into which shard. It depends on the files alone, not on the number of workers."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def expand(inputs: Sequence[str]) -> list[str]:
 
 
 def whole_file(path: str, keys: tuple[str, ...]) -> FileRange:
-    """A whole file as one range. JSON is told by its name, or by a first line that is an object with the keys."""
+    """A whole file as one range. JSON is recognised by its name, or by a first line that is an object with the keys."""
     with open(path, "rb") as file:
         head = file.read(1 << 16)
         size = file.seek(0, os.SEEK_END)

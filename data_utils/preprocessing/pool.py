@@ -51,8 +51,12 @@ def _work_on(number: int, spans: Shard) -> dict[str, Any]:
 def make_shards(folder: Path, shards: Sequence[Shard], recipe: Recipe, tokenizer: Tokenizer,
                 arguments: Mapping[str, Any], *, workers: int, progress: Progress, finished: Callable[[int], object]
                 ) -> list[dict[str, Any]]:
-    """The facts of all shards; `finished` is told of each in order. One process makes them itself, several build the
-    tokenizer anew from its `arguments`. Raises what `make_shard` does, OSError where a worker dies."""
+    """The manifests of all shards. One process makes them itself; each of several builds its own tokenizer from
+    `arguments`.
+
+    progress: is called with the bytes of input and the tokens since its last call. finished: is called with the number
+    of each shard in order, once it is made. Raises what `make_shard` raises, and OSError where a worker dies.
+    """
     facts: list[dict[str, Any]] = []
     if min(workers, len(shards)) == 1:
         for number, spans in enumerate(shards):
@@ -62,7 +66,7 @@ def make_shards(folder: Path, shards: Sequence[Shard], recipe: Recipe, tokenizer
     # Spawned, not forked: the libraries below start threads.
     context = multiprocessing.get_context("spawn")
     counters = context.Array("q", 2)
-    told = [0, 0]
+    reported = [0, 0]
     with ProcessPoolExecutor(min(workers, len(shards)), context, _start_worker,
                              (folder, recipe, arguments, counters)) as pool:
         try:
@@ -71,8 +75,8 @@ def make_shards(folder: Path, shards: Sequence[Shard], recipe: Recipe, tokenizer
             while left:
                 done, left = wait(left, POLL_SECONDS, FIRST_COMPLETED)
                 now = counters[:]
-                progress(now[0] - told[0], now[1] - told[1])
-                told = now
+                progress(now[0] - reported[0], now[1] - reported[1])
+                reported = now
                 for future in done:
                     future.result()  # raises what the worker raised
                 while len(facts) < len(futures) and futures[len(facts)].done():

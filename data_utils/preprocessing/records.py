@@ -17,8 +17,10 @@ Record = Any  # a line's bytes, an object, or an UnreadableLine
 
 @dataclass(frozen=True)
 class FileRange:
-    """Bytes of an input file: whole lines of a `json` one, or all of it. `kind`: json, packed (JSON that is compressed
-    or one array), text or parquet."""
+    """A part of an input file: the bytes from `start` to `stop`, whole lines of a file of kind `json`, else all of it.
+
+    kind: json, packed (JSON that is compressed or one array), text or parquet.
+    """
 
     path: str
     kind: str
@@ -97,7 +99,8 @@ def _rows(path: str, keys: tuple[str, ...]) -> Iterator[dict[str, Any]]:
 
 
 def fast_json() -> Callable[[bytes], Any]:
-    """orjson, two to three times faster, where it is installed; what it refuses is read by json all the same."""
+    """A parser of JSON: orjson's, two to three times faster, where it is installed, else json's. The caller reads with
+    json what this one refuses."""
     try:
         import orjson
     except ImportError:

@@ -42,7 +42,7 @@ class Tokenizer(ABC):
         """The ids of `text`, never `eod`. ValueError where `text` holds a lone surrogate."""
 
     def encode_utf8(self, data: bytes) -> np.ndarray | list[int]:
-        """The ids of a text that is at hand as valid UTF-8."""
+        """The ids of a text, given as valid UTF-8."""
         return self.encode(data.decode("utf-8"))
 
     def decode_bytes(self, ids: Sequence[int] | np.ndarray) -> bytes:

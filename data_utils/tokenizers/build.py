@@ -16,7 +16,12 @@ KINDS = ("GPT2BPETokenizer", "SentencePieceTokenizer", "bytes", "builtin")
 
 def build_tokenizer(kind: str, *, vocab_file: str | None = None, merge_file: str | None = None,
                     cache_dir: str | None = None, model_file: str | None = None) -> Tokenizer:
-    """The tokenizer of this kind; one line of ValueError or FileNotFoundError where a file or a package lacks."""
+    """The tokenizer of this `kind`, one of KINDS.
+
+    vocab_file, merge_file: of GPT2BPETokenizer; without them both are looked for in `cache_dir` and in the user's
+    cache. model_file: of SentencePieceTokenizer. ValueError or FileNotFoundError, one line, where a file or a package
+    is missing or a file is damaged.
+    """
     if kind == "bytes":
         return ByteTokenizer()
     if kind == "builtin":

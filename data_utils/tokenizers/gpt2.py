@@ -70,7 +70,7 @@ class BytePairTokenizer(Tokenizer):
 
     @functools.cached_property
     def _faster(self) -> Gigatoken | None:
-        """Made by the first text: many programs have none, and a damaged vocabulary is refused before."""
+        """gigatoken, made when the first text comes: many programs have none."""
         return gigatoken(self._ranked)
 
     def encode(self, text: str) -> np.ndarray:
@@ -110,7 +110,8 @@ def _cut_white_space(text: str) -> Iterator[str]:
 
 
 def _byte_strings(tokens: Sequence[str], name: str) -> list[bytes]:
-    """The bytes behind tokens written in GPT-2's alphabet; every single byte has to be among them, and none twice."""
+    """The bytes of tokens that are written in GPT-2's alphabet. ValueError unless all 256 bytes are among them and no
+    token occurs twice."""
     values = {character: value for value, character in enumerate(byte_alphabet())}
     try:
         ranked = [bytes(values[character] for character in token) for token in tokens]
@@ -143,7 +144,8 @@ def gpt2_tokenizer(vocab_path: Path, merge_path: Path) -> BytePairTokenizer:
 
 
 def gpt2_tokenizer_of(vocab_data: bytes, merge_data: bytes, vocab_name: str, merge_name: str) -> BytePairTokenizer:
-    """The same from what the files hold; the names are for messages."""
+    """`gpt2_tokenizer` of the contents of the two files. The names stand in errors. ValueError where a file is no such
+    JSON or list of merges."""
     try:
         vocabulary: dict[str, int] = json.loads(vocab_data)
         dense = sorted(vocabulary.values()) == list(range(len(vocabulary)))

@@ -64,7 +64,8 @@ class SentencePieceTokenizer(Tokenizer):
 
 
 def train_sentencepiece(texts: Iterable[str], model_file: str | Path, vocab_size: int) -> None:
-    """Train a byte-fallback BPE of `vocab_size` pieces on `texts` and write it to `model_file`, atomically."""
+    """Train a BPE with byte fallback and `vocab_size` tokens on `texts` and write it to `model_file`, atomically.
+    ValueError where there is no text, the text is too short for the size, or the file cannot be written."""
     sentencepiece = _import_sentencepiece()
     model = io.BytesIO()
     # Long documents go in as parts: the trainer drops what is longer than its limit.

@@ -17,10 +17,10 @@ def utf8(text: str) -> bytes:
 
 
 def split_text(text: str, limit: int = PART_CHARACTERS) -> Iterator[str]:
-    """Parts of `text` of about `limit` characters at most twice, so that a file of gigabytes needs no list of all ids.
+    """`text` in parts of `limit` to 2 · `limit` characters, so that a file of gigabytes needs no list of all its ids.
 
     A cut lies before a single space between two other characters, where every tokenizer starts a new token: the ids
-    are those of the whole text. Where the second `limit` has no such space the cut is made all the same.
+    are those of the whole text. Where the second `limit` has no such space, the cut lies at its end.
     """
     start = 0
     while len(text) - start > 2 * limit:

@@ -138,7 +138,7 @@ def header_of(file: str, iteration: int, pieces: Mapping[str, Piece]) -> tuple[b
 
 
 def listed(file: str, pieces: Mapping[str, Piece], size: int, sha256: str) -> dict[str, Any]:
-    """What there is to say of `file`, which holds `pieces`."""
+    """The entry of `file`, which holds `pieces`, in a table: as `write_tensors` returns it."""
     return {"tensors": {tensor_name(key): {"dtype": DTYPE_CODES[piece.tensor.dtype], "shape": piece.global_shape}
                         for key, piece in pieces.items()},
             "files": {file: {"bytes": size, "sha256": sha256,
@@ -148,7 +148,7 @@ def listed(file: str, pieces: Mapping[str, Piece], size: int, sha256: str) -> di
 
 def _write_back(stream: BinaryIO, started: int) -> int:
     """Have the disk begin with what lies between `started` and the end of the file, once that is worth it: the fsync
-    at the end then waits for little. Returns what is under way by now."""
+    at the end then waits for little. Returns up to which byte the disk has begun."""
     end = stream.tell()
     if end - started < WRITE_BACK or not hasattr(os, "posix_fadvise"):
         return started

@@ -1,4 +1,4 @@
-"""How rank 0 hears what the others wrote: each puts the table of its files into the checkpoint, last of all.
+"""How rank 0 learns what the others wrote: each rank puts the table of its files into the checkpoint, last of all.
 
 The table, or the error in its place, appears under its name as a whole or not at all. Rank 0 keeps its first line and
 its hash: what the boxes are concerns only those who load them.

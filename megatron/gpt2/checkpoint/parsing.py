@@ -223,7 +223,7 @@ def check_sizes(folder: Path, files: Mapping[str, FileInfo]) -> None:
 
 
 def check_size(path: Path, expected: int) -> None:
-    """Raise ValueError unless the file `path` is there and has so many bytes."""
+    """Raise ValueError unless the file `path` is there and has `expected` bytes."""
     with errors_of(path):
         if not path.is_file():  # a pipe would keep us waiting
             raise ValueError("missing")

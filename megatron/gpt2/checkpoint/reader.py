@@ -106,7 +106,7 @@ class Checkpoint(NamedTensors):
 
     @property
     def tables_read(self) -> list[str]:
-        """Those that were needed by now."""
+        """The tables that were read so far."""
         return [self._paths[number] for number in self._tables]
 
     def _table(self, number: int) -> Table:

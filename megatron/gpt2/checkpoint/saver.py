@@ -71,7 +71,7 @@ class Saver:
 
     def _write(self, iteration: int, files: Files, facts: Mapping[str, Any], number: int,
                elsewhere: Mapping[str, Any]) -> Path:
-        """In the thread. What rank 0 finds is what counts: it hears of every other's failure."""
+        """Write in the thread. The result on rank 0 counts, since rank 0 learns of every other rank's failure."""
         try:
             path = self._write_checkpoint(iteration=iteration, files=files, facts=facts, log=self._say,
                                           attempt=f"{self._attempt}-{number}", hurry=self._hurry, **elsewhere)

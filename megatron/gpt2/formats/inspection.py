@@ -1,4 +1,4 @@
-"""What there is to see of a checkpoint, as data and as lines to print."""
+"""A description of a checkpoint, as data and as lines to print."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _parts(tensors: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def lines(found: dict[str, Any]) -> list[str]:
-    """The same, to read."""
+    """`describe` of a source, as lines to print."""
     layout = found["layout"] or {}
     rows = [("checkpoint", found["path"]), ("format", found["format"]), ("iteration", f"{found['iteration']:,}")]
     if layout:

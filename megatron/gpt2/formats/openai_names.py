@@ -37,7 +37,7 @@ def is_linear(name: str) -> bool:
 
 
 def check_layers(path: Path, names: Iterable[str], num_layers: int) -> None:
-    """ValueError unless `names`, OpenAI's, are of so many layers; to be called before anything is made for each."""
+    """ValueError unless `names`, OpenAI's, have `num_layers` layers. Call it before anything is made for each layer."""
     found = len({layer[1] for name in names if (layer := re.match(r"h\.(\d+)\.", name, re.ASCII))})
     if found != num_layers:
         raise ValueError(f"{path}: holds {found} layers instead of {num_layers}")
