@@ -10,7 +10,7 @@ from typing import Any
 
 from data_utils.corpora.builtin import builtin_documents
 from data_utils.corpora.files import BUILTIN, is_json
-from data_utils.files.compression import damage_named, open_bytes
+from data_utils.files.compression import open_bytes
 from data_utils.tokenizers.text import utf8
 
 DEFAULT_KEYS = ("text", "sentence")
@@ -84,7 +84,7 @@ def default_key(path: str) -> str | None:
 
 def _content(path: str) -> Iterator[bytes]:
     """The lines of a file, decompressed."""
-    with damage_named(path), open_bytes(path) as file:
+    with open_bytes(path) as file:
         yield from file
 
 

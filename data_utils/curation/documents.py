@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from data_utils.corpora.files import JSON_SUFFIXES, TEXT_SUFFIX, holds_documents
-from data_utils.files.compression import damage_named, open_bytes
+from data_utils.files.compression import open_bytes
 from data_utils.files.hashing import add_file
 
 COMPRESSED_SUFFIXES = (".gz", ".zst")
@@ -119,7 +119,7 @@ def read_documents(files: Sequence[Path], text_key: str, skip: Skip, read: Calla
     """
     for path in files:
         if is_text(path):
-            with damage_named(str(path)), open_bytes(str(path)) as file:
+            with open_bytes(path) as file:
                 content = file.read()
             read(len(content))
             try:
@@ -149,7 +149,7 @@ def read_documents(files: Sequence[Path], text_key: str, skip: Skip, read: Calla
 def read_lines(path: Path, read: Callable[[int], object]) -> Iterator[tuple[int, int, bytes]]:
     """(line number from 1, offset, line) of a file."""
     offset = 0
-    with damage_named(str(path)), open_bytes(str(path)) as file:
+    with open_bytes(path) as file:
         for number, line in enumerate(file, 1):
             read(len(line))
             yield number, offset, line

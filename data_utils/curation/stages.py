@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import multiprocessing.connection
-import os
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from pathlib import Path
@@ -16,6 +13,7 @@ from data_utils.curation.documents import Shard
 from data_utils.curation.shard_run import Stage, run_shard
 from data_utils.files.locks import file_lock
 from data_utils.progress import progress_bar
+from data_utils.worker_processes import end_with_parent
 
 UNREADABLE = "unreadable"
 MAX_BAD_FRACTION = 0.001
@@ -101,17 +99,9 @@ _read_bytes: Any = None  # of a worker: a counter that its parent looks at
 
 
 def _start_worker(counter: Any) -> None:
-    """A worker ends with its parent, however that ends: an orphan would hold the folder's lock."""
     global _read_bytes
     _read_bytes = counter
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-
-    def follow() -> None:
-        multiprocessing.connection.wait([parent.sentinel])
-        os._exit(1)
-
-    threading.Thread(target=follow, daemon=True).start()
+    end_with_parent()
 
 
 def _count(read: int) -> None:

@@ -7,6 +7,7 @@ import gzip
 import io
 import zlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import BinaryIO, cast
 
 GZIP, ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
@@ -14,7 +15,7 @@ ZSTD_SKIPPABLE = b"\x2a\x4d\x18"  # after a first byte of 0x50 to 0x5f; pzstd be
 BLOCK = 1 << 18
 
 
-def compression_of(path: str) -> str | None:
+def compression_of(path: str | Path) -> str | None:
     """`gzip`, `zstd`, or None for a file that is neither."""
     with open(path, "rb") as file:
         magic = file.read(4)
@@ -23,9 +24,18 @@ def compression_of(path: str) -> str | None:
     return "gzip" if magic[:2] == GZIP else None
 
 
-def open_bytes(path: str) -> BinaryIO:
-    """The content of a file, decompressed where it is compressed. Reading a truncated or damaged file raises one of
-    the errors that `damage_named` makes a ValueError of."""
+@contextlib.contextmanager
+def open_bytes(path: str | Path) -> Iterator[BinaryIO]:
+    """The content of a file, decompressed where it is compressed. ValueError, which names the file, where reading in
+    the block shows that it is truncated or damaged."""
+    try:
+        with _open(path) as file:
+            yield file
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise ValueError(f"{path} is damaged: {error}") from None
+
+
+def _open(path: str | Path) -> BinaryIO:
     kind = compression_of(path)
     if kind == "gzip":
         return cast(BinaryIO, gzip.open(path, "rb"))
@@ -34,19 +44,10 @@ def open_bytes(path: str) -> BinaryIO:
     return open(path, "rb", buffering=BLOCK)
 
 
-@contextlib.contextmanager
-def damage_named(path: str) -> Iterator[None]:
-    """Turns a decompressor's error about a damaged file into a ValueError that names the file."""
-    try:
-        yield
-    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise ValueError(f"{path} is damaged: {error}") from None
-
-
 class _ZstdFile(io.RawIOBase):
     """The zstandard package's own reader takes a truncated file for one that has ended."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str | Path) -> None:
         try:
             import zstandard
         except ImportError:

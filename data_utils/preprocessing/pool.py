@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
@@ -16,6 +14,7 @@ from data_utils.preprocessing.plan import Shard
 from data_utils.preprocessing.shards import Progress, Recipe, make_shard
 from data_utils.tokenizers.base import Tokenizer
 from data_utils.tokenizers.build import build_tokenizer
+from data_utils.worker_processes import end_with_parent
 
 POLL_SECONDS = 0.2
 
@@ -25,10 +24,7 @@ _work: Callable[[int, Shard], dict[str, Any]]
 
 def _start_worker(folder: Path, recipe: Recipe, arguments: Mapping[str, Any], counters: Any) -> None:
     """`counters`: int64 [2] in shared memory, bytes of input and tokens."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    # A pool's workers would wait for work for ever if the program were killed.
-    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    end_with_parent()
 
     def count(read: int, tokens: int) -> None:
         with counters.get_lock():
@@ -37,11 +33,6 @@ def _start_worker(folder: Path, recipe: Recipe, arguments: Mapping[str, Any], co
 
     global _work
     _work = partial(make_shard, folder, recipe=recipe, tokenizer=build_tokenizer(**arguments), progress=count)
-
-
-def _end_with(parent: Any) -> None:
-    parent.join()
-    os._exit(1)
 
 
 def _work_on(number: int, spans: Shard) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 from data_utils.corpora.documents import json_object, objects, text_of
-from data_utils.files.compression import damage_named, open_bytes
+from data_utils.files.compression import open_bytes
 
 BOM = b"\xef\xbb\xbf"
 
@@ -66,7 +66,7 @@ def _lines(span: FileRange, see: Callable[[bytes], object]) -> Iterator[bytes]:
 
 
 def _unpacked(span: FileRange, key: str) -> Iterator[tuple[int, Record]]:
-    with damage_named(span.path), open_bytes(span.path) as file:
+    with open_bytes(span.path) as file:
         yield from _whole_text(file, key) if span.kind == "text" else enumerate(objects(file, span.path), 1)
 
 
