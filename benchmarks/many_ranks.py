@@ -28,7 +28,7 @@ import torch
 import mpu
 from benchmarks import report
 from megatron.gpt2.checkpoint import folder as folders
-from megatron.gpt2.checkpoint.files import Piece, header_of, listed
+from megatron.gpt2.checkpoint.files import Piece, file_entry, header_of
 from megatron.gpt2.checkpoint.folder import find_checkpoint, write_checkpoint
 from megatron.gpt2.checkpoint.manifest import MANIFEST
 from megatron.gpt2.checkpoint.reader import Checkpoint
@@ -116,7 +116,7 @@ def write_hole(folder: Path, file: str, iteration: int, pieces: Mapping[str, Pie
     with open(folder / file, "xb") as stream:
         stream.write(header)
         stream.truncate(size)
-    return listed(file, pieces, size, "0" * 64)
+    return file_entry(file, pieces, size, "0" * 64)
 
 
 def timed(work: Callable[[], Any]) -> float:

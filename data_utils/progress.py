@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, TextIO
 
 
-class Unseen:
+class NoProgressBar:
     """What is used of tqdm's bar, without showing anything."""
 
     def __init__(self, iterable: Iterable[Any] | None = None) -> None:
@@ -17,7 +17,7 @@ class Unseen:
     def __iter__(self) -> Iterator[Any]:
         return iter(self._iterable)
 
-    def __enter__(self) -> Unseen:
+    def __enter__(self) -> NoProgressBar:
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -41,11 +41,11 @@ class Unseen:
 
 
 def progress_bar(iterable: Iterable[Any] | None = None, *, seen: bool = True, **options: Any) -> Any:
-    """tqdm's bar on standard error where that is a terminal, tqdm is installed and it is to be `seen`; else `Unseen`.
-    `options` are tqdm's."""
+    """tqdm's bar on standard error, where that is a terminal, tqdm is installed and `seen` is True; else a
+    NoProgressBar. `options` are tqdm's."""
     if seen and sys.stderr.isatty():
         with contextlib.suppress(ImportError):
             from tqdm import tqdm
 
             return tqdm(iterable, dynamic_ncols=True, **options)
-    return Unseen(iterable)
+    return NoProgressBar(iterable)

@@ -127,7 +127,7 @@ def write_tensors(folder: Path, file: str, iteration: int, pieces: Mapping[str, 
             flush_to_disk(stream)
     except OSError as error:
         raise write_error(path, size, error) from error
-    return listed(file, pieces, size, sha.hexdigest())
+    return file_entry(file, pieces, size, sha.hexdigest())
 
 
 def header_of(file: str, iteration: int, pieces: Mapping[str, Piece]) -> tuple[bytes, dict[str, int], int]:
@@ -137,7 +137,7 @@ def header_of(file: str, iteration: int, pieces: Mapping[str, Piece]) -> tuple[b
                        {tensor_name(key): piece.tensor.dtype for key, piece in pieces.items()})
 
 
-def listed(file: str, pieces: Mapping[str, Piece], size: int, sha256: str) -> dict[str, Any]:
+def file_entry(file: str, pieces: Mapping[str, Piece], size: int, sha256: str) -> dict[str, Any]:
     """The entry of `file`, which holds `pieces`, in a table: as `write_tensors` returns it."""
     return {"tensors": {tensor_name(key): {"dtype": DTYPE_CODES[piece.tensor.dtype], "shape": piece.global_shape}
                         for key, piece in pieces.items()},

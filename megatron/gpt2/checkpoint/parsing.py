@@ -72,7 +72,7 @@ class TableInfo(NamedTuple):
     tensors: int  # of how many tensors it holds a part
 
 
-class Held(NamedTuple):
+class TablePart(NamedTuple):
     """What a table holds of a tensor: entries within [top, bottom) of its rows."""
 
     table: int
@@ -88,13 +88,13 @@ class Manifest(NamedTuple):
     iteration: int
     facts: dict[str, Any]
     tensors: dict[str, TensorInfo]
-    held: dict[str, list[Held]]
+    held: dict[str, list[TablePart]]
     tables: dict[str, TableInfo]
     inside: Table | None
 
 
 @contextlib.contextmanager
-def errors_of(where: Path) -> Iterator[None]:
+def errors_named(where: Path) -> Iterator[None]:
     """Whatever is wrong with the file `where` is a ValueError, in one line that names it."""
     try:
         yield
@@ -107,7 +107,7 @@ def errors_of(where: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def uncollected() -> Iterator[None]:
+def without_garbage_collection() -> Iterator[None]:
     """Without Python's garbage collector: it would go through all that is being made again and again, two thirds of
     the time."""
     collects = gc.isenabled()
@@ -121,7 +121,7 @@ def uncollected() -> Iterator[None]:
 
 def parse_manifest(data: bytes) -> Manifest:
     """The manifest in the bytes of its file. ValueError, KeyError, TypeError, AttributeError or RecursionError, for
-    `errors_of`, where it is damaged, of a version that this program does not read, or contradicts itself."""
+    `errors_named`, where it is damaged, of a version that this program does not read, or contradicts itself."""
     digest = check_seal(data)
     manifest = parse_json(data)
     (version,) = _naturals([manifest["version"]])
@@ -133,7 +133,7 @@ def parse_manifest(data: bytes) -> Manifest:
     (iteration,) = _naturals([manifest["iteration"]])
     tensors = {name: TensorInfo(DTYPES[info["dtype"]], _naturals(info["shape"]))
                for name, info in manifest["tensors"].items()}
-    held: dict[str, list[Held]] = {}
+    held: dict[str, list[TablePart]] = {}
     tables: dict[str, TableInfo] = {}
     inside = None
     if version > 1:
@@ -146,12 +146,12 @@ def parse_manifest(data: bytes) -> Manifest:
     return Manifest(digest, iteration, dict(manifest["facts"]), tensors, held, tables, inside)
 
 
-def _held(manifest: Any, tensors: Mapping[str, TensorInfo]) -> tuple[dict[str, list[Held]], dict[str, TableInfo]]:
+def _held(manifest: Any, tensors: Mapping[str, TensorInfo]) -> tuple[dict[str, list[TablePart]], dict[str, TableInfo]]:
     """By tensor what holds it, checked to be as many entries as it has; and the tables."""
     paths = dict(manifest["tables"])
     lists = []
     for entries in manifest["held"]:
-        held = [Held(*_naturals(entry, 4)) for entry in entries]
+        held = [TablePart(*_naturals(entry, 4)) for entry in entries]
         if any(a.table >= b.table for a, b in zip(held, held[1:], strict=False)) or (
                 held and held[-1].table >= len(paths)):
             raise ValueError(f"{reprlib.repr(entries)} are no tables of it in their order")
@@ -224,7 +224,7 @@ def check_sizes(folder: Path, files: Mapping[str, FileInfo]) -> None:
 
 def check_size(path: Path, expected: int) -> None:
     """Raise ValueError unless the file `path` is there and has `expected` bytes."""
-    with errors_of(path):
+    with errors_named(path):
         if not path.is_file():  # a pipe would keep us waiting
             raise ValueError("missing")
         if (found := path.stat().st_size) != expected:

@@ -28,10 +28,10 @@ from megatron.gpt2.checkpoint.parsing import (
     TensorInfo,
     check_size,
     check_sizes,
-    errors_of,
+    errors_named,
     parse_manifest,
     parse_table,
-    uncollected,
+    without_garbage_collection,
 )
 from mpu.partition import Box
 
@@ -85,7 +85,7 @@ class Checkpoint(NamedTensors):
         self._maps: dict[str, tuple[mmap.mmap, dict[str, int]]] = {}
         self._reading = threading.Lock()
         where = self.path / MANIFEST
-        with errors_of(where), uncollected():
+        with errors_named(where), without_garbage_collection():
             if not where.is_file():
                 raise ValueError("missing, so this is no checkpoint or an incomplete one")
             if where.stat().st_size > MAX_BYTES:
@@ -115,7 +115,7 @@ class Checkpoint(NamedTensors):
                 where = self.path / self._paths[number]
                 info = self._manifest.tables[self._paths[number]]
                 check_size(where, info.bytes)
-                with errors_of(where), uncollected():
+                with errors_named(where), without_garbage_collection():
                     table = parse_table(where.read_bytes(), number, info, self._manifest)
                     if twice := self._infos.keys() & table.files.keys():
                         raise ValueError(f"lists {min(twice)}, which another table lists too")
@@ -180,7 +180,7 @@ class Checkpoint(NamedTensors):
             if self._manifest.inside is None else [0]
         parts = [(part, shared) for number in numbers for part in self._table(number).parts.get(name, ())
                  if (shared := common(part.box, target)).numel]
-        with errors_of(self.path / MANIFEST):
+        with errors_named(self.path / MANIFEST):
             check_cover(name, target.shape, [within(shared, target) for _, shared in parts])
         return parts
 
@@ -192,7 +192,7 @@ class Checkpoint(NamedTensors):
                 tensor_name(key): self.tensors[tensor_name(key)].dtype for key in boxes})
             where = self.path / part.file
             check_size(where, self._infos[part.file].bytes)
-            with errors_of(where):
+            with errors_named(where):
                 with open(where, "rb") as stream:
                     # A private mapping: torch warns about memory that it could not write to.
                     mapped = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)

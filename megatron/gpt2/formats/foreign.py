@@ -88,11 +88,11 @@ def first_rows(number: int) -> Callable[[Tensor], Tensor]:
 def whole_number(path: Path, name: str, value: Any) -> int:
     """`value`, which should be a size: ValueError unless it is a whole number from 1 to 2**31."""
     if type(value) is not int or not 0 < value <= 2**31:
-        raise ValueError(f"{path}: {name} should be a whole number above 0, not {shown(value)}")
+        raise ValueError(f"{path}: {name} should be a whole number above 0, not {short_repr(value)}")
     return value
 
 
-def shown(value: Any) -> str:
+def short_repr(value: Any) -> str:
     """For a message. What is no plain value can be long, and shared parts of it as long as they are often."""
     plain = isinstance(value, (str, int, float, type(None)))
     return repr(value[:40] if isinstance(value, str) else value)[:60] if plain else f"a {type(value).__name__}"

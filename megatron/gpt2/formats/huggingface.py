@@ -22,7 +22,7 @@ from megatron.gpt2.formats.foreign import (
     MAX_JSON_BYTES,
     ForeignSource,
     LazyTensor,
-    shown,
+    short_repr,
     whole_number,
 )
 from megatron.gpt2.formats.hints import Hints
@@ -69,13 +69,14 @@ def open_huggingface(folder: Path, hints: Hints) -> ForeignSource:
 
 def _model(path: Path, config: dict[str, Any], hints: Hints) -> ModelConfig:
     if config.get("model_type") != "gpt2":
-        raise ValueError(f"{path}: model_type is {shown(config.get('model_type'))}, and this program knows gpt2")
+        raise ValueError(f"{path}: model_type is {short_repr(config.get('model_type'))}, and this program knows gpt2")
     for name, plain in PLAIN.items():
         if config.get(name, plain) is not plain:
-            raise ValueError(f"{path}: {name} is {shown(config[name])}, which this program's GPT-2 does not compute")
+            raise ValueError(f"{path}: {name} is {short_repr(config[name])}, which this program's GPT-2 does not "
+                             "compute")
     activation = config.get("activation_function", "gelu_new")
     if not isinstance(activation, str) or activation not in GELU:
-        raise ValueError(f"{path}: activation_function is {shown(activation)}, and this program knows "
+        raise ValueError(f"{path}: activation_function is {short_repr(activation)}, and this program knows "
                          f"{', '.join(GELU)}")
 
     def size(name: str) -> int:
@@ -86,7 +87,7 @@ def _model(path: Path, config: dict[str, Any], hints: Hints) -> ModelConfig:
     def fraction(name: str, default: float) -> float:
         value = config.get(name, default)
         if type(value) not in (int, float) or not 0 <= value < 1:
-            raise ValueError(f"{path}: {name} should be a number in [0, 1), not {shown(value)}")
+            raise ValueError(f"{path}: {name} should be a number in [0, 1), not {short_repr(value)}")
         return float(value)
 
     vocab_size = size("vocab_size")

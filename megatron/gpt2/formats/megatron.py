@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron.gpt2.config import ModelConfig
-from megatron.gpt2.formats.foreign import GPT2_VOCABULARY, TRUE_VOCABULARY, ForeignSource, LazyTensor, shown
+from megatron.gpt2.formats.foreign import GPT2_VOCABULARY, TRUE_VOCABULARY, ForeignSource, LazyTensor, short_repr
 from megatron.gpt2.formats.hints import Hints
 from megatron.gpt2.formats.megatron_files import (
     HEAD,
@@ -155,7 +155,8 @@ def _model(ranks: RankFiles, shards: Mapping[str, list[Tensor]], args: Mapping[s
                              "missing?")
     true = ranks.top.get(TRUE_VOCABULARY)
     if true is not None and not (type(true) is int and 0 < true <= rows * p):
-        raise ValueError(f"{path}: {TRUE_VOCABULARY} is {shown(true)}, and it holds {rows * p} rows, padding included")
+        raise ValueError(f"{path}: {TRUE_VOCABULARY} is {short_repr(true)}, and it holds {rows * p} rows, padding "
+                         "included")
     vocab_size = true or hints.vocab_size or rows * p
     if vocab_size > rows * p:
         raise ValueError(f"{path}: --vocab-size {vocab_size} is more than the {rows * p} rows that it holds, padding "

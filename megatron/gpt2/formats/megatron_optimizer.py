@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron.gpt2.config import OptimizerConfig
-from megatron.gpt2.formats.foreign import shown
+from megatron.gpt2.formats.foreign import short_repr
 from megatron.gpt2.formats.megatron_files import HEAD, Part, RankFiles, attributes
 from mpu.partition import PartitionSpec
 
@@ -140,7 +140,7 @@ def _schedule(ranks: RankFiles, args: Mapping[str, Any], step: int) -> tuple[int
     else:
         return step, {}, ["the schedule"]
     if style not in OptimizerConfig.__dataclass_fields__["lr_decay_style"].metadata["choices"]:
-        return int(done) // unit, {}, [f"the schedule: its style {shown(style)} is unknown here"]
+        return int(done) // unit, {}, [f"the schedule: its style {short_repr(style)} is unknown here"]
     return int(done) // unit, {
         "lr": float(peak), "min_lr": float(said.get("min_lr", 0.0)), "lr_decay_style": style,
         "lr_decay_iters": int(end) // unit, "warmup": float(warmup) / int(end)}, left_out

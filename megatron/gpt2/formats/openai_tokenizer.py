@@ -11,7 +11,7 @@ from typing import Any
 from data_utils import Tokenizer
 from data_utils.files.strict_json import read_object
 from data_utils.tokenizers.gpt2 import END_OF_TEXT, byte_alphabet, gpt2_tokenizer, gpt2_tokenizer_of
-from megatron.gpt2.formats.foreign import shown
+from megatron.gpt2.formats.foreign import short_repr
 
 MAX_TOKENIZER_BYTES = 64 << 20  # GPT-2's takes 3.5 MB
 # What changes the ids of a text, and the values under which they are those of GPT-2's rules.
@@ -72,20 +72,20 @@ def open_tokenizer(files: Mapping[str, str]) -> Tokenizer:
     path = Path(files["tokenizer.json"])
     found = read_object(path, MAX_TOKENIZER_BYTES)
     if found.get("normalizer") is not None:
-        raise ValueError(f"{path}: has a normalizer, {shown(found['normalizer'])}: GPT-2's tokenizer has none")
+        raise ValueError(f"{path}: has a normalizer, {short_repr(found['normalizer'])}: GPT-2's tokenizer has none")
     for part, plain in _PLAIN.items():
         held = found.get(part)
         for name, values in plain.items():
             value = held.get(name, _DEFAULTS.get(name, "")) if isinstance(held, dict) else held
             if not any(type(value) is type(known) and value == known for known in values):
-                raise ValueError(f"{path}: {name} of its {part} is {shown(value)}: it is no byte-level BPE of GPT-2's "
-                                 "kind, the only one that is read from here")
+                raise ValueError(f"{path}: {name} of its {part} is {short_repr(value)}: it is no byte-level BPE of "
+                                 "GPT-2's kind, the only one that is read from here")
     vocabulary, merges, added = found["model"].get("vocab"), found["model"].get("merges"), found.get("added_tokens")
     try:
         vocabulary = dict(vocabulary)
         for token in added or ():
             if token["special"] is not True:
-                raise ValueError(f"{shown(token['content'])} is no special token, so a text would have it")
+                raise ValueError(f"{short_repr(token['content'])} is no special token, so a text would have it")
             vocabulary[token["content"]] = token["id"]
         # Older files have "a b" in the place of ["a", "b"].
         lines = "".join(f"{pair if isinstance(pair, str) else ' '.join(pair)}\n" for pair in merges)

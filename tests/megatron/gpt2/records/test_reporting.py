@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from data_utils.progress import Unseen, progress_bar
+from data_utils.progress import NoProgressBar, progress_bar
 from megatron.gpt2.records import plots, reporting
 from megatron.gpt2.records.reporting import EvaluationRecord, IterationRecord
 from megatron.gpt2.records.run_log import RunLog
@@ -152,10 +152,10 @@ def test_progress_bar_on_a_terminal_keeps_lines_whole(
 
 
 def test_no_progress_bar_in_a_file_or_without_tqdm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert isinstance(progress_bar(total=10), Unseen)
+    assert isinstance(progress_bar(total=10), NoProgressBar)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     monkeypatch.setitem(sys.modules, "tqdm", None)
-    assert isinstance(progress_bar(total=10), Unseen)
+    assert isinstance(progress_bar(total=10), NoProgressBar)
 
 
 def write_run(folder: Path) -> RunLog:
