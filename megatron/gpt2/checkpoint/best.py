@@ -1,8 +1,8 @@
-"""--keep-best: the checkpoint with the lowest validation loss, in a folder of its own beside the run's others.
+"""--keep-best: the checkpoint with the lowest validation loss, in a folder of its own.
 
-    checkpoints/gpt2_345m/best/     a folder as the one around it, for `--load`: iter_0000700/, its tracker, tokenizer/
+    checkpoints/gpt2_345m/best/     as the folder around it, for `--load`: iter_0000700/, its tracker, tokenizer/
 
-How low its loss was stands in its manifest and nowhere else, so that a run that goes on remembers it.
+The loss is in the manifest of that checkpoint and nowhere else. A run that continues reads it from there.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ BEST = "best"
 
 
 def best_loss(folder: Path, data_fingerprint: str, log: Callable[[str], None]) -> float:
-    """The validation loss, in nats per token, of the checkpoint in `folder`; infinite where there is none that is
-    valid, and where it was trained on other data."""
+    """The validation loss, in nats per token, of the checkpoint in `folder`. Infinite where the folder holds no valid
+    checkpoint, or one that was trained on other data."""
     try:
         checkpoint = find_checkpoint(folder, log=log, verify=False)
     except ValueError as error:

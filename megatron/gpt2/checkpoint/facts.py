@@ -1,5 +1,6 @@
-"""What a checkpoint says of its run, checked before anything is made of it. A manifest's hash shows that its bytes are
-those that were written; it does not show who wrote them.
+"""What a manifest says about its run, checked before anything is built from it.
+
+The manifest's hash shows that its bytes are those that were written. It does not show who wrote them.
 """
 
 from __future__ import annotations
@@ -20,8 +21,11 @@ _PADDING = 1 << 16  # rows of the vocabulary that may be padding without a word
 
 
 def check_facts(checkpoint: Source) -> ModelConfig:
-    """The model that the facts describe and that the tensors have the shapes of. ValueError, in one line, unless
-    both agree and what the facts say of the run, as far as they do, is of the types that a run takes."""
+    """The model's shape, as the facts describe it.
+
+    ValueError, in one line, unless the tensors have the shapes of that model, and unless what the facts say about the
+    run is of the types that a run takes. A fact that is absent is not checked.
+    """
     facts, where = checkpoint.facts, f"{checkpoint.path}: its facts"
     config = _mapping(facts, "config", where)
     sections = typing.get_type_hints(Config)

@@ -35,8 +35,12 @@ FILE_NAME = re.compile(r"mp_rank_\d{2,5}/[a-z]\w*\.safetensors", re.ASCII)
 
 @dataclass(frozen=True)
 class Piece:
-    """A box of a global tensor, to be written. `tensor` (any device) is the box itself, without padding; one on the
-    meta device has its shape and dtype alone, and `make` gives it when its turn to be written comes."""
+    """A box of a global tensor, to be written.
+
+    tensor: the values of the box, without padding, on any device. On the meta device it has a shape and a dtype alone;
+    `make` then returns the values when they are written. global_shape: without padding. offset: of the box in the
+    global tensor.
+    """
 
     tensor: Tensor
     global_shape: tuple[int, ...]
@@ -49,8 +53,8 @@ R = TypeVar("R")
 
 
 def in_threads(work: Callable[[T], R], items: Iterable[T], threads: int = THREADS) -> list[R]:
-    """`work` of each item, by several threads at once: hashing and copying both leave the interpreter to others. The
-    first error in the order of the items is raised, after all threads have ended."""
+    """`work` of each item, by several threads at once: hashing and copying both release Python's interpreter lock. The
+    first error, in the order of the items, is raised after all threads have ended."""
     with ThreadPoolExecutor(threads) as pool:
         return list(pool.map(work, items))
 
@@ -62,9 +66,10 @@ def tensor_name(key: str) -> str:
 
 def file_header(file: str, iteration: int, boxes: Mapping[str, Box],
                 dtypes: Mapping[str, torch.dtype]) -> tuple[bytes, dict[str, int], int]:
-    """The safetensors header of `file`, where the bytes of each key start (in their order), and the file's size.
+    """The safetensors header of `file`; the byte at which each key's values start, in the order of the file; the file's
+    size.
 
-    Wide dtypes come first, so that every tensor is aligned. `dtypes` is by tensor, `boxes` by key.
+    boxes: by key. dtypes: by tensor. Wide dtypes come first, so that every tensor is aligned.
     """
     size = {key: dtypes[tensor_name(key)].itemsize for key in boxes}
     entries: dict[str, Any] = {"__metadata__": {"format": "pt", "file": file, "iteration": str(iteration)}}
@@ -79,14 +84,14 @@ def file_header(file: str, iteration: int, boxes: Mapping[str, Box],
 
 
 def write_error(path: Path, size: int, error: OSError) -> OSError:
-    """`error`, met while `size` bytes were written to `path`, in one line."""
+    """An OSError in one line: `error` happened while `size` bytes were written to `path`."""
     free = shutil.disk_usage(next(p for p in path.parents if p.exists())).free
     return OSError(f"{path}: cannot write its {size:,} bytes: {error.strerror or error} ({free:,} bytes are free "
                    f"there); earlier checkpoints are untouched: make room or give another --save")
 
 
 def write_synced(path: Path, data: bytes) -> None:
-    """`data` into the file `path`, on the disk when it returns; no file where it cannot be written."""
+    """Write `data` to the file `path` and fsync it. OSError where it cannot be written; there is no file then."""
     try:
         path.parent.mkdir(exist_ok=True)
         with open(path, "wb") as stream:
@@ -147,8 +152,8 @@ def file_entry(file: str, pieces: Mapping[str, Piece], size: int, sha256: str) -
 
 
 def _write_back(stream: BinaryIO, started: int) -> int:
-    """Have the disk begin with what lies between `started` and the end of the file, once that is worth it: the fsync
-    at the end then waits for little. Returns up to which byte the disk has begun."""
+    """Ask the system to write what lies between byte `started` and the end of the file, once it is WRITE_BACK bytes:
+    the fsync at the end then waits for little. Returns the byte up to which the system was asked."""
     end = stream.tell()
     if end - started < WRITE_BACK or not hasattr(os, "posix_fadvise"):
         return started

@@ -45,10 +45,12 @@ def write_checkpoint(directory: str | Path, iteration: int, *, facts: Mapping[st
                      hurry: threading.Event | None = None) -> Path:
     """Write this rank's `files` ({path in the iteration's folder: {tensor name: piece}}); rank 0 commits.
 
-    All ranks call it at the same step. Rank 0 returns once the checkpoint is committed, the others once their part
-    is on the disk; `facts` (JSON) is read on rank 0 alone. Raises OSError, one line, where this rank, or on rank 0
-    any rank, cannot write, and TimeoutError (an OSError) where a rank's part is missing after `timeout_s` seconds, or
-    a few after `hurry` is set. Of the older iterations, rank 0 then leaves `keep_last` - 1.
+    All ranks call it at the same step. Rank 0 returns once the checkpoint is committed, each other rank once its part
+    is on the disk. facts: what the manifest says about the run, in JSON's types; read on rank 0 alone. keep_last: how
+    many iterations rank 0 leaves, this one among them (default: all).
+
+    OSError, one line, where this rank cannot write, and on rank 0 where any rank cannot. TimeoutError, which is an
+    OSError, where a rank's part is missing after `timeout_s` seconds, or a few seconds after `hurry` is set.
     """
     directory = Path(directory)
     final = directory / f"iter_{iteration:07d}"
@@ -109,10 +111,10 @@ def _commit(folder: Path, final: Path, manifest: bytes, log: Callable[[str], Non
 
 
 def _remove_older(directory: Path, iteration: int, keep_last: int, log: Callable[[str], None]) -> None:
-    """Of the iterations before `iteration`, which is committed and in the tracker, leave the newest `keep_last` - 1.
+    """Remove iterations before `iteration`, which is committed and in the tracker; the newest `keep_last` - 1 stay.
 
-    Newer ones and those that were renamed aside are of another course of the run: a person decides about them. A
-    folder is renamed before it is deleted: to a name that no load takes and that the next save clears away.
+    Newer ones, and those that were renamed aside, belong to another course of the run, and a person decides about them.
+    A folder is first renamed to a name that no load takes and that the next save clears away.
     """
     found = [match for match in map(_ITERATION.fullmatch, os.listdir(directory)) if match and match[2] is None]
     older = sorted(int(match[1]) for match in found if int(match[1]) < iteration)
@@ -184,7 +186,7 @@ def _open_together(path: Path, greatest: Callable[[int], int], share: tuple[int,
 
 
 def _shared(line: str, rank: int, greatest: Callable[[int], int]) -> str:
-    """The line of the last rank that has one that is not empty, on all ranks."""
+    """On all ranks the line of the last rank whose line is not empty, or an empty one."""
     speaker = greatest(rank + 1 if line else 0)
     if not speaker:
         return ""

@@ -25,7 +25,8 @@ _NAMED = 8  # ranks that a message names
 
 
 def write_table(folder: Path, rank: int, tensors: Mapping[str, Any], files: Mapping[str, Any]) -> None:
-    """Write the table of this rank's `files`, as `write_tensors` lists them; OSError where no reader would take it."""
+    """Write the table of this rank's `files`, with the entries that `write_tensors` returned. OSError where the table
+    is not one that a reader accepts."""
     data = table_bytes(files, tensors)
     known = {name: TensorInfo(DTYPES[info["dtype"]], tuple(info["shape"])) for name, info in tensors.items()}
     try:
@@ -48,8 +49,11 @@ def _put(folder: Path, rank: int, data: bytes) -> None:
 
 
 def gather_tables(folder: Path, world_size: int, timeout_s: float, hurry: threading.Event) -> Contents:
-    """What all ranks wrote into `folder`, once their tables are there. OSError where a rank could not write its part;
-    TimeoutError where its table is missing after `timeout_s` seconds, or a few after `hurry` is set."""
+    """What all ranks wrote into `folder`, once their tables are there.
+
+    OSError where a rank could not write its part. TimeoutError where a table is missing after `timeout_s` seconds, or a
+    few seconds after `hurry` is set.
+    """
     paths = {Path(table_path(rank)).name: rank for rank in range(world_size)}
     tables = (folder / table_path(0)).parent
     found: dict[int, tuple[Mapping[str, Any], int, str]] = {}

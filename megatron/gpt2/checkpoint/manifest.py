@@ -57,7 +57,7 @@ def table_bytes(files: Mapping[str, Any], tensors: Mapping[str, Any]) -> bytes:
 
 
 class Contents:
-    """What a manifest says of tensors and tables, gathered from the first line of each table, in the order of ranks."""
+    """The manifest's part about tensors and tables, made of the first line of each table. Ranks are added in order."""
 
     def __init__(self) -> None:
         self._tables: dict[str, Any] = {}
@@ -65,7 +65,7 @@ class Contents:
         self._held: dict[str, list[tuple[int, ...]]] = {}
 
     def add(self, rank: int, first: Mapping[str, Any], size: int, sha256: str) -> None:
-        """The table of `rank`, of `size` bytes, which begins with the line `first`."""
+        """Add the table of `rank`, which has `size` bytes and begins with the line `first`."""
         for name, (dtype, shape, *found) in first["tensors"].items():
             info = {"dtype": dtype, "shape": shape}
             known = self._tensors.setdefault(name, info)

@@ -1,6 +1,5 @@
-"""What a manifest and its tables say, checked: nothing is believed of them before. megatron/gpt2/checkpoint/manifest.py
-has their format.
-"""
+"""Reading the manifest and its tables. Everything in them is checked before it is used.
+megatron/gpt2/checkpoint/manifest.py describes their format."""
 
 from __future__ import annotations
 
@@ -49,7 +48,7 @@ class FileInfo:
 
 
 class Part(NamedTuple):
-    """A box of a tensor, and where it lies."""
+    """A box of a tensor, and the file and key under which it is saved."""
 
     box: Box
     file: str
@@ -73,7 +72,7 @@ class TableInfo(NamedTuple):
 
 
 class TablePart(NamedTuple):
-    """What a table holds of a tensor: entries within [top, bottom) of its rows."""
+    """The part of a tensor that a table holds: `entries` of them, in the rows from `top` to before `bottom`."""
 
     table: int
     top: int
@@ -82,7 +81,8 @@ class TablePart(NamedTuple):
 
 
 class Manifest(NamedTuple):
-    """`held` is empty and `inside` the one table where the manifest is of version 1."""
+    """A manifest, read. `held` and `tables` are those of version 2. In a manifest of version 1, which holds its files
+    itself, `held` is empty and `inside` is their table."""
 
     digest: str
     iteration: int
@@ -95,7 +95,7 @@ class Manifest(NamedTuple):
 
 @contextlib.contextmanager
 def errors_named(where: Path) -> Iterator[None]:
-    """Whatever is wrong with the file `where` is a ValueError, in one line that names it."""
+    """Turns an error about the file `where` into a ValueError, in one line that names the file."""
     try:
         yield
     except KeyError as error:
@@ -108,8 +108,8 @@ def errors_named(where: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_garbage_collection() -> Iterator[None]:
-    """Without Python's garbage collector: it would go through all that is being made again and again, two thirds of
-    the time."""
+    """Python's garbage collector is off inside: it would walk through the growing objects again and again, for two
+    thirds of the time."""
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -181,7 +181,8 @@ def _held(manifest: Any, tensors: Mapping[str, TensorInfo]) -> tuple[dict[str, l
 
 
 def parse_table(data: bytes, number: int, info: TableInfo, manifest: Manifest) -> Table:
-    """The table `number` of `manifest`, which says `info` of it, checked to hold that."""
+    """The table `number` of `manifest`, in the bytes of its file. ValueError unless it has the sha256 and the content
+    that the manifest says in `info`."""
     if hashlib.sha256(data).hexdigest() != info.sha256:
         raise ValueError(f"damaged: its sha256 is not the one in {MANIFEST}")
     table = parse_files(parse_json(data.partition(b"\n")[2]), manifest.tensors)
@@ -197,7 +198,8 @@ def parse_table(data: bytes, number: int, info: TableInfo, manifest: Manifest) -
 
 
 def parse_files(files: Any, tensors: Mapping[str, TensorInfo]) -> Table:
-    """The second line of a table."""
+    """The second line of a table, or the files of a manifest of version 1. ValueError where a path, a box or a size is
+    impossible."""
     table = Table({}, {})
     for file, info in files.items():
         if not FILE_NAME.fullmatch(file):
@@ -232,12 +234,13 @@ def check_size(path: Path, expected: int) -> None:
 
 
 def _naturals(values: Any, at_most: int = 2) -> tuple[int, ...]:
-    """No more than two dimensions, as no tensor here has more: the product of many takes minutes."""
+    """The whole numbers of a list. At most two by default, as no tensor here has more dimensions: the product of many
+    numbers takes minutes."""
     if not isinstance(values, list) or len(values) > at_most or not all(type(v) is int and v >= 0 for v in values):
         raise ValueError(f"{reprlib.repr(values)} should be a list of at most {at_most} whole numbers")
     return tuple(values)
 
 
 def _line(error: Exception) -> str:
-    """What it says, in one line of a length to read: names in a manifest can be anything."""
+    """An error's text, in one line and cut to a length that can be read: a name in a manifest can be anything."""
     return " ".join(str(error)[:300].split())

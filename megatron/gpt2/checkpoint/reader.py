@@ -37,7 +37,7 @@ from mpu.partition import Box
 
 
 class NamedTensors:
-    """Tensors by name, read whole or a box at a time; `read_into`, of what is derived, fills a box."""
+    """Tensors by name, read whole or a box at a time. A subclass says in `read_into` how a box is filled."""
 
     path: Path
     tensors: dict[str, TensorInfo]
@@ -65,11 +65,11 @@ class NamedTensors:
 
 
 class Checkpoint(NamedTensors):
-    """One iteration, opened for reading: its manifest is read and checked.
+    """One iteration, opened for reading; the native `Source` of megatron/gpt2/checkpoint/source.py.
 
-    A table is read, and checked against the manifest, when a part of a tensor is wanted that it holds. The files'
-    sizes and bytes are checked by `damage`. ValueError, in one line, for anything that is not right. It is a `Source`
-    of megatron/gpt2/checkpoint/source.py, the native one.
+    Its manifest is read and checked. A table is read, and checked against the manifest, when a part of a tensor is
+    wanted that it holds. `damage` checks the sizes and bytes of the files. ValueError, in one line, for anything that
+    is not right.
     """
 
     format: ClassVar[str] = "native"
@@ -101,7 +101,7 @@ class Checkpoint(NamedTensors):
 
     @property
     def files(self) -> dict[str, FileInfo]:
-        """All files, of all tables."""
+        """All files of all tables, by path. Reads every table."""
         return {file: info for number in range(len(self._paths)) for file, info in self._table(number).files.items()}
 
     @property
@@ -124,8 +124,11 @@ class Checkpoint(NamedTensors):
         return self._tables[number]
 
     def damage(self, rank: int = 0, world_size: int = 1, *, hashed: bool = True) -> str:
-        """What is wrong, in one line, with this rank's share of the tables and of their files, or "": that they are
-        there, the tables as the manifest says and the files of the right sizes and (`hashed`) bytes."""
+        """The first fault, in one line, of this rank's share of the tables and files; "" where there is none.
+
+        A table has to be as the manifest says. A file has to be there and have the right size, and with `hashed` the
+        right bytes. The shares of ranks 0 to `world_size` - 1 together are all tables and files.
+        """
         try:
             for number in range(rank, len(self._paths), world_size):
                 check_sizes(self.path, self._table(number).files)
@@ -149,7 +152,8 @@ class Checkpoint(NamedTensors):
         return f"{self.path / file}: damaged: its sha256 is not the one in {self._paths[number]}"
 
     def verify(self) -> str:
-        """The first that is wrong, in one line, with any byte or with any tensor's boxes, or ""."""
+        """The first fault, in one line, of any file or of the boxes of any tensor; "" where there is none. Reads every
+        byte."""
         try:
             for name, info in self.tensors.items():
                 self._boxes_of(name, Box((0,) * len(info.shape), info.shape))
@@ -171,7 +175,8 @@ class Checkpoint(NamedTensors):
             out[within(shared, target).slices()].copy_(self._view(part)[within(shared, part.box).slices()])
 
     def _boxes_of(self, name: str, target: Box) -> list[tuple[Part, Box]]:
-        """The saved boxes of `name` that make up `target`, each entry once, and what each has of it."""
+        """The saved boxes that meet `target`, a box of `name`, each with the common part. ValueError unless these parts
+        make up `target`, each entry once."""
         whole = Box((0,) * len(self.tensors[name].shape), self.tensors[name].shape)
         if common(target, whole) != target and target.numel:
             raise ValueError(f"{self.path}: {name} has shape {whole.shape}, which does not contain {target}")

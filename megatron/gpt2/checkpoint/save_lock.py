@@ -13,8 +13,11 @@ from data_utils.files.locks import take_lock
 
 def lock_together(directory: str | Path, *, rank: int, greatest: Callable[[int], int],
                   log: Callable[[str], None]) -> BinaryIO | None:
-    """Rank 0 takes `directory` and returns what it holds it by, the others None. Every rank calls it, with `greatest`
-    = the greatest of all ranks' numbers; ValueError on every rank where another run has the folder."""
+    """Rank 0 locks `directory` and returns the open lock; the others return None.
+
+    Every rank calls it. greatest: a collective, the largest of all ranks' numbers. ValueError on every rank where
+    another run has the folder.
+    """
     lock, problem = None, ""
     if rank == 0:
         try:
@@ -27,8 +30,11 @@ def lock_together(directory: str | Path, *, rank: int, greatest: Callable[[int],
 
 
 def lock_folder(folder: Path, log: Callable[[str], None]) -> BinaryIO:
-    """Make `folder` and take it until what is returned is closed, which the system does when its holder dies, however
-    it dies. ValueError, one line, where another process has it. A filesystem without locks is a warning to `log`."""
+    """Make `folder` and lock it until the returned file is closed; the system closes it when this process dies.
+
+    ValueError, one line, where another process has it. On a filesystem without locks nothing is locked, and `log` gets
+    a warning.
+    """
     path = folder / "lock"
     try:
         folder.mkdir(parents=True, exist_ok=True)

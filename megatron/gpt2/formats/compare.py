@@ -23,7 +23,8 @@ SEQUENCES, LENGTH = 2, 32
 
 
 class Row(NamedTuple):
-    """greatest: absolute difference; NaN where one alone holds NaN, None where the shapes differ."""
+    """One tensor of both. greatest: the largest absolute difference; NaN where only one of the two holds NaN, None
+    where the shapes differ. shape: in the first."""
 
     name: str
     shape: tuple[int, ...]  # in a
@@ -33,8 +34,11 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True)
 class Difference:
-    """Of the kinds of tensors (model, master, exp_avg, exp_avg_sq) that both hold; `not_compared` are the others.
-    Random states belong to a layout and are never compared."""
+    """The rows of the tensors that both hold, and the names that one holds alone.
+
+    Compared are the kinds (model, master, exp_avg, exp_avg_sq) that both hold; `not_compared` are the other kinds.
+    Random states belong to a layout and are never compared.
+    """
 
     rows: list[Row]
     only_in_a: list[str]
@@ -48,7 +52,8 @@ class Difference:
 
 
 def diff(a: Source, b: Source) -> Difference:
-    """Every value of `a` beside that of `b`, whatever their types. In memory: one tensor of each."""
+    """Compare every value of `a` with that of `b`, whatever their dtypes and layouts. One tensor of each is in memory
+    at a time."""
     kinds_a, kinds_b = ({name.partition(".")[0] for name in source.names()} - {"rng"} for source in (a, b))
     names_a, names_b = ([name for name in source.names() if name.partition(".")[0] in kinds_a & kinds_b]
                         for source in (a, b))
@@ -71,8 +76,8 @@ def _row(a: Source, b: Source, name: str) -> Row:
 
 
 def greatest_difference(x: Tensor, y: Tensor) -> float:
-    """Of two tensors of one shape, in float64, which holds every type's values. NaN equals NaN, and an infinity itself;
-    NaN beside a number is a difference of NaN."""
+    """The largest absolute difference of two tensors of one shape, computed in float64, which holds every dtype's
+    values. NaN equals NaN, and an infinity itself; NaN beside a number is a difference of NaN."""
     greatest = 0.0
     for some, other in zip(x.flatten().split(CHUNK), y.flatten().split(CHUNK), strict=True):
         some, other = some.double(), other.double()
@@ -84,7 +89,7 @@ def greatest_difference(x: Tensor, y: Tensor) -> float:
 
 
 def table(difference: Difference) -> list[str]:
-    """The lines to print."""
+    """`difference` as lines to print."""
     cells = [("tensor", "shape", "greatest difference", "")]
     for row in difference.rows:
         greatest = "another shape" if row.greatest is None else f"{row.greatest:.3g}"
@@ -104,10 +109,11 @@ def _size(shape: tuple[int, ...]) -> str:
 
 
 def check(a: Source, b: Source, *, kind: str = "model", log: Callable[[str], None] = print) -> float:
-    """The greatest absolute difference of their logits, in fp32, on fixed random tokens; NaN where one's are.
+    """The largest absolute difference of the logits of `a` and `b`, in fp32, on fixed random tokens; NaN where one has
+    NaN.
 
-    kind: what of `a` the weights of `b` were made of, "model" or "master"; it is rounded to b's type before. One model
-    is in memory at a time. ValueError where the vocabularies differ.
+    kind: the tensors of `a` that the weights of `b` were made of, "model" or "master"; they are rounded to b's dtype
+    first. One model is in memory at a time. ValueError where the vocabularies differ.
     """
     if a.facts["vocab_size"] != b.facts["vocab_size"]:
         raise ValueError(f"{a.path} has {a.facts['vocab_size']} tokens and {b.path} {b.facts['vocab_size']}: give the "

@@ -1,4 +1,4 @@
-"""A source whose tensors are made out of another program's: joined, permuted, transposed, cut, one at a time.
+"""A source whose tensors are made from another program's: joined, permuted, transposed or cut, one at a time.
 
 Legend: n heads, d head size.
 """
@@ -27,14 +27,16 @@ MAX_JSON_BYTES = 2 << 20  # ten times what the index of GPT-2's largest size nee
 
 @dataclass(frozen=True)
 class LazyTensor:
-    """How a tensor comes about; `make` may return a view of the file."""
+    """A tensor that is made when it is read. info: its dtype and shape. make: returns it; it may be a view of the file.
+    """
 
     info: TensorInfo
     make: Callable[[], Tensor]
 
     @staticmethod
     def of(tensor: Tensor, make: Callable[[], Tensor] | None = None) -> LazyTensor:
-        """Of `tensor` itself, or of what `make` makes, in its type and shape."""
+        """`tensor` itself, or what `make` returns in the dtype and shape of `tensor`, which may then be on the meta
+        device."""
         return LazyTensor(TensorInfo(tensor.dtype, tuple(tensor.shape)), make or (lambda: tensor))
 
     def then(self, change: Callable[[Tensor], Tensor]) -> LazyTensor:
@@ -44,10 +46,11 @@ class LazyTensor:
 
 
 class ForeignSource(NamedTensors):
-    """A `megatron.gpt2.checkpoint.source.Source`. A tensor exists while it is read, as long as its reader keeps it.
+    """A checkpoint of another program as a `Source`. A tensor is in memory only while its reader keeps it.
 
-    model: its vocab_size is the true one. facts: what else is known, in the terms of our manifest. lazy: by our
-    names, in the shapes of `parameter_specs(model)`.
+    model: with the true vocabulary size. facts: what else is known, with the names of our manifest. lazy: by our names,
+    in the shapes of `parameter_specs(model)`. left_out: a line for each thing that the files hold and this source does
+    not. ValueError for a tensor that is no floating-point one.
     """
 
     def __init__(self, path: Path, format: str, iteration: int, model: ModelConfig, facts: Mapping[str, Any],
@@ -71,8 +74,10 @@ class ForeignSource(NamedTensors):
 
 
 def head_major(heads: int, version: int = 0) -> Callable[[Tensor], Tensor]:
-    """The rows of a fused QKV weight or bias of n heads as [n, 3, d], from [3, n, d], or as Megatron's
-    `checkpoint_version` 1 has them, [n, d, 3], or 2 and later, which are right."""
+    """The change that puts the rows of a fused QKV weight or bias into our order, [n, 3, d].
+
+    version: Megatron's `checkpoint_version`. 0 has [3, n, d], 1 has [n, d, 3], 2 and later have our order.
+    """
     if version == 0:
         return lambda x: x.unflatten(0, (3, heads, -1)).transpose(0, 1).flatten(0, 2)
     if version == 1:
@@ -93,6 +98,7 @@ def whole_number(path: Path, name: str, value: Any) -> int:
 
 
 def short_repr(value: Any) -> str:
-    """For a message. What is no plain value can be long, and shared parts of it as long as they are often."""
+    """`value` for a message. Only a plain value is shown: another one can be long, and one part of it can be in it many
+    times."""
     plain = isinstance(value, (str, int, float, type(None)))
     return repr(value[:40] if isinstance(value, str) else value)[:60] if plain else f"a {type(value).__name__}"

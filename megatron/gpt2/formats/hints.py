@@ -1,4 +1,4 @@
-"""What a user adds to a checkpoint that does not say everything."""
+"""What a user says about a checkpoint that does not say it itself."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Hints:
-    """What a source may not say by itself; each is a flag of tools/checkpoint.py. None: not given."""
+    """Facts that a source may not hold, each a flag of tools/checkpoint.py. None: not given."""
 
     num_attention_heads: int | None = None
     vocab_size: int | None = None  # true, without padding

@@ -47,7 +47,8 @@ def weights_file(folder: Path) -> Path | None:
 
 
 def open_huggingface(folder: Path, hints: Hints) -> ForeignSource:
-    """ValueError, one line, for anything that is not right, or not the plain GPT-2 that this program computes."""
+    """The model in `folder`. ValueError, one line, for anything that is not right, or that is not the plain GPT-2 that
+    this program computes."""
     weights = weights_file(folder)
     assert weights is not None
     config = read_object(folder / "config.json", MAX_JSON_BYTES)
@@ -106,7 +107,7 @@ def _model(path: Path, config: dict[str, Any], hints: Hints) -> ModelConfig:
 
 
 def _tensors(weights: Path) -> dict[str, LazyTensor]:
-    """Every tensor that `weights` holds, or that the files hold which it lists."""
+    """All tensors of `weights`, or of the files that it lists."""
     if weights.suffix != ".json":
         return _load(weights)
     where = read_object(weights, MAX_JSON_BYTES).get("weight_map")

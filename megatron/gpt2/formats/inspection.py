@@ -15,7 +15,7 @@ PROGRESS = ("train_iters", "consumed_samples", "global_batch_size", "precision",
 
 
 def describe(source: Source) -> dict[str, Any]:
-    """Of `source`, in JSON's types: no tensor is read."""
+    """A description of `source` in JSON's types. No tensor is read."""
     facts = source.facts
     model = facts["config"]["model"]
     tensors: dict[str, dict[str, Any]] = {}

@@ -44,7 +44,7 @@ SHARDED_OPTIMIZER = ("zero_pp_rank_*", "bf16_zero_pp_rank_*", "*/distrib_optim.p
 
 
 def version(files: Mapping[tuple[int, int], Path]) -> str:
-    """The format's name, as the first rank's file shows it."""
+    """The format's name in `FORMATS`, recognised from the first rank's file. ValueError where that is no model."""
     path = files[min(files)]
     top = load_pickle(path)
     if not isinstance(top, dict):
@@ -65,7 +65,8 @@ def version(files: Mapping[tuple[int, int], Path]) -> str:
 
 
 def open_megatron(path: Path, format: str, hints: Hints, *, log: Callable[[str], None]) -> ForeignSource:
-    """`path`: the folder of an iteration. ValueError, one line, for anything that is not right."""
+    """The checkpoint in `path`, the folder of an iteration, of the version `format`. `log` gets a line for a vocabulary
+    size that is only assumed. ValueError, one line, for anything that is not right."""
     ranks = open_ranks(path)
     args = attributes(ranks.top.get("args"))
     for name in OTHER_MODELS:

@@ -1,4 +1,4 @@
-"""The files of a Megatron checkpoint, one a rank, joined to one model under our names.
+"""The files of a Megatron checkpoint, one per rank, joined to one model under our names.
 
 `mp_rank_TT` or, with pipeline stages, `mp_rank_TT_PPP`, holds model_optim_rng.pt; DeepSpeed writes
 mp_rank_TT_model_states.pt. Layers are numbered from 0 in every stage.
@@ -42,7 +42,7 @@ LAYER = re.compile(r"transformer\.layers\.(\d{1,5})\.(.+)", re.ASCII)
 
 
 def rank_files(folder: Path) -> dict[tuple[int, int], Path]:
-    """{(model-parallel rank, pipeline stage): file} of what lies in `folder`."""
+    """The ranks' files in `folder`, by (model-parallel rank, pipeline stage)."""
     found = {}
     for path in sorted(folder.glob("mp_rank_*")):
         if match := DEEPSPEED_FILE.fullmatch(path.name):
@@ -56,7 +56,7 @@ def rank_files(folder: Path) -> dict[tuple[int, int], Path]:
 
 
 def attributes(value: Any) -> dict[str, Any]:
-    """What a namespace, or a dictionary, says; nothing where it is neither."""
+    """The attributes of a namespace, or the entries of a dictionary, by name; none where `value` is neither."""
     return value if isinstance(value, dict) else value.attributes() if isinstance(value, Opaque) else {}
 
 
@@ -87,7 +87,8 @@ class RankFiles:
 
 
 def open_ranks(path: Path) -> RankFiles:
-    """ValueError where a rank is missing, or the files are of two iterations or of different models."""
+    """All files of the iteration in `path`. ValueError where a rank is missing, or where the files are of two
+    iterations or of different models."""
     files = rank_files(path)
     size, stages = (1 + max(key[i] for key in files) for i in (0, 1))
     for rank in range(size):
@@ -119,7 +120,7 @@ def open_ranks(path: Path) -> RankFiles:
 
 
 def iteration_of(path: Path, top: Mapping[str, Any]) -> int:
-    """As the file says; 0 where it does not."""
+    """The iteration that the file says; 0 where it says none. ValueError where it is no whole number."""
     for name in ("iteration", "total_iters", "global_steps"):
         if name in top:
             if type(top[name]) is not int or not 0 <= top[name] < 10**12:

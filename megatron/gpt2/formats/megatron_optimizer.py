@@ -24,8 +24,11 @@ States = dict[str, dict[str, list[Tensor]]]
 
 def optimizer_state(ranks: RankFiles, args: Mapping[str, Any],
                     specs: Mapping[str, PartitionSpec]) -> tuple[dict[str, Any], States, list[str]]:
-    """Facts of the run; {"master", "exp_avg", "exp_avg_sq": {parameter: its parts by rank}}; and what is left out.
-    specs: of the parameters as the ranks hold them."""
+    """The run's facts; the optimizer's tensors; and what is left out, a line each.
+
+    specs: of the parameters as the ranks hold them. The tensors are {"master", "exp_avg", "exp_avg_sq": {parameter: its
+    parts, by rank}}, and empty where the files hold no state or one in an unknown form.
+    """
     facts: dict[str, Any] = {}
     for name, theirs in (("consumed_samples", "consumed_train_samples"), ("train_iters", "train_iters"),
                          ("global_batch_size", "global_batch_size")):

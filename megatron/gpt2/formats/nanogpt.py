@@ -24,7 +24,7 @@ ARGUMENTS = {"n_layer": "num_layers", "n_embd": "hidden_size", "n_head": "num_at
 
 
 def open_nanogpt(path: Path, hints: Hints, *, log: Callable[[str], None]) -> ForeignSource:
-    """ValueError, one line, for anything that is not right."""
+    """The checkpoint in the file `path`. ValueError, one line, for anything that is not right."""
     top = load_pickle(path)
     if not isinstance(top, dict) or not isinstance(top.get("model_args"), dict) or \
             not isinstance(top.get("model"), dict):

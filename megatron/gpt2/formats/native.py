@@ -1,4 +1,4 @@
-"""A save folder of ours out of any source: what merging, splitting and converting to our format all are."""
+"""Any source written as a save folder of ours: this is what merging, splitting and converting to our format do."""
 
 from __future__ import annotations
 
@@ -24,11 +24,12 @@ OPTIMIZER = ("master", *MOMENTS)
 
 def write_native(source: Source, out: str | Path, *, model_parallel_size: int, tokenizer: Tokenizer | None = None,
                  log: Callable[[str], None] = print) -> Path:
-    """Write the iteration of `source` into the new folder `out`, for any `model_parallel_size` that its shape allows;
-    returns the iteration's folder. In memory: one tensor at a time.
+    """Write the iteration of `source` into the new folder `out`; returns the iteration's folder.
 
-    Masters and moments travel where the source holds all three, in files of one data-parallel rank; random states,
-    which belong to a layout, never. tokenizer: the one that the vocabulary belongs to, if it is known.
+    model_parallel_size: any that the model's shape allows. tokenizer: the one that the vocabulary belongs to, if it is
+    known. One tensor is in memory at a time. Masters and moments are written where the source holds all three, as files
+    of one data-parallel rank. Random states belong to a layout and are not written.
+
     ValueError, one line, for a size that does not fit; OSError where the disk is full.
     """
     facts = native_facts(source, model_parallel_size, tokenizer)
@@ -61,8 +62,8 @@ def write_native(source: Source, out: str | Path, *, model_parallel_size: int, t
 
 
 def native_facts(source: Source, model_parallel_size: int, tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """What our manifest says of the run: what the source knows, and what a run that starts from it needs. Without a
-    number of consumed samples the data begin again; without a tokenizer training asks for one."""
+    """The facts of the new manifest: what the source knows, and defaults for what a run needs to start from it. Without
+    a number of consumed samples the data begin again. Without a tokenizer training asks for one."""
     given: dict[str, Any] = {"tokenizer": None, **source.facts}
     sections = {name: dict(values) for name, values in given["config"].items()}
     model = sections["model"] = {**sections["model"], "vocab_size": given["vocab_size"]}

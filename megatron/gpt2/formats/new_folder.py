@@ -1,4 +1,4 @@
-"""A folder that is there as a whole or not at all."""
+"""A folder that appears as a whole or not at all."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from data_utils.files.atomic import sync_folder
 
 @contextlib.contextmanager
 def new_folder(out: str | Path) -> Iterator[Path]:
-    """A folder beside `out` to write into; it becomes `out` at the end, its files on the disk, and vanishes where an
-    error ends the work. ValueError where something is at `out` already."""
+    """A folder beside `out` to write into. At the end of the block its files are put on the disk and it is renamed to
+    `out`. An error in the block removes it. ValueError where `out` exists and is not an empty folder."""
     out = Path(out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"{out}: exists already and is not empty: give a new folder")

@@ -45,10 +45,11 @@ def check_layers(path: Path, names: Iterable[str], num_layers: int) -> None:
 
 def openai_tensors(path: Path, model: ModelConfig, found: Mapping[str, LazyTensor], *, transposed: bool,
                    biases: bool = True, prefix: str = "model.") -> dict[str, LazyTensor]:
-    """Our tensors out of `found`, by OpenAI's names. ValueError unless `found` is a GPT-2 of the shape `model`.
+    """Our tensors, made of `found`, which has OpenAI's names. ValueError unless `found` is a GPT-2 of the shape
+    `model`.
 
-    transposed: the linear layers are stored [in, out]. biases: False where there are none, which is as if they were
-    zero. Rows of `wte` past the true vocabulary are padding.
+    transposed: the linear layers are stored [in, out]. biases: False where there are none, which equals biases of zero.
+    prefix: goes before our names. Rows of `wte` past the true vocabulary are padding and are left out.
     """
     lazy, left = {}, dict(found)
     for name, spec in parameter_specs(model).items():

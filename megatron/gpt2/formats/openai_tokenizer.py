@@ -1,5 +1,8 @@
-"""GPT-2-like tokenizers in Hugging Face's files: vocab.json, merges.txt and tokenizer_config.json are written; read are
-the first two, which transformers 4 writes, and tokenizer.json, which transformers 5 writes in their place."""
+"""GPT-2-like tokenizers in Hugging Face's files.
+
+Written are vocab.json, merges.txt and tokenizer_config.json. Read are the first two, which transformers 4 writes, or
+tokenizer.json, which transformers 5 writes instead.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ _DEFAULTS = {"dropout": None, "continuing_subword_prefix": None, "end_of_word_su
 
 
 def tokenizer_files(tokenizer: Tokenizer, max_length: int) -> tuple[dict[str, bytes], str]:
-    """(name -> content, "") of a tokenizer that transformers can load with the same ids; or ({}, why not)."""
+    """({name: content}, "") of a tokenizer that transformers can load with the same ids; or ({}, why there is none)."""
     if tokenizer.kind == "GPT2BPETokenizer":
         vocabulary, merges = tokenizer.files["encoder.json"], tokenizer.files["vocab.bpe"]
     elif tokenizer.kind in ("builtin", "bytes"):
@@ -47,7 +50,8 @@ def tokenizer_files(tokenizer: Tokenizer, max_length: int) -> tuple[dict[str, by
 
 
 def merges_of(ranked: Sequence[bytes]) -> list[tuple[bytes, bytes]]:
-    """The merge that made each token of several bytes: what the earlier merges leave of it is a pair."""
+    """The merge that made each token of several bytes: the pair that is left of it after all earlier merges. ValueError
+    where a token does not come about by merges."""
     ranks = {token: rank for rank, token in enumerate(ranked)}
     merges = []
     for rank, token in enumerate(ranked):

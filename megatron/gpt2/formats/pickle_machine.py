@@ -42,7 +42,7 @@ OPAQUE = re.compile(
 
 @dataclass(eq=False, repr=False)
 class Opaque:
-    """Something that a file names, with what the file says of it."""
+    """An object of a class that the file names: its arguments and state, and nothing that acts."""
 
     name: str
     args: tuple[Any, ...] = ()
@@ -63,7 +63,8 @@ class Storage:
 
 
 def build(data: mmap.mmap, at: int, end: int, find: Callable[[torch.dtype, str, int], int]) -> tuple[Any, int]:
-    """The object that the instructions from `at` on build, and where they stop. find: where a storage lies."""
+    """The object that the instructions from byte `at` on build, and the byte after them. find: returns where a storage
+    lies, by dtype, key and number of elements. ValueError for anything but data."""
     end = min(end, at + MAX_PICKLE_BYTES)
     stack: list[Any] = []
     marks: list[int] = []

@@ -28,7 +28,7 @@ MAGIC = 0x1950A86A20F9469CFC6C  # what a legacy stream starts with, then 1001
 
 
 def load_pickle(path: str | Path) -> Any:
-    """The object in `path`; tensors are views of the file, to be copied where they are changed.
+    """The object in `path`. Tensors are views of the file: copy them before you change them.
 
     ValueError, one line, for a file that is damaged, that torch.save did not write, or that names something unknown.
     """

@@ -1,6 +1,6 @@
-"""A complete Hugging Face model out of any source: weights, configuration, tokenizer, and a card that says what it is.
+"""Any source written as a complete Hugging Face model: weights, configuration, tokenizer and model card.
 
-Written without transformers, which is needed to use it. Legend: n heads, d head size.
+transformers is not needed to write it, only to use it. Legend: n heads, d head size.
 """
 
 from __future__ import annotations
@@ -31,10 +31,11 @@ SHARD_BYTES = 5 * 10**9
 
 def write_huggingface(source: Source, out: str | Path, *, dtype: str = "source", tokenizer: Tokenizer | None = None,
                       log: Callable[[str], None] = print) -> Path:
-    """Write `source` as a `GPT2LMHeadModel` into the new folder `out`; in memory: one tensor at a time.
+    """Write `source` as a `GPT2LMHeadModel` into the new folder `out`; returns the folder. One tensor is in memory at a
+    time.
 
-    dtype: "source" takes the weights as they are; "fp32", "bf16" and "fp16" convert them, from the fp32 masters where
-    the source holds them. ValueError, one line, where `out` is not new.
+    dtype: "source" keeps the weights' dtype; "fp32", "bf16" and "fp16" convert, from the fp32 masters where the source
+    holds them. ValueError, one line, where `out` is not new or the tokenizer is not the model's.
     """
     model = check_facts(source)
     if tokenizer is not None and tokenizer.vocab_size != model.vocab_size:
@@ -61,7 +62,7 @@ def write_huggingface(source: Source, out: str | Path, *, dtype: str = "source",
 
 
 def exported_kind(source: Source, dtype: str) -> str:
-    """The kind of tensors that an export in `dtype` is made of."""
+    """The kind of tensors that an export in `dtype` is made of, "model" or "master"."""
     return "master" if dtype != "source" and "master.word_embeddings.weight" in source.tensors else "model"
 
 

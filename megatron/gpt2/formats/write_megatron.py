@@ -1,7 +1,8 @@
 """Checkpoints as Megatron writes them: in 2019's form, with Adam's state, and under the names of Megatron Core.
 
-The one place where torch.save is called: these files are pickles by definition. It wants a rank's tensors all at once;
-they wait for it on the disk, so that memory holds one at a time.
+This is the one place that calls torch.save: these files are pickles by definition. torch.save wants all tensors of a
+rank at once. They wait for it on the disk, so that one at a time is in memory.
+
 Legend: n heads, d head size, p model-parallel size.
 """
 
@@ -36,8 +37,11 @@ CORE_LAYER_MODULES = {
 
 def write_megatron_2019(source: Source, out: str | Path, *, model_parallel_size: int,
                         log: Callable[[str], None] = print) -> Path:
-    """`source` into the new folder `out`, flat names, QKV [3, n/p, d] on each rank; with masters and moments where the
-    source holds them. Returns the iteration's folder. ValueError for a size that does not fit."""
+    """Write `source` into the new folder `out` in 2019's form; returns the iteration's folder.
+
+    Names are flat, QKV is [3, n/p, d] on each rank. Masters and moments are written where the source holds them.
+    ValueError for a size that does not fit.
+    """
     heads = _model(source, model_parallel_size).num_attention_heads // model_parallel_size
     with_optimizer = all(any(name.startswith(f"{kind}.") for name in source.names()) for kind in ("master", *MOMENTS))
     schedule = _schedule(source, log) if with_optimizer else None
@@ -63,8 +67,11 @@ def write_megatron_2019(source: Source, out: str | Path, *, model_parallel_size:
 
 def write_megatron_core(source: Source, out: str | Path, *, model_parallel_size: int,
                         log: Callable[[str], None] = print) -> Path:
-    """`source`'s weights into the new folder `out`, in Megatron Core's `torch` format, layer norms beside the linears,
-    with `args`. Returns the iteration's folder. ValueError for a size that does not fit."""
+    """Write the weights of `source` into the new folder `out`, in Megatron Core's `torch` format; returns the
+    iteration's folder.
+
+    Layer norms stand beside the linear layers, and `args` describes the model. ValueError for a size that does not fit.
+    """
     model = _model(source, model_parallel_size)
     specs = parameter_specs(model, model_parallel_size)
     facts = source.facts
