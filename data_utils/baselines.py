@@ -10,8 +10,11 @@ import numpy as np
 
 def unigram_bits_per_byte(train_tokens: np.ndarray, valid_tokens: np.ndarray, byte_lengths: np.ndarray,
                           vocab_size: int) -> float:
-    """Cost of the held-out tokens under the training tokens' frequencies, each counted once more than it occurs so
-    that none is impossible, over the bytes they stand for."""
+    """The cost of the held-out tokens under the frequencies of the training tokens, in bits per byte of their text.
+
+    train_tokens, valid_tokens: integers [tokens]. byte_lengths: int64 [vocab_size], of each id's text. Every id is
+    counted once more than it occurs, so that none is impossible.
+    """
     counts = np.bincount(train_tokens, minlength=vocab_size).astype(np.float64) + 1.0
     found = np.bincount(valid_tokens, minlength=vocab_size)
     bits = float(found @ -np.log2(counts / counts.sum()))
@@ -19,7 +22,8 @@ def unigram_bits_per_byte(train_tokens: np.ndarray, valid_tokens: np.ndarray, by
 
 
 def xz_bits_per_byte(train_text: bytes, valid_text: bytes) -> float:
-    """Cost of the held-out text to `xz -9` that has seen the training text: |xz(train + held)| - |xz(train)|."""
+    """The cost of the held-out text, in bits per byte, to `xz -9` that has compressed the training text before:
+    |xz(train + held)| - |xz(train)|."""
     # The preset's window of 64 MiB, but no larger than the text: the same output for a tenth of the memory.
     window = min(64 << 20, max(1 << 16, 1 << (len(train_text) + len(valid_text)).bit_length()))
     filters = [{"id": lzma.FILTER_LZMA2, "preset": 9, "dict_size": window}]

@@ -19,8 +19,8 @@ BLOCK = 10_000
 
 
 def parse_blend(words: Sequence[str], flag: str) -> tuple[list[str], list[float] | None]:
-    """Prefixes and their weights, out of `0.7 a 0.3 b`, or None for the weights, out of `a b`. ValueError names
-    `flag`."""
+    """Prefixes and their weights from the words of a flag: `0.7 a 0.3 b`, or `a b`, which has None for the weights.
+    ValueError names `flag`."""
     weights: list[float | None] = []
     for word in words[::2]:
         try:
@@ -38,8 +38,8 @@ def parse_blend(words: Sequence[str], flag: str) -> tuple[list[str], list[float]
 
 
 def block_counts(weights: Sequence[float], names: Sequence[str], flag: str) -> np.ndarray:
-    """int64 [components]: the samples of each in a block, which differ from its weight's share by less than 1.
-    ValueError names a component that gets none."""
+    """int64 [components]: how many samples of a block each component has. A count differs by less than 1 from the
+    weight's share of BLOCK. ValueError names a component whose count is 0."""
     shares = np.array(weights, dtype=np.float64)
     shares *= BLOCK / shares.sum()
     counts = np.floor(shares).astype(np.int64)
@@ -53,7 +53,10 @@ def block_counts(weights: Sequence[float], names: Sequence[str], flag: str) -> n
 
 
 class BlendedOrder:
-    """Global sample number to index in the components laid end to end, for ever."""
+    """Global sample number -> index in the components laid end to end, without an end.
+
+    sizes: samples of each component. counts: int64 [components], from `block_counts`.
+    """
 
     def __init__(self, sizes: Sequence[int], counts: np.ndarray, seed: int, shuffle: bool = True) -> None:
         self._sizes, self._counts = np.array(sizes), counts
@@ -76,15 +79,18 @@ class BlendedOrder:
         return indices
 
     def until_one_repeats(self) -> int:
-        """Samples before a component begins its second epoch."""
+        """How many samples there are before a component begins its second epoch."""
         blocks, left = np.divmod(self._sizes, self._counts)
         return min(int(block) * BLOCK + int(np.flatnonzero(self._component == which)[rest])
                    for which, (block, rest) in enumerate(zip(blocks, left, strict=True)))
 
 
 class BlendedDataset:
-    """Components laid end to end, for a `BlendedOrder` to choose from; for evaluation (`wrap` False) in such an order
-    already, unshuffled within a component, up to where one of them would repeat."""
+    """Several datasets laid end to end, for a `BlendedOrder` to choose from.
+
+    For evaluation (`wrap` False) the samples are in such an order already, not shuffled within a component, and end
+    where one of the components would repeat.
+    """
 
     def __init__(self, components: Sequence[GPT2Dataset], counts: np.ndarray, *, wrap: bool) -> None:
         self.components = tuple(components)

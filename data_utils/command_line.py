@@ -56,10 +56,10 @@ class Parser(argparse.ArgumentParser):
 
 
 def end_with(main: Callable[[], int | None]) -> NoReturn:
-    """Leave with `main`'s exit code, or with 2 and one line where the input, a flag or the disk is at fault.
+    """Run `main` and exit: with its code, or with 2 and one line where the input, a flag or the disk is at fault.
 
-    A reader of the output that ends first, as `| head` does, is no error of this program: it ends with 141, the code
-    of SIGPIPE, and prints nothing.
+    Where the reader of the output ends first, as `| head` does, the program exits with 141, the code of SIGPIPE, and
+    prints nothing.
     """
     try:
         code = main()

@@ -1,4 +1,4 @@
-"""A progress bar, where somebody looks."""
+"""A progress bar on a terminal."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, TextIO
 
 
 class NoProgressBar:
-    """What is used of tqdm's bar, without showing anything."""
+    """The methods of tqdm's bar that are used here, without a bar."""
 
     def __init__(self, iterable: Iterable[Any] | None = None) -> None:
         self._iterable = iterable or ()

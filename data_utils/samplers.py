@@ -1,8 +1,8 @@
-"""The order of samples, a function of the seed and the global sample number alone, and the loaders that follow it.
+"""The order of samples, which depends on the seed and the global sample number alone, and the loaders that follow it.
 
 A step takes `accumulation` micro-batches from each of `data_parallel_size` ranks. Micro-batch k of rank r holds the
-global samples consumed + (k · data_parallel_size + r) · micro_batch_size + [0, micro_batch_size): however a global
-batch is laid out, it holds the same samples.
+global samples consumed + (k · data_parallel_size + r) · micro_batch_size + [0, micro_batch_size): a global batch holds
+the same samples however it is laid out.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Order = Callable[[np.ndarray], np.ndarray]  # global sample numbers, int64 [k] -
 
 
 class Samples(Protocol):
-    """What a loader reads from."""
+    """A dataset that a loader reads from."""
 
     seq_length: int
 
@@ -83,7 +83,8 @@ def permute(indices: np.ndarray, size: int, key: np.ndarray) -> np.ndarray:
 
 
 class SampleOrder:
-    """Global sample number to index in the dataset: a new permutation every epoch, for ever."""
+    """Global sample number -> index in a dataset of `size` samples: a new permutation in every epoch, without an end.
+    """
 
     def __init__(self, size: int, seed: int, shuffle: bool = True) -> None:
         assert size > 0
@@ -100,12 +101,12 @@ class SampleOrder:
 
 
 class BatchLoader:
-    """The share of one data-parallel rank of every step from `consumed_samples` on, for ever.
+    """One data-parallel rank's share of every step from `consumed_samples` on, without an end.
 
-    `next` gives int64 [accumulation · micro_batch_size, seq_length + 1], micro-batches one after the other, as
-    `finish` made of it (nothing by default). One thread prepares `prefetch` steps ahead, `finish` included; 0 prepares
-    each when it is asked for. An error of the thread is raised by `next`. `wait_seconds` is the time for which `next`
-    kept its caller in all.
+    `next` returns int64 [accumulation · micro_batch_size, seq_length + 1], the micro-batches one after the other, or
+    what `finish` makes of that. One thread prepares `prefetch` steps ahead, `finish` included; with 0 each step is
+    prepared when it is asked for. `next` raises an error of the thread. `wait_seconds` is the time in seconds for which
+    `next` has kept its caller.
     """
 
     def __init__(self, dataset: Samples, order: Order, *, micro_batch_size: int, accumulation: int,
@@ -158,7 +159,7 @@ class BatchLoader:
 
 def evaluation_batches(dataset: Samples, *, micro_batch_size: int, data_parallel_rank: int,
                        data_parallel_size: int, max_samples: int | None = None) -> Iterator[np.ndarray]:
-    """Samples 0 to max_samples - 1 in order, once, in int64 [micro_batch_size, seq_length + 1], ranks in turn.
+    """Samples 0 to max_samples - 1 in order, once: int64 [micro_batch_size, seq_length + 1] each, the ranks in turn.
 
     All ranks get equally many batches; rows past the last sample are MISSING throughout.
     """

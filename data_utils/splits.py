@@ -1,5 +1,5 @@
-"""From the data flags to the three datasets: which files, and which part of their tokens, each split reads, and in
-which order training does."""
+"""From the data flags to the three datasets: which files and which part of their tokens each split reads, and the order
+of training."""
 
 from __future__ import annotations
 
@@ -35,9 +35,12 @@ Dataset = GPT2Dataset | BlendedDataset
 
 @dataclass(frozen=True)
 class Splits:
-    """The datasets, None where a split is not wanted or has no share. `fingerprint` hashes the training text,
-    the tokenizer, the cuts, the weights of a blend, and an order that is not ours. `train_documents`: for Megatron's
-    order, int64, where the training documents begin in `train.tokens`, and the end."""
+    """The datasets; None where a split is not wanted or has no share.
+
+    fingerprint: a hash of the training text, the tokenizer, the cuts, the weights of a blend, and of an order that is
+    not ours. description: lines for the log. train_documents: for Megatron's order, int64 [documents + 1], where the
+    training documents begin in `train.tokens`, and the end.
+    """
 
     train: Dataset
     valid: Dataset | None
@@ -47,7 +50,7 @@ class Splits:
     train_documents: np.ndarray | None = None
 
     def training_samples(self, seed: int, num_samples: int) -> tuple[Samples, Order]:
-        """What a `BatchLoader` takes to train on `num_samples` samples in all."""
+        """The dataset and the order that a `BatchLoader` takes to train on `num_samples` samples in all."""
         if self.train_documents is not None:
             assert isinstance(self.train, GPT2Dataset)
             return MegatronSamples(self.train, self.train_documents, seed=seed, num_samples=num_samples), np.asarray
@@ -66,7 +69,8 @@ class _Tokens:
 
 
 def parse_split(split: str) -> tuple[Fraction, Fraction, Fraction]:
-    """Proportions of training, validation and test, as they are given; missing ones are 0. ValueError names --split."""
+    """The proportions of training, validation and test that --split gives; a missing one is 0. ValueError names
+    --split."""
     try:
         parts = [Fraction(part.strip()) for part in split.split(",")]
     except (ValueError, ZeroDivisionError):
@@ -79,12 +83,13 @@ def parse_split(split: str) -> tuple[Fraction, Fraction, Fraction]:
 
 
 def cut(document_starts: np.ndarray, shares: Sequence[Fraction], closed: bool) -> list[int]:
-    """Borders, in tokens, of parts in proportion to `shares`: len(shares) + 1 of them, from 0 to the end.
+    """The borders, in tokens, of parts in proportion to `shares`: len(shares) + 1 of them, from 0 to the end.
 
-    Between documents, nearest to the proportion, with at least one document in each part that has a share. Where there
-    are fewer documents than such parts, or a part would miss its share by more than a tenth of it and more than 1 % of
-    all, anywhere; but between documents all the same where a part would have fewer than the two tokens it needs.
-    `closed`: the last token is an EOD, which does not count in cuts anywhere.
+    document_starts: int64 [documents + 1]. Borders lie between documents, as near to the proportion as can be, and each
+    part with a share has a document. They lie anywhere where there are fewer documents than such parts, or where a part
+    would miss its share by more than a tenth of it and more than 1 % of all; but not where a part would then have fewer
+    than the two tokens that it needs. closed: the last token is an EOD, which does not count where borders lie
+    anywhere.
     """
     total = int(document_starts[-1])
     ends = [sum(shares[:number + 1], Fraction(0)) for number in range(len(shares) - 1)]
@@ -121,11 +126,11 @@ def build_splits(*, train_data: Sequence[str], valid_data: Sequence[str] = (), t
                  text_key: str | None = None, max_bad_fraction: float = MOST_BAD_LINES, tokenizer: Tokenizer,
                  seq_length: int, cache_path: str | None = None, need_valid: bool = True, need_test: bool = True,
                  log: Log) -> Splits:
-    """Tokenise where that was not done before, and open the splits. No data at all means the built-in corpus.
+    """Tokenise the files that are not tokenised yet, and open the splits. No data at all means the built-in corpus.
 
-    Files in `valid_data` and `test_data`, or prefixes in `valid_data_path` and `test_data_path`, are those splits, and
+    Files in `valid_data` and `test_data`, or prefixes in `valid_data_path` and `test_data_path`, are those splits;
     `split` divides the rest, each pair of a blend by itself. A split that is needed and has a share is never empty:
-    ValueError names --split or the file instead.
+    ValueError names --split or the file instead. log: gets a line at a time.
     """
     shares = list(parse_split(split))
     train_data, valid_data, test_data = (

@@ -8,8 +8,8 @@ import threading
 
 
 def end_with_parent() -> None:
-    """To be called when a worker starts. A worker whose parent was killed would wait for work for ever, and would hold
-    the parent's locks."""
+    """End this worker process when its parent ends. Call it when the worker starts. Without it a worker whose parent
+    was killed would wait for work for ever, and would hold the parent's locks."""
     parent = multiprocessing.parent_process()
     assert parent is not None
 

@@ -31,8 +31,9 @@ TEXTS = re.compile(r'''(?xms)
 
 @functools.lru_cache(maxsize=1)  # it takes a second, and is read once for its hash and once for its tokens
 def builtin_documents() -> tuple[str, ...]:
-    """One document a module, and one a topic, in an order that depends on their names alone: the hashes of the names
-    mix related modules, so that any part of the corpus is a fair sample of it. A docstring or a topic is a line."""
+    """The documents: one per module and one per topic, a docstring or a topic on each line. Their order depends on the
+    hashes of their names, which mixes related modules: any part of the corpus is a fair sample of it. ValueError where
+    the source of the standard library is missing."""
     found = dict(_sources())
     if not found:
         raise ValueError(f"the built-in corpus needs the source of Python's standard library, which is not in "

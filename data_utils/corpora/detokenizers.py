@@ -1,5 +1,8 @@
-"""Word-level benchmark texts back to ordinary text, by Megatron's rules: published scores were made with them, so that
-they are kept as they are even where they err (PTB's " N " loses its space)."""
+"""Word-level benchmark texts back to ordinary text, by Megatron's rules.
+
+Published scores were made with these rules. They are kept as they are, even where they err (PTB's " N " loses its
+space).
+"""
 
 from __future__ import annotations
 

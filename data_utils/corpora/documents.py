@@ -69,8 +69,8 @@ def documents(path: str, text_key: str | None, log: Log, max_bad_fraction: float
 
 
 def default_key(path: str) -> str | None:
-    """The field that `documents` reads where no text key is given; None where it would refuse the file, or where
-    the file is not JSON. Reads up to the first object that has one."""
+    """The field that `documents` reads where no text key is given. None where the file is not JSON, or where
+    `documents` would refuse it. Reads the file up to the first object that has such a field."""
     if not is_json(path):
         return None
     items = (line for line in objects(_content(path), path) if not isinstance(line, bytes) or line.strip())
@@ -114,7 +114,8 @@ def _json_documents(content: Iterator[bytes], text_key: str | None, lines: Lines
 
 
 def json_object(line: Any) -> dict[str, Any]:
-    """The object in a line of bytes, or `line` itself. ValueError or RecursionError where it is none."""
+    """The object that a line of bytes holds, or `line` itself where it is an object. ValueError or RecursionError for
+    anything else."""
     item = json.loads(line.decode("utf-8")) if isinstance(line, bytes) else line
     if not isinstance(item, dict):
         raise ValueError("not an object")
@@ -122,7 +123,7 @@ def json_object(line: Any) -> dict[str, Any]:
 
 
 def text_of(item: dict[str, Any], key: str) -> str:
-    """A field that has to be text; ValueError says what it is instead."""
+    """The text in the field `key`. ValueError says what is there instead."""
     if key not in item:
         raise ValueError(f"no field {key!r}, {_keys(item)}")
     text = item[key]
@@ -137,7 +138,8 @@ def _default_key(item: dict[str, Any]) -> str | None:
 
 
 def objects(content: Iterable[bytes], path: str) -> Iterator[Any]:
-    """The items of a file that is one JSON array; else its lines, as bytes."""
+    """The items of a file that is one JSON array; of any other file its lines, as bytes. ValueError where an array is
+    damaged."""
     begun, content = False, iter(content)
     for line in content:
         if not begun:

@@ -12,8 +12,8 @@ MANIFESTS = "manifests"  # the folder in which a stage of tools/openwebtext/ kee
 
 
 def files_of(path: str, flag: str) -> list[str]:
-    """What `path`, given with `flag`, stands for: itself, or, of a folder, the files of JSON and text in it, sorted by
-    name; not hidden ones, nor those of its subfolders. FileNotFoundError or ValueError names the flag."""
+    """The files that `path`, given with `flag`, stands for: the file itself, or the files of JSON and text in the
+    folder, sorted by name. Hidden files and subfolders are left out. FileNotFoundError or ValueError names the flag."""
     if path != BUILTIN and Path(path).is_dir():
         found = sorted(str(file) for file in Path(path).iterdir() if file.is_file() and holds_documents(file.name))
         if not found:
@@ -26,7 +26,8 @@ def files_of(path: str, flag: str) -> list[str]:
 
 
 def holds_documents(name: str) -> bool:
-    """Whether a file's name, in a folder, says that it holds JSON lines or text and is whole."""
+    """Whether a name in a folder is that of a file of JSON lines or text. A hidden file is not: it may be unfinished.
+    """
     return not name.startswith(".") and name.removesuffix(".gz").removesuffix(".zst").endswith(
         (*JSON_SUFFIXES, TEXT_SUFFIX))
 

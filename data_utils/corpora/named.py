@@ -24,11 +24,11 @@ Entry = tuple[tuple[str, ...], str | None]  # files, text key
 
 def find_corpora(flags: Mapping[str, Sequence[str]], text_key: str | None
                  ) -> tuple[list[tuple[str, ...]], str | None]:
-    """For each flag its files, in order, with those of an entry in the place of its name; and the text key: the one
-    given, else that of the entries.
+    """The files of each flag, in order, with a named corpus replaced by its files; and the text key: the one that is
+    given, else that of the corpora.
 
-    A path that holds a "/" or a "." is never a name. FileNotFoundError names the entry of a file that is missing and
-    the line to write; ValueError two entries with different keys.
+    flags: the words of each flag. A path that holds a "/" or a "." is never a name. FileNotFoundError names a corpus
+    whose file is missing, and the line to write. ValueError where two corpora have different text keys.
     """
     listed = corpora_file()
     entries = read_corpora(listed) if listed.is_file() or VARIABLE in os.environ else {}
@@ -67,7 +67,8 @@ def corpora_file() -> Path:
 
 
 def read_corpora(path: Path) -> dict[str, Entry]:
-    """ValueError or FileNotFoundError, in one line, where this is not a file of entries."""
+    """The corpora in the file `path`, by name. ValueError or FileNotFoundError, in one line, where it is no such file.
+    """
     try:
         entries = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

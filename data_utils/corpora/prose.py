@@ -1,8 +1,7 @@
-"""English prose out of the documentation of source code: whole paragraphs of plain words, without the marks of
-reStructuredText.
+"""English prose out of the documentation of source code: paragraphs of plain words, without reStructuredText's marks.
 
-What is left out is what a small model would learn instead of English: doctests, tables, rulers, grammars, lists of
-parameters, code.
+Left out is what a small model would learn instead of English: doctests, tables, rulers, grammars, lists of parameters,
+code.
 """
 
 from __future__ import annotations
@@ -28,8 +27,9 @@ PLAIN_WORD = re.compile(r"""["'“‘(\[]*[A-Za-z]+(?:['’-][A-Za-z]+)*["'”�
 
 
 def prose(text: str) -> Iterator[str]:
-    """The paragraphs of `text` that are prose, each a line: at least LEAST_WORDS words of which PLAIN_SHARE are letters
-    and plain punctuation, from a capital letter to a final sign."""
+    """The paragraphs of `text` that are prose, each as one line. Such a paragraph has at least LEAST_WORDS words,
+    begins with a capital letter and ends with a final sign; PLAIN_SHARE of its words are letters and plain punctuation.
+    """
     for paragraph in BORDER.split(text):
         if paragraph.count(" ") + paragraph.count("\n") < LEAST_WORDS - 1:
             continue  # the quick way out of most
@@ -41,7 +41,7 @@ def prose(text: str) -> Iterator[str]:
 
 
 def share_of_plain_characters(text: str) -> float:
-    """Of all but white space, the part that is letters and plain punctuation."""
+    """The share of letters and plain punctuation among all characters that are not white space, from 0 to 1."""
     seen = "".join(text.split())
     return sum(character.isalpha() or character in PLAIN_SIGNS for character in seen) / max(len(seen), 1)
 

@@ -1,4 +1,4 @@
-"""What the programs of tools/openwebtext/ share: the flags of every stage, and the way each ends."""
+"""What the programs of tools/openwebtext/ share: the flags of every stage, and how a stage ends."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def add_common(parser: argparse.ArgumentParser) -> None:
 
 
 def stage_parser(description: str | None) -> Parser:
-    """INPUT, OUTPUT and the common flags."""
+    """A parser with INPUT, OUTPUT and the common flags."""
     parser = Parser(description=description)
     parser.add_argument("input", metavar="INPUT", help="a file, a folder or a glob in quotes: JSON lines with a text "
                         "each, or .txt files; .gz and .zst as well")
@@ -68,9 +68,11 @@ def log(line: str) -> None:
 
 def run(args: argparse.Namespace, stage: Stage, shards: Sequence[Shard] | None = None, *, alone: bool = True,
         one_file: tuple[str, ...] = JSON_SUFFIXES) -> list[dict[str, Any]]:
-    """The stage over `shards`, or over the documents of INPUT, with the common flags. `alone`: OUTPUT is for nothing
-    else. `one_file`: the suffixes of an OUTPUT that is to be a file. Every shard's manifest; none where they were
-    handed to Slurm."""
+    """Run `stage` over `shards`, or over the documents of INPUT, with the common flags. Returns every shard's manifest;
+    none where the shards were handed to Slurm.
+
+    alone: OUTPUT may hold nothing else. one_file: the suffixes of an OUTPUT that is one file. ValueError names a flag.
+    """
     if not 0 <= args.max_bad_fraction <= 1:
         raise ValueError(f"--max-bad-fraction {args.max_bad_fraction:g} is not between 0 and 1")
     if args.executor and args.limit:
@@ -108,7 +110,7 @@ def shards_beside(output: Path) -> Path:
 
 
 def join(parts: Sequence[Path], output: Path) -> None:
-    """One file out of several, whole or not at all."""
+    """Write the contents of `parts` to the file `output`, atomically."""
     with replacing(output, temporary(output)) as whole:
         for path in parts:
             with open(path, "rb") as part:
@@ -116,7 +118,7 @@ def join(parts: Sequence[Path], output: Path) -> None:
 
 
 def finish(main: Callable[[Sequence[str] | None], None]) -> NoReturn:
-    """Run a program: exit code 0, or 2 and one line where the input, a flag or the disk is at fault."""
+    """Run a program and exit: with 0, or with 2 and one line where the input, a flag or the disk is at fault."""
     try:
         end_with(lambda: main(None))
     except KeyboardInterrupt:

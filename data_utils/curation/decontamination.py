@@ -19,12 +19,13 @@ FACTOR = np.uint64(0x9E3779B97F4A7C15)
 
 
 def words_of(text: str) -> list[str]:
-    """Letters and digits alone, in lower case: punctuation and white space make no difference."""
+    """The words of `text`, letters and digits alone, in lower case: punctuation and white space make no difference."""
     return WORD.findall(text.lower())
 
 
 class Index:
-    """Every run of 13 words of some texts. A text of fewer words is not looked for; `too_short` counts those."""
+    """Every run of 13 words of `texts`. `too_short` counts the texts of fewer words, which are not looked for.
+    ValueError where there is no longer one."""
 
     def __init__(self, texts: Iterator[str]) -> None:
         self.ids: dict[str, int] = {}  # from 1
@@ -44,7 +45,7 @@ class Index:
         self.hashes = np.unique(np.concatenate(found))
 
     def match(self, text: str) -> str | None:
-        """The first run that `text` has in common with them."""
+        """The first run of 13 words of `text` that is in the index, or None."""
         words = words_of(text)
         if len(words) < WORDS:
             return None
@@ -59,7 +60,7 @@ class Index:
 
 
 def hashes(ids: np.ndarray) -> np.ndarray:
-    """uint64 [n] -> [n - 12], of every 13 ids in a row."""
+    """uint64 [n] -> [n - 12]: a hash of every 13 ids in a row."""
     count = len(ids) - WORDS + 1
     values = np.zeros(count, np.uint64)
     for start in range(WORDS):
@@ -78,7 +79,8 @@ def index_of(paths: Sequence[Path], text_key: str) -> Index:
 
 
 def decontaminate(run: ShardRun, *, evaluation: dict[str, str], paths: Sequence[Path], evaluation_key: str) -> None:
-    """`evaluation` records name and sha256 of `paths`."""
+    """The stage: drop each document that shares a run of 13 words with a text of the files at `paths`. evaluation:
+    their names and sha256, recorded in the manifest."""
     index = index_of(tuple(paths), evaluation_key)
     for document in run.documents():
         found = index.match(document["text"])

@@ -28,7 +28,7 @@ Skip = Callable[[str, str], None]  # reason, sample
 
 @dataclass(frozen=True)
 class Shard:
-    """Files that are read, written and begun again as one; `name` is that of the output."""
+    """Files that are read, written and begun again together. name: of the output."""
 
     name: str
     files: tuple[Path, ...]
@@ -48,7 +48,7 @@ class Shard:
 
 
 def stem(path: Path) -> str:
-    """The name without the suffixes that say how it is read."""
+    """The file's name without the suffixes of its compression and its format."""
     name = path.name
     for suffixes in (COMPRESSED_SUFFIXES, (*JSON_SUFFIXES, TEXT_SUFFIX)):
         name = next((name.removesuffix(suffix) for suffix in suffixes if name.endswith(suffix)), name)
@@ -61,8 +61,8 @@ def is_text(path: Path) -> bool:
 
 
 def find_files(given: Sequence[str]) -> list[Path]:
-    """Every file that a list of files, folders and globs names, sorted. Of a folder: those with a suffix of JSON or
-    text, not of its subfolders. FileNotFoundError where an entry names none."""
+    """All files that the entries name, sorted. An entry is a file, a folder or a glob. Of a folder it is the files with
+    a suffix of JSON or text, without its subfolders. FileNotFoundError where an entry names none."""
     found: set[Path] = set()
     for entry in given:
         path = Path(entry)
@@ -79,7 +79,7 @@ def find_files(given: Sequence[str]) -> list[Path]:
 
 
 def document_shards(given: Sequence[str]) -> list[Shard]:
-    """A shard for each file of JSON, and one for every ten thousand .txt files, each of which is one document."""
+    """A shard for each file of JSON, and one for every 10,000 .txt files, each of which is one document."""
     files = find_files(given)
     shards = [Shard(stem(path), (path,)) for path in files if not is_text(path)]
     texts = [path for path in files if is_text(path)]
@@ -157,7 +157,7 @@ def read_lines(path: Path, read: Callable[[int], object]) -> Iterator[tuple[int,
 
 
 def parse(line: bytes, text_key: str) -> Document:
-    """The document of a line, its text under "text". ValueError where it is none."""
+    """The document in a line, its text under "text". ValueError or RecursionError where there is none."""
     document = json.loads(line.decode("utf-8"))
     if not isinstance(document, dict):
         raise ValueError("not a JSON object: one document a line is expected")
@@ -171,7 +171,7 @@ def parse(line: bytes, text_key: str) -> Document:
 
 
 def as_line(document: Document) -> bytes:
-    """A line of JSON; an equal document gives equal bytes."""
+    """The document as a line of JSON. Equal documents give equal bytes."""
     return json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode("utf-8") + b"\n"
 
 
@@ -183,5 +183,5 @@ def read_at(path: Path, offset: int, text_key: str) -> Document:
 
 
 def is_seekable(shard: Shard) -> bool:
-    """Whether `read_at` can read it: one file of JSON that is not compressed."""
+    """Whether `read_at` can read the shard: it is one file of JSON that is not compressed."""
     return len(shard.files) == 1 and shard.files[0].name.endswith(JSON_SUFFIXES)

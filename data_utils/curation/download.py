@@ -20,8 +20,8 @@ Result = tuple[dict[str, Any], str | None]  # the record of an address, and its 
 
 def download(run: ShardRun, *, max_bytes: int, page_seconds: float, extract_seconds: float, threads: int, per_host: int,
              processes: int, blacklist: str) -> None:
-    """The pages that have a text, {"url", "text"}; and records/<shard>.jsonl with what became of each address.
-    `blacklist`, its sha256, is recorded."""
+    """The stage: the pages that have a text, as {"url", "text"}; and records/<shard>.jsonl with what became of each
+    address. blacklist: its sha256, recorded in the manifest."""
     limits = Limits(max_bytes, page_seconds)
     refusal = urls.refusal()
     hosts: dict[str, threading.Semaphore] = {}
@@ -59,7 +59,8 @@ def download(run: ShardRun, *, max_bytes: int, page_seconds: float, extract_seco
 
 def in_order(pool: ThreadPoolExecutor, function: Callable[[str], Result], items: Iterator[str], ahead: int
              ) -> Iterator[Result]:
-    """pool.map, but with not more than `ahead` items taken before their turn: memory and the progress bar follow."""
+    """pool.map, except that at most `ahead` items are taken before their turn: memory stays small, and the progress bar
+    follows."""
     waiting: deque[Future[Result]] = deque()
     for item in items:
         waiting.append(pool.submit(function, item))

@@ -1,5 +1,5 @@
-"""The text of a page, by trafilatura, in processes of its own: a page that takes too long costs a process, which is
-killed and made again."""
+"""The text of a page, by trafilatura, in processes of its own. A page that takes too long costs a process, which is
+killed and replaced."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ TOO_LATE, ENDED = "text not found in time", "its reading ended a process"
 
 
 def text_of(body: bytes, charset: str | None, url: str) -> str | None:
-    """The main text of an HTML page; None where it has none. Bytes are read by the charset that the server names, else
-    as UTF-8, else as trafilatura guesses."""
+    """The main text of an HTML page; None where it has none. Bytes are decoded by the charset that the server names,
+    else as UTF-8, else as trafilatura guesses."""
     import trafilatura
 
     content: bytes | str = body
@@ -43,7 +43,7 @@ def _serve(pipe: Connection) -> None:
 
 
 class Extractor:
-    """One process."""
+    """A process that extracts texts. Called with a page it returns the text; Refused says why there is none."""
 
     def __init__(self) -> None:
         # A fresh interpreter: a copy of this one would take its threads' locks along.
@@ -82,7 +82,8 @@ class Extractor:
 
 
 class Extractors:
-    """Several, each used by one thread at a time."""
+    """Several processes, each used by one thread at a time. Called with a page they return its text, as an Extractor
+    does."""
 
     def __init__(self, count: int, seconds: float) -> None:
         self._seconds = seconds

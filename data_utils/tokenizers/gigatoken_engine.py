@@ -1,4 +1,4 @@
-"""gigatoken, the faster engine of byte-level BPE, kept to the texts for which its ids are tiktoken's."""
+"""gigatoken, the faster engine of byte-level BPE, used only for texts for which its ids are tiktoken's."""
 
 from __future__ import annotations
 
@@ -22,8 +22,10 @@ REMEMBERED_BYTES = 1 << 29
 
 
 class Gigatoken:
-    """`ranked` are the tokens in the order they were learnt, as tiktoken takes them. Called with UTF-8 it gives the
-    ranks, uint32, or None where they might not be tiktoken's."""
+    """The engine for a vocabulary. ranked: the tokens in the order in which they were learnt, as tiktoken takes them.
+
+    Called with valid UTF-8 it returns the ranks, uint32 [tokens], or None where they might not be tiktoken's.
+    """
 
     def __init__(self, ranked: Sequence[bytes]) -> None:
         self._ranked = ranked
@@ -51,8 +53,8 @@ class Gigatoken:
 
 
 def gigatoken(ranked: Sequence[bytes]) -> Gigatoken | None:
-    """The engine, or None where the package is absent, of another release, or panics: it does where a token does not
-    come about by merges."""
+    """The engine, or None where the package is absent or of another release, or where it panics, as it does where a
+    token does not come about by merges."""
     try:
         return Gigatoken(ranked) if metadata.version("gigatoken").startswith(RELEASE) else None
     except ImportError:

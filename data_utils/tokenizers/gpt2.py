@@ -41,7 +41,8 @@ LONG_WHITE_SPACE = re.compile(rf"\s{{{2 * WHITE_RUN}}}")
 
 
 def byte_alphabet() -> list[str]:
-    """The character that stands for each byte in GPT-2's files: itself where it prints, else one from U+0100 on."""
+    """The character that stands for each byte in GPT-2's files: the byte's own where it prints, else one from U+0100
+    on. 256 of them, by byte."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     characters = {value: chr(value) for value in printable}
     for value in range(256):
@@ -50,7 +51,12 @@ def byte_alphabet() -> list[str]:
 
 
 class BytePairTokenizer(Tokenizer):
-    """`ranked` are the tokens in the order they were learnt; `ids` is the id of each; `token_bytes` covers all ids."""
+    """A byte-level BPE.
+
+    ranked: the tokens in the order in which they were learnt. ids: the id of each of them. token_bytes: the bytes of
+    every id. files: the names and contents that make this tokenizer again. ValueError where no library that runs it is
+    installed.
+    """
 
     def __init__(self, kind: str, ranked: Sequence[bytes], ids: Sequence[int], token_bytes: Sequence[bytes], eod: int,
                  files: dict[str, bytes]) -> None:
@@ -123,7 +129,8 @@ def _byte_strings(tokens: Sequence[str], name: str) -> list[bytes]:
 
 
 def builtin_tokenizer(path: Path | None = None) -> BytePairTokenizer:
-    """The small BPE of the built-in corpus (`tools/train_tokenizer.py` makes it), from its file or a copy."""
+    """The small BPE of the built-in corpus, which `tools/train_tokenizer.py` made, from the shipped file or from a copy
+    at `path`."""
     name = str(path or BUILTIN_FILE)
     try:
         file = path or resources.files("data_utils.tokenizers").joinpath(BUILTIN_FILE)

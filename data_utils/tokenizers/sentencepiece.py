@@ -17,10 +17,10 @@ SPACE_IN_BYTES = [f"<0x{value:02X}>" for value in SPACE.encode()]
 
 
 class SentencePieceTokenizer(Tokenizer):
-    """A SentencePiece model. `eod` is the model's end-of-sentence id, or one id more where it has none.
+    """A SentencePiece model. `eod` is the model's end-of-sentence id; a model without one gets one more id.
 
-    Models that `train_sentencepiece` made are lossless. One trained elsewhere may normalise text or put a space
-    before it; what it then decodes to is its own form of the text.
+    A model that `train_sentencepiece` made loses nothing. One trained elsewhere may normalise text or put a space
+    before it; decoding then returns the normalised text.
     """
 
     def __init__(self, model: bytes, name: str) -> None:
