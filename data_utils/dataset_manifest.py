@@ -23,7 +23,8 @@ def read_manifest(prefix: str | Path) -> dict[str, Any] | None:
 
 
 def describe(prefix: str | Path, facts: dict[str, Any], bin_parts: Sequence[Part] | None = None) -> dict[str, Any]:
-    """`facts` and what the files at `prefix` show: counts, dtype and hashes; those of `.bin` may be known already."""
+    """The manifest of the pair at `prefix`: `facts`, and what its files show, counts, dtype and hashes. bin_parts: the
+    hashes of `.bin`, where they are known already."""
     index = read_index(prefix)
     return {"format": PAIR_MANIFEST_VERSION, **facts,
             "documents": len(index.firsts) - 1, "tokens": int(index.starts[-1]), "dtype": index.dtype.name,

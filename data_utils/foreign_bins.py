@@ -62,8 +62,9 @@ class ForeignBin:
 
 
 def open_tokens(path: str | Path, eod: int) -> IndexedDataset | ForeignBin:
-    """A pair by its prefix, or by the name of either of its files; a `.bin` that has no `.idx` beside it as nanoGPT's
-    or llm.c's. FileNotFoundError or ValueError in one line."""
+    """The token file at `path`: a pair, by its prefix or the name of one of its files, or nanoGPT's or llm.c's `.bin`,
+    which has no `.idx` beside it. eod: the end-of-document id, for such a file. FileNotFoundError or ValueError, in one
+    line."""
     prefix = prefix_of(path)
     if str(path) != prefix and not Path(f"{prefix}.idx").exists() and Path(f"{prefix}.bin").is_file():
         if Path(f"{prefix}.json").exists():

@@ -11,15 +11,15 @@ MISSING = -1  # fills a window after the split's last token; as a label it count
 
 
 class DamagedData(ValueError):
-    """A file holds what no tokenizer of this vocabulary can have written."""
+    """A file holds a token id that no tokenizer of this vocabulary has."""
 
 
 class GPT2Dataset:
     """Windows over `tokens[start:stop]`, one every `seq_length` tokens; each shares one token with the next.
 
-    For training (`wrap`) only whole windows count, and a range shorter than one window is repeated until it fills it.
-    For evaluation the last window is kept and filled with MISSING, and `start` begins one token earlier where there
-    is one: then every token of the split is the label of exactly one window. `source` names the file in errors.
+    For training (`wrap`) only whole windows count, and a range shorter than one window is repeated until it fills one.
+    For evaluation the last window is kept and filled with MISSING, and the first begins one token before `start` where
+    there is one: every token of the split is then the label of exactly one window. source: the file's name in errors.
     """
 
     def __init__(self, tokens: np.ndarray, start: int, stop: int, seq_length: int, tokenizer: Tokenizer, *,
@@ -46,7 +46,7 @@ class GPT2Dataset:
         return self._len
 
     def rows(self, indices: np.ndarray) -> np.ndarray:
-        """int64 [k], in range(len(self)) -> int64 [k, seq_length + 1]. DamagedData where an id is not below the
+        """int64 [k], in range(len(self)) -> int64 [k, seq_length + 1]. DamagedData where an id is outside the
         vocabulary."""
         last = indices >= len(self._windows)
         if not last.any():
@@ -70,7 +70,7 @@ class GPT2Dataset:
         return self._split_tokens
 
     def text(self, max_bytes: int = 64 << 20) -> bytes | None:
-        """The split as text, or None where it is longer than `max_bytes`; no EOD is in it."""
+        """The split as text, without EODs; None where it is longer than `max_bytes`."""
         if self.num_tokens > max_bytes:  # an id other than EOD is at least a byte
             return None
         text = self.tokenizer.decode_bytes(self._split_tokens)
@@ -78,7 +78,8 @@ class GPT2Dataset:
 
 
 def checked(rows: np.ndarray, vocab_size: int, source: str) -> np.ndarray:
-    """`rows` of any integers, contiguous, in int64; DamagedData where an id is not of the vocabulary."""
+    """`rows`, of any integers, as int64, contiguous. DamagedData, which names `source`, where an id is outside the
+    vocabulary."""
     # Seen as unsigned a negative id is a large one, so that one pass finds both.
     if rows.size and int(rows.view(f"u{rows.dtype.itemsize}").max()) >= vocab_size:
         wrong = rows[(rows < 0) | (rows >= vocab_size)][0]

@@ -45,9 +45,9 @@ def token_dtype(vocab_size: int) -> np.dtype:
 
 
 class IndexedDatasetBuilder:
-    """Writes a pair. `add` tokens, `end_document`, then `finish`; both files are complete and on disk only then.
+    """Writes a pair: `add` tokens, `end_document`, then `finish`, after which both files are complete and on the disk.
 
-    `sha256` is that of `.bin`, once it is finished.
+    `sha256` hashes `.bin`, and is complete once it is finished.
     """
 
     def __init__(self, prefix: str | Path, dtype: np.dtype) -> None:
@@ -81,7 +81,8 @@ class IndexedDatasetBuilder:
         self._open_length += count
 
     def end_document(self, eod: int | None = None) -> None:
-        """One sequence is one document; it ends with `eod` where one is given."""
+        """End the open document, which is one sequence, with `eod` as its last token where one is given. ValueError
+        where it has 2^31 tokens or more."""
         if eod is not None:
             if self._filled == BUFFERED:
                 self._flush()
@@ -141,7 +142,7 @@ def _write_index(name: str, dtype: np.dtype, blocks: Callable[[], Iterable[tuple
 
 
 class PairMerger:
-    """Puts pairs of one dtype together in the order of `append`; after `finish` both files are on disk."""
+    """Joins pairs of one dtype in the order of `append`. After `finish` both files are complete and on the disk."""
 
     def __init__(self, prefix: str | Path) -> None:
         self._prefix = prefix
@@ -150,7 +151,8 @@ class PairMerger:
         self._bin: BinaryIO = open(f"{prefix}.bin", "wb")  # noqa: SIM115  closed by `finish` or `abandon`
 
     def append(self, source: str | Path) -> None:
-        """ValueError where its dtype is not that of the first, or it is damaged."""
+        """Copy the tokens of the pair `source`. ValueError where its dtype is not that of the first pair, or where it
+        is damaged."""
         dtype = read_index(source).dtype
         self._dtype = self._dtype or dtype
         if dtype != self._dtype:
@@ -183,10 +185,10 @@ class PairMerger:
 
 
 class IndexedDataset:
-    """Reads a pair through a memory map, every entry of the index checked when it is opened.
+    """Reads a pair through a memory map. Every entry of the index is checked when it is opened.
 
-    `tokens` is all of `.bin`, an array that the system pages in; `document_starts`, int64 [documents + 1], counts in
-    tokens from 0 to `len(tokens)`.
+    `tokens` is the content of `.bin`, an array that the system reads page by page; `document_starts`, int64 [documents
+    + 1], counts in tokens, from 0 to `len(tokens)`.
     """
 
     def __init__(self, prefix: str | Path) -> None:
@@ -209,7 +211,8 @@ class IndexedDataset:
 
 
 class Index(NamedTuple):
-    """What `.idx` holds: dtype, lengths [S] int32, starts [S + 1] int64 in tokens, firsts [D] int64."""
+    """The content of `.idx`: dtype of the tokens; lengths, int32 [S]; starts, int64 [S + 1], in tokens; firsts, int64
+    [D]."""
 
     dtype: np.dtype
     lengths: np.ndarray
@@ -218,7 +221,8 @@ class Index(NamedTuple):
 
 
 def read_index(prefix: str | Path) -> Index:
-    """The index of a pair. FileNotFoundError; ValueError names what is wrong with the file."""
+    """The index of the pair at `prefix`. FileNotFoundError where a file is missing. ValueError says what is wrong with
+    the index."""
     def check(holds: bool, reason: str) -> None:
         if not holds:
             raise ValueError(f"{name} is damaged: {reason}")

@@ -1,8 +1,8 @@
 """The samples of today's Megatron (`megatron.core.datasets.gpt_dataset.GPTDataset`), for those who compare with it.
 
-All documents of all epochs are shuffled together and laid end to end; every seq_length tokens of that begin a sample,
-and the samples are shuffled once more. Where the run needs less than four fifths of its last epoch, that epoch is
-shuffled by itself. So the order depends on the length of the run, and its arrays are made anew at every start.
+All documents of all epochs are shuffled together and laid end to end. A sample begins every seq_length tokens of that,
+and the samples are shuffled once more. A last epoch of which the run needs less than four fifths is shuffled by itself.
+So the order depends on the length of the run, and its arrays are made again at every start.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ def megatron_cut(documents: int, proportions: Sequence[float]) -> list[int]:
 
 
 class MegatronSamples:
-    """Sample number to row, in Megatron's order; a loader needs no other.
+    """Sample number -> row, in Megatron's order. A loader needs no other order.
 
     dataset: the training split. document_starts: int64 [documents + 1], where its documents begin in `dataset.tokens`,
-    and the end. num_samples: of the whole run; the numbers beyond, which a loader may prepare ahead, begin again.
+    and the end. num_samples: of the whole run. A loader may prepare samples beyond them: these begin again.
     """
 
     def __init__(self, dataset: GPT2Dataset, document_starts: np.ndarray, *, seed: int, num_samples: int) -> None:

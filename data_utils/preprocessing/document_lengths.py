@@ -1,4 +1,4 @@
-"""What the lengths of documents look like: numbers, bars of text, a plot."""
+"""The lengths of documents: as numbers, as bars of text, and as a plot."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def histogram(lengths: np.ndarray) -> list[str]:
 
 
 def plot(lengths: np.ndarray, path: Path, title: str) -> None:
-    """Two panels: documents by length, and the share of all tokens that stands in documents of up to a length.
-    ValueError without matplotlib or for a suffix that it does not know."""
+    """Write a figure to `path`, with two panels: documents by length, and the share of all tokens in documents of up to
+    a length. ValueError without matplotlib, or for a suffix that it does not know."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure

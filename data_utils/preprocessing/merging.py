@@ -16,8 +16,11 @@ from data_utils.indexed_dataset import IndexedDatasetBuilder, PairMerger
 
 
 def merge(sources: Sequence[str], output_prefix: str, eod: int) -> dict[str, Any]:
-    """The documents of all `sources` in order at `output_prefix`; returns its manifest. nanoGPT's and llm.c's files
-    are cut into documents after each `eod`. ValueError or FileNotFoundError where they can't be one file."""
+    """Write the documents of all `sources`, in order, to the pair at `output_prefix`; returns its manifest.
+
+    eod: the end-of-document id, which cuts nanoGPT's and llm.c's files into documents. ValueError or FileNotFoundError
+    where the sources cannot be one pair.
+    """
     if os.path.exists(f"{output_prefix}.idx"):
         raise ValueError(f"--output-prefix {output_prefix}: the pair exists: remove it, or name another one")
     Path(output_prefix).parent.mkdir(parents=True, exist_ok=True)

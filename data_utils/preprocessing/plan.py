@@ -19,8 +19,8 @@ Shard = tuple[FileRange, ...]
 
 
 def expand(inputs: Sequence[str]) -> list[str]:
-    """The files that `inputs` name: files, glob patterns, and folders, whose files are taken in order of their names,
-    but for hidden ones and the manifests that a stage of tools/openwebtext leaves beside its shards.
+    """The files that `inputs` name: files, glob patterns, and folders. The files of a folder are taken in the order of
+    their names; hidden ones are left out, and so are the manifests that a stage of tools/openwebtext leaves there.
     FileNotFoundError or ValueError names --input."""
     found: list[str] = []
     for name in inputs:
@@ -65,7 +65,7 @@ def _is_object(head: bytes, keys: tuple[str, ...]) -> bool:
 
 
 def cut(spans: Sequence[FileRange]) -> list[Shard]:
-    """Shards of about equal size: large files of JSON lines are cut between lines, small files are put together."""
+    """Shards of about equal size: large files of JSON lines are cut between lines, small files are joined."""
     total = sum(span.stop - span.start for span in spans)
     least = max(LEAST_SHARD_BYTES, -(-total // MOST_SHARDS))
     shards: list[Shard] = []

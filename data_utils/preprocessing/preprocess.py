@@ -41,7 +41,8 @@ COMPRESSED_TEXT = 4  # bytes of text that a byte of a compressed file may well h
 
 @dataclass(frozen=True)
 class Job:
-    """What to make. `tokenizer` are the arguments of `build_tokenizer`: each worker builds its own."""
+    """What to make. tokenizer: the arguments of `build_tokenizer`, since each worker builds its own. ValueError names a
+    flag."""
 
     inputs: tuple[str, ...]
     output_prefix: str
@@ -70,10 +71,11 @@ class Job:
 
 def preprocess(job: Job, *, log: Log, progress: Callable[[int], contextlib.AbstractContextManager[Progress]]
                ) -> dict[str, dict[str, Any]]:
-    """Make the pairs, or find them made of just this before; returns the manifest of each key.
+    """Make the pairs, unless they are there and were made from the same input in the same way. Returns each key's
+    manifest.
 
-    `progress(bytes)` opens a bar. ValueError, FileNotFoundError or OSError in one line where the input, a flag or the
-    disk is at fault; whole shards are kept then, and nothing else.
+    progress: opens a bar for a number of bytes. ValueError, FileNotFoundError or OSError, in one line, where the input,
+    a flag or the disk is at fault; the shards that are finished are kept then, and nothing else.
     """
     tokenizer = build_tokenizer(**job.tokenizer)
     recipe = Recipe(job.keys, job.append_eod, tokenizer.fingerprint)

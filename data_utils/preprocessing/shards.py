@@ -35,7 +35,7 @@ Progress = Callable[[int, int], object]  # bytes of input, tokens
 
 @dataclass(frozen=True)
 class Recipe:
-    """What is made of the text. `tokenizer` is the fingerprint."""
+    """What is made from the text. keys: the JSON fields. tokenizer: its fingerprint."""
 
     keys: tuple[str, ...]
     append_eod: bool
@@ -50,8 +50,11 @@ class Recipe:
 
 def make_shard(folder: Path, number: int, spans: tuple[FileRange, ...], recipe: Recipe, tokenizer: Tokenizer,
                progress: Progress) -> dict[str, Any]:
-    """The manifest of the shard, which is made where it is not there. ValueError for input of which nothing can be
-    used or that changes meanwhile, OSError for a disk that fails; what was half written is then removed."""
+    """The manifest of shard `number`, which is made unless it is there.
+
+    progress: is called with bytes of input and tokens since its last call. ValueError where nothing of the input can be
+    used, or where it changes meanwhile. OSError where the disk fails. What is half written is then removed.
+    """
     stem = folder / f"{number:05d}"
     before = [os.stat(span.path).st_mtime_ns for span in spans]
     if (found := _finished(stem, spans, recipe)) is not None:
