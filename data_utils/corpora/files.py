@@ -8,6 +8,7 @@ from pathlib import Path
 BUILTIN = "builtin"
 JSON_SUFFIXES = (".json", ".jsonl", ".ndjson")
 TEXT_SUFFIX = ".txt"
+COMPRESSED_SUFFIXES = (".gz", ".zst")
 MANIFESTS = "manifests"  # the folder in which a stage of tools/openwebtext/ keeps its manifests, beside its output
 
 
@@ -28,8 +29,12 @@ def files_of(path: str, flag: str) -> list[str]:
 def holds_documents(name: str) -> bool:
     """Whether a name in a folder is that of a file of JSON lines or text. A hidden file is not: it may be unfinished.
     """
-    return not name.startswith(".") and name.removesuffix(".gz").removesuffix(".zst").endswith(
-        (*JSON_SUFFIXES, TEXT_SUFFIX))
+    return not name.startswith(".") and uncompressed(name).endswith((*JSON_SUFFIXES, TEXT_SUFFIX))
+
+
+def uncompressed(name: str) -> str:
+    """A file's name without the suffix of its compression."""
+    return name.removesuffix(".gz").removesuffix(".zst")
 
 
 def check_exists(path: str, flag: str) -> None:
@@ -44,4 +49,4 @@ def check_exists(path: str, flag: str) -> None:
 
 def is_json(path: str) -> bool:
     """Whether a file's name says that it holds JSON."""
-    return Path(path.removesuffix(".gz").removesuffix(".zst")).suffix.lower() in JSON_SUFFIXES
+    return Path(uncompressed(path)).suffix.lower() in JSON_SUFFIXES

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from data_utils.command_line import Parser, end_with
-from data_utils.corpora.files import JSON_SUFFIXES, TEXT_SUFFIX
-from data_utils.curation.documents import COMPRESSED_SUFFIXES, Shard, document_shards
+from data_utils.corpora.files import COMPRESSED_SUFFIXES, JSON_SUFFIXES, TEXT_SUFFIX
+from data_utils.curation.documents import Shard, document_shards
 from data_utils.curation.on_cluster import EXECUTORS, launch
 from data_utils.curation.shard_run import Stage, temporary
 from data_utils.curation.stages import MAX_BAD_FRACTION, run_stage

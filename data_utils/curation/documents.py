@@ -14,11 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from data_utils.corpora.files import JSON_SUFFIXES, TEXT_SUFFIX, holds_documents
+from data_utils.corpora.files import JSON_SUFFIXES, TEXT_SUFFIX, holds_documents, uncompressed
 from data_utils.files.compression import open_bytes
 from data_utils.files.hashing import add_file
 
-COMPRESSED_SUFFIXES = (".gz", ".zst")
 TEXTS_A_SHARD = 10_000
 LABEL_CHARACTERS = 100
 
@@ -49,15 +48,13 @@ class Shard:
 
 def stem(path: Path) -> str:
     """The file's name without the suffixes of its compression and its format."""
-    name = path.name
-    for suffixes in (COMPRESSED_SUFFIXES, (*JSON_SUFFIXES, TEXT_SUFFIX)):
-        name = next((name.removesuffix(suffix) for suffix in suffixes if name.endswith(suffix)), name)
-    return name
+    name = uncompressed(path.name)
+    return next((name.removesuffix(suffix) for suffix in (*JSON_SUFFIXES, TEXT_SUFFIX) if name.endswith(suffix)), name)
 
 
 def is_text(path: Path) -> bool:
     """Whether a file's name says that it is one document of plain text, compressed or not."""
-    return path.name.removesuffix(".gz").removesuffix(".zst").endswith(TEXT_SUFFIX)
+    return uncompressed(path.name).endswith(TEXT_SUFFIX)
 
 
 def find_files(given: Sequence[str]) -> list[Path]:

@@ -113,11 +113,7 @@ def test_crafted(tmp_path: Path, name: str):
     took = time.process_time() - begin
     message = str(caught.value)
     assert "\n" not in message and len(message) < 600 and str(tmp_path) in message, message
-    begin = time.process_time()
-    for _ in range(1_000_000):
-        pass
-    second = 40 * (time.process_time() - begin)  # about one, more where the machine is busy otherwise
-    assert took < max(second, 1), f"{took:.2f} s, of {second:.2f}: {message}"
+    assert took < 1, f"{took:.2f} s: {message}"
     assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak) << 10 < 10 * size + (64 << 20)
     assert not marker(tmp_path).exists(), "executed"
 
