@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import data_utils
+from data_utils import ensure_sentencepiece_model, tokenizers
 from data_utils.corpora.builtin import builtin_documents
 from data_utils.command_line import Parser, end_with
 from data_utils.corpora.files import BUILTIN, files_of
@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = Parser(description=__doc__)
     kinds = parser.add_subparsers(dest="kind", required=True)
     builtin = kinds.add_parser("builtin", help="the BPE that the project ships")
-    builtin.add_argument("--output", type=Path, default=Path(data_utils.__file__).with_name(BUILTIN_FILE))
+    builtin.add_argument("--output", type=Path, default=Path(tokenizers.__file__).with_name(BUILTIN_FILE))
     builtin.add_argument("--vocab-size", type=int, default=4096)
     bpe = kinds.add_parser("bpe", help="a byte-level BPE for --tokenizer-type GPT2BPETokenizer")
     bpe.add_argument("--vocab-file", type=Path, required=True, help="the JSON file of tokens to write")
@@ -82,8 +82,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         texts = (text for path in files for text in documents(path, given.text_key, print))
         train_bpe(given.vocab_file, given.merge_file, given.vocab_size, texts)
     else:
-        data_utils.ensure_sentencepiece_model(given.model, train_data=given.train_data, text_key=given.text_key,
-                                              vocab_size=given.vocab_size, log=print)
+        ensure_sentencepiece_model(given.model, train_data=given.train_data, text_key=given.text_key,
+                                   vocab_size=given.vocab_size, log=print)
 
 
 cli = partial(end_with, main)
