@@ -6,7 +6,6 @@ import base64
 import re
 import tempfile
 from collections.abc import Sequence
-from importlib import metadata
 
 import numpy as np
 
@@ -55,6 +54,8 @@ class Gigatoken:
 def gigatoken(ranked: Sequence[bytes]) -> Gigatoken | None:
     """The engine, or None where the package is absent or of another release, or where it panics, as it does where a
     token does not come about by merges."""
+    from importlib import metadata  # here, since it takes 7 ms: programs that read no text start without it
+
     try:
         return Gigatoken(ranked) if metadata.version("gigatoken").startswith(RELEASE) else None
     except ImportError:
