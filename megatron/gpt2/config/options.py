@@ -7,9 +7,9 @@ from typing import Any
 
 
 def option(default: Any, help: str, *aliases: str, choices: tuple[str, ...] = (), metavar: str | None = None) -> Any:
-    """A dataclass field that is also a flag. help: its text for --help and docs/reference/flags.md. aliases: other spellings of
-    the flag, written as on the command line. choices: the values that it takes; empty: any. metavar: what stands for
-    its value in --help."""
+    """A dataclass field that is also a flag. help: its text for --help and docs/reference/flags.md. aliases: other
+    spellings of the flag, written as on the command line. choices: the values that it takes; empty: any. metavar: what
+    stands for its value in --help."""
     return field(default=default,
                  metadata={"help": help, "aliases": aliases, "choices": choices, "metavar": metavar})
 

@@ -23,7 +23,7 @@ from data_utils import (
     ensure_sentencepiece_model,
     load_tokenizer,
 )
-from data_utils.corpora.named import find_corpora
+from data_utils.named_corpora import find_corpora
 from megatron.gpt2 import device as devices
 from megatron.gpt2.checkpoint.facts import check_facts
 from megatron.gpt2.checkpoint.folder import Checkpoint, find_checkpoint

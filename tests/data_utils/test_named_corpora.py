@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from data_utils.corpora.named import find_corpora, read_corpora
+from data_utils.named_corpora import find_corpora, read_corpora
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(autouse=True)

@@ -62,7 +62,7 @@ def corpora_file() -> Path:
     exist."""
     if VARIABLE in os.environ:
         return Path(os.environ[VARIABLE])
-    shipped = Path(__file__).resolve().parents[2] / HERE
+    shipped = Path(__file__).resolve().parents[1] / HERE
     return HERE if HERE.is_file() or not shipped.is_file() else shipped
 
 
