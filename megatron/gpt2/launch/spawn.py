@@ -27,20 +27,21 @@ def start_ranks(program: Program, argv: Sequence[str], launch: Launch) -> int:
     at the latest. SIGTERM is passed on to all of them; Ctrl-C reaches them from the terminal. program: at the top level
     of a module, which the ranks import. The ranks get torchrun's variables and words for `read_launch`.
     """
-    said = {"WORLD_SIZE": f"{launch.world_size}", "LOCAL_WORLD_SIZE": f"{launch.starts}"}
+    variables = {"WORLD_SIZE": f"{launch.world_size}", "LOCAL_WORLD_SIZE": f"{launch.starts}"}
     words = [*argv, f"--init-timeout={launch.timeout}"]
     if launch.where:
         words.append(f"--init-method={launch.where}")
     else:
         store = TCPStore("localhost", 0, None, True, wait_for_workers=False)  # outlives each of the ranks
-        said |= {"MASTER_ADDR": "localhost", "MASTER_PORT": f"{store.port}", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+        variables |= {"MASTER_ADDR": "localhost", "MASTER_PORT": f"{store.port}",
+                      "TORCHELASTIC_USE_AGENT_STORE": "True"}
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     signal.signal(signal.SIGINT, lambda number, frame: None)
     # A forked rank need not import anything, which is half of a short run. macOS cannot be forked, nor CUDA where
     # there is a GPU: torch's wheels for Linux are built with it wherever they run.
     method = "fork" if sys.platform == "linux" and torch.cuda.device_count() == 0 else "spawn"
     try:
-        context = start_processes(_rank, (launch.rank, program, words, said, before[signal.SIGINT]),
+        context = start_processes(_rank, (launch.rank, program, words, variables, before[signal.SIGINT]),
                                   nprocs=launch.starts, join=False, start_method=method)
 
         def forward(number: int, frame: FrameType | None) -> None:
@@ -50,7 +51,7 @@ def start_ranks(program: Program, argv: Sequence[str], launch: Launch) -> int:
         signal.signal(signal.SIGTERM, forward)
         while not context.join(grace_period=GRACE):
             pass
-    except ProcessExitedException as error:  # the rank has said why
+    except ProcessExitedException as error:  # the rank has variables why
         if error.exit_code >= 0:
             return error.exit_code
         if error.signal_name != "SIGINT":
@@ -65,9 +66,9 @@ def start_ranks(program: Program, argv: Sequence[str], launch: Launch) -> int:
     return 0
 
 
-def _rank(number: int, first: int, program: Program, argv: Sequence[str], said: dict[str, str],
+def _rank(number: int, first: int, program: Program, argv: Sequence[str], variables: dict[str, str],
           interrupt: Any) -> None:
-    os.environ.update(said, RANK=f"{first + number}", LOCAL_RANK=f"{number}")
+    os.environ.update(variables, RANK=f"{first + number}", LOCAL_RANK=f"{number}")
     signal.signal(signal.SIGINT, interrupt)
     if first + number == 0:  # somebody may type; multiprocessing has put the null device in the place of every rank's
         sys.stdin = os.fdopen(0, closefd=False)
