@@ -1,7 +1,7 @@
 """A sign of life of each rank, every second, so that whoever loses a rank can say which.
 
-torch does not: after a rank was killed, a collective over gloo reports a closed connection, on each rank to its
-neighbour, which may have left because of a third. `monitored_barrier` names ranks on rank 0 alone, and needs a group.
+torch does not: when a rank is killed, gloo reports a closed connection to a neighbour, which may have left because of a
+third rank. `monitored_barrier`, called after that, names a rank that hangs, on rank 0 alone, and none that was killed.
 """
 
 from __future__ import annotations

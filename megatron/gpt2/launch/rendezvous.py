@@ -5,6 +5,9 @@
     initialize_distributed  when each rank has its device and its data, however long that took
     name_lost               after a collective has failed: names the ranks that are gone
     leave                   at the end
+
+torch's own rendezvous is not enough: where ranks do not come it prints how many came, and not which; of two processes
+with one rank, or with different world sizes, all wait until a time-out or for ever.
 """
 
 from __future__ import annotations

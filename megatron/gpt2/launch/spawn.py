@@ -10,10 +10,10 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, start_processes
 
 from megatron.gpt2.launch.launchers import Launch
+from megatron.gpt2.launch.store import serve
 
 Program = Callable[[Sequence[str]], int]
 GRACE = 6.0  # seconds that the others have once one rank has ended: to name it, or to save
@@ -32,8 +32,8 @@ def start_ranks(program: Program, argv: Sequence[str], launch: Launch) -> int:
     if launch.where:
         words.append(f"--init-method={launch.where}")
     else:
-        store = TCPStore("localhost", 0, None, True, wait_for_workers=False)  # outlives each of the ranks
-        variables |= {"MASTER_ADDR": "localhost", "MASTER_PORT": f"{store.port}",
+        store = serve("127.0.0.1", 0)  # outlives each of the ranks
+        variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{store.port}",
                       "TORCHELASTIC_USE_AGENT_STORE": "True"}
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     signal.signal(signal.SIGINT, lambda number, frame: None)

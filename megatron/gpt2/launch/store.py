@@ -1,7 +1,9 @@
 """The store in which the ranks meet: a TCPStore that one process serves and all ranks reach at a known address.
 
 The launcher serves it, or else rank 0. With file:// rank 0 writes its address into the file, and removes the file once
-all ranks have come, so that a file which is there before belongs to an earlier run.
+all ranks have come, so that a file which is there before belongs to an earlier run. torch's own rendezvous does neither
+as well: where rank 0 does not answer it prints 30 lines of C++ frames, and with the file of a run that was killed one
+rank fails and the others hang.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ def open_store(launch: Launch, deadline: float) -> Iterator[tuple[TCPStore, TCPS
     host, port = place.hostname or "localhost", place.port or 0
     server = None
     if launch.rank == 0 and not launch.served:
-        server = _serve(launch.host if path else host, port)
+        server = serve(launch.host if path else host, port)
         host, port = "localhost" if path else host, server.port
     elif path:
         host, port = _read_card(path, launch, deadline)
@@ -41,9 +43,13 @@ def open_store(launch: Launch, deadline: float) -> Iterator[tuple[TCPStore, TCPS
         yield _connect(host, port, launch, deadline, stale=path), server
 
 
-def _serve(host: str, port: int) -> TCPStore:
-    """Over IPv6 and IPv4 where `host` has an IPv6 address. Not always: torch looks up the name of each that comes, and
-    who comes over IPv4 to a socket of both is not found in /etc/hosts, which takes seconds where no DNS answers."""
+def serve(host: str, port: int) -> TCPStore:
+    """The server of a store on `port` (0: any that is free), over IPv6 and IPv4 where `host` has an IPv6 address.
+
+    torch's own server always listens over both and looks up the name of each client, and one that comes over IPv4 to a
+    socket of both is not in /etc/hosts: with a slow DNS server four ranks met in 5.6 s instead of 0.5. ValueError where
+    the port is taken.
+    """
     families: set[int] = set()
     with contextlib.suppress(OSError):
         families = {found[0] for found in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)}

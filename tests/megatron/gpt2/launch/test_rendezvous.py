@@ -87,7 +87,6 @@ def test_rank_0_on_another_machine_than_was_said() -> None:
 
 def test_each_rank_sees_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     gpus(monkeypatch, 1)
-    monkeypatch.setattr(heartbeat, "BEAT", 0.05)  # which leaving waits for
     here = threading.local()  # what the launcher shows each rank
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=here.gpu))
 
