@@ -42,8 +42,8 @@ def line_buffered() -> None:
 
 class Parser(argparse.ArgumentParser):
     """Raises a ValueError where argparse would print its usage and exit: bad input ends in one line, which one of
-    several ranks writes. It completes no prefixes. Its help shows the description as it is written, but for "python
-    tools/NAME.py", which becomes what `how_to_call` gives."""
+    several ranks writes. It completes no prefixes. Its help shows the description as it is written, but a program of
+    tools/ is called in it as `how_to_call` says."""
 
     def __init__(self, *, description: str | None = None, **options: Any) -> None:
         described = re.sub(r"python tools/(\w+)\.py", lambda found: how_to_call(found[1]), description or "")
