@@ -128,11 +128,12 @@ def _remove_older(directory: Path, iteration: int, keep_last: int, log: Callable
         log(f"WARNING: --keep-last {keep_last}: {error.filename} could not be removed: {error.strerror}")
 
 
-def find_checkpoint(directory: str | Path, *, log: Callable[[str], None], greatest: Callable[[int], int] = lambda n: n,
+def find_checkpoint(directory: str | Path, *, log: Callable[[str], None],
+                    max_over_ranks: Callable[[int], int] = lambda n: n,
                     share: tuple[int, int] = (0, 1), verify: bool = True) -> Checkpoint | None:
     """The checkpoint to load: the tracker's, or where that is damaged or missing the newest valid one, loudly.
 
-    All ranks call it, with `share` = (rank, world size) and `greatest` = the greatest of all ranks' numbers (a
+    All ranks call it, with `share` = (rank, world size) and `max_over_ranks` = the largest of all ranks' numbers (a
     collective on a 64-bit integer), and all get the same answer: rank 0 proposes, everyone opens, each hashes its
     share of the files (`verify`), and a checkpoint counts where all agree. An iteration that was renamed aside is the
     last resort. Nothing is changed on the disk. `log` gets the warnings on every rank, those about the tracker on
@@ -142,13 +143,13 @@ def find_checkpoint(directory: str | Path, *, log: Callable[[str], None], greate
     """
     directory = Path(directory)
     tracked, proposals, refused = _proposals(directory) if share[0] == 0 else (None, [], [])
-    if not greatest(len(proposals) + len(refused)):
+    if not max_over_ranks(len(proposals) + len(refused)):
         return None
     for warning in refused:
         log(f"WARNING: {warning}")
-    for i in range(greatest(len(proposals))):
-        path = _path(directory, greatest(proposals[i] if share[0] == 0 else 0))
-        checkpoint, problem = _open_together(path, greatest, share, verify)
+    for i in range(max_over_ranks(len(proposals))):
+        path = _path(directory, max_over_ranks(proposals[i] if share[0] == 0 else 0))
+        checkpoint, problem = _open_together(path, max_over_ranks, share, verify)
         if checkpoint is not None:
             break
         log(f"WARNING: {problem}")
@@ -165,7 +166,7 @@ def find_checkpoint(directory: str | Path, *, log: Callable[[str], None], greate
     return checkpoint
 
 
-def _open_together(path: Path, greatest: Callable[[int], int], share: tuple[int, int],
+def _open_together(path: Path, max_over_ranks: Callable[[int], int], share: tuple[int, int],
                    verify: bool) -> tuple[Checkpoint | None, str]:
     """The checkpoint at `path` if every rank finds it valid, else why not. The branches depend on shared numbers."""
     rank, world_size = share
@@ -177,22 +178,23 @@ def _open_together(path: Path, greatest: Callable[[int], int], share: tuple[int,
     except ValueError as error:
         problem = str(error)
     seen = int(checkpoint.digest[:15], 16) if checkpoint else -1
-    same = seen == greatest(seen)
-    odd = greatest(0 if checkpoint and same else rank + 1)
+    same = seen == max_over_ranks(seen)
+    odd = max_over_ranks(0 if checkpoint and same else rank + 1)
     if odd or checkpoint is None:
         return None, problem or f"{path}: rank {odd - 1} does not see the same there: do all nodes share the folder?"
-    problem = _shared(checkpoint.damage(rank, world_size, hashed=verify), rank, greatest)
+    problem = _shared(checkpoint.damage(rank, world_size, hashed=verify), rank, max_over_ranks)
     return (None, problem) if problem else (checkpoint, "")
 
 
-def _shared(line: str, rank: int, greatest: Callable[[int], int]) -> str:
+def _shared(line: str, rank: int, max_over_ranks: Callable[[int], int]) -> str:
     """On all ranks the line of the last rank whose line is not empty, or an empty one."""
-    speaker = greatest(rank + 1 if line else 0)
+    speaker = max_over_ranks(rank + 1 if line else 0)
     if not speaker:
         return ""
     data = line.encode() if rank + 1 == speaker else b""
-    size = greatest(len(data))
-    numbers = [greatest(int.from_bytes(data[at:at + 7], "big")) for at in range(0, size, 7)]  # 7 bytes fit into 64 bits
+    size = max_over_ranks(len(data))
+    # 7 bytes fit into 64 bits
+    numbers = [max_over_ranks(int.from_bytes(data[at:at + 7], "big")) for at in range(0, size, 7)]
     return b"".join(number.to_bytes(min(7, size - 7 * i), "big") for i, number in enumerate(numbers)).decode()
 
 

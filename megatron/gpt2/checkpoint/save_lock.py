@@ -11,11 +11,11 @@ from typing import BinaryIO
 from data_utils.files.locks import take_lock
 
 
-def lock_together(directory: str | Path, *, rank: int, greatest: Callable[[int], int],
+def lock_together(directory: str | Path, *, rank: int, max_over_ranks: Callable[[int], int],
                   log: Callable[[str], None]) -> BinaryIO | None:
     """Rank 0 locks `directory` and returns the open lock; the others return None.
 
-    Every rank calls it. greatest: a collective, the largest of all ranks' numbers. ValueError on every rank where
+    Every rank calls it. max_over_ranks: a collective, the largest of all ranks' numbers. ValueError on every rank where
     another run has the folder.
     """
     lock, problem = None, ""
@@ -24,7 +24,7 @@ def lock_together(directory: str | Path, *, rank: int, greatest: Callable[[int],
             lock = lock_folder(Path(directory), log)
         except ValueError as error:
             problem = str(error)
-    if greatest(int(bool(problem))):
+    if max_over_ranks(int(bool(problem))):
         raise ValueError(problem or f"--save {directory}: rank 0 cannot have it")
     return lock
 

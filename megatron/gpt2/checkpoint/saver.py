@@ -30,14 +30,14 @@ class Saver:
     """Writes the checkpoints of one run. Every rank has one and calls its methods at the same steps.
 
     write: `write_checkpoint` with what is the same for each. attempt: a word that all ranks share and no other run.
-    local_world_size: ranks that share this machine's memory. greatest: a collective, the greatest of all ranks'
+    local_world_size: ranks that share this machine's memory. max_over_ranks: a collective, the largest of all ranks'
     numbers.
     """
 
     def __init__(self, write: Callable[..., Path], *, attempt: str, asynchronous: bool, local_world_size: int,
-                 greatest: Callable[[int], int], say: Callable[[str], None]) -> None:
+                 max_over_ranks: Callable[[int], int], log: Callable[[str], None]) -> None:
         self._write_checkpoint, self._attempt, self._asynchronous = write, attempt, asynchronous
-        self._local_world_size, self._greatest, self._say = local_world_size, greatest, say
+        self._local_world_size, self._max_over_ranks, self._log = local_world_size, max_over_ranks, log
         self._thread = ThreadPoolExecutor(1, "saver")
         self._copy = HostCopy()
         self._hurry = threading.Event()
@@ -51,8 +51,8 @@ class Saver:
         no step waits for it."""
         if not self._asynchronous or self._copy.is_ready:
             return
-        if lacking := self._greatest(self._copy.prepare(files, self._local_world_size)):
-            self._say(f"WARNING: --async-save is left out, training waits for every save: its copy lacks {lacking:,} "
+        if lacking := self._max_over_ranks(self._copy.prepare(files, self._local_world_size)):
+            self._log(f"WARNING: --async-save is left out, training waits for every save: its copy lacks {lacking:,} "
                       "bytes of host memory")
             self._asynchronous = False
 
@@ -73,12 +73,12 @@ class Saver:
                elsewhere: Mapping[str, Any]) -> Path:
         """Write in the thread. The result on rank 0 counts, since rank 0 learns of every other rank's failure."""
         try:
-            path = self._write_checkpoint(iteration=iteration, files=files, facts=facts, log=self._say,
+            path = self._write_checkpoint(iteration=iteration, files=files, facts=facts, log=self._log,
                                           attempt=f"{self._attempt}-{number}", hurry=self._hurry, **elsewhere)
         except OSError as error:
-            self._say(f"WARNING: no checkpoint at iteration {iteration}: {error}")
+            self._log(f"WARNING: no checkpoint at iteration {iteration}: {error}")
             raise
-        self._say(f"saved {path}")
+        self._log(f"saved {path}")
         return path
 
     def finish(self) -> Path | None:
@@ -91,7 +91,7 @@ class Saver:
         if isinstance(error, OSError):
             self.problem = str(error)
         path = written.result() if not isinstance(error, OSError) else None
-        if self._greatest(int(path is None)):
+        if self._max_over_ranks(int(path is None)):
             return None
         if iteration is not None:
             self.saved_iteration = iteration
@@ -99,7 +99,7 @@ class Saver:
 
     def any_rank(self, answer: bool) -> bool:
         """Whether the `answer` of any rank is yes. A collective."""
-        return bool(self._greatest(int(answer)))
+        return bool(self._max_over_ranks(int(answer)))
 
     def close(self) -> None:
         """End the thread. A checkpoint that is still under way, as on the way out of an error, is finished unless it

@@ -67,7 +67,7 @@ def lock_save_folder(prepared: PreparedRun, rank: int, log: Log) -> BinaryIO | N
     another run has it, or keeps its best checkpoint there."""
     refuse_best_folder(prepared.save_directory)
     shared = functools.partial(max_over_ranks, device=prepared.device)
-    return lock_together(str(prepared.config.checkpoint.save), rank=rank, greatest=shared, log=log)
+    return lock_together(str(prepared.config.checkpoint.save), rank=rank, max_over_ranks=shared, log=log)
 
 
 def open_log(prepared: PreparedRun, iteration: int, *, active: bool) -> RunLog:

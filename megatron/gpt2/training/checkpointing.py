@@ -42,7 +42,7 @@ class Checkpointing:
             keep_last=prepared.config.checkpoint.keep_last, timeout_s=prepared.timeout.total_seconds())
         self.saver = Saver(write, attempt=f"{shared(secrets.randbits(62) if parallel.rank == 0 else 0):x}",
                            asynchronous=prepared.config.checkpoint.async_save,
-                           local_world_size=prepared.ranks.local_world_size, greatest=shared, say=log)
+                           local_world_size=prepared.ranks.local_world_size, max_over_ranks=shared, log=log)
         self.saver.prepare(self.files())
 
     def save(self, progress: Progress) -> Path | None:
@@ -129,7 +129,7 @@ def load_run(prepared: PreparedRun, parallel: mpu.ParallelState, engine: Engine,
         return 0, 0
     wanted = prepared.config.checkpoint
     checkpoint = find_checkpoint(prepared.source, log=log, share=(parallel.rank, parallel.world_size),
-                                 greatest=functools.partial(max_over_ranks, device=prepared.device),
+                                 max_over_ranks=functools.partial(max_over_ranks, device=prepared.device),
                                  verify=not wanted.no_verify)
     if checkpoint is None:
         raise ValueError(f"--load {prepared.source}: the checkpoint vanished while the run was starting")

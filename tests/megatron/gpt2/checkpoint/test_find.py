@@ -135,7 +135,7 @@ def test_all_ranks_come_to_the_same_answer(tmp_path: Path) -> None:
     (tmp_path / TRACKER).write_text("garbage")
 
     def load(rank: int, greatest: Callable[[int], int], folder: Path = tmp_path) -> Any:
-        return find(folder, share=(rank, 3), greatest=greatest)
+        return find(folder, share=(rank, 3), max_over_ranks=greatest)
 
     assert [found[0] for found in ThreadRanks(3).run(load)] == [200] * 3
     # Damage that one rank's share of the files holds, whichever: all hear of it, by name.
