@@ -6,34 +6,12 @@
 
 from __future__ import annotations
 
-from html import escape
+from drawing import GREY, INK, RANKS, WHOLE, arrow, box, picture, text
 
 WIDTH, HEIGHT = 1090, 350
 LANES = (92, 212)  # tops of the two ranks' lanes
 LANE = 84  # height of a lane's boxes
-RANKS = ("#1f6fb2", "#c2571a")
 BRANCH = 506  # width of half a layer
-INK, GREY, PAPER, WHOLE = "#1c2733", "#5b6875", "#ffffff", "#eef1f4"
-
-
-def text(x: float, y: float, words: str, *, size: int = 13, color: str = INK, bold: bool = False) -> str:
-    weight = ' font-weight="600"' if bold else ""
-    return (f'<text x="{x:g}" y="{y:g}" font-size="{size}" fill="{color}"{weight} text-anchor="middle">'
-            f'{escape(words)}</text>')
-
-
-def box(x: float, y: float, width: float, height: float, lines: list[str], *, edge: str,
-        fill: str = PAPER) -> list[str]:
-    """A rounded box; the first line is the name, the others are its shape."""
-    middle, top = x + width / 2, y + height / 2 - 8 * (len(lines) - 1) + 4
-    drawn = [f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="6" fill="{fill}" stroke="{edge}" '
-             'stroke-width="1.5"/>']
-    return drawn + [text(middle, top + 17 * i, line, bold=not i, size=13 if not i else 12, color=INK if not i else GREY)
-                    for i, line in enumerate(lines)]
-
-
-def arrow(x: float, y: float, to: float) -> str:
-    return f'<path d="M{x:g} {y:g} H{to - 7:g}" stroke="{INK}" stroke-width="1.4" marker-end="url(#tip)"/>'
 
 
 def whole(x: float, width: float, lines: list[str]) -> list[str]:
@@ -73,7 +51,7 @@ def branch(x: float, first: list[str], second: list[str]) -> list[str]:
     return parts
 
 
-def picture() -> str:
+def layer() -> str:
     parts = [text(34, top + LANE / 2 + 4, f"rank {rank}", color=color, bold=True)
              for rank, (top, color) in enumerate(zip(LANES, RANKS, strict=True))]
     parts += branch(76, ["QKV", "column-parallel", "h → 3h/p", "n/p heads"],
@@ -81,14 +59,8 @@ def picture() -> str:
     parts += branch(76 + BRANCH, ["MLP in", "column-parallel", "h → 4h/p", "GELU"],
                     ["MLP out", "row-parallel", "4h/p → h"])
     parts += [text(WIDTH / 2, 24, "One transformer layer on two model-parallel ranks", size=16, bold=True)]
-    body = "\n".join(parts)
-    return (f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" '
-            f'height="{HEIGHT}" font-family="Helvetica, Arial, sans-serif">\n'
-            '<defs><marker id="tip" viewBox="0 0 8 8" refX="1" refY="4" markerWidth="7" markerHeight="7" '
-            'orient="auto">'
-            f'<path d="M0 0 L8 4 L0 8 z" fill="{INK}"/></marker></defs>\n'
-            f'<rect width="100%" height="100%" fill="{PAPER}"/>\n{body}\n</svg>')
+    return picture(WIDTH, HEIGHT, parts)
 
 
 if __name__ == "__main__":
-    print(picture())
+    print(layer())
