@@ -173,14 +173,7 @@ def gone_words(gone: Mapping[int, float | None], hosts: Mapping[int, str]) -> st
 
 
 def leave(ranks: Ranks) -> None:
-    """Leave the process group, if there is one, and the meeting.
-
-    After a failure, which has left the meeting already, the group is aborted: to destroy it waits for the collectives
-    that are under way, in each of its groups for the whole time limit.
-    """
+    """Leave the process group, if there is one, and the meeting."""
     if dist.is_initialized():
-        if ranks.meeting is not None and ranks.meeting.heartbeat.is_stopped:
-            dist.distributed_c10d._abort_process_group()
-        else:
-            dist.destroy_process_group()
+        dist.destroy_process_group()
     ranks.leave()
