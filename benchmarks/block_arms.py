@@ -71,9 +71,8 @@ def our_blocks(shape: Shape, size: int) -> nn.Module:
     mpu.initialize_model_parallel(size)
 
     def block(layer: int) -> nn.Module:
-        return mpu.ParallelTransformerLayer(
-            shape.hidden, shape.heads, 4 * shape.hidden, attention_dropout=0.0, hidden_dropout=0.0,
-            layernorm_epsilon=1e-5, init_method_for=lambda name: weight(layer, name))
+        return mpu.ParallelTransformerLayer(mpu.TransformerConfig(shape.hidden, shape.heads, 4 * shape.hidden),
+                                            init_method_for=lambda name: weight(layer, name))
 
     return nn.Sequential(*map(block, range(shape.layers)))
 

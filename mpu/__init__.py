@@ -1,10 +1,24 @@
 """The model-parallel unit: tensor parallelism in the Megatron style, with torch alone.
 
-The names below that Megatron's `mpu` had in 2019 keep their meaning and the order of their arguments; arguments that
-came later are by keyword.
+The files in the order in which to read them:
+
+    partition       which part of a parameter each rank owns
+    initialize      the groups of ranks
+    mappings        the four communication operations with their gradients, and the pair of sequence parallelism
+    random          random streams, and activation checkpointing that repeats them
+    layers          column- and row-parallel linear layers, embeddings
+    attention       causal self-attention, and attention within documents
+    transformer     MLP and layer
+    cross_entropy   the loss over a split vocabulary
+
+`data`, `grads`, `kv_cache` and `transformer_config` are short helpers. `kernels` chooses for a device, dtype and case
+how an operation is computed; it knows nothing of ranks.
+
+The names below that Megatron's `mpu` had in 2019 keep their meaning and the order of their arguments. Arguments that
+came later are given by keyword.
 """
 
-from mpu.attention import Documents
+from mpu.attention import Documents, ParallelSelfAttention
 from mpu.cross_entropy import vocab_parallel_cross_entropy, vocab_parallel_linear_cross_entropy
 from mpu.data import broadcast_data
 from mpu.grads import clip_grad_norm, mark_sequence_parallel, squared_norm, sum_sequence_parallel_grads
@@ -22,14 +36,9 @@ from mpu.initialize import (
     initialize_model_parallel,
     model_parallel_is_initialized,
 )
+from mpu.kernels import dropout, linear_without_gradient
 from mpu.kv_cache import KeyValueCache
-from mpu.layers import (
-    ColumnParallelLinear,
-    ParallelEmbedding,
-    RowParallelLinear,
-    VocabParallelEmbedding,
-    linear_without_gradient,
-)
+from mpu.layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear, VocabParallelEmbedding
 from mpu.mappings import (
     copy_to_model_parallel_region,
     gather_from_model_parallel_region,
@@ -39,8 +48,9 @@ from mpu.mappings import (
     scatter_to_model_parallel_region,
 )
 from mpu.partition import Box, PartitionSpec, divide, padded_vocab_size, partition_specs
-from mpu.random import checkpoint, dropout, get_cuda_rng_tracker, model_parallel_cuda_manual_seed
-from mpu.transformer import LayerNorm, ParallelMLP, ParallelSelfAttention, ParallelTransformerLayer, hidden_dropout
+from mpu.random import checkpoint, get_cuda_rng_tracker, model_parallel_cuda_manual_seed
+from mpu.transformer import LayerNorm, ParallelMLP, ParallelTransformerLayer, hidden_dropout
+from mpu.transformer_config import TransformerConfig
 
 __all__ = [
     "Box",
@@ -55,6 +65,7 @@ __all__ = [
     "ParallelTransformerLayer",
     "PartitionSpec",
     "RowParallelLinear",
+    "TransformerConfig",
     "VocabParallelEmbedding",
     "broadcast_data",
     "checkpoint",

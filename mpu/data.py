@@ -1,4 +1,4 @@
-"""One rank of a model-parallel group reads the data; the others are sent it."""
+"""The first rank of a model-parallel group reads the data and broadcasts it to the others."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ _MAX_DIMS = 4
 def broadcast_data(keys: Sequence[str], data: Mapping[str, Tensor] | None, dtype: torch.dtype,
                    device: torch.device | str | None = None, *,
                    shapes: Sequence[tuple[int, ...]] | None = None) -> dict[str, Tensor]:
-    """The tensors `data[key]`, all of `dtype`, from the group's first rank on every rank of the group.
+    """The tensors `data[key]`, all of `dtype`, of the group's first rank, on every rank of the group.
 
-    keys: the same on every rank. data: read on the first rank alone; it may be None elsewhere.
-    device: where the result lies (default: the current GPU if the process uses one, else the CPU).
-    shapes: one for each key, where every rank knows them: then one broadcast serves, and a GPU's host does not wait.
-    Without them the shapes are broadcast first.
+    keys: the same on every rank. data: is read on the first rank alone and may be None elsewhere.
+    device: of the result (default: the current GPU if the process uses one, else the CPU).
+    shapes: one for each key. Where every rank knows them, one broadcast is enough, and the host does not wait for a
+    GPU. Without them the shapes are broadcast first. Raises ValueError for a tensor of another dtype or of more than 4
+    dimensions.
     """
     state = get_parallel_state()
     if device is None:
@@ -44,7 +45,7 @@ def broadcast_data(keys: Sequence[str], data: Mapping[str, Tensor] | None, dtype
     lengths = [torch.Size(shape).numel() for shape in shapes]
     if first:
         assert data is not None
-        flat = torch.cat([data[key].to(device, non_blocking=True).reshape(-1) for key in keys])
+        flat = torch.cat([data[key].to(device, non_blocking=True).reshape(-1) for key in keys])  # [...] -> [n]
     else:
         flat = torch.empty(sum(lengths), dtype=dtype, device=device)
     dist.broadcast(flat, source, group=group)

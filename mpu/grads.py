@@ -1,8 +1,9 @@
-"""Gradients over a model-parallel group: those that are partial sums, the norm of all, and clipping by it.
+"""Gradients over a model-parallel group: partial sums that are completed, the global norm, and clipping by it.
 
-A split parameter has other gradients on every rank; a replicated one has the same everywhere and counts once, on the
-group's first rank. Under sequence parallelism a replicated parameter has seen this rank's part of each sequence alone;
-its gradient is the sum of all ranks', and the parameter is marked so, as by megatron.core.
+A split parameter has another gradient on each rank. A replicated parameter has the same gradient everywhere and counts
+once, on the group's first rank. Under sequence parallelism a replicated parameter has seen this rank's part of each
+sequence alone: its gradient is a partial sum, to be added up over the ranks. Such a parameter is marked as in
+megatron.core.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from mpu.initialize import get_model_parallel_group, get_parallel_state
 
 
 def mark_sequence_parallel(parameters: Iterable[nn.Parameter]) -> None:
-    """Say of replicated parameters that their gradients are partial sums: `sequence_parallel = True`, an attribute."""
+    """Mark replicated parameters whose gradients are partial sums by an attribute, `sequence_parallel = True`."""
     for parameter in parameters:
-        parameter.sequence_parallel = True  # type: ignore[attr-defined]  # those who train megatron.core's models read it
+        parameter.sequence_parallel = True  # type: ignore[attr-defined]  # trainers of megatron.core's models read it
 
 
 def is_sequence_parallel(parameter: Tensor) -> bool:
@@ -32,19 +33,19 @@ def sum_sequence_parallel_grads(parameters: Iterable[Tensor], group: ProcessGrou
     """Complete the gradients of a model with sequence parallelism: the `.grad` of each marked parameter becomes the sum
     over the group (default: the model-parallel group), in place. One all-reduce in float32.
 
-    Call it once a step, after the last backward and before clipping: what is summed twice counts twice. Every rank of
-    the group calls it with the same parameters. Without a marked parameter nothing is sent.
+    To be called once per step, after the last backward and before clipping. Every rank of the group calls it with the
+    same parameters. Nothing is sent where no parameter is marked.
     """
     sum_over_group([p.grad for p in parameters if is_sequence_parallel(p) and p.grad is not None], group)
 
 
 def sum_over_group(tensors: Sequence[Tensor], group: ProcessGroup | None = None) -> None:
-    """Each tensor becomes its sum over the group (default: the model-parallel group), in place, by one all-reduce in
-    float32."""
+    """Replace each tensor by its sum over the group (default: the model-parallel group), in place, with one all-reduce
+    in float32. Any shapes and dtypes."""
     group = group if group is not None else get_model_parallel_group()
     if group is None or group.size() == 1 or not tensors:
         return
-    packed = torch.cat([tensor.reshape(-1).float() for tensor in tensors])
+    packed = torch.cat([tensor.reshape(-1).float() for tensor in tensors])  # any shapes -> [elements of all]
     dist.all_reduce(packed, group=group)
     for tensor, total in zip(tensors, packed.split([tensor.numel() for tensor in tensors]), strict=True):
         tensor.copy_(total.view(tensor.shape))
@@ -52,8 +53,9 @@ def sum_over_group(tensors: Sequence[Tensor], group: ProcessGroup | None = None)
 
 def squared_norm(split: Iterable[Tensor], replicated: Iterable[Tensor], device: torch.device, *,
                  sharded: bool = False) -> Tensor:
-    """Σ g² over the model-parallel group, as a float32 scalar on `device`; no host synchronisation.
+    """Σ g² over the model-parallel group, as a float32 scalar on `device`. The host does not wait for it.
 
+    split, replicated: the gradients of parameters that are split over the group, and of those that are not.
     sharded: data-parallel ranks hold parts of the gradients that do not overlap, and the sum is over all ranks.
     """
     state = get_parallel_state()
@@ -71,8 +73,8 @@ def squared_norm(split: Iterable[Tensor], replicated: Iterable[Tensor], device: 
 def clip_grad_norm(parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2) -> float:
     """Scale the gradients of `parameters` in place so that their global norm is at most `max_norm`.
 
-    Returns the norm before clipping. `norm_type` is 2 or infinity. Parameters with a true attribute
-    `model_parallel` are split; it is set by mpu's layers. Raises ValueError for another norm type.
+    Returns the norm before clipping. `norm_type` is 2 or infinity; raises ValueError for another one. Parameters with a
+    true attribute `model_parallel`, which mpu's layers set, are split over the model-parallel group.
     """
     state = get_parallel_state()
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)

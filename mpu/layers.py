@@ -1,13 +1,14 @@
-"""Embeddings and linear layers whose weights are split over a model-parallel group.
+"""Embeddings and linear layers whose weights are split over a model-parallel group (arXiv:1909.08053, section 3).
 
-Legend: b batch, s sequence, h hidden, p model-parallel size, v padded vocabulary.
+Legend: b batch, s sequence, h hidden, p model-parallel size, v padded vocabulary, t tokens.
 
-With sequence_parallel (arXiv:2205.05198) what a column-parallel layer takes, and what a row-parallel layer or an
-embedding gives, is this rank's part of the first dimension, [s/p, ...] in place of [s, ...]; each all-reduce becomes an
-all-gather and a reduce-scatter, which move as many bytes.
+With sequence_parallel (arXiv:2205.05198) the input of a column-parallel layer, and the output of a row-parallel layer
+or an embedding, is this rank's part of the first dimension: [s/p, ...] in place of [s, ...]. Each all-reduce becomes an
+all-gather and a reduce-scatter, which together move as many bytes.
 
-A layer draws the whole weight on the CPU with its `init_method` and keeps its slice: a layer built after
-`torch.manual_seed(s)` holds the same numbers whatever the group, and those of the plain `torch.nn` layer.
+A layer draws the whole weight on the CPU with its `init_method` and keeps its slice. A layer that is built after
+`torch.manual_seed(s)` therefore holds the same numbers at every size of the group, and those of the plain `torch.nn`
+layer.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from mpu import kernels
 from mpu.grads import mark_sequence_parallel
 from mpu.initialize import get_model_parallel_group, group_rank_and_size
 from mpu.mappings import (
@@ -32,7 +34,6 @@ from mpu.mappings import (
     scatter_to_model_parallel_region,
 )
 from mpu.partition import PartitionSpec, vocab_range
-from mpu.processor import HAS_AMX, HAS_BF16_PRODUCTS
 
 InitMethod = Callable[[Tensor], object]
 
@@ -42,8 +43,19 @@ def zeros(weight: Tensor) -> None:
     nn.init.zeros_(weight)
 
 
+def initial_weight(shape: tuple[int, ...], init_method: InitMethod, device: torch.device | str | None) -> Tensor:
+    """A whole float32 weight, drawn on the CPU whatever the device. Where the device is "meta" nothing is drawn, and
+    the weight is on the meta device."""
+    if device is not None and torch.device(device).type == "meta":
+        return torch.empty(shape, device=device)
+    weight = torch.empty(shape)
+    with torch.no_grad():
+        init_method(weight)
+    return weight
+
+
 class _ParallelLayer(nn.Module):
-    """What the layers share: the group, resolved once, and parameters made from specs."""
+    """What the layers have in common: the group, which is resolved once, and parameters that are made from specs."""
 
     def __init__(self, group: ProcessGroup | None, stride: int = 1) -> None:
         super().__init__()
@@ -54,19 +66,14 @@ class _ParallelLayer(nn.Module):
         self.rank, self.world_size = group_rank_and_size(self.group)
         self._specs: dict[str, PartitionSpec] = {}
 
-    def own_partition_specs(self) -> dict[str, PartitionSpec]:
+    def partition_specs(self) -> dict[str, PartitionSpec]:
+        """The spec of each parameter of this layer, by name."""
         return self._specs
 
     def make_parameter(self, name: str, spec: PartitionSpec, init_method: InitMethod,
                        device: torch.device | str | None) -> Tensor:
-        """Register `name` as this rank's slice of a float32 weight; returns the whole weight, on the CPU. On the meta
-        device nothing is drawn."""
-        if device is not None and torch.device(device).type == "meta":
-            full = torch.empty(spec.global_shape, device=device)
-        else:
-            full = torch.empty(spec.global_shape)
-            with torch.no_grad():
-                init_method(full)
+        """Register this rank's slice of a float32 weight as the parameter `name`, and return the whole weight."""
+        full = initial_weight(spec.global_shape, init_method, device)
         parameter = nn.Parameter(spec.split(full, self.rank, self.world_size).to(device))
         if spec.dim is not None:
             parameter.model_parallel = True  # type: ignore[attr-defined]  # clip_grad_norm and DeepSpeed read it
@@ -75,16 +82,19 @@ class _ParallelLayer(nn.Module):
         return full
 
 
-class _Linear(torch.autograd.Function):
-    """Y = XAᵀ + b. With a group, of a column-parallel layer: in backward the sum of dX over the ranks is under way
-    while dA is computed; with sequence_parallel X is gathered a second time instead of being kept whole."""
+class _ColumnParallelLinear(torch.autograd.Function):
+    """Y = XAᵀ + b, A and b split by output features, with f of the paper before it.
+
+    In backward the sum of dX over the ranks is under way while dA is computed. With sequence parallelism X is gathered
+    a second time in backward instead of being kept whole.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: ProcessGroup | None,
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: ProcessGroup,
                 sequence_parallel: bool) -> Tensor:
         ctx.group, ctx.sequence_parallel = group, sequence_parallel
         ctx.save_for_backward(x, weight)
-        return F.linear(all_gather_first_dim(x, group)[0] if group and sequence_parallel else x, weight, bias)
+        return F.linear(all_gather_first_dim(x, group)[0] if sequence_parallel else x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -92,20 +102,20 @@ class _Linear(torch.autograd.Function):
         # A compiler would have to see what happens between a collective's beginning and its end.
         overlap = not torch.compiler.is_compiling()
         work = dx = d_weight = d_bias = None
-        if ctx.group and ctx.sequence_parallel:
+        if ctx.sequence_parallel:
             x, work = all_gather_first_dim(x, ctx.group, async_op=overlap)
         if ctx.needs_input_grad[0]:
             dx = dy @ weight
         if work is not None:
             work.wait()
-        if ctx.group and dx is not None:
+        if dx is not None:
             if ctx.sequence_parallel:
                 dx, work = reduce_scatter_first_dim(dx, ctx.group, async_op=overlap)
             else:
                 work = dist.all_reduce(dx, group=ctx.group, async_op=overlap)
-        dy = dy.reshape(-1, dy.size(-1))
+        dy = dy.reshape(-1, dy.size(-1))  # [..., output_size/p] -> [t, output_size/p]
         if ctx.needs_input_grad[1]:
-            d_weight = _weight_gradient(dy, x.reshape(-1, x.size(-1)))
+            d_weight = kernels.weight_gradient(dy, x.reshape(-1, x.size(-1)))  # dYᵀX; X [..., h] -> [t, h]
         if ctx.needs_input_grad[2]:
             d_bias = dy.sum(dim=0)
         if work is not None:
@@ -113,76 +123,13 @@ class _Linear(torch.autograd.Function):
         return dx, d_weight, d_bias, None, None
 
 
-def _weight_gradient(dy: Tensor, x: Tensor) -> Tensor:
-    """dyᵀx: [t, o], [t, i] -> [o, i].
-
-    In bf16 oneDNN with AMX is slow where the left matrix is transposed and long (2 cores, 2,048 tokens: 1.3 TFLOP/s
-    where the other products reach 2.5; in 4 parts 1.9). Without AMX parts take longer.
-    """
-    return _in_parts(dy, x) if HAS_AMX and dy.device.type == "cpu" and dy.dtype == torch.bfloat16 else dy.t() @ x
-
-
-def _in_parts(dy: Tensor, x: Tensor) -> Tensor:
-    """dyᵀx as a sum over at most 4 parts of the tokens, each of which rounds the sum once more."""
-    tokens = max(512, -(-dy.size(0) // 4))
-    total = dy[:tokens].t() @ x[:tokens]
-    for start in range(tokens, dy.size(0), tokens):
-        part = slice(start, start + tokens)
-        total.addmm_(dy[part].t(), x[part])
-    return total
-
-
-def linear_without_gradient(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """F.linear, [..., i] -> [..., o], fast for the few rows of x that generation has.
-
-    Of a CPU's products the fastest (AMX, 2 cores, the weights of 124M, ms a token, F.linear first): one row in bf16
-    15 and 7 by a matrix-vector product; 8 rows 15 and 10 as (A xᵀ)ᵀ, in fp32 41 and 33, and 23 where A is stored by
-    column. In bf16 without AMX F.linear is the fastest, by up to twice for 8 rows, where the processor has bf16
-    products; where it has none (AVX-512 or AVX2 alone) 4 rows take 52 to 61 and 43 by blocks in float32, 16 rows 124 to
-    200 and 95. float32 is the same on all.
-    """
-    rows = x.numel() // x.size(-1)
-    if rows >= 4 and x.device.type == "cpu" and x.dtype == torch.bfloat16 and not HAS_BF16_PRODUCTS:
-        return _in_float32(x, weight, bias)
-    few = rows == 1 or (rows <= 16 and weight.stride(0) != 1 and (x.dtype != torch.float32 or rows > 4))
-    if not few or x.device.type != "cpu" or (x.dtype == torch.bfloat16 and not HAS_AMX):
-        return F.linear(x, weight, bias)
-    shape = (*x.shape[:-1], weight.size(0))
-    if rows == 1:
-        one = x.reshape(-1)
-        return (torch.mv(weight, one) if bias is None else torch.addmv(bias, weight, one)).view(shape)
-    y = torch.mm(weight, x.reshape(rows, -1).t()).t()
-    by_row = torch.empty_like(y, memory_format=torch.contiguous_format)  # by column, attention would take a slow way
-    return (by_row.copy_(y) if bias is None else torch.add(y, bias, out=by_row)).view(shape)
-
-
-def _in_float32(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """F.linear of 16 bits in float32, rounded once at the end; of the weight, 2 MB at a time exist in float32."""
-    rows = x.reshape(-1, x.size(-1)).float()
-    y = x.new_empty(rows.size(0), weight.size(0))
-    for start in range(0, weight.size(0), size := max((1 << 19) // weight.size(1), 1)):
-        part = slice(start, start + size)
-        product = torch.mm(rows, weight[part].float().t())
-        y[:, part] = product if bias is None else product.add_(bias[part])
-    return y.view(*x.shape[:-1], weight.size(0))
-
-
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, group: ProcessGroup | None = None,
-            sequence_parallel: bool = False) -> Tensor:
-    """F.linear, by our own backward where that is faster."""
-    if not (torch.is_grad_enabled() or torch.compiler.is_compiling() or (group and sequence_parallel)):
-        return linear_without_gradient(x, weight, bias)
-    if group is None and not (x.device.type == "cpu" and x.dtype == torch.bfloat16):
-        return F.linear(x, weight, bias)
-    y: Tensor = _Linear.apply(x, weight, bias, group, sequence_parallel)  # type: ignore[no-untyped-call]
-    return y
-
-
 class ColumnParallelLinear(_ParallelLayer):
-    """Y = XAᵀ + b, A and b split by output features. Forward: none (an all-gather with gather_output);
-    backward: all-reduce of dX. With sequence_parallel: all-gather of X; backward: the same, and reduce-scatter of dX.
+    """Y = XAᵀ + b, A and b split by output features. Forward: nothing (an all-gather of Y with gather_output);
+    backward: all-reduce of dX. With sequence_parallel: all-gather of X; backward: all-gather of X, reduce-scatter of
+    dX.
 
-    [..., input_size] -> [..., output_size/p], or [..., output_size] with gather_output.
+    [..., input_size] -> [..., output_size/p], or [..., output_size] with gather_output. Arguments by position are those
+    of Megatron in 2019. Raises ValueError where output_size is not divisible by p, or stride is not 1.
     """
 
     weight: Tensor
@@ -202,16 +149,22 @@ class ColumnParallelLinear(_ParallelLayer):
             self.register_parameter("bias", None)
 
     def forward(self, x: Tensor) -> Tensor:
-        group = self.group if self.world_size > 1 else None
-        y = _linear(x, self.weight, self.bias, group, self.sequence_parallel)
+        """[..., input_size] -> [..., output_size/p], or [..., output_size] with gather_output."""
+        gradient = torch.is_grad_enabled() or torch.compiler.is_compiling()
+        if self.group is None or self.world_size == 1 or not (gradient or self.sequence_parallel):
+            y = kernels.linear(x, self.weight, self.bias)  # XAᵀ + b
+        else:
+            y = _ColumnParallelLinear.apply(  # type: ignore[no-untyped-call]
+                x, self.weight, self.bias, self.group, self.sequence_parallel)
         return gather_from_model_parallel_region(y, self.group) if self.gather_output else y
 
 
 class RowParallelLinear(_ParallelLayer):
-    """Y = XAᵀ + b, A split by input features, b replicated and added once, after the sum. Forward: all-reduce
-    of Y; backward: none. With sequence_parallel: reduce-scatter of Y; backward: all-gather of dY.
+    """Y = XAᵀ + b, A split by input features, b replicated and added once, after the sum. Forward: all-reduce of Y;
+    backward: nothing. With sequence_parallel: reduce-scatter of Y; backward: all-gather of dY.
 
-    [..., input_size/p] (or [..., input_size] unless input_is_parallel) -> [..., output_size].
+    [..., input_size/p] (or [..., input_size] unless input_is_parallel) -> [..., output_size]. Arguments by position are
+    those of Megatron in 2019. Raises ValueError where input_size is not divisible by p, or stride is not 1.
     """
 
     weight: Tensor
@@ -235,36 +188,37 @@ class RowParallelLinear(_ParallelLayer):
             self.register_parameter("bias", None)
 
     def forward(self, x: Tensor) -> Tensor:
+        """[..., input_size/p], or [..., input_size] unless input_is_parallel -> [..., output_size]."""
         if not self.input_is_parallel:
             x = scatter_to_model_parallel_region(x, self.group)
         if self.world_size == 1:
-            return _linear(x, self.weight, self.bias)
-        y = self.reduce(_linear(x, self.weight, None), self.group)
+            return kernels.linear(x, self.weight, self.bias)  # XAᵀ + b
+        y = self.reduce(kernels.linear(x, self.weight), self.group)
         return y if self.bias is None else y + self.bias
 
 
-class _Rows(torch.autograd.Function):
-    """weight[ids], whose gradient goes to `collect`."""
+class _EmbeddingWithGradHook(torch.autograd.Function):
+    """weight[ids], whose gradient goes to a hook."""
 
     @staticmethod
-    def forward(ctx: Any, ids: Tensor, weight: Tensor, collect: Callable[[Tensor, Tensor], object]) -> Tensor:
-        ctx.collect = collect
+    def forward(ctx: Any, ids: Tensor, weight: Tensor, grad_hook: Callable[[Tensor, Tensor], object]) -> Tensor:
+        ctx.grad_hook = grad_hook
         ctx.save_for_backward(ids)
         return F.embedding(ids, weight)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:
         (ids,) = ctx.saved_tensors
-        ctx.collect(ids.reshape(-1), grad.reshape(-1, grad.size(-1)))
+        ctx.grad_hook(ids.reshape(-1), grad.reshape(-1, grad.size(-1)))  # [...] -> [t]; [..., h] -> [t, h]
         return None, None, None
 
 
 class VocabParallelEmbedding(_ParallelLayer):
-    """Rows split by token id. Forward: all-reduce (a rank gives zero for ids it does not hold); backward: none. With
-    sequence_parallel: reduce-scatter; backward: all-gather.
+    """The weight's rows are split by token id. Forward: all-reduce, where each rank gives zeros for the ids that others
+    hold; backward: nothing. With sequence_parallel: reduce-scatter; backward: all-gather.
 
     [...] int64 -> [..., h]. `padded_size` rows are held over all ranks (default: num_embeddings); the rows past
-    num_embeddings are zero.
+    num_embeddings are zero. Raises ValueError where padded_size is not divisible by p.
     """
 
     weight: Tensor
@@ -281,27 +235,30 @@ class VocabParallelEmbedding(_ParallelLayer):
         self.make_parameter("weight", PartitionSpec((num_embeddings, embedding_dim), 0, padded_size), init_method,
                             device)
 
-    def forward(self, ids: Tensor, collect: Callable[[Tensor, Tensor], object] | None = None) -> Tensor:
-        """collect: takes the rows' gradients during backward, this rank's row numbers [t] and [t, h], in the place of
-        autograd, which would sum them in a matrix of the weight's size."""
+    def forward(self, ids: Tensor, grad_hook: Callable[[Tensor, Tensor], object] | None = None) -> Tensor:
+        """[...] int64 -> [..., h].
+
+        grad_hook: is given the gradients of the rows during backward, in the place of autograd, which would add them up
+        in a matrix of the weight's size. Its arguments are row numbers of this rank [t] int64 and gradients [t, h].
+        """
 
         def rows_of(ids: Tensor) -> Tensor:
-            if collect is None:
+            if grad_hook is None:
                 return F.embedding(ids, self.weight)
-            rows: Tensor = _Rows.apply(ids, self.weight, collect)  # type: ignore[no-untyped-call]
+            rows: Tensor = _EmbeddingWithGradHook.apply(ids, self.weight, grad_hook)  # type: ignore[no-untyped-call]
             return rows
 
         if self.world_size == 1:
             return rows_of(ids)
         elsewhere = (ids < self.vocab_start_index) | (ids >= self.vocab_end_index)
         rows = rows_of((ids - self.vocab_start_index).masked_fill(elsewhere, 0))
-        return self.reduce(rows.masked_fill(elsewhere.unsqueeze(-1), 0.0), self.group)
+        return self.reduce(rows.masked_fill(elsewhere.unsqueeze(-1), 0.0), self.group)  # [...] -> [..., 1]
 
 
 class ParallelEmbedding(_ParallelLayer):
-    """Columns split by embedding dimension. Forward: all-gather; backward: none.
+    """The weight's columns are split by embedding dimension. Forward: all-gather; backward: nothing.
 
-    [...] int64 -> [..., h].
+    [...] int64 -> [..., h]. Raises ValueError where embedding_dim is not divisible by p.
     """
 
     weight: Tensor
@@ -314,4 +271,5 @@ class ParallelEmbedding(_ParallelLayer):
         self.master_weight = full if keep_master_weight_for_test else None
 
     def forward(self, ids: Tensor) -> Tensor:
+        """[...] int64 -> [..., h]."""
         return gather_from_model_parallel_region(F.embedding(ids, self.weight), self.group)

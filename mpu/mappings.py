@@ -5,14 +5,16 @@
     scatter  forward: keep own slice   backward: all-gather       of the last dimension
     gather   forward: all-gather       backward: keep own slice   of the last dimension
 
-Under sequence parallelism (arXiv:2205.05198, section 4.2.2) what lies between is split by its first dimension, and an
-all-reduce becomes its two halves:
+Under sequence parallelism (arXiv:2205.05198, section 4.2.2) the tensors between a g and the next f are split by their
+first dimension, and each all-reduce becomes its two halves:
 
     gather from sequence parallel region      forward: all-gather       backward: reduce-scatter   (the paper's g)
     reduce-scatter to it                      forward: reduce-scatter   backward: all-gather       (its conjugate)
 
-Each takes the group (None: the default model-parallel group) and keeps it on `ctx`; over one rank they do nothing.
-None of them writes into the caller's tensor.
+Each operation takes the group (None: the default model-parallel group) and keeps it on `ctx`. Over one rank it returns
+its input. None of them writes into the caller's tensor.
+
+Legend: s sequence, n last dimension, p model-parallel size.
 """
 
 from __future__ import annotations
@@ -27,20 +29,21 @@ from torch.distributed import ProcessGroup
 from mpu.initialize import get_model_parallel_group, group_rank_and_size
 from mpu.partition import divide
 
-# torch 2.13 has new names for these two and warns of the old ones, which are all that 2.11 has.
+# torch 2.13 has new names for these two and warns of the old ones. torch 2.11 has the old ones alone.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def all_gather_first_dim(x: Tensor, group: ProcessGroup, *, async_op: bool = False) -> tuple[Tensor, dist.Work | None]:
-    """[s/p, ...] of every rank -> [s, ...], and what to wait for with async_op. No gradient."""
+    """[s/p, ...] of every rank -> [s, ...], and with async_op the work to wait for. It has no gradient."""
     whole = x.new_empty((x.size(0) * group.size(), *x.shape[1:]))
     return whole, all_gather_single(whole, x.contiguous(), group=group, async_op=async_op)
 
 
 def reduce_scatter_first_dim(x: Tensor, group: ProcessGroup, *,
                              async_op: bool = False) -> tuple[Tensor, dist.Work | None]:
-    """[s, ...] -> this rank's [s/p, ...] of the sum over the ranks, and what to wait for with async_op. No gradient."""
+    """[s, ...] -> this rank's [s/p, ...] of the sum over the ranks, and with async_op the work to wait for. It has no
+    gradient. Raises ValueError where s is not divisible by p."""
     part = x.new_empty((divide(x.size(0), group.size()), *x.shape[1:]))
     return part, reduce_scatter_single(part, x.contiguous(), group=group, async_op=async_op)
 
@@ -136,30 +139,33 @@ def _apply(function: type[torch.autograd.Function], x: Tensor, group: ProcessGro
 
 
 def copy_to_model_parallel_region(x: Tensor, group: ProcessGroup | None = None) -> Tensor:
-    """x on every rank; the gradients of the ranks are summed."""
+    """x on every rank. Backward sums the gradients of the ranks. Any shape."""
     return _apply(_Copy, x, group)
 
 
 def reduce_from_model_parallel_region(x: Tensor, group: ProcessGroup | None = None) -> Tensor:
-    """The sum of x over the ranks."""
+    """The sum of x over the ranks. Backward passes the gradient on. Any shape."""
     return _apply(_Reduce, x, group)
 
 
 def scatter_to_model_parallel_region(x: Tensor, group: ProcessGroup | None = None) -> Tensor:
-    """[..., n] -> [..., n/p]: this rank's slice of the last dimension."""
+    """[..., n] -> [..., n/p]: this rank's slice of the last dimension. Backward gathers the slices. Raises ValueError
+    where n is not divisible by p."""
     return _apply(_Scatter, x, group)
 
 
 def gather_from_model_parallel_region(x: Tensor, group: ProcessGroup | None = None) -> Tensor:
-    """[..., n/p] -> [..., n]: the slices of all ranks, in the order of ranks."""
+    """[..., n/p] -> [..., n]: the slices of all ranks, in the order of the ranks. Backward keeps this rank's slice."""
     return _apply(_Gather, x, group)
 
 
 def gather_from_sequence_parallel_region(x: Tensor, group: ProcessGroup | None = None) -> Tensor:
-    """[s/p, ...] -> [s, ...], for a computation that is split over the ranks: their gradients are summed."""
+    """[s/p, ...] -> [s, ...], before a computation that is split over the ranks. Backward sums their gradients and
+    keeps this rank's part."""
     return _apply(_GatherSequence, x, group)
 
 
 def reduce_scatter_to_sequence_parallel_region(x: Tensor, group: ProcessGroup | None = None) -> Tensor:
-    """[s, ...] -> [s/p, ...]: this rank's part of the sum over the ranks."""
+    """[s, ...] -> [s/p, ...]: this rank's part of the sum over the ranks. Backward gathers the parts. Raises ValueError
+    where s is not divisible by p."""
     return _apply(_ReduceScatterSequence, x, group)

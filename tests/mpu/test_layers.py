@@ -8,7 +8,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import mpu
-from mpu.layers import _weight_gradient
 from tests.distributed import run_ranks
 
 IN, OUT, VOCAB, HEADS = 8, 24, 17, 4
@@ -86,10 +85,11 @@ def check_layers(rank: int, world_size: int) -> bool:
     def init(weight: Tensor) -> object:
         return nn.init.normal_(weight)
 
-    attention = mpu.ParallelSelfAttention(IN, HEADS, attention_dropout=0.0, init_method=init, output_init_method=init)
+    config = mpu.TransformerConfig(IN, HEADS, 4 * IN)
+    attention = mpu.ParallelSelfAttention(config, init_method=init, output_init_method=init)
     compare(attention, PlainAttention(), x, {"query_key_value.weight": "qkv.weight", "query_key_value.bias": "qkv.bias",
                                              "dense.weight": "out.weight", "dense.bias": "out.bias"})
-    mlp = mpu.ParallelMLP(IN, 4 * IN, init_method=init, output_init_method=init)
+    mlp = mpu.ParallelMLP(config, init_method=init, output_init_method=init)
     plain = nn.Sequential(nn.Linear(IN, 4 * IN), nn.GELU(approximate="tanh"), nn.Linear(4 * IN, IN))
     compare(mlp, plain, x, {"dense_h_to_4h.weight": "0.weight", "dense_h_to_4h.bias": "0.bias",
                             "dense_4h_to_h.weight": "2.weight", "dense_4h_to_h.bias": "2.bias"})
@@ -157,30 +157,3 @@ def check_all(rank: int, world_size: int) -> list[bool]:
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_layers_equal_plain_torch(world_size: int):
     assert run_ranks(check_all, world_size) == [[True] * 4] * world_size
-
-
-@pytest.mark.parametrize(("amx", "bf16"), [(True, True), (False, True), (False, False)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_linear_without_gradient(dtype: torch.dtype, amx: bool, bf16: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many rows, whether the weight is stored by row or by column, and whichever processor it is."""
-    monkeypatch.setattr("mpu.layers.HAS_AMX", amx)
-    monkeypatch.setattr("mpu.layers.HAS_BF16_PRODUCTS", bf16)
-    for rows in (1, 2, 4, 5, 8, 16, 17):
-        x, weight, bias = torch.randn(rows, 1, 48), torch.randn(32, 48), torch.randn(32)
-        for a in (weight.to(dtype), weight.to(dtype).t().contiguous().t()):
-            for b in (None, bias.to(dtype)):
-                y = mpu.linear_without_gradient(x.to(dtype), a, b)
-                expected = F.linear(x.to(dtype).double(), a.double(), None if b is None else b.double())
-                assert y.shape == expected.shape and y.dtype == dtype and y.is_contiguous()
-                torch.testing.assert_close(y.double(), expected, rtol=1e-5 if dtype == torch.float32 else 1e-2,
-                                           atol=1e-4 if dtype == torch.float32 else 1e-1)
-
-
-@pytest.mark.parametrize("amx", [True, False])
-def test_weight_gradient(amx: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parts of 512 tokens, with a rest, and as many as there are at most; or the whole at once."""
-    monkeypatch.setattr("mpu.layers.HAS_AMX", amx)
-    for tokens in (3, 600, 2600):
-        dy, x = torch.randn(tokens, 16).bfloat16(), torch.randn(tokens, 24).bfloat16()
-        expected = dy.double().t() @ x.double()
-        assert (_weight_gradient(dy, x).double() - expected).norm() <= 5e-3 * expected.norm()

@@ -15,8 +15,12 @@ import mpu
 from megatron.gpt2.config import Config
 from megatron.gpt2.model.gpt2 import count_parameters
 from megatron.gpt2.optimizer.gradient_reducer import bucket_size
-from mpu.attention import BLOCK, MATERIALISE_UP_TO, SCORES
-from mpu.processor import HAS_AMX
+from mpu import kernels
+from mpu.cross_entropy import chunk_size_for
+from mpu.kernels.blockwise_attention import BLOCK, heads_at_once
+from mpu.kernels.materialised_attention import materialised_attention
+from mpu.kernels.softmax_in_rows import rows_in_cache
+from mpu.kernels.sum_of_products import products_at_once
 
 # What a token of a step is as numbers: text, tokens and labels in int64, mask and weight in float32.
 BATCH = 40
@@ -128,8 +132,9 @@ class Sizes:
 
     @property
     def _by_our_formulas(self) -> bool:
-        return not self.on_gpu and self._setting.dtype == torch.bfloat16 and self._s <= MATERIALISE_UP_TO \
-            and HAS_AMX
+        kernel = kernels.attention_kernel(self._setting.device, self._setting.dtype, self._s, self._dropout[0],
+                                          gradient=True)
+        return kernel is materialised_attention
 
     @property
     def _attention(self) -> int:
@@ -177,13 +182,13 @@ class Sizes:
 
     @property
     def _attention_by_blocks(self) -> int:
-        """`mpu.attention`'s backward for bf16 on a CPU: queries, keys and values and their gradients, twice, and three
-        matrices of a block's scores, when what the MLP kept is free."""
+        """`mpu.kernels`' backward of attention for bf16 on a CPU: queries, keys and values and their gradients, twice,
+        and three matrices of a block's scores, when what the MLP kept is free."""
         if self.on_gpu or self._setting.dtype != torch.bfloat16 or self._dropout[0] > 0:
             return 0
         own, sequences = self.hidden // self._p, self._tokens // self._s
         block = min(BLOCK, self._s)
-        heads = min(max(torch.get_num_threads() * SCORES // (BLOCK * self._s), 1), sequences * self._heads)
+        heads = min(heads_at_once(self._s), sequences * self._heads)
         free = (1 if self._train.recompute_granularity == "selective" else 2) * self._wide
         return self.residual + 11 * own + 3 * self.element * heads * block * self._s - free
 
@@ -191,13 +196,13 @@ class Sizes:
     def loss(self) -> int:
         """The gradient of the head's weight as it is summed, and a part of the logits. See `_LinearCrossEntropy`."""
         matrix, e = self._rows * self._h, self.element
-        chunk = max(512, self._tokens // 16)
+        chunk = chunk_size_for(self._tokens)
         products = -(-self._tokens // chunk)
-        together = products if e == 4 else 1 if self.on_gpu else 4  # added by the product itself
+        together = products_at_once(self._setting.dtype, self._setting.device) or products
         # Beyond them the sum is in float32, to which a CPU adds a copy of the next ones in float32.
         summed = e * matrix if products <= together else (4 + e + (0 if self.on_gpu else 4)) * matrix
         chunk = min(chunk, self._tokens)
-        in_float32 = chunk if self.on_gpu else min(max(torch.get_num_threads() * (3 << 17) // self._rows, 1), chunk)
+        in_float32 = chunk if self.on_gpu else min(rows_in_cache(self._rows), chunk)
         logits = (e * chunk + 4 * in_float32) * self._rows
         return max(summed, min(summed, (4 + e) * matrix) + logits)
 

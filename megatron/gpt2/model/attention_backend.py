@@ -1,7 +1,7 @@
-"""Which of torch's kernels computes attention on a GPU, found by timing them on the run's own shape.
+"""Choose which of torch's kernels computes attention on a GPU, by timing them on the run's own shape.
 
-On Hopper cuDNN's is torch's default and the fastest without dropout; with dropout it can be several times slower than
-FlashAttention's, so that no fixed choice is right.
+On Hopper torch's default is the kernel of cuDNN, which is the fastest one without dropout. With dropout it can be
+several times slower than FlashAttention, so no fixed choice is right.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ REPEATS = 10
 
 def choose_attention(requested: str, device: torch.device, dtype: torch.dtype, *, b: int, s: int, n: int, d: int,
                      dropout_p: float) -> str:
-    """Switch torch to one kernel for attention over [s, b, n, d] of this device, and say which and why.
+    """Switch torch to one kernel for attention over [s, b, n, d] on this device, and return a line that says which and
+    why.
 
-    requested: a value of --attention-backend. The plain formulas stay allowed, for shapes that the kernel refuses.
-    Nothing to choose on a CPU: empty there.
+    requested: a value of --attention-backend. torch's plain formula stays allowed, for shapes that the kernel refuses.
+    On a CPU there is nothing to choose, and the line is empty.
     """
     if device.type != "cuda":
         return ""
@@ -50,7 +51,7 @@ def choose_attention(requested: str, device: torch.device, dtype: torch.dtype, *
 
 
 def fastest(times: dict[str, float]) -> str:
-    """The first of `times` (ms) that no later one beats by `MARGIN`; unfused where there is none."""
+    """The name in `times` (ms by name) that no later one beats by the factor `MARGIN`. "unfused" where it is empty."""
     chosen = "unfused"
     for name, time in times.items():
         if chosen == "unfused" or time * MARGIN < times[chosen]:
@@ -65,11 +66,11 @@ def _switch(chosen: str, *, formulas: bool = True) -> None:
 
 
 def _milliseconds(device: torch.device, dtype: torch.dtype, b: int, s: int, n: int, d: int, dropout_p: float) -> float:
-    """The median time of a forward and a backward; draws from the default generator are undone."""
+    """The median time of a forward and a backward. The default generator is left as it was."""
     times = []
     with torch.random.fork_rng(devices=[device]):
         qkv = torch.randn(s, b, n, 3, d, device=device, dtype=dtype, requires_grad=True)
-        q, k, v = qkv.permute(3, 1, 2, 0, 4).unbind(0)
+        q, k, v = qkv.permute(3, 1, 2, 0, 4).unbind(0)  # [s, b, n, 3, d] -> three of [b, n, s, d]
         for _ in range(REPEATS):
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()

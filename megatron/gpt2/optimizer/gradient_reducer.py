@@ -197,7 +197,7 @@ class ParameterGatherer:
                 needed[layer].append(index)
         model.register_forward_pre_hook(lambda module, args: self.wait(needed[None]))
         # No hook of the layer, which would become a part of what torch.compile makes of it.
-        model.transformer.before_layer = lambda layer: self.wait(needed[layer])
+        model.transformer.layer_pre_hook = lambda layer: self.wait(needed[layer])
 
     def launch(self) -> None:
         """Start all the all-gathers, after `flat.write_back`. On a GPU they follow it on the device, and the host waits

@@ -61,5 +61,8 @@ def open_model(args: argparse.Namespace, ranks: Ranks, log: Log) -> LoadedModel:
         torch.cuda.set_device(device)
     initialize_distributed(ranks, choose_backend(args.distributed_backend, device)[0], device,
                            ParallelConfig().distributed_timeout_minutes)
+    if args.model_parallel_size < 1 or ranks.world_size % args.model_parallel_size:
+        raise ValueError(f"the world of {ranks.world_size} ranks is not divisible by --model-parallel-size "
+                         f"{args.model_parallel_size}")
     mpu.initialize_model_parallel(args.model_parallel_size)
     return load_for_inference(args.load, device, dtype, log=log)

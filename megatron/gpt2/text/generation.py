@@ -205,7 +205,7 @@ class Generator:
         """rows on the host: tokens filled up with _NO_TOKEN, or a token and its place -> [b, v/p]."""
         if order.kind == _TOKENS:
             assert self._cache is not None
-            positions = self._cache.go_to(rows[:, 1].tolist())
+            positions = self._cache.set_positions(rows[:, 1].tolist())
             return self.model.next_logits(rows[:, :1].to(self._device), torch.zeros_like(positions[:, 0]), positions,
                                           self._cache)
         last = (rows != _NO_TOKEN).sum(1) - 1
@@ -216,7 +216,7 @@ class Generator:
                 config.num_layers, order.b, config.num_attention_heads // p, order.capacity,
                 config.hidden_size // config.num_attention_heads, dtype=next(self.model.parameters()).dtype,
                 device=self._device)
-            cache.go_to([0] * order.b)
+            cache.set_positions([0] * order.b)
         elif self.model.sequence_parallel:  # the group must divide it; what is added comes after all that counts
             rows = torch.nn.functional.pad(rows, (0, -order.width % mpu.get_model_parallel_world_size()))
         return self.model.next_logits(rows.clamp(min=0).to(self._device), last.to(self._device), cache=cache)

@@ -13,7 +13,7 @@ from megatron.gpt2.command_line.flags import flag_table
 from megatron.gpt2.command_line.presets import PRESETS, SHAPES
 from megatron.gpt2.config import SECTIONS, Config, TrainConfig
 from megatron.gpt2.config.flag_names import differing_flags, fields, flag
-from mpu.random import dropout
+from mpu.kernels import dropout
 
 QUICKSTART_ITERS = PRESETS["quickstart"]["train.train_iters"]
 

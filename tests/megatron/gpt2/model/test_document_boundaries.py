@@ -66,7 +66,7 @@ def loss_and_gradients(model: GPT2Model, b: int, *, dense: bool = False) -> tupl
     weight = weight / weight.sum()
     model.zero_grad()
     if dense:
-        with mock.patch("mpu.transformer.causal_attention", dense_attention(seen)):
+        with mock.patch("mpu.kernels.causal_attention", dense_attention(seen)):
             loss = model(tokens, labels, weight, positions)
     else:
         loss = model(tokens, labels, weight, document_positions(tokens, EOD), Documents(tokens, EOD, "cpu"))
@@ -78,7 +78,8 @@ def test_the_texts_of_these_tests_have_documents() -> None:
     assert texts(1)[0].eq(EOD).sum() == 4 and Documents(texts(1)[0], EOD, "cpu").lengths == [1, 5, 1, 25]
     documents = Documents(texts(4)[0], EOD, "cpu")
     assert documents.lengths == [32, 11, 21, 1, 5, 1, 25, 32]
-    assert documents.ends.tolist() == [0, 32, 43, 64, 65, 70, 71, 96, 128] and documents.ends.dtype == torch.int32
+    assert documents.cu_seqlens.tolist() == [0, 32, 43, 64, 65, 70, 71, 96, 128]
+    assert documents.cu_seqlens.dtype == torch.int32
     seen, _, positions = masks_and_positions(texts(4)[0])
     assert torch.equal(document_positions(texts(4)[0], EOD), positions) and positions[2].max() == 24
     assert not seen[1, 11, :11].any() and seen[1, 10, :11].all()  # an EOD belongs to the document that it ends
@@ -140,7 +141,7 @@ def test_the_kernel_that_takes_lengths_is_given_what_it_expects() -> None:
     documents, qkv = Documents(texts(4)[0], EOD, "cpu"), torch.randn(32, 4, 2, 3, 16)
     expected = document_attention(qkv, 0.0, documents)
     kernel = mock.create_autospec(varlen.varlen_attn, side_effect=by_ends)
-    with mock.patch("mpu.attention._has_varlen_kernel", return_value=True), \
+    with mock.patch("mpu.kernels.has_varlen_kernel", return_value=True), \
             mock.patch.object(varlen, "varlen_attn", kernel):
         assert torch.allclose(document_attention(qkv, 0.0, documents), expected, atol=1e-6)
         assert kernel.call_count == 1

@@ -47,7 +47,7 @@ def test_selective_recomputation_does_not_keep_the_outputs_of_gelu_and_norms():
     alive = {}
     for recompute in (False, True):
         layer = mpu.ParallelTransformerLayer(
-            64, 4, 256, attention_dropout=0.0, hidden_dropout=0.0, layernorm_epsilon=1e-5, recompute=recompute,
+            mpu.TransformerConfig(64, 4, 256, recompute_granularity="selective" if recompute else "none"),
             init_method_for=lambda name: torch.nn.init.xavier_normal_).train()
         outputs: list[weakref.ref[torch.UntypedStorage]] = []
 

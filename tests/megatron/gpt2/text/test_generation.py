@@ -53,7 +53,7 @@ def test_logits_with_and_without_the_cache(model: GPT2Model) -> None:
     whole = model(tokens).transpose(0, 1)  # [b, s, v]
     for lengths in ([1, 1, 1], [5, 5, 5], [3, 9, 1], [20, 2, 31]):
         cache = mpu.KeyValueCache(2, 3, 4, 32, 8, dtype=torch.float32, device=torch.device("cpu"))
-        cache.go_to([0, 0, 0])
+        cache.set_positions([0, 0, 0])
         last = torch.tensor(lengths) - 1
         logits = model.next_logits(tokens[:, :max(lengths)], last, cache=cache)
         torch.testing.assert_close(logits, whole[range(3), last], rtol=0, atol=1e-5)
@@ -61,7 +61,7 @@ def test_logits_with_and_without_the_cache(model: GPT2Model) -> None:
             places = [place + 1 for place in places]
             last = torch.tensor(places)
             logits = model.next_logits(tokens[range(3), places].unsqueeze(1), torch.zeros_like(last),
-                                       cache.go_to(places), cache)
+                                       cache.set_positions(places), cache)
             torch.testing.assert_close(logits, whole[range(3), places], rtol=0, atol=1e-5)
 
 

@@ -17,6 +17,7 @@ from data_utils.tokenizers import build
 from data_utils.tokenizers.gpt2 import BUILTIN_FILE, builtin_tokenizer, byte_alphabet
 from megatron.gpt2.training.run import Run
 from megatron.gpt2.training.train_step import train_step
+from mpu import kernels
 from tests.distributed import run_ranks
 from tests.megatron.gpt2.training.training_runs import finish, start, state, steps, write_text
 
@@ -73,18 +74,18 @@ def masks(rank: int, world_size: int, folder: str) -> tuple[list[bool], list[boo
     tracked = torch.Generator().manual_seed(own_seed + 2718 + run.parallel.model_parallel_rank).get_state()
     assert torch.equal(mpu.get_cuda_rng_tracker().get_states()["model-parallel-rng"], tracked)
     drawn: list[torch.Tensor] = []
-    dropout = mpu.dropout
+    dropout = kernels.dropout
 
     def spy(x: torch.Tensor, p: float) -> torch.Tensor:
         y = dropout(x, p)
         drawn.append((y == 0) & (x != 0))
         return y
 
-    mpu.dropout = mpu.transformer.dropout = spy  # type: ignore[attr-defined]
+    kernels.dropout = spy  # type: ignore[assignment]
     try:
         train_step(run)
     finally:
-        mpu.dropout = mpu.transformer.dropout = dropout  # type: ignore[attr-defined]
+        kernels.dropout = dropout
     finish(run)
     return drawn[0].flatten().tolist()[:400], drawn[1].flatten().tolist()[:400]
 

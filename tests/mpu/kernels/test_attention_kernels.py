@@ -1,4 +1,4 @@
-"""Attention against the formula in float64, in every precision and by every path that a CPU takes."""
+"""Attention against the formula in float64, in every precision and by every kernel that a CPU takes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mpu.attention import causal_attention
+from mpu.kernels import causal_attention
 
 
 def formula(qkv: Tensor, keep: Tensor | float = 1.0) -> Tensor:
@@ -24,7 +24,7 @@ def formula(qkv: Tensor, keep: Tensor | float = 1.0) -> Tensor:
 def test_equals_the_formula(s: int, d: int, amx: bool, monkeypatch: pytest.MonkeyPatch):
     """In bf16 a result is rounded at 2^-9 relatively, and so is every intermediate of a path that materialises some:
     1 % of the norm bounds both (measured: up to 0.4 % forward, 0.7 % backward)."""
-    monkeypatch.setattr("mpu.attention.HAS_AMX", amx)
+    monkeypatch.setattr("mpu.kernels.HAS_AMX", amx)
     torch.manual_seed(s + d)
     qkv, dy = torch.randn(s, 2, 3, 3, d), torch.randn(s, 2, 3 * d)
     for dtype, bound in ((torch.float32, 1e-6), (torch.bfloat16, 1e-2)):
@@ -46,7 +46,7 @@ def test_dropout_keeps_the_mean_and_repeats_its_masks_in_backward(s: int, dtype:
                                                                   monkeypatch: pytest.MonkeyPatch):
     """With values of one, an output is the share of the probabilities that was kept, over 1 - p; its gradient with
     respect to the values adds up to the same."""
-    monkeypatch.setattr("mpu.attention.HAS_AMX", amx)
+    monkeypatch.setattr("mpu.kernels.HAS_AMX", amx)
     torch.manual_seed(0)
     qkv = torch.zeros(s, 2, 2, 3, 64)
     qkv[:, :, :, 2] = 1.0
@@ -63,7 +63,7 @@ def test_every_processor_drops_the_same_probabilities(monkeypatch: pytest.Monkey
     qkv = torch.randn(100, 2, 3, 3, 32).bfloat16()
     outputs = []
     for amx in (True, False):
-        monkeypatch.setattr("mpu.attention.HAS_AMX", amx)
+        monkeypatch.setattr("mpu.kernels.HAS_AMX", amx)
         torch.manual_seed(1)
         outputs.append(causal_attention(qkv, 0.5).double())
     assert 0 < (outputs[1] - outputs[0]).norm() <= 1e-2 * outputs[0].norm()

@@ -1,8 +1,8 @@
-"""What decides on a CPU which of two kernels is faster: by which instructions it multiplies bf16 matrices, if by any.
+"""The two facts about a CPU that decide which of two kernels is faster: which instructions it has for products in bf16.
 
 Measured in bf16 with AMX, with AVX-512's bf16 products and with neither, and in float32 on all, these facts decided
-every pair (docs/explanation/performance.md). So it is a rule and no timing at the start: what a rule says does not
-change when the machine is busy, and runs and ranks on processors of one kind agree to the bit.
+every pair (docs/performance.md). So they are rules, and nothing is timed when a program starts: a rule says the same on
+a busy machine, and runs and ranks on processors of one kind agree to the bit.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import platform
 
 import torch
 
-# With these oneDNN may be told to leave some of a processor's instructions alone.
+# With these variables a user tells oneDNN, which computes the products, which instructions it may use.
 _LIMITS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
 _WITHOUT_BF16 = ("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX512_CORE", "AVX512_CORE_VNNI")
 

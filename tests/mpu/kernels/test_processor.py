@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mpu.processor import _has_amx
+from mpu.kernels.processor import _has_amx
 
 
 @pytest.mark.parametrize(("limit", "left"), [

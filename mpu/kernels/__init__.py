@@ -1,0 +1,134 @@
+"""Which kernel computes what, by device, dtype and case.
+
+The files above this folder, which read like the papers, call the functions below. The last line of each function is the
+plain equation; the lines before it say where something else is faster. Each kernel has a file of its own, whose
+docstring gives the measurement that justifies it, and a test that compares it with the equation. No kernel knows of
+ranks.
+
+Legend: b batch, s sequence, n heads of this rank, d head size, t tokens, i input and o output features, v padded
+vocabulary, p model-parallel size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mpu.kernels.blockwise_attention import attention_with_blockwise_backward
+from mpu.kernels.compiled_gelu import gelu_by_sigmoid
+from mpu.kernels.dropout_16_bits import dropout_16_bits
+from mpu.kernels.few_rows import MANY_ROWS, matrix_vector_product, transposed_product
+from mpu.kernels.float32_blocks import LEAST_ROWS, linear_in_float32_blocks
+from mpu.kernels.fused_attention import fused_attention
+from mpu.kernels.materialised_attention import (
+    MATERIALISED_UP_TO,
+    materialised_attention,
+    materialised_attention_in_float32,
+)
+from mpu.kernels.processor import HAS_AMX, HAS_BF16_PRODUCTS
+from mpu.kernels.recomputed_output import checkpoint_without_output
+from mpu.kernels.softmax_in_rows import VocabShard, softmax_in_rows
+from mpu.kernels.split_weight_gradient import LinearWithSplitWeightGradient, weight_gradient_in_parts
+from mpu.kernels.sum_of_products import SumOfProducts
+from mpu.kernels.varlen_attention import has_varlen_kernel, varlen_attention
+
+__all__ = ["HAS_AMX", "HAS_BF16_PRODUCTS", "SumOfProducts", "attention_kernel", "causal_attention",
+           "checkpoint_without_output", "document_attention", "dropout", "gelu_tanh", "linear",
+           "linear_without_gradient", "vocab_parallel_softmax", "weight_gradient"]
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """xAᵀ + b: [..., i], [o, i], [o] -> [..., o]."""
+    if not (torch.is_grad_enabled() or torch.compiler.is_compiling()):
+        return linear_without_gradient(x, weight, bias)
+    if HAS_AMX and x.device.type == "cpu" and x.dtype == torch.bfloat16:
+        y: Tensor = LinearWithSplitWeightGradient.apply(x, weight, bias)  # type: ignore[no-untyped-call]
+        return y
+    return F.linear(x, weight, bias)
+
+
+def linear_without_gradient(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """xAᵀ + b: [..., i], [o, i], [o] -> [..., o], of which no gradient can be asked."""
+    rows = x.numel() // x.size(-1)
+    if x.device.type == "cpu" and x.dtype == torch.bfloat16 and not HAS_AMX:
+        if rows >= LEAST_ROWS and not HAS_BF16_PRODUCTS:
+            return linear_in_float32_blocks(x, weight, bias)
+    elif x.device.type == "cpu" and rows < MANY_ROWS:
+        if rows == 1:
+            return matrix_vector_product(x, weight, bias)
+        if weight.stride(0) != 1 and (x.dtype != torch.float32 or rows > 4):  # a weight stored by row
+            return transposed_product(x, weight, bias)
+    return F.linear(x, weight, bias)
+
+
+def weight_gradient(dy: Tensor, x: Tensor) -> Tensor:
+    """dyᵀx: [t, o], [t, i] -> [o, i]."""
+    if HAS_AMX and dy.device.type == "cpu" and dy.dtype == torch.bfloat16:
+        return weight_gradient_in_parts(dy, x)
+    return dy.t() @ x
+
+
+def dropout(x: Tensor, p: float) -> Tensor:
+    """x with each element zeroed with probability p and the others raised by 1 / (1 - p). Any shape."""
+    if p == 0.0:
+        return x
+    return dropout_16_bits(x, p) if x.device.type == "cpu" else F.dropout(x, p)
+
+
+def gelu_tanh(x: Tensor) -> Tensor:
+    """½x(1 + tanh(√(2/π)(x + 0.044715x³))), GPT-2's activation. Any shape."""
+    if x.device.type == "cpu" and torch.compiler.is_compiling():
+        return gelu_by_sigmoid(x)
+    return F.gelu(x, approximate="tanh")
+
+
+def causal_attention(qkv: Tensor, dropout_p: float) -> Tensor:
+    """softmax(QKᵀ/√d, keys up to the query's own position) V for each head, with dropout of the probabilities.
+
+    qkv: [s, b, n, 3, d], queries, keys and values of a head side by side. Returns [s, b, n·d].
+    """
+    kernel = attention_kernel(qkv.device.type, qkv.dtype, qkv.size(0), dropout_p, gradient=torch.is_grad_enabled())
+    return kernel(qkv, dropout_p)
+
+
+def attention_kernel(device: str, dtype: torch.dtype, s: int, dropout_p: float, *,
+                     gradient: bool) -> Callable[[Tensor, float], Tensor]:
+    """The function that `causal_attention` calls. device: "cpu" or "cuda"."""
+    if device == "cpu" and dtype == torch.bfloat16:
+        if dropout_p > 0 and s <= MATERIALISED_UP_TO:
+            # Without gradients too: a checkpointed layer must drop the same elements when it is computed again.
+            return materialised_attention if HAS_AMX else materialised_attention_in_float32
+        if dropout_p == 0 and gradient and HAS_AMX:
+            return attention_with_blockwise_backward
+    return fused_attention
+
+
+def document_attention(qkv: Tensor, dropout_p: float, lengths: Sequence[int], cu_seqlens: Tensor) -> Tensor:
+    """`causal_attention` within each document: [t, 1, n, 3, d] -> [t, 1, n·d].
+
+    lengths: of the documents, which follow each other; t in all. cu_seqlens: int32, 0 and their sums, on the device.
+    """
+    if dropout_p == 0 and has_varlen_kernel(qkv):
+        return varlen_attention(qkv, cu_seqlens, max(lengths))
+    return torch.cat([causal_attention(document, dropout_p) for document in qkv.split(list(lengths))])
+
+
+def vocab_parallel_softmax(logits: Tensor, shard: VocabShard, weight: Tensor | None,
+                           over_ranks: Callable[[Tensor], Tensor] | None) -> Tensor:
+    """logits [t, v/p] -> [3, t] float32 of the whole vocabulary: peak, sum of exponentials, the target's logit.
+
+    weight: [t] float32; with it the logits become weight · (softmax - one-hot(target)). Without it what they become is
+    undefined. over_ranks: makes the three numbers of the whole vocabulary out of every rank's; None where this rank
+    holds all of it.
+    """
+    if logits.device.type == "cpu":
+        return softmax_in_rows(logits, shard, weight, over_ranks)
+    x = logits.float()
+    local = shard.exponentials(x)
+    whole = local if over_ranks is None else over_ranks(local)
+    if weight is not None:
+        logits.copy_(shard.d_logits(x, local, whole, weight))
+    return whole

@@ -1,0 +1,93 @@
+"""The backward pass of attention over blocks of queries, in which the scores are computed again (FlashAttention's way,
+arXiv:2205.14135). For a CPU with AMX in bf16, without dropout.
+
+The backward of torch 2.13's fused kernel takes longer there: 31 ms against 26 (2 cores, b·n = 24, d = 64, s = 1,024).
+Without AMX it is the other way round: 129 ms fused, 151 by blocks (one thread, 4 heads, s = 1,024). Source:
+docs/performance.md.
+
+Legend: b batch, s sequence, n heads of this rank, d head size.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mpu.kernels.fused_attention import batch_of_heads, fused_attention, split_heads
+
+# Queries that backward takes together. Fewer of them mean smaller matrix products; more of them mean that less of what
+# causality masks is left out. The scores of one block are all that is held of them.
+BLOCK = 256
+# Scores of a block that a core works on at once, in elements. They stay in its cache, which takes 10 % less time than
+# all heads at once (b·n = 24, s = 1,024).
+SCORES = 3 << 18
+
+
+def heads_at_once(s: int) -> int:
+    """How many heads of all samples backward takes together."""
+    return max(torch.get_num_threads() * SCORES // (BLOCK * s), 1)
+
+
+def attention_with_blockwise_backward(qkv: Tensor, dropout_p: float) -> Tensor:
+    """softmax(QKᵀ/√d, keys up to the query's own position) V: [s, b, n, 3, d] -> [s, b, n·d]. dropout_p must be 0."""
+    assert dropout_p == 0
+    y: Tensor = _BlockwiseBackward.apply(qkv)  # type: ignore[no-untyped-call]
+    return y
+
+
+class _BlockwiseBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, qkv: Tensor) -> Tensor:
+        ctx.save_for_backward(qkv)
+        return fused_attention(qkv, 0.0)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Tensor:
+        (qkv,) = ctx.saved_tensors
+        # To call the operator loads torch's compiler: 1 s and 70 MB.
+        backward = _blockwise_operator if torch.compiler.is_compiling() else _blockwise_backward
+        d_qkv: Tensor = backward(qkv, dy)
+        return d_qkv
+
+
+def _blockwise_backward(qkv: Tensor, dy: Tensor) -> Tensor:
+    """[s, b, n, 3, d], [s, b, n·d] -> the gradient of qkv, [s, b, n, 3, d]."""
+    s, b, n, _, d = qkv.shape
+    scale = d ** -0.5
+    q, k, v = (batch_of_heads(x) for x in split_heads(qkv))  # [b·n, s, d]
+    q = q * scale
+    dy = batch_of_heads(dy.view(s, b, n, d).permute(1, 2, 0, 3))  # [s, b, n·d] -> [b, n, s, d] -> [b·n, s, d]
+    dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    later = torch.full((BLOCK, BLOCK), -torch.inf, dtype=qkv.dtype).triu_(1)
+    heads = heads_at_once(s)
+    for first in range(0, b * n, heads):
+        some = slice(first, first + heads)
+        for start in range(0, s, BLOCK):
+            end = min(start + BLOCK, s)
+            # Contiguous once, where each product would copy them for itself.
+            block_q, block_dy, block_k = (x.contiguous() for x in (q[some, start:end], dy[some, start:end],
+                                                                   k[some, :end]))
+            p = torch.bmm(block_q, block_k.transpose(1, 2))  # [heads, block, end]
+            p[:, :, start:] += later[:end - start, :end - start]
+            p = torch.softmax(p, dim=-1)
+            dp = torch.bmm(block_dy, v[some, :end].transpose(1, 2))
+            d_scores = torch._softmax_backward_data(dp, p, -1, p.dtype)
+            dv[some, :end].baddbmm_(p.transpose(1, 2), block_dy)
+            dk[some, :end].baddbmm_(d_scores.transpose(1, 2), block_q)
+            dq[some, start:end] = torch.bmm(d_scores, block_k)
+    d_qkv = torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
+    for out, grad in zip(split_heads(d_qkv), (dq.mul_(scale), dk, dv), strict=True):
+        out.copy_(grad.view(b, n, s, d))  # [b·n, s, d] -> [b, n, s, d]
+    return d_qkv
+
+
+# An operator of its own: a compiler that sees inside makes it slower than its parts are.
+_blockwise_operator = torch.library.custom_op("mpu::blockwise_attention_backward", _blockwise_backward,
+                                              mutates_args=())
+
+
+@_blockwise_operator.register_fake
+def _(qkv: Tensor, dy: Tensor) -> Tensor:
+    return torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
