@@ -17,23 +17,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mpu.kernels.blockwise_attention import attention_with_blockwise_backward
-from mpu.kernels.compiled_gelu import gelu_by_sigmoid
-from mpu.kernels.dropout_16_bits import dropout_16_bits
-from mpu.kernels.few_rows import MANY_ROWS, matrix_vector_product, transposed_product
-from mpu.kernels.float32_blocks import LEAST_ROWS, linear_in_float32_blocks
-from mpu.kernels.fused_attention import fused_attention
-from mpu.kernels.materialised_attention import (
+from mpu.kernels.attention_blockwise import attention_with_blockwise_backward
+from mpu.kernels.attention_fused import fused_attention
+from mpu.kernels.attention_materialised import (
     MATERIALISED_UP_TO,
     materialised_attention,
     materialised_attention_in_float32,
 )
+from mpu.kernels.attention_varlen import has_varlen_kernel, varlen_attention
+from mpu.kernels.cross_entropy_rows import VocabShard, softmax_in_rows
+from mpu.kernels.cross_entropy_sums import SumOfProducts
+from mpu.kernels.dropout_bits import dropout_16_bits
+from mpu.kernels.gelu_compiled import gelu_by_sigmoid
+from mpu.kernels.linear_few_rows import MANY_ROWS, matrix_vector_product, transposed_product
+from mpu.kernels.linear_float32_blocks import LEAST_ROWS, linear_in_float32_blocks
+from mpu.kernels.linear_weight_gradient import LinearWithSplitWeightGradient, weight_gradient_in_parts
 from mpu.kernels.processor import HAS_AMX, HAS_BF16_PRODUCTS
 from mpu.kernels.recomputed_output import checkpoint_without_output
-from mpu.kernels.softmax_in_rows import VocabShard, softmax_in_rows
-from mpu.kernels.split_weight_gradient import LinearWithSplitWeightGradient, weight_gradient_in_parts
-from mpu.kernels.sum_of_products import SumOfProducts
-from mpu.kernels.varlen_attention import has_varlen_kernel, varlen_attention
 
 __all__ = ["HAS_AMX", "HAS_BF16_PRODUCTS", "SumOfProducts", "attention_kernel", "causal_attention",
            "checkpoint_without_output", "document_attention", "dropout", "gelu_tanh", "linear",

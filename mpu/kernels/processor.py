@@ -1,8 +1,8 @@
 """The two facts about a CPU that decide which of two kernels is faster: which instructions it has for products in bf16.
 
 Measured in bf16 with AMX, with AVX-512's bf16 products and with neither, and in float32 on all, these facts decided
-every pair (docs/performance.md). So they are rules, and nothing is timed when a program starts: a rule says the same on
-a busy machine, and runs and ranks on processors of one kind agree to the bit.
+every pair (docs/explanation/performance.md). So they are rules, and nothing is timed when a program starts: a rule says
+the same on a busy machine, and runs and ranks on processors of one kind agree to the bit.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Drop the output of a cheap function, GELU or a layer norm, and compute it again in backward. For every device.
 
 It saves 19 of the 50 MB that a layer of GPT-2 124M keeps for a micro-batch on a CPU, and costs 1 to 2 % of the time
-(docs/performance.md). torch.utils.checkpoint would also compute the product again that reads the output. Megatron's
-CheckpointWithoutOutput frees the output and fills it again by a hook. Here autograd is given the input instead, at the
-moment when the next operation saves the output, which is recognised by its address.
+(docs/explanation/performance.md). torch.utils.checkpoint would also compute the product again that reads the output.
+Megatron's CheckpointWithoutOutput frees the output and fills it again by a hook. Here autograd is given the input
+instead, at the moment when the next operation saves the output, which is recognised by its address.
 """
 
 from __future__ import annotations

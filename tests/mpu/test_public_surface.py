@@ -25,8 +25,8 @@ ABSENT = {name for name in OF_2019 if name.startswith(("Bert", "GPT2"))} | {"par
 
 
 def test_the_public_names_are_2019s_and_those_that_the_page_lists() -> None:
-    """docs/parallelism.md lists what came later, and says what of 2019 is not there."""
-    page = (ROOT / "docs" / "parallelism.md").read_text(encoding="utf-8")
+    """docs/reference/mpu.md lists what came later, and says what of 2019 is not there."""
+    page = (ROOT / "docs" / "reference" / "mpu.md").read_text(encoding="utf-8")
     listed = page.partition("These names came later:")[2].partition("\n\n")[0]
     later = set(re.findall(r"`(\w+)`", listed))
     assert later and not later & OF_2019

@@ -17,10 +17,10 @@ from megatron.gpt2.model.gpt2 import count_parameters
 from megatron.gpt2.optimizer.gradient_reducer import bucket_size
 from mpu import kernels
 from mpu.cross_entropy import chunk_size_for
-from mpu.kernels.blockwise_attention import BLOCK, heads_at_once
-from mpu.kernels.materialised_attention import materialised_attention
-from mpu.kernels.softmax_in_rows import rows_in_cache
-from mpu.kernels.sum_of_products import products_at_once
+from mpu.kernels.attention_blockwise import BLOCK, heads_at_once
+from mpu.kernels.attention_materialised import materialised_attention
+from mpu.kernels.cross_entropy_rows import rows_in_cache
+from mpu.kernels.cross_entropy_sums import products_at_once
 
 # What a token of a step is as numbers: text, tokens and labels in int64, mask and weight in float32.
 BATCH = 40

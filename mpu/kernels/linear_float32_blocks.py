@@ -2,7 +2,7 @@
 
 Milliseconds for all linear layers of GPT-2 124M once, two threads, F.linear first: 4 rows 61 and 44, 8 rows 84 and 54,
 16 rows 124 and 95. For one row F.linear is faster (18 and 37), and so it is for every number of rows where AVX-512 has
-bf16 products. Source: docs/performance.md.
+bf16 products. Source: docs/explanation/performance.md.
 
 Legend: r rows of x in all, i input features, o output features.
 """

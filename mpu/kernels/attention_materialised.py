@@ -2,7 +2,7 @@
 
 torch has no fused kernel with dropout there: its own formula draws 64 bits for each score and computes in float32. 512
 tokens, 2 heads, one thread, ms: with AMX 10.3 where scores are held in bf16, 22.2 in float32; without AMX 43.4 and
-22.3. The masks are the same in both. Source: docs/performance.md.
+22.3. The masks are the same in both. Source: docs/explanation/performance.md.
 
 Legend: b batch, s sequence, n heads of this rank, d head size.
 """
@@ -12,8 +12,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mpu.kernels.dropout_16_bits import dropout_16_bits
-from mpu.kernels.fused_attention import batch_of_heads, merge_heads, split_heads
+from mpu.kernels.attention_fused import batch_of_heads, merge_heads, split_heads
+from mpu.kernels.dropout_bits import dropout_16_bits
 
 # The longest sequence for which the scores are materialised. Beyond it they cost more memory than they save time.
 MATERIALISED_UP_TO = 512

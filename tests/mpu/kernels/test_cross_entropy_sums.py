@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mpu.kernels.sum_of_products import SumOfProducts, products_at_once
+from mpu.kernels.cross_entropy_sums import SumOfProducts, products_at_once
 
 
 @pytest.mark.parametrize("count", [1, 4, 5, 9])

@@ -3,7 +3,7 @@
 Milliseconds for one token of all weights of GPT-2 124M, 2 cores with AMX, F.linear first. One row in bf16: 15, and 7 by
 a matrix-vector product. 8 rows in bf16: 15, and 10 as (A xᵀ)ᵀ. 8 rows in fp32: 41 and 33, and 23 where A is stored by
 column. In bf16 without AMX F.linear or blocks in float32 are faster; fp32 is the same on both. Source:
-docs/performance.md.
+docs/explanation/performance.md.
 
 Legend: r rows of x in all, i input features, o output features.
 """

@@ -3,7 +3,7 @@
 oneDNN with AMX is slow where the left matrix of a product is transposed and long. 2 cores, 2,048 tokens: the whole
 product runs at 1.3 TFLOP/s where a layer's other products reach 2.5; in 4 parts it runs at 1.9. One thread, 3,072 x
 768: 103 ms whole, 71 in parts. Without AMX the parts take longer than the whole (603 ms, 559). Source:
-docs/performance.md.
+docs/explanation/performance.md.
 
 Legend: t tokens, i input features, o output features.
 """

@@ -3,7 +3,7 @@ arXiv:2205.14135). For a CPU with AMX in bf16, without dropout.
 
 The backward of torch 2.13's fused kernel takes longer there: 31 ms against 26 (2 cores, b·n = 24, d = 64, s = 1,024).
 Without AMX it is the other way round: 129 ms fused, 151 by blocks (one thread, 4 heads, s = 1,024). Source:
-docs/performance.md.
+docs/explanation/performance.md.
 
 Legend: b batch, s sequence, n heads of this rank, d head size.
 """
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mpu.kernels.fused_attention import batch_of_heads, fused_attention, split_heads
+from mpu.kernels.attention_fused import batch_of_heads, fused_attention, split_heads
 
 # Queries that backward takes together. Fewer of them mean smaller matrix products; more of them mean that less of what
 # causality masks is left out. The scores of one block are all that is held of them.
