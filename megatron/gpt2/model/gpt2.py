@@ -223,8 +223,8 @@ def parameter_specs(config: ModelConfig, model_parallel_size: int = 1) -> dict[s
     the vocabulary is padded.
     """
     multiple = math.lcm(config.make_vocab_size_divisible_by, model_parallel_size)
-    model = GPT2Model(replace(config, num_layers=1, make_vocab_size_divisible_by=multiple), group=ProcessGroup(0, 1),
-                      device="meta")
+    alone = ProcessGroup(0, 1)  # type: ignore[call-arg]  # rank and size, without a store
+    model = GPT2Model(replace(config, num_layers=1, make_vocab_size_divisible_by=multiple), group=alone, device="meta")
     of_one_layer, first = mpu.partition_specs(model), "transformer.layers.0."
     layers = {name.replace(first, f"transformer.layers.{number}."): spec for number in range(config.num_layers)
               for name, spec in of_one_layer.items() if name.startswith(first)}

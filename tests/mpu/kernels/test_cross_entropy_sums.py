@@ -16,7 +16,7 @@ def test_equals_the_formula(dtype: torch.dtype, bound: float, count: int) -> Non
     total = SumOfProducts()
     for a, b in pairs:
         total.add(a, b)
-    expected = sum(a.double().t() @ b.double() for a, b in pairs)
+    expected = torch.stack([a.double().t() @ b.double() for a, b in pairs]).sum(dim=0)
     assert (total.total().double() - expected).norm() <= bound * expected.norm()
     whole_sum = dtype if count <= (products_at_once(dtype, "cpu") or count) else torch.float32
     assert total.total().dtype == whole_sum
