@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -15,7 +16,9 @@ from megatron.gpt2.text.sampling import Sampling
 from megatron.gpt2.training.collectives import global_sum
 from megatron.gpt2.training.run import Run
 
-SAMPLE_TOKENS = 120
+# Cool, since a small model's unlikely words are often wrong; without the penalty it then repeats itself ("the class of
+# the class of the class").
+SAMPLING = Sampling(max_new_tokens=120, temperature=0.5, top_k=40, repetition_penalty=1.2)
 PROMPT_WORDS = 4
 PROMPT_CHARACTERS = 40  # no more, for a language that is written without spaces
 
@@ -63,7 +66,7 @@ def sample_text(run: Run) -> str:
     group; every rank calls it. The log keeps the text."""
     tokenizer, prompt = run.data.tokenizer, first_words(run)
     sample = Continuation([tokenizer.eod, *tokenizer.encode(prompt)],
-                          Sampling(max_new_tokens=SAMPLE_TOKENS, temperature=0.6, top_k=40, seed=run.config.train.seed))
+                          replace(SAMPLING, seed=run.config.train.seed))
     generate(run.engine.model, tokenizer, [sample])
     text = f"[{prompt}]{tokenizer.decode(sample.ids)}"
     run.log.sample(text)
