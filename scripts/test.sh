@@ -11,4 +11,4 @@ unset PYTHONDONTWRITEBYTECODE # hundreds of processes would each compile the pro
 "$PYTHON" -m mypy
 # Three tests at a time, since their ranks wait for each other; one thread each.
 export OMP_NUM_THREADS=1
-exec "$PYTHON" -m pytest -n 3 "$@"
+exec "$PYTHON" -m pytest -n 3 --dist worksteal "$@"

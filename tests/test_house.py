@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,9 +13,34 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS = ("mpu", "data_utils", "megatron")
 OURS = {*ROOMS, "tools", "tasks", "scripts", "tests", "benchmarks"}
-# Inside mpu a module imports only from floors below its own.
-FLOORS = {"kernels": 0, "partition": 0, "initialize": 1, "transformer_config": 1, "mappings": 2, "grads": 2, "data": 2,
-          "random": 2, "layers": 3, "cross_entropy": 3, "attention": 4, "transformer": 5, "kv_cache": 1}
+# `main` is described by its program's docstring; the others are methods whose base class, ours or torch's, says it.
+WITHOUT_DOCSTRING = {"main", "forward", "backward", "state_dict", "load_state_dict"}
+# The floors of each room, from the lowest: a file or folder imports, of its own room, only from floors below its own.
+FLOORS: dict[str, list[str]] = {
+    "mpu": [
+        "partition kernels",
+        "initialize transformer_config",
+        "mappings random data grads kv_cache",
+        "layers cross_entropy",
+        "attention",
+        "transformer"],
+    "data_utils": [
+        "files command_line progress worker_processes baselines",
+        "indexed_dataset tokenizers",
+        "corpora dataset_manifest foreign_bins gpt2_dataset",
+        "samplers megatron_order token_cache tokenizer_training named_corpora preprocessing curation",
+        "blending",
+        "splits"],
+    "megatron/gpt2": [
+        "config",
+        "command_line records model",
+        "launch optimizer",
+        "checkpoint device",
+        "formats memory_planner",
+        "text",
+        "training",
+        "programs"],
+}
 
 
 def sources(room: str) -> list[Path]:
@@ -36,8 +62,18 @@ def imports(tree: ast.AST, path: Path) -> Iterator[str]:
             yield from (f"{base}.{alias.name}" for alias in node.names)
 
 
+@functools.cache
+def parsed(source: str) -> ast.Module:
+    """Read by every rule, changed by none."""
+    return ast.parse(source)
+
+
+def tree_of(path: Path) -> ast.Module:
+    return parsed(path.read_text(encoding="utf-8"))
+
+
 def imported(path: Path) -> set[str]:
-    return set(imports(ast.parse(path.read_text(encoding="utf-8")), path))
+    return set(imports(tree_of(path), path))
 
 
 def roots(names: set[str]) -> set[str]:
@@ -92,27 +128,80 @@ def test_training_imports_torch_numpy_safetensors_alone(room: str) -> None:
         assert not strangers, f"{path.relative_to(ROOT)} imports {strangers} when it is loaded"
 
 
-def test_floors_of_mpu() -> None:
-    """Every module and folder of mpu has a floor, and imports only from its own folder and from lower floors."""
-    def storey(path: Path) -> str:
-        return path.relative_to(ROOT / "mpu").parts[0].removesuffix(".py")
+def part_of(path: Path, room: str) -> str:
+    """The file or the folder directly in `room` that `path` is, or is in, without its suffix."""
+    return path.relative_to(ROOT / room).parts[0].removesuffix(".py")
 
-    paths = [path for path in sources("mpu") if path != ROOT / "mpu" / "__init__.py"]
-    assert {storey(path) for path in paths} == FLOORS.keys()
-    for path in paths:
+
+def breaches(room: str, floors: list[str]) -> list[str]:
+    """Imports that do not lead downwards, and parts of the room that no floor names."""
+    floor_of = {part: number for number, parts in enumerate(floors) for part in parts.split()}
+    prefix = room.replace("/", ".") + "."
+    found = []
+    for path in sources(room):
+        here = part_of(path, room)
+        if here == "__init__":  # the room's door, above all floors
+            continue
+        if here not in floor_of:
+            found.append(f"{path.relative_to(ROOT)} is on no floor")
+            continue
+        for name in sorted(imported(path)):
+            there = name.removeprefix(prefix).split(".")[0] if name.startswith(prefix) else here
+            if there not in floor_of:
+                found.append(f"{path.relative_to(ROOT)} imports {name} from the door: import it from its module")
+            elif there != here and floor_of[there] >= floor_of[here]:
+                found.append(f"{path.relative_to(ROOT)} imports {name}, which is on no floor below it")
+    return found
+
+
+@pytest.mark.parametrize("room", FLOORS)
+def test_imports_lead_to_lower_floors(room: str) -> None:
+    """So there is no circle of folders."""
+    named = {part for parts in FLOORS[room] for part in parts.split()}
+    assert named == {part_of(path, room) for path in sources(room)} - {"__init__"}
+    assert not breaches(room, FLOORS[room])
+
+
+def import_graph() -> dict[str, set[str]]:
+    """Of each module of ours, those of ours that it imports, functions' own imports included."""
+    paths = {module_name(path): path for room in ROOMS for path in sources(room)}
+    graph = {}
+    for module, path in paths.items():
+        reached = set()
         for name in imported(path):
-            room, _, rest = name.partition(".")
-            other = rest.partition(".")[0]
-            assert room != "mpu" or other in FLOORS, \
-                f"{path.name} imports {name} from mpu itself, which imports {path.name}: import from the module"
-            assert room != "mpu" or other == storey(path) or FLOORS[other] < FLOORS[storey(path)], \
-                f"{path.name} imports {other}, which is no floor below it"
+            while name and name not in paths:  # `a.b.function` is in a.b
+                name = name.rpartition(".")[0]
+            reached |= {name} - {"", module}
+        graph[module] = reached
+    return graph
+
+
+def module_name(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def circles(graph: dict[str, set[str]]) -> list[str]:
+    """Modules from which an import leads back to themselves."""
+    def reachable(start: str) -> set[str]:
+        seen: set[str] = set()
+        waiting = [start]
+        while waiting:
+            new = graph[waiting.pop()] - seen
+            seen |= new
+            waiting += new
+        return seen
+
+    return sorted(module for module in graph if module in reachable(module))
+
+
+def test_no_circle_of_files() -> None:
+    assert not circles(import_graph())
 
 
 @pytest.mark.parametrize("room", ROOMS)
 def test_no_pickle(room: str) -> None:
     for path in sources(room):
-        tree = ast.parse(path.read_text(encoding="utf-8"))
+        tree = tree_of(path)
         assert "pickle" not in roots(imported(path)), f"{path.relative_to(ROOT)} imports pickle"
         called = {ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
         bad = called & {"torch.load", "torch.save", "eval", "exec"}
@@ -145,6 +234,25 @@ def programs() -> set[str]:
             for path in sources(room) if "\ncli = " in path.read_text(encoding="utf-8")}
 
 
+def public_definitions(tree: ast.Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef]:
+    """Functions and classes of a module, and methods of its public classes, whose names have no leading underscore."""
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    for node in tree.body:
+        if isinstance(node, kinds) and not node.name.startswith("_"):
+            yield node
+            if isinstance(node, ast.ClassDef):
+                yield from (inner for inner in node.body if isinstance(inner, kinds) and inner.name[0] != "_")
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_what_is_public_has_a_docstring(room: str) -> None:
+    """But for `main`, whose program says what it does at its top, and what only fills in a method of a base class."""
+    without = [f"{path.relative_to(ROOT)}: {node.name}" for path in sources(room)
+               for node in public_definitions(tree_of(path))
+               if node.name not in WITHOUT_DOCSTRING and not ast.get_docstring(node)]
+    assert not without
+
+
 def test_nothing_is_named_utils() -> None:
     named = [path for room in ROOMS for path in sources(room) if "utils" in path.stem]
     assert not named
@@ -159,3 +267,12 @@ def test_the_rules_catch_a_breach(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
                     "from . import sibling\ndef f():\n    import tqdm\n")
     assert imported(path) == {"numpy", "megatron.gpt2.config", "mpu.layers.Linear", "mpu.inner.sibling", "tqdm"}
     assert imported_at_load(path) == {"numpy", "megatron.gpt2.config", "mpu.layers.Linear", "mpu.inner.sibling"}
+    floors = ["layers", "inner"]
+    (tmp_path / "mpu" / "layers.py").write_text("")
+    assert breaches("mpu", floors) == []
+    (tmp_path / "mpu" / "layers.py").write_text("def f():\n    from mpu.inner.module import f\n")
+    (tmp_path / "mpu" / "new.py").write_text("")
+    assert breaches("mpu", floors) == ["mpu/layers.py imports mpu.inner.module.f, which is on no floor below it",
+                                       "mpu/new.py is on no floor"]
+    monkeypatch.setitem(globals(), "ROOMS", ("mpu",))
+    assert circles(import_graph()) == ["mpu.inner.module", "mpu.layers"]
