@@ -2,17 +2,19 @@
 
 The files in the order in which to read them:
 
-    partition       which part of a parameter each rank owns
-    initialize      the groups of ranks
-    mappings        the four communication operations with their gradients, and the pair of sequence parallelism
-    random          random streams, and activation checkpointing that repeats them
-    layers          column- and row-parallel linear layers, embeddings
-    attention       causal self-attention, and attention within documents
-    transformer     MLP and layer
-    cross_entropy   the loss over a split vocabulary
+    partition           which part of a parameter each rank owns
+    initialize          the groups of ranks
+    mappings            the four communication operations with their gradients, and the pair of sequence parallelism
+    random              random streams, and activation checkpointing that repeats them
+    grads               partial gradients that are completed, the global norm, clipping
+    layers              column- and row-parallel linear layers, embeddings
+    transformer_config  what a layer is
+    attention           causal self-attention, and attention within documents
+    transformer         MLP and layer
+    cross_entropy       the loss over a split vocabulary
 
-`data`, `grads`, `kv_cache` and `transformer_config` are short helpers. `kernels` chooses for a device, dtype and case
-how an operation is computed; it knows nothing of ranks.
+`data` and `kv_cache` are short helpers. `kernels` chooses for a device, dtype and case how an operation is computed; it
+knows nothing of ranks.
 
 The names below that Megatron's `mpu` had in 2019 keep their meaning and the order of their arguments. Arguments that
 came later are given by keyword.

@@ -111,7 +111,8 @@ def test_mpu_needs_torch_alone() -> None:
         assert not strangers, f"{path.relative_to(ROOT)} imports {strangers}"
 
 
-def test_data_utils_knows_nothing_of_ranks() -> None:
+def test_data_utils_needs_no_torch() -> None:
+    """A rank is a plain integer there."""
     for path in sources("data_utils"):
         assert "torch" not in roots(imported(path)), f"{path.relative_to(ROOT)} imports torch"
 

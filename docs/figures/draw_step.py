@@ -18,7 +18,7 @@ COMPUTED = [
     (256, 168, ["forward", "embedding, l layers,", "head and loss", "in chunks of tokens"]),
     (448, 160, ["backward", "layers in reverse;", "gradients are added", "in float32 buckets"]),
     (632, 116, ["wait", "until all buckets", "are reduced"]),
-    (772, 124, ["norm", "unscale, agree on", "overflow, clip"]),
+    (772, 124, ["norm", "same on all ranks;", "not finite: skip"]),
     (920, 118, ["AdamW", "on fp32 masters", "and moments"]),
     (1062, 150, ["weights", "round; next rate", "and loss scale"]),
 ]

@@ -1,7 +1,8 @@
 """Which kernel computes what, by device, dtype and case.
 
-The files above this folder, which read like the papers, call the functions below. The last line of each function is the
-plain equation; the lines before it say where something else is faster. Each kernel has a file of its own, whose
+The files above this folder, which read like the papers, call the functions below. `linear`, `linear_without_gradient`,
+`weight_gradient`, `dropout` and `gelu_tanh` have the plain equation as their last line; the lines before it say where
+something else is faster. The equation of the others is in their docstring. Each kernel has a file of its own, whose
 docstring gives the measurement that justifies it, and a test that compares it with the equation. No kernel knows of
 ranks.
 
@@ -75,7 +76,9 @@ def dropout(x: Tensor, p: float) -> Tensor:
     """x with each element zeroed with probability p and the others raised by 1 / (1 - p). Any shape."""
     if p == 0.0:
         return x
-    return dropout_16_bits(x, p) if x.device.type == "cpu" else F.dropout(x, p)
+    if x.device.type == "cpu":
+        return dropout_16_bits(x, p)
+    return F.dropout(x, p)
 
 
 def gelu_tanh(x: Tensor) -> Tensor:

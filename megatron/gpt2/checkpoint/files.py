@@ -1,7 +1,7 @@
 """The files of tensors in an iteration's folder: safetensors, hashed while they are written.
 
-A saved tensor is one or more boxes: global shape, offset, local shape. megatron/gpt2/checkpoint/manifest.py has the
-manifest, which vouches for the files.
+A saved tensor is one or more boxes: offset and shape within the global tensor. megatron/gpt2/checkpoint/manifest.py has
+the manifest, which vouches for the files.
 """
 
 from __future__ import annotations

@@ -37,12 +37,12 @@ def build_loss_scaler(config: OptimizerConfig, dtype: torch.dtype, device: torch
 
 
 class AdamWOptimizer:
-    """Unscale → agree on overflow → clip → AdamW on the masters → round into the model → scale and schedule.
+    """Norm → skip if it is not finite → unscale, clip, AdamW on the masters → round into the model → schedule.
 
     It serves fp32, bf16 and fp16; what differs is in `flat` (in fp32 the masters are the parameters themselves) and in
-    `scaler`. rates: [iterations + 1] float64, the learning rate after n steps that were not skipped; past its end the
-    last one holds. A gradient norm that is not finite skips the step in every precision: it would poison the weights
-    in any.
+    `scaler`. rates: [iterations + 1], kept in float32: the learning rate after n steps that were not skipped; past its
+    end the last one holds. A gradient norm that is not finite skips the step in every precision: it would poison the
+    weights in any.
 
     good_steps, skipped_steps, skipped_in_a_row: int64 counts. found_inf: float32, 1.0 where the last step was skipped.
     grad_norm: float32, of the last step, before clipping. learning_rate: float32, of the next step. All of them are

@@ -11,7 +11,8 @@ from megatron.gpt2.training.run import Run
 
 
 def train_step(run: Run) -> None:
-    """Accumulate micro-batches -> reduce gradients -> unscale, agree on overflow -> clip -> step -> schedule."""
+    """Accumulate micro-batches -> reduce gradients -> the norm, which skips the step if it is not finite -> clip ->
+    AdamW -> schedule."""
     engine, optimizer, timers = run.engine, run.engine.optimizer, run.timers
     with timers("batch generator"):
         with timers("data loader"):
@@ -34,7 +35,7 @@ def train_step(run: Run) -> None:
     with timers("allreduce"):
         engine.reducer.finish()
     with timers("optimizer"):
-        optimizer.step()  # unscales, agrees on overflow, clips, updates, and moves the schedule on
+        optimizer.step()  # takes the norm, skips or clips, updates, and moves the schedule on
     # A skipped step's loss may not be finite; it is left out of the mean.
     run.progress.loss_sum += torch.where(optimizer.found_inf > 0, 0.0, loss)
 
