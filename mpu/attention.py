@@ -63,8 +63,8 @@ def core_attention(qkv: Tensor, dropout_p: float, documents: Documents | None = 
 
 
 class ParallelSelfAttention(nn.Module):
-    """Causal self-attention, heads split over the ranks. [s, b, h] -> [s, b, h]. Forward: one all-reduce; backward:
-    one.
+    """Causal self-attention, heads split over the ranks. [s, b, h] -> [s, b, h], or [s/p, b, h] -> [s/p, b, h] with
+    sequence_parallel. Forward: one all-reduce; backward: one. Under sequence parallelism each becomes two halves.
 
     The fused query-key-value weight is head-major, its rows ordered as [n, 3, d], so that every rank's shard is
     contiguous. Raises ValueError where p does not divide n.

@@ -99,7 +99,7 @@ class _ColumnParallelLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        # A compiler would have to see what happens between a collective's beginning and its end.
+        # torch.compile cannot trace a collective that begins here and is waited for later.
         overlap = not torch.compiler.is_compiling()
         work = dx = d_weight = d_bias = None
         if ctx.sequence_parallel:
@@ -128,8 +128,9 @@ class ColumnParallelLinear(_ParallelLayer):
     backward: all-reduce of dX. With sequence_parallel: all-gather of X; backward: all-gather of X, reduce-scatter of
     dX.
 
-    [..., input_size] -> [..., output_size/p], or [..., output_size] with gather_output. Arguments by position are those
-    of Megatron in 2019. Raises ValueError where output_size is not divisible by p, or stride is not 1.
+    [s, ..., input_size], or [s/p, ..., input_size] with sequence_parallel -> [s, ..., output_size/p], or [s, ...,
+    output_size] with gather_output. Arguments by position are those of Megatron in 2019. Raises ValueError where
+    output_size is not divisible by p, or stride is not 1.
     """
 
     weight: Tensor
@@ -163,8 +164,9 @@ class RowParallelLinear(_ParallelLayer):
     """Y = XAᵀ + b, A split by input features, b replicated and added once, after the sum. Forward: all-reduce of Y;
     backward: nothing. With sequence_parallel: reduce-scatter of Y; backward: all-gather of dY.
 
-    [..., input_size/p] (or [..., input_size] unless input_is_parallel) -> [..., output_size]. Arguments by position are
-    those of Megatron in 2019. Raises ValueError where input_size is not divisible by p, or stride is not 1.
+    [s, ..., input_size/p] (or [s, ..., input_size] unless input_is_parallel) -> [s, ..., output_size], or [s/p, ...,
+    output_size] with sequence_parallel. Arguments by position are those of Megatron in 2019. Raises ValueError where
+    input_size is not divisible by p, or stride is not 1.
     """
 
     weight: Tensor
@@ -217,8 +219,9 @@ class VocabParallelEmbedding(_ParallelLayer):
     """The weight's rows are split by token id. Forward: all-reduce, where each rank gives zeros for the ids that others
     hold; backward: nothing. With sequence_parallel: reduce-scatter; backward: all-gather.
 
-    [...] int64 -> [..., h]. `padded_size` rows are held over all ranks (default: num_embeddings); the rows past
-    num_embeddings are zero. Raises ValueError where padded_size is not divisible by p.
+    [s, ...] int64 -> [s, ..., h], or [s/p, ..., h] with sequence_parallel. `padded_size` rows are held over all ranks
+    (default: num_embeddings); the rows past num_embeddings are zero. Raises ValueError where padded_size is not
+    divisible by p.
     """
 
     weight: Tensor
@@ -252,7 +255,7 @@ class VocabParallelEmbedding(_ParallelLayer):
             return rows_of(ids)
         elsewhere = (ids < self.vocab_start_index) | (ids >= self.vocab_end_index)
         rows = rows_of((ids - self.vocab_start_index).masked_fill(elsewhere, 0))
-        return self.reduce(rows.masked_fill(elsewhere.unsqueeze(-1), 0.0), self.group)  # [...] -> [..., 1]
+        return self.reduce(rows.masked_fill(elsewhere.unsqueeze(-1), 0.0), self.group)  # mask [...] -> [..., 1]
 
 
 class ParallelEmbedding(_ParallelLayer):

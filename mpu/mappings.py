@@ -8,11 +8,12 @@
 Under sequence parallelism (arXiv:2205.05198, section 4.2.2) the tensors between a g and the next f are split by their
 first dimension, and each all-reduce becomes its two halves:
 
-    gather from sequence parallel region      forward: all-gather       backward: reduce-scatter   (the paper's g)
+    gather from sequence parallel region      forward: all-gather       backward: reduce-scatter   (g of 2205.05198)
     reduce-scatter to it                      forward: reduce-scatter   backward: all-gather       (its conjugate)
 
-ColumnParallelLinear does the work of f, and of the gather under sequence parallelism, itself, so that the sum over the
-ranks overlaps the gradient of its weight. The head calls the functions below.
+The g of 2205.05198 is not the g above. ColumnParallelLinear does the work of f, and of the gather under sequence
+parallelism, itself, so that the sum over the ranks overlaps the gradient of its weight. The head calls the functions
+below.
 
 Each operation takes the group (None: the default model-parallel group) and keeps it on `ctx`. Over one rank it returns
 its input. None of them writes into the caller's tensor.

@@ -37,7 +37,8 @@ class LayerNorm(nn.LayerNorm):
 
 
 class ParallelMLP(nn.Module):
-    """gelu(xAᵀ)Bᵀ; A split by column, B by row. [s, b, h] -> [s, b, h]. Forward: one all-reduce; backward: one.
+    """gelu(xAᵀ)Bᵀ; A split by column, B by row. [s, b, h] -> [s, b, h], or [s/p, b, h] -> [s/p, b, h] with
+    sequence_parallel. Forward: one all-reduce; backward: one.
 
     With selective recomputation the output of GELU, a quarter of what a layer keeps, is computed again in backward.
     """
@@ -62,7 +63,8 @@ class ParallelMLP(nn.Module):
 
 
 class ParallelTransformerLayer(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)), dropout on both branches. [s, b, h] -> [s, b, h].
+    """x + attention(norm(x)), then x + mlp(norm(x)), dropout on both branches. [s, b, h] -> [s, b, h], or
+    [s/p, b, h] -> [s/p, b, h] with sequence_parallel.
 
     init_method_for: gives the init_method of a weight by its name here, for example "attention.dense.weight".
     """
@@ -80,6 +82,7 @@ class ParallelTransformerLayer(nn.Module):
         self.post_attention_layernorm = norm()
         self.mlp = ParallelMLP(config, init_method=init_method_for("mlp.dense_h_to_4h.weight"),
                                output_init_method=init_method_for("mlp.dense_4h_to_h.weight"))
+        # An attribute, which `compile` replaces. So `_dropped` does not call `hidden_dropout`.
         self.dropout_of_own_part = dropout_of_own_part
 
     def compile(self, *args: Any, **kwargs: Any) -> None:

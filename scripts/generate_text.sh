@@ -2,7 +2,7 @@
 # Write text with a trained model:   bash scripts/generate_text.sh [flags of tools/generate_text.py]
 # From the environment, each for a flag:
 #   CHECKPOINT_PATH  the --save folder of a training run (default: the newest under checkpoints/)
-#   MPSIZE           ranks that share each layer (1; also MP_SIZE); need not be those of the training
+#   MP_SIZE          ranks that share each layer (1; also MPSIZE); need not be those of the training
 #   TEMP TOPK TOPP   --temperature, --top-k, --top-p
 #   MAXSEQLEN        --max-new-tokens
 set -euo pipefail

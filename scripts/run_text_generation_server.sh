@@ -2,7 +2,7 @@
 # Serve a trained model:   bash scripts/run_text_generation_server.sh [flags of tools/run_text_generation_server.py]
 # From the environment:
 #   CHECKPOINT_PATH  the --save folder of a training run (default: the newest under checkpoints/)
-#   MPSIZE           ranks that share each layer (1; also MP_SIZE); need not be those of the training
+#   MP_SIZE          ranks that share each layer (1; also MPSIZE); need not be those of the training
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/launch.sh"
 

@@ -16,11 +16,11 @@ from torch import Tensor
 
 def checkpoint_without_output(function: Callable[[Tensor], Tensor], consumer: Callable[[Tensor], Tensor],
                               x: Tensor) -> Tensor:
-    """consumer(function(x)), which keeps x for backward in the place of function(x).
+    """consumer(function(x)), which keeps x for backward in the place of function(x). x and function(x) have the same
+    shape, for example [s, b, h].
 
     `function` keeps its input for its own backward in any case, so nothing is added. Under torch.compile this is a
-    plain
-    call: a compiler decides by itself what it keeps of functions as cheap as these.
+    plain call: a compiler decides by itself what it keeps of functions as cheap as these.
     """
     y = function(x)
     if torch.compiler.is_compiling():

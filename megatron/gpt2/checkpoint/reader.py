@@ -94,8 +94,9 @@ class Checkpoint(NamedTensors):
             if not self.path.name.startswith(f"iter_{manifest.iteration:07d}"):
                 raise ValueError(f"belongs to iteration {manifest.iteration}")
         self._manifest = manifest
-        self.digest, self.iteration, self.facts, self.tensors = manifest[:4]
-        self._paths = list(manifest.tables)  # of the tables
+        self.digest, self.iteration = manifest.digest, manifest.iteration
+        self.facts, self.tensors = manifest.facts, manifest.tensors
+        self._paths = list(manifest.tables)  # where the tables are, by their numbers
         self._tables = {0: manifest.inside} if manifest.inside else {}
         self._infos: dict[str, FileInfo] = dict(manifest.inside.files) if manifest.inside else {}
 

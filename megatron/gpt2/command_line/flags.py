@@ -108,9 +108,15 @@ def add_section(parser: argparse.ArgumentParser, section: str, kind: Any) -> Non
             how["choices"] = f.metadata["choices"]
         elif f.metadata["metavar"] or "type" in how:
             how["metavar"] = f.metadata["metavar"] or {_whole: "N", _number: "X"}.get(how["type"], "TEXT")
-        told = f.metadata["help"] + ("" if f.default in (None, False, ()) else f" (default: {f.default})")
         group.add_argument(flag(f"{section}.{f.name}"), *f.metadata["aliases"], dest=f"{section}.{f.name}",
-                           help=told.replace("%", "%%"), **how)
+                           help=_told(f).replace("%", "%%"), **how)
+
+
+def _told(f: dataclasses.Field[Any]) -> str:
+    """The text of a flag, with its default."""
+    default = " ".join(map(str, f.default)) if isinstance(f.default, tuple) else f.default
+    has_none = default is None or default is False or default == ""  # and not where it is 0
+    return f.metadata["help"] + ("" if has_none else f" (default: {default})")
 
 
 def launch_flags(argv: Sequence[str]) -> tuple[LaunchConfig, list[str]]:
@@ -129,7 +135,7 @@ def flag_table() -> list[tuple[str, str, str]]:
     suggestions for an unknown flag are made of."""
     table = [("--model", "honoured", "a named run: " + ", ".join(PRESETS)), ("--config", "honoured", RERUN)]
     for key, f in fields().items():
-        table.append((flag(key), "honoured", f.metadata["help"]))
+        table.append((flag(key), "honoured", _told(f)))
         table += [(alias, "translated", f"read as {flag(key)}") for alias in f.metadata["aliases"]]
-    table += [(flag(f"launch.{f.name}"), "honoured", f.metadata["help"]) for f in dataclasses.fields(LaunchConfig)]
+    table += [(flag(f"launch.{f.name}"), "honoured", _told(f)) for f in dataclasses.fields(LaunchConfig)]
     return table + [(name, row.status, row.documented) for row in FOREIGN for name in row.flags]

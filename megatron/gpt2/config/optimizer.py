@@ -29,7 +29,7 @@ class OptimizerConfig:
     initial_loss_scale: float = option(2.0**32, "first dynamic loss scale")
     min_loss_scale: float = option(1.0, "least dynamic loss scale", "--min-scale")
     loss_scale_window: int = option(1000, "clean steps that double the dynamic loss scale")
-    hysteresis: int = option(2, "overflows before the dynamic loss scale halves")
+    hysteresis: int = option(2, "overflows until the dynamic loss scale halves, the halving one included")
     override_opt_param_scheduler: bool = option(False, "take the schedule from the flags, not from the checkpoint",
                                                 "--override-lr-scheduler")
     use_checkpoint_opt_param_scheduler: bool = option(False, "take the schedule from the checkpoint, not the flags",

@@ -5,8 +5,9 @@ The order is chosen so that everything later is a few contiguous ranges:
 
     split, decayed | split, not decayed | replicated, not decayed | replicated, decayed
 
-(layer norms, row-parallel biases and position embeddings are replicated), and inside of each the last layers first,
-because their gradients are ready first. Buckets, the units of communication, are neighbouring parameters.
+Layer norms, row-parallel biases and position embeddings are replicated. Inside of each part the last layers come first,
+because their gradients are ready first. Under sequence parallelism the parameters whose gradients are partial sums come
+after the others of their part. Buckets, the units of communication, are neighbouring parameters.
 
 With a sharded optimizer (ZeRO stage 1, arXiv:1910.02054) data-parallel rank r owns the r-th part of every bucket.
 Buckets are padded alike without it, so that a gradient's sum, whose order follows from its place in the bucket, is
@@ -55,8 +56,9 @@ class FlatParameters:
     offloaded: whether the optimizer's state lives in host memory.
 
     params: [numel] of dtype; the module's parameters are views of it.
-    owned: the ranges that this rank's optimizer updates, each inside of one bucket and one segment; and for each
-    masters: its weights before they were rounded to `dtype`, float32; views of params in fp32 unless offloaded.
+    owned: the ranges that this rank's optimizer updates. Each lies in one bucket and in one segment.
+    masters: of each owned range the weights before they were rounded to `dtype`, float32. In fp32 they are views of
+    params, unless the optimizer is offloaded.
 
     Gradients, float32, exist from the first of a bucket that backward makes until `free_grads`: the activations that
     backward has used by then make room for them.

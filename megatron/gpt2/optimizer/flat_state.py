@@ -8,7 +8,10 @@ from torch import Tensor
 
 
 class FlatState(NamedTuple):
-    """Of the parameter `name`, as it lies in this rank's memory, the elements from `start` on: `values`, 1-D."""
+    """A part of the parameter `name`, or of one of its moments, as this rank holds it.
+
+    kind: "master" or the name of a moment. values: 1-D, the elements from `start` on of the flattened parameter.
+    """
 
     kind: str
     name: str

@@ -1,7 +1,7 @@
 """The fp16 loss scale, kept on the device: raising and lowering it never makes the host wait.
 
-Semantics of Megatron's dynamic loss scaler: the first overflow only skips the step, every later one halves the
-scale, until `window` clean steps in a row double it and refill the hysteresis.
+Semantics of Megatron's dynamic loss scaler: the first `hysteresis` - 1 overflows only skip the step. Every later one
+also halves the scale, until `window` clean steps in a row double it and refill the hysteresis.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ class LossScaler:
 class DynamicLossScaler(LossScaler):
     """A scale that follows the overflows, see the top of this file.
 
-    initial, minimum: scales. window: clean steps in a row that double it. hysteresis: overflows before it is halved.
+    initial, minimum: scales. window: clean steps in a row that double it. hysteresis: overflows until it is halved, the
+    halving one included.
     """
 
     def __init__(self, initial: float = 2.0**32, *, minimum: float = 1.0, window: int = 1000, hysteresis: int = 2,

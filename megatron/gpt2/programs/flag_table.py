@@ -38,7 +38,9 @@ def page() -> str:
     return "\n".join([
         "# Every flag", "",
         "Made by `tools/flag_table.py` from the tables that the command line is read with. `_` may stand for `-` in a",
-        "flag. [from-megatron.md](../how-to/from-megatron.md) has files, habits and the rest.", "",
+        "flag. [from-megatron.md](../how-to/from-megatron.md) has files, habits and the rest.",
+        "A named run (`--model`) replaces some defaults; so does the quickstart, which runs where no shape is given.",
+        "",
         *(f"- {status}: {text}" for status, text in STATUSES.items()), "",
         *table(flag_table(), "flag"), "",
         "## Keys of a --deepspeed-config", "",

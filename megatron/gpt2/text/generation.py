@@ -1,7 +1,8 @@
 """Text from a trained model, one token at a time, for several prompts at once.
 
 The first rank of a model-parallel group leads: it knows the prompts, draws the tokens and orders each computation. The
-other ranks only follow its orders, so that all compute the same. Legend: b continuations, s sequence, v vocabulary.
+other ranks only follow its orders, so that all compute the same. Legend: b continuations, s sequence, v padded
+vocabulary, p model-parallel size.
 """
 
 from __future__ import annotations
@@ -190,7 +191,7 @@ class Generator:
 
     @torch.inference_mode()
     def _obey(self, order: _Order | None = None, numbers: list[list[int]] | None = None) -> Tensor | None:
-        """Give an order, or take one; the logits [b, v] float32 after it, on every rank, without padding."""
+        """Give an order, or take one; the logits after it, on every rank: [b, vocabulary without padding] float32."""
         order = _Order(*self._broadcast(torch.tensor(order or _Order(_END))).tolist())
         if order.kind == _END:
             return None

@@ -53,7 +53,7 @@ def load_for_inference(directory: str | Path, device: torch.device, dtype: torch
     heads, ranks = config.num_attention_heads, mpu.get_model_parallel_world_size()
     if heads % ranks:
         raise ValueError(f"--load {directory}: {ranks} ranks cannot share its {heads} attention heads: give a number "
-                         "that divides them (--nproc-per-node; the scripts: MPSIZE)")
+                         "that divides them (--nproc-per-node; the scripts: MP_SIZE)")
     model = GPT2Model(config, device=device)
     load_model(model.named_parameters(), mpu.partition_specs(model), checkpoint,
                mp_rank=mpu.get_model_parallel_rank(), mp_size=ranks)

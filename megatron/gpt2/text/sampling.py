@@ -1,4 +1,4 @@
-"""How the next token is chosen from the logits. Legend: v vocabulary."""
+"""How the next token is chosen from the logits. Legend: v vocabulary without padding."""
 
 from __future__ import annotations
 

@@ -62,8 +62,8 @@ def evaluate_and_log(run: Run, split: str, *, final: bool = False) -> Evaluation
 
 
 def sample_text(run: Run) -> str:
-    """The first words of held-out text, in brackets, and how the model goes on. On the first rank of a model-parallel
-    group; every rank calls it. The log keeps the text."""
+    """The first words of held-out text, in brackets, and how the model goes on. Every rank calls it. The first rank of
+    each model-parallel group gets the text; the others get the prompt alone. The log keeps the text."""
     tokenizer, prompt = run.data.tokenizer, first_words(run)
     sample = Continuation([tokenizer.eod, *tokenizer.encode(prompt)],
                           replace(SAMPLING, seed=run.config.train.seed))
