@@ -21,27 +21,24 @@ def broadcast_data(keys: Sequence[str], data: Mapping[str, Tensor] | None, dtype
     keys: the same on every rank. data: is read on the first rank alone and may be None elsewhere.
     device: of the result (default: the current GPU if the process uses one, else the CPU).
     shapes: one for each key. Where every rank knows them, one broadcast is enough, and the host does not wait for a
-    GPU. Without them the shapes are broadcast first. Raises ValueError for a tensor of another dtype or of more than 4
-    dimensions.
+    GPU. Without them the shapes are broadcast first. Raises ValueError for a tensor of another dtype, of more than 4
+    dimensions or of another shape than `shapes` has: on every rank of the group, but with `shapes` on the first rank
+    only, since the others are not told.
     """
     state = get_parallel_state()
     if device is None:
         device = "cuda" if torch.cuda.is_available() and torch.cuda.is_initialized() else "cpu"
     first = state.model_parallel_rank == 0
-    if first:
-        assert data is not None
-        for key in keys:
-            if data[key].dtype != dtype:
-                raise ValueError(f"broadcast_data: {key!r} is {data[key].dtype}, expected {dtype}")
-            if data[key].dim() > _MAX_DIMS:
-                raise ValueError(f"broadcast_data: {key!r} has more than {_MAX_DIMS} dimensions")
+    problem = _problem(keys, data or {}, dtype, shapes) if first else ""
+    if problem and (shapes is not None or state.model_parallel_size == 1):
+        raise ValueError(problem)
     if state.model_parallel_size == 1:
         assert data is not None
         return {key: data[key].to(device, non_blocking=True) for key in keys}
 
     group, source = state.model_parallel_group, state.model_parallel_src_rank
     if shapes is None:
-        shapes = _broadcast_shapes(keys, data, device)
+        shapes = _broadcast_shapes(keys, data, device, problem)
     lengths = [torch.Size(shape).numel() for shape in shapes]
     if first:
         assert data is not None
@@ -52,14 +49,33 @@ def broadcast_data(keys: Sequence[str], data: Mapping[str, Tensor] | None, dtype
     return {key: part.view(shape) for key, part, shape in zip(keys, flat.split(lengths), shapes, strict=True)}
 
 
-def _broadcast_shapes(keys: Sequence[str], data: Mapping[str, Tensor] | None,
-                      device: torch.device | str) -> list[tuple[int, ...]]:
+def _problem(keys: Sequence[str], data: Mapping[str, Tensor], dtype: torch.dtype,
+             shapes: Sequence[tuple[int, ...]] | None) -> str:
+    """Why the first rank cannot send its data, or ""."""
+    for number, key in enumerate(keys):
+        if key not in data:
+            return f"broadcast_data: the first rank has no {key!r}"
+        if data[key].dtype != dtype:
+            return f"broadcast_data: {key!r} is {data[key].dtype}, expected {dtype}"
+        if data[key].dim() > _MAX_DIMS:
+            return f"broadcast_data: {key!r} has more than {_MAX_DIMS} dimensions"
+        if shapes is not None and tuple(data[key].shape) != tuple(shapes[number]):
+            return f"broadcast_data: {key!r} has the shape {tuple(data[key].shape)}, not {tuple(shapes[number])}"
+    return ""
+
+
+def _broadcast_shapes(keys: Sequence[str], data: Mapping[str, Tensor] | None, device: torch.device | str,
+                      problem: str) -> list[tuple[int, ...]]:
+    """The shapes of the first rank's data. Where that rank has a problem, it sends -2, and every rank raises."""
     state = get_parallel_state()
-    sizes = torch.full((len(keys), _MAX_DIMS), -1, dtype=torch.int64)
-    if state.model_parallel_rank == 0:
+    sizes = torch.full((len(keys), _MAX_DIMS), -2 if problem else -1, dtype=torch.int64)
+    if state.model_parallel_rank == 0 and not problem:
         assert data is not None
         for row, key in zip(sizes, keys, strict=True):
             row[:data[key].dim()] = torch.tensor(data[key].shape)
     sizes = sizes.to(device)
     dist.broadcast(sizes, state.model_parallel_src_rank, group=state.model_parallel_group)
-    return [tuple(n for n in row if n >= 0) for row in sizes.tolist()]
+    rows = sizes.tolist()
+    if any(-2 in row for row in rows):
+        raise ValueError(problem or "broadcast_data: the group's first rank cannot send its data; its error says why")
+    return [tuple(n for n in row if n >= 0) for row in rows]

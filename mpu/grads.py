@@ -74,13 +74,14 @@ def clip_grad_norm(parameters: Tensor | Iterable[Tensor], max_norm: float, norm_
     """Scale the gradients of `parameters` in place so that their global norm is at most `max_norm`.
 
     Returns the norm before clipping. `norm_type` is 2 or infinity; raises ValueError for another one. Parameters with a
-    true attribute `model_parallel`, which mpu's layers set, are split over the model-parallel group.
+    true attribute `model_parallel`, which mpu's layers set, are split over the default model-parallel group: the norm
+    of layers that were given another `group` is not found here.
     """
     state = get_parallel_state()
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     with_grad = [p for p in parameters if p.grad is not None]
     grads = [p.grad for p in with_grad if p.grad is not None]
-    device = grads[0].device if grads else torch.device("cpu")
+    device = parameters[0].device if parameters else torch.device("cpu")  # the same kind on ranks without a gradient
     if norm_type == 2:
         is_split = [getattr(p, "model_parallel", False) for p in with_grad]
         norm = squared_norm((g for g, s in zip(grads, is_split, strict=True) if s),

@@ -75,7 +75,10 @@ class PartitionSpec:
         return tuple(shape)
 
     def box(self, rank: int, world_size: int) -> Box:
-        """The part of the true tensor that `rank` holds. It is empty where the rank holds padding alone."""
+        """The part of the true tensor that `rank` holds, empty if the rank holds only padding. ValueError if there is
+        no such rank."""
+        if not 0 <= rank < world_size:
+            raise ValueError(f"rank {rank} is not one of {world_size}")
         offset, shape = [0] * len(self.global_shape), list(self.global_shape)
         if self.dim is not None:
             whole = shape[self.dim]

@@ -37,8 +37,8 @@ class LayerNorm(nn.LayerNorm):
 
 
 class ParallelMLP(nn.Module):
-    """gelu(xAᵀ)Bᵀ; A split by column, B by row. [s, b, h] -> [s, b, h], or [s/p, b, h] -> [s/p, b, h] with
-    sequence_parallel. Forward: one all-reduce; backward: one.
+    """gelu(xAᵀ + a)Bᵀ + b; A and a split by output features, B by input features. [s, b, h] -> [s, b, h], or
+    [s/p, b, h] -> [s/p, b, h] with sequence_parallel. Forward: one all-reduce; backward: one.
 
     With selective recomputation the output of GELU, a quarter of what a layer keeps, is computed again in backward.
     """

@@ -1,5 +1,9 @@
-"""The backward pass of attention over blocks of queries, in which the scores are computed again (FlashAttention's way,
-arXiv:2205.14135). For a CPU with AMX in bf16, without dropout.
+"""The backward pass of attention over blocks of queries, in which the scores are computed again, as FlashAttention does
+(arXiv:2205.14135). For a CPU with AMX in bf16, without dropout.
+
+Other than FlashAttention it holds the scores of a block in bf16, so that their rounding error grows with their size:
+the gradient of the queries is off by 0.4 % where the largest score is 4 and by 1.6 % where it is 30, and torch's fused
+kernel by 0.25 and 0.45 %.
 
 The backward of torch 2.13's fused kernel takes longer there: 31 ms against 26 (2 cores, b·n = 24, d = 64, s = 1,024).
 Without AMX it is the other way round: 129 ms fused, 151 by blocks (one thread, 4 heads, s = 1,024). Source:

@@ -19,16 +19,17 @@ def checkpoint_without_output(function: Callable[[Tensor], Tensor], consumer: Ca
     """consumer(function(x)), which keeps x for backward in the place of function(x). x and function(x) have the same
     shape, for example [s, b, h].
 
-    `function` keeps its input for its own backward in any case, so nothing is added. Under torch.compile this is a
-    plain call: a compiler decides by itself what it keeps of functions as cheap as these.
+    `function` keeps its input for its own backward in any case, so nothing is added. Its output is contiguous. Under
+    torch.compile this is a plain call: a compiler decides by itself what it keeps of functions as cheap as these.
     """
     y = function(x)
     if torch.compiler.is_compiling():
         return consumer(y)
-    address, size = y.data_ptr(), y.nbytes  # not y itself, which would live as long as the hook
+    address, size, dtype = y.data_ptr(), y.nbytes, y.dtype  # not y itself, which would live as long as the hook
 
     def pack(saved: Tensor) -> Tensor | tuple[torch.Size, Tensor]:
-        return (saved.shape, x) if saved.data_ptr() == address and saved.nbytes == size else saved
+        same = saved.data_ptr() == address and saved.nbytes == size and saved.dtype == dtype and saved.is_contiguous()
+        return (saved.shape, x) if same else saved
 
     def unpack(saved: Tensor | tuple[torch.Size, Tensor]) -> Tensor:
         # A product may save its input [s, b, h] as [s · b, h].

@@ -46,9 +46,14 @@ def check_broadcast(rank: int, world_size: int) -> bool:
     for shapes in (None, [(3, 4), (2,)]):
         got = mpu.broadcast_data(["text", "ids"], data, torch.int64, shapes=shapes)
         assert torch.equal(got["text"], torch.arange(12).view(3, 4)) and torch.equal(got["ids"], torch.tensor([7, 8]))
+    # What the first rank cannot send is an error on every rank: the others do not wait for it.
+    for keys, dtype, reason in ((["text"], torch.int32, "'text' is torch.int64, expected torch.int32"),
+                                (["none"], torch.int64, "the first rank has no 'none'")):
+        with pytest.raises(ValueError, match=reason if rank == 0 else "first rank cannot send its data"):
+            mpu.broadcast_data(keys, data, dtype)
     if rank == 0:
-        with pytest.raises(ValueError, match="'text' is torch.int64, expected torch.int32"):
-            mpu.broadcast_data(["text"], data, torch.int32)
+        with pytest.raises(ValueError, match=r"'text' has the shape \(3, 4\), not \(4, 3\)"):
+            mpu.broadcast_data(["text"], data, torch.int64, shapes=[(4, 3)])
     return True
 
 

@@ -110,8 +110,8 @@ FOREIGN = (
     translated("--fp16", "read as --precision fp16-on-gpu, which is auto on a CPU", lambda _: FP16, narrower=("fp16",)),
     translated("--bf16", "read as --precision bf16", lambda _: {"train.precision": "bf16"}),
     translated("--checkpoint-activations", "read as --recompute-granularity full", lambda _: RECOMPUTE_ALL),
-    translated("--recompute-activations", "read as --recompute-granularity selective",
-               lambda _: {"train.recompute_granularity": "selective"}),
+    translated("--recompute-activations", "read as --recompute-granularity selective: GELU and layer norms, not "
+               "attention's core", lambda _: {"train.recompute_granularity": "selective"}),
     inert("--recompute-method", "every --recompute-num-layers layers are recomputed, which is uniform", 1,
           ("uniform",)),
     translated("--activations-checkpoint-method", "read as --recompute-granularity full, which is uniform",
@@ -120,7 +120,7 @@ FOREIGN = (
           "reduced in it unless --grad-reduce-in-bf16 is given"),
     inert("--dynamic-loss-scale", "fp16 scales dynamically unless --loss-scale is given"),
     inert("--attention-softmax-in-fp32 --no-query-key-layer-scaling --apply-query-key-layer-scaling",
-          "attention accumulates in fp32"),
+          "attention accumulates in fp32; on a CPU in bf16 some kernels hold scores in bf16"),
     inert("--fp32-embedding --fp32-layernorm --fp32-tokentypes --deep-init", "inert for GPT-2 in 2019 as well"),
     translated("--partition-activations --distribute-saved-activations --distribute-checkpointed-activations "
                "--scattered-embeddings", "read as --sequence-parallel, which divides what is kept between layers over "

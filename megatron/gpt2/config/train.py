@@ -26,8 +26,9 @@ class TrainConfig:
                                     "as --fp16 is read: fp16 on a GPU, auto on a CPU", choices=PRECISION_CHOICES)
     device: str = option("auto", "auto: cuda if there is a usable GPU", choices=("auto", "cpu", "cuda"))
     recompute_granularity: str = option(
-        "none", "what backward computes again instead of keeping: selective, the outputs of GELU and of layer norms; "
-                "full, all but the input of every --recompute-num-layers layers", choices=("none", "selective", "full"))
+        "none", "what backward computes again instead of keeping: selective, the outputs of GELU and of layer norms "
+                "(Megatron: attention's core); full, all but the input of every --recompute-num-layers layers",
+        choices=("none", "selective", "full"))
     recompute_num_layers: int = option(1, "layers recomputed together", "--checkpoint-num-layers",
                                        "--activations-checkpoint-num-layers")
     compile: bool = option(False, "compile each transformer layer with torch.compile: a minute at the start, faster "

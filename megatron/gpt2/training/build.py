@@ -19,6 +19,7 @@ from megatron.gpt2.launch.signals import StopSignal
 from megatron.gpt2.records.run_log import RunLog
 from megatron.gpt2.records.timers import Timers
 from megatron.gpt2.records.trackers import open_trackers
+from megatron.gpt2.training.agreement import check_ranks_agree
 from megatron.gpt2.training.checkpointing import Checkpointing, load_run, write_config_and_tokenizer
 from megatron.gpt2.training.collectives import gather_over_ranks, max_over_ranks
 from megatron.gpt2.training.data import TrainingData
@@ -47,12 +48,14 @@ def build_run(prepared: PreparedRun, log: Log) -> Run:
 
 
 def make_groups(prepared: PreparedRun) -> mpu.ParallelState:
-    """Join the process group, unless a program around this one has done so, and make mpu's groups."""
+    """Join the process group, unless a program around this one has done so, and make mpu's groups. ValueError, on every
+    rank, where one was started in another way."""
     if prepared.device.type == "cuda":
         torch.cuda.set_device(prepared.device)
     parallel = prepared.config.parallel
     if not dist.is_initialized():
         initialize_distributed(prepared.ranks, prepared.backend, prepared.device, parallel.distributed_timeout_minutes)
+    check_ranks_agree(prepared)
     return mpu.initialize_model_parallel(parallel.model_parallel_size, timeout=prepared.timeout)
 
 

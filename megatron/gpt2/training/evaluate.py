@@ -67,6 +67,7 @@ def sample_text(run: Run) -> str:
     tokenizer, prompt = run.data.tokenizer, first_words(run)
     sample = Continuation([tokenizer.eod, *tokenizer.encode(prompt)],
                           replace(SAMPLING, seed=run.config.train.seed))
+    run.engine.gatherer.wait()  # generation does not call the model itself, whose hooks would wait
     generate(run.engine.model, tokenizer, [sample])
     text = f"[{prompt}]{tokenizer.decode(sample.ids)}"
     run.log.sample(text)

@@ -1,0 +1,54 @@
+"""Ranks that were started in different ways, or see different files, are refused before they train."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import torch
+
+from megatron.gpt2.command_line.arguments import parse
+from megatron.gpt2.config.flag_names import fields
+from megatron.gpt2.launch.ranks import Ranks
+from megatron.gpt2.training.agreement import MAY_DIFFER, check_ranks_agree
+from megatron.gpt2.training.prepare import prepare_run
+from tests.distributed import run_ranks
+from tests.megatron.gpt2.training.training_runs import SMALL, write_text
+
+
+def unlike_ranks(rank: int, world_size: int, folder: str) -> list[str]:
+    """What is said of ranks of which rank 1 has another flag, precision or checkpoint; first of two that agree."""
+    def prepared(*flags: str):
+        arguments = parse([*SMALL, "--train-data", f"{folder}/text.txt", "--data-cache-path", f"{folder}/cache",
+                           "--save", f"{folder}/save{rank}", *flags])
+        return prepare_run(arguments, Ranks(rank, world_size, rank, world_size), lambda line: None)
+
+    same = prepared()
+    cases = [same, same, prepared("--lr", "1e-3") if rank else same,
+             prepared("--seed", "7", "--log-interval", "3") if rank else same,
+             dataclasses.replace(same, dtype=torch.bfloat16) if rank else same,
+             dataclasses.replace(same, source="s", start={"iteration": 4}) if rank else same]
+    said = []
+    for case in cases:
+        try:
+            check_ranks_agree(case)
+            said.append("")
+        except ValueError as error:
+            said.append(str(error))
+    return said
+
+
+def test_ranks_that_decide_otherwise_are_refused(tmp_path: Path) -> None:
+    write_text(tmp_path)
+    ours, theirs = run_ranks(unlike_ranks, 2, str(tmp_path))
+    assert ours[:2] == theirs[:2] == ["", ""]
+    for rank, said in enumerate((ours, theirs)):
+        for line, name, values in zip(said[2:], ("--lr", "--seed", "precision", "checkpoint to start from"), (
+                ("0.00015", "0.001"), ("1234", "7"), ("torch.float32", "torch.bfloat16"),
+                ("iteration 0, none", "iteration 4, found")), strict=True):
+            expected = f"rank 1 has another {name} than rank 0 (on rank {rank} it is {values[rank]}): start every rank"
+            assert line.startswith(expected), line
+
+
+def test_only_fields_that_exist_may_differ() -> None:
+    assert fields().keys() >= MAY_DIFFER
