@@ -33,6 +33,11 @@ class ModelConfig:
                 f"--hidden-size {self.hidden_size} is not divisible by "
                 f"--num-attention-heads {self.num_attention_heads}")
         require_fraction(self, "attention_dropout", "hidden_dropout")
+        # A damaged file may ask for more, and torch would answer with an error of its own.
+        for name in ("hidden_size", "ffn_hidden_size", "max_position_embeddings", "vocab_size"):
+            width = getattr(self, name)
+            require(width is None or width * self.hidden_size < 1 << 58,
+                    f"no memory holds a matrix of {width} x {self.hidden_size} numbers (--{name.replace('_', '-')})")
 
     @property
     def ffn_size(self) -> int:

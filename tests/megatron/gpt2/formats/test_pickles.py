@@ -107,13 +107,14 @@ def test_crafted(tmp_path: Path, name: str):
     path = CRAFTED[name](tmp_path)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     size = sum(file.stat().st_size for file in tmp_path.rglob("*") if file.is_file())
-    begin = time.process_time()  # of this process alone: other tests run beside it
+    begin = time.process_time()  # of this process alone: other tests run beside it. The longest, 250,000 instructions,
+    # takes 0.5 s, and 1 s on a machine at half its speed.
     with pytest.raises(ValueError) as caught:
         open_source(path, Hints(), log=lambda line: None)
     took = time.process_time() - begin
     message = str(caught.value)
     assert "\n" not in message and len(message) < 600 and str(tmp_path) in message, message
-    assert took < 1, f"{took:.2f} s: {message}"
+    assert took < 2, f"{took:.2f} s: {message}"
     assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak) << 10 < 10 * size + (64 << 20)
     assert not marker(tmp_path).exists(), "executed"
 
