@@ -10,6 +10,7 @@ import os
 import pty
 import re
 import select
+import signal
 import socket
 import subprocess
 import sys
@@ -128,12 +129,16 @@ def test_typed_prompts(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("ranks", ["1", "2"])
 def test_a_terminal(saved: Path, ranks: str) -> None:
     """A typing error is edited, the history recalled, a text interrupted, and Ctrl-C at the prompt ends."""
+    def first() -> None:
+        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell lets what it starts in the background ignore it
+
     main_end, end = pty.openpty()
     process = subprocess.Popen(
         [sys.executable, "tools/generate_text.py", "--load", str(saved), *ON_CPU, "--top-k", "1",
          "--max-new-tokens", "100000000", "--nproc-per-node", ranks],
         cwd=ROOT, stdin=end, stdout=end, stderr=end, start_new_session=True,
-        env={**os.environ, "TERM": "dumb"}, preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0))
+        env={**os.environ, "TERM": "dumb"}, preexec_fn=first)
     os.close(end)
     seen = b""
 
