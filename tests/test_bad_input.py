@@ -8,7 +8,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -49,7 +49,7 @@ def run_cases(rank: int, world_size: int, folder: str) -> dict[str, tuple[int, s
     from megatron.gpt2.launch import errors
     from megatron.gpt2.programs import pretrain_gpt2
 
-    errors.LAUNCHER_GRACE = 0.0
+    errors.LAUNCHER_GRACE = errors.SILENT_GRACE = 0.0
     results = {}
     for name, (flags, _) in CASES.items():
         words = [*TINY, "--save", f"{folder}/save", "--init-method", f"file://{folder}/ranks meet here, {name}",
@@ -76,12 +76,12 @@ def test_bad_input(tmp_path: Path):
     assert not (tmp_path / "save").exists(), "a refused run left something behind"
 
 
-def torchrun(folder: Path, *flags: str, on_line: Callable[[str, subprocess.Popen[str]], None] | None = None
-             ) -> tuple[int, str]:
+def torchrun(folder: Path, *flags: str, program: Sequence[str] = ("-m", "megatron.pretrain_gpt2"),
+             on_line: Callable[[str, subprocess.Popen[str]], None] | None = None) -> tuple[int, str]:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(folder)}
     process = subprocess.Popen(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-         "-m", "megatron.pretrain_gpt2", *TINY, *flags], cwd=folder, env=environment, text=True,
+         *program, *TINY, *flags], cwd=folder, env=environment, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     assert process.stdout is not None
     lines = []
@@ -111,7 +111,10 @@ def test_an_id_beyond_the_vocabulary_ends_a_run_that_meets_it(tmp_path: Path, ca
 
 
 def test_torchrun_reports_exit_code_2_of_each_worker(tmp_path: Path):
-    code, said = torchrun(tmp_path, "--hidden-sise", "3")
+    """Also where the rank that prints is the last to find the error."""
+    (tmp_path / "late.py").write_text("import os, runpy, time\ntime.sleep(4 * (os.environ['RANK'] == '0'))\n"
+                                      "runpy.run_module('megatron.pretrain_gpt2', run_name='__main__')\n")
+    code, said = torchrun(tmp_path, "--hidden-sise", "3", program=["late.py"])
     assert code != 0
     ours = [line for line in said.splitlines() if line.startswith("error")]
     assert ours == ["error: unknown flag --hidden-sise: did you mean --hidden-size?"], said

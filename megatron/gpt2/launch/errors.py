@@ -5,22 +5,26 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import time
+import threading
 
 from megatron.gpt2.launch.ranks import Ranks
 
-# A launcher kills all ranks when it sees the first one go: time for each of them to meet the same error by itself.
+# A launcher kills all ranks when it sees the first one go. So the rank that prints stays for a while, until the others
+# have met the same error by themselves. The others stay until they are told to go: it may be slower than they are.
 LAUNCHER_GRACE = 2.0  # seconds
+SILENT_GRACE = 10.0
 
 
 def refuse(error: Exception, ranks: Ranks) -> int:
     """Print `error` as one line, on the first rank of each machine, and leave the meeting. Returns the exit code, 2."""
-    if ranks.local_rank == 0:
+    prints = ranks.local_rank == 0
+    if prints:
         where = f" ({os.uname().nodename})" if ranks.rank else ""
         print(f"error{where}: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
     if ranks.world_size > 1:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        time.sleep(LAUNCHER_GRACE)
+        told = threading.Event()
+        signal.signal(signal.SIGTERM, signal.SIG_IGN if prints else lambda number, frame: told.set())
+        told.wait(LAUNCHER_GRACE if prints else SILENT_GRACE)
     ranks.leave()
     return 2
 

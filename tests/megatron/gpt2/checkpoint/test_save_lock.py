@@ -45,7 +45,7 @@ def holder(folder: Path) -> Iterator[subprocess.Popen[str]]:
 def second_run(rank: int, world_size: int, folder: str) -> tuple[int, str]:
     os.environ.update({"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size),
                        "LOCAL_WORLD_SIZE": str(world_size)})
-    errors.LAUNCHER_GRACE = 0.0
+    errors.LAUNCHER_GRACE = errors.SILENT_GRACE = 0.0
     with contextlib.redirect_stderr(io.StringIO()) as said:
         return train(folder, "--init-method", f"file://{folder}/the ranks meet"), said.getvalue()
 
