@@ -21,11 +21,13 @@ ROW, BELOW = 36, 250  # height of two rows of the tensor, and top of the lower h
 
 
 def part(x: float, y: float, height: float, words: str, color: str, fill: str = PAPER) -> list[str]:
+    """Rows of a tensor, with words in their middle."""
     return [f'<rect x="{x:g}" y="{y:g}" width="210" height="{height:g}" fill="{fill}" stroke="{color}" '
             'stroke-width="1.6"/>', text(x + 105, y + height / 2 + 4, words, size=12)]
 
 
 def checkpoint() -> str:
+    """The five steps in which a save is committed, and the boxes of a tensor that is loaded by other ranks."""
     parts = [text(WIDTH / 2, 24, "A save is committed in five steps", size=16, bold=True),
              text(WIDTH / 2, 44, "a crash before step 4 leaves the last checkpoint as it was", size=12, color=GREY)]
     for index, words in enumerate(STEPS):

@@ -52,6 +52,7 @@ def branch(x: float, first: list[str], second: list[str]) -> list[str]:
 
 
 def layer() -> str:
+    """A transformer layer on two model-parallel ranks: the branch of attention, then that of the MLP."""
     parts = [text(34, top + LANE / 2 + 4, f"rank {rank}", color=color, bold=True)
              for rank, (top, color) in enumerate(zip(LANES, RANKS, strict=True))]
     parts += branch(76, ["QKV", "column-parallel", "h → 3h/p", "n/p heads"],

@@ -26,6 +26,7 @@ FORWARD, BACKWARD, WAIT, NORM, WEIGHTS = 1, 2, 3, 4, 6
 
 
 def middle(index: int) -> float:
+    """The place of the middle of box `index` of COMPUTED."""
     return COMPUTED[index][0] + COMPUTED[index][1] / 2
 
 
@@ -36,6 +37,7 @@ def sent(top: float, first: int, last: int, words: list[str], color: str) -> lis
 
 
 def step() -> str:
+    """What each rank computes in a training step, and below it what the groups send meanwhile."""
     parts = [text(WIDTH / 2, 24, "One training step", size=16, bold=True)]
     for y, words in ((TOP + HIGH / 2, ("each rank", "computes")), (MODEL + SENT / 2, ("model-parallel", "group sends")),
                      (DATA + SENT / 2, ("data-parallel", "group sends"))):

@@ -10,6 +10,7 @@ INK, GREY, PAPER, WHOLE = "#1c2733", "#5b6875", "#ffffff", "#eef1f4"
 
 def text(x: float, y: float, words: str, *, size: int = 13, color: str = INK, bold: bool = False,
          anchor: str = "middle") -> str:
+    """A line of words on the baseline `y`; anchor: which of its places is at `x`, start, middle or end."""
     weight = ' font-weight="600"' if bold else ""
     return (f'<text x="{x:g}" y="{y:g}" font-size="{size}" fill="{color}"{weight} text-anchor="{anchor}">'
             f'{escape(words)}</text>')
@@ -37,6 +38,7 @@ def line(x: float, y: float, to_x: float, to_y: float) -> str:
 
 
 def picture(width: int, height: int, parts: list[str]) -> str:
+    """The whole drawing of `width` × `height` pixels, with the tip that `arrow` and `line` end in."""
     body = "\n".join(parts)
     return (f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
             f'height="{height}" font-family="Helvetica, Arial, sans-serif">\n'
