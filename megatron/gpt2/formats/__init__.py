@@ -13,7 +13,8 @@ from megatron.gpt2.checkpoint.manifest import MANIFEST
 from megatron.gpt2.checkpoint.reader import Checkpoint
 from megatron.gpt2.checkpoint.source import Source
 from megatron.gpt2.formats import huggingface, megatron, nanogpt
-from megatron.gpt2.formats.hints import Hints
+from megatron.gpt2.formats.foreign import Hints
+from megatron.gpt2.formats.megatron_files import RANK_FILES, rank_files
 
 __all__ = ["FORMATS", "Hints", "Source", "open_source", "recognise", "refuse_foreign"]
 
@@ -32,13 +33,13 @@ def recognise(path: str | Path, iteration: int | None = None) -> tuple[str, Path
     if path.is_file():
         if path.name in (MANIFEST, "config.json") or path.suffix == ".safetensors" or path.name.startswith("mp_rank_"):
             return recognise(path.parent)
-        if path.name in megatron.RANK_FILES:
+        if path.name in RANK_FILES:
             return recognise(path.parent.parent)
         return ("nanogpt", path) if path.suffix == ".pt" else None
     for folder in _iterations(path, iteration):
         if (folder / MANIFEST).is_file():
             return "native", folder
-        if files := megatron.rank_files(folder):
+        if files := rank_files(folder):
             return megatron.version(files), folder
         if huggingface.weights_file(folder):
             return "huggingface", folder

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,9 +11,9 @@ import torch
 from torch import Tensor
 
 import mpu
+from megatron.gpt2.checkpoint.facts import check_facts
 from megatron.gpt2.checkpoint.source import Source
 from megatron.gpt2.checkpoint.state import load_state
-from megatron.gpt2.config import ModelConfig
 from megatron.gpt2.model.gpt2 import GPT2Model, parameter_specs
 from megatron.gpt2.optimizer.flat_state import FlatState
 
@@ -131,9 +130,7 @@ def _logits(source: Source, tokens: Tensor, kind: str = "model", dtype: torch.dt
     """[b, s] -> [s, b, true vocabulary], of the weights of a `kind`, rounded to `dtype`."""
     if not mpu.model_parallel_is_initialized():
         mpu.initialize_model_parallel(1)
-    known = {field.name for field in dataclasses.fields(ModelConfig)}
-    fields = {name: value for name, value in source.facts["config"]["model"].items() if name in known}
-    config = ModelConfig(**{**fields, "vocab_size": source.facts["vocab_size"]})
+    config = check_facts(source)
     model = GPT2Model(config, device="meta").to_empty(device="cpu").eval()  # no weight is drawn, to be replaced
     weights = [FlatState(kind, name, parameter.detach().view(-1)) for name, parameter in model.named_parameters()]
     load_state(weights, parameter_specs(config), source, mp_rank=0, mp_size=1)

@@ -6,6 +6,7 @@ Legend: n heads, d head size.
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,13 +17,24 @@ from torch import Tensor
 
 from megatron.gpt2.checkpoint.parsing import TensorInfo
 from megatron.gpt2.checkpoint.reader import NamedTensors
-from megatron.gpt2.config import ModelConfig
+from megatron.gpt2.config import ModelConfig, require
 from mpu.partition import Box
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 GPT2_VOCABULARY = 50257
 TRUE_VOCABULARY = "true_vocab_size"  # beside the arguments in our exports for Megatron, which does not read it
 MAX_JSON_BYTES = 2 << 20  # ten times what the index of GPT-2's largest size needs
+
+
+@dataclass(frozen=True)
+class Hints:
+    """What a user says about a checkpoint that does not say it itself, each a flag of tools/checkpoint.py. None: not
+    given."""
+
+    num_attention_heads: int | None = None
+    vocab_size: int | None = None  # true, without padding
+    gelu: str | None = None
+    iteration: int | None = None  # which one of a folder that holds several
 
 
 @dataclass(frozen=True)
@@ -62,8 +74,7 @@ class ForeignSource(NamedTensors):
         self.facts = {"tokenizer": None, **facts, "config": config, "vocab_size": model.vocab_size,
                       "iteration": iteration}
         for name, info in self.tensors.items():
-            if info.dtype not in FLOATS:
-                raise ValueError(f"{path}: {name} is of {info.dtype}, which is no type of weights")
+            require(info.dtype in FLOATS, f"{path}: {name} is of {info.dtype}, which is no type of weights")
 
     def read_into(self, out: Tensor, name: str, offset: tuple[int, ...]) -> None:
         """Fill `out`, of any dtype and device, with the box of `name` at `offset`. ValueError where it is outside."""
@@ -83,6 +94,19 @@ def head_major(heads: int, version: int = 0) -> Callable[[Tensor], Tensor]:
     if version == 1:
         return lambda x: x.unflatten(0, (heads, -1, 3)).transpose(1, 2).flatten(0, 2)
     return lambda x: x
+
+
+def by_part(heads: int) -> Callable[[Tensor], Tensor]:
+    """The change that puts rows in our order, [n, 3, d], into that of 2019's Megatron and of OpenAI, [3, n, d]."""
+    return lambda x: x.unflatten(0, (heads, 3, -1)).transpose(0, 1).flatten(0, 2)
+
+
+def renamed(name: str, modules: Mapping[str, str], layers: str, layer_modules: Mapping[str, str]) -> str:
+    """Our parameter `name` under another program's names of the modules, those of the layers below `layers`."""
+    module, _, kind = name.rpartition(".")
+    if layer := re.fullmatch(r"transformer\.layers\.(\d+)\.(.+)", module):
+        return f"{layers}.{layer[1]}.{layer_modules[layer[2]]}.{kind}"
+    return f"{modules[module]}.{kind}"
 
 
 def first_rows(number: int) -> Callable[[Tensor], Tensor]:

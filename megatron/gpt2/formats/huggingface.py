@@ -17,15 +17,8 @@ from data_utils.files.safetensors import read_header
 from data_utils.files.strict_json import read_object
 from megatron.gpt2.checkpoint.files import DTYPES
 from megatron.gpt2.checkpoint.parsing import TensorInfo
-from megatron.gpt2.config import ModelConfig
-from megatron.gpt2.formats.foreign import (
-    MAX_JSON_BYTES,
-    ForeignSource,
-    LazyTensor,
-    short_repr,
-    whole_number,
-)
-from megatron.gpt2.formats.hints import Hints
+from megatron.gpt2.config import ModelConfig, require
+from megatron.gpt2.formats.foreign import MAX_JSON_BYTES, ForeignSource, Hints, LazyTensor, short_repr, whole_number
 from megatron.gpt2.formats.openai_names import check_layers, openai_tensors
 from megatron.gpt2.formats.pickles import load_pickle
 
@@ -81,8 +74,7 @@ def _model(path: Path, config: dict[str, Any], hints: Hints) -> ModelConfig:
                          f"{', '.join(GELU)}")
 
     def size(name: str) -> int:
-        if name not in config:
-            raise ValueError(f"{path}: says nothing of {name}")
+        require(name in config, f"{path}: says nothing of {name}")
         return whole_number(path, name, config[name])
 
     def fraction(name: str, default: float) -> float:

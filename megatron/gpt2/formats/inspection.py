@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from typing import Any
 
 from megatron.gpt2.checkpoint.reader import Checkpoint
@@ -18,10 +18,8 @@ def describe(source: Source) -> dict[str, Any]:
     """A description of `source` in JSON's types. No tensor is read."""
     facts = source.facts
     model = facts["config"]["model"]
-    tensors: dict[str, dict[str, Any]] = {}
-    for name, info in source.tensors.items():
-        tensors[name] = {"dtype": str(info.dtype).removeprefix("torch."), "shape": list(info.shape),
-                         "bytes": math.prod(info.shape) * info.dtype.itemsize}
+    tensors = {name: {"dtype": str(info.dtype).removeprefix("torch."), "shape": list(info.shape),
+                      "bytes": math.prod(info.shape) * info.dtype.itemsize} for name, info in source.tensors.items()}
     found: dict[str, Any] = {
         "path": str(source.path), "format": source.format, "iteration": source.iteration,
         "layout": facts.get("layout"), "model": {**{name: model.get(name) for name in SHAPE},
@@ -38,16 +36,13 @@ def describe(source: Source) -> dict[str, Any]:
 
 def _parts(tensors: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
     """Values and bytes of each kind of tensor, by part of the model."""
-    sums: defaultdict[tuple[str, str, str], list[int]] = defaultdict(lambda: [0, 0, 0])
+    sums: defaultdict[tuple[str, str, str], Counter[str]] = defaultdict(Counter)
     for name, info in tensors.items():
         kind, _, parameter = name.partition(".")
         part = "random states" if kind == "rng" else "layers" if ".layers." in parameter else "embeddings" \
             if "embeddings" in parameter else "final norm"
-        total = sums[kind, part, info["dtype"]]
-        for i, number in enumerate((1, math.prod(info["shape"]), info["bytes"])):
-            total[i] += number
-    return [{"kind": kind, "part": part, "dtype": dtype, "tensors": count, "values": values, "bytes": size}
-            for (kind, part, dtype), (count, values, size) in sums.items()]
+        sums[kind, part, info["dtype"]].update(tensors=1, values=math.prod(info["shape"]), bytes=info["bytes"])
+    return [{"kind": kind, "part": part, "dtype": dtype, **total} for (kind, part, dtype), total in sums.items()]
 
 
 def lines(found: dict[str, Any]) -> list[str]:

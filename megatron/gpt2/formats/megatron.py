@@ -14,26 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.gpt2.config import ModelConfig
-from megatron.gpt2.formats.foreign import GPT2_VOCABULARY, TRUE_VOCABULARY, ForeignSource, LazyTensor, short_repr
-from megatron.gpt2.formats.hints import Hints
-from megatron.gpt2.formats.megatron_files import (
-    HEAD,
-    RANK_FILES,
-    RankFiles,
-    attributes,
-    flatten,
-    iteration_of,
-    join,
-    open_ranks,
-    rank_files,
-)
+from megatron.gpt2.config import ModelConfig, require
+from megatron.gpt2.formats.foreign import GPT2_VOCABULARY, TRUE_VOCABULARY, ForeignSource, Hints, LazyTensor, short_repr
+from megatron.gpt2.formats.megatron_files import HEAD, RANK_FILES, RankFiles, attributes, flatten, join, open_ranks
 from megatron.gpt2.formats.megatron_optimizer import optimizer_state
 from megatron.gpt2.formats.pickles import load_pickle
 from megatron.gpt2.model.gpt2 import parameter_specs
 from mpu.partition import PartitionSpec
-
-__all__ = ["RANK_FILES", "open_megatron", "rank_files", "version"]
 
 # Arguments that change the formula, and are absent, None or False in a GPT-2.
 OTHER_MODELS = ("apply_residual_connection_post_layernorm", "swiglu", "squared_relu", "quick_geglu",
@@ -47,13 +34,11 @@ def version(files: Mapping[tuple[int, int], Path]) -> str:
     """The format's name in `FORMATS`, recognised from the first rank's file. ValueError where that is no model."""
     path = files[min(files)]
     top = load_pickle(path)
-    if not isinstance(top, dict):
-        raise ValueError(f"{path}: holds no dictionary")
+    require(isinstance(top, dict), f"{path}: holds no dictionary")
     if path.name not in RANK_FILES or "module" in top:
         return "deepspeed"
     model = top.get("model", top.get("model0"))
-    if not isinstance(model, dict):
-        raise ValueError(f"{path}: holds no model")
+    require(isinstance(model, dict), f"{path}: holds no model")
     if any(".linear_qkv." in name for name in flatten(path, model)):
         return "megatron-core"
     if "language_model" not in model:
@@ -70,8 +55,7 @@ def open_megatron(path: Path, format: str, hints: Hints, *, log: Callable[[str],
     ranks = open_ranks(path)
     args = attributes(ranks.top.get("args"))
     for name in OTHER_MODELS:
-        if args.get(name):
-            raise ValueError(f"{path}: was trained with {name}, which this program's GPT-2 does not compute")
+        require(not args.get(name), f"{path}: was trained with {name}, which this program's GPT-2 does not compute")
     shards = ranks.shards()
     model, padded = _model(ranks, shards, args, hints)
     number = ranks.top.get("checkpoint_version", 0)
@@ -88,10 +72,9 @@ def open_megatron(path: Path, format: str, hints: Hints, *, log: Callable[[str],
                                        vocab_size=model.vocab_size) for name, spec in held.items()}
 
     lazy = joined("model", shards)
-    facts, states, problems = optimizer_state(ranks, args, held)
+    facts, states, left_out = optimizer_state(ranks, args, held)
     for kind, parts in states.items():
         lazy |= joined(kind, parts)
-    left_out = problems
     if any(name.endswith("rng_state") or name == "rng_tracker_states" for name in ranks.top):
         left_out.append("random states: another program's generators")
     if others := sorted(file.name for pattern in SHARDED_OPTIMIZER for file in path.glob(pattern)):
@@ -103,8 +86,7 @@ def open_megatron(path: Path, format: str, hints: Hints, *, log: Callable[[str],
         log(f"{path}: the vocabulary is taken to be its padded size, {padded}: --vocab-size "
             f"{' or '.join(guesses) or 'N'} leaves out the rows that are padding")
     layout = {"model_parallel_size": ranks.size, "pipeline_parallel_size": len(ranks.parts)}
-    return ForeignSource(path, format, iteration_of(path, ranks.top), model, {**facts, "layout": layout}, lazy,
-                         left_out)
+    return ForeignSource(path, format, ranks.iteration, model, {**facts, "layout": layout}, lazy, left_out)
 
 
 def _check_parts(ranks: RankFiles, held: Mapping[str, PartitionSpec]) -> None:
@@ -113,8 +95,7 @@ def _check_parts(ranks: RankFiles, held: Mapping[str, PartitionSpec]) -> None:
     for name in sorted(set(names) ^ held.keys()):
         problem = f"holds no {name}" if name in held else f"holds {name}, which is no part of a GPT-2"
         raise ValueError(f"{ranks.path}: {problem}: is a pipeline stage missing, or is it another model?")
-    if len(names) != len(held):
-        raise ValueError(f"{ranks.path}: two pipeline stages hold the same parameter")
+    require(len(names) == len(held), f"{ranks.path}: two pipeline stages hold the same parameter")
     for stage in ranks.parts:
         for part in stage:
             for name, tensor in part.tensors.items():

@@ -8,6 +8,7 @@ Legend: h hidden, n heads, d head size, p model-parallel size.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -17,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.gpt2.checkpoint.parsing import TensorInfo
+from megatron.gpt2.config import require
 from megatron.gpt2.formats.foreign import LazyTensor, first_rows, head_major
 from megatron.gpt2.formats.pickles import Opaque, load_pickle
 from mpu.partition import PartitionSpec
@@ -76,6 +79,7 @@ class RankFiles:
 
     path: Path
     top: dict[str, Any]  # the first file
+    iteration: int
     size: int  # of the model-parallel group
     num_layers: int = 0
     parts: list[list[Part]] = field(default_factory=list)
@@ -91,21 +95,18 @@ def open_ranks(path: Path) -> RankFiles:
     iterations or of different models."""
     files = rank_files(path)
     size, stages = (1 + max(key[i] for key in files) for i in (0, 1))
-    for rank in range(size):
-        for stage in range(stages):
-            if (rank, stage) not in files:
-                raise ValueError(f"{path}: rank {rank} of pipeline stage {stage} is missing; every rank's file is "
-                                 "needed")
+    for rank, stage in itertools.product(range(size), range(stages)):
+        if (rank, stage) not in files:
+            raise ValueError(f"{path}: rank {rank} of pipeline stage {stage} is missing; every rank's file is needed")
     held = {key: load_pickle(file) for key, file in files.items()}
     for key, file in files.items():
-        if not isinstance(held[key], dict):
-            raise ValueError(f"{file}: holds no dictionary")
+        require(isinstance(held[key], dict), f"{file}: holds no dictionary")
     iterations = {key: iteration_of(files[key], top) for key, top in held.items()}
     if len(set(iterations.values())) > 1:
         other = next(key for key in iterations if iterations[key] != iterations[0, 0])
         raise ValueError(f"{path}: ranks of two iterations are mixed: {files[0, 0].relative_to(path)} is of "
                          f"{iterations[0, 0]}, {files[other].relative_to(path)} of {iterations[other]}")
-    ranks = RankFiles(path, held[0, 0], size)
+    ranks = RankFiles(path, held[0, 0], iterations[0, 0], size)
     # Under interleaved pipelining a stage holds several runs of layers, model0, model1, ...
     runs = [name for name in held[0, 0] if isinstance(name, str) and re.fullmatch(r"model\d{0,3}|module", name)]
     for run in sorted(runs, key=lambda name: int("0" + re.sub(r"\D", "", name))):
@@ -123,8 +124,7 @@ def iteration_of(path: Path, top: Mapping[str, Any]) -> int:
     """The iteration that the file says; 0 where it says none. ValueError where it is no whole number."""
     for name in ("iteration", "total_iters", "global_steps"):
         if name in top:
-            if type(top[name]) is not int or not 0 <= top[name] < 10**12:
-                raise ValueError(f"{path}: {name} is no iteration")
+            require(type(top[name]) is int and 0 <= top[name] < 10**12, f"{path}: {name} is no iteration")
             return int(top[name])
     return 0
 
@@ -142,8 +142,7 @@ def _part(path: Path, top: Mapping[str, Any], key: str, first_layer: int) -> Par
         if layer := LAYER.fullmatch(name):
             local.add(int(layer[1]))
             name = f"transformer.layers.{first_layer + int(layer[1])}.{layer[2]}"
-        if name in part.tensors:
-            raise ValueError(f"{path}: holds {name} twice, once as {theirs[:120]!r}")
+        require(name not in part.tensors, f"{path}: holds {name} twice, once as {theirs[:120]!r}")
         part.names.append(name)
         part.tensors[name] = tensor
     if local != set(range(len(local))):
@@ -178,16 +177,9 @@ def join(name: str, spec: PartitionSpec, shards: list[Tensor], *, version: int, 
     """
     tensor = LazyTensor.of(shards[0])
     if spec.dim is not None:
-        change = head_major(heads // len(shards), version if ".query_key_value." in name else 2)
-        dim = spec.dim
-
-        def together(parts: list[Tensor]) -> Tensor:
-            changed = [change(part) for part in parts]
-            if changed[0].is_meta:  # of which torch.cat would load torch's compiler: a second, or several
-                shape = list(changed[0].shape)
-                shape[dim] = sum(part.size(dim) for part in changed)
-                return changed[0].new_empty(shape)
-            return torch.cat(changed, dim)
-
-        tensor = LazyTensor.of(together([shard.to("meta") for shard in shards]), lambda: together(shards))
+        change, dim = head_major(heads // len(shards), version if ".query_key_value." in name else 2), spec.dim
+        shape = list(shards[0].shape)
+        shape[dim] *= len(shards)
+        tensor = LazyTensor(TensorInfo(shards[0].dtype, tuple(shape)),
+                            lambda: torch.cat([change(shard) for shard in shards], dim))
     return tensor.then(first_rows(vocab_size)) if name == "word_embeddings.weight" else tensor

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.gpt2.config import OptimizerConfig
+from megatron.gpt2.config import OptimizerConfig, require
 from megatron.gpt2.formats.foreign import short_repr
 from megatron.gpt2.formats.megatron_files import HEAD, Part, RankFiles, attributes
 from mpu.partition import PartitionSpec
@@ -70,14 +70,12 @@ def _states(ranks: RankFiles, specs: Mapping[str, PartitionSpec]) -> tuple[State
                     if not torch.equal(found["master"][:1].to(weight.dtype), weight[:1]):
                         raise ValueError(f"master {number} of {part.path} is not {name}")
                     steps.add(int(group["step"] if "step" in group else moments[number]["step"]))
-            if left[True] or left[False]:
-                raise ValueError(f"{part.path} has no state of some parameters")
+            require(not left[True] and not left[False], f"{part.path} has no state of some parameters")
     for kind, parts in states.items():
         for name, tensors in parts.items():
             if specs[name].dim is None and not all(torch.equal(tensor, tensors[0]) for tensor in tensors):
                 raise ValueError(f"{kind}.{name} differs between ranks")
-    if len(steps) != 1:
-        raise ValueError(f"steps {sorted(steps)[:5]}")
+    require(len(steps) == 1, f"steps {sorted(steps)[:5]}")
     return states, steps.pop()
 
 

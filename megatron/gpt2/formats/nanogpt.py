@@ -13,9 +13,8 @@ from typing import Any
 
 import torch
 
-from megatron.gpt2.config import ModelConfig, OptimizerConfig
-from megatron.gpt2.formats.foreign import GPT2_VOCABULARY, ForeignSource, LazyTensor, whole_number
-from megatron.gpt2.formats.hints import Hints
+from megatron.gpt2.config import ModelConfig, OptimizerConfig, require
+from megatron.gpt2.formats.foreign import GPT2_VOCABULARY, ForeignSource, Hints, LazyTensor, whole_number
 from megatron.gpt2.formats.openai_names import check_layers, openai_tensors
 from megatron.gpt2.formats.pickles import load_pickle
 
@@ -35,8 +34,7 @@ def open_nanogpt(path: Path, hints: Hints, *, log: Callable[[str], None]) -> For
     found = {}
     for name, tensor in top["model"].items():
         name = str(name).removeprefix("_orig_mod.").removeprefix("transformer.")
-        if not isinstance(tensor, torch.Tensor):
-            raise ValueError(f"{path}: {name[:80]!r} is no tensor")
+        require(isinstance(tensor, torch.Tensor), f"{path}: {name[:80]!r} is no tensor")
         if not re.fullmatch(r"h\.\d+\.attn\.bias", name, re.ASCII):  # the causal mask
             found[name] = LazyTensor.of(tensor)
     check_layers(path, found, args["n_layer"])
@@ -50,8 +48,7 @@ def open_nanogpt(path: Path, hints: Hints, *, log: Callable[[str], None]) -> For
         log(f"{path}: the vocabulary is taken to be its padded size, {vocab_size}: --vocab-size {GPT2_VOCABULARY} "
             "(GPT-2's) leaves out the rows that are padding")
     dropout = args.get("dropout", 0.0)
-    if type(dropout) not in (int, float):
-        raise ValueError(f"{path}: dropout is no number")
+    require(type(dropout) in (int, float), f"{path}: dropout is no number")
     try:
         model = ModelConfig(vocab_size=vocab_size, gelu=hints.gelu or "erf", attention_dropout=float(dropout),
                             hidden_dropout=float(dropout), **{ours: args[name] for name, ours in ARGUMENTS.items()})
@@ -67,8 +64,7 @@ def open_nanogpt(path: Path, hints: Hints, *, log: Callable[[str], None]) -> For
     except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, RuntimeError) as error:
         left_out.append(f"the optimizer's state ({type(error).__name__}: {str(error)[:120]})")
     iteration = top.get("iter_num", 0)
-    if type(iteration) is not int or not 0 <= iteration < 10**12:
-        raise ValueError(f"{path}: iter_num is no iteration")
+    require(type(iteration) is int and 0 <= iteration < 10**12, f"{path}: iter_num is no iteration")
     return ForeignSource(path, "nanogpt", iteration, model, facts, lazy, left_out)
 
 
@@ -96,7 +92,6 @@ def _facts(optimizer: Mapping[str, Any]) -> dict[str, Any]:
     config: dict[str, Any] = {"weight_decay": float(decayed["weight_decay"]), "adam_beta1": float(first),
               "adam_beta2": float(second), "adam_eps": float(decayed["eps"])}
     OptimizerConfig(**config)
-    if other["weight_decay"]:
-        raise ValueError("biases and layer norms were decayed")
+    require(not other["weight_decay"], "biases and layer norms were decayed")
     return {"optimizer": {"good_steps": step, "skipped_steps": 0, "adam_steps": step, "loss_scaler": {"scale": 1.0}},
             "config": {"optimizer": config}}

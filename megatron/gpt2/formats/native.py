@@ -34,9 +34,8 @@ def write_native(source: Source, out: str | Path, *, model_parallel_size: int, t
     """
     facts = native_facts(source, model_parallel_size, tokenizer)
     names = source.names()
-    kinds = [kind for kind in ("model", *OPTIMIZER) if any(name.startswith(f"{kind}.") for name in names)]
-    if not set(OPTIMIZER) <= set(kinds):
-        kinds = ["model"]
+    held = {name.partition(".")[0] for name in names}
+    kinds = ("model", *OPTIMIZER) if held.issuperset(OPTIMIZER) else ("model",)
     specs = parameter_specs(check_facts(source), model_parallel_size)
     files: dict[str, dict[str, Piece]] = {}
     for rank in range(model_parallel_size):

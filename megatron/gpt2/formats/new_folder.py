@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import secrets
 import shutil
 from collections.abc import Iterator
@@ -23,13 +22,8 @@ def new_folder(out: str | Path) -> Iterator[Path]:
     folder.mkdir(parents=True)
     try:
         yield folder
-        for path in sorted(folder.rglob("*"), reverse=True):
-            if path.is_dir():
-                sync_folder(path)
-            else:
-                with open(path, "rb") as stream:
-                    os.fsync(stream.fileno())
-        sync_folder(folder)
+        for path in (*sorted(folder.rglob("*"), reverse=True), folder):
+            sync_folder(path)  # of a file this puts the bytes on the disk
         folder.rename(out)  # over an empty folder at most
         sync_folder(out.parent)
     except BaseException:

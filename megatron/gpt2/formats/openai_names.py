@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 
 from megatron.gpt2.checkpoint.parsing import TensorInfo
-from megatron.gpt2.config import ModelConfig
-from megatron.gpt2.formats.foreign import LazyTensor, first_rows, head_major
+from megatron.gpt2.config import ModelConfig, require
+from megatron.gpt2.formats.foreign import LazyTensor, first_rows, head_major, renamed
 from megatron.gpt2.model.gpt2 import parameter_specs
 
 MODULES = {"word_embeddings": "wte", "position_embeddings": "wpe", "transformer.final_layernorm": "ln_f"}
@@ -25,10 +25,7 @@ LAYER_MODULES = {"input_layernorm": "ln_1", "post_attention_layernorm": "ln_2",
 
 def openai_name(name: str) -> str:
     """transformer.layers.3.attention.dense.bias -> h.3.attn.c_proj.bias."""
-    module, _, kind = name.rpartition(".")
-    if layer := re.fullmatch(r"transformer\.layers\.(\d+)\.(.+)", module):
-        return f"h.{layer[1]}.{LAYER_MODULES[layer[2]]}.{kind}"
-    return f"{MODULES[module]}.{kind}"
+    return renamed(name, MODULES, "h", LAYER_MODULES)
 
 
 def is_linear(name: str) -> bool:
@@ -39,8 +36,7 @@ def is_linear(name: str) -> bool:
 def check_layers(path: Path, names: Iterable[str], num_layers: int) -> None:
     """ValueError unless `names`, OpenAI's, have `num_layers` layers. Call it before anything is made for each layer."""
     found = len({layer[1] for name in names if (layer := re.match(r"h\.(\d+)\.", name, re.ASCII))})
-    if found != num_layers:
-        raise ValueError(f"{path}: holds {found} layers instead of {num_layers}")
+    require(found == num_layers, f"{path}: holds {found} layers instead of {num_layers}")
 
 
 def openai_tensors(path: Path, model: ModelConfig, found: Mapping[str, LazyTensor], *, transposed: bool,
@@ -58,8 +54,7 @@ def openai_tensors(path: Path, model: ModelConfig, found: Mapping[str, LazyTenso
             info = TensorInfo(found["wte.weight"].info.dtype, shape)
             lazy[prefix + name] = LazyTensor(info, partial(torch.zeros, info.shape, dtype=info.dtype))
             continue
-        if theirs not in left:
-            raise ValueError(f"{path}: holds no {theirs}")
+        require(theirs in left, f"{path}: holds no {theirs}")
         tensor = left.pop(theirs)
         changes: list[Callable[[torch.Tensor], torch.Tensor]] = []
         if name == "word_embeddings.weight" and tensor.info.shape[:1] > shape[:1]:
@@ -70,8 +65,7 @@ def openai_tensors(path: Path, model: ModelConfig, found: Mapping[str, LazyTenso
             changes.append(torch.t)
         if ".query_key_value." in name:
             changes.append(head_major(model.num_attention_heads))
-        if tensor.info.shape != shape:
-            raise ValueError(f"{path}: {theirs} has shape {tensor.info.shape} instead of {shape}")
+        require(tensor.info.shape == shape, f"{path}: {theirs} has shape {tensor.info.shape} instead of {shape}")
         for change in changes:
             tensor = tensor.then(change)
         lazy[prefix + name] = tensor

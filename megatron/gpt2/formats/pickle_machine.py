@@ -11,7 +11,7 @@ import math
 import mmap
 import re
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,124 +62,123 @@ class Storage:
     numel: int
 
 
-def build(data: mmap.mmap, at: int, end: int, find: Callable[[torch.dtype, str, int], int]) -> tuple[Any, int]:
-    """The object that the instructions from byte `at` on build, and the byte after them. find: returns where a storage
-    lies, by dtype, key and number of elements. ValueError for anything but data."""
-    end = min(end, at + MAX_PICKLE_BYTES)
-    stack: list[Any] = []
-    marks: list[int] = []
-    memo: dict[int, Any] = {}
-    named: dict[str, Any] = {}
+class Machine:
+    """Builds the object that the instructions from byte `at` of `data` on stand for, none of them beyond `end`.
 
-    def above_mark() -> list[Any]:
-        start = marks.pop()
-        items = stack[start:]
-        del stack[start:]
+    find: returns where a storage lies, by dtype, key and number of elements.
+    """
+
+    def __init__(self, data: mmap.mmap, at: int, end: int, find: Callable[[torch.dtype, str, int], int]) -> None:
+        self.data, self.at, self.end, self.find = data, at, min(end, at + MAX_PICKLE_BYTES), find
+        self.stack: list[Any] = []
+        self.marks: list[int] = []
+        self.memo: dict[int, Any] = {}
+        self.named: dict[str, Any] = {}
+
+    def run(self) -> tuple[Any, int]:
+        """The object, and the byte after its instructions. ValueError for anything but data."""
+        for _ in range(MAX_STEPS):
+            if self.at >= self.end:
+                break
+            code = self.data[self.at]
+            self.at += 1
+            if push := PUSHES.get(code):
+                self.stack.append(push(self))
+            elif act := OTHERS.get(code):
+                act(self)
+            elif code == ord("."):
+                return self.stack.pop(), self.at
+            else:
+                raise ValueError(f"damaged, or not written by torch.save: byte {self.at - 1} is {bytes([code])!r}")
+        raise ValueError(f"damaged: it does not end, or has more than {MAX_STEPS:,} instructions")
+
+    def above_mark(self) -> list[Any]:
+        """The items above the last mark, taken from the stack with it."""
+        start = self.marks.pop()
+        items = self.stack[start:]
+        del self.stack[start:]
         return items
 
-    def number(size: int) -> int:
-        nonlocal at
-        at += size
-        return int.from_bytes(data[at - size:at], "little")
+    def last(self, size: int) -> tuple[Any, ...]:
+        """The last `size` items, taken from the stack."""
+        items = tuple(self.stack[i] for i in range(-size, 0))
+        del self.stack[-size:]
+        return items
 
-    def text(size: int) -> bytes:
-        nonlocal at
-        at += size
-        if at > end:
+    def number(self, size: int) -> int:
+        """The next `size` bytes, an unsigned number."""
+        self.at += size
+        return int.from_bytes(self.data[self.at - size:self.at], "little")
+
+    def text(self, size: int) -> bytes:
+        """The next `size` bytes. ValueError where the pickle ends before."""
+        self.at += size
+        if self.at > self.end:
             raise ValueError(f"ends in the middle of a string, or its pickle is larger than {MAX_PICKLE_BYTES:,} bytes")
-        return data[at - size:at]
+        return self.data[self.at - size:self.at]
 
-    def line() -> str:
-        stop = data.find(b"\n", at, at + 200)
-        return text(stop - at + 1)[:-1].decode("ascii") if stop >= 0 else ""
+    def signed(self, size: int) -> int:
+        """The next `size` bytes, a signed number."""
+        return int.from_bytes(self.text(size), "little", signed=True)
 
-    for _ in range(MAX_STEPS):
-        if at >= end:
-            break
-        at += 1
-        match data[at - 1:at]:
-            case b"q":
-                memo[number(1)] = stack[-1]
-            case b"r":
-                memo[number(4)] = stack[-1]
-            case b"h":
-                stack.append(memo[number(1)])
-            case b"j":
-                stack.append(memo[number(4)])
-            case b"K":
-                stack.append(number(1))
-            case b"M":
-                stack.append(number(2))
-            case b"J":
-                stack.append(int.from_bytes(text(4), "little", signed=True))
-            case b"\x8a":
-                stack.append(int.from_bytes(text(number(1)), "little", signed=True))
-            case b"G":
-                stack.append(struct.unpack(">d", text(8))[0])
-            case b"X":
-                stack.append(str(text(number(4)), "utf-8", "surrogatepass"))
-            case b"(":
-                marks.append(len(stack))
-            case b"t":
-                stack.append(tuple(above_mark()))
-            case b"\x85":
-                stack[-1:] = [(stack[-1],)]
-            case b"\x86":
-                stack[-2:] = [(stack[-2], stack[-1])]
-            case b"\x87":
-                stack[-3:] = [(stack[-3], stack[-2], stack[-1])]
-            case b")":
-                stack.append(())
-            case b"]":
-                stack.append([])
-            case b"}":
-                stack.append({})
-            case b"N":
-                stack.append(None)
-            case b"\x88":
-                stack.append(True)
-            case b"\x89":
-                stack.append(False)
-            case b"c":
-                if (name := f"{line()}.{line()}") not in named:
-                    named[name] = _named(name)
-                    if len(named) > MAX_NAMES:
-                        raise ValueError(f"names more than {MAX_NAMES} things")
-                stack.append(named[name])
-            case b"Q":
-                stack.append(_storage(stack.pop(), find))
-            case b"R" | b"\x81":
-                args = stack.pop()
-                stack.append(_make(data, stack.pop().name, args))
-            case b"b":
-                state = stack.pop()
-                if isinstance(stack[-1], Opaque):
-                    stack[-1].state = state  # that of an ordered dictionary is of no use to us
-            case b"a":
-                _extend(stack, [stack.pop()])
-            case b"e":
-                _extend(stack, above_mark())
-            case b"s":
-                value = stack.pop()
-                _update(stack, [stack.pop(), value])
-            case b"u":
-                _update(stack, above_mark())
-            case b"\x80":
-                number(1)
-            case b".":
-                return stack.pop(), at
-            case other:
-                raise ValueError(f"damaged, or not written by torch.save: byte {at - 1} is {other!r}")
-    raise ValueError(f"damaged: it does not end, or has more than {MAX_STEPS:,} instructions")
+    def line(self) -> str:
+        """The text up to the end of the line, "" where that is far."""
+        stop = self.data.find(b"\n", self.at, self.at + 200)
+        return self.text(stop - self.at + 1)[:-1].decode("ascii") if stop >= 0 else ""
+
+    def known(self) -> Any:
+        """What the next two lines name, a module and a thing of it."""
+        if (name := f"{self.line()}.{self.line()}") not in self.named:
+            self.named[name] = _named(name)
+            if len(self.named) > MAX_NAMES:
+                raise ValueError(f"names more than {MAX_NAMES} things")
+        return self.named[name]
+
+    def memorise(self, key: int) -> None:
+        """Keep the last item under the number `key`."""
+        self.memo[key] = self.stack[-1]
+
+    def make(self) -> Any:
+        """What the call of a named thing stands for."""
+        args = self.stack.pop()
+        return _make(self.data, self.stack.pop().name, args)
+
+    def set_state(self) -> None:
+        """Give an object its state; that of an ordered dictionary is of no use to us."""
+        state = self.stack.pop()
+        if isinstance(self.stack[-1], Opaque):
+            self.stack[-1].state = state
 
 
-def _extend(stack: list[Any], items: list[Any]) -> None:
+# The instructions that push a value, by their byte.
+PUSHES: dict[int, Callable[[Machine], Any]] = {code[0]: push for code, push in {
+    b"N": lambda m: None, b"\x88": lambda m: True, b"\x89": lambda m: False,
+    b")": lambda m: (), b"]": lambda m: [], b"}": lambda m: {},
+    b"K": lambda m: m.number(1), b"M": lambda m: m.number(2), b"J": lambda m: m.signed(4),
+    b"\x8a": lambda m: m.signed(m.number(1)), b"G": lambda m: struct.unpack(">d", m.text(8))[0],
+    b"X": lambda m: str(m.text(m.number(4)), "utf-8", "surrogatepass"),
+    b"h": lambda m: m.memo[m.number(1)], b"j": lambda m: m.memo[m.number(4)],
+    b"t": lambda m: tuple(m.above_mark()), b"\x85": lambda m: m.last(1), b"\x86": lambda m: m.last(2),
+    b"\x87": lambda m: m.last(3),
+    b"c": Machine.known, b"R": Machine.make, b"\x81": Machine.make,
+    b"Q": lambda m: _storage(m.stack.pop(), m.find)}.items()}
+# Those that mark a place, keep the last item, or change it.
+OTHERS: dict[int, Callable[[Machine], object]] = {code[0]: act for code, act in {
+    b"\x80": lambda m: m.number(1),  # the protocol
+    b"(": lambda m: m.marks.append(len(m.stack)),
+    b"q": lambda m: m.memorise(m.number(1)), b"r": lambda m: m.memorise(m.number(4)),
+    b"b": Machine.set_state,
+    b"a": lambda m: _extend(m.stack, m.last(1)), b"e": lambda m: _extend(m.stack, m.above_mark()),
+    b"s": lambda m: _update(m.stack, m.last(2)), b"u": lambda m: _update(m.stack, m.above_mark())}.items()}
+
+
+def _extend(stack: list[Any], items: Sequence[Any]) -> None:
     if type(stack[-1]) is not list:
         raise TypeError("items for what is no list")
     stack[-1].extend(items)
 
 
-def _update(stack: list[Any], items: list[Any]) -> None:
+def _update(stack: list[Any], items: Sequence[Any]) -> None:
     """Plain keys alone: a tuple's hash visits all that it holds."""
     if type(stack[-1]) is not dict or len(items) % 2:
         raise TypeError("items for what is no dictionary")

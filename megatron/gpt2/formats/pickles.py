@@ -18,7 +18,8 @@ from typing import Any
 
 import torch
 
-from megatron.gpt2.formats.pickle_machine import Opaque, build
+from megatron.gpt2.config import require
+from megatron.gpt2.formats.pickle_machine import Machine, Opaque
 
 __all__ = ["Opaque", "load_pickle"]
 
@@ -68,8 +69,7 @@ def _load_zip(path: str | Path, data: mmap.mmap) -> Any:
             if header[:4] != ZIP or info.file_size != info.compress_size or start + info.file_size > len(data):
                 raise ValueError(f"the record {info.filename[:80]!r} is not where the list of records says")
             records[info.filename] = start, info.file_size
-    if sum(size for _, size in records.values()) > len(data):
-        raise ValueError("its records overlap")
+    require(sum(size for _, size in records.values()) <= len(data), "its records overlap")
     root = next((name.removesuffix("data.pkl") for name in records if re.fullmatch(r"[^/]+/data\.pkl", name)), None)
     if root is None:
         raise ValueError("a zip file that torch.save did not write: it has no data.pkl")
@@ -85,7 +85,7 @@ def _load_zip(path: str | Path, data: mmap.mmap) -> Any:
         return start
 
     start, size = records[root + "data.pkl"]
-    return build(data, start, start + size, find)[0]
+    return Machine(data, start, start + size, find).run()[0]
 
 
 def _load_legacy(data: mmap.mmap) -> Any:
@@ -102,11 +102,10 @@ def _load_legacy(data: mmap.mmap) -> Any:
         return 0
 
     def pickle(at: int, find: Callable[[torch.dtype, str, int], int] = note) -> tuple[Any, int]:
-        return build(data, at, len(data), find)
+        return Machine(data, at, len(data), find).run()
 
     magic, at = pickle(0) if data[:1] == b"\x80" else (None, 0)
-    if type(magic) is not int or magic != MAGIC:
-        raise ValueError("not written by torch.save")
+    require(type(magic) is int and magic == MAGIC, "not written by torch.save")
     version, at = pickle(at)
     system, at = pickle(at)
     if type(version) is not int or version != 1001 or system["little_endian"] is not True:
@@ -119,6 +118,5 @@ def _load_legacy(data: mmap.mmap) -> Any:
         if data[at:at + 8] != numel.to_bytes(8, "little"):
             raise ValueError(f"storage {key[:20]!r} of {numel} elements is not where it should be")
         starts[key], at = at + 8, at + 8 + numel * dtype.itemsize
-    if sizes or at > len(data):
-        raise ValueError("ends before its last storage")
+    require(not sizes and at <= len(data), "ends before its last storage")
     return pickle(begin, lambda dtype, key, numel: starts[key])[0]

@@ -17,9 +17,10 @@ from torch import Tensor
 from data_utils import Tokenizer
 from data_utils.files.safetensors import header_bytes
 from megatron.gpt2.checkpoint.facts import check_facts
-from megatron.gpt2.checkpoint.files import CHUNK, DTYPE_CODES
+from megatron.gpt2.checkpoint.files import DTYPE_CODES
 from megatron.gpt2.checkpoint.source import Source
 from megatron.gpt2.config import ModelConfig
+from megatron.gpt2.formats.foreign import by_part
 from megatron.gpt2.formats.new_folder import new_folder
 from megatron.gpt2.formats.openai_names import is_linear, openai_name
 from megatron.gpt2.formats.openai_tokenizer import tokenizer_files
@@ -68,8 +69,7 @@ def exported_kind(source: Source, dtype: str) -> str:
 
 def _tensor(source: Source, model: ModelConfig, kind: str, name: str) -> Tensor:
     x = source.read(f"{kind}.{name}")
-    if ".query_key_value." in name:  # rows [n, 3, d] -> [3, n, d]
-        x = x.unflatten(0, (model.num_attention_heads, 3, -1)).transpose(0, 1).flatten(0, 2)
+    x = by_part(model.num_attention_heads)(x) if ".query_key_value." in name else x
     return x.t() if is_linear(name) else x
 
 
@@ -96,9 +96,7 @@ def _write_weights(source: Source, folder: Path, model: ModelConfig, kind: str, 
             stream.write(header_bytes(header))
             for name in names:
                 tensor = _tensor(source, model, kind, name).to(dtype).contiguous()
-                data = tensor.view(-1).view(torch.uint8).numpy().data
-                for start in range(0, len(data), CHUNK):
-                    stream.write(data[start:start + CHUNK])
+                stream.write(tensor.view(-1).view(torch.uint8).numpy().data)
     if len(shards) > 1:
         where = {f"transformer.{openai_name(name)}": file
                  for file, names in zip(files, shards, strict=True) for name in names}

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from megatron.gpt2.checkpoint.facts import check_facts
 from megatron.gpt2.checkpoint.folder import TRACKER
 from megatron.gpt2.checkpoint.source import Source
 from megatron.gpt2.config import Config, ModelConfig, OptimizerConfig, require
-from megatron.gpt2.formats.foreign import TRUE_VOCABULARY
+from megatron.gpt2.formats.foreign import TRUE_VOCABULARY, by_part, renamed
 from megatron.gpt2.formats.new_folder import new_folder
 from megatron.gpt2.model.gpt2 import parameter_specs
 from megatron.gpt2.optimizer.optimizer import MOMENTS
@@ -42,13 +41,13 @@ def write_megatron_2019(source: Source, out: str | Path, *, model_parallel_size:
     Names are flat, QKV is [3, n/p, d] on each rank. Masters and moments are written where the source holds them.
     ValueError for a size that does not fit.
     """
-    heads = _model(source, model_parallel_size).num_attention_heads // model_parallel_size
+    qkv = by_part(_model(source, model_parallel_size).num_attention_heads // model_parallel_size)
     with_optimizer = all(any(name.startswith(f"{kind}.") for name in source.names()) for kind in ("master", *MOMENTS))
     schedule = _schedule(source, log) if with_optimizer else None
 
     def rank_file(rank: int, folder: Path) -> dict[str, Any]:
         def shards(kind: str) -> dict[str, Tensor]:
-            return {name: _on_disk(_by_part(tensor, heads) if ".query_key_value." in name else tensor, folder)
+            return {name: _on_disk(qkv(tensor) if ".query_key_value." in name else tensor, folder)
                     for name, tensor in _shards(source, kind, rank, model_parallel_size)}
 
         model = shards("model")
@@ -100,10 +99,7 @@ def write_megatron_core(source: Source, out: str | Path, *, model_parallel_size:
 
 def core_name(name: str) -> str:
     """transformer.layers.3.attention.dense.bias -> decoder.layers.3.self_attention.linear_proj.bias."""
-    module, _, kind = name.rpartition(".")
-    if layer := re.fullmatch(r"transformer\.layers\.(\d+)\.(.+)", module):
-        return f"decoder.layers.{layer[1]}.{CORE_LAYER_MODULES[layer[2]]}.{kind}"
-    return f"{CORE_MODULES[module]}.{kind}"
+    return renamed(name, CORE_MODULES, "decoder.layers", CORE_LAYER_MODULES)
 
 
 def _model(source: Source, p: int) -> ModelConfig:
@@ -131,11 +127,6 @@ def _on_disk(x: Tensor, folder: Path) -> Tensor:
     mapped = torch.from_file(str(path), shared=False, size=x.numel(), dtype=x.dtype).view(x.shape)
     path.unlink()
     return mapped
-
-
-def _by_part(x: Tensor, heads: int) -> Tensor:
-    """Rows [n/p, 3, d] -> [3, n/p, d]."""
-    return x.unflatten(0, (heads, 3, -1)).transpose(0, 1).flatten(0, 2)
 
 
 def _optimizer_2019(source: Source, groups: list[list[str]], states: Mapping[str, Mapping[str, Tensor]]) -> Any:
