@@ -45,14 +45,12 @@ def loss_curve(metrics_path: str | Path, png_path: str | Path, title: str) -> st
         return ""
     try:
         logging.getLogger("matplotlib").setLevel(logging.ERROR)  # it reports its font cache, which is no news of ours
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
         from matplotlib.ticker import MaxNLocator
     except ImportError:
         return text_curve(training, title)
 
     figure = Figure(figsize=(8, 5.5), dpi=120, layout="constrained")
-    FigureCanvasAgg(figure)
     top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
     if training:
         top.plot(*zip(*training, strict=True), color=TRAINING, linewidth=1.4, label="training",

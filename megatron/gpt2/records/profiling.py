@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +25,9 @@ class Profiler:
         self._first, self._last, self._device, self._trace, self._log = first, last, device, trace, log
         self._profile: profile | None = None
         self._seen = 0
-        self._nothing: AbstractContextManager[None] = contextlib.nullcontext()
 
-    def __call__(self, iteration: int) -> AbstractContextManager[None]:
-        return self._around(iteration) if self._first - 1 <= iteration <= self._last else self._nothing
+    def __call__(self, iteration: int) -> contextlib.AbstractContextManager[None]:
+        return self._around(iteration) if self._first - 1 <= iteration <= self._last else contextlib.nullcontext()
 
     @contextlib.contextmanager
     def _around(self, iteration: int) -> Iterator[None]:

@@ -21,7 +21,6 @@ from data_utils.files.atomic import replace_text
 from megatron.gpt2.config import Config
 from megatron.gpt2.config.flag_names import differing_flags, fields, flag
 from megatron.gpt2.records.plots import points, read_records
-from megatron.gpt2.records.report_style import SCRIPT, STYLE
 from megatron.gpt2.records.svg_chart import Curve, chart, number
 
 METRICS, SAMPLES, HISTORY, REPORT = "metrics.jsonl", "samples.jsonl", "history.jsonl", "report.html"
@@ -49,7 +48,8 @@ def page(folder: Path) -> str:
     config = Config.from_dict(settings.get("config", {}))
     trained = [record for record in metrics if "split" not in record]
     title = folder.resolve().name
-    policy = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
+    style, script = (Path(__file__).with_name(name).read_text(encoding="utf-8") for name in ("report.css", "report.js"))
+    policy = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     parts = [
         f"<header><h1>{escape(title)}</h1>{status(history)}</header>",
         figures(metrics, trained, settings, config),
@@ -62,13 +62,13 @@ def page(folder: Path) -> str:
     return ('<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
             '<meta name="viewport" content="width=device-width, initial-scale=1">'
             '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; style-src \'unsafe-inline\'; '
-            f'script-src \'sha256-{policy}\'"><title>{escape(title)}</title><style>{STYLE}</style></head>\n<body>'
-            + "\n".join(parts) + f"\n<script>{SCRIPT}</script></body></html>\n")
+            f'script-src \'sha256-{policy}\'"><title>{escape(title)}</title><style>{style}</style></head>\n<body>'
+            + "\n".join(parts) + f"\n<script>{script}</script></body></html>\n")
 
 
 def status(history: Records) -> str:
     """The last event of the run, and when the page was written."""
-    last = f"{history[-1]['text']}" if history else "no start is on record"
+    last = str(history[-1]["text"]) if history else "no start is on record"
     return (f'<p class="status">{escape(last)}<br>this page was written on '
             f'{datetime.now().astimezone():%Y-%m-%d at %H:%M:%S %Z}</p>')
 
@@ -103,17 +103,15 @@ def figures(metrics: Records, trained: Records, settings: Mapping[str, Any], con
 
 def charts(metrics: Records) -> list[str]:
     """The curves of the loss, the learning rate, the gradient norm, the speed and the memory over the iterations."""
-    memory = [(x, y / 2**30) for x, y in points(metrics, "memory_bytes")]
-    small = {"width": 480, "height": 210}
     loss = [Curve("training", "blue", points(metrics, "lm_loss")),
             Curve("validation", "orange", points(metrics, "lm_loss", "valid"), dots=True)]
-    return [chart("loss, nats per token", loss, width=970, height=330),
-            chart("learning rate", [Curve("", "green", points(metrics, "learning_rate"))], **small, from_zero=True),
-            chart("gradient norm, before clipping", [Curve("", "green", points(metrics, "grad_norm"))], **small,
-                  from_zero=True),
-            chart("tokens a second, all ranks", [Curve("", "green", points(metrics, "tokens_per_second"))], **small,
-                  from_zero=True),
-            chart("peak memory of rank 0, GiB", [Curve("", "green", memory)], **small, from_zero=True)]
+    others = {"learning rate": points(metrics, "learning_rate"),
+              "gradient norm, before clipping": points(metrics, "grad_norm"),
+              "tokens a second, all ranks": points(metrics, "tokens_per_second"),
+              "peak memory of rank 0, GiB": [(x, y / 2**30) for x, y in points(metrics, "memory_bytes")]}
+    return [chart("loss, nats per token", loss, width=970, height=330), *(
+        chart(title, [Curve("", "green", curve)], width=480, height=210, from_zero=True)
+        for title, curve in others.items())]
 
 
 def sample_table(samples: Records) -> str:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 import time
-from types import TracebackType
 
 import torch
 
@@ -32,8 +31,7 @@ class HostTimer:
     def __enter__(self) -> None:
         self._started = time.perf_counter()
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 trace: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         self._total += time.perf_counter() - self._started
 
     def take_ms(self) -> float:
@@ -55,8 +53,7 @@ class DeviceTimer:
         pair[0].record()
         self._pending.append(pair)
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 trace: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         self._pending[-1][1].record()
 
     def take_ms(self) -> float:
