@@ -55,19 +55,23 @@ class Parser(argparse.ArgumentParser):
         raise ValueError(message.removeprefix("argument "))
 
 
-def end_with(main: Callable[[], int | None]) -> NoReturn:
-    """Run `main` and exit: with its code, or with 2 and one line where the input, a flag or the disk is at fault.
+def program(main: Callable[[], int | None]) -> Callable[[], NoReturn]:
+    """`main` as a program of its own, which exits: with its code, or with 2 and one line where the input, a flag or the
+    disk is at fault.
 
     Where the reader of the output ends first, as `| head` does, the program exits with 141, the code of SIGPIPE, and
     prints nothing.
     """
-    try:
-        code = main()
-        sys.stdout.flush()  # here, where a broken pipe can still be caught
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at the interpreter's end
-        code = 141
-    except (ValueError, OSError) as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        code = 2
-    sys.exit(code)
+    def cli() -> NoReturn:
+        try:
+            code = main()
+            sys.stdout.flush()  # here, where a broken pipe can still be caught
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at the interpreter's end
+            code = 141
+        except (ValueError, OSError) as error:
+            print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+            code = 2
+        sys.exit(code)
+
+    return cli

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from data_utils.command_line import Parser, end_with
+from data_utils.command_line import Parser, program
 from data_utils.corpora.files import COMPRESSED_SUFFIXES, JSON_SUFFIXES, TEXT_SUFFIX
 from data_utils.curation.documents import Shard, document_shards
 from data_utils.curation.on_cluster import EXECUTORS, launch
@@ -117,10 +117,14 @@ def join(parts: Sequence[Path], output: Path) -> None:
                 shutil.copyfileobj(part, whole, 1 << 20)
 
 
-def finish(main: Callable[[Sequence[str] | None], None]) -> NoReturn:
-    """Run a program and exit: with 0, or with 2 and one line where the input, a flag or the disk is at fault."""
-    try:
-        end_with(lambda: main(None))
-    except KeyboardInterrupt:
-        print("interrupted: the same command goes on where it was", file=sys.stderr)
-        sys.exit(130)
+def stage_program(main: Callable[[], None]) -> Callable[[], NoReturn]:
+    """`main` as a program of its own, which exits: with 0, or with 2 and one line where the input, a flag or the disk
+    is at fault."""
+    def cli() -> NoReturn:
+        try:
+            program(main)()
+        except KeyboardInterrupt:
+            print("interrupted: the same command goes on where it was", file=sys.stderr)
+            sys.exit(130)
+
+    return cli

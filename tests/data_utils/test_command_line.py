@@ -15,12 +15,12 @@ from tests.conftest import ROOT
 
 PROGRAM = """
 import sys
-from data_utils.command_line import end_with
+from data_utils.command_line import program
 
 def main():
     {main}
 
-end_with(main)
+program(main)()
 """
 
 

@@ -46,14 +46,19 @@ def _run(program: Program, argv: Sequence[str]) -> int:
             print(launch.notice, file=sys.stderr)
         ranks = meet(launch)
         return program(words, ranks, lambda line: print(line, file=sys.stderr) if ranks.rank == 0 else None) or 0
-    except (ValueError, OSError) as error:
-        return refuse(error, ranks)
-    except RuntimeError as error:
-        if name_lost(ranks):
-            return 1
-        if isinstance(error, dist.DistError):
-            return refuse(error, ranks)
-        raise
+    except (ValueError, OSError, RuntimeError) as error:
+        return ended_by(error, ranks)
     finally:
         mpu.destroy_model_parallel()
         leave(ranks)
+
+
+def ended_by(error: Exception, ranks: Ranks) -> int:
+    """The exit code of a rank that `error` ends, after the line that says why: 2 for bad input and for a meeting that
+    failed, 1 where another rank was lost. Raises `error` where it is a bug of ours."""
+    bad_input = isinstance(error, (ValueError, OSError))
+    if not bad_input and name_lost(ranks):
+        return 1
+    if bad_input or isinstance(error, dist.DistError):
+        return refuse(error, ranks)
+    raise error

@@ -17,37 +17,21 @@ import re
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from data_utils.command_line import Parser, end_with, how_to_call
+from data_utils.command_line import Parser, how_to_call, program
 from data_utils.progress import progress_bar
 from megatron.gpt2.config import require
 from megatron.gpt2.device import DTYPES, choose_backend, choose_device, set_threads
 from megatron.gpt2.launch.ranks import Ranks
 from megatron.gpt2.launch.rendezvous import initialize_distributed
 from megatron.gpt2.launch.run_program import Log, run_program
-from megatron.gpt2.programs.collectives.measuring import (
-    LEAST_RUNS,
-    MOST_RUNS,
-    RUNS_SECONDS,
-    measure_pairs,
-    measure_sizes,
-)
+from megatron.gpt2.programs.collectives import measuring, report
 from megatron.gpt2.programs.collectives.operations import OPERATIONS, World, make_world
-from megatron.gpt2.programs.collectives.report import (
-    HEADER,
-    Missing,
-    Row,
-    missing_line,
-    pairs_table,
-    plot,
-    size_name,
-    verdict,
-)
+from megatron.gpt2.programs.collectives.report import Missing, Row, size_name
 
 FACTOR = 4  # between the sizes
 PAIRS_BYTES = 1 << 20  # below it noise looks like a slow pair
@@ -73,7 +57,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
                         help=f"default all: {', '.join(names)}")
     parser.add_argument("--dtype", default="fp32", choices=tuple(DTYPES))
     parser.add_argument("--iters", type=int, metavar="N", help="runs of each operation at each size (default: for "
-                        f"{RUNS_SECONDS} s, {LEAST_RUNS} to {MOST_RUNS})")
+                        f"{measuring.RUNS_SECONDS} s, {measuring.LEAST_RUNS} to {measuring.MOST_RUNS})")
     parser.add_argument("--limit", type=float, default=900.0, metavar="SECONDS", help="of the whole measurement, "
                         "shared among the operations, which make fewer runs to keep it; what does not fit is "
                         "named (default 900)")
@@ -109,7 +93,7 @@ def bench(options: argparse.Namespace, world: World, where: str) -> int:
 
     log(f"{world.size} ranks on {len(set(hosts))} host{'s' * (len(set(hosts)) > 1)}; {where}; {options.dtype}; "
          f"torch {torch.__version__}")
-    log(f"\n{HEADER}")
+    log(f"\n{report.HEADER}")
     sizes = sizes_between(options.min_bytes, options.max_bytes)
     rows: list[Row] = []
     missing: list[Missing] = []
@@ -120,21 +104,19 @@ def bench(options: argparse.Namespace, world: World, where: str) -> int:
         now = time.monotonic()
         deadline = now + (end - now) / (len(chosen) - number)
         if name == "pairs":
-            result = measure_pairs(world, PAIRS_BYTES, deadline)
-            if isinstance(result, Missing):
-                missing.append(result)
-                log(missing_line(result))
-            else:
-                pairs = result
-                log("\n" + "\n".join(pairs_table(pairs)))
+            pairs, without = measuring.measure_pairs(world, PAIRS_BYTES, deadline)
+            if pairs:
+                log("\n" + "\n".join(report.pairs_table(pairs)))
         else:
-            more, without = measure_sizes(name, OPERATIONS[name], world, sizes, iters=options.iters,
-                                          deadline=deadline, log=log)
+            more, without = measuring.measure_sizes(name, OPERATIONS[name], world, sizes, iters=options.iters,
+                                                    deadline=deadline, log=log)
             rows += more
-            missing += without
+        if without:
+            missing.append(without)
+            log(report.missing_line(without))
         bar.update()
     bar.close()
-    lines = list(verdict(rows, missing, pairs, hosts))
+    lines = list(report.verdict(rows, missing, pairs, hosts))
     log("\n" + "\n".join(lines))
     if world.rank == 0 and options.output:
         record = {"backend": dist.get_backend(), "device": world.device.type, "dtype": options.dtype,
@@ -143,7 +125,7 @@ def bench(options: argparse.Namespace, world: World, where: str) -> int:
                   "pairs": pairs and asdict(pairs), "verdict": lines}
         title = f"{world.size} ranks, {dist.get_backend()} on {world.device.type}, {options.dtype}"
         (options.output / "collectives.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-        log(plot(rows, options.output / "collectives.png", title))
+        log(report.plot(rows, options.output / "collectives.png", title))
     return 0 if all(row.correct for row in rows) else 1
 
 
@@ -168,7 +150,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return run_program(measure, argv)
 
 
-cli = partial(end_with, main)
+cli = program(main)
 
 if __name__ == "__main__":
     cli()

@@ -18,12 +18,12 @@ import ctypes
 import json
 import platform
 import sys
-from functools import partial
 from pathlib import Path
 
 from data_utils import Tokenizer, build_tokenizer, load_tokenizer
-from data_utils.command_line import Parser, end_with
+from data_utils.command_line import Parser, program
 from megatron.gpt2.checkpoint.reader import Checkpoint
+from megatron.gpt2.config import require
 from megatron.gpt2.formats import Hints, Source, open_source
 from megatron.gpt2.formats.inspection import describe, lines
 from megatron.gpt2.formats.native import write_native
@@ -75,7 +75,8 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     writes(split)
     convert = command("convert", "to another format", "IN", "OUT")
     convert.add_argument("--to", choices=TARGETS, required=True)
-    convert.add_argument("--model-parallel-size", type=int, metavar="N", help="ranks to write for (default: 1)")
+    convert.add_argument("--model-parallel-size", type=int, default=1, metavar="N",
+                         help="ranks to write for (default: 1)")
     convert.add_argument("--dtype", choices=("source", "fp32", "bf16", "fp16"), default="source",
                          help="of a Hugging Face export")
     convert.add_argument("--check", action="store_true", help="compare the logits of both")
@@ -84,9 +85,14 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+def opened(args: argparse.Namespace, path: str) -> Source:
+    """The source at `path`; the flags say what it does not."""
+    return open_source(path, Hints(args.num_attention_heads, args.vocab_size, args.gelu, args.iteration), log=report)
+
+
 def verified(args: argparse.Namespace, path: str) -> Source:
     """The source at `path`. Where it has hashes, every byte is verified, unless --no-verify is given."""
-    source = open_source(path, Hints(args.num_attention_heads, args.vocab_size, args.gelu, args.iteration), log=report)
+    source = opened(args, path)
     if isinstance(source, Checkpoint) and not args.no_verify and (problem := source.damage()):
         raise ValueError(f"{problem}; --iteration N takes another one, --no-verify takes it as it is")
     return source
@@ -110,8 +116,7 @@ def tokenizer_of(args: argparse.Namespace, source: Source) -> Tokenizer | None:
 def write(args: argparse.Namespace, source: Source, to: str, ranks: int) -> Path:
     """Write `source` in the format `to`, for `ranks` model-parallel ranks, into the new folder `args.out`; returns the
     folder."""
-    if ranks < 1:
-        raise ValueError(f"--model-parallel-size must be positive, not {ranks}")
+    require(ranks > 0, f"--model-parallel-size must be positive, not {ranks}")
     kinds = {name.partition(".")[0] for name in source.names()}
     left_out = list(source.left_out)
     if "rng" in kinds:
@@ -137,8 +142,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command line `argv` (default: this process's); returns the exit code."""
     args = arguments(argv)
     if args.command == "inspect":
-        found = describe(open_source(args.dir, Hints(args.num_attention_heads, args.vocab_size, args.gelu,
-                                                     args.iteration), log=report))
+        found = describe(opened(args, args.dir))
         print(json.dumps(found, indent=1) if args.json else "\n".join(lines(found)))
         return 0
     if args.command == "verify":
@@ -151,10 +155,10 @@ def main(argv: list[str] | None = None) -> int:
         return 0 if difference.equal else 1
     source = verified(args, getattr(args, "in") if args.command == "convert" else args.dir)
     to = args.to if args.command == "convert" else source.format if source.format in TARGETS[2:] else "native"
-    ranks = 1 if getattr(args, "model_parallel_size", None) is None else args.model_parallel_size
+    ranks = getattr(args, "model_parallel_size", 1)
     path = write(args, source, to, ranks)
-    print(f"{source.path} ({source.format}) is now {path} ({to}, {ranks} model-parallel rank{'s' * (ranks > 1)})"
-          if to != "huggingface" else f"{source.path} ({source.format}) is now {path} (huggingface)")
+    what = to if to == "huggingface" else f"{to}, {ranks} model-parallel rank{'s' * (ranks > 1)}"
+    print(f"{source.path} ({source.format}) is now {path} ({what})")
     if args.command == "convert" and args.check:
         from megatron.gpt2.formats.compare import check
         from megatron.gpt2.formats.write_huggingface import exported_kind
@@ -171,16 +175,13 @@ def main(argv: list[str] | None = None) -> int:
 
 def verify(args: argparse.Namespace) -> int:
     """Read every byte of the checkpoint and say whether it is as it was written; 1 where it is not."""
-    source = open_source(args.dir, Hints(args.num_attention_heads, args.vocab_size, args.gelu, args.iteration),
-                         log=report)
+    source = opened(args, args.dir)
     if isinstance(source, Checkpoint):
-        if problem := source.verify():
+        known = source.facts.get("tokenizer")
+        if problem := source.verify() or ("" if known is None else other_tokenizer(source.path, known["fingerprint"])):
             print(f"DAMAGED: {problem}")
             return 1
-        whole = "" if (known := source.facts.get("tokenizer")) is None else ", the tokenizer is the run's own"
-        if known is not None and (problem := other_tokenizer(source.path, known["fingerprint"])):
-            print(f"DAMAGED: {problem}")
-            return 1
+        whole = "" if known is None else ", the tokenizer is the run's own"
         print(f"{source.path}: {len(source.files)} files, every byte as it was written; the boxes of "
               f"{len(source.tensors)} tensors are complete{whole}")
         return 0
@@ -206,7 +207,7 @@ def main_apart() -> int:
     return main()
 
 
-cli = partial(end_with, main_apart)
+cli = program(main_apart)
 
 if __name__ == "__main__":
     cli()

@@ -12,16 +12,16 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from data_utils.command_line import end_with
+from data_utils.command_line import program
 from data_utils.corpora.files import BUILTIN, files_of
 from data_utils.files.hashing import hash_file
 from megatron.gpt2.checkpoint.reader import Checkpoint
 from megatron.gpt2.command_line.arguments import SAVED, Arguments, parse
 from megatron.gpt2.command_line.flags import dashed
+from megatron.gpt2.config import require
 from megatron.gpt2.config.flag_names import flag
 from megatron.gpt2.launch.ranks import Ranks
 from megatron.gpt2.launch.run_program import Log, run_program
@@ -53,11 +53,9 @@ def arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, Arguments]:
     parser.add_argument("--output", metavar="FILE", help="write the result there, as JSON")
     args, rest = parser.parse_known_args([dashed(word) for word in argv])
     for name, value in (("--seq-length", args.seq_length), ("--micro-batch-size", args.micro_batch_size)):
-        if value is not None and value < 1:
-            raise ValueError(f"{name} must be positive, not {value}")
+        require(value is None or value >= 1, f"{name} must be positive, not {value}")
     for path in args.valid_data:
-        if path == BUILTIN:
-            raise ValueError(f"--valid-data {path}: the built-in corpus is trained on; give a file")
+        require(path != BUILTIN, f"--valid-data {path}: the built-in corpus is trained on; give a file")
     args.valid_data = [file for path in args.valid_data for file in files_of(path, "--valid-data")]
     check_output(args.output)
     return args, parse(rest)
@@ -69,16 +67,14 @@ def check_shape(given: Arguments, checkpoint: Checkpoint) -> None:
     differing = [f"{flag(key)}: here {given.values[key]}, checkpoint {saved[name]}"
                  for key in SAVED if key in given.given for name in [key.partition(".")[2]]
                  if saved.get(name) is not None and given.values[key] != saved[name]]
-    if differing:
-        raise ValueError("; ".join(differing) + ": leave these flags out")
+    require(not differing, "; ".join(differing) + ": leave these flags out")
 
 
 def read(args: argparse.Namespace, loaded: LoadedModel, log: Log) -> list[Task]:
     """Read all files before the first is scored, so that a bad one is found at once."""
     positions = loaded.model.config.max_position_embeddings
     length = positions if args.seq_length is None else args.seq_length
-    if length > positions:
-        raise ValueError(f"--seq-length {length}: the model has {positions} positions")
+    require(length <= positions, f"--seq-length {length}: the model has {positions} positions")
     return [read_task(args.task or task_of(path), path, loaded.tokenizer, length=length,
                       overlapping_eval=args.overlapping_eval, strict_lambada=args.strict_lambada,
                       text_key=args.text_key, max_bad_fraction=args.max_bad_fraction, log=log)
@@ -135,7 +131,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return run_program(evaluate, argv)
 
 
-cli = partial(end_with, main)
+cli = program(main)
 
 if __name__ == "__main__":
     cli()

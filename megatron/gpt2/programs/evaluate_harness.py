@@ -12,14 +12,13 @@ import contextlib
 import os
 import sys
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from data_utils import Tokenizer
-from data_utils.command_line import end_with
+from data_utils.command_line import program
 from megatron.gpt2.launch.ranks import Ranks
 from megatron.gpt2.launch.run_program import Log, run_program
 from megatron.gpt2.model.gpt2 import GPT2Model
@@ -151,7 +150,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return run_program(evaluate, argv)
 
 
-cli = partial(end_with, main)
+cli = program(main)
 
 if __name__ == "__main__":
     cli()

@@ -6,9 +6,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import partial
 
-from data_utils.command_line import end_with
+from data_utils.command_line import program
 from megatron.gpt2.command_line.deepspeed_config import KEYS
 from megatron.gpt2.command_line.flags import flag_table
 
@@ -54,7 +53,7 @@ def main() -> None:
     print(page(), end="")
 
 
-cli = partial(end_with, main)
+cli = program(main)
 
 if __name__ == "__main__":
     cli()

@@ -20,10 +20,9 @@ import os
 import signal
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from functools import partial
 from typing import Any
 
-from data_utils.command_line import end_with
+from data_utils.command_line import program
 from data_utils.corpora.files import check_exists
 from data_utils.progress import progress_bar
 from megatron.gpt2.command_line.arguments import parse
@@ -180,20 +179,15 @@ def generate_text(argv: Sequence[str], ranks: Ranks, log: Log) -> None:
     if not generator.leads:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first rank gets it too, and knows what it means
         return generator.follow()
-    try:
-        if args.num_samples:
-            prompts: Iterable[str | ValueError] = [""] * args.num_samples
+    with generator.leading():
+        if args.num_samples or args.sample_input_file:
+            prompts = [""] * args.num_samples if args.num_samples else prompts_of(args.sample_input_file)
             write_json_lines(answers(generator, prompts, args.sampling, args.batch_size), args.sample_output_file,
-                             args.num_samples)
-        elif args.sample_input_file:
-            write_json_lines(answers(generator, prompts_of(args.sample_input_file), args.sampling, args.batch_size),
-                             args.sample_output_file, None)
+                             args.num_samples or None)
         elif args.prompt is not None:
             stream(generator, args.prompt, args.sampling)
         else:
             converse(generator, args.sampling, log)
-    finally:
-        generator.close()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -201,7 +195,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return run_program(generate_text, argv)
 
 
-cli = partial(end_with, main)
+cli = program(main)
 
 if __name__ == "__main__":
     cli()

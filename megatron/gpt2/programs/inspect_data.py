@@ -12,12 +12,11 @@ Exit codes: 0; 1 where damage was found; 2 for bad input.
 from __future__ import annotations
 
 import argparse
-from functools import partial
 from pathlib import Path
 
 import numpy as np
 
-from data_utils.command_line import Parser, end_with
+from data_utils.command_line import Parser, program
 from data_utils.dataset_manifest import read_manifest
 from data_utils.files.hashing import damaged_parts
 from data_utils.foreign_bins import ForeignBin, open_tokens, prefix_of
@@ -115,7 +114,7 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-cli = partial(end_with, main)
+cli = program(main)
 
 if __name__ == "__main__":
     cli()

@@ -8,10 +8,9 @@ with their .bin.
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 
-from data_utils.command_line import Parser, end_with
+from data_utils.command_line import Parser, program
 from data_utils.preprocessing.merging import merge
 
 GPT2_EOD = 50256
@@ -47,7 +46,7 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-cli = partial(end_with, main)
+cli = program(main)
 
 if __name__ == "__main__":
     cli()

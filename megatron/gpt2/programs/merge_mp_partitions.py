@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import argparse
 import sys
-from functools import partial
 from typing import Any
 
-from data_utils.command_line import Parser, end_with, how_to_call
+from data_utils.command_line import Parser, how_to_call, program
 from megatron.gpt2.command_line.flags import dashed
 from megatron.gpt2.formats import Hints, open_source
 from megatron.gpt2.programs import checkpoint
@@ -53,11 +52,10 @@ def main(argv: list[str] | None = None) -> int:
         raise ValueError(f"--model-type {args.model_type}: GPT-2 alone is read here")
     if args.target != 1:
         raise ValueError(f"this merges to one rank: {how_to_call('checkpoint')} split makes another number of them")
-    passed_on = [(f"--{name.replace('_', '-')}", getattr(args, name)) for name in PASSED_ON if getattr(args, name)]
-    numbers = {name: int(value) for name in ("num_attention_heads", "vocab_size", "iteration")
+    passed_on = [f"--{name.replace('_', '-')}={getattr(args, name)}" for name in PASSED_ON if getattr(args, name)]
+    numbers: dict[str, Any] = {name: int(value) for name in ("num_attention_heads", "vocab_size", "iteration")
                if (value := getattr(args, name)) is not None}
-    source = open_source(args.load, Hints(numbers.get("num_attention_heads"), numbers.get("vocab_size"), None,
-                                          numbers.get("iteration")), log=lambda line: None)
+    source = open_source(args.load, Hints(**numbers), log=lambda line: None)
     model: dict[str, Any] = source.facts["config"]["model"]
     for name in COMPARED:
         given, found = getattr(args, name), model.get(name) or 4 * model["hidden_size"]
@@ -67,11 +65,10 @@ def main(argv: list[str] | None = None) -> int:
     if args.ranks not in (None, ranks):
         raise ValueError(f"--tensor-model-parallel-size {args.ranks}: {args.load} holds the files of {ranks}")
     checkpoint.map_tensors_apart()
-    return checkpoint.main(["merge", args.load, args.save or f"{args.load}/merged",
-                            *(word for pair in passed_on for word in pair)])
+    return checkpoint.main(["merge", args.load, args.save or f"{args.load}/merged", *passed_on])
 
 
-cli = partial(end_with, main)
+cli = program(main)
 
 if __name__ == "__main__":
     cli()

@@ -17,26 +17,20 @@ import dataclasses
 import json
 import sys
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from data_utils import build_tokenizer, default_tokenizer_kind
-from data_utils.command_line import Parser, end_with
+from data_utils.command_line import Parser, program
 from megatron.gpt2 import device as devices
 from megatron.gpt2.checkpoint.folder import find_checkpoint
 from megatron.gpt2.command_line.arguments import Arguments, merge_checkpoint, parse
 from megatron.gpt2.command_line.flags import launch_flags
-from megatron.gpt2.config import Config
+from megatron.gpt2.config import Config, require
+from megatron.gpt2.memory_planner import megatron_2019
 from megatron.gpt2.memory_planner.fit import Candidate, cheapest, cost, largest_micro_batch, smallest
-from megatron.gpt2.memory_planner.megatron_2019 import (
-    BYTES_PER_PARAMETER,
-    layer_activations,
-    layer_matrices,
-    megatron_2019,
-)
 from megatron.gpt2.memory_planner.report import in_mb
 from megatron.gpt2.memory_planner.sizes import Setting
 from megatron.gpt2.memory_planner.step import CUDA_CONTEXT, Memory, expected
@@ -60,10 +54,8 @@ def options(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
                              "on a GPU")
     parser.add_argument("--json", action="store_true", help="print JSON, with sizes in bytes")
     chosen, rest = parser.parse_known_args(argv)
-    if chosen.ranks is not None and chosen.ranks < 1:
-        raise ValueError(f"--ranks must be positive, not {chosen.ranks}")
-    if chosen.memory_gb is not None and not chosen.memory_gb > 0:
-        raise ValueError(f"--memory-gb must be positive, not {chosen.memory_gb}")
+    require(chosen.ranks is None or chosen.ranks >= 1, f"--ranks must be positive, not {chosen.ranks}")
+    require(chosen.memory_gb is None or chosen.memory_gb > 0, f"--memory-gb must be positive, not {chosen.memory_gb}")
     if chosen.memory_gb is not None and chosen.accounting != "this":
         raise ValueError("--memory-gb looks for layouts of this program: leave --accounting out")
     return chosen, rest
@@ -111,20 +103,18 @@ def facts(config: Config, plan: Setting | None, memory: Memory) -> dict[str, Any
     """All that is known, in numbers."""
     model, train, p = config.model, config.train, config.parallel.model_parallel_size
     total, own = count_parameters(model, p)
-    if plan is None:
-        own = memory.parts["weights"] // 2  # it padded the vocabulary in another way
+    own = own if plan else memory.parts["weights"] // 2  # in 2019 the vocabulary was padded in another way
     found: dict[str, Any] = {
         "parameters": {"in_all": total, "of_a_rank": own,
-                       "matrices_12lh2": layer_matrices(model.num_layers, model.hidden_size)},
+                       "matrices_12lh2": megatron_2019.layer_matrices(model.num_layers, model.hidden_size)},
         "memory": {**memory.parts, "total": memory.total, "moment": memory.moment, "on_host": memory.on_host}}
     if plan is None:
-        kept = layer_activations(s=config.data.seq_length, b=train.micro_batch_size, h=model.hidden_size,
-                                 n=model.num_attention_heads, p=p)
-        matrices = found["parameters"]["matrices_12lh2"]
-        return found | {"megatron_2019": {"from_step_to_step": sum(
-            memory.parts[part] for part in ("weights", "gradients", "optimizer")),
-                                          "matrices_at_20_bytes": BYTES_PER_PARAMETER * matrices,
-                                          "activations_without_recompute": model.num_layers * kept}}
+        kept = megatron_2019.layer_activations(s=config.data.seq_length, b=train.micro_batch_size, h=model.hidden_size,
+                                               n=model.num_attention_heads, p=p)
+        return found | {"megatron_2019": {
+            "from_step_to_step": sum(memory.parts[part] for part in ("weights", "gradients", "optimizer")),
+            "matrices_at_20_bytes": megatron_2019.BYTES_PER_PARAMETER * found["parameters"]["matrices_12lh2"],
+            "activations_without_recompute": model.num_layers * kept}}
     return found | {"ranks": plan.world_size, "data_parallel": plan.data_parallel_size, "device": plan.device,
                     "precision": devices.PRECISIONS[plan.dtype]}
 
@@ -155,7 +145,7 @@ def table(config: Config, plan: Setting | None, found: dict[str, Any]) -> list[s
                   f"vocabulary {model.vocab_size:,}, sequence {config.data.seq_length:,}"),
         ("layout", f"{on}, micro-batch {config.train.micro_batch_size}, recompute "
                    f"{config.train.recompute_granularity}"),
-        ("parameters", f"{counted['in_all']:,} in all, {counted['of_a_rank']:,} on a rank"),
+        ("parameters", f"{counted['in_all']:,} in all, {counted['of_a_rank']:,} per rank"),
         ("12·l·h²", f"{counted['matrices_12lh2']:,} in the layers' matrices")])
     if plan is None:
         of_2019 = found["megatron_2019"]
@@ -196,18 +186,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     config = configuration(rest)
     ranks = chosen.ranks or launch.world_size or launch.nproc_per_node or config.parallel.model_parallel_size
     plan = setting(config, ranks) if chosen.accounting == "this" else None
-    memory = expected(plan) if plan is not None else megatron_2019(config)
+    memory = expected(plan) if plan is not None else megatron_2019.megatron_2019(config)
     found = facts(config, plan, memory)
     if plan is not None and chosen.memory_gb is not None:
         found["fits"] = fitting(plan, int(chosen.memory_gb * GB))
     if chosen.json:
         print(json.dumps(found, indent=2))
     else:
-        print("\n".join([*table(config, plan, found), *(fitting_table(found["fits"]) if "fits" in found else [])]))
+        print("\n".join(table(config, plan, found) + (fitting_table(found["fits"]) if "fits" in found else [])))
     return 0 if "fits" not in found or found["fits"]["cheapest"] else 1
 
 
-cli = partial(end_with, main)
+cli = program(main)
 
 if __name__ == "__main__":
     cli()

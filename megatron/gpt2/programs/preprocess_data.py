@@ -16,9 +16,8 @@ import contextlib
 import sys
 import time
 from collections.abc import Iterator
-from functools import partial
 
-from data_utils.command_line import Parser, end_with
+from data_utils.command_line import Parser, program
 from data_utils.corpora.documents import MOST_BAD_LINES
 from data_utils.preprocessing.preprocess import Job, preprocess, report
 from data_utils.preprocessing.shards import Progress
@@ -84,7 +83,7 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-cli = partial(end_with, main)
+cli = program(main)
 
 if __name__ == "__main__":
     cli()

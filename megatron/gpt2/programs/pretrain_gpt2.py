@@ -9,18 +9,16 @@ from __future__ import annotations
 import signal
 import sys
 from collections.abc import Sequence
-from functools import partial
-
-import torch.distributed as dist
 
 from data_utils import DamagedData
-from data_utils.command_line import end_with, line_buffered
+from data_utils.command_line import line_buffered, program
 from megatron.gpt2 import device as devices
 from megatron.gpt2.command_line.arguments import parse
 from megatron.gpt2.launch.errors import refuse, refuse_memory
 from megatron.gpt2.launch.launchers import read_launch
 from megatron.gpt2.launch.ranks import Ranks
 from megatron.gpt2.launch.rendezvous import leave, meet, name_lost
+from megatron.gpt2.launch.run_program import ended_by
 from megatron.gpt2.launch.spawn import start_ranks
 from megatron.gpt2.memory_planner.report import is_out_of_memory, out_of_memory
 from megatron.gpt2.training.build import build_run
@@ -93,16 +91,10 @@ def build(words: Sequence[str]) -> Run | int:
             ranks.leave()
             return 0
         run = build_run(prepared, log)
-    except (ValueError, OSError) as error:
-        return refuse(error, ranks)
-    except (RuntimeError, MemoryError) as error:
+    except (ValueError, OSError, RuntimeError, MemoryError) as error:
         if prepared is not None and is_out_of_memory(error):
             return refuse_out_of_memory(prepared)
-        if name_lost(ranks):
-            return 1
-        if isinstance(error, dist.DistError):
-            return refuse(error, ranks)
-        raise
+        return ended_by(error, ranks)
     for line in warnings:
         run.log.note(line)
     return run
@@ -149,7 +141,7 @@ def train_and_report(run: Run) -> int:
     return 0 if is_saved else 1
 
 
-cli = partial(end_with, main)
+cli = program(main)
 
 if __name__ == "__main__":
     cli()

@@ -7,10 +7,9 @@ Training writes it by itself. Exit codes: 0; 2 for bad input.
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 
-from data_utils.command_line import Parser, end_with
+from data_utils.command_line import Parser, program
 from megatron.gpt2.records.run_report import METRICS, write_report
 
 
@@ -25,7 +24,7 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-cli = partial(end_with, main)
+cli = program(main)
 
 if __name__ == "__main__":
     cli()

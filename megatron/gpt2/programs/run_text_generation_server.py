@@ -16,7 +16,6 @@ import socket
 import sys
 import threading
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -26,12 +25,12 @@ try:
 
     from megatron.gpt2.programs.text_generation_server.app import Service
     from megatron.gpt2.programs.text_generation_server.batching import Batcher
-    from megatron.gpt2.programs.text_generation_server.completion_request import Limits
+    from megatron.gpt2.programs.text_generation_server.request import Limits
 except ImportError as error:
     print(f"error: the server needs starlette and uvicorn ({error}): pip install -e .[serve]", file=sys.stderr)
     sys.exit(2)
 
-from data_utils.command_line import end_with
+from data_utils.command_line import program
 from megatron.gpt2.command_line.flags import dashed
 from megatron.gpt2.device import PRECISIONS
 from megatron.gpt2.launch.ranks import Ranks
@@ -100,10 +99,8 @@ def serve(argv: Sequence[str], ranks: Ranks, log: Log) -> None:
     generator = Generator(loaded.model, loaded.tokenizer, orders=untimed_group())  # which all ranks come to
     if listener is None:
         return generator.follow()
-    try:
+    with generator.leading():
         answer_clients(args, loaded, generator, listener, log)
-    finally:
-        generator.close()
 
 
 def answer_clients(args: argparse.Namespace, loaded: LoadedModel, generator: Generator, listener: socket.socket,
@@ -174,7 +171,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return run_program(serve, argv)
 
 
-cli = partial(end_with, main)
+cli = program(main)
 
 if __name__ == "__main__":
     cli()

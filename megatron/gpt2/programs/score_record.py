@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +34,5 @@ def record(loaded: LoadedModel, micro_batch_size: int) -> dict[str, Any]:
 
 def write_record(path: str, value: dict[str, Any]) -> None:
     """Write `value` as JSON into `path`, whole or not at all; infinities and NaN, which JSON lacks, become null."""
-    replace_text(Path(path), json.dumps(_finite(value), indent=1, allow_nan=False) + "\n")
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    finite = json.loads(json.dumps(value), parse_constant=lambda name: None)
+    replace_text(Path(path), json.dumps(finite, indent=1, allow_nan=False) + "\n")

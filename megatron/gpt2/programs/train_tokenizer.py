@@ -12,12 +12,11 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from data_utils import ensure_sentencepiece_model, tokenizers
-from data_utils.command_line import Parser, end_with
+from data_utils.command_line import Parser, program
 from data_utils.corpora.builtin import builtin_documents
 from data_utils.corpora.documents import documents
 from data_utils.corpora.files import BUILTIN, files_of
@@ -86,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                                    vocab_size=given.vocab_size, log=print)
 
 
-cli = partial(end_with, main)
+cli = program(main)
 
 if __name__ == "__main__":
     cli()

@@ -1,14 +1,17 @@
 """Text from a trained model, one token at a time, for several prompts at once.
 
 The first rank of a model-parallel group leads: it knows the prompts, draws the tokens and orders each computation. The
-other ranks only follow its orders, so that all compute the same. Legend: b continuations, s sequence, v padded
-vocabulary, p model-parallel size.
+other ranks only follow its orders, so that all compute the same; an error that ends the leader ends them too.
+
+Legend: b continuations, s sequence, v padded vocabulary, p model-parallel size.
 """
 
 from __future__ import annotations
 
 import collections.abc
 import contextlib
+import signal
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -28,6 +31,7 @@ from megatron.gpt2.text.text_stream import TextStream
 # What the leader orders: the end, whole contexts, one more token of each.
 _END, _CONTEXTS, _TOKENS = range(3)
 _NO_TOKEN = -1
+_ERRORS = (ValueError, OSError, KeyboardInterrupt, RuntimeError)  # of the leader's, by numbers; the last for any other
 
 
 class Continuation:
@@ -68,7 +72,7 @@ TokenStream = collections.abc.Generator[GeneratedToken, None, None]
 
 
 class _Order(NamedTuple):
-    """kind; b; how many numbers a row has; capacity of the cache that is to be made, 0 for none."""
+    """kind; b rows of numbers, and how many each has; capacity of the cache that is to be made, 0 for none."""
 
     kind: int
     b: int = 0
@@ -77,7 +81,7 @@ class _Order(NamedTuple):
 
 
 class Generator:
-    """Continues prompts with `model`. The leader calls `stream`, and `close` at the end; the others call `follow`."""
+    """Continues prompts with `model`. The leader calls `stream`, inside `leading`; the others call `follow`."""
 
     def __init__(self, model: GPT2Model, tokenizer: Tokenizer, *, recompute: bool = False,
                  orders: dist.ProcessGroup | None = None, log: Callable[[str], None] = lambda line: None) -> None:
@@ -90,9 +94,10 @@ class Generator:
         self.leads = mpu.get_model_parallel_rank() == 0
         self.limit = model.config.max_position_embeddings
         self._device = next(model.parameters()).device
-        self._orders = orders if orders is not None else mpu.get_model_parallel_group()
+        orders = orders if orders is not None else mpu.get_model_parallel_group()
+        self._orders = orders if orders is not None and orders.size() > 1 else None
         self._cache: mpu.KeyValueCache | None = None
-        self._busy = False
+        self._busy = self._computing = False
 
     def stream(self, continuations: Sequence[Continuation]) -> TokenStream:
         """Draw token after token of all continuations until each has its `finish`; closing the iterator ends it too.
@@ -172,31 +177,55 @@ class Generator:
                              [[*context, *[_NO_TOKEN] * (width - len(context))] for context in contexts])
 
     def _command(self, order: _Order, numbers: list[list[int]]) -> Tensor:
-        logits = self._obey(order, numbers)
-        assert logits is not None, "only the end has none"
+        """Compute on all ranks; an interruption waits until they have done."""
+        rows = torch.tensor(numbers)
+        with contextlib.nullcontext() if self._orders is None else _interrupted_later():
+            self._computing = True
+            logits = self._compute(*self._tell(order, rows))
+            self._computing = False
         return logits
 
+    @contextlib.contextmanager
+    def leading(self) -> Iterator[None]:
+        """At its end the other ranks return from `follow`; where an error of the leader's leaves it, they raise it too.
+
+        An error in the middle of a computation cannot be told to ranks that compute: the connection that is lost when
+        the leader leaves ends them.
+        """
+        try:
+            yield
+        except BaseException as error:
+            if not self._computing:
+                kind = next((i for i, known in enumerate(_ERRORS) if isinstance(error, known)), len(_ERRORS) - 1)
+                words = f"the first rank ended with {type(error).__name__}: {error}".encode(errors="replace")
+                self._tell(_Order(_END, 1, 1 + len(words)), torch.tensor([[kind, *words]]))
+            raise
+        self._tell(_Order(_END), torch.empty(0, 0, dtype=torch.int64))
+
     def follow(self) -> None:
-        """Compute what the leader orders, until it closes."""
+        """Compute what the leader orders, until it ends. Raises what ended the leader: its kind of error, where that is
+        a ValueError, an OSError or a KeyboardInterrupt, else a RuntimeError."""
         assert not self.leads
         with self._evaluation():
-            while self._obey() is not None:
-                pass
+            while True:
+                order, rows = self._tell()
+                if order.kind == _END:
+                    break
+                self._compute(order, rows)
         self._cache = None
+        if rows.numel():
+            kind, *words = rows.flatten().tolist()
+            raise _ERRORS[kind](bytes(words).decode())
 
-    def close(self) -> None:
-        """Let the other ranks return from `follow`."""
-        if self.leads:
-            self._obey(_Order(_END))
+    def _tell(self, order: _Order | None = None, rows: Tensor | None = None) -> tuple[_Order, Tensor]:
+        """Give an order with its rows of numbers, int64 on the host, or take one; what the leader gave, on every
+        rank."""
+        order = _Order(*self._broadcast(torch.tensor(order or _Order(_END))).tolist())
+        return order, self._broadcast(torch.empty(order.b, order.width, dtype=torch.int64) if rows is None else rows)
 
     @torch.inference_mode()
-    def _obey(self, order: _Order | None = None, numbers: list[list[int]] | None = None) -> Tensor | None:
-        """Give an order, or take one; the logits after it, on every rank: [b, vocabulary without padding] float32."""
-        order = _Order(*self._broadcast(torch.tensor(order or _Order(_END))).tolist())
-        if order.kind == _END:
-            return None
-        rows = torch.empty(order.b, order.width, dtype=torch.int64) if numbers is None else torch.tensor(numbers)
-        rows = self._broadcast(rows)
+    def _compute(self, order: _Order, rows: Tensor) -> Tensor:
+        """The logits after an order: [b, vocabulary without padding] float32."""
         # A compiled layer would be compiled again for other lengths.
         with torch.compiler.set_stance("force_eager") if self.model.is_compiled else contextlib.nullcontext():
             logits = self._next_logits(order, rows)
@@ -224,7 +253,7 @@ class Generator:
 
     def _broadcast(self, numbers: Tensor) -> Tensor:
         """The leader's `numbers`, int64 on the host."""
-        if self._orders is None or self._orders.size() == 1:
+        if self._orders is None or not numbers.numel():
             return numbers
         numbers = numbers if dist.get_backend(self._orders) == "gloo" else numbers.to(self._device)
         dist.broadcast(numbers, mpu.get_model_parallel_src_rank(), group=self._orders)
@@ -244,12 +273,27 @@ def generate(model: GPT2Model, tokenizer: Tokenizer, continuations: Sequence[Con
              recompute: bool = False) -> None:
     """Complete all continuations. Every rank of the model-parallel group calls it; the leader's are filled."""
     generator = Generator(model, tokenizer, recompute=recompute)
-    if generator.leads:
+    if not generator.leads:
+        return generator.follow()
+    with generator.leading():
         for _ in generator.stream(continuations):
             pass
-        generator.close()
-    else:
-        generator.follow()
+
+
+@contextlib.contextmanager
+def _interrupted_later() -> Iterator[None]:
+    """Inside it Ctrl-C waits for the end. Signals come to the main thread alone."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: came.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if came:
+            signal.raise_signal(signal.SIGINT)
 
 
 def untimed_group() -> dist.ProcessGroup | None:

@@ -1,1 +1,1 @@
-"""Parts of `tools/bench_collectives.py`, which finds them beside itself: nothing else imports them, but tests."""
+"""Parts of `bench_collectives.py`: nothing else imports them, but tests."""

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from megatron.gpt2.device import PRECISIONS
-from megatron.gpt2.programs.collectives.operations import Operation, Trial, World, elements, filled, moved
-from megatron.gpt2.programs.collectives.report import Missing, Pairs, Row, missing_line, row_line, size_name
+from megatron.gpt2.programs.collectives.operations import Operation, Trial, World, filled, moved
+from megatron.gpt2.programs.collectives.report import Missing, Pairs, Row, row_line, size_name
 
 LEAST_RUNS, MOST_RUNS, RUNS_SECONDS = 5, 1000, 0.2  # of an operation at a size, where --iters does not say
 PAIRS_RUNS, MOST_PAIRED_RANKS = 9, 16
@@ -102,42 +102,40 @@ def measure(name: str, operation: Operation, world: World, size: int, *, iters: 
 
 
 def measure_sizes(name: str, operation: Operation, world: World, sizes: Sequence[int], *, iters: int | None,
-                  deadline: float, log: Callable[[str], None] = lambda line: None) -> tuple[list[Row], list[Missing]]:
-    """One operation at every size, until one cannot be measured. log: takes each line of the table."""
+                  deadline: float, log: Callable[[str], None] = lambda line: None) -> tuple[list[Row], Missing | None]:
+    """One operation at every size, until one cannot be measured, and why that is. log: takes the line of each size."""
     rows: list[Row] = []
     lacking = lacks_messages(world) if operation.point_to_point else ""
     if operation.subgroups and world.half is None:
         why = "has none of two ranks but itself" if world.size == 2 else "does not split into two halves"
         lacking = f"no subgroups to measure: a world of {world.size} {why}"
     if lacking:
-        log(missing_line(Missing(name, lacking)))
-        return rows, [Missing(name, lacking)]
+        return rows, Missing(name, lacking)
     for size in sizes if operation.sizes else sizes[:1]:
         result = measure(name, operation, world, size, iters=iters, deadline=deadline)
         if isinstance(result, Missing):
-            log(missing_line(result))
-            return rows, [result]
+            return rows, result
         rows.append(result)
         log(row_line(result))
-    return rows, []
+    return rows, None
 
 
-def measure_pairs(world: World, size: int, deadline: float) -> Pairs | Missing:
-    """The bandwidth from each rank to each other, one pair at a time, in messages of `size` bytes; the median of
-    PAIRS_RUNS.
+def measure_pairs(world: World, size: int, deadline: float) -> tuple[Pairs | None, Missing | None]:
+    """The bandwidth from each rank to each other, one pair at a time, in messages of `size` bytes, the median of
+    PAIRS_RUNS; or why it cannot be measured.
 
     The time is the sender's, until the receiver has answered with one element.
     """
     if world.size > MOST_PAIRED_RANKS:
-        return Missing("pairs", f"only measured in worlds of at most {MOST_PAIRED_RANKS} ranks")
+        return None, Missing("pairs", f"only measured in worlds of at most {MOST_PAIRED_RANKS} ranks")
     if lacks_messages(world):
-        return Missing("pairs", lacks_messages(world))
-    message = filled(world, elements(world, size), moved(0))
+        return None, Missing("pairs", lacks_messages(world))
+    message = filled(world, size, moved(0))
     answer = torch.zeros(1, device=world.device, dtype=world.dtype)
     bandwidth = torch.zeros(world.size, world.size, dtype=torch.float64, device=world.device)
     for source, target in ((s, t) for s in range(world.size) for t in range(world.size) if s != t):
         if not from_rank_0(int(time.monotonic() < deadline), world):
-            return Missing("pairs", "not measured within their share of --limit")
+            return None, Missing("pairs", "not measured within their share of --limit")
         dist.barrier()
         seconds = []
         for _ in range(1 + PAIRS_RUNS):
@@ -153,4 +151,4 @@ def measure_pairs(world: World, size: int, deadline: float) -> Pairs | Missing:
         if world.rank == source:
             bandwidth[source, target] = message.nbytes / sorted(seconds[1:])[PAIRS_RUNS // 2] / 1e9
     dist.all_reduce(bandwidth)
-    return Pairs(message.nbytes, bandwidth.tolist())
+    return Pairs(message.nbytes, bandwidth.tolist()), None

@@ -23,6 +23,8 @@ import mpu
 from megatron.gpt2.programs.collectives.ring import ring_all_reduce
 
 PERIOD = 375  # elements; the least that holds both 3 and 125
+REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {  # of [members, n], by their names in `dist.ReduceOp`
+    "SUM": lambda x: x.sum(0), "PRODUCT": lambda x: x.prod(0), "MIN": lambda x: x.amin(0), "MAX": lambda x: x.amax(0)}
 TILES = 2048  # periods that are compared or written at once
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}  # relative; for the order of summation
 
@@ -103,8 +105,7 @@ def reduced(rank: int) -> Tensor:
 
 def combined(kind: str, members: range) -> Tensor:
     """[PERIOD] values that reducing over these ranks gives."""
-    values = torch.stack([reduced(member) for member in members])  # [members, PERIOD]
-    return {"SUM": values.sum(0), "PRODUCT": values.prod(0), "MIN": values.amin(0), "MAX": values.amax(0)}[kind]
+    return REDUCTIONS[kind](torch.stack([reduced(member) for member in members]))  # [members, PERIOD] -> [PERIOD]
 
 
 def tile(values: Tensor, like: Tensor) -> Tensor:
@@ -120,9 +121,9 @@ def fill(buffer: Tensor, values: Tensor) -> Tensor:
     return buffer
 
 
-def filled(world: World, count: int, values: Tensor) -> Tensor:
-    """A new buffer of `count` elements with the periodic `values`."""
-    return fill(torch.empty(count, device=world.device, dtype=world.dtype), values)
+def filled(world: World, size: int, values: Tensor) -> Tensor:
+    """A new buffer of `size` bytes with the periodic `values`."""
+    return fill(torch.empty(elements(world, size), device=world.device, dtype=world.dtype), values)
 
 
 def holds(buffer: Tensor, values: Tensor) -> bool:
@@ -149,7 +150,7 @@ def empty_blocks(world: World, size: int) -> Tensor:
 
 def broadcast(world: World, size: int) -> Trial:
     """One buffer, from rank 0 to all."""
-    buffer = filled(world, elements(world, size), moved(1 + world.rank))
+    buffer = filled(world, size, moved(1 + world.rank))
     return Trial(buffer.nbytes, lambda: dist.broadcast(buffer, 0), lambda: holds(buffer, moved(1)))
 
 
@@ -162,7 +163,7 @@ def all_reduce(kind: str, subgroup: str = "") -> Prepare:
             members, group = range(world.rank // half * half, (world.rank // half + 1) * half), world.half
         elif subgroup == "across":
             members, group = range(world.rank % half, n, half), world.across
-        buffer = filled(world, elements(world, size), reduced(world.rank))
+        buffer = filled(world, size, reduced(world.rank))
         return Trial(buffer.nbytes, lambda: dist.all_reduce(buffer, getattr(dist.ReduceOp, kind), group=group),
                      lambda: holds(buffer, combined(kind, members)), in_place=(buffer,))
     return prepare
@@ -170,14 +171,14 @@ def all_reduce(kind: str, subgroup: str = "") -> Prepare:
 
 def reduce(world: World, size: int) -> Trial:
     """One buffer, summed over all ranks on rank 0."""
-    buffer = filled(world, elements(world, size), reduced(world.rank))
+    buffer = filled(world, size, reduced(world.rank))
     return Trial(buffer.nbytes, lambda: dist.reduce(buffer, 0),
                  lambda: world.rank != 0 or holds(buffer, combined("SUM", range(world.size))), in_place=(buffer,))
 
 
 def ring(world: World, size: int) -> Trial:
     """As all_reduce with SUM, by the ring of ring.py; the backend's own result is what is right."""
-    buffer = filled(world, elements(world, size), reduced(world.rank))
+    buffer = filled(world, size, reduced(world.rank))
     reference = buffer.clone()
     dist.all_reduce(reference)
     return Trial(buffer.nbytes, lambda: ring_all_reduce(buffer),
@@ -188,7 +189,7 @@ def ring(world: World, size: int) -> Trial:
 def all_gather(world: World, size: int) -> Trial:
     """A block of each rank, all of them on every rank."""
     received = empty_blocks(world, size)
-    sent = filled(world, received.size(1), moved(world.rank))
+    sent = fill(torch.empty_like(received[0]), moved(world.rank))
     return Trial(received.nbytes, lambda: all_gather_single(received.view(-1), sent),
                  lambda: all(holds(block, moved(r)) for r, block in enumerate(received)))
 
@@ -196,7 +197,7 @@ def all_gather(world: World, size: int) -> Trial:
 def gather(world: World, size: int) -> Trial:
     """A block of each rank, all of them on rank 0."""
     received = empty_blocks(world, size)
-    sent = filled(world, received.size(1), moved(world.rank))
+    sent = fill(torch.empty_like(received[0]), moved(world.rank))
     blocks = list(received) if world.rank == 0 else None
     return Trial(received.nbytes, lambda: dist.gather(sent, blocks, 0),
                  lambda: world.rank != 0 or all(holds(block, moved(r)) for r, block in enumerate(received)))
@@ -239,35 +240,29 @@ def partner(world: World) -> int | None:
     return (world.rank + half) % (2 * half) if world.rank < 2 * half else None
 
 
-def send_recv(world: World, size: int) -> Trial:
-    """There and back between partners: two messages."""
-    peer = partner(world)
-    sent = filled(world, elements(world, size), moved(world.rank))
-    received = torch.full_like(sent, torch.nan)
+def between_partners(at_once: bool) -> Prepare:
+    """There and back between partners, one message after the other, or both `at_once`."""
+    def prepare(world: World, size: int) -> Trial:
+        peer = partner(world)
+        sent = filled(world, size, moved(world.rank))
+        received = torch.full_like(sent, torch.nan)
 
-    def run() -> None:
-        if peer is None:
-            return
-        for sending in (True, False) if world.rank < peer else (False, True):
-            if sending:
+        def run() -> None:
+            if peer is None:
+                return
+            if at_once:
+                both = [dist.P2POp(dist.isend, sent, peer), dist.P2POp(dist.irecv, received, peer)]
+                for work in dist.batch_isend_irecv(both):
+                    work.wait()
+            elif world.rank < peer:
                 dist.send(sent, peer)
+                dist.recv(received, peer)
             else:
                 dist.recv(received, peer)
-    return Trial(sent.nbytes, run, lambda: peer is None or holds(received, moved(peer)), messages=2)
-
-
-def isend_irecv(world: World, size: int) -> Trial:
-    """Both ways at once between partners."""
-    peer = partner(world)
-    sent = filled(world, elements(world, size), moved(world.rank))
-    received = torch.full_like(sent, torch.nan)
-
-    def run() -> None:
-        if peer is not None:
-            both = [dist.P2POp(dist.isend, sent, peer), dist.P2POp(dist.irecv, received, peer)]
-            for work in dist.batch_isend_irecv(both):
-                work.wait()
-    return Trial(sent.nbytes, run, lambda: peer is None or holds(received, moved(peer)))
+                dist.send(sent, peer)
+        return Trial(sent.nbytes, run, lambda: peer is None or holds(received, moved(peer)),
+                     messages=1 if at_once else 2)
+    return prepare
 
 
 def there_and_on(n: int) -> float:
@@ -283,10 +278,7 @@ def all_but_own(n: int) -> float:
 # In the order of the table. The factors are nccl-tests' (doc/PERFORMANCE.md there).
 OPERATIONS = {
     "broadcast": Operation(broadcast),
-    "all_reduce_sum": Operation(all_reduce("SUM"), there_and_on),
-    "all_reduce_product": Operation(all_reduce("PRODUCT"), there_and_on),
-    "all_reduce_min": Operation(all_reduce("MIN"), there_and_on),
-    "all_reduce_max": Operation(all_reduce("MAX"), there_and_on),
+    **{f"all_reduce_{kind.lower()}": Operation(all_reduce(kind), there_and_on) for kind in REDUCTIONS},
     "ring_all_reduce": Operation(ring, there_and_on, point_to_point=True),
     "all_reduce_halves": Operation(all_reduce("SUM", "half"), lambda n: there_and_on(n // 2), subgroups=True),
     "all_reduce_across": Operation(all_reduce("SUM", "across"), lambda n: there_and_on(2), subgroups=True),
@@ -296,7 +288,7 @@ OPERATIONS = {
     "gather": Operation(gather, all_but_own),
     "scatter": Operation(scatter, all_but_own),
     "all_to_all": Operation(all_to_all, all_but_own),
-    "send_recv": Operation(send_recv, point_to_point=True),
-    "isend_irecv": Operation(isend_irecv, point_to_point=True),
+    "send_recv": Operation(between_partners(at_once=False), point_to_point=True),
+    "isend_irecv": Operation(between_partners(at_once=True), point_to_point=True),
     "barrier": Operation(barrier, sizes=False),
 }

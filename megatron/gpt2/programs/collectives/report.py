@@ -138,13 +138,11 @@ def plot(rows: list[Row], path: Path, title: str) -> str:
     """Draw bus bandwidth over size into `path`; returns a line that says where the plot is, or why there is none."""
     try:
         logging.getLogger("matplotlib").setLevel(logging.ERROR)  # it reports its font cache, which is no news of ours
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
         return f"no plot: matplotlib is not installed; {path.with_suffix('.json').name} has the figures"
 
     figure = Figure(figsize=(9, 5.5), dpi=120, layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.subplots()
     drawn = {row.operation: [other for other in rows if other.operation == row.operation] for row in rows
              if row.bus_bandwidth}

@@ -7,18 +7,15 @@ INPUT holds an address a line. OUTPUT gets files of --urls-per-file addresses, e
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
-
 from data_utils.corpora.files import TEXT_SUFFIX
-from data_utils.curation.command_line import finish, positive, run, stage_parser
+from data_utils.curation.command_line import positive, run, stage_parser, stage_program
 from data_utils.curation.documents import Shard, find_files
 from data_utils.curation.shard_run import Stage
 from data_utils.curation.urls import BLACKLIST, filter_urls
 from data_utils.files.hashing import hash_file
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def main(argv: list[str] | None = None) -> None:
     """Run the command line `argv` (default: this process's). ValueError or FileNotFoundError for bad input."""
     parser = stage_parser(__doc__)
     parser.add_argument("--urls-per-file", type=positive, default=1000, metavar="N", help="default: %(default)s")
@@ -29,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         one_file=(TEXT_SUFFIX,))
 
 
-cli = partial(finish, main)
+cli = stage_program(main)
 
 if __name__ == "__main__":
     cli()

@@ -5,16 +5,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
-
 from data_utils.curation.cleanup import cleanup
-from data_utils.curation.command_line import finish, positive, run, stage_parser
+from data_utils.curation.command_line import positive, run, stage_parser, stage_program
 from data_utils.curation.shard_run import Stage
 from data_utils.tokenizers.build import build_tokenizer
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def main(argv: list[str] | None = None) -> None:
     """Run the command line `argv` (default: this process's). ValueError or FileNotFoundError for bad input."""
     parser = stage_parser(__doc__)
     parser.add_argument("--language", default="en", metavar="CODE", help="two letters, or any (default: %(default)s)")
@@ -34,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     run(args, stage)
 
 
-cli = partial(finish, main)
+cli = stage_program(main)
 
 if __name__ == "__main__":
     cli()

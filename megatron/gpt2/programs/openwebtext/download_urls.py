@@ -8,10 +8,7 @@ address. It does not read robots.txt: it fetches the single pages of a list, and
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
-
-from data_utils.curation.command_line import finish, positive, run, stage_parser
+from data_utils.curation.command_line import positive, run, stage_parser, stage_program
 from data_utils.curation.documents import file_shards
 from data_utils.curation.download import download
 from data_utils.curation.shard_run import Stage
@@ -19,7 +16,7 @@ from data_utils.curation.urls import BLACKLIST
 from data_utils.files.hashing import hash_file
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def main(argv: list[str] | None = None) -> None:
     """Run the command line `argv` (default: this process's). ValueError or FileNotFoundError for bad input."""
     parser = stage_parser(__doc__)
     parser.add_argument("--max-bytes", type=positive, default=10_000_000, metavar="N",
@@ -45,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     run(args, stage, file_shards([args.input]), one_file=())
 
 
-cli = partial(finish, main)
+cli = stage_program(main)
 
 if __name__ == "__main__":
     cli()

@@ -5,17 +5,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
-
-from data_utils.curation.command_line import finish, log, run, stage_parser
+from data_utils.curation.command_line import log, run, stage_parser, stage_program
 from data_utils.curation.decontamination import WORDS, decontaminate, index_of
 from data_utils.curation.documents import find_files
 from data_utils.curation.shard_run import Stage
 from data_utils.files.hashing import hash_file
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def main(argv: list[str] | None = None) -> None:
     """Run the command line `argv` (default: this process's). ValueError or FileNotFoundError for bad input."""
     parser = stage_parser(__doc__)
     parser.add_argument("--evaluation", nargs="+", required=True, metavar="FILE", help="evaluation sets: JSON lines "
@@ -33,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     run(args, stage)
 
 
-cli = partial(finish, main)
+cli = stage_program(main)
 
 if __name__ == "__main__":
     cli()

@@ -8,16 +8,13 @@ bands of 5 values, and are then compared in full. Pairs are those that join a do
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
-
-from data_utils.curation.command_line import finish, run, shards_beside, stage_parser
+from data_utils.curation.command_line import run, shards_beside, stage_parser, stage_program
 from data_utils.curation.documents import Shard, document_shards, is_seekable
 from data_utils.curation.near_duplicates import search, sign
 from data_utils.curation.shard_run import Stage
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def main(argv: list[str] | None = None) -> None:
     """Run the command line `argv` (default: this process's). ValueError or FileNotFoundError for bad input."""
     parser = stage_parser(__doc__)
     parser.add_argument("--min-jaccard", type=float, default=0.8, metavar="J", help="default: %(default)s")
@@ -41,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     run(args, stage, [Shard("pairs", signatures)])
 
 
-cli = partial(finish, main)
+cli = stage_program(main)
 
 if __name__ == "__main__":
     cli()

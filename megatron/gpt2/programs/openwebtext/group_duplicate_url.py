@@ -7,16 +7,13 @@ PAIRS is the file pairs.jsonl; OUTPUT gets groups.jsonl.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
-
-from data_utils.curation.command_line import finish, run, stage_parser
+from data_utils.curation.command_line import run, stage_parser, stage_program
 from data_utils.curation.documents import Shard, find_files
 from data_utils.curation.near_duplicates import group, read_table
 from data_utils.curation.shard_run import Stage
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def main(argv: list[str] | None = None) -> None:
     """Run the command line `argv` (default: this process's). ValueError or FileNotFoundError for bad input."""
     args = stage_parser(__doc__).parse_args(argv)
     files = find_files([args.input])
@@ -26,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     run(args, Stage("group_duplicate_url", group), [Shard("groups", tuple(files))])
 
 
-cli = partial(finish, main)
+cli = stage_program(main)
 
 if __name__ == "__main__":
     cli()

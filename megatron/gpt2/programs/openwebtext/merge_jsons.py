@@ -5,18 +5,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 from data_utils.command_line import Parser
-from data_utils.curation.command_line import add_common, finish, run
+from data_utils.curation.command_line import add_common, run, stage_program
 from data_utils.curation.documents import Shard, find_files, stem
 from data_utils.curation.shard_run import Stage
 from data_utils.curation.splitting import merge
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def main(argv: list[str] | None = None) -> None:
     """Run the command line `argv` (default: this process's). ValueError or FileNotFoundError for bad input."""
     parser = Parser(description=__doc__)
     parser.add_argument("--data_path", "--data-path", required=True, metavar="INPUT", help="a file, a folder or a glob")
@@ -32,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     run(args, stage, [Shard(stem(args.output_file), tuple(files))], alone=False)
 
 
-cli = partial(finish, main)
+cli = stage_program(main)
 
 if __name__ == "__main__":
     cli()

@@ -7,18 +7,16 @@ GROUPS is the file groups.jsonl that group_duplicate_url.py made of this INPUT.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 from data_utils.command_line import Parser
-from data_utils.curation.command_line import add_common, add_output, finish, run
+from data_utils.curation.command_line import add_common, add_output, run, stage_program
 from data_utils.curation.near_duplicates import read_table, remove
 from data_utils.curation.shard_run import Stage
 from data_utils.files.hashing import hash_file
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def main(argv: list[str] | None = None) -> None:
     """Run the command line `argv` (default: this process's). ValueError or FileNotFoundError for bad input."""
     parser = Parser(description=__doc__)
     parser.add_argument("groups", metavar="GROUPS", type=Path)
@@ -32,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     run(args, stage)
 
 
-cli = partial(finish, main)
+cli = stage_program(main)
 
 if __name__ == "__main__":
     cli()

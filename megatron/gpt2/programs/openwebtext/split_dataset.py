@@ -8,17 +8,15 @@ The hash of a document's text and of --seed says where it goes, so that it stays
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
-from functools import partial
 
-from data_utils.curation.command_line import finish, log, run, stage_parser
+from data_utils.curation.command_line import log, run, stage_parser, stage_program
 from data_utils.curation.documents import Shard, find_files
 from data_utils.curation.shard_run import Stage
 from data_utils.curation.splitting import NAMES, split
 from data_utils.splits import parse_split
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def main(argv: list[str] | None = None) -> None:
     """Run the command line `argv` (default: this process's). ValueError or FileNotFoundError for bad input."""
     parser = stage_parser(__doc__)
     parser.add_argument("--split", default="949,50,1", metavar="A,B,C", help="proportions (default: %(default)s)")
@@ -40,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     log(f"\nto train on it:\n\n  {shlex.join(command)}\n")
 
 
-cli = partial(finish, main)
+cli = stage_program(main)
 
 if __name__ == "__main__":
     cli()

@@ -1,2 +1,1 @@
-"""Parts of `tools/run_text_generation_server.py`, which finds them beside itself: nothing else imports them, but
-tests."""
+"""Parts of `run_text_generation_server.py`: nothing else imports them, but tests."""

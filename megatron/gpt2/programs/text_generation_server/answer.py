@@ -6,18 +6,13 @@ import codecs
 import math
 from collections import deque
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 from data_utils import Tokenizer
 from megatron.gpt2.text.generation import GeneratedToken
 
 REASONS = {"end": "stop", "stop": "stop", "length": "length"}
 LEAST = -9999.0  # for the logarithm of 0, as OpenAI has it
-
-
-class _Placed(NamedTuple):
-    start: int  # the character of the text at which the token begins
-    token: GeneratedToken
 
 
 class Choice:
@@ -31,7 +26,7 @@ class Choice:
         self._tokenizer = tokenizer
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._decoded = self._certain = 0  # characters: of all tokens, and of the text that was given
-        self._held: deque[_Placed] = deque()
+        self._held: deque[tuple[int, GeneratedToken]] = deque()  # with the character at which each begins
 
     def echo(self, prompt: str) -> dict[str, Any]:
         """The part of an answer that repeats the prompt, which a client asks for with `echo`."""
@@ -45,23 +40,23 @@ class Choice:
         """
         self._certain += len(generated.text)
         if generated.id != self._tokenizer.eod:
-            self._held.append(_Placed(self._decoded, generated))
+            self._held.append((self._decoded, generated))
             self._decoded += len(self._decoder.decode(self._tokenizer.token_bytes[generated.id]))
         ready = []
-        while self._held and self._held[0].start < self._certain:
+        while self._held and self._held[0][0] < self._certain:
             ready.append(self._held.popleft())
         return {"text": generated.text, "index": self.index, "finish_reason": REASONS.get(finish),
                 "logprobs": self._logprobs(ready) if self.logprobs else None}
 
-    def _logprobs(self, tokens: list[_Placed]) -> dict[str, list[Any]]:
-        names = [token_name(self._tokenizer, placed.token.id) for placed in tokens]
-        own = [_log(placed.token.probability) for placed in tokens]
-        likeliest = [{token_name(self._tokenizer, i): _log(probability) for i, probability in placed.token.likeliest}
-                     for placed in tokens]
+    def _logprobs(self, tokens: list[tuple[int, GeneratedToken]]) -> dict[str, list[Any]]:
+        names = [token_name(self._tokenizer, token.id) for _, token in tokens]
+        own = [_log(token.probability) for _, token in tokens]
+        likeliest = [{token_name(self._tokenizer, i): _log(probability) for i, probability in token.likeliest}
+                     for _, token in tokens]
         return {"tokens": names, "token_logprobs": own,
                 "top_logprobs": [{**others, name: value} if others else {}
                                  for others, name, value in zip(likeliest, names, own, strict=True)],
-                "text_offset": [placed.start for placed in tokens]}
+                "text_offset": [start for start, _ in tokens]}
 
 
 def token_name(tokenizer: Tokenizer, token: int) -> str:

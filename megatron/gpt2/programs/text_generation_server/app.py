@@ -24,12 +24,7 @@ from starlette.types import Receive, Scope, Send
 from data_utils import Tokenizer
 from megatron.gpt2.programs.text_generation_server.answer import Choice, joined
 from megatron.gpt2.programs.text_generation_server.batching import Batcher, Job
-from megatron.gpt2.programs.text_generation_server.completion_request import (
-    ApiError,
-    CompletionRequest,
-    Limits,
-    read_request,
-)
+from megatron.gpt2.programs.text_generation_server.request import ApiError, CompletionRequest, Limits, read_request
 from megatron.gpt2.text.generation import GeneratedToken
 
 PAGE = Path(__file__).with_name("page.html")

@@ -6,7 +6,7 @@ import contextlib
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 
 from megatron.gpt2.text.generation import Continuation, GeneratedToken, Generator
 
@@ -90,7 +90,6 @@ class Batcher:
         return batch
 
     def _collect(self) -> None:
-        with contextlib.suppress(Empty):
-            while True:
-                if job := self._incoming.get_nowait():
-                    self._waiting.append(job)
+        while not self._incoming.empty():  # nobody else takes from it
+            if job := self._incoming.get():
+                self._waiting.append(job)

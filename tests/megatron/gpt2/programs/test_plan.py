@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from data_utils.command_line import end_with
+from data_utils.command_line import program
 from megatron.gpt2.records.reporting import resident_memory
 from tests.megatron.gpt2.programs import tool
 
@@ -62,7 +62,7 @@ def test_nothing_is_allocated(capsys: pytest.CaptureFixture[str]):
     (["--accounting", "megatron-2019", "--memory-gb", "8"], "--accounting")], ids=" ".join)
 def test_bad_flags_end_in_one_line(capsys: pytest.CaptureFixture[str], words: list[str], says: str):
     with pytest.raises(SystemExit, match="^2$"):
-        end_with(lambda: main(words))
+        program(lambda: main(words))()
     captured = capsys.readouterr()
     assert not captured.out and captured.err.startswith("error: ") and says in captured.err
     assert captured.err.count("\n") == 1

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import signal
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +102,52 @@ def test_greedy_equals_transformers(tmp_path: Path) -> None:
     assert [c.ids for c in mine] == made.tolist()
 
 
+class Failing(list[int]):
+    """The tokens of a continuation that fails at the third one, between two computations."""
+
+    def __init__(self, fail: Callable[[], object]) -> None:
+        super().__init__()
+        self.fail = fail
+
+    def append(self, token: int) -> None:
+        if len(self) == 2:
+            self.fail()
+        super().append(token)
+
+
+def divide() -> None:
+    raise ZeroDivisionError("divided")
+
+
+def refuse() -> None:
+    raise FileNotFoundError("gone")
+
+
+def ends_of_a_rank(rank: int, world_size: int) -> list[tuple[str, str]]:
+    """What ends each rank where the leader fails or is interrupted."""
+    mpu.initialize_model_parallel(world_size)
+    model = GPT2Model(CONFIG)
+    ends: list[tuple[str, str]] = []
+    for fail in (divide, refuse, lambda: None):
+        c = Continuation([65], Sampling(temperature=0, max_new_tokens=30))
+        c.ids = Failing(fail)
+        if len(ends) == 2 and rank == 0:  # in the middle of a computation
+            model.transformer.final_layernorm.register_forward_hook(lambda *_: signal.raise_signal(signal.SIGINT))
+        try:
+            generate(model, TOKENIZER, [c])
+        except (Exception, KeyboardInterrupt) as error:
+            ends.append((type(error).__name__, str(error)))
+    mpu.destroy_model_parallel()
+    return ends
+
+
+def test_what_ends_the_leader_ends_all_ranks() -> None:
+    leader, follower = run_ranks(ends_of_a_rank, 2, timeout=30)
+    assert leader == [("ZeroDivisionError", "divided"), ("FileNotFoundError", "gone"), ("KeyboardInterrupt", "")]
+    assert follower == [(kind, f"the first rank ended with {name}: {text}") for kind, (name, text) in zip(
+        ("RuntimeError", "OSError", "KeyboardInterrupt"), leader, strict=True)]
+
+
 def texts_of_a_rank(rank: int, world_size: int, sequence_parallel: bool) -> list[list[int]]:
     mpu.initialize_model_parallel(world_size)
     try:
@@ -130,18 +178,19 @@ def waiting_ranks(rank: int, world_size: int) -> tuple[list[str], float]:
         generator.follow()
         return [], time.process_time() - began
     finishes = []
-    for wanted in (3, 1000):
-        time.sleep(1.0)
-        made = [Continuation([65], Sampling(max_new_tokens=30, temperature=0)), Continuation([66], Sampling(top_k=1))]
-        stream = generator.stream(made)
-        for number, _ in enumerate(stream):
-            if number == wanted:
-                break
-            if number == 10:
-                made[1].cancel()
-        stream.close()
-        finishes += [c.finish for c in made]
-    generator.close()
+    with generator.leading():
+        for wanted in (3, 1000):
+            time.sleep(1.0)
+            made = [Continuation([65], Sampling(max_new_tokens=30, temperature=0)),
+                    Continuation([66], Sampling(top_k=1))]
+            stream = generator.stream(made)
+            for number, _ in enumerate(stream):
+                if number == wanted:
+                    break
+                if number == 10:
+                    made[1].cancel()
+            stream.close()
+            finishes += [c.finish for c in made]
     return finishes, 0.0
 
 

@@ -33,7 +33,7 @@ import uvicorn  # noqa: E402
 from megatron.gpt2.programs.text_generation_server.answer import token_name  # noqa: E402
 from megatron.gpt2.programs.text_generation_server.app import Service  # noqa: E402
 from megatron.gpt2.programs.text_generation_server.batching import Batcher  # noqa: E402
-from megatron.gpt2.programs.text_generation_server.completion_request import Limits  # noqa: E402
+from megatron.gpt2.programs.text_generation_server.request import Limits  # noqa: E402
 
 TOKENIZER = build_tokenizer("bytes")
 LIMITS = Limits(max_tokens=100_000, texts=32, body_bytes=1 << 16)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from data_utils import build_tokenizer
-from megatron.gpt2.programs.text_generation_server.completion_request import (
+from megatron.gpt2.programs.text_generation_server.request import (
     ApiError,
     CompletionRequest,
     Limits,
