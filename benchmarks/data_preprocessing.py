@@ -78,12 +78,12 @@ def no_bar(size: int) -> contextlib.AbstractContextManager[Any]:
 def run_arm(arm: str, path: str, scratch: str) -> tuple[float, float]:
     """Elapsed and processor seconds of one arm. What one process loads once, modules and vocabulary, is not counted."""
     from data_utils.preprocessing import preprocess as preprocessing
-    from data_utils.tokenizers import gigatoken_engine
+    from data_utils.tokenizers import bpe_engines
     from data_utils.tokenizers.build import build_tokenizer
 
     given = tokenizer_arguments()
     if "tiktoken" in arm:
-        gigatoken_engine.RELEASE = "none"
+        bpe_engines.GIGATOKEN_RELEASE = "none"
     tokenizer: Any = build_tokenizer(**given)
     lines = Path(path).read_bytes().splitlines() if arm.startswith(("json", "encode")) else []
     texts = [json.loads(line)["text"] for line in lines] if arm.startswith("encode") else []

@@ -31,7 +31,7 @@ class GPT2Dataset:
         self.tokenizer = tokenizer
         first = start if wrap else max(start - 1, 0)
         own = tokens[first:stop]
-        self._split_tokens = tokens[start:stop]
+        self.tokens = tokens[start:stop]  # the split's own, in the dtype of the file
         assert len(own) > 1, "a split of fewer than two tokens has no labels"
         if wrap and len(own) <= seq_length:
             own = np.resize(own, seq_length + 1)
@@ -64,16 +64,11 @@ class GPT2Dataset:
         row: np.ndarray = self.rows(np.array([index]))[0]
         return row
 
-    @property
-    def tokens(self) -> np.ndarray:
-        """The split's own tokens, in the dtype of the file."""
-        return self._split_tokens
-
     def text(self, max_bytes: int = 64 << 20) -> bytes | None:
         """The split as text, without EODs; None where it is longer than `max_bytes`."""
         if self.num_tokens > max_bytes:  # an id other than EOD is at least a byte
             return None
-        text = self.tokenizer.decode_bytes(self._split_tokens)
+        text = self.tokenizer.decode_bytes(self.tokens)
         return text if len(text) <= max_bytes else None
 
 

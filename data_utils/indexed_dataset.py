@@ -51,7 +51,7 @@ class IndexedDatasetBuilder:
     """
 
     def __init__(self, prefix: str | Path, dtype: np.dtype) -> None:
-        self._prefix = str(prefix)
+        self.prefix = str(prefix)
         self._dtype = np.dtype(dtype)
         self._bin: BinaryIO = open(f"{prefix}.bin", "wb")  # noqa: SIM115  closed by `finish` or `abandon`
         self._buffer = np.empty(BUFFERED, dtype=self._dtype)
@@ -84,11 +84,7 @@ class IndexedDatasetBuilder:
         """End the open document, which is one sequence, with `eod` as its last token where one is given. ValueError
         where it has 2^31 tokens or more."""
         if eod is not None:
-            if self._filled == BUFFERED:
-                self._flush()
-            self._buffer[self._filled] = eod
-            self._filled += 1
-            self._open_length += 1
+            self.add((eod,))
         if self._open_length >= 2**31:
             raise ValueError("a document of 2^31 tokens or more does not fit the .idx format: cut the file into parts")
         self._lengths.append(self._open_length)
@@ -100,7 +96,7 @@ class IndexedDatasetBuilder:
         assert self._open_length == 0, "the last document was not ended"
         self._flush()
         lengths = np.frombuffer(self._lengths, dtype=np.intc)
-        _write_index(f"{self._prefix}.idx", self._dtype, lambda: [(lengths, np.arange(1, len(lengths) + 1))])
+        _write_index(f"{self.prefix}.idx", self._dtype, lambda: [(lengths, np.arange(1, len(lengths) + 1))])
         flush_to_disk(self._bin)
         self._bin.close()
 
@@ -108,7 +104,7 @@ class IndexedDatasetBuilder:
         """Close and remove what was written."""
         self._bin.close()
         for suffix in (".bin", ".idx"):
-            Path(self._prefix + suffix).unlink(missing_ok=True)
+            Path(self.prefix + suffix).unlink(missing_ok=True)
 
     def _flush(self) -> None:
         self._write(self._buffer[:self._filled])

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from data_utils.command_line import how_to_call
-from data_utils.corpora.files import BUILTIN
+from data_utils.corpora.documents import BUILTIN
 
 HERE = Path("data", "corpora.json")
 VARIABLE = "MEGATRON_CORPORA"
@@ -22,8 +22,7 @@ VARIABLE = "MEGATRON_CORPORA"
 Entry = tuple[tuple[str, ...], str | None]  # files, text key
 
 
-def find_corpora(flags: Mapping[str, Sequence[str]], text_key: str | None
-                 ) -> tuple[list[tuple[str, ...]], str | None]:
+def find_corpora(flags: Mapping[str, Sequence[str]], text_key: str | None) -> tuple[list[tuple[str, ...]], str | None]:
     """The files of each flag, in order, with a named corpus replaced by its files; and the text key: the one that is
     given, else that of the corpora.
 

@@ -20,20 +20,10 @@ class NoProgressBar:
     def __enter__(self) -> NoProgressBar:
         return self
 
-    def __exit__(self, *error: object) -> None:
-        pass
-
-    def update(self, n: int = 1) -> None:
+    def update(self, *values: object, **options: object) -> None:
         """Nothing is drawn."""
 
-    def clear(self) -> None:
-        """Nothing is drawn."""
-
-    def close(self) -> None:
-        """Nothing is drawn."""
-
-    def set_postfix_str(self, text: str, refresh: bool = True) -> None:
-        """Nothing is drawn."""
+    clear = close = set_postfix_str = __exit__ = update
 
     def write(self, text: str, file: TextIO) -> None:
         """Print a line."""

@@ -101,7 +101,7 @@ class SampleOrder:
 
 
 class BatchLoader:
-    """One data-parallel rank's share of every step from `consumed_samples` on, without an end.
+    """One data-parallel rank's part of every step from `consumed_samples` on, without an end.
 
     `next` returns int64 [accumulation · micro_batch_size, seq_length + 1], the micro-batches one after the other, or
     what `finish` makes of that. One thread prepares `prefetch` steps ahead, `finish` included; with 0 each step is

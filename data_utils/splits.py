@@ -12,16 +12,14 @@ from pathlib import Path
 import numpy as np
 
 from data_utils.blending import BLOCK, BlendedDataset, block_counts, parse_blend
-from data_utils.corpora.documents import MOST_BAD_LINES, Log
-from data_utils.corpora.files import BUILTIN, files_of
-from data_utils.dataset_manifest import read_manifest
+from data_utils.corpora.documents import BUILTIN, MOST_BAD_LINES, Log, files_of
 from data_utils.files.hashing import fingerprint_of
-from data_utils.foreign_bins import ForeignBin, open_tokens, prefix_of
 from data_utils.gpt2_dataset import GPT2Dataset
 from data_utils.indexed_dataset import IndexedDataset
 from data_utils.megatron_order import MegatronSamples, megatron_cut
 from data_utils.samplers import Order, SampleOrder, Samples
 from data_utils.token_cache import tokenise
+from data_utils.token_files import ForeignBin, open_tokens, prefix_of, read_manifest
 from data_utils.tokenizers.base import Tokenizer
 
 NAMES = ("train", "valid", "test")
@@ -132,26 +130,22 @@ def build_splits(*, train_data: Sequence[str], valid_data: Sequence[str] = (), t
     `split` divides the rest, each pair of a blend by itself. A split that is needed and has a share is never empty:
     ValueError names --split or the file instead. log: gets a line at a time.
     """
-    shares = list(parse_split(split))
-    train_data, valid_data, test_data = (
-        [file for path in paths for file in files_of(path, f"--{name}-data")]
-        for name, paths in zip(NAMES, (train_data, valid_data, test_data), strict=True))
-    own: dict[str, tuple[Sequence[str], Sequence[str]]] = {"valid": (valid_data, valid_data_path),
-                                                           "test": (test_data, test_data_path)}
-    for number, name in enumerate(NAMES):
-        if any(own.get(name, ())):
-            shares[number] = Fraction(0)
-    needed = {"train": True, "valid": need_valid, "test": need_test}
+    files = {name: [file for path in paths for file in files_of(path, f"--{name}-data")]
+             for name, paths in zip(NAMES, (train_data, valid_data, test_data), strict=True)}
+    prefixes = dict(zip(NAMES, (data_path, valid_data_path, test_data_path), strict=True))
+    own = {name for name in NAMES[1:] if files[name] or prefixes[name]}
+    shares = [Fraction(0) if name in own else share for name, share in zip(NAMES, parse_split(split), strict=True)]
 
-    def open_all(files: Sequence[str], prefixes: Sequence[str], flag: str) -> tuple[list[_Tokens], list[float] | None]:
-        if prefixes:
-            names, weights = parse_blend(prefixes, flag)
-            return [_open_prefix(name, flag, tokenizer) for name in names], weights
-        data, key = tokenise(files, text_key=text_key, max_bad_fraction=max_bad_fraction, tokenizer=tokenizer,
+    def open_all(name: str, flag: str) -> tuple[list[_Tokens], list[float] | None]:
+        if prefixes[name]:
+            found, weights = parse_blend(prefixes[name], flag)
+            return [_open_prefix(prefix, flag, tokenizer) for prefix in found], weights
+        paths = files[name] or [BUILTIN]
+        data, key = tokenise(paths, text_key=text_key, max_bad_fraction=max_bad_fraction, tokenizer=tokenizer,
                              cache_path=cache_path, log=log)
-        return [_Tokens(", ".join(files), data, key)], None
+        return [_Tokens(", ".join(paths), data, key)], None
 
-    opened, weights = open_all(train_data or [BUILTIN], data_path, "--data-path")
+    opened, weights = open_all("train", "--data-path")
     asked_shares = [share / sum(shares) for share in shares]
     if data_order == "megatron":
         if len(opened) > 1:
@@ -159,14 +153,15 @@ def build_splits(*, train_data: Sequence[str], valid_data: Sequence[str] = (), t
         between = megatron_cut(len(opened[0].data), [float(share) for share in shares])
         borders = [opened[0].data.document_starts[between].tolist()]
     else:
-        borders = [_cut(part.data, asked_shares, tokenizer.eod) for part in opened]
+        borders = [cut(part.data.document_starts, asked_shares, tokenizer.eod in part.data.tokens[-1:])
+                   for part in opened]
     made: dict[str, Dataset] = {}
     description = []
-    for number, name in enumerate(NAMES):
-        if not needed[name]:
+    for number, (name, needed) in enumerate(zip(NAMES, (True, need_valid, need_test), strict=True)):
+        if not needed:
             continue
-        if any(own.get(name, ())):
-            parts, part_weights = open_all(*own[name], f"--{name}-data-path")
+        if name in own:
+            parts, part_weights = open_all(name, f"--{name}-data-path")
             ranges, asked = [(0, len(part.data.tokens)) for part in parts], ""
         elif shares[number]:
             parts, part_weights = opened, weights
@@ -176,8 +171,7 @@ def build_splits(*, train_data: Sequence[str], valid_data: Sequence[str] = (), t
             continue
         made[name], lines = _combine(name, parts, part_weights, ranges, asked, split, seq_length, tokenizer)
         description += lines
-    fingerprints = [fingerprint_of(part.key, *map(str, border)) for part, border in zip(opened, borders,
-                                                                                          strict=True)]
+    fingerprints = [fingerprint_of(part.key, *map(str, cuts)) for part, cuts in zip(opened, borders, strict=True)]
     if weights is not None and len(opened) > 1:
         fingerprints += map(str, weights)
     if data_order == "megatron":
@@ -188,37 +182,28 @@ def build_splits(*, train_data: Sequence[str], valid_data: Sequence[str] = (), t
     return Splits(made["train"], made.get("valid"), made.get("test"), fingerprint, tuple(description), documents)
 
 
-def _cut(data: IndexedDataset | ForeignBin, shares: Sequence[Fraction], eod: int) -> list[int]:
-    return cut(data.document_starts, shares, len(data.tokens) > 0 and int(data.tokens[-1]) == eod)
-
-
 def _combine(name: str, parts: Sequence[_Tokens], weights: Sequence[float] | None, ranges: Sequence[tuple[int, int]],
              asked: str, split: str, seq_length: int, tokenizer: Tokenizer) -> tuple[Dataset, list[str]]:
     """The dataset of one split, and a line about each of its parts. `asked`: what --split asks for, empty where the
     files are the split."""
-    components = []
     for part, (start, stop) in zip(parts, ranges, strict=True):
         if stop - start < LEAST_TOKENS:
             raise ValueError(f"--split {split}: {part.name} has only {stop - start} tokens for the {name} split: give "
                              "it a greater share, more text, or a share of 0")
-        components.append(GPT2Dataset(part.data.tokens, start, stop, seq_length, tokenizer, wrap=name == "train",
-                                      source=part.name))
+    components = [GPT2Dataset(part.data.tokens, *borders, seq_length, tokenizer, wrap=name == "train",
+                              source=part.name) for part, borders in zip(parts, ranges, strict=True)]
     counts = block_counts(weights or [len(component) for component in components], [part.name for part in parts],
                           "--data-path" if asked else f"--{name}-data-path")
     lines = []
     for part, component, (start, stop), count in zip(parts, components, ranges, counts, strict=True):
         mixed = f"{100 * count / BLOCK:.2f} % of the samples out of " if len(parts) > 1 else ""
-        by_position = "" if _between(part, start, stop) else ", cut by position, not between documents"
+        starts = part.data.document_starts
+        between = starts[np.searchsorted(starts, (start, stop))] == (start, stop)
+        by_position = "" if between.all() else ", cut by position, not between documents"
         lines.append(f"{name}: {mixed}{stop - start:,} tokens, {len(component):,} samples, "
                      f"{100 * (stop - start) / len(part.data.tokens):.2f} % of {part.name}"
                      + (f" ({asked}{by_position})" if asked else ""))
     return components[0] if len(parts) == 1 else BlendedDataset(components, counts, wrap=name == "train"), lines
-
-
-def _between(part: _Tokens, *borders: int) -> bool:
-    """Whether the borders lie between documents."""
-    starts = part.data.document_starts
-    return bool((starts[np.searchsorted(starts, borders)] == borders).all())
 
 
 def _open_prefix(path: str, flag: str, tokenizer: Tokenizer) -> _Tokens:

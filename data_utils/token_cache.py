@@ -20,17 +20,14 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from data_utils.corpora.documents import MOST_BAD_LINES, Log, default_key, documents
-from data_utils.corpora.files import BUILTIN, is_json
-from data_utils.files.atomic import replace_text, sync_folder
+from data_utils.corpora.documents import BUILTIN, MOST_BAD_LINES, Log, default_key, documents, is_json
+from data_utils.files.atomic import file_lock, replace_text, sync_folder
 from data_utils.files.format_versions import TOKEN_CACHE_VERSION
 from data_utils.files.hashing import fingerprint_of, hash_file
-from data_utils.files.locks import file_lock
-from data_utils.files.user_cache import user_cache
+from data_utils.files.system import user_cache
 from data_utils.indexed_dataset import IndexedDataset, IndexedDatasetBuilder, token_dtype
 from data_utils.progress import progress_bar
-from data_utils.tokenizers.base import Tokenizer
-from data_utils.tokenizers.text import split_text
+from data_utils.tokenizers.base import Tokenizer, split_text
 
 YOUNG_NS = 2_000_000_000
 
@@ -48,12 +45,9 @@ def tokenise(paths: Sequence[str], *, text_key: str | None, tokenizer: Tokenizer
     folder = Path(cache_path) if cache_path else user_cache() / "data"
 
     def find() -> tuple[IndexedDataset, str] | None:
-        contents = []
-        for path in paths:
-            content = _recorded(folder, path)
-            if content is None:
-                return None
-            contents.append(content)
+        contents = [content for path in paths if (content := _recorded(folder, path))]
+        if len(contents) < len(paths):
+            return None
         key = _key(paths, contents, text_key, tokenizer, max_bad_fraction)
         try:
             return IndexedDataset(folder / key), key
@@ -63,8 +57,7 @@ def tokenise(paths: Sequence[str], *, text_key: str | None, tokenizer: Tokenizer
             log(f"{error}: the text is tokenised again")
             return None
 
-    found = find()
-    if found:
+    if found := find():
         return found
     name = fingerprint_of(json.dumps([_identity(path)[0] for path in paths]), tokenizer.fingerprint)[:32]
     with contextlib.ExitStack() as stack:
@@ -72,8 +65,7 @@ def tokenise(paths: Sequence[str], *, text_key: str | None, tokenizer: Tokenizer
             (folder / "hashes").mkdir(parents=True, exist_ok=True)
             stack.enter_context(file_lock(folder / "locks" / name, lambda: log(
                 "another rank or run is tokenising this data: waiting for it")))
-        found = find()  # another process may have done it meanwhile
-        if found:
+        if found := find():  # another process may have done it meanwhile
             return found
         begun = time.time_ns()
         before = [_identity(path) for path in paths]

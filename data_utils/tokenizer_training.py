@@ -6,9 +6,8 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from data_utils.corpora.documents import MOST_BAD_LINES, Log, documents
-from data_utils.corpora.files import BUILTIN, files_of
-from data_utils.files.locks import file_lock
+from data_utils.corpora.documents import BUILTIN, MOST_BAD_LINES, Log, documents, files_of
+from data_utils.files.atomic import file_lock
 from data_utils.tokenizers.sentencepiece import train_sentencepiece
 
 TRAINING_CHARACTERS = 100_000_000

@@ -1,15 +1,33 @@
-"""Worker processes that end with the program that started them, however that ends."""
+"""Work divided among processes, which end with the program that started them, however that ends."""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
 import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from typing import Any, TypeVar
+
+POLL_SECONDS = 0.2
+
+Result = TypeVar("Result")
+
+_counters: Any = None  # of a worker: int64s in shared memory, at which its parent looks
 
 
-def end_with_parent() -> None:
-    """End this worker process when its parent ends. Call it when the worker starts. Without it a worker whose parent
-    was killed would wait for work for ever, and would hold the parent's locks."""
+def count_work(*amounts: int) -> None:
+    """Report amounts of work to the parent. For a worker process alone."""
+    with _counters.get_lock():
+        for number, amount in enumerate(amounts):
+            _counters[number] += amount
+
+
+def _start_worker(counters: Any) -> None:
+    """Without the thread a worker whose parent was killed would wait for work for ever, and hold its parent's locks."""
+    global _counters
+    _counters = counters
     parent = multiprocessing.parent_process()
     assert parent is not None
 
@@ -18,3 +36,40 @@ def end_with_parent() -> None:
         os._exit(1)
 
     threading.Thread(target=follow, daemon=True).start()
+
+
+def by_processes(work: Callable[..., Result], items: Sequence[tuple[Any, ...]], *, workers: int, counted: int,
+                 progress: Callable[..., object], finished: Callable[[int], object] = lambda number: None,
+                 start: str | None = None) -> list[Result]:
+    """`work(*item)` of every item, in order, by `workers` processes at most.
+
+    progress: is called with the `counted` amounts that workers gave to `count_work` since its last call. finished: is
+    called with the number of each item in order, once it is done. start: how a process starts, as in `multiprocessing`.
+    After an error no further item is begun, and it is raised when those that were begun have ended. OSError where a
+    worker dies.
+    """
+    context = multiprocessing.get_context(start)
+    counters = context.Array("q", counted)
+    shown = [0] * counted
+    results: list[Result] = []
+    with ProcessPoolExecutor(min(workers, len(items)), context, _start_worker, (counters,)) as pool:
+        try:
+            futures = [pool.submit(work, *item) for item in items]
+            left = set(futures)
+            while left:
+                done, left = wait(left, POLL_SECONDS, FIRST_COMPLETED)
+                now = counters[:]
+                progress(*(new - old for new, old in zip(now, shown, strict=True)))
+                shown = now
+                for future in done:
+                    future.result()  # raises what the worker raised
+                while len(results) < len(futures) and futures[len(results)].done():
+                    results.append(futures[len(results)].result())
+                    finished(len(results) - 1)
+        except BrokenProcessPool:
+            raise OSError("a worker process died, most likely for want of memory: the same command with fewer "
+                          "--workers goes on with the shards that are finished") from None
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+    return results

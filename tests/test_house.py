@@ -27,7 +27,7 @@ FLOORS: dict[str, list[str]] = {
     "data_utils": [
         "files command_line progress worker_processes baselines",
         "indexed_dataset tokenizers",
-        "corpora dataset_manifest foreign_bins gpt2_dataset",
+        "corpora token_files gpt2_dataset",
         "samplers megatron_order token_cache tokenizer_training named_corpora preprocessing curation",
         "blending",
         "splits"],

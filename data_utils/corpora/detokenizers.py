@@ -7,7 +7,8 @@ space).
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Iterable
+from functools import partial
 
 # (pattern, replacement), one after the other.
 _WIKITEXT = (
@@ -25,16 +26,11 @@ _WIKITEXT = (
 _PTB = ((" '", "'"), (" \n", "\n"), ("\n ", "\n"), (" n't", "n't"), (" N ", "1 "), (r"\$ 1", "$1"), ("# 1", "#1"))
 
 
-def _applies(rules: tuple[tuple[str, str], ...]) -> Callable[[str], str]:
-    compiled = [(re.compile(pattern), replacement) for pattern, replacement in rules]
-
-    def detokenize(text: str) -> str:
-        for pattern, replacement in compiled:
-            text = pattern.sub(replacement, text)
-        return text
-
-    return detokenize
+def _apply(rules: Iterable[tuple[str, str]], text: str) -> str:
+    for pattern, replacement in rules:
+        text = re.sub(pattern, replacement, text)
+    return text
 
 
-wikitext_detokenizer = _applies(_WIKITEXT)
-ptb_detokenizer = _applies(_PTB)
+wikitext_detokenizer = partial(_apply, _WIKITEXT)
+ptb_detokenizer = partial(_apply, _PTB)

@@ -1,17 +1,27 @@
-"""Documents out of files: loose JSON and plain text, compressed or not; bad lines are skipped, counted and named."""
+"""Documents out of files of loose JSON and plain text, compressed or not.
+
+The names of files say which of a folder hold documents, and of what form. Bad lines are skipped, counted and named.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
 import json
+import os
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 from data_utils.corpora.builtin import builtin_documents
-from data_utils.corpora.files import BUILTIN, is_json
 from data_utils.files.compression import open_bytes
-from data_utils.tokenizers.text import utf8
+from data_utils.tokenizers.base import utf8
+
+BUILTIN = "builtin"
+JSON_SUFFIXES = (".json", ".jsonl", ".ndjson")
+TEXT_SUFFIX = ".txt"
+COMPRESSED_SUFFIXES = (".gz", ".zst")
+MANIFESTS = "manifests"  # the folder in which a stage of tools/openwebtext/ keeps its manifests, beside its output
 
 DEFAULT_KEYS = ("text", "sentence")
 MOST_BAD_LINES = 0.001
@@ -19,6 +29,46 @@ SHOWN_BAD_LINES = 5
 HOPELESS_LINES = 1000  # bad lines before the first good one, at which the file is refused
 
 Log = Callable[[str], None]
+
+
+def files_of(path: str, flag: str) -> list[str]:
+    """The files that `path`, given with `flag`, stands for: the file itself, or the files of JSON and text in the
+    folder, sorted by name. Hidden files and subfolders are left out. FileNotFoundError or ValueError names the flag."""
+    if path != BUILTIN and Path(path).is_dir():
+        found = sorted(str(file) for file in Path(path).iterdir() if file.is_file() and holds_documents(file.name))
+        if not found:
+            raise FileNotFoundError(f"{flag}: {path}: there is no file of JSON lines or text in this folder")
+    else:
+        found = [path]
+    for file in found:
+        check_exists(file, flag)
+    return found
+
+
+def holds_documents(name: str) -> bool:
+    """Whether a name in a folder is that of a file of JSON lines or text. A hidden file is not: it may be unfinished.
+    """
+    return not name.startswith(".") and uncompressed(name).endswith((*JSON_SUFFIXES, TEXT_SUFFIX))
+
+
+def uncompressed(name: str) -> str:
+    """A file's name without the suffix of its compression."""
+    return name.removesuffix(".gz").removesuffix(".zst")
+
+
+def check_exists(path: str, flag: str) -> None:
+    """FileNotFoundError or ValueError where `path`, given with `flag`, is not a file."""
+    if path != BUILTIN and not Path(path).exists():
+        raise FileNotFoundError(f"{flag}: no such file: {path}")
+    if path != BUILTIN and not Path(path).is_file():
+        raise ValueError(f"{flag}: {path} is not a file: name the files in it")
+    if path != BUILTIN and not os.access(path, os.R_OK):
+        raise ValueError(f"{flag}: {path} may not be read by this user")
+
+
+def is_json(path: str) -> bool:
+    """Whether a file's name says that it holds JSON."""
+    return Path(uncompressed(path)).suffix.lower() in JSON_SUFFIXES
 
 
 class Lines:
@@ -100,11 +150,8 @@ def _json_documents(content: Iterator[bytes], text_key: str | None, lines: Lines
                     raise ValueError(f"neither {' nor '.join(DEFAULT_KEYS)} is a field of it, {_keys(item)}")
                 lines.log(f"{lines.path}: the text is the field {text_key!r} (--text-key)")
             text = text_of(item, text_key)
-        except RecursionError:
-            lines.skip(number, "nested too deeply")
-            continue
-        except ValueError as error:  # JSONDecodeError and UnicodeDecodeError are ValueErrors
-            lines.skip(number, str(error))
+        except (ValueError, RecursionError) as error:  # JSONDecodeError and UnicodeDecodeError are ValueErrors
+            lines.skip(number, "nested too deeply" if isinstance(error, RecursionError) else str(error))
             continue
         if text:
             lines.good += 1

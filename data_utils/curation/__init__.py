@@ -2,9 +2,9 @@
 
     documents         what a stage reads: files, folders and globs, as shards of documents
     shard_run         the contract of every stage: shard in -> shard and manifest out, whole or not at all, restartable
-    stages            a stage over all its shards: processes, progress, the closing report
+    stages            a stage over all its shards: processes, a cluster, progress, the closing report
     command_line      what the programs of tools/openwebtext share
-    urls, fetching, extraction, download, cleanup, decontamination, splitting
+    urls, fetching, download, cleanup, decontamination, splitting
                       the work of each stage on one shard
     minhash, near_duplicates
                       signatures of documents, and the pairs and groups of near-duplicates that they lead to

@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from data_utils.command_line import Parser, program
-from data_utils.corpora.files import COMPRESSED_SUFFIXES, JSON_SUFFIXES, TEXT_SUFFIX
+from data_utils.corpora.documents import COMPRESSED_SUFFIXES, JSON_SUFFIXES, TEXT_SUFFIX
 from data_utils.curation.documents import Shard, document_shards
-from data_utils.curation.on_cluster import EXECUTORS, launch
 from data_utils.curation.shard_run import Stage, temporary
-from data_utils.curation.stages import MAX_BAD_FRACTION, run_stage
+from data_utils.curation.stages import EXECUTORS, MAX_BAD_FRACTION, launch, run_stage
 from data_utils.files.atomic import replacing
 
 FILE_SUFFIXES = (*JSON_SUFFIXES, TEXT_SUFFIX, *COMPRESSED_SUFFIXES)  # of a name that nobody gives to a folder
@@ -98,7 +97,10 @@ def run(args: argparse.Namespace, stage: Stage, shards: Sequence[Shard] | None =
     manifests = run_stage(stage, shards, folder, limit=args.limit, workers=args.workers,
                           max_bad_fraction=args.max_bad_fraction, alone=alone, log=log)
     if folder != args.output:
-        join([folder / entry["name"] for manifest in manifests for entry in manifest["outputs"]], args.output)
+        with replacing(args.output, temporary(args.output)) as whole:
+            for name in (entry["name"] for manifest in manifests for entry in manifest["outputs"]):
+                with open(folder / name, "rb") as part:
+                    shutil.copyfileobj(part, whole, 1 << 20)
         shutil.rmtree(folder)
     return manifests
 
@@ -107,14 +109,6 @@ def shards_beside(output: Path) -> Path:
     """The folder in which the shards of an OUTPUT that is one file are made."""
     return output if output.is_dir() or not output.name.endswith(FILE_SUFFIXES) \
         else output.with_name(f"{output.name}.shards")
-
-
-def join(parts: Sequence[Path], output: Path) -> None:
-    """Write the contents of `parts` to the file `output`, atomically."""
-    with replacing(output, temporary(output)) as whole:
-        for path in parts:
-            with open(path, "rb") as part:
-                shutil.copyfileobj(part, whole, 1 << 20)
 
 
 def stage_program(main: Callable[[], None]) -> Callable[[], NoReturn]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from data_utils.corpora.files import JSON_SUFFIXES, TEXT_SUFFIX, holds_documents, uncompressed
+from data_utils.corpora.documents import JSON_SUFFIXES, TEXT_SUFFIX, holds_documents, uncompressed
 from data_utils.files.compression import open_bytes
 from data_utils.files.hashing import add_file
 
@@ -115,32 +115,28 @@ def read_documents(files: Sequence[Path], text_key: str, skip: Skip, read: Calla
     read: is called with the numbers of bytes that were read.
     """
     for path in files:
-        if is_text(path):
-            with open_bytes(path) as file:
-                content = file.read()
-            read(len(content))
+        for place, offset, content in _entries(path, read):
             try:
-                document = {"id": path.name, "text": content.decode("utf-8").replace("\r\n", "\n")}
-            except UnicodeDecodeError as error:
-                skip("unreadable", f"{path}: {error}")
-                continue
-            if document["text"].strip():
-                yield 0, document
-            else:
-                skip("empty", str(path))
-            continue
-        for number, offset, line in read_lines(path, read):
-            if not line.strip():
-                continue
-            try:
-                document = parse(line, text_key)
+                document = parse_text(path.name, content) if is_text(path) else parse(content, text_key)
             except (ValueError, RecursionError) as error:
-                skip("unreadable", f"{path}:{number}: {error}")
+                skip("unreadable", f"{place}: {error}")
                 continue
             if document["text"].strip():
                 yield offset, document
             else:
-                skip("empty", f"{path}:{number}")
+                skip("empty", place)
+
+
+def _entries(path: Path, read: Callable[[int], object]) -> Iterator[tuple[str, int, bytes]]:
+    """(place, offset, content): of a .txt file the whole, of another each line that is not blank."""
+    if is_text(path):
+        with open_bytes(path) as file:
+            content = file.read()
+        read(len(content))
+        yield str(path), 0, content
+    else:
+        yield from ((f"{path}:{number}", offset, line) for number, offset, line in read_lines(path, read)
+                    if line.strip())
 
 
 def read_lines(path: Path, read: Callable[[int], object]) -> Iterator[tuple[int, int, bytes]]:
@@ -151,6 +147,11 @@ def read_lines(path: Path, read: Callable[[int], object]) -> Iterator[tuple[int,
             read(len(line))
             yield number, offset, line
             offset += len(line)
+
+
+def parse_text(name: str, content: bytes) -> Document:
+    """The document that a .txt file is. ValueError where it is not UTF-8."""
+    return {"id": name, "text": content.decode("utf-8").replace("\r\n", "\n")}
 
 
 def parse(line: bytes, text_key: str) -> Document:

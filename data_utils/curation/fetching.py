@@ -31,14 +31,6 @@ class Refused(Exception):
 
 
 @dataclass(frozen=True)
-class Limits:
-    """How much of a page is read, in bytes, and for how long the server may take, in seconds."""
-
-    bytes: int
-    seconds: float
-
-
-@dataclass(frozen=True)
 class Page:
     """What a server sent."""
 
@@ -47,15 +39,16 @@ class Page:
     charset: str | None  # that the server names
 
 
-def fetch(url: str, limits: Limits, refusal: Callable[[str], str | None]) -> Page:
-    """The page. Refused says why there is none. refusal: is called with every address that a server redirects to, and
-    returns why it is not to be fetched, or None."""
-    deadline = time.monotonic() + limits.seconds
+def fetch(url: str, max_bytes: int, seconds: float, refusal: Callable[[str], str | None]) -> Page:
+    """The page, of `max_bytes` at most, for which the server may take so many seconds. Refused says why there is none.
+    refusal: is called with every address that a server redirects to, and returns why it is not to be fetched, or None.
+    """
+    deadline = time.monotonic() + seconds
     for _ in range(REDIRECTS + 1):
         left = deadline - time.monotonic()
         if left <= 0:
             raise Refused("too slow")
-        found = _get(url, Limits(limits.bytes, left))
+        found = _get(url, max_bytes, left)
         if isinstance(found, Page):
             return found
         try:
@@ -67,10 +60,10 @@ def fetch(url: str, limits: Limits, refusal: Callable[[str], str | None]) -> Pag
     raise Refused(f"more than {REDIRECTS} redirects")
 
 
-def _get(url: str, limits: Limits) -> Page | str:
+def _get(url: str, max_bytes: int, seconds: float) -> Page | str:
     """The page, or the address that the server redirects to."""
     try:
-        connection, target = _connection(url, limits.seconds)
+        connection, target = _connection(url, seconds)
     except (ValueError, UnicodeError):
         raise Refused("malformed address") from None
     late = threading.Event()
@@ -81,7 +74,7 @@ def _get(url: str, limits: Limits) -> Page | str:
         with contextlib.suppress(OSError, AttributeError):
             (sockets or [connection.sock])[0].shutdown(socket.SHUT_RDWR)
 
-    timer = threading.Timer(limits.seconds, shut)
+    timer = threading.Timer(seconds, shut)
     timer.daemon = True
     timer.start()
     try:
@@ -96,9 +89,9 @@ def _get(url: str, limits: Limits) -> Page | str:
             raise Refused(f"status {response.status}")
         if response.headers.get_content_type() not in KINDS:
             raise Refused("no page of text")
-        if int(response.headers.get("Content-Length") or 0) > limits.bytes:
+        if int(response.headers.get("Content-Length") or 0) > max_bytes:
             raise Refused("too large")
-        body = _body(response, limits.bytes)
+        body = _body(response, max_bytes)
         if late.is_set():
             raise Refused("too slow")
         return Page(url, body, _charset(response.headers))

@@ -28,22 +28,16 @@ Table = list[dict[str, Any]]  # "name", "documents", "sha256" of each shard
 
 def sign(run: ShardRun) -> None:
     """Signatures [d, 21] of a shard's documents; and the documents, where theirs cannot be read at an offset."""
-    seekable = is_seekable(run.shard)
     signatures = run.file(f"{run.shard.name}.signatures")
-    offset = 0
 
-    def located() -> Iterator[tuple[int, Document]]:
-        nonlocal offset
-        for place, document in run.located():
-            if seekable:
-                yield place, document
-                continue
-            line = as_line(document)
-            run.file(f"{run.shard.name}.jsonl").write(line)
-            yield offset, document
-            offset += len(line)
+    def copied() -> Iterator[tuple[int, Document]]:
+        for _, document in run.located():
+            copies = run.file(f"{run.shard.name}.jsonl")
+            place = copies.tell()
+            copies.write(as_line(document))
+            yield place, document
 
-    for batch in batches(located()):
+    for batch in batches(run.located() if is_seekable(run.shard) else copied()):
         rows = np.empty((len(batch), COLUMNS), "<u8")
         rows[:, :BANDS] = band_keys(sketches([document["text"] for _, document in batch]))
         rows[:, BANDS] = [place for place, _ in batch]
@@ -141,8 +135,7 @@ def search(run: ShardRun, *, shards: Table, min_jaccard: float, sources: Sequenc
     run.entered = run.left = sum(map(len, signatures))
     for first, second, index in joining_pairs(signatures, shingles_of, min_jaccard):
         one, other = document(first), document(second)
-        file.write(as_line({"pair": [first, second], "jaccard": round(index, 4),
-                            "names": [label(one), label(other)]}))
+        file.write(as_line({"pair": [first, second], "jaccard": round(index, 4), "names": [label(one), label(other)]}))
         run.left -= 1
         run.drop("like an earlier document", f"{index:.2f}: {label(one)} | {label(other)}")
 
@@ -167,9 +160,7 @@ def group(run: ShardRun) -> None:
     table = read_table(path)
     forest = Forest(sum(shard["documents"] for shard in table))
     members: dict[int, list[int]] = {}
-    lines = run.lines()
-    next(lines)
-    pairs = [json.loads(line)["pair"] for line in lines]
+    pairs = [json.loads(line)["pair"] for line in itertools.islice(run.lines(), 1, None)]
     for first, second in pairs:
         forest.join(first, second)
     for number in sorted({number for pair in pairs for number in pair}):

@@ -21,7 +21,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from data_utils.corpora.files import MANIFESTS
+from data_utils.corpora.documents import MANIFESTS
 from data_utils.curation.documents import Document, Shard, as_line, label, read_documents, read_lines
 from data_utils.files.atomic import flush_to_disk, replacing, sync_folder
 from data_utils.files.format_versions import STAGE_MANIFEST_VERSION
@@ -91,24 +91,21 @@ class ShardRun:
 
     def _skip(self, reason: str, sample: str) -> None:
         self.entered += 1
-        self._drop(reason, sample)
+        self.drop(reason, sample)
         if self.entered == self.dropped[reason]["count"] == HOPELESS:  # rather now than after hours
             raise ValueError(f"{self.dropped[reason]['samples'][0]}; and so are all of the first {HOPELESS} entries")
 
     def drop(self, reason: str, what: Document | str) -> None:
         """Count a document that does not go on; the first ones are kept as samples."""
-        self._drop(reason, what if isinstance(what, str) else label(what))
-
-    def _drop(self, reason: str, sample: str) -> None:
         entry = self.dropped.setdefault(reason, {"count": 0, "samples": []})
         entry["count"] += 1
         if len(entry["samples"]) < SAMPLES:
-            entry["samples"].append(sample)
+            entry["samples"].append(what if isinstance(what, str) else label(what))
 
-    def write(self, document: Document) -> None:
-        """A document that goes on."""
+    def write(self, document: Document, name: str = "") -> None:
+        """A document that goes on, into the output `name`, else into the one that is called as the shard."""
         self.left += 1
-        self.file(f"{self.shard.name}.jsonl").write(as_line(document))
+        self.file(name or f"{self.shard.name}.jsonl").write(as_line(document))
 
     def file(self, name: str) -> BinaryIO:
         """An output by its name in the folder; it appears there when the shard is done."""
@@ -169,13 +166,10 @@ def finished(output: Path, shard: Shard, wanted: Mapping[str, Any]) -> dict[str,
     """The manifest that an earlier run left, if it records the same work and its outputs are there, unchanged."""
     try:
         found = json.loads(manifest_path(output, shard).read_text(encoding="utf-8"))
-        if {key: found.get(key) for key in wanted} != json.loads(json.dumps(wanted)):
-            return None
-        for entry in found["outputs"]:
-            path = output / entry["name"]
-            if path.stat().st_size != entry["bytes"] or hash_file(path) != entry["sha256"]:
-                return None
-        return found
+        outputs = {output / entry["name"]: entry for entry in found["outputs"]}
+        same = {key: found.get(key) for key in wanted} == json.loads(json.dumps(wanted))
+        return found if same and all(path.stat().st_size == entry["bytes"] and hash_file(path) == entry["sha256"]
+                                     for path, entry in outputs.items()) else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 

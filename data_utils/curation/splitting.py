@@ -6,7 +6,6 @@ import hashlib
 from collections.abc import Sequence
 from fractions import Fraction
 
-from data_utils.curation.documents import as_line
 from data_utils.curation.shard_run import ShardRun
 
 NAMES = ("train", "valid", "test")
@@ -15,8 +14,7 @@ NAMES = ("train", "valid", "test")
 def merge(run: ShardRun, *, name: str) -> None:
     """Every document of every file, in their order, in one file of this name."""
     for document in run.documents():
-        run.file(name).write(as_line(document))
-        run.left += 1
+        run.write(document, name)
 
 
 def split(run: ShardRun, *, shares: Sequence[str], seed: int) -> None:
@@ -27,5 +25,4 @@ def split(run: ShardRun, *, shares: Sequence[str], seed: int) -> None:
         digest = hashlib.blake2b(document["text"].encode("utf-8"), digest_size=8, key=str(seed).encode()).digest()
         place = Fraction(int.from_bytes(digest, "little"), 2**64) * ends[-1]
         name = next(name for name, end in zip(NAMES, ends, strict=True) if place < end)
-        run.file(f"{name}.jsonl").write(as_line(document))
-        run.left += 1
+        run.write(document, f"{name}.jsonl")

@@ -1,23 +1,30 @@
-"""A stage over all its shards: in several processes, with a progress bar, and a closing report of what it dropped."""
+"""A stage over all its shards: in several processes, with a progress bar, and a closing report of what it dropped.
+
+`launch` runs the shards as a step of datatrove instead, which has executors for this machine, for Slurm and for Ray.
+datatrove keeps marks of its own of the ranks that it completed, which know nothing of the input: they are not used.
+A rank that runs again finds the manifests of its shards and has nothing to do.
+"""
 
 from __future__ import annotations
 
-import multiprocessing
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from data_utils.corpora.files import MANIFESTS
+from data_utils.command_line import ROOT
+from data_utils.corpora.documents import MANIFESTS
 from data_utils.curation.documents import Shard
 from data_utils.curation.shard_run import Stage, run_shard
-from data_utils.files.locks import file_lock
+from data_utils.files.atomic import file_lock
 from data_utils.progress import progress_bar
-from data_utils.worker_processes import end_with_parent
+from data_utils.worker_processes import by_processes, count_work
 
 UNREADABLE = "unreadable"
 MAX_BAD_FRACTION = 0.001
-POLL_SECONDS = 0.2
+EXECUTORS = ("local", "slurm", "ray")
 
 Log = Callable[[str], None]
 
@@ -40,11 +47,12 @@ def run_stage(stage: Stage, shards: Sequence[Shard], output: Path, *, limit: int
         size = sum(shard.bytes for shard in shards)
         with progress_bar(total=size, unit="B", unit_scale=True, desc=stage.name, leave=False) as bar:
             if limit is None and workers > 1 and len(shards) > 1:
-                manifests = _parallel(stage, shards, output, min(workers, len(shards)), bar.update)
+                manifests = by_processes(_work, [(stage, shard, output) for shard in shards], workers=workers,
+                                         counted=1, progress=bar.update)
             else:
                 manifests = []
                 for shard in shards:
-                    left = None if limit is None else limit - sum(manifest["entered"] for manifest in manifests)
+                    left = None if limit is None else limit - total(manifests, "entered")
                     if left is None or left > 0:
                         manifests.append(run_shard(stage, shard, output, left, bar.update))
         named = {entry["name"] for manifest in manifests for entry in manifest["outputs"]}
@@ -62,10 +70,10 @@ def check(manifests: Sequence[dict[str, Any]], max_bad_fraction: float) -> None:
     entered, left = total(manifests, "entered"), total(manifests, "left")
     if not entered:
         raise ValueError("the input holds nothing: name files that do")
-    bad = [manifest["dropped"][UNREADABLE] for manifest in manifests if UNREADABLE in manifest["dropped"]]
-    count = sum(entry["count"] for entry in bad)
-    if count > max_bad_fraction * entered:
-        raise ValueError(f"{bad[0]['samples'][0]}; {count} of {entered} entries are unreadable, more than "
+    unreadable = [manifest["dropped"][UNREADABLE] for manifest in manifests if UNREADABLE in manifest["dropped"]]
+    bad = sum(entry["count"] for entry in unreadable)
+    if bad > max_bad_fraction * entered:
+        raise ValueError(f"{unreadable[0]['samples'][0]}; {bad} of {entered} entries are unreadable, more than "
                          f"--max-bad-fraction {max_bad_fraction:g}: mend the files, or allow more")
     if not left:
         raise ValueError(f"all of {entered} entries were dropped and nothing is left: see the reasons above")
@@ -79,10 +87,10 @@ def total(manifests: Sequence[dict[str, Any]], key: str) -> int:
 def report(name: str, manifests: Sequence[dict[str, Any]]) -> Iterator[str]:
     """What a stage did, and a table of what it dropped: reason, count, share of the input, a sample."""
     entered, left = total(manifests, "entered"), total(manifests, "left")
-    share = f" ({left / entered:.1%})" if entered else ""
+    kept = f" ({left / entered:.1%})" if entered else ""
     size = sum(entry["bytes"] for manifest in manifests for entry in manifest["outputs"])
     shards = f"{len(manifests)} shard{'s' * (len(manifests) != 1)}"
-    yield f"{name}: {entered:,} in, {left:,} out{share}; {shards}, {size / 1e6:,.1f} MB"
+    yield f"{name}: {entered:,} in, {left:,} out{kept}; {shards}, {size / 1e6:,.1f} MB"
     reasons: dict[str, tuple[int, str]] = {}
     for manifest in manifests:
         for reason, entry in manifest["dropped"].items():
@@ -95,51 +103,66 @@ def report(name: str, manifests: Sequence[dict[str, Any]]) -> Iterator[str]:
             yield f"  {reason:<{width}}  {count:>10,}  {count / entered:>6.1%}  {sample}"
 
 
-_read_bytes: Any = None  # of a worker: a counter that its parent looks at
-
-
-def _start_worker(counter: Any) -> None:
-    global _read_bytes
-    _read_bytes = counter
-    end_with_parent()
-
-
-def _count(read: int) -> None:
-    with _read_bytes.get_lock():
-        _read_bytes.value += read
-
-
 def _work(stage: Stage, shard: Shard, output: Path) -> dict[str, Any]:
+    """A shard in a worker process."""
     unseen = 0
 
-    def read(count: int) -> None:  # a lock for every line would cost more than the line
+    def read(size: int) -> None:  # a lock for every line would cost more than the line
         nonlocal unseen
-        unseen += count
+        unseen += size
         if unseen > 1 << 20:
-            _count(unseen)
+            count_work(unseen)
             unseen = 0
 
     try:
         return run_shard(stage, shard, output, read=read)
     finally:
-        _count(unseen)
+        count_work(unseen)
 
 
-def _parallel(stage: Stage, shards: Sequence[Shard], output: Path, workers: int, bar: Callable[[int], object]
-              ) -> list[dict[str, Any]]:
-    """After an error no further shard is begun; what is done stays done."""
-    counter = multiprocessing.Value("q", 0)
-    shown = 0
-    with ProcessPoolExecutor(workers, initializer=_start_worker, initargs=(counter,)) as pool:
-        futures = [pool.submit(_work, stage, shard, output) for shard in shards]
-        waiting = set(futures)
-        while waiting:
-            done, waiting = wait(waiting, POLL_SECONDS, FIRST_COMPLETED)
-            if any(future.exception() for future in done):
-                pool.shutdown(cancel_futures=True)  # and wait for those that run
-            now = counter.value
-            bar(now - shown)
-            shown = now
-            for future in done:
-                future.result()
-    return [future.result() for future in futures]
+@dataclass(frozen=True, repr=False)
+class ShardStep:
+    """A pipeline of this one step: rank r of w does the shards r, r + w, r + 2w, …"""
+
+    stage: Stage
+    shards: Sequence[Shard]
+    output: Path
+
+    def __repr__(self) -> str:
+        return f"{self.stage.name} of {len(self.shards)} shards"
+
+    def __call__(self, data: Iterable[Any] | None, rank: int = 0, world_size: int = 1) -> None:
+        for shard in self.shards[rank::world_size]:
+            run_shard(self.stage, shard, self.output)
+
+
+def launch(executor: str, stage: Stage, shards: Sequence[Shard], output: Path, *, tasks: int, workers: int,
+           slurm: Sequence[str]) -> None:
+    """Run the shards as `tasks` tasks, on this machine `workers` at once, or hand them to Slurm: `slurm` holds the time
+    and the partition.
+
+    ValueError where datatrove or Ray is not installed. A step's own error is whatever datatrove makes of it.
+    """
+    tasks = min(tasks, len(shards))
+    step = ShardStep(stage, list(shards), output)
+    logs = str(output / ".datatrove")
+    # What starts elsewhere finds this very interpreter and this very project.
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    try:
+        if executor == "local":
+            from datatrove.executor import LocalPipelineExecutor
+            LocalPipelineExecutor([step], tasks=tasks, workers=workers, logging_dir=logs, skip_completed=False).run()
+        elif executor == "ray":
+            import ray  # noqa: F401
+            from datatrove.executor import RayPipelineExecutor
+            RayPipelineExecutor([step], tasks=tasks, logging_dir=logs, skip_completed=False).run()
+        else:
+            from datatrove.executor import SlurmPipelineExecutor
+            time, partition = slurm
+            path = f"export PATH={Path(sys.executable).parent}:$PATH PYTHONPATH={os.environ['PYTHONPATH']}"
+            SlurmPipelineExecutor([step], tasks=tasks, time=time, partition=partition,
+                                  job_name=stage.name.split(",")[0], env_command=path, logging_dir=logs,
+                                  slurm_logs_folder=f"{logs}/slurm", skip_completed=False, qos="").run()
+    except ImportError as error:
+        raise ValueError(f"--executor {executor} needs {error.name}: python -m pip install -c constraints.txt -e "
+                         "'.[curate]'" + (" ray" if error.name == "ray" else "")) from None

@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
-from urllib.parse import SplitResult, urlsplit, urlunsplit
+from urllib.parse import urlsplit, urlunsplit
 
 from data_utils.curation.shard_run import ShardRun
 
@@ -52,7 +52,7 @@ def refusal() -> Callable[[str], str | None]:
         if re.search(r"[\s\x00-\x1f\x7f<>\"]", url):
             return "malformed"
         try:
-            parts: SplitResult = urlsplit(normal(url))
+            parts = urlsplit(normal(url))
         except ValueError:
             return "malformed"
         if parts.scheme not in ("http", "https"):
@@ -72,14 +72,14 @@ def refusal() -> Callable[[str], str | None]:
 
 def filter_urls(run: ShardRun, *, urls_per_file: int, blacklist: str) -> None:
     """Addresses, one a line, of all files; those that go on into files of `urls_per_file`, which are the shards of the
-    download. The keys of all pages are held in memory, about 100 bytes each. `blacklist`, its sha256, is recorded."""
+    download. A hash of every page is held in memory, about 100 bytes each. `blacklist`, its sha256, is recorded."""
     reason = refusal()
-    seen: set[int] = set()
+    seen: set[bytes] = set()
     for url in run.lines():
         why = reason(url)
         if why is None:
             url = normal(url)
-            key = hash128(page_key(url))
+            key = hashlib.blake2b(page_key(url).encode("utf-8", "surrogatepass"), digest_size=16).digest()
             if key not in seen:
                 seen.add(key)
                 run.file(SPLIT_FILES.format(run.left // urls_per_file)).write(url.encode() + b"\n")
@@ -87,8 +87,3 @@ def filter_urls(run: ShardRun, *, urls_per_file: int, blacklist: str) -> None:
                 continue
             why = "duplicate"
         run.drop(why, url[:200])
-
-
-def hash128(text: str) -> int:
-    """A hash of 128 bits, as a number: pages are told apart by it."""
-    return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest(), "little")

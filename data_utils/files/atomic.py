@@ -1,10 +1,15 @@
-"""Files that are replaced whole: after a crash, or when the machine stops, there is the old file or the new one."""
+"""Files that are replaced whole, and locks between processes that share a folder, without any collective.
+
+After a crash, or when the machine stops, there is the old file or the new one. The system frees the lock of a process
+that dies.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any, BinaryIO
 
@@ -49,3 +54,27 @@ def replace_text(path: str | Path, text: str) -> None:
     """Replace `path` by `text` in UTF-8, atomically. A lone surrogate, which UTF-8 cannot hold, is written as "?"."""
     with replacing(path) as file:
         file.write(text.encode("utf-8", errors="replace"))
+
+
+def take_lock(file: IO[Any]) -> bool:
+    """Lock the open `file` until it is closed. False where another process has it; OSError where its file system has
+    no locks."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def file_lock(path: Path, waiting: Callable[[], object]) -> Iterator[None]:
+    """Hold `path`, calling `waiting` once where another process has it. The system frees it when its holder dies.
+
+    The file stays: removing it would let two processes hold two locks of one name. OSError where it can't be made.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "w") as file:
+        if not take_lock(file):
+            waiting()
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield

@@ -40,49 +40,47 @@ def _open(path: str | Path) -> BinaryIO:
     if kind == "gzip":
         return cast(BinaryIO, gzip.open(path, "rb"))
     if kind == "zstd":
-        return io.BufferedReader(_ZstdFile(path), BLOCK)
+        return io.BufferedReader(_Joined(_zstd_blocks(path)), BLOCK)
     return open(path, "rb", buffering=BLOCK)
 
 
-class _ZstdFile(io.RawIOBase):
+def _zstd_blocks(path: str | Path) -> Iterator[bytes]:
     """The zstandard package's own reader takes a truncated file for one that has ended."""
+    try:
+        import zstandard
+    except ImportError:
+        raise ValueError(f"{path} is compressed by zstd, which needs the package zstandard: pip install "
+                         "zstandard, or decompress it first") from None
+    new_frame = zstandard.ZstdDecompressor().decompressobj
+    frame, begun = new_frame(), False  # begun: whether it has been given bytes
+    with open(path, "rb") as file:
+        while packed := file.read(BLOCK // 4):
+            while packed:
+                try:
+                    unpacked = frame.decompress(packed)
+                except zstandard.ZstdError as error:
+                    raise EOFError(str(error)) from None
+                packed, begun = b"", True
+                if frame.eof:
+                    packed, frame, begun = frame.unused_data, new_frame(), False
+                yield unpacked
+    if begun:
+        raise EOFError("it ends within a zstd frame")
 
-    def __init__(self, path: str | Path) -> None:
-        try:
-            import zstandard
-        except ImportError:
-            raise ValueError(f"{path} is compressed by zstd, which needs the package zstandard: pip install "
-                             "zstandard, or decompress it first") from None
-        self._new, self._error = zstandard.ZstdDecompressor().decompressobj, zstandard.ZstdError
-        self._frame = self._new()
-        self._begun = False  # whether `frame` has been given bytes
-        self._packed, self._unpacked = b"", memoryview(b"")
-        self._file = open(path, "rb")  # noqa: SIM115  closed by `close`
+
+class _Joined(io.RawIOBase):
+    """A file whose content comes in blocks."""
+
+    def __init__(self, blocks: Iterator[bytes]) -> None:
+        self._blocks, self._left = blocks, memoryview(b"")
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: object) -> int:
         view = memoryview(buffer).cast("B")  # type: ignore[arg-type]
-        while not self._unpacked:
-            self._packed = self._packed or self._file.read(BLOCK // 4)
-            if not self._packed:
-                if self._begun:
-                    raise EOFError("it ends within a zstd frame")
-                return 0
-            try:
-                self._unpacked, self._begun = memoryview(self._frame.decompress(self._packed)), True
-            except self._error as error:
-                raise EOFError(str(error)) from None
-            self._packed = b""
-            if self._frame.eof:
-                self._packed, self._frame, self._begun = self._frame.unused_data, self._new(), False
-        part = self._unpacked[:len(view)]
+        while not self._left and (block := next(self._blocks, None)) is not None:
+            self._left = memoryview(block)
+        part, self._left = self._left[:len(view)], self._left[len(view):]
         view[:len(part)] = part
-        self._unpacked = self._unpacked[len(part):]
         return len(part)
-
-    def close(self) -> None:
-        if not self.closed:
-            self._file.close()
-        super().close()

@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping
 from typing import Any, BinaryIO
 
-from data_utils.files.strict_json import parse_object
+from data_utils.files.checked_json import parse_object
 
 ALIGNMENT = 8  # bytes: spaces fill the header up to a multiple of it
 

@@ -16,21 +16,15 @@ def summary(lengths: np.ndarray) -> str:
             f"p99 {p99:,.0f}, longest {lengths.max():,}")
 
 
-def doubling_bins(lengths: np.ndarray) -> list[tuple[int, int]]:
-    """(least length, documents) for lengths of 0, 1, 2-3, 4-7 and so on, from the first bin to the last with any."""
-    bits = np.frexp(lengths.astype(np.float64))[1]  # 0 for 0, else the number of binary digits
-    counts = np.bincount(bits)
-    first = int(np.argmax(counts > 0))
-    return [(1 << number >> 1, int(counts[number])) for number in range(first, len(counts))]
-
-
 def histogram(lengths: np.ndarray) -> list[str]:
-    """Lines that line up, one a bin, with a bar."""
-    bins = doubling_bins(lengths)
-    most = max(count for _, count in bins)
-    rows = [(f"{low:,}" if low < 2 else f"{low:,}-{2 * low - 1:,}", count) for low, count in bins]
-    width = max(len(label) for label, _ in rows)
-    return [f"{label:>{width}}  {count:>13,}  {'#' * -(-BAR * count // most)}" for label, count in rows]
+    """Lines that line up, with a bar and the number of documents of 0, 1, 2-3, 4-7 tokens and so on, from the first
+    such bin to the last that has any."""
+    counts = np.bincount(np.frexp(lengths.astype(np.float64))[1]).tolist()  # by binary digits, of which 0 has none
+    first = next(number for number, count in enumerate(counts) if count)
+    labels = ["0", "1", *(f"{1 << number:,}-{(2 << number) - 1:,}" for number in range(1, len(counts) - 1))]
+    width = len(labels[len(counts) - 1])
+    return [f"{label:>{width}}  {count:>13,}  {'#' * -(-BAR * count // max(counts))}"
+            for label, count in zip(labels[first:], counts[first:], strict=False)]
 
 
 def plot(lengths: np.ndarray, path: Path, title: str) -> None:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from data_utils.dataset_manifest import describe, read_manifest
 from data_utils.files.atomic import sync_folder
+from data_utils.files.checked_json import write_sealed
 from data_utils.files.hashing import hash_parts
-from data_utils.files.sealed_json import write_sealed
-from data_utils.foreign_bins import ForeignBin, open_tokens, prefix_of
 from data_utils.indexed_dataset import IndexedDatasetBuilder, PairMerger
+from data_utils.token_files import ForeignBin, describe, open_tokens, prefix_of, read_manifest
 
 
 def merge(sources: Sequence[str], output_prefix: str, eod: int) -> dict[str, Any]:
@@ -29,11 +29,12 @@ def merge(sources: Sequence[str], output_prefix: str, eod: int) -> dict[str, Any
     try:
         prefixes = []
         for number, source in enumerate(sources):
-            data = open_tokens(source, eod)
+            data, prefix = open_tokens(source, eod), prefix_of(source)
             if isinstance(data, ForeignBin):
-                made.append(f"{temporary}{number}")
-                _write(data, made[-1])
-            prefixes.append(made[-1] if isinstance(data, ForeignBin) else prefix_of(source))
+                prefix = f"{temporary}{number}"
+                made.append(prefix)
+                _write(data, prefix)
+            prefixes.append(prefix)
         manifests = [read_manifest(prefix) for prefix in prefixes]
         tokenizers = [manifest["tokenizer"] for manifest in manifests if manifest and manifest["tokenizer"]]
         if any(tokenizer != tokenizers[0] for tokenizer in tokenizers):
@@ -45,21 +46,19 @@ def merge(sources: Sequence[str], output_prefix: str, eod: int) -> dict[str, Any
         merger.finish()
         known = [manifest[".bin"] if manifest else [{"bytes": os.path.getsize(f"{prefix}.bin")}]
                  for prefix, manifest in zip(prefixes, manifests, strict=True)]
-        parts = hash_parts(f"{temporary}.bin", [part["bytes"] for of_one in known for part in of_one])
-        for source, of_one in zip(sources, known, strict=True):
-            copied, parts_left = parts[:len(of_one)], parts[len(of_one):]
-            if any("sha256" in part for part in of_one) and copied != of_one:
+        parts = iter(hash_parts(f"{temporary}.bin", [part["bytes"] for of_one in known for part in of_one]))
+        for source, manifest, of_one in zip(sources, manifests, known, strict=True):
+            if list(itertools.islice(parts, len(of_one))) != of_one and manifest:
                 raise ValueError(f"{source} is damaged: its tokens are not those of its manifest")
-            parts = parts_left
-        manifest = describe(temporary, {
+        merged = describe(temporary, {
             "tokenizer": tokenizers[0] if len(tokenizers) == len(sources) else None,
             "inputs": [{"file": source, "bytes": sum(part["bytes"] for part in of_one)}
                        for source, of_one in zip(sources, known, strict=True)]})
         os.replace(f"{temporary}.bin", f"{output_prefix}.bin")
-        write_sealed(Path(f"{output_prefix}.json"), manifest)
+        write_sealed(Path(f"{output_prefix}.json"), merged)
         os.replace(f"{temporary}.idx", f"{output_prefix}.idx")
         sync_folder(Path(output_prefix).parent)
-        return manifest
+        return merged
     finally:
         for prefix in made:
             for suffix in (".bin", ".idx"):

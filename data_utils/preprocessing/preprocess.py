@@ -1,4 +1,4 @@
-"""Text files to .bin/.idx pairs by several processes, restartable: the plan, the pool, the merge and the report.
+"""Text files to .bin/.idx pairs by several processes, restartable: the plan, the shards, the merge and the report.
 
 The input is cut into shards by its size alone, so that the result is the same under any number of workers. Shards are
 made in PREFIX.shards (`shards`), then merged and renamed, each `.idx` last; what is finished there is taken
@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import json
 import os
 import shutil
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,18 +22,15 @@ from typing import Any
 import numpy as np
 
 from data_utils.corpora.documents import MOST_BAD_LINES, Log, json_object
-from data_utils.dataset_manifest import describe, read_manifest
-from data_utils.files.atomic import replacing, sync_folder
+from data_utils.files.atomic import file_lock, replacing, sync_folder
+from data_utils.files.checked_json import write_sealed
 from data_utils.files.compression import compression_of
 from data_utils.files.hashing import content_hash
-from data_utils.files.locks import file_lock
-from data_utils.files.sealed_json import write_sealed
 from data_utils.indexed_dataset import PairMerger, read_index, token_dtype
 from data_utils.preprocessing.document_lengths import histogram, summary
-from data_utils.preprocessing.plan import Shard, cut, expand, whole_file
-from data_utils.preprocessing.pool import make_shards
-from data_utils.preprocessing.records import FileRange, records
-from data_utils.preprocessing.shards import Progress, Recipe, bad_lines_of
+from data_utils.preprocessing.inputs import FileRange, cut, expand, records, whole_file
+from data_utils.preprocessing.shards import Progress, Recipe, bad_lines_of, make_shards
+from data_utils.token_files import describe, read_manifest
 from data_utils.tokenizers.base import Tokenizer
 from data_utils.tokenizers.build import build_tokenizer
 
@@ -102,8 +101,8 @@ def preprocess(job: Job, *, log: Log, progress: Callable[[int], contextlib.Abstr
                 with progress(sum(span.stop - span.start for span in spans)) as bar:
                     facts = make_shards(folder, shards, recipe, tokenizer, job.tokenizer, workers=job.workers,
                                         progress=bar, finished=append)
-                _judge(job, folder, shards, facts, log)
-                manifests = _publish(job, folder, shards, facts, tokenizer, mergers)
+                _judge(job, folder, facts, log)
+                manifests = _publish(job, folder, facts, tokenizer, mergers)
             except BaseException:
                 for merger in mergers.values():
                     merger.abandon()
@@ -130,10 +129,9 @@ def _made_before(job: Job, recipe: Recipe, spans: Sequence[FileRange]) -> dict[s
         if not os.path.exists(f"{output}.idx"):
             continue
         manifest = read_manifest(output)
-        same = manifest is not None and manifest["recipe"] == recipe.fingerprint \
-            and [entry["file"] for entry in manifest["inputs"]] == [span.path for span in spans] \
-            and all(_unchanged(entry, span) for entry, span in zip(manifest["inputs"], spans, strict=True))
-        if manifest is None or not same:
+        if manifest is None or manifest["recipe"] != recipe.fingerprint \
+                or [entry["file"] for entry in manifest["inputs"]] != [span.path for span in spans] \
+                or not all(_unchanged(entry, span) for entry, span in zip(manifest["inputs"], spans, strict=True)):
             raise ValueError(f"{output}.idx exists and was made of other input or in another way: remove it, or take "
                              "another --output-prefix")
         found[key] = manifest
@@ -141,14 +139,9 @@ def _made_before(job: Job, recipe: Recipe, spans: Sequence[FileRange]) -> dict[s
 
 
 def _unchanged(entry: Mapping[str, Any], span: FileRange) -> bool:
-    if entry["bytes"] != span.stop:
-        return False
-    start = 0
-    for size, hash_of_part in entry["parts"]:
-        if content_hash(span.path, start, start + size) != hash_of_part:
-            return False
-        start += size
-    return True
+    stops = itertools.accumulate(size for size, _ in entry["parts"])
+    return entry["bytes"] == span.stop and all(content_hash(span.path, stop - size, stop) == written
+                                               for stop, (size, written) in zip(stops, entry["parts"], strict=True))
 
 
 def _check_room(job: Job, folder: Path, spans: Sequence[FileRange], tokenizer: Tokenizer) -> None:
@@ -173,12 +166,12 @@ def _check_room(job: Job, folder: Path, spans: Sequence[FileRange], tokenizer: T
                       f"result, but only {free / 1e9:,.2f} GB are free on that disk")
 
 
-def _judge(job: Job, folder: Path, shards: Sequence[Shard], facts: Sequence[Mapping[str, Any]], log: Log) -> None:
+def _judge(job: Job, folder: Path, facts: Sequence[Mapping[str, Any]], log: Log) -> None:
     """Gather the unusable lines; ValueError where they are too many or nothing else is left."""
     bad, usable = (sum(shard[name] for shard in facts) for name in ("bad", "records"))
     path = Path(f"{job.output_prefix}.bad.jsonl")
     path.unlink(missing_ok=True)  # an earlier run's
-    first = _gather_bad_lines(path, folder, shards, facts) if bad else ""
+    first = _gather_bad_lines(path, folder, facts) if bad else ""
     if bad > job.max_bad_fraction * (bad + usable):
         raise ValueError(f"{first}; {bad:,} of {bad + usable:,} lines are unusable, more than --max-bad-fraction "
                          f"{job.max_bad_fraction:g}: see {path}; --json-keys names the fields that hold text")
@@ -189,30 +182,30 @@ def _judge(job: Job, folder: Path, shards: Sequence[Shard], facts: Sequence[Mapp
         log(f"{bad:,} of {bad + usable:,} lines are unusable and left out: see {path}")
 
 
-def _gather_bad_lines(path: Path, folder: Path, shards: Sequence[Shard], facts: Sequence[Mapping[str, Any]]) -> str:
+def _gather_bad_lines(path: Path, folder: Path, facts: Sequence[Mapping[str, Any]]) -> str:
     """Write all unusable lines with their file and line; returns the first, in words."""
     first = ""
-    lines_before: dict[str, int] = {}
+    lines_before: Counter[str] = Counter()
     with replacing(path, folder / "bad_lines.tmp") as out:
-        for number, (spans, shard) in enumerate(zip(shards, facts, strict=True)):
-            starts = []
-            for span, made in zip(spans, shard["pieces"], strict=True):
-                starts.append(lines_before.get(span.path, 0))
-                lines_before[span.path] = starts[-1] + made["lines"]
+        for number, shard in enumerate(facts):
+            places = []  # of each piece: its file, and how many lines of the file are before it
+            for made in shard["pieces"]:
+                name = made["piece"][0]
+                places.append((name, lines_before[name]))
+                lines_before[name] += made["lines"]
             if shard["bad"]:
                 with open(bad_lines_of(folder / f"{number:05d}"), encoding="utf-8") as file:
                     for line in map(json.loads, file):
-                        name, where = spans[line["piece"]].path, starts[line["piece"]] + line["line"]
-                        first = first or f"{name}:{where}: {line['reason']}"
-                        entry = {"file": name, "line": where, "reason": line["reason"], "content": line["content"]}
+                        name, before = places[line.pop("piece")]
+                        entry = {"file": name, **line, "line": before + line["line"]}
+                        first = first or f"{name}:{entry['line']}: {line['reason']}"
                         out.write(json.dumps(entry).encode() + b"\n")
     return first
 
 
-def _publish(job: Job, folder: Path, shards: Sequence[Shard], facts: Sequence[Mapping[str, Any]],
-             tokenizer: Tokenizer, mergers: Mapping[str, PairMerger]) -> dict[str, dict[str, Any]]:
+def _publish(job: Job, folder: Path, facts: Sequence[Mapping[str, Any]], tokenizer: Tokenizer,
+             mergers: Mapping[str, PairMerger]) -> dict[str, dict[str, Any]]:
     """The pairs and manifests of all keys in their place."""
-    inputs = _inputs(shards, facts)
     manifests = {}
     for key, merger in mergers.items():
         merger.finish()
@@ -223,7 +216,7 @@ def _publish(job: Job, folder: Path, shards: Sequence[Shard], facts: Sequence[Ma
                           "vocab_size": tokenizer.vocab_size, "eod": tokenizer.eod},
             "text_bytes": sum(output["text_bytes"] for output in outputs),
             "empty_documents": sum(output["empty"] for output in outputs),
-            "bad_lines": sum(shard["bad"] for shard in facts), "inputs": inputs,
+            "bad_lines": sum(shard["bad"] for shard in facts), "inputs": _inputs(facts),
         }, [part for output in outputs for part in output[".bin"]])
         write_sealed(Path(f"{_merged(folder, key)}.json"), manifests[key])
     for key in mergers:
@@ -238,16 +231,16 @@ def _merged(folder: Path, key: str) -> str:
     return str(folder / f"merged_{key}.tmp")
 
 
-def _inputs(shards: Sequence[Shard], facts: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def _inputs(facts: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Each input file with its size, lines and the hashes of its parts."""
     inputs: list[dict[str, Any]] = []
-    for spans, shard in zip(shards, facts, strict=True):
-        for span, made in zip(spans, shard["pieces"], strict=True):
-            if span.start == 0:
-                inputs.append({"file": span.path, "bytes": 0, "lines": 0, "parts": []})
-            inputs[-1]["bytes"] += span.stop - span.start
-            inputs[-1]["lines"] += made["lines"]
-            inputs[-1]["parts"].append([span.stop - span.start, made["hash"]])
+    for made in (piece for shard in facts for piece in shard["pieces"]):
+        path, _, start, stop = made["piece"]
+        if start == 0:
+            inputs.append({"file": path, "bytes": 0, "lines": 0, "parts": []})
+        inputs[-1]["bytes"] = stop
+        inputs[-1]["lines"] += made["lines"]
+        inputs[-1]["parts"].append([stop - start, made["hash"]])
     return inputs
 
 

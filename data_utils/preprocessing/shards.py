@@ -1,31 +1,33 @@
-"""One shard of a preprocessing run: some input in, a pair for each JSON key and a manifest out.
+"""The shards of a preprocessing run: of each some input in, a pair for each JSON key and a manifest out.
 
     FOLDER/00007_text.bin, .idx   the documents of shard 7 in order
     FOLDER/00007.bad.jsonl        its unusable lines, where it has any
     FOLDER/00007.json             what it was made from and the hashes of all; written last
 
 A shard is written under other names and renamed when it is on the disk. One whose manifest fits its input, recipe and
-files is not made again.
+files is not made again. Several processes make many shards, each with a tokenizer of its own.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from data_utils.corpora.documents import HOPELESS_LINES
+from data_utils.corpora.documents import HOPELESS_LINES, json_object, text_of
 from data_utils.files.atomic import flush_to_disk
+from data_utils.files.checked_json import read_sealed, write_sealed
 from data_utils.files.format_versions import PREPROCESSING_SHARD_VERSION
 from data_utils.files.hashing import ContentHash, content_hash, damaged_parts, fingerprint_of, hash_parts
-from data_utils.files.sealed_json import read_sealed, write_sealed
 from data_utils.indexed_dataset import IndexedDatasetBuilder, token_dtype
-from data_utils.preprocessing.records import FileRange, Record, UnreadableLine, fast_json, records, texts_of
-from data_utils.tokenizers.base import Tokenizer
-from data_utils.tokenizers.text import PART_CHARACTERS, split_text
+from data_utils.preprocessing.inputs import FileRange, Record, Shard, fast_json, records
+from data_utils.tokenizers.base import PART_CHARACTERS, Tokenizer, split_text
+from data_utils.tokenizers.build import build_tokenizer
+from data_utils.worker_processes import by_processes, count_work
 
 REPORTED_LINES = 64  # between two reports of progress
 SUFFIXES = (".bin", ".idx")
@@ -48,8 +50,39 @@ class Recipe:
                               self.tokenizer)
 
 
-def make_shard(folder: Path, number: int, spans: tuple[FileRange, ...], recipe: Recipe, tokenizer: Tokenizer,
-               progress: Progress) -> dict[str, Any]:
+def make_shards(folder: Path, shards: Sequence[Shard], recipe: Recipe, tokenizer: Tokenizer,
+                arguments: Mapping[str, Any], *, workers: int, progress: Progress, finished: Callable[[int], object]
+                ) -> list[dict[str, Any]]:
+    """The manifests of all shards. One process makes them itself; each of several builds its own tokenizer from
+    `arguments`.
+
+    progress: is called with the bytes of input and the tokens since its last call. finished: is called with the number
+    of each shard in order, once it is made. Raises what `make_shard` raises, and OSError where a worker dies.
+    """
+    if workers > 1 and len(shards) > 1:
+        work = functools.partial(_make_in_worker, folder, recipe, tuple(arguments.items()))
+        # Spawned, not forked: the tokenizers' libraries start threads.
+        return by_processes(work, list(enumerate(shards)), workers=workers, counted=2, progress=progress,
+                            finished=finished, start="spawn")
+    facts = []
+    for number, spans in enumerate(shards):
+        facts.append(make_shard(folder, number, spans, recipe, tokenizer, progress))
+        finished(number)
+    return facts
+
+
+@functools.lru_cache(1)  # a worker makes many shards
+def _tokenizer_of(arguments: tuple[tuple[str, Any], ...]) -> Tokenizer:
+    return build_tokenizer(**dict(arguments))
+
+
+def _make_in_worker(folder: Path, recipe: Recipe, arguments: tuple[tuple[str, Any], ...], number: int, spans: Shard
+                    ) -> dict[str, Any]:
+    return make_shard(folder, number, spans, recipe, _tokenizer_of(arguments), count_work)
+
+
+def make_shard(folder: Path, number: int, spans: Shard, recipe: Recipe, tokenizer: Tokenizer, progress: Progress
+               ) -> dict[str, Any]:
     """The manifest of shard `number`, which is made unless it is there.
 
     progress: is called with bytes of input and tokens since its last call. ValueError where nothing of the input can be
@@ -74,7 +107,7 @@ def make_shard(folder: Path, number: int, spans: tuple[FileRange, ...], recipe: 
     return facts
 
 
-def _finished(stem: Path, spans: tuple[FileRange, ...], recipe: Recipe) -> dict[str, Any] | None:
+def _finished(stem: Path, spans: Shard, recipe: Recipe) -> dict[str, Any] | None:
     """The manifest of a shard that is there as it was written and made of what is wanted."""
     try:
         facts = read_sealed(Path(f"{stem}.json"))
@@ -85,7 +118,9 @@ def _finished(stem: Path, spans: tuple[FileRange, ...], recipe: Recipe) -> dict[
             return None
         same = not any(damaged_parts(f"{stem}_{key}{suffix}", output[suffix])
                        for key, output in facts["outputs"].items() for suffix in SUFFIXES)
-        return facts if same and facts["bad"] == _line_count(bad_lines_of(stem)) else None
+        bad_lines = bad_lines_of(stem)
+        bad = bad_lines.read_bytes().count(b"\n") if bad_lines.exists() else 0
+        return facts if same and facts["bad"] == bad else None
     except (OSError, ValueError):
         return None
 
@@ -95,20 +130,10 @@ def bad_lines_of(stem: Path) -> Path:
     return Path(f"{stem}.bad.jsonl")
 
 
-def _line_count(path: Path) -> int:
-    if not path.exists():
-        return 0
-    with open(path, "rb") as file:
-        return sum(1 for _ in file)
+class _Output(IndexedDatasetBuilder):
+    """The pair of one key, still under another name, and what of its texts the pair does not tell."""
 
-
-class _Output:
-    """The pair of one key, still under another name."""
-
-    def __init__(self, prefix: str, vocab_size: int) -> None:
-        self.prefix = prefix
-        self.builder = IndexedDatasetBuilder(prefix, token_dtype(vocab_size))
-        self.empty = self.text_bytes = 0
+    empty = text_bytes = 0
 
 
 class _Writer:
@@ -117,7 +142,7 @@ class _Writer:
     def __init__(self, temporary: str, recipe: Recipe, tokenizer: Tokenizer) -> None:
         self._temporary, self._keys, self._tokenizer = temporary, recipe.keys, tokenizer
         self._eod = tokenizer.eod if recipe.append_eod else None
-        self._outputs = [_Output(f"{temporary}_{key}", tokenizer.vocab_size) for key in recipe.keys]
+        self._outputs = [_Output(f"{temporary}_{key}", token_dtype(tokenizer.vocab_size)) for key in recipe.keys]
         self._bad: BinaryIO | None = None
         self._bad_count = self._records = 0  # a blank line is neither
 
@@ -137,7 +162,8 @@ class _Writer:
                 if isinstance(record, bytes) and not record.strip():
                     continue
                 try:
-                    texts = [text.encode() for text in texts_of(record, keys)]
+                    item = json_object(record)
+                    texts = [text_of(item, key).encode() for key in keys]
                 except (ValueError, RecursionError) as error:
                     self._quarantine(span_number, span, number, record, error)
                     continue
@@ -148,11 +174,11 @@ class _Writer:
                     output.empty += 1
                     continue
                 if ids is not None:
-                    output.builder.add(ids)
+                    output.add(ids)
                 else:
                     for part in split_text(text.decode()):
-                        output.builder.add(encode(part.encode()))
-                output.builder.end_document(self._eod)
+                        output.add(encode(part.encode()))
+                output.end_document(self._eod)
                 output.text_bytes += len(text)
             if span.kind == "json":
                 read += len(record)
@@ -170,12 +196,11 @@ class _Writer:
         """Put everything on the disk and rename it."""
         outputs = {}
         for key, output in zip(self._keys, self._outputs, strict=True):
-            builder = output.builder
-            builder.finish()
+            output.finish()
             size = os.path.getsize(f"{output.prefix}.bin")
-            outputs[key] = {"documents": len(builder), "tokens": builder.num_tokens, "empty": output.empty,
+            outputs[key] = {"documents": len(output), "tokens": output.num_tokens, "empty": output.empty,
                             "text_bytes": output.text_bytes, ".idx": hash_parts(f"{output.prefix}.idx"),
-                            ".bin": [{"bytes": size, "sha256": builder.sha256.hexdigest()}]}
+                            ".bin": [{"bytes": size, "sha256": output.sha256.hexdigest()}]}
             for suffix in SUFFIXES:
                 os.replace(f"{output.prefix}{suffix}", f"{stem}_{key}{suffix}")
         bad_lines_of(stem).unlink(missing_ok=True)
@@ -187,13 +212,13 @@ class _Writer:
 
     def abandon(self) -> None:
         for output in self._outputs:
-            output.builder.abandon()
+            output.abandon()
         if self._bad is not None:
             self._bad.close()
             Path(self._bad.name).unlink(missing_ok=True)
 
     def _tokens(self) -> int:
-        return sum(output.builder.num_tokens for output in self._outputs)
+        return sum(output.num_tokens for output in self._outputs)
 
     def _quarantine(self, span_number: int, span: FileRange, number: int, record: Record, error: Exception) -> None:
         """Keep an unusable line: the number of its range in the shard, that of the line in its range, why, what."""
@@ -202,8 +227,6 @@ class _Writer:
         if self._bad_count == HOPELESS_LINES and not self._records:  # rather now than after hours
             raise ValueError(f"{span.path}: {reason}; nor is any other of {HOPELESS_LINES} lines usable: --json-keys "
                              "names the fields that hold text")
-        if isinstance(record, UnreadableLine):
-            record = record.line
         content = record.decode("utf-8", "backslashreplace") if isinstance(record, bytes) else repr(record)
         if self._bad is None:
             self._bad = open(f"{self._temporary}.bad.jsonl", "wb")  # noqa: SIM115  closed by `finish` or `abandon`

@@ -1,9 +1,7 @@
 """Tokenizers: text to ids and back.
 
-    base           what a tokenizer is
+    base           what a tokenizer is, what it does with a text first, and the one of bytes
     build          makes one by its kind, or loads the one that a checkpoint brings along
-    bytes          one id a byte
-    gpt2           byte-level BPE; gigatoken_engine and regex_engine run it, and the package tiktoken
+    gpt2           byte-level BPE, which the package tiktoken runs, or one of bpe_engines
     sentencepiece  SentencePiece models, and their training
-    text           what all of them do with a text first
 """

@@ -1,4 +1,4 @@
-"""What a tokenizer is; each kind has a file of its own, and tokenizers/build.py makes and loads them.
+"""What a tokenizer is, the text that it takes, and the simplest one, of bytes. Each other kind has a file of its own.
 
 Every tokenizer is lossless (`decode(encode(text)) == text`) and no text can make it emit its end-of-document id.
 """
@@ -6,14 +6,43 @@ Every tokenizer is lossless (`decode(encode(text)) == text`) and no text can mak
 from __future__ import annotations
 
 import json
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
+from data_utils.files.hashing import fingerprint_of
+
 FACTS_FILE = "tokenizer_facts.json"
 OLD_FACTS_FILE = "tokenizer.json"  # until a library's own file of another content was found to have this name
+PART_CHARACTERS = 1 << 20
+SINGLE_SPACE = re.compile(r" (?=\S)(?<=\S )")
+
+
+def utf8(text: str) -> bytes:
+    """`text` as UTF-8; ValueError where it holds a lone surrogate, which tokenizer libraries replace silently."""
+    try:
+        return text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ValueError(f"text with a lone surrogate {text[error.start]!r} at character {error.start} "
+                         "is not Unicode") from None
+
+
+def split_text(text: str, limit: int = PART_CHARACTERS) -> Iterator[str]:
+    """`text` in parts of `limit` to 2 · `limit` characters, so that a file of gigabytes needs no list of all its ids.
+
+    A cut lies before a single space between two other characters, where every tokenizer starts a new token: the ids
+    are those of the whole text. Where the second `limit` has no such space, the cut lies at its end.
+    """
+    start = 0
+    while len(text) - start > 2 * limit:
+        space = SINGLE_SPACE.search(text, start + limit, start + 2 * limit + 1)  # with the character behind it
+        cut = space.start() if space else start + 2 * limit
+        yield text[start:cut]
+        start = cut
+    yield text[start:]
 
 
 class Tokenizer(ABC):
@@ -47,10 +76,14 @@ class Tokenizer(ABC):
 
     def decode_bytes(self, ids: Sequence[int] | np.ndarray) -> bytes:
         """The bytes that `ids` stand for; ValueError for an id outside the vocabulary."""
+        return b"".join(map(self.token_bytes.__getitem__, self._checked(ids).tolist()))
+
+    def _checked(self, ids: Sequence[int] | np.ndarray) -> np.ndarray:
+        """int64; ValueError for an id outside the vocabulary."""
         ids = np.asarray(ids, dtype=np.int64)
         if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < self.vocab_size:
             raise ValueError(f"token ids {ids.min()} to {ids.max()} do not fit a vocabulary of {self.vocab_size}")
-        return b"".join(map(self.token_bytes.__getitem__, ids.tolist()))
+        return ids
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """Text; bytes that do not form UTF-8, as a model may generate, become U+FFFD."""
@@ -65,3 +98,24 @@ class Tokenizer(ABC):
         facts = {"kind": self.kind, "fingerprint": self.fingerprint, "vocab_size": self.vocab_size,
                  "files": sorted(self.files)}
         (directory / FACTS_FILE).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+
+
+class ByteTokenizer(Tokenizer):
+    """Needs no library and no file. Ids 0 to 255 are the bytes of UTF-8, 256 ends a document."""
+
+    def __init__(self) -> None:
+        token_bytes = [bytes([value]) for value in range(256)] + [b""]
+        super().__init__("bytes", token_bytes, 256, fingerprint_of("bytes"), {})
+
+    def encode(self, text: str) -> np.ndarray:
+        """uint8 [bytes of text]."""
+        return self.encode_utf8(utf8(text))
+
+    def encode_utf8(self, data: bytes) -> np.ndarray:
+        """uint8 [bytes of data]: the bytes themselves."""
+        return np.frombuffer(data, dtype=np.uint8)
+
+    def decode_bytes(self, ids: Sequence[int] | np.ndarray) -> bytes:
+        """The bytes of `ids` without the ends of documents; ValueError for an id outside the vocabulary."""
+        ids = self._checked(ids)
+        return ids[ids != self.eod].astype(np.uint8).tobytes()

@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from data_utils.files.user_cache import user_cache
-from data_utils.tokenizers.base import FACTS_FILE, OLD_FACTS_FILE, Tokenizer
-from data_utils.tokenizers.bytes import ByteTokenizer
+from data_utils.files.system import user_cache
+from data_utils.tokenizers.base import FACTS_FILE, OLD_FACTS_FILE, ByteTokenizer, Tokenizer
 from data_utils.tokenizers.gpt2 import BUILTIN_FILE, bpe_engine, builtin_tokenizer, gpt2_tokenizer
 from data_utils.tokenizers.sentencepiece import SentencePieceTokenizer
 
@@ -77,8 +76,7 @@ def find_gpt2_files(vocab_file: str | None, merge_file: str | None, cache_dir: s
             if not Path(name).is_file():
                 raise FileNotFoundError(f"{flag}: no such file: {name}")
         return Path(str(vocab_file)), Path(str(merge_file))
-    folders = [Path(cache_dir)] if cache_dir else []
-    for folder in [*folders, user_cache()]:
+    for folder in [Path(cache_dir), user_cache()] if cache_dir else [user_cache()]:
         for vocab, merges in (("encoder.json", "vocab.bpe"), ("gpt2-vocab.json", "gpt2-merges.txt"),
                               ("vocab.json", "merges.txt")):
             if (folder / vocab).is_file() and (folder / merges).is_file():

@@ -15,7 +15,6 @@ import json
 import re
 from array import array
 from collections.abc import Iterator, Sequence
-from importlib import resources
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -23,10 +22,8 @@ from typing import Any
 import numpy as np
 
 from data_utils.files.hashing import fingerprint_of
-from data_utils.tokenizers.base import Tokenizer
-from data_utils.tokenizers.gigatoken_engine import Gigatoken, gigatoken
-from data_utils.tokenizers.regex_engine import BytePairEncoding
-from data_utils.tokenizers.text import utf8
+from data_utils.tokenizers.base import Tokenizer, utf8
+from data_utils.tokenizers.bpe_engines import BytePairEncoding, Gigatoken, gigatoken
 
 BUILTIN_FILE = "builtin_bpe.json"
 END_OF_TEXT = "<|endoftext|>"
@@ -133,8 +130,7 @@ def builtin_tokenizer(path: Path | None = None) -> BytePairTokenizer:
     at `path`."""
     name = str(path or BUILTIN_FILE)
     try:
-        file = path or resources.files("data_utils.tokenizers").joinpath(BUILTIN_FILE)
-        data = file.read_bytes()
+        data = (path or Path(__file__).with_name(BUILTIN_FILE)).read_bytes()
         ranked = _byte_strings(list(json.loads(data)), name)
     except FileNotFoundError:
         raise FileNotFoundError(f"{name}: no such file: the tokenizer is incomplete") from None

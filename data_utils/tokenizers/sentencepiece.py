@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from itertools import chain
 from pathlib import Path
 
 from data_utils.files.atomic import replacing
 from data_utils.files.hashing import fingerprint_of
-from data_utils.tokenizers.base import Tokenizer
-from data_utils.tokenizers.text import split_text, utf8
+from data_utils.tokenizers.base import Tokenizer, split_text, utf8
 
 SPACE = "\u2581"  # what SentencePiece writes for a space
 SPACE_IN_BYTES = [f"<0x{value:02X}>" for value in SPACE.encode()]
@@ -68,14 +67,14 @@ def train_sentencepiece(texts: Iterable[str], model_file: str | Path, vocab_size
     ValueError where there is no text, the text is too short for the size, or the file cannot be written."""
     sentencepiece = _import_sentencepiece()
     model = io.BytesIO()
-    # Long documents go in as parts: the trainer drops what is longer than its limit.
-    sentences = (part for text in texts for part in split_text(text, 1 << 14) if part)
+    # Long documents go in as parts: the trainer drops what is longer than its limit. `utf8` refuses lone surrogates.
+    sentences = (part for text in texts for part in split_text(text, 1 << 14) if utf8(part))
     first = next(sentences, None)
     if first is None:
         raise ValueError("there is no text to train a SentencePiece model on: see --train-data")
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=_bytes_of(chain([first], sentences)), model_writer=model, vocab_size=vocab_size,
+            sentence_iterator=chain([first], sentences), model_writer=model, vocab_size=vocab_size,
             model_type="bpe", byte_fallback=True, normalization_rule_name="identity", remove_extra_whitespaces=False,
             add_dummy_prefix=False, max_sentence_length=1 << 24, character_coverage=1.0 - 5e-4, minloglevel=2)
     except (RuntimeError, OSError) as error:
@@ -89,12 +88,6 @@ def train_sentencepiece(texts: Iterable[str], model_file: str | Path, vocab_size
             file.write(model.getvalue())
     except OSError as error:
         raise ValueError(f"--tokenizer-model {path} cannot be written: {error.strerror}") from None
-
-
-def _bytes_of(texts: Iterable[str]) -> Iterator[str]:
-    for text in texts:
-        utf8(text)
-        yield text
 
 
 def _import_sentencepiece():  # type: ignore[no-untyped-def]

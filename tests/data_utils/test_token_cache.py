@@ -13,7 +13,7 @@ import pytest
 
 from data_utils import build_tokenizer, token_cache
 from data_utils.token_cache import tokenise
-from data_utils.tokenizers.bytes import ByteTokenizer
+from data_utils.tokenizers.base import ByteTokenizer
 
 BYTES = build_tokenizer("bytes")
 OLD = time.time_ns() - 10**12

@@ -31,8 +31,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from data_utils.files.checked_json import sealed_lines
 from data_utils.files.format_versions import CHECKPOINT_VERSION
-from data_utils.files.sealed_json import sealed_lines
 from megatron.gpt2.checkpoint.boxes import extent
 from megatron.gpt2.checkpoint.files import tensor_name
 from mpu.partition import Box

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
-from data_utils.files.locks import take_lock
+from data_utils.files.atomic import take_lock
 
 
 def lock_together(directory: str | Path, *, rank: int, max_over_ranks: Callable[[int], int],

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from data_utils.files.memory import machine_memory
+from data_utils.files.system import machine_memory
 from megatron.gpt2.checkpoint.folder import Piece
 
 Files = Mapping[str, Mapping[str, Piece]]

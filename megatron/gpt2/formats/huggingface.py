@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from data_utils.files.checked_json import read_object
 from data_utils.files.safetensors import read_header
-from data_utils.files.strict_json import read_object
 from megatron.gpt2.checkpoint.files import DTYPES
 from megatron.gpt2.checkpoint.parsing import TensorInfo
 from megatron.gpt2.config import ModelConfig, require

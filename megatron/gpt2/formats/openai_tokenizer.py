@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from data_utils import Tokenizer
-from data_utils.files.strict_json import read_object
+from data_utils.files.checked_json import read_object
 from data_utils.tokenizers.gpt2 import END_OF_TEXT, byte_alphabet, gpt2_tokenizer, gpt2_tokenizer_of
 from megatron.gpt2.formats.foreign import short_repr
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from data_utils.command_line import program
-from data_utils.corpora.files import BUILTIN, files_of
+from data_utils.corpora.documents import BUILTIN, files_of
 from data_utils.files.hashing import hash_file
 from megatron.gpt2.checkpoint.reader import Checkpoint
 from megatron.gpt2.command_line.arguments import SAVED, Arguments, parse

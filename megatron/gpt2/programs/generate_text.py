@@ -23,7 +23,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from data_utils.command_line import program
-from data_utils.corpora.files import check_exists
+from data_utils.corpora.documents import check_exists
 from data_utils.progress import progress_bar
 from megatron.gpt2.command_line.arguments import parse
 from megatron.gpt2.command_line.flags import dashed

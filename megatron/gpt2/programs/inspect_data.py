@@ -17,11 +17,10 @@ from pathlib import Path
 import numpy as np
 
 from data_utils.command_line import Parser, program
-from data_utils.dataset_manifest import read_manifest
 from data_utils.files.hashing import damaged_parts
-from data_utils.foreign_bins import ForeignBin, open_tokens, prefix_of
 from data_utils.indexed_dataset import IndexedDataset
 from data_utils.preprocessing.document_lengths import histogram, plot, summary
+from data_utils.token_files import ForeignBin, open_tokens, prefix_of, read_manifest
 from data_utils.tokenizers.base import Tokenizer
 from data_utils.tokenizers.build import KINDS, build_tokenizer
 

@@ -18,8 +18,7 @@ from typing import Any
 from data_utils import ensure_sentencepiece_model, tokenizers
 from data_utils.command_line import Parser, program
 from data_utils.corpora.builtin import builtin_documents
-from data_utils.corpora.documents import documents
-from data_utils.corpora.files import BUILTIN, files_of
+from data_utils.corpora.documents import BUILTIN, documents, files_of
 from data_utils.tokenizers.gpt2 import BUILTIN_FILE, END_OF_TEXT
 
 

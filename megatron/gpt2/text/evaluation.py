@@ -21,8 +21,7 @@ import numpy as np
 
 from data_utils import Tokenizer
 from data_utils.corpora.detokenizers import ptb_detokenizer, wikitext_detokenizer
-from data_utils.corpora.documents import documents
-from data_utils.corpora.files import is_json
+from data_utils.corpora.documents import documents, is_json
 from megatron.gpt2.model.gpt2 import GPT2Model
 from megatron.gpt2.records.reporting import perplexity
 from megatron.gpt2.text.scoring import Window, score, windows_over

@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from data_utils.corpora.builtin import builtin_documents, texts_of
-from data_utils.corpora.documents import default_key, documents
-from data_utils.corpora.files import check_exists, files_of
-from data_utils.corpora.prose import is_prose, prose, share_of_plain_characters
+from benchmarks.learning import share_of_plain_characters
+from data_utils.corpora.builtin import builtin_documents, is_prose, prose, texts_of
+from data_utils.corpora.documents import check_exists, default_key, documents, files_of
 
 
 def write(path: Path, content: str | bytes) -> str:

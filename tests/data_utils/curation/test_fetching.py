@@ -9,10 +9,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from data_utils.curation.extraction import Extractors, text_of
-from data_utils.curation.fetching import Limits, Page, Refused, fetch
+from data_utils.curation.download import Extractors, text_of
+from data_utils.curation.fetching import Page, Refused, fetch
 
-LIMITS = Limits(100_000, 5.0)
 OK = b"HTTP/1.1 200 OK\r\nContent-Type: text/html; charset=latin-1\r\n"
 
 
@@ -48,8 +47,8 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, list[bytes]]]
         connection.close()
 
 
-def get(url: str, limits: Limits = LIMITS) -> Page:
-    return fetch(url, limits, lambda url: None)
+def get(url: str, max_bytes: int = 100_000, seconds: float = 5.0) -> Page:
+    return fetch(url, max_bytes, seconds, lambda url: None)
 
 
 def test_a_page_and_redirects(server: tuple[str, list[bytes]]):
@@ -84,7 +83,7 @@ def test_reasons(server: tuple[str, list[bytes]], answer: bytes, reason: str):
 def test_a_server_that_says_nothing(server: tuple[str, list[bytes]]):
     began = time.monotonic()
     with pytest.raises(Refused, match="too slow"):
-        get(server[0], Limits(1000, 0.3))
+        get(server[0], 1000, 0.3)
     assert time.monotonic() - began < 3
 
 

@@ -7,9 +7,9 @@ import struct
 from pathlib import Path
 
 from data_utils import IndexedDatasetBuilder
-from data_utils.dataset_manifest import describe
 from data_utils.files import format_versions
 from data_utils.indexed_dataset import token_dtype
+from data_utils.token_files import describe
 
 
 def test_what_is_written_has_the_version_of_the_table(tmp_path: Path) -> None:

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from data_utils import IndexedDataset
-from data_utils.preprocessing import plan, shards
-from data_utils.preprocessing.plan import cut, whole_file
+from data_utils.preprocessing import inputs, shards
+from data_utils.preprocessing.inputs import cut, whole_file
 from data_utils.preprocessing.preprocess import Job, report
 from tests.data_utils.preprocessing.jobs import BUILTIN, BYTES, run, some_texts, texts_of, write
 
@@ -60,7 +60,7 @@ def test_the_same_bytes_under_any_number_of_workers(tmp_path: Path, small_shards
 
 @pytest.mark.parametrize("size", [1, 100, 5000, 10**6])
 def test_shards_hold_every_line_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
-    monkeypatch.setattr(plan, "LEAST_SHARD_BYTES", size)
+    monkeypatch.setattr(inputs, "LEAST_SHARD_BYTES", size)
     first, second = write(tmp_path / "a.jsonl", some_texts(100)), write(tmp_path / "b.jsonl", some_texts(3))
     spans = [span for shard in cut([whole_file(first, ("text",)), whole_file(second, ("text",))]) for span in shard]
     for path in (first, second):
@@ -95,8 +95,8 @@ def test_plain_text_is_one_document_a_file_and_folders_and_patterns_are_taken(tm
     for number in range(30):
         (folder / f"{number:03d}.txt").write_text(f"page {number}\nsecond line\n")
     expected = [f"page {number}\nsecond line\n" for number in range(30)]
-    for inputs in (str(folder), str(folder / "*.txt"), tuple(map(str, sorted(folder.iterdir())))):
-        run(inputs, tmp_path / "out")
+    for given in (str(folder), str(folder / "*.txt"), tuple(map(str, sorted(folder.iterdir())))):
+        run(given, tmp_path / "out")
         assert texts_of(tmp_path / "out") == expected
         for path in tmp_path.glob("out*"):
             path.unlink()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from data_utils.preprocessing import preprocess, shards
-from data_utils.preprocessing.plan import cut, whole_file
+from data_utils.preprocessing.inputs import cut, whole_file
 from tests.data_utils.preprocessing.jobs import run, some_texts, texts_of, write
 
 

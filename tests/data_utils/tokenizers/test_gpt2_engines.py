@@ -14,10 +14,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from data_utils import Tokenizer, build_tokenizer, default_tokenizer_kind
-from data_utils.tokenizers.gigatoken_engine import RELEASE
-from data_utils.tokenizers.gigatoken_engine import gigatoken as engine
+from data_utils.tokenizers.bpe_engines import GIGATOKEN_RELEASE, BytePairEncoding
+from data_utils.tokenizers.bpe_engines import gigatoken as engine
 from data_utils.tokenizers.gpt2 import PATTERN, BytePairTokenizer
-from data_utils.tokenizers.regex_engine import BytePairEncoding
 
 gigatoken = pytest.importorskip("gigatoken")
 
@@ -34,7 +33,7 @@ class Engines:
 
         tokenizer = build_tokenizer("GPT2BPETokenizer", cache_dir=str(folder))
         assert isinstance(tokenizer, BytePairTokenizer)
-        assert tokenizer._faster is not None, f"the installed gigatoken is not {RELEASE}x"
+        assert tokenizer._faster is not None, f"the installed gigatoken is not {GIGATOKEN_RELEASE}x"
         self.ours = tokenizer
         self.reference = reference_of(tokenizer)
         self._hf = ByteLevelBPETokenizer(str(folder / "encoder.json"), str(folder / "vocab.bpe"))
@@ -136,7 +135,7 @@ def test_without_gigatoken_or_with_another_release_the_ids_are_the_same(monkeypa
         return build_tokenizer("builtin")
 
     ids = builtin().encode("one, two\n\nthree")
-    monkeypatch.setattr("data_utils.tokenizers.gigatoken_engine.RELEASE", "99.")
+    monkeypatch.setattr("data_utils.tokenizers.bpe_engines.GIGATOKEN_RELEASE", "99.")
     plain: Any = builtin()
     assert plain._faster is None and np.array_equal(plain.encode("one, two\n\nthree"), ids)
 

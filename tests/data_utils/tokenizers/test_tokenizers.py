@@ -13,10 +13,9 @@ import pytest
 import data_utils
 from data_utils import Tokenizer, build_tokenizer, load_tokenizer, train_sentencepiece
 from data_utils.corpora.builtin import builtin_documents
-from data_utils.tokenizers.base import FACTS_FILE, OLD_FACTS_FILE
+from data_utils.tokenizers.base import FACTS_FILE, OLD_FACTS_FILE, split_text
 from data_utils.tokenizers.build import find_gpt2_files
 from data_utils.tokenizers.gpt2 import WHITE_RUN, byte_alphabet
-from data_utils.tokenizers.text import split_text
 
 ROOT = Path(__file__).resolve().parents[3]
 EXAMPLES = ["", " ", "  a\n\n b\t\r\n", "it's 3,14 isn't\u00a0it", "\u2581a \u2581\u2581b", "<|endoftext|>",

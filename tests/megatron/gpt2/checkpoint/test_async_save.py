@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from benchmarks import kills
-from data_utils.files.memory import machine_memory
+from data_utils.files.system import machine_memory
 from megatron.gpt2.checkpoint import folder as checkpointing
 from megatron.gpt2.checkpoint import gathering, saver
 from megatron.gpt2.checkpoint.files import write_tensors

@@ -1,18 +1,28 @@
-"""Token files that have no `.idx`: nanoGPT's and llm.c's `.bin`, and the one way to open any token file.
+"""Token files of every kind: the one way to open them, those without an `.idx`, and the manifest beside a pair.
 
-nanoGPT: uint16 tokens and nothing else. llm.c: 256 int32 (magic 20240520, version 1, number of tokens), then uint16
-tokens. Only the end-of-document id shows where a document ends.
+nanoGPT's `.bin`: uint16 tokens and nothing else. llm.c's: 256 int32 (magic 20240520, version 1, number of tokens), then
+uint16 tokens. Only the end-of-document id shows where a document ends.
+
+The manifest says what a .bin/.idx pair was made from, and holds a hash for every byte of it. `PREFIX.json` holds
+`inputs` (each file's name, bytes, lines and hashes), `tokenizer`, counts, and of `.bin` and `.idx` the sha256 of
+consecutive parts: the parts of a large `.bin` were hashed by many workers, and a damaged one says where. Its last entry
+is the sha256 of everything before it.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from data_utils.indexed_dataset import IndexedDataset
+from data_utils.files.checked_json import read_sealed
+from data_utils.files.format_versions import PAIR_MANIFEST_VERSION
+from data_utils.files.hashing import Part, hash_parts
+from data_utils.indexed_dataset import IndexedDataset, read_index
 
 LLM_C_MAGIC = 20240520
 LLM_C_HEADER = 1024  # bytes
@@ -76,3 +86,17 @@ def open_tokens(path: str | Path, eod: int) -> IndexedDataset | ForeignBin:
 def prefix_of(path: str | Path) -> str:
     """`path` without .bin or .idx at its end."""
     return str(path).removesuffix(".bin").removesuffix(".idx")
+
+
+def read_manifest(prefix: str | Path) -> dict[str, Any] | None:
+    """The manifest of a pair; None where it has none. ValueError where it is damaged."""
+    return read_sealed(Path(f"{prefix}.json"))
+
+
+def describe(prefix: str | Path, facts: dict[str, Any], bin_parts: Sequence[Part] | None = None) -> dict[str, Any]:
+    """The manifest of the pair at `prefix`: `facts`, and what its files show, counts, dtype and hashes. bin_parts: the
+    hashes of `.bin`, where they are known already."""
+    index = read_index(prefix)
+    return {"format": PAIR_MANIFEST_VERSION, **facts,
+            "documents": len(index.firsts) - 1, "tokens": int(index.starts[-1]), "dtype": index.dtype.name,
+            ".bin": list(bin_parts or hash_parts(f"{prefix}.bin")), ".idx": hash_parts(f"{prefix}.idx")}
