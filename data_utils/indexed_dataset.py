@@ -44,16 +44,53 @@ def token_dtype(vocab_size: int) -> np.dtype:
     return DTYPES[8] if vocab_size < 65_500 else DTYPES[4]
 
 
-class IndexedDatasetBuilder:
+class _PairWriter:
+    """A pair that is being written. `finish` of its subclasses completes it; `abandon` removes it."""
+
+    def __init__(self, prefix: str | Path) -> None:
+        self.prefix = str(prefix)
+        self._bin: BinaryIO = open(f"{prefix}.bin", "wb")  # noqa: SIM115  closed by `_finish` or `abandon`
+
+    def abandon(self) -> None:
+        """Close and remove what was written."""
+        self._bin.close()
+        for suffix in (".bin", ".idx"):
+            Path(self.prefix + suffix).unlink(missing_ok=True)
+
+    def _finish(self, dtype: np.dtype, blocks: Callable[[], Iterable[tuple[np.ndarray, np.ndarray]]]) -> None:
+        """Write `.idx` and put both files on the disk. A block: lengths of sequences, ends of documents in sequences of
+        this block. `blocks` is asked three times, so that the index of a billion documents is never in memory at once.
+        """
+        sizes = [(len(lengths), len(ends)) for lengths, ends in blocks()]
+        code = next(code for code, known in DTYPES.items() if known == dtype)
+        with open(f"{self.prefix}.idx", "wb") as index:
+            index.write(HEADER.pack(MAGIC, INDEX_VERSION, code, sum(s for s, _ in sizes), sum(d for _, d in sizes) + 1))
+            for lengths, _ in blocks():
+                index.write(lengths.astype("<i4").data)
+            start = 0
+            for lengths, _ in blocks():
+                stops = np.cumsum(lengths, dtype=np.int64) * dtype.itemsize
+                index.write((start + np.concatenate([[0], stops])[:len(lengths)]).astype("<i8").data)
+                start += int(stops[-1]) if len(stops) else 0
+            index.write(bytes(8))
+            before = 0
+            for lengths, ends in blocks():
+                index.write((before + ends).astype("<i8").data)
+                before += len(lengths)
+            flush_to_disk(index)
+        flush_to_disk(self._bin)
+        self._bin.close()
+
+
+class IndexedDatasetBuilder(_PairWriter):
     """Writes a pair: `add` tokens, `end_document`, then `finish`, after which both files are complete and on the disk.
 
     `sha256` hashes `.bin`, and is complete once it is finished.
     """
 
     def __init__(self, prefix: str | Path, dtype: np.dtype) -> None:
-        self.prefix = str(prefix)
+        super().__init__(prefix)
         self._dtype = np.dtype(dtype)
-        self._bin: BinaryIO = open(f"{prefix}.bin", "wb")  # noqa: SIM115  closed by `finish` or `abandon`
         self._buffer = np.empty(BUFFERED, dtype=self._dtype)
         self._filled = 0
         self._lengths = array("i")
@@ -96,15 +133,7 @@ class IndexedDatasetBuilder:
         assert self._open_length == 0, "the last document was not ended"
         self._flush()
         lengths = np.frombuffer(self._lengths, dtype=np.intc)
-        _write_index(f"{self.prefix}.idx", self._dtype, lambda: [(lengths, np.arange(1, len(lengths) + 1))])
-        flush_to_disk(self._bin)
-        self._bin.close()
-
-    def abandon(self) -> None:
-        """Close and remove what was written."""
-        self._bin.close()
-        for suffix in (".bin", ".idx"):
-            Path(self.prefix + suffix).unlink(missing_ok=True)
+        self._finish(self._dtype, lambda: [(lengths, np.arange(1, len(lengths) + 1))])
 
     def _flush(self) -> None:
         self._write(self._buffer[:self._filled])
@@ -115,36 +144,13 @@ class IndexedDatasetBuilder:
         self.sha256.update(tokens.data)
 
 
-def _write_index(name: str, dtype: np.dtype, blocks: Callable[[], Iterable[tuple[np.ndarray, np.ndarray]]]) -> None:
-    """Write `.idx` from blocks of (lengths of sequences, ends of documents in sequences of this block). `blocks` is
-    asked three times, so that the index of a billion documents is never in memory at once."""
-    sizes = [(len(lengths), len(ends)) for lengths, ends in blocks()]
-    code = next(code for code, known in DTYPES.items() if known == dtype)
-    with open(name, "wb") as index:
-        index.write(HEADER.pack(MAGIC, INDEX_VERSION, code, sum(s for s, _ in sizes), sum(d for _, d in sizes) + 1))
-        for lengths, _ in blocks():
-            index.write(lengths.astype("<i4").data)
-        start = 0
-        for lengths, _ in blocks():
-            stops = np.cumsum(lengths, dtype=np.int64) * dtype.itemsize
-            index.write((start + np.concatenate([[0], stops])[:len(lengths)]).astype("<i8").data)
-            start += int(stops[-1]) if len(stops) else 0
-        index.write(bytes(8))
-        before = 0
-        for lengths, ends in blocks():
-            index.write((before + ends).astype("<i8").data)
-            before += len(lengths)
-        flush_to_disk(index)
-
-
-class PairMerger:
+class PairMerger(_PairWriter):
     """Joins pairs of one dtype in the order of `append`. After `finish` both files are complete and on the disk."""
 
     def __init__(self, prefix: str | Path) -> None:
-        self._prefix = prefix
+        super().__init__(prefix)
         self._sources: list[str | Path] = []
         self._dtype: np.dtype | None = None
-        self._bin: BinaryIO = open(f"{prefix}.bin", "wb")  # noqa: SIM115  closed by `finish` or `abandon`
 
     def append(self, source: str | Path) -> None:
         """Copy the tokens of the pair `source`. ValueError where its dtype is not that of the first pair, or where it
@@ -169,15 +175,7 @@ class PairMerger:
                 yield index.lengths, index.firsts[1:]
 
         assert self._dtype is not None, "nothing was appended"
-        _write_index(f"{self._prefix}.idx", self._dtype, blocks)
-        flush_to_disk(self._bin)
-        self._bin.close()
-
-    def abandon(self) -> None:
-        """Close and remove what was written."""
-        self._bin.close()
-        for suffix in (".bin", ".idx"):
-            Path(f"{self._prefix}{suffix}").unlink(missing_ok=True)
+        self._finish(self._dtype, blocks)
 
 
 class IndexedDataset:

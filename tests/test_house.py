@@ -26,9 +26,10 @@ FLOORS: dict[str, list[str]] = {
         "transformer"],
     "data_utils": [
         "files command_line progress worker_processes baselines",
-        "indexed_dataset tokenizers",
-        "corpora token_files gpt2_dataset",
-        "samplers megatron_order token_cache tokenizer_training named_corpora preprocessing curation",
+        "indexed_dataset corpora",
+        "tokenizers named_corpora",
+        "token_files gpt2_dataset",
+        "samplers megatron_order token_cache preprocessing curation",
         "blending",
         "splits"],
     "megatron/gpt2": [

@@ -15,7 +15,6 @@ from typing import Any
 
 from data_utils.corpora.builtin import builtin_documents
 from data_utils.files.compression import open_bytes
-from data_utils.tokenizers.base import utf8
 
 BUILTIN = "builtin"
 JSON_SUFFIXES = (".json", ".jsonl", ".ndjson")
@@ -26,7 +25,7 @@ MANIFESTS = "manifests"  # the folder in which a stage of tools/openwebtext/ kee
 DEFAULT_KEYS = ("text", "sentence")
 MOST_BAD_LINES = 0.001
 SHOWN_BAD_LINES = 5
-HOPELESS_LINES = 1000  # bad lines before the first good one, at which the file is refused
+HOPELESS_LINES = 1000  # bad ones before the first good one, at which the file or shard is refused
 
 Log = Callable[[str], None]
 
@@ -35,7 +34,7 @@ def files_of(path: str, flag: str) -> list[str]:
     """The files that `path`, given with `flag`, stands for: the file itself, or the files of JSON and text in the
     folder, sorted by name. Hidden files and subfolders are left out. FileNotFoundError or ValueError names the flag."""
     if path != BUILTIN and Path(path).is_dir():
-        found = sorted(str(file) for file in Path(path).iterdir() if file.is_file() and holds_documents(file.name))
+        found = list(map(str, documents_in(Path(path))))
         if not found:
             raise FileNotFoundError(f"{flag}: {path}: there is no file of JSON lines or text in this folder")
     else:
@@ -45,10 +44,10 @@ def files_of(path: str, flag: str) -> list[str]:
     return found
 
 
-def holds_documents(name: str) -> bool:
-    """Whether a name in a folder is that of a file of JSON lines or text. A hidden file is not: it may be unfinished.
-    """
-    return not name.startswith(".") and uncompressed(name).endswith((*JSON_SUFFIXES, TEXT_SUFFIX))
+def documents_in(folder: Path) -> list[Path]:
+    """The files of JSON lines or text in a folder, sorted by name. A hidden file is left out: it may be unfinished."""
+    return sorted(file for file in folder.iterdir() if file.is_file() and not file.name.startswith(".")
+                  and uncompressed(file.name).endswith((*JSON_SUFFIXES, TEXT_SUFFIX)))
 
 
 def uncompressed(name: str) -> str:
@@ -178,6 +177,15 @@ def text_of(item: dict[str, Any], key: str) -> str:
         raise ValueError(f"the field {key!r} is not a string")
     utf8(text)
     return text
+
+
+def utf8(text: str) -> bytes:
+    """`text` as UTF-8; ValueError where it holds a lone surrogate, which tokenizer libraries replace silently."""
+    try:
+        return text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ValueError(f"text with a lone surrogate {text[error.start]!r} at character {error.start} "
+                         "is not Unicode") from None
 
 
 def _default_key(item: dict[str, Any]) -> str | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from data_utils.curation.documents import label
@@ -51,15 +51,13 @@ def at_least(tokenizer: Tokenizer, tokens: int) -> Callable[[str], bool]:
     return enough
 
 
-def cleanup(run: ShardRun, *, language: str, min_tokens: int, tokenizer: Sequence[str | None],
-            fingerprint: str) -> None:
+def cleanup(run: ShardRun, *, language: str, min_tokens: int, tokenizer: Mapping[str, Any], fingerprint: str) -> None:
     """The stage: each document mended; dropped are those that are empty then, of fewer than `min_tokens` tokens, or of
     another language than `language`, a code of two letters or "any".
 
-    tokenizer: its kind, vocabulary file and merges. fingerprint: that of the tokenizer, recorded in the manifest.
+    tokenizer: the arguments of `build_tokenizer`. fingerprint: that of the tokenizer, recorded in the manifest.
     """
-    kind, vocab_file, merge_file = tokenizer
-    enough = at_least(build_tokenizer(str(kind), vocab_file=vocab_file, merge_file=merge_file), min_tokens)
+    enough = at_least(build_tokenizer(**tokenizer), min_tokens)
     for document in run.documents():
         document["text"] = mend(document["text"]).strip()
         if not document["text"]:

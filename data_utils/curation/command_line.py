@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from data_utils.command_line import Parser, program
-from data_utils.corpora.documents import COMPRESSED_SUFFIXES, JSON_SUFFIXES, TEXT_SUFFIX
+from data_utils.corpora.documents import COMPRESSED_SUFFIXES, JSON_SUFFIXES, MOST_BAD_LINES, TEXT_SUFFIX
 from data_utils.curation.documents import Shard, document_shards
 from data_utils.curation.shard_run import Stage, temporary
-from data_utils.curation.stages import EXECUTORS, MAX_BAD_FRACTION, launch, run_stage
+from data_utils.curation.stages import EXECUTORS, launch, run_stage
 from data_utils.files.atomic import replacing
 
 FILE_SUFFIXES = (*JSON_SUFFIXES, TEXT_SUFFIX, *COMPRESSED_SUFFIXES)  # of a name that nobody gives to a folder
@@ -27,7 +27,7 @@ def add_common(parser: argparse.ArgumentParser) -> None:
                         help="processes, each at a shard of its own (default: %(default)s, the processors)")
     parser.add_argument("--text-key", default="text", metavar="KEY", help="the JSON field that holds the text "
                         "(default: text)")
-    parser.add_argument("--max-bad-fraction", type=float, default=MAX_BAD_FRACTION, metavar="F",
+    parser.add_argument("--max-bad-fraction", type=float, default=MOST_BAD_LINES, metavar="F",
                         help="more unreadable documents than this are an error (default: %(default)s)")
     cluster = parser.add_argument_group("on a cluster, by datatrove")
     cluster.add_argument("--executor", choices=EXECUTORS, help="default: processes of this machine, without datatrove")
@@ -79,14 +79,13 @@ def run(args: argparse.Namespace, stage: Stage, shards: Sequence[Shard] | None =
     if args.executor == "slurm" and not args.slurm_partition:
         raise ValueError("--executor slurm needs --slurm-partition")
     shards = document_shards([args.input]) if shards is None else shards
-    folder = args.output
-    if not folder.is_dir() and folder.name.endswith(FILE_SUFFIXES):
-        if not folder.name.endswith(one_file):
-            raise ValueError(f"{folder}: this stage writes a folder" + (
+    output, folder = args.output, shards_beside(args.output)
+    if folder != output:
+        if not output.name.endswith(one_file):
+            raise ValueError(f"{output}: this stage writes a folder" + (
                 f", or a file whose name ends in {' or '.join(one_file)}" if one_file else ""))
-        if any(folder.resolve() == path.resolve() for shard in shards for path in shard.files):
-            raise ValueError(f"{folder} is a file of the input: name it otherwise")
-        folder = shards_beside(args.output)
+        if any(output.resolve() == path.resolve() for shard in shards for path in shard.files):
+            raise ValueError(f"{output} is a file of the input: name it otherwise")
     if args.executor:
         launch(args.executor, stage, shards, folder, tasks=args.tasks, workers=args.workers,
                slurm=(args.slurm_time, args.slurm_partition or ""))
@@ -96,8 +95,8 @@ def run(args: argparse.Namespace, stage: Stage, shards: Sequence[Shard] | None =
         return []
     manifests = run_stage(stage, shards, folder, limit=args.limit, workers=args.workers,
                           max_bad_fraction=args.max_bad_fraction, alone=alone, log=log)
-    if folder != args.output:
-        with replacing(args.output, temporary(args.output)) as whole:
+    if folder != output:
+        with replacing(output, temporary(output)) as whole:
             for name in (entry["name"] for manifest in manifests for entry in manifest["outputs"]):
                 with open(folder / name, "rb") as part:
                     shutil.copyfileobj(part, whole, 1 << 20)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from data_utils.corpora.documents import JSON_SUFFIXES, TEXT_SUFFIX, holds_documents, uncompressed
+from data_utils.corpora.documents import JSON_SUFFIXES, TEXT_SUFFIX, documents_in, uncompressed
 from data_utils.files.compression import open_bytes
 from data_utils.files.hashing import add_file
 
@@ -64,7 +64,7 @@ def find_files(given: Sequence[str]) -> list[Path]:
     for entry in given:
         path = Path(entry)
         if path.is_dir():
-            files = [file for file in path.iterdir() if file.is_file() and holds_documents(file.name)]
+            files = documents_in(path)
         else:
             files = [path] if path.exists() else [Path(name) for name in glob.glob(entry, recursive=True)]
             files = [file for file in files if file.is_file()]

@@ -21,14 +21,13 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from data_utils.corpora.documents import MANIFESTS
+from data_utils.corpora.documents import HOPELESS_LINES, MANIFESTS
 from data_utils.curation.documents import Document, Shard, as_line, label, read_documents, read_lines
 from data_utils.files.atomic import flush_to_disk, replacing, sync_folder
 from data_utils.files.format_versions import STAGE_MANIFEST_VERSION
 from data_utils.files.hashing import hash_file
 
 SAMPLES = 3  # of each reason, kept in a manifest
-HOPELESS = 1000  # unreadable or empty documents before the first good one, at which the shard is refused
 
 
 @dataclass(frozen=True)
@@ -92,8 +91,9 @@ class ShardRun:
     def _skip(self, reason: str, sample: str) -> None:
         self.entered += 1
         self.drop(reason, sample)
-        if self.entered == self.dropped[reason]["count"] == HOPELESS:  # rather now than after hours
-            raise ValueError(f"{self.dropped[reason]['samples'][0]}; and so are all of the first {HOPELESS} entries")
+        if self.entered == self.dropped[reason]["count"] == HOPELESS_LINES:  # rather now than after hours
+            raise ValueError(f"{self.dropped[reason]['samples'][0]}; and so are all of the first {HOPELESS_LINES} "
+                             "entries")
 
     def drop(self, reason: str, what: Document | str) -> None:
         """Count a document that does not go on; the first ones are kept as samples."""

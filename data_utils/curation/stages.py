@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from data_utils.command_line import ROOT
-from data_utils.corpora.documents import MANIFESTS
+from data_utils.corpora.documents import MANIFESTS, MOST_BAD_LINES, Log
 from data_utils.curation.documents import Shard
 from data_utils.curation.shard_run import Stage, run_shard
 from data_utils.files.atomic import file_lock
@@ -23,14 +23,10 @@ from data_utils.progress import progress_bar
 from data_utils.worker_processes import by_processes, count_work
 
 UNREADABLE = "unreadable"
-MAX_BAD_FRACTION = 0.001
 EXECUTORS = ("local", "slurm", "ray")
 
-Log = Callable[[str], None]
-
-
 def run_stage(stage: Stage, shards: Sequence[Shard], output: Path, *, limit: int | None = None, workers: int = 1,
-              max_bad_fraction: float = MAX_BAD_FRACTION, alone: bool = True, log: Log) -> list[dict[str, Any]]:
+              max_bad_fraction: float = MOST_BAD_LINES, alone: bool = True, log: Log) -> list[dict[str, Any]]:
     """Every shard's manifest, in order; `log` gets the lines of the closing report.
 
     ValueError where nothing came in or nothing went out, where too much was unreadable, and where `output`, if it is
@@ -143,26 +139,24 @@ def launch(executor: str, stage: Stage, shards: Sequence[Shard], output: Path, *
 
     ValueError where datatrove or Ray is not installed. A step's own error is whatever datatrove makes of it.
     """
-    tasks = min(tasks, len(shards))
-    step = ShardStep(stage, list(shards), output)
-    logs = str(output / ".datatrove")
+    step, logs = ShardStep(stage, list(shards), output), str(output / ".datatrove")
+    common: dict[str, Any] = {"tasks": min(tasks, len(shards)), "logging_dir": logs, "skip_completed": False}
     # What starts elsewhere finds this very interpreter and this very project.
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     try:
         if executor == "local":
             from datatrove.executor import LocalPipelineExecutor
-            LocalPipelineExecutor([step], tasks=tasks, workers=workers, logging_dir=logs, skip_completed=False).run()
+            LocalPipelineExecutor([step], workers=workers, **common).run()
         elif executor == "ray":
             import ray  # noqa: F401
             from datatrove.executor import RayPipelineExecutor
-            RayPipelineExecutor([step], tasks=tasks, logging_dir=logs, skip_completed=False).run()
+            RayPipelineExecutor([step], **common).run()
         else:
             from datatrove.executor import SlurmPipelineExecutor
             time, partition = slurm
             path = f"export PATH={Path(sys.executable).parent}:$PATH PYTHONPATH={os.environ['PYTHONPATH']}"
-            SlurmPipelineExecutor([step], tasks=tasks, time=time, partition=partition,
-                                  job_name=stage.name.split(",")[0], env_command=path, logging_dir=logs,
-                                  slurm_logs_folder=f"{logs}/slurm", skip_completed=False, qos="").run()
+            SlurmPipelineExecutor([step], time=time, partition=partition, job_name=stage.name.split(",")[0],
+                                  env_command=path, slurm_logs_folder=f"{logs}/slurm", qos="", **common).run()
     except ImportError as error:
         raise ValueError(f"--executor {executor} needs {error.name}: python -m pip install -c constraints.txt -e "
                          "'.[curate]'" + (" ray" if error.name == "ray" else "")) from None

@@ -15,7 +15,6 @@ SHORTEST, LONGEST = 9, 2048
 # Sites of pictures, sound, video, programs, shops, short links and log-ins, by their name before the public suffix or
 # with it; and endings of files that are no pages.
 BLACKLIST = Path(__file__).with_name("blacklist.json")
-SPLIT_FILES = "urls_{:05d}.txt"
 
 
 def normal(url: str) -> str:
@@ -82,7 +81,7 @@ def filter_urls(run: ShardRun, *, urls_per_file: int, blacklist: str) -> None:
             key = hashlib.blake2b(page_key(url).encode("utf-8", "surrogatepass"), digest_size=16).digest()
             if key not in seen:
                 seen.add(key)
-                run.file(SPLIT_FILES.format(run.left // urls_per_file)).write(url.encode() + b"\n")
+                run.file(f"urls_{run.left // urls_per_file:05d}.txt").write(url.encode() + b"\n")
                 run.left += 1
                 continue
             why = "duplicate"

@@ -13,21 +13,13 @@ from pathlib import Path
 
 import numpy as np
 
+from data_utils.corpora.documents import utf8
 from data_utils.files.hashing import fingerprint_of
 
 FACTS_FILE = "tokenizer_facts.json"
 OLD_FACTS_FILE = "tokenizer.json"  # until a library's own file of another content was found to have this name
 PART_CHARACTERS = 1 << 20
 SINGLE_SPACE = re.compile(r" (?=\S)(?<=\S )")
-
-
-def utf8(text: str) -> bytes:
-    """`text` as UTF-8; ValueError where it holds a lone surrogate, which tokenizer libraries replace silently."""
-    try:
-        return text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise ValueError(f"text with a lone surrogate {text[error.start]!r} at character {error.start} "
-                         "is not Unicode") from None
 
 
 def split_text(text: str, limit: int = PART_CHARACTERS) -> Iterator[str]:

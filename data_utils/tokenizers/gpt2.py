@@ -21,8 +21,9 @@ from typing import Any
 
 import numpy as np
 
+from data_utils.corpora.documents import utf8
 from data_utils.files.hashing import fingerprint_of
-from data_utils.tokenizers.base import Tokenizer, utf8
+from data_utils.tokenizers.base import Tokenizer
 from data_utils.tokenizers.bpe_engines import BytePairEncoding, Gigatoken, gigatoken
 
 BUILTIN_FILE = "builtin_bpe.json"

@@ -21,12 +21,10 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--vocab-file", metavar="FILE", help="of GPT2BPETokenizer (default: the user's cache)")
     parser.add_argument("--merge-file", metavar="FILE")
     args = parser.parse_args(argv)
-    tokenizer = (args.tokenizer_type, args.vocab_file, args.merge_file)
-    fingerprint = build_tokenizer(args.tokenizer_type, vocab_file=args.vocab_file, merge_file=args.merge_file
-                                  ).fingerprint
+    tokenizer = {"kind": args.tokenizer_type, "vocab_file": args.vocab_file, "merge_file": args.merge_file}
     libraries = ("ftfy",) if args.language == "any" else ("ftfy", "py3langid")
     stage = Stage("cleanup_dataset", cleanup, {"language": args.language, "min_tokens": args.min_tokens,
-                                               "fingerprint": fingerprint},
+                                               "fingerprint": build_tokenizer(**tokenizer).fingerprint},
                   {"tokenizer": tokenizer}, libraries=libraries, text_key=args.text_key)
     run(args, stage)
 
