@@ -114,7 +114,6 @@ def documents(path: str, text_key: str | None, log: Log, max_bad_fraction: float
     lines = Lines(path, log, max_bad_fraction)
     content = _content(path)
     yield from _json_documents(content, text_key, lines) if is_json(path) else _plain_document(content, lines)
-    lines.check()
 
 
 def default_key(path: str) -> str | None:
@@ -157,6 +156,7 @@ def _json_documents(content: Iterator[bytes], text_key: str | None, lines: Lines
             yield text
         else:
             lines.empty += 1
+    lines.check()
 
 
 def json_object(line: Any) -> dict[str, Any]:

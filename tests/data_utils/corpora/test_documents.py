@@ -97,6 +97,7 @@ def test_plain_text_that_is_not_utf8(tmp_path: Path) -> None:
         read(write(tmp_path / "a.txt", b"one\n\xe9t\xe9\n"))
     found, said = read(write(tmp_path / "b.txt", b"line\n" * 2000 + b"\xff\n" + b"line\n"))
     assert found == ["line\n" * 2001] and "b.txt:2001" in said[0]
+    assert sum("of 2002 lines 1 bad" in line for line in said) == 1
 
 
 def test_damaged_and_foreign_files(tmp_path: Path) -> None:
