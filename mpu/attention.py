@@ -41,11 +41,11 @@ class Documents:
         self.cu_seqlens = ends.pin_memory().to(device, non_blocking=True) if on_gpu else ends
 
 
-def document_attention(qkv: Tensor, dropout_p: float, documents: Documents) -> Tensor:
+def document_attention(qkv: Tensor, dropout_p: float, documents: Documents | None) -> Tensor:
     """Causal attention within each document: [s, b, n, 3, d] -> [s, b, n·d]. It takes less work than without documents,
-    and never more memory."""
+    and never more memory. None: each sample is one document."""
     s, b, n, _, d = qkv.shape
-    if len(documents.lengths) == b:  # each sample is one document
+    if documents is None or len(documents.lengths) == b:
         return kernels.causal_attention(qkv, dropout_p)
     tokens = qkv.transpose(0, 1).reshape(b * s, 1, n, 3, d)  # [s, b, n, 3, d] -> [b, s, n, 3, d] -> [t, 1, n, 3, d]
     y = kernels.document_attention(tokens, dropout_p, documents.lengths, documents.cu_seqlens)
@@ -55,11 +55,10 @@ def document_attention(qkv: Tensor, dropout_p: float, documents: Documents) -> T
 def core_attention(qkv: Tensor, dropout_p: float, documents: Documents | None = None) -> Tensor:
     """[s, b, n, 3, d] -> [s, b, n·d]. Each rank has other heads, so dropout draws from the tracker, other masks on
     each."""
-    if dropout_p > 0:
-        with current_rng_tracker().fork():
-            return kernels.causal_attention(qkv, dropout_p) if documents is None else \
-                document_attention(qkv, dropout_p, documents)
-    return kernels.causal_attention(qkv, 0.0) if documents is None else document_attention(qkv, 0.0, documents)
+    if dropout_p == 0:
+        return document_attention(qkv, 0.0, documents)
+    with current_rng_tracker().fork():
+        return document_attention(qkv, dropout_p, documents)
 
 
 class ParallelSelfAttention(nn.Module):

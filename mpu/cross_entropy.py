@@ -24,6 +24,7 @@ from torch.distributed import ProcessGroup
 from mpu import kernels
 from mpu.initialize import get_model_parallel_group, group_rank_and_size
 from mpu.mappings import copy_to_model_parallel_region, gather_from_sequence_parallel_region
+from mpu.partition import check_ids, local_ids
 
 
 @dataclass(frozen=True)
@@ -36,10 +37,8 @@ class _VocabShard:
 
     @staticmethod
     def of(target: Tensor, part: int, rank: int, vocab_size: int | None) -> _VocabShard:
-        local = target - rank * part
-        is_here = (local >= 0) & (local < part)
         columns = part if vocab_size is None else min(max(vocab_size - rank * part, 0), part)
-        return _VocabShard(columns, local.masked_fill(~is_here, 0), is_here)
+        return _VocabShard(columns, *local_ids(target, rank * part, (rank + 1) * part))
 
     def __getitem__(self, rows: slice) -> _VocabShard:
         return _VocabShard(self.columns, self.target[rows], self.is_here[rows])
@@ -94,14 +93,13 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         whole = local if over_ranks is None else over_ranks(local)
         loss = _loss(whole)
         if grad_enabled and ctx.needs_input_grad[0]:
-            ctx.dtype = logits.dtype
             ctx.save_for_backward(shard.d_logits(x, local, whole, torch.ones_like(loss)).to(logits.dtype))
         return loss
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (d_logits,) = ctx.saved_tensors
-        return (d_logits * grad.unsqueeze(-1)).to(ctx.dtype), None, None, None, None
+        return (d_logits * grad.unsqueeze(-1)).to(d_logits.dtype), None, None, None, None
 
 
 def vocab_parallel_cross_entropy(logits: Tensor, target: Tensor, group: ProcessGroup | None = None, *,
@@ -109,14 +107,15 @@ def vocab_parallel_cross_entropy(logits: Tensor, target: Tensor, group: ProcessG
     """-log softmax(logits)[target] [...] in float32, the same on every rank. Forward: one all-gather; backward:
     nothing.
 
-    logits: [..., v/p], this rank's columns. target: [...] int64, ids of the whole vocabulary.
+    logits: [..., v/p], this rank's columns. target: [...] int64, ids of the whole vocabulary; no other number means
+    "ignore" (see `check_ids`).
     vocab_size: the true vocabulary; columns past it are masked (default: every column counts).
     """
     group = group if group is not None else get_model_parallel_group()
+    check_ids(target, vocab_size or logits.size(-1) * group_rank_and_size(group)[1], "target")
     # Inside of `forward` gradients are always off, and needs_input_grad does not know of no_grad.
-    loss: Tensor = _VocabParallelCrossEntropy.apply(  # type: ignore[no-untyped-call]
+    return _VocabParallelCrossEntropy.apply(  # type: ignore[no-any-return]
         logits, target, group, vocab_size, torch.is_grad_enabled())
-    return loss
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -181,12 +180,14 @@ def vocab_parallel_linear_cross_entropy(hidden: Tensor, weight: Tensor, target: 
     hidden: [t, h]. weight: [v/p, h], this rank's rows. target: [t] int64. token_weight: [t] float32; it carries the
     loss mask, 1 / tokens of the global batch and the loss scale. vocab_size: the true vocabulary; rows past it are
     masked.
-    weight_grad_hook: is given the gradient of `weight` during backward, in its dtype, in the place of autograd.
+    weight_grad_hook: is given the gradient of `weight` during backward, in its dtype (under torch.autocast in that of
+    the products), in the place of autograd. For a target outside of the vocabulary see `check_ids`.
     """
     group = group if group is not None else get_model_parallel_group()
+    check_ids(target, vocab_size, "target")
+    hidden, weight, _ = kernels.cast_for_autocast(hidden, weight)
     to_every_rank = gather_from_sequence_parallel_region if sequence_parallel else copy_to_model_parallel_region
     hidden = to_every_rank(hidden, group)
-    loss: Tensor = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
+    return _LinearCrossEntropy.apply(  # type: ignore[no-any-return]
         hidden, weight, target, token_weight, group, vocab_size, chunk_size or chunk_size_for(hidden.size(0)),
         weight_grad_hook, torch.is_grad_enabled())
-    return loss

@@ -29,23 +29,19 @@ def broadcast_data(keys: Sequence[str], data: Mapping[str, Tensor] | None, dtype
     if device is None:
         device = "cuda" if torch.cuda.is_available() and torch.cuda.is_initialized() else "cpu"
     first = state.model_parallel_rank == 0
-    problem = _problem(keys, data or {}, dtype, shapes) if first else ""
+    data = data if data is not None and first else {}
+    problem = _problem(keys, data, dtype, shapes) if first else ""
     if problem and (shapes is not None or state.model_parallel_size == 1):
         raise ValueError(problem)
     if state.model_parallel_size == 1:
-        assert data is not None
         return {key: data[key].to(device, non_blocking=True) for key in keys}
 
-    group, source = state.model_parallel_group, state.model_parallel_src_rank
     if shapes is None:
         shapes = _broadcast_shapes(keys, data, device, problem)
     lengths = [torch.Size(shape).numel() for shape in shapes]
-    if first:
-        assert data is not None
-        flat = torch.cat([data[key].to(device, non_blocking=True).reshape(-1) for key in keys])  # [...] -> [n]
-    else:
-        flat = torch.empty(sum(lengths), dtype=dtype, device=device)
-    dist.broadcast(flat, source, group=group)
+    flat = torch.cat([data[key].to(device, non_blocking=True).reshape(-1) for key in keys]) if first else \
+        torch.empty(sum(lengths), dtype=dtype, device=device)  # [...] of each -> [elements of all]
+    dist.broadcast(flat, state.model_parallel_src_rank, group=state.model_parallel_group)
     return {key: part.view(shape) for key, part, shape in zip(keys, flat.split(lengths), shapes, strict=True)}
 
 
@@ -64,16 +60,15 @@ def _problem(keys: Sequence[str], data: Mapping[str, Tensor], dtype: torch.dtype
     return ""
 
 
-def _broadcast_shapes(keys: Sequence[str], data: Mapping[str, Tensor] | None, device: torch.device | str,
+def _broadcast_shapes(keys: Sequence[str], data: Mapping[str, Tensor], device: torch.device | str,
                       problem: str) -> list[tuple[int, ...]]:
-    """The shapes of the first rank's data. Where that rank has a problem, it sends -2, and every rank raises."""
-    state = get_parallel_state()
+    """The shapes of the first rank's data, which is empty elsewhere. Where that rank has a problem, it sends -2, and
+    every rank raises."""
     sizes = torch.full((len(keys), _MAX_DIMS), -2 if problem else -1, dtype=torch.int64)
-    if state.model_parallel_rank == 0 and not problem:
-        assert data is not None
+    if data and not problem:
         for row, key in zip(sizes, keys, strict=True):
             row[:data[key].dim()] = torch.tensor(data[key].shape)
-    sizes = sizes.to(device)
+    sizes, state = sizes.to(device), get_parallel_state()
     dist.broadcast(sizes, state.model_parallel_src_rank, group=state.model_parallel_group)
     rows = sizes.tolist()
     if any(-2 in row for row in rows):

@@ -61,15 +61,11 @@ def initialize_model_parallel(model_parallel_size: int, *, timeout: timedelta | 
     size = model_parallel_size
     model_group = data_group = None
     if dist.is_initialized():
-        # Every rank takes part in making every group, in the same order.
-        for first in range(0, world_size, size):
-            members = list(range(first, first + size))
-            group = dist.new_group(members, timeout=timeout)
-            model_group = group if rank in members else model_group
-        for offset in range(size):
-            members = list(range(offset, world_size, size))
-            group = dist.new_group(members, timeout=timeout)
-            data_group = group if rank in members else data_group
+        # Every rank takes part in making every group, in the same order, and gets the one that it is in.
+        model_group, _ = dist.new_subgroups_by_enumeration(
+            [list(range(first, first + size)) for first in range(0, world_size, size)], timeout=timeout)
+        data_group, _ = dist.new_subgroups_by_enumeration(
+            [list(range(offset, world_size, size)) for offset in range(size)], timeout=timeout)
     _default = ParallelState(model_group, data_group, rank % size, size, rank // size, world_size // size)
     return _default
 

@@ -33,14 +33,9 @@ from mpu.mappings import (
     reduce_scatter_to_sequence_parallel_region,
     scatter_to_model_parallel_region,
 )
-from mpu.partition import PartitionSpec, vocab_range
+from mpu.partition import PartitionSpec, check_ids, local_ids, vocab_range
 
 InitMethod = Callable[[Tensor], object]
-
-
-def zeros(weight: Tensor) -> None:
-    """The init_method of biases."""
-    nn.init.zeros_(weight)
 
 
 def initial_weight(shape: tuple[int, ...], init_method: InitMethod, device: torch.device | str | None) -> Tensor:
@@ -57,11 +52,8 @@ def initial_weight(shape: tuple[int, ...], init_method: InitMethod, device: torc
 class _ParallelLayer(nn.Module):
     """What the layers have in common: the group, which is resolved once, and parameters that are made from specs."""
 
-    def __init__(self, group: ProcessGroup | None, stride: int = 1) -> None:
+    def __init__(self, group: ProcessGroup | None) -> None:
         super().__init__()
-        if stride != 1:  # 2019 cut a fused weight into `stride` blocks and gave each rank a part of every block
-            raise ValueError(f"stride={stride}: a rank's part of a weight is contiguous here, so stride must be 1; "
-                             "order a fused query-key-value weight [heads, 3, head size] as ParallelSelfAttention does")
         self.group = group if group is not None else get_model_parallel_group()
         self.rank, self.world_size = group_rank_and_size(self.group)
         self._specs: dict[str, PartitionSpec] = {}
@@ -80,6 +72,27 @@ class _ParallelLayer(nn.Module):
         self._specs[name] = spec
         self.register_parameter(name, parameter)
         return full
+
+
+class _ParallelLinear(_ParallelLayer):
+    """The parameters of a linear layer: A [output_size, input_size], split by its dimension `dim`, and b, split as the
+    outputs are."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+    def __init__(self, input_size: int, output_size: int, dim: int, bias: bool, init_method: InitMethod, stride: int,
+                 keep_master_weight_for_test: bool, group: ProcessGroup | None,
+                 device: torch.device | str | None) -> None:
+        super().__init__(group)
+        if stride != 1:  # 2019 cut a fused weight into `stride` blocks and gave each rank a part of every block
+            raise ValueError(f"stride={stride}: a rank's part of a weight is contiguous here, so stride must be 1; "
+                             "order a fused query-key-value weight [heads, 3, head size] as ParallelSelfAttention does")
+        full = self.make_parameter("weight", PartitionSpec((output_size, input_size), dim), init_method, device)
+        self.master_weight = full if keep_master_weight_for_test else None
+        self.register_parameter("bias", None)
+        if bias:
+            self.make_parameter("bias", PartitionSpec((output_size,), 0 if dim == 0 else None), nn.init.zeros_, device)
 
 
 class _ColumnParallelLinear(torch.autograd.Function):
@@ -123,7 +136,7 @@ class _ColumnParallelLinear(torch.autograd.Function):
         return dx, d_weight, d_bias, None, None
 
 
-class ColumnParallelLinear(_ParallelLayer):
+class ColumnParallelLinear(_ParallelLinear):
     """Y = XAᵀ + b, A and b split by output features. Forward: nothing (an all-gather of Y with gather_output);
     backward: all-reduce of dX. With sequence_parallel: all-gather of X; backward: all-gather of X, reduce-scatter of
     dX.
@@ -133,21 +146,13 @@ class ColumnParallelLinear(_ParallelLayer):
     output_size is not divisible by p, or stride is not 1.
     """
 
-    weight: Tensor
-    bias: Tensor | None
-
     def __init__(self, input_size: int, output_size: int, bias: bool = True, gather_output: bool = True,
                  init_method: InitMethod = nn.init.xavier_normal_, stride: int = 1,
                  keep_master_weight_for_test: bool = False, *, sequence_parallel: bool = False,
                  group: ProcessGroup | None = None, device: torch.device | str | None = None) -> None:
-        super().__init__(group, stride)
+        super().__init__(input_size, output_size, 0, bias, init_method, stride, keep_master_weight_for_test, group,
+                         device)
         self.gather_output, self.sequence_parallel = gather_output, sequence_parallel
-        full = self.make_parameter("weight", PartitionSpec((output_size, input_size), 0), init_method, device)
-        self.master_weight = full if keep_master_weight_for_test else None
-        if bias:
-            self.make_parameter("bias", PartitionSpec((output_size,), 0), zeros, device)
-        else:
-            self.register_parameter("bias", None)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., input_size] -> [..., output_size/p], or [..., output_size] with gather_output."""
@@ -155,12 +160,12 @@ class ColumnParallelLinear(_ParallelLayer):
         if self.group is None or self.world_size == 1 or not (gradient or self.sequence_parallel):
             y = kernels.linear(x, self.weight, self.bias)  # XAᵀ + b
         else:
-            y = _ColumnParallelLinear.apply(  # type: ignore[no-untyped-call]
-                x, self.weight, self.bias, self.group, self.sequence_parallel)
+            operands = kernels.cast_for_autocast(x, self.weight, self.bias)
+            y = _ColumnParallelLinear.apply(*operands, self.group, self.sequence_parallel)
         return gather_from_model_parallel_region(y, self.group) if self.gather_output else y
 
 
-class RowParallelLinear(_ParallelLayer):
+class RowParallelLinear(_ParallelLinear):
     """Y = XAᵀ + b, A split by input features, b replicated and added once, after the sum. Forward: all-reduce of Y;
     backward: nothing. With sequence_parallel: reduce-scatter of Y; backward: all-gather of dY.
 
@@ -169,25 +174,17 @@ class RowParallelLinear(_ParallelLayer):
     input_size is not divisible by p, or stride is not 1.
     """
 
-    weight: Tensor
-    bias: Tensor | None
-
     def __init__(self, input_size: int, output_size: int, bias: bool = True, input_is_parallel: bool = False,
                  init_method: InitMethod = nn.init.xavier_normal_, stride: int = 1,
                  keep_master_weight_for_test: bool = False, *, sequence_parallel: bool = False,
                  group: ProcessGroup | None = None, device: torch.device | str | None = None) -> None:
-        super().__init__(group, stride)
+        super().__init__(input_size, output_size, 1, bias, init_method, stride, keep_master_weight_for_test, group,
+                         device)
         self.input_is_parallel = input_is_parallel
         self.reduce = reduce_scatter_to_sequence_parallel_region if sequence_parallel else \
             reduce_from_model_parallel_region
-        full = self.make_parameter("weight", PartitionSpec((output_size, input_size), 1), init_method, device)
-        self.master_weight = full if keep_master_weight_for_test else None
-        if bias:
-            self.make_parameter("bias", PartitionSpec((output_size,)), zeros, device)
-            if sequence_parallel:
-                mark_sequence_parallel([self.get_parameter("bias")])
-        else:
-            self.register_parameter("bias", None)
+        if bias and sequence_parallel:
+            mark_sequence_parallel([self.get_parameter("bias")])
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., input_size/p], or [..., input_size] unless input_is_parallel -> [..., output_size]."""
@@ -196,7 +193,7 @@ class RowParallelLinear(_ParallelLayer):
         if self.world_size == 1:
             return kernels.linear(x, self.weight, self.bias)  # XAᵀ + b
         y = self.reduce(kernels.linear(x, self.weight), self.group)
-        return y if self.bias is None else y + self.bias
+        return y if self.bias is None else y + self.bias.to(y.dtype)  # another one under torch.autocast
 
 
 class _EmbeddingWithGradHook(torch.autograd.Function):
@@ -221,7 +218,7 @@ class VocabParallelEmbedding(_ParallelLayer):
 
     [s, ...] int64 -> [s, ..., h], or [s/p, ..., h] with sequence_parallel. `padded_size` rows are held over all ranks
     (default: num_embeddings); the rows past num_embeddings are zero. Raises ValueError where padded_size is not
-    divisible by p.
+    divisible by p. For an id that is not below num_embeddings see `check_ids`.
     """
 
     weight: Tensor
@@ -244,18 +241,15 @@ class VocabParallelEmbedding(_ParallelLayer):
         grad_hook: is given the gradients of the rows during backward, in the place of autograd, which would add them up
         in a matrix of the weight's size. Its arguments are row numbers of this rank [t] int64 and gradients [t, h].
         """
-
-        def rows_of(ids: Tensor) -> Tensor:
-            if grad_hook is None:
-                return F.embedding(ids, self.weight)
-            rows: Tensor = _EmbeddingWithGradHook.apply(ids, self.weight, grad_hook)  # type: ignore[no-untyped-call]
+        check_ids(ids, self.num_embeddings, "token id")
+        is_here = None
+        if self.world_size > 1:
+            ids, is_here = local_ids(ids, self.vocab_start_index, self.vocab_end_index)
+        rows: Tensor = F.embedding(ids, self.weight) if grad_hook is None else \
+            _EmbeddingWithGradHook.apply(ids, self.weight, grad_hook)
+        if is_here is None:
             return rows
-
-        if self.world_size == 1:
-            return rows_of(ids)
-        elsewhere = (ids < self.vocab_start_index) | (ids >= self.vocab_end_index)
-        rows = rows_of((ids - self.vocab_start_index).masked_fill(elsewhere, 0))
-        return self.reduce(rows.masked_fill(elsewhere.unsqueeze(-1), 0.0), self.group)  # mask [...] -> [..., 1]
+        return self.reduce(rows.masked_fill(~is_here.unsqueeze(-1), 0.0), self.group)  # mask [...] -> [..., 1]
 
 
 class ParallelEmbedding(_ParallelLayer):

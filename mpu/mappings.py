@@ -23,6 +23,7 @@ Legend: s sequence, n last dimension, p model-parallel size.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -30,8 +31,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from mpu.initialize import get_model_parallel_group, group_rank_and_size
+from mpu.initialize import get_model_parallel_group
 from mpu.partition import divide
+
+Collective = Callable[[Tensor, ProcessGroup], Tensor]
 
 # torch 2.13 has new names for these two and warns of the old ones. torch 2.11 has the old ones alone.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -52,6 +55,10 @@ def reduce_scatter_first_dim(x: Tensor, group: ProcessGroup, *,
     return part, reduce_scatter_single(part, x.contiguous(), group=group, async_op=async_op)
 
 
+def _identity(x: Tensor, group: ProcessGroup) -> Tensor:
+    return x.view_as(x)
+
+
 def _all_reduce(x: Tensor, group: ProcessGroup) -> Tensor:
     total = x.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(total, group=group)
@@ -65,111 +72,66 @@ def _all_gather_last_dim(x: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def _own_slice_of_last_dim(x: Tensor, group: ProcessGroup) -> Tensor:
-    rank, size = group_rank_and_size(group)
-    part = divide(x.size(-1), size)
-    return x.narrow(-1, rank * part, part).contiguous()
+    part = divide(x.size(-1), group.size())
+    return x.narrow(-1, group.rank() * part, part).contiguous()
 
 
-class _Copy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _all_reduce(grad, ctx.group), None
+def _all_gather_sequence(x: Tensor, group: ProcessGroup) -> Tensor:
+    return all_gather_first_dim(x, group)[0]
 
 
-class _Reduce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
-        return _all_reduce(x, group)
+def _reduce_scatter_sequence(x: Tensor, group: ProcessGroup) -> Tensor:
+    return reduce_scatter_first_dim(x, group)[0]
+
+
+class _Operation(torch.autograd.Function):
+    """One function of the input and the group in forward, and another one of the gradient in backward."""
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
-
-
-class _Scatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _own_slice_of_last_dim(x, group)
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup, forward: Collective, backward: Collective) -> Tensor:
+        ctx.group, ctx.of_gradient = group, backward
+        return forward(x, group)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _all_gather_last_dim(grad, ctx.group), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return ctx.of_gradient(grad, ctx.group), None, None, None
 
 
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _all_gather_last_dim(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _own_slice_of_last_dim(grad, ctx.group), None
-
-
-class _GatherSequence(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group
-        return all_gather_first_dim(x, group)[0]
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return reduce_scatter_first_dim(grad, ctx.group)[0], None
-
-
-class _ReduceScatterSequence(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group
-        return reduce_scatter_first_dim(x, group)[0]
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return all_gather_first_dim(grad, ctx.group)[0], None
-
-
-def _apply(function: type[torch.autograd.Function], x: Tensor, group: ProcessGroup | None) -> Tensor:
+def _apply(x: Tensor, group: ProcessGroup | None, *, forward: Collective, backward: Collective) -> Tensor:
     group = group if group is not None else get_model_parallel_group()
     if group is None or group.size() == 1:
         return x
-    return function.apply(x, group)  # type: ignore[no-any-return, no-untyped-call]
+    return _Operation.apply(x, group, forward, backward)  # type: ignore[no-any-return]
 
 
 def copy_to_model_parallel_region(x: Tensor, group: ProcessGroup | None = None) -> Tensor:
     """x on every rank. Backward sums the gradients of the ranks. Any shape."""
-    return _apply(_Copy, x, group)
+    return _apply(x, group, forward=_identity, backward=_all_reduce)
 
 
 def reduce_from_model_parallel_region(x: Tensor, group: ProcessGroup | None = None) -> Tensor:
     """The sum of x over the ranks. Backward passes the gradient on. Any shape."""
-    return _apply(_Reduce, x, group)
+    return _apply(x, group, forward=_all_reduce, backward=_identity)
 
 
 def scatter_to_model_parallel_region(x: Tensor, group: ProcessGroup | None = None) -> Tensor:
     """[..., n] -> [..., n/p]: this rank's slice of the last dimension. Backward gathers the slices. Raises ValueError
     where n is not divisible by p."""
-    return _apply(_Scatter, x, group)
+    return _apply(x, group, forward=_own_slice_of_last_dim, backward=_all_gather_last_dim)
 
 
 def gather_from_model_parallel_region(x: Tensor, group: ProcessGroup | None = None) -> Tensor:
     """[..., n/p] -> [..., n]: the slices of all ranks, in the order of the ranks. Backward keeps this rank's slice."""
-    return _apply(_Gather, x, group)
+    return _apply(x, group, forward=_all_gather_last_dim, backward=_own_slice_of_last_dim)
 
 
 def gather_from_sequence_parallel_region(x: Tensor, group: ProcessGroup | None = None) -> Tensor:
     """[s/p, ...] -> [s, ...], before a computation that is split over the ranks. Backward sums their gradients and
     keeps this rank's part."""
-    return _apply(_GatherSequence, x, group)
+    return _apply(x, group, forward=_all_gather_sequence, backward=_reduce_scatter_sequence)
 
 
 def reduce_scatter_to_sequence_parallel_region(x: Tensor, group: ProcessGroup | None = None) -> Tensor:
     """[s, ...] -> [s/p, ...]: this rank's part of the sum over the ranks. Backward gathers the parts. Raises ValueError
     where s is not divisible by p."""
-    return _apply(_ReduceScatterSequence, x, group)
+    return _apply(x, group, forward=_reduce_scatter_sequence, backward=_all_gather_sequence)

@@ -37,6 +37,27 @@ def vocab_range(padded_size: int, rank: int, world_size: int) -> tuple[int, int]
     return rank * part, (rank + 1) * part
 
 
+def local_ids(ids: Tensor, first: int, end: int) -> tuple[Tensor, Tensor]:
+    """For the rank that holds the ids from `first` to `end` - 1: the number of each id [...] among its rows, 0 where
+    another rank holds it, and where it is here, [...] bool."""
+    is_here = (ids >= first) & (ids < end)
+    return (ids - first).masked_fill(~is_here, 0), is_here
+
+
+def check_ids(ids: Tensor, vocab_size: int, name: str) -> None:
+    """Refuse ids [...] below 0, -100 too, or not below `vocab_size`. Over several ranks no rank would hold such an id,
+    and it would count as zeros in silence.
+
+    As torch does: IndexError on a CPU; on a GPU, for which the host does not wait, an assertion on the device.
+    """
+    inside = (ids >= 0) & (ids < vocab_size)
+    problem = f"not in the vocabulary, 0 to {vocab_size - 1}; to leave a token out, multiply its loss by 0"
+    if not ids.is_cpu or torch.compiler.is_compiling():
+        torch._assert_async(inside.all(), f"a {name} is {problem}")
+    elif not inside.all():
+        raise IndexError(f"the {name} {ids[~inside][0]} is {problem}")
+
+
 @dataclass(frozen=True)
 class Box:
     """A rectangular part of a global tensor: its first index and its shape, one number per dimension."""
@@ -104,8 +125,7 @@ class PartitionSpec:
         """The true global tensor, without padding, from the tensors of all ranks. The inverse of `split`."""
         if self.dim is None:
             return shards[0].clone()
-        size = len(shards)
-        return torch.cat([self.true_part(s, r, size) for r, s in enumerate(shards)], dim=self.dim)
+        return torch.cat([self.true_part(s, r, len(shards)) for r, s in enumerate(shards)], dim=self.dim)
 
 
 def partition_specs(module: nn.Module) -> dict[str, PartitionSpec]:

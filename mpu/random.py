@@ -36,10 +36,7 @@ def _get_state() -> Tensor:
 
 
 def _set_state(state: Tensor) -> None:
-    if _on_gpu():
-        torch.cuda.set_rng_state(state)
-    else:
-        torch.set_rng_state(state)
+    (torch.cuda if _on_gpu() else torch).set_rng_state(state)
 
 
 class RNGStatesTracker:
@@ -107,8 +104,7 @@ def current_rng_tracker() -> RNGStatesTracker:
     states of its own tracker alone: the masks must then be drawn from that one. So the name is looked up in the package
     at each use.
     """
-    tracker: RNGStatesTracker = sys.modules["mpu"].get_cuda_rng_tracker()
-    return tracker
+    return sys.modules["mpu"].get_cuda_rng_tracker()  # type: ignore[no-any-return]
 
 
 def model_parallel_cuda_manual_seed(seed: int) -> None:

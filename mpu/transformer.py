@@ -129,6 +129,5 @@ def dropout_of_own_part(x: Tensor, p: float) -> Tensor:
 def _left_out_of_graphs(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """One function for all layers, which share a graph. As a decorator this would load the compiler: 0.9 s of each
     start."""
-    disabled: Callable[..., Tensor] = torch.compiler.disable(  # type: ignore[no-untyped-call]
+    return torch.compiler.disable(  # type: ignore[no-any-return]
         function, reason="a change of random stream, or the lengths of documents")
-    return disabled

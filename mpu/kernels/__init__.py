@@ -2,9 +2,8 @@
 
 The files above this folder, which read like the papers, call the functions below. `linear`, `linear_without_gradient`,
 `weight_gradient`, `dropout` and `gelu_tanh` have the plain equation as their last line; the lines before it say where
-something else is faster. The equation of the others is in their docstring. Each kernel has a file of its own, whose
-docstring gives the measurement that justifies it, and a test that compares it with the equation. No kernel knows of
-ranks.
+something else is faster. The equation of the others is in their docstring. The docstring of each kernel, or of its
+file, gives the measurement that justifies it, and a test compares it with the equation. No kernel knows of ranks.
 
 Legend: b batch, s sequence, n heads of this rank, d head size, t tokens, i input and o output features, v padded
 vocabulary, p model-parallel size.
@@ -19,43 +18,55 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mpu.kernels.attention_blockwise import attention_with_blockwise_backward
-from mpu.kernels.attention_fused import fused_attention
-from mpu.kernels.attention_materialised import (
-    MATERIALISED_UP_TO,
-    materialised_attention,
-    materialised_attention_in_float32,
-)
-from mpu.kernels.attention_varlen import has_varlen_kernel, varlen_attention
+from mpu.kernels.attention_fused import fused_attention, has_varlen_kernel, varlen_attention
+from mpu.kernels.attention_materialised import materialised_attention, materialised_attention_in_float32
 from mpu.kernels.cross_entropy_rows import VocabShard, softmax_in_rows
 from mpu.kernels.cross_entropy_sums import SumOfProducts
-from mpu.kernels.dropout_bits import dropout_16_bits
-from mpu.kernels.gelu_compiled import gelu_by_sigmoid
-from mpu.kernels.linear_few_rows import MANY_ROWS, matrix_vector_product, transposed_product
-from mpu.kernels.linear_float32_blocks import LEAST_ROWS, linear_in_float32_blocks
+from mpu.kernels.elementwise import dropout_16_bits, gelu_by_sigmoid
 from mpu.kernels.linear_weight_gradient import LinearWithSplitWeightGradient, weight_gradient_in_parts
+from mpu.kernels.linear_without_gradient import linear_in_float32_blocks, matrix_vector_product, transposed_product
 from mpu.kernels.processor import HAS_AMX, HAS_BF16_PRODUCTS
 from mpu.kernels.recomputed_output import checkpoint_without_output
 
-__all__ = ["HAS_AMX", "HAS_BF16_PRODUCTS", "SumOfProducts", "attention_kernel", "causal_attention",
-           "checkpoint_without_output", "document_attention", "dropout", "gelu_tanh", "linear",
+__all__ = ["HAS_AMX", "HAS_BF16_PRODUCTS", "SumOfProducts", "attention_kernel", "cast_for_autocast",
+           "causal_attention", "checkpoint_without_output", "document_attention", "dropout", "gelu_tanh", "linear",
            "linear_without_gradient", "vocab_parallel_softmax", "weight_gradient"]
+
+MATERIALISED_UP_TO = 512  # tokens of a sequence; for longer ones the scores cost more memory than they save time
+MANY_ROWS = 17  # from here on F.linear is the fastest, in float32 and where the processor has AMX
+FLOAT32_ROWS = 4  # from here on blocks in float32 are faster where the processor has no products in bf16
+
+
+def cast_for_autocast(x: Tensor, weight: Tensor,
+                      bias: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The operands of a linear layer in the dtype that torch.autocast gives to its products; as they are without it.
+
+    torch casts inside of its own products. An autograd function that had saved uncast operands would find the gradient
+    in another dtype.
+    """
+    if x.is_meta or not torch.is_autocast_enabled(x.device.type):
+        return x, weight, bias
+    dtype = torch.get_autocast_dtype(x.device.type)
+    x, weight = (t if t.dtype == torch.float64 else t.to(dtype) for t in (x, weight))  # torch leaves float64 alone
+    return x, weight, None if bias is None else bias.to(weight.dtype)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """xAᵀ + b: [..., i], [o, i], [o] -> [..., o]."""
+    x, weight, bias = cast_for_autocast(x, weight, bias)
     if not (torch.is_grad_enabled() or torch.compiler.is_compiling()):
         return linear_without_gradient(x, weight, bias)
     if HAS_AMX and x.device.type == "cpu" and x.dtype == torch.bfloat16:
-        y: Tensor = LinearWithSplitWeightGradient.apply(x, weight, bias)  # type: ignore[no-untyped-call]
-        return y
+        return LinearWithSplitWeightGradient.apply(x, weight, bias)  # type: ignore[no-any-return]
     return F.linear(x, weight, bias)
 
 
 def linear_without_gradient(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """xAᵀ + b: [..., i], [o, i], [o] -> [..., o], of which no gradient can be asked."""
+    x, weight, bias = cast_for_autocast(x, weight, bias)
     rows = x.numel() // x.size(-1)
     if x.device.type == "cpu" and x.dtype == torch.bfloat16 and not HAS_AMX:
-        if rows >= LEAST_ROWS and not HAS_BF16_PRODUCTS:
+        if rows >= FLOAT32_ROWS and not HAS_BF16_PRODUCTS:
             return linear_in_float32_blocks(x, weight, bias)
     elif x.device.type == "cpu" and rows < MANY_ROWS:
         if rows == 1:

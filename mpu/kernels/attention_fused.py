@@ -1,12 +1,11 @@
-"""torch's fused attention, and the views with which every attention kernel begins and ends.
+"""torch's own kernels of attention, and the views with which every attention kernel begins and ends.
 
-It is the kernel on every GPU, where torch chooses among FlashAttention's, cuDNN's and others, and on a CPU in fp32.
-
-Legend: b batch, s sequence, n heads of this rank, d head size.
+Legend: b batch, s sequence, n heads of this rank, d head size, t tokens of the micro-batch.
 """
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -29,6 +28,31 @@ def batch_of_heads(x: Tensor) -> Tensor:
 
 
 def fused_attention(qkv: Tensor, dropout_p: float) -> Tensor:
-    """softmax(QKᵀ/√d, keys up to the query's own position) V: [s, b, n, 3, d] -> [s, b, n·d]."""
+    """softmax(QKᵀ/√d, keys up to the query's own position) V: [s, b, n, 3, d] -> [s, b, n·d].
+
+    The kernel on every GPU, where torch chooses among FlashAttention's, cuDNN's and others, and on a CPU in fp32.
+    """
     q, k, v = split_heads(qkv)
     return merge_heads(F.scaled_dot_product_attention(q, k, v, dropout_p=dropout_p, is_causal=True))
+
+
+def has_varlen_kernel(qkv: Tensor) -> bool:
+    """Whether `varlen_attention` takes this device, dtype and head size (the last dimension)."""
+    return qkv.device.type == "cuda" and qkv.dtype in (torch.float16, torch.bfloat16) and qkv.size(-1) % 8 == 0 \
+        and torch.cuda.get_device_capability(qkv.device) >= (8, 0)
+
+
+def varlen_attention(qkv: Tensor, cu_seqlens: Tensor, longest: int) -> Tensor:
+    """Causal attention within each document, without dropout: [t, 1, n, 3, d] -> [t, 1, n·d]. cu_seqlens: int32, 0 and
+    the sums of the documents' lengths. longest: of them.
+
+    torch's one kernel that takes cumulative lengths. It computes all documents in one launch, where the plain way
+    launches one kernel for each document, and it makes no mask. No speed has been measured: no GPU has been at hand
+    (see README).
+    """
+    from torch.nn.attention.varlen import varlen_attn
+
+    q, k, v = qkv.squeeze(1).unbind(2)  # [t, 1, n, 3, d] -> three of [t, n, d]
+    y = varlen_attn(q, k, v, cu_seqlens, cu_seqlens, longest, longest, window_size=(-1, 0))
+    assert isinstance(y, Tensor)  # not a pair with its log-sum-exp
+    return y.flatten(1).unsqueeze(1)  # [t, n, d] -> [t, 1, n·d]

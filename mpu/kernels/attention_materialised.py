@@ -13,10 +13,7 @@ import torch
 from torch import Tensor
 
 from mpu.kernels.attention_fused import batch_of_heads, merge_heads, split_heads
-from mpu.kernels.dropout_bits import dropout_16_bits
-
-# The longest sequence for which the scores are materialised. Beyond it they cost more memory than they save time.
-MATERIALISED_UP_TO = 512
+from mpu.kernels.elementwise import dropout_16_bits
 
 
 def materialised_attention(qkv: Tensor, dropout_p: float) -> Tensor:

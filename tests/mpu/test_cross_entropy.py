@@ -56,6 +56,27 @@ def check(rank: int, world_size: int) -> bool:
     padding = slice(max(VOCAB - own.start, 0), None)
     assert not w2.grad[padding].any(), "padding rows got a gradient"
 
+    # Under torch.autocast the products are in bf16, and the gradients of float32 weights in float32.
+    h3, w3 = hidden.clone().requires_grad_(), weight[own].clone().requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = mpu.vocab_parallel_linear_cross_entropy(h3, w3, target, token_weight, vocab_size=VOCAB, chunk_size=16)
+        assert torch.equal(mpu.vocab_parallel_cross_entropy(mine, target, vocab_size=VOCAB), got)
+    loss.backward()
+    torch.testing.assert_close(loss.double(), (losses * token_weight).sum(), rtol=1e-2, atol=0)
+    for grad, expected in ((h3.grad, h.grad), (w3.grad, w.grad[own])):
+        assert grad.dtype == torch.float32 and (grad.double() - expected).norm() <= 2e-2 * w.grad.norm()
+
+    # No id means "ignore", not even that of F.cross_entropy. A column of padding is no target.
+    for bad in (-100, VOCAB):
+        wrong = target.clone()
+        wrong[7] = bad
+        with pytest.raises(IndexError, match=f"^the target {bad} is not in the vocabulary, 0 to {VOCAB - 1}; to leave"):
+            mpu.vocab_parallel_cross_entropy(mine, wrong, vocab_size=VOCAB)
+        with pytest.raises(IndexError, match=f"^the target {bad} is not in the vocabulary"):
+            mpu.vocab_parallel_linear_cross_entropy(h3, w3, wrong, token_weight, vocab_size=VOCAB)
+    with pytest.raises(IndexError, match=f"^the target {PADDED} is not in the vocabulary, 0 to {PADDED - 1}"):
+        mpu.vocab_parallel_cross_entropy(mine, torch.full_like(target, PADDED))
+
     # Very large logits neither overflow nor lose the loss.
     big = mpu.vocab_parallel_cross_entropy(1e4 * mine.detach(), target, vocab_size=VOCAB)
     assert torch.isfinite(big).all()

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 
-from mpu.partition import Box, PartitionSpec, divide, padded_vocab_size
+from mpu.partition import Box, PartitionSpec, check_ids, divide, local_ids, padded_vocab_size
 
 
 def test_vocabulary_padding_does_not_depend_on_the_layout():
@@ -42,3 +44,22 @@ def test_boxes_of_a_padded_vocabulary():
     assert spec.box(1, 2) == Box((25152, 0), (25105, 8))
     assert spec.local_shape(2) == (25152, 8)
     assert spec.box(0, 1).numel == 50257 * 8
+
+
+def test_every_id_is_on_one_rank():
+    found = [local_ids(torch.arange(8).view(2, 4), 4 * rank, 4 * rank + 4) for rank in range(2)]
+    assert [rows.tolist() for rows, _ in found] == [[[0, 1, 2, 3], [0] * 4], [[0] * 4, [0, 1, 2, 3]]]
+    assert [is_here.tolist() for _, is_here in found] == [[[True] * 4, [False] * 4], [[False] * 4, [True] * 4]]
+
+
+@pytest.mark.parametrize("bad", [-100, -1, 10])
+def test_an_id_outside_the_vocabulary(bad: int):
+    """Refused by the host on a CPU, and by the device where the host does not wait for it."""
+    ids = torch.tensor([[0, 9], [bad, 5]])
+    with pytest.raises(IndexError, match=f"^the target {bad} is not in the vocabulary, 0 to 9; to leave a token out, "):
+        check_ids(ids, 10, "target")
+    with mock.patch("torch.compiler.is_compiling", return_value=True), \
+            pytest.raises(RuntimeError, match="a target is not in the vocabulary, 0 to 9; to leave a token out, "):
+        check_ids(ids, 10, "target")
+    check_ids(ids.clamp(0, 9), 10, "target")
+    check_ids(ids.to("meta"), 10, "target")

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mpu import kernels
-from mpu.kernels.gelu_compiled import gelu_by_sigmoid
+from mpu.kernels.elementwise import gelu_by_sigmoid
 
 
 def test_gelu_by_sigmoid_is_gelu() -> None:
