@@ -1,7 +1,5 @@
 """Two figures that a trained model has to beat, in bits per byte of held-out text."""
 
-from __future__ import annotations
-
 import lzma
 from concurrent.futures import ThreadPoolExecutor
 

@@ -5,8 +5,6 @@ permutation chosen by the seed places them in the block, alike in every block. S
 and each component is read as if it were alone: a permutation of its own in each of its own epochs.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """How every program is called, reads its flags, prints and ends."""
 
-from __future__ import annotations
-
 import argparse
 import io
 import os

@@ -1,7 +1,5 @@
 """Samples of `seq_length + 1` tokens, inputs and labels in one, out of one range of tokens."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from data_utils.command_line import how_to_call

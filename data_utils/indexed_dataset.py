@@ -13,8 +13,6 @@
         i8[S]    modes, optional; not read
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import os

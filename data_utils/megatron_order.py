@@ -5,8 +5,6 @@ and the samples are shuffled once more. A last epoch of which the run needs less
 So the order depends on the length of the run, and its arrays are made again at every start.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 

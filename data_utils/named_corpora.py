@@ -6,8 +6,6 @@ The file is $MEGATRON_CORPORA, else data/corpora.json in the current folder, els
 is relative to the current folder, as a path on the command line is; `text_key` may be left out.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Mapping, Sequence

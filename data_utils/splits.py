@@ -1,8 +1,6 @@
 """From the data flags to the three datasets: which files and which part of their tokens each split reads, and the order
 of training."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass

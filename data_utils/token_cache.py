@@ -8,8 +8,6 @@ A pair is renamed into place, the .idx last, when it is whole and on disk. Conte
 size or the mtime is new. Processes that want the same list wait on its lock, without any collective.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

@@ -9,8 +9,6 @@ consecutive parts: the parts of a large `.bin` were hashed by many workers, and 
 is the sha256 of everything before it.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from functools import cached_property

@@ -1,7 +1,5 @@
 """Work divided among processes, which end with the program that started them, however that ends."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import threading

@@ -6,8 +6,6 @@ Legend: b batch, s sequence, h hidden, n heads, d head size, p model-parallel si
 other.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

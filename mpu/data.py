@@ -1,7 +1,5 @@
 """The first rank of a model-parallel group reads the data and broadcasts it to the others."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import torch

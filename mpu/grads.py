@@ -6,8 +6,6 @@ sequence alone: its gradient is a partial sum, to be added up over the ranks. Su
 megatron.core.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 
 import torch

@@ -5,8 +5,6 @@ different shards of the same layers. They communicate most, so they are neighbou
 (0,2,4,6) and (1,3,5,7): the ranks of each hold the same shard and read different samples.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from datetime import timedelta
 

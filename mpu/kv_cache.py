@@ -3,8 +3,6 @@
 Legend: b batch, s sequence, n heads of this rank, d head size, S capacity.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -11,8 +11,6 @@ A layer draws the whole weight on the CPU with its `init_method` and keeps its s
 layer.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

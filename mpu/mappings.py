@@ -21,8 +21,6 @@ its input. None of them writes into the caller's tensor.
 Legend: s sequence, n last dimension, p model-parallel size.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

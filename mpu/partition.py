@@ -5,8 +5,6 @@ group is needed to reason about a layout. A parameter is either replicated or sp
 vocabulary is padded first, so that it splits evenly. Padding rows exist in memory alone and are never part of a box.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -9,8 +9,6 @@ Both follow from the seed and the model-parallel rank alone, as in 2019. A progr
 data-parallel rank gives each another seed. Everything works on CPU and GPU alike; the "cuda" in some names is of 2019.
 """
 
-from __future__ import annotations
-
 import contextlib
 import sys
 from collections.abc import Callable, Iterator

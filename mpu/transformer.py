@@ -6,8 +6,6 @@ sequence_parallel (arXiv:2205.05198) they are [s/p, b, h] everywhere else, so th
 of them for backward are split as well.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """What a transformer layer is: its shape, and how it is parallel and recomputed. The names are megatron.core's."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -9,8 +9,6 @@ Of these texts `prose` takes paragraphs of plain words, without reStructuredText
 model would learn instead of English: doctests, tables, rulers, grammars, lists of parameters, code.
 """
 
-from __future__ import annotations
-
 import ast
 import functools
 import hashlib

@@ -4,8 +4,6 @@ Published scores were made with these rules. They are kept as they are, even whe
 space).
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 from functools import partial

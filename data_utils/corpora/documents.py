@@ -3,8 +3,6 @@
 The names of files say which of a folder hold documents, and of what form. Bad lines are skipped, counted and named.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json

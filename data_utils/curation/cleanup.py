@@ -1,7 +1,5 @@
 """Cleanup: mend broken text, keep one language, drop what is too short."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping
 from typing import Any

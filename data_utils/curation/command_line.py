@@ -1,7 +1,5 @@
 """What the programs of tools/openwebtext/ share: the flags of every stage, and how a stage ends."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import shutil

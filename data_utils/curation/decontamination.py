@@ -1,7 +1,5 @@
 """Decontamination: drop every document that shares 13 words in a row with an evaluation set."""
 
-from __future__ import annotations
-
 import functools
 import re
 from collections.abc import Iterator, Sequence

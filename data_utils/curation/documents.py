@@ -4,8 +4,6 @@ A document is a dictionary whose "text" is a string that is not empty; "url" or 
 holds one a line, a .txt file is one; both may be compressed.
 """
 
-from __future__ import annotations
-
 import glob
 import hashlib
 import json

@@ -4,8 +4,6 @@ trafilatura finds the text of a page, in processes of its own. A page that takes
 killed and replaced.
 """
 
-from __future__ import annotations
-
 import contextlib
 import multiprocessing
 import queue

@@ -4,8 +4,6 @@ The standard library's client times each read of a socket; a server that sends a
 ever. Here a timer shuts the socket at the page's deadline. HTTP_PROXY, HTTPS_PROXY and NO_PROXY are followed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import http.client
 import socket

@@ -8,8 +8,6 @@ short document has a full sketch as well. t permutations, the usual way, would c
 d documents, n characters of all of them together, t values, b bands of r values.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -4,8 +4,6 @@ Documents are numbered through all shards, in their order. A table of the shards
 the input) is the first line of the files of pairs and groups, so that a removal from other files is refused.
 """
 
-from __future__ import annotations
-
 import bisect
 import functools
 import itertools

@@ -9,8 +9,6 @@ today's input and of outputs that are there is not run again. Manifests hold no 
 equal bytes.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import json

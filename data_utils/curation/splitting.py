@@ -1,7 +1,5 @@
 """The two ends of the pipeline: all shards in one file, and its split into training, validation and test."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Sequence
 from fractions import Fraction

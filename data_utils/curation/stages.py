@@ -5,8 +5,6 @@ datatrove keeps marks of its own of the ranks that it completed, which know noth
 A rank that runs again finds the manifests of its shards and has nothing to do.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence

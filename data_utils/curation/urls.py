@@ -1,7 +1,5 @@
 """Which addresses are worth a download: pages of text, each once."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

@@ -4,8 +4,6 @@ After a crash, or when the machine stops, there is the old file or the new one. 
 that dies.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import os

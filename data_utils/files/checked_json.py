@@ -6,8 +6,6 @@ and the hash covers all before the comma of its entry. A checkpoint's manifest h
 covers all up to its own value.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Files that may be compressed, recognised by their first bytes: gzip and zstd, of several members or frames."""
 
-from __future__ import annotations
-
 import contextlib
 import gzip
 import io

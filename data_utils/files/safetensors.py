@@ -5,8 +5,6 @@
 Offsets count from the end of the header. https://huggingface.co/docs/safetensors describes the format.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from typing import Any, BinaryIO

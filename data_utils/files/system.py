@@ -1,7 +1,5 @@
 """What the system says of this machine's memory, and of the folder for this user's downloads and tokenised data."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 from pathlib import Path

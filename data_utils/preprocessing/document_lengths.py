@@ -1,7 +1,5 @@
 """The lengths of documents: as numbers, as bars of text, and as a plot."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

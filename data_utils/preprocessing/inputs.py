@@ -4,8 +4,6 @@ The shards depend on the files alone, not on the number of workers. A file holds
 or the rows of a Parquet file.
 """
 
-from __future__ import annotations
-
 import glob
 import json
 import os

@@ -1,7 +1,5 @@
 """Several token files into one pair with a manifest."""
 
-from __future__ import annotations
-
 import itertools
 import os
 from collections.abc import Sequence

@@ -5,8 +5,6 @@ made in PREFIX.shards (`shards`), then merged and renamed, each `.idx` last; wha
 up again by a later run.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import itertools

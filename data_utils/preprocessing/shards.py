@@ -8,8 +8,6 @@ A shard is written under other names and renamed when it is on the disk. One who
 files is not made again. Several processes make many shards, each with a tokenizer of its own.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import os

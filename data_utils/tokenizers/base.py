@@ -3,8 +3,6 @@
 Every tokenizer is lossless (`decode(encode(text)) == text`) and no text can make it emit its end-of-document id.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from abc import ABC, abstractmethod

@@ -4,8 +4,6 @@
 absent. `gigatoken` is used only for texts for which its ids are tiktoken's.
 """
 
-from __future__ import annotations
-
 import base64
 import functools
 import heapq

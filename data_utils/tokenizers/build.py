@@ -1,7 +1,5 @@
 """The one place that makes tokenizers by their kind, and loads those that a checkpoint brings along."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -6,8 +6,6 @@ vocabulary file may give tokens any id (a vocabulary trained elsewhere often has
 looked up from ranks.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import importlib

@@ -1,7 +1,5 @@
 """SentencePiece with settings under which no character is lost, and the training of a model."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 from collections.abc import Iterable, Iterator, Sequence

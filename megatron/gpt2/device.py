@@ -4,8 +4,6 @@ Each choice comes with its reason, a line for the log. Where the user asked for 
 what to ask for instead.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import importlib.util

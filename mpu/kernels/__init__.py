@@ -9,8 +9,6 @@ Legend: b batch, s sequence, n heads of this rank, d head size, t tokens, i inpu
 vocabulary, p model-parallel size.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch

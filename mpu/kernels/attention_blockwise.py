@@ -12,8 +12,6 @@ docs/explanation/performance.md.
 Legend: b batch, s sequence, n heads of this rank, d head size.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -3,8 +3,6 @@
 Legend: b batch, s sequence, n heads of this rank, d head size, t tokens of the micro-batch.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

@@ -7,8 +7,6 @@ tokens, 2 heads, one thread, ms: with AMX 10.3 where scores are held in bf16, 22
 Legend: b batch, s sequence, n heads of this rank, d head size.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -7,8 +7,6 @@ more is added in float32.
 Legend: t tokens of a chunk, m rows and n columns of the sum.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

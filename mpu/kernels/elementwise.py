@@ -1,7 +1,5 @@
 """Dropout and GELU for a CPU."""
 
-from __future__ import annotations
-
 import math
 
 import torch

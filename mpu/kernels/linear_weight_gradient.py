@@ -8,8 +8,6 @@ docs/explanation/performance.md.
 Legend: t tokens, i input features, o output features.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

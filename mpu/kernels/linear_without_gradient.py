@@ -7,8 +7,6 @@ docs/explanation/performance.md.
 Legend: r rows of x in all, i input features, o output features.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

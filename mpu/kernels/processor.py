@@ -5,8 +5,6 @@ every pair (docs/explanation/performance.md). So they are rules, and nothing is 
 the same on a busy machine, and runs and ranks on processors of one kind agree to the bit.
 """
 
-from __future__ import annotations
-
 import os
 import platform
 

@@ -6,8 +6,6 @@ Megatron's CheckpointWithoutOutput frees the output and fills it again by a hook
 instead, at the moment when the next operation saves the output, which is recognised by its address.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

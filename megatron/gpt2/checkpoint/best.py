@@ -5,8 +5,6 @@
 The loss is in the manifest of that checkpoint and nowhere else. A run that continues reads it from there.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from pathlib import Path

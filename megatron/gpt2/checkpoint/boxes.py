@@ -1,7 +1,5 @@
 """Arithmetic of boxes, the rectangular parts of tensors of at most two dimensions."""
 
-from __future__ import annotations
-
 import bisect
 import math
 from collections.abc import Iterable, Sequence

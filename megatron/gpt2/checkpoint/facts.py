@@ -3,8 +3,6 @@
 The manifest's hash shows that its bytes are those that were written. It does not show who wrote them.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import reprlib
 import types

@@ -4,8 +4,6 @@ A saved tensor is one or more boxes: offset and shape within the global tensor. 
 the manifest, which vouches for the files.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import re

@@ -13,8 +13,6 @@ starts, with a count of its saves). It keeps what a crashed attempt left behind,
 one without any waiting: its folder has another name. Rank 0 removes such folders when it next saves.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

@@ -4,8 +4,6 @@ The table, or the error in its place, appears under its name as a whole or not a
 its hash: what the boxes are concerns only those who load them.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -25,8 +25,6 @@ file's own header follow from its table, so that a reader compares headers and p
 key, of a wrong size, or from another iteration or rank cannot pass.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from typing import Any

@@ -1,8 +1,6 @@
 """Reading the manifest and its tables. Everything in them is checked before it is used.
 megatron/gpt2/checkpoint/manifest.py describes their format."""
 
-from __future__ import annotations
-
 import bisect
 import contextlib
 import gc

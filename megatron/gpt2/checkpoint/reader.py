@@ -4,8 +4,6 @@
 merging, splitting and resharding, of weights and of optimizer state.
 """
 
-from __future__ import annotations
-
 import bisect
 import itertools
 import mmap

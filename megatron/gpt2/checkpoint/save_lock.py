@@ -1,7 +1,5 @@
 """One run at a time in a --save folder."""
 
-from __future__ import annotations
-
 import os
 import socket
 from collections.abc import Callable

@@ -6,8 +6,6 @@
 The thread runs `write_checkpoint`, which needs no collective; all collectives are on the caller's thread.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import threading
 import weakref

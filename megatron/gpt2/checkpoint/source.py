@@ -5,8 +5,6 @@ tensors without ranks. So inspecting, comparing, converting and loading are writ
 `Checkpoint` is a source as well.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol

@@ -4,8 +4,6 @@ Tensors are named "<kind>.<parameter>" (model, master, exp_avg, exp_avg_sq) and 
 and sizes are plain integers: no process group is needed.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Mapping
 

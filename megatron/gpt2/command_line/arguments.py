@@ -6,8 +6,6 @@ recipe in place of the quickstart's), the command line. `--a_b` is read as `--a-
 completed: a typing error must not become another flag.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 import sys

@@ -5,8 +5,6 @@ A key is translated, inert (it changes nothing here, which a note says) or refus
 wins over the file, which a note says.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """The flags: one for each field of `megatron/gpt2/config/`, and the foreign ones of `foreign_flags.py`."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import math

@@ -5,8 +5,6 @@ to give instead. `deepspeed_config.py` beside this file has a table of the same 
 --deepspeed_config.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable, Mapping

@@ -4,8 +4,6 @@ The published 345M demo is one recipe; the other sizes share it and differ in sh
 iterations is left to --train-iters, so that a shorter run also anneals. `quickstart` is what a run without a shape is.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 SHAPES = {  # layers, hidden size, heads

@@ -1,7 +1,5 @@
 """The section `checkpoint`: what is saved and what a run starts from."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from megatron.gpt2.config.options import option, require, require_positive

@@ -1,7 +1,5 @@
 """`config.json` in the save folder of a run: every start writes it, and `--config` reads it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

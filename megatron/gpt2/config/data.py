@@ -1,7 +1,5 @@
 """The section `data`: where the text is and how it becomes tokens."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from megatron.gpt2.config.options import option, require

@@ -1,7 +1,5 @@
 """From a field of the configuration to its flag, and the flags by which a run differs from another."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

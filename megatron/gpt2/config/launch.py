@@ -1,7 +1,5 @@
 """The section `launch`: how the ranks start and meet. It is no part of the run that is saved."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from megatron.gpt2.config.options import option, require, require_positive

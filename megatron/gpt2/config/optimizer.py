@@ -1,7 +1,5 @@
 """The section `optimizer`: AdamW, its schedule and the loss scale."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from megatron.gpt2.config.options import option, require, require_fraction, require_positive

@@ -1,7 +1,5 @@
 """What the sections are written with: a field that is also a flag, and the checks of their values."""
 
-from __future__ import annotations
-
 from dataclasses import field
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The section `parallel`: how the work is laid out over ranks."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from megatron.gpt2.config.options import option, require, require_positive

@@ -1,7 +1,5 @@
 """The section `train`: length, batch, precision, recomputation, evaluation and logs."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Checkpoints of other programs, read as ours and written for them."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Two checkpoints side by side, of whatever formats and layouts: tensor by tensor, and by what they compute."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

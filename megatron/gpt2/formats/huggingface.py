@@ -3,8 +3,6 @@
 Their linear layers are `Conv1D`, stored [in, out].
 """
 
-from __future__ import annotations
-
 import re
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A description of a checkpoint, as data and as lines to print."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter, defaultdict
 from typing import Any

@@ -3,8 +3,6 @@
 Legend: h hidden, n heads, d head size, p model-parallel size.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Callable, Mapping

@@ -6,8 +6,6 @@ mp_rank_TT_model_states.pt. Layers are numbered from 0 in every stage.
 Legend: h hidden, n heads, d head size, p model-parallel size.
 """
 
-from __future__ import annotations
-
 import itertools
 import re
 from collections.abc import Mapping

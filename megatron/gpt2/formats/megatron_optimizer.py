@@ -5,8 +5,6 @@ second, both in the order of the model. The order is taken where the shapes and 
 as the weights are, agree with the file's own model; otherwise the state is left out.
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Mapping
 from typing import Any

@@ -3,8 +3,6 @@
 Its linear layers are stored as ours, its GELU is erf's, its weights are fp32 and masters of themselves.
 """
 
-from __future__ import annotations
-
 import operator
 import re
 from collections.abc import Callable, Mapping

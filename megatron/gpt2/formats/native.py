@@ -1,7 +1,5 @@
 """Any source written as a save folder of ours: this is what merging, splitting and converting to our format do."""
 
-from __future__ import annotations
-
 import functools
 import secrets
 from collections.abc import Callable

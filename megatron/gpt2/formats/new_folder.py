@@ -1,7 +1,5 @@
 """A folder that appears as a whole or not at all."""
 
-from __future__ import annotations
-
 import contextlib
 import secrets
 import shutil

@@ -3,8 +3,6 @@
 The rows of QKV are [3, heads, head size]. Legend: h hidden, f width inside the MLP.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial

@@ -4,8 +4,6 @@ Written are vocab.json, merges.txt and tokenizer_config.json. Read are the first
 tokenizer.json, which transformers 5 writes instead.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -5,8 +5,6 @@ the other things that genuine files name. Nothing is imported or called because 
 the list below is refused, and what is built is bounded by the instructions and the bytes that the file holds.
 """
 
-from __future__ import annotations
-
 import math
 import mmap
 import re

@@ -5,8 +5,6 @@ gets a bytearray of a gigabyte, tuples nested deeply as a dictionary's key end t
 allocated before they are looked for, compressed records are inflated; and a legacy file is read as a whole.
 """
 
-from __future__ import annotations
-
 import io
 import mmap
 import re

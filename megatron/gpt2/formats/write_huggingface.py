@@ -3,8 +3,6 @@
 transformers is not needed to write it, only to use it. Legend: n heads, d head size.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Mapping

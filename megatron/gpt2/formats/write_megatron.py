@@ -6,8 +6,6 @@ rank at once. They wait for it on the disk, so that one at a time is in memory.
 Legend: n heads, d head size, p model-parallel size.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping

@@ -1,7 +1,5 @@
 """How a rank ends for bad input: one line on standard error, from one rank, and exit code 2."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -4,8 +4,6 @@ torch does not: when a rank is killed, gloo reports a closed connection to a nei
 third rank. `monitored_barrier`, called after that, names a rank that hangs, on rank 0 alone, and none that was killed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import threading

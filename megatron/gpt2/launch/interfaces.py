@@ -4,8 +4,6 @@ torch does not look: gloo takes the address that the host's own name resolves to
 address that no other machine can reach. NCCL looks for itself.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ipaddress
 import os

@@ -9,8 +9,6 @@ torch reads torchrun's variables alone. A plain `python` runs alone, also inside
 the network: see rendezvous.py.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import socket

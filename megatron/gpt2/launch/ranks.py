@@ -1,7 +1,5 @@
 """Who this process is among the ranks of a run, and what the ranks share once they have met."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import time

@@ -10,8 +10,6 @@ torch's own rendezvous is not enough: where ranks do not come it prints how many
 with one rank, or with different world sizes, all wait until a time-out or for ever.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

@@ -1,7 +1,5 @@
 """A program of several ranks, from its command line to its exit code."""
 
-from __future__ import annotations
-
 import functools
 import sys
 from collections.abc import Callable, Sequence

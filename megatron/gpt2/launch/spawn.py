@@ -1,7 +1,5 @@
 """--nproc-per-node: start the ranks of this machine, through torch.multiprocessing, whose join ends the others."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

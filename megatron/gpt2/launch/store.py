@@ -6,8 +6,6 @@ as well: where rank 0 does not answer it prints 30 lines of C++ frames, and with
 rank fails and the others hang.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import socket

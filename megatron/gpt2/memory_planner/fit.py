@@ -13,8 +13,6 @@ What a change costs is an estimate of how much longer a step takes, to put the c
 Legend: N parameters per rank.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from collections.abc import Iterable, Iterator

@@ -8,8 +8,6 @@ model's output, a clone from which the maximum is subtracted, and its exponentia
 Legend: b micro-batch, s sequence, h hidden, n heads, l layers, v padded vocabulary, p model-parallel size.
 """
 
-from __future__ import annotations
-
 from megatron.gpt2.config import Config
 from megatron.gpt2.memory_planner.step import PARTS, Memory
 from megatron.gpt2.model.gpt2 import count_parameters

@@ -2,8 +2,6 @@
 the line in which a run ends that is out of memory. Sizes are shown in MB of 2^20 bytes, as in the log.
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

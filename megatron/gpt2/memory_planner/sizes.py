@@ -4,8 +4,6 @@ Legend: b micro-batch, s sequence, t = b · s tokens, h hidden, f width inside t
 vocabulary, p model-parallel size, e bytes of an element of the model's precision. Sizes are bytes.
 """
 
-from __future__ import annotations
-
 import functools
 from dataclasses import dataclass
 

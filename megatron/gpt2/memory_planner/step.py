@@ -7,8 +7,6 @@ is freed, `sizes.py` how large it is. docs/explanation/memory.md explains them, 
 program, and tests hold them against what torch allocates.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

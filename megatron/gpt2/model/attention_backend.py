@@ -4,8 +4,6 @@ On Hopper torch's default is the kernel of cuDNN, which is the fastest one witho
 several times slower than FlashAttention, so no fixed choice is right.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -4,8 +4,6 @@ Legend: b batch, s sequence, h hidden, v padded vocabulary, p model-parallel siz
 Parameter names are those of Megatron's 2019 checkpoints.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import math

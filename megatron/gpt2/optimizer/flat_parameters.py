@@ -14,8 +14,6 @@ Buckets are padded alike without it, so that a gradient's sum, whose order follo
 the same to the last bit.
 """
 
-from __future__ import annotations
-
 import bisect
 import itertools
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """A part of a parameter, or of what the optimizer keeps of it, as it lies in a flat buffer."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from torch import Tensor

@@ -4,8 +4,6 @@ parameters that it updated are gathered in buckets while the next forward runs.
 `megatron/gpt2/optimizer/flat_parameters.py` has the buffers and says what each rank owns of them.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections import defaultdict
 from collections.abc import Iterable, Iterator

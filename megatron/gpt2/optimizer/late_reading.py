@@ -1,7 +1,5 @@
 """A number on the device that the host follows some steps late, without waiting for the last step."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -14,8 +14,6 @@ N − w, so that it ends above the floor. The k-th update uses n = its number of
 one has the rate 0 under a warm-up), and a log line shows the rate after its update was counted.
 """
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import NDArray
 

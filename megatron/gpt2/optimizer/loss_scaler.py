@@ -4,8 +4,6 @@ Semantics of Megatron's dynamic loss scaler: the first `hysteresis` - 1 overflow
 also halves the scale, until `window` clean steps in a row double it and refill the hysteresis.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

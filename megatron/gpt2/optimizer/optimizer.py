@@ -7,8 +7,6 @@ Each rank updates the ranges of `flat` that its optimizer owns: all of the buffe
 stage 1, arXiv:1910.02054) its part of every bucket, after which the parameters of the others are gathered.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 

@@ -8,8 +8,6 @@ docs/how-to/collectives.md says how to read the figures. Exit codes: 0 where all
 wrong, 2 for bad input.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -11,8 +11,6 @@ It runs on a CPU, starts no process group, and holds about one tensor at a time.
 Exit codes: 0; 1 where a difference or damage was found; 2 for bad input.
 """
 
-from __future__ import annotations
-
 import argparse
 import ctypes
 import json

@@ -7,8 +7,6 @@ Model and tokenizer come from the checkpoint. Megatron's flags for them are acce
 Exit codes: 0; 2 for bad input.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 from collections.abc import Sequence

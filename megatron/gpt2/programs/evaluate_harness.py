@@ -5,8 +5,6 @@
 Exit codes: 0; 2 for bad input.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import os

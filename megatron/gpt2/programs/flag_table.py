@@ -3,8 +3,6 @@
     python tools/flag_table.py > docs/reference/flags.md
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from data_utils.command_line import program

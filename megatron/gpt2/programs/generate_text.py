@@ -9,8 +9,6 @@ Model, tokenizer and vocabulary come from the checkpoint. Megatron's flags for t
 Exit codes: 0; 2 for bad input.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import dataclasses

@@ -1,7 +1,5 @@
 """What the programs around a trained model share: their flags, and how they load the model."""
 
-from __future__ import annotations
-
 import argparse
 
 import torch

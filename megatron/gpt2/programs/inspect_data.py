@@ -9,8 +9,6 @@ It reads .bin/.idx pairs of ours and of Megatron, and the .bin files of nanoGPT 
 Exit codes: 0; 1 where damage was found; 2 for bad input.
 """
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 

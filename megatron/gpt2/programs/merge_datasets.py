@@ -6,8 +6,6 @@ A folder stands for all pairs in it, in order of their names, as for Megatron. n
 with their .bin.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from data_utils.command_line import Parser, program

@@ -7,8 +7,6 @@ The result goes to --save, or to `merged` inside --load. The sizes are read from
 compared with the files. Megatron's WORLD_SIZE is not needed: no process group is started.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from typing import Any

@@ -10,8 +10,6 @@ docs/explanation/memory.md.
 Exit codes: 0; 1 where no layout fits --memory-gb; 2 for bad input.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import json

@@ -9,8 +9,6 @@ same command continues. Unusable lines are left out, counted, and written to PRE
 Exit codes: 0; 2 for bad input.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import sys

@@ -4,8 +4,6 @@ Exit codes: 0 where the run ended as asked (also after SIGTERM), 1 where it fail
 answered in one line by one rank.
 """
 
-from __future__ import annotations
-
 import signal
 import sys
 from collections.abc import Sequence

@@ -5,8 +5,6 @@
 Training writes it by itself. Exit codes: 0; 2 for bad input.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from data_utils.command_line import Parser, program

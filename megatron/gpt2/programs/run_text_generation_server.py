@@ -7,8 +7,6 @@ The first rank serves. Without --host it answers this machine alone. It asks for
 docs/how-to/server.md. Needs the extra [serve]. Exit codes: 0 after Ctrl-C or SIGTERM; 2 for bad input.
 """
 
-from __future__ import annotations
-
 import argparse
 import ipaddress
 import signal

@@ -1,7 +1,5 @@
 """The JSON file of scores: which model they belong to, and how they were computed."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

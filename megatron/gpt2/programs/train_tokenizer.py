@@ -7,8 +7,6 @@
 All are lossless: decoding gives back every text.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Iterable, Sequence

@@ -1,7 +1,5 @@
 """What a run runs on: versions, devices, hosts and the commit of the source, for config.json and report.html."""
 
-from __future__ import annotations
-
 import os
 import platform
 import shlex

@@ -1,7 +1,5 @@
 """The loss curve of a run, from its metrics.jsonl: a PNG, or plain text where matplotlib is not installed."""
 
-from __future__ import annotations
-
 import json
 import logging
 import math

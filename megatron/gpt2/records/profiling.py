@@ -1,7 +1,5 @@
 """--profile START END: torch's profiler over these iterations, a Chrome trace and a table of what costs most."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Callable, Iterator

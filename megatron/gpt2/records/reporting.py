@@ -3,8 +3,6 @@
 `megatron/gpt2/records/run_log.py` prints it and keeps the records.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import sys

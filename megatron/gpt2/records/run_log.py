@@ -2,8 +2,6 @@
 curve and report.html.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

@@ -5,8 +5,6 @@ settings and environment from `config.json`. Where a file is missing, its part o
 escaped, and the page's own policy allows no script but the one with the right hash.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

@@ -5,8 +5,6 @@ Colours are CSS variables of the page (`--blue` ...), so that one drawing serves
 script shows under the pointer are in the attributes `data-curves` and `data-scale`.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Iterable, Sequence

@@ -10,8 +10,6 @@ it is the host's clock.
     print(timers.line(iterations=100))
 """
 
-from __future__ import annotations
-
 import math
 import time
 

@@ -1,7 +1,5 @@
 """Programs that draw the numbers of a run: TensorBoard and Weights & Biases."""
 
-from __future__ import annotations
-
 import importlib.util
 import secrets
 from collections.abc import Mapping

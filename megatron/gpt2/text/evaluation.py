@@ -8,8 +8,6 @@ Every rank calls `read_task` and `evaluate_task` alike. Tokens are scored as Meg
 the figures compare with published ones.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable, Sequence

@@ -6,8 +6,6 @@ other ranks only follow its orders, so that all compute the same; an error that 
 Legend: b continuations, s sequence, v padded vocabulary, p model-parallel size.
 """
 
-from __future__ import annotations
-
 import collections.abc
 import contextlib
 import signal

@@ -1,7 +1,5 @@
 """Opening a trained model to generate text with it or to score text."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """How the next token is chosen from the logits. Legend: v vocabulary without padding."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Every rank calls `score` with the same windows and gets every score. Legend: b w
 t targets, v padded vocabulary, p model-parallel size.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Text from the bytes of its tokens: never half a character, and nothing of a stop string."""
 
-from __future__ import annotations
-
 import codecs
 from collections.abc import Sequence
 

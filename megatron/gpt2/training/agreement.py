@@ -5,8 +5,6 @@ precision by its own device. A rank that decided otherwise would train another m
 collective that the others never call.
 """
 
-from __future__ import annotations
-
 import hashlib
 
 import torch

@@ -2,8 +2,6 @@
 another.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import BinaryIO
 

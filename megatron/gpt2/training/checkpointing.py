@@ -1,7 +1,5 @@
 """Checkpoints of a run: what is saved, where, and how a run continues from one."""
 
-from __future__ import annotations
-
 import functools
 import secrets
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Numbers that ranks share. Every rank calls each of these at the same place; in a world of one nothing is sent."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import torch

@@ -5,8 +5,6 @@ Nothing is sent. Instead each rank keeps a digest of what it has read, and the r
 Legend: n samples, s sequence.
 """
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass

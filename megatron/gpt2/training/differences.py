@@ -4,8 +4,6 @@ Shape, tokenizer and schedule are not here: where they differ the run is refused
 see `merge_checkpoint` in megatron/gpt2/command_line/arguments.py.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The model of a run and what updates it, over the ranks that share data."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """The loss over a split, and a sample of text that the model writes."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

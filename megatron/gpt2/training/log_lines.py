@@ -1,7 +1,5 @@
 """The log lines of training, and what is checked with them."""
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections.abc import Iterator

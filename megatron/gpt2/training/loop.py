@@ -1,7 +1,5 @@
 """The loop around the steps: log lines, evaluations, checkpoints, and when to stop."""
 
-from __future__ import annotations
-
 import time
 
 from megatron.gpt2.records.profiling import profiler_for

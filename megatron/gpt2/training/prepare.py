@@ -3,8 +3,6 @@ device and precision, the tokenizer, and the text as tokens. Tokenising can take
 time limit of a collective.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """What a person sees of a training run at its start and at its end."""
 
-from __future__ import annotations
-
 import shlex
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`Run`: everything that a training run has on one rank. `build.py` makes it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """One update of the model."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """How operations are measured: as many runs on every rank, each from a common start to the end of the slowest rank."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 

@@ -9,8 +9,6 @@ The values to check are exact in every dtype, and periodic, so that the expected
     reduced  2^e  with e = ±(((i + r²) mod 3) - 1), + for even ranks: sums and products of many ranks stay in range
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

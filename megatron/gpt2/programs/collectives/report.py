@@ -1,7 +1,5 @@
 """The measurements as a table, as a verdict and as a plot."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 Legend: `n` ranks, `N` elements, `c` a chunk (one of n), `j` a segment of a chunk, `t` a step.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 from torch import Tensor

@@ -5,8 +5,6 @@
 INPUT holds an address a line. OUTPUT gets files of --urls-per-file addresses, each a shard of the download.
 """
 
-from __future__ import annotations
-
 from data_utils.corpora.documents import TEXT_SUFFIX
 from data_utils.curation.command_line import positive, run, stage_parser, stage_program
 from data_utils.curation.documents import Shard, find_files

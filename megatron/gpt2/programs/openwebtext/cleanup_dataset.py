@@ -3,8 +3,6 @@
     python tools/openwebtext/cleanup_dataset.py INPUT OUTPUT
 """
 
-from __future__ import annotations
-
 from data_utils.curation.cleanup import cleanup
 from data_utils.curation.command_line import positive, run, stage_parser, stage_program
 from data_utils.curation.shard_run import Stage

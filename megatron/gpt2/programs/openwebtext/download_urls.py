@@ -6,8 +6,6 @@ INPUT holds an address a line, in files that are the unit of a restart. OUTPUT/r
 address. It does not read robots.txt: it fetches the single pages of a list, and follows no link.
 """
 
-from __future__ import annotations
-
 from data_utils.curation.command_line import positive, run, stage_parser, stage_program
 from data_utils.curation.documents import file_shards
 from data_utils.curation.download import download

@@ -3,8 +3,6 @@
     python tools/openwebtext/filter_ngrams.py INPUT OUTPUT --evaluation lambada_test.jsonl wikitext/*.txt
 """
 
-from __future__ import annotations
-
 from data_utils.curation.command_line import log, run, stage_parser, stage_program
 from data_utils.curation.decontamination import WORDS, decontaminate, index_of
 from data_utils.curation.documents import find_files

@@ -6,8 +6,6 @@ OUTPUT/signatures gets the MinHash signatures of every shard, OUTPUT/pairs.jsonl
 bands of 5 values, and are then compared in full. Pairs are those that join a document to a group, not all of a group.
 """
 
-from __future__ import annotations
-
 from data_utils.curation.command_line import run, shards_beside, stage_parser, stage_program
 from data_utils.curation.documents import Shard, document_shards, is_seekable
 from data_utils.curation.near_duplicates import search, sign

@@ -5,8 +5,6 @@
 PAIRS is the file pairs.jsonl; OUTPUT gets groups.jsonl.
 """
 
-from __future__ import annotations
-
 from data_utils.curation.command_line import run, stage_parser, stage_program
 from data_utils.curation.documents import Shard, find_files
 from data_utils.curation.near_duplicates import group, read_table

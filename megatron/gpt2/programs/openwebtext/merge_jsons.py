@@ -3,8 +3,6 @@
     python tools/openwebtext/merge_jsons.py --data_path FOLDER --output_file OUTPUT/corpus.jsonl
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from data_utils.command_line import Parser

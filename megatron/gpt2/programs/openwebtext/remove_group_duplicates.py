@@ -5,8 +5,6 @@
 GROUPS is the file groups.jsonl that group_duplicate_url.py made of this INPUT.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from data_utils.command_line import Parser

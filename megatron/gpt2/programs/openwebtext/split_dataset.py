@@ -5,8 +5,6 @@
 The hash of a document's text and of --seed says where it goes, so that it stays there when the corpus grows.
 """
 
-from __future__ import annotations
-
 import shlex
 
 from data_utils.curation.command_line import log, run, stage_parser, stage_program

@@ -1,7 +1,5 @@
 """The answer of the server: OpenAI's JSON, made of the tokens of a text as they are generated."""
 
-from __future__ import annotations
-
 import codecs
 import math
 from collections import deque

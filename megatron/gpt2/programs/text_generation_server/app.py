@@ -1,7 +1,5 @@
 """The server's addresses: `/v1/completions`, `/v1/models`, `/health`, and the page at `/`."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import time

@@ -1,7 +1,5 @@
 """The requests of many clients, brought to the one thread that owns the generator."""
 
-from __future__ import annotations
-
 import contextlib
 from collections import deque
 from collections.abc import Callable

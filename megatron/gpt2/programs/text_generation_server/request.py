@@ -1,7 +1,5 @@
 """The request of a client: the JSON of a completion in OpenAI's form, checked field by field."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import random
