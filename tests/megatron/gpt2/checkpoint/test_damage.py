@@ -136,7 +136,7 @@ def delete(files: Files, path: str) -> Files:
 
 
 def damages(files: Files, chance: random.Random) -> Iterator[tuple[str, Files]]:
-    """1,000 of them: what was done, and what is there afterwards."""
+    """1,000 of them, of which each kind comes for each file: what was done, and what is there afterwards."""
     folders = sorted({str(parent) for path in files for parent in Path(path).parents} - {"."})
     done = 0
     for path, data in files.items():
@@ -165,13 +165,18 @@ def damages(files: Files, chance: random.Random) -> Iterator[tuple[str, Files]]:
         yield f"swap {a} {b}", swap(files, a, b)
 
 
-def test_no_damage_is_silent(save: Path) -> None:
+@pytest.mark.parametrize("share", [0.35, pytest.param(1.0, marks=pytest.mark.slow)])
+def test_no_damage_is_silent(save: Path, share: float) -> None:
     files, chance, loader = read_files(save), random.Random(0), Loader(save)
     assert len(files) > 40 and max(map(len, files.values())) < 30_000
     assert {str(Path(path).parent) for path in files} > {".", "tokenizer", *FOLDERS.values()}
     assert loader.load() == (NEWER, [])
     outcomes: dict[str, list[str]] = {name: [] for name in ("refused", "fell back", "same values", "SILENT")}
+    tried, chosen = 0, random.Random(1)
     for what, damaged in damages(files, chance):
+        if chosen.random() >= share:
+            continue
+        tried += 1
         victims = {path for path in files.keys() | damaged.keys() if files.get(path) != damaged.get(path)}
         asked = OLDER if any(path.startswith(FOLDERS[OLDER]) for path in victims) else NEWER
         if TRACKER not in victims:
@@ -196,7 +201,8 @@ def test_no_damage_is_silent(save: Path) -> None:
     loader.put(files)
     assert outcomes["SILENT"] == []
     counts = {name: len(found) for name, found in outcomes.items()}
-    assert sum(counts.values()) == 1000 and counts["refused"] > 200 and counts["fell back"] > 400, counts
+    assert sum(counts.values()) == tried >= 900 * share, counts
+    assert counts["refused"] > 0.2 * tried and counts["fell back"] > 0.4 * tried, counts
     # config.json is for people: a load takes the shape from the manifest. The rest is white space and the like.
     carries_nothing = [what for what in outcomes["same values"] if "config.json" not in what]
     assert len(carries_nothing) < 20 and all(TRACKER in what or "tokenizer/" in what for what in carries_nothing)

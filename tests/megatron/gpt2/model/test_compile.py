@@ -35,7 +35,8 @@ def differences(rank: int, world_size: int) -> dict[str, float]:
     for name, how in {"plain": {}, "sequence_parallel": {"sequence_parallel": True}}.items():
         if name == "plain" or world_size > 1:
             eager, compiled = (GPT2Model(SHAPE, **how).train() for _ in range(2))  # type: ignore[arg-type]
-            compiled.compile_layers()
+            # The C++ of one graph for each size takes long enough; this one differs by its collectives alone.
+            compiled.compile_layers(backend="aot_eager" if name == "plain" and world_size > 1 else "inductor")
             (loss, grads), (loss_c, grads_c) = loss_and_gradients(eager), loss_and_gradients(compiled)
             assert grads.keys() == grads_c.keys()
             greatest[name] = max(((loss_c - loss).abs() / loss.abs()).item(),

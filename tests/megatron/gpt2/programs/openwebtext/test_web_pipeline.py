@@ -102,9 +102,7 @@ def test_the_right_documents_survive_also_kills(folder: Path):
 
     with web(PAGES, requests.append) as proxy:
         for moment in (lambda: len(requests) > 30,                     # inside the first shard of the download
-                       has("2-pages/manifests/urls_00001.json"),       # between its second and its third
                        has("3-clean/.urls_00001.jsonl.tmp"),           # inside the cleanup
-                       has("4-duplicates/signatures/manifests/urls_00002.json"),  # before the search
                        has("6-unique/urls_00001.jsonl"),               # before its manifest
                        has("8-merged/manifests/corpus.json")):         # between two stages
             kill_when(start(folder, "again", proxy), moment)
