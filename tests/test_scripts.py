@@ -210,7 +210,7 @@ def test_test_script_installs_its_extras_and_ends_with_pytest(project: Project) 
     assert f"-e {project.root}[dev,hf,data,curate,eval,serve]" in done.stderr
     words = [line for line in done.stdout.splitlines() if line.startswith("<")]
     assert words == ["<-m>", "<ruff>", "<check>", "<.>", "<-m>", "<mypy>",
-                     "<-m>", "<pytest>", "<-n>", "<3>", "<--dist>", "<worksteal>", "<-k>", "<a name>"]
+                     "<-m>", "<pytest>", "<-n>", "<4>", "<--dist>", "<worksteal>", "<-k>", "<a name>"]
     assert f"in {project.root} with OMP_NUM_THREADS=1" in done.stdout
 
 

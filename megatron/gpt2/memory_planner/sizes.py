@@ -142,10 +142,8 @@ class Sizes:
             masks = 0 if self._dropout[0] == 0 else self._scores // 4 if self.on_gpu else self._scores
             products = self._scores if self._dropout[0] > 0 else 0
             return self._scores + masks + products + (0 if self._by_our_formulas else 3 * own * 4 // self.element)
-        log_sums = 4 * self._tokens * self._heads
-        if self.on_gpu:
-            return own + log_sums  # the kernel's output lies in another order than the next product's input
-        return 0 if self._setting.dtype == torch.bfloat16 else log_sums
+        by_blocks = not self.on_gpu and self._setting.dtype == torch.bfloat16
+        return 0 if by_blocks else 4 * self._tokens * self._heads  # the log-sums
 
     @property
     def kept_by_all_layers(self) -> int:
@@ -158,17 +156,21 @@ class Sizes:
         return inside + self.residual + self._dropped(self.residual)
 
     @property
+    def layers_together(self) -> int:
+        """Layers of one step of full recomputation."""
+        return min(self._train.recompute_num_layers, self.layers)
+
+    @property
     def recomputed_together(self) -> int:
         """What full recomputation makes again for one of its steps."""
         if self._train.recompute_granularity != "full":
             return 0
-        return min(self._train.recompute_num_layers, self.layers) * self.kept_by_a_layer
+        return self.layers_together * self.kept_by_a_layer
 
     @property
-    def kept_by_one_step(self) -> int:
-        """Of the layers, when backward comes to the first one."""
-        alone = 0 if self._train.recompute_granularity == "full" else self.kept_by_a_layer
-        return alone + self.residual + self._dropped(self.residual)
+    def kept_by_the_first_layer(self) -> int:
+        """With its input, which alone a recomputed layer keeps until its backward begins."""
+        return self.kept_by_a_layer + self.residual + self._dropped(self.residual)
 
     @property
     def backward_of_a_layer(self) -> int:

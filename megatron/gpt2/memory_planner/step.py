@@ -86,8 +86,12 @@ def _moments(setting: Setting, size: Sizes) -> dict[str, dict[str, int]]:
             "activations": size.batch + kept + group + size.backward_of_a_layer, "logits and loss": head},
         "backward of the first layer": {
             **state, "gradients": max(before, of_layers, bucket), "communication": in_flight,
-            "activations": size.batch + size.kept_by_one_step + group + size.backward_of_a_layer,
+            "activations": size.batch + size.kept_by_the_first_layer + size.backward_of_a_layer,
             "logits and loss": head},
+        "backward of the first layers that are recomputed together": {
+            **state, "communication": in_flight, "logits and loss": head,
+            "gradients": max(before, of_layers - of_layers // size.layers * size.layers_together, bucket),
+            "activations": size.batch + size.residual + group + size.backward_of_a_layer},
         "backward of the embeddings": {
             **state, "gradients": gradients, "communication": in_flight, "logits and loss": head,
             "activations": size.batch + size.residual + (0 if size.element == 4 else 2 * size.residual)},

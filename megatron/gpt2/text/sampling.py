@@ -67,10 +67,11 @@ class Sampler:
             # rounding change more draws, and with it the number of ranks.
             noise = torch.empty(logits.shape).exponential_(generator=self._noise)
             filtered = filtered - noise.log_().to(logits.device)
-        token = filtered.argmax()
+        token = filtered.argmax().view(1)
         if self._seen is not None:
-            self._seen[token] = True
-        chosen, log_probability = torch.stack([token.double(), (logits[token] - total).double()]).tolist()
+            self._seen.index_fill_(0, token, True)  # to index with a tensor of no dimension would read it on the host
+        drawn = logits.index_select(0, token) - total
+        chosen, log_probability = torch.cat([token.double(), drawn.double()]).tolist()  # the one wait for the device
         return int(chosen), math.exp(log_probability)
 
     def likeliest(self, logits: Tensor) -> tuple[tuple[int, float], ...]:

@@ -46,7 +46,8 @@ class Batch:
 class TrainingData:
     """What a run reads: the tokenizer, the splits, and the batches of this rank.
 
-    loader: the training batches, each int64 [n, s + 1] on the host, prepared ahead by a thread.
+    loader: the training batches, each int64 [n, s + 1] on the host, prepared ahead by a thread. on_host: makes such a
+    tensor of an array, where the device can read it by itself.
     """
 
     def __init__(self, prepared: PreparedRun, parallel: mpu.ParallelState, consumed_samples: int) -> None:
@@ -56,13 +57,14 @@ class TrainingData:
         self._config, self._device = config.data, device
         self._micro_batch_size, self._parallel = config.train.micro_batch_size, parallel
         self._digest = 0
+        self.on_host = pinned if device.type == "cuda" else torch.from_numpy
         samples, order = self.splits.training_samples(config.train.seed,
                                                       prepared.train_iters * prepared.global_batch_size)
         self.loader = BatchLoader(
             samples, order, micro_batch_size=config.train.micro_batch_size, accumulation=prepared.micro_batches,
             data_parallel_rank=parallel.data_parallel_rank, data_parallel_size=parallel.data_parallel_size,
             consumed_samples=consumed_samples, prefetch=config.data.num_workers,
-            finish=pinned if device.type == "cuda" else torch.from_numpy)
+            finish=self.on_host)
 
     def to_device(self, text: Tensor) -> Batch:
         """text [n, s + 1] int64 on the host -> the batch. From pinned memory the copy waits for nothing."""
@@ -110,5 +112,5 @@ def document_positions(tokens: Tensor, eod: int) -> Tensor:
 
 
 def pinned(text: np.ndarray) -> Tensor:
-    """`text` as a tensor in memory that a GPU reads by itself. The loader's thread calls it, ahead of the step."""
+    """`text` as a tensor in memory that a GPU reads by itself. The loader's thread calls it ahead of the step."""
     return torch.from_numpy(text).pin_memory()

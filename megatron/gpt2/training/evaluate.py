@@ -33,7 +33,7 @@ def evaluate(run: Run, dataset: Samples, split: str, max_samples: int) -> Evalua
     for text in evaluation_batches(dataset, micro_batch_size=micro_batch_size,
                                    data_parallel_rank=parallel.data_parallel_rank,
                                    data_parallel_size=parallel.data_parallel_size, max_samples=max_samples):
-        batch = data.to_device(torch.from_numpy(text))
+        batch = data.to_device(data.on_host(text))
         (whole,) = batch.micro_batches(micro_batch_size, batch.mask)
         nats += model(**whole)
         tokens += batch.mask.sum()

@@ -46,8 +46,8 @@ def test_a_step_reads_no_number(tmp_path: Path, flags: list[str]) -> None:
         for _ in range(2):
             train_step(run)
     finish(run)
-    # Its backward asks a CPU whether the gradient is 1, and a GPU nothing.
-    assert set(reads.seen) <= {"cross_entropy.py:backward"}, reads.seen
+    # These ask a CPU, whether ids are in the vocabulary and whether a gradient is 1, and a GPU nothing.
+    assert set(reads.seen) <= {"partition.py:check_ids", "cross_entropy.py:backward"}, reads.seen
 
 
 def test_late_reading() -> None:

@@ -1,0 +1,36 @@
+#!/usr/bin/env bash
+# The GPU path on a GPU that is not there:   bash scripts/test_fake_cuda.sh [arguments of pytest]
+# Needs torch's CUDA build, but no driver, and g++. The active environment's torch is taken where it is such a build;
+# else .venv-cuda is made and filled from the package index (some GB, a minute), once. Where that cannot be, nothing is
+# tested, which the last line says. RECORD_BUDGETS=1 grants each mode the kernels that it has now.
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+cd "$ROOT"
+
+# has_cuda PYTHON: has what the tests need, and a torch that is built for CUDA
+has_cuda() {
+    has "$1" $LEAST pytest pytest_timeout && "$1" -c 'import torch; assert torch.version.cuda' >/dev/null 2>&1
+}
+
+skip() {
+    log "SKIPPED: the tests on a fake GPU did NOT run: $1"
+    exit 0
+}
+
+own=$ROOT/.venv-cuda/bin/python
+PYTHON=python3
+if ! has_cuda "$PYTHON"; then
+    PYTHON=$own
+    if ! has_cuda "$PYTHON"; then
+        python=$(suitable_python) || skip "there is no Python 3.10 or newer"
+        log "making .venv-cuda with torch's CUDA build; this takes a minute and some GB, once"
+        # "===" takes the release itself, not a build of it with a label of its own (2.13.0+cpu).
+        release=$(sed -n 's/^torch==/torch===/p' constraints.txt)
+        { "$python" -m venv "$ROOT/.venv-cuda" &&
+            "$own" -m pip install --quiet --disable-pip-version-check "$release" numpy safetensors pytest pytest-timeout \
+                >&2; } || skip "torch's CUDA build could not be installed"
+        has_cuda "$PYTHON" || skip "the package index gave a torch without CUDA"
+    fi
+fi
+command -v g++ >/dev/null || skip "there is no g++"
+FAKE_CUDA=1 OMP_NUM_THREADS=1 PYTHONPATH=$ROOT "$PYTHON" -m pytest tests/fake_cuda -p no:cacheprovider "$@"

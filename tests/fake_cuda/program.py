@@ -1,0 +1,136 @@
+"""The training program on a GPU that is not there: a run of any command line and layout, and what it must not do.
+
+Ranks are played one after the other, each in a world of torch's fake process group, whose collectives move nothing.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import itertools
+import json
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from megatron.gpt2.command_line.arguments import parse
+from megatron.gpt2.launch.ranks import Ranks
+from megatron.gpt2.memory_planner.step import expected
+from megatron.gpt2.training.build import build_run
+from megatron.gpt2.training.prepare import prepare_run
+from megatron.gpt2.training.run import Run
+from megatron.gpt2.training.train_step import train_step
+from tests.fake_cuda.fake_gpu import Collective, FakeGPU
+
+BUDGETS = Path(__file__).with_name("budgets.json")
+
+# Layers of GPT-2 345M. In bf16, the precision that a GPU gets unless a flag says another.
+FLAGS = ["--num-layers", "2", "--hidden-size", "1024", "--num-attention-heads", "16", "--seq-length", "256",
+         "--max-position-embeddings", "256", "--micro-batch-size", "2", "--tokenizer-type", "bytes", "--train-iters",
+         "1000", "--eval-iters", "1", "--attention-dropout", "0", "--hidden-dropout", "0", "--split", "90,10"]
+
+
+def write_documents(folder: Path) -> None:
+    """documents.jsonl: 2,000 of 20 to 400 bytes."""
+    lines = (json.dumps({"text": "word " * (4 + 37 * number % 77)}) for number in range(2000))
+    (folder / "documents.jsonl").write_text("\n".join(lines))
+
+
+@contextlib.contextmanager
+def running(text: Path, save: Path, flags: Sequence[str] = (), *, rank: int = 0,
+            world_size: int = 1) -> Iterator[tuple[Run, FakeGPU]]:
+    """A run of `FLAGS` and `flags`, built on a fake GPU, and that GPU. text: the folder of documents.jsonl."""
+    with FakeGPU() as gpu, contextlib.ExitStack() as stack:
+        if world_size > 1:
+            dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
+            stack.callback(dist.destroy_process_group)
+            new_group = dist.new_group
+            stack.enter_context(mock.patch.object(  # of whatever backend it is asked
+                dist, "new_group", lambda ranks=None, **options: new_group(ranks, backend="fake")))
+        arguments = parse([*FLAGS, "--train-data", f"{text}/documents.jsonl", "--data-cache-path", f"{text}/cache",
+                           "--save", f"{save}/{rank}", *flags])
+        prepared = prepare_run(arguments, Ranks(rank, world_size, 0, 1), lambda line: None)
+        run = build_run(prepared, lambda line: None)
+        run.engine.model.train()
+        try:
+            yield run, gpu
+        finally:
+            run.data.loader.close()
+            run.stop.close()
+            run.close()
+
+
+def steps(run: Run, gpu: FakeGPU, count: int = 1) -> None:
+    """One step, which makes what later steps find, and `count` more, which are recorded."""
+    train_step(run)
+    gpu.clear()
+    for _ in range(count):
+        train_step(run)
+
+
+def check_step(run: Run, gpu: FakeGPU, allowed: Sequence[str] = ()) -> None:
+    """AssertionError unless a step waits for nothing and sends contiguous CUDA tensors alone. allowed: places that may
+    wait, by the beginning of their line."""
+    steps(run, gpu)
+    waits = [wait for wait in gpu.waits if not wait.startswith(tuple(allowed))]
+    assert gpu.kernels and not waits and not gpu.faults, f"{waits} {gpu.faults}"
+
+
+def check_same_order(text: Path, save: Path, flags: Sequence[str], world_size: int, model_parallel_size: int) -> None:
+    """AssertionError unless any two ranks call the collectives of their common groups in the same order, with tensors
+    of the same shapes, and each does as `check_step`."""
+    seen: list[list[Collective]] = []
+    for rank in range(world_size):
+        with running(text, save, [*flags, "--model-parallel-size", str(model_parallel_size)], rank=rank,
+                     world_size=world_size) as (run, gpu):
+            check_step(run, gpu, OFFLOAD if "--cpu-offload-optimizer" in flags else ())
+            seen.append(list(gpu.collectives))
+    assert all(seen)
+    for a, b in itertools.combinations(range(world_size), 2):
+        of_a, of_b = ([call for call in seen[rank] if {a, b} <= set(call.ranks)] for rank in (a, b))
+        assert of_a == of_b, f"ranks {a} and {b}"
+
+
+def check_peak(run: Run, gpu: FakeGPU) -> float:
+    """AssertionError unless the planner's peak is within 2 % of the fake device's. Returns planner / device."""
+    steps(run, gpu)
+    ratio = expected(run.prepared.memory).allocated / gpu.memory.peak
+    assert abs(ratio - 1) < 0.02, f"{ratio:.3f} at {gpu.memory.place}"
+    return ratio
+
+
+def cost(run: Run, gpu: FakeGPU) -> dict[str, float]:
+    """What a step asks of the device: its kernels by name, and the bytes that they read and write, in MB."""
+    steps(run, gpu)
+    moved = sum(kernel.read + kernel.written for kernel in gpu.kernels)
+    return {**dict(sorted(collections.Counter(kernel.name for kernel in gpu.kernels).items())), "MB": moved >> 20}
+
+
+def check_budget(mode: str, run: Run, gpu: FakeGPU) -> None:
+    """AssertionError unless a step starts no kernel and moves no byte that budgets.json does not grant this mode. With
+    RECORD_BUDGETS in the environment it is granted instead."""
+    known = json.loads(BUDGETS.read_text()) if BUDGETS.exists() else {}
+    version = ".".join(torch.__version__.split(".")[:2])
+    now, granted = cost(run, gpu), known.get(version, {}).get(mode)
+    if "RECORD_BUDGETS" in os.environ:
+        known.setdefault(version, {})[mode] = now
+        lines = ",\n".join(f' {json.dumps(version)}: {{\n' + ",\n".join(
+            f"  {json.dumps(mode)}: {json.dumps(of_mode)}" for mode, of_mode in modes.items()) + "}"
+            for version, modes in known.items())  # a line for each mode
+        BUDGETS.write_text(f"{{\n{lines}\n}}\n")
+        return
+    if version not in known:
+        pytest.skip(f"budgets.json has none for torch {version}: RECORD_BUDGETS=1 bash scripts/test_fake_cuda.sh")
+    changed = {name: f"{now.get(name, 0)}, granted {granted.get(name, 0)}"
+               for name in now.keys() | granted.keys() if now.get(name, 0) != granted.get(name, 0)}
+    assert not changed, f"{changed}: if that is meant, RECORD_BUDGETS=1 bash scripts/test_fake_cuda.sh -k budget"
+
+
+# With the optimizer in the host's memory each step waits for its gradients, once.
+OFFLOAD = ("megatron/gpt2/optimizer/optimizer.py",)

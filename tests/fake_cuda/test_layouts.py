@@ -1,0 +1,30 @@
+"""Steps of all ranks of a layout: the same collectives in the same order, with contiguous CUDA tensors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.fake_cuda.program import check_same_order
+from tests.fake_cuda.test_steps import DOCUMENTS, DROPOUT
+
+# Ranks, model-parallel size, flags.
+LAYOUTS: dict[str, tuple[int, int, list[str]]] = {
+    "data": (4, 1, []),
+    "model": (4, 4, []),
+    "both": (4, 2, ["--global-batch-size", "8"]),
+    "sequence": (4, 4, ["--sequence-parallel", *DROPOUT]),
+    "sequence, full": (2, 2, ["--sequence-parallel", "--recompute-granularity", "full"]),
+    "sharded": (4, 1, ["--use-distributed-optimizer"]),
+    "sharded, sequence, bf16 gradients": (4, 2, [
+        "--sequence-parallel", "--use-distributed-optimizer", "--grad-reduce-in-bf16", *DROPOUT]),
+    "sharded, offload": (2, 1, ["--use-distributed-optimizer", "--cpu-offload-optimizer"]),
+    "documents": (2, 2, DOCUMENTS),
+    "fp16": (4, 2, ["--precision", "fp16"])}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_rank_calls_the_same(text: Path, tmp_path: Path, layout: str):
+    world_size, model_parallel_size, flags = LAYOUTS[layout]
+    check_same_order(text, tmp_path, flags, world_size, model_parallel_size)

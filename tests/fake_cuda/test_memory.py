@@ -1,0 +1,28 @@
+"""The planner's peak beside the most that the fake device ever held, for four layers of GPT-2 345M."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.fake_cuda.program import check_peak, running
+
+SHAPE = ["--num-layers", "4", "--seq-length", "1024", "--max-position-embeddings", "1024",
+         "--make-vocab-size-divisible-by", "50304", "--micro-batch-size", "4"]
+CASES: dict[str, tuple[int, list[str]]] = {  # ranks and flags
+    "bf16": (1, []), "fp32": (1, ["--precision", "fp32"]), "selective": (1, ["--recompute-granularity", "selective"]),
+    "full": (1, ["--recompute-granularity", "full"]),
+    "full in pairs": (1, ["--recompute-granularity", "full", "--recompute-num-layers", "2"]),
+    "accumulation": (1, ["--global-batch-size", "8"]), "offload": (1, ["--cpu-offload-optimizer"]),
+    "dropout": (1, ["--attention-dropout", "0.1", "--hidden-dropout", "0.1"]),
+    "data": (2, []), "sharded": (2, ["--use-distributed-optimizer"]),
+    "model": (2, ["--model-parallel-size", "2"]),
+    "sequence": (2, ["--model-parallel-size", "2", "--sequence-parallel"])}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_planner_is_agrees_with_the_device(text: Path, tmp_path: Path, case: str):
+    world_size, flags = CASES[case]
+    with running(text, tmp_path, [*SHAPE, *flags], world_size=world_size) as (run, gpu):
+        print(f"{case}: planner / device {check_peak(run, gpu):.3f}")

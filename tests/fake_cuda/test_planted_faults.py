@@ -1,0 +1,126 @@
+"""Each check of this folder finds the fault that it is there for, when it is planted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron.gpt2.optimizer.optimizer import AdamWOptimizer
+from megatron.gpt2.training import data, train_step
+from mpu import kernels, transformer
+from tests.fake_cuda.program import check_budget, check_peak, check_same_order, check_step, running
+from tests.fake_cuda.test_memory import SHAPE
+
+Plant = pytest.MonkeyPatch
+
+
+def before(plant: Plant, owner: Any, name: str, extra: Callable[..., object]) -> None:
+    """`owner.name` does `extra` first, with the same arguments."""
+    original = getattr(owner, name)
+
+    def both(*args: Any, **kwargs: Any) -> Any:
+        extra(*args, **kwargs)
+        return original(*args, **kwargs)
+
+    plant.setattr(owner, name, both)
+
+
+@pytest.fixture
+def step(text: Path, tmp_path: Path) -> Callable[[], None]:
+    def check() -> None:
+        with running(text, tmp_path) as (run, gpu):
+            check_step(run, gpu)
+            check_budget("bf16", run, gpu)
+    return check
+
+
+@pytest.fixture
+def ranks(text: Path, tmp_path: Path) -> Callable[[], None]:
+    return lambda: check_same_order(text, tmp_path, ["--sequence-parallel"], 2, 2)
+
+
+def test_nothing_is_found_where_nothing_is_planted(step: Callable[[], None], ranks: Callable[[], None]):
+    step()
+    ranks()
+
+
+def test_1_a_value_is_read(step: Callable[[], None], monkeypatch: Plant):
+    before(monkeypatch, AdamWOptimizer, "step", lambda self: self.found_inf.item())
+    with pytest.raises(AssertionError, match="reads a value"):
+        step()
+
+
+def test_2_a_batch_that_is_not_pinned(step: Callable[[], None], monkeypatch: Plant):
+    monkeypatch.setattr(data, "pinned", torch.from_numpy)
+    with pytest.raises(AssertionError, match="copies .* from cpu to cuda"):
+        step()
+
+
+def test_3_a_copy_that_blocks(step: Callable[[], None], monkeypatch: Plant):
+    before(monkeypatch, train_step, "tokens_in_global_batch", lambda run, batch: batch.mask.cpu())
+    with pytest.raises(AssertionError, match="from cuda to cpu"):
+        step()
+
+
+def test_4_a_tensor_on_the_wrong_device(step: Callable[[], None], monkeypatch: Plant):
+    before(monkeypatch, train_step, "tokens_in_global_batch", lambda run, batch: batch.mask + torch.ones(256))
+    with pytest.raises(RuntimeError, match="found at least two devices"):
+        step()
+
+
+def test_5_a_copy_in_each_layer(step: Callable[[], None], monkeypatch: Plant):
+    before(monkeypatch, transformer.ParallelTransformerLayer, "forward", lambda self, x, *_, **__: x.clone())
+    with pytest.raises(AssertionError, match="'clone': '7, granted 5'"):
+        step()
+
+
+def test_6_a_chunk_of_logits_in_float32(text: Path, tmp_path: Path, monkeypatch: Plant):
+    kept: list[Tensor] = []
+    before(monkeypatch, kernels, "vocab_parallel_softmax", lambda logits, *_: kept.append(logits.float()))
+    with running(text, tmp_path, SHAPE) as (run, gpu), pytest.raises(AssertionError, match="cross_entropy.py"):
+        check_peak(run, gpu)
+
+
+def test_7_an_allocation_that_the_planner_does_not_know(text: Path, tmp_path: Path, monkeypatch: Plant):
+    room: list[Tensor] = []
+    before(monkeypatch, AdamWOptimizer, "step", lambda self: room.append(torch.empty(1 << 27, device="cuda")))
+    with running(text, tmp_path, SHAPE) as (run, gpu), pytest.raises(AssertionError):
+        check_peak(run, gpu)
+
+
+def test_8_a_cpu_tensor_in_a_collective(ranks: Callable[[], None], monkeypatch: Plant):
+    before(monkeypatch, AdamWOptimizer, "step", lambda self: dist.all_reduce(torch.zeros(2)))
+    with pytest.raises(AssertionError, match="on the CPU"):
+        ranks()
+
+
+def test_9_a_tensor_in_a_collective_that_is_not_contiguous(ranks: Callable[[], None], monkeypatch: Plant):
+    before(monkeypatch, AdamWOptimizer, "step",
+           lambda self: dist.all_reduce(torch.zeros(4, 4, device="cuda").t()))
+    with pytest.raises(AssertionError, match="not contiguous"):
+        ranks()
+
+
+def test_10_a_collective_that_one_rank_calls_alone(ranks: Callable[[], None], monkeypatch: Plant):
+    before(monkeypatch, AdamWOptimizer, "step",
+           lambda self: dist.all_reduce(self.found_inf) if dist.get_rank() == 1 else None)
+    with pytest.raises(AssertionError, match="ranks 0 and 1"):
+        ranks()
+
+
+def test_11_another_order_on_one_rank(ranks: Callable[[], None], monkeypatch: Plant):
+    def sums(self: AdamWOptimizer) -> None:
+        for size in ((2, 3) if dist.get_rank() == 0 else (3, 2)):
+            dist.all_reduce(torch.zeros(size, device="cuda"))
+
+    before(monkeypatch, AdamWOptimizer, "step", sums)
+    with pytest.raises(AssertionError, match="ranks 0 and 1"):
+        ranks()
+
+

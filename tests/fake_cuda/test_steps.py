@@ -1,0 +1,77 @@
+"""Whole steps in every mode: nothing waits for the device, and nothing is on the wrong one."""
+
+from __future__ import annotations
+
+import collections
+from pathlib import Path
+
+import pytest
+
+from megatron.gpt2.checkpoint import folder, state
+from megatron.gpt2.training.evaluate import SAMPLING, evaluate_and_log, sample_text
+from megatron.gpt2.training.loop import train
+from tests.fake_cuda.program import OFFLOAD, check_budget, check_step, running, steps
+
+DROPOUT = ["--attention-dropout", "0.1", "--hidden-dropout", "0.1"]
+DOCUMENTS = ["--reset-position-ids", "--reset-attention-mask", "--eod-mask-loss"]
+MODES: dict[str, list[str]] = {
+    "bf16": [], "fp16": ["--precision", "fp16"], "fp32": ["--precision", "fp32"],
+    "constant scale": ["--precision", "fp16", "--loss-scale", "1024"],
+    "selective": ["--recompute-granularity", "selective"],
+    "full": ["--recompute-granularity", "full"],
+    "full in pairs": ["--recompute-granularity", "full", "--recompute-num-layers", "2"],
+    "accumulation": ["--global-batch-size", "6"],
+    "dropout": DROPOUT, "dropout, full": [*DROPOUT, "--recompute-granularity", "full"],
+    "dropout, fp16, accumulation": [*DROPOUT, "--precision", "fp16", "--global-batch-size", "4"],
+    "documents": DOCUMENTS, "documents, dropout": [*DOCUMENTS, *DROPOUT],
+    "documents, fp32": [*DOCUMENTS, "--precision", "fp32"],
+    "offload": ["--cpu-offload-optimizer"], "no clipping": ["--clip-grad", "0"]}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_step_waits_for_nothing_and_keeps_to_its_budget(text: Path, tmp_path: Path, mode: str):
+    with running(text, tmp_path, MODES[mode]) as (run, gpu):
+        check_step(run, gpu, OFFLOAD if mode == "offload" else ())
+        check_budget(mode, run, gpu)
+
+
+def test_training_waits_at_log_lines_alone(text: Path, tmp_path: Path):
+    """Ten iterations with a log line after every fifth, an evaluation and a sample after the last."""
+    with running(text, tmp_path, ["--train-iters", "10", "--log-interval", "5", "--eval-interval", "100"]) as (
+            run, gpu):
+        steps(run, gpu)
+        gpu.clear()
+        assert train(run) == ""
+        assert gpu.waits
+        assert {wait.split(":")[0] for wait in gpu.waits} <= {
+            "megatron/gpt2/training/log_lines.py", "megatron/gpt2/training/evaluate.py"}
+
+
+def test_an_evaluation_waits_once_for_its_sums(text: Path, tmp_path: Path):
+    with running(text, tmp_path) as (run, gpu):
+        gpu.clear()
+        evaluate_and_log(run, "valid")
+        assert gpu.kernels and gpu.faults == []
+        assert len({wait.split(" ")[0] for wait in gpu.waits}) == 2, gpu.waits  # lengths in bytes, and the sums
+
+
+def test_generation_waits_once_for_each_token(text: Path, tmp_path: Path):
+    with running(text, tmp_path) as (run, gpu):
+        gpu.clear()
+        sample_text(run)
+        assert gpu.kernels and gpu.faults == []
+        reads = [wait for wait in gpu.waits if "reads" in wait or "cuda to cpu" in wait]
+        assert len(reads) == SAMPLING.max_new_tokens, collections.Counter(reads)
+
+
+def test_save_and_load(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Into files and back, the tensors of every kind; what arrives on the host is 0."""
+    for module in (folder, state):  # one file at a time: tensors without data know no threads
+        monkeypatch.setattr(module, "in_threads", lambda work, items, *_: [work(item) for item in items])
+    with running(text, tmp_path, DROPOUT) as (run, gpu):
+        steps(run, gpu)
+        run.progress.step(run.prepared.global_batch_size)
+        assert run.save() is not None
+    with running(text, tmp_path, DROPOUT) as (run, gpu):
+        assert run.progress.iteration == 1
+        check_step(run, gpu)
