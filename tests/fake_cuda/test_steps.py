@@ -6,10 +6,13 @@ import collections
 from pathlib import Path
 
 import pytest
+import torch
 
+from megatron.gpt2 import device as devices
 from megatron.gpt2.checkpoint import folder, state
 from megatron.gpt2.training.evaluate import SAMPLING, evaluate_and_log, sample_text
 from megatron.gpt2.training.loop import train
+from tests.fake_cuda.fake_gpu import FakeGPU
 from tests.fake_cuda.program import OFFLOAD, check_budget, check_step, running, steps
 
 DROPOUT = ["--attention-dropout", "0.1", "--hidden-dropout", "0.1"]
@@ -62,6 +65,12 @@ def test_generation_waits_once_for_each_token(text: Path, tmp_path: Path):
         assert gpu.kernels and gpu.faults == []
         reads = [wait for wait in gpu.waits if "reads" in wait or "cuda to cpu" in wait]
         assert len(reads) == SAMPLING.max_new_tokens, collections.Counter(reads)
+
+
+def test_the_peak_is_measured_with_numbers_that_differ():
+    with FakeGPU() as gpu:
+        devices._measured_gemm(torch.device("cuda", 0), torch.bfloat16, seconds=0.01)
+    assert {"arange", "sin", "mm"} <= {kernel.name for kernel in gpu.kernels}
 
 
 def test_save_and_load(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

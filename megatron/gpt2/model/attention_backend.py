@@ -1,14 +1,18 @@
-"""Choose which of torch's kernels computes attention on a GPU, by timing them on the run's own shape.
+"""Choose which of torch's kernels computes attention on a GPU: in training by timing them on the run's own shape, in
+inference one that takes every length alike.
 
 On Hopper torch's default is the kernel of cuDNN, which is the fastest one without dropout. With dropout it can be
 several times slower than FlashAttention, so no fixed choice is right.
 """
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 # In the order of preference: a later one must be faster by a margin, so that two runs on one machine agree.
 SWITCHES: dict[str, Callable[[bool], Any]] = {
@@ -46,6 +50,19 @@ def choose_attention(requested: str, device: torch.device, dtype: torch.dtype, *
         return "attention: unfused, since no kernel takes this dtype and shape here"
     measured = ", ".join(f"{name} {time:.2f}" for name, time in times.items())
     return f"attention: {chosen}, the fastest (ms forward and backward: {measured})"
+
+
+@contextlib.contextmanager
+def inference(model: nn.Module) -> Iterator[None]:
+    """`model` in evaluation mode, without the kernel of cuDNN: that one makes a plan for each new length, for 0.05 to
+    1 s (pytorch#155958), and in generation every token is one. Afterwards all is as before."""
+    was_training = model.training
+    model.eval()
+    try:
+        with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
+            yield
+    finally:
+        model.train(was_training)
 
 
 def fastest(times: dict[str, float]) -> str:

@@ -22,6 +22,7 @@ from torch import Tensor
 
 import mpu
 from data_utils import Tokenizer
+from megatron.gpt2.model.attention_backend import inference
 from megatron.gpt2.model.gpt2 import GPT2Model
 from megatron.gpt2.text.sampling import Sampler, Sampling
 from megatron.gpt2.text.text_stream import TextStream
@@ -106,7 +107,7 @@ class Generator:
         assert self.leads and not self._busy, "one stream at a time, on the first rank"
         self._busy = True
         try:
-            with self._evaluation():
+            with inference(self.model):
                 yield from self._stream(continuations)
         finally:
             self._busy, self._cache = False, None
@@ -204,7 +205,7 @@ class Generator:
         """Compute what the leader orders, until it ends. Raises what ended the leader: its kind of error, where that is
         a ValueError, an OSError or a KeyboardInterrupt, else a RuntimeError."""
         assert not self.leads
-        with self._evaluation():
+        with inference(self.model):
             while True:
                 order, rows = self._tell()
                 if order.kind == _END:
@@ -256,15 +257,6 @@ class Generator:
         numbers = numbers if dist.get_backend(self._orders) == "gloo" else numbers.to(self._device)
         dist.broadcast(numbers, mpu.get_model_parallel_src_rank(), group=self._orders)
         return numbers.cpu()
-
-    @contextlib.contextmanager
-    def _evaluation(self) -> Iterator[None]:
-        was_training = self.model.training
-        self.model.eval()
-        try:
-            yield
-        finally:
-            self.model.train(was_training)
 
 
 def generate(model: GPT2Model, tokenizer: Tokenizer, continuations: Sequence[Continuation], *,

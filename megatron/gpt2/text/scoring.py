@@ -15,6 +15,7 @@ from torch import Tensor
 
 import mpu
 from data_utils.progress import progress_bar
+from megatron.gpt2.model.attention_backend import inference
 from megatron.gpt2.model.gpt2 import GPT2Model
 
 ROWS = 1024  # of logits at a time: 200 MB in float32
@@ -67,25 +68,23 @@ def score(model: GPT2Model, windows: Sequence[Window], *, batch_size: int) -> Sc
     own = range(mpu.get_data_parallel_rank() * batch_size, len(order),
                 mpu.get_data_parallel_world_size() * batch_size)
     scores = torch.zeros(2, len(windows), dtype=torch.float64, device=device)
-    was_training = model.training
-    model.eval()
     first = not dist.is_initialized() or dist.get_rank() == 0
-    for start in progress_bar(own, seen=first, desc="scoring", unit="batch", leave=False):
-        batch = order[start:start + batch_size]
-        text = np.zeros((len(batch), len(windows[batch[0]].ids)), dtype=np.int64)
-        for row, i in enumerate(batch):
-            text[row, :len(windows[i].ids)] = windows[i].ids  # padding comes after all that counts
-        counts = [windows[i].targets for i in batch]
-        # Of each target [t]: its row, and the place of the token that it follows.
-        rows = torch.tensor(np.repeat(range(len(batch)), counts), device=device)
-        places = torch.tensor(np.concatenate([
-            np.arange(len(windows[i].ids) - windows[i].targets, len(windows[i].ids)) for i in batch]) - 1,
-            device=device)
-        tokens = torch.from_numpy(text).to(device)
-        nats, hits = _against(model, model.hidden_states(tokens[:, :-1])[places, rows], tokens[rows, places + 1])
-        scores[0, batch] = torch.stack([part.sum() for part in nats.split(counts)])
-        scores[1, batch] = torch.stack([part.all() for part in hits.split(counts)]).double()
-    model.train(was_training)
+    with inference(model):
+        for start in progress_bar(own, seen=first, desc="scoring", unit="batch", leave=False):
+            batch = order[start:start + batch_size]
+            text = np.zeros((len(batch), len(windows[batch[0]].ids)), dtype=np.int64)
+            for row, i in enumerate(batch):
+                text[row, :len(windows[i].ids)] = windows[i].ids  # padding comes after all that counts
+            counts = [windows[i].targets for i in batch]
+            # Of each target [t]: its row, and the place of the token that it follows.
+            rows = torch.tensor(np.repeat(range(len(batch)), counts), device=device)
+            places = torch.tensor(np.concatenate([
+                np.arange(len(windows[i].ids) - windows[i].targets, len(windows[i].ids)) for i in batch]) - 1,
+                device=device)
+            tokens = torch.from_numpy(text).to(device)
+            nats, hits = _against(model, model.hidden_states(tokens[:, :-1])[places, rows], tokens[rows, places + 1])
+            scores[0, batch] = torch.stack([part.sum() for part in nats.split(counts)])
+            scores[1, batch] = torch.stack([part.all() for part in hits.split(counts)]).double()
     if (group := mpu.get_data_parallel_group()) is not None and group.size() > 1:
         dist.all_reduce(scores, group=group)  # of each window all ranks but one have 0
     nats, greedy = scores.cpu().numpy()

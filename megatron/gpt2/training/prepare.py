@@ -141,6 +141,7 @@ def prepare_run(arguments: Arguments, ranks: Ranks, log: Log) -> PreparedRun:
 
 def _hardware(config: Config, ranks: Ranks, log: Log) -> tuple[torch.device, torch.dtype, str, bool]:
     """Device, dtype, backend, and whether the allocator keeps what is freed; each choice with its reason to `log`."""
+    devices.set_cuda_variables(config.parallel.model_parallel_size)  # before anything starts CUDA
     device, why_device = devices.choose_device(config.train.device, ranks)
     if config.train.compile:
         devices.require_compiler(device)

@@ -165,9 +165,20 @@ def test_allocator_ends_the_page_faults_of_large_tensors():
     assert faults[0] > 40 and faults[1] < 5  # huge pages would be 48
 
 
+def test_what_cuda_reads_is_set_for_layers_that_are_split_unless_the_user_has():
+    of_one, of_two, users = {}, {}, {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}
+    on.set_cuda_variables(1, of_one)
+    on.set_cuda_variables(2, of_two)
+    on.set_cuda_variables(2, users)
+    assert of_one == {}
+    assert of_two == {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "TORCH_NCCL_HIGH_PRIORITY": "1"}
+    assert users["CUDA_DEVICE_MAX_CONNECTIONS"] == "8"
+
+
 @pytest.mark.parametrize("name, teraflops", [
     ("NVIDIA H200", 989), ("NVIDIA H100 80GB HBM3", 989), ("NVIDIA H100 PCIe", 756), ("NVIDIA H100 NVL", 835),
     ("NVIDIA GH200 480GB", 989), ("NVIDIA A100-SXM4-80GB", 312), ("Tesla V100-SXM2-16GB", 125), ("Tesla T4", 65),
+    ("Tesla V100-PCIE-32GB", 112),
     ("NVIDIA L4", 121), ("NVIDIA L40S", 362), ("NVIDIA L40", 181), ("NVIDIA B200", 2250), ("NVIDIA A10", 125),
     ("NVIDIA GeForce RTX 4090", 165.2), ("NVIDIA A10G", None), ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
 ])
