@@ -166,7 +166,9 @@ def test_allocator_ends_the_page_faults_of_large_tensors():
 
 
 def test_what_cuda_reads_is_set_for_layers_that_are_split_unless_the_user_has():
-    of_one, of_two, users = {}, {}, {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}
+    of_one: dict[str, str] = {}
+    of_two: dict[str, str] = {}
+    users = {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}
     on.set_cuda_variables(1, of_one)
     on.set_cuda_variables(2, of_two)
     on.set_cuda_variables(2, users)
