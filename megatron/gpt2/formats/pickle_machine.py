@@ -33,7 +33,7 @@ OPAQUE = re.compile(
     r"|megatron\.(model|core|core\.transformer)\.enums\.\w+|megatron\.core\.rerun_state_machine\.Rerun\w+"
     r"|deepspeed\.runtime\.zero\.config\.ZeroStageEnum"
     r"|numpy\.(_?core\.multiarray\.(_reconstruct|scalar)|ndarray|dtype|dtypes\.\w+DType)"
-    r"|_codecs\.encode|_io\.BytesIO|argparse\.Namespace|types\.SimpleNamespace|pathlib\.(Pure)?PosixPath|signal\.Signals"
+    r"|_codecs\.encode|_io\.BytesIO|argparse\.Namespace|types\.SimpleNamespace|pathlib\.(Pure)?PosixPath|signal\.(Signals|SIG[A-Z0-9]+)"
     r"|(__builtin__|builtins)\.set|torch\.(Size|device|Tensor|nn\.parameter\.Parameter|torch_version\.TorchVersion)",
     re.ASCII)
 
