@@ -20,7 +20,7 @@ from megatron.gpt2.command_line.foreign_flags import FOREIGN, Foreign, iteration
 from megatron.gpt2.command_line.presets import DEFAULT_TRAIN_ITERS, PRESETS, SHAPE_KEYS
 from megatron.gpt2.config import SECTIONS, CheckpointConfig, Config, require
 from megatron.gpt2.config.config_json import read_config
-from megatron.gpt2.config.flag_names import fields, flag
+from megatron.gpt2.config.flag_names import by_key, fields, flag
 
 LENGTHS = ("train.train_iters", "train.train_samples", "train.train_tokens", "train.train_epochs")
 # What the checkpoint decides unless a flag does. The others of ModelConfig do not change what the weights mean.
@@ -217,7 +217,7 @@ def merge_checkpoint(arguments: Arguments, saved: Mapping[str, Mapping[str, Any]
     was given follows --train-iters: whoever extends a finished run gets the schedule of the longer run.
     """
     notes = list(arguments.notes)
-    old = {f"{section}.{name}": value for section, entries in saved.items() for name, value in entries.items()}
+    old = by_key(saved)
     values = _own_recipe(arguments, old) if arguments.continues else dict(arguments.values)
     differing, problems = [], []
     for key in SAVED:

@@ -6,6 +6,7 @@ from typing import Any
 
 from data_utils.files.atomic import replace_text
 from data_utils.files.format_versions import RUN_SETTINGS_VERSION
+from megatron.gpt2.config.flag_names import by_key
 from megatron.gpt2.config.options import require
 from megatron.gpt2.config.sections import SECTIONS, Config
 
@@ -38,7 +39,7 @@ def read_config(path: str) -> dict[str, Any]:
                 f"--config {path} is of version {version}, and this program reads {RUN_SETTINGS_VERSION}")
         unknown = sections.keys() - SECTIONS.keys()
         require(not unknown, f"unknown section {', '.join(sorted(unknown))} (written by a newer version?)")
-        config, default = Config.from_dict(sections).as_dict(), Config().as_dict()
+        config, default = by_key(Config.from_dict(sections).as_dict()), by_key(Config().as_dict())
         batch = int(settings["global_batch_size"])
     except OSError as error:
         raise FileNotFoundError(f"--config {path}: {error.strerror}") from None
@@ -46,10 +47,9 @@ def read_config(path: str) -> dict[str, Any]:
         raise ValueError(f"--config {path} is not the {FILE} of a run: {error!r}") from None
     except ValueError as error:
         raise ValueError(str(error) if str(error).startswith("--config") else f"--config {path}: {error}") from None
-    values = {f"{section}.{name}": value for section, fields in config.items() for name, value in fields.items()
-              if value != default[section][name]}
+    values = {key: value for key, value in config.items() if value != default[key]}
     values["train.global_batch_size"] = batch  # whatever the number of ranks is now
     values.pop("model.vocab_size", None)  # the tokenizer's
-    if values.get("checkpoint.load") == config["checkpoint"]["save"]:
+    if values.get("checkpoint.load") == config["checkpoint.save"]:
         del values["checkpoint.load"]  # a run that begins where it saves, which another --save is not
     return values

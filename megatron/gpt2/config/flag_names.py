@@ -1,6 +1,7 @@
 """From a field of the configuration to its flag, and the flags by which a run differs from another."""
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 from megatron.gpt2.config.sections import SECTIONS, Config
@@ -16,8 +17,12 @@ def fields() -> dict[str, dataclasses.Field[Any]]:
     return {f"{name}.{f.name}": f for name, kind in SECTIONS.items() for f in dataclasses.fields(kind)}
 
 
+def by_key(sections: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """{section: {field: value}}, as `Config.as_dict` gives it, by "section.field" in the same order."""
+    return {f"{section}.{name}": value for section, values in sections.items() for name, value in values.items()}
+
+
 def differing_flags(config: Config, default: Config | None = None) -> list[tuple[str, Any]]:
     """(flag, value) for each field that is not what `default` has (None: the defaults), in the order of the fields."""
-    ours, theirs = config.as_dict(), (default or Config()).as_dict()
-    return [(flag(key), ours[s][name]) for key in fields() for s, name in [key.split(".")]
-            if ours[s][name] != theirs[s][name]]
+    theirs = by_key((default or Config()).as_dict())
+    return [(flag(key), value) for key, value in by_key(config.as_dict()).items() if value != theirs[key]]

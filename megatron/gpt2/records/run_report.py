@@ -17,7 +17,7 @@ from typing import Any
 
 from data_utils.files.atomic import replace_text
 from megatron.gpt2.config import Config
-from megatron.gpt2.config.flag_names import differing_flags, fields, flag
+from megatron.gpt2.config.flag_names import by_key, differing_flags, flag
 from megatron.gpt2.records.plots import points, read_records
 from megatron.gpt2.records.svg_chart import Curve, chart, number
 
@@ -137,8 +137,7 @@ def settings_tables(settings: Mapping[str, Any], config: Config) -> str:
     """The flags that differ from their defaults, and below them all flags."""
     if "config" not in settings:
         return _none("config.json is missing")
-    values = config.as_dict()
-    every = [(flag(key), values[section][name]) for key in fields() for section, name in [key.split(".")]]
+    every = [(flag(key), value) for key, value in by_key(config.as_dict()).items()]
     return (_none("flags that differ from their defaults") + _pairs(differing_flags(config))
             + f"<details><summary>all {len(every)} flags</summary>{_pairs(every)}</details>")
 

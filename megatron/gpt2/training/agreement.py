@@ -9,7 +9,7 @@ import hashlib
 
 import torch
 
-from megatron.gpt2.config.flag_names import fields, flag
+from megatron.gpt2.config.flag_names import by_key, flag
 from megatron.gpt2.training.collectives import gather_over_ranks
 from megatron.gpt2.training.prepare import PreparedRun
 
@@ -40,10 +40,9 @@ def check_ranks_agree(prepared: PreparedRun) -> None:
 
 def decisions(prepared: PreparedRun) -> dict[str, str]:
     """What must be the same on all ranks, by the words that an error has for it."""
-    config = prepared.config.as_dict()
+    values = by_key(prepared.config.as_dict())
     return {
-        **{flag(key): repr(config[section][name]) for key in fields() if key not in MAY_DIFFER
-           for section, name in [key.split(".")]},
+        **{flag(key): repr(value) for key, value in values.items() if key not in MAY_DIFFER},
         "precision": str(prepared.dtype),
         "kind of device": prepared.device.type,
         "backend": prepared.backend,
