@@ -119,7 +119,6 @@ class FakeGPU(TorchDispatchMode):
         self._stack.enter_context(mock.patch.object(Tensor, "cpu", lambda tensor: self._fetch(tensor)))
         self._stack.enter_context(mock.patch.object(FakeTensor, "tolist", lambda tensor: self._fetch(tensor).tolist()))
         self._stack.enter_context(mock.patch.object(Tensor, "pin_memory", lambda tensor: self._pin(tensor)))
-        self._stack.enter_context(mock.patch.object(Tensor, "is_pinned", lambda tensor: self._is_pinned(tensor)))
         self._stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         return super().__enter__()
 
@@ -181,9 +180,6 @@ class FakeGPU(TorchDispatchMode):
         with unset_fake_temporarily():
             return torch.zeros(tensor.shape, dtype=tensor.dtype)
 
-    def _is_pinned(self, tensor: Tensor) -> bool:
-        return tensor.untyped_storage()._cdata in self._pinned
-
     def _between(self, name: str, args: Any, kwargs: Any) -> Tensor | None:
         """A copy between host and device, if it is one: the host waits unless it is asynchronous, from or to pinned
         memory, or a number that goes along with the launch. What arrives on the host is real, and 0."""
@@ -195,7 +191,7 @@ class FakeGPU(TorchDispatchMode):
             return None
         host = source if begin == "cpu" else target
         is_number = begin == "cpu" and source.dim() == 0
-        if not is_number and not (asynchronous and host is not None and self._is_pinned(host)):
+        if not is_number and not (asynchronous and host is not None and host.untyped_storage()._cdata in self._pinned):
             self.waits.append(f"{where()} copies {tuple(source.shape)} from {begin} to {end}")
         if end == "cpu":
             with unset_fake_temporarily():

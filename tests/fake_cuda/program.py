@@ -105,19 +105,19 @@ def check_peak(run: Run, gpu: FakeGPU) -> float:
     return ratio
 
 
-def cost(run: Run, gpu: FakeGPU) -> dict[str, float]:
-    """What a step asks of the device: its kernels by name, and the bytes that they read and write, in MB."""
-    steps(run, gpu)
+def cost(gpu: FakeGPU) -> dict[str, float]:
+    """What the recorded step asked of the device: its kernels by name, and the bytes that they read and write, in
+    MB."""
     moved = sum(kernel.read + kernel.written for kernel in gpu.kernels)
     return {**dict(sorted(collections.Counter(kernel.name for kernel in gpu.kernels).items())), "MB": moved >> 20}
 
 
-def check_budget(mode: str, run: Run, gpu: FakeGPU) -> None:
-    """AssertionError unless a step starts no kernel and moves no byte that budgets.json does not grant this mode. With
-    RECORD_BUDGETS in the environment it is granted instead."""
+def check_budget(mode: str, gpu: FakeGPU) -> None:
+    """AssertionError unless the recorded step starts no kernel and moves no byte that budgets.json does not grant this
+    mode. With RECORD_BUDGETS in the environment it is granted instead."""
     known = json.loads(BUDGETS.read_text()) if BUDGETS.exists() else {}
     version = ".".join(torch.__version__.split(".")[:2])
-    now, granted = cost(run, gpu), known.get(version, {}).get(mode)
+    now, granted = cost(gpu), known.get(version, {}).get(mode)
     if "RECORD_BUDGETS" in os.environ:
         known.setdefault(version, {})[mode] = now
         lines = ",\n".join(f' {json.dumps(version)}: {{\n' + ",\n".join(

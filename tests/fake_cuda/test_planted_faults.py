@@ -36,7 +36,7 @@ def step(text: Path, tmp_path: Path) -> Callable[[], None]:
     def check() -> None:
         with running(text, tmp_path) as (run, gpu):
             check_step(run, gpu)
-            check_budget("bf16", run, gpu)
+            check_budget("bf16", gpu)
     return check
 
 

@@ -35,7 +35,7 @@ MODES: dict[str, list[str]] = {
 def test_a_step_waits_for_nothing_and_keeps_to_its_budget(text: Path, tmp_path: Path, mode: str):
     with running(text, tmp_path, MODES[mode]) as (run, gpu):
         check_step(run, gpu, OFFLOAD if mode == "offload" else ())
-        check_budget(mode, run, gpu)
+        check_budget(mode, gpu)
 
 
 def test_training_waits_at_log_lines_alone(text: Path, tmp_path: Path):
