@@ -51,9 +51,9 @@ def cast_for_autocast(x: Tensor, weight: Tensor,
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """xAᵀ + b: [..., i], [o, i], [o] -> [..., o]."""
-    x, weight, bias = cast_for_autocast(x, weight, bias)
     if not (torch.is_grad_enabled() or torch.compiler.is_compiling()):
         return linear_without_gradient(x, weight, bias)
+    x, weight, bias = cast_for_autocast(x, weight, bias)
     if HAS_AMX and x.device.type == "cpu" and x.dtype == torch.bfloat16:
         return LinearWithSplitWeightGradient.apply(x, weight, bias)  # type: ignore[no-any-return]
     return F.linear(x, weight, bias)

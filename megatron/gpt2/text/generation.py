@@ -245,7 +245,6 @@ class Generator:
                 config.num_layers, order.b, config.num_attention_heads // p, order.capacity,
                 config.hidden_size // config.num_attention_heads, dtype=next(self.model.parameters()).dtype,
                 device=self._device)
-            cache.set_positions([0] * order.b)
         elif self.model.sequence_parallel:  # the group must divide it; what is added comes after all that counts
             rows = torch.nn.functional.pad(rows, (0, -order.width % mpu.get_model_parallel_world_size()))
         return self.model.next_logits(rows.clamp(min=0).to(self._device), last.to(self._device), cache=cache)
