@@ -24,7 +24,12 @@ MODEL_PARALLEL_RNG = "model-parallel-rng"
 _TRACKER_OFFSET = 2718
 
 
+_device: str | None = None  # "cpu" or "cuda": whose generator dropout draws from; None: nobody has said
+
+
 def _on_gpu() -> bool:
+    if _device is not None:
+        return _device == "cuda"
     # A process that has not used its GPU draws on the CPU. To ask for the state must not start CUDA.
     return torch.cuda.is_available() and torch.cuda.is_initialized()
 
@@ -105,11 +110,15 @@ def current_rng_tracker() -> RNGStatesTracker:
     return sys.modules["mpu"].get_cuda_rng_tracker()  # type: ignore[no-any-return]
 
 
-def model_parallel_cuda_manual_seed(seed: int) -> None:
+def model_parallel_cuda_manual_seed(seed: int, device: torch.device | str | None = None) -> None:
     """Seed the default generator with `seed`, the tracker of this rank with `seed + 2718 + model-parallel rank`.
 
     The seeds are those of Megatron in 2019: data-parallel ranks that pass the same seed draw the same numbers.
+    device: of the model. The tracker keeps the stream of that device's generator. None: of the GPU, where the process
+    has used one before, else of the CPU.
     """
+    global _device
+    _device = None if device is None else torch.device(device).type
     torch.manual_seed(seed)
     tracker = current_rng_tracker()
     tracker.reset()

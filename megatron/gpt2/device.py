@@ -218,9 +218,15 @@ def require_compiler(device: torch.device, environ: Mapping[str, str] = os.envir
 
 
 def set_cuda_variables(model_parallel_size: int, environ: MutableMapping[str, str] = os.environ) -> None:
-    """What CUDA and NCCL read when they start, unless the user has set it. With layers that are split, a gradient's
-    all-reduce and a weight's product become ready together: one queue starts them in their order, and the
-    communication's stream comes first, so that the product does not take every processor before it (as Megatron)."""
+    """What CUDA, torch's allocator and NCCL read when they start, unless the user has set it.
+
+    The allocator's segments grow where tensors of many sizes come and go, instead of being cut up. With layers that are
+    split, a gradient's all-reduce and a weight's product become ready together: one queue starts them in their order,
+    and the communication's stream comes first, so that the product does not take every processor before it (as
+    Megatron).
+    """
+    if "PYTORCH_CUDA_ALLOC_CONF" not in environ:  # its older name
+        environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     if model_parallel_size > 1:
         environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")

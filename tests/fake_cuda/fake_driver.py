@@ -87,8 +87,9 @@ def patched_cuda() -> Iterator[None]:
     replaced: dict[str, Callable[..., Any]] = {
         "is_available": lambda: True, "device_count": lambda: 1, "is_initialized": lambda: True,
         "get_device_name": lambda device=None: H200.name, "get_device_properties": lambda device=None: H200,
-        "get_device_capability": lambda device=None: (H200.major, H200.minor), "is_bf16_supported": lambda *_: True,
-        "current_device": lambda: 0, "set_device": lambda device: None, "_lazy_init": lambda: None,
+        "get_device_capability": lambda device=None: (H200.major, H200.minor),
+        "is_bf16_supported": lambda *_, **options: True, "current_device": lambda: 0,
+        "set_device": lambda device: None, "_lazy_init": lambda: None,
         "_exchange_device": lambda index: 0, "_maybe_exchange_device": lambda index: 0,
         "synchronize": lambda device=None: None, "is_current_stream_capturing": lambda: False,
         "get_rng_state": state, "set_rng_state": lambda state, device=None: None, "manual_seed": lambda seed: None,

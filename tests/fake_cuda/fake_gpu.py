@@ -40,12 +40,14 @@ FREE = ("view", "_unsafe_view", "t", "transpose", "permute", "select", "slice", 
 
 @dataclass(frozen=True)
 class Kernel:
-    """An operator that a GPU would run. read, written: bytes. place: file and line in this project, or "autograd"."""
+    """An operator that a GPU would run. read, written: bytes. place: file and line in this project, or "autograd".
+    shapes: of the tensors that it is given."""
 
     name: str
     read: int
     written: int
     place: str
+    shapes: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,7 @@ class FakeGPU(TorchDispatchMode):
     collectives    in their order
     faults         a collective with a tensor that is on the CPU or is not contiguous
     memory         of the device
+    sources        what torch.compile wrote, inside `fake_inductor`
 
     A tensor on the wrong device raises, as on a real GPU.
     """
@@ -104,11 +107,12 @@ class FakeGPU(TorchDispatchMode):
         self.collectives: list[Collective] = []
         self.faults: list[str] = []
         self.memory = Memory()
+        self.sources: list[str] = []
         self._pinned: set[int] = set()
         self._stack = contextlib.ExitStack()
 
     def clear(self) -> None:
-        """Forget what was recorded, but for the memory."""
+        """Forget what was recorded, but for the memory and the sources."""
         for records in (self.kernels, self.waits, self.collectives, self.faults):
             records.clear()
 
@@ -126,8 +130,15 @@ class FakeGPU(TorchDispatchMode):
         super().__exit__(*error)
         self._stack.__exit__(*error)
 
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """torch.compile then works beside it."""
+        return True
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if torch._guards.TracingContext.try_get() is not None:  # torch.compile looks at an operator, and nothing runs
+            return func(*args, **kwargs)
         if func.namespace == "prim":  # x.device in inference mode
             return func(*args, **kwargs) if not isinstance(args[0], FakeTensor) else args[0].fake_device
         if torch.is_inference_mode_enabled() and func.has_kernel_for_dispatch_key(COMPOSITE):
@@ -155,7 +166,8 @@ class FakeGPU(TorchDispatchMode):
         for tensor in (*on_gpu, *made):
             self.memory.add(tensor)
         if (on_gpu or made) and name not in FREE and func.namespace == "aten":
-            self.kernels.append(Kernel(name, *traffic(name, on_gpu, made), where()))
+            shapes = tuple(tuple(x.shape) for x in on_gpu)
+            self.kernels.append(Kernel(name, *traffic(name, on_gpu, made), where(), shapes))
         return out
 
     def _on_host(self, func: Any, args: Any, kwargs: Any) -> Any:

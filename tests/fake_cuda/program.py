@@ -47,6 +47,9 @@ def running(text: Path, save: Path, flags: Sequence[str] = (), *, rank: int = 0,
             world_size: int = 1) -> Iterator[tuple[Run, FakeGPU]]:
     """A run of `FLAGS` and `flags`, built on a fake GPU, and that GPU. text: the folder of documents.jsonl."""
     with FakeGPU() as gpu, contextlib.ExitStack() as stack:
+        if "--compile" in flags:
+            from tests.fake_cuda.fake_inductor import fake_inductor
+            stack.enter_context(fake_inductor(gpu))
         if world_size > 1:
             dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
             stack.callback(dist.destroy_process_group)

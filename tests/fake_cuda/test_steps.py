@@ -28,7 +28,8 @@ MODES: dict[str, list[str]] = {
     "dropout, fp16, accumulation": [*DROPOUT, "--precision", "fp16", "--global-batch-size", "4"],
     "documents": DOCUMENTS, "documents, dropout": [*DOCUMENTS, *DROPOUT],
     "documents, fp32": [*DOCUMENTS, "--precision", "fp32"],
-    "offload": ["--cpu-offload-optimizer"], "no clipping": ["--clip-grad", "0"]}
+    "offload": ["--cpu-offload-optimizer"], "no clipping": ["--clip-grad", "0"],
+    "compiled": ["--compile"], "compiled, dropout": ["--compile", *DROPOUT]}
 
 
 @pytest.mark.parametrize("mode", MODES)

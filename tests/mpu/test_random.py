@@ -37,6 +37,20 @@ def test_seeds_are_megatrons_at_rank_0():
     assert torch.equal(own, torch.rand(3, generator=torch.Generator().manual_seed(1234 + 2718)))
 
 
+def test_a_model_on_the_cpu_draws_there_also_where_the_process_has_used_a_gpu(monkeypatch: pytest.MonkeyPatch):
+    mpu.initialize_model_parallel(1)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda: pytest.fail("the GPU's generator was asked"))
+    mpu.model_parallel_cuda_manual_seed(1, "cpu")
+    with mpu.get_cuda_rng_tracker().fork():
+        first = torch.rand(3)
+    with mpu.get_cuda_rng_tracker().fork():
+        assert not torch.equal(first, torch.rand(3))
+    monkeypatch.undo()
+    mpu.model_parallel_cuda_manual_seed(1)
+
+
 def test_fork_continues_its_stream_and_leaves_the_default_alone():
     tracker = mpu.get_cuda_rng_tracker()
     tracker.reset()

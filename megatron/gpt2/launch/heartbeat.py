@@ -16,6 +16,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 BEAT = 1.0       # seconds between two signs
 PATIENCE = 3.0   # seconds without one after which, where something has failed, a rank is gone
 SILENCE = 30.0   # seconds without one that are worth a warning where nothing has failed yet
+LOST = 25.0      # seconds without one after which a run ends whose collectives would not notice
 LEFT = b"left"
 
 

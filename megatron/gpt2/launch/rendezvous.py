@@ -14,6 +14,7 @@ import dataclasses
 import json
 import os
 import sys
+import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
@@ -22,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
-from megatron.gpt2.launch.heartbeat import SILENCE, Heartbeat
+from megatron.gpt2.launch.heartbeat import BEAT, LOST, PATIENCE, SILENCE, Heartbeat
 from megatron.gpt2.launch.interfaces import address_towards, set_gloo_interface
 from megatron.gpt2.launch.launchers import Launch
 from megatron.gpt2.launch.ranks import POLL, Meeting, MissingRanks, Peer, Ranks, keys, named, wait_for_others
@@ -125,6 +126,25 @@ def initialize_distributed(ranks: Ranks, backend: str, device: torch.device, tim
     dist.init_process_group(backend, store=PrefixStore("group", meeting.store), rank=ranks.rank,
                             world_size=ranks.world_size, timeout=timeout,
                             device_id=device if backend == "nccl" else None)
+    if backend == "nccl":
+        threading.Thread(target=end_with_lost_rank, args=(ranks,), name="lost ranks", daemon=True).start()
+
+
+def end_with_lost_rank(ranks: Ranks) -> None:
+    """Watch the signs of life until this rank leaves; end the process with exit code 1 where another rank is lost.
+
+    For NCCL: where a peer dies on the same machine, its kernels wait in silence until torch's watchdog ends the
+    process, after --distributed-timeout-minutes, and the training thread waits for the kernels.
+    """
+    assert ranks.meeting is not None
+    heartbeat = ranks.meeting.heartbeat
+    while not heartbeat.is_stopped:
+        time.sleep(BEAT)
+        lost = [rank for rank in heartbeat.silent(LOST) if not heartbeat.has_left(rank)]
+        if lost or heartbeat.published is not None:
+            time.sleep(PATIENCE)  # a collective of gloo may have failed: then the training thread ends the run
+            if name_lost(ranks):
+                os._exit(1)  # nothing else ends a thread that waits for a GPU
 
 
 def _describe(device: torch.device) -> str:

@@ -155,7 +155,7 @@ def load_run(prepared: PreparedRun, parallel: mpu.ParallelState, engine: Engine,
             checkpoint, mp_rank=parallel.model_parallel_rank, dp_rank=parallel.data_parallel_rank,
             mp_size=parallel.model_parallel_size, dp_size=parallel.data_parallel_size, device=prepared.device):
         # Not the seed itself: dropout would repeat the masks of the first steps.
-        seed_random_streams(prepared.config.train.seed + checkpoint.iteration, parallel)
+        seed_random_streams(prepared.config.train.seed + checkpoint.iteration, parallel, prepared.device)
         log(f"random states start afresh: {checkpoint.path} has none for this layout and device")
     log(f"continuing {checkpoint.path}")
     return checkpoint.iteration, int(checkpoint.facts["consumed_samples"])

@@ -45,7 +45,7 @@ class Engine:
 def build_engine(prepared: PreparedRun, parallel: mpu.ParallelState, log: Log) -> Engine:
     """The model with random weights and its fresh optimizer. Every rank calls it."""
     config, device = prepared.config, prepared.device
-    seed_random_streams(config.train.seed, parallel)
+    seed_random_streams(config.train.seed, parallel, device)
     shape = config.model
     if reason := choose_attention(
             config.train.attention_backend, device, prepared.dtype,
@@ -72,7 +72,7 @@ def build_engine(prepared: PreparedRun, parallel: mpu.ParallelState, log: Log) -
     return Engine(model=model, forward=forward, flat=flat, reducer=reducer, gatherer=gatherer, optimizer=optimizer)
 
 
-def seed_random_streams(seed: int, parallel: mpu.ParallelState) -> None:
-    """Seed mpu's random streams, with other seeds on every data-parallel rank, whose samples differ. (Megatron seeded
-    them alike in 2019.)"""
-    mpu.model_parallel_cuda_manual_seed(seed + DATA_PARALLEL_STRIDE * parallel.data_parallel_rank)
+def seed_random_streams(seed: int, parallel: mpu.ParallelState, device: torch.device) -> None:
+    """Seed mpu's random streams for a model on `device`, with other seeds on every data-parallel rank, whose samples
+    differ. (Megatron seeded them alike in 2019.)"""
+    mpu.model_parallel_cuda_manual_seed(seed + DATA_PARALLEL_STRIDE * parallel.data_parallel_rank, device)

@@ -165,16 +165,16 @@ def test_allocator_ends_the_page_faults_of_large_tensors():
     assert faults[0] > 40 and faults[1] < 5  # huge pages would be 48
 
 
-def test_what_cuda_reads_is_set_for_layers_that_are_split_unless_the_user_has():
+def test_what_cuda_reads_is_set_unless_the_user_has():
     of_one: dict[str, str] = {}
     of_two: dict[str, str] = {}
-    users = {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}
+    users = {"CUDA_DEVICE_MAX_CONNECTIONS": "8", "PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:512"}
     on.set_cuda_variables(1, of_one)
     on.set_cuda_variables(2, of_two)
     on.set_cuda_variables(2, users)
-    assert of_one == {}
-    assert of_two == {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "TORCH_NCCL_HIGH_PRIORITY": "1"}
-    assert users["CUDA_DEVICE_MAX_CONNECTIONS"] == "8"
+    assert of_one == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    assert of_two == {**of_one, "CUDA_DEVICE_MAX_CONNECTIONS": "1", "TORCH_NCCL_HIGH_PRIORITY": "1"}
+    assert users["CUDA_DEVICE_MAX_CONNECTIONS"] == "8" and "PYTORCH_ALLOC_CONF" not in users
 
 
 @pytest.mark.parametrize("name, teraflops", [

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.gpt2.device import choose_device
-from megatron.gpt2.launch import heartbeat
+from megatron.gpt2.launch import heartbeat, rendezvous
 from megatron.gpt2.launch import ranks as ranks_module
 from megatron.gpt2.launch.heartbeat import LEFT, Heartbeat
 from megatron.gpt2.launch.interfaces import address_towards, interface_of, set_gloo_interface
@@ -233,6 +233,35 @@ def test_heartbeats(monkeypatch: pytest.MonkeyPatch) -> None:
     time.sleep(0.4)
     assert not heartbeats[0].is_alive() and heartbeats[0].silent(0.15) == [0]  # with whom all meet
     assert heartbeats[0].silence(0) > 0.15
+
+
+def test_a_rank_that_is_lost_ends_a_run_that_waits_for_a_gpu(monkeypatch: pytest.MonkeyPatch,
+                                                             capsys: pytest.CaptureFixture[str]) -> None:
+    """Ranks 0, 1 and 2 are on machine a, rank 3 on b. Rank 1 has left in peace; then 3, which only rank 0 watches."""
+    for module in (heartbeat, ranks_module, rendezvous):
+        for name, seconds in (("BEAT", 0.05), ("PATIENCE", 0.2), ("LOST", 0.4), ("FAREWELL", 0.1)):
+            monkeypatch.setattr(module, name, seconds, raising=False)
+    ended: list[int] = []
+    monkeypatch.setattr("os._exit", ended.append)
+    store = Store({f"beat/{rank}": b"0" for rank in range(4)})
+    monkeypatch.setattr(store, "add", lambda key, count: 4, raising=False)
+    peers = [Peer(host, "") for host in "aaab"]
+    alive = [Ranks(rank, 4, rank, 3, meeting=Meeting(cast(Any, store), None, peers, Heartbeat(
+        cast(Any, store), rank, 4, watched=watched, warn=None)))
+        for rank, watched in ((0, range(4)), (1, range(3)), (2, range(3)))]
+    threads = [threading.Thread(target=rendezvous.end_with_lost_rank, args=(one,)) for one in alive]
+    for thread in threads:
+        thread.start()
+    alive[1].leave()
+    for beat in range(20):  # a second of signs of rank 3
+        store.set("beat/3", f"beat {beat}")
+        time.sleep(0.05)
+    assert not ended
+    for thread in threads:
+        thread.join(20)
+        assert not thread.is_alive()
+    assert ended == [1, 1]
+    assert capsys.readouterr().err.count("error (a): rank 3 (b) gave no sign of life for ") == 1
 
 
 def test_interfaces(monkeypatch: pytest.MonkeyPatch) -> None:

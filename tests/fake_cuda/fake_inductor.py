@@ -1,0 +1,141 @@
+"""torch.compile for a GPU that is not there: Inductor writes the code for an H200, and nothing runs it.
+
+    with FakeGPU() as gpu, fake_inductor(gpu):
+        layer.compile()
+        layer(x).sum().backward()
+    gpu.kernels             # those of the graphs among them
+    gpu.sources[0]          # Python, each Triton kernel as a string in it: for `ptxas.py`
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import types
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+import torch._functorch.config as functorch_config
+import torch._inductor.config as inductor_config
+from torch import Tensor
+from torch._dynamo.device_interface import CudaInterface
+from torch._inductor.graph import GraphLowering
+from torch._inductor.ir import MultiOutput, MultiOutputLayout
+from torch._inductor.scheduler import NopKernelSchedulerNode
+
+from tests.fake_cuda.fake_driver import H200
+from tests.fake_cuda.fake_gpu import FakeGPU, Kernel
+
+
+class Driver:
+    """Triton's driver of an H200."""
+
+    utils = types.SimpleNamespace(get_device_properties=lambda device: {
+        "max_shared_mem": H200.shared_memory_per_block_optin, "multiprocessor_count": H200.multi_processor_count})
+
+    def get_current_target(self) -> Any:
+        """The processor that code is made for."""
+        from triton.backends.compiler import GPUTarget
+        return GPUTarget("cuda", 10 * H200.major + H200.minor, H200.warp_size)
+
+    def get_current_device(self) -> int:
+        """The first."""
+        return 0
+
+    def get_current_stream(self, device: int = 0) -> int:
+        """The default stream."""
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        """The first."""
+        return torch.device("cuda", 0)
+
+    def get_device_interface(self) -> Any:
+        """torch's."""
+        return torch.cuda
+
+
+class Worker(CudaInterface.Worker):
+    """What Inductor asks of the device while it compiles."""
+
+    @staticmethod
+    def get_device_properties(device: Any = None) -> Any:
+        """An H200's."""
+        return H200
+
+    @staticmethod
+    def current_device() -> int:
+        """The first."""
+        return 0
+
+
+@contextlib.contextmanager
+def fake_inductor(gpu: FakeGPU) -> Iterator[None]:
+    """A graph that is compiled inside gives empty results. `gpu` gets its source, and its kernels at each call."""
+    import triton
+
+    def compile_to_module(lowering: GraphLowering) -> Any:
+        source, _ = lowering.codegen()
+        gpu.sources.append(source.value)
+        kernels = kernels_of(lowering.scheduler.nodes)
+        results = list(lowering.graph_outputs)
+
+        def call(arguments: list[Any]) -> tuple[Any, ...]:
+            made = tuple(empty(result) for result in results)
+            arguments.clear()  # as the code does: what nobody needs any more is freed
+            gpu.kernels.extend(kernels)
+            return made
+
+        name = f"graph_{len(gpu.sources)}"
+        return types.SimpleNamespace(call=call, runner=None, __file__=f"{name}.py", key=name, path="",
+                                     print_performance=None)
+
+    interface: dict[str, Any] = {
+        "Worker": Worker, "get_compute_capability": lambda device=None: "90", "is_available": lambda: True,
+        "get_device_properties": lambda device=None: H200, "current_device": lambda: 0,
+        "get_raw_stream": lambda index: 0, "synchronize": lambda device=None: None}
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(inductor_config.patch({  # type: ignore[no-untyped-call]
+            "fx_graph_cache": False, "compile_threads": 1, "triton.autotune_at_compile_time": False}))
+        stack.enter_context(functorch_config.patch(enable_autograd_cache=False))  # type: ignore[no-untyped-call]
+        for name, value in interface.items():
+            stack.enter_context(mock.patch.object(
+                CudaInterface, name, value if isinstance(value, type) else staticmethod(value)))
+        stack.enter_context(mock.patch("torch.utils._triton.has_triton", lambda: True))
+        stack.enter_context(mock.patch.object(GraphLowering, "compile_to_module", compile_to_module))
+        triton.runtime.driver.set_active(Driver())
+        torch._dynamo.reset()
+        try:
+            yield
+        finally:
+            torch._dynamo.reset()
+
+
+def empty(result: Any) -> Tensor | None:
+    """A tensor like a graph's output, without values."""
+    try:
+        size, stride = (tuple(map(int, of)) for of in (result.get_size(), result.get_stride()))
+    except (AttributeError, NotImplementedError):
+        return None
+    return torch.empty_strided(size, stride, dtype=result.get_dtype(), device=result.get_device())
+
+
+def kernels_of(nodes: list[Any]) -> tuple[Kernel, ...]:
+    """The kernels of Inductor's schedule: its own, which are called "triton", and those of libraries."""
+    kernels = []
+    for node in nodes:
+        if isinstance(node.node, MultiOutput) or isinstance(node, NopKernelSchedulerNode):  # a part of what there is
+            continue
+        written = sum(int(output.node.get_layout().storage_size()) * output.node.get_dtype().itemsize
+                      for output in node.get_outputs() if not isinstance(output.node.layout, MultiOutputLayout))
+        moved = int(node.get_read_write_buffers_sizes())
+        name: str = "triton"
+        shapes: tuple[tuple[int, ...], ...] = ()
+        if node.is_extern():
+            name = re.sub(r"extern_kernels\.|torch\.ops\.|aten\.", "", node.node.python_kernel_name).split(".")[0]
+            shapes = tuple(tuple(map(int, given.get_size())) for given in node.node.inputs
+                           if not isinstance(given.layout, MultiOutputLayout))
+        kernels.append(Kernel(name, max(moved - written, 0), written, "compiled layer", shapes))
+    return tuple(kernels)
