@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported; ranks that tests start inherit it
 
 import pytest
+
+from tests.warm_python import WarmPython
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -21,6 +24,21 @@ def test_data() -> Path:
     if not TEST_DATA.is_dir():
         pytest.skip(f"{TEST_DATA} is not there; MEGATRON_TEST_DATA names the folder of real test files")
     return TEST_DATA
+
+
+@pytest.fixture(scope="session")
+def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of all the test processes of this run."""
+    base = tmp_path_factory.getbasetemp()
+    return base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+
+
+@pytest.fixture(scope="session")
+def python(shared_folder: Path) -> Iterator[WarmPython]:
+    """A `python` that starts in no time, for tests in which the start is not the point."""
+    server = WarmPython(shared_folder / "python")
+    yield server
+    server.close()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -9,7 +9,6 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -61,18 +60,10 @@ def appended(line: str) -> str:
 
 
 @pytest.fixture(scope="session")
-def python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WarmPython]:
-    server = WarmPython(tmp_path_factory.mktemp("python"))
-    yield server
-    server.close()
-
-
-@pytest.fixture(scope="session")
-def reader(tmp_path_factory: pytest.TempPathFactory, python: WarmPython) -> Path:
+def reader(shared_folder: Path, python: WarmPython) -> Path:
     """A clone with what a reader of any page has: texts, models from elsewhere, and the README's two checkpoints.
     The test processes make it once and copy it."""
-    base = tmp_path_factory.getbasetemp()
-    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "docs"  # of all processes of this run
+    folder = shared_folder / "docs"
     folder.mkdir(exist_ok=True)
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

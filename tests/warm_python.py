@@ -1,19 +1,21 @@
-"""A process that has torch loaded and forks for each command: what stands in the PATH as `python` while the commands of
-the pages run. They start in a twentieth of a second instead of three; all the rest is as a new interpreter has it.
+"""A process that has torch loaded and forks for each command: what stands in the PATH as `python` where a test starts
+programs of the project. They start in a twentieth of a second instead of two; all the rest is as a new interpreter has
+it. All the test processes of a run share the one server.
 
-    server = WarmPython(folder)        # folder/bin/python is the command; put folder/bin first in PATH
-    server.close()
+    server = WarmPython(folder)        # folder/bin/python is the command; server.path has folder/bin first
+    server.close()                     # the last to close it ends it, with every command that still runs
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import fcntl
 import gc
 import importlib
-import json
 import os
 import runpy
+import selectors
 import signal
 import socket
 import subprocess
@@ -27,75 +29,165 @@ PROGRAMS = ("pretrain_gpt2", "generate_text", "evaluate_gpt2", "checkpoint", "pl
 LIBRARIES = ("matplotlib.backends.backend_agg", "tiktoken", "torch.distributed.run",
              "transformers.models.gpt2.modeling_gpt2")
 
-# It hands over its arguments, folder, environment and standard streams, waits, and ends as the command did.
+# It hands over its standard streams, arguments, folder and environment, passes on the signals that programs know, and
+# ends as the command did. Of the modules that it could import none is quick.
 CLIENT = """#!{python} -IS
-import json, os, socket, sys
-server = socket.socket(socket.AF_UNIX)
+import _signal, _socket, posix, sys
+server = _socket.socket(_socket.AF_UNIX)
 server.connect({address!r})
-socket.send_fds(server, [b"-"], [0, 1, 2])
-server.sendall(json.dumps([sys.argv[1:], os.getcwd(), dict(os.environ)]).encode())
-server.shutdown(socket.SHUT_WR)
-sys.exit(int(server.recv(4) or 1))
+for number in (_signal.SIGINT, _signal.SIGTERM):
+    _signal.signal(number, lambda number, frame: server.sendall(bytes([number])))
+environment = [name + b"=" + value for name, value in posix.environ.items()]
+words = [posix.getcwdb(), b"%d" % len(environment), *environment, *map(str.encode, sys.argv[1:], ["utf-8"] * len(
+    sys.argv), ["surrogateescape"] * len(sys.argv))]
+request = b"\\0".join(words)
+streams = b"".join(number.to_bytes(4, sys.byteorder) for number in range(3))
+server.sendmsg([b"c" + len(request).to_bytes(4, "big")], [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, streams)])
+server.sendall(request)
+ended = server.recv(4)
+code = int(ended) if ended else 1
+if code < 0:
+    if code != -_signal.SIGKILL:
+        _signal.signal(-code, _signal.SIG_DFL)
+    posix.kill(posix.getpid(), -code)
+posix._exit(code)
 """
 
 
 class WarmPython:
     def __init__(self, folder: Path):
-        """Starts the process; returns when it listens."""
+        """Starts the process in `folder`, or joins it where another test process has; returns when it listens."""
         address = f"{folder}/socket"
         client = folder / "bin" / "python"
-        client.parent.mkdir()
-        client.write_text(CLIENT.format(python=sys.executable, address=address))
-        client.chmod(0o755)
-        (client.parent / "python3").symlink_to(client)
-        torchrun = client.with_name("torchrun")
-        torchrun.write_text(f'#!/bin/sh\nexec {client} -m torch.distributed.run "$@"\n')
-        torchrun.chmod(0o755)
-        self.path = f"{client.parent}:{Path(sys.executable).parent}:{os.environ['PATH']}"
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        self.process = subprocess.Popen([sys.executable, "-m", "tests.warm_python", address], cwd=ROOT, text=True,
-                                        env=environment, stdout=subprocess.PIPE, start_new_session=True)
-        assert self.process.stdout.readline() == "listening\n"
+        self.python, self.path = str(client), f"{client.parent}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+        folder.mkdir(exist_ok=True)
+        with (folder / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not client.exists():
+                client.parent.mkdir()
+                client.write_text(CLIENT.format(python=sys.executable, address=address))
+                client.chmod(0o755)
+                (client.parent / "python3").symlink_to(client)
+                torchrun = client.with_name("torchrun")
+                torchrun.write_text(f'#!/bin/sh\nexec {client} -m torch.distributed.run "$@"\n')
+                torchrun.chmod(0o755)
+            while not self._hold(address):
+                environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+                started = subprocess.Popen([sys.executable, "-m", "tests.warm_python", address], cwd=ROOT, text=True,
+                                           env=environment, stdout=subprocess.PIPE, start_new_session=True)
+                assert started.stdout is not None and started.stdout.readline() == "listening\n"
+                started.stdout.close()
+
+    def _hold(self, address: str) -> bool:
+        """Whether a server answers; it then stays until this process closes or ends."""
+        self._held = socket.socket(socket.AF_UNIX)
+        with contextlib.suppress(OSError):
+            self._held.connect(address)
+            self._held.sendall(b"h")
+            if self._held.recv(1) == b"h":
+                return True
+        self._held.close()
+        return False
 
     def close(self) -> None:
-        """Ends the process and every command that still runs."""
-        os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-        self.process.stdout.close()
+        self._held.close()
 
 
-def serve(address: str) -> list[str]:
-    """Forks for each client. Returns the client's arguments, in the process that is to run them."""
-    listener = socket.socket(socket.AF_UNIX)
-    listener.bind(address)
-    listener.listen()
-    print("listening", flush=True)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those that wait for the commands
-    while True:
-        client, _ = listener.accept()
-        if os.fork() == 0:
-            break
+class Server:
+    """Serves until those who hold it have gone."""
+
+    def __init__(self, address: str):
+        Path(address).unlink(missing_ok=True)
+        self.listener = socket.socket(socket.AF_UNIX)
+        self.listener.bind(address)
+        self.listener.listen(128)
+        self.holders: set[socket.socket] = set()
+        self.commands: dict[socket.socket, int] = {}
+        self.selector = selectors.DefaultSelector()
+        self.selector.register(self.listener, selectors.EVENT_READ)
+        self.ended, wakes = socket.socketpair()
+        for end in (self.ended, wakes):
+            end.setblocking(False)
+        self.selector.register(self.ended, selectors.EVENT_READ)
+        signal.signal(signal.SIGCHLD, lambda number, frame: None)
+        signal.set_wakeup_fd(wakes.fileno())
+        self.wakes = wakes
+
+    def serve(self) -> list[str]:
+        """Forks for each client. Returns the client's arguments, in the process that is to run them."""
+        print("listening", flush=True)
+        while True:
+            for key, _ in self.selector.select():
+                ready = key.fileobj
+                assert isinstance(ready, socket.socket)
+                if ready is self.listener:
+                    argv = self._accept()
+                    if argv is not None:
+                        return argv
+                elif ready is self.ended:
+                    ready.recv(4096)
+                    self._reap()
+                elif ready in self.holders:
+                    self._forget(ready)
+                    self.holders.discard(ready)
+                    if not self.holders:
+                        os.killpg(0, signal.SIGKILL)
+                elif ready in self.commands:  # of which `_reap` may have forgotten it just now
+                    self._pass_on(ready)
+
+    def _accept(self) -> list[str] | None:
+        client, _ = self.listener.accept()
+        what, streams, _, _ = socket.recv_fds(client, 5, 3)
+        if what[:1] == b"h":
+            self.holders.add(client)
+            client.sendall(b"h")
+        else:
+            request = client.recv(int.from_bytes(what[1:], "big"), socket.MSG_WAITALL)
+            command = os.fork()
+            if command == 0:
+                return self._become(request, streams)
+            for stream in streams:
+                os.close(stream)
+            self.commands[client] = command
+        self.selector.register(client, selectors.EVENT_READ)
+        return None
+
+    def _reap(self) -> None:
+        for client, command in [*self.commands.items()]:
+            pid, status = os.waitpid(command, os.WNOHANG)
+            if pid:
+                with contextlib.suppress(OSError):  # a client that was killed
+                    client.sendall(b"%d" % os.waitstatus_to_exitcode(status))
+                del self.commands[client]
+                self._forget(client)
+
+    def _pass_on(self, client: socket.socket) -> None:
+        """A signal that came to the client; one that was killed kills its command."""
+        for number in client.recv(16) or bytes([signal.SIGKILL]):
+            os.kill(self.commands[client], number)
+            if number == signal.SIGKILL:
+                self.selector.unregister(client)
+
+    def _forget(self, client: socket.socket) -> None:
+        with contextlib.suppress(KeyError):
+            self.selector.unregister(client)
         client.close()
-    listener.close()
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    _, streams, _, _ = socket.recv_fds(client, 1, 3)
-    argv, folder, environment = json.loads(client.makefile().read())
-    command = os.fork()
-    if command:
-        _, status = os.waitpid(command, 0)
-        code = os.waitstatus_to_exitcode(status)
-        with contextlib.suppress(BrokenPipeError):  # a client that was killed
-            client.sendall(str(code if code >= 0 else 128 - code).encode())
-        os._exit(0)
-    client.close()
-    for number, stream in enumerate(streams):
-        os.dup2(stream, number)
-        os.close(stream)
-    os.chdir(folder)
-    os.environ.clear()
-    os.environ.update(environment)
-    sys.executable = f"{Path(address).parent}/bin/python"  # for the programs that a command starts
-    return argv
+
+    def _become(self, request: bytes, streams: list[int]) -> list[str]:
+        """In the process of a command: its streams, folder and environment, and nothing of the server's."""
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        self.selector.close()
+        for one in (self.listener, self.ended, self.wakes, *self.holders, *self.commands):
+            one.close()
+        for number, stream in enumerate(streams):
+            os.dup2(stream, number)
+            os.close(stream)
+        folder, count, *words = map(os.fsdecode, request.split(b"\0"))
+        os.chdir(folder)
+        os.environ.clear()
+        os.environ.update(line.split("=", 1) for line in words[:int(count)])
+        return words[int(count):]
 
 
 def run(argv: list[str]) -> None:
@@ -141,9 +233,13 @@ def preload() -> None:
     """The libraries, and the programs with all that they import at their start."""
     for name in (*LIBRARIES, *(f"megatron.gpt2.programs.{program}" for program in PROGRAMS)):
         importlib.import_module(name)
+    atexit.unregister(importlib.import_module("torch._dynamo.utils").dump_compile_times)  # takes as long as the rest
     gc.freeze()  # what no command collects is not copied for each of them
 
 
 if __name__ == "__main__":
     preload()
-    os._exit(exit_code(serve(sys.argv[1])))
+    address = sys.argv[1]
+    argv = Server(address).serve()
+    sys.executable = f"{Path(address).parent}/bin/python"  # for the programs that a command starts
+    os._exit(exit_code(argv))
