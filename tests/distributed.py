@@ -15,8 +15,9 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 CONTEXT = mp.get_context("forkserver")
-# The server imports these once; a rank then starts in a twentieth of a second instead of two.
-CONTEXT.set_forkserver_preload(["pytest", "megatron.gpt2.programs.pretrain_gpt2"])
+# The server imports these once; a rank then starts in a twentieth of a second instead of two. TorchDispatchMode imports
+# torch's compiler, which takes as long again.
+CONTEXT.set_forkserver_preload(["pytest", "megatron.gpt2.programs.pretrain_gpt2", "torch._dynamo"])
 
 
 def _worker(rank: int, world_size: int, folder: str, timeout: float, fn: Callable[..., Any],

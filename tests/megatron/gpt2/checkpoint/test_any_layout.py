@@ -128,15 +128,14 @@ def save(folder: Path, ranks: Iterable[Any]) -> None:
     write_checkpoint(folder, 3, facts=facts, files=files, rank=0, world_size=1, attempt="a", timeout_s=0)
 
 
-def assert_loads(folder: Path, rank: Any, state: dict[tuple[str, str], Tensor]) -> int:
+def assert_loads(checkpoint: Checkpoint, rank: Any, state: dict[tuple[str, str], Tensor]) -> int:
     """Into memory that holds NaN. Returns how many elements of the masters the rank owns."""
     place = rank.parallel.model_parallel_rank, rank.parallel.model_parallel_size
     for values in (rank.flat.params, *(s.values for s in rank.optimizer.tensors())):
         values.fill_(torch.nan)
-    prepared: Any = SimpleNamespace(source=str(folder), config=SimpleNamespace(checkpoint=CONFIG), device=CPU)
-    with pytest.MonkeyPatch.context() as patch:  # the ranks need not agree on what is there
-        patch.setattr("megatron.gpt2.training.checkpointing.find_checkpoint",
-                      lambda source, **_: find_checkpoint(source, log=pytest.fail))
+    prepared: Any = SimpleNamespace(source=str(checkpoint.path.parent), config=SimpleNamespace(checkpoint=CONFIG), device=CPU)
+    with pytest.MonkeyPatch.context() as patch:  # found once: the ranks need not agree on what is there
+        patch.setattr("megatron.gpt2.training.checkpointing.find_checkpoint", lambda source, **_: checkpoint)
         assert load_run(prepared, rank.parallel, rank, lambda line: None) == (3, 24)
     owned = 0
     for kind, name, values, start in rank.optimizer.tensors():
@@ -149,8 +148,8 @@ def assert_loads(folder: Path, rank: Any, state: dict[tuple[str, str], Tensor]) 
         assert torch.equal(rounded, rank.flat.masters[index][part].to(rounded.dtype)), name
     # The weights that were saved beside them, as generation and fine-tuning without an optimizer read them.
     rank.flat.params.fill_(torch.nan)
-    load_model(rank.model.named_parameters(), mpu.partition_specs(rank.model), Checkpoint(folder / "iter_0000003"),
-               mp_rank=place[0], mp_size=place[1])
+    load_model(rank.model.named_parameters(), mpu.partition_specs(rank.model), checkpoint, mp_rank=place[0],
+               mp_size=place[1])
     for name, parameter in rank.model.named_parameters():
         expected = own_part(name, state["master", name], *place, 0.0)
         assert torch.equal(parameter, expected.to(parameter.dtype)), name
@@ -172,14 +171,18 @@ def saved(request: pytest.FixtureRequest,
 
 
 @pytest.mark.parametrize("target", LAYOUTS + EIGHT, ids=str)
-def test_opens_every_other_layout(saved: Any, target: Layout) -> None:
+def test_opens_every_other_layout(saved: Any, target: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
+    # To start threads takes longer than to copy so little.
+    monkeypatch.setattr("megatron.gpt2.checkpoint.state.in_threads", lambda work, items: [*map(work, items)])
     folders, state, dtype = saved
     ranks = ranks_of(target, dtype)
     assert len(folders) == 14 and len(ranks) == target.model_parallel * target.data_parallel
     sources = BESIDE_EIGHT if target in EIGHT else LAYOUTS + EIGHT * (target in BESIDE_EIGHT)
     in_memory = target.model_parallel * sum(parameter.numel() for parameter in ranks[0].model.parameters())
     for source in sources:
-        owned = sum(assert_loads(folders[source], rank, state) for rank in ranks)
+        checkpoint = find_checkpoint(folders[source], log=pytest.fail)
+        assert checkpoint is not None
+        owned = sum(assert_loads(checkpoint, rank, state) for rank in ranks)
         assert owned == in_memory * (1 if target.sharded else target.data_parallel), source
 
 

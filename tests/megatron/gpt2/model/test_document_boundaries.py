@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import varlen
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import mpu
@@ -140,6 +139,8 @@ def test_the_kernel_that_takes_lengths_is_given_what_it_expects() -> None:
 
     documents, qkv = Documents(texts(4)[0], EOD, "cpu"), torch.randn(32, 4, 2, 3, 16)
     expected = document_attention(qkv, 0.0, documents)
+    from torch.nn.attention import varlen  # which brings all of torch's compiler
+
     kernel = mock.create_autospec(varlen.varlen_attn, side_effect=by_ends)
     with mock.patch("mpu.kernels.has_varlen_kernel", return_value=True), \
             mock.patch.object(varlen, "varlen_attn", kernel):

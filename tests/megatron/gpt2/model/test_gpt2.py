@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -44,11 +45,20 @@ def from_huggingface(state: dict[str, Tensor], heads: int) -> dict[str, Tensor]:
     return ours
 
 
-def compare(rank: int, world_size: int, gelu: str = "tanh") -> tuple[float, float]:
-    """Greatest difference of logits, and of gradients relative to their tensor's greatest entry."""
+class Expected(NamedTuple):
+    """Of transformers' model: text [b, s + 1], and what it computes for it, under our names."""
+
+    text: Tensor
+    weights: dict[str, Tensor]
+    logits: Tensor
+    loss: Tensor
+    grads: dict[str, Tensor]
+
+
+@functools.cache
+def of_huggingface(gelu: str) -> Expected:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    mpu.initialize_model_parallel(world_size)
     torch.manual_seed(0)
     theirs = GPT2LMHeadModel(GPT2Config(
         vocab_size=SMALL.vocab_size, n_positions=SMALL.max_position_embeddings, n_embd=SMALL.hidden_size,
@@ -57,36 +67,44 @@ def compare(rank: int, world_size: int, gelu: str = "tanh") -> tuple[float, floa
     with torch.no_grad():
         for parameter in theirs.parameters():  # biases too: zeros would hide a bias added once a rank
             parameter.normal_(0, 0.15)
+    text = torch.randint(0, 101, (3, 21))
+    logits = theirs(text[:, :-1]).logits
+    loss = F.cross_entropy(logits.flatten(0, 1), text[:, 1:].flatten())
+    loss.backward()
+    weights, grads = (from_huggingface({name: tensor.detach() for name, tensor in tensors.items()},
+                                       SMALL.num_attention_heads)
+                      for tensors in (theirs.state_dict(), {name: p.grad for name, p in theirs.named_parameters()}))
+    return Expected(text, weights, logits.detach(), loss.detach(), grads)
+
+
+def compare(rank: int, world_size: int, gelu: str, expected: Expected) -> tuple[float, float]:
+    """Greatest difference of logits, and of gradients relative to their tensor's greatest entry."""
+    mpu.initialize_model_parallel(world_size)
     ours = GPT2Model(replace(SMALL, gelu=gelu)).train()
     specs = mpu.partition_specs(ours)
-    weights = from_huggingface(theirs.state_dict(), SMALL.num_attention_heads)
-    assert weights.keys() == specs.keys()
+    assert expected.weights.keys() == specs.keys()
     with torch.no_grad():
         for name, parameter in ours.named_parameters():
-            parameter.copy_(specs[name].split(weights[name], rank, world_size))
+            parameter.copy_(specs[name].split(expected.weights[name], rank, world_size))
 
-    text = torch.randint(0, 101, (3, 21))
-    tokens, labels = text[:, :-1], text[:, 1:]
-    expected = theirs(tokens).logits
-    loss = F.cross_entropy(expected.flatten(0, 1), labels.flatten())
-    loss.backward()
+    tokens, labels = expected.text[:, :-1], expected.text[:, 1:]
     whole = mpu.gather_from_model_parallel_region(ours(tokens)).transpose(0, 1)[..., :101]
-    logits_error = (whole - expected).abs().max().item()
+    logits_error = (whole - expected.logits).abs().max().item()
 
     our_loss = ours(tokens, labels, torch.full(labels.shape, 1 / labels.numel()))
-    assert our_loss.item() == pytest.approx(loss.item(), rel=1e-6)
+    assert our_loss.item() == pytest.approx(expected.loss.item(), rel=1e-6)
     our_loss.backward()
-    grads = from_huggingface({name: p.grad for name, p in theirs.named_parameters()}, SMALL.num_attention_heads)
     worst = 0.0
     for name, parameter in ours.named_parameters():
-        error = (parameter.grad - specs[name].split(grads[name], rank, world_size)).abs().max()
-        worst = max(worst, (error / grads[name].abs().max()).item())
+        whole_grad = expected.grads[name]
+        error = (parameter.grad - specs[name].split(whole_grad, rank, world_size)).abs().max()
+        worst = max(worst, (error / whole_grad.abs().max()).item())
     return logits_error, worst
 
 
 @pytest.mark.parametrize(("world_size", "gelu"), [(1, "tanh"), (2, "tanh"), (4, "tanh"), (1, "erf")])
 def test_equals_huggingface(world_size: int, gelu: str):
-    for logits_error, gradient_error in run_ranks(compare, world_size, gelu):
+    for logits_error, gradient_error in run_ranks(compare, world_size, gelu, of_huggingface(gelu)):
         assert logits_error <= 1e-5
         assert gradient_error <= 1e-4
 
