@@ -186,7 +186,7 @@ class Server:
         folder, count, *words = map(os.fsdecode, request.split(b"\0"))
         os.chdir(folder)
         os.environ.clear()
-        os.environ.update(line.split("=", 1) for line in words[:int(count)])
+        os.environ.update({name: value for name, _, value in (word.partition("=") for word in words[:int(count)])})
         return words[int(count):]
 
 

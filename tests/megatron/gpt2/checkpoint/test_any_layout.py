@@ -133,7 +133,8 @@ def assert_loads(checkpoint: Checkpoint, rank: Any, state: dict[tuple[str, str],
     place = rank.parallel.model_parallel_rank, rank.parallel.model_parallel_size
     for values in (rank.flat.params, *(s.values for s in rank.optimizer.tensors())):
         values.fill_(torch.nan)
-    prepared: Any = SimpleNamespace(source=str(checkpoint.path.parent), config=SimpleNamespace(checkpoint=CONFIG), device=CPU)
+    prepared: Any = SimpleNamespace(source=str(checkpoint.path.parent), device=CPU,
+                                    config=SimpleNamespace(checkpoint=CONFIG))
     with pytest.MonkeyPatch.context() as patch:  # found once: the ranks need not agree on what is there
         patch.setattr("megatron.gpt2.training.checkpointing.find_checkpoint", lambda source, **_: checkpoint)
         assert load_run(prepared, rank.parallel, rank, lambda line: None) == (3, 24)

@@ -126,6 +126,7 @@ def refuse() -> None:
 def ends_of_a_rank(rank: int, world_size: int) -> list[tuple[str, str]]:
     """What ends each rank where the leader fails or is interrupted."""
     mpu.initialize_model_parallel(world_size)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background ignores it
     model = GPT2Model(CONFIG)
     ends: list[tuple[str, str]] = []
     for fail in (divide, refuse, lambda: None):
