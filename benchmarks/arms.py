@@ -29,11 +29,14 @@ from torch import Tensor, nn
 
 from benchmarks import peers
 from benchmarks.ceiling import ceiling
+from benchmarks.flops import by_llm_c
 from benchmarks.problem import Arm, Problem
+from benchmarks.timing import call_seconds
 from data_utils import BatchLoader, GPT2Dataset, SampleOrder, Tokenizer, build_splits
 from megatron.gpt2.command_line.arguments import parse
 from megatron.gpt2.device import DTYPES, set_allocator, set_threads
 from megatron.gpt2.launch.ranks import Ranks
+from megatron.gpt2.memory_planner.report import expected_peak
 from megatron.gpt2.model.gpt2 import GPT2Model, count_parameters
 from megatron.gpt2.training.build import build_run
 from megatron.gpt2.training.prepare import PreparedRun, prepare_run
@@ -50,13 +53,15 @@ class Trainer:
     computes: str
     padding_nats: float = 0.0  # what rows beyond the vocabulary add to the loss of a model that knows nothing
     close: Callable[[], None] = lambda: None
+    expected_peak: int | None = None  # bytes, by our memory planner
 
 
 class Vocabulary(Tokenizer):
-    """Stands in for a tokenizer where the text is tokens already: a size, and nothing to encode with."""
+    """Stands in for a tokenizer where the text is tokens already: a size, and nothing to encode with. The id that ends
+    a document, 9, is one of 115 tokens of `benchmarks.train.write_tokens` at GPT-2's size."""
 
     def __init__(self, size: int) -> None:
-        super().__init__("synthetic", [b""] * size, size - 1, f"synthetic {size}", {})
+        super().__init__("synthetic", [b""] * size, 9, f"synthetic {size}", {})
 
     def encode(self, text: str) -> np.ndarray | list[int]:
         raise ValueError("the benchmark's vocabulary has no text")
@@ -106,8 +111,16 @@ def our_run(problem: Problem, arm: Arm) -> PreparedRun:
                                splits=dataclasses.replace(prepared.splits, train=dataset(problem)))
 
 
+def built(problem: Problem, arm: Arm) -> Run:
+    """The run, built as the program builds it."""
+    run = build_run(our_run(problem, arm), print)
+    if arm.compiled and problem.compiler != "inductor":
+        run.engine.model.compile_layers(problem.compiler, by_document=run.config.data.reset_attention_mask)
+    return run
+
+
 def ours(problem: Problem, arm: Arm) -> Trainer:
-    return trainer(build_run(our_run(problem, arm), print))
+    return trainer(built(problem, arm))
 
 
 def one_rank(problem: Problem, arm: Arm) -> Trainer:
@@ -117,26 +130,26 @@ def one_rank(problem: Problem, arm: Arm) -> Trainer:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", rank=0, world_size=arm.ranks, store=FakeStore())
-    prepared = our_run(problem, arm)
-
-    def empty_model(*args: Any, **kwargs: Any) -> GPT2Model:
-        model = GPT2Model(*args, **{**kwargs, "device": "meta"})
-        marks = {name: vars(parameter) for name, parameter in model.named_parameters()}
-        model.to_empty(device=prepared.device)
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                vars(parameter).update(marks[name])  # which parameters are split
-                if parameter.dim() > 1:
-                    parameter.normal_(0.0, 0.02)
-                else:
-                    parameter.fill_(1.0 if name.endswith("layernorm.weight") else 0.0)
-        return model
-
     # The ranks agree on when to stop over gloo, which needs the others.
-    with (mock.patch("megatron.gpt2.training.engine.GPT2Model", empty_model),
+    with (mock.patch("megatron.gpt2.training.engine.GPT2Model", model_drawn_in_place),
           mock.patch("megatron.gpt2.training.build.StopSignal")):
-        run = build_run(prepared, print)
-    return trainer(run)
+        return ours(problem, arm)
+
+
+def model_drawn_in_place(*args: Any, device: torch.device | str, **kwargs: Any) -> GPT2Model:
+    """A model of `GPT2Model`'s arguments whose weights are drawn on the device, in no time and not by the layout's
+    rule."""
+    model = GPT2Model(*args, **kwargs, device="meta")
+    marks = {name: vars(parameter) for name, parameter in model.named_parameters()}
+    model.to_empty(device=device)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            vars(parameter).update(marks[name])  # which parameters are split
+            if parameter.dim() > 1:
+                parameter.normal_(0.0, 0.02)
+            else:
+                parameter.fill_(1.0 if name.endswith("layernorm.weight") else 0.0)
+    return model
 
 
 def trainer(run: Run) -> Trainer:
@@ -161,12 +174,13 @@ def trainer(run: Run) -> Trainer:
     def close() -> None:
         run.data.loader.close()
         run.stop.close()
-        run.log.close()
+        run.close()
 
     padded = run.engine.model.word_embeddings.weight.size(0) * run.parallel.model_parallel_size
     precision = str(run.prepared.dtype).removeprefix("torch.")
     return Trainer(step, read, f"loss over {run.engine.model.vocab_size} words, {padded} rows multiplied; weights and "
-                               f"activations {precision}, fp32 masters and gradients, fused AdamW", close=close)
+                               f"activations {precision}, fp32 masters and gradients, fused AdamW", close=close,
+                   expected_peak=expected_peak(run.prepared.memory))
 
 
 def peer(problem: Problem, arm: Arm, nanogpt: str) -> Trainer:
@@ -174,7 +188,8 @@ def peer(problem: Problem, arm: Arm, nanogpt: str) -> Trainer:
     device = torch.device(problem.device)
     loader = batches(problem)
     model, loss_of, vocab = peers.build(arm.kind, problem.model, nanogpt=nanogpt, device=device, seed=problem.seed)
-    called: nn.Module = torch.compile(model) if arm.compiled else model  # type: ignore[assignment]
+    called: nn.Module = torch.compile(  # type: ignore[assignment]
+        model, backend=problem.compiler) if arm.compiled else model
     optimizer = peers.adamw(model, arm.shipped, lr=problem.lr, betas=problem.betas, weight_decay=problem.weight_decay)
     total = torch.zeros((), device=device)
     norm = torch.zeros((), device=device)
@@ -221,29 +236,19 @@ def measure(problem: Problem, arm: Arm, *, nanogpt: str, warmup: int, steps: int
     for _ in range(warmup):
         training.step()
     second = training.read()
-    if gpu:  # boundaries of the steps on the device's own clock; nothing is read until all have run
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
-        events[0].record()
-        for event in events[1:]:
-            training.step()
-            event.record()
-        torch.cuda.synchronize(device)
-        seconds = [a.elapsed_time(b) / 1000 for a, b in zip(events, events[1:], strict=False)]
-    else:
-        seconds = []
-        for _ in range(steps):
-            start = time.perf_counter()
-            training.step()
-            seconds.append(time.perf_counter() - start)
+    seconds = call_seconds(training.step, device, steps)
     last = training.read()
     assert all(map(math.isfinite, (*first, *second, *last))), "a loss or gradient norm is not finite"
     memory = {"peak_allocated": torch.cuda.max_memory_allocated(device), "allocated": torch.cuda.memory_allocated(
         device), "peak_reserved": torch.cuda.max_memory_reserved(device)} if gpu else {"peak_resident": peak_resident()}
     training.close()
+    parameters = count_parameters(problem.model, arm.ranks)[1]
     return {"step_s": seconds, "first_step_s": first_step, "build_s": built - began, "loss": first[0],
             "grad_norm": first[1], "last_loss": last[0], "tokens_per_step": problem.tokens_per_step,
             "flops_per_token": problem.model.flops_per_token(problem.seq_length) // arm.ranks,
-            "parameters": count_parameters(problem.model, arm.ranks)[1], "memory_bytes": memory,
+            "flops_per_token_llm_c": by_llm_c(parameters, problem.num_layers, problem.hidden_size // arm.ranks,
+                                              problem.seq_length),
+            "parameters": parameters, "memory_bytes": memory, "expected_peak_bytes": training.expected_peak,
             "computes": training.computes, "padding_nats": training.padding_nats, "threads": torch.get_num_threads()}
 
 
@@ -256,8 +261,8 @@ def peak_resident() -> int | None:
     return int(line.split()[1]) * 1024
 
 
-def main(argv: Sequence[str]) -> None:
-    spec = json.loads(Path(argv[0]).read_text())
+def result_of(spec: dict[str, Any]) -> dict[str, Any]:
+    """What a SPEC asks for."""
     arm, problem = Arm(**spec["arm"]), Problem(**spec["problem"])
     arm = dataclasses.replace(arm, flags=tuple(arm.flags))
     problem = dataclasses.replace(problem, betas=(problem.betas[0], problem.betas[1]), **arm.changes)
@@ -265,12 +270,14 @@ def main(argv: Sequence[str]) -> None:
         set_allocator(torch.device(problem.device))
     set_threads(Ranks())
     if spec["task"] == "gate":
-        result: dict[str, Any] = peers.gate(problem.model, problem.device, spec["kind"], nanogpt=spec["nanogpt"])
-    elif spec["task"] == "ceiling":
-        result = ceiling(problem, arm.precision, spec["seconds"])
-    else:
-        result = measure(problem, arm, nanogpt=spec["nanogpt"], warmup=spec["warmup"], steps=spec["steps"])
-    Path(argv[1]).write_text(json.dumps(result))
+        return peers.gate(problem.model, problem.device, spec["kind"], nanogpt=spec["nanogpt"])
+    if spec["task"] == "ceiling":
+        return ceiling(problem, arm.precision, spec["seconds"])
+    return measure(problem, arm, nanogpt=spec["nanogpt"], warmup=spec["warmup"], steps=spec["steps"])
+
+
+def main(argv: Sequence[str]) -> None:
+    Path(argv[1]).write_text(json.dumps(result_of(json.loads(Path(argv[0]).read_text()))))
 
 
 if __name__ == "__main__":

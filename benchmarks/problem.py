@@ -13,7 +13,8 @@ from megatron.gpt2.config import ModelConfig
 
 @dataclass(frozen=True)
 class Problem:
-    """What all arms compute. `tokens`: prefix of the .bin/.idx pair, uint16; `scratch`: a folder to write into."""
+    """What all arms compute. `tokens`: prefix of the .bin/.idx pair, uint16; `scratch`: a folder to write into.
+    `compiler`: the backend of torch.compile; a smoke run takes one that writes no code, which would take a minute."""
 
     num_layers: int
     hidden_size: int
@@ -32,6 +33,7 @@ class Problem:
     seed: int = 1234
     tokens: str = ""
     scratch: str = ""
+    compiler: str = "inductor"
 
     @property
     def model(self) -> ModelConfig:
@@ -87,5 +89,7 @@ ALONE = [
           note="empty initial weights; communication excluded: collectives of a fake process group move nothing")
       for how in ("", " eager")),
 ]
+SMOKE_COMPILER = "eager"
 MODELS = {"124M": (12, 768, 12), "345M": (24, 1024, 16), "774M": (36, 1280, 20), "1.5B": (48, 1600, 25)}
-PARTS = {1: ("345M", 32, 1), 2: ("774M", 16, 2), 3: ("1.5B", 16, 2), 4: ("345M", 32, 1)}  # model, b, micro-batches
+# Of benchmarks/gpu.sh: model, b, micro-batches. Part 1 is benchmarks/first_minutes.py.
+PARTS = {2: ("345M", 32, 1), 3: ("774M", 16, 2), 4: ("1.5B", 16, 2), 5: ("345M", 32, 1)}

@@ -18,6 +18,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works in a clone that is not installed
 
+import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from benchmarks import report
@@ -47,23 +48,30 @@ def part_of(event: Any) -> str:
     return f"{part}: products" if is_product else part
 
 
-def profiled(run: Run) -> dict[str, float]:
-    """Milliseconds by part of one step."""
-    step = run.engine.optimizer.step
+def profiled(run: Run, device: torch.device) -> tuple[dict[str, float], list[dict[str, Any]]]:
+    """Of one step: milliseconds by part, and the kernels (on a CPU the operators) with their milliseconds and calls,
+    the costliest first. On a GPU the time is the device's own."""
+    step, on_gpu = run.engine.optimizer.step, device.type == "cuda"
 
     def marked() -> None:
         with record_function("our optimizer"):
             step()
 
     run.engine.optimizer.step = marked  # type: ignore[method-assign]
-    for _ in range(3):
+    with profile(activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * on_gpu, acc_events=True) as recorded:
         train_step(run)
-    with profile(activities=[ProfilerActivity.CPU]) as recorded:
-        train_step(run)
+        if on_gpu:
+            torch.cuda.synchronize(device)
+    run.engine.optimizer.step = step  # type: ignore[method-assign]
     times: defaultdict[str, float] = defaultdict(float)
     for event in recorded.events():
-        times[part_of(event)] += event.self_cpu_time_total / 1000
-    return dict(sorted(times.items()))
+        if event.device_type.name == "CPU":  # what its kernels take counts for the operator that has started them
+            times[part_of(event)] += (event.self_device_time_total if on_gpu else event.self_cpu_time_total) / 1000
+    kernels = [{"name": event.key[:200], "calls": event.count,
+                "ms": (event.self_device_time_total if on_gpu else event.self_cpu_time_total) / 1000}
+               for event in recorded.key_averages()
+               if event.device_type.name == ("CUDA" if on_gpu else "CPU") and not event.is_user_annotation]
+    return dict(sorted(times.items())), sorted(kernels, key=lambda kernel: -kernel["ms"])
 
 
 def main() -> None:
@@ -79,7 +87,9 @@ def main() -> None:
         set_threads(Ranks())
         run = build_run(our_run(problem, Arm("ours eager", "ours")), lambda line: None)
         run.engine.model.train()
-        times = profiled(run)
+        for _ in range(3):
+            train_step(run)
+        times, _ = profiled(run, run.device)
         run.data.loader.close()
         run.stop.close()
         run.log.close()

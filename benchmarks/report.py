@@ -68,6 +68,29 @@ def header(what: str) -> dict[str, Any]:
             "versions": versions(), "commit": commit()}
 
 
+def earlier(path: Path, result: Mapping[str, Any], *keys: str) -> dict[str, Any] | None:
+    """What an interrupted call left in the file, if it was of the same GPU, versions and `keys` as `result`. A file of
+    another machine or other versions is put aside as `*.other.json`, and None is returned."""
+    if not path.exists():
+        return None
+    found: dict[str, Any] = json.loads(path.read_text())
+    now = json.loads(json.dumps(result))
+    if found["machine"]["gpu"] == now["machine"]["gpu"] and all(found.get(key) == now[key] for key in (
+            "versions", *keys)):
+        return found
+    aside = path.with_suffix(".other.json")
+    path.replace(aside)
+    print(f"{path.name} is of another machine, of other versions or of another problem: it is {aside.name} now",
+          flush=True)
+    return None
+
+
+def last_line(text: str) -> str:
+    """The last line that has words, without absolute paths, 400 characters at most."""
+    lines = [line for line in text.splitlines() if line.strip()]
+    return without_paths(lines[-1] if lines else "")[:400]
+
+
 def without_paths(text: str) -> str:
     """`text` with every absolute path cut down to its last part: where a file lies is this machine's affair."""
     return re.sub(r"(?<![\w.:/])/(?:[^\s/'\":]+/)*([^\s/'\":]+)", r"\1", text)

@@ -2,29 +2,30 @@
 """Training steps of GPT-2 against its peers, on one machine in one run:
 
     python benchmarks/train.py --preset cpu --nanogpt DIR            # GPT-2 124M, s 1,024, b 2, bf16
-    python benchmarks/train.py --preset gpu --part 1 --nanogpt DIR   # parts 1 to 4, each under 9 minutes on one H200
+    python benchmarks/train.py --preset gpu --part 2 --nanogpt DIR   # parts 2 to 5, each under 9 minutes on one H200
     python benchmarks/train.py --preset blocks                       # tensor-parallel blocks: benchmarks/blocks.py
-    python benchmarks/train.py --preset gpu --part 1 --smoke --output DIR    # a tiny model on the CPU: does it run?
+    python benchmarks/train.py --preset gpu --part 2 --smoke --output DIR    # a tiny model on the CPU: does it run?
 
-Part 1: the GPU tests, and 345M with all arms. Parts 2 and 3: 774M and 1.5B, ours compiled against the fastest peer of
-part 1. Part 4: ours alone at 345M with dropout, recomputation and 2019's settings, and one of the 8 ranks of 8.3B.
+The parts are those of benchmarks/gpu.sh, whose first is benchmarks/first_minutes.py. Part 2: 345M with all arms. Parts
+3 and 4: 774M and 1.5B, ours compiled against the fastest peer of part 2. Part 5: ours alone at 345M with dropout,
+recomputation and 2019's settings, and one of the 8 ranks of 8.3B.
 
 A gate first proves that all models compute the same. Then every arm runs in a fresh process, in mirrored order
-(A B C C B A), on the same tokens; JSON is written after each. A nanoGPT checkout is imported, never copied.
+(A B C C B A), on the same tokens; JSON is written after each, and the same command goes on after it unless --again is
+given. A nanoGPT checkout is imported, never copied.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import json
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -34,13 +35,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works in a cl
 import numpy as np
 
 from benchmarks import report
-from benchmarks.problem import ALONE, ARMS, MODELS, PARTS, Arm, Problem
+from benchmarks.flops import PEAK, published
+from benchmarks.problem import ALONE, ARMS, MODELS, PARTS, SMOKE_COMPILER, Arm, Problem
+from benchmarks.processes import run_limited
 from benchmarks.report import ROOT
 from benchmarks.training_report import close_to, finish
 from data_utils.indexed_dataset import IndexedDatasetBuilder, token_dtype
 
 GOALS = {"cpu": [("nanoGPT as shipped", 3.0), ("fastest peer in bf16", 1.10), ("Hugging Face, its faster", 1.3)]}
-PEAK = 989e12  # FLOP/s, dense bf16, of the datasheet of H100 SXM and H200
 TOKENS = 1 << 22  # in the file, at most; arms that need more begin again
 GATE = 1e-4  # relative, of the fp32 models; they differ by 2e-6, and the two forms of GELU by 7e-4
 
@@ -49,20 +51,23 @@ def options(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", choices=("cpu", "gpu", "blocks"), required=True)
-    parser.add_argument("--part", type=int, choices=tuple(PARTS), default=1, help="of the preset gpu")
+    parser.add_argument("--part", type=int, choices=tuple(PARTS), default=2, help="of the preset gpu")
     parser.add_argument("--nanogpt", metavar="DIR", default="", help="a nanoGPT checkout; without it no such arm")
     parser.add_argument("--output", metavar="DIR", help="folder of the results (default: benchmarks/results)")
-    parser.add_argument("--rounds", type=int, default=1, help="repetitions of the mirrored order")
+    parser.add_argument("--rounds", type=int, help="repetitions of the mirrored order; 0: each arm once (default: 1; "
+                                                   "0 with --preset gpu --smoke)")
     parser.add_argument("--arms", metavar="NAME,NAME", help="these alone")
-    parser.add_argument("--peer", metavar="NAME", help="of parts 2 and 3 (default: the fastest in part 1's JSON)")
+    parser.add_argument("--peer", metavar="NAME", help="of parts 3 and 4 (default: the fastest in part 2's JSON)")
     parser.add_argument("--steps", type=int, help="timed steps of a visit (default: 5 on a CPU, 30 on a GPU)")
     parser.add_argument("--micro-batch-size", type=int, metavar="B")
     parser.add_argument("--gelu", choices=("erf", "tanh"), default="erf",
                         help="of ours and Hugging Face; nanoGPT's is erf, so with tanh its arms stay out")
     parser.add_argument("--arm-timeout", type=float, metavar="S",
-                        help="of one visit (default: 900; on a GPU 150, parts 2 and 3 260)")
+                        help="of one visit (default: 900; on a GPU 150, parts 3 and 4 260)")
     parser.add_argument("--budget", type=float, metavar="S",
                         help="of the whole run: visits that no longer fit are left out (default on a GPU: 500)")
+    parser.add_argument("--again", action="store_true",
+                        help="of the preset gpu: measure also what the JSON in the folder holds already")
     parser.add_argument("--smoke", action="store_true", help="a tiny model, 2 steps, on the CPU: proves the script")
     chosen, rest = parser.parse_known_args(argv)
     if rest and chosen.preset != "blocks":
@@ -81,18 +86,18 @@ def problem_of(chosen: argparse.Namespace, scratch: Path) -> Problem:
                       tokens=str(scratch / "tokens"))
     if chosen.smoke:
         problem = dataclasses.replace(problem, num_layers=2, hidden_size=64, num_attention_heads=8, seq_length=64,
-                                      micro_batch_size=2, vocab_size=500)
+                                      micro_batch_size=2, vocab_size=500, compiler=SMOKE_COMPILER)
     return problem
 
 
 def arms_of(chosen: argparse.Namespace, output: Path) -> list[Arm]:
     arms = [arm for arm in ARMS if chosen.preset == "cpu" or not arm.shipped]  # on a GPU it ships compiled bf16
-    if chosen.preset == "gpu" and chosen.part == 4:
+    if chosen.preset == "gpu" and chosen.part == 5:
         arms = ALONE
         if chosen.smoke:
             arms = [dataclasses.replace(arm, changes={k: v for k, v in arm.changes.items() if k == "dropout"})
                     for arm in arms]
-    elif chosen.preset == "gpu" and chosen.part > 1:
+    elif chosen.preset == "gpu" and chosen.part in (3, 4):
         peer = chosen.peer or fastest_peer(output) or ("nanoGPT compiled" if chosen.nanogpt else "HF compiled")
         arms = [arm for arm in arms if arm.name in ("ours compiled", peer)]
         print(f"the peer: {peer}", flush=True)
@@ -111,8 +116,8 @@ def arms_of(chosen: argparse.Namespace, output: Path) -> list[Arm]:
 
 
 def fastest_peer(output: Path) -> str | None:
-    """Of part 1's results in the same folder, where they are."""
-    path = output / "train_gpu_part1.json"
+    """Of part 2's results in the same folder, where they are."""
+    path = output / "train_gpu_part2.json"
     arms = json.loads(path.read_text())["arms"] if path.exists() else {}
     speeds = {name: arm["summary"]["tokens_per_s"]["median"] for name, arm in arms.items()
               if not name.startswith("ours") and arm.get("summary")}
@@ -137,43 +142,15 @@ def run_arm(spec: dict[str, Any], scratch: Path, timeout: float) -> dict[str, An
     result, log = scratch / "result.json", scratch / "arm.log"
     result.unlink(missing_ok=True)
     # Compiled code is kept from visit to visit of this run, and never taken from an earlier one.
-    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(scratch / "inductor"), "HF_HUB_OFFLINE": "1"}
-    with log.open("w") as file:
-        process = subprocess.Popen([sys.executable, str(ROOT / "benchmarks" / "arms.py"), str(scratch / "spec.json"),
-                                    str(result)], stdout=file, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
-                                   env=environment, start_new_session=True)
-        problem = ""
-        try:
-            process.wait(timeout)
-        except subprocess.TimeoutExpired:
-            problem = f"no result after {timeout:.0f} s; last: "
-        finally:  # its compilers too, also when this program is told to end
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-    if not problem and process.returncode == 0 and result.exists():
+    environment = {"TORCHINDUCTOR_CACHE_DIR": str(scratch / "inductor"), "HF_HUB_OFFLINE": "1"}
+    code = run_limited([sys.executable, str(ROOT / "benchmarks" / "arms.py"), str(scratch / "spec.json"), str(result)],
+                       log, timeout, environment=environment)
+    if code == 0 and result.exists():
         return dict(json.loads(result.read_text()))
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
     print("\n".join(lines[-12:]), file=sys.stderr, flush=True)
-    return {"failed": report.without_paths(problem + (lines[-1] if lines else f"exit code {process.returncode}"))[:400]}
-
-
-def gpu_tests(output: Path, timeout: float) -> dict[str, Any]:
-    """tests/gpu, their report beside the results; loud where they cannot run."""
-    if not (ROOT / "tests" / "gpu").is_dir():
-        print("NO GPU TESTS: tests/gpu is not there", flush=True)
-        return {"ran": False, "why": "tests/gpu is not there"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/gpu",
-               f"--junitxml={output.resolve() / 'gpu_tests.xml'}"]
-    try:
-        run = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-                             timeout=timeout)
-        code, lines = run.returncode, run.stdout.strip().splitlines()
-    except subprocess.TimeoutExpired:
-        code, lines = -1, [f"no end after {timeout:.0f} s"]
-    print("GPU tests" + (": " if code == 0 else f" FAILED ({code}): ") + "\n".join(lines[-1 if code == 0 else -30:]),
-          flush=True)
-    return {"ran": True, "exit_code": code, "last_line": report.without_paths(lines[-1] if lines else "")}
+    problem = f"no result after {timeout:.0f} s; last: " if code is None else "" if lines else f"exit code {code}"
+    return {"failed": problem + report.last_line("\n".join(lines))}
 
 
 def campaign(chosen: argparse.Namespace, output: Path, scratch: Path) -> int:
@@ -183,7 +160,7 @@ def campaign(chosen: argparse.Namespace, output: Path, scratch: Path) -> int:
     warmup, steps = (1, 2) if chosen.smoke else (10, 30) if gpu else (1, 5)
     steps = chosen.steps or steps
     # A large peer compiles whole for minutes; there are two arms then.
-    timeout = chosen.arm_timeout or (900 if not gpu else 260 if chosen.part in (2, 3) else 150)
+    timeout = chosen.arm_timeout or (900 if not gpu else 260 if chosen.part in (3, 4) else 150)
     budget = chosen.budget or (500 if gpu else float("inf"))
     what = "cpu" if chosen.preset == "cpu" else f"gpu_part{chosen.part}"
     path = output / f"train_{what}.json"
@@ -191,13 +168,22 @@ def campaign(chosen: argparse.Namespace, output: Path, scratch: Path) -> int:
     shown = {k: v for k, v in dataclasses.asdict(problem).items() if k not in ("tokens", "scratch")}
     result: dict[str, Any] = {
         **report.header(f"train {what}"), "smoke": chosen.smoke, "problem": shown, "warm_up_steps": 1 + warmup,
+        "timed_steps": steps,
         "nanogpt_commit": report.commit(chosen.nanogpt) if chosen.nanogpt else None,
-        "peak_flops": PEAK if gpu else None,
+        "peak_flops": PEAK if gpu else None, "published": published(PARTS[chosen.part][0]) if gpu else [],
         "allocator_environment": sorted(name for name in os.environ if name.startswith("MALLOC_")
                                         or name in ("LD_PRELOAD", "GLIBC_TUNABLES", "PYTORCH_ALLOC_CONF")),
         "gate": {}, "gate_tolerance": GATE,
         "arms": {arm.name: {"kind": arm.kind, "compiled": arm.compiled, "precision": arm.precision, "note": arm.note,
                             "changes": arm.changes, "flags": list(arm.flags), "visits": []} for arm in arms}}
+
+    known = None if chosen.again or chosen.preset != "gpu" else report.earlier(
+        path, result, "smoke", "problem", "warm_up_steps", "timed_steps", "nanogpt_commit")
+    for name, entry in result["arms"].items():
+        before = known["arms"].get(name, {}) if known else {}
+        if all(before.get(key) == value for key, value in json.loads(json.dumps(entry)).items() if key != "visits"):
+            entry["visits"] = [visit for visit in before["visits"] if "failed" not in visit]
+            print(f"{name}: {len(entry['visits'])} visits are there already", flush=True)
 
     def start(task: str, arm: Arm, **more: Any) -> dict[str, Any]:
         return run_arm({"task": task, "problem": dataclasses.asdict(problem), "arm": dataclasses.asdict(arm),
@@ -205,11 +191,11 @@ def campaign(chosen: argparse.Namespace, output: Path, scratch: Path) -> int:
                        max(10.0, min(timeout, budget - (time.monotonic() - began))))
 
     bad: list[str] = []
-    if chosen.preset == "gpu" and chosen.part == 1:
-        result["gpu_tests"] = gpu_tests(output, min(120.0, budget / 4))
-        bad += ["GPU tests"] if gpu and result["gpu_tests"].get("exit_code") else []  # without a GPU they skip
     for kind in sorted({arm.kind for arm in arms} - {"ours", "rank"}):
-        result["gate"][kind] = errors = start("gate", Arm("gate", "ours", precision="fp32"), kind=kind)
+        errors = known["gate"].get(kind) if known else None
+        if not errors or "failed" in errors:
+            errors = start("gate", Arm("gate", "ours", precision="fp32"), kind=kind)
+        result["gate"][kind] = errors
         report.write(path, result)
         if "failed" not in errors and all(error <= GATE for error in errors.values()):
             print(f"gate: {kind} against ours, fp32, weights of std 0.1: loss, gradient norm and every gradient within "
@@ -223,21 +209,29 @@ def campaign(chosen: argparse.Namespace, output: Path, scratch: Path) -> int:
         result["ceiling"] = start("ceiling", Arm("ceiling", "ours"), seconds=0.02 if chosen.smoke else 1.0)
         report.write(path, result)
 
-    bad += visit_all(arms, result, path, chosen.rounds, lambda: budget - (time.monotonic() - began),
+    rounds = (0 if chosen.smoke and chosen.preset == "gpu" else 1) if chosen.rounds is None else chosen.rounds
+    bad += visit_all(arms, result, path, rounds, lambda: budget - (time.monotonic() - began),
                      lambda arm: start("measure", arm, warmup=warmup, steps=steps))
     return finish(result, path, GOALS.get(chosen.preset, []), bad)
 
 
 def visit_all(arms: list[Arm], result: dict[str, Any], path: Path, rounds: int, left: Callable[[], float],
               measure: Callable[[Arm], dict[str, Any]]) -> list[str]:
-    """A B C C B A, `rounds` times. Returns the arms that failed, or failed the gate.
+    """A B C C B A, `rounds` times; A B C where that is 0. Visits that `result` has already are not repeated. Returns
+    the arms that failed, or failed the gate.
 
     left(): seconds of the budget that remain. A second visit that no longer fits is left out, those of the last arms
     of the list first. measure(arm): one visit.
     """
     bad: list[str] = []
     took: dict[str, float] = {}  # seconds that a further visit takes, about
-    pending = [arm for _ in range(rounds) for arm in [*arms, *reversed(arms)]]
+    there = Counter({arm.name: len(result["arms"][arm.name]["visits"]) for arm in arms})  # of an earlier call
+    pending = []
+    for arm in [arm for _ in range(rounds) for arm in [*arms, *reversed(arms)]] or arms:
+        if there[arm.name] > 0:
+            there[arm.name] -= 1
+        else:
+            pending.append(arm)
     while pending:
         while (known := [arm for arm in pending if arm.name in took]) and \
                 sum(1.1 * took.get(arm.name, 0.0) for arm in pending) > left():
@@ -283,11 +277,13 @@ def main(argv: list[str] | None = None) -> int:
         from benchmarks.blocks import main as compare_blocks
         return compare_blocks([*chosen.rest, "--output", str(output), *(["--smoke"] if chosen.smoke else [])])
     if chosen.nanogpt and not (Path(chosen.nanogpt) / "model.py").is_file():
-        raise SystemExit("--nanogpt: that folder holds no model.py: give a checkout of nanoGPT")
+        print("--nanogpt: that folder holds no model.py: give a checkout of nanoGPT", file=sys.stderr)
+        return 2
     if chosen.preset == "gpu" and not chosen.smoke:
         import torch
         if not torch.cuda.is_available():
-            raise SystemExit("--preset gpu: torch sees no GPU; --smoke tries the script on the CPU")
+            print("--preset gpu: torch sees no GPU; --smoke tries the script on the CPU", file=sys.stderr)
+            return 2
     with tempfile.TemporaryDirectory() as scratch:
         return campaign(chosen, output, Path(scratch))
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import report
+from benchmarks.flops import utilisation
 from benchmarks.problem import Arm
 
 # Relative, of the first step's loss and of its gradient norm: fp32 arms among themselves, and where bf16 takes part.
@@ -18,7 +19,8 @@ NOTES = (
     "attention, no cache, erf GELU; torch.compile of the whole model (ours: of each block)",
     "on a CPU all arms but `as shipped` run under the allocator setting that ours makes for itself; `as shipped` is "
     "nanoGPT's own on a CPU: fp32, eager, its AdamW, the default allocator",
-    "MFU by Megatron's formula, attention in full, vocabulary 50,257; the bars and p10–p90 are of all timed steps",
+    "MFU by Megatron's formula, attention in full, vocabulary 50,257; by llm.c: 6N + 6LCT, which is 4 to 6 % less; "
+    "the bars and p10–p90 are of all timed steps",
 )
 
 
@@ -53,7 +55,8 @@ def summarise(result: dict[str, Any]) -> None:
         memory = {key: max(visit["memory_bytes"][key] or 0 for visit in done) / 1e9 for key in done[0]["memory_bytes"]}
         entry["summary"] = {
             "step_s": seconds, "tokens_per_s": speed, "memory_gb": memory,
-            "mfu": speed["median"] * done[0]["flops_per_token"] / peak if peak else None,
+            **utilisation(speed["median"], done[0], peak),
+            "expected_peak_gb": (done[0]["expected_peak_bytes"] or 0) / 1e9 or None,
             # The first visit compiles; later ones find its code on the disk.
             "compile_s": done[0]["first_step_s"] - seconds["median"] if entry["compiled"] else None,
             "first_step_s": done[0]["first_step_s"], "computes": done[0]["computes"]}
@@ -82,7 +85,7 @@ def finish(result: dict[str, Any], path: Path, wanted: list[tuple[str, float]], 
     arms = {name: entry for name, entry in result["arms"].items() if "summary" in entry}
     against = next((e["summary"]["tokens_per_s"]["median"] for n, e in arms.items() if n == "ours compiled"), None)
     memory_names = list(dict.fromkeys(key for entry in arms.values() for key in entry["summary"]["memory_gb"]))
-    head = ["arm", "tokens/s", "p10", "p90", "ms/step", "MFU %",
+    head = ["arm", "tokens/s", "p10", "p90", "ms/step", "MFU %", "by llm.c %",
             *(f"{key.replace('_', ' ')} GB" for key in memory_names), "compile s", "first loss", "ours compiled ÷ it"]
     rows = []
     for name, entry in result["arms"].items():
@@ -93,7 +96,8 @@ def finish(result: dict[str, Any], path: Path, wanted: list[tuple[str, float]], 
         comparable = against and not entry["changes"] and entry["kind"] != "rank"
         rows.append([
             name, *(f"{s['tokens_per_s'][key]:,.0f}" for key in ("median", "p10", "p90")),
-            f"{1000 * s['step_s']['median']:,.1f}", f"{100 * s['mfu']:.1f}" if s["mfu"] else "",
+            f"{1000 * s['step_s']['median']:,.1f}",
+            *(f"{100 * s[key]:.1f}" if s[key] else "" for key in ("mfu", "mfu_by_llm_c")),
             *(f"{s['memory_gb'][key]:.2f}" if key in s["memory_gb"] else "" for key in memory_names),
             f"{s['compile_s']:.0f}" if s["compile_s"] is not None else "", f"{first['loss']:.4f}",
             f"{against / s['tokens_per_s']['median']:.2f}" if comparable else ""])
@@ -110,6 +114,11 @@ def finish(result: dict[str, Any], path: Path, wanted: list[tuple[str, float]], 
         print(f"{name}: {entry['summary']['computes']}" + (f"; {entry['note']}" if entry["note"] else ""))
     for note in NOTES:
         print(f"- {note}")
+    for entry in result.get("published", []):
+        figure = f"MFU {entry['mfu']:.1%}" if "mfu" in entry else "–".join(
+            f"{rate:,.0f}" for rate in dict.fromkeys(entry["tokens_per_s"])) + " tokens/s"
+        print(f"published, not measured here, by llm.c's count: {entry['model']} on {entry['gpus']}: {figure} "
+              f"({entry['source']})")
     for goal in result["goals"]:
         print(f"{'met   ' if goal['met'] else 'MISSED'} {goal['ratio']:.2f} x {goal['against']} "
               f"(goal {goal['wanted']})")

@@ -130,7 +130,8 @@ def test_blocks_agree_and_are_compared(tmp_path: Path):
 
 def visit(seconds: float = 0.5, loss: float = 10.0) -> dict[str, Any]:
     return {"step_s": [seconds] * 3, "first_step_s": 1.0, "loss": loss, "grad_norm": 2.0, "padding_nats": 0.0,
-            "tokens_per_step": 100, "flops_per_token": 10, "memory_bytes": {"peak_resident": 10**9}, "computes": ""}
+            "tokens_per_step": 100, "flops_per_token": 10, "flops_per_token_llm_c": 8, "expected_peak_bytes": None,
+            "memory_bytes": {"peak_resident": 10**9}, "computes": ""}
 
 
 def entries(arms: list[Arm]) -> dict[str, Any]:
@@ -177,6 +178,19 @@ def test_second_visits_are_dropped_when_the_time_is_short(tmp_path: Path):
     assert [len(entry["visits"]) for entry in result["arms"].values()] == [2, 2, 1, 1], "the first arms count most"
 
 
+def test_visits_of_an_earlier_call_are_not_repeated(tmp_path: Path):
+    result, order = entries(FOUR), []
+
+    def measure(arm: Arm) -> dict[str, Any]:
+        order.append(arm.name)
+        return visit()
+
+    result["arms"]["ours eager"]["visits"] = [visit(), visit()]
+    result["arms"]["HF eager"]["visits"] = [visit()]
+    visit_all(FOUR, result, tmp_path / "x.json", 1, lambda: 1e9, measure)
+    assert order == ["nanoGPT as shipped", "nanoGPT eager", "nanoGPT eager", "nanoGPT as shipped", "HF eager"]
+
+
 def test_summary_and_goals():
     result = entries(FOUR)
     for arm, seconds in zip(FOUR, (0.5, 1.0, 2.0, 0.6), strict=True):
@@ -184,6 +198,7 @@ def test_summary_and_goals():
     result["ceiling"] = {"flops_per_s": 4000.0}
     summarise(result)
     assert result["arms"]["ours eager"]["summary"]["mfu"] == pytest.approx(0.5)
+    assert result["arms"]["ours eager"]["summary"]["mfu_by_llm_c"] == pytest.approx(0.4)
     (shipped, missed) = goals(result, [("nanoGPT as shipped", 3.0), ("Hugging Face, its faster", 2.5)])
     assert shipped["ratio"] == pytest.approx(4.0) and shipped["met"]
     assert missed["ratio"] == pytest.approx(2.0) and not missed["met"]

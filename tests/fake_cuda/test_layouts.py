@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.gpu.modes import DOCUMENTS, DROPOUT
 from tests.fake_cuda.program import check_same_order
-from tests.fake_cuda.test_steps import DOCUMENTS, DROPOUT
 
 # Ranks, model-parallel size, flags.
 LAYOUTS: dict[str, tuple[int, int, list[str]]] = {

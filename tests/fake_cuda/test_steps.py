@@ -8,28 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.gpu.modes import DROPOUT, MODES
 from megatron.gpt2 import device as devices
 from megatron.gpt2.checkpoint import folder, state
 from megatron.gpt2.training.evaluate import SAMPLING, evaluate_and_log, sample_text
 from megatron.gpt2.training.loop import train
 from tests.fake_cuda.fake_gpu import FakeGPU
 from tests.fake_cuda.program import OFFLOAD, check_budget, check_step, running, steps
-
-DROPOUT = ["--attention-dropout", "0.1", "--hidden-dropout", "0.1"]
-DOCUMENTS = ["--reset-position-ids", "--reset-attention-mask", "--eod-mask-loss"]
-MODES: dict[str, list[str]] = {
-    "bf16": [], "fp16": ["--precision", "fp16"], "fp32": ["--precision", "fp32"],
-    "constant scale": ["--precision", "fp16", "--loss-scale", "1024"],
-    "selective": ["--recompute-granularity", "selective"],
-    "full": ["--recompute-granularity", "full"],
-    "full in pairs": ["--recompute-granularity", "full", "--recompute-num-layers", "2"],
-    "accumulation": ["--global-batch-size", "6"],
-    "dropout": DROPOUT, "dropout, full": [*DROPOUT, "--recompute-granularity", "full"],
-    "dropout, fp16, accumulation": [*DROPOUT, "--precision", "fp16", "--global-batch-size", "4"],
-    "documents": DOCUMENTS, "documents, dropout": [*DOCUMENTS, *DROPOUT],
-    "documents, fp32": [*DOCUMENTS, "--precision", "fp32"],
-    "offload": ["--cpu-offload-optimizer"], "no clipping": ["--clip-grad", "0"],
-    "compiled": ["--compile"], "compiled, dropout": ["--compile", *DROPOUT]}
 
 
 @pytest.mark.parametrize("mode", MODES)
