@@ -7,7 +7,6 @@ import io
 import os
 import re
 import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -16,6 +15,7 @@ import pytest
 
 from tests.distributed import run_ranks
 from tests.megatron.gpt2.training.training_runs import write_text
+from tests.warm_python import WarmPython
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = ["--num-layers", "1", "--hidden-size", "16", "--num-attention-heads", "2", "--seq-length", "16",
@@ -76,11 +76,11 @@ def test_bad_input(tmp_path: Path):
     assert not (tmp_path / "save").exists(), "a refused run left something behind"
 
 
-def torchrun(folder: Path, *flags: str, program: Sequence[str] = ("-m", "megatron.pretrain_gpt2"),
+def torchrun(python: WarmPython, folder: Path, *flags: str, program: Sequence[str] = ("-m", "megatron.pretrain_gpt2"),
              on_line: Callable[[str, subprocess.Popen[str]], None] | None = None) -> tuple[int, str]:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(folder)}
     process = subprocess.Popen(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+        [python.python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
          *program, *TINY, *flags], cwd=folder, env=environment, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     assert process.stdout is not None
@@ -110,11 +110,11 @@ def test_an_id_beyond_the_vocabulary_ends_a_run_that_meets_it(tmp_path: Path, ca
     assert code == 2 and errors.count("\n") == 1 and "pair holds the token id 300, but the vocabulary has 257" in errors
 
 
-def test_torchrun_reports_exit_code_2_of_each_worker(tmp_path: Path):
+def test_torchrun_reports_exit_code_2_of_each_worker(python: WarmPython, tmp_path: Path):
     """Also where the rank that prints is the last to find the error."""
     (tmp_path / "late.py").write_text("import os, runpy, time\ntime.sleep(4 * (os.environ['RANK'] == '0'))\n"
                                       "runpy.run_module('megatron.pretrain_gpt2', run_name='__main__')\n")
-    code, said = torchrun(tmp_path, "--hidden-sise", "3", program=["late.py"])
+    code, said = torchrun(python, tmp_path, "--hidden-sise", "3", program=["late.py"])
     assert code != 0
     ours = [line for line in said.splitlines() if line.startswith("error")]
     assert ours == ["error: unknown flag --hidden-sise: did you mean --hidden-size?"], said

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -17,6 +18,7 @@ from megatron.gpt2.programs import pretrain_gpt2
 from megatron.gpt2.training.report import next_commands
 from tests.megatron.gpt2.training.training_runs import write_text
 from tests.test_bad_input import torchrun
+from tests.warm_python import WarmPython
 
 # A run of a few seconds.
 FLAGS = ["--num-layers", "1", "--hidden-size", "32", "--num-attention-heads", "2", "--seq-length", "16",
@@ -183,25 +185,33 @@ def test_gpt2_vocabulary(work: Path, test_data: Path, capfd: pytest.CaptureFixtu
     assert "GPT2BPETokenizer, 50,257 ids" in capfd.readouterr().out
 
 
+def process_of_rank(rank: int, folder: Path) -> int:
+    """The process that torchrun started for this rank, in `folder`."""
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # of another user, or gone
+            if (process / "cwd").samefile(folder) and f"RANK={rank}".encode() in (process / "environ").read_bytes(
+                    ).split(b"\0"):
+                return int(process.name)
+    raise AssertionError(f"no process of rank {rank} runs in {folder}")
+
+
 @pytest.mark.timeout(180)
-def test_sigterm_on_one_rank_stops_all(work: Path):
+def test_sigterm_on_one_rank_stops_all(python: WarmPython, work: Path):
     """The step is finished and saved, each worker exits 0, and the run continues from there."""
     sent: list[int] = []
 
     def on_line(line: str, process: subprocess.Popen[str]) -> None:
         if line.startswith("iteration") and not sent:
-            workers = subprocess.run(["ps", "-o", "pid=", "--ppid", str(process.pid)], capture_output=True,
-                                     text=True).stdout.split()
-            sent.append(int(workers[-1]))
+            sent.append(process_of_rank(1, work))
             os.kill(sent[0], signal.SIGTERM)
 
     flags = ["--train-data", "text.txt", "--save", "s", "--eval-iters", "0", "--log-interval", "5"]
-    code, said = torchrun(work, *flags, "--train-iters", "1000000", on_line=on_line)
+    code, said = torchrun(python, work, *flags, "--train-iters", "1000000", on_line=on_line)
     assert code == 0, said
     stopped = re.search(r"stopped by SIGTERM at iteration (\d+)", said)
     assert sent and stopped, said
     assert (work / "s/latest_checkpointed_iteration.txt").read_text().strip() == stopped[1]
-    code, said = torchrun(work, *flags, "--train-iters", str(int(stopped[1]) + 2))
+    code, said = torchrun(python, work, *flags, "--train-iters", str(int(stopped[1]) + 2))
     assert code == 0 and f"continuing s/iter_{int(stopped[1]):07d}" in said
 
 

@@ -23,6 +23,7 @@ from data_utils.indexed_dataset import IndexedDatasetBuilder, token_dtype
 from data_utils.tokenizers.gpt2 import END_OF_TEXT, byte_alphabet
 from megatron.gpt2.command_line.arguments import parse
 from tests.megatron.gpt2.training.training_runs import write_text
+from tests.warm_python import WarmPython
 
 ROOT = Path(__file__).resolve().parent.parent
 PASTED = ROOT / "tests" / "pasted"
@@ -123,9 +124,9 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def launched(work: Path, script: str, appended: str) -> subprocess.CompletedProcess[str]:
+def launched(python: WarmPython, work: Path, script: str, appended: str) -> subprocess.CompletedProcess[str]:
     line = pasted(script, appended).replace("GPUS_PER_NODE=8", "GPUS_PER_NODE=2").replace("=6000", f"={free_port()}")
-    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PATH": python.path, "OMP_NUM_THREADS": "1"}
     environment.pop("PYTHONPATH", None)
     return subprocess.run(["bash", "-c", line], cwd=work, env=environment, text=True, timeout=100,
                           stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
@@ -173,18 +174,19 @@ def test_without_a_gpu_nccl_is_an_error_that_names_gloo(monkeypatch: pytest.Monk
     assert "--distributed-backend gloo" in capfd.readouterr().err
 
 
-def test_2019_on_two_data_parallel_ranks(work: Path):
-    done = launched(work, "pretrain_gpt2_distributed.sh", SMALL + GLOO + "--save checkpoints/dp --load checkpoints/dp")
+def test_2019_on_two_data_parallel_ranks(python: WarmPython, work: Path):
+    done = launched(python, work, "pretrain_gpt2_distributed.sh",
+                    SMALL + GLOO + "--save checkpoints/dp --load checkpoints/dp")
     assert done.returncode == 0, done.stdout
     assert re.search(r"2 ranks: model-parallel 1 × data-parallel 2", done.stdout)
     learned(work / "checkpoints/dp")
 
 
-def test_2019_model_parallel_with_deepspeed(work: Path):
+def test_2019_model_parallel_with_deepspeed(python: WarmPython, work: Path):
     (work / "ds_config.json").write_text(json.dumps({
         "train_micro_batch_size_per_gpu": 8, "train_batch_size": 16, "zero_optimization": {"stage": 1},
         "fp16": {"enabled": True, "initial_scale_power": 14}, "steps_per_print": 5}))
-    done = launched(work, "pretrain_gpt2_model_parallel.sh", SMALL + GLOO + "--deepspeed_config ds_config.json")
+    done = launched(python, work, "pretrain_gpt2_model_parallel.sh", SMALL + GLOO + "--deepspeed_config ds_config.json")
     assert done.returncode == 0, done.stdout
     assert re.search(r"2 ranks: model-parallel 2 × data-parallel 1", done.stdout)
     assert "8 samples × 1 data-parallel ranks × 2 accumulated = 16 a step" in done.stdout

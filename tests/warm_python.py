@@ -202,6 +202,7 @@ def run(argv: list[str]) -> None:
     elif argv[0] == "-m":
         sys.argv = argv[1:]
         sys.path.insert(0, os.getcwd())
+        sys.modules.pop(argv[1], None)  # runpy warns of a module that is there already
         runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
     else:
         sys.argv = argv

@@ -19,6 +19,7 @@ import pytest
 
 from tests.megatron.gpt2.launch.started_ranks import Rank, clean_environment, flags, free_port, losses
 from tests.megatron.gpt2.training.training_runs import write_text
+from tests.warm_python import WarmPython
 
 ROOT = Path(__file__).resolve().parents[4]
 SRUN = r"""#!/usr/bin/env bash
@@ -84,7 +85,7 @@ def program(folder: Path, *command: str, **variables: str) -> subprocess.Popen[b
         return subprocess.Popen(command, env=environ, cwd=folder, stdout=output, stderr=subprocess.STDOUT)
 
 
-def test_srun(folder: Path, alone: list[float]) -> None:
+def test_srun(python: WarmPython, folder: Path, alone: list[float]) -> None:
     save, stub = folder / "slurm", folder / "bin" / "srun"
     stub.parent.mkdir()
     stub.write_text(SRUN)
@@ -92,7 +93,7 @@ def test_srun(folder: Path, alone: list[float]) -> None:
     job = program(folder, "bash", str(ROOT / "scripts" / "pretrain_gpt2.slurm"), *flags(folder), "--save", str(save),
                   "--model-parallel-size", "2", SLURM_SUBMIT_DIR=str(ROOT), SLURM_JOB_ID=str(os.getpid()),
                   MASTER_ADDR="localhost",  # node003 is not to be found
-                  PATH=f"{stub.parent}:{Path(sys.executable).parent}:{os.environ['PATH']}")
+                  PATH=f"{stub.parent}:{python.path}")
     job.wait(120)
     output = (folder / "output").read_text()
     assert job.returncode == 0, output

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import resource
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -30,6 +28,7 @@ from megatron.gpt2.training.train_step import train_step
 from tests.distributed import run_ranks
 from tests.megatron.gpt2.training.training_runs import finish, start, write_text
 from tests.mpu.test_cross_entropy import MemoryCounter
+from tests.warm_python import WarmPython
 
 ROOT = Path(__file__).resolve().parents[4]
 MB = 2**20
@@ -179,27 +178,28 @@ def test_a_machine_shared_by_ranks():
     assert shared == alone // 4 and by == f"{where}, shared by 4 ranks"
 
 
-def mapped() -> int:
-    """Bytes of addresses that the program takes before it does anything: torch's libraries, gigabytes with CUDA's."""
-    code = "import megatron.gpt2.programs.pretrain_gpt2; print(open('/proc/self/status').read())"
-    status = subprocess.run([sys.executable, "-c", code], text=True, capture_output=True, cwd=ROOT, check=True).stdout
-    return 1024 * int(re.findall(r"VmSize:\s+(\d+)", status)[0])
+# The program, with the limit that `ulimit -v` sets, and beside it what the program takes before it does anything:
+# addresses of torch's libraries, gigabytes with CUDA's.
+LIMITED = """
+import re, resource, runpy, megatron.gpt2.programs.pretrain_gpt2
+taken = 1024 * int(re.findall(r"VmSize:\\s+(\\d+)", open("/proc/self/status").read())[0])
+resource.setrlimit(resource.RLIMIT_AS, (taken + 555 * 2**20,) * 2)
+runpy.run_module("megatron.pretrain_gpt2", run_name="__main__", alter_sys=True)
+"""
 
 
-def test_out_of_memory_ends_in_one_line_whose_offer_helps(tmp_path: Path):
+def test_out_of_memory_ends_in_one_line_whose_offer_helps(python: WarmPython, tmp_path: Path):
     """Under `ulimit -v`: the run warns at its start, ends in the line with exit code 2, and runs as that line says."""
     text = write_text(tmp_path)
-    base = [sys.executable, "-m", "megatron.pretrain_gpt2", "--num-layers", "2", "--hidden-size", "256",
+    base = [python.python, "-c", LIMITED, "--num-layers", "2", "--hidden-size", "256",
             "--num-attention-heads", "4", "--max-position-embeddings", "256", "--seq-length", "256", "--tokenizer-type",
             "bytes", "--train-data", str(text), "--data-cache-path", str(tmp_path), "--precision", "fp32", "--device",
             "cpu", "--attention-dropout", "0", "--hidden-dropout", "0", "--micro-batch-size", "64", "--train-iters",
             "1", "--eval-iters", "0", "--save"]
-    limit = mapped() + 555 * MB
 
     def start(save: str, *flags: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run([*base, str(tmp_path / save), *flags], text=True, capture_output=True, cwd=ROOT,
-                              timeout=120,
-                              preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (limit,) * 2))
+                              timeout=120)
 
     run = start("first")
     assert run.returncode == 2, run.stdout + run.stderr

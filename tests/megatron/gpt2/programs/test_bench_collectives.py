@@ -18,6 +18,7 @@ from megatron.gpt2.programs import bench_collectives as bench
 from megatron.gpt2.programs.collectives import measuring, operations, report
 from megatron.gpt2.programs.collectives.ring import ring_all_reduce
 from tests.distributed import run_ranks
+from tests.warm_python import WarmPython
 
 ROOT = Path(__file__).resolve().parents[4]
 
@@ -216,8 +217,8 @@ def test_a_whole_run(tmp_path: Path) -> None:
     assert (tmp_path / "made" / "here" / "collectives.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_page_names_the_flags_that_there_are() -> None:
-    help_text = subprocess.run([sys.executable, str(ROOT / "tools" / "bench_collectives.py"), "--help"], text=True,
+def test_the_page_names_the_flags_that_there_are(python: WarmPython) -> None:
+    help_text = subprocess.run([python.python, str(ROOT / "tools" / "bench_collectives.py"), "--help"], text=True,
                                capture_output=True, timeout=60, check=True).stdout
     there = set(re.findall(r"--[a-z][\w-]+", help_text)) - {"--nproc-per-node", "--help"}
     page = (ROOT / "docs" / "how-to" / "collectives.md").read_text()

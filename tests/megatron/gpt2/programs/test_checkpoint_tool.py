@@ -7,7 +7,6 @@ import re
 import shlex
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -20,6 +19,7 @@ from megatron.gpt2.training.prepare import prepare_run
 from tests.conftest import ROOT, TEST_DATA
 from tests.megatron.gpt2.programs import tool
 from tests.megatron.gpt2.training.training_runs import SMALL, finish, start, steps, write_text
+from tests.warm_python import WarmPython
 
 OLD = TEST_DATA / "megatron-2019"
 genuine = pytest.mark.skipif(not OLD.is_dir(), reason=f"{OLD} is not there: no genuine checkpoints")
@@ -246,23 +246,23 @@ def as_if_later(path: Path):
     return {"iteration": top["iteration"] + 1, "model": dict(top["model"])}
 
 
-def run(program: str, *words: str) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, str(ROOT / "tools" / program), *words], capture_output=True, text=True,
+def run(python: WarmPython, program: str, *words: str) -> subprocess.CompletedProcess:
+    return subprocess.run([python.python, str(ROOT / "tools" / program), *words], capture_output=True, text=True,
                           timeout=100)
 
 
-def test_a_users_error_is_one_line_and_exit_code_2(tmp_path: Path):
-    found = run("checkpoint.py", "convert", str(tmp_path), str(tmp_path / "out"), "--to", "native")
+def test_a_users_error_is_one_line_and_exit_code_2(python: WarmPython, tmp_path: Path):
+    found = run(python, "checkpoint.py", "convert", str(tmp_path), str(tmp_path / "out"), "--to", "native")
     assert found.returncode == 2 and found.stdout == "", found
     assert re.fullmatch(r"error: \S.*\n", found.stderr), found.stderr
 
 
 @genuine
-def test_merge_mp_partitions(tmp_path: Path):
+def test_merge_mp_partitions(python: WarmPython, tmp_path: Path):
     words = ["--model_type", "GPT2", "--tensor-model-parallel-size", "2", "--tokenizer-type", "GPT2BPETokenizer",
              "--num-layers", "3", "--hidden-size", "64", "--num-attention-heads", "4", "--seq-length", "32",
              "--max-position-embeddings", "32", "--load", str(OLD / "tp2" / "checkpoint")]
-    merged = run("merge_mp_partitions.py", *words, "--save", str(tmp_path / "merged"))
+    merged = run(python, "merge_mp_partitions.py", *words, "--save", str(tmp_path / "merged"))
     assert merged.returncode == 0, merged.stderr
     a, b = read(tmp_path / "merged", heads=4), read(OLD / "tp2" / "checkpoint", heads=4)
     assert set(a.names()) == set(b.names()) and len(a.names()) == 160

@@ -7,7 +7,6 @@ import json
 import math
 import re
 import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from tests.conftest import ROOT
 from tests.distributed import run_ranks
 from tests.megatron.gpt2.programs import tool
 from tests.megatron.gpt2.text.word_model import ITERATIONS, LENGTH, SHAPE, word_model
+from tests.warm_python import WarmPython
 
 main = tool("evaluate_gpt2").main
 PROSE = (ROOT / "LICENSE").read_text()
@@ -163,13 +163,13 @@ def test_every_layout(folder: Path, alone: list[dict[str, Any]], model_parallel_
             assert metrics == pytest.approx(expected, rel=1e-5)
 
 
-def test_program(folder: Path, tmp_path: Path, alone: list[dict[str, Any]],
+def test_program(python: WarmPython, folder: Path, tmp_path: Path, alone: list[dict[str, Any]],
                  capsys: pytest.CaptureFixture[str]) -> None:
     """A command line of 2019 for WikiText, on two ranks."""
     shape = [*SHAPE, "--log-interval", "10", "--no-load-optim", "--no-load-rng", "--checkpoint-activations",
              "--cache-dir", "cache"]
     done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "tools/evaluate_gpt2.py", "--load",
+        [python.python, "-m", "torch.distributed.run", "--nproc-per-node", "2", "tools/evaluate_gpt2.py", "--load",
          folder / "save", "--valid-data", folder / "wiki.test.tokens", "--batch-size", "4", "--overlapping-eval", "8",
          "--model-parallel-size", "2", "--output", tmp_path / "result.json", "--device", "cpu", *shape],
         cwd=ROOT, capture_output=True, text=True, timeout=120)

@@ -15,6 +15,7 @@ import pytest
 
 from data_utils import IndexedDataset, build_splits, build_tokenizer
 from megatron.gpt2.programs import preprocess_data
+from tests.warm_python import WarmPython
 
 ROOT = Path(__file__).resolve().parents[5]
 TOOLS = ROOT / "tools" / "openwebtext"
@@ -22,8 +23,9 @@ STORY = ("This is a story of a small town by the sea, where the harbour was full
          "Every morning the fishermen went out, and every evening they came back with what they had caught. ") * 8
 
 
-def run(name: str, *arguments: Path | str, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, str(TOOLS / f"{name}.py"), *map(str, arguments)], text=True,
+def run(python: str, name: str, *arguments: Path | str,
+        environment: dict[str, str] | None = None) -> subprocess.CompletedProcess:
+    return subprocess.run([python, str(TOOLS / f"{name}.py"), *map(str, arguments)], text=True,
                           capture_output=True, env={**os.environ, **(environment or {})}, timeout=120)
 
 
@@ -41,28 +43,29 @@ def texts(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(("name", "arguments"), [
     ("blacklist_urls", ()), ("download_urls", ()), ("cleanup_dataset", ()), ("find_duplicates", ()),
     ("filter_ngrams", ("--evaluation", "{folder}/evaluation.txt")), ("split_dataset", ())])
-def test_nothing_in_is_an_error(tmp_path: Path, name: str, arguments: tuple[str, ...]):
+def test_nothing_in_is_an_error(python: WarmPython, tmp_path: Path, name: str, arguments: tuple[str, ...]):
     (tmp_path / "evaluation.txt").write_text(STORY)
     (tmp_path / "in").mkdir()
-    found = run(name, tmp_path / "in", tmp_path / "out", *(word.format(folder=tmp_path) for word in arguments))
+    words = [word.format(folder=tmp_path) for word in arguments]
+    found = run(python.python, name, tmp_path / "in", tmp_path / "out", *words)
     assert (found.returncode, found.stderr.count("\n")) == (2, 1) and "there is no file" in found.stderr
     (tmp_path / "in" / "empty.jsonl").write_text("\n")
-    found = run(name, tmp_path / "in", tmp_path / "out", *(word.format(folder=tmp_path) for word in arguments))
+    found = run(python.python, name, tmp_path / "in", tmp_path / "out", *words)
     assert (found.returncode, found.stderr) == (2, "error: the input holds nothing: name files that do\n")
 
 
-def test_every_stage_takes_scraped_text(texts: Path, tmp_path: Path):
+def test_every_stage_takes_scraped_text(python: WarmPython, texts: Path, tmp_path: Path):
     (tmp_path / "evaluation.txt").write_text("Nothing of these words is in the other texts, however long one looks "
                                              "for them there.")
     for name, arguments in (("cleanup_dataset", ()), ("find_duplicates", ()),
                             ("filter_ngrams", ("--evaluation", tmp_path / "evaluation.txt")), ("split_dataset", ())):
-        found = run(name, texts, tmp_path / name, *arguments, "--limit", "3")
+        found = run(python.python, name, texts, tmp_path / name, *arguments, "--limit", "3")
         assert found.returncode == 0, found.stderr
         assert ": 3 in, " in found.stdout
-    found = run("merge_jsons", "--data_path", texts, "--output_file", tmp_path / "merged.json")
+    found = run(python.python, "merge_jsons", "--data_path", texts, "--output_file", tmp_path / "merged.json")
     assert found.returncode == 0, found.stderr
     assert [json.loads(line)["id"] for line in (tmp_path / "merged.json").open()] == [f"{n}.txt" for n in range(6)]
-    assert "--train-data" in run("split_dataset", tmp_path / "merged.json", tmp_path / "split").stdout
+    assert "--train-data" in run(python.python, "split_dataset", tmp_path / "merged.json", tmp_path / "split").stdout
 
 
 def program(name: str, *arguments: Path | str) -> None:
@@ -123,16 +126,17 @@ def test_names_of_files_that_cannot_be_written(tmp_path: Path, monkeypatch: pyte
     ("download_urls", ["--page-seconds", "nan"], "--page-seconds"),
     ("group_duplicate_url", [], "name the one pairs.jsonl"), ("filter_ngrams", [], "--evaluation"),
     ("filter_ngrams", ["--evaluation", "nowhere.txt"], "nowhere.txt"), ("cleanup_dataset", ["--unknown"], "--unknown")])
-def test_bad_input_ends_in_one_line(texts: Path, tmp_path: Path, name: str, arguments: list[str], words: str):
-    found = run(name, texts, tmp_path / "out", *arguments)
+def test_bad_input_ends_in_one_line(python: WarmPython, texts: Path, tmp_path: Path, name: str, arguments: list[str],
+                                    words: str):
+    found = run(python.python, name, texts, tmp_path / "out", *arguments)
     assert found.returncode == 2 and found.stderr.startswith("error: ") and found.stderr.count("\n") == 1
     assert words in found.stderr and not (tmp_path / "out").exists()
 
 
-def test_no_network_is_not_remembered(tmp_path: Path):
+def test_no_network_is_not_remembered(python: WarmPython, tmp_path: Path):
     pytest.importorskip("trafilatura", reason="the extra [curate] is not installed")
     (tmp_path / "urls.txt").write_text("http://a.invalid/1\nhttp://b.invalid/2\n")
-    found = run("download_urls", tmp_path / "urls.txt", tmp_path / "out",
+    found = run(python.python, "download_urls", tmp_path / "urls.txt", tmp_path / "out",
                 environment={"http_proxy": "", "HTTP_PROXY": ""})
     assert found.returncode == 2 and "is there a network?" in found.stderr
     assert not list((tmp_path / "out").rglob("*.json*"))
@@ -159,14 +163,14 @@ def test_executors_make_the_same_bytes(shards: Path, tmp_path: Path, executor: s
     pytest.importorskip("datatrove", reason="the extra [curate] is not installed")
     if executor == "ray":
         pytest.importorskip("ray")
-    assert run("cleanup_dataset", shards, tmp_path / "alone").returncode == 0
-    found = run("cleanup_dataset", shards, tmp_path / "cluster", "--executor", executor, "--tasks", "2")
+    assert run(sys.executable, "cleanup_dataset", shards, tmp_path / "alone").returncode == 0
+    found = run(sys.executable, "cleanup_dataset", shards, tmp_path / "cluster", "--executor", executor, "--tasks", "2")
     assert found.returncode == 0, found.stderr
     assert "Processing done" in "".join(path.read_text() for path in tmp_path.glob("cluster/.datatrove/logs/*"))
     assert content(tmp_path / "cluster") == content(tmp_path / "alone") and "9 in, 9 out" in found.stdout
 
 
-def test_slurm(shards: Path, tmp_path: Path):
+def test_slurm(python: WarmPython, shards: Path, tmp_path: Path):
     """A stand-in for Slurm runs the job that datatrove hands in, as its array says."""
     pytest.importorskip("datatrove", reason="the extra [curate] is not installed")
     programs = {"sbatch": 'cat "${@: -1}" > job; last=$(sed -n "s/^#SBATCH --array=0-\\([0-9]*\\).*/\\1/p" job)\n'
@@ -185,7 +189,7 @@ def test_slurm(shards: Path, tmp_path: Path):
     assert found.returncode == 0 and "handed to Slurm" in found.stdout, found.stderr
     assert sorted(path.name for path in (tmp_path / "out").glob("*.jsonl")) == ["0.jsonl", "1.jsonl", "2.jsonl"]
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").glob("*.jsonl")}
-    found = run("cleanup_dataset", shards, tmp_path / "out")
+    found = run(python.python, "cleanup_dataset", shards, tmp_path / "out")
     assert found.returncode == 0 and "9 in, 9 out" in found.stdout
     assert {path: path.stat().st_mtime_ns for path in before} == before
 
