@@ -235,6 +235,12 @@ def preload() -> None:
     for name in (*LIBRARIES, *(f"megatron.gpt2.programs.{program}" for program in PROGRAMS)):
         importlib.import_module(name)
     atexit.unregister(importlib.import_module("torch._dynamo.utils").dump_compile_times)  # takes as long as the rest
+    import torch
+
+    from megatron.gpt2 import device
+
+    for dtype in (torch.float32, torch.bfloat16):
+        device._measured_gemm(torch.device("cpu"), dtype)  # 0.3 s of each run; it remembers
     gc.freeze()  # what no command collects is not copied for each of them
 
 

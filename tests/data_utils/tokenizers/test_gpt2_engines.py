@@ -56,7 +56,7 @@ def test_real_text(engines: Engines, test_data: Path) -> None:
     texts = [(test_data / name).read_bytes().decode() for name in ("wikitext-2/valid.txt", "wikitext-2/test.txt",
                                                                    "tinyshakespeare/input.txt")]
     lambada = (test_data / "lambada" / "lambada_test.jsonl").read_text(encoding="utf-8").splitlines()
-    engines.check([part for text in texts for part in text.split("\n \n")])
+    engines.check([part for text in texts[:2] for part in text.split("\n \n")])
     engines.check([json.loads(line)["text"] for line in lambada])
     engines.check(texts[2:])  # one of a megabyte, as a whole
 
