@@ -8,7 +8,12 @@ find_python "dev,hf,data,curate,eval,serve"
 cd "$ROOT"
 unset PYTHONDONTWRITEBYTECODE # hundreds of processes would each compile the project anew
 "$PYTHON" -m ruff check .
-"$PYTHON" -m mypy
+"$PYTHON" -m mypy & # beside the tests: alone it would leave a core idle
+mypy=$!
+trap 'kill "$mypy" 2>/dev/null || true' EXIT # Ctrl-C does not reach what bash runs in the background
 # Four tests at a time on two cores, since their ranks wait for each other; one thread each.
 export OMP_NUM_THREADS=1
-exec "$PYTHON" -m pytest -n 4 --dist worksteal "$@"
+code=0
+"$PYTHON" -m pytest -n 4 --dist worksteal "$@" || code=$?
+wait "$mypy" || { log "error: mypy found what it names above"; code=1; }
+exit "$code"

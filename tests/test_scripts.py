@@ -43,7 +43,8 @@ case "$1 $2" in
         echo "$STUB_INSTALLS" >"$0.installed" ;;
     *)
         echo "run by $0 in $PWD with OMP_NUM_THREADS=${OMP_NUM_THREADS:-}"
-        for word in "$@"; do echo "<$word>"; done ;;
+        for word in "$@"; do echo "<$word>"; done
+        [ "$1 $2" != "${STUB_FAILS:-}" ] || exit 3 ;;
 esac
 """
 
@@ -209,9 +210,19 @@ def test_test_script_installs_its_extras_and_ends_with_pytest(project: Project) 
     assert done.returncode == 0, done.stderr
     assert f"-e {project.root}[dev,hf,data,curate,eval,serve]" in done.stderr
     words = [line for line in done.stdout.splitlines() if line.startswith("<")]
-    assert words == ["<-m>", "<ruff>", "<check>", "<.>", "<-m>", "<mypy>",
-                     "<-m>", "<pytest>", "<-n>", "<4>", "<--dist>", "<worksteal>", "<-k>", "<a name>"]
+    assert words[:4] == ["<-m>", "<ruff>", "<check>", "<.>"]
+    beside = [word for word in words[4:] if word not in ("<-m>", "<mypy>")]  # mypy runs at the same time
+    assert beside == ["<pytest>", "<-n>", "<4>", "<--dist>", "<worksteal>", "<-k>", "<a name>"]
+    assert len(words) == 4 + 2 + 1 + len(beside)
     assert f"in {project.root} with OMP_NUM_THREADS=1" in done.stdout
+
+
+@pytest.mark.parametrize(("tool", "code"), [("ruff", 3), ("mypy", 1), ("pytest", 3)])
+def test_test_script_fails_where_one_of_its_tools_does(project: Project, tool: str, code: int) -> None:
+    done = project.run("test.sh", STUB_HAS=TESTING, STUB_FAILS=f"-m {tool}")
+    assert done.returncode == code
+    assert ("<pytest>" in done.stdout) == (tool != "ruff")
+    assert ("error: mypy found what it names above" in done.stderr) == (tool == "mypy")
 
 
 def test_test_script_never_goes_on_without_its_tools(project: Project) -> None:
