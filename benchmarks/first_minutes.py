@@ -42,7 +42,7 @@ class Stage:
     least: float
 
 
-STAGES = {"machine": Stage("machine", 40, 10), "modes": Stage("modes", 100, 30), "tables": Stage("tables", 130, 40),
+STAGES = {"machine": Stage("machine", 60, 10), "modes": Stage("modes", 100, 30), "tables": Stage("tables", 130, 40),
           "kernels": Stage("profiles", 130, 60), "steps": Stage("steps", 260, 60), "tests": Stage("own_tests", 300, 60)}
 
 

@@ -170,7 +170,8 @@ def campaign(chosen: argparse.Namespace, output: Path, scratch: Path) -> int:
         **report.header(f"train {what}"), "smoke": chosen.smoke, "problem": shown, "warm_up_steps": 1 + warmup,
         "timed_steps": steps,
         "nanogpt_commit": report.commit(chosen.nanogpt) if chosen.nanogpt else None,
-        "peak_flops": PEAK if gpu else None, "published": published(PARTS[chosen.part][0]) if gpu else [],
+        "peak_flops": PEAK if gpu else None,
+        "published": published(PARTS[chosen.part][0]) if chosen.preset == "gpu" else [],
         "allocator_environment": sorted(name for name in os.environ if name.startswith("MALLOC_")
                                         or name in ("LD_PRELOAD", "GLIBC_TUNABLES", "PYTORCH_ALLOC_CONF")),
         "gate": {}, "gate_tolerance": GATE,

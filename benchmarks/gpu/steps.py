@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import report
-from benchmarks.flops import PEAK, utilisation
+from benchmarks.flops import utilisation
 from benchmarks.gpu.cases import Cases
 from benchmarks.gpu.setting import Setting
 from benchmarks.problem import Arm
@@ -40,7 +40,7 @@ def steps_of(setting: Setting, name: str) -> dict[str, Any]:
     speed = visit["tokens_per_step"] / seconds["median"]
     gpu = report.machine()["gpu"]
     teraflops = None if gpu is None else datasheet(gpu)
-    peak = 1e12 * teraflops if teraflops else None if gpu is None else PEAK
+    peak = 1e12 * teraflops if teraflops else None  # of a GPU that is not known there is no MFU
     found = {"tokens_per_s": speed, "step_s": seconds, "first_step_s": visit["first_step_s"],
              **utilisation(speed, visit, peak), "mfu_of_flops_per_s": peak,
              "expected_peak_gb": visit["expected_peak_bytes"] / 1e9}
