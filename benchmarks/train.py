@@ -184,7 +184,7 @@ def campaign(chosen: argparse.Namespace, output: Path, scratch: Path) -> int:
         before = known["arms"].get(name, {}) if known else {}
         if all(before.get(key) == value for key, value in json.loads(json.dumps(entry)).items() if key != "visits"):
             entry["visits"] = [visit for visit in before["visits"] if "failed" not in visit]
-            print(f"{name}: {len(entry['visits'])} visits are there already", flush=True)
+            print(f"{name}: visits that are there already: {len(entry['visits'])}", flush=True)
 
     def start(task: str, arm: Arm, **more: Any) -> dict[str, Any]:
         return run_arm({"task": task, "problem": dataclasses.asdict(problem), "arm": dataclasses.asdict(arm),
