@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported; ranks that tests start inherit it
@@ -31,6 +32,17 @@ def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of all the test processes of this run."""
     base = tmp_path_factory.getbasetemp()
     return base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+
+
+def made_once(folder: Path, make: Callable[[Path], object]) -> Path:
+    """`folder`, filled by the first of the test processes that comes here; the others wait for it."""
+    folder.mkdir(exist_ok=True)
+    with folder.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not folder.with_suffix(".made").exists():
+            make(folder)
+            folder.with_suffix(".made").touch()
+    return folder
 
 
 @pytest.fixture(scope="session")

@@ -3,7 +3,6 @@ nobody can wait for in a test."""
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import re
@@ -14,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from data_utils.tokenizers.gpt2 import END_OF_TEXT, byte_alphabet
-from tests.conftest import ROOT, TEST_DATA
+from tests.conftest import ROOT, TEST_DATA, made_once
 from tests.megatron.gpt2.training.training_runs import write_text
 from tests.warm_python import WarmPython
 
@@ -63,17 +62,13 @@ def appended(line: str) -> str:
 def reader(shared_folder: Path, python: WarmPython) -> Path:
     """A clone with what a reader of any page has: texts, models from elsewhere, and the README's two checkpoints.
     The test processes make it once and copy it."""
-    folder = shared_folder / "docs"
-    folder.mkdir(exist_ok=True)
-    with (folder / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not (folder / "whole").exists():
-            make_project(folder / "project")
-            for line in ("bash scripts/pretrain_gpt2.sh", next(line for page, line in COMMANDS if page == "README.md"
-                                                               and line.endswith("--save checkpoints/gpt2_mp2"))):
-                run(line, folder / "project", python)
-            (folder / "whole").touch()
-    return folder / "project"
+    def make(folder: Path) -> None:
+        make_project(folder)
+        for line in ("bash scripts/pretrain_gpt2.sh", next(line for page, line in COMMANDS if page == "README.md"
+                                                           and line.endswith("--save checkpoints/gpt2_mp2"))):
+            run(line, folder, python)
+
+    return made_once(shared_folder / "docs", make)
 
 
 def make_project(folder: Path) -> None:

@@ -112,13 +112,13 @@ for line in sys.argv[1:]:
 def test_installed_commands_work_outside_the_checkout(installed: Path, tmp_path: Path) -> None:
     """From training on two model-parallel ranks on, by the lines that the run itself prints at its end."""
     commands = {path.name for path in installed.parent.glob("gpt2-*")}
-    said = run([str(installed.parent / "gpt2-pretrain"), *TINY, "--eval-iters", "1", "--nproc-per-node", "2",
-                "--model-parallel-size", "2", "--save", "it"], tmp_path)
+    (tmp_path / "text.txt").write_text("It was a dark night. " * 400)
+    said = run([str(installed.parent / "gpt2-pretrain"), *TINY, "--train-data", "text.txt", "--eval-iters",
+                "1", "--nproc-per-node", "2", "--model-parallel-size", "2", "--save", "it"], tmp_path)
     printed = re.findall(r"^ +(gpt2-.*)$", said.partition("next:")[2], re.MULTILINE)
     assert [line.split()[0] for line in printed] == ["gpt2-pretrain", "gpt2-pretrain", "gpt2-generate-text",
                                                      "gpt2-checkpoint"]
     assert "--nproc-per-node 2" in printed[1] and printed[3] == "gpt2-checkpoint merge it it_merged"
-    (tmp_path / "text.txt").write_text("It was a dark night. " * 20)
     names, *lines = run([str(installed), "-c", COMMANDS, printed[3], "gpt2-checkpoint inspect it_merged",
                          "gpt2-evaluate --load it_merged --valid-data text.txt",
                          "gpt2-plan --model 345m --device cpu"], tmp_path).splitlines()

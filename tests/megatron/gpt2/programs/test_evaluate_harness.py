@@ -31,8 +31,9 @@ Figures = dict[tuple[str, str], float]
 
 
 @pytest.fixture(scope="module")
-def folder() -> Path:
-    folder, words = word_model()
+def folder(shared_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("word_model")
+    words = word_model(shared_folder, folder)
     docs = [{"context": " ".join(words[at:at + 6]), "next": words[at + 6], "text": " ".join(words[at:at + 40]),
              "words": [words[at + 6], words[at + 7], words[at + 8]]} for at in range(0, 400, 20)]
     (folder / "docs.jsonl").write_text("".join(json.dumps(doc) + "\n" for doc in docs))

@@ -33,9 +33,10 @@ PROSE = (ROOT / "LICENSE").read_text()
 
 
 @pytest.fixture(scope="module")
-def folder() -> Path:
+def folder(shared_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The model, prose in the manner of WikiText, and passages of that prose and of words that the model knows."""
-    folder, words = word_model()
+    folder = tmp_path_factory.mktemp("word_model")
+    words = word_model(shared_folder, folder)
     wiki = re.sub(r"(?<=\w)-(?=\w)", " @-@ ", re.sub(r"([.,;:()\"])", r" \1 ", PROSE)).replace("\n", " \n ")
     (folder / "wiki.test.tokens").write_text(wiki)
     passages = [" ".join(words[start:start + 9]) for start in range(0, 600, 10)]

@@ -7,12 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers.generation.logits_process import (
-    RepetitionPenaltyLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
 
 from megatron.gpt2.text.sampling import Sampler, Sampling, filter_logits
 from megatron.gpt2.text.text_stream import TextStream
@@ -21,6 +15,13 @@ CPU = torch.device("cpu")
 
 
 def of_transformers(logits: torch.Tensor, sampling: Sampling, context: torch.Tensor) -> torch.Tensor:
+    from transformers.generation.logits_process import (
+        RepetitionPenaltyLogitsProcessor,
+        TemperatureLogitsWarper,
+        TopKLogitsWarper,
+        TopPLogitsWarper,
+    )
+
     steps = [RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty)] if sampling.repetition_penalty != 1 else []
     steps += [TemperatureLogitsWarper(sampling.temperature)] if sampling.temperature != 1 else []
     steps += [TopKLogitsWarper(sampling.top_k)] if sampling.top_k else []

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import atexit
-import functools
 import random
 import shutil
-import tempfile
 from pathlib import Path
 
 import pytest
@@ -15,6 +12,7 @@ from data_utils import load_tokenizer
 from megatron.gpt2.checkpoint.folder import find_checkpoint
 from megatron.gpt2.formats.write_huggingface import write_huggingface
 from megatron.gpt2.programs.pretrain_gpt2 import main as pretrain
+from tests.conftest import made_once
 
 ITERATIONS = 80
 LENGTH = 32  # positions
@@ -27,12 +25,14 @@ WORDS = [
     "area", "money", "story", "fact"]
 
 
-@functools.cache
-def word_model() -> tuple[Path, list[str]]:
-    """A folder with the checkpoint in save/ and the export in exported/, and the words of the text, of which most
-    follow from the one before. Trained once a process."""
-    folder = Path(tempfile.mkdtemp())
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+def word_model(shared_folder: Path, folder: Path) -> list[str]:
+    """Puts the checkpoint into `folder`/save, the export into `folder`/exported and the text into `folder`/text.txt.
+    Returns the words of the text, of which most follow from the one before. Trained once for all test processes."""
+    shutil.copytree(made_once(shared_folder / "word_model", train), folder, dirs_exist_ok=True)
+    return (folder / "text.txt").read_text().split()
+
+
+def train(folder: Path) -> None:
     draw, words, at = random.Random(0), [], 0
     for _ in range(8000):
         at = draw.randrange(len(WORDS)) if draw.random() < 0.3 else (7 * at + 3) % len(WORDS)
@@ -43,4 +43,3 @@ def word_model() -> tuple[Path, list[str]]:
                      "--device", "cpu", "--precision", "fp32", "--data-cache-path", str(folder / "cache")]) == 0
     write_huggingface(find_checkpoint(folder / "save", log=pytest.fail), folder / "exported",
                       tokenizer=load_tokenizer(folder / "save" / "tokenizer"), log=pytest.fail)
-    return folder, words
