@@ -33,6 +33,7 @@ from benchmarks.flops import by_llm_c
 from benchmarks.problem import Arm, Problem
 from benchmarks.timing import call_seconds
 from data_utils import BatchLoader, GPT2Dataset, SampleOrder, Tokenizer, build_splits
+from data_utils.blending import BlendedDataset
 from megatron.gpt2.command_line.arguments import parse
 from megatron.gpt2.device import DTYPES, set_allocator, set_threads
 from megatron.gpt2.launch.ranks import Ranks
@@ -67,7 +68,7 @@ class Vocabulary(Tokenizer):
         raise ValueError("the benchmark's vocabulary has no text")
 
 
-def dataset(problem: Problem) -> GPT2Dataset:
+def dataset(problem: Problem) -> GPT2Dataset | BlendedDataset:
     return build_splits(train_data=(), data_path=[problem.tokens], split="1", need_valid=False, need_test=False,
                         tokenizer=Vocabulary(problem.vocab_size), seq_length=problem.seq_length, log=print).train
 

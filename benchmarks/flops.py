@@ -10,7 +10,7 @@ from typing import Any
 PEAK = 989e12  # FLOP/s, dense bf16, of the datasheet of H100 SXM and H200
 
 # Of other machines and not measured here: bf16, MFU by llm.c's own count.
-LLM_C = [
+LLM_C: list[dict[str, Any]] = [
     {"model": "1.5B", "gpus": "8 H100", "mfu": 0.486, "source": "llm.c, its run of GPT-2 1.56B"},
     {"model": "1.5B", "gpus": "8 H100", "tokens_per_s": [374e3, 388e3], "source": "llm.c, its scripts' step times"},
     {"model": "345M", "gpus": "8 A100", "tokens_per_s": [524288 / 0.820] * 2, "source": "llm.c, its scripts: 820 ms"},

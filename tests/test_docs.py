@@ -144,7 +144,8 @@ def test_every_link_and_flag_that_is_named_exists():
     known = {row[0] for row in flag_table()} | {"--help", "--index-url", "--local-dir", "--ntasks-per-node",
                                                   # of torchrun, sbatch, docker and apptainer
                                                   "--master-addr", "--nodes", "--gpus", "--ipc", "--ulimit",
-                                                  "--network", "--nv", "--signal", "--gpu-bind", "--gpus-per-task"}
+                                                  "--network", "--nv", "--signal", "--gpu-bind", "--gpus-per-task",
+                                                  "--collect-only"}  # of pytest
     for program in (*(ROOT / "megatron" / "gpt2" / "programs").rglob("*.py"), *(ROOT / "benchmarks").glob("*.py"),
                     ROOT / "data_utils" / "curation" / "command_line.py"):
         for names in re.findall(r'add_argument\(((?:"--[\w-]+",? ?)+)', program.read_text()):

@@ -63,7 +63,7 @@ def step_of(arm: Arm, setting: Setting) -> dict[str, Any]:
             training.step()
     ms = [1000 * seconds for seconds in call_seconds(training.step, setting.device, STEPS)]
     peak = torch.cuda.max_memory_allocated() if setting.device.type == "cuda" else None
-    found = {"loss": loss, "grad_norm": norm, "ms": sorted(ms)[len(ms) // 2],
+    found: dict[str, Any] = {"loss": loss, "grad_norm": norm, "ms": sorted(ms)[len(ms) // 2],
              "peak_allocated_mb": None if peak is None else peak / 2**20,
              "expected_peak_mb": (training.expected_peak or 0) / 2**20, "waits": waits, "warnings": other}
     try:
