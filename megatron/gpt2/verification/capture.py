@@ -1,0 +1,207 @@
+"""Hooks that take the tensors of a training step out of a run, as parts of global tensors. Nothing is sent: each rank
+says where its part lies.
+
+Legend: b samples of a micro-batch, s sequence, w width, p model-parallel size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import mpu
+from megatron.gpt2.checkpoint.state import state_pieces
+from megatron.gpt2.optimizer.flat_state import FlatState
+from megatron.gpt2.optimizer.optimizer import MOMENTS
+from megatron.gpt2.training.collectives import global_sum
+from megatron.gpt2.training.run import Run
+from megatron.gpt2.training.train_step import train_step
+from megatron.gpt2.verification.parts import Key, Part
+from mpu.partition import Box
+
+# Of a layer, its modules whose output is captured. True: of each rank's own part of the width, over all of the
+# sequence.
+OUTPUTS = {"input_layernorm": False, "attention.query_key_value": True, "attention.dense": False,
+           "post_attention_layernorm": False, "mlp.dense_h_to_4h": True, "mlp.dense_4h_to_h": False}
+# What these modules are given: the output of a function between two modules, split by the width.
+INPUTS = {"attention.dense": "attention.core", "mlp.dense_4h_to_h": "mlp.gelu"}
+# Whose gradient is complete on each rank.
+WITH_GRADIENT = ("input_layernorm", "post_attention_layernorm")
+
+
+class Capture:
+    """Takes the parts of each step of `run` and gives them to `take`, while the step runs.
+
+    A layer that is compiled is one operation: only its output is taken. What backward computes again is not taken
+    twice.
+    """
+
+    def __init__(self, run: Run, take: Callable[[Part], None]) -> None:
+        self._run, self._take = run, take
+        self._parallel, self._model = run.parallel, run.engine.model
+        self._specs = mpu.partition_specs(self._model)
+        self._size = run.config.train.micro_batch_size
+        self._step = self._micro_batch = self._place = 0
+        self._is_forward = False
+        self._losses: list[Tensor] = []
+        self._scale = 1.0
+        self._updates = run.engine.optimizer.step
+        run.engine.optimizer.step = self._optimizer_step  # type: ignore[method-assign]
+        self._handles: list[Any] = []
+        self._watch()
+        self._parameters()  # of step 0
+
+    def close(self) -> None:
+        """Take nothing any more."""
+        for handle in self._handles:
+            handle.remove()
+        del self._run.engine.optimizer.step  # the instance's; the class has its own
+
+    def step(self) -> None:
+        """A training step, all of whose tensors are taken."""
+        run = self._run
+        self._step += 1
+        self._micro_batch = -1
+        self._losses = []
+        self._scale = float(run.engine.optimizer.scaler.scale)
+        run.progress.loss_sum.zero_()
+        train_step(run)
+        run.progress.step(run.prepared.global_batch_size)
+        run.engine.gatherer.wait()
+        dtype, states = run.prepared.dtype, list(run.engine.optimizer.tensors())
+        for moment in MOMENTS:
+            self._states("moment", f"{moment} of ", (state for state in states if state.kind == moment))
+        if dtype != torch.float32:  # else they are the parameters
+            self._states("master", "master of ", (state for state in states if state.kind == "master"))
+        self._parameters()
+
+    def _parameters(self) -> None:
+        """Take the weights that the model computes with."""
+        self._run.engine.gatherer.wait()
+        self._states("parameter", "", (FlatState("model", name, parameter.detach().view(-1))
+                                       for name, parameter in self._model.named_parameters()), replicated=True)
+
+    def _watch(self) -> None:
+        model = self._model
+        self._handles += [model.register_forward_pre_hook(self._begin, with_kwargs=True),
+                          model.register_forward_hook(self._end),
+                          model.transformer.register_forward_pre_hook(
+                              lambda module, args: self._activation("embeddings", args[0], gradient=True))]
+        for number, layer in enumerate(model.transformer.layers):
+            name = f"transformer.layers.{number}"
+            if model.is_compiled:
+                layer._compiled_call_impl = self._after(layer._compiled_call_impl, name)
+                continue
+            for part, split in OUTPUTS.items():
+                module = layer.get_submodule(part)
+                if part in INPUTS:
+                    self._handles.append(module.register_forward_pre_hook(
+                        lambda module, args, name=f"{name}.{INPUTS[part]}": self._activation(name, args[0], split=True)))
+                self._on_output(module, f"{name}.{part}", split=split, gradient=part in WITH_GRADIENT)
+            self._on_output(layer, name, gradient=True)
+        self._on_output(model.transformer.final_layernorm, "transformer.final_layernorm", gradient=True)
+
+    def _on_output(self, module: nn.Module, name: str, *, split: bool = False, gradient: bool = False) -> None:
+        self._handles.append(module.register_forward_hook(
+            lambda module, args, out: self._activation(name, out, split=split, gradient=gradient)))
+
+    def _after(self, compiled: Callable[..., Tensor], name: str) -> Callable[..., Tensor]:
+        def call(*args: Any, **kwargs: Any) -> Tensor:
+            out = compiled(*args, **kwargs)
+            self._activation(name, out, gradient=True)
+            return out
+
+        return call
+
+    def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._micro_batch += 1
+        self._place, self._is_forward = 0, True
+        for place, name in enumerate(("tokens", "labels")):
+            self._samples("input", name, kwargs[name], self._first_sample(), place=place)
+
+    def _end(self, module: nn.Module, args: tuple[Any, ...], out: Tensor) -> None:
+        self._is_forward = False
+        self._losses.append(out.detach())
+
+    def _first_sample(self) -> int:
+        """The place of this micro-batch's first sample in the global batch; data_utils/samplers.py has the rule."""
+        parallel = self._parallel
+        return (self._micro_batch * parallel.data_parallel_size + parallel.data_parallel_rank) * self._size
+
+    def _activation(self, name: str, x: Tensor, *, split: bool = False, gradient: bool = False) -> None:
+        """Take x, [s, b, w] or a part of it; with `gradient` also its gradient, once backward has it."""
+        if not self._is_forward:
+            return
+        self._place += 1
+        first, place, scale = self._first_sample(), self._place, self._scale
+        self._hidden("activation", name, x.detach(), first, place, split)
+        if gradient and x.requires_grad:
+            def hook(grad: Tensor) -> None:
+                unscaled = grad if scale == 1 else grad.float() / scale
+                self._hidden("activation gradient", f"gradient of {name}", unscaled, first, -place, split)
+
+            x.register_hook(hook)
+
+    def _hidden(self, kind: str, name: str, x: Tensor, first: int, place: int, split: bool) -> None:
+        parallel = self._parallel
+        p, rank = parallel.model_parallel_size, parallel.model_parallel_rank
+        of_sequence = self._model.sequence_parallel and not split
+        x = x.transpose(0, 1)  # [s, b, w] -> [b, s, w]
+        s, w = x.shape[1:]
+        self._samples(kind, name, x, first, (rank * s * of_sequence, rank * w * split), place=place,
+                      whole=(s * (p if of_sequence else 1), w * (p if split else 1)), is_part=of_sequence or split)
+
+    def _samples(self, kind: str, name: str, x: Tensor, first: int, offset: tuple[int, ...] = (), *, place: int,
+                 whole: tuple[int, ...] = (), is_part: bool = False) -> None:
+        """Take x, [b, ...], of the samples from `first` on. offset, whole: of its other dimensions, where it begins and
+        how large it is over all ranks; without them it has all of them."""
+        parallel = self._parallel
+        whole, offset = whole or tuple(x.shape[1:]), offset or (0,) * (x.dim() - 1)
+        self._take(Part(Key(self._step, kind, place, name), x, Box((first, *offset), tuple(x.shape)),
+                        (self._run.prepared.global_batch_size, *whole),
+                        writes=is_part or parallel.model_parallel_rank == 0,
+                        share=parallel.data_parallel_size * (parallel.model_parallel_size if is_part else 1)))
+
+    def _scalar(self, kind: str, name: str, value: Tensor | float, place: int = 0) -> None:
+        number = torch.as_tensor(value, dtype=torch.float32).detach().clone().view(1)
+        self._take(Part(Key(self._step, kind, place, name), number, Box((0,), (1,)), (1,),
+                        writes=self._parallel.rank == 0, share=1))
+
+    def _optimizer_step(self) -> None:
+        """In the place of the optimizer's: gradients before it, norm and rate after it."""
+        engine, group = self._run.engine, self._parallel.data_parallel_group
+        flat, optimizer = engine.flat, engine.optimizer
+        self._scalar("loss", "loss", global_sum(self._losses, group).sum() / self._scale)
+        owned, states = flat.owned_grads(), []
+        for name in flat.ranges:
+            index, part, start = flat.owned_part_of(name)
+            values = owned[index][part]
+            states.append(FlatState("gradient", name, values if self._scale == 1 else values / self._scale, start))
+        self._states("gradient", "gradient of ", states)
+        del owned, states
+        rate = optimizer.learning_rate.clone()
+        self._updates()
+        numbers = {"gradient norm": optimizer.grad_norm, "skipped": optimizer.found_inf, "learning rate": rate,
+                   "steps of the optimizer": float(optimizer.state_dict()["adam_steps"])}
+        for place, (name, value) in enumerate(numbers.items()):
+            self._scalar("scalar", name, value, place)
+
+    def _states(self, kind: str, prefix: str, states: Iterable[FlatState], *, replicated: bool = False) -> None:
+        """Take what this rank has of parameters or their state. replicated: each data-parallel rank has all of it."""
+        parallel, flat = self._parallel, self._run.engine.flat
+        places = {name: place for place, name in enumerate(self._specs)}
+        alone = parallel.data_parallel_rank == 0 or (flat.is_sharded and not replicated)
+        for state in states:
+            spec = self._specs[state.name]
+            rank = parallel.model_parallel_rank if spec.dim is not None else 0
+            # Gradients are made from the last parameter to the first.
+            place = places[state.name] * (-1 if kind == "gradient" else 1)
+            pieces = state_pieces([state], self._specs, mp_rank=rank, mp_size=parallel.model_parallel_size)
+            for piece in pieces.values():
+                if piece.tensor.numel():
+                    self._take(Part(Key(self._step, kind, place, prefix + state.name), piece.tensor,
+                                    Box(piece.offset, tuple(piece.tensor.shape)), piece.global_shape,
+                                    writes=alone and (spec.dim is not None or parallel.model_parallel_rank == 0)))

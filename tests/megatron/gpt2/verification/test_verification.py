@@ -1,0 +1,78 @@
+"""A run is compared with a trace of another layout: nothing is found where nothing is wrong, and each planted fault is
+named."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.gpt2.training.run import Run
+from megatron.gpt2.verification.operations import operation
+from megatron.gpt2.verification.rounding import Rounding
+from megatron.gpt2.verification.runs import compare, facts, record
+from megatron.gpt2.verification.trace import Trace, merge
+from megatron.gpt2.verification.verdict import Verdict, read_verdict
+from tests.distributed import run_ranks
+from tests.megatron.gpt2.training.training_runs import finish, start, write_text
+from tests.megatron.gpt2.verification.planted_faults import FAULTS, OF_SEQUENCE, SHARDED, TWO_PARTS
+
+TINY = ["--hidden-size", "32", "--seq-length", "16", "--global-batch-size", "4"]
+STEPS = 2
+CLEAN = {"split in two": TWO_PARTS, "sequence-parallel": (*OF_SEQUENCE, "--recompute-granularity", "selective"),
+         "sharded": SHARDED,
+         "accumulated, recomputed": ("--micro-batch-size", "1", "--recompute-granularity", "full"),
+         "torch's DDP": ("--micro-batch-size", "2", "--DDP-impl", "torch")}
+
+
+def compared(rank: int, world_size: int, folder: str, name: str, flags: tuple[str, ...],
+             plant: Callable[[Run, pytest.MonkeyPatch], None] | None = None) -> dict[str, Any]:
+    """A run of two ranks beside the trace; what it found lies in a folder of its name. Returns the run's facts."""
+    run = start(rank, world_size, folder, [*TINY, *flags, "--save", f"{folder}/run"])
+    with pytest.MonkeyPatch.context() as patch:
+        if plant:
+            plant(run, patch)
+        compare(run, STEPS, Trace(Path(folder, "trace")), Path(folder, name))
+    finish(run)
+    return facts(run)
+
+
+def every_comparison(rank: int, world_size: int, folder: str) -> dict[str, dict[str, Any]]:
+    found = {name: compared(rank, world_size, folder, name, flags) for name, flags in CLEAN.items()}
+    return found | {name: compared(rank, world_size, folder, name, fault.flags, fault.plant)
+                    for name, fault in FAULTS.items()}
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Verdict, dict[str, Any]]]:
+    """The verdict of each comparison with one rank, and the facts of its run: all in one start of two ranks."""
+    folder = tmp_path_factory.mktemp("verification")
+    write_text(folder)
+    run = start(0, 1, str(folder), [*TINY, "--micro-batch-size", "4"])
+    record(run, STEPS, folder / "trace")
+    finish(run)
+    merge(folder / "trace", 1, facts(run))
+    trace = Trace(folder / "trace")
+    return {name: (read_verdict(folder / name, 2, trace, Rounding(trace, torch.float32)), of_run)
+            for name, of_run in run_ranks(every_comparison, 2, str(folder))[0].items()}
+
+
+@pytest.mark.parametrize("name", CLEAN)
+def test_nothing_is_found_in_another_layout(found: dict[str, tuple[Verdict, dict[str, Any]]], name: str) -> None:
+    verdict, _ = found[name]
+    assert verdict.word == "within rounding" and verdict.left_out == 0
+    assert len(verdict.worst) > 300 and verdict.total.count > 200_000
+    assert 0 < verdict.share_of_bound[0] < 0.5
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_planted_fault_is_named(found: dict[str, tuple[Verdict, dict[str, Any]]], name: str) -> None:
+    (verdict, of_run), fault = found[name], FAULTS[name]
+    first = verdict.findings[0]
+    assert (first.row.key.step, first.row.key.name) == (fault.step, fault.tensor)
+    assert fault.operation in operation(first.row.key, of_run)
+    assert first.ranks == fault.ranks
