@@ -40,6 +40,7 @@ FLOORS: dict[str, list[str]] = {
         "formats memory_planner",
         "text",
         "training",
+        "verification",
         "programs"],
 }
 

@@ -1,15 +1,12 @@
 """report.html: a run on one page that loads nothing else, made from the files of its save folder.
 
 The curves are from `metrics.jsonl`, the texts from `samples.jsonl`, starts, warnings and ends from `history.jsonl`,
-settings and environment from `config.json`. Where a file is missing, its part of the page is empty. All text is
-escaped, and the page's own policy allows no script but the one with the right hash.
+settings and environment from `config.json`. Where a file is missing, its part of the page is empty.
 """
 
-import base64
-import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from datetime import datetime, timedelta
 from html import escape
 from pathlib import Path
@@ -18,6 +15,7 @@ from typing import Any
 from data_utils.files.atomic import replace_text
 from megatron.gpt2.config import Config
 from megatron.gpt2.config.flag_names import by_key, differing_flags, flag
+from megatron.gpt2.records.html_page import cell, pairs, remark, scrolling, whole_page
 from megatron.gpt2.records.plots import points, read_records
 from megatron.gpt2.records.svg_chart import Curve, chart, number
 
@@ -46,8 +44,6 @@ def page(folder: Path) -> str:
     config = Config.from_dict(settings.get("config", {}))
     trained = [record for record in metrics if "split" not in record]
     title = folder.resolve().name
-    style, script = (Path(__file__).with_name(name).read_text(encoding="utf-8") for name in ("report.css", "report.js"))
-    policy = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     parts = [
         f"<header><h1>{escape(title)}</h1>{status(history)}</header>",
         figures(metrics, trained, settings, config),
@@ -57,11 +53,7 @@ def page(folder: Path) -> str:
         "<h2>Settings</h2>", settings_tables(settings, config),
         "<h2>Environment</h2>", environment_table(settings),
     ]
-    return ('<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
-            '<meta name="viewport" content="width=device-width, initial-scale=1">'
-            '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; style-src \'unsafe-inline\'; '
-            f'script-src \'sha256-{policy}\'"><title>{escape(title)}</title><style>{style}</style></head>\n<body>'
-            + "\n".join(parts) + f"\n<script>{script}</script></body></html>\n")
+    return whole_page(title, parts)
 
 
 def status(history: Records) -> str:
@@ -74,7 +66,7 @@ def status(history: Records) -> str:
 def figures(metrics: Records, trained: Records, settings: Mapping[str, Any], config: Config) -> str:
     """The numbers that a reader looks for first."""
     if not trained:
-        return _none("no iteration was logged yet")
+        return remark("no iteration was logged yet")
     last = trained[-1]
     rows = [("iteration", f"{last['iteration']:,}",
              f"of {settings['train_iters']:,}" if "train_iters" in settings else ""),
@@ -115,56 +107,37 @@ def charts(metrics: Records) -> list[str]:
 def sample_table(samples: Records) -> str:
     """The texts that the model wrote at its evaluations; MOST_SAMPLES of them at most."""
     if not samples:
-        return _none("none yet: each evaluation writes one")
+        return remark("none yet: each evaluation writes one")
     shown = spread(samples, MOST_SAMPLES)
-    rows = [_cell(f"{s['iteration']:,}", "number") + _cell(s["text"], "sample") for s in shown]
-    left_out = _none(f"{len(shown)} of {len(samples)}: all are in {SAMPLES}") if len(shown) < len(samples) else ""
-    return _none("what the model writes after the words in brackets, by the same random numbers each time") + \
-        _scrolling(("iteration", "text"), rows) + left_out
+    rows = [cell(f"{s['iteration']:,}", "number") + cell(s["text"], "sample") for s in shown]
+    left_out = remark(f"{len(shown)} of {len(samples)}: all are in {SAMPLES}") if len(shown) < len(samples) else ""
+    return remark("what the model writes after the words in brackets, by the same random numbers each time") + \
+        scrolling(("iteration", "text"), rows) + left_out
 
 
 def history_table(history: Records) -> str:
     """Warnings, starts and ends with their time and iteration; the last MOST_EVENTS of them."""
     if not history:
-        return _none("none is on record")
-    rows = [_cell(event.get("time", "")) + _cell(f"{event['iteration']:,}", "number")
-            + _cell(event["text"], "alarm" if str(event["text"]).startswith("WARNING") else "")
+        return remark("none is on record")
+    rows = [cell(event.get("time", "")) + cell(f"{event['iteration']:,}", "number")
+            + cell(event["text"], "alarm" if str(event["text"]).startswith("WARNING") else "")
             for event in history[-MOST_EVENTS:]]
-    return _scrolling(("time", "iteration", ""), rows)
+    return scrolling(("time", "iteration", ""), rows)
 
 
 def settings_tables(settings: Mapping[str, Any], config: Config) -> str:
     """The flags that differ from their defaults, and below them all flags."""
     if "config" not in settings:
-        return _none("config.json is missing")
+        return remark("config.json is missing")
     every = [(flag(key), value) for key, value in by_key(config.as_dict()).items()]
-    return (_none("flags that differ from their defaults") + _pairs(differing_flags(config))
-            + f"<details><summary>all {len(every)} flags</summary>{_pairs(every)}</details>")
+    return (remark("flags that differ from their defaults") + pairs(differing_flags(config))
+            + f"<details><summary>all {len(every)} flags</summary>{pairs(every)}</details>")
 
 
 def environment_table(settings: Mapping[str, Any]) -> str:
     """Versions, devices, hosts and the commit of the source."""
     environment = settings.get("environment")
-    return _pairs(list(environment.items())) if environment else _none("not on record")
-
-
-def _none(text: str) -> str:
-    return f'<p class="none">{escape(text)}</p>'
-
-
-def _cell(text: Any, kind: str = "") -> str:
-    return f'<td class="{kind}">{escape(str(text))}</td>'
-
-
-def _pairs(rows: Sequence[tuple[str, Any]]) -> str:
-    return "<table>" + "".join(
-        f"<tr>{_cell(name)}{_cell(' '.join(map(str, value)) if isinstance(value, list | tuple) else value)}</tr>"
-        for name, value in rows) + "</table>"
-
-
-def _scrolling(head: Sequence[str], rows: Sequence[str]) -> str:
-    return ('<div class="scroll"><table><tr>' + "".join(f"<th>{name}</th>" for name in head) + "</tr>"
-            + "".join(f"<tr>{row}</tr>" for row in rows) + "</table></div>")
+    return pairs(list(environment.items())) if environment else remark("not on record")
 
 
 def spread(records: Records, most: int) -> Records:

@@ -87,9 +87,8 @@ class Capture:
     def _watch(self) -> None:
         model = self._model
         self._handles += [model.register_forward_pre_hook(self._begin, with_kwargs=True),
-                          model.register_forward_hook(self._end),
-                          model.transformer.register_forward_pre_hook(
-                              lambda module, args: self._activation("embeddings", args[0], gradient=True))]
+                          model.register_forward_hook(self._end)]
+        self._on_input(model.transformer, "embeddings", gradient=True)
         for number, layer in enumerate(model.transformer.layers):
             name = f"transformer.layers.{number}"
             if model.is_compiled:
@@ -98,19 +97,22 @@ class Capture:
             for part, split in OUTPUTS.items():
                 module = layer.get_submodule(part)
                 if part in INPUTS:
-                    self._handles.append(module.register_forward_pre_hook(
-                        lambda module, args, name=f"{name}.{INPUTS[part]}": self._activation(name, args[0], split=True)))
+                    self._on_input(module, f"{name}.{INPUTS[part]}", split=True)
                 self._on_output(module, f"{name}.{part}", split=split, gradient=part in WITH_GRADIENT)
             self._on_output(layer, name, gradient=True)
         self._on_output(model.transformer.final_layernorm, "transformer.final_layernorm", gradient=True)
+
+    def _on_input(self, module: nn.Module, name: str, *, split: bool = False, gradient: bool = False) -> None:
+        self._handles.append(module.register_forward_pre_hook(
+            lambda module, args: self._activation(name, args[0], split=split, gradient=gradient)))
 
     def _on_output(self, module: nn.Module, name: str, *, split: bool = False, gradient: bool = False) -> None:
         self._handles.append(module.register_forward_hook(
             lambda module, args, out: self._activation(name, out, split=split, gradient=gradient)))
 
-    def _after(self, compiled: Callable[..., Tensor], name: str) -> Callable[..., Tensor]:
+    def _after(self, compiled: Any, name: str) -> Callable[..., Tensor]:
         def call(*args: Any, **kwargs: Any) -> Tensor:
-            out = compiled(*args, **kwargs)
+            out: Tensor = compiled(*args, **kwargs)
             self._activation(name, out, gradient=True)
             return out
 
@@ -184,8 +186,9 @@ class Capture:
         del owned, states
         rate = optimizer.learning_rate.clone()
         self._updates()
-        numbers = {"gradient norm": optimizer.grad_norm, "skipped": optimizer.found_inf, "learning rate": rate,
-                   "steps of the optimizer": float(optimizer.state_dict()["adam_steps"])}
+        numbers: dict[str, Tensor | float] = {
+            "gradient norm": optimizer.grad_norm, "skipped": optimizer.found_inf, "learning rate": rate,
+            "steps of the optimizer": float(optimizer.state_dict()["adam_steps"])}
         for place, (name, value) in enumerate(numbers.items()):
             self._scalar("scalar", name, value, place)
 

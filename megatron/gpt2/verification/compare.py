@@ -37,13 +37,14 @@ class Comparer:
         if row.shape != part.global_shape:
             found.add(Difference(part.values.numel(), 0, greatest=math.inf, excess=math.inf, at=part.box.offset))
             return
-        unit, moments = self._rounding.unit(row), self._second_moments(row, part.box)
+        unit, bound = self._rounding.unit(row), self._rounding.bound(row)
+        moments = self._second_moments(row, part.box)
         for rows, reference in self._trace.chunks(row, part.box):
             own = part.values[rows].detach().cpu()
             allowed = self._rounding.allowed(row, [(step, next(chunks)[1]) for step, chunks in moments])
             offset = (part.box.offset[0] + rows.start, *part.box.offset[1:])
             found.add(difference(measured(row.key, reference), measured(row.key, own), offset, allowed=allowed,
-                                 roundoff=unit, rms=row.rms))
+                                 roundoff=unit, rms=row.rms, bound=bound))
 
     def _second_moments(self, row: Row, box: Box) -> list[tuple[int, Iterator[tuple[slice, Tensor]]]]:
         """Of a parameter or master: the chunks of its second moment in the trace after each step so far."""

@@ -16,8 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Of the histogram: two bins for each factor of two, the first below 2^LOWEST units.
-LOWEST, PER_OCTAVE, BINS = -8, 2, 96
+# Of the histogram: two bins for each factor of two, [1, 1.5) and [1.5, 2) times a power of it, from 2^LOWEST on. A bin
+# is the exponent of a float32 and the first bit of its fraction, which cost no logarithm.
+LOWEST, BINS = -8, 96
+_SHIFT, _ZERO = 22, (127 + LOWEST) << 1
 
 
 def roundoff(dtype: torch.dtype) -> float:
@@ -32,7 +34,7 @@ class Difference:
     count, equal: elements, and those that are equal to the bit. histogram: of the differences of the others, in units.
     greatest: the largest difference in units. excess: the largest, less what is allowed for this element alone;
     infinite where one of both is no number. at, reference, own: where that is, and both values. squares: of the
-    reference a and of the own b, aa, ab and bb, summed where they differ.
+    reference a and of the own b, aa, ab and bb, summed over the parts in which rounding does not explain the excess.
     """
 
     count: int = 0
@@ -64,7 +66,8 @@ class Difference:
         for number, found in enumerate(self.histogram):
             below += found
             if below >= fraction * self.count:
-                return min(2.0 ** (LOWEST + number / PER_OCTAVE), self.greatest)
+                edge = math.ldexp(2.0 if number % 2 else 1.5, LOWEST + number // 2)
+                return min(edge, self.greatest)
         return self.greatest
 
     @property
@@ -80,38 +83,36 @@ class Difference:
         return dict(vars(self))
 
 
-def difference(reference: Tensor, own: Tensor, offset: tuple[int, ...], *, roundoff: float, rms: float,
+def difference(reference: Tensor, own: Tensor, offset: tuple[int, ...], *, roundoff: float, rms: float, bound: float,
                allowed: Tensor | float = 0.0) -> Difference:
     """Compare `own` with `reference`, of the same shape, which begins at `offset` of the whole tensor.
 
-    rms: of the whole reference. allowed: a difference in the tensor's own size that needs no explanation, for all
-    elements or each. Whole numbers differ infinitely or not at all.
+    rms: of the whole reference. bound: the excess that rounding explains. allowed: a difference in the tensor's own
+    size that needs no explanation, for all elements or each. Whole numbers differ infinitely or not at all.
     """
     count = own.numel()
     if reference.dtype == own.dtype and torch.equal(reference, own):
-        return Difference(count, count, at=offset, reference=_first(reference), own=_first(own))
-    if not own.is_floating_point():
-        units = excess = torch.where(reference == own, 0.0, math.inf)
-        a, b = reference.double(), own.double()
+        first = float(own.reshape(-1)[0])
+        return Difference(count, count, at=offset, reference=first, own=first)
+    if own.is_floating_point():
+        a, b = reference.float().contiguous(), own.float().contiguous()
+        apart = (a - b).abs_()
+        # Where nothing is: a subnormal scale in the place of 0, so that 0 / 0 is no case of its own.
+        scale = a.abs().clamp_min_(max(rms, 1e-30)).mul_(roundoff).clamp_min_(1e-38)
+        if not math.isfinite(float(apart.sum())):  # infinities of one sign are equal, and so are two that are no number
+            apart.masked_fill_((a == b) | (a.isnan() & b.isnan()), 0.0).nan_to_num_(math.inf, posinf=math.inf)
+            scale.nan_to_num_(1.0, posinf=1.0)
+        units = apart / scale
+        excess = units if isinstance(allowed, float) and allowed == 0 else (apart - allowed).clamp_min_(0.0).div_(scale)
     else:
-        a, b = reference.float(), own.float()
-        apart = (a - b).abs_().masked_fill_(a == b, 0.0)  # infinities of one sign are equal
-        apart.masked_fill_(a.isnan() & b.isnan(), 0.0)
-        scale = a.abs().clamp_min_(rms).mul_(roundoff)
-        excess = ((apart - allowed).clamp_min_(0.0) / scale).masked_fill_(apart == 0, 0.0)
-        excess = excess.nan_to_num_(math.inf, posinf=math.inf)
-        units = (apart / scale).masked_fill_(apart == 0, 0.0).nan_to_num_(math.inf, posinf=math.inf)
-    differing = units[units > 0]
-    bins = differing.log2().sub_(LOWEST).mul_(PER_OCTAVE).ceil_().clamp_(0, BINS - 1).long()
-    place = int(excess.argmax()) if bool((excess > 0).any()) else int(units.argmax())
+        a, b = reference.double(), own.double()
+        units = excess = torch.where(reference == own, 0.0, math.inf)
+    found = torch.bincount(units.reshape(-1).view(torch.int32).bitwise_right_shift(_SHIFT), minlength=512).tolist()
+    histogram = [sum(found[1:_ZERO + 1]), *found[_ZERO + 1:_ZERO + BINS - 1], sum(found[_ZERO + BINS - 1:])]
+    greatest, most = float(units.max()), float(excess.max())
+    place = int((excess if most > 0 else units).argmax())
     at = tuple(int(i) for i in torch.unravel_index(torch.tensor(place), own.shape))
-    flat_a, flat_b = a.reshape(-1), b.reshape(-1)
-    return Difference(
-        count, count - len(differing), torch.bincount(bins, minlength=BINS).tolist(), float(units.max()),
-        float(excess.max()), tuple(i + j for i, j in zip(at, offset, strict=True)), float(flat_a[place]),
-        float(flat_b[place]),
-        (float(flat_a.dot(flat_a)), float(flat_a.dot(flat_b)), float(flat_b.dot(flat_b))))
-
-
-def _first(tensor: Tensor) -> float:
-    return float(tensor.reshape(-1)[0]) if tensor.numel() else 0.0
+    a, b = a.view(-1), b.view(-1)
+    squares = (float(a.dot(a)), float(a.dot(b)), float(b.dot(b))) if most > bound else (0.0, 0.0, 0.0)
+    return Difference(count, found[0], histogram, greatest, most,
+                      tuple(i + j for i, j in zip(at, offset, strict=True)), float(a[place]), float(b[place]), squares)

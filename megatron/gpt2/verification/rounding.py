@@ -29,11 +29,13 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from megatron.gpt2.device import DTYPES
 from megatron.gpt2.verification.differences import Difference, roundoff
 from megatron.gpt2.verification.trace import Row, Trace
 
@@ -46,10 +48,16 @@ EXACT = 4.0     # units of fp32: a number that no sum over ranks makes
 
 
 class Rounding:
-    """What is expected of a comparison with `trace`. dtype: the coarser one of those in which both runs compute."""
+    """What is expected of the comparison of a run with `trace`. facts: of that run, as a trace has them.
 
-    def __init__(self, trace: Trace, dtype: torch.dtype) -> None:
-        self._trace, self._dtype = trace, dtype
+    Of both precisions the coarser one counts, and bf16 for gradients where one of both runs sends them so.
+    """
+
+    def __init__(self, trace: Trace, facts: Mapping[str, Any]) -> None:
+        self._trace = trace
+        self._dtype = max((DTYPES[of["precision"]] for of in (trace.facts, facts)), key=roundoff)
+        in_bf16 = any(of["config"]["parallel"]["grad_reduce_in_bf16"] for of in (trace.facts, facts))
+        self._of_gradients = torch.bfloat16 if in_bf16 else self._dtype
         config = trace.facts["config"]
         model, self._s = config["model"], config["data"]["seq_length"]
         self._layers, self._h = model["num_layers"], model["hidden_size"]
@@ -65,7 +73,8 @@ class Rounding:
             return roundoff(torch.float32)
         if row.key.kind == "parameter":
             return max(roundoff(row.dtype), roundoff(self._dtype))
-        return roundoff(self._dtype)
+        after = row.key.kind in ("gradient", "scalar", "moment")
+        return roundoff(self._of_gradients if after else self._dtype)
 
     def bound(self, row: Row) -> float:
         """The greatest difference of an element, in units, that rounding explains; beyond `allowed`."""

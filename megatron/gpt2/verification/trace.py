@@ -114,9 +114,9 @@ def merge(folder: Path, world_size: int, facts: Mapping[str, Any]) -> None:
         if row["count"] != math.prod(row["shape"]):
             raise ValueError(f"the ranks of the first layout made {row['count']:,} of the {math.prod(row['shape']):,} "
                              f"numbers of {key.name} in step {key.step}: not every sample was computed once")
-    index = {"format": FORMAT, "facts": facts, "tensors": [
-        {"key": key, "dtype": rows[key]["dtype"], "shape": rows[key]["shape"],
-         "rms": math.sqrt(rows[key]["squares"] / rows[key]["count"])} for key in sorted(rows, key=lambda key: key.order)]}
+    table = [{"key": key, "dtype": row["dtype"], "shape": row["shape"], "rms": math.sqrt(row["squares"] / row["count"])}
+             for key, row in sorted(rows.items(), key=lambda item: item[0].order)]
+    index = {"format": FORMAT, "facts": facts, "tensors": table}
     (folder / INDEX).write_text(json.dumps(index), encoding="utf-8")
 
 
@@ -142,8 +142,9 @@ class Trace:
         """The row of a tensor by its name; None where the run had none of this name."""
         return self._by_name.get((step, name))
 
-    def chunks(self, row: Row, box: Box, elements: int = 1 << 22) -> Iterator[tuple[slice, Tensor]]:
-        """The part `box` of a tensor, some rows of its first dimension at a time: (which of the box, their values)."""
+    def chunks(self, row: Row, box: Box, elements: int = 1 << 20) -> Iterator[tuple[slice, Tensor]]:
+        """The part `box` of a tensor, some rows of its first dimension at a time: (which of the box, their values).
+        elements: of a chunk, about: what is done with it stays in the processor's cache."""
         try:
             mapped = _mapped(file_of(self.folder, row.key), row.key, row.dtype, row.shape, "c")[box.slices()]
         except (OSError, ValueError) as error:

@@ -40,9 +40,13 @@ class Fault(NamedTuple):
     ranks: tuple[int, ...] = (0, 1)
 
 
+def layer_of(run: Run, number: int) -> Any:
+    return run.engine.model.transformer.layers[number]
+
+
 def bias_once_per_rank(run: Run, patch: Patch) -> None:
     """The bias of a row-parallel layer is added before the sum over the ranks."""
-    layer = run.engine.model.transformer.layers[1].attention.dense
+    layer = layer_of(run, 1).attention.dense
     patch.setattr(layer, "forward", lambda x: layer.reduce(kernels.linear(x, layer.weight, layer.bias), layer.group))
 
 
@@ -64,7 +68,7 @@ def local_index(run: Run, patch: Patch) -> None:
 
 def of_layer(run: Run, patch: Patch, number: int, change: Callable[[Tensor], Tensor]) -> None:
     """Attention of one layer reads change(qkv), [s, b, n, 3, d]."""
-    original, chosen = kernels.causal_attention, run.engine.model.transformer.layers[number].attention
+    original, chosen = kernels.causal_attention, layer_of(run, number).attention
     forward = chosen.forward
 
     def with_change(x: Tensor) -> Tensor:
@@ -108,7 +112,7 @@ def lost_micro_batch(run: Run, patch: Patch) -> None:
 
 
 def swapped_shards(run: Run, patch: Patch) -> None:
-    weight = run.engine.model.transformer.layers[1].mlp.dense_4h_to_h.weight.data
+    weight = layer_of(run, 1).mlp.dense_4h_to_h.weight.data
     shards = [torch.empty_like(weight) for _ in range(2)]
     dist.all_gather(shards, weight)
     weight.copy_(shards[1 - run.parallel.rank])

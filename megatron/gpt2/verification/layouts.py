@@ -1,0 +1,88 @@
+"""The layouts of a comparison: flags of pretrain_gpt2, and how many ranks they take."""
+
+import argparse
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from data_utils.command_line import Parser
+from megatron.gpt2.command_line.arguments import parse
+from megatron.gpt2.command_line.flags import launch_flags
+from megatron.gpt2.config import require
+from megatron.gpt2.launch.launchers import Launch
+
+
+@dataclass(frozen=True)
+class Layout:
+    """flags: as they were given. words: the whole command line of pretrain_gpt2 without what starts ranks."""
+
+    flags: str
+    words: tuple[str, ...]
+    world_size: int
+
+    @property
+    def name(self) -> str:
+        """What a person reads: its flags, or that it has none."""
+        return self.flags or "(no flags)"
+
+    @property
+    def launch(self) -> Launch:
+        """All of its ranks, started on this machine."""
+        return Launch(world_size=self.world_size, local=(0, self.world_size), starts=self.world_size)
+
+
+def read_layout(common: Sequence[str], flags: str) -> Layout:
+    """The layout of the command line `common` with `flags` behind it. ValueError where it cannot be.
+
+    --nproc-per-node gives its ranks, or --data-parallel-size, a field of layouts alone; without both it takes the
+    model-parallel size.
+    """
+    launch, rest = launch_flags([*common, *shlex.split(flags)])
+    require(launch.rank is None and launch.nnodes == 1,
+            f"--layout {flags!r}: all ranks of a layout start on this machine: leave out --rank, --world-size and "
+            "--nnodes")
+    own = Parser(add_help=False, argument_default=argparse.SUPPRESS)
+    own.add_argument("--data-parallel-size", type=int)
+    given, words = own.parse_known_args(rest)
+    try:
+        arguments = parse(words)
+        p = arguments.values.get("parallel.model_parallel_size", 1)
+        dp = vars(given).get("data_parallel_size")
+        if launch.nproc_per_node is None:
+            world_size = p * (1 if dp is None else dp)
+        else:
+            world_size = launch.nproc_per_node or torch.cuda.device_count() or 2
+            require(dp is None or p * dp == world_size,
+                    f"--nproc-per-node {world_size} is not --model-parallel-size {p} × --data-parallel-size {dp}")
+        require(world_size >= 1, f"--data-parallel-size must be at least 1, not {dp}")
+        require(world_size % p == 0, f"--nproc-per-node {world_size} is not divisible by --model-parallel-size {p}")
+    except ValueError as error:
+        raise ValueError(f"--layout {flags!r}: {error}") from error
+    return Layout(flags, tuple(words), world_size)
+
+
+def with_one_batch(layouts: Sequence[Layout]) -> list[Layout]:
+    """The layouts, each with the global batch of the first where it says none of its own. ValueError where two say
+    different ones, or where a batch cannot be divided among its ranks.
+
+    Where a checkpoint is continued, which may decide the batch, each run looks for itself.
+    """
+    arguments = [parse(layout.words) for layout in layouts]
+    if arguments[0].values.get("checkpoint.load") or not layouts:
+        return list(layouts)
+    together = arguments[0].config.samples_per_step(layouts[0].world_size)
+    whole = []
+    for layout, of_layout in zip(layouts, arguments, strict=True):
+        given = of_layout.values.get("train.global_batch_size")
+        require(given in (None, together),
+                f"--layout {layout.flags!r}: its --global-batch-size is {given}, and that of the first layout "
+                f"{together}: a step must take the same samples in each")
+        words = layout.words if given else (*layout.words, "--global-batch-size", str(together))
+        try:
+            parse(words).config.samples_per_step(layout.world_size)
+        except ValueError as error:
+            raise ValueError(f"--layout {layout.flags!r}: {error}: give it another --micro-batch-size") from error
+        whole.append(Layout(layout.flags, words, layout.world_size))
+    return whole
