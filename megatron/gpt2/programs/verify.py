@@ -16,6 +16,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from data_utils.command_line import Parser, line_buffered, program
 from data_utils.files.atomic import replace_text
@@ -107,16 +108,22 @@ def reference(options: argparse.Namespace, layouts: Sequence[Layout], folder: Pa
     return name, Trace(where)
 
 
-def verify(options: argparse.Namespace, before: Before | None = None) -> int:
-    """Compare the layouts, print what came out, and write the page. Returns the exit code.
+class Comparison(NamedTuple):
+    """What the layouts were compared with, in words and as a trace, whose tensors may be gone; and what came out."""
+
+    reference: str
+    trace: Trace
+    results: list[Result]
+
+
+def compare_layouts(options: argparse.Namespace, before: Before | None = None) -> Comparison:
+    """Run the layouts, and compare them.
 
     before: is called with a layout's flags on each of its ranks, before its run is built; at the top level of a module.
     """
     layouts = with_one_batch([read_layout(options.command, flags) for flags in options.layout])
     with tempfile.TemporaryDirectory(prefix="verify_", dir=options.scratch) as folder:
         name, trace = reference(options, layouts, Path(folder), before)
-        line = first_line(name, trace)
-        print(line)
         results = []
         for number, layout in enumerate(layouts if options.against else layouts[1:]):
             steps = options.steps or trace.facts["steps"]
@@ -125,16 +132,25 @@ def verify(options: argparse.Namespace, before: Before | None = None) -> int:
             facts = json.loads(Path(task.out, FACTS).read_text(encoding="utf-8"))
             verdict = read_verdict(Path(task.out), layout.world_size, trace, Rounding(trace, facts))
             results.append(Result(layout, facts, verdict))
-        if results:
-            print(f"\n{table(results)}")
-        for result in results:
-            if result.verdict.findings:
-                print("\n" + "\n".join(explanation(result)))
-        if options.save_trace:
-            print(f"the trace is in {options.save_trace}: --against {options.save_trace} compares with it")
-        if options.html:
-            replace_text(options.html, page(line, shlex.join(options.command), trace, results))
-            print(f"the page is {options.html}")
+    return Comparison(name, trace, results)
+
+
+def verify(options: argparse.Namespace, before: Before | None = None) -> int:
+    """Compare the layouts, print what came out, and write the page. Returns the exit code. before: see
+    `compare_layouts`."""
+    name, trace, results = compare_layouts(options, before)
+    line = first_line(name, trace)
+    print(line)
+    if results:
+        print(f"\n{table(results)}")
+    for result in results:
+        if result.verdict.findings:
+            print("\n" + "\n".join(explanation(result)))
+    if options.save_trace:
+        print(f"the trace is in {options.save_trace}: --against {options.save_trace} compares with it")
+    if options.html:
+        replace_text(options.html, page(line, shlex.join(options.command), trace, results))
+        print(f"the page is {options.html}")
     return 0 if all(result.verdict.is_same for result in results) else 1
 
 

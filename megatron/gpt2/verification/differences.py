@@ -13,6 +13,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -111,7 +112,7 @@ def difference(reference: Tensor, own: Tensor, offset: tuple[int, ...], *, round
     histogram = [sum(found[1:_ZERO + 1]), *found[_ZERO + 1:_ZERO + BINS - 1], sum(found[_ZERO + BINS - 1:])]
     greatest, most = float(units.max()), float(excess.max())
     place = int((excess if most > 0 else units).argmax())
-    at = tuple(int(i) for i in torch.unravel_index(torch.tensor(place), own.shape))
+    at = tuple(int(i) for i in np.unravel_index(place, own.shape))
     a, b = a.view(-1), b.view(-1)
     squares = (float(a.dot(a)), float(a.dot(b)), float(b.dot(b))) if most > bound else (0.0, 0.0, 0.0)
     return Difference(count, found[0], histogram, greatest, most,
