@@ -54,6 +54,7 @@ def huggingface_model(run: Run, folder: Path) -> nn.Module:
     config = run.config
     try:
         from transformers import GPT2LMHeadModel
+        from transformers.utils import logging
     except ImportError as error:
         raise ValueError("--against huggingface needs transformers: pip install transformers") from error
     require(config.model.hidden_dropout == config.model.attention_dropout == 0,
@@ -61,6 +62,7 @@ def huggingface_model(run: Run, folder: Path) -> nn.Module:
     for flag, given in (("--reset-attention-mask", config.data.reset_attention_mask),
                         ("--reset-position-ids", config.data.reset_position_ids)):
         require(not given, f"--against huggingface: transformers' GPT-2 has no {flag}: leave it out")
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call, unused-ignore]
     specs = mpu.partition_specs(run.engine.model)
     lazy = {f"model.{name}": LazyTensor.of(specs[name].true_part(parameter.detach().cpu(), 0, 1))
             for name, parameter in run.engine.model.named_parameters()}

@@ -3,12 +3,14 @@
 import argparse
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from data_utils.command_line import Parser
-from megatron.gpt2.command_line.arguments import parse
+from megatron.gpt2.checkpoint.facts import check_facts
+from megatron.gpt2.checkpoint.folder import find_checkpoint
+from megatron.gpt2.command_line.arguments import Arguments, merge_checkpoint, parse
 from megatron.gpt2.command_line.flags import launch_flags
 from megatron.gpt2.config import require
 from megatron.gpt2.launch.launchers import Launch
@@ -65,24 +67,31 @@ def read_layout(common: Sequence[str], flags: str) -> Layout:
 
 def with_one_batch(layouts: Sequence[Layout]) -> list[Layout]:
     """The layouts, each with the global batch of the first where it says none of its own. ValueError where two say
-    different ones, or where a batch cannot be divided among its ranks.
-
-    Where a checkpoint is continued, which may decide the batch, each run looks for itself.
-    """
-    arguments = [parse(layout.words) for layout in layouts]
-    if arguments[0].values.get("checkpoint.load") or not layouts:
-        return list(layouts)
-    together = arguments[0].config.samples_per_step(layouts[0].world_size)
+    different ones, or where a batch cannot be divided among its ranks."""
+    together = _arguments(layouts[0]).config.samples_per_step(layouts[0].world_size)
     whole = []
-    for layout, of_layout in zip(layouts, arguments, strict=True):
-        given = of_layout.values.get("train.global_batch_size")
+    for layout in layouts:
+        given = parse(layout.words).values.get("train.global_batch_size")
         require(given in (None, together),
                 f"--layout {layout.flags!r}: its --global-batch-size is {given}, and that of the first layout "
                 f"{together}: a step must take the same samples in each")
-        words = layout.words if given else (*layout.words, "--global-batch-size", str(together))
+        with_batch = replace(layout, words=layout.words if given else (*layout.words, "--global-batch-size",
+                                                                       str(together)))
         try:
-            parse(words).config.samples_per_step(layout.world_size)
+            _arguments(with_batch).config.samples_per_step(layout.world_size)
         except ValueError as error:
             raise ValueError(f"--layout {layout.flags!r}: {error}: give it another --micro-batch-size") from error
-        whole.append(Layout(layout.flags, words, layout.world_size))
+        whole.append(with_batch)
     return whole
+
+
+def _arguments(layout: Layout) -> Arguments:
+    """The command line of a layout, with what the checkpoint decides that it continues."""
+    arguments = parse(layout.words)
+    if (folder := arguments.checkpoint.load) is None:
+        return arguments
+    checkpoint = find_checkpoint(folder, log=lambda line: None, verify=False)
+    if checkpoint is None:
+        raise ValueError(f"--load {folder} holds no checkpoint")
+    check_facts(checkpoint)
+    return merge_checkpoint(arguments, checkpoint.facts["config"], checkpoint.facts["train_iters"])
