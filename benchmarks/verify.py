@@ -108,7 +108,7 @@ def large(text: str) -> dict[str, Any]:
     """124M parameters, two steps of two samples of 1,024 tokens, split in two against whole."""
     memory, began = Memory(), time.perf_counter()
     memory.start()
-    (result,) = compared([*LARGE, "--train-data", text], [SEQUENCE], 2)
+    (result,) = compared([*LARGE, "--train-data", text, "--data-cache-path", str(Path(text).parent)], [SEQUENCE], 2)
     seconds = time.perf_counter() - began
     return {**row("fp32", result), "seconds": seconds, "most_memory_bytes": memory.stop(),
             "parameters": 124_439_808, "load_before": os.getloadavg()[0]}

@@ -17,6 +17,7 @@ from megatron.gpt2.config.config_json import write_config
 from megatron.gpt2.optimizer.optimizer import MOMENTS
 from megatron.gpt2.records.environment import describe_environment
 from megatron.gpt2.training.collectives import max_over_ranks
+from megatron.gpt2.training.continuation import how_it_goes_on, what_decides
 from megatron.gpt2.training.engine import Engine, seed_random_streams
 from megatron.gpt2.training.prepare import Log, PreparedRun
 from megatron.gpt2.training.progress import Progress
@@ -71,20 +72,13 @@ class Checkpointing:
         prepared, parallel, engine = self._prepared, self._parallel, self._engine
         tokenizer = prepared.tokenizer
         return {
-            "layout": {"model_parallel_size": parallel.model_parallel_size,
-                       "data_parallel_size": parallel.data_parallel_size,
-                       "optimizer_is_sharded": engine.flat.is_sharded},
-            "config": prepared.config.as_dict(),
+            **what_decides(prepared, parallel, sharded=engine.flat.is_sharded),
             "vocab_size": tokenizer.vocab_size,
             "tokenizer": {"kind": tokenizer.kind, "fingerprint": tokenizer.fingerprint,
                           "vocab_size": tokenizer.vocab_size},
             "iteration": progress.iteration,
-            "train_iters": prepared.train_iters,
             "consumed_samples": progress.consumed_samples,
-            "global_batch_size": prepared.global_batch_size,
-            "data_fingerprint": prepared.splits.fingerprint,
             "optimizer": engine.optimizer.state_dict(),
-            "precision": str(prepared.dtype).removeprefix("torch."),
             "torch": torch.__version__,
         }
 
@@ -133,6 +127,7 @@ def load_run(prepared: PreparedRun, parallel: mpu.ParallelState, engine: Engine,
         raise ValueError(f"--load {prepared.source}: the checkpoint vanished while the run was starting")
     specs = mpu.partition_specs(engine.model)
     layout = {"mp_rank": parallel.model_parallel_rank, "mp_size": parallel.model_parallel_size}
+    lost: list[str] = []
     has_optimizer = any(name.startswith("master.") for name in checkpoint.names())
     if wanted.finetune or wanted.no_load_optim or not has_optimizer:
         if has_optimizer:  # the weights before they were rounded
@@ -147,17 +142,26 @@ def load_run(prepared: PreparedRun, parallel: mpu.ParallelState, engine: Engine,
             return 0, 0
         if not wanted.no_load_optim:
             log(f"WARNING: {checkpoint.path} holds no optimizer (--no-save-optim): its moments start at zero")
+        lost.append("AdamW's moments start at zero")
         engine.optimizer.set_good_steps(int(checkpoint.facts["optimizer"]["good_steps"]))
     else:
         load_state(engine.optimizer.tensors(), specs, checkpoint, **layout)
         engine.optimizer.load_state_dict(checkpoint.facts["optimizer"])
-    if not wanted.no_load_rng and not load_rng(
-            checkpoint, mp_rank=parallel.model_parallel_rank, dp_rank=parallel.data_parallel_rank,
-            mp_size=parallel.model_parallel_size, dp_size=parallel.data_parallel_size, device=prepared.device):
+    shape = prepared.config.model
+    has_streams = not wanted.no_load_rng and load_rng(
+        checkpoint, mp_rank=parallel.model_parallel_rank, dp_rank=parallel.data_parallel_rank,
+        mp_size=parallel.model_parallel_size, dp_size=parallel.data_parallel_size, device=prepared.device)
+    if not wanted.no_load_rng and not has_streams:
         # Not the seed itself: dropout would repeat the masks of the first steps.
         seed_random_streams(prepared.config.train.seed + checkpoint.iteration, parallel, prepared.device)
         log(f"random states start afresh: {checkpoint.path} has none for this layout and device")
-    log(f"continuing {checkpoint.path}")
+    here = what_decides(prepared, parallel, sharded=engine.flat.is_sharded)
+    # A stream draws the masks of a micro-batch at once, so that they depend on its size.
+    size = checkpoint.facts["config"].get("train", {}).get("micro_batch_size")
+    if shape.hidden_dropout + shape.attention_dropout > 0 and not (
+            has_streams and size == prepared.config.train.micro_batch_size):
+        lost.append("dropout draws other masks")
+    log(f"continuing {checkpoint.path}: {how_it_goes_on(checkpoint.facts, here, lost=lost)}")
     return checkpoint.iteration, int(checkpoint.facts["consumed_samples"])
 
 

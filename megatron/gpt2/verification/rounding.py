@@ -139,12 +139,12 @@ class Rounding:
             return 0.0
         weights = [row.rms for row in self._trace.rows.values()
                    if row.key.kind == "parameter" and row.key.step == 0 and len(row.shape) == 2 and row.rms]
-        unit = roundoff(self._dtype)
-        return self._rates(step - 1) / min(weights, default=math.inf) * math.sqrt(NOISE * unit) / unit
+        noise = min(NOISE * roundoff(self._of_gradients), 1.0)
+        return self._rates(step - 1) / min(weights, default=math.inf) * math.sqrt(noise) / roundoff(self._dtype)
 
     def _of_norm(self) -> float:
         parameters = 12 * self._layers * self._h ** 2 + self._vocabulary * self._h
-        return PEAK * math.sqrt(parameters) * roundoff(torch.float32) / roundoff(self._dtype)
+        return PEAK * math.sqrt(parameters) * roundoff(torch.float32) / roundoff(self._of_gradients)
 
     def _longest_sum(self, row: Row) -> int:
         backward = row.key.kind not in ("activation", "loss")

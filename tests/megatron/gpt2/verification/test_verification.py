@@ -24,6 +24,7 @@ STEPS = 2
 CLEAN = {"split in two": TWO_PARTS, "sequence-parallel": (*OF_SEQUENCE, "--recompute-granularity", "selective"),
          "sharded": SHARDED,
          "accumulated, recomputed": ("--micro-batch-size", "1", "--recompute-granularity", "full"),
+         "gradients in bf16": ("--micro-batch-size", "2", "--grad-reduce-in-bf16"),
          "torch's DDP": ("--micro-batch-size", "2", "--DDP-impl", "torch")}
 
 

@@ -1,0 +1,89 @@
+"""A run that goes on from a checkpoint says in one line how: bit-identical, within rounding, or as another training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.gpt2.training import build
+from megatron.gpt2.training.continuation import COURSE, ROUNDING, computed_by, how_it_goes_on
+from tests.megatron.gpt2.training.training_runs import finish, start, steps, write_text
+
+DROPOUT = ["--hidden-dropout", "0.1", "--attention-dropout", "0.1", "--global-batch-size", "4"]
+
+
+def test_the_line_says_what_makes_it_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_text(tmp_path)
+    run = start(0, 1, str(tmp_path), DROPOUT)
+    steps(run, 1)
+    saved = run.save()
+    finish(run)
+    lines: list[str] = []
+    load: Callable[..., Any] = build.load_run
+    monkeypatch.setattr(build, "load_run", lambda *args: load(*args[:-1], lines.append))
+
+    def said(*flags: str) -> str:
+        lines.clear()
+        finish(start(0, 1, str(tmp_path), [*DROPOUT, *flags]))
+        assert lines[-1].startswith(f"continuing {saved}: ")
+        return lines[-1].removeprefix(f"continuing {saved}: ")
+
+    assert said() == "bit-identical to the run that wrote it"
+    assert said("--precision", "bf16", "--ddp-bucket-size", "1000") == (
+        "the same training within rounding (--precision bfloat16, was float32; --ddp-bucket-size 1000, was 25000000)")
+    assert said("--seed", "7", "--ddp-bucket-size", "1000") == "another training from here on (--seed 7, was 1234)"
+    for flags in (["--no-load-rng"], ["--micro-batch-size", "2"]):
+        assert said(*flags) == "another training from here on (dropout draws other masks)"
+    assert said("--no-load-optim", "--hidden-dropout", "0", "--attention-dropout", "0") == (
+        "another training from here on (AdamW's moments start at zero; --hidden-dropout 0.0, was 0.1; "
+        "--attention-dropout 0.0, was 0.1)")
+
+
+def test_each_fact_that_differs_is_named_and_one_that_is_missing_is_not() -> None:
+    def facts(value: Any) -> dict[str, Any]:
+        made: dict[str, Any] = {"config": {"optimizer": {"lr_decay_iters": 9, "lr_decay_style": "cosine"}},
+                                "train_iters": 10}
+        for place in (*COURSE, *ROUNDING):
+            *path, name = place.split(".")
+            section = made
+            for each in path:
+                section = section.setdefault(each, {})
+            section[name] = value
+        return made
+
+    def with_other(place: str) -> dict[str, Any]:
+        changed = facts(1)
+        *path, name = place.split(".")
+        section = changed
+        for each in path:
+            section = section[each]
+        section[name] = 2
+        return changed
+
+    assert how_it_goes_on(facts(1), facts(1)) == "bit-identical to the run that wrote it"
+    for place in COURSE:
+        assert how_it_goes_on(with_other(place), facts(1)).startswith("another training from here on ("), place
+    for place in ROUNDING:
+        assert how_it_goes_on(with_other(place), facts(1)).startswith("the same training within rounding ("), place
+    for empty in ({}, {"config": {}}, {"layout": 3, "computed_by": None}):
+        assert how_it_goes_on(empty, facts(1)) == (
+            "the same training; the checkpoint does not say by what it was computed")
+
+
+def test_a_longer_run_has_another_schedule_unless_its_decay_is_given() -> None:
+    def facts(iterations: int, decay: int | None) -> dict[str, Any]:
+        config = {section: {place.split(".")[2]: 1 for place in (*COURSE, *ROUNDING)
+                            if place.startswith(f"config.{section}.")}
+                  for section in ("train", "model", "data", "optimizer", "parallel")}
+        config["optimizer"] |= {"lr_decay_iters": decay, "lr_decay_style": "cosine"}
+        return {"config": config, "train_iters": iterations, "data_fingerprint": "", "global_batch_size": 1,
+                "precision": "float32", "computed_by": computed_by(torch.device("cpu")),
+                "layout": {"model_parallel_size": 1, "data_parallel_size": 1, "optimizer_is_sharded": False}}
+
+    assert how_it_goes_on(facts(10, 10), facts(20, 10)) == "bit-identical to the run that wrote it"
+    assert how_it_goes_on(facts(10, None), facts(20, None)) == (
+        "another training from here on (--train-iters 20, was 10)")
