@@ -28,7 +28,7 @@ from megatron.gpt2.verification.layouts import Layout, read_layout, with_one_bat
 from megatron.gpt2.verification.page import page
 from megatron.gpt2.verification.rounding import Rounding
 from megatron.gpt2.verification.runs import FACTS, Task, run_task
-from megatron.gpt2.verification.table import Result, explanation, first_line, table
+from megatron.gpt2.verification.table import Result, explanation, first_line, skipped, table
 from megatron.gpt2.verification.trace import Trace, merge
 from megatron.gpt2.verification.verdict import read_verdict
 
@@ -140,7 +140,7 @@ def verify(options: argparse.Namespace, before: Before | None = None) -> int:
     `compare_layouts`."""
     name, trace, results = compare_layouts(options, before)
     line = first_line(name, trace)
-    print(line)
+    print("\n".join(filter(None, (line, skipped(trace)))))
     if results:
         print(f"\n{table(results)}")
     for result in results:

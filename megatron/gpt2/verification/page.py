@@ -62,7 +62,8 @@ def _chart(result: Result) -> str:
 def _tensors(result: Result) -> str:
     """The tensors that rounding does not explain, and those that come nearest to that."""
     differing = [finding.row.key for finding in result.verdict.findings]
-    worst = sorted(result.verdict.worst, key=lambda each: -(each[1].excess / each[2] if each[2] else 0.0))
+    worst = sorted(result.verdict.worst, reverse=True,
+                   key=lambda each: each[1].excess / each[2] if 0 < each[2] < math.inf else 0.0)
     body = []
     for row, difference, bound in worst[:MOST]:
         kind = "alarm" if row.key in differing else "number"

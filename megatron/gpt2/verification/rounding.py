@@ -17,6 +17,8 @@ Of a parameter or master each element is judged by itself: Σ 2 · rate · min(1
 beyond the bound, where v is the element's second moment of each step, corrected for its start at 0. To the bias of a
 key, whose true gradient is 0, this allows all that the optimizer can do. Before the first step they are equal.
 
+The gradients of a step that was skipped have overflowed, each run's where its sums did: any difference is explained.
+
 A difference of many elements is judged more strictly: the 99 % quantile of a tensor of BULK elements or more, and of
 parameters the median, must be below a quarter of the bound. PEAK covers the greatest of very many elements; in
 benchmarks/verify.py the greatest difference of clean comparisons is below half of the bound.
@@ -81,6 +83,9 @@ class Rounding:
         key, kind = row.key, row.key.kind
         if kind == "input":
             return 0.0
+        of_gradients = kind in ("activation gradient", "gradient") or key.name == "gradient norm"
+        if of_gradients and self._number(key.step, "skipped", 0.0):
+            return math.inf
         if self._is_exact(row):
             return EXACT
         if kind in ("parameter", "master"):

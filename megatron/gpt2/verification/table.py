@@ -38,6 +38,15 @@ def first_line(reference: str, trace: Trace) -> str:
             f"{facts['device']}, {len(trace.rows):,} tensors, {size / 2**20:,.1f} MiB")
 
 
+def skipped(trace: Trace) -> str:
+    """A warning where the steps of the trace were skipped: nothing was learned in them."""
+    steps = [key.step for key, row in trace.rows.items() if key.name == "skipped" and row.rms > 0]
+    if not steps:
+        return ""
+    return (f"WARNING: the gradients of step {', '.join(map(str, steps))} of the reference are not finite, and it was "
+            "skipped: with a smaller --initial-loss-scale more is compared")
+
+
 def _numel(shape: Sequence[int]) -> int:
     count = 1
     for size in shape:

@@ -72,7 +72,8 @@ class Verdict:
     @property
     def share_of_bound(self) -> tuple[float, Row | None]:
         """The tensor that comes nearest to what rounding explains, and how near: 1 is at the bound."""
-        shares = [(found.excess / bound, row) for row, found, bound in self.worst if bound > 0]
+        shares = [(found.excess / bound, row) for row, found, bound in self.worst
+                  if 0 < bound < math.inf]
         return max(shares, key=lambda share: share[0], default=(0.0, None))
 
 
