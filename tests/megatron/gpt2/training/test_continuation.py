@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import pytest
 import torch
 
 from megatron.gpt2.training import build
+from megatron.gpt2.training.checkpointing import load_run
 from megatron.gpt2.training.continuation import COURSE, ROUNDING, computed_by, how_it_goes_on
 from tests.megatron.gpt2.training.training_runs import finish, start, steps, write_text
 
@@ -23,8 +23,7 @@ def test_the_line_says_what_makes_it_so(tmp_path: Path, monkeypatch: pytest.Monk
     saved = run.save()
     finish(run)
     lines: list[str] = []
-    load: Callable[..., Any] = build.load_run
-    monkeypatch.setattr(build, "load_run", lambda *args: load(*args[:-1], lines.append))
+    monkeypatch.setattr(build, "load_run", lambda *args: load_run(*args[:-1], lines.append))
 
     def said(*flags: str) -> str:
         lines.clear()
@@ -69,16 +68,18 @@ def test_each_fact_that_differs_is_named_and_one_that_is_missing_is_not() -> Non
         assert how_it_goes_on(with_other(place), facts(1)).startswith("another training from here on ("), place
     for place in ROUNDING:
         assert how_it_goes_on(with_other(place), facts(1)).startswith("the same training within rounding ("), place
-    for empty in ({}, {"config": {}}, {"layout": 3, "computed_by": None}):
+    crafted: list[dict[str, Any]] = [{}, {"config": {}}, {"layout": 3, "computed_by": None}]
+    for empty in crafted:
         assert how_it_goes_on(empty, facts(1)) == (
             "the same training; the checkpoint does not say by what it was computed")
 
 
 def test_a_longer_run_has_another_schedule_unless_its_decay_is_given() -> None:
     def facts(iterations: int, decay: int | None) -> dict[str, Any]:
-        config = {section: {place.split(".")[2]: 1 for place in (*COURSE, *ROUNDING)
-                            if place.startswith(f"config.{section}.")}
-                  for section in ("train", "model", "data", "optimizer", "parallel")}
+        config: dict[str, dict[str, Any]] = {
+            section: {place.split(".")[2]: 1 for place in (*COURSE, *ROUNDING)
+                      if place.startswith(f"config.{section}.")}
+            for section in ("train", "model", "data", "optimizer", "parallel")}
         config["optimizer"] |= {"lr_decay_iters": decay, "lr_decay_style": "cosine"}
         return {"config": config, "train_iters": iterations, "data_fingerprint": "", "global_batch_size": 1,
                 "precision": "float32", "computed_by": computed_by(torch.device("cpu")),
