@@ -23,7 +23,8 @@ def test_the_line_says_what_makes_it_so(tmp_path: Path, monkeypatch: pytest.Monk
     saved = run.save()
     finish(run)
     lines: list[str] = []
-    monkeypatch.setattr(build, "load_run", lambda *args: load_run(*args[:-1], lines.append))
+    monkeypatch.setattr(build, "load_run", lambda prepared, parallel, engine, log: load_run(
+        prepared, parallel, engine, lines.append))
 
     def said(*flags: str) -> str:
         lines.clear()
