@@ -75,7 +75,7 @@ def dataset(problem: Problem) -> GPT2Dataset | BlendedDataset:
 
 def batches(problem: Problem) -> BatchLoader:
     """The samples that our program takes, in its order, as tensors [accumulation · b, s + 1], prepared by a thread."""
-    def finish(batch: np.ndarray) -> Tensor:
+    def finish(batch: np.ndarray, samples: np.ndarray) -> Tensor:
         host = torch.from_numpy(batch)
         return host.pin_memory() if problem.device == "cuda" else host
 

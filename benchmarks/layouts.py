@@ -4,8 +4,8 @@
     python benchmarks/layouts.py                      # 12 layouts, 144 moves, worlds of 1 to 8 processes: 3 minutes
     python benchmarks/layouts.py --smoke --output DIR # layouts of one and two processes alone
 
-A layout is model-parallel x data-parallel size, with the optimizer sharded or not. fp32, learning rate 1.5e-4, no
-dropout, 8 samples a step. The exit code is 1 where a loss differs by 1e-5 or more, or another sample would come next.
+A layout is model-parallel x data-parallel size, with the optimizer sharded or not. fp32, learning rate 1.5e-4, dropout
+0.1, 8 samples a step. The exit code is 1 where a loss differs by 1e-5 or more, or another sample would come next.
 """
 
 from __future__ import annotations

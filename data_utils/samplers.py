@@ -104,14 +104,14 @@ class BatchLoader:
     """One data-parallel rank's part of every step from `consumed_samples` on, without an end.
 
     `next` returns int64 [accumulation · micro_batch_size, seq_length + 1], the micro-batches one after the other, or
-    what `finish` makes of that. One thread prepares `prefetch` steps ahead, `finish` included; with 0 each step is
-    prepared when it is asked for. `next` raises an error of the thread. `wait_seconds` is the time in seconds for which
-    `next` has kept its caller.
+    what `finish` makes of that and of the samples' global numbers, int64 [accumulation · micro_batch_size]. One thread
+    prepares `prefetch` steps ahead, `finish` included; with 0 each step is prepared when it is asked for. `next` raises
+    an error of the thread. `wait_seconds` is the time in seconds for which `next` has kept its caller.
     """
 
     def __init__(self, dataset: Samples, order: Order, *, micro_batch_size: int, accumulation: int,
                  data_parallel_rank: int, data_parallel_size: int, consumed_samples: int = 0, prefetch: int = 2,
-                 finish: Callable[[np.ndarray], Any] = lambda batch: batch) -> None:
+                 finish: Callable[[np.ndarray, np.ndarray], Any] = lambda batch, numbers: batch) -> None:
         assert 0 <= data_parallel_rank < data_parallel_size
         self._dataset, self._order, self._finish = dataset, order, finish
         first_of_micro_batch = (np.arange(accumulation) * data_parallel_size + data_parallel_rank) * micro_batch_size
@@ -154,7 +154,7 @@ class BatchLoader:
             steps = first + self._step * np.arange(-(-ORDERED_AT_ONCE // len(self._offsets)))
             numbers = (steps[:, None] + self._offsets).ravel()
             self._ordered.extend(self._order(numbers).reshape(len(steps), -1))
-        return self._finish(self._dataset.rows(self._ordered.popleft()))
+        return self._finish(self._dataset.rows(self._ordered.popleft()), first + self._offsets)
 
 
 def evaluation_batches(dataset: Samples, *, micro_batch_size: int, data_parallel_rank: int,

@@ -7,6 +7,7 @@ The files in the order in which to read them:
     mappings            the four communication operations with their gradients, and the pair of sequence parallelism
     random              random streams, and activation checkpointing that repeats them
     grads               partial gradients that are completed, the global norm, clipping
+    dropout             masks that do not depend on the layout
     layers              column- and row-parallel linear layers, embeddings
     transformer_config  what a layer is
     attention           causal self-attention, and attention within documents
@@ -23,6 +24,7 @@ came later are given by keyword.
 from mpu.attention import Documents, ParallelSelfAttention
 from mpu.cross_entropy import vocab_parallel_cross_entropy, vocab_parallel_linear_cross_entropy
 from mpu.data import broadcast_data
+from mpu.dropout import dropout_keys, hidden_dropout
 from mpu.grads import clip_grad_norm, mark_sequence_parallel, squared_norm, sum_sequence_parallel_grads
 from mpu.initialize import (
     ParallelState,
@@ -51,19 +53,20 @@ from mpu.mappings import (
 )
 from mpu.partition import Box, PartitionSpec, divide, padded_vocab_size, partition_specs
 from mpu.random import checkpoint, get_cuda_rng_tracker, model_parallel_cuda_manual_seed
-from mpu.transformer import LayerNorm, ParallelMLP, ParallelTransformerLayer, hidden_dropout
+from mpu.transformer import LayerNorm, ParallelMLP, ParallelTransformerLayer
 from mpu.transformer_config import TransformerConfig
 
 __all__ = [
     "Box", "ColumnParallelLinear", "Documents", "KeyValueCache", "LayerNorm", "ParallelEmbedding", "ParallelMLP",
     "ParallelSelfAttention", "ParallelState", "ParallelTransformerLayer", "PartitionSpec", "RowParallelLinear",
     "TransformerConfig", "VocabParallelEmbedding", "broadcast_data", "checkpoint", "clip_grad_norm",
-    "copy_to_model_parallel_region", "destroy_model_parallel", "divide", "dropout", "gather_from_model_parallel_region",
-    "gather_from_sequence_parallel_region", "get_cuda_rng_tracker", "get_data_parallel_group", "get_data_parallel_rank",
-    "get_data_parallel_world_size", "get_model_parallel_group", "get_model_parallel_rank",
-    "get_model_parallel_src_rank", "get_model_parallel_world_size", "get_parallel_state", "hidden_dropout",
-    "initialize_model_parallel", "linear_without_gradient", "mark_sequence_parallel", "model_parallel_cuda_manual_seed",
-    "model_parallel_is_initialized", "padded_vocab_size", "partition_specs", "reduce_from_model_parallel_region",
-    "reduce_scatter_to_sequence_parallel_region", "scatter_to_model_parallel_region", "squared_norm",
-    "sum_sequence_parallel_grads", "vocab_parallel_cross_entropy", "vocab_parallel_linear_cross_entropy",
+    "copy_to_model_parallel_region", "destroy_model_parallel", "divide", "dropout", "dropout_keys",
+    "gather_from_model_parallel_region", "gather_from_sequence_parallel_region", "get_cuda_rng_tracker",
+    "get_data_parallel_group", "get_data_parallel_rank", "get_data_parallel_world_size", "get_model_parallel_group",
+    "get_model_parallel_rank", "get_model_parallel_src_rank", "get_model_parallel_world_size", "get_parallel_state",
+    "hidden_dropout", "initialize_model_parallel", "linear_without_gradient", "mark_sequence_parallel",
+    "model_parallel_cuda_manual_seed", "model_parallel_is_initialized", "padded_vocab_size", "partition_specs",
+    "reduce_from_model_parallel_region", "reduce_scatter_to_sequence_parallel_region",
+    "scatter_to_model_parallel_region", "squared_norm", "sum_sequence_parallel_grads", "vocab_parallel_cross_entropy",
+    "vocab_parallel_linear_cross_entropy",
 ]

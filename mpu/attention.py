@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mpu import kernels
+from mpu.dropout import OF_PROBABILITIES
 from mpu.layers import ColumnParallelLinear, InitMethod, RowParallelLinear
 from mpu.partition import divide
 from mpu.random import current_rng_tracker
@@ -50,11 +51,33 @@ def document_attention(qkv: Tensor, dropout_p: float, documents: Documents | Non
     return y.reshape(b, s, n * d).transpose(0, 1)  # [t, 1, n·d] -> [b, s, n·d] -> [s, b, n·d]
 
 
-def core_attention(qkv: Tensor, dropout_p: float, documents: Documents | None = None) -> Tensor:
-    """[s, b, n, 3, d] -> [s, b, n·d]. Each rank has other heads, so dropout draws from the tracker, other masks on
-    each."""
+def keyed_attention(qkv: Tensor, dropout_p: float, documents: Documents | None, keys: Tensor,
+                    first_head: int) -> Tensor:
+    """`document_attention` with masks that follow from `keys`, int64 [b, 3]. first_head: of this rank."""
+    s, b, n, _, d = qkv.shape
+    if documents is None:
+        return kernels.keyed_attention(qkv, dropout_p, keys, OF_PROBABILITIES, first_head)
+    parts, start = [], 0
+    tokens = qkv.transpose(0, 1).reshape(b * s, 1, n, 3, d)  # [s, b, n, 3, d] -> [b, s, n, 3, d] -> [t, 1, n, 3, d]
+    for part in tokens.split(documents.lengths):
+        sample, first = divmod(start, s)
+        parts.append(kernels.keyed_attention(part, dropout_p, keys[sample:sample + 1], OF_PROBABILITIES, first_head,
+                                             first))
+        start += part.size(0)
+    return torch.cat(parts).view(b, s, n * d).transpose(0, 1)  # [t, 1, n·d] -> [b, s, n·d] -> [s, b, n·d]
+
+
+def core_attention(qkv: Tensor, dropout_p: float, documents: Documents | None = None, keys: Tensor | None = None,
+                   first_head: int = 0) -> Tensor:
+    """[s, b, n, 3, d] -> [s, b, n·d]. keys, first_head: see `keyed_attention`.
+
+    Without keys, and on a GPU, whose kernels draw for themselves, dropout draws from the tracker: each rank has other
+    heads, and other masks.
+    """
     if dropout_p == 0:
         return document_attention(qkv, 0.0, documents)
+    if keys is not None and kernels.attention_takes_keys(qkv.device.type):
+        return keyed_attention(qkv, dropout_p, documents, keys, first_head)
     with current_rng_tracker().fork():
         return document_attention(qkv, dropout_p, documents)
 
@@ -81,11 +104,13 @@ class ParallelSelfAttention(nn.Module):
         # An attribute, which the layer's `compile` replaces by a function that is left out of compiled graphs.
         self.core_attention = core_attention
 
-    def forward(self, x: Tensor, documents: Documents | None = None, attend: Attend | None = None) -> Tensor:
+    def forward(self, x: Tensor, documents: Documents | None = None, attend: Attend | None = None,
+                keys: Tensor | None = None) -> Tensor:
         """[s, b, h] -> [s, b, h].
 
         documents: of the whole sequence; None lets every token see all before it. attend: replaces causal attention,
-        [s, b, n/p, 3, d] -> [s, b, h/p]; a `KeyValueCache` has one.
+        [s, b, n/p, 3, d] -> [s, b, h/p]; a `KeyValueCache` has one. keys: this layer's of `mpu.dropout_keys`; None
+        lets dropout draw from torch's generators.
         """
         qkv = self.query_key_value(x)
         qkv = qkv.view(*qkv.shape[:2], -1, 3, self.head_size)  # [s, b, 3h/p] -> [s, b, n/p, 3, d]
@@ -95,6 +120,6 @@ class ParallelSelfAttention(nn.Module):
         elif dropout_p == 0 and documents is None:
             y = kernels.causal_attention(qkv, 0.0)
         else:
-            y = self.core_attention(qkv, dropout_p, documents)
+            y = self.core_attention(qkv, dropout_p, documents, keys, self.dense.rank * qkv.size(2))
         out: Tensor = self.dense(y)
         return out

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 from mpu import kernels
 from mpu.attention import Attend, Documents, ParallelSelfAttention, core_attention
+from mpu.dropout import AFTER_ATTENTION, AFTER_MLP, dropout_of_own_part, hidden_dropout
 from mpu.grads import mark_sequence_parallel
 from mpu.kernels import checkpoint_without_output
 from mpu.layers import ColumnParallelLinear, InitMethod, RowParallelLinear
-from mpu.random import current_rng_tracker
 from mpu.transformer_config import TransformerConfig
 
 
@@ -80,7 +80,7 @@ class ParallelTransformerLayer(nn.Module):
         self.post_attention_layernorm = norm()
         self.mlp = ParallelMLP(config, init_method=init_method_for("mlp.dense_h_to_4h.weight"),
                                output_init_method=init_method_for("mlp.dense_4h_to_h.weight"))
-        # An attribute, which `compile` replaces. So `_dropped` does not call `hidden_dropout`.
+        # An attribute, which `compile` replaces.
         self.dropout_of_own_part = dropout_of_own_part
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
@@ -93,34 +93,24 @@ class ParallelTransformerLayer(nn.Module):
         self.dropout_of_own_part = _left_out_of_graphs(dropout_of_own_part)
         super().compile(*args, **kwargs)
 
-    def forward(self, x: Tensor, documents: Documents | None = None, attend: Attend | None = None) -> Tensor:
-        """[s, b, h] -> [s, b, h]. documents, attend: see `ParallelSelfAttention.forward`."""
-        attention = self.attention if documents is None and attend is None else functools.partial(
-            self.attention, documents=documents, attend=attend)
+    def forward(self, x: Tensor, documents: Documents | None = None, attend: Attend | None = None,
+                keys: Tensor | None = None) -> Tensor:
+        """[s, b, h] -> [s, b, h]. documents, attend, keys: see `ParallelSelfAttention.forward`."""
+        attention = self.attention if documents is None and attend is None and keys is None else functools.partial(
+            self.attention, documents=documents, attend=attend, keys=keys)
         # Neither a loop nor a `with` around the branches: torch.compile leaves out a layer that has a break in one.
         norm = self.input_layernorm
-        x = x + self._dropped(checkpoint_without_output(norm, attention, x) if self.recompute else attention(norm(x)))
+        branch = checkpoint_without_output(norm, attention, x) if self.recompute else attention(norm(x))
+        x = x + self._dropped(branch, keys, AFTER_ATTENTION)
         norm = self.post_attention_layernorm
-        return x + self._dropped(checkpoint_without_output(norm, self.mlp, x) if self.recompute else self.mlp(norm(x)))
+        branch = checkpoint_without_output(norm, self.mlp, x) if self.recompute else self.mlp(norm(x))
+        return x + self._dropped(branch, keys, AFTER_MLP)
 
-    def _dropped(self, x: Tensor) -> Tensor:
+    def _dropped(self, x: Tensor, keys: Tensor | None, site: int) -> Tensor:
         p = self.hidden_dropout if self.training else 0.0
-        return self.dropout_of_own_part(x, p) if self.sequence_parallel and p > 0 else kernels.dropout(x, p)
-
-
-def hidden_dropout(x: Tensor, p: float, sequence_parallel: bool) -> Tensor:
-    """Dropout of hidden states [s, b, h], or [s/p, b, h] with sequence_parallel.
-
-    It draws from the default generator where the ranks hold the same activations and must drop the same elements, and
-    from the tracker under sequence parallelism, where each rank holds a part of its own.
-    """
-    return dropout_of_own_part(x, p) if sequence_parallel and p > 0 else kernels.dropout(x, p)
-
-
-def dropout_of_own_part(x: Tensor, p: float) -> Tensor:
-    """Dropout with a mask that differs from that of the other ranks. Any shape."""
-    with current_rng_tracker().fork():
-        return kernels.dropout(x, p)
+        if keys is None and self.sequence_parallel and p > 0:
+            return self.dropout_of_own_part(x, p)
+        return hidden_dropout(x, p, self.sequence_parallel, keys=keys, site=site, rank=self.attention.dense.rank)
 
 
 @functools.cache

@@ -21,7 +21,7 @@ FLOORS: dict[str, list[str]] = {
         "partition kernels",
         "initialize transformer_config",
         "mappings random data grads kv_cache",
-        "layers cross_entropy",
+        "dropout layers cross_entropy",
         "attention",
         "transformer"],
     "data_utils": [
@@ -107,9 +107,15 @@ def test_rooms_import_only_their_friends(room: str, friends: set[str]) -> None:
         assert not strangers, f"{path.relative_to(ROOT)} imports {strangers}"
 
 
+# torch has no counter-based generator for a CPU, and Triton, which comes with torch's builds for GPUs, is loaded there
+# alone. Both are asked for when something is dropped.
+OF_PHILOX = {"philox.py": {"numpy"}, "philox_triton.py": {"triton"}}
+
+
 def test_mpu_needs_torch_alone() -> None:
     for path in sources("mpu"):
-        strangers = roots(imported(path)) - set(sys.stdlib_module_names) - {"torch", "mpu"}
+        allowed = {*sys.stdlib_module_names, "torch", "mpu", *OF_PHILOX.get(path.name, ())}
+        strangers = roots(imported(path)) - allowed
         assert not strangers, f"{path.relative_to(ROOT)} imports {strangers}"
 
 
@@ -125,7 +131,7 @@ def test_training_imports_torch_numpy_safetensors_alone(room: str) -> None:
     allowed = {*sys.stdlib_module_names, *ROOMS, "torch", "numpy", "safetensors"}
     programs = ROOT / "megatron" / "gpt2" / "programs"
     for path in sources(room):
-        if programs in path.parents and path.name != "pretrain_gpt2.py":
+        if programs in path.parents and path.name != "pretrain_gpt2.py" or path.name == "philox_triton.py":
             continue
         strangers = roots(imported_at_load(path)) - allowed
         assert not strangers, f"{path.relative_to(ROOT)} imports {strangers} when it is loaded"

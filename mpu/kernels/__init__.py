@@ -17,18 +17,21 @@ from torch import Tensor
 
 from mpu.kernels.attention_blockwise import attention_with_blockwise_backward
 from mpu.kernels.attention_fused import fused_attention, has_varlen_kernel, varlen_attention
+from mpu.kernels.attention_keyed import keyed_attention
 from mpu.kernels.attention_materialised import materialised_attention, materialised_attention_in_float32
 from mpu.kernels.cross_entropy_rows import VocabShard, softmax_in_rows
 from mpu.kernels.cross_entropy_sums import SumOfProducts
+from mpu.kernels.dropout_keyed import keyed_dropout
 from mpu.kernels.elementwise import dropout_16_bits, gelu_by_sigmoid
 from mpu.kernels.linear_weight_gradient import LinearWithSplitWeightGradient, weight_gradient_in_parts
 from mpu.kernels.linear_without_gradient import linear_in_float32_blocks, matrix_vector_product, transposed_product
 from mpu.kernels.processor import HAS_AMX, HAS_BF16_PRODUCTS
 from mpu.kernels.recomputed_output import checkpoint_without_output
 
-__all__ = ["HAS_AMX", "HAS_BF16_PRODUCTS", "SumOfProducts", "attention_kernel", "cast_for_autocast",
-           "causal_attention", "checkpoint_without_output", "document_attention", "dropout", "gelu_tanh", "linear",
-           "linear_without_gradient", "vocab_parallel_softmax", "weight_gradient"]
+__all__ = ["HAS_AMX", "HAS_BF16_PRODUCTS", "SumOfProducts", "attention_kernel", "attention_takes_keys",
+           "cast_for_autocast", "causal_attention", "checkpoint_without_output", "document_attention", "dropout",
+           "gelu_tanh", "keyed_attention", "keyed_dropout", "linear", "linear_without_gradient",
+           "vocab_parallel_softmax", "weight_gradient"]
 
 MATERIALISED_UP_TO = 512  # tokens of a sequence; for longer ones the scores cost more memory than they save time
 MANY_ROWS = 17  # from here on F.linear is the fastest, in float32 and where the processor has AMX
@@ -95,6 +98,11 @@ def gelu_tanh(x: Tensor) -> Tensor:
     if x.device.type == "cpu" and torch.compiler.is_compiling():
         return gelu_by_sigmoid(x)
     return F.gelu(x, approximate="tanh")
+
+
+def attention_takes_keys(device: str) -> bool:
+    """Whether there is a `keyed_attention` for "cpu" or "cuda": the fused kernels of a GPU draw their own masks."""
+    return device == "cpu"
 
 
 def causal_attention(qkv: Tensor, dropout_p: float) -> Tensor:

@@ -165,7 +165,7 @@ class FakeGPU(TorchDispatchMode):
         made = [x for x in tree_leaves(out) if isinstance(x, Tensor) and x.device.type == "cuda"]
         for tensor in (*on_gpu, *made):
             self.memory.add(tensor)
-        if (on_gpu or made) and name not in FREE and func.namespace == "aten":
+        if (on_gpu or made) and name not in FREE and func.namespace in ("aten", "mpu"):
             shapes = tuple(tuple(x.shape) for x in on_gpu)
             self.kernels.append(Kernel(name, *traffic(name, on_gpu, made), where(), shapes))
         return out

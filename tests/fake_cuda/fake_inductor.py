@@ -134,7 +134,7 @@ def kernels_of(nodes: list[Any]) -> tuple[Kernel, ...]:
         name: str = "triton"
         shapes: tuple[tuple[int, ...], ...] = ()
         if node.is_extern():
-            name = re.sub(r"extern_kernels\.|torch\.ops\.|aten\.", "", node.node.python_kernel_name).split(".")[0]
+            name = re.sub(r"extern_kernels\.|torch\.ops\.|aten\.|mpu\.", "", node.node.python_kernel_name).split(".")[0]
             shapes = tuple(tuple(map(int, given.get_size())) for given in node.node.inputs
                            if not isinstance(given.layout, MultiOutputLayout))
         kernels.append(Kernel(name, max(moved - written, 0), written, "compiled layer", shapes))

@@ -40,27 +40,32 @@ def triton_kernels(source: str, folder: Path) -> dict[str, Any]:
 
 
 def assemble(kernel: Any, architecture: str, most_registers: int = 255) -> list[Assembled]:
-    """Each configuration of a kernel that Inductor would measure, for "sm_80" or "sm_90a". most_registers: of a
-    thread."""
+    """Each configuration of a kernel of Inductor's that it would measure, for "sm_80" or "sm_90a"."""
+    found = []
+    for config in kernel.configs:
+        meta = kernel._create_compile_meta(config)
+        found.append(assembled(f"{kernel.inductor_meta['kernel_name']} {config}", kernel.fn, meta["signature"],
+                               meta["constants"], architecture, attributes=meta["configs"][0],
+                               options=kernel._create_compile_options(config, meta), most_registers=most_registers))
+    return found
+
+
+def assembled(name: str, function: Any, signature: dict[str, str], constants: dict[Any, Any], architecture: str, *,
+              attributes: Any = None, options: Any = None, most_registers: int = 255) -> Assembled:
+    """A function of Triton, whose arguments have these types and constants. most_registers: of a thread."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.backends.nvidia.compiler import get_ptxas
     from triton.compiler import ASTSource
 
-    found = []
     target = GPUTarget("cuda", int(architecture.strip("sm_a")), 32)
-    for config in kernel.configs:
-        meta = kernel._create_compile_meta(config)
-        binary = triton.compile(ASTSource(kernel.fn, meta["signature"], meta["constants"], meta["configs"][0]),
-                                target=target, options=kernel._create_compile_options(config, meta))
-        code = binary.asm["ptx"].replace(".reqntid", f".maxnreg {most_registers}\n.reqntid")
-        said = subprocess.run([get_ptxas(target.arch).path, "-v", f"--gpu-name={architecture}", "-", "-o", "/dev/null"],
-                              input=code, capture_output=True, text=True, check=True).stderr
-        found.append(Assembled(
-            f"{kernel.inductor_meta['kernel_name']} {config}", architecture, number(r"Used (\d+) registers", said),
-            number(r"(\d+) bytes spill stores", said) + number(r"(\d+) bytes spill loads", said),
-            number(r"(\d+) bytes stack frame", said)))
-    return found
+    binary = triton.compile(ASTSource(function, signature, constants, attributes), target=target, options=options)
+    code = binary.asm["ptx"].replace(".reqntid", f".maxnreg {most_registers}\n.reqntid")
+    said = subprocess.run([get_ptxas(target.arch).path, "-v", f"--gpu-name={architecture}", "-", "-o", "/dev/null"],
+                          input=code, capture_output=True, text=True, check=True).stderr
+    return Assembled(name, architecture, number(r"Used (\d+) registers", said),
+                     number(r"(\d+) bytes spill stores", said) + number(r"(\d+) bytes spill loads", said),
+                     number(r"(\d+) bytes stack frame", said))
 
 
 def number(pattern: str, text: str) -> int:

@@ -25,5 +25,6 @@ def test_no_kernel_of_a_compiled_layer_spills(text: Path, tmp_path: Path, model:
     assembled = [found for kernel in kernels for name in ARCHITECTURES for found in assemble(kernel, name)]
     assert len(assembled) > 20 and not [kernel for kernel in assembled if kernel.spilled or kernel.stack]
     needed = {found.name.split()[0]: found.registers for found in assembled}
-    greatest = max(kernels, key=lambda kernel: needed[kernel.inductor_meta["kernel_name"]])
-    assert any(found.spilled for found in assemble(greatest, "sm_80", most_registers=24)), "none would be seen"
+    kernels.sort(key=lambda kernel: needed[kernel.inductor_meta["kernel_name"]], reverse=True)
+    assert any(found.spilled for kernel in kernels for found in assemble(kernel, "sm_80", most_registers=16)), \
+        "none would be seen"

@@ -42,6 +42,11 @@ class ModelConfig:
         """Width inside the MLP: --ffn-hidden-size, or 4h."""
         return 4 * self.hidden_size if self.ffn_hidden_size is None else self.ffn_hidden_size
 
+    @property
+    def has_dropout(self) -> bool:
+        """Whether anything is dropped in training."""
+        return self.attention_dropout > 0 or self.hidden_dropout > 0
+
     def flops_per_token(self, seq_length: int) -> int:
         """Model FLOPs of one token, forward and backward, attention credited in full: 72·l·h²·(1 + s/6h) + 6·h·V where
         the MLP is 4h wide (Megatron's formula, arXiv:2104.04473, section 5.1). Another width changes the 72."""

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from megatron.gpt2.config.options import option, require, require_positive
 
+DROPOUT_RNG_CHOICES = ("counter", "torch")
 PRECISION_CHOICES = ("auto", "fp32", "bf16", "fp16", "fp16-on-gpu")
 
 
@@ -20,6 +21,9 @@ class TrainConfig:
     train_tokens: int | None = option(None, "length in tokens")
     train_epochs: float | None = option(None, "length in epochs of the training split")
     seed: int = option(1234, "seed of weights, data order and dropout")
+    dropout_rng: str = option("counter", "what dropout's masks follow from: counter, the numbers of sample, layer and "
+                                         "position, so that they are the same in every layout; torch, a random stream "
+                                         "of each rank, as in Megatron", choices=DROPOUT_RNG_CHOICES)
     precision: str = option("auto", "auto: bf16 where it is native, else fp16 on a GPU and fp32 on a CPU; fp16-on-gpu, "
                                     "as --fp16 is read: fp16 on a GPU, auto on a CPU", choices=PRECISION_CHOICES)
     device: str = option("auto", "auto: cuda if there is a usable GPU", choices=("auto", "cpu", "cuda"))

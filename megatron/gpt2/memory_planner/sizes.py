@@ -15,7 +15,7 @@ from megatron.gpt2.model.gpt2 import count_parameters
 from megatron.gpt2.optimizer.gradient_reducer import bucket_size
 from mpu import kernels
 from mpu.cross_entropy import chunk_size_for
-from mpu.kernels.attention_blockwise import BLOCK, heads_at_once
+from mpu.kernels import attention_blockwise, attention_keyed
 from mpu.kernels.attention_materialised import materialised_attention
 from mpu.kernels.cross_entropy_rows import rows_in_cache
 from mpu.kernels.cross_entropy_sums import products_at_once
@@ -66,6 +66,7 @@ class Sizes:
         self.layers, self._s = model.num_layers, config.data.seq_length
         self._tokens = train.micro_batch_size * self._s
         self._heads, self._dropout = model.num_attention_heads // p, (model.attention_dropout, model.hidden_dropout)
+        self._keyed = train.dropout_rng == "counter"  # then masks are made again, and none is kept
 
         self.parameters = _count_parameters(model, p)[1]
         rows = mpu.padded_vocab_size(model.vocab_size, model.make_vocab_size_divisible_by, p) // p
@@ -118,15 +119,25 @@ class Sizes:
 
     def _dropped(self, size: int) -> int:
         """The mask of a hidden dropout of `size` bytes: a byte an element on a GPU, the factors on a CPU."""
-        return 0 if self._dropout[1] == 0 else size // self.element if self.on_gpu else size
+        return 0 if self._dropout[1] == 0 or self._keyed else size // self.element if self.on_gpu else size
 
     @property
     def _scores(self) -> int:
         """One matrix of attention's scores [b, n/p, s, s], where they are materialised; 0 where a kernel makes them
         piece by piece. torch's plain formulas take them in float32, ours for a CPU in bf16."""
-        materialised = self._train.attention_backend == "unfused" if self.on_gpu else self._dropout[0] > 0
+        materialised = self._train.attention_backend == "unfused" if self.on_gpu else \
+            self._dropout[0] > 0 and not self._keyed
         elements = self._tokens * self._heads * self._s
         return elements * (self.element if self._by_our_formulas else 4) if materialised else 0
+
+    @property
+    def _by_keyed_attention(self) -> bool:
+        return self._keyed and self._dropout[0] > 0 and not self.on_gpu
+
+    @property
+    def _element_of_scores(self) -> int:
+        """Bytes, in `mpu.kernels.attention_keyed`."""
+        return attention_keyed.computed_in(self._setting.dtype).itemsize
 
     @property
     def _by_our_formulas(self) -> bool:
@@ -138,6 +149,8 @@ class Sizes:
     def _attention(self) -> int:
         """Kept between queries, keys and values, side by side, and the output, all [t, h/p]."""
         own = self.hidden // self._p
+        if self._by_keyed_attention:
+            return self._element_of_scores * self._tokens // self._s * self._heads * attention_keyed.kept_pairs(self._s)
         if self._scores:  # the softmax, and with dropout its mask (a byte an element on a GPU) and their product
             masks = 0 if self._dropout[0] == 0 else self._scores // 4 if self.on_gpu else self._scores
             products = self._scores if self._dropout[0] > 0 else 0
@@ -184,12 +197,16 @@ class Sizes:
     def _attention_by_blocks(self) -> int:
         """`mpu.kernels`' backward of attention for bf16 on a CPU: queries, keys and values and their gradients, twice,
         and three matrices of a block's scores, when what the MLP kept is free."""
+        own, heads = self.hidden // self._p, self._tokens // self._s * self._heads
+        free = (1 if self._train.recompute_granularity == "selective" else 2) * self._wide
+        if self._by_keyed_attention:  # and the masks
+            e, block = self._element_of_scores, min(attention_keyed.BLOCK, self._s)
+            heads = min(attention_keyed.heads_at_once(self._s), heads)
+            return self.residual + 11 * own * e // self.element + (4 * e + 2) * heads * block * self._s - free
         if self.on_gpu or self._setting.dtype != torch.bfloat16 or self._dropout[0] > 0:
             return 0
-        own, sequences = self.hidden // self._p, self._tokens // self._s
-        block = min(BLOCK, self._s)
-        heads = min(heads_at_once(self._s), sequences * self._heads)
-        free = (1 if self._train.recompute_granularity == "selective" else 2) * self._wide
+        heads = min(attention_blockwise.heads_at_once(self._s), heads)
+        block = min(attention_blockwise.BLOCK, self._s)
         return self.residual + 11 * own + 3 * self.element * heads * block * self._s - free
 
     @property

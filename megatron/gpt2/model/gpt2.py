@@ -56,9 +56,10 @@ class Transformer(nn.Module):
         self.final_layernorm = mpu.LayerNorm(config.hidden_size, config.layernorm_epsilon,
                                              sequence_parallel=config.sequence_parallel, device=config.device)
 
-    def forward(self, x: Tensor, documents: mpu.Documents | None = None,
-                cache: mpu.KeyValueCache | None = None) -> Tensor:
-        """[s, b, h] -> [s, b, h]. documents: of this micro-batch. cache: reads and keeps the keys and values."""
+    def forward(self, x: Tensor, documents: mpu.Documents | None = None, cache: mpu.KeyValueCache | None = None,
+                keys: Tensor | None = None) -> Tensor:
+        """[s, b, h] -> [s, b, h]. documents: of this micro-batch. cache: reads and keeps the keys and values. keys: of
+        dropout, see `mpu.dropout_keys`."""
         if self.config.recompute_granularity == "full" and self.training:
             together = self.config.recompute_num_layers
             for start in range(0, len(self.layers), together):
@@ -69,17 +70,19 @@ class Transformer(nn.Module):
                 # each on every rank. The attribute says that this tensor differs between the ranks already.
                 if self.config.sequence_parallel:
                     x.no_checkpointing = True  # type: ignore[attr-defined]
-                x = mpu.checkpoint(functools.partial(_run_layers, part, documents), x)
+                of_part = None if keys is None else keys[start:start + together]
+                x = mpu.checkpoint(functools.partial(_run_layers, part, documents, of_part), x)
         else:
             for number, layer in enumerate(self.layers):
                 self.layer_pre_hook(number)
-                x = layer(x, documents, functools.partial(cache.attend, number) if cache else None)
+                x = layer(x, documents, functools.partial(cache.attend, number) if cache else None,
+                          None if keys is None else keys[number])
         return self.final_layernorm(x)
 
 
-def _run_layers(layers: nn.ModuleList, documents: mpu.Documents | None, x: Tensor) -> Tensor:
-    for layer in layers:
-        x = layer(x, documents)
+def _run_layers(layers: nn.ModuleList, documents: mpu.Documents | None, keys: Tensor | None, x: Tensor) -> Tensor:
+    for number, layer in enumerate(layers):
+        x = layer(x, documents, None, None if keys is None else keys[number])
     return x
 
 
@@ -101,12 +104,14 @@ class GPT2Model(nn.Module):
 
     config: its vocab_size is the true size. Raises ValueError where that is None.
     recompute, recompute_num_layers, sequence_parallel: see `mpu.TransformerConfig`.
+    dropout_seed: of masks that do not depend on the layout, where `forward` is given the numbers of its samples. None:
+    dropout draws from torch's generators.
     group: over which the model is split (default: the default model-parallel group).
     """
 
-    def __init__(self, config: ModelConfig, *, seed: int = 1234, recompute: str = "none", recompute_num_layers: int = 1,
-                 sequence_parallel: bool = False, group: ProcessGroup | None = None,
-                 device: torch.device | str | None = None) -> None:
+    def __init__(self, config: ModelConfig, *, seed: int = 1234, dropout_seed: int | None = None,
+                 recompute: str = "none", recompute_num_layers: int = 1, sequence_parallel: bool = False,
+                 group: ProcessGroup | None = None, device: torch.device | str | None = None) -> None:
         super().__init__()
         if config.vocab_size is None:
             raise ValueError("the model needs the tokenizer's vocabulary size (--vocab-size)")
@@ -138,20 +143,26 @@ class GPT2Model(nn.Module):
             layernorm_epsilon=config.layernorm_epsilon, gelu=config.gelu, recompute_granularity=recompute,
             recompute_num_layers=recompute_num_layers, sequence_parallel=self.sequence_parallel, group=self.group,
             device=device), init_method_for)
+        self.dropout_seed = dropout_seed
         self.tied_gradient: TiedGradient | None = None  # None: autograd does it
         self.is_compiled = False
 
     def forward(self, tokens: Tensor, labels: Tensor | None = None, token_weight: Tensor | None = None,
-                positions: Tensor | None = None, documents: mpu.Documents | None = None) -> Tensor:
+                positions: Tensor | None = None, documents: mpu.Documents | None = None,
+                samples: Tensor | None = None) -> Tensor:
         """tokens [b, s] int64 -> this rank's logits [s, b, v/p]. With labels [b, s] int64 and weights [b, s] float32:
         the scalar Σ token_weight · cross-entropy in float32, the same on every rank of the group.
 
         A label whose weight is 0 must still be an id of the vocabulary. positions: [b, s] int64, where they are not 0
-        to s - 1. documents: of this micro-batch, where they do not see each other.
+        to s - 1. documents: of this micro-batch, where they do not see each other. samples: [b] int64, the numbers of
+        the samples in the whole run, which dropout's masks follow from.
         """
         tied = self.tied_gradient if labels is not None else None
-        x = self._embed(tokens, positions, tied.add_rows if tied else None)
-        x = self.transformer(x, documents)
+        keys = None
+        if self.training and samples is not None and self.dropout_seed is not None and self.config.has_dropout:
+            keys = mpu.dropout_keys(self.dropout_seed, samples, self.config.num_layers)
+        x = self._embed(tokens, positions, tied.add_rows if tied else None, keys)
+        x = self.transformer(x, documents, keys=keys)
         if labels is None:
             whole = mpu.gather_from_sequence_parallel_region(x, self.group) if self.sequence_parallel else \
                 mpu.copy_to_model_parallel_region(x, self.group)
@@ -184,13 +195,14 @@ class GPT2Model(nn.Module):
         return self.logits(x[last, torch.arange(last.numel(), device=last.device)])  # [s, b, h] -> [b, h]
 
     def _embed(self, tokens: Tensor, positions: Tensor | None,
-               grad_hook: Callable[[Tensor, Tensor], object] | None = None) -> Tensor:
+               grad_hook: Callable[[Tensor, Tensor], object] | None = None, keys: Tensor | None = None) -> Tensor:
         """[b, s] -> [s, b, h], or [s/p, b, h]."""
         own, table = self._own_part(tokens.size(1)), self.position_embeddings.weight
         # [s, h] -> [s, 1, h], or [b, s] -> [s, b] -> [s, b, h]; s/p with sequence parallelism
         embedded = table[own].unsqueeze(1) if positions is None else F.embedding(positions.t()[own], table)
         p = self.config.hidden_dropout if self.training else 0.0
-        return mpu.hidden_dropout(self.word_embeddings(tokens.t(), grad_hook) + embedded, p, self.sequence_parallel)
+        return mpu.hidden_dropout(self.word_embeddings(tokens.t(), grad_hook) + embedded, p, self.sequence_parallel,
+                                  keys=None if keys is None else keys[0], rank=self.rank)
 
     def _own_part(self, s: int) -> slice:
         """The part of a sequence of s tokens whose hidden states this rank holds."""
@@ -202,12 +214,13 @@ class GPT2Model(nn.Module):
     def compile_layers(self, backend: str = "inductor", *, by_document: bool = False) -> None:
         """Compile each transformer layer, once for all of them. To compile the whole model would take minutes.
 
-        Without dropout a layer is one graph, its collectives inside. With it the graph breaks where the random stream
-        changes: at attention's dropout, and at each hidden one under sequence parallelism. `by_document`, where forward
-        is given documents: it breaks at attention.
+        Without dropout a layer is one graph, its collectives inside. With it the graph breaks at attention, and, where
+        masks are drawn from torch's generators, at each hidden dropout under sequence parallelism. `by_document`, where
+        forward is given documents: it breaks at attention.
         """
         config = self.config
-        breaks = by_document or config.attention_dropout > 0 or (config.hidden_dropout > 0 and self.sequence_parallel)
+        draws_own_part = config.hidden_dropout > 0 and self.sequence_parallel and self.dropout_seed is None
+        breaks = by_document or config.attention_dropout > 0 or draws_own_part
         for layer in self.transformer.layers:
             layer.compile(fullgraph=not breaks, backend=backend)
         self.is_compiled = True

@@ -2,6 +2,7 @@
 
 import functools
 import secrets
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -147,7 +148,6 @@ def load_run(prepared: PreparedRun, parallel: mpu.ParallelState, engine: Engine,
     else:
         load_state(engine.optimizer.tensors(), specs, checkpoint, **layout)
         engine.optimizer.load_state_dict(checkpoint.facts["optimizer"])
-    shape = prepared.config.model
     has_streams = not wanted.no_load_rng and load_rng(
         checkpoint, mp_rank=parallel.model_parallel_rank, dp_rank=parallel.data_parallel_rank,
         mp_size=parallel.model_parallel_size, dp_size=parallel.data_parallel_size, device=prepared.device)
@@ -156,13 +156,24 @@ def load_run(prepared: PreparedRun, parallel: mpu.ParallelState, engine: Engine,
         seed_random_streams(prepared.config.train.seed + checkpoint.iteration, parallel, prepared.device)
         log(f"random states start afresh: {checkpoint.path} has none for this layout and device")
     here = what_decides(prepared, parallel, sharded=engine.flat.is_sharded)
-    # A stream draws the masks of a micro-batch at once, so that they depend on its size.
-    size = checkpoint.facts["config"].get("train", {}).get("micro_batch_size")
-    if shape.hidden_dropout + shape.attention_dropout > 0 and not (
-            has_streams and size == prepared.config.train.micro_batch_size):
+    if draws_other_masks(prepared, checkpoint.facts, has_streams=has_streams):
         lost.append("dropout draws other masks")
     log(f"continuing {checkpoint.path}: {how_it_goes_on(checkpoint.facts, here, lost=lost)}")
     return checkpoint.iteration, int(checkpoint.facts["consumed_samples"])
+
+
+def draws_other_masks(prepared: PreparedRun, facts: Mapping[str, Any], *, has_streams: bool) -> bool:
+    """Whether dropout does not go on as before. facts: of the checkpoint. has_streams: the run has the random streams
+    that the checkpoint's run had."""
+    shape, train = prepared.config.model, prepared.config.train
+    then = facts["config"].get("train", {})
+    if not shape.has_dropout:
+        return False
+    if train.dropout_rng != then.get("dropout_rng", "torch"):  # a checkpoint from before there was a choice
+        return True
+    by_counter = train.dropout_rng == "counter" and (shape.attention_dropout == 0 or prepared.device.type == "cpu")
+    # A stream draws the masks of a micro-batch at once, so that they depend on its size.
+    return not by_counter and not (has_streams and then.get("micro_batch_size") == train.micro_batch_size)
 
 
 def write_config_and_tokenizer(prepared: PreparedRun) -> None:

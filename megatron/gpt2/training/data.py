@@ -22,7 +22,8 @@ from megatron.gpt2.training.prepare import PreparedRun
 
 @dataclass(frozen=True)
 class Batch:
-    """Samples on the device: tokens and labels [n, s] int64, mask [n, s] float32 (0 where no loss is taken).
+    """Samples on the device: tokens and labels [n, s] int64, mask [n, s] float32 (0 where no loss is taken), and the
+    samples' numbers in the whole run, [n] int64; None in an evaluation.
 
     Under --reset-position-ids `positions` is [n, s] int64. Under --reset-attention-mask `documents` has an entry for
     each micro-batch.
@@ -31,6 +32,7 @@ class Batch:
     tokens: Tensor
     labels: Tensor
     mask: Tensor
+    samples: Tensor | None = None
     positions: Tensor | None = None
     documents: list[mpu.Documents] | None = None
 
@@ -39,6 +41,7 @@ class Batch:
         for number, start in enumerate(range(0, len(self.tokens), size)):
             part = slice(start, start + size)
             yield {"tokens": self.tokens[part], "labels": self.labels[part], "token_weight": token_weight[part],
+                   "samples": None if self.samples is None else self.samples[part],
                    "positions": None if self.positions is None else self.positions[part],
                    "documents": None if self.documents is None else self.documents[number]}
 
@@ -46,8 +49,8 @@ class Batch:
 class TrainingData:
     """What a run reads: the tokenizer, the splits, and the batches of this rank.
 
-    loader: the training batches, each int64 [n, s + 1] on the host, prepared ahead by a thread. on_host: makes such a
-    tensor of an array, where the device can read it by itself.
+    loader: the training batches, each int64 [n, s + 1] on the host with the samples' numbers [n], prepared ahead by a
+    thread. on_host: makes such a tensor of an array, where the device can read it by itself.
     """
 
     def __init__(self, prepared: PreparedRun, parallel: mpu.ParallelState, consumed_samples: int) -> None:
@@ -64,14 +67,15 @@ class TrainingData:
             samples, order, micro_batch_size=config.train.micro_batch_size, accumulation=prepared.micro_batches,
             data_parallel_rank=parallel.data_parallel_rank, data_parallel_size=parallel.data_parallel_size,
             consumed_samples=consumed_samples, prefetch=config.data.num_workers,
-            finish=self.on_host)
+            finish=lambda text, samples: (self.on_host(text), self.on_host(samples)))
 
-    def to_device(self, text: Tensor) -> Batch:
-        """text [n, s + 1] int64 on the host -> the batch. From pinned memory the copy waits for nothing."""
+    def to_device(self, text: Tensor, samples: Tensor | None = None) -> Batch:
+        """text [n, s + 1] int64 on the host, and the samples' numbers [n] -> the batch. From pinned memory the copy
+        waits for nothing."""
         if self._parallel.model_parallel_size > 1:
             self._digest = zlib.crc32(text.numpy().tobytes(), self._digest)
         return batch_of(text, self._config, eod=self.tokenizer.eod, micro_batch_size=self._micro_batch_size,
-                        device=self._device)
+                        device=self._device, samples=samples)
 
     def check_ranks_agree(self, iteration: int) -> None:
         """Raise DamagedData, on every rank, where ranks that share layers have read different text so far. Every rank
@@ -87,7 +91,8 @@ class TrainingData:
                               "change while a run reads it; the same command continues from the last checkpoint")
 
 
-def batch_of(text: Tensor, config: DataConfig, *, eod: int, micro_batch_size: int, device: torch.device) -> Batch:
+def batch_of(text: Tensor, config: DataConfig, *, eod: int, micro_batch_size: int, device: torch.device,
+             samples: Tensor | None = None) -> Batch:
     """text [n, s + 1] int64 on the host -> the batch on `device`. An entry of -1 is no token: as a label it has no
     weight."""
     documents = None
@@ -99,7 +104,8 @@ def batch_of(text: Tensor, config: DataConfig, *, eod: int, micro_batch_size: in
     if config.eod_mask_loss:
         mask &= tokens != eod
     positions = document_positions(tokens, eod) if config.reset_position_ids else None
-    return Batch(tokens.clamp_min(0), labels.clamp_min(0), mask.float(), positions, documents)
+    numbers = None if samples is None else samples.to(device, non_blocking=True)
+    return Batch(tokens.clamp_min(0), labels.clamp_min(0), mask.float(), numbers, positions, documents)
 
 
 def document_positions(tokens: Tensor, eod: int) -> Tensor:

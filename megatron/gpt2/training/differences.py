@@ -23,7 +23,7 @@ LINES = {
     "precision": "--precision {here} here, {then} in the checkpoint: masters and moments go on in fp32; what is "
                  "computed is rounded in another way",
     "config.train.micro_batch_size": "--micro-batch-size {here} here, {then} in the checkpoint: speed, memory and "
-                                     "rounding change, and dropout draws other masks",
+                                     "rounding change",
 }
 _SPELLINGS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}  # of torch's names, which a checkpoint has
 

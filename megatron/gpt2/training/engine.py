@@ -53,7 +53,11 @@ def build_engine(prepared: PreparedRun, parallel: mpu.ParallelState, log: Log) -
             n=shape.num_attention_heads // parallel.model_parallel_size,
             d=shape.hidden_size // shape.num_attention_heads, dropout_p=shape.attention_dropout):
         log(reason)
+        if shape.attention_dropout > 0 and config.train.dropout_rng == "counter":
+            log("attention dropout: the kernel draws its own masks, which change with the layout; with "
+                "--attention-dropout 0 layouts are comparable")
     model = GPT2Model(config.model, seed=config.train.seed, device=device,
+                      dropout_seed=config.train.seed if config.train.dropout_rng == "counter" else None,
                       recompute=config.train.recompute_granularity,
                       recompute_num_layers=config.train.recompute_num_layers,
                       sequence_parallel=config.parallel.sequence_parallel)

@@ -14,8 +14,8 @@ def train_step(run: Run) -> None:
     engine, optimizer, timers = run.engine, run.engine.optimizer, run.timers
     with timers("batch generator"):
         with timers("data loader"):
-            text = next(run.data.loader)
-        batch = run.data.to_device(text)
+            text, samples = next(run.data.loader)
+        batch = run.data.to_device(text, samples)
         # Each token weighs the same in the global batch, whatever the layout; the loss scale enters here, before
         # anything is rounded to 16 bits.
         token_weight = batch.mask * (optimizer.scaler.scale / tokens_in_global_batch(run, batch))

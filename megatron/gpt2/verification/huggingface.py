@@ -95,7 +95,7 @@ class _Step:
     def record(self) -> None:
         """Run forward and backward of each sample, and take everything."""
         run = self._run
-        batch = run.data.to_device(next(run.data.loader))
+        batch = run.data.to_device(*next(run.data.loader))
         weight = batch.mask / tokens_in_global_batch(run, batch)
         total = torch.zeros((), dtype=torch.float64)
         for number in range(len(batch.tokens)):

@@ -14,7 +14,7 @@ from tests.megatron.gpt2.training.training_runs import finish, start, steps
 BEFORE, AFTER = 5, 5  # steps
 # The bytes tokenizer's 257 ids are padded to 258 and 516 rows: of 4 ranks two hold padding alone.
 FLAGS = ["--hidden-size", "48", "--make-vocab-size-divisible-by", "129", "--ddp-bucket-size", "10000",
-         "--global-batch-size", "8", "--micro-batch-size", "2"]
+         "--global-batch-size", "8", "--micro-batch-size", "2", "--attention-dropout", "0.1", "--hidden-dropout", "0.1"]
 
 
 class Layout(NamedTuple):
@@ -73,7 +73,7 @@ def go_on(run: Run, layout: Layout) -> Seen:
     assert run.progress.iteration == BEFORE
     consumed = run.progress.consumed_samples
     losses = steps(run, AFTER)["loss"]
-    tokens = next(run.data.loader)
+    tokens, _ = next(run.data.loader)
     finish(run)
     return Seen(losses, consumed, tokens.view(run.prepared.micro_batches, -1, tokens.size(1)))
 

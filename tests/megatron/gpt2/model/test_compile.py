@@ -1,4 +1,4 @@
-"""torch.compile of the layers: the same numbers, one graph without dropout, and known breaks with it."""
+"""torch.compile of the layers: the same numbers, one graph with hidden dropout, and known breaks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TOKENS = torch.arange(4 * 32).view(4, 32) % 97
 
 
 def loss_and_gradients(model: GPT2Model) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    loss = model(TOKENS, TOKENS, torch.full((4, 32), 1 / 128))
+    loss = model(TOKENS, TOKENS, torch.full((4, 32), 1 / 128), samples=torch.arange(4))
     loss.backward()
     return loss.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
@@ -34,7 +34,8 @@ def differences(rank: int, world_size: int) -> dict[str, float]:
     greatest = {}
     for name, how in {"plain": {}, "sequence_parallel": {"sequence_parallel": True}}.items():
         if name == "plain" or world_size > 1:
-            eager, compiled = (GPT2Model(SHAPE, **how).train() for _ in range(2))  # type: ignore[arg-type]
+            eager, compiled = (GPT2Model(replace(SHAPE, hidden_dropout=0.1), dropout_seed=5,
+                                         **how).train() for _ in range(2))  # type: ignore[arg-type]
             # The C++ of one graph for each size takes long enough; this one differs by its collectives alone.
             compiled.compile_layers(backend="aot_eager" if name == "plain" and world_size > 1 else "inductor")
             (loss, grads), (loss_c, grads_c) = loss_and_gradients(eager), loss_and_gradients(compiled)
@@ -52,12 +53,13 @@ def test_compiled_equals_eager(world_size: int):
         assert all(difference < 1e-5 for difference in result.values()), result
 
 
-def breaks(rank: int, world_size: int, dropout: float, sequence_parallel: bool) -> dict[str, int]:
+def breaks(rank: int, world_size: int, dropout: float, sequence_parallel: bool,
+           dropout_seed: int | None) -> dict[str, int]:
     """Where dynamo leaves the graph, by the reason given, for one layer."""
     mpu.initialize_model_parallel(world_size)
     mpu.model_parallel_cuda_manual_seed(1)
     model = GPT2Model(replace(SHAPE, attention_dropout=dropout, hidden_dropout=dropout, num_layers=1),
-                      sequence_parallel=sequence_parallel).train()
+                      sequence_parallel=sequence_parallel, dropout_seed=dropout_seed).train()
     forget()
     model.compile_layers(backend="eager")
     loss_and_gradients(model)
@@ -66,14 +68,14 @@ def breaks(rank: int, world_size: int, dropout: float, sequence_parallel: bool) 
             for reason, count in torch._dynamo.utils.counters["graph_break"].items()}
 
 
-@pytest.mark.parametrize(("world_size", "dropout", "sequence_parallel", "expected"), [
-    (1, 0.0, False, 0), (2, 0.0, True, 0),
-    (1, 0.1, False, 2),  # attention's dropout, counted in the layer and in its attention
-    (2, 0.1, True, 3),  # and the two hidden ones, which differ between shards
+@pytest.mark.parametrize(("world_size", "dropout", "sequence_parallel", "dropout_seed", "expected"), [
+    (1, 0.0, False, 1, 0), (2, 0.0, True, 1, 0),
+    (2, 0.1, True, 1, 2),  # attention's dropout, counted in the layer and in its attention
+    (2, 0.1, True, None, 3),  # and the two hidden ones, which differ between shards
 ])
 def test_the_graph_breaks_at_the_random_streams_alone(world_size: int, dropout: float, sequence_parallel: bool,
-                                                      expected: int):
-    for result in run_ranks(breaks, world_size, dropout, sequence_parallel):
+                                                      dropout_seed: int | None, expected: int):
+    for result in run_ranks(breaks, world_size, dropout, sequence_parallel, dropout_seed):
         assert all("random stream" in reason for reason in result) and sum(result.values()) == expected, result
 
 

@@ -182,7 +182,7 @@ def test_a_run_goes_on_through_files_of_2019(runs: Path, tmp_path: Path, capsys:
     assert main([*shlex.split(command[1]), "--vocab-size", "257"]) == 0
     assert "random states" in capsys.readouterr().err
     losses: list[list[float]] = []
-    batches: list[torch.Tensor] = []
+    batches: list[tuple[torch.Tensor, torch.Tensor]] = []
     for load in (str(runs / "save"), shlex.split(command[2])[0]):
         run = start(0, 1, str(runs), ["--load", load, "--save", f"{load}_on", "--precision", "bf16"])
         assert run.progress.iteration == 2

@@ -36,11 +36,20 @@ def test_the_line_says_what_makes_it_so(tmp_path: Path, monkeypatch: pytest.Monk
     assert said("--precision", "bf16", "--ddp-bucket-size", "1000") == (
         "the same training within rounding (--precision bfloat16, was float32; --ddp-bucket-size 1000, was 25000000)")
     assert said("--seed", "7", "--ddp-bucket-size", "1000") == "another training from here on (--seed 7, was 1234)"
-    for flags in (["--no-load-rng"], ["--micro-batch-size", "2"]):
-        assert said(*flags) == "another training from here on (dropout draws other masks)"
+    assert said("--no-load-rng") == "bit-identical to the run that wrote it"  # masks follow from the samples' numbers
+    assert said("--micro-batch-size", "2") == "the same training within rounding (--micro-batch-size 2, was 4)"
+    assert said("--dropout-rng", "torch") == "another training from here on (dropout draws other masks)"
     assert said("--no-load-optim", "--hidden-dropout", "0", "--attention-dropout", "0") == (
         "another training from here on (AdamW's moments start at zero; --hidden-dropout 0.0, was 0.1; "
         "--attention-dropout 0.0, was 0.1)")
+    run = start(0, 1, str(tmp_path), ["--dropout-rng", "torch", *DROPOUT, "--save", f"{tmp_path}/torch"])
+    steps(run, 1)
+    saved = run.save()
+    finish(run)
+    drawn = ["--dropout-rng", "torch", "--save", f"{tmp_path}/torch"]
+    assert said(*drawn) == "bit-identical to the run that wrote it"
+    for flags in (["--no-load-rng"], ["--micro-batch-size", "2"]):
+        assert said(*drawn, *flags) == "another training from here on (dropout draws other masks)"
 
 
 def test_each_fact_that_differs_is_named_and_one_that_is_missing_is_not() -> None:

@@ -19,9 +19,9 @@ def one_rank_reads_other_data(rank: int, world_size: int, folder: str) -> tuple[
     run = start(rank, world_size, folder, ["--model-parallel-size", "2", "--log-interval", "2", "--train-iters", "8"])
     loader = run.data.loader
 
-    def other_third_batch() -> Iterator[torch.Tensor]:
-        for number, text in enumerate(loader):
-            yield text.flip(0) if number == 2 else text
+    def other_third_batch() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        for number, (text, samples) in enumerate(loader):
+            yield text.flip(0) if number == 2 else text, samples
 
     if rank == 3:
         run.data.loader = other_third_batch()  # type: ignore[assignment]

@@ -1,4 +1,4 @@
-"""The layout is only a layout: the same losses from 1 to 4 ranks, and with accumulation."""
+"""The layout is only a layout: with dropout the same losses from 1 to 4 ranks, split in every way."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ STEPS = 30
 
 
 def train_layout(rank: int, world_size: int, folder: str, model_parallel: int, flags: list[str]) -> dict[str, Any]:
-    run = start(rank, world_size, folder, ["--model-parallel-size", str(model_parallel), "--global-batch-size", "8",
-                                           "--save", f"{folder}/mp{model_parallel}_{world_size}", *flags])
+    run = start(rank, world_size, folder, [
+        "--model-parallel-size", str(model_parallel), "--global-batch-size", "8", "--attention-dropout", "0.1",
+        "--hidden-dropout", "0.1", "--save", f"{folder}/mp{model_parallel}_{world_size}", *flags])
     initial = whole_weights(run)
     seen = steps(run, STEPS)
     finish(run)
@@ -37,15 +38,20 @@ def reference(folder: Path) -> dict[str, Any]:
     return result
 
 
-# (model-parallel, data-parallel, micro-batch): accumulation is 8 / (data-parallel × micro-batch)
-LAYOUTS = [(1, 1, 2), (2, 1, 8), (2, 1, 2), (1, 2, 4), (1, 2, 1), (2, 2, 4), (2, 2, 1), (4, 1, 8), (4, 1, 4)]
+# (model-parallel, data-parallel, micro-batch, flags): accumulation is 8 / (data-parallel × micro-batch)
+SEQUENCE, SHARDED = ["--sequence-parallel"], ["--use-distributed-optimizer"]
+FULL, SELECTIVE = (["--recompute-granularity", how] for how in ("full", "selective"))
+LAYOUTS: list[tuple[int, int, int, list[str]]] = [
+    (1, 1, 2, []), (1, 1, 4, FULL), (2, 1, 8, SELECTIVE), (2, 1, 2, []), (2, 1, 4, SEQUENCE), (1, 2, 4, SHARDED),
+    (1, 2, 1, FULL), (2, 2, 4, [*SEQUENCE, *SHARDED, *SELECTIVE]), (2, 2, 1, []), (4, 1, 8, []),
+    (4, 1, 4, [*SEQUENCE, *FULL])]
 
 
-@pytest.mark.parametrize(("model_parallel", "data_parallel", "micro"), LAYOUTS)
+@pytest.mark.parametrize(("model_parallel", "data_parallel", "micro", "flags"), LAYOUTS, ids=str)
 def test_losses_do_not_depend_on_the_layout(folder: Path, reference: dict[str, Any], model_parallel: int,
-                                            data_parallel: int, micro: int):
+                                            data_parallel: int, micro: int, flags: list[str]):
     results = run_ranks(train_layout, model_parallel * data_parallel, str(folder), model_parallel,
-                        ["--micro-batch-size", str(micro)])
+                        ["--micro-batch-size", str(micro), *flags])
     for result in results:
         assert result["initial"].keys() == reference["initial"].keys()
         for name, weight in result["initial"].items():

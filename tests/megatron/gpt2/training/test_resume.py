@@ -67,8 +67,8 @@ def test_resume_is_bit_identical(tmp_path: Path, model_parallel: int, data_paral
 
 def masks(rank: int, world_size: int, folder: str) -> tuple[list[bool], list[bool]]:
     """Which elements the first two dropouts of a step drop: the embedding's, and a layer's attention output."""
-    run = start(rank, world_size, folder, [*DROPOUT, "--save", f"{folder}/masks", "--model-parallel-size",
-                                           str(world_size // 2)])
+    run = start(rank, world_size, folder, [*DROPOUT, "--dropout-rng", "torch", "--save", f"{folder}/masks",
+                                           "--model-parallel-size", str(world_size // 2)])
     own_seed = 1234 + (run.parallel.data_parallel_rank << 16)
     assert torch.initial_seed() == own_seed
     tracked = torch.Generator().manual_seed(own_seed + 2718 + run.parallel.model_parallel_rank).get_state()
@@ -90,7 +90,7 @@ def masks(rank: int, world_size: int, folder: str) -> tuple[list[bool], list[boo
     return drawn[0].flatten().tolist()[:400], drawn[1].flatten().tolist()[:400]
 
 
-def test_masks_differ_between_data_parallel_ranks_alone(tmp_path: Path):
+def test_masks_of_torchs_generators_differ_between_data_parallel_ranks_alone(tmp_path: Path):
     write_text(tmp_path)
     two = run_ranks(masks, 2, str(tmp_path))
     assert all(any(mask) for masks_of_rank in two for mask in masks_of_rank)
@@ -101,8 +101,9 @@ def test_masks_differ_between_data_parallel_ranks_alone(tmp_path: Path):
 
 
 def reshard(rank: int, world_size: int, folder: str, model_parallel: int, count: int) -> list[float]:
-    run = start(rank, world_size, folder, ["--save", f"{folder}/moved", "--global-batch-size", "8",
-                                           "--micro-batch-size", "4", "--model-parallel-size", str(model_parallel)])
+    run = start(rank, world_size, folder, [
+        *DROPOUT, "--save", f"{folder}/moved", "--global-batch-size", "8", "--micro-batch-size", "4",
+        "--model-parallel-size", str(model_parallel)])
     seen = steps(run, count)
     run.save()
     finish(run)

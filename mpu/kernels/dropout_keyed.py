@@ -1,0 +1,80 @@
+"""Dropout of hidden states whose mask follows from keys alone, by `philox`. Nothing of it is kept for backward.
+
+2 cores with AMX, bf16, 1.6 M elements, ns an element: forward 1.9 and backward 1.9, where 16 bits of torch's generator
+took 4.0 and 1.2, with a mask that was kept.
+
+Legend: b batch, s positions, h hidden.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mpu.kernels.philox import ELEMENTS, Philox, factor, zero_dropped
+
+_AT_ONCE = 1 << 18  # elements whose draws stay in a core's cache
+
+
+def keyed_dropout(x: Tensor, p: float, keys: Tensor, site: int, first_position: int = 0) -> Tensor:
+    """x [s, b, h] with each element zeroed with probability p and the others raised by 1 / (1 - p).
+
+    keys: int64 [b, 3], the seed, the sample's number and the layer's, on the device of x. site: which dropout of the
+    layer. first_position: of x in its samples.
+    """
+    out: Tensor = _KeyedDropout.apply(x, p, keys, site, first_position)  # type: ignore[no-untyped-call]
+    return out
+
+
+def mask_stream(sample: int, layer: int, site: int, first_position: int = 0) -> tuple[int, int, int]:
+    """The three words of the counter that name a mask."""
+    return sample, layer << 8 | site, first_position
+
+
+class _KeyedDropout(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, p: float, keys: Tensor, site: int, first_position: int) -> Tensor:
+        ctx.save_for_backward(keys)
+        ctx.rest = p, site, first_position
+        return _dropped(x, p, keys, site, first_position)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        (keys,), (p, site, first_position) = ctx.saved_tensors, ctx.rest
+        return _dropped(dy, p, keys, site, first_position), None, None, None, None
+
+
+def _dropped(x: Tensor, p: float, keys: Tensor, site: int, first_position: int) -> Tensor:
+    # To call the operator loads torch's compiler: 1 s and 70 MB.
+    function = _operator if torch.compiler.is_compiling() or x.device.type == "cuda" else _by_device
+    out: Tensor = function(x, p, keys, site, first_position)
+    return out
+
+
+def _by_device(x: Tensor, p: float, keys: Tensor, site: int, first_position: int) -> Tensor:
+    x = x.contiguous()
+    if x.device.type == "cuda":
+        from mpu.kernels.philox_triton import dropped_on_gpu
+        return dropped_on_gpu(x, p, keys, site, first_position)
+    s, b, h = x.shape
+    blocks = -(-h // ELEMENTS)  # of a position
+    streams = [(Philox.of(seed), mask_stream(sample, layer, site)) for seed, sample, layer in keys.tolist()]
+    rows = min(max(_AT_ONCE // (b * h), 1), s)
+    out, drawn = torch.empty_like(x), torch.empty(rows, b, ELEMENTS * blocks, dtype=torch.int16)
+    for first in range(0, s, rows):
+        some = slice(first, min(first + rows, s))
+        kept = drawn[:some.stop - first]
+        for number, (philox, stream) in enumerate(streams):
+            of_sample = philox.kept(stream, (first_position + first) * blocks, len(kept) * blocks, p)
+            kept[:, number] = of_sample.view(len(kept), -1)
+        zero_dropped(x[some], kept[:, :, :h], out=out[some]).mul_(factor(p))
+    return out
+
+
+# An operator, so that torch.compile need not see inside.
+_operator = torch.library.custom_op("mpu::keyed_dropout", _by_device, mutates_args=())
+
+
+@_operator.register_fake
+def _(x: Tensor, p: float, keys: Tensor, site: int, first_position: int) -> Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)

@@ -1,0 +1,66 @@
+"""Random bits as a function of a key and a counter: Philox4x64-10 (Salmon et al., "Parallel random numbers: as easy as
+1, 2, 3", SC 2011).
+
+Nothing is drawn one after the other, so any rank can make any part of a mask, as often as it is needed. On a CPU this
+is numpy's generator of that name, whose numbers numpy promises never to change. `philox_triton.py` is the same for a
+GPU; a test compares the two.
+
+    key        the seed, 0
+    counter    the number of a block, from 1 on, then three words that name a stream
+
+Each block decides about 16 elements, with 16 bits for each.
+"""
+
+import threading
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+ELEMENTS = 16  # of a block
+_of_thread = threading.local()
+WORD = 1 << 64
+_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def dropped_draws(p: float) -> int:
+    """How many of the 65,536 draws drop an element: p to the nearest 1/65536 below 1."""
+    return min(round(p * 65536), 65535)
+
+
+def factor(p: float) -> float:
+    """What the other elements are multiplied by: 1 / (1 - p), of the p that `dropped_draws` takes."""
+    return 65536 / (65536 - dropped_draws(p))
+
+
+class Philox:
+    """The streams of a seed, on the host."""
+
+    @classmethod
+    def of(cls, seed: int) -> "Philox":
+        """This thread's, made once: 16 µs."""
+        if getattr(_of_thread, "seed", None) != seed:
+            _of_thread.seed, _of_thread.philox = seed, cls(seed)
+        philox: Philox = _of_thread.philox
+        return philox
+
+    def __init__(self, seed: int) -> None:
+        import numpy as np  # torch has no such generator for a CPU
+
+        self._generator = np.random.Philox(key=np.array([seed % WORD, 0], dtype=np.uint64))
+        self._state = self._generator.state
+
+    def kept(self, stream: Sequence[int], first_block: int, blocks: int, p: float) -> Tensor:
+        """int16 [16 · blocks]: 0 for an element that is dropped, else 1. stream: three words. first_block: from 0."""
+        self._state["state"]["counter"][:] = (first_block, *stream)
+        self._generator.state = self._state
+        draws = torch.from_numpy(self._generator.random_raw(4 * blocks)).view(torch.int16)
+        return torch.ge(draws, dropped_draws(p) - 32768, out=draws)
+
+
+def zero_dropped(x: Tensor, kept: Tensor, out: Tensor) -> Tensor:
+    """out = x where kept is 1, and 0 where it is 0, by a product of the bits: a fifth of the time of masked_fill in
+    bf16. kept: an integer of any size; out may be x."""
+    bits = _OF_SIZE[x.element_size()]
+    torch.mul(x.view(bits), kept.to(bits), out=out.view(bits))
+    return out

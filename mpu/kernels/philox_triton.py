@@ -1,0 +1,62 @@
+"""`keyed_dropout` on a GPU: `philox.py` in Triton, which comes with torch's builds for GPUs. One kernel reads and
+writes each element once.
+
+Legend: b batch, s positions, h hidden.
+"""
+
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mpu.kernels.philox import ELEMENTS, dropped_draws, factor
+
+BLOCKS = 64  # of the counter that a program of the kernel takes, 1,024 elements
+WARPS = 2    # so that each thread makes one block
+
+
+@triton.jit
+def philox_4x64(c0, c1, c2, c3, k0, k1):
+    """Four words uint64 of a counter and a key, in ten rounds."""
+    for _ in tl.static_range(10):
+        high0, low0 = tl.umulhi(c0, 0xD2E7470EE14C6C93), c0 * 0xD2E7470EE14C6C93
+        high1, low1 = tl.umulhi(c2, 0xCA5A826395121157), c2 * 0xCA5A826395121157
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+        k0 += 0x9E3779B97F4A7C15
+        k1 += 0xBB67AE8584CAA73B
+    return c0, c1, c2, c3
+
+
+@triton.jit
+def dropout_kernel(
+        x, out, keys, b, h, first_position, dropped, factor, SITE: tl.constexpr, BLOCKS: tl.constexpr):
+    """A row is a position of a sample, [h]; program_id is (row, part of the row)."""
+    row = tl.program_id(0)
+    key = keys + row % b * 3
+    seed, sample, layer = tl.load(key), tl.load(key + 1), tl.load(key + 2)
+    block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
+    position = (first_position + row // b).to(tl.int64)
+    number = (position * tl.cdiv(h, 16) + block + 1).to(tl.uint64)
+    same = tl.zeros_like(number)
+    w0, w1, w2, w3 = philox_4x64(number, same + sample.to(tl.uint64), same + (layer << 8 | SITE).to(tl.uint64), same,
+                                 same + seed.to(tl.uint64), same)
+    word = tl.join(tl.join(w0, w2), tl.join(w1, w3)).reshape(BLOCKS * 4)  # w0, w1, w2, w3 of each block
+    draw = tl.join(tl.join(word.to(tl.int16), (word >> 32).to(tl.int16)),
+                   tl.join((word >> 16).to(tl.int16), (word >> 48).to(tl.int16))).reshape(BLOCKS * 16)
+    column = tl.program_id(1) * BLOCKS * 16 + tl.arange(0, BLOCKS * 16)
+    at = row.to(tl.int64) * h + column
+    value = tl.load(x + at, mask=column < h)
+    raised = (value.to(tl.float32) * factor).to(value.dtype)
+    tl.store(out + at, tl.where(draw >= dropped, raised, tl.zeros_like(raised)), mask=column < h)
+
+
+def dropped_on_gpu(x: Tensor, p: float, keys: Tensor, site: int, first_position: int) -> Tensor:
+    """x [s, b, h], contiguous. The arguments are those of `keyed_dropout`."""
+    s, b, h = x.shape
+    out = torch.empty_like(x)
+    dropout_kernel[(s * b, triton.cdiv(h, ELEMENTS * BLOCKS))](
+        x, out, keys, b, h, first_position, dropped_draws(p) - 32768, factor(p), SITE=site, BLOCKS=BLOCKS,
+        num_warps=WARPS)
+    return out
