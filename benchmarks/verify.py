@@ -32,7 +32,7 @@ from tests.megatron.gpt2.training.training_runs import write_text
 
 MODEL = ["--num-layers", "4", "--hidden-size", "128", "--num-attention-heads", "4", "--seq-length", "128",
          "--max-position-embeddings", "128", "--tokenizer-type", "bytes", "--train-iters", "100",
-         "--hidden-dropout", "0", "--attention-dropout", "0", "--micro-batch-size", "4", "--device", "cpu"]
+         "--hidden-dropout", "0.1", "--attention-dropout", "0.1", "--micro-batch-size", "4", "--device", "cpu"]
 SPLIT, SEQUENCE = "--model-parallel-size 2", "--model-parallel-size 2 --sequence-parallel"
 SHARDED = "--data-parallel-size 2 --micro-batch-size 2 --use-distributed-optimizer"
 ACCUMULATED, RECOMPUTED = "--micro-batch-size 1", "--recompute-granularity full"
@@ -48,7 +48,7 @@ CLEAN = {
     "bf16": [ACCUMULATED, SEQUENCE, SHARDED, "--model-parallel-size 4"],
     "fp16 --initial-loss-scale 4096": [ACCUMULATED, SEQUENCE, SHARDED, SPLIT],
 }
-LARGE = ["--model", "117m", "--hidden-dropout", "0", "--attention-dropout", "0", "--micro-batch-size", "1",
+LARGE = ["--model", "117m", "--micro-batch-size", "1",  # its recipe has dropout 0.1
          "--global-batch-size", "2", "--precision", "fp32", "--train-iters", "10", "--split", "100,0,0",
          "--vocab-file", str(TEST_DATA / "gpt2" / "encoder.json"),
          "--merge-file", str(TEST_DATA / "gpt2" / "vocab.bpe")]

@@ -121,8 +121,9 @@ class Capture:
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._micro_batch += 1
         self._place, self._is_forward = 0, True
-        for place, name in enumerate(("tokens", "labels")):
-            self._samples("input", name, kwargs[name], self._first_sample(), place=place)
+        for place, name in enumerate(("samples", "tokens", "labels")):
+            if kwargs.get(name) is not None:
+                self._samples("input", name, kwargs[name], self._first_sample(), place=place)
 
     def _end(self, module: nn.Module, args: tuple[Any, ...], out: Tensor) -> None:
         self._is_forward = False

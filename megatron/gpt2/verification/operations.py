@@ -12,13 +12,15 @@ from megatron.gpt2.verification.parts import Key
 ROW_PARALLEL = ("attention.dense", "mlp.dense_4h_to_h")
 MODULES = {
     "input_layernorm": "the layer norm {module}", "post_attention_layernorm": "the layer norm {module}",
-    "attention.query_key_value": "the product of {module}", "attention.core": "attention of {layer}: softmax(QKᵀ/√d)V",
+    "attention.query_key_value": "the product of {module}",
+    "attention.core": "attention of {layer}: softmax(QKᵀ/√d)V, or its dropout",
     "mlp.dense_h_to_4h": "the product of {module}", "mlp.gelu": "GELU of {layer}"}
 NUMBERS = {
     "loss": "the head and the cross-entropy, and the sum of the samples over micro-batches and data-parallel ranks",
     "gradient norm": "the sum of the squares of all gradients, each of which counts once",
     "skipped": "the test whether the gradient norm is finite", "learning rate": "the schedule of the learning rate",
     "steps of the optimizer": "the count of steps in AdamW",
+    "samples": "the data loader: which samples of the run are this rank's",
     "tokens": "the data loader: the order of samples, and which of them are this rank's",
     "labels": "the data loader: the order of samples, and which of them are this rank's"}
 

@@ -1,4 +1,4 @@
-"""Twelve faults of parallel training, each planted into a run that is built, on every rank.
+"""Faults of parallel training, each planted into a run that is built, on every rank.
 
 A fault is a function (run, patch), where `patch` puts back what it has changed.
 """
@@ -66,16 +66,24 @@ def local_index(run: Run, patch: Patch) -> None:
     patch.setattr(model, "_own_part", lambda s: slice(0, s // model.world_size))
 
 
-def of_layer(run: Run, patch: Patch, number: int, change: Callable[[Tensor], Tensor]) -> None:
-    """Attention of one layer reads change(qkv), [s, b, n, 3, d]."""
-    original, chosen = kernels.causal_attention, layer_of(run, number).attention
+def of_layer(run: Run, patch: Patch, number: int, change: Callable[[Tensor], Tensor], *, first_head: int = -1) -> None:
+    """Attention of one layer reads change(qkv), [s, b, n, 3, d], and drops as if its heads began at `first_head`."""
+    original, chosen = kernels.keyed_attention, layer_of(run, number).attention
     forward = chosen.forward
 
-    def with_change(x: Tensor) -> Tensor:
-        with mock.patch.object(kernels, "causal_attention", lambda qkv, p: original(change(qkv), p)):
-            return forward(x)
+    def changed(qkv: Tensor, p: float, keys: Tensor, site: int, first: int) -> Tensor:
+        return original(change(qkv), p, keys, site, first if first_head < 0 else first_head)
+
+    def with_change(x: Tensor, **more: Any) -> Tensor:
+        with mock.patch.object(kernels, "keyed_attention", changed):
+            return forward(x, **more)
 
     patch.setattr(chosen, "forward", with_change)
+
+
+def mask_by_local_index(run: Run, patch: Patch) -> None:
+    """Each rank takes its heads for the first ones."""
+    of_layer(run, patch, 1, lambda qkv: qkv, first_head=0)
 
 
 def qkv_order(run: Run, patch: Patch) -> None:
@@ -163,9 +171,11 @@ FAULTS = {
                                       "the all-reduce of layer 1's attention.dense, with its bias, forward"),
     "gradient summed twice": Fault(gradient_summed_twice, OF_SEQUENCE, 1, LAST, "over 2 model-parallel ranks"),
     "position by local index": Fault(local_index, OF_SEQUENCE, 1, "embeddings", "position embeddings", (1,)),
+    "mask by local index": Fault(mask_by_local_index, TWO_PARTS, 1, "transformer.layers.1.attention.core",
+                                 "its dropout", (1,)),
     "wrong QKV order": Fault(qkv_order, TWO_PARTS, 1, "transformer.layers.1.attention.core", "attention of layer 1"),
     "norm counted twice": Fault(norm_counted_twice, TWO_PARTS, 1, "gradient norm", "each of which counts once"),
-    "lost micro-batch": Fault(lost_micro_batch, ACCUMULATED, 1, "tokens", "the data loader", (1,)),
+    "lost micro-batch": Fault(lost_micro_batch, ACCUMULATED, 1, "samples", "the data loader", (1,)),
     "lost gradient of a micro-batch": Fault(lost_gradient, ACCUMULATED, 1, LAST, "over 2 micro-batches"),
     "swapped shards": Fault(swapped_shards, TWO_PARTS, 0, "transformer.layers.1.mlp.dense_4h_to_h.weight",
                             "initialisation of layer 1's mlp.dense_4h_to_h.weight"),

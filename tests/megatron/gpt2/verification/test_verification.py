@@ -19,7 +19,8 @@ from tests.distributed import run_ranks
 from tests.megatron.gpt2.training.training_runs import finish, start, write_text
 from tests.megatron.gpt2.verification.planted_faults import FAULTS, OF_SEQUENCE, SHARDED, TWO_PARTS
 
-TINY = ["--hidden-size", "32", "--seq-length", "16", "--global-batch-size", "4"]
+TINY = ["--hidden-size", "32", "--seq-length", "16", "--global-batch-size", "4", "--hidden-dropout", "0.1",
+        "--attention-dropout", "0.1"]
 STEPS = 2
 CLEAN = {"split in two": TWO_PARTS, "sequence-parallel": (*OF_SEQUENCE, "--recompute-granularity", "selective"),
          "sharded": SHARDED,
