@@ -11,7 +11,7 @@ import torch
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, start_processes
 
 from megatron.gpt2.launch.launchers import Launch
-from megatron.gpt2.launch.store import serve
+from megatron.gpt2.launch.store import listen, serve
 
 Program = Callable[[Sequence[str]], int]
 GRACE = 6.0  # seconds that the others have once one rank has ended: to name it, or to save
@@ -26,12 +26,13 @@ def start_ranks(program: Program, argv: Sequence[str], launch: Launch) -> int:
     of a module, which the ranks import. The ranks get torchrun's variables and words for `read_launch`.
     """
     variables = {"WORLD_SIZE": f"{launch.world_size}", "LOCAL_WORLD_SIZE": f"{launch.starts}"}
+    listener = None
     words = [*argv, f"--init-timeout={launch.timeout}"]
     if launch.where:
         words.append(f"--init-method={launch.where}")
     else:
-        store = serve("127.0.0.1", 0)  # outlives each of the ranks
-        variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{store.port}",
+        listener = listen("127.0.0.1", 0)
+        variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{listener.getsockname()[1]}",
                       "TORCHELASTIC_USE_AGENT_STORE": "True"}
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     signal.signal(signal.SIGINT, lambda number, frame: None)
@@ -41,6 +42,7 @@ def start_ranks(program: Program, argv: Sequence[str], launch: Launch) -> int:
     try:
         context = start_processes(_rank, (launch.rank, program, words, variables, before[signal.SIGINT]),
                                   nprocs=launch.starts, join=False, start_method=method)
+        _store = serve(listener) if listener else None  # has threads, so after the fork; it outlives each of the ranks
 
         def forward(number: int, frame: FrameType | None) -> None:
             for process in context.processes:

@@ -33,7 +33,7 @@ def open_store(launch: Launch, deadline: float) -> Iterator[tuple[TCPStore, TCPS
     host, port = place.hostname or "localhost", place.port or 0
     server = None
     if launch.rank == 0 and not launch.served:
-        server = serve(launch.host if path else host, port)
+        server = serve(listen(launch.host if path else host, port))
         host, port = "localhost" if path else host, server.port
     elif path:
         host, port = _read_card(path, launch, deadline)
@@ -41,12 +41,12 @@ def open_store(launch: Launch, deadline: float) -> Iterator[tuple[TCPStore, TCPS
         yield _connect(host, port, launch, deadline, stale=path), server
 
 
-def serve(host: str, port: int) -> TCPStore:
-    """The server of a store on `port` (0: any that is free), over IPv6 and IPv4 where `host` has an IPv6 address.
+def listen(host: str, port: int) -> socket.socket:
+    """Where a store is to be served: a socket on `port` (0: any that is free), over IPv6 and IPv4 where `host` has an
+    IPv6 address. Clients may connect already. ValueError where the port is taken.
 
     torch's own server always listens over both and looks up the name of each client, and one that comes over IPv4 to a
-    socket of both is not in /etc/hosts: with a slow DNS server four ranks met in 5.6 s instead of 0.5. ValueError where
-    the port is taken.
+    socket of both is not in /etc/hosts: with a slow DNS server four ranks met in 5.6 s instead of 0.5.
     """
     families: set[int] = set()
     with contextlib.suppress(OSError):
@@ -54,10 +54,15 @@ def serve(host: str, port: int) -> TCPStore:
     both = socket.AF_INET6 in families and socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if both else socket.AF_INET
     try:  # by Python, for a message of one line
-        listener = socket.create_server(("", port), family=family, dualstack_ipv6=both, backlog=2048)
+        return socket.create_server(("", port), family=family, dualstack_ipv6=both, backlog=2048)
     except OSError as error:
         raise ValueError(f"rank 0 cannot listen on port {port} ({os.strerror(error.errno or 0)}): another run may have "
                          "it; name another in MASTER_PORT or --init-method") from error
+
+
+def serve(listener: socket.socket) -> TCPStore:
+    """The server of a store, which takes `listener` over. Its threads must not be there when a process is forked: the
+    child could inherit a lock that one of them holds."""
     return TCPStore("localhost", listener.getsockname()[1], None, True, wait_for_workers=False,
                     master_listen_fd=listener.detach())
 

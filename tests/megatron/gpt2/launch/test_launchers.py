@@ -17,6 +17,8 @@ from typing import Any
 
 import pytest
 
+from megatron.gpt2.launch import spawn
+from megatron.gpt2.launch.launchers import Launch
 from tests.megatron.gpt2.launch.started_ranks import Rank, clean_environment, flags, free_port, losses
 from tests.megatron.gpt2.training.training_runs import write_text
 from tests.warm_python import WarmPython
@@ -192,3 +194,20 @@ def test_a_rank_that_never_comes_is_named_by_all(folder: Path) -> None:
     for (code, output), where in zip(ended, ("", f" ({host})"), strict=True):
         assert (code, output) == (2, f"error{where}: ranks 1 and 3 of 4 did not come within 2 s (--init-timeout); "
                                      f"ranks 0 ({host}) and 2 ({host}) did\n")
+
+
+def test_ranks_are_forked_before_there_are_threads_of_a_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank would inherit the locks that they hold just then: one of 140 starts hung."""
+    def threads() -> int:
+        return len(os.listdir("/proc/self/task"))
+
+    def fork(*_: Any, **__: Any) -> None:
+        found.append(threads())
+        raise InterruptedError
+
+    found: list[int] = []
+    monkeypatch.setattr(spawn, "start_processes", fork)
+    before = threads()
+    with pytest.raises(InterruptedError):
+        spawn.start_ranks(lambda words: 0, [], Launch(starts=2, world_size=2))
+    assert found == [before]
