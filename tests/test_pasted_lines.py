@@ -11,7 +11,6 @@ import os
 import re
 import runpy
 import shutil
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -22,6 +21,7 @@ import pytest
 from data_utils.indexed_dataset import IndexedDatasetBuilder, token_dtype
 from data_utils.tokenizers.gpt2 import END_OF_TEXT, byte_alphabet
 from megatron.gpt2.command_line.arguments import parse
+from tests.megatron.gpt2.launch.started_ranks import free_port
 from tests.megatron.gpt2.training.training_runs import write_text
 from tests.warm_python import WarmPython
 
@@ -116,12 +116,6 @@ def run(argv: list[str], monkeypatch: pytest.MonkeyPatch) -> int:
     with pytest.raises(SystemExit) as ended:
         runpy.run_path(str(ROOT / argv[0]), run_name="__main__")
     return int(ended.value.code or 0)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        return int(probe.getsockname()[1])
 
 
 def launched(python: WarmPython, work: Path, script: str, appended: str) -> subprocess.CompletedProcess[str]:

@@ -166,7 +166,7 @@ def draws_other_masks(prepared: PreparedRun, facts: Mapping[str, Any], *, has_st
     """Whether dropout does not go on as before. facts: of the checkpoint. has_streams: the run has the random streams
     that the checkpoint's run had."""
     shape, train = prepared.config.model, prepared.config.train
-    then = facts["config"].get("train", {})
+    then = facts.get("config", {}).get("train", {})
     if not shape.has_dropout:
         return False
     if train.dropout_rng != then.get("dropout_rng", "torch"):  # a checkpoint from before there was a choice

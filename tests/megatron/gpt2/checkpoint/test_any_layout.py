@@ -18,7 +18,7 @@ from torch import Tensor
 
 import mpu
 from megatron.gpt2.checkpoint.folder import Checkpoint, find_checkpoint, load_model, write_checkpoint
-from megatron.gpt2.config import CheckpointConfig, ModelConfig, OptimizerConfig
+from megatron.gpt2.config import CheckpointConfig, Config, DataConfig, ModelConfig, OptimizerConfig
 from megatron.gpt2.model.gpt2 import GPT2Model
 from megatron.gpt2.optimizer.flat_parameters import FlatParameters
 from megatron.gpt2.optimizer.optimizer import AdamWOptimizer, build_loss_scaler
@@ -133,8 +133,10 @@ def assert_loads(checkpoint: Checkpoint, rank: Any, state: dict[tuple[str, str],
     place = rank.parallel.model_parallel_rank, rank.parallel.model_parallel_size
     for values in (rank.flat.params, *(s.values for s in rank.optimizer.tensors())):
         values.fill_(torch.nan)
-    prepared: Any = SimpleNamespace(source=str(checkpoint.path.parent), device=CPU,
-                                    config=SimpleNamespace(checkpoint=CONFIG))
+    prepared: Any = SimpleNamespace(
+        source=str(checkpoint.path.parent), device=CPU, dtype=rank.flat.params.dtype, train_iters=3,
+        global_batch_size=8, splits=SimpleNamespace(fingerprint=""),
+        config=Config(model=SHAPE, checkpoint=CONFIG, data=DataConfig(seq_length=6)))
     with pytest.MonkeyPatch.context() as patch:  # found once: the ranks need not agree on what is there
         patch.setattr("megatron.gpt2.training.checkpointing.find_checkpoint", lambda source, **_: checkpoint)
         assert load_run(prepared, rank.parallel, rank, lambda line: None) == (3, 24)

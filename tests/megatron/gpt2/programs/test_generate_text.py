@@ -11,7 +11,6 @@ import pty
 import re
 import select
 import signal
-import socket
 import subprocess
 import sys
 import termios
@@ -25,6 +24,7 @@ import torch.distributed as dist
 import mpu
 from megatron.gpt2.model.gpt2 import GPT2Model
 from tests.distributed import run_ranks
+from tests.megatron.gpt2.launch.started_ranks import free_port
 from tests.megatron.gpt2.programs import tool
 from tests.megatron.gpt2.text.test_generation import CONFIG, save
 
@@ -186,8 +186,6 @@ def answers_of_a_rank(rank: int, world_size: int, saved: str, file: str, port: s
 def test_two_ranks_answer_bad_prompts_alike(run: Any, saved: Path, tmp_path: Path) -> None:
     file = tmp_path / "prompts.txt"
     file.write_bytes(BAD_FILE)
-    with socket.create_server(("localhost", 0)) as server:
-        port = str(server.getsockname()[1])
-    assert run_ranks(answers_of_a_rank, 2, str(saved), str(file), port) == [0, 0]
+    assert run_ranks(answers_of_a_rank, 2, str(saved), str(file), str(free_port())) == [0, 0]
     alone, _ = run("--max-new-tokens", "40", "--sample-input-file", str(file), "--top-k", "50")
     assert (tmp_path / "prompts.txt.answers").read_text() == alone
