@@ -1,4 +1,5 @@
-"""The model-parallel unit: tensor parallelism in the Megatron style, with torch alone.
+"""The model-parallel unit: tensor parallelism in the Megatron style, with torch alone (and numpy's generator where
+dropout is given keys).
 
 The files in the order in which to read them:
 
