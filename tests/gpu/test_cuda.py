@@ -18,6 +18,7 @@ from megatron.gpt2.model.attention_backend import SWITCHES, choose_attention
 from megatron.gpt2.model.gpt2 import GPT2Model
 from megatron.gpt2.training.train_step import train_step
 from mpu.attention import document_attention
+from mpu.kernels import keyed_dropout
 from tests.megatron.gpt2.training.training_runs import SHAPE, finish, start, steps, write_text
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
@@ -172,3 +173,17 @@ def test_dropout_draws_anew(folder: Path):
     model = GPT2Model(replace(SHAPE, attention_dropout=0.1, hidden_dropout=0.1), device="cuda").train()
     first, second = (loss_and_gradients(model, "cuda")[0] for _ in range(2))
     assert first != second
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_mask_that_follows_from_keys_is_that_of_the_cpu(dtype: torch.dtype):
+    x = torch.randn(37, 3, 100, dtype=dtype).requires_grad_()
+    y = keyed_dropout(x, 0.3, mpu.dropout_keys(7, torch.arange(3), 2)[1], 2, first_position=5)
+    on_gpu = x.detach().cuda().requires_grad_()
+    keys = mpu.dropout_keys(7, torch.arange(3, device="cuda"), 2)[1]
+    got = keyed_dropout(on_gpu, 0.3, keys, 2, first_position=5)
+    got.float().sum().backward()
+    y.float().sum().backward()
+    assert torch.equal(got.detach().cpu() == 0, y.detach() == 0)
+    assert torch.allclose(got.detach().cpu().float(), y.detach().float(), rtol=2**-8)
+    assert torch.equal(on_gpu.grad.cpu() == 0, x.grad == 0)
