@@ -17,7 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mpu.kernels.attention_fused import batch_of_heads, fused_attention, split_heads
+from mpu.kernels.attention_fused import (
+    batch_of_heads,
+    fused_attention,
+    gradient_of_qkv,
+    heads_of_output,
+    split_heads,
+)
 
 # Queries that backward takes together. Fewer of them mean smaller matrix products; more of them mean that less of what
 # causality masks is left out. The scores of one block are all that is held of them.
@@ -27,9 +33,9 @@ BLOCK = 256
 SCORES = 3 << 18
 
 
-def heads_at_once(s: int) -> int:
-    """How many heads of all samples backward takes together."""
-    return max(torch.get_num_threads() * SCORES // (BLOCK * s), 1)
+def heads_at_once(s: int, block: int = BLOCK) -> int:
+    """How many heads of all samples are taken together, with a block of so many queries."""
+    return max(torch.get_num_threads() * SCORES // (block * s), 1)
 
 
 def attention_with_blockwise_backward(qkv: Tensor, dropout_p: float) -> Tensor:
@@ -59,7 +65,7 @@ def _blockwise_backward(qkv: Tensor, dy: Tensor) -> Tensor:
     scale = d ** -0.5
     q, k, v = (batch_of_heads(x) for x in split_heads(qkv))  # [b·n, s, d]
     q = q * scale
-    dy = batch_of_heads(dy.view(s, b, n, d).permute(1, 2, 0, 3))  # [s, b, n·d] -> [b, n, s, d] -> [b·n, s, d]
+    dy = heads_of_output(dy, n)
     dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
     later = torch.full((BLOCK, BLOCK), -torch.inf, dtype=qkv.dtype).triu_(1)
     heads = heads_at_once(s)
@@ -78,10 +84,7 @@ def _blockwise_backward(qkv: Tensor, dy: Tensor) -> Tensor:
             dv[some, :end].baddbmm_(p.transpose(1, 2), block_dy)
             dk[some, :end].baddbmm_(d_scores.transpose(1, 2), block_q)
             dq[some, start:end] = torch.bmm(d_scores, block_k)
-    d_qkv = torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
-    for out, grad in zip(split_heads(d_qkv), (dq.mul_(scale), dk, dv), strict=True):
-        out.copy_(grad.view(b, n, s, d))  # [b·n, s, d] -> [b, n, s, d]
-    return d_qkv
+    return gradient_of_qkv(qkv, dq.mul_(scale), dk, dv)
 
 
 # An operator of its own: a compiler that sees inside makes it slower than its parts are.

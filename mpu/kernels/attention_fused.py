@@ -25,6 +25,21 @@ def batch_of_heads(x: Tensor) -> Tensor:
     return x.reshape(-1, x.size(2), x.size(3)).contiguous()
 
 
+def heads_of_output(y: Tensor, n: int) -> Tensor:
+    """[s, b, n·d], an output of attention or its gradient -> [b·n, s, d], contiguous."""
+    s, b, _ = y.shape
+    return batch_of_heads(y.view(s, b, n, -1).permute(1, 2, 0, 3))  # [s, b, n·d] -> [b, n, s, d] -> [b·n, s, d]
+
+
+def gradient_of_qkv(qkv: Tensor, dq: Tensor, dk: Tensor, dv: Tensor) -> Tensor:
+    """Three gradients [b·n, s, d] -> that of qkv, [s, b, n, 3, d], in its dtype."""
+    s, b, n, _, d = qkv.shape
+    d_qkv = torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
+    for out, grad in zip(split_heads(d_qkv), (dq, dk, dv), strict=True):
+        out.copy_(grad.view(b, n, s, d))  # [b·n, s, d] -> [b, n, s, d]
+    return d_qkv
+
+
 def fused_attention(qkv: Tensor, dropout_p: float) -> Tensor:
     """softmax(QKᵀ/√d, keys up to the query's own position) V: [s, b, n, 3, d] -> [s, b, n·d].
 

@@ -3,7 +3,7 @@
 Backward makes the masks of a block again, and for long sequences the scores, as FlashAttention does
 (arXiv:2205.14135). So no mask is kept, and above KEPT_UP_TO tokens nothing of the size [s, s]. bf16 is computed in
 float32 where the processor has no AMX. One thread with AMX, 1,024 tokens, 12 heads, forward and backward, against
-torch's formula with all scores in memory, ms: 332 and 100 in bf16, 367 and 198 in float32.
+torch's formula with all scores in memory, ms of CPU time in one run: 455 and 115 in bf16, 465 and 249 in float32.
 
 Legend: b batch, s sequence, n heads of this rank, d head size.
 """
@@ -14,10 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mpu.kernels.attention_blockwise import SCORES
-from mpu.kernels.attention_fused import batch_of_heads, merge_heads, split_heads
-from mpu.kernels.dropout_keyed import mask_stream
-from mpu.kernels.philox import ELEMENTS, Philox, factor, zero_dropped
+from mpu.kernels.attention_blockwise import heads_at_once
+from mpu.kernels.attention_fused import batch_of_heads, gradient_of_qkv, heads_of_output, merge_heads, split_heads
+from mpu.kernels.philox import ELEMENTS, factor, mask_streams, zero_dropped
 from mpu.kernels.processor import HAS_AMX
 
 # Queries that are taken together, which is also the unit of the masks' streams: another number means other masks.
@@ -42,11 +41,6 @@ def computed_in(dtype: torch.dtype) -> torch.dtype:
     return dtype if dtype.itemsize > 2 or (dtype == torch.bfloat16 and HAS_AMX) else torch.float32
 
 
-def heads_at_once(s: int) -> int:
-    """How many heads of all samples are taken together."""
-    return max(torch.get_num_threads() * SCORES // (BLOCK * s), 1)
-
-
 def kept_pairs(s: int) -> int:
     """Of how many pairs of a query and a key a head keeps the probability for backward."""
     if s > KEPT_UP_TO:
@@ -60,8 +54,7 @@ class _Masks:
 
     def __init__(self, s: int, n: int, p: float, keys: Tensor, site: int, first_head: int, first_position: int) -> None:
         self._s, self._n, self._p, self._first_head = s, n, p, first_head
-        self._samples = [(Philox.of(seed), mask_stream(sample, layer, site, first_position))
-                         for seed, sample, layer in keys.tolist()]
+        self._samples = mask_streams(keys, site, first_position)
 
     def kept(self, like: Tensor, first: int, start: int) -> Tensor:
         """int16, like the scores [heads, block, end] of heads from `first` on, counted over all samples, and queries
@@ -105,7 +98,7 @@ class _KeyedAttention(torch.autograd.Function):
         s, b, n, _, d = qkv.shape
         masks = _Masks(s, n, ctx.p, keys, *ctx.rest)
         q, k, v = _operands(qkv)
-        dy = batch_of_heads(dy.view(s, b, n, d).permute(1, 2, 0, 3)).to(q.dtype) * factor(ctx.p)  # -> [b·n, s, d]
+        dy = heads_of_output(dy, n).to(q.dtype) * factor(ctx.p)
         dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
         for first, some, start, end in _blocks(s, b * n):
             block_q, block_dy, block_k = (x.contiguous() for x in (q[some, start:end], dy[some, start:end],
@@ -119,10 +112,7 @@ class _KeyedAttention(torch.autograd.Function):
             d_scores = torch._softmax_backward_data(d_masked, scores, -1, scores.dtype)
             dk[some, :end].baddbmm_(d_scores.transpose(1, 2), block_q)
             dq[some, start:end] = torch.bmm(d_scores, block_k)
-        d_qkv = torch.empty_like(qkv)
-        for out, grad in zip(split_heads(d_qkv), (dq.mul_(d ** -0.5), dk, dv), strict=True):
-            out.copy_(grad.view(b, n, s, d))  # [b·n, s, d] -> [b, n, s, d]
-        return d_qkv, None, None, None, None, None
+        return gradient_of_qkv(qkv, dq.mul_(d ** -0.5), dk, dv), None, None, None, None, None
 
 
 def _operands(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -133,7 +123,7 @@ def _operands(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def _blocks(s: int, heads: int) -> Iterator[tuple[int, slice, int, int]]:
     """Some heads at once, the first and all, and a block of queries, [start, end)."""
-    at_once = heads_at_once(s)
+    at_once = heads_at_once(s, BLOCK)
     for first in range(0, heads, at_once):
         for start in range(0, s, BLOCK):
             yield first, slice(first, first + at_once), start, min(start + BLOCK, s)

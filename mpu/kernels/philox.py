@@ -58,6 +58,12 @@ class Philox:
         return torch.ge(draws, dropped_draws(p) - 32768, out=draws)
 
 
+def mask_streams(keys: Tensor, site: int, first_position: int = 0) -> list[tuple[Philox, tuple[int, int, int]]]:
+    """Of each sample the streams of its seed, and the three words of the counter that name its mask. keys: int64
+    [b, 3], see `mpu.dropout_keys`."""
+    return [(Philox.of(seed), (sample, layer << 8 | site, first_position)) for seed, sample, layer in keys.tolist()]
+
+
 def zero_dropped(x: Tensor, kept: Tensor, out: Tensor) -> Tensor:
     """out = x where kept is 1, and 0 where it is 0, by a product of the bits: a fifth of the time of masked_fill in
     bf16. kept: an integer of any size; out may be x."""

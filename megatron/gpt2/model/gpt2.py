@@ -7,7 +7,7 @@ Parameter names are those of Megatron's 2019 checkpoints.
 import functools
 import hashlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -60,6 +60,7 @@ class Transformer(nn.Module):
                 keys: Tensor | None = None) -> Tensor:
         """[s, b, h] -> [s, b, h]. documents: of this micro-batch. cache: reads and keeps the keys and values. keys: of
         dropout, see `mpu.dropout_keys`."""
+        of_layer: Sequence[Tensor | None] = [None] * len(self.layers) if keys is None else keys.unbind()
         if self.config.recompute_granularity == "full" and self.training:
             together = self.config.recompute_num_layers
             for start in range(0, len(self.layers), together):
@@ -70,19 +71,19 @@ class Transformer(nn.Module):
                 # each on every rank. The attribute says that this tensor differs between the ranks already.
                 if self.config.sequence_parallel:
                     x.no_checkpointing = True  # type: ignore[attr-defined]
-                of_part = None if keys is None else keys[start:start + together]
-                x = mpu.checkpoint(functools.partial(_run_layers, part, documents, of_part), x)
+                x = mpu.checkpoint(functools.partial(_run_layers, part, documents, of_layer[start:start + together]), x)
         else:
             for number, layer in enumerate(self.layers):
                 self.layer_pre_hook(number)
                 x = layer(x, documents, functools.partial(cache.attend, number) if cache else None,
-                          None if keys is None else keys[number])
+                          of_layer[number])
         return self.final_layernorm(x)
 
 
-def _run_layers(layers: nn.ModuleList, documents: mpu.Documents | None, keys: Tensor | None, x: Tensor) -> Tensor:
-    for number, layer in enumerate(layers):
-        x = layer(x, documents, None, None if keys is None else keys[number])
+def _run_layers(layers: nn.ModuleList, documents: mpu.Documents | None, keys: Sequence[Tensor | None],
+                x: Tensor) -> Tensor:
+    for layer, of_layer in zip(layers, keys, strict=True):
+        x = layer(x, documents, None, of_layer)
     return x
 
 

@@ -22,6 +22,7 @@ from megatron.gpt2.training.continuation import how_it_goes_on, what_decides
 from megatron.gpt2.training.engine import Engine, seed_random_streams
 from megatron.gpt2.training.prepare import Log, PreparedRun
 from megatron.gpt2.training.progress import Progress
+from mpu import kernels
 
 Files = dict[str, dict[str, Piece]]
 
@@ -171,7 +172,8 @@ def draws_other_masks(prepared: PreparedRun, facts: Mapping[str, Any], *, has_st
         return False
     if train.dropout_rng != then.get("dropout_rng", "torch"):  # a checkpoint from before there was a choice
         return True
-    by_counter = train.dropout_rng == "counter" and (shape.attention_dropout == 0 or prepared.device.type == "cpu")
+    by_counter = train.dropout_rng == "counter" and (
+        shape.attention_dropout == 0 or kernels.attention_takes_keys(prepared.device.type))
     # A stream draws the masks of a micro-batch at once, so that they depend on its size.
     return not by_counter and not (has_streams and then.get("micro_batch_size") == train.micro_batch_size)
 

@@ -19,6 +19,7 @@ from megatron.gpt2.optimizer.gradient_reducer import (
 from megatron.gpt2.optimizer.learning_rates import LearningRate
 from megatron.gpt2.optimizer.optimizer import AdamWOptimizer, build_loss_scaler
 from megatron.gpt2.training.prepare import Log, PreparedRun
+from mpu import kernels
 
 # Data-parallel ranks are further apart than any model-parallel size, so that no two random streams meet.
 DATA_PARALLEL_STRIDE = 1 << 16
@@ -53,9 +54,10 @@ def build_engine(prepared: PreparedRun, parallel: mpu.ParallelState, log: Log) -
             n=shape.num_attention_heads // parallel.model_parallel_size,
             d=shape.hidden_size // shape.num_attention_heads, dropout_p=shape.attention_dropout):
         log(reason)
-        if shape.attention_dropout > 0 and config.train.dropout_rng == "counter":
-            log("attention dropout: the kernel draws its own masks, which change with the layout; with "
-                "--attention-dropout 0 layouts are comparable")
+    if (config.train.dropout_rng == "counter" and shape.attention_dropout > 0
+            and not kernels.attention_takes_keys(device.type)):
+        log("attention dropout: the kernel draws its own masks, which change with the layout; with "
+            "--attention-dropout 0 layouts are comparable")
     model = GPT2Model(config.model, seed=config.train.seed, device=device,
                       dropout_seed=config.train.seed if config.train.dropout_rng == "counter" else None,
                       recompute=config.train.recompute_granularity,
