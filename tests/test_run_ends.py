@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import resource
 import signal
+import threading
 from pathlib import Path
 
 import pytest
+from tqdm import TMonitor
 
 from megatron.gpt2.programs import pretrain_gpt2
 from megatron.gpt2.training import loop
@@ -64,6 +67,26 @@ def test_a_disk_that_fills_at_the_last_save(work: Path, capfd: pytest.CaptureFix
     assert "stopped by --exit-interval at iteration 1: iteration 1 is not saved: the same command begins before it" in (
         said_stopped) and errors_stopped[0].startswith("error: iteration 1 is not saved: other/")
     assert "finished, but iteration 4 is not saved" in (work / "a run/history.jsonl").read_text()
+
+
+def test_a_run_that_fails_leaves_nothing_in_its_process(work: Path,  # noqa: F811
+                                                        monkeypatch: pytest.MonkeyPatch) -> None:
+    """No thread, no handler of signals, no lock."""
+    flags = [*FLAGS, "--train-data", "text.txt", "--save", "s", "--eval-iters", "0", "--train-iters", "2",
+             "--async-save"]
+    handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+
+    def fail(run: Run) -> None:
+        raise error
+
+    monkeypatch.setattr(loop, "train_step", fail)
+    for error in (FloatingPointError("the loss is nan"), RuntimeError("a bug")):
+        threads = set(threading.enumerate())
+        with pytest.raises(RuntimeError) if isinstance(error, RuntimeError) else contextlib.nullcontext():
+            assert pretrain_gpt2.main(flags) == 1
+        names = [thread.name for thread in set(threading.enumerate()) - threads if not isinstance(thread, TMonitor)]
+        assert names == []
+        assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == handlers
 
 
 def test_a_window_of_skipped_steps_says_so(work: Path, capfd: pytest.CaptureFixture[str]) -> None:  # noqa: F811

@@ -1,12 +1,21 @@
 from __future__ import annotations
 
 import threading
-import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from data_utils import MISSING, BatchLoader, GPT2Dataset, SampleOrder, build_tokenizer, evaluation_batches, permute
+from data_utils import (
+    MISSING,
+    BatchLoader,
+    GPT2Dataset,
+    SampleOrder,
+    build_tokenizer,
+    evaluation_batches,
+    permute,
+    samplers,
+)
 from data_utils.gpt2_dataset import DamagedData
 from data_utils.samplers import Samples
 
@@ -160,27 +169,53 @@ def test_errors_of_the_thread_reach_the_caller() -> None:
     loader.close()
 
 
-def test_the_thread_works_ahead_and_ends() -> None:
-    class Slow(Numbered):
-        def rows(self, indices: np.ndarray) -> np.ndarray:
-            time.sleep(0.02)
-            return super().rows(indices)
+class Gated(Numbered):
+    """Reads as often as it may; each read takes a second of a clock that stands still otherwise."""
 
-    def threads() -> int:
-        return sum("data loader" in thread.name for thread in threading.enumerate())
+    def __init__(self) -> None:
+        self.may_read, self.has_read = threading.Semaphore(0), threading.Semaphore(0)
+        self.readers: list[threading.Thread] = []
+        self.seconds = 0.0
 
-    waits = {}
-    for prefetch in (0, 2):
-        loader = BatchLoader(Slow(), SampleOrder(3000, 0), micro_batch_size=1, accumulation=1, data_parallel_rank=0,
-                             data_parallel_size=1, prefetch=prefetch)
-        assert threads() == (prefetch > 0)
-        for _ in range(5):
-            time.sleep(0.04)
-            next(loader)
-        waits[prefetch] = loader.wait_seconds
+    def let_read(self, times: int) -> None:
+        """Returns when that many reads more are done."""
+        for _ in range(times):
+            self.may_read.release()
+        for _ in range(times):
+            assert self.has_read.acquire(timeout=60)
+
+    def rows(self, indices: np.ndarray) -> np.ndarray:
+        assert self.may_read.acquire(timeout=60)
+        self.readers.append(threading.current_thread())
+        self.seconds += 1.0
+        self.has_read.release()
+        return super().rows(indices)
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 2])
+def test_the_thread_works_ahead_and_ends(prefetch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It reads `prefetch` steps before they are asked for, and one more for each that is taken."""
+    data = Gated()
+    monkeypatch.setattr(samplers, "time", SimpleNamespace(perf_counter=lambda: data.seconds))
+    loader = BatchLoader(data, SampleOrder(3000, 0), micro_batch_size=1, accumulation=1, data_parallel_rank=0,
+                         data_parallel_size=1, prefetch=prefetch)
+    data.let_read(prefetch)
+    for step in range(1, 6):
+        if prefetch == 0:
+            data.may_read.release()
+        next(loader)
+        if prefetch > 0:
+            data.let_read(1)
+        assert len(data.readers) == prefetch + step
+    readers = set(data.readers)
+    if prefetch == 0:
+        assert readers == {threading.current_thread()} and loader.wait_seconds == 5.0
         loader.close()
-        assert threads() == 0
-    assert waits[0] >= 0.1 > waits[2]
+    else:
+        (reader,) = readers
+        assert reader is not threading.current_thread() and reader.is_alive() and loader.wait_seconds == 0.0
+        loader.close()
+        assert not reader.is_alive()
 
 
 def test_an_id_beyond_the_vocabulary_is_found_when_it_is_read() -> None:

@@ -101,9 +101,11 @@ class StopSignal:
     def close(self) -> None:
         """Finish the last exchange, which all ranks have started, and put the former handlers back."""
         self._wait()
-        self._restore()
+        self.restore()
 
-    def _restore(self) -> None:
+    def restore(self) -> None:
+        """Put the former handlers back and end the thread. After an error: the other ranks may never come to the last
+        exchange."""
         if self._bell.fileno() < 0:
             return  # done already
         signal.set_wakeup_fd(self._bell_before)
@@ -121,4 +123,4 @@ class StopSignal:
         if kind is None:
             self.close()
         else:
-            self._restore()  # the other ranks may never come to the last exchange
+            self.restore()

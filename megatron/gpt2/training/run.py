@@ -56,7 +56,10 @@ class Run:
         return self.checkpoints.save(self.progress)
 
     def close(self) -> None:
-        """After the last step, or an error: nothing is written any more, and another run may have the folder."""
+        """After the last step, or an error: nothing is read or written any more, another run may have the folder, and
+        signals are answered as before the run. Waits for no other rank."""
+        self.data.loader.close()
         self.checkpoints.close()
         self.log.close()
         self.checkpoints.unlock()
+        self.stop.restore()

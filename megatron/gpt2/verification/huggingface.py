@@ -42,8 +42,6 @@ def record_huggingface(task: Task, argv: Sequence[str], ranks: Ranks, log: Log) 
         writer.finish()
         Path(task.out, FACTS).write_text(json.dumps(facts(run, 1)), encoding="utf-8")
     finally:
-        run.data.loader.close()
-        run.stop.close()
         run.close()
     return 0
 

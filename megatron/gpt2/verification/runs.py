@@ -61,8 +61,6 @@ def run_task(task: Task, argv: Sequence[str], ranks: Ranks, log: Log) -> int:
             if ranks.rank == 0:
                 Path(task.out, FACTS).write_text(json.dumps(own), encoding="utf-8")
         finally:
-            run.data.loader.close()
-            run.stop.close()
             run.close()
     return 0
 

@@ -75,9 +75,6 @@ def steps(run: Run, count: int) -> dict[str, Any]:
 
 def finish(run: Run) -> None:
     run.engine.gatherer.wait()
-    run.data.loader.close()
-    run.stop.close()
-    run.log.close()
     run.close()
 
 
