@@ -233,7 +233,9 @@ def test_test_script_never_goes_on_without_its_tools(project: Project) -> None:
 
 def test_ci_runs_the_test_script() -> None:
     assert os.access(ROOT / ".ci" / "run", os.X_OK)
-    assert 'scripts/test.sh"' in (ROOT / ".ci" / "run").read_text()
+    lines = (ROOT / ".ci" / "run").read_text().splitlines()
+    assert [line.partition("scripts/")[2] for line in lines if "scripts/" in line] == [
+        'test.sh"', 'test.sh" -m wide', 'test_fake_cuda.sh" --quiet']
 
 
 def test_slurm(project: Project) -> None:

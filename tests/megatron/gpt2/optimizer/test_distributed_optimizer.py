@@ -69,7 +69,7 @@ def variants(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     return results | {"held": held(rank, world_size, folder)}
 
 
-@pytest.mark.parametrize("data_parallel", [2, 4])
+@pytest.mark.parametrize("data_parallel", [2, pytest.param(4, marks=pytest.mark.wide)])
 def test_losses_are_those_of_the_whole_optimizer(folder: Path, data_parallel: int):
     for result in run_ranks(variants, data_parallel, str(folder)):
         whole, clipped, short, bf16 = (result[name] for name in ("whole", "clipped", "short", "bf16"))

@@ -44,11 +44,14 @@ def straight_twice_and_resumed(rank: int, world_size: int, folder: str, flags: l
     return results
 
 
-LAYOUTS = [(1, 1, []), (2, 1, []), (1, 2, []), (2, 2, []), (2, 1, ["--precision", "bf16"]),
-           (1, 2, ["--precision", "fp16", "--initial-loss-scale", "1e6", "--loss-scale-window", "4"])]
+LAYOUTS: list[tuple[int, int, list[str]]] = [
+    (2, 2, []), (2, 1, ["--precision", "bf16"]),
+    (1, 2, ["--precision", "fp16", "--initial-loss-scale", "1e6", "--loss-scale-window", "4"])]
+MORE: list[tuple[int, int, list[str]]] = [(1, 1, []), (2, 1, []), (1, 2, [])]
 
 
-@pytest.mark.parametrize(("model_parallel", "data_parallel", "flags"), LAYOUTS)
+@pytest.mark.parametrize(("model_parallel", "data_parallel", "flags"), [
+    *LAYOUTS, *(pytest.param(*layout, marks=pytest.mark.wide) for layout in MORE)])
 def test_resume_is_bit_identical(tmp_path: Path, model_parallel: int, data_parallel: int, flags: list[str]):
     write_text(tmp_path)
     flags = [*DROPOUT, "--model-parallel-size", str(model_parallel), "--global-batch-size", "8",
