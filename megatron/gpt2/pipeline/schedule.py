@@ -1,0 +1,149 @@
+"""Schedules: the table of what each rank of a pipeline does, in order.
+
+A rank holds v chunks of the model. Chunk c of rank r is stage c·p + r of the p·v stages: a micro-batch passes all ranks
+once for each chunk. Stage 0 embeds tokens, the last stage has the loss.
+
+Two rules hold for every schedule. It takes any number of micro-batches from 1 on. And the backwards of a chunk come in
+the order of the micro-batches on every rank, as in a run without a pipeline: sums of gradients are added in one order.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
+from typing import Literal
+
+SCHEDULES = ("1f1b", "interleaved", "zero-bubble")
+
+Kind = Literal["F", "B", "W"]
+
+
+@dataclass(frozen=True)
+class Action:
+    """One piece of work of one rank for one micro-batch in one of its chunks.
+
+    kind: F is forward. B is backward: the gradient of the chunk's input, and, where the schedule has no W, those of its
+    weights too. W is the gradients of its weights.
+    """
+
+    kind: Kind
+    chunk: int
+    micro_batch: int
+
+    def __str__(self) -> str:
+        return f"{self.kind} of micro-batch {self.micro_batch} in chunk {self.chunk}"
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What each rank does: ranks[r] is what rank r of the pipeline does, in its order."""
+
+    name: str
+    ranks: tuple[tuple[Action, ...], ...]
+    chunks: int
+    micro_batches: int
+
+    @property
+    def p(self) -> int:
+        """Ranks of the pipeline."""
+        return len(self.ranks)
+
+    @property
+    def stages(self) -> int:
+        """Stages of the model: p·v, Megatron's virtual stages."""
+        return self.p * self.chunks
+
+    @cached_property
+    def trains(self) -> bool:
+        """Whether there are backwards."""
+        return any(action.kind == "B" for action in self.ranks[0])
+
+    @cached_property
+    def splits_backward(self) -> bool:
+        """Whether the gradients of weights are an action of their own."""
+        return any(action.kind == "W" for action in self.ranks[0])
+
+    def stage(self, rank: int, chunk: int) -> int:
+        """The stage that is this chunk of this rank."""
+        return chunk * self.p + rank
+
+
+def one_forward_one_backward(p: int, m: int) -> Schedule:
+    """1F1B, also called PipeDream-flush (arXiv:2104.04473): rank r begins with p − 1 − r forwards and then does one
+    forward and one backward in turn, so that it keeps at most p − r micro-batches. With p = 1: F0 B0 F1 B1 ..."""
+    return Schedule("1f1b", tuple(_in_turn(_forwards(p, 1, m), _backwards(p, 1, m), p - 1 - rank)
+                                  for rank in range(p)), 1, m)
+
+
+def interleaved(p: int, v: int, m: int) -> Schedule:
+    """1F1B over v chunks per rank (arXiv:2104.04473): p micro-batches pass chunk 0, then the same ones chunk 1, ...
+
+    It is made for whole groups of p micro-batches, and the micro-batches from m on are left out. What is left stays in
+    order: no action waits for one of another micro-batch but by its place on its rank.
+    """
+    whole = -(-m // p) * p
+    ranks = []
+    for rank in range(p):
+        order = _in_turn(_forwards(p, v, whole), _backwards(p, v, whole), 2 * (p - 1 - rank) + (v - 1) * p)
+        ranks.append(tuple(action for action in order if action.micro_batch < m))
+    return Schedule("interleaved", tuple(ranks), v, m)
+
+
+def zero_bubble(p: int, m: int) -> Schedule:
+    """ZB-H1 (arXiv:2401.10241): 1F1B in which rank r does the W of a micro-batch r backwards later.
+
+    A later rank so sends its gradients of inputs sooner, and does its W's when it would wait at the end. Every rank
+    keeps at most p micro-batches, as rank 0 does under 1F1B: p − r between F and B, and r between B and W.
+    """
+    ranks = []
+    for rank in range(p):
+        order: list[Action] = []
+        for action in _in_turn(_forwards(p, 1, m), _backwards(p, 1, m), p - 1 - rank):
+            order.append(action)
+            if action.kind == "B" and action.micro_batch >= rank:
+                order.append(Action("W", 0, action.micro_batch - rank))
+        ranks.append((*order, *(Action("W", 0, late) for late in range(max(m - rank, 0), m))))
+    return Schedule("zero-bubble", tuple(ranks), 1, m)
+
+
+def forward_only(p: int, v: int, m: int) -> Schedule:
+    """For evaluation: the forwards of `interleaved`, or of 1F1B where v = 1."""
+    order = tuple(action for action in _forwards(p, v, -(-m // p) * p) if action.micro_batch < m)
+    return Schedule("forward-only", (order,) * p, v, m)
+
+
+def build_schedule(name: str, p: int, v: int, m: int) -> Schedule:
+    """The schedule called `name` in --pipeline-schedule. ValueError, which names the flag, where there is none."""
+    if name not in SCHEDULES:
+        raise ValueError(f"--pipeline-schedule must be one of {', '.join(SCHEDULES)}, not {name}")
+    if p < 1:
+        raise ValueError(f"--pipeline-model-parallel-size must be positive, not {p}")
+    if m < 1:
+        raise ValueError(f"a pipeline needs at least one micro-batch per step, not {m}: raise --global-batch-size")
+    if v > 1 and name != "interleaved":
+        raise ValueError(f"--num-layers-per-virtual-pipeline-stage gives each rank {v} virtual stages, and "
+                         f"--pipeline-schedule {name} runs one: use --pipeline-schedule interleaved")
+    if v < 2 and name == "interleaved":
+        raise ValueError("--pipeline-schedule interleaved needs two or more virtual stages per rank: lower "
+                         "--num-layers-per-virtual-pipeline-stage, or use --pipeline-schedule 1f1b")
+    without_chunks: dict[str, Callable[[int, int], Schedule]] = {"1f1b": one_forward_one_backward,
+                                                                 "zero-bubble": zero_bubble}
+    return interleaved(p, v, m) if name == "interleaved" else without_chunks[name](p, m)
+
+
+def _forwards(p: int, v: int, m: int) -> Iterator[Action]:
+    """Each group of p micro-batches passes chunk by chunk."""
+    return (Action("F", chunk, micro_batch) for first in range(0, m, p) for chunk in range(v)
+            for micro_batch in range(first, min(first + p, m)))
+
+
+def _backwards(p: int, v: int, m: int) -> Iterator[Action]:
+    """As the forwards, from the last chunk to the first."""
+    return (Action("B", v - 1 - action.chunk, action.micro_batch) for action in _forwards(p, v, m))
+
+
+def _in_turn(forwards: Iterable[Action], backwards: Iterable[Action], ahead: int) -> tuple[Action, ...]:
+    """`ahead` forwards, then one forward and one backward in turn, then the backwards that are left."""
+    first, second = list(forwards), list(backwards)
+    pairs = zip(first[ahead:], second, strict=False)
+    return (*first[:ahead], *chain.from_iterable(pairs), *second[max(len(first) - ahead, 0):])
