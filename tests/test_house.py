@@ -33,7 +33,7 @@ FLOORS: dict[str, list[str]] = {
         "blending",
         "splits"],
     "megatron/gpt2": [
-        "config",
+        "config pipeline",
         "command_line records model",
         "launch optimizer",
         "checkpoint device",

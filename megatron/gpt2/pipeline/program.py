@@ -80,7 +80,8 @@ def program(schedule: Schedule) -> list[list[Step]]:
         now = min(time for time in free if time > now)
     for rank, actions in enumerate(schedule.ranks):
         if len(sends[rank]) <= len(actions):
-            raise ValueError(f"rank {rank} of the pipeline never gets what it needs for {actions[len(sends[rank]) - 1]}")
+            stuck = actions[len(sends[rank]) - 1]
+            raise ValueError(f"rank {rank} of the pipeline never gets what it needs for {stuck}")
     steps = [[Step(tuple(sent), tuple(received), action)
               for sent, received, action in zip(sends[rank], receives[rank], (*actions, None), strict=True)]
              for rank, actions in enumerate(schedule.ranks)]

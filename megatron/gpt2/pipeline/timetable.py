@@ -43,7 +43,8 @@ class Timetable:
     @property
     def bubble(self) -> float:
         """The share of the ranks' time in which they wait."""
-        return 1 - sum(span.end - span.start for spans in self.ranks for span in spans) / (len(self.ranks) * self.length)
+        busy = sum(span.end - span.start for spans in self.ranks for span in spans)
+        return 1 - busy / (len(self.ranks) * self.length)
 
 
 def equal_costs(schedule: Schedule, forward: float, backward: float, weight: float) -> list[Costs]:
@@ -106,8 +107,10 @@ def kept(schedule: Schedule, queued: float = 1.0) -> list[float]:
     """Of each rank the most that it keeps at any moment, in micro-batches of one chunk.
 
     A micro-batch counts 1 from the end of its forward until the end of its backward, and `queued` from then until the
-    end of its W: what the W needs is a part of what the B needed.
+    end of its W: what the W needs is a part of what the B needed. Without backwards nothing is kept.
     """
+    if not schedule.trains:
+        return [0.0] * schedule.p
     after = {"F": 1.0, "B": queued - 1 if schedule.splits_backward else -1.0, "W": -queued}
     most = []
     for actions in schedule.ranks:

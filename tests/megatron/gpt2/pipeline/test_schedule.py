@@ -30,7 +30,7 @@ def test_the_tables_of_small_pipelines():
         "F0 F1 F2 B0 W0 F3 B1 W1 B2 W2 B3 W3", "F0 F1 B0 F2 B1 W0 F3 B2 W1 B3 W2 W3",
         "F0 B0 F1 B1 F2 B2 W0 F3 B3 W1 W2 W3"]
     assert in_letters(interleaved(2, 2, 3)) == [
-        "F0a F1a F0b F1b F2a B0b B1b F2b B0a B1a B2b B2a", "F0a F1a F0b B0b F1b B1b F2a B0a F2b B1a B2b B2a"]
+        "F0a F1a F0b F1b F2a B0b B1b F2b B0a B1a B2b B2a", "F0a F1a F0b B0b F1b B1b F2a B0a B1a F2b B2b B2a"]
     assert in_letters(forward_only(2, 2, 3)) == ["F0a F1a F0b F1b F2a F2b"] * 2
     schedule = zero_bubble(3, 4)
     assert (schedule.p, schedule.stages, schedule.trains, schedule.splits_backward) == (3, 3, True, True)
