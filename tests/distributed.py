@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -31,7 +32,8 @@ def _worker(rank: int, world_size: int, folder: str, timeout: float, fn: Callabl
         torch.save(result, f"{folder}/result_{rank}")
         dist.barrier()
     except BaseException:
-        Path(f"{folder}/error_{rank}").write_text(traceback.format_exc())
+        at = time.monotonic_ns()  # the same clock for all; a file's time stands still for some milliseconds
+        Path(f"{folder}/error_{rank}").write_text(f"{at}\n{traceback.format_exc()}")
         # Without ceremony: the other ranks see the lost connection at once and end as well.
         os._exit(1)
 
@@ -55,9 +57,10 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
         for process in processes:
             process.kill()
             process.join()
-        # The first to fail wrote first; the others report its lost connection.
-        errors = sorted(Path(folder).glob("error_*"), key=lambda path: path.stat().st_mtime_ns)
-        assert not errors, f"{errors[0].name} of {world_size} ranks:\n{errors[0].read_text()}"
+        # The first is what failed; the others report its lost connection.
+        errors = sorted((int(at), path.name, said) for path in Path(folder).glob("error_*")
+                        for at, _, said in [path.read_text().partition("\n")])
+        assert not errors, f"{errors[0][1]} of {world_size} ranks:\n{errors[0][2]}"
         assert not hung, f"ranks {hung} of {world_size} hung for {timeout} s"
         codes = [process.exitcode for process in processes]
         assert codes == [0] * world_size, f"exit codes {codes}"

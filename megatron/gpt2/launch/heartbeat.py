@@ -35,6 +35,7 @@ class Heartbeat(threading.Thread):
         super().__init__(name="heartbeat", daemon=True)
         self._store, self._mine, self._warn = store, f"beat/{rank}", warn
         self._watched, self._all = tuple(watched), tuple(range(world_size))
+        self._beats = 0
         self._heard: dict[int, tuple[bytes, float]] = {}  # the last beat of each rank, and when it was new
         self._looked = -math.inf     # when this process looked last
         self._unanswered = math.inf  # since when the store owes an answer
@@ -45,22 +46,25 @@ class Heartbeat(threading.Thread):
 
     def run(self) -> None:
         """The thread's body: beat until `stop`."""
-        beats = 0
         try:
             while not self._stopped.wait(BEAT):
-                beats += 1
-                self._unanswered = time.monotonic()
-                self._store.set(self._mine, str(beats))
-                ranks = self._all if self._watches_all.is_set() else self._watched
-                heard = self._store.multi_get([f"beat/{rank}" for rank in ranks])  # there since the ranks have met
-                # Read after the beats and shown before them: who publishes and leaves is not itself taken for lost.
-                if self._store.check(["lost"]):
-                    self.published = self._store.get("lost").decode()
-                self._unanswered = math.inf
-                self._hear(dict(zip(ranks, heard, strict=True)))
+                self.beat()
             self._store.set(self._mine, LEFT.decode())
         except dist.DistError:
             pass  # nobody serves the store any more: `silent` sees that it does not answer
+
+    def beat(self) -> None:
+        """Write this rank's sign of life and read those of others."""
+        self._beats += 1
+        self._unanswered = time.monotonic()
+        self._store.set(self._mine, str(self._beats))
+        ranks = self._all if self._watches_all.is_set() else self._watched
+        heard = self._store.multi_get([f"beat/{rank}" for rank in ranks])  # there since the ranks have met
+        # Read after the beats and shown before them: who publishes and leaves is not itself taken for lost.
+        if self._store.check(["lost"]):
+            self.published = self._store.get("lost").decode()
+        self._unanswered = math.inf
+        self._hear(dict(zip(ranks, heard, strict=True)))
 
     def _hear(self, beats: dict[int, bytes]) -> None:
         now, before = time.monotonic(), self._heard

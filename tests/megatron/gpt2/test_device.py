@@ -189,9 +189,9 @@ def test_datasheets(name, teraflops):
 
 
 def test_peak(monkeypatch):
-    start = time.perf_counter()
+    start = time.process_time()
     flops, words = on.peak_flops(CPU, torch.float32)
-    assert 1e9 < flops < 1e15 and words.startswith("measured") and time.perf_counter() - start < 3
+    assert 1e9 < flops < 1e15 and words.startswith("measured") and time.process_time() - start < 3
     gpus(monkeypatch, 1)
     assert on.peak_flops(GPU, torch.bfloat16) == (989e12, "datasheet 989 TFLOP/s dense bf16 of NVIDIA H200")
     gpus(monkeypatch, 1, (7, 0), "Tesla V100-SXM2-16GB")

@@ -186,13 +186,11 @@ def test_without_linux(folder: Path, alone: list[float]) -> None:
 
 def test_a_rank_that_never_comes_is_named_by_all(folder: Path) -> None:
     words = ["--save", f"{folder}/missing", "--world-size", "4", "--init-method", f"tcp://localhost:{free_port()}",
-             "--init-timeout", "2"]
-    start = time.monotonic()
+             "--init-timeout", "4"]
     ended = [rank.end() for rank in [Rank(folder, [*words, "--rank", str(rank)], {}) for rank in (0, 2)]]
-    assert time.monotonic() - start < 15
     host = os.uname().nodename
     for (code, output), where in zip(ended, ("", f" ({host})"), strict=True):
-        assert (code, output) == (2, f"error{where}: ranks 1 and 3 of 4 did not come within 2 s (--init-timeout); "
+        assert (code, output) == (2, f"error{where}: ranks 1 and 3 of 4 did not come within 4 s (--init-timeout); "
                                      f"ranks 0 ({host}) and 2 ({host}) did\n")
 
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from megatron.gpt2.checkpoint import folder as checkpointing
 from megatron.gpt2.checkpoint.files import write_tensors
+from megatron.gpt2.launch import ranks
 from megatron.gpt2.training import loop
 from megatron.gpt2.training.run import Run
 from megatron.gpt2.training.train_step import train_step
@@ -42,6 +43,7 @@ def stop_after_a_save(folder: str) -> None:
             wait_for(go.parent, go.name)
         return write_tensors(path, file, *rest)
 
+    mock.patch.object(ranks, "FAREWELL", 60.0).start()  # who waited for the lost one would be late
     mock.patch.object(loop, "train_step", step_or_stop).start()
     mock.patch.object(checkpointing, "write_tensors", write_late).start()
 
@@ -61,11 +63,11 @@ def test_a_rank_that_hangs_is_named_and_the_other_ends(tmp_path: Path) -> None:
     assert not (tmp_path / "save" / "iter_0000002").exists()
     (tmp_path / "go").touch()
     named = time.monotonic()
-    code, output = first.end(30)
+    code, output = first.end(90)
     seconds = time.monotonic() - named
     second.end(0)
     assert code == 1 and "Traceback" not in output, output
     line = next(line for line in output.splitlines() if line.startswith("error ("))
     assert line.startswith(f"error ({host}): rank 1 ({host}) gave no sign of life for ")
     assert f"saved {tmp_path}/save/iter_0000002" in output and (tmp_path / "save" / "iter_0000002").is_dir()
-    assert seconds < 3, f"{seconds:.1f} s after its line"
+    assert seconds < 30, f"{seconds:.1f} s after its line"

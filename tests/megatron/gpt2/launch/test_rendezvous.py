@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import socket
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,10 +18,10 @@ import torch.distributed as dist
 from megatron.gpt2.device import choose_device
 from megatron.gpt2.launch import heartbeat, rendezvous
 from megatron.gpt2.launch import ranks as ranks_module
-from megatron.gpt2.launch.heartbeat import LEFT, Heartbeat
+from megatron.gpt2.launch.heartbeat import BEAT, LEFT, LOST, PATIENCE, SILENCE, Heartbeat
 from megatron.gpt2.launch.interfaces import address_towards, interface_of, set_gloo_interface
 from megatron.gpt2.launch.launchers import Launch
-from megatron.gpt2.launch.ranks import Meeting, MissingRanks, Peer, Ranks, named
+from megatron.gpt2.launch.ranks import POLL, Meeting, MissingRanks, Peer, Ranks, named
 from megatron.gpt2.launch.rendezvous import (
     gone_words,
     initialize_distributed,
@@ -48,7 +48,7 @@ def meet_together(launches: list[Launch]) -> list[Ranks | str]:
     return met
 
 
-def launches(world_size: int, where: str, hosts: str, timeout: float = 10.0) -> list[Launch]:
+def launches(world_size: int, where: str, hosts: str, timeout: float = 60.0) -> list[Launch]:
     return [Launch(rank, world_size, where=where, host=host, timeout=timeout) for rank, host in enumerate(hosts)]
 
 
@@ -70,7 +70,7 @@ def lacks_ipv6() -> bool:
 def test_ranks_meet_over_ipv6_and_ipv4() -> None:
     """A name that resolves to both leads each rank to one of them."""
     port = free_port()
-    assert meet_together([Launch(rank, 3, where=f"tcp://{place}:{port}", host="a", timeout=5)
+    assert meet_together([Launch(rank, 3, where=f"tcp://{place}:{port}", host="a", timeout=60)
                           for rank, place in enumerate(("[::1]", "127.0.0.1", "localhost"))]) == [
         Ranks(0, 3, 0, 3), Ranks(1, 3, 1, 3), Ranks(2, 3, 2, 3)]
     port = free_port()
@@ -122,10 +122,10 @@ def test_one_alone_has_nobody_to_meet() -> None:
 
 def test_who_does_not_come_is_named_with_the_host_that_slurm_says() -> None:
     where = f"tcp://localhost:{free_port()}"
-    came = [Launch(rank, 4, where=where, host="ab"[rank // 2], hosts=tuple("aabb"), timeout=0.5) for rank in (0, 1)]
+    came = [Launch(rank, 4, where=where, host="ab"[rank // 2], hosts=tuple("aabb"), timeout=2) for rank in (0, 1)]
     assert meet_together(came) == [
-        "ranks 2-3 (b) of 4 did not come within 0.5 s (--init-timeout); ranks 0-1 (a) did"] * 2
-    elsewhere = [Launch(rank, 4, where=where, host="c", hosts=tuple("aabb"), timeout=0.5) for rank in (0, 1)]
+        "ranks 2-3 (b) of 4 did not come within 2 s (--init-timeout); ranks 0-1 (a) did"] * 2
+    elsewhere = [Launch(rank, 4, where=where, host="c", hosts=tuple("aabb"), timeout=2) for rank in (0, 1)]
     assert "ranks 2-3 of 4" in str(meet_together(elsewhere)[0])  # the list does not hold
 
 
@@ -144,9 +144,9 @@ def test_a_file_of_an_earlier_run(tmp_path: Path) -> None:
     stale = f"--init-method {where}: the file is left of an earlier run; remove it, or name another"
     for text in (f"a {free_port()}\n", "something else\n"):
         card.write_text(text)
-        begun = time.monotonic()
-        assert meet_together(launches(2, where, "aa")) == [stale, stale]
-        assert card.exists() and time.monotonic() - begun < 5
+        # At once: the limit is that of the test.
+        assert meet_together(launches(2, where, "aa", timeout=1000)) == [stale, stale]
+        assert card.exists()
     card.unlink()
     assert "nobody" not in str(meet_together(launches(2, where, "a", timeout=0.2)))
     assert not card.exists()  # a meeting that failed leaves none
@@ -154,9 +154,9 @@ def test_a_file_of_an_earlier_run(tmp_path: Path) -> None:
 
 def test_ranks_that_contradict_each_other() -> None:
     where = f"tcp://localhost:{free_port()}"
-    twice = [*launches(3, where, "aa"), Launch(1, 3, where=where, host="b", timeout=10)]
+    twice = [*launches(3, where, "aa"), Launch(1, 3, where=where, host="b", timeout=60)]
     assert set(meet_together(twice)) <= {f"rank 1 was started twice, the second time on {host}" for host in "ab"}
-    other_size = [*launches(2, where, "a"), Launch(1, 3, where=where, host="b", timeout=10)]
+    other_size = [*launches(2, where, "a"), Launch(1, 3, where=where, host="b", timeout=60)]
     found = meet_together(other_size)  # whoever comes second sees it
     said = [f"rank {rank} ({host}) is one of {size}, and the first that came one of {5 - size}: each needs the same "
             "world size" for rank, host, size in ((0, "a", 2), (1, "b", 3))]
@@ -203,64 +203,84 @@ class Store(dict[str, bytes]):
         return [self[key] for key in keys]
 
 
+class Clock:
+    """In the place of `time`, and of the threads of all heartbeats: who sleeps lets the time pass in which they beat."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now, self.beating = 0.0, list[Heartbeat]()
+        for module in (heartbeat, ranks_module, rendezvous):
+            monkeypatch.setattr(module, "time", self)
+        monkeypatch.setattr(Heartbeat, "start", lambda one: self.beating.append(one))
+        monkeypatch.setattr(Heartbeat, "join", lambda one, timeout: one.run())  # which says that it has left
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        end = self.now + seconds
+        while self.now < end:
+            whole = BEAT * (math.floor(self.now / BEAT) + 1)  # of the next beat
+            self.now = min(end, whole)
+            for one in self.beating if self.now == whole else ():
+                if not one.is_stopped:
+                    one.beat()
+
+
 def test_heartbeats(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(heartbeat, "BEAT", 0.1)
-    monkeypatch.setattr(heartbeat, "SILENCE", 0.5)
+    clock = Clock(monkeypatch)
     store = Store({f"beat/{rank}": b"0" for rank in range(4)})
     warned: list[list[int]] = []
     # 2 and 3 hang
     heartbeats = [Heartbeat(cast(Any, store), rank, 4, watched=watched, warn=warn)
               for rank, watched, warn in ((0, range(4), warned.append), (1, [0, 1], None))]
-    time.sleep(1.0)
-    assert heartbeats[0].silent(0.5) == [2, 3] and warned == [[2, 3]] and heartbeats[0].silent(30) == []
-    assert heartbeats[1].silent(0.5) == [] and heartbeats[1].silence(2) == 0.0
-    # A collective fails: who has hung for long is named at once, with the time since its last sign.
+    clock.sleep(SILENCE)
+    assert heartbeats[0].silent(20) == [2, 3] and not warned
+    clock.sleep(2 * BEAT)
+    assert heartbeats[0].silent(SILENCE) == [2, 3] and warned == [[2, 3]] and heartbeats[0].silent(40) == []
+    assert heartbeats[1].silent(PATIENCE) == [] and heartbeats[1].silence(2) == 0.0
+    # A collective fails: who has hung for long is named at once, with the time since its first and last sign.
     meetings = [Meeting(cast(Any, store), None, [Peer(host, "") for host in "aaab"], one) for one in heartbeats]
-    begun = time.monotonic()
-    monkeypatch.setattr(ranks_module, "PATIENCE", 0.5)
-    monkeypatch.setattr(ranks_module, "BEAT", 0.1)
+    begun = clock.now
     gone = meetings[0].lost()
-    assert time.monotonic() - begun < 0.4 and list(gone) == [2, 3]
-    assert all(seconds == pytest.approx(1.0, abs=0.3) for seconds in gone.values())
-    assert gone_words(gone, {2: "a", 3: "b"}) == "ranks 2 (a) and 3 (b) gave no sign of life for 1 s"
-    told = meetings[1].lost()  # and whoever did not watch them hears it from the first
-    assert told == pytest.approx(gone, abs=0.3)
+    assert clock.now == begun and gone == {2: begun - BEAT, 3: begun - BEAT}
+    assert gone_words(gone, {2: "a", 3: "b"}) == "ranks 2 (a) and 3 (b) gave no sign of life for 31 s"
+    assert meetings[1].lost() == gone, "whoever did not watch them hears it from the first"
+    assert clock.now <= begun + 2 * BEAT
     heartbeats[1].stop()
-    time.sleep(0.3)
-    assert store["beat/1"] == LEFT and heartbeats[0].silent(30) == [1] and warned == [[2, 3]]
+    clock.sleep(BEAT)
+    assert store["beat/1"] == LEFT and heartbeats[0].silent(50) == [1] and warned == [[2, 3]]
     assert gone_words({1: None, 2: 60.2}, {}) == "rank 2 gave no sign of life for 60 s and rank 1 left"
     store["dead"] = b""
-    time.sleep(0.4)
-    assert not heartbeats[0].is_alive() and heartbeats[0].silent(0.15) == [0]  # with whom all meet
-    assert heartbeats[0].silence(0) > 0.15
+    monkeypatch.setattr(heartbeat, "BEAT", 0.0)
+    heartbeats[0].run()  # ends, since nobody serves the store
+    clock.beating.clear()
+    clock.sleep(PATIENCE + 1)
+    assert heartbeats[0].silent(PATIENCE) == [0]  # with whom all meet
+    assert heartbeats[0].silence(0) == pytest.approx(PATIENCE + 1, abs=POLL + 0.01)
 
 
 def test_a_rank_that_is_lost_ends_a_run_that_waits_for_a_gpu(monkeypatch: pytest.MonkeyPatch,
                                                              capsys: pytest.CaptureFixture[str]) -> None:
     """Ranks 0, 1 and 2 are on machine a, rank 3 on b. Rank 1 has left in peace; then 3, which only rank 0 watches."""
-    for module in (heartbeat, ranks_module, rendezvous):
-        for name, seconds in (("BEAT", 0.05), ("PATIENCE", 0.2), ("LOST", 0.4), ("FAREWELL", 0.1)):
-            monkeypatch.setattr(module, name, seconds, raising=False)
-    ended: list[int] = []
-    monkeypatch.setattr("os._exit", ended.append)
+    clock = Clock(monkeypatch)
+    ended: list[tuple[int, float]] = []
+    monkeypatch.setattr("os._exit", lambda code: ended.append((code, clock.now)))
     store = Store({f"beat/{rank}": b"0" for rank in range(4)})
     monkeypatch.setattr(store, "add", lambda key, count: 4, raising=False)
     peers = [Peer(host, "") for host in "aaab"]
     alive = [Ranks(rank, 4, rank, 3, meeting=Meeting(cast(Any, store), None, peers, Heartbeat(
         cast(Any, store), rank, 4, watched=watched, warn=None)))
         for rank, watched in ((0, range(4)), (1, range(3)), (2, range(3)))]
-    threads = [threading.Thread(target=rendezvous.end_with_lost_rank, args=(one,)) for one in alive]
-    for thread in threads:
-        thread.start()
+    other = Heartbeat(cast(Any, store), 3, 4, watched=[3], warn=None)
     alive[1].leave()
-    for beat in range(20):  # a second of signs of rank 3
-        store.set("beat/3", f"beat {beat}")
-        time.sleep(0.05)
-    assert not ended
-    for thread in threads:
-        thread.join(20)
-        assert not thread.is_alive()
-    assert ended == [1, 1]
+    clock.sleep(2 * LOST)
+    clock.beating.remove(other)
+    for one in alive:
+        rendezvous.end_with_lost_rank(one)
+    (first, at_first), (second, at_second) = ended
+    assert first == second == 1
+    assert 3 * LOST < at_first < 3 * LOST + 5 * BEAT + PATIENCE
+    assert at_second <= at_first + 2 * BEAT + PATIENCE
     assert capsys.readouterr().err.count("error (a): rank 3 (b) gave no sign of life for ") == 1
 
 

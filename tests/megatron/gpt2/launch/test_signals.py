@@ -49,7 +49,7 @@ def stop_two_ranks(rank: int, world_size: int) -> list[tuple[int, str]]:
 
 
 def test_ranks_stop_after_the_same_step() -> None:
-    results = run_ranks(stop_two_ranks, 2, timeout=60)
+    results = run_ranks(stop_two_ranks, 2)
     assert results[0] == results[1] == [(8, "SIGTERM"), (6, "--exit-duration-in-mins"), (0, ""), (1, "")]
 
 
@@ -64,14 +64,27 @@ def test_alone() -> None:
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
 
 
-def run_steps(out: Connection, err: Connection, stubborn: bool, hangs: bool) -> None:
-    """Steps until a signal stops them; or for ever, or in one long call."""
+class Clock:
+    """In the place of `time`, for another process: the time is what `now` says, and each look at it is said."""
+
+    def __init__(self) -> None:
+        self.now, self.looks = CONTEXT.Value("d", 0.0), CONTEXT.Semaphore(0)
+
+    def monotonic(self) -> float:
+        now: float = self.now.value
+        self.looks.release()
+        return now
+
+
+def run_steps(out: Connection, err: Connection, stubborn: bool, clock: Clock | None) -> None:
+    """Steps until a signal stops them; or for ever, or with a clock in one long call."""
     os.dup2(out.fileno(), 1)
     os.dup2(err.fileno(), 2)
-    signals.ECHO[signal.SIGTERM] = 0.5
+    if clock is not None:
+        signals.time = clock  # type: ignore[assignment]
     with StopSignal() as stop:
         print("ready", flush=True)
-        if hangs:
+        if clock is not None:
             long_call()
         reason = ""
         while not reason or stubborn:
@@ -84,9 +97,9 @@ def run_steps(out: Connection, err: Connection, stubborn: bool, hangs: bool) -> 
 class Started:
     """`run_steps` in a process of its own, forked where torch is imported already."""
 
-    def __init__(self, *, stubborn: bool = False, hangs: bool = False) -> None:
+    def __init__(self, *, stubborn: bool = False, clock: Clock | None = None) -> None:
         (out, own_out), (err, own_err) = CONTEXT.Pipe(duplex=False), CONTEXT.Pipe(duplex=False)
-        self.process = CONTEXT.Process(target=run_steps, args=(own_out, own_err, stubborn, hangs), daemon=True)
+        self.process = CONTEXT.Process(target=run_steps, args=(own_out, own_err, stubborn, clock), daemon=True)
         self.process.start()
         for pipe in (own_out, own_err):
             pipe.close()
@@ -118,26 +131,37 @@ def test_ctrl_c(twice: bool) -> None:
     assert (code, "saved" in out) == ((-signal.SIGINT, False) if twice else (0, True)), out
 
 
-@pytest.mark.parametrize(("number", "name", "after"), [(signal.SIGTERM, "SIGTERM", " after 0.5 s or more"),
+@pytest.mark.parametrize(("number", "name", "after"), [(signal.SIGTERM, "SIGTERM", " after 5 s or more"),
                                                        (signal.SIGINT, "Ctrl-C", "")])
 def test_a_step_that_takes_minutes(number: signal.Signals, name: str, after: str) -> None:
-    """Inside of one call the first signal is answered within a second, and the second one obeyed."""
-    started = Started(hangs=True)
-    time.sleep(0.2)  # it is inside by then
+    """Inside of one call the first signal is answered, and the second one obeyed."""
+    clock = Clock()
+    started = Started(clock=clock)
+    wait_until_asleep(started.process.pid)
     began = time.monotonic()
     started.send_signal(number)
     assert started.err.readline() == "\n"
     assert started.err.readline() == (f"{name}: the step is finished and saved first; {name} again{after} quits at "
                                       "once\n")
-    assert time.monotonic() - began < 3  # on a machine that is busy with other tests; a hundredth otherwise
+    assert time.monotonic() - began < 20, "after the call, which takes 30 s"
+    assert clock.looks.acquire(timeout=20)
     if number == signal.SIGTERM:  # the launcher has passed it on as well
+        clock.now.value = 4.9
         started.send_signal(number)
-        time.sleep(0.6)
-        assert started.process.is_alive()
+        assert clock.looks.acquire(timeout=20)
+        clock.now.value = 5.1
     started.send_signal(number)
     code, out, err = started.end()
     assert err == f"\n{name} again: the run ends at once; the same command continues from the last checkpoint\n"
     assert (code, out) == (128 + number, "")
+
+
+def wait_until_asleep(pid: int | None) -> None:
+    """Until the main thread of a process waits, as it does inside of the call."""
+    end = time.monotonic() + 20
+    while Path(f"/proc/{pid}/task/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "S":
+        assert time.monotonic() < end
+        time.sleep(0.01)
 
 
 def step_without_end(folder: str) -> None:
@@ -169,7 +193,7 @@ def test_a_long_step_of_two_ranks(tmp_path: Path) -> None:
     wait(lambda: len(list(tmp_path.glob("hangs_*"))) == 2, 60)
     assert rank.process.pid is not None and rank.process.exitcode is None, rank.end()
     os.kill(rank.process.pid, signal.SIGTERM)
-    wait(lambda: "SIGTERM" in rank.output.read_text(), 5)
+    wait(lambda: "SIGTERM" in rank.output.read_text(), 60)
     time.sleep(0.6)
     assert rank.output.read_text().count("SIGTERM: the step is finished and saved first") == 1
     os.kill(rank.process.pid, signal.SIGTERM)

@@ -85,6 +85,6 @@ def test_impossible_schedules(style, changes, message):
 
 
 def test_a_million_rates_take_less_than_a_second():
-    start = time.perf_counter()
+    start = time.process_time()
     assert schedule("cosine").table(1_000_000).shape == (1_000_001,)
-    assert time.perf_counter() - start < 1.0
+    assert time.process_time() - start < 1.0

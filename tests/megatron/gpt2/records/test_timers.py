@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-import time
+import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from megatron.gpt2.records import timers as timers_module
 from megatron.gpt2.records.timers import Timers
 
 
-def test_mean_over_iterations_and_reset() -> None:
+def test_mean_over_iterations_and_reset(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = itertools.count()  # a second later at each look
+    monkeypatch.setattr(timers_module, "time", SimpleNamespace(perf_counter=lambda: float(next(clock))))
     timers = Timers(torch.device("cpu"))
     for _ in range(4):
         with timers("forward"):
-            time.sleep(0.01)
+            pass
+        next(clock)  # what is outside does not count
     first, second = timers.take_ms(iterations=2), timers.take_ms(iterations=1)
-    assert 20 <= first["forward"] < 200  # four sleeps of 10 ms over two iterations
+    assert first["forward"] == 2000.0  # four times a second over two iterations
     assert second["forward"] == 0.0
 
 

@@ -143,7 +143,7 @@ def ends_of_a_rank(rank: int, world_size: int) -> list[tuple[str, str]]:
 
 
 def test_what_ends_the_leader_ends_all_ranks() -> None:
-    leader, follower = run_ranks(ends_of_a_rank, 2, timeout=30)
+    leader, follower = run_ranks(ends_of_a_rank, 2)
     assert leader == [("ZeroDivisionError", "divided"), ("FileNotFoundError", "gone"), ("KeyboardInterrupt", "")]
     assert follower == [(kind, f"the first rank ended with {name}: {text}") for kind, (name, text) in zip(
         ("RuntimeError", "OSError", "KeyboardInterrupt"), leader, strict=True)]
