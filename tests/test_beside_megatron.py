@@ -64,7 +64,7 @@ def look(python: Path | str, cwd: Path, *path: Path) -> dict[str, Path]:
     return {name: Path(file) for name, _, file in (line.partition(" ") for line in lines)}
 
 
-@pytest.mark.parametrize("ours_first", [True, False])
+@pytest.mark.parametrize("ours_first", [pytest.param(True, marks=pytest.mark.wide), False])
 def test_on_the_path(theirs: Path, tmp_path: Path, ours_first: bool):
     """As where a checkout of theirs stands before or behind ours."""
     found = look(sys.executable, tmp_path, *((ROOT, theirs) if ours_first else (theirs, ROOT)))
@@ -87,7 +87,7 @@ def unpack(wheel: Path, site: Path) -> None:
         archive.extractall(site)
 
 
-@pytest.mark.parametrize("ours_first", [True, False])
+@pytest.mark.parametrize("ours_first", [True, pytest.param(False, marks=pytest.mark.wide)])
 def test_installed_as_wheels(wheel: Path, theirs: Path, tmp_path: Path, ours_first: bool):
     """Both in one site-packages: neither overwrites a file of the other."""
     python, site = environment(tmp_path / "environment")
@@ -100,6 +100,7 @@ def test_installed_as_wheels(wheel: Path, theirs: Path, tmp_path: Path, ours_fir
                      "ours": site / "megatron" / "gpt2" / "config" / "__init__.py"}
 
 
+@pytest.mark.wide
 def test_ours_editable(wheel: Path, theirs: Path, tmp_path: Path):
     """pip install -e finds our packages by a hook, after the folders of sys.path."""
     python, site = environment(tmp_path / "environment")

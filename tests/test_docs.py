@@ -106,7 +106,12 @@ def run(line: str, folder: Path, python: WarmPython) -> None:
     assert " is finished: " not in ran.stdout, f"{line}\nhas nothing left to train\n{ran.stdout}"
 
 
-@pytest.mark.parametrize("page", dict.fromkeys(page for page, _ in COMMANDS))
+# The tutorial's commands take as long as those of all how-to guides; it has no program of its own.
+LONG = {"docs/tutorials/gpt2-345m.md"}
+
+
+@pytest.mark.parametrize("page", [pytest.param(page, marks=[pytest.mark.wide] if page in LONG else [])
+                                  for page in dict.fromkeys(page for page, _ in COMMANDS)])
 def test_commands_run_in_the_order_of_each_page(page: str, reader: Path, python: WarmPython, tmp_path: Path):
     """Each page by itself: it needs nothing of another page but what the README's two runs left."""
     trained = "checkpoints" if page == "README.md" else ""

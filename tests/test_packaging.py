@@ -85,8 +85,8 @@ def test_installed_packages_work_outside_the_checkout(installed: Path, tmp_path:
 
 
 def test_installed_program_trains_outside_the_checkout(installed: Path, tmp_path: Path) -> None:
-    output = run([str(installed), "-m", "megatron.pretrain_gpt2", "--train-iters", "2", "--eval-iters", "1",
-                  "--log-interval", "1"], tmp_path)
+    output = run([str(installed), "-m", "megatron.pretrain_gpt2", *TINY, "--eval-iters", "1", "--log-interval", "1"],
+                 tmp_path)
     assert "iteration        2/       2 |" in output
     assert "validation loss at the end of training for val data | LM loss:" in output
     (tracker,) = tmp_path.glob("checkpoints/*/latest_checkpointed_iteration.txt")

@@ -7,9 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.wide
 def test_checkpoint(tmp_path: Path):
     done = subprocess.run([sys.executable, "benchmarks/checkpoint.py", "--smoke", "--output", str(tmp_path), "--folder",
                            str(tmp_path)], cwd=ROOT, text=True, capture_output=True, timeout=100, check=False)

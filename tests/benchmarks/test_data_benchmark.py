@@ -25,6 +25,7 @@ def test_sections_are_written_one_by_one(tmp_path: Path, monkeypatch: pytest.Mon
     assert results["preprocess"]["what"] == "preprocess" and "cpu" in results["preprocess"]["machine"]
 
 
+@pytest.mark.wide
 def test_arms_of_preprocessing(tmp_path: Path, test_data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GPT2_VOCAB", str(test_data / "gpt2"))
     path = tmp_path / "corpus.jsonl"

@@ -108,6 +108,7 @@ def test_a_smoke_run_ends_with_a_table_and_json(tmp_path: Path):
     assert {"machine", "versions", "commit", "date"} <= result.keys()
 
 
+@pytest.mark.wide
 def test_a_peer_that_computes_something_else_fails_the_gate(tmp_path: Path):
     (tmp_path / "model.py").write_text(WRONG_MODEL)
     done = run(tmp_path, "--preset", "cpu", "--nanogpt", str(tmp_path), "--arms", "nanoGPT eager")

@@ -52,13 +52,18 @@ def engines(test_data: Path) -> Engines:
     return Engines(test_data / "gpt2")
 
 
-def test_real_text(engines: Engines, test_data: Path) -> None:
+# Every so many cases alone are a tenth of the time.
+EVERY = pytest.mark.parametrize("every", [10, pytest.param(1, marks=pytest.mark.wide)])
+
+
+@EVERY
+def test_real_text(engines: Engines, test_data: Path, every: int) -> None:
     texts = [(test_data / name).read_bytes().decode() for name in ("wikitext-2/valid.txt", "wikitext-2/test.txt",
                                                                    "tinyshakespeare/input.txt")]
     lambada = (test_data / "lambada" / "lambada_test.jsonl").read_text(encoding="utf-8").splitlines()
-    engines.check([part for text in texts[:2] for part in text.split("\n \n")])
-    engines.check([json.loads(line)["text"] for line in lambada])
-    engines.check(texts[2:])  # one of a megabyte, as a whole
+    engines.check([part for text in texts[:2] for part in text.split("\n \n")][::every])
+    engines.check([json.loads(line)["text"] for line in lambada[::every]])
+    engines.check([texts[2][:len(texts[2]) // every]])  # one of a megabyte, as a whole
 
 
 # Anything, and what GPT-2's pattern cuts by: contractions, white space, numbers, letters of all planes.
@@ -67,13 +72,18 @@ PIECES = st.one_of(st.characters(exclude_categories=["Cs"]), st.sampled_from(
      "\u0301", "漢", "😀", "\U00018d89", "\U000325ee", "\ua7d2", "\u200d", "\x00"]))
 
 
-@settings(max_examples=200, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-@given(st.lists(st.lists(PIECES, max_size=12).map("".join), min_size=50, max_size=50))
-def test_ten_thousand_random_strings(engines: Engines, texts: list[str]) -> None:
-    engines.check(texts)
+@EVERY
+def test_ten_thousand_random_strings(engines: Engines, every: int) -> None:
+    @settings(max_examples=200 // every, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+    @given(st.lists(st.lists(PIECES, max_size=12).map("".join), min_size=50, max_size=50))
+    def check(texts: list[str]) -> None:
+        engines.check(texts)
+
+    check()
 
 
-def test_every_character_is_of_the_same_class() -> None:
+@EVERY
+def test_every_character_is_of_the_same_class(every: int) -> None:
     """A vocabulary in which ids tell where text was cut: each byte is joined with what stands after or before it."""
     single = [bytes([value]) for value in range(256)]
     pairs = [bytes([last, after]) for last in range(0xC0) for after in b"a1!\t"] + \
@@ -83,7 +93,8 @@ def test_every_character_is_of_the_same_class() -> None:
     reference = reference_of(tokenizer)
     faster: Any = tokenizer._faster
     skipped = 0
-    for first in (*range(0, 0x34000, 32), *range(0x34000, 0x110000, 0x400)):  # beyond, all are alike
+    blocks = (*range(0, 0x34000, 32), *range(0x34000, 0x110000, 0x400))  # beyond, all are alike
+    for first in blocks[::every]:
         characters = [chr(code) for code in range(first, first + 32) if not 0xD800 <= code < 0xE000]
         text = "".join(f"{one}a{one}1{one}!{one}\t {one}'s" for one in characters)
         assert list(tokenizer.encode(text)) == tokenizer._encoding.encode_ordinary(text), hex(first)
@@ -91,7 +102,7 @@ def test_every_character_is_of_the_same_class() -> None:
             short = "".join(f"{one}a{one}1" for one in characters[::1 if first < 0x20000 else 4])
             assert reference.encode_ordinary(short) == tokenizer._encoding.encode_ordinary(short), hex(first)
         skipped += first < 0x20000 and faster(text.encode()) is None
-    assert 5 < skipped < 0x10000 / 32  # of the two planes in which text stands mostly; emoji are not skipped
+    assert 5 < skipped * every < 0x10000 / 32  # of the two planes in which text stands mostly; emoji are not skipped
     assert faster("plain text, “quotes”, naïve, 漢字, 😀".encode()) is not None
 
 

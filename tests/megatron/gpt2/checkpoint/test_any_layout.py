@@ -159,7 +159,8 @@ def assert_loads(checkpoint: Checkpoint, rank: Any, state: dict[tuple[str, str],
     return owned
 
 
-@pytest.fixture(scope="module", params=[torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.fixture(scope="module", params=[pytest.param(torch.float32, marks=pytest.mark.wide), torch.bfloat16],
+                ids=["fp32", "bf16"])
 def saved(request: pytest.FixtureRequest,
           tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[dict[Layout, Path], Any, torch.dtype]]:
     """The same state, saved under every layout."""

@@ -58,7 +58,8 @@ def straight_and_resumed(rank: int, world_size: int, folder: str, flags: list[st
 
 
 @pytest.mark.parametrize(("model_parallel", "data_parallel", "flags"), [
-    (1, 1, ["--precision", "bf16"]), (2, 2, ["--use-distributed-optimizer", "--precision", "bf16"])])
+    (1, 1, ["--precision", "bf16"]),
+    pytest.param(2, 2, ["--use-distributed-optimizer", "--precision", "bf16"], marks=pytest.mark.wide)])
 def test_resume_is_bit_identical(tmp_path: Path, model_parallel: int, data_parallel: int, flags: list[str]):
     write_text(tmp_path)
     flags = [*ASYNC, *flags, "--model-parallel-size", str(model_parallel), "--global-batch-size", "8",

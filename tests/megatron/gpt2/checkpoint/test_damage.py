@@ -165,7 +165,8 @@ def damages(files: Files, chance: random.Random) -> Iterator[tuple[str, Files]]:
         yield f"swap {a} {b}", swap(files, a, b)
 
 
-@pytest.mark.parametrize("share", [0.35, pytest.param(1.0, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("share", [0.06, pytest.param(0.35, marks=pytest.mark.wide),
+                                   pytest.param(1.0, marks=pytest.mark.slow)])
 def test_no_damage_is_silent(save: Path, share: float) -> None:
     files, chance, loader = read_files(save), random.Random(0), Loader(save)
     assert len(files) > 40 and max(map(len, files.values())) < 30_000

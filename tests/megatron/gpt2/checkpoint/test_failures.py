@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import resource
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from tests.megatron.gpt2.checkpoint.saved_states import (
     rank_files,
     save,
 )
+from tests.warm_python import WarmPython
 
 REPOSITORY = Path(__file__).parents[4]
 
@@ -79,11 +79,11 @@ for iteration in range(1, 10_000):
 """
 
 
-def test_kill_9_leaves_the_last_one_loadable(tmp_path: Path) -> None:
+def test_kill_9_leaves_the_last_one_loadable(python: WarmPython, tmp_path: Path) -> None:
     """Numbers are saved again on purpose: renaming aside is part of what is interrupted."""
     chance = random.Random(1)
     for kill in range(3):
-        writer = subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path), str(kill)], cwd=REPOSITORY,
+        writer = subprocess.Popen([python.python, "-c", WRITER, str(tmp_path), str(kill)], cwd=REPOSITORY,
                                   stdout=subprocess.PIPE, text=True)
         assert writer.stdout is not None
         writer.stdout.readline()

@@ -25,21 +25,35 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def unmoved(folder: Path) -> dict[Layout, list[Seen]]:
-    """What each rank of the run sees that stays where it was."""
-    seen: dict[Layout, list[Seen]] = {}
-    for world_size in (1, 2, 4):
-        layouts = sorted({source for source, _ in MOVES if source.world_size == world_size})
-        by_rank = run_ranks(begin, world_size, str(folder), layouts)
-        seen.update(zip(layouts, map(list, zip(*by_rank, strict=True)), strict=True))
-    return seen
+def unmoved(folder: Path) -> Unmoved:
+    return Unmoved(folder)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_the_losses_are_those_of_the_unmoved_run(folder: Path, unmoved: dict[Layout, list[Seen]],
-                                                 world_size: int) -> None:
-    moves = [(source, target) for source, target in MOVES if target.world_size == world_size]
-    assert len(moves) >= 2
+class Unmoved:
+    """What each rank of a run sees that stays where it was. The runs of a world size are made when the first of them is
+    asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._seen: dict[Layout, list[Seen]] = {}
+
+    def __getitem__(self, layout: Layout) -> list[Seen]:
+        if layout not in self._seen:
+            world_size = layout.world_size
+            layouts = sorted({source for source, _ in MOVES if source.world_size == world_size})
+            by_rank = run_ranks(begin, world_size, str(self._folder), layouts)
+            self._seen.update(zip(layouts, map(list, zip(*by_rank, strict=True)), strict=True))
+        return self._seen[layout]
+
+
+@pytest.mark.parametrize(("ranks_before", "ranks_after"), [
+    (1, 4), (2, 1), (2, 2), *(pytest.param(*ranks, marks=pytest.mark.wide) for ranks in ((2, 4), (4, 1), (4, 4)))])
+def test_the_losses_are_those_of_the_unmoved_run(folder: Path, unmoved: Unmoved, ranks_before: int,
+                                                 ranks_after: int) -> None:
+    world_size = ranks_after
+    moves = [(source, target) for source, target in MOVES
+             if (source.world_size, target.world_size) == (ranks_before, ranks_after)]
+    assert moves and {source: unmoved[source] for source, _ in moves}
     by_rank = run_ranks(move, world_size, str(folder), moves)
     for (source, target), seen in zip(moves, map(list, zip(*by_rank, strict=True)), strict=True):
         assert len(seen) == world_size and len(seen[0].losses) == AFTER
@@ -51,7 +65,7 @@ def test_the_losses_are_those_of_the_unmoved_run(folder: Path, unmoved: dict[Lay
         assert torch.equal(global_batch(seen, target), expected), (source, target)
 
 
-def test_the_comparison_would_see_a_lost_moment(folder: Path, unmoved: dict[Layout, list[Seen]]) -> None:
+def test_the_comparison_would_see_a_lost_moment(folder: Path, unmoved: Unmoved) -> None:
     losses = unmoved[ONE][0].losses
     assert losses[0] - losses[-1] > 0.01, "the run must learn something, or equality shows nothing"
     forgetful = move(0, 1, str(folder), [(ONE, ONE)], "--no-load-optim")

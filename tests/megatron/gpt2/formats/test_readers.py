@@ -82,7 +82,7 @@ def one_rank():
 
 
 @genuine
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.wide)])
 def test_logits_of_genuine_files(world_size: int):
     for found in run_ranks(differences, world_size):
         assert len(found) == len(GENUINE)

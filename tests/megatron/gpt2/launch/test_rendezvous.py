@@ -204,7 +204,7 @@ class Store(dict[str, bytes]):
 
 
 class Clock:
-    """In the place of `time`, and of the threads of all heartbeats: who sleeps lets the time pass in which they beat."""
+    """In the place of `time`, and of the threads of all heartbeats: they beat while somebody sleeps."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now, self.beating = 0.0, list[Heartbeat]()

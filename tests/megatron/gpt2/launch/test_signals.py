@@ -81,7 +81,7 @@ def run_steps(out: Connection, err: Connection, stubborn: bool, clock: Clock | N
     os.dup2(out.fileno(), 1)
     os.dup2(err.fileno(), 2)
     if clock is not None:
-        signals.time = clock  # type: ignore[assignment]
+        mock.patch.object(signals, "time", clock).start()
     with StopSignal() as stop:
         print("ready", flush=True)
         if clock is not None:

@@ -111,9 +111,10 @@ def test_what_torch_allocates_on_a_rank_of_two(folder: Path, flags: list[str]):
         assert computed == pytest.approx(allocated, rel=0.06), (computed / MB, allocated / MB)
 
 
-@pytest.mark.parametrize("flags", ["--precision bf16 --make-vocab-size-divisible-by 50304",
-                                   "--precision fp32 --recompute-granularity full --micro-batch-size 8 "
-                                   "--use-distributed-optimizer --nproc-per-node 2"])
+@pytest.mark.parametrize("flags", [
+    "--precision bf16 --make-vocab-size-divisible-by 50304",
+    pytest.param("--precision fp32 --recompute-granularity full --micro-batch-size 8 --use-distributed-optimizer "
+                 "--nproc-per-node 2", marks=pytest.mark.wide)])
 def test_what_a_process_has_resident(tmp_path: Path, flags: str):
     """Of the training program, as its own log says it. `benchmarks/memory.py` has larger shapes, and all layouts."""
     shape = "--num-layers 2 --hidden-size 256 --num-attention-heads 4 --seq-length 256"

@@ -46,7 +46,7 @@ def differences(rank: int, world_size: int) -> dict[str, float]:
     return greatest
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.wide)])
 def test_compiled_equals_eager(world_size: int):
     for result in run_ranks(differences, world_size, timeout=300):
         assert len(result) == world_size
@@ -69,9 +69,9 @@ def breaks(rank: int, world_size: int, dropout: float, sequence_parallel: bool,
 
 
 @pytest.mark.parametrize(("world_size", "dropout", "sequence_parallel", "dropout_seed", "expected"), [
-    (1, 0.0, False, 1, 0), (2, 0.0, True, 1, 0),
+    (1, 0.0, False, 1, 0), pytest.param(2, 0.0, True, 1, 0, marks=pytest.mark.wide),
     (2, 0.1, True, 1, 2),  # attention's dropout, counted in the layer and in its attention
-    (2, 0.1, True, None, 3),  # and the two hidden ones, which differ between shards
+    pytest.param(2, 0.1, True, None, 3, marks=pytest.mark.wide),  # and the two hidden ones, which differ between shards
 ])
 def test_the_graph_breaks_at_the_random_streams_alone(world_size: int, dropout: float, sequence_parallel: bool,
                                                       dropout_seed: int | None, expected: int):

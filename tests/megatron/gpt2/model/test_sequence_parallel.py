@@ -45,19 +45,25 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_first_step_and_the_layout(folder: Path):
-    (reference,) = run_ranks(first_step_then_train, 1, str(folder), 1, [])
-    for ranks, model_parallel, flags in ((2, 2, []), (4, 2, []), (4, 4, []),
-                                         (4, 2, ["--use-distributed-optimizer"])):
-        for result in run_ranks(first_step_then_train, ranks, str(folder), model_parallel,
-                                ["--sequence-parallel", *flags]):
-            assert result["loss"][0] == pytest.approx(reference["loss"][0], rel=1e-6)
-            if not flags:  # where they are sharded, a rank has a part of them alone
-                assert result["gradients"].keys() == reference["gradients"].keys()
-                for name, grad in reference["gradients"].items():
-                    difference = (result["gradients"][name] - grad).abs().max() / grad.abs().max()
-                    assert difference < 1e-5, f"{name} differs by {difference:.1e} of its maximum"
-            assert result["loss"] == pytest.approx(reference["loss"], rel=1e-5)
+@pytest.fixture(scope="module")
+def reference(folder: Path) -> dict[str, Any]:
+    (alone,) = run_ranks(first_step_then_train, 1, str(folder), 1, [])
+    return alone
+
+
+@pytest.mark.parametrize(("ranks", "model_parallel", "flags"), [
+    (2, 2, []), pytest.param(4, 2, [], marks=pytest.mark.wide), pytest.param(4, 4, [], marks=pytest.mark.wide),
+    pytest.param(4, 2, ["--use-distributed-optimizer"], marks=pytest.mark.wide)])
+def test_first_step_and_the_layout(folder: Path, reference: dict[str, Any], ranks: int, model_parallel: int,
+                                   flags: list[str]):
+    for result in run_ranks(first_step_then_train, ranks, str(folder), model_parallel, ["--sequence-parallel", *flags]):
+        assert result["loss"][0] == pytest.approx(reference["loss"][0], rel=1e-6)
+        if not flags:  # where they are sharded, a rank has a part of them alone
+            assert result["gradients"].keys() == reference["gradients"].keys()
+            for name, grad in reference["gradients"].items():
+                difference = (result["gradients"][name] - grad).abs().max() / grad.abs().max()
+                assert difference < 1e-5, f"{name} differs by {difference:.1e} of its maximum"
+        assert result["loss"] == pytest.approx(reference["loss"], rel=1e-5)
 
 
 def partial_and_complete(rank: int, world_size: int) -> dict[str, list[bool]]:

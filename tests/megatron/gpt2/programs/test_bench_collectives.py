@@ -48,7 +48,7 @@ def ring_and_all_reduce(rank: int, world_size: int) -> list[tuple[str, float]]:
     return found
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.wide)])
 def test_the_ring_is_all_reduce(world_size: int) -> None:
     for found in run_ranks(ring_and_all_reduce, world_size):
         assert len(found) == 9 * 3 * 4
@@ -79,7 +79,7 @@ def every_operation(rank: int, world_size: int) -> list[str]:
     return sorted(found)
 
 
-@pytest.mark.parametrize("world_size", [3, 4])
+@pytest.mark.parametrize("world_size", [3, pytest.param(4, marks=pytest.mark.wide)])
 def test_every_operation_is_right(world_size: int) -> None:
     subgroups = {name for name, operation in operations.OPERATIONS.items() if operation.subgroups}
     assert len(subgroups) == 2
@@ -184,6 +184,7 @@ def test_what_cannot_be_measured_ends_in_one_line(flags: list[str], message: str
     assert message in err
 
 
+@pytest.mark.wide
 def test_a_whole_run(tmp_path: Path) -> None:
     command = [sys.executable, "-W", "error::FutureWarning", "-m", "torch.distributed.run", "--standalone",
                "--nproc-per-node", "2", str(ROOT / "tools" / "bench_collectives.py"), "--max-bytes", "64K", "--iters",

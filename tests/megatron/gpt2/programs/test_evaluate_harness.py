@@ -104,6 +104,7 @@ def evaluated(rank: int, world_size: int, folder: Path) -> Figures:
     return figures(results["results"])
 
 
+@pytest.mark.wide
 def test_each_layer_split_over_two_ranks(folder: Path, expected: Figures) -> None:
     first, _ = run_ranks(evaluated, 2, folder)
     check(first, expected)

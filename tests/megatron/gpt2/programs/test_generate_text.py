@@ -126,7 +126,7 @@ def test_typed_prompts(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert typed(run, monkeypatch, b"do not stop")[0] == expected[0], "the end of the input"
 
 
-@pytest.mark.parametrize("ranks", ["1", "2"])
+@pytest.mark.parametrize("ranks", [pytest.param("1", marks=pytest.mark.wide), "2"])
 def test_a_terminal(saved: Path, ranks: str) -> None:
     """A typing error is edited, the history recalled, a text interrupted, and Ctrl-C at the prompt ends."""
     def first() -> None:

@@ -152,7 +152,7 @@ def test_text_equals_transformers(folder: Path, reference: Reference, alone: lis
     assert metrics["bits_per_byte"] == pytest.approx(nats / math.log(2) / metrics["bytes"], rel=1e-5)
 
 
-@pytest.mark.parametrize("model_parallel_size", [1, 2])
+@pytest.mark.parametrize("model_parallel_size", [pytest.param(1, marks=pytest.mark.wide), 2])
 def test_every_layout(folder: Path, alone: list[dict[str, Any]], model_parallel_size: int) -> None:
     first, second = run_ranks(evaluated, 2, str(folder), model_parallel_size)
     assert first == second

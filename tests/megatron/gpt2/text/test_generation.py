@@ -162,7 +162,8 @@ def texts_of_a_rank(rank: int, world_size: int, sequence_parallel: bool) -> list
         mpu.destroy_model_parallel()
 
 
-@pytest.mark.parametrize(("ranks", "sequence_parallel"), [(2, False), (4, False), (2, True)])
+@pytest.mark.parametrize(("ranks", "sequence_parallel"), [
+    (2, False), pytest.param(4, False, marks=pytest.mark.wide), (2, True)])
 def test_the_same_text_on_any_number_of_ranks(model: GPT2Model, ranks: int, sequence_parallel: bool) -> None:
     alone = continued(model, PROMPTS, SETTINGS)
     assert all(0 <= i < TOKENIZER.vocab_size for ids in alone for i in ids)

@@ -59,18 +59,19 @@ def content(folder: Path) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def once(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The folder in which the pipeline ran into once/, and what it said."""
     folder = tmp_path_factory.mktemp("web")
     (folder / "urls").mkdir()
     for name, text in address_lists(PAGES).items():
         (folder / "urls" / name).write_text(text)
     (folder / "evaluation.jsonl").write_text(json.dumps({"text": f"Before. {EVALUATION}, after."}) + "\n")
-    return folder
-
-
-def test_the_right_documents_survive_also_kills(folder: Path):
     with web(PAGES) as proxy:
-        said = finish(start(folder, "once", proxy))
+        return folder, finish(start(folder, "once", proxy))
+
+
+def test_the_right_documents_survive(once: tuple[Path, str]):
+    folder, said = once
     found = {document["url"]: document["text"] for line in (folder / "once/8-merged/corpus.jsonl").open()
              for document in [json.loads(line)]}
     assert set(found) == set(GOOD)
@@ -94,6 +95,10 @@ def test_the_right_documents_survive_also_kills(folder: Path):
     assert said.rstrip().endswith("bash scripts/pretrain_gpt2.sh --train-data once/9-split/train.jsonl --valid-data "
                                   "once/9-split/valid.jsonl --test-data once/9-split/test.jsonl")
 
+
+@pytest.mark.wide
+def test_it_goes_on_after_kills_to_the_same_result(once: tuple[Path, str]):
+    folder, _ = once
     requests: list[str] = []
     again = folder / "again"
 
