@@ -54,9 +54,10 @@ def equal_costs(schedule: Schedule, forward: float, backward: float, weight: flo
 
 
 def published_length(schedule: Schedule, forward: float, backward: float, weight: float) -> float:
-    """The published length of a step, with the times of a whole rank; m a multiple of p where chunks are interleaved.
+    """The published length of a step, with the times of a whole rank.
 
-    1F1B and interleaved: (m + (p − 1)/v)·(F + B + W). ZB-H1: m·(F + B + W) + (p − 1)·(F + B − W).
+    1F1B and interleaved: (m + (p − 1)/v)·(F + B + W), where m is a multiple of p if chunks are interleaved.
+    ZB-H1: m·(F + B + W) + (p − 1)·(F + B − W), where m >= p, and no W takes longer than an F or a B.
     """
     p, v, m, whole = schedule.p, schedule.chunks, schedule.micro_batches, forward + backward + weight
     return m * whole + (p - 1) * ((forward + backward - weight) if schedule.splits_backward else whole / v)

@@ -10,7 +10,7 @@ from itertools import product
 import pytest
 
 from megatron.gpt2.pipeline.check import check, synchronous
-from megatron.gpt2.pipeline.program import Step, needed_by, program
+from megatron.gpt2.pipeline.program import TICKS_OF_RECOMPUTE, Step, needed_by, program
 from megatron.gpt2.pipeline.schedule import (
     Action,
     Schedule,
@@ -72,10 +72,13 @@ def test_no_rank_waits_for_a_partner_that_is_busy(p: int, m: int):
     for schedule in (one_forward_one_backward(p, m), interleaved(p, 2, m), interleaved(p, 4, m), zero_bubble(p, m)):
         ratios: dict[str, list[tuple[float, float, float]]] = {
             "1f1b": [(1, 1, 1), (1, 2, 3), (3, 1, 1)], "interleaved": [(1, 1, 1), (2, 3, 1)],
-            "zero-bubble": [(1, 1, 1), (1, 1.2, 0.9), (2, 3, 1)]}
+            "zero-bubble": [(1, 1, 1), (1, 1.2, 0.9), (2, 3, 1), (1, 0.5, 0.4)]}
         for f, b, w in ratios[schedule.name]:
             length = synchronous(schedule, program(schedule), equal_costs(schedule, f, b, w)).length
             assert length == pytest.approx(published_length(schedule, f, b, w)), schedule
+        if schedule.name == "interleaved":
+            recomputed = synchronous(schedule, program(schedule, TICKS_OF_RECOMPUTE), equal_costs(schedule, 1, 2, 1))
+            assert recomputed.length == pytest.approx(published_length(schedule, 1, 2, 1)), schedule
 
 
 def altered(steps: list[list[Step]], rank: int, place: int, **changes: object) -> list[list[Step]]:
