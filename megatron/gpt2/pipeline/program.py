@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron.gpt2.pipeline.schedule import Action, Schedule
-from megatron.gpt2.pipeline.timetable import Costs
+from megatron.gpt2.pipeline.timetable import Costs, needs
 
 # With these ticks a step takes no longer than the schedule alone: 1F1B whatever the true times are, ZB-H1 if no W takes
 # longer than an F or a B, and interleaved 1F1B if a backward takes twice as long as a forward, or three times with the
@@ -105,25 +105,17 @@ def program(schedule: Schedule, ticks: Costs | None = None) -> list[list[Step]]:
 
 def made_by(schedule: Schedule, rank: int, action: Action) -> Message | None:
     """What `action` makes for another rank."""
-    if action.kind == "W":
+    to = schedule.stage(rank, action.chunk) + {"F": 1, "B": -1, "W": 0}[action.kind]
+    if not 0 <= to < schedule.stages:
         return None
-    stage = schedule.stage(rank, action.chunk)
-    to = stage + 1 if action.kind == "F" else stage - 1
-    return _message(schedule, action, stage=to, source=stage, destination=to)
+    return needed_by(schedule, to % schedule.p, Action(action.kind, to // schedule.p, action.micro_batch))
 
 
 def needed_by(schedule: Schedule, rank: int, action: Action) -> Message | None:
     """What `action` needs from another rank."""
-    if action.kind == "W":
-        return None
     stage = schedule.stage(rank, action.chunk)
-    source = stage - 1 if action.kind == "F" else stage + 1
-    return _message(schedule, action, stage=stage, source=source, destination=stage)
-
-
-def _message(schedule: Schedule, action: Action, *, stage: int, source: int, destination: int) -> Message | None:
-    """source, destination: stages. None where one of them is outside of the model, or where one rank has both."""
-    ranks = source % schedule.p, destination % schedule.p
-    if not (0 <= source < schedule.stages and 0 <= destination < schedule.stages) or ranks[0] == ranks[1]:
-        return None
-    return Message("activation" if action.kind == "F" else "gradient", stage, action.micro_batch, *ranks)
+    for kind, source in needs(schedule, stage, action):
+        if source % schedule.p != rank:
+            return Message("activation" if kind == "F" else "gradient", stage, action.micro_batch, source % schedule.p,
+                           rank)
+    return None

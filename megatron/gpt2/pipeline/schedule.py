@@ -7,7 +7,7 @@ Two rules hold for every schedule. It takes any number of micro-batches from 1 o
 the order of the micro-batches on every rank, as in a run without a pipeline: sums of gradients are added in one order.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -126,9 +126,9 @@ def build_schedule(name: str, p: int, v: int, m: int) -> Schedule:
     if v < 2 and name == "interleaved":
         raise ValueError("--pipeline-schedule interleaved needs two or more virtual stages per rank: lower "
                          "--num-layers-per-virtual-pipeline-stage, or use --pipeline-schedule 1f1b")
-    without_chunks: dict[str, Callable[[int, int], Schedule]] = {"1f1b": one_forward_one_backward,
-                                                                 "zero-bubble": zero_bubble}
-    return interleaved(p, v, m) if name == "interleaved" else without_chunks[name](p, m)
+    if name == "interleaved":
+        return interleaved(p, v, m)
+    return one_forward_one_backward(p, m) if name == "1f1b" else zero_bubble(p, m)
 
 
 def _forwards(p: int, v: int, m: int) -> Iterator[Action]:
