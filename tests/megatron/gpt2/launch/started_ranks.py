@@ -77,9 +77,10 @@ def losses(save: Path) -> list[float]:
 
 
 def free_port() -> int:
-    """A port that nobody has, below those that the system gives away: a rank that knocks at a port until somebody
-    answers would disturb another test's ranks that were given it meanwhile."""
-    for port in random.SystemRandom().sample(range(20_000, 32_000), 100):
+    """A port that nobody has, below those that the system gives away, and that no other test process looks at: a rank
+    that knocks at a port until somebody answers would disturb another test's ranks that were given it meanwhile."""
+    process = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 16
+    for port in random.SystemRandom().sample(range(20_000 + process, 32_000, 16), 100):
         with contextlib.suppress(OSError), socket.create_server(("", port)):
             return port
     raise OSError("no port is free")

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -39,6 +41,7 @@ def test_tensorboard(tmp_path: Path) -> None:
     assert events.Scalars("valid/lm_loss")[0].step == 10
 
 
+@mock.patch.dict(os.environ)  # in which wandb leaves the address of its service
 def test_weights_and_biases_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run that goes on goes on under the same name there."""
     pytest.importorskip("wandb", reason="wandb is not installed")

@@ -21,7 +21,7 @@ pytest.importorskip("trafilatura", reason="the extra [curate] is not installed")
 
 PAGES, GOOD = build()
 FLAGS = {"URLS_FLAGS": "--urls-per-file 70", "SPLIT_FLAGS": "--split 80,10,10",
-         "DOWNLOAD_FLAGS": "--max-bytes 1000000 --page-seconds 2.5 --threads 16 --per-host 8"}
+         "DOWNLOAD_FLAGS": "--max-bytes 1000000 --page-seconds 4 --threads 16 --per-host 8"}
 
 
 def start(folder: Path, output: str, proxy: str) -> subprocess.Popen[str]:
@@ -102,12 +102,12 @@ def test_it_goes_on_after_kills_to_the_same_result(once: tuple[Path, str]):
     requests: list[str] = []
     again = folder / "again"
 
-    def has(name: str) -> Callable[[], bool]:
-        return (again / name).exists
+    def has(*names: str) -> Callable[[], bool]:
+        return lambda: any((again / name).exists() for name in names)
 
     with web(PAGES, requests.append) as proxy:
         for moment in (lambda: len(requests) > 30,                     # inside the first shard of the download
-                       has("3-clean/.urls_00001.jsonl.tmp"),           # inside the cleanup
+                       has("3-clean/.urls_00001.jsonl.tmp", "3-clean/urls_00001.jsonl"),  # inside the cleanup
                        has("6-unique/urls_00001.jsonl"),               # before its manifest
                        has("8-merged/manifests/corpus.json")):         # between two stages
             kill_when(start(folder, "again", proxy), moment)
