@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Lint, types and all the tests:   bash scripts/test.sh [arguments of pytest]
+# Lint, types and tests:   bash scripts/test.sh [arguments of pytest]
 # Installs what is missing, the extras [dev,hf,data,curate,eval,serve] included.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
