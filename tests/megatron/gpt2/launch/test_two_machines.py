@@ -56,7 +56,7 @@ def test_two_machines_train_and_a_cut_cable_is_named(tmp_path: Path, machines: t
     alone = Rank(tmp_path, ["--save", f"{tmp_path}/alone"], {}).end()
     assert alone[0] == 0, alone[1]
     nodes = start(tmp_path, machines, "--save", f"{tmp_path}/cut", "--exit-interval", "100000", "--train-iters",
-                  "100000", "--distributed-timeout-minutes", "0.05")
+                  "100000", "--distributed-timeout-minutes", "0.1")
     metrics = tmp_path / "cut" / "metrics.jsonl"
     for _ in range(600):
         if metrics.exists() and len(losses(metrics.parent)) >= 5:
