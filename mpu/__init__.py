@@ -15,8 +15,8 @@ The files in the order in which to read them:
     transformer         MLP and layer
     cross_entropy       the loss over a split vocabulary
 
-`data` and `kv_cache` are short helpers. `kernels` chooses for a device, dtype and case how an operation is computed; it
-knows nothing of ranks.
+`data` and `kv_cache` are short helpers; `kept_arguments` and `host_memory` are two places for what backward needs.
+`kernels` chooses for a device, dtype and case how an operation is computed; it knows nothing of ranks.
 
 The names below that Megatron's `mpu` had in 2019 keep their meaning and the order of their arguments. Arguments that
 came later are given by keyword.
@@ -27,6 +27,7 @@ from mpu.cross_entropy import vocab_parallel_cross_entropy, vocab_parallel_linea
 from mpu.data import broadcast_data
 from mpu.dropout import dropout_keys, hidden_dropout
 from mpu.grads import clip_grad_norm, mark_sequence_parallel, squared_norm, sum_sequence_parallel_grads
+from mpu.host_memory import HostMemory
 from mpu.initialize import (
     ParallelState,
     destroy_model_parallel,
@@ -53,21 +54,26 @@ from mpu.mappings import (
     scatter_to_model_parallel_region,
 )
 from mpu.partition import Box, PartitionSpec, divide, padded_vocab_size, partition_specs
-from mpu.random import checkpoint, get_cuda_rng_tracker, model_parallel_cuda_manual_seed
+from mpu.random import (
+    checkpoint,
+    get_cuda_rng_tracker,
+    model_parallel_cuda_manual_seed,
+    partition_activations_in_checkpoint,
+)
 from mpu.transformer import LayerNorm, ParallelMLP, ParallelTransformerLayer
 from mpu.transformer_config import TransformerConfig
 
 __all__ = [
-    "Box", "ColumnParallelLinear", "Documents", "KeyValueCache", "LayerNorm", "ParallelEmbedding", "ParallelMLP",
-    "ParallelSelfAttention", "ParallelState", "ParallelTransformerLayer", "PartitionSpec", "RowParallelLinear",
-    "TransformerConfig", "VocabParallelEmbedding", "broadcast_data", "checkpoint", "clip_grad_norm",
-    "copy_to_model_parallel_region", "destroy_model_parallel", "divide", "dropout", "dropout_keys",
+    "Box", "ColumnParallelLinear", "Documents", "HostMemory", "KeyValueCache", "LayerNorm", "ParallelEmbedding",
+    "ParallelMLP", "ParallelSelfAttention", "ParallelState", "ParallelTransformerLayer", "PartitionSpec",
+    "RowParallelLinear", "TransformerConfig", "VocabParallelEmbedding", "broadcast_data", "checkpoint",
+    "clip_grad_norm", "copy_to_model_parallel_region", "destroy_model_parallel", "divide", "dropout", "dropout_keys",
     "gather_from_model_parallel_region", "gather_from_sequence_parallel_region", "get_cuda_rng_tracker",
     "get_data_parallel_group", "get_data_parallel_rank", "get_data_parallel_world_size", "get_model_parallel_group",
     "get_model_parallel_rank", "get_model_parallel_src_rank", "get_model_parallel_world_size", "get_parallel_state",
     "hidden_dropout", "initialize_model_parallel", "linear_without_gradient", "mark_sequence_parallel",
-    "model_parallel_cuda_manual_seed", "model_parallel_is_initialized", "padded_vocab_size", "partition_specs",
-    "reduce_from_model_parallel_region", "reduce_scatter_to_sequence_parallel_region",
-    "scatter_to_model_parallel_region", "squared_norm", "sum_sequence_parallel_grads", "vocab_parallel_cross_entropy",
-    "vocab_parallel_linear_cross_entropy",
+    "model_parallel_cuda_manual_seed", "model_parallel_is_initialized", "padded_vocab_size",
+    "partition_activations_in_checkpoint", "partition_specs", "reduce_from_model_parallel_region",
+    "reduce_scatter_to_sequence_parallel_region", "scatter_to_model_parallel_region", "squared_norm",
+    "sum_sequence_parallel_grads", "vocab_parallel_cross_entropy", "vocab_parallel_linear_cross_entropy",
 ]

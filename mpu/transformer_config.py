@@ -21,6 +21,10 @@ class TransformerConfig:
     recompute_granularity: what is computed again in backward instead of being kept. "selective": the outputs of GELU
     and of the layer norms. "full": all but the input of every `recompute_num_layers` layers; the stack of layers does
     this.
+    distribute_saved_activations: with "full", every rank of the group keeps its part alone of each of these inputs;
+    with sequence_parallel it has no more. checkpoint_in_cpu: with "full", they are kept in the host's memory.
+    cpu_offloading_num_layers: with "none", what the first so many layers keep is there. On a CPU, whose memory is the
+    host's, the two change nothing. The stack of layers does all three.
     sequence_parallel: between the split layers the sequence is split over the group, which must divide it.
     group: over which the layer is split (default: the default model-parallel group). device: of the parameters.
     """
@@ -34,6 +38,9 @@ class TransformerConfig:
     gelu: str = "tanh"
     recompute_granularity: str = "none"
     recompute_num_layers: int = 1
+    distribute_saved_activations: bool = False
+    checkpoint_in_cpu: bool = False
+    cpu_offloading_num_layers: int = 0
     sequence_parallel: bool = False
     group: ProcessGroup | None = None
     device: torch.device | str | None = None

@@ -19,8 +19,10 @@ WITHOUT_DOCSTRING = {"main", "forward", "backward", "state_dict", "load_state_di
 FLOORS: dict[str, list[str]] = {
     "mpu": [
         "partition kernels",
-        "initialize transformer_config",
-        "mappings random data grads kv_cache",
+        "initialize transformer_config host_memory",
+        "mappings data grads kv_cache",
+        "kept_arguments",
+        "random",
         "dropout layers cross_entropy",
         "attention",
         "transformer"],

@@ -22,6 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
+from tests.fake_cuda.fake_streams import FakeEvent, FakeStream, running_on
+
 H200 = types.SimpleNamespace(
     name="NVIDIA H200", major=9, minor=0, total_memory=150_754_820_096, multi_processor_count=132, warp_size=32,
     L2_cache_size=62_914_560, max_threads_per_multi_processor=2048, max_threads_per_block=1024,
@@ -40,29 +42,6 @@ def guard() -> ctypes.CDLL:
          f"-I{folder}/include/torch/csrc/api/include", str(Path(__file__).with_name("guard.cpp")), "-o", str(library),
          f"-L{folder}/lib", "-lc10", "-ltorch_cpu"], check=True)
     return ctypes.CDLL(str(library))
-
-
-class FakeEvent:
-    """torch.cuda.Event: everything before it is done."""
-
-    def __init__(self, enable_timing: bool = False) -> None: ...
-
-    def record(self, stream: Any = None) -> None:
-        """Nothing to mark."""
-
-    def query(self) -> bool:
-        """Done."""
-        return True
-
-    def synchronize(self) -> None:
-        """Done."""
-
-    def wait(self, stream: Any = None) -> None:
-        """Done."""
-
-    def elapsed_time(self, end: FakeEvent) -> float:
-        """Milliseconds."""
-        return 1.0
 
 
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
@@ -95,7 +74,9 @@ def patched_cuda() -> Iterator[None]:
         "get_rng_state": state, "set_rng_state": lambda state, device=None: None, "manual_seed": lambda seed: None,
         "manual_seed_all": lambda seed: None, "mem_get_info": lambda device=None: (140 << 30, 140 << 30),
         "memory_reserved": lambda device=None: 0, "memory_allocated": lambda device=None: 0,
-        "max_memory_allocated": lambda device=None: 0, "Event": FakeEvent}
+        "max_memory_allocated": lambda device=None: 0, "Event": FakeEvent, "Stream": FakeStream,
+        "stream": running_on, "current_stream": lambda device=None: FakeStream.current}
+    FakeStream.current = FakeStream()
     with contextlib.ExitStack() as stack:
         for name, function in replaced.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, function))

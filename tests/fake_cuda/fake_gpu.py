@@ -11,6 +11,7 @@ What a GPU would have been asked is recorded, see `FakeGPU`. torch's FakeTensorM
 from __future__ import annotations
 
 import contextlib
+import itertools
 import sys
 import weakref
 from dataclasses import dataclass, field
@@ -26,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests.fake_cuda.fake_driver import guard, patched_cuda
+from tests.fake_cuda.fake_streams import FakeStream, MemoryOrder
 
 ROOT = str(Path(__file__).resolve().parent.parent.parent)
 COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
@@ -61,6 +63,16 @@ class Collective:
     place: str
 
 
+@dataclass(frozen=True)
+class Copy:
+    """Between host and device. to: where it arrives. stream: the number of the one that it was given to."""
+
+    to: str
+    size: int
+    stream: int
+    place: str
+
+
 @dataclass
 class Memory:
     """Bytes of CUDA tensors that exist, and the most that ever did, with the place where that was."""
@@ -93,7 +105,9 @@ class FakeGPU(TorchDispatchMode):
     kernels        operators with CUDA tensors
     waits          places where the host waits for the device: a value is read, or memory that is not pinned is copied
     collectives    in their order
-    faults         a collective with a tensor that is on the CPU or is not contiguous
+    copies         between host and device
+    faults         a collective with a tensor that is on the CPU or is not contiguous; memory that is used or freed
+                   before another stream is done with it
     memory         of the device
     sources        what torch.compile wrote, inside `fake_inductor`
 
@@ -105,7 +119,9 @@ class FakeGPU(TorchDispatchMode):
         self.kernels: list[Kernel] = []
         self.waits: list[str] = []
         self.collectives: list[Collective] = []
+        self.copies: list[Copy] = []
         self.faults: list[str] = []
+        self._order = MemoryOrder(self.faults.append)
         self.memory = Memory()
         self.sources: list[str] = []
         self._pinned: set[int] = set()
@@ -113,7 +129,7 @@ class FakeGPU(TorchDispatchMode):
 
     def clear(self) -> None:
         """Forget what was recorded, but for the memory and the sources."""
-        for records in (self.kernels, self.waits, self.collectives, self.faults):
+        for records in (self.kernels, self.waits, self.collectives, self.copies, self.faults):
             records.clear()
 
     def __enter__(self) -> FakeGPU:
@@ -165,6 +181,9 @@ class FakeGPU(TorchDispatchMode):
         made = [x for x in tree_leaves(out) if isinstance(x, Tensor) and x.device.type == "cuda"]
         for tensor in (*on_gpu, *made):
             self.memory.add(tensor)
+        self._order.take(made)
+        if name not in FREE:
+            self._order.work(on_gpu, [*written(func, args, kwargs), *made], where())
         if (on_gpu or made) and name not in FREE and func.namespace in ("aten", "mpu"):
             shapes = tuple(tuple(x.shape) for x in on_gpu)
             self.kernels.append(Kernel(name, *traffic(name, on_gpu, made), where(), shapes))
@@ -205,6 +224,10 @@ class FakeGPU(TorchDispatchMode):
         is_number = begin == "cpu" and source.dim() == 0
         if not is_number and not (asynchronous and host is not None and host.untyped_storage()._cdata in self._pinned):
             self.waits.append(f"{where()} copies {tuple(source.shape)} from {begin} to {end}")
+        copied = Copy(end, source.numel() * source.element_size(), FakeStream.current.number, where())
+        self.copies.append(copied)
+        if target is not None:
+            self._order.work([source], [target], copied.place)
         if end == "cpu":
             with unset_fake_temporarily():
                 made = torch.zeros(source.shape, dtype=kwargs.get("dtype") or source.dtype)
@@ -223,6 +246,14 @@ class FakeGPU(TorchDispatchMode):
                 self.faults.append(f"{where()}: {name} of a tensor {tuple(x.shape)} on the CPU")
             if not x.is_contiguous():
                 self.faults.append(f"{where()}: {name} of a tensor {tuple(x.shape)} that is not contiguous")
+
+
+def written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    """The CUDA tensors among the arguments that the operator writes into."""
+    given = itertools.zip_longest(func._schema.arguments, args)
+    named = [(argument, kwargs.get(argument.name) if value is None else value) for argument, value in given]
+    return [x for argument, value in named if argument.alias_info is not None and argument.alias_info.is_write
+            for x in tree_leaves(value) if isinstance(x, Tensor) and x.device.type == "cuda"]
 
 
 def traffic(name: str, given: list[Tensor], made: list[Tensor]) -> tuple[int, int]:

@@ -18,6 +18,13 @@ CASES: dict[str, tuple[int, list[str]]] = {  # ranks and flags
     "dropout": (1, ["--attention-dropout", "0.1", "--hidden-dropout", "0.1"]),
     "data": (2, []), "sharded": (2, ["--use-distributed-optimizer"]),
     "model": (2, ["--model-parallel-size", "2"]),
+    "parts of inputs": (2, ["--model-parallel-size", "2", "--recompute-granularity", "full",
+                            "--partition-activations"]),
+    "inputs on the host": (1, ["--recompute-granularity", "full", "--checkpoint-in-cpu", "--num-layers", "12"]),
+    "parts on the host": (2, ["--model-parallel-size", "2", "--recompute-granularity", "full",
+                              "--partition-activations", "--checkpoint-in-cpu"]),
+    "layers on the host": (1, ["--cpu-offloading-num-layers", "2"]),
+    "all layers on the host": (1, ["--cpu-offloading-num-layers", "4"]),
     "sequence": (2, ["--model-parallel-size", "2", "--sequence-parallel"])}
 
 

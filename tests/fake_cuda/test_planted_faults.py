@@ -14,6 +14,8 @@ from torch import Tensor
 from megatron.gpt2.optimizer.optimizer import AdamWOptimizer
 from megatron.gpt2.training import data, train_step
 from mpu import kernels, transformer
+from mpu.host_memory import HostMemory
+from tests.fake_cuda.fake_streams import FakeStream
 from tests.fake_cuda.program import check_budget, check_peak, check_same_order, check_step, running
 from tests.fake_cuda.test_memory import SHAPE
 
@@ -124,3 +126,32 @@ def test_11_another_order_on_one_rank(ranks: Callable[[], None], monkeypatch: Pl
         ranks()
 
 
+
+
+@pytest.fixture
+def parked(text: Path, tmp_path: Path) -> Callable[[], None]:
+    flags = ["--num-layers", "3", "--recompute-granularity", "full", "--checkpoint-in-cpu"]
+
+    def check() -> None:
+        with running(text, tmp_path, flags) as (run, gpu):
+            check_step(run, gpu)
+    return check
+
+
+def test_12_the_main_stream_does_not_wait_for_copies(parked: Callable[[], None], monkeypatch: Plant):
+    parked()
+    monkeypatch.setattr(HostMemory, "wait", lambda self, done: None)
+    with pytest.raises(AssertionError, match=r"before it is there.*|while another stream uses it"):
+        parked()
+
+
+def test_13_copies_do_not_wait_for_the_main_stream(parked: Callable[[], None], monkeypatch: Plant):
+    monkeypatch.setattr(FakeStream, "wait_stream", lambda self, other: None)
+    with pytest.raises(AssertionError, match=r"reads \(\d+,\) before it is there"):
+        parked()
+
+
+def test_14_memory_that_is_not_pinned(parked: Callable[[], None], monkeypatch: Plant):
+    monkeypatch.setattr(HostMemory, "take", lambda self, numel, dtype: torch.empty(numel, dtype=dtype))
+    with pytest.raises(AssertionError, match="copies .* from cuda to cpu"):
+        parked()

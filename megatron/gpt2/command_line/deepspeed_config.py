@@ -11,7 +11,6 @@ from typing import Any
 
 from megatron.gpt2.command_line.foreign_flags import (
     FP16,
-    IN_CPU,
     OVERLAPS,
     STAGE,
     STAGES,
@@ -91,12 +90,13 @@ KEYS = (
           "checkpoints hold fp32 weights, for every layout"),
     refused("zero_optimization.offload_param zero_optimization.cpu_offload_params",
             "--model-parallel-size divides the weights, --cpu-offload-optimizer moves the optimizer"),
-    translated("activation_checkpointing.partition_activations", "read as --sequence-parallel",
-               lambda _: {"parallel.sequence_parallel": True}),
+    translated("activation_checkpointing.partition_activations", "read as --partition-activations",
+               lambda _: {"parallel.partition_activations": True}),
+    translated("activation_checkpointing.cpu_checkpointing", "read as --checkpoint-in-cpu",
+               lambda _: {"parallel.checkpoint_in_cpu": True}),
     inert("activation_checkpointing.contiguous_memory_optimization activation_checkpointing.number_checkpoints "
           "activation_checkpointing.synchronize_checkpoint_boundary activation_checkpointing.profile",
           "--checkpoint-activations recomputes, with one implementation"),
-    refused("activation_checkpointing.cpu_checkpointing", IN_CPU),
     # Optimizer and schedule
     inert("zero_allow_untested_optimizer zero_force_ds_cpu_optimizer", "the optimizer is AdamW"),
     inert("optimizer.params.max_grad_norm", "gradient_clipping is what clips, in DeepSpeed as well"),

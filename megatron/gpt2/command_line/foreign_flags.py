@@ -98,7 +98,6 @@ STAGE = "1 is read as --use-distributed-optimizer; 2 and 3, which divide gradien
 OF_THE_FILE = "the --deepspeed-config decides, as in DeepSpeedExamples"
 OVERLAPS = "reduction always overlaps with backward, and gathering parameters with forward, where they can"
 RECOMPUTE_ALL = {"train.recompute_granularity": "full"}
-IN_CPU = "what is kept for backward stays on the device; --recompute-num-layers N keeps an N-th of it"
 EVALUATE = how_to_call("evaluate_gpt2")
 OF_BERT = "a flag of BERT's or of another model, no part of GPT-2; leave it out"
 NO_NPY = "folders of .npy files are not read; give loose JSON or text with --train-data, or a prefix with --data-path"
@@ -120,11 +119,9 @@ FOREIGN = (
     inert("--attention-softmax-in-fp32 --no-query-key-layer-scaling --apply-query-key-layer-scaling",
           "attention accumulates in fp32; on a CPU in bf16 some kernels hold scores in bf16"),
     inert("--fp32-embedding --fp32-layernorm --fp32-tokentypes --deep-init", "inert for GPT-2 in 2019 as well"),
-    translated("--partition-activations --distribute-saved-activations --distribute-checkpointed-activations "
-               "--scattered-embeddings", "read as --sequence-parallel, which divides what is kept between layers over "
+    translated("--scattered-embeddings", "read as --sequence-parallel, which divides what is kept between layers over "
                "the model-parallel ranks",
                lambda _: {"parallel.sequence_parallel": True}),
-    refused("--checkpoint-in-cpu", IN_CPU),
     inert("--split-transformers", "a layer is recomputed as one: what would be kept in the middle of each is more than "
           "that saves, from 8 layers on"),
     inert("--memory-centric-tiled-linear", "tiles are of ZeRO's stage 3, which gathers weights; nothing is gathered"),

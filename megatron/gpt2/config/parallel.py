@@ -1,4 +1,4 @@
-"""The section `parallel`: how the work is laid out over ranks."""
+"""The section `parallel`: how the work is laid out over ranks, and what of it is in the host's memory."""
 
 from dataclasses import dataclass
 
@@ -23,10 +23,21 @@ class ParallelConfig:
     cpu_offload_optimizer: bool = option(False, "masters and moments in host memory, AdamW on the CPU",
                                          "--optimizer-cpu-offload", "--cpu-optimizer")
 
+    partition_activations: bool = option(
+        False, "with --recompute-granularity full: every model-parallel rank keeps its part alone of each input that "
+               "is kept, and backward gathers it",
+        "--distribute-saved-activations", "--distribute-checkpointed-activations")
+    checkpoint_in_cpu: bool = option(False, "with --recompute-granularity full, on a GPU: the inputs that are kept are "
+                                            "in host memory")
+    cpu_offloading_num_layers: int = option(0, "without recomputation, on a GPU: what the first so many layers keep "
+                                               "for backward is in host memory")
+
     def __post_init__(self) -> None:
         require_positive(self, "model_parallel_size", "distributed_timeout_minutes", "ddp_bucket_size")
         require(self.distributed_timeout_minutes <= 1e6,
                 f"--distributed-timeout-minutes must be at most 1e6, not {self.distributed_timeout_minutes}")
+        require(self.cpu_offloading_num_layers >= 0,
+                f"--cpu-offloading-num-layers must not be negative, got {self.cpu_offloading_num_layers}")
         for name in ("use_distributed_optimizer", "grad_reduce_in_bf16"):
             require(not getattr(self, name) or self.DDP_impl == "local",
                     f"--{name.replace('_', '-')} needs --DDP-impl local: torch's DDP reduces in a way of its own")

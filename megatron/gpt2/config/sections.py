@@ -40,6 +40,13 @@ class Config:
         require(not self.parallel.sequence_parallel or self.data.seq_length % p == 0,
                 f"--sequence-parallel splits --seq-length {self.data.seq_length} over --model-parallel-size {p}, which "
                 "does not divide it")
+        recompute = self.train.recompute_granularity
+        parked = self.parallel.cpu_offloading_num_layers
+        require(parked == 0 or recompute == "none",
+                f"--cpu-offloading-num-layers {parked} is about layers that are not recomputed: leave out "
+                f"--recompute-granularity {recompute}, or give --recompute-granularity full --checkpoint-in-cpu")
+        require(parked <= self.model.num_layers,
+                f"--cpu-offloading-num-layers {parked} is more than --num-layers {self.model.num_layers}")
 
     def data_parallel_size(self, world_size: int) -> int:
         """How many ranks share the data. ValueError where the ranks cannot be divided so."""

@@ -162,11 +162,56 @@ class Sizes:
     def kept_by_all_layers(self) -> int:
         """With the embeddings' output, the first layer's input."""
         if self._train.recompute_granularity == "full":
-            steps = -(-self.layers // self._train.recompute_num_layers)
-            inside = steps * self.residual
+            inside = 0 if self._inputs_are_parked else self._recomputed_steps * self.input_part
         else:
-            inside = self.layers * self.kept_by_a_layer
+            inside = (self.layers - self._parked_layers) * self.kept_by_a_layer
         return inside + self.residual + self._dropped(self.residual)
+
+    @property
+    def _recomputed_steps(self) -> int:
+        return -(-self.layers // self._train.recompute_num_layers)
+
+    @property
+    def input_part(self) -> int:
+        """What one rank keeps of the input of a step of full recomputation."""
+        return -(-self.residual // self._p) if self._inputs_are_split else self.residual
+
+    @property
+    def _inputs_are_split(self) -> bool:
+        parallel = self._setting.config.parallel
+        return (parallel.partition_activations and not parallel.sequence_parallel and self._p > 1
+                and self._train.recompute_granularity == "full")
+
+    @property
+    def _inputs_are_parked(self) -> bool:
+        return (self._setting.config.parallel.checkpoint_in_cpu and self.on_gpu
+                and self._train.recompute_granularity == "full")
+
+    @property
+    def _parked_layers(self) -> int:
+        return self._setting.config.parallel.cpu_offloading_num_layers if self.on_gpu else 0
+
+    @property
+    def parked(self) -> int:
+        """What is in the host's memory between forward and backward."""
+        inputs = self._recomputed_steps * self.input_part if self._inputs_are_parked else 0
+        return inputs + self._parked_layers * self.kept_by_a_layer
+
+    def brought_back(self, steps: int) -> int:
+        """What backward has of the inputs of a step of full recomputation beside what is kept: it, gathered, and where
+        they are parked, those of `steps`."""
+        return (self.residual if self._inputs_are_split else 0) + (
+            steps * self.input_part if self._inputs_are_parked else 0)
+
+    @property
+    def layers_brought_back(self) -> int:
+        """What backward has of a layer that was parked and of the one before it."""
+        return min(self._parked_layers, 2) * self.kept_by_a_layer
+
+    @property
+    def layers_that_stay(self) -> int:
+        """Layers without those that are parked."""
+        return self.layers - self._parked_layers
 
     @property
     def layers_together(self) -> int:

@@ -1,10 +1,11 @@
 """What the memory of one rank holds in a training step, by part, from the flags alone: nothing is allocated.
 
-A step is fullest at one of five moments: in the loss, when everything is kept for backward; at the first layer that
-backward meets, which adds its own; at the last one, when the gradients are nearly all there; at the embeddings, when
-they are; and in the optimizer. The sums below say when each large tensor of `mpu/` and `megatron/` is made and when it
-is freed, `sizes.py` how large it is. docs/explanation/memory.md explains them, `megatron_2019.py` has those of 2019's
-program, and tests hold them against what torch allocates.
+A step is fullest at one of some moments: in the loss, when everything is kept for backward; at the first layer that
+backward meets, which adds its own; at the first that comes back from the host's memory; at the last one, when the
+gradients are nearly all there; at the embeddings, when they are; and in the optimizer. The sums below say when each
+large tensor of `mpu/` and `megatron/` is made and when it is freed, `sizes.py` how large it is.
+docs/explanation/memory.md explains them, `megatron_2019.py` has those of 2019's program, and tests hold them against
+what torch allocates.
 """
 
 from collections.abc import Mapping
@@ -55,8 +56,8 @@ def expected(setting: Setting) -> Memory:
     parts = {**dict.fromkeys(PARTS, 0), **large, "--async-save": 0 if on_gpu else size.checkpoint,
              "heap": int(holes) if setting.keeps_freed and not on_gpu else 0,
              "fixed": setting.fixed + _libraries(setting)}
-    # Beside a GPU's: the offloaded optimizer, and the copy that is written while training goes on.
-    return Memory(moment, parts, size.state - size.optimizer + size.checkpoint if on_gpu else 0)
+    # Beside a GPU's: the offloaded optimizer, what is parked, and the copy that is written while training goes on.
+    return Memory(moment, parts, size.state - size.optimizer + size.parked + size.checkpoint if on_gpu else 0)
 
 
 def _moments(setting: Setting, size: Sizes) -> dict[str, dict[str, int]]:
@@ -68,6 +69,7 @@ def _moments(setting: Setting, size: Sizes) -> dict[str, dict[str, int]]:
     before = gradients if setting.micro_batches > 1 else 0  # those of the micro-batches before
     state = {"weights": size.weights, "optimizer": size.optimizer}
     kept, group = size.kept_by_all_layers, size.recomputed_together
+    steps = -(-size.layers // size.layers_together)
     of_layers = 4 * (size.parameters - size.outside_of_layers)
     # Gradients in float32 are allocated by the bucket, with its first one. A CPU's memory is taken when it is written.
     bucket = min(size.bucket, gradients) if size.on_gpu else of_layers // size.layers
@@ -83,7 +85,12 @@ def _moments(setting: Setting, size: Sizes) -> dict[str, dict[str, int]]:
             "logits and loss": size.residual + size.gathered + size.hidden + max(size.loss, size.head)},
         "backward of the last layer": {
             **state, "gradients": max(before, bucket),
-            "activations": size.batch + kept + group + size.backward_of_a_layer, "logits and loss": head},
+            "activations": size.batch + kept + group + size.brought_back(min(steps, 2)) + size.backward_of_a_layer + (
+                0 if size.layers_that_stay else size.layers_brought_back), "logits and loss": head},
+        "backward of the last layer that was parked": {
+            **state, "communication": in_flight, "logits and loss": head,
+            "gradients": max(before, of_layers // size.layers * size.layers_that_stay, bucket),
+            "activations": size.batch + size.residual + size.layers_brought_back + size.backward_of_a_layer},
         "backward of the first layer": {
             **state, "gradients": max(before, of_layers, bucket), "communication": in_flight,
             "activations": size.batch + size.kept_by_the_first_layer + size.backward_of_a_layer,
@@ -91,7 +98,7 @@ def _moments(setting: Setting, size: Sizes) -> dict[str, dict[str, int]]:
         "backward of the first layers that are recomputed together": {
             **state, "communication": in_flight, "logits and loss": head,
             "gradients": max(before, of_layers - of_layers // size.layers * size.layers_together, bucket),
-            "activations": size.batch + size.residual + group + size.backward_of_a_layer},
+            "activations": size.batch + size.input_part + size.brought_back(0) + group + size.backward_of_a_layer},
         "backward of the embeddings": {
             **state, "gradients": gradients, "communication": in_flight, "logits and loss": head,
             "activations": size.batch + size.residual + (0 if size.element == 4 else 2 * size.residual)},

@@ -4,12 +4,14 @@ Legend: b batch, s sequence, h hidden, v padded vocabulary, p model-parallel siz
 Parameter names are those of Megatron's 2019 checkpoints.
 """
 
+import contextlib
 import functools
 import hashlib
 import math
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -53,6 +55,9 @@ class Transformer(nn.Module):
                 config, init_method_for=lambda name: init_method_for(f"transformer.layers.{number}.{name}"))
 
         self.layers = nn.ModuleList(layer(number) for number in range(num_layers))
+        device = torch.device(config.device or "cpu")
+        to_host = device.type == "cuda" and (config.checkpoint_in_cpu or config.cpu_offloading_num_layers > 0)
+        self.host_memory = mpu.HostMemory(device) if to_host else None
         self.final_layernorm = mpu.LayerNorm(config.hidden_size, config.layernorm_epsilon,
                                              sequence_parallel=config.sequence_parallel, device=config.device)
 
@@ -61,8 +66,11 @@ class Transformer(nn.Module):
         """[s, b, h] -> [s, b, h]. documents: of this micro-batch. cache: reads and keeps the keys and values. keys: of
         dropout, see `mpu.dropout_keys`."""
         of_layer: Sequence[Tensor | None] = [None] * len(self.layers) if keys is None else keys.unbind()
+        if self.host_memory is not None:
+            self.host_memory.forward_begins()
         if self.config.recompute_granularity == "full" and self.training:
             together = self.config.recompute_num_layers
+            options = self._of_kept_inputs()
             for start in range(0, len(self.layers), together):
                 part = self.layers[start:start + together]
                 for number in range(start, start + len(part)):
@@ -71,13 +79,31 @@ class Transformer(nn.Module):
                 # each on every rank. The attribute says that this tensor differs between the ranks already.
                 if self.config.sequence_parallel:
                     x.no_checkpointing = True  # type: ignore[attr-defined]
-                x = mpu.checkpoint(functools.partial(_run_layers, part, documents, of_layer[start:start + together]), x)
+                x = mpu.checkpoint(functools.partial(_run_layers, part, documents, of_layer[start:start + together]), x,
+                                   **options)
         else:
             for number, layer in enumerate(self.layers):
                 self.layer_pre_hook(number)
-                x = layer(x, documents, functools.partial(cache.attend, number) if cache else None,
-                          of_layer[number])
+                with self._of_layer(number):
+                    x = layer(x, documents, functools.partial(cache.attend, number) if cache else None,
+                              of_layer[number])
+        if self.host_memory is not None:
+            self.host_memory.forward_ends()
         return self.final_layernorm(x)
+
+    def _of_kept_inputs(self) -> dict[str, Any]:
+        """Arguments of `mpu.checkpoint`, which another function may replace: none unless one is asked for."""
+        config = self.config
+        options: dict[str, Any] = {}
+        if config.distribute_saved_activations and not config.sequence_parallel:
+            options |= {"distribute_saved_activations": True, "group": config.group}
+        return options if self.host_memory is None else options | {"host_memory": self.host_memory}
+
+    def _of_layer(self, number: int) -> AbstractContextManager[None]:
+        """Around a layer that is not recomputed: where what it keeps is."""
+        if self.host_memory is None or number >= self.config.cpu_offloading_num_layers:
+            return contextlib.nullcontext()
+        return self.host_memory.of_layer(self.layers[number])
 
 
 def _run_layers(layers: nn.ModuleList, documents: mpu.Documents | None, keys: Sequence[Tensor | None],
@@ -104,14 +130,15 @@ class GPT2Model(nn.Module):
     """GPT-2 over a model-parallel group, in float32; the optimizer or `.to(dtype)` lowers the precision.
 
     config: its vocab_size is the true size. Raises ValueError where that is None.
-    recompute, recompute_num_layers, sequence_parallel: see `mpu.TransformerConfig`.
+    recompute and what follows it up to sequence_parallel: see `mpu.TransformerConfig`.
     dropout_seed: of masks that do not depend on the layout, where `forward` is given the numbers of its samples. None:
     dropout draws from torch's generators.
     group: over which the model is split (default: the default model-parallel group).
     """
 
     def __init__(self, config: ModelConfig, *, seed: int = 1234, dropout_seed: int | None = None,
-                 recompute: str = "none", recompute_num_layers: int = 1, sequence_parallel: bool = False,
+                 recompute: str = "none", recompute_num_layers: int = 1, distribute_saved_activations: bool = False,
+                 checkpoint_in_cpu: bool = False, cpu_offloading_num_layers: int = 0, sequence_parallel: bool = False,
                  group: ProcessGroup | None = None, device: torch.device | str | None = None) -> None:
         super().__init__()
         if config.vocab_size is None:
@@ -142,8 +169,9 @@ class GPT2Model(nn.Module):
             config.hidden_size, config.num_attention_heads, config.ffn_size,
             attention_dropout=config.attention_dropout, hidden_dropout=config.hidden_dropout,
             layernorm_epsilon=config.layernorm_epsilon, gelu=config.gelu, recompute_granularity=recompute,
-            recompute_num_layers=recompute_num_layers, sequence_parallel=self.sequence_parallel, group=self.group,
-            device=device), init_method_for)
+            recompute_num_layers=recompute_num_layers, distribute_saved_activations=distribute_saved_activations,
+            checkpoint_in_cpu=checkpoint_in_cpu, cpu_offloading_num_layers=cpu_offloading_num_layers,
+            sequence_parallel=self.sequence_parallel, group=self.group, device=device), init_method_for)
         self.dropout_seed = dropout_seed
         self.tied_gradient: TiedGradient | None = None  # None: autograd does it
         self.is_compiled = False

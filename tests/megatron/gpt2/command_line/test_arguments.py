@@ -146,6 +146,8 @@ def test_inert_flags_are_noted_once():
     ("--model-parallel-size 3", "--num-attention-heads 4 is not divisible by --model-parallel-size 3"),
     ("--seq-length 300", "--seq-length 300 is longer than --max-position-embeddings 256"),
     ("--finetune", "--finetune needs --load"),
+    ("--cpu-offloading-num-layers 2 --recompute-granularity full", "give --recompute-granularity full --checkpoint-in"),
+    ("--cpu-offloading-num-layers 9", "--cpu-offloading-num-layers 9 is more than --num-layers 4"),
 ])
 def test_errors_are_one_line_that_names_the_flag(line, message):
     with pytest.raises(ValueError) as error:
@@ -158,7 +160,7 @@ def test_errors_are_one_line_that_names_the_flag(line, message):
         |--save-interval 0|--adam-eps 0|--init-method-std 0|--layernorm-epsilon 0|--exit-duration-in-mins 0
         |--distributed-timeout-minutes 0|--loss-scale 0|--initial-loss-scale 0|--min-loss-scale 0|--loss-scale-window 0
         |--lr 0|--train-iters 0|--ffn-hidden-size -4|--global-batch-size -8"""),
-    ("must not be negative", "--weight-decay -.1"),
+    ("must not be negative", "--weight-decay -.1|--cpu-offloading-num-layers -1"),
     ("must be in [0, 1)", "--adam-beta1 1|--adam-beta1 -.1|--adam-beta2 1|--adam-beta2 -.1|--hidden-dropout 1"),
     ("must be in [0, 2**31)", "--seed -1|--seed 2147483648"),
     ("must be at most 1e6", "--distributed-timeout-minutes 1000001"),

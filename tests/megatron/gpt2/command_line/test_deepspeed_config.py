@@ -20,7 +20,7 @@ WHOLE: dict[str, Any] = {
     "zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu", "pin_memory": True},
                           "offload_param": {"device": "none"}, "reduce_bucket_size": 5e7, "overlap_comm": True},
     "optimizer": {"type": "AdamW", "params": {"lr": 3e-4, "betas": [0.8, 0.99], "eps": 1e-7, "weight_decay": 0.1}},
-    "activation_checkpointing": {"partition_activations": True, "cpu_checkpointing": False},
+    "activation_checkpointing": {"partition_activations": True, "cpu_checkpointing": True},
     "scheduler": None, "amp": {"enabled": False},
 }
 
@@ -36,8 +36,8 @@ def test_what_is_translated(tmp_path: Path):
     assert (t.global_batch_size, t.micro_batch_size, t.precision, o.clip_grad) == (32, 4, "fp16-on-gpu", 0.5)
     assert (o.loss_scale, o.initial_loss_scale, o.loss_scale_window, o.hysteresis, o.min_loss_scale) == (
         None, 65536.0, 500, 3, 2.0)
-    assert (p.use_distributed_optimizer, p.cpu_offload_optimizer, p.ddp_bucket_size, p.sequence_parallel) == (
-        True, True, 50_000_000, True)
+    assert (p.use_distributed_optimizer, p.cpu_offload_optimizer, p.ddp_bucket_size) == (True, True, 50_000_000)
+    assert (p.partition_activations, p.checkpoint_in_cpu, p.sequence_parallel) == (True, True, False)
     assert (o.lr, o.adam_beta1, o.adam_beta2, o.adam_eps, o.weight_decay) == (3e-4, 0.8, 0.99, 1e-7, 0.1)
     notes = "\n".join(arguments.notes)
     assert "train_batch_size 32: read as --global-batch-size" in notes
@@ -83,7 +83,6 @@ def test_unknown_keys_are_said(tmp_path: Path):
     ({"zero_optimization": {"stage": 4}}, "4 is no stage of ZeRO"),
     ({"zero_optimization": {"offload_param": {"device": "cpu"}}}, "--model-parallel-size divides the weights"),
     ({"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}, 'only "cpu" or "none"'),
-    ({"activation_checkpointing": {"cpu_checkpointing": True}}, "--recompute-num-layers"),
     ({"optimizer": {"type": "Lamb"}}, 'optimizer.type "Lamb" is not supported, only "Adam" or "AdamW"'),
     ({"optimizer": {"type": "Adam", "params": {"adam_w_mode": False}}}, "the optimizer is AdamW"),
     ({"optimizer": {"params": {"betas": 0.9}}}, "optimizer.params.betas: 0.9 is not a pair"),

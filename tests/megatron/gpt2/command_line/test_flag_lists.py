@@ -54,7 +54,6 @@ def test_every_refusal_names_the_flag_and_an_alternative():
     ("--use-npy-data-loader", "give loose JSON or text with --train-data"),
     ("--load-openai --load x", "tools/checkpoint.py convert"),
     ("--num-experts 8", "no part of GPT-2"),
-    ("--checkpoint-in-cpu", "--recompute-num-layers"),
     ("--tokenizer-model-type unigram", "only bpe or bert"),
     ("--step-batch-size-schedule 0:4 1B:8", "0:4 1B:8: the batch is constant"),
     ("--step-batch-size-schedule 0:x", "0:N"),
@@ -69,7 +68,6 @@ def test_refused(line: str, message: str):
 def test_translated():
     assert parse(["--no-bias-gelu-fusion"]).config.model.gelu == "erf"
     assert parse(["--no-bias-gelu-fusion", "--openai-gelu"]).config.model.gelu == "tanh"
-    assert parse(["--partition-activations"]).config.parallel.sequence_parallel
     assert parse(["--scattered-embeddings"]).config.parallel.sequence_parallel
     assert parse(["--zero-stage", "1"]).config.parallel.use_distributed_optimizer
     assert not parse(["--zero-stage", "0"]).config.parallel.use_distributed_optimizer

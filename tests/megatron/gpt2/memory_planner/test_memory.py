@@ -104,7 +104,9 @@ def test_what_torch_allocates(folder: Path, flags: list[str]):
 
 
 @pytest.mark.parametrize("flags", [["--use-distributed-optimizer"], ["--model-parallel-size", "2",
-                                                                     "--sequence-parallel"]], ids=" ".join)
+                                                                     "--sequence-parallel"],
+                                   ["--model-parallel-size", "2", "--recompute-granularity", "full",
+                                    "--partition-activations"]], ids=" ".join)
 def test_what_torch_allocates_on_a_rank_of_two(folder: Path, flags: list[str]):
     flags = [*flags, "--precision", "fp32", "--micro-batch-size", "8", "--make-vocab-size-divisible-by", "2048"]
     for computed, allocated in run_ranks(counted, 2, str(folder), flags):
@@ -163,6 +165,11 @@ def test_each_means_helps():
     assert total("--use-distributed-optimizer") < plain and total("--cpu-offload-optimizer") < plain
     assert split < plain and total("--model-parallel-size", "2", "--sequence-parallel") < split
     assert total("--attention-backend", "unfused") > plain
+    full = ("--recompute-granularity", "full", "--model-parallel-size", "2", "--micro-batch-size", "64")
+    assert total(*full, "--checkpoint-in-cpu") < total(*full, "--partition-activations") < total(*full)
+    parked = expected(on_gpu("--model", "345m", *full, "--checkpoint-in-cpu", ranks=2))
+    assert parked.on_host == 24 * 64 * 1024 * 1024 * 2
+    assert total("--cpu-offloading-num-layers", "12") < plain
     assert expected(on_gpu("--model", "345m", "--async-save")).on_host == 14 * 354_871_296
 
 
