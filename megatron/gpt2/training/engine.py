@@ -1,13 +1,12 @@
 """The model of a run and what updates it, over the ranks that share data."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 import mpu
-from megatron.gpt2.config import Config
+from megatron.gpt2.config.inert import without_effect
 from megatron.gpt2.model.attention_backend import choose_attention
 from megatron.gpt2.model.gpt2 import GPT2Model
 from megatron.gpt2.optimizer.flat_parameters import FlatParameters
@@ -60,7 +59,7 @@ def build_engine(prepared: PreparedRun, parallel: mpu.ParallelState, log: Log) -
             and not kernels.attention_takes_keys(device.type)):
         log("attention dropout: the kernel draws its own masks, which change with the layout; with "
             "--attention-dropout 0 layouts are comparable")
-    for line in without_effect(config, device):
+    for line in without_effect(config, device.type):
         log(line)
     model = GPT2Model(config.model, seed=config.train.seed, device=device,
                       dropout_seed=config.train.seed if config.train.dropout_rng == "counter" else None,
@@ -83,22 +82,6 @@ def build_engine(prepared: PreparedRun, parallel: mpu.ParallelState, log: Log) -
     optimizer = AdamWOptimizer(flat, gatherer, config.optimizer,
                                build_loss_scaler(config.optimizer, prepared.dtype, device), torch.from_numpy(rates))
     return Engine(model=model, forward=forward, flat=flat, reducer=reducer, gatherer=gatherer, optimizer=optimizer)
-
-
-def without_effect(config: Config, device: torch.device) -> Iterator[str]:
-    """A line for each flag about what is kept for backward that changes nothing in this run."""
-    parallel = config.parallel
-    recomputes = config.train.recompute_granularity == "full"
-    not_recomputed = "no layer is recomputed (--recompute-granularity full)"
-    on_host = "the device's memory is the host's"
-    if parallel.partition_activations and (reason := not_recomputed if not recomputes else
-                                           "there is one model-parallel rank" if parallel.model_parallel_size == 1 else
-                                           "--sequence-parallel has split it" if parallel.sequence_parallel else ""):
-        yield f"--partition-activations: without effect, since {reason}"
-    if parallel.checkpoint_in_cpu and (not recomputes or device.type == "cpu"):
-        yield f"--checkpoint-in-cpu: without effect, since {on_host if recomputes else not_recomputed}"
-    if parallel.cpu_offloading_num_layers and device.type == "cpu":
-        yield f"--cpu-offloading-num-layers: without effect, since {on_host}"
 
 
 def seed_random_streams(seed: int, parallel: mpu.ParallelState, device: torch.device) -> None:

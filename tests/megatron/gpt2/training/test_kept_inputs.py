@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from megatron.gpt2.command_line.arguments import parse
-from megatron.gpt2.training.engine import without_effect
+from megatron.gpt2.config.inert import without_effect
 from tests.distributed import run_ranks
 from tests.megatron.gpt2.training.training_runs import finish, start, steps, write_text
 
@@ -45,7 +44,7 @@ def test_split_inputs_change_no_bit(tmp_path: Path):
     ("--cpu-offloading-num-layers 2", "cpu", ["the device's memory is the host's"]),
     ("--cpu-offloading-num-layers 2", "cuda", [])])
 def test_what_changes_nothing_is_said(line: str, device: str, said: list[str]):
-    lines = list(without_effect(parse(line.split()).config, torch.device(device)))
+    lines = list(without_effect(parse(line.split()).config, device))
     assert len(lines) == len(said)
     for words, expected in zip(lines, said, strict=True):
         assert words.startswith("--") and ": without effect, since " in words and expected in words
