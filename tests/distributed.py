@@ -38,7 +38,7 @@ def _worker(rank: int, world_size: int, folder: str, timeout: float, fn: Callabl
         os._exit(1)
 
 
-def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120) -> list[Any]:
+def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 240) -> list[Any]:
     """`fn(rank, world_size, *args)` on every rank; what each returned, by rank.
 
     fn is a module-level function. An exception on a rank is raised here with that rank's traceback.

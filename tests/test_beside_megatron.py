@@ -47,7 +47,7 @@ def theirs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with NVIDIA's newest wheel, unpacked."""
     folder = tmp_path_factory.mktemp("theirs")
     done = subprocess.run([sys.executable, "-m", "pip", *DOWNLOAD, "--dest", str(folder)], text=True, check=False,
-                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=120)
+                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=240)
     if done.returncode != 0:
         pytest.skip(f"the package index gives no wheel of megatron-core: {done.stdout.strip().splitlines()[-1]}")
     (built,) = folder.glob("*.whl")

@@ -195,7 +195,6 @@ def process_of_rank(rank: int, folder: Path) -> int:
     raise AssertionError(f"no process of rank {rank} runs in {folder}")
 
 
-@pytest.mark.timeout(180)
 def test_sigterm_on_one_rank_stops_all(python: WarmPython, work: Path):
     """The step is finished and saved, each worker exits 0, and the run continues from there."""
     sent: list[int] = []

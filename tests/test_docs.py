@@ -101,7 +101,7 @@ def run(line: str, folder: Path, python: WarmPython) -> None:
                    "GPT2_VOCAB_URL": f"file://{TEST_DATA / 'gpt2'}"}
     environment.pop("PYTHONPATH", None)
     ran = subprocess.run(["bash", "-c", f"{line} {appended(line)}"], cwd=folder, env=environment, text=True,
-                         timeout=120, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+                         timeout=240, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     assert ran.returncode == 0, f"{line}\n{ran.stdout}"
     assert " is finished: " not in ran.stdout, f"{line}\nhas nothing left to train\n{ran.stdout}"
 
@@ -138,7 +138,7 @@ def test_what_is_shortened_is_printed_and_takes_long():
 
 @pytest.mark.parametrize(("page", "block"), blocks("python"))
 def test_python_examples_run(page: str, block: str, python: WarmPython):
-    ran = subprocess.run(["python", "-c", block], env={**os.environ, "PATH": python.path}, text=True, timeout=60,
+    ran = subprocess.run(["python", "-c", block], env={**os.environ, "PATH": python.path}, text=True, timeout=240,
                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     assert ran.returncode == 0, f"{page}:\n{ran.stdout}"
 

@@ -122,7 +122,7 @@ def launched(python: WarmPython, work: Path, script: str, appended: str) -> subp
     line = pasted(script, appended).replace("GPUS_PER_NODE=8", "GPUS_PER_NODE=2").replace("=6000", f"={free_port()}")
     environment = {**os.environ, "PATH": python.path, "OMP_NUM_THREADS": "1"}
     environment.pop("PYTHONPATH", None)
-    return subprocess.run(["bash", "-c", line], cwd=work, env=environment, text=True, timeout=100,
+    return subprocess.run(["bash", "-c", line], cwd=work, env=environment, text=True, timeout=240,
                           stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
 
 

@@ -72,7 +72,7 @@ class Project:
     def run(self, script: str, *flags: str, **variables: str) -> subprocess.CompletedProcess[str]:
         environment = {"PATH": str(self.bin), "REAL_PYTHON": sys.executable, "STUB_HAS": TRAINING, **variables}
         return subprocess.run([str(self.bin / "bash"), str(self.root / "scripts" / script), *flags], text=True,
-                              capture_output=True, env=environment, cwd=self.elsewhere, timeout=60, check=False)
+                              capture_output=True, env=environment, cwd=self.elsewhere, timeout=240, check=False)
 
     def words(self, script: str, *flags: str, **variables: str) -> list[str]:
         """The words of the command that the script ended in."""
@@ -260,7 +260,7 @@ def test_two_ranks_train_for_real(tmp_path: Path) -> None:
              "--train-data text.txt")
     script = ROOT / "scripts" / "pretrain_gpt2_model_parallel.sh"
     done = subprocess.run(["bash", str(script), *flags.split()], text=True, stdout=subprocess.PIPE,
-                          stderr=subprocess.STDOUT, cwd=tmp_path, env=environment, timeout=200, check=False)
+                          stderr=subprocess.STDOUT, cwd=tmp_path, env=environment, timeout=240, check=False)
     assert done.returncode == 0, done.stdout
     assert done.stdout.count("iteration        2/       2 |") == 1  # one rank speaks
     assert sorted(path.name for path in (tmp_path / "run" / "iter_0000002").glob("mp_rank_*")) == [

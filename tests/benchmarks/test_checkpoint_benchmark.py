@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.mark.wide
 def test_checkpoint(tmp_path: Path):
     done = subprocess.run([sys.executable, "benchmarks/checkpoint.py", "--smoke", "--output", str(tmp_path), "--folder",
-                           str(tmp_path)], cwd=ROOT, text=True, capture_output=True, timeout=100, check=False)
+                           str(tmp_path)], cwd=ROOT, text=True, capture_output=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
     result = json.loads((tmp_path / "checkpoint.json").read_text())
     assert len(result["goals"]) == 5 and all(goal["found"] > 0 for goal in result["goals"])

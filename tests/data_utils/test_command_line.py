@@ -35,8 +35,8 @@ def end(main: str, head: bool = False) -> tuple[int, str, str]:
             process.stdout.close()
             process.stdin.close()
             err = process.stderr.read()
-            return process.wait(30), "", err
-        out, err = process.communicate(timeout=30)
+            return process.wait(240), "", err
+        out, err = process.communicate(timeout=240)
         return process.returncode, out, err
 
 

@@ -182,10 +182,10 @@ class Gated(Numbered):
         for _ in range(times):
             self.may_read.release()
         for _ in range(times):
-            assert self.has_read.acquire(timeout=60)
+            assert self.has_read.acquire(timeout=240)
 
     def rows(self, indices: np.ndarray) -> np.ndarray:
-        assert self.may_read.acquire(timeout=60)
+        assert self.may_read.acquire(timeout=240)
         self.readers.append(threading.current_thread())
         self.seconds += 1.0
         self.has_read.release()

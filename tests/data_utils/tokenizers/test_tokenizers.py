@@ -227,5 +227,5 @@ assert "torch" not in sys.modules and len(splits.train)
 """
     (tmp_path / "a.txt").write_text("some text " * 10)
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "a.txt"), str(tmp_path / "cache")], cwd=ROOT,
-                          env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=60)
+                          env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr

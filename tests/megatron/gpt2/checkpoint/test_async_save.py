@@ -146,7 +146,7 @@ def test_what_changes_after_the_save_began_is_not_saved(tmp_path: Path, monkeypa
     go = threading.Event()
 
     def slow(*arguments: Any) -> dict[str, Any]:
-        assert go.wait(60)  # until `save` has returned
+        assert go.wait(240)  # until `save` has returned
         return write_tensors(*arguments)
 
     monkeypatch.setattr(checkpointing, "write_tensors", slow)

@@ -16,7 +16,7 @@ from tests.megatron.gpt2.checkpoint.crafted import FILES, IN_PLACE, WHOLE, refus
 from tests.megatron.gpt2.checkpoint.versions import contents, reseal
 
 
-@pytest.mark.timeout(30, method="thread")
+@pytest.mark.timeout(120, method="thread")
 @pytest.mark.parametrize("name", IN_PLACE)
 @pytest.mark.parametrize("file", [MANIFEST, FILES[1]])
 def test_what_is_no_file(folder: Path, file: str, name: str) -> None:
@@ -25,7 +25,7 @@ def test_what_is_no_file(folder: Path, file: str, name: str) -> None:
     refused(folder)
 
 
-@pytest.mark.timeout(30, method="thread")
+@pytest.mark.timeout(120, method="thread")
 @pytest.mark.parametrize("name", ["pipe", "endless"])
 def test_what_has_no_size(folder: Path, name: str) -> None:
     manifest = contents(folder)

@@ -97,7 +97,7 @@ def test_tables_elsewhere(newest: Path, path: str) -> None:
     assert "names the file" in refused(newest)
 
 
-@pytest.mark.timeout(30, method="thread")
+@pytest.mark.timeout(120, method="thread")
 @pytest.mark.parametrize("name", IN_PLACE)
 def test_tables_that_are_no_file(newest: Path, name: str) -> None:
     (newest / table_path(1)).unlink()

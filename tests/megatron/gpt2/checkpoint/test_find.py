@@ -103,7 +103,7 @@ class ThreadRanks:
     """`greatest` for ranks that are threads."""
 
     def __init__(self, size: int) -> None:
-        self.values, self.barrier = [0] * size, threading.Barrier(size, timeout=60)
+        self.values, self.barrier = [0] * size, threading.Barrier(size, timeout=240)
 
     def run(self, work: Callable[[int, Callable[[int], int]], Any]) -> list[Any]:
         results: list[Any] = [None] * len(self.values)

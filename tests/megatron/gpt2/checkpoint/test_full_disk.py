@@ -67,7 +67,7 @@ def test_a_full_disk(tmp_path: Path) -> None:
         pytest.skip("no small filesystem can be mounted here; test_checkpointing.py limits the size of files instead")
     program = f"from {__name__} import save_until_it_fits; save_until_it_fits({str(tmp_path)!r})"
     run = subprocess.run([*alone, f'{mounted} exec "$0" -c "$1"', sys.executable, program], cwd=ROOT,
-                         capture_output=True, text=True, timeout=100)
+                         capture_output=True, text=True, timeout=240)
     assert run.returncode == 0, run.stderr
     # The second rank's file and its table, then the first rank's, the manifest and the tracker.
     assert json.loads(run.stdout.splitlines()[-1]).keys() == {

@@ -29,7 +29,7 @@ from pathlib import Path
 from megatron.gpt2.checkpoint.save_lock import lock_folder
 held = lock_folder(Path(sys.argv[1]), print)
 print("held", flush=True)
-time.sleep(60)
+time.sleep(600)
 """
 
 

@@ -55,7 +55,7 @@ class Rank:
             target=_run, args=([*flags(folder), *argv], dict(environ), str(self.output), machine, before))
         self.process.start()
 
-    def end(self, timeout: float = 60) -> tuple[int | None, str]:
+    def end(self, timeout: float = 240) -> tuple[int | None, str]:
         """Exit code (None: it hung and was killed) and what it wrote."""
         self.process.join(timeout)
         code = self.process.exitcode

@@ -96,7 +96,7 @@ def test_srun(python: WarmPython, folder: Path, alone: list[float]) -> None:
                   "--model-parallel-size", "2", SLURM_SUBMIT_DIR=str(ROOT), SLURM_JOB_ID=str(os.getpid()),
                   MASTER_ADDR="localhost",  # node003 is not to be found
                   PATH=f"{stub.parent}:{python.path}")
-    job.wait(120)
+    job.wait(240)
     output = (folder / "output").read_text()
     assert job.returncode == 0, output
     assert losses(save) == pytest.approx(alone, rel=1e-5)
@@ -123,7 +123,7 @@ def test_torch_multiprocessing(folder: Path, alone: list[float], way: str, how: 
         rank = Rank(folder, words, {})
         assert rank.process.pid is not None
         pid, path = rank.process.pid, rank.output
-    end = time.monotonic() + 60
+    end = time.monotonic() + 240
     while not (path.exists() and "iteration        5/" in path.read_text()):
         assert time.monotonic() < end, path.read_text()
         time.sleep(0.05)
@@ -137,7 +137,7 @@ def test_torch_multiprocessing(folder: Path, alone: list[float], way: str, how: 
             os.kill(process, signal.SIGINT)
     else:
         os.kill(*((pid, signal.SIGTERM) if way == "SIGTERM" else (children[1], signal.SIGKILL)))
-    code = job.wait(60) if how == "spawned" else rank.end()[0]
+    code = job.wait(240) if how == "spawned" else rank.end()[0]
     output = path.read_text()
     assert not any(Path(f"/proc/{child}").exists() for child in children)
     assert "Traceback" not in output

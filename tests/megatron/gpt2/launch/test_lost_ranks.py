@@ -28,7 +28,7 @@ def stop_after_a_save(folder: str) -> None:
     save, go = Path(folder, "save"), Path(folder, "go")
 
     def wait_for(what: Path, pattern: str) -> None:
-        end = time.monotonic() + 40
+        end = time.monotonic() + 240
         while not any(what.glob(pattern)) and time.monotonic() < end:
             time.sleep(0.02)
 
@@ -56,14 +56,14 @@ def test_a_rank_that_hangs_is_named_and_the_other_ends(tmp_path: Path) -> None:
     first, second = (Rank(tmp_path, [*words, "--rank", str(rank)], {}, before=partial(stop_after_a_save, str(tmp_path)))
                      for rank in range(2))
     host = os.uname().nodename
-    end = time.monotonic() + 40
+    end = time.monotonic() + 240
     while "error (" not in first.output.read_text() if first.output.exists() else True:
         assert first.process.is_alive() and time.monotonic() < end, first.end(0)[1]
         time.sleep(0.02)
     assert not (tmp_path / "save" / "iter_0000002").exists()
     (tmp_path / "go").touch()
     named = time.monotonic()
-    code, output = first.end(90)
+    code, output = first.end(240)
     seconds = time.monotonic() - named
     second.end(0)
     assert code == 1 and "Traceback" not in output, output

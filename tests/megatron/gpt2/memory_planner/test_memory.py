@@ -207,7 +207,7 @@ def test_out_of_memory_ends_in_one_line_whose_offer_helps(python: WarmPython, tm
 
     def start(save: str, *flags: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run([*base, str(tmp_path / save), *flags], text=True, capture_output=True, cwd=ROOT,
-                              timeout=120)
+                              timeout=240)
 
     run = start("first")
     assert run.returncode == 2, run.stdout + run.stderr

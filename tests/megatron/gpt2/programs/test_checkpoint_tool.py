@@ -248,7 +248,7 @@ def as_if_later(path: Path):
 
 def run(python: WarmPython, program: str, *words: str) -> subprocess.CompletedProcess:
     return subprocess.run([python.python, str(ROOT / "tools" / program), *words], capture_output=True, text=True,
-                          timeout=100)
+                          timeout=240)
 
 
 def test_a_users_error_is_one_line_and_exit_code_2(python: WarmPython, tmp_path: Path):

@@ -144,7 +144,7 @@ def test_a_terminal(saved: Path, ranks: str) -> None:
 
     def wait_for(pattern: bytes) -> None:
         nonlocal seen
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 240
         while not (found := re.search(pattern, seen, re.DOTALL)):
             assert time.monotonic() < deadline and select.select([main_end], [], [], 60)[0], seen[-2000:]
             seen += os.read(main_end, 65536)

@@ -39,7 +39,7 @@ def test_a_megatron_command_line(tmp_path: Path, test_data: Path) -> None:
                           "--vocab-file", str(test_data / "gpt2" / "encoder.json"), "--tokenizer-type",
                           "GPT2BPETokenizer", "--merge-file", str(test_data / "gpt2" / "vocab.bpe"), "--append-eod",
                           "--json-keys", "text", "--workers", "2", "--partitions", "2", "--log-interval", "100"],
-                         cwd=tmp_path, capture_output=True, text=True, timeout=60)
+                         cwd=tmp_path, capture_output=True, text=True, timeout=240)
     assert run.returncode == 0, run.stderr
     assert re.search(r"5,153 documents, 435,383 tokens \(uint16\), 1,688,837 bytes of text, 3\.93 bytes per token",
                      run.stdout), run.stdout
@@ -56,13 +56,13 @@ def test_bad_input_is_one_line_and_code_2(tmp_path: Path) -> None:
     for words, reason in ((command(path, tmp_path / "out", "--json-keys", "body"), r"a\.jsonl:1: no field 'body'"),
                           (command(path, tmp_path / "out", "--split-sentences"), "--split-sentences"),
                           (command(str(tmp_path / "none"), tmp_path / "out"), "--input .*none: no such file")):
-        run = subprocess.run(words, capture_output=True, text=True, timeout=60)
+        run = subprocess.run(words, capture_output=True, text=True, timeout=240)
         assert run.returncode == 2 and re.fullmatch(rf"error: .*{reason}.*\n", run.stderr), run.stderr
 
 
 def test_killed_at_any_moment_and_started_again(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", 60_000)  # some 60 MB: seven shards
-    subprocess.run(command(path, tmp_path / "whole"), check=True, capture_output=True, timeout=100)
+    subprocess.run(command(path, tmp_path / "whole"), check=True, capture_output=True, timeout=240)
     kept = 0
     for _ in range(3):  # each after one shard more, in the midst of others
         run = subprocess.Popen(command(path, tmp_path / "out", "--workers", "2"), stdout=subprocess.DEVNULL,
@@ -73,7 +73,7 @@ def test_killed_at_any_moment_and_started_again(tmp_path: Path) -> None:
         run.communicate()
         kept = len(list(tmp_path.glob("out.shards/?????.json")))
     assert 3 <= kept < 7
-    again = subprocess.run(command(path, tmp_path / "out"), capture_output=True, text=True, timeout=100)
+    again = subprocess.run(command(path, tmp_path / "out"), capture_output=True, text=True, timeout=240)
     assert again.returncode == 0, again.stderr
     for suffix in (".bin", ".idx", ".json"):
         whole, resumed = (tmp_path / f"{name}_text_document{suffix}" for name in ("whole", "out"))
@@ -93,7 +93,7 @@ def test_a_full_disk(tmp_path: Path) -> None:
         pytest.skip("no small filesystem can be mounted here")
     program = f"from tests.megatron.gpt2.programs.test_preprocess_data import fill_up; fill_up({path!r}, {str(disk)!r})"
     run = subprocess.run([*alone, f'{mounted} exec "$0" -c "$1"', sys.executable, program], cwd=ROOT,
-                         capture_output=True, text=True, timeout=100)
+                         capture_output=True, text=True, timeout=240)
     assert run.returncode == 0, run.stderr
 
 

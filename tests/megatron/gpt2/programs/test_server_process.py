@@ -67,12 +67,12 @@ class Program:
         assert self.process.stderr
         self._reader = threading.Thread(target=self._read, args=[self.process.stderr])
         self._reader.start()
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 240
         while "Ctrl-C" not in self.said:
             assert self.process.poll() is None and time.monotonic() < deadline, self.said
             time.sleep(0.05)
         self.url = re.search(r"page +(http://127\.0\.0\.1:\d+/)\n", self.said)[1]
-        self.client = openai.OpenAI(base_url=f"{self.url}v1", api_key="none", max_retries=0, timeout=60)
+        self.client = openai.OpenAI(base_url=f"{self.url}v1", api_key="none", max_retries=0, timeout=240)
 
     def _read(self, lines: Any) -> None:
         for line in lines:
@@ -81,8 +81,8 @@ class Program:
     def end(self, number: int) -> None:
         """By a signal to all of its processes that share a terminal."""
         os.killpg(self.process.pid, number)
-        assert self.process.wait(20) == 0
-        self._reader.join(5)  # every rank has closed it
+        assert self.process.wait(240) == 0
+        self._reader.join(60)  # every rank has closed it
         assert not self._reader.is_alive() and self.said.endswith("stopped\n") and "Traceback" not in self.said
 
     def __enter__(self) -> Program:
@@ -153,7 +153,7 @@ def test_a_person_at_the_page(program: Program) -> None:
         page.locator("#seed").fill("4")
         page.locator("#top_p").fill("1")
         page.get_by_role("button", name="Continue").click()
-        api.expect(page.locator("#status")).to_contain_text("30 tokens, ", timeout=20_000)
+        api.expect(page.locator("#status")).to_contain_text("30 tokens, ", timeout=120_000)
         api.expect(page.locator("#status")).to_contain_text("ended: all tokens are written")
         [text] = written(["Once é"], max_new_tokens=30, seed=4)
         # A browser shows some control characters otherwise than they came.

@@ -173,7 +173,7 @@ def test_program(python: WarmPython, folder: Path, tmp_path: Path, alone: list[d
         [python.python, "-m", "torch.distributed.run", "--nproc-per-node", "2", "tools/evaluate_gpt2.py", "--load",
          folder / "save", "--valid-data", folder / "wiki.test.tokens", "--batch-size", "4", "--overlapping-eval", "8",
          "--model-parallel-size", "2", "--output", tmp_path / "result.json", "--device", "cpu", *shape],
-        cwd=ROOT, capture_output=True, text=True, timeout=120)
+        cwd=ROOT, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     assert "--num-layers" in done.stderr and "not needed" in done.stderr
     result = json.loads((tmp_path / "result.json").read_text())

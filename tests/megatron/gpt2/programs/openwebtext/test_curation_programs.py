@@ -26,7 +26,7 @@ STORY = ("This is a story of a small town by the sea, where the harbour was full
 def run(python: str, name: str, *arguments: Path | str,
         environment: dict[str, str] | None = None) -> subprocess.CompletedProcess:
     return subprocess.run([python, str(TOOLS / f"{name}.py"), *map(str, arguments)], text=True,
-                          capture_output=True, env={**os.environ, **(environment or {})}, timeout=120)
+                          capture_output=True, env={**os.environ, **(environment or {})}, timeout=240)
 
 
 @pytest.fixture
@@ -184,7 +184,7 @@ def test_slurm(python: WarmPython, shards: Path, tmp_path: Path):
         (tmp_path / "bin" / name).chmod(0o755)
     command = [sys.executable, str(TOOLS / "cleanup_dataset.py"), str(shards), str(tmp_path / "out"), "--executor",
                "slurm", "--slurm-partition", "cpu", "--tasks", "2"]
-    found = subprocess.run(command, cwd=tmp_path, text=True, capture_output=True, timeout=120,
+    found = subprocess.run(command, cwd=tmp_path, text=True, capture_output=True, timeout=240,
                            env={**os.environ, "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"})
     assert found.returncode == 0 and "handed to Slurm" in found.stdout, found.stderr
     assert sorted(path.name for path in (tmp_path / "out").glob("*.jsonl")) == ["0.jsonl", "1.jsonl", "2.jsonl"]

@@ -36,14 +36,14 @@ def start(folder: Path, output: str, proxy: str) -> subprocess.Popen[str]:
 
 
 def finish(process: subprocess.Popen[str]) -> str:
-    said, _ = process.communicate(timeout=120)
+    said, _ = process.communicate(timeout=240)
     assert process.returncode == 0, said
     return said
 
 
 def kill_when(process: subprocess.Popen[str], moment: Callable[[], bool]) -> None:
     """kill -9 of everything as soon as `moment` comes."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 240
     while not moment():
         assert process.poll() is None, f"it ended before the moment came:\n{process.communicate()[0]}"
         assert time.monotonic() < deadline

@@ -58,20 +58,20 @@ class Served:
 
     @property
     def client(self) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"http://127.0.0.1:{self.port}/v1", api_key="none", max_retries=0, timeout=60)
+        return openai.OpenAI(base_url=f"http://127.0.0.1:{self.port}/v1", api_key="none", max_retries=0, timeout=240)
 
     def ask(self, prompt: Any = "Once", **settings: Any) -> Any:
         return self.client.completions.create(model="tiny", prompt=prompt, **settings)
 
     def send(self, method: str, path: str, body: Any = None, headers: Any = JSON) -> tuple[int, Any]:
-        with contextlib.closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)) as connection:
+        with contextlib.closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=240)) as connection:
             connection.request(method, path, body, headers)
             response = connection.getresponse()
             return response.status, json.loads(response.read())
 
     def wait_until(self, texts: int) -> None:
         """Until so many are written or wait: 0 never comes where a continuation goes on that nobody reads."""
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 240
         while (found := self.send("GET", "/health")[1]["texts"]) != texts:
             assert time.monotonic() < deadline, f"{found} texts are written or wait, and not {texts}"
             time.sleep(0.01)
@@ -177,7 +177,7 @@ def test_32_clients_at_once(served: Served, model: GPT2Model, alone: Any) -> Non
 
     def count(*_: Any) -> None:
         nonlocal calls
-        assert have_come.wait(60)
+        assert have_come.wait(240)
         calls += 1
 
     with model.transformer.register_forward_pre_hook(count), ThreadPoolExecutor(32) as clients:
