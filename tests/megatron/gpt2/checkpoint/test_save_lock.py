@@ -37,9 +37,11 @@ time.sleep(600)
 def holder(folder: Path) -> Iterator[subprocess.Popen[str]]:
     process = subprocess.Popen([sys.executable, "-c", HOLDER, str(folder)], cwd=ROOT, text=True, stdout=subprocess.PIPE)
     assert process.stdout is not None and process.stdout.readline() == "held\n"
-    yield process
-    process.kill()
-    process.wait()
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
 
 
 def second_run(rank: int, world_size: int, folder: str) -> tuple[int, str]:
