@@ -177,7 +177,7 @@ def trainer(run: Run) -> Trainer:
         run.stop.close()
         run.close()
 
-    padded = run.engine.model.word_embeddings.weight.size(0) * run.parallel.model_parallel_size
+    padded = run.engine.model.word_embeddings.weight.size(0) * run.parallel.tensor_model_parallel_size
     precision = str(run.prepared.dtype).removeprefix("torch.")
     return Trainer(step, read, f"loss over {run.engine.model.vocab_size} words, {padded} rows multiplied; weights and "
                                f"activations {precision}, fp32 masters and gradients, fused AdamW", close=close,

@@ -67,7 +67,8 @@ class SimulatedRanks:
     def __init__(self, shape: ModelConfig, layout: Layout, bucket_size: int) -> None:
         self.layout, self.specs = layout, parameter_specs(shape, layout.model_parallel)
         group: Any = Group(layout.model_parallel)
-        state = mpu.ParallelState(group, None, 0, layout.model_parallel, 0, layout.data_parallel)
+        state = mpu.ParallelState(tensor_model_parallel_group=group, tensor_model_parallel_size=layout.model_parallel,
+                                  data_parallel_size=layout.data_parallel)
         with mock.patch("mpu.initialize._default", state):
             model = GPT2Model(shape, device="meta")
         self.flat = FlatParameters(model, torch.bfloat16, bucket_size=bucket_size, ranks=(0, layout.data_parallel),

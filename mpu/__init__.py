@@ -6,6 +6,7 @@ The files in the order in which to read them:
     partition           which part of a parameter each rank owns
     initialize          the groups of ranks
     mappings            the four communication operations with their gradients, and the pair of sequence parallelism
+    pipeline            what the stages of a pipeline send each other
     random              random streams, and activation checkpointing that repeats them
     grads               partial gradients that are completed, the global norm, clipping
     dropout             masks that do not depend on the layout
@@ -34,12 +35,22 @@ from mpu.initialize import (
     get_data_parallel_group,
     get_data_parallel_rank,
     get_data_parallel_world_size,
+    get_embedding_group,
     get_model_parallel_group,
     get_model_parallel_rank,
     get_model_parallel_src_rank,
     get_model_parallel_world_size,
     get_parallel_state,
+    get_pipeline_model_parallel_group,
+    get_pipeline_model_parallel_rank,
+    get_pipeline_model_parallel_world_size,
+    get_tensor_model_parallel_group,
+    get_tensor_model_parallel_rank,
+    get_tensor_model_parallel_src_rank,
+    get_tensor_model_parallel_world_size,
     initialize_model_parallel,
+    is_pipeline_first_stage,
+    is_pipeline_last_stage,
     model_parallel_is_initialized,
 )
 from mpu.kernels import dropout, linear_without_gradient
@@ -54,6 +65,13 @@ from mpu.mappings import (
     scatter_to_model_parallel_region,
 )
 from mpu.partition import Box, PartitionSpec, divide, padded_vocab_size, partition_specs
+from mpu.pipeline import (
+    Transfer,
+    broadcast_from_last_stage,
+    exchange,
+    receive_from_previous_stage,
+    send_to_next_stage,
+)
 from mpu.random import (
     checkpoint,
     get_cuda_rng_tracker,
@@ -66,14 +84,18 @@ from mpu.transformer_config import TransformerConfig
 __all__ = [
     "Box", "ColumnParallelLinear", "Documents", "HostMemory", "KeyValueCache", "LayerNorm", "ParallelEmbedding",
     "ParallelMLP", "ParallelSelfAttention", "ParallelState", "ParallelTransformerLayer", "PartitionSpec",
-    "RowParallelLinear", "TransformerConfig", "VocabParallelEmbedding", "broadcast_data", "checkpoint",
-    "clip_grad_norm", "copy_to_model_parallel_region", "destroy_model_parallel", "divide", "dropout", "dropout_keys",
-    "gather_from_model_parallel_region", "gather_from_sequence_parallel_region", "get_cuda_rng_tracker",
-    "get_data_parallel_group", "get_data_parallel_rank", "get_data_parallel_world_size", "get_model_parallel_group",
-    "get_model_parallel_rank", "get_model_parallel_src_rank", "get_model_parallel_world_size", "get_parallel_state",
-    "hidden_dropout", "initialize_model_parallel", "linear_without_gradient", "mark_sequence_parallel",
-    "model_parallel_cuda_manual_seed", "model_parallel_is_initialized", "padded_vocab_size",
-    "partition_activations_in_checkpoint", "partition_specs", "reduce_from_model_parallel_region",
-    "reduce_scatter_to_sequence_parallel_region", "scatter_to_model_parallel_region", "squared_norm",
-    "sum_sequence_parallel_grads", "vocab_parallel_cross_entropy", "vocab_parallel_linear_cross_entropy",
+    "RowParallelLinear", "Transfer", "TransformerConfig", "VocabParallelEmbedding", "broadcast_data",
+    "broadcast_from_last_stage", "checkpoint", "clip_grad_norm", "copy_to_model_parallel_region",
+    "destroy_model_parallel", "divide", "dropout", "dropout_keys", "exchange", "gather_from_model_parallel_region",
+    "gather_from_sequence_parallel_region", "get_cuda_rng_tracker", "get_data_parallel_group", "get_data_parallel_rank",
+    "get_data_parallel_world_size", "get_embedding_group", "get_model_parallel_group", "get_model_parallel_rank",
+    "get_model_parallel_src_rank", "get_model_parallel_world_size", "get_parallel_state",
+    "get_pipeline_model_parallel_group", "get_pipeline_model_parallel_rank", "get_pipeline_model_parallel_world_size",
+    "get_tensor_model_parallel_group", "get_tensor_model_parallel_rank", "get_tensor_model_parallel_src_rank",
+    "get_tensor_model_parallel_world_size", "hidden_dropout", "initialize_model_parallel", "is_pipeline_first_stage",
+    "is_pipeline_last_stage", "linear_without_gradient", "mark_sequence_parallel", "model_parallel_cuda_manual_seed",
+    "model_parallel_is_initialized", "padded_vocab_size", "partition_activations_in_checkpoint", "partition_specs",
+    "receive_from_previous_stage", "reduce_from_model_parallel_region", "reduce_scatter_to_sequence_parallel_region",
+    "scatter_to_model_parallel_region", "send_to_next_stage", "squared_norm", "sum_sequence_parallel_grads",
+    "vocab_parallel_cross_entropy", "vocab_parallel_linear_cross_entropy",
 ]

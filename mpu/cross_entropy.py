@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from mpu import kernels
-from mpu.initialize import get_model_parallel_group, group_rank_and_size
+from mpu.initialize import get_tensor_model_parallel_group, group_rank_and_size
 from mpu.mappings import copy_to_model_parallel_region, gather_from_sequence_parallel_region
 from mpu.partition import check_ids, local_ids
 
@@ -111,7 +111,7 @@ def vocab_parallel_cross_entropy(logits: Tensor, target: Tensor, group: ProcessG
     "ignore" (see `check_ids`).
     vocab_size: the true vocabulary; columns past it are masked (default: every column counts).
     """
-    group = group if group is not None else get_model_parallel_group()
+    group = group if group is not None else get_tensor_model_parallel_group()
     check_ids(target, vocab_size or logits.size(-1) * group_rank_and_size(group)[1], "target")
     # Inside of `forward` gradients are always off, and needs_input_grad does not know of no_grad.
     return _VocabParallelCrossEntropy.apply(  # type: ignore[no-any-return]
@@ -183,7 +183,7 @@ def vocab_parallel_linear_cross_entropy(hidden: Tensor, weight: Tensor, target: 
     weight_grad_hook: is given the gradient of `weight` during backward, in its dtype (under torch.autocast in that of
     the products), in the place of autograd. For a target outside of the vocabulary see `check_ids`.
     """
-    group = group if group is not None else get_model_parallel_group()
+    group = group if group is not None else get_tensor_model_parallel_group()
     check_ids(target, vocab_size, "target")
     hidden, weight, _ = kernels.cast_for_autocast(hidden, weight)
     to_every_rank = gather_from_sequence_parallel_region if sequence_parallel else copy_to_model_parallel_region

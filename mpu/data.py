@@ -26,12 +26,12 @@ def broadcast_data(keys: Sequence[str], data: Mapping[str, Tensor] | None, dtype
     state = get_parallel_state()
     if device is None:
         device = "cuda" if torch.cuda.is_available() and torch.cuda.is_initialized() else "cpu"
-    first = state.model_parallel_rank == 0
+    first = state.tensor_model_parallel_rank == 0
     data = data if data is not None and first else {}
     problem = _problem(keys, data, dtype, shapes) if first else ""
-    if problem and (shapes is not None or state.model_parallel_size == 1):
+    if problem and (shapes is not None or state.tensor_model_parallel_size == 1):
         raise ValueError(problem)
-    if state.model_parallel_size == 1:
+    if state.tensor_model_parallel_size == 1:
         return {key: data[key].to(device, non_blocking=True) for key in keys}
 
     if shapes is None:
@@ -39,7 +39,7 @@ def broadcast_data(keys: Sequence[str], data: Mapping[str, Tensor] | None, dtype
     lengths = [torch.Size(shape).numel() for shape in shapes]
     flat = torch.cat([data[key].to(device, non_blocking=True).reshape(-1) for key in keys]) if first else \
         torch.empty(sum(lengths), dtype=dtype, device=device)  # [...] of each -> [elements of all]
-    dist.broadcast(flat, state.model_parallel_src_rank, group=state.model_parallel_group)
+    dist.broadcast(flat, state.tensor_model_parallel_src_rank, group=state.tensor_model_parallel_group)
     return {key: part.view(shape) for key, part, shape in zip(keys, flat.split(lengths), shapes, strict=True)}
 
 
@@ -67,7 +67,7 @@ def _broadcast_shapes(keys: Sequence[str], data: Mapping[str, Tensor], device: t
         for row, key in zip(sizes, keys, strict=True):
             row[:data[key].dim()] = torch.tensor(data[key].shape)
     sizes, state = sizes.to(device), get_parallel_state()
-    dist.broadcast(sizes, state.model_parallel_src_rank, group=state.model_parallel_group)
+    dist.broadcast(sizes, state.tensor_model_parallel_src_rank, group=state.tensor_model_parallel_group)
     rows = sizes.tolist()
     if any(-2 in row for row in rows):
         raise ValueError(problem or "broadcast_data: the group's first rank cannot send its data; its error says why")

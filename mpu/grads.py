@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from mpu.initialize import get_model_parallel_group, get_parallel_state
+from mpu.initialize import get_parallel_state, get_tensor_model_parallel_group
 
 
 def mark_sequence_parallel(parameters: Iterable[nn.Parameter]) -> None:
@@ -29,7 +29,7 @@ def is_sequence_parallel(parameter: Tensor) -> bool:
 
 def sum_sequence_parallel_grads(parameters: Iterable[Tensor], group: ProcessGroup | None = None) -> None:
     """Complete the gradients of a model with sequence parallelism: the `.grad` of each marked parameter becomes the sum
-    over the group (default: the model-parallel group), in place. One all-reduce in float32.
+    over the group (default: the tensor-parallel group), in place. One all-reduce in float32.
 
     To be called once per step, after the last backward and before clipping. Every rank of the group calls it with the
     same parameters. Nothing is sent where no parameter is marked.
@@ -38,9 +38,9 @@ def sum_sequence_parallel_grads(parameters: Iterable[Tensor], group: ProcessGrou
 
 
 def sum_over_group(tensors: Sequence[Tensor], group: ProcessGroup | None = None) -> None:
-    """Replace each tensor by its sum over the group (default: the model-parallel group), in place, with one all-reduce
+    """Replace each tensor by its sum over the group (default: the tensor-parallel group), in place, with one all-reduce
     in float32. Any shapes and dtypes."""
-    group = group if group is not None else get_model_parallel_group()
+    group = group if group is not None else get_tensor_model_parallel_group()
     if group is None or group.size() == 1 or not tensors:
         return
     packed = torch.cat([tensor.reshape(-1).float() for tensor in tensors])  # any shapes -> [elements of all]
@@ -53,11 +53,12 @@ def squared_norm(split: Iterable[Tensor], replicated: Iterable[Tensor], device: 
                  sharded: bool = False) -> Tensor:
     """Σ g² over the model-parallel group, as a float32 scalar on `device`. The host does not wait for it.
 
-    split, replicated: the gradients of parameters that are split over the group, and of those that are not.
+    split, replicated: the gradients of parameters that are split over the tensor-parallel group, and of those that are
+    not. A parameter that two stages of a pipeline hold is given on one of them.
     sharded: data-parallel ranks hold parts of the gradients that do not overlap, and the sum is over all ranks.
     """
     state = get_parallel_state()
-    counted = list(split) + (list(replicated) if state.model_parallel_rank == 0 else [])
+    counted = list(split) + (list(replicated) if state.tensor_model_parallel_rank == 0 else [])
     total = torch.zeros((), dtype=torch.float32, device=device)
     for grad in counted:
         total += torch.linalg.vector_norm(grad, dtype=torch.float32) ** 2

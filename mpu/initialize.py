@@ -1,8 +1,16 @@
-"""The groups of ranks: those that share the layers, and those that share the data.
+"""The groups of ranks: those that share each layer, those that follow each other in a pipeline, those that share the
+data.
 
-With 8 ranks and model-parallel size 2, the model-parallel groups are (0,1) (2,3) (4,5) (6,7): the ranks of each hold
-different shards of the same layers. They communicate most, so they are neighbours. The data-parallel groups are
-(0,2,4,6) and (1,3,5,7): the ranks of each hold the same shard and read different samples.
+Ranks are numbered by tensor, then data, then pipeline, as in Megatron: those that communicate most are neighbours. 16
+ranks with tensor size 2 and pipeline size 4:
+
+    tensor      (0,1) (2,3) (4,5) …         hold different shards of the same layers
+    data        (0,2) (1,3) (4,6) …         hold the same shards and read different samples
+    pipeline    (0,4,8,12) (1,5,9,13) …     hold successive layers
+    embedding   (0,12) (1,13) …             first and last of a pipeline: both hold the tied word embeddings
+    model       (0,1,4,5,8,9,12,13) …       tensor x pipeline: hold one whole model together
+
+Without a pipeline the model-parallel group is the tensor group, as it was in 2019.
 """
 
 from dataclasses import dataclass
@@ -12,14 +20,23 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ParallelState:
-    """The groups of one rank, its rank in each, and their sizes. Both groups are None without torch.distributed."""
+    """The groups of one rank, its rank in each, and their sizes.
 
-    model_parallel_group: ProcessGroup | None = None
+    All groups are None without torch.distributed. Without a pipeline there is no pipeline or embedding group, and the
+    model-parallel group is the tensor group. The embedding group is None in the middle of a pipeline.
+    """
+
+    tensor_model_parallel_group: ProcessGroup | None = None
+    pipeline_model_parallel_group: ProcessGroup | None = None
     data_parallel_group: ProcessGroup | None = None
-    model_parallel_rank: int = 0
-    model_parallel_size: int = 1
+    model_parallel_group: ProcessGroup | None = None
+    embedding_group: ProcessGroup | None = None
+    tensor_model_parallel_rank: int = 0
+    tensor_model_parallel_size: int = 1
+    pipeline_model_parallel_rank: int = 0
+    pipeline_model_parallel_size: int = 1
     data_parallel_rank: int = 0
     data_parallel_size: int = 1
 
@@ -31,40 +48,83 @@ class ParallelState:
     @property
     def rank(self) -> int:
         """The global rank."""
-        return self.data_parallel_rank * self.model_parallel_size + self.model_parallel_rank
+        stages_before = self.pipeline_model_parallel_rank * self.data_parallel_size
+        return (stages_before + self.data_parallel_rank) * self.tensor_model_parallel_size \
+            + self.tensor_model_parallel_rank
+
+    @property
+    def model_parallel_rank(self) -> int:
+        """This rank's number in its model-parallel group: by tensor, then pipeline."""
+        return self.pipeline_model_parallel_rank * self.tensor_model_parallel_size + self.tensor_model_parallel_rank
+
+    @property
+    def model_parallel_size(self) -> int:
+        """The number of ranks that hold one whole model together."""
+        return self.tensor_model_parallel_size * self.pipeline_model_parallel_size
 
     @property
     def model_parallel_src_rank(self) -> int:
         """The global rank of the first member of this rank's model-parallel group."""
-        return self.data_parallel_rank * self.model_parallel_size
+        return self.data_parallel_rank * self.tensor_model_parallel_size
+
+    @property
+    def tensor_model_parallel_src_rank(self) -> int:
+        """The global rank of the first member of this rank's tensor-parallel group."""
+        return self.rank - self.tensor_model_parallel_rank
+
+    @property
+    def is_pipeline_first_stage(self) -> bool:
+        """Whether this rank embeds the tokens."""
+        return self.pipeline_model_parallel_rank == 0
+
+    @property
+    def is_pipeline_last_stage(self) -> bool:
+        """Whether this rank has the loss."""
+        return self.pipeline_model_parallel_rank == self.pipeline_model_parallel_size - 1
 
 
 _default: ParallelState | None = None
 
 
-def initialize_model_parallel(model_parallel_size: int, *, timeout: timedelta | None = None) -> ParallelState:
+def initialize_model_parallel(tensor_model_parallel_size: int = 1, pipeline_model_parallel_size: int = 1, *,
+                              timeout: timedelta | None = None) -> ParallelState:
     """Make the groups, install the state as the default and return it.
 
     Every rank of the world calls it. Without torch.distributed only size 1 is possible, and no group is made.
     timeout: of the collectives of the groups (default: that of torch.distributed).
-    Raises ValueError where the number of ranks is not divisible by the size. Megatron of 2019 then took the smaller of
+    Raises ValueError where the number of ranks is not divisible by the sizes. Megatron of 2019 then took the smaller of
     the two numbers in silence.
     """
     global _default
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     rank = dist.get_rank() if dist.is_initialized() else 0
-    if model_parallel_size < 1 or world_size % model_parallel_size:
-        raise ValueError(f"a world of {world_size} ranks is not divisible by the model-parallel size "
-                         f"{model_parallel_size}")
-    size = model_parallel_size
-    model_group = data_group = None
+    t, p = tensor_model_parallel_size, pipeline_model_parallel_size
+    if t < 1 or p < 1 or world_size % (t * p):
+        raise ValueError(f"a world of {world_size} ranks is not divisible by the model-parallel size {t}"
+                         + (f" x {p} pipeline stages" if p != 1 else ""))
+    d = world_size // (t * p)
+    numbers = [[[(stage * d + replica) * t + shard for shard in range(t)] for replica in range(d)]
+               for stage in range(p)]  # [pipeline][data][tensor]
+    tensor, pipeline, data, model, embedding = (None,) * 5
     if dist.is_initialized():
         # Every rank takes part in making every group, in the same order, and gets the one that it is in.
-        model_group, _ = dist.new_subgroups_by_enumeration(
-            [list(range(first, first + size)) for first in range(0, world_size, size)], timeout=timeout)
-        data_group, _ = dist.new_subgroups_by_enumeration(
-            [list(range(offset, world_size, size)) for offset in range(size)], timeout=timeout)
-    _default = ParallelState(model_group, data_group, rank % size, size, rank // size, world_size // size)
+        def own_group(groups: list[list[int]]) -> ProcessGroup | None:
+            return dist.new_subgroups_by_enumeration(groups, timeout=timeout)[0]  # type: ignore[no-any-return]
+
+        tensor = model = own_group([shards for replicas in numbers for shards in replicas])
+        data = own_group([[shards[shard] for shards in replicas] for replicas in numbers for shard in range(t)])
+        if p > 1:
+            columns = [[numbers[stage][replica][shard] for stage in range(p)] for replica in range(d)
+                       for shard in range(t)]
+            model = own_group([[number for stage in range(p) for number in numbers[stage][replica]]
+                               for replica in range(d)])
+            pipeline = own_group(columns)
+            embedding = own_group([[column[0], column[-1]] for column in columns])
+    _default = ParallelState(
+        tensor_model_parallel_group=tensor, pipeline_model_parallel_group=pipeline, data_parallel_group=data,
+        model_parallel_group=model, embedding_group=embedding, tensor_model_parallel_rank=rank % t,
+        tensor_model_parallel_size=t, pipeline_model_parallel_rank=rank // (t * d), pipeline_model_parallel_size=p,
+        data_parallel_rank=rank // t % d, data_parallel_size=d)
     return _default
 
 
@@ -86,13 +146,8 @@ def get_parallel_state() -> ParallelState:
 
 
 def get_model_parallel_group() -> ProcessGroup | None:
-    """The ranks that hold the other shards of this rank's layers. None without torch.distributed."""
+    """The ranks that hold one whole model with this rank, tensor x pipeline. None without torch.distributed."""
     return get_parallel_state().model_parallel_group
-
-
-def get_data_parallel_group() -> ProcessGroup | None:
-    """The ranks that hold the same shard as this rank. None without torch.distributed."""
-    return get_parallel_state().data_parallel_group
 
 
 def get_model_parallel_rank() -> int:
@@ -100,24 +155,80 @@ def get_model_parallel_rank() -> int:
     return get_parallel_state().model_parallel_rank
 
 
-def get_data_parallel_rank() -> int:
-    """This rank's number in its data-parallel group."""
-    return get_parallel_state().data_parallel_rank
-
-
 def get_model_parallel_world_size() -> int:
-    """The number of ranks over which each layer is split."""
+    """The number of ranks over which the model is split."""
     return get_parallel_state().model_parallel_size
-
-
-def get_data_parallel_world_size() -> int:
-    """The number of ranks that hold the same shard."""
-    return get_parallel_state().data_parallel_size
 
 
 def get_model_parallel_src_rank() -> int:
     """The global rank of the first member of this rank's model-parallel group."""
     return get_parallel_state().model_parallel_src_rank
+
+
+def get_tensor_model_parallel_group() -> ProcessGroup | None:
+    """The ranks that hold the other shards of this rank's layers. None without torch.distributed."""
+    return get_parallel_state().tensor_model_parallel_group
+
+
+def get_tensor_model_parallel_rank() -> int:
+    """This rank's number in its tensor-parallel group."""
+    return get_parallel_state().tensor_model_parallel_rank
+
+
+def get_tensor_model_parallel_world_size() -> int:
+    """The number of ranks over which each layer is split."""
+    return get_parallel_state().tensor_model_parallel_size
+
+
+def get_tensor_model_parallel_src_rank() -> int:
+    """The global rank of the first member of this rank's tensor-parallel group."""
+    return get_parallel_state().tensor_model_parallel_src_rank
+
+
+def get_pipeline_model_parallel_group() -> ProcessGroup | None:
+    """The ranks that hold the layers before and after this rank's. None without a pipeline."""
+    return get_parallel_state().pipeline_model_parallel_group
+
+
+def get_pipeline_model_parallel_rank() -> int:
+    """This rank's number in its pipeline."""
+    return get_parallel_state().pipeline_model_parallel_rank
+
+
+def get_pipeline_model_parallel_world_size() -> int:
+    """The number of ranks of a pipeline."""
+    return get_parallel_state().pipeline_model_parallel_size
+
+
+def is_pipeline_first_stage() -> bool:
+    """Whether this rank embeds the tokens."""
+    return get_parallel_state().is_pipeline_first_stage
+
+
+def is_pipeline_last_stage() -> bool:
+    """Whether this rank has the loss."""
+    return get_parallel_state().is_pipeline_last_stage
+
+
+def get_embedding_group() -> ProcessGroup | None:
+    """The first and the last rank of this rank's pipeline, which both hold the tied word embeddings. None in the middle
+    of a pipeline, and without one."""
+    return get_parallel_state().embedding_group
+
+
+def get_data_parallel_group() -> ProcessGroup | None:
+    """The ranks that hold the same shard as this rank. None without torch.distributed."""
+    return get_parallel_state().data_parallel_group
+
+
+def get_data_parallel_rank() -> int:
+    """This rank's number in its data-parallel group."""
+    return get_parallel_state().data_parallel_rank
+
+
+def get_data_parallel_world_size() -> int:
+    """The number of ranks that hold the same shard."""
+    return get_parallel_state().data_parallel_size
 
 
 def group_rank_and_size(group: ProcessGroup | None) -> tuple[int, int]:

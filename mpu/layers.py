@@ -22,7 +22,7 @@ from torch.distributed import ProcessGroup
 
 from mpu import kernels
 from mpu.grads import mark_sequence_parallel
-from mpu.initialize import get_model_parallel_group, group_rank_and_size
+from mpu.initialize import get_tensor_model_parallel_group, group_rank_and_size
 from mpu.mappings import (
     all_gather_first_dim,
     gather_from_model_parallel_region,
@@ -52,7 +52,7 @@ class _ParallelLayer(nn.Module):
 
     def __init__(self, group: ProcessGroup | None) -> None:
         super().__init__()
-        self.group = group if group is not None else get_model_parallel_group()
+        self.group = group if group is not None else get_tensor_model_parallel_group()
         self.rank, self.world_size = group_rank_and_size(self.group)
         self._specs: dict[str, PartitionSpec] = {}
 
@@ -88,6 +88,8 @@ class _ParallelLinear(_ParallelLayer):
                              "order a fused query-key-value weight [heads, 3, head size] as ParallelSelfAttention does")
         full = self.make_parameter("weight", PartitionSpec((output_size, input_size), dim), init_method, device)
         self.master_weight = full if keep_master_weight_for_test else None
+        # Makes the weight gradient. A schedule that computes it later puts another function here.
+        self.weight_gradient_sink: kernels.WeightGradientSink | None = None
         self.register_parameter("bias", None)
         if bias:
             self.make_parameter("bias", PartitionSpec((output_size,), 0 if dim == 0 else None), nn.init.zeros_, device)
@@ -102,8 +104,8 @@ class _ColumnParallelLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: ProcessGroup,
-                sequence_parallel: bool) -> Tensor:
-        ctx.group, ctx.sequence_parallel = group, sequence_parallel
+                sequence_parallel: bool, sink: kernels.WeightGradientSink) -> Tensor:
+        ctx.group, ctx.sequence_parallel, ctx.sink = group, sequence_parallel, sink
         ctx.save_for_backward(x, weight)
         return F.linear(all_gather_first_dim(x, group)[0] if sequence_parallel else x, weight, bias)
 
@@ -126,12 +128,12 @@ class _ColumnParallelLinear(torch.autograd.Function):
                 work = dist.all_reduce(dx, group=ctx.group, async_op=overlap)
         dy = dy.reshape(-1, dy.size(-1))  # [..., output_size/p] -> [t, output_size/p]
         if ctx.needs_input_grad[1]:
-            d_weight = kernels.weight_gradient(dy, x.reshape(-1, x.size(-1)))  # dYᵀX; X [..., h] -> [t, h]
+            d_weight = ctx.sink(dy, x.reshape(-1, x.size(-1)))  # dYᵀX; X [..., h] -> [t, h]
         if ctx.needs_input_grad[2]:
             d_bias = dy.sum(dim=0)
         if work is not None:
             work.wait()
-        return dx, d_weight, d_bias, None, None
+        return dx, d_weight, d_bias, None, None, None
 
 
 class ColumnParallelLinear(_ParallelLinear):
@@ -156,10 +158,11 @@ class ColumnParallelLinear(_ParallelLinear):
         """[..., input_size] -> [..., output_size/p], or [..., output_size] with gather_output."""
         gradient = torch.is_grad_enabled() or torch.compiler.is_compiling()
         if self.group is None or self.world_size == 1 or not (gradient or self.sequence_parallel):
-            y = kernels.linear(x, self.weight, self.bias)  # XAᵀ + b
+            y = kernels.linear(x, self.weight, self.bias, self.weight_gradient_sink)  # XAᵀ + b
         else:
             operands = kernels.cast_for_autocast(x, self.weight, self.bias)
-            y = _ColumnParallelLinear.apply(*operands, self.group, self.sequence_parallel)
+            y = _ColumnParallelLinear.apply(*operands, self.group, self.sequence_parallel,
+                                            self.weight_gradient_sink or kernels.weight_gradient)
         return gather_from_model_parallel_region(y, self.group) if self.gather_output else y
 
 
@@ -189,8 +192,8 @@ class RowParallelLinear(_ParallelLinear):
         if not self.input_is_parallel:
             x = scatter_to_model_parallel_region(x, self.group)
         if self.world_size == 1:
-            return kernels.linear(x, self.weight, self.bias)  # XAᵀ + b
-        y = self.reduce(kernels.linear(x, self.weight), self.group)
+            return kernels.linear(x, self.weight, self.bias, self.weight_gradient_sink)  # XAᵀ + b
+        y = self.reduce(kernels.linear(x, self.weight, None, self.weight_gradient_sink), self.group)
         return y if self.bias is None else y + self.bias.to(y.dtype)  # another one under torch.autocast
 
 

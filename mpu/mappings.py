@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from mpu.initialize import get_model_parallel_group
+from mpu.initialize import get_tensor_model_parallel_group
 from mpu.partition import divide
 
 Collective = Callable[[Tensor, ProcessGroup], Tensor]
@@ -96,7 +96,7 @@ class _Operation(torch.autograd.Function):
 
 
 def _apply(x: Tensor, group: ProcessGroup | None, *, forward: Collective, backward: Collective) -> Tensor:
-    group = group if group is not None else get_model_parallel_group()
+    group = group if group is not None else get_tensor_model_parallel_group()
     if group is None or group.size() == 1:
         return x
     return _Operation.apply(x, group, forward, backward)  # type: ignore[no-any-return]

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from mpu.host_memory import HostMemory
-from mpu.initialize import get_model_parallel_group, get_model_parallel_rank
+from mpu.initialize import get_tensor_model_parallel_group, get_tensor_model_parallel_rank
 from mpu.kept_arguments import keeping_arguments
 
 MODEL_PARALLEL_RNG = "model-parallel-rng"
@@ -114,7 +114,7 @@ def current_rng_tracker() -> RNGStatesTracker:
 
 
 def model_parallel_cuda_manual_seed(seed: int, device: torch.device | str | None = None) -> None:
-    """Seed the default generator with `seed`, the tracker of this rank with `seed + 2718 + model-parallel rank`.
+    """Seed the default generator with `seed`, the tracker of this rank with `seed + 2718 + tensor-parallel rank`.
 
     The seeds are those of Megatron in 2019: data-parallel ranks that pass the same seed draw the same numbers.
     device: of the model. The tracker keeps the stream of that device's generator. None: of the GPU, where the process
@@ -125,7 +125,7 @@ def model_parallel_cuda_manual_seed(seed: int, device: torch.device | str | None
     torch.manual_seed(seed)
     tracker = current_rng_tracker()
     tracker.reset()
-    tracker.add(MODEL_PARALLEL_RNG, seed + _TRACKER_OFFSET + get_model_parallel_rank())
+    tracker.add(MODEL_PARALLEL_RNG, seed + _TRACKER_OFFSET + get_tensor_model_parallel_rank())
 
 
 @contextlib.contextmanager
@@ -163,7 +163,7 @@ def checkpoint(function: Callable[..., Any], *args: Any, distribute_saved_activa
     states = current_rng_tracker().get_states()
     split = None
     if _partition_activations if distribute_saved_activations is None else distribute_saved_activations:
-        split = group if group is not None else get_model_parallel_group()
+        split = group if group is not None else get_tensor_model_parallel_group()
     with keeping_arguments(split, host_memory):
         return torch.utils.checkpoint.checkpoint(
             function, *args, use_reentrant=False,

@@ -20,7 +20,7 @@ FLOORS: dict[str, list[str]] = {
     "mpu": [
         "partition kernels",
         "initialize transformer_config host_memory",
-        "mappings data grads kv_cache",
+        "mappings pipeline data grads kv_cache",
         "kept_arguments",
         "random",
         "dropout layers cross_entropy",
@@ -35,7 +35,8 @@ FLOORS: dict[str, list[str]] = {
         "blending",
         "splits"],
     "megatron/gpt2": [
-        "config pipeline",
+        "pipeline",
+        "config",
         "command_line records model",
         "launch optimizer",
         "checkpoint device",

@@ -23,15 +23,19 @@ from mpu.kernels.cross_entropy_rows import VocabShard, softmax_in_rows
 from mpu.kernels.cross_entropy_sums import SumOfProducts
 from mpu.kernels.dropout_keyed import keyed_dropout
 from mpu.kernels.elementwise import dropout_16_bits, gelu_by_sigmoid
-from mpu.kernels.linear_weight_gradient import LinearWithSplitWeightGradient, weight_gradient_in_parts
-from mpu.kernels.linear_without_gradient import linear_in_float32_blocks, matrix_vector_product, transposed_product
+from mpu.kernels.linear_few_rows import linear_in_float32_blocks, matrix_vector_product, transposed_product
+from mpu.kernels.linear_weight_gradient import (
+    LinearWithWeightGradient,
+    WeightGradientSink,
+    weight_gradient_in_parts,
+)
 from mpu.kernels.processor import HAS_AMX, HAS_BF16_PRODUCTS
 from mpu.kernels.recomputed_output import checkpoint_without_output
 
-__all__ = ["HAS_AMX", "HAS_BF16_PRODUCTS", "SumOfProducts", "attention_kernel", "attention_takes_keys",
-           "cast_for_autocast", "causal_attention", "checkpoint_without_output", "document_attention", "dropout",
-           "gelu_tanh", "keyed_attention", "keyed_dropout", "linear", "linear_without_gradient",
-           "vocab_parallel_softmax", "weight_gradient"]
+__all__ = ["HAS_AMX", "HAS_BF16_PRODUCTS", "SumOfProducts", "WeightGradientSink", "attention_kernel",
+           "attention_takes_keys", "cast_for_autocast", "causal_attention", "checkpoint_without_output",
+           "document_attention", "dropout", "gelu_tanh", "keyed_attention", "keyed_dropout", "linear",
+           "linear_without_gradient", "vocab_parallel_softmax", "weight_gradient"]
 
 MATERIALISED_UP_TO = 512  # tokens of a sequence; for longer ones the scores cost more memory than they save time
 MANY_ROWS = 17  # from here on F.linear is the fastest, in float32 and where the processor has AMX
@@ -52,13 +56,15 @@ def cast_for_autocast(x: Tensor, weight: Tensor,
     return x, weight, None if bias is None else bias.to(weight.dtype)
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """xAᵀ + b: [..., i], [o, i], [o] -> [..., o]."""
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, sink: WeightGradientSink | None = None) -> Tensor:
+    """xAᵀ + b: [..., i], [o, i], [o] -> [..., o]. sink: makes the weight gradient in backward (default: autograd)."""
     if not (torch.is_grad_enabled() or torch.compiler.is_compiling()):
         return linear_without_gradient(x, weight, bias)
     x, weight, bias = cast_for_autocast(x, weight, bias)
-    if HAS_AMX and x.device.type == "cpu" and x.dtype == torch.bfloat16:
-        return LinearWithSplitWeightGradient.apply(x, weight, bias)  # type: ignore[no-any-return]
+    if sink is None and HAS_AMX and x.device.type == "cpu" and x.dtype == torch.bfloat16:
+        sink = weight_gradient_in_parts
+    if sink is not None:
+        return LinearWithWeightGradient.apply(x, weight, bias, sink)  # type: ignore[no-any-return]
     return F.linear(x, weight, bias)
 
 

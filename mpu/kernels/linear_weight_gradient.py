@@ -1,4 +1,5 @@
-"""A linear layer's weight gradient as a sum over parts of the tokens. For a CPU with AMX in bf16.
+"""A linear layer whose weight gradient is given to a function, and the gradient as a sum over parts of the tokens. The
+sum is for a CPU with AMX in bf16.
 
 oneDNN with AMX is slow where the left matrix of a product is transposed and long. 2 cores, 2,048 tokens: the whole
 product runs at 1.3 TFLOP/s where a layer's other products reach 2.5; in 4 parts it runs at 1.9. One thread, 3,072 x
@@ -8,12 +9,16 @@ docs/explanation/performance.md.
 Legend: t tokens, i input features, o output features.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+# Is given dY [t, o] and X [t, i] and gives dYᵀX [o, i] to autograd, or None where the gradient goes another way: into a
+# buffer, or later.
+WeightGradientSink = Callable[[Tensor, Tensor], Tensor | None]
 PARTS = 4
 LEAST_TOKENS = 512  # of a part
 
@@ -28,12 +33,13 @@ def weight_gradient_in_parts(dy: Tensor, x: Tensor) -> Tensor:
     return total
 
 
-class LinearWithSplitWeightGradient(torch.autograd.Function):
+class LinearWithWeightGradient(torch.autograd.Function):
     """Y = XAᵀ + b, [..., i] -> [..., o]; backward is autograd's but for the weight gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, sink: WeightGradientSink) -> Tensor:
         """x [..., i], weight [o, i], bias [o] -> [..., o]."""
+        ctx.sink = sink
         ctx.save_for_backward(x, weight)
         return F.linear(x, weight, bias)
 
@@ -44,5 +50,5 @@ class LinearWithSplitWeightGradient(torch.autograd.Function):
         dx = dy @ weight if ctx.needs_input_grad[0] else None
         dy = dy.reshape(-1, dy.size(-1))  # [..., o] -> [t, o]
         x = x.reshape(-1, x.size(-1))  # [..., i] -> [t, i]
-        d_weight = weight_gradient_in_parts(dy, x) if ctx.needs_input_grad[1] else None
-        return dx, d_weight, dy.sum(dim=0) if ctx.needs_input_grad[2] else None
+        d_weight = ctx.sink(dy, x) if ctx.needs_input_grad[1] else None
+        return dx, d_weight, dy.sum(dim=0) if ctx.needs_input_grad[2] else None, None

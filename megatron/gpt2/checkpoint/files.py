@@ -28,7 +28,7 @@ CHUNK = 1 << 20  # hashed while it still lies in the processor's cache
 WRITE_BACK = 16 << 20
 THREADS = 4
 # No path of this form is absolute or has a "..".
-FILE_NAME = re.compile(r"mp_rank_\d{2,5}/[a-z]\w*\.safetensors", re.ASCII)
+FILE_NAME = re.compile(r"mp_rank_\d{2,5}(_\d{3})?/[a-z]\w*\.safetensors", re.ASCII)
 
 
 @dataclass(frozen=True)

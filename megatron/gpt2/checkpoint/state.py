@@ -1,7 +1,7 @@
 """What of a run goes into a checkpoint, as boxes, and back: weights, optimizer state, random generators.
 
-Tensors are named "<kind>.<parameter>" (model, master, exp_avg, exp_avg_sq) and "rng.mp_00.dp_00.<generator>". Ranks
-and sizes are plain integers: no process group is needed.
+Tensors are named "<kind>.<parameter>" (model, master, exp_avg, exp_avg_sq) and "rng.mp_00.dp_00.<generator>", with a
+pipeline "rng.mp_00_001.dp_00.<generator>". Ranks and sizes are plain integers: no process group is needed.
 """
 
 import math
@@ -36,14 +36,14 @@ def load_state(states: Iterable[FlatState], specs: Mapping[str, PartitionSpec], 
                mp_rank: int, mp_size: int) -> None:
     """The inverse of `state_pieces`, from a checkpoint of any layout, into `states`; padding becomes 0.
 
-    ValueError unless the checkpoint holds the same tensors of these kinds, in the same global shapes.
+    specs: of the whole model, of which `states` may be the part of one stage of a pipeline. ValueError unless the
+    checkpoint holds the same tensors of these kinds, in the same global shapes, and no others.
     """
-    kinds, names = set(), set()
+    kinds = set()
     parts: list[tuple[Tensor, str, tuple[int, ...]]] = []
     for kind, name, values, start in states:
         spec, full_name = specs[name], f"{kind}.{name}"
         kinds.add(kind)
-        names.add(full_name)
         if full_name not in checkpoint.tensors:
             raise ValueError(f"{checkpoint.path}: holds no {full_name}: " + (
                 "the model has another shape" if kind == "model" else "give --no-load-optim if it was left out"))
@@ -55,7 +55,9 @@ def load_state(states: Iterable[FlatState], specs: Mapping[str, PartitionSpec], 
             parts.append((part, full_name, box.offset))
             filled += box.numel
         values[filled:].zero_()
-    if left := [name for name in checkpoint.names() if name.partition(".")[0] in kinds and name not in names]:
+    left = [name for name in checkpoint.names()
+            if name.partition(".")[0] in kinds and name.partition(".")[2] not in specs]
+    if left:
         raise ValueError(f"{checkpoint.path}: holds {left[0]}, which this run does not have: give the shape that was "
                          "saved, or no shape flags")
     in_threads(lambda part: checkpoint.read_into(*part), parts)
@@ -97,26 +99,35 @@ def load_model(named_parameters: Iterable[tuple[str, Tensor]], specs: Mapping[st
     load_state(_whole(named_parameters), specs, checkpoint, mp_rank=mp_rank, mp_size=mp_size)
 
 
-def rng_pieces(*, mp_rank: int, dp_rank: int, device: torch.device) -> dict[str, Piece]:
+def place_name(mp_rank: int, pp_rank: int, pp_size: int) -> str:
+    """How files and random states name a rank's place in the model, as Megatron does: "mp_rank_00" has the first number
+    alone, with a pipeline "mp_rank_00_001" its stage too."""
+    return f"{mp_rank:02d}" + (f"_{pp_rank:03d}" if pp_size > 1 else "")
+
+
+def rng_pieces(*, mp_rank: int, dp_rank: int, device: torch.device, pp_rank: int = 0,
+               pp_size: int = 1) -> dict[str, Piece]:
     """The states of this rank's random generators: the CPU's, the GPU's where it computes on one, mpu's streams."""
     states = {"cpu": torch.get_rng_state()}
     if device.type == "cuda":
         states["cuda"] = torch.cuda.get_rng_state(device)
     states.update((f"tracker.{name}", state) for name, state in mpu.get_cuda_rng_tracker().get_states().items())
-    return {f"rng.mp_{mp_rank:02d}.dp_{dp_rank:02d}.{name}": Piece(state, tuple(state.shape), (0,))
+    place = f"rng.mp_{place_name(mp_rank, pp_rank, pp_size)}.dp_{dp_rank:02d}"
+    return {f"{place}.{name}": Piece(state, tuple(state.shape), (0,))
             for name, state in states.items()}
 
 
 def load_rng(checkpoint: Checkpoint, *, mp_rank: int, dp_rank: int, mp_size: int, dp_size: int,
-             device: torch.device) -> bool:
+             device: torch.device, pp_rank: int = 0, pp_size: int = 1) -> bool:
     """Set what `rng_pieces` saved. False, on every rank and with nothing changed, where the checkpoint has no states
     or has those of another layout or kind of device."""
     saved = [name.split(".", 3)[1:] for name in checkpoint.names() if name.startswith("rng.")]
-    ranks = {(f"mp_{mp:02d}", f"dp_{dp:02d}") for mp in range(mp_size) for dp in range(dp_size)}
+    ranks = {(f"mp_{place_name(mp, pp, pp_size)}", f"dp_{dp:02d}")
+             for mp in range(mp_size) for pp in range(pp_size) for dp in range(dp_size)}
     on_gpu = any(name == "cuda" for _, _, name in saved)
     if {(mp, dp) for mp, dp, _ in saved} != ranks or on_gpu != (device.type == "cuda"):
         return False
-    prefix = f"rng.mp_{mp_rank:02d}.dp_{dp_rank:02d}."
+    prefix = f"rng.mp_{place_name(mp_rank, pp_rank, pp_size)}.dp_{dp_rank:02d}."
     states = {name: checkpoint.read(prefix + name) for mp, dp, name in saved if prefix == f"rng.{mp}.{dp}."}
     torch.set_rng_state(states["cpu"])
     if on_gpu:

@@ -66,6 +66,11 @@ def _zero_stage(word: str) -> dict[str, Any]:
     return {"parallel.use_distributed_optimizer": True} if word == "1" else {}
 
 
+def _pipeline_stages(word: str) -> dict[str, Any]:
+    require(word.isdecimal(), f"--pipe-parallel-size {word} is no number of stages")
+    return {"parallel.pipeline_model_parallel_size": max(int(word), 1)}
+
+
 def iterations_to_profile(read: Mapping[str, Any]) -> tuple[int, int]:
     """Of today's --profile without values: those after --profile-step-start, up to --profile-step-end."""
     start, end = (read.get(f"--profile-step-{name}", default) for name, default in (("start", "10"), ("end", "12")))
@@ -149,12 +154,10 @@ FOREIGN = (
             "no part of GPT-2; leave it out", 1),
     inert("--use-cpu-initialization", "initial weights are the same on every device"),
     # Parallelism
-    inert("--pipeline-model-parallel-size --context-parallel-size --expert-model-parallel-size "
-          "--expert-tensor-parallel-size", "layouts are tensor- and data-parallel: use --model-parallel-size", 1,
-          ("1",)),
-    inert("--pipe-parallel-size", "layouts are tensor- and data-parallel: use --model-parallel-size", 1, ("0", "1")),
-    refused("--num-layers-per-virtual-pipeline-stage --pipeline-model-parallel-split-rank",
-            "layouts are tensor- and data-parallel: use --model-parallel-size", 1),
+    inert("--context-parallel-size --expert-model-parallel-size --expert-tensor-parallel-size",
+          "layouts are tensor-, pipeline- and data-parallel: use --model-parallel-size", 1, ("1",)),
+    translated("--pipe-parallel-size", "--pipeline-model-parallel-size; 0 is none", _pipeline_stages, 1),
+    refused("--pipeline-model-parallel-split-rank", "GPT-2 has no encoder; leave it out", 1),
     inert("--overlap-grad-reduce --overlap-param-gather --no-async-tensor-model-parallel-allreduce "
           "--tp-comm-overlap --no-contiguous-buffers-in-local-ddp --use-contiguous-buffers-in-ddp "
           "--use-ring-exchange-p2p --no-scatter-gather-tensors-in-pipeline", OVERLAPS),

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from megatron.gpt2.config.options import option, require, require_positive
+from megatron.gpt2.pipeline.schedule import SCHEDULES
 
 
 @dataclass(frozen=True)
@@ -10,6 +11,16 @@ class ParallelConfig:
     """How the work is laid out over ranks."""
 
     model_parallel_size: int = option(1, "ranks that share each layer", "--tensor-model-parallel-size")
+    pipeline_model_parallel_size: int = option(1, "ranks that hold successive layers, the stages of a pipeline")
+    pipeline_schedule: str | None = option(
+        None, "the order of forward and backward over the stages (default: 1f1b, or interleaved where each rank has "
+              "several virtual stages)", choices=SCHEDULES)
+    num_layers_per_virtual_pipeline_stage: int | None = option(
+        None, "each rank holds several groups of so many layers, which shortens the bubble")
+    num_virtual_stages_per_pipeline_rank: int | None = option(None, "the same, by the number of groups per rank")
+    decoder_first_pipeline_num_layers: int | None = option(
+        None, "layers of the first stage (default: as many as the others, or fewer)")
+    decoder_last_pipeline_num_layers: int | None = option(None, "layers of the last stage")
     distributed_backend: str | None = option(None, "default: nccl on GPUs, gloo on CPUs",
                                              choices=("nccl", "gloo", "mpi"))
     distributed_timeout_minutes: float = option(10.0, "a collective that takes longer ends the run")
@@ -33,7 +44,15 @@ class ParallelConfig:
                                                "for backward is in host memory")
 
     def __post_init__(self) -> None:
-        require_positive(self, "model_parallel_size", "distributed_timeout_minutes", "ddp_bucket_size")
+        require_positive(self, "model_parallel_size", "pipeline_model_parallel_size",
+                         "num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank",
+                         "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers",
+                         "distributed_timeout_minutes", "ddp_bucket_size")
+        require(self.num_layers_per_virtual_pipeline_stage is None or self.num_virtual_stages_per_pipeline_rank is None,
+                "--num-layers-per-virtual-pipeline-stage and --num-virtual-stages-per-pipeline-rank say the same: give "
+                "one of them")
+        require(self.pipeline_model_parallel_size == 1 or self.DDP_impl == "local",
+                "--pipeline-model-parallel-size needs --DDP-impl local: torch's DDP reduces in a way of its own")
         require(self.distributed_timeout_minutes <= 1e6,
                 f"--distributed-timeout-minutes must be at most 1e6, not {self.distributed_timeout_minutes}")
         require(self.cpu_offloading_num_layers >= 0,

@@ -14,6 +14,8 @@ from megatron.gpt2.config.optimizer import OptimizerConfig
 from megatron.gpt2.config.options import require
 from megatron.gpt2.config.parallel import ParallelConfig
 from megatron.gpt2.config.train import TrainConfig
+from megatron.gpt2.pipeline.schedule import Schedule, build_schedule
+from megatron.gpt2.pipeline.stages import layers_of_stages, virtual_stages
 
 
 @dataclass(frozen=True)
@@ -48,13 +50,41 @@ class Config:
         require(parked <= self.model.num_layers,
                 f"--cpu-offloading-num-layers {parked} is more than --num-layers {self.model.num_layers}")
 
+        self.layers_of_stages()
+        schedule = self.schedule(1)
+        require(not (schedule.splits_backward and self.train.compile),
+                "--pipeline-schedule zero-bubble and --compile: a compiled layer computes the gradients of input and "
+                "weights together; leave one out")
+
+    @property
+    def virtual_stages(self) -> int:
+        """Chunks of layers per rank of the pipeline."""
+        parallel = self.parallel
+        if (size := parallel.num_layers_per_virtual_pipeline_stage) is None:
+            return parallel.num_virtual_stages_per_pipeline_rank or 1
+        return virtual_stages(self.model.num_layers, parallel.pipeline_model_parallel_size, size)
+
+    def layers_of_stages(self) -> list[range]:
+        """The layers of each stage of the pipeline, virtual ones too. ValueError where they cannot be divided so."""
+        parallel = self.parallel
+        return layers_of_stages(self.model.num_layers, parallel.pipeline_model_parallel_size, self.virtual_stages,
+                                parallel.decoder_first_pipeline_num_layers, parallel.decoder_last_pipeline_num_layers)
+
+    def schedule(self, micro_batches: int) -> Schedule:
+        """What each stage of the pipeline does in a step. ValueError where --pipeline-schedule does not fit."""
+        v = self.virtual_stages
+        return build_schedule(self.parallel.pipeline_schedule or ("1f1b" if v == 1 else "interleaved"),
+                              self.parallel.pipeline_model_parallel_size, v, micro_batches)
+
     def data_parallel_size(self, world_size: int) -> int:
         """How many ranks share the data. ValueError where the ranks cannot be divided so."""
-        p = self.parallel.model_parallel_size
-        require(world_size % p == 0, f"the world of {world_size} ranks is not divisible by --model-parallel-size {p}: "
-                "start another number of ranks (--nproc-per-node; the scripts: GPUS_PER_NODE), or give another size "
-                "(the scripts: MP_SIZE)")
-        return world_size // p
+        t, p = self.parallel.model_parallel_size, self.parallel.pipeline_model_parallel_size
+        stages = f" × --pipeline-model-parallel-size {p}" if p > 1 else ""
+        require(world_size % (t * p) == 0,
+                f"the world of {world_size} ranks is not divisible by --model-parallel-size {t}{stages}: start another "
+                "number of ranks (--nproc-per-node; the scripts: GPUS_PER_NODE), or give another size (the scripts: "
+                "MP_SIZE)")
+        return world_size // (t * p)
 
     def accumulation(self, data_parallel_size: int) -> int:
         """Micro-batches that each rank runs in a step. ValueError where the batch cannot be divided so."""

@@ -1,6 +1,9 @@
 """GPT-2: embeddings, a stack of parallel layers, and a head tied to the word embeddings.
 
-Legend: b batch, s sequence, h hidden, v padded vocabulary, p model-parallel size.
+In a pipeline a rank holds chunks of successive layers. The first chunk embeds; the last one has the final norm, the
+head and the loss. The tied matrix is on both. Everything keeps the name that it has in the whole model.
+
+Legend: b batch, s sequence, h hidden, v padded vocabulary, l layers, p tensor-parallel size.
 Parameter names are those of Megatron's 2019 checkpoints.
 """
 
@@ -23,6 +26,8 @@ from megatron.gpt2.config import ModelConfig
 from mpu.initialize import group_rank_and_size
 from mpu.layers import InitMethod, initial_weight
 
+TIED = "word_embeddings.weight"  # the head's weight too
+
 
 def seeded_normal(seed: int, name: str, std: float) -> InitMethod:
     """An init_method that fills the whole weight `name` from N(0, std²).
@@ -39,57 +44,62 @@ def seeded_normal(seed: int, name: str, std: float) -> InitMethod:
 
 
 class Transformer(nn.Module):
-    """The layers and the final layer norm. [s, b, h] -> [s, b, h], or [s/p, b, h] with sequence parallelism.
+    """The layers and, after the last one, the final layer norm. [s, b, h] -> [s, b, h], or [s/p, b, h] with sequence
+    parallelism.
 
+    numbers: of the layers that this rank holds; the others are None in `layers`.
     init_method_for: gives the init_method of a weight by its name in the whole model.
     """
 
-    def __init__(self, num_layers: int, config: mpu.TransformerConfig,
+    def __init__(self, num_layers: int, numbers: Sequence[int], config: mpu.TransformerConfig,
                  init_method_for: Callable[[str], InitMethod]) -> None:
         super().__init__()
-        self.config = config
+        self.config, self._numbers = config, numbers
         self.layer_pre_hook: Callable[[int], object] = lambda number: None  # is called before each layer computes
 
         def layer(number: int) -> mpu.ParallelTransformerLayer:
             return mpu.ParallelTransformerLayer(
                 config, init_method_for=lambda name: init_method_for(f"transformer.layers.{number}.{name}"))
 
-        self.layers = nn.ModuleList(layer(number) for number in range(num_layers))
+        self.layers = nn.ModuleList(layer(number) if number in numbers else None  # type: ignore[misc]
+                                    for number in range(num_layers))
+        if num_layers - 1 in numbers:
+            self.final_layernorm = mpu.LayerNorm(config.hidden_size, config.layernorm_epsilon,
+                                                 sequence_parallel=config.sequence_parallel, device=config.device)
         device = torch.device(config.device or "cpu")
         to_host = device.type == "cuda" and (config.checkpoint_in_cpu or config.cpu_offloading_num_layers > 0)
         self.host_memory = mpu.HostMemory(device) if to_host else None
-        self.final_layernorm = mpu.LayerNorm(config.hidden_size, config.layernorm_epsilon,
-                                             sequence_parallel=config.sequence_parallel, device=config.device)
 
     def forward(self, x: Tensor, documents: mpu.Documents | None = None, cache: mpu.KeyValueCache | None = None,
-                keys: Tensor | None = None) -> Tensor:
+                keys: Tensor | None = None, chunk: range | None = None) -> Tensor:
         """[s, b, h] -> [s, b, h]. documents: of this micro-batch. cache: reads and keeps the keys and values. keys: of
-        dropout, see `mpu.dropout_keys`."""
+        dropout, see `mpu.dropout_keys`. chunk: the layers that compute (default: all)."""
+        chunk = chunk if chunk is not None else range(len(self.layers))
         of_layer: Sequence[Tensor | None] = [None] * len(self.layers) if keys is None else keys.unbind()
         if self.host_memory is not None:
             self.host_memory.forward_begins()
         if self.config.recompute_granularity == "full" and self.training:
             together = self.config.recompute_num_layers
             options = self._of_kept_inputs()
-            for start in range(0, len(self.layers), together):
-                part = self.layers[start:start + together]
-                for number in range(start, start + len(part)):
+            for start in range(chunk.start, chunk.stop, together):
+                stop = min(start + together, chunk.stop)
+                part = self.layers[start:stop]
+                for number in range(start, stop):
                     self.layer_pre_hook(number)
                 # Tensors alone are arguments: DeepSpeed's function, in the place of mpu.checkpoint, may keep a part of
                 # each on every rank. The attribute says that this tensor differs between the ranks already.
                 if self.config.sequence_parallel:
                     x.no_checkpointing = True  # type: ignore[attr-defined]
-                x = mpu.checkpoint(functools.partial(_run_layers, part, documents, of_layer[start:start + together]), x,
-                                   **options)
+                x = mpu.checkpoint(functools.partial(_run_layers, part, documents, of_layer[start:stop]), x, **options)
         else:
-            for number, layer in enumerate(self.layers):
+            for number in chunk:
                 self.layer_pre_hook(number)
+                attend = functools.partial(cache.attend, self._numbers.index(number)) if cache else None
                 with self._of_layer(number):
-                    x = layer(x, documents, functools.partial(cache.attend, number) if cache else None,
-                              of_layer[number])
+                    x = self.layers[number](x, documents, attend, of_layer[number])
         if self.host_memory is not None:
             self.host_memory.forward_ends()
-        return self.final_layernorm(x)
+        return self.final_layernorm(x) if chunk.stop == len(self.layers) else x
 
     def _of_kept_inputs(self) -> dict[str, Any]:
         """Arguments of `mpu.checkpoint`, which another function may replace: none unless one is asked for."""
@@ -127,25 +137,32 @@ class TiedGradient(Protocol):
 
 
 class GPT2Model(nn.Module):
-    """GPT-2 over a model-parallel group, in float32; the optimizer or `.to(dtype)` lowers the precision.
+    """GPT-2 over a tensor-parallel group, in float32; the optimizer or `.to(dtype)` lowers the precision.
 
     config: its vocab_size is the true size. Raises ValueError where that is None.
+    chunks: the successive layers, by number, that this rank of a pipeline holds (default: all, in one chunk).
     recompute and what follows it up to sequence_parallel: see `mpu.TransformerConfig`.
     dropout_seed: of masks that do not depend on the layout, where `forward` is given the numbers of its samples. None:
     dropout draws from torch's generators.
-    group: over which the model is split (default: the default model-parallel group).
+    group: over which each layer is split (default: the default tensor-parallel group).
     """
 
-    def __init__(self, config: ModelConfig, *, seed: int = 1234, dropout_seed: int | None = None,
-                 recompute: str = "none", recompute_num_layers: int = 1, distribute_saved_activations: bool = False,
-                 checkpoint_in_cpu: bool = False, cpu_offloading_num_layers: int = 0, sequence_parallel: bool = False,
-                 group: ProcessGroup | None = None, device: torch.device | str | None = None) -> None:
+    word_embeddings: mpu.VocabParallelEmbedding  # on the first and the last stage of a pipeline
+    position_embeddings: nn.Embedding  # on the first one
+
+    def __init__(self, config: ModelConfig, *, chunks: Sequence[range] | None = None, seed: int = 1234,
+                 dropout_seed: int | None = None, recompute: str = "none", recompute_num_layers: int = 1,
+                 distribute_saved_activations: bool = False, checkpoint_in_cpu: bool = False,
+                 cpu_offloading_num_layers: int = 0, sequence_parallel: bool = False, group: ProcessGroup | None = None,
+                 device: torch.device | str | None = None) -> None:
         super().__init__()
         if config.vocab_size is None:
             raise ValueError("the model needs the tokenizer's vocabulary size (--vocab-size)")
         self.config = config
         self.vocab_size = config.vocab_size
-        self.group = group if group is not None else mpu.get_model_parallel_group()
+        self.chunks = tuple(chunks) if chunks is not None else (range(config.num_layers),)
+        self.has_embeddings, self.has_head = self.chunks[0].start == 0, self.chunks[-1].stop == config.num_layers
+        self.group = group if group is not None else mpu.get_tensor_model_parallel_group()
         self.rank, self.world_size = group_rank_and_size(self.group)
         self.sequence_parallel = sequence_parallel and self.world_size > 1
         # Each layer adds two branches to the residual stream: their last weights start smaller (GPT-2).
@@ -155,17 +172,21 @@ class GPT2Model(nn.Module):
             is_output = name.endswith(("attention.dense.weight", "mlp.dense_4h_to_h.weight"))
             return seeded_normal(seed, name, output_std if is_output else config.init_method_std)
 
-        self.word_embeddings = mpu.VocabParallelEmbedding(
-            config.vocab_size, config.hidden_size,
-            padded_size=mpu.padded_vocab_size(config.vocab_size, config.make_vocab_size_divisible_by, self.world_size),
-            sequence_parallel=self.sequence_parallel, init_method=init_method_for("word_embeddings.weight"),
-            group=self.group, device=device)
-        positions = initial_weight((config.max_position_embeddings, config.hidden_size),
-                                   init_method_for("position_embeddings.weight"), device)
-        self.position_embeddings = nn.Embedding.from_pretrained(positions.to(device), freeze=False)
-        if self.sequence_parallel:
-            mpu.mark_sequence_parallel(self.position_embeddings.parameters())
-        self.transformer = Transformer(config.num_layers, mpu.TransformerConfig(
+        self.padded_vocab_size = mpu.padded_vocab_size(
+            config.vocab_size, config.make_vocab_size_divisible_by, self.world_size)
+        if self.has_embeddings or self.has_head:
+            self.word_embeddings = mpu.VocabParallelEmbedding(
+                config.vocab_size, config.hidden_size, padded_size=self.padded_vocab_size,
+                sequence_parallel=self.sequence_parallel, init_method=init_method_for(TIED), group=self.group,
+                device=device)
+        if self.has_embeddings:
+            positions = initial_weight((config.max_position_embeddings, config.hidden_size),
+                                       init_method_for("position_embeddings.weight"), device)
+            self.position_embeddings = nn.Embedding.from_pretrained(positions.to(device), freeze=False)
+            if self.sequence_parallel:
+                mpu.mark_sequence_parallel(self.position_embeddings.parameters())
+        numbers = [number for chunk in self.chunks for number in chunk]
+        self.transformer = Transformer(config.num_layers, numbers, mpu.TransformerConfig(
             config.hidden_size, config.num_attention_heads, config.ffn_size,
             attention_dropout=config.attention_dropout, hidden_dropout=config.hidden_dropout,
             layernorm_epsilon=config.layernorm_epsilon, gelu=config.gelu, recompute_granularity=recompute,
@@ -178,20 +199,26 @@ class GPT2Model(nn.Module):
 
     def forward(self, tokens: Tensor, labels: Tensor | None = None, token_weight: Tensor | None = None,
                 positions: Tensor | None = None, documents: mpu.Documents | None = None,
-                samples: Tensor | None = None) -> Tensor:
+                samples: Tensor | None = None, *, chunk: range | None = None, hidden: Tensor | None = None) -> Tensor:
         """tokens [b, s] int64 -> this rank's logits [s, b, v/p]. With labels [b, s] int64 and weights [b, s] float32:
         the scalar Σ token_weight · cross-entropy in float32, the same on every rank of the group.
 
         A label whose weight is 0 must still be an id of the vocabulary. positions: [b, s] int64, where they are not 0
         to s - 1. documents: of this micro-batch, where they do not see each other. samples: [b] int64, the numbers of
         the samples in the whole run, which dropout's masks follow from.
+
+        chunk: one of `chunks`, where a pipeline computes the others (default: the whole model). hidden: the output of
+        the chunk before, [s, b, h] or [s/p, b, h]. Every chunk but the last gives its hidden states.
         """
+        chunk = chunk if chunk is not None else range(self.config.num_layers)
         tied = self.tied_gradient if labels is not None else None
         keys = None
         if self.training and samples is not None and self.dropout_seed is not None and self.config.has_dropout:
             keys = mpu.dropout_keys(self.dropout_seed, samples, self.config.num_layers)
-        x = self._embed(tokens, positions, tied.add_rows if tied else None, keys)
-        x = self.transformer(x, documents, keys=keys)
+        x = self._embed(tokens, positions, tied.add_rows if tied else None, keys) if hidden is None else hidden
+        x = self.transformer(x, documents, keys=keys, chunk=chunk)
+        if chunk.stop < self.config.num_layers:
+            return x
         if labels is None:
             whole = mpu.gather_from_sequence_parallel_region(x, self.group) if self.sequence_parallel else \
                 mpu.copy_to_model_parallel_region(x, self.group)
@@ -205,12 +232,26 @@ class GPT2Model(nn.Module):
 
     def hidden_states(self, tokens: Tensor, positions: Tensor | None = None,
                       cache: mpu.KeyValueCache | None = None) -> Tensor:
-        """tokens [b, s] int64 -> the input of the head, [s, b, h], the same on every rank. Without gradient.
+        """tokens [b, s] int64 -> the input of the head, [s, b, h], the same on every rank that has the head. Without
+        gradient. Every rank of the pipeline calls it.
 
         cache: reads and keeps the keys and values. positions: of the tokens in the cache's rows, [b, s] int64.
         """
-        x = self.transformer(self._embed(tokens, positions), cache=cache)
+        for chunk in self.chunks:
+            if chunk.start == 0:
+                x = self._embed(tokens, positions)
+            else:
+                x = mpu.receive_from_previous_stage(self.empty_hidden(*tokens.shape))
+            x = self.transformer(x, cache=cache, chunk=chunk)
+            if chunk.stop < self.config.num_layers:
+                mpu.send_to_next_stage(x)
         return mpu.gather_from_sequence_parallel_region(x, self.group) if self.sequence_parallel else x
+
+    def empty_hidden(self, b: int, s: int) -> Tensor:
+        """Room for the hidden states [s, b, h], or [s/p, b, h], that the chunk before gives."""
+        some = next(self.parameters())
+        own = self._own_part(s)
+        return some.new_empty(own.stop - own.start, b, self.config.hidden_size)
 
     def logits(self, x: Tensor) -> Tensor:
         """Hidden states [..., h] -> this rank's logits [..., v/p]. Without gradient."""
@@ -218,10 +259,14 @@ class GPT2Model(nn.Module):
 
     def next_logits(self, tokens: Tensor, last: Tensor, positions: Tensor | None = None,
                     cache: mpu.KeyValueCache | None = None) -> Tensor:
-        """tokens [b, s] int64 -> this rank's logits of what follows the token `last` [b] of each row, [b, v/p]. Without
-        gradient. positions, cache: see `hidden_states`."""
+        """tokens [b, s] int64 -> this rank's logits of what follows the token `last` [b] of each row, [b, v/p], on
+        every stage of a pipeline. Without gradient. positions, cache: see `hidden_states`."""
         x = self.hidden_states(tokens, positions, cache)
-        return self.logits(x[last, torch.arange(last.numel(), device=last.device)])  # [s, b, h] -> [b, h]
+        if self.has_head:
+            logits = self.logits(x[last, torch.arange(last.numel(), device=last.device)])  # [s, b, h] -> [b, h]
+        else:
+            logits = x.new_empty(len(last), self.padded_vocab_size // self.world_size)
+        return mpu.broadcast_from_last_stage(logits)
 
     def _embed(self, tokens: Tensor, positions: Tensor | None,
                grad_hook: Callable[[Tensor, Tensor], object] | None = None, keys: Tensor | None = None) -> Tensor:
@@ -250,7 +295,7 @@ class GPT2Model(nn.Module):
         config = self.config
         draws_own_part = config.hidden_dropout > 0 and self.sequence_parallel and self.dropout_seed is None
         breaks = by_document or config.attention_dropout > 0 or draws_own_part
-        for layer in self.transformer.layers:
+        for layer in filter(None, self.transformer.layers):
             layer.compile(fullgraph=not breaks, backend=backend)
         self.is_compiled = True
 

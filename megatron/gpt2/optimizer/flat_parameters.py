@@ -34,8 +34,9 @@ class Segment:
 
     range: slice
     is_split: bool
-    is_partial: bool  # each model-parallel rank's gradient is a part of the sum
+    is_partial: bool  # each tensor-parallel rank's gradient is a part of the sum
     decays: bool
+    is_copy: bool  # another stage of the pipeline holds the same and counts it in the norm
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,8 @@ class FlatParameters:
     bucket_size: elements of a bucket, about; a larger parameter is one of its own. ranks: this rank's place among
     the data-parallel ranks and their number. sharded: whether its optimizer owns its part of every bucket alone.
     offloaded: whether the optimizer's state lives in host memory.
+    shared: the parameter that another stage of the pipeline holds too. It has a bucket of its own, so that both stages
+    divide it alike over their data-parallel ranks. is_copy: whether the other stage counts it in the norm.
 
     params: [numel] of dtype; the module's parameters are views of it.
     owned: the ranges that this rank's optimizer updates. Each lies in one bucket and in one segment.
@@ -63,23 +66,25 @@ class FlatParameters:
     """
 
     def __init__(self, module: nn.Module, dtype: torch.dtype, *, bucket_size: int, ranks: tuple[int, int] = (0, 1),
-                 sharded: bool = False, offloaded: bool = False) -> None:
+                 sharded: bool = False, offloaded: bool = False, shared: str | None = None,
+                 is_copy: bool = False) -> None:
         size = ranks[1]
         self._shard, self._shards = ranks if sharded else (0, 1)
         self.is_sharded, self.offloaded = self._shards > 1, offloaded
 
-        def treatment(item: tuple[str, nn.Parameter]) -> tuple[bool, bool, bool]:
+        def treatment(item: tuple[str, nn.Parameter]) -> tuple[bool, bool, bool, bool]:
             # False sorts first: what is split before what is replicated, which has its decayed parameters last.
-            return not _is_split(item[1]), _is_split(item[1]) != _decays(item[1]), is_sequence_parallel(item[1])
+            return (not _is_split(item[1]), _is_split(item[1]) != _decays(item[1]), is_sequence_parallel(item[1]),
+                    item[0] == shared)
 
         named = sorted(reversed(list(module.named_parameters())), key=treatment)
-        self.parameters = dict(named)
+        self.parameters, self.shared = dict(named), shared if shared in dict(named) else None
         self.ranges: dict[str, slice] = {}
         self.buckets: list[Bucket] = []
         start = end = 0
         names: list[str] = []
         for name, parameter in named:
-            if names and end + parameter.numel() - start > bucket_size:
+            if names and (end + parameter.numel() - start > bucket_size or shared in (name, names[-1])):
                 end = _round_up(end, _ALIGNMENT * size)
                 self.buckets.append(Bucket(slice(start, end), tuple(names)))
                 start, names = end, []
@@ -92,7 +97,7 @@ class FlatParameters:
         firsts = [next(members) for _, members in itertools.groupby(named, treatment)]
         stops = [self.ranges[name].start for name, _ in firsts[1:]] + [end]
         segments = [Segment(slice(self.ranges[name].start, stop), _is_split(parameter),
-                            is_sequence_parallel(parameter), _decays(parameter))
+                            is_sequence_parallel(parameter), _decays(parameter), name == shared and is_copy)
                     for (name, parameter), stop in zip(firsts, stops, strict=True)]
         found = [(index, replace(s, range=common)) for index, bucket in enumerate(self.buckets) for s in segments
                  if (common := _overlap(self.owned_part(bucket), s.range))]
@@ -103,7 +108,7 @@ class FlatParameters:
         device = named[0][1].device
         self.params = torch.zeros(end, dtype=dtype, device=device)
         self._grads: list[Tensor | None] = [None] * len(self.buckets)
-        self._bucket_of = {name: index for index, bucket in enumerate(self.buckets) for name in bucket.names}
+        self.bucket_of = {name: index for index, bucket in enumerate(self.buckets) for name in bucket.names}
         in_params = [self.params[segment.range] for segment in self.owned]
         whole = dtype == torch.float32
         if offloaded:
@@ -138,7 +143,7 @@ class FlatParameters:
 
     def grad(self, name: str) -> Tensor:
         """The gradient of the parameter `name`, in its shape, float32; not initialised before the first use."""
-        index = self._bucket_of[name]
+        index = self.bucket_of[name]
         start, part = self.buckets[index].range.start, self.ranges[name]
         return self.bucket_grads(index)[part.start - start:part.stop - start].view(self.parameters[name].shape)
 
@@ -149,6 +154,11 @@ class FlatParameters:
             start = self.buckets[index].range.start
             parts.append(self.bucket_grads(index)[segment.range.start - start:segment.range.stop - start])
         return parts
+
+    def owned_grad(self, name: str) -> Tensor:
+        """What this rank's optimizer owns of the gradient of the parameter `name`, [elements]."""
+        index, part, _ = self.owned_part_of(name)
+        return self.owned_grads()[index][part]
 
     def free_grads(self) -> None:
         """After the optimizer has used them."""

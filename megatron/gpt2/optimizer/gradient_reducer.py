@@ -6,15 +6,16 @@ parameters that it updated are gathered in buckets while the next forward runs.
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megatron.gpt2.config import ParallelConfig
-from megatron.gpt2.model.gpt2 import GPT2Model
+from megatron.gpt2.model.gpt2 import TIED, GPT2Model
 from megatron.gpt2.optimizer.flat_parameters import FlatParameters
+from mpu import ParallelState
 from mpu.grads import sum_over_group
 from mpu.mappings import all_gather_single, reduce_scatter_single
 
@@ -23,62 +24,76 @@ class GradientReducer:
     """Sums the gradients of a step over micro-batches and data-parallel ranks into `flat.owned_grads()`, those of
     the ranges that this rank's optimizer owns.
 
-    A gradient is added in float32 as soon as autograd has made it, and freed. In the last micro-batch of a step a
-    bucket is sent, asynchronously, once all its parameters have theirs: an all-reduce, or where the optimizer is
-    sharded a reduce-scatter. Buckets are always sent in the same order, so that ranks whose autograd runs in another
-    order still meet in the same collective.
+    A gradient is added in float32 as soon as autograd has made it, and freed. A bucket is sent, asynchronously, once
+    all its parameters have the gradients of all micro-batches: an all-reduce, or where the optimizer is sharded a
+    reduce-scatter. Buckets are always sent in the same order, so that ranks whose autograd runs in another order still
+    meet in the same collective.
 
     in_bf16: what is sent is rounded to bf16, and so is the sum; it takes 2 bytes an element until `finish`.
-    Under sequence parallelism the gradients of replicated parameters are summed over the model-parallel group as well.
+    Under sequence parallelism the gradients of replicated parameters are summed over the tensor-parallel group as well.
+    embedding_group: the ranks that hold the parameter `flat.shared`, over which its gradient is summed last, each rank
+    the part that it owns.
     """
 
-    def __init__(self, flat: FlatParameters, group: ProcessGroup | None, *, in_bf16: bool = False) -> None:
+    def __init__(self, flat: FlatParameters, group: ProcessGroup | None, *, in_bf16: bool = False,
+                 embedding_group: ProcessGroup | None = None) -> None:
         self._flat = flat
         self._group = group if group is not None and group.size() > 1 else None
-        self._in_bf16 = in_bf16
-        self._bucket_of = {name: i for i, bucket in enumerate(flat.buckets) for name in bucket.names}
-        self._missing: list[set[str]] = []
+        self._in_bf16, self._embedding_group = in_bf16, embedding_group
         self._sent: list[tuple[dist.Work, Tensor, Tensor]] = []  # the owned gradients, and what comes for them
-        self._first = self._last = True
+        self.begin(0)
         for name, parameter in flat.parameters.items():
             parameter.register_post_accumulate_grad_hook(self._hook(name))
 
-    @contextlib.contextmanager
-    def micro_batch(self, index: int, count: int) -> Iterator[None]:
-        """Around the backward of micro-batch `index` of the `count` of this step."""
-        self._first, self._last = index == 0, index == count - 1
-        self._missing = [set(bucket.names) for bucket in self._flat.buckets]
-        yield
-        forgotten = [name for names in self._missing for name in names]
-        assert not forgotten, f"parameters without a gradient: {forgotten}"
+    def begin(self, micro_batches: int) -> None:
+        """Before the first backward of a step, in which every parameter gets a gradient of each of `micro_batches`."""
+        self._awaited = dict.fromkeys(self._flat.parameters, micro_batches)
+        self._incomplete = [len(bucket.names) for bucket in self._flat.buckets]
+        self._begun: set[str] = set()  # the parameters that have a gradient of this step
+
+    def forward(self, index: int) -> contextlib.AbstractContextManager[None]:
+        """Around the forward of micro-batch `index`."""
+        return contextlib.nullcontext()
 
     def finish(self) -> None:
         """Wait until every bucket of the step is reduced."""
+        forgotten = [name for name, awaited in self._awaited.items() if awaited]
+        assert not forgotten, f"parameters without a gradient: {forgotten}"
         for work, own, received in self._sent:
             work.wait()
             if self._in_bf16:
                 own.copy_(received)
         self._sent.clear()
         sum_partial(self._flat)
+        if self._embedding_group is not None and self._flat.shared is not None:
+            dist.all_reduce(self._flat.owned_grad(self._flat.shared), group=self._embedding_group)
 
     def add(self, name: str, gradient: Tensor) -> None:
         """Add the gradient of a micro-batch for the parameter `name`: a tensor of its shape, in any dtype."""
-        if self._first:
+        if self._is_first(name):
             self._flat.grad(name).copy_(gradient)
         else:
             self._flat.grad(name).add_(gradient)
 
     def add_rows(self, name: str, rows: Tensor, gradients: Tensor) -> None:
-        """Add more of the same gradient, after `add`: gradients [t, h] for the rows [t] int64, in the same order in
-        each run."""
+        """Add a gradient of which only some rows are not 0: gradients [t, h] for the rows [t] int64, in the same order
+        in each run."""
+        if self._is_first(name):
+            self._flat.grad(name).zero_()
         self._flat.grad(name).index_put_((rows,), gradients.float(), accumulate=True)
 
     def complete(self, name: str) -> None:
-        """Say that this micro-batch has no more gradients for the parameter `name`. In the last one, buckets that are
-        complete are sent."""
-        self._missing[self._bucket_of[name]].remove(name)
-        if self._last and self._group is not None:
-            self._send_ready()
+        """Say that a micro-batch has no more gradients for the parameter `name`. Buckets that are complete are sent."""
+        self._awaited[name] -= 1
+        if self._awaited[name] == 0:
+            self._incomplete[self._flat.bucket_of[name]] -= 1
+            if self._group is not None:
+                self._send_ready()
+
+    def _is_first(self, name: str) -> bool:
+        first = name not in self._begun
+        self._begun.add(name)
+        return first
 
     def _hook(self, name: str):  # type: ignore[no-untyped-def]
         def collect(parameter: Tensor) -> None:
@@ -91,7 +106,7 @@ class GradientReducer:
         return collect
 
     def _send_ready(self) -> None:
-        while len(self._sent) < len(self._missing) and not self._missing[len(self._sent)]:
+        while len(self._sent) < len(self._incomplete) and not self._incomplete[len(self._sent)]:
             index = len(self._sent)
             grads, bucket = self._flat.bucket_grads(index), self._flat.buckets[index]
             part, start = self._flat.owned_part(bucket), bucket.range.start
@@ -123,6 +138,21 @@ class _TiedGradient:
         self._reducer.complete(self._name)
 
 
+class _TiedGradientOfAStage:
+    """The same on the first or the last stage of a pipeline, which has the embedding or the head."""
+
+    def __init__(self, reducer: GradientReducer, name: str) -> None:
+        self._reducer, self._name = reducer, name
+
+    def add(self, gradient: Tensor) -> None:
+        self._reducer.add(self._name, gradient)
+        self._reducer.complete(self._name)
+
+    def add_rows(self, rows: Tensor, gradients: Tensor) -> None:
+        self._reducer.add_rows(self._name, rows, gradients)
+        self._reducer.complete(self._name)
+
+
 class TorchDDPReducer:
     """Does what `GradientReducer` does by `torch.nn.parallel.DistributedDataParallel`, which reduces in the parameters'
     dtype. bucket_size: elements of a bucket; DDP counts in MB of 2^20 bytes. `module` is what forward is called on."""
@@ -134,11 +164,13 @@ class TorchDDPReducer:
         self.module = nn.parallel.DistributedDataParallel(
             module, process_group=group, broadcast_buffers=False, bucket_cap_mb=max(bucket_size * element >> 20, 1))
 
-    @contextlib.contextmanager
-    def micro_batch(self, index: int, count: int) -> Iterator[None]:
-        """As `GradientReducer.micro_batch`."""
-        with contextlib.nullcontext() if index == count - 1 else self.module.no_sync():
-            yield
+    def begin(self, micro_batches: int) -> None:
+        """As `GradientReducer.begin`."""
+        self._micro_batches = micro_batches
+
+    def forward(self, index: int) -> contextlib.AbstractContextManager[None]:
+        """Around the forward of micro-batch `index`: of the last one alone backward sends gradients."""
+        return contextlib.nullcontext() if index == self._micro_batches - 1 else self.module.no_sync()
 
     def finish(self) -> None:
         """Copy the reduced gradients into `flat`, in float32."""
@@ -151,21 +183,24 @@ class TorchDDPReducer:
 
 
 def sum_partial(flat: FlatParameters) -> None:
-    """Sum the gradients that sequence parallelism leaves partial, over the model-parallel group. Each rank sums what it
-    owns; the ranks of the group own the same ranges."""
+    """Sum the gradients that sequence parallelism leaves partial, over the tensor-parallel group. Each rank sums what
+    it owns; the ranks of the group own the same ranges."""
     if any(segment.is_partial for segment in flat.owned):
         sum_over_group([grad for grad, segment in zip(flat.owned_grads(), flat.owned, strict=True)
                         if segment.is_partial])
 
 
 def reducer_for(config: ParallelConfig, flat: FlatParameters, model: GPT2Model,
-                group: ProcessGroup | None) -> tuple[GradientReducer | TorchDDPReducer, nn.Module]:
-    """The reducer that --DDP-impl names, and the module to call forward on. group: the data-parallel one."""
+                parallel: ParallelState) -> tuple[GradientReducer | TorchDDPReducer, nn.Module]:
+    """The reducer that --DDP-impl names, and the module to call forward on."""
+    group = parallel.data_parallel_group
     if config.DDP_impl == "torch" and group is not None and group.size() > 1:
         ddp = TorchDDPReducer(flat, model, group, bucket_size=config.ddp_bucket_size)
         return ddp, ddp.module
-    reducer = GradientReducer(flat, group, in_bf16=config.grad_reduce_in_bf16)
-    model.tied_gradient = _TiedGradient(reducer, "word_embeddings.weight")
+    reducer = GradientReducer(flat, group, in_bf16=config.grad_reduce_in_bf16,
+                              embedding_group=parallel.embedding_group)
+    tied = _TiedGradient if model.has_embeddings and model.has_head else _TiedGradientOfAStage
+    model.tied_gradient = tied(reducer, TIED)
     return reducer, model
 
 

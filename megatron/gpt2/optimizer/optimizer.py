@@ -87,9 +87,10 @@ class AdamWOptimizer:
 
     def _unscaled_norm(self, grads: Sequence[Tensor]) -> Tensor:
         """The norm of the gradients of all ranks, without the loss scale."""
-        split = [segment.is_split for segment in self.flat.owned]
-        squared = mpu.squared_norm((g for g, s in zip(grads, split, strict=True) if s),
-                                   (g for g, s in zip(grads, split, strict=True) if not s),
+        counted = [(grad, segment.is_split) for grad, segment in zip(grads, self.flat.owned, strict=True)
+                   if not segment.is_copy]
+        squared = mpu.squared_norm((g for g, is_split in counted if is_split),
+                                   (g for g, is_split in counted if not is_split),
                                    self.flat.params.device, sharded=self.flat.is_sharded)
         return squared.sqrt() / self.scaler.scale
 

@@ -35,7 +35,7 @@ from megatron.gpt2.text.sampling import Sampling
 
 def arguments(argv: Sequence[str], ranks: Ranks, log: Log) -> argparse.Namespace:
     """The flags, checked. ValueError or FileNotFoundError where one cannot be. log: takes the notices."""
-    parser = ModelParser(__doc__, precision="auto", model_parallel_size=ranks.world_size)
+    parser = ModelParser(__doc__, precision="auto", model_parallel_size=None)
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--prompt", help="text to continue; empty: a new document (default: ask for prompts)")
     source.add_argument("--sample-input-file", metavar="FILE", help="a prompt on each line; answers are JSON lines")

@@ -18,15 +18,19 @@ from megatron.gpt2.text.load_model import LoadedModel, load_for_inference
 class ModelParser(Parser):
     """The parser of a program that uses a trained model: it knows the flags for the model and for where it runs.
 
-    precision: the default of --precision. model_parallel_size: the default of --model-parallel-size.
+    precision: the default of --precision. model_parallel_size: the default of --model-parallel-size. None: all ranks
+    that --pipeline-model-parallel-size leaves, see `check_shared`.
     """
 
-    def __init__(self, doc: str | None, *, precision: str, model_parallel_size: int = 1) -> None:
+    def __init__(self, doc: str | None, *, precision: str, model_parallel_size: int | None = 1) -> None:
         super().__init__(description=doc)
         self.add_argument("--load", required=True, metavar="DIR", help="the --save folder of a training run")
         self.add_argument("--model-parallel-size", "--tensor-model-parallel-size", type=int, metavar="N",
                           default=model_parallel_size,
-                          help="ranks that share each layer, whatever the checkpoint's were (default: %(default)s)")
+                          help="ranks that share each layer, whatever the checkpoint's were (default: "
+                               f"{model_parallel_size or 'all'})")
+        self.add_argument("--pipeline-model-parallel-size", type=int, metavar="N", default=1,
+                          help="ranks that hold successive layers (default: 1)")
         self.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
         self.add_argument("--precision", default=precision, choices=PRECISION_CHOICES,
                           help=f"default: {precision}")
@@ -37,11 +41,15 @@ class ModelParser(Parser):
 
 
 def check_shared(args: argparse.Namespace, ranks: Ranks) -> None:
-    """ValueError unless all ranks share each layer, as the programs need that generate text."""
-    if args.model_parallel_size != ranks.world_size:
-        raise ValueError(f"--model-parallel-size {args.model_parallel_size}, but the ranks that share each layer are "
-                         f"all that were started, {ranks.world_size}: leave the flag out; --nproc-per-node starts "
-                         "ranks")
+    """ValueError unless all ranks hold one model, as the programs need that generate text."""
+    stages = args.pipeline_model_parallel_size
+    if args.model_parallel_size is None:
+        args.model_parallel_size = ranks.world_size // max(stages, 1) or 1
+    size = args.model_parallel_size
+    if size * stages != ranks.world_size:
+        given = f"--model-parallel-size {size}" + f" × --pipeline-model-parallel-size {stages}" * (stages > 1)
+        raise ValueError(f"{given}, but the ranks that hold the model are all that were started, {ranks.world_size}: "
+                         "leave --model-parallel-size out; --nproc-per-node starts ranks")
 
 
 def open_model(args: argparse.Namespace, ranks: Ranks, log: Log) -> LoadedModel:
@@ -59,8 +67,9 @@ def open_model(args: argparse.Namespace, ranks: Ranks, log: Log) -> LoadedModel:
         torch.cuda.set_device(device)
     initialize_distributed(ranks, choose_backend(args.distributed_backend, device)[0], device,
                            ParallelConfig().distributed_timeout_minutes)
-    if args.model_parallel_size < 1 or ranks.world_size % args.model_parallel_size:
-        raise ValueError(f"the world of {ranks.world_size} ranks is not divisible by --model-parallel-size "
-                         f"{args.model_parallel_size}")
-    mpu.initialize_model_parallel(args.model_parallel_size)
+    size, stages = args.model_parallel_size, args.pipeline_model_parallel_size
+    if size < 1 or stages < 1 or ranks.world_size % (size * stages):
+        product = f"--model-parallel-size {size}" + f" × --pipeline-model-parallel-size {stages}" * (stages != 1)
+        raise ValueError(f"the world of {ranks.world_size} ranks is not divisible by {product}")
+    mpu.initialize_model_parallel(size, stages)
     return load_for_inference(args.load, device, dtype, log=log)

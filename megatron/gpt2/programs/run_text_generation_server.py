@@ -45,7 +45,7 @@ CONNECTIONS = 512  # beyond which new ones are refused
 
 def arguments(argv: Sequence[str], ranks: Ranks) -> argparse.Namespace:
     """The flags, checked. ValueError where one cannot be."""
-    parser = ModelParser(__doc__, precision="auto", model_parallel_size=ranks.world_size)
+    parser = ModelParser(__doc__, precision="auto", model_parallel_size=None)
     parser.add_argument("--host", default="127.0.0.1", metavar="ADDRESS",
                         help="address to listen at (default: 127.0.0.1, for this machine alone)")
     parser.add_argument("--port", type=int, default=5000, metavar="N", help="default: 5000; 0: any that is free")
@@ -137,7 +137,7 @@ def answer_clients(args: argparse.Namespace, loaded: LoadedModel, generator: Gen
 
 def print_start(args: argparse.Namespace, loaded: LoadedModel, listener: socket.socket, log: Log) -> None:
     """Print the model, the addresses, and how to end."""
-    url, ranks = url_of(listener), args.model_parallel_size
+    url, ranks = url_of(listener), args.model_parallel_size * args.pipeline_model_parallel_size
     for line in aligned([
             ("model", f"{args.load}, iteration {loaded.checkpoint.iteration:,}, "
                       f"{count_parameters(loaded.model.config)[0]:,} parameters, {PRECISIONS[loaded.dtype]} on "

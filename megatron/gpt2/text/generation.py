@@ -240,13 +240,13 @@ class Generator:
         last = (rows != _NO_TOKEN).sum(1) - 1
         cache = None
         if order.capacity:
-            config, p = self.model.config, mpu.get_model_parallel_world_size()
+            config, p = self.model.config, self.model.world_size
             cache = self._cache = mpu.KeyValueCache(
-                config.num_layers, order.b, config.num_attention_heads // p, order.capacity,
+                sum(map(len, self.model.chunks)), order.b, config.num_attention_heads // p, order.capacity,
                 config.hidden_size // config.num_attention_heads, dtype=next(self.model.parameters()).dtype,
                 device=self._device)
         elif self.model.sequence_parallel:  # the group must divide it; what is added comes after all that counts
-            rows = torch.nn.functional.pad(rows, (0, -order.width % mpu.get_model_parallel_world_size()))
+            rows = torch.nn.functional.pad(rows, (0, -order.width % self.model.world_size))
         return self.model.next_logits(rows.clamp(min=0).to(self._device), last.to(self._device), cache=cache)
 
     def _broadcast(self, numbers: Tensor) -> Tensor:

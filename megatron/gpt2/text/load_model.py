@@ -11,7 +11,8 @@ from data_utils import Tokenizer, load_tokenizer
 from megatron.gpt2.checkpoint.facts import check_facts
 from megatron.gpt2.checkpoint.folder import Checkpoint, find_checkpoint, load_model
 from megatron.gpt2.formats import refuse_foreign
-from megatron.gpt2.model.gpt2 import GPT2Model
+from megatron.gpt2.model.gpt2 import GPT2Model, parameter_specs
+from megatron.gpt2.pipeline.stages import layers_of_stages
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,8 @@ class LoadedModel:
 
 def load_for_inference(directory: str | Path, device: torch.device, dtype: torch.dtype, *,
                        log: Callable[[str], None]) -> LoadedModel:
-    """Load the newest checkpoint of the --save folder `directory`, split over the default model-parallel group.
+    """Load the newest checkpoint of the --save folder `directory`, split over the default model-parallel group,
+    its layers over the stages of a pipeline too.
 
     Every rank of that group calls it. log: takes a line for each damaged checkpoint that is passed over.
     Raises ValueError or FileNotFoundError, in one line, where the folder holds no checkpoint of this project, the
@@ -48,13 +50,16 @@ def load_for_inference(directory: str | Path, device: torch.device, dtype: torch
     if tokenizer.fingerprint != checkpoint.facts["tokenizer"]["fingerprint"]:
         raise ValueError(f"{Path(directory) / 'tokenizer'}: is not the tokenizer that {checkpoint.path} was trained "
                          "with; put that one back")
-    heads, ranks = config.num_attention_heads, mpu.get_model_parallel_world_size()
+    parallel, heads = mpu.get_parallel_state(), config.num_attention_heads
+    ranks = parallel.tensor_model_parallel_size
     if heads % ranks:
         raise ValueError(f"--load {directory}: {ranks} ranks cannot share its {heads} attention heads: give a number "
                          "that divides them (--nproc-per-node; the scripts: MP_SIZE)")
-    model = GPT2Model(config, device=device)
-    load_model(model.named_parameters(), mpu.partition_specs(model), checkpoint,
-               mp_rank=mpu.get_model_parallel_rank(), mp_size=ranks)
+    stage = layers_of_stages(config.num_layers, parallel.pipeline_model_parallel_size)[
+        parallel.pipeline_model_parallel_rank]
+    model = GPT2Model(config, chunks=[stage], device=device)
+    load_model(model.named_parameters(), parameter_specs(config, ranks), checkpoint,
+               mp_rank=parallel.tensor_model_parallel_rank, mp_size=ranks)
     model = model.to(dtype).eval()
     store_by_column(model)
     return LoadedModel(model, tokenizer, checkpoint, device, dtype)

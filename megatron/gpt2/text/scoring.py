@@ -82,11 +82,15 @@ def score(model: GPT2Model, windows: Sequence[Window], *, batch_size: int) -> Sc
                 np.arange(len(windows[i].ids) - windows[i].targets, len(windows[i].ids)) for i in batch]) - 1,
                 device=device)
             tokens = torch.from_numpy(text).to(device)
-            nats, hits = _against(model, model.hidden_states(tokens[:, :-1])[places, rows], tokens[rows, places + 1])
+            hidden = model.hidden_states(tokens[:, :-1])
+            if not model.has_head:
+                continue
+            nats, hits = _against(model, hidden[places, rows], tokens[rows, places + 1])
             scores[0, batch] = torch.stack([part.sum() for part in nats.split(counts)])
             scores[1, batch] = torch.stack([part.all() for part in hits.split(counts)]).double()
-    if (group := mpu.get_data_parallel_group()) is not None and group.size() > 1:
-        dist.all_reduce(scores, group=group)  # of each window all ranks but one have 0
+    for group in (mpu.get_data_parallel_group(), mpu.get_pipeline_model_parallel_group()):
+        if group is not None and group.size() > 1:
+            dist.all_reduce(scores, group=group)  # of each window all ranks but one have 0
     nats, greedy = scores.cpu().numpy()
     return Scores(nats, greedy == 1)
 
@@ -103,7 +107,7 @@ def _against(model: GPT2Model, hidden: Tensor, targets: Tensor) -> tuple[Tensor,
 
 def likeliest(logits: Tensor, vocab_size: int) -> Tensor:
     """logits [t, v/p], this rank's columns -> the ids of the greatest, int64 [t]; of equal ones the lowest id."""
-    first = mpu.get_model_parallel_rank() * logits.size(1)
+    first = mpu.get_tensor_model_parallel_rank() * logits.size(1)
     inside = torch.arange(first, first + logits.size(1), device=logits.device) < vocab_size
     best, where = logits.masked_fill(~inside, -torch.inf).max(dim=1, keepdim=True)  # [t, 1]
     best = mpu.gather_from_model_parallel_region(best)  # [t, p]

@@ -25,6 +25,7 @@ from megatron.gpt2.training.engine import build_engine
 from megatron.gpt2.training.prepare import Log, PreparedRun
 from megatron.gpt2.training.progress import Progress
 from megatron.gpt2.training.run import Run
+from megatron.gpt2.training.schedule_runner import ScheduleRunner
 
 
 def build_run(prepared: PreparedRun, log: Log) -> Run:
@@ -39,8 +40,10 @@ def build_run(prepared: PreparedRun, log: Log) -> Run:
     run_log = open_log(prepared, iteration, active=parallel.rank == 0)
     data = TrainingData(prepared, parallel, consumed_samples)
     checkpoints = Checkpointing(prepared, parallel, engine, lock=lock, log=run_log.info)
-    return Run(prepared=prepared, parallel=parallel, engine=engine, data=data, checkpoints=checkpoints, log=run_log,
-               timers=Timers(device), stop=StopSignal(prepared.timeout),
+    timers = Timers(device)
+    schedule = ScheduleRunner(prepared.config.schedule(prepared.micro_batches), engine, parallel, timers)
+    return Run(prepared=prepared, parallel=parallel, engine=engine, schedule=schedule, data=data,
+               checkpoints=checkpoints, log=run_log, timers=timers, stop=StopSignal(prepared.timeout),
                progress=Progress.at(iteration, consumed_samples, device),
                peak=devices.peak_flops(device, prepared.dtype))
 
@@ -54,7 +57,8 @@ def make_groups(prepared: PreparedRun) -> mpu.ParallelState:
     if not dist.is_initialized():
         initialize_distributed(prepared.ranks, prepared.backend, prepared.device, parallel.distributed_timeout_minutes)
     check_ranks_agree(prepared)
-    return mpu.initialize_model_parallel(parallel.model_parallel_size, timeout=prepared.timeout)
+    return mpu.initialize_model_parallel(parallel.model_parallel_size, parallel.pipeline_model_parallel_size,
+                                         timeout=prepared.timeout)
 
 
 def check_data_is_the_same(prepared: PreparedRun) -> None:

@@ -12,9 +12,18 @@ import mpu
 from megatron.gpt2.checkpoint.best import BEST, best_loss
 from megatron.gpt2.checkpoint.folder import Piece, find_checkpoint, write_checkpoint
 from megatron.gpt2.checkpoint.saver import Saver
-from megatron.gpt2.checkpoint.state import load_model, load_rng, load_state, model_pieces, rng_pieces, state_pieces
+from megatron.gpt2.checkpoint.state import (
+    load_model,
+    load_rng,
+    load_state,
+    model_pieces,
+    place_name,
+    rng_pieces,
+    state_pieces,
+)
 from megatron.gpt2.config import CheckpointConfig
 from megatron.gpt2.config.config_json import write_config
+from megatron.gpt2.model.gpt2 import TIED, parameter_specs
 from megatron.gpt2.optimizer.optimizer import MOMENTS
 from megatron.gpt2.records.environment import describe_environment
 from megatron.gpt2.training.collectives import max_over_ranks
@@ -99,20 +108,26 @@ def checkpoint_files(engine: Engine, parallel: mpu.ParallelState, config: Checkp
     """What this rank writes of a checkpoint, {path in its folder: {tensor name: piece}}, of the tensors as they are
     now."""
     specs = mpu.partition_specs(engine.model)
+    if not engine.model.has_embeddings:
+        specs.pop(TIED, None)  # the first stage saves it
     files: Files = {}
-    folder = f"mp_rank_{parallel.model_parallel_rank:02d}"
-    layout = {"mp_rank": parallel.model_parallel_rank, "mp_size": parallel.model_parallel_size}
+    rank, stage = parallel.tensor_model_parallel_rank, parallel.pipeline_model_parallel_rank
+    folder = f"mp_rank_{place_name(rank, stage, parallel.pipeline_model_parallel_size)}"
+    layout = {"mp_rank": rank, "mp_size": parallel.tensor_model_parallel_size}
     if parallel.data_parallel_rank == 0:
-        files[f"{folder}/model.safetensors"] = model_pieces(engine.model.named_parameters(), specs, **layout)
+        own = [(name, parameter) for name, parameter in engine.model.named_parameters() if name in specs]
+        files[f"{folder}/model.safetensors"] = model_pieces(own, specs, **layout)
     # Each data-parallel rank holds all of the optimizer's state, or where it is sharded a part of it.
     if not config.no_save_optim and (parallel.data_parallel_rank == 0 or engine.flat.is_sharded):
-        pieces = state_pieces(engine.optimizer.tensors(), specs, **layout)
+        states = (state for state in engine.optimizer.tensors() if state.name in specs)
+        pieces = state_pieces(states, specs, **layout)
         for kind in ("master", *MOMENTS):  # a file of each: they are written and hashed side by side
             files[f"{folder}/{kind}_dp_{parallel.data_parallel_rank:02d}.safetensors"] = {
                 key: piece for key, piece in pieces.items() if key.startswith(f"{kind}.")}
     if not config.no_save_rng:
         files[f"{folder}/rng_dp_{parallel.data_parallel_rank:02d}.safetensors"] = rng_pieces(
-            mp_rank=parallel.model_parallel_rank, dp_rank=parallel.data_parallel_rank, device=device)
+            mp_rank=rank, dp_rank=parallel.data_parallel_rank, device=device, pp_rank=stage,
+            pp_size=parallel.pipeline_model_parallel_size)
     return files
 
 
@@ -127,8 +142,8 @@ def load_run(prepared: PreparedRun, parallel: mpu.ParallelState, engine: Engine,
                                  verify=not wanted.no_verify)
     if checkpoint is None:
         raise ValueError(f"--load {prepared.source}: the checkpoint vanished while the run was starting")
-    specs = mpu.partition_specs(engine.model)
-    layout = {"mp_rank": parallel.model_parallel_rank, "mp_size": parallel.model_parallel_size}
+    specs = parameter_specs(prepared.config.model, parallel.tensor_model_parallel_size)
+    layout = {"mp_rank": parallel.tensor_model_parallel_rank, "mp_size": parallel.tensor_model_parallel_size}
     lost: list[str] = []
     has_optimizer = any(name.startswith("master.") for name in checkpoint.names())
     if wanted.finetune or wanted.no_load_optim or not has_optimizer:
@@ -150,8 +165,9 @@ def load_run(prepared: PreparedRun, parallel: mpu.ParallelState, engine: Engine,
         load_state(engine.optimizer.tensors(), specs, checkpoint, **layout)
         engine.optimizer.load_state_dict(checkpoint.facts["optimizer"])
     has_streams = not wanted.no_load_rng and load_rng(
-        checkpoint, mp_rank=parallel.model_parallel_rank, dp_rank=parallel.data_parallel_rank,
-        mp_size=parallel.model_parallel_size, dp_size=parallel.data_parallel_size, device=prepared.device)
+        checkpoint, mp_rank=parallel.tensor_model_parallel_rank, dp_rank=parallel.data_parallel_rank,
+        mp_size=parallel.tensor_model_parallel_size, dp_size=parallel.data_parallel_size, device=prepared.device,
+        pp_rank=parallel.pipeline_model_parallel_rank, pp_size=parallel.pipeline_model_parallel_size)
     if not wanted.no_load_rng and not has_streams:
         # Not the seed itself: dropout would repeat the masks of the first steps.
         seed_random_streams(prepared.config.train.seed + checkpoint.iteration, parallel, prepared.device)

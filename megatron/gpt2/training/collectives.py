@@ -7,6 +7,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+import mpu
+
 
 def max_over_ranks(number: int, device: torch.device) -> int:
     """The largest of all ranks' numbers, each below 2^63. device: this rank's, on which NCCL needs the number."""
@@ -33,6 +35,13 @@ def global_sum(values: Iterable[Tensor], group: ProcessGroup | None) -> Tensor:
     if group is not None and group.size() > 1:
         dist.all_reduce(stacked, group=group)
     return stacked
+
+
+def sum_over_replicas(values: Iterable[Tensor], parallel: mpu.ParallelState) -> Tensor:
+    """`global_sum` over the data-parallel ranks and the stages of the pipeline, of which one alone has other values
+    than 0. Every rank gets the sum."""
+    total = global_sum(values, parallel.data_parallel_group)
+    return global_sum(total, parallel.pipeline_model_parallel_group)
 
 
 def _where(device: torch.device) -> torch.device | str:

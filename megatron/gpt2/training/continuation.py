@@ -20,20 +20,23 @@ COURSE = ("data_fingerprint", "global_batch_size", "config.train.seed",
               "lr", "min_lr", "lr_decay_style", "lr_decay_iters", "warmup", "lr_warmup_iters", "lr_wsd_decay_iters",
               "weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad")))
 # What changes the order of sums, or how a number is rounded.
-ROUNDING = ("layout.model_parallel_size", "layout.data_parallel_size", "layout.optimizer_is_sharded", "precision",
+ROUNDING = (*(f"layout.{name}" for name in ("model_parallel_size", "pipeline_parallel_size", "data_parallel_size",
+                                           "optimizer_is_sharded")), "precision",
             *(f"config.parallel.{name}" for name in ("sequence_parallel", "DDP_impl", "ddp_bucket_size",
                                                      "grad_reduce_in_bf16", "cpu_offload_optimizer")),
             *(f"config.train.{name}" for name in ("micro_batch_size", "compile", "attention_backend")),
             "computed_by.torch", "computed_by.kernels", "computed_by.threads")
 NAMES = {"data_fingerprint": "the training data or --split", "global_batch_size": "--global-batch-size",
-         "layout.model_parallel_size": "model-parallel size", "layout.data_parallel_size": "data-parallel size",
+         "layout.model_parallel_size": "model-parallel size",
+         "layout.pipeline_parallel_size": "pipeline-parallel size", "layout.data_parallel_size": "data-parallel size",
          "layout.optimizer_is_sharded": "a sharded optimizer", "precision": "--precision", "computed_by.torch": "torch",
          "computed_by.kernels": "kernels of", "computed_by.threads": "threads", "train_iters": "--train-iters"}
 
 
 def what_decides(prepared: PreparedRun, parallel: mpu.ParallelState, *, sharded: bool) -> dict[str, Any]:
     """What the numbers of a run depend on, beside its weights and state: facts of a checkpoint, as JSON."""
-    return {"layout": {"model_parallel_size": parallel.model_parallel_size,
+    return {"layout": {"model_parallel_size": parallel.tensor_model_parallel_size,
+                       "pipeline_parallel_size": parallel.pipeline_model_parallel_size,
                        "data_parallel_size": parallel.data_parallel_size, "optimizer_is_sharded": sharded},
             "config": prepared.config.as_dict(), "train_iters": prepared.train_iters,
             "global_batch_size": prepared.global_batch_size, "data_fingerprint": prepared.splits.fingerprint,

@@ -6,7 +6,6 @@ Legend: n samples, s sequence.
 """
 
 import zlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -36,14 +35,16 @@ class Batch:
     positions: Tensor | None = None
     documents: list[mpu.Documents] | None = None
 
-    def micro_batches(self, size: int, token_weight: Tensor) -> Iterator[dict[str, Tensor | mpu.Documents | None]]:
+    def micro_batches(self, size: int, token_weight: Tensor) -> list[dict[str, Tensor | mpu.Documents | None]]:
         """The arguments of the model for each micro-batch of `size` samples. token_weight: [n, s] float32."""
-        for number, start in enumerate(range(0, len(self.tokens), size)):
-            part = slice(start, start + size)
-            yield {"tokens": self.tokens[part], "labels": self.labels[part], "token_weight": token_weight[part],
-                   "samples": None if self.samples is None else self.samples[part],
-                   "positions": None if self.positions is None else self.positions[part],
-                   "documents": None if self.documents is None else self.documents[number]}
+        def arguments(number: int, part: slice) -> dict[str, Tensor | mpu.Documents | None]:
+            return {"tokens": self.tokens[part], "labels": self.labels[part], "token_weight": token_weight[part],
+                    "samples": None if self.samples is None else self.samples[part],
+                    "positions": None if self.positions is None else self.positions[part],
+                    "documents": None if self.documents is None else self.documents[number]}
+
+        return [arguments(number, slice(start, start + size))
+                for number, start in enumerate(range(0, len(self.tokens), size))]
 
 
 class TrainingData:
@@ -78,17 +79,20 @@ class TrainingData:
                         device=self._device, samples=samples)
 
     def check_ranks_agree(self, iteration: int) -> None:
-        """Raise DamagedData, on every rank, where ranks that share layers have read different text so far. Every rank
-        calls it at the same iteration."""
-        if (size := self._parallel.model_parallel_size) == 1:
+        """Raise DamagedData, on every rank, where ranks that hold one model together have read different text so far.
+        Every rank calls it at the same iteration."""
+        parallel = self._parallel
+        if parallel.model_parallel_size == 1:
             return
+        size, of_a_stage = parallel.tensor_model_parallel_size, parallel.world_size // \
+            parallel.pipeline_model_parallel_size
         digests = gather_over_ranks(self._digest, self._device)
-        different = [rank for rank, digest in enumerate(digests) if digest != digests[rank - rank % size]]
-        if different:
-            rank = different[0]
-            raise DamagedData(f"rank {rank} has read other data than rank {rank - rank % size}, with which it shares "
-                              f"each layer, by iteration {iteration}: every machine needs the same files, and none may "
-                              "change while a run reads it; the same command continues from the last checkpoint")
+        for rank, digest in enumerate(digests):
+            first = rank % of_a_stage // size * size  # of the ranks that hold one model with it
+            if digest != digests[first]:
+                raise DamagedData(f"rank {rank} has read other data than rank {first}, with which it holds one model, "
+                                  f"by iteration {iteration}: every machine needs the same files, and none may change "
+                                  "while a run reads it; the same command continues from the last checkpoint")
 
 
 def batch_of(text: Tensor, config: DataConfig, *, eod: int, micro_batch_size: int, device: torch.device,

@@ -8,7 +8,7 @@ from torch import nn
 import mpu
 from megatron.gpt2.config.inert import without_effect
 from megatron.gpt2.model.attention_backend import choose_attention
-from megatron.gpt2.model.gpt2 import GPT2Model
+from megatron.gpt2.model.gpt2 import TIED, GPT2Model
 from megatron.gpt2.optimizer.flat_parameters import FlatParameters
 from megatron.gpt2.optimizer.gradient_reducer import (
     GradientReducer,
@@ -24,6 +24,7 @@ from mpu import kernels
 
 # Data-parallel ranks are further apart than any model-parallel size, so that no two random streams meet.
 DATA_PARALLEL_STRIDE = 1 << 16
+PIPELINE_STRIDE = 100
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +53,7 @@ def build_engine(prepared: PreparedRun, parallel: mpu.ParallelState, log: Log) -
     if reason := choose_attention(
             config.train.attention_backend, device, prepared.dtype,
             b=config.train.micro_batch_size, s=config.data.seq_length,
-            n=shape.num_attention_heads // parallel.model_parallel_size,
+            n=shape.num_attention_heads // parallel.tensor_model_parallel_size,
             d=shape.hidden_size // shape.num_attention_heads, dropout_p=shape.attention_dropout):
         log(reason)
     if (config.train.dropout_rng == "counter" and shape.attention_dropout > 0
@@ -61,7 +62,9 @@ def build_engine(prepared: PreparedRun, parallel: mpu.ParallelState, log: Log) -
             "--attention-dropout 0 layouts are comparable")
     for line in without_effect(config, device.type):
         log(line)
+    stages = config.layers_of_stages()
     model = GPT2Model(config.model, seed=config.train.seed, device=device,
+                      chunks=stages[parallel.pipeline_model_parallel_rank::parallel.pipeline_model_parallel_size],
                       dropout_seed=config.train.seed if config.train.dropout_rng == "counter" else None,
                       recompute=config.train.recompute_granularity,
                       recompute_num_layers=config.train.recompute_num_layers,
@@ -75,8 +78,10 @@ def build_engine(prepared: PreparedRun, parallel: mpu.ParallelState, log: Log) -
                           bucket_size=bucket_size(config.parallel.ddp_bucket_size, parallel.data_parallel_size),
                           ranks=(parallel.data_parallel_rank, parallel.data_parallel_size),
                           sharded=config.parallel.use_distributed_optimizer,
-                          offloaded=config.parallel.cpu_offload_optimizer)
-    reducer, forward = reducer_for(config.parallel, flat, model, parallel.data_parallel_group)
+                          offloaded=config.parallel.cpu_offload_optimizer,
+                          shared=None if parallel.embedding_group is None else TIED,
+                          is_copy=not model.has_embeddings)
+    reducer, forward = reducer_for(config.parallel, flat, model, parallel)
     gatherer = ParameterGatherer(flat, model, parallel.data_parallel_group)
     rates = LearningRate(config.optimizer, prepared.train_iters).table(prepared.train_iters)
     optimizer = AdamWOptimizer(flat, gatherer, config.optimizer,
@@ -86,5 +91,6 @@ def build_engine(prepared: PreparedRun, parallel: mpu.ParallelState, log: Log) -
 
 def seed_random_streams(seed: int, parallel: mpu.ParallelState, device: torch.device) -> None:
     """Seed mpu's random streams for a model on `device`, with other seeds on every data-parallel rank, whose samples
-    differ. (Megatron seeded them alike in 2019.)"""
-    mpu.model_parallel_cuda_manual_seed(seed + DATA_PARALLEL_STRIDE * parallel.data_parallel_rank, device)
+    differ (Megatron seeded them alike in 2019), and, as in Megatron, on every stage of a pipeline."""
+    mpu.model_parallel_cuda_manual_seed(seed + DATA_PARALLEL_STRIDE * parallel.data_parallel_rank
+                                        + PIPELINE_STRIDE * parallel.pipeline_model_parallel_rank, device)

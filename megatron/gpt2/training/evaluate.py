@@ -11,7 +11,7 @@ from data_utils.samplers import Samples
 from megatron.gpt2.records.reporting import EvaluationRecord, evaluation_line
 from megatron.gpt2.text.generation import Continuation, generate
 from megatron.gpt2.text.sampling import Sampling
-from megatron.gpt2.training.collectives import global_sum
+from megatron.gpt2.training.collectives import sum_over_replicas
 from megatron.gpt2.training.run import Run
 
 # Cool, since a small model's unlikely words are often wrong; without the penalty it then repeats itself ("the class of
@@ -35,12 +35,13 @@ def evaluate(run: Run, dataset: Samples, split: str, max_samples: int) -> Evalua
                                    data_parallel_size=parallel.data_parallel_size, max_samples=max_samples):
         batch = data.to_device(data.on_host(text))
         (whole,) = batch.micro_batches(micro_batch_size, batch.mask)
-        nats += model(**whole)
-        tokens += batch.mask.sum()
-        size += (byte_lengths[batch.labels] * batch.mask).sum()
+        nats += run.schedule.evaluate(whole)
+        if model.has_head:  # of a pipeline's stages one alone counts
+            tokens += batch.mask.sum()
+            size += (byte_lengths[batch.labels] * batch.mask).sum()
     model.train()
     data.check_ranks_agree(run.progress.iteration)
-    nats_all, tokens_all, size_all = global_sum((nats, tokens, size), parallel.data_parallel_group).tolist()
+    nats_all, tokens_all, size_all = sum_over_replicas((nats, tokens, size), parallel).tolist()
     return EvaluationRecord(run.progress.iteration, split, nats_all / max(tokens_all, 1.0),
                             nats_all / math.log(2) / size_all if size_all else None)
 

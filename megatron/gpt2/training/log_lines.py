@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from megatron.gpt2.memory_planner.report import expected_peak
 from megatron.gpt2.optimizer.late_reading import LateReading
 from megatron.gpt2.records.reporting import IterationRecord, iteration_line, memory_line, peak_memory
-from megatron.gpt2.training.collectives import global_sum
+from megatron.gpt2.training.collectives import sum_over_replicas
 from megatron.gpt2.training.run import Run
 
 
@@ -50,7 +50,7 @@ class LogLines:
         iterations = progress.iteration - self._iteration
         skipped_in_all = int(optimizer.skipped_steps)  # waits for the device
         skipped = skipped_in_all - self._skipped
-        loss = global_sum([progress.loss_sum], run.parallel.data_parallel_group).item()
+        loss = sum_over_replicas([progress.loss_sum], run.parallel).item()
         progress.loss_sum.zero_()
         now = time.perf_counter()
         seconds, self._time = now - self._time, now

@@ -6,11 +6,12 @@ from pathlib import Path
 from data_utils import GPT2Dataset, unigram_bits_per_byte, xz_bits_per_byte
 from data_utils.command_line import how_to_call
 from megatron.gpt2.checkpoint.folder import Checkpoint, find_checkpoint
-from megatron.gpt2.config import CheckpointConfig
+from megatron.gpt2.config import CheckpointConfig, Config
 from megatron.gpt2.config.flag_names import differing_flags
 from megatron.gpt2.device import PRECISIONS
 from megatron.gpt2.memory_planner.report import start_rows, warning
 from megatron.gpt2.model.gpt2 import count_parameters
+from megatron.gpt2.pipeline.timetable import equal_costs, timetable
 from megatron.gpt2.records.reporting import UNIGRAM, EvaluationRecord, closing_report, start_table
 from megatron.gpt2.training.run import Run
 
@@ -18,23 +19,35 @@ from megatron.gpt2.training.run import Run
 XZ_LIMIT = 32 << 20  # bytes
 
 
+def schedule_row(config: Config, micro_batches: int) -> str:
+    """What the start table says of a pipeline."""
+    schedule = config.schedule(micro_batches)
+    bubble = timetable(schedule, equal_costs(schedule, 1, 1, 1)).bubble
+    layers = ", ".join(f"{stage.start}-{stage.stop - 1}" for stage in config.layers_of_stages())
+    return f"{schedule.name}, {bubble:.0%} of a step idle if all stages are equally fast; layers {layers}"
+
+
 def log_start(run: Run) -> None:
     """Log the start table, and warnings of what the run lacks: memory, data, a validation split."""
     prepared, config, p, progress = run.prepared, run.config, run.parallel, run.progress
     tokenizer, splits = run.data.tokenizer, run.data.splits
-    total, own = count_parameters(config.model, p.model_parallel_size)
+    total = count_parameters(config.model, p.tensor_model_parallel_size)[0]
+    own = sum(parameter.numel() for parameter in run.engine.model.parameters())
     model, data = config.model, config.data
     samples = len(splits.train)
+    pipeline = f"pipeline {p.pipeline_model_parallel_size} × " if p.pipeline_model_parallel_size > 1 else ""
     needed = progress.consumed_samples + (prepared.train_iters - progress.iteration) * prepared.global_batch_size
     epochs = needed / samples
     rows = [
         ("model", f"GPT-2, {model.num_layers} layers, hidden size {model.hidden_size}, "
                   f"{model.num_attention_heads} heads, vocabulary {model.vocab_size:,}, sequence {data.seq_length:,}"
                   + (f" (--model {prepared.arguments.preset})" if prepared.arguments.preset else "")),
-        ("parameters", f"{total:,} in all, {own:,} per rank with the padded vocabulary"),
-        ("layout", f"{p.world_size} ranks: model-parallel {p.model_parallel_size} × data-parallel "
+        ("parameters", f"{total:,} in all, {own:,} on this rank with the padded vocabulary" if pipeline else
+                       f"{total:,} in all, {own:,} per rank with the padded vocabulary"),
+        ("layout", f"{p.world_size} ranks: model-parallel {p.tensor_model_parallel_size} × {pipeline}data-parallel "
                    f"{p.data_parallel_size}"),
         ("precision", f"{PRECISIONS[prepared.dtype]} on {run.device}; MFU is of {run.peak[1]}"),
+        *([("schedule", schedule_row(config, prepared.micro_batches))] if pipeline else []),
         ("batch", f"{config.train.micro_batch_size} samples × {p.data_parallel_size} data-parallel ranks × "
                   f"{prepared.micro_batches} accumulated = {prepared.global_batch_size} a step, "
                   f"{prepared.tokens_per_step:,} tokens"),

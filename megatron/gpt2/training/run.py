@@ -15,19 +15,22 @@ from megatron.gpt2.training.data import TrainingData
 from megatron.gpt2.training.engine import Engine
 from megatron.gpt2.training.prepare import PreparedRun
 from megatron.gpt2.training.progress import Progress
+from megatron.gpt2.training.schedule_runner import ScheduleRunner
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
     """A training run under way. Only what `progress` and the tensors of `engine` hold changes from step to step.
 
-    prepared: what was known before the ranks met: flags, device, precision, lengths.
+    prepared: what was known before the ranks met: flags, device, precision, lengths. schedule: runs the forward and
+    backward passes of a step.
     parallel: the groups of this rank. peak: FLOP/s of one device, and words for what that figure is.
     """
 
     prepared: PreparedRun
     parallel: mpu.ParallelState
     engine: Engine
+    schedule: ScheduleRunner
     data: TrainingData
     checkpoints: Checkpointing
     log: RunLog

@@ -9,8 +9,8 @@ from megatron.gpt2.training.run import Run
 
 
 def train_step(run: Run) -> None:
-    """Accumulate micro-batches -> reduce gradients -> the norm, which skips the step if it is not finite -> clip ->
-    AdamW -> schedule."""
+    """Forward and backward of the micro-batches -> reduce gradients -> the norm, which skips the step if it is not
+    finite -> clip -> AdamW -> learning rate."""
     engine, optimizer, timers = run.engine, run.engine.optimizer, run.timers
     with timers("batch generator"):
         with timers("data loader"):
@@ -20,16 +20,7 @@ def train_step(run: Run) -> None:
         # anything is rounded to 16 bits.
         token_weight = batch.mask * (optimizer.scaler.scale / tokens_in_global_batch(run, batch))
 
-    losses = []
-    for i, micro_batch in enumerate(batch.micro_batches(run.config.train.micro_batch_size, token_weight)):
-        with engine.reducer.micro_batch(i, run.prepared.micro_batches):
-            with timers("forward"):
-                loss = engine.forward(**micro_batch)
-            with timers("backward"):
-                loss.backward()
-        losses.append(loss.detach())
-    loss = torch.stack(losses).sum() / optimizer.scaler.scale
-
+    loss = run.schedule(batch.micro_batches(run.config.train.micro_batch_size, token_weight)) / optimizer.scaler.scale
     with timers("allreduce"):
         engine.reducer.finish()
     with timers("optimizer"):

@@ -6,17 +6,18 @@ Legend: b samples of a micro-batch, s sequence, w width, p model-parallel size.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-import mpu
 from megatron.gpt2.checkpoint.state import state_pieces
+from megatron.gpt2.model.gpt2 import TIED, parameter_specs
 from megatron.gpt2.optimizer.flat_state import FlatState
 from megatron.gpt2.optimizer.optimizer import MOMENTS
-from megatron.gpt2.training.collectives import global_sum
+from megatron.gpt2.training.collectives import sum_over_replicas
 from megatron.gpt2.training.run import Run
 from megatron.gpt2.training.train_step import train_step
 from megatron.gpt2.verification.parts import Key, Part
@@ -28,6 +29,7 @@ OUTPUTS = {"input_layernorm": False, "attention.query_key_value": True, "attenti
            "post_attention_layernorm": False, "mlp.dense_h_to_4h": True, "mlp.dense_4h_to_h": False}
 # What these modules are given: the output of a function between two modules, split by the width.
 INPUTS = {"attention.dense": "attention.core", "mlp.dense_4h_to_h": "mlp.gelu"}
+PER_LAYER = len(OUTPUTS) + len(INPUTS) + 1  # with its own output
 # Whose gradient is complete on each rank.
 WITH_GRADIENT = ("input_layernorm", "post_attention_layernorm")
 
@@ -42,9 +44,10 @@ class Capture:
     def __init__(self, run: Run, take: Callable[[Part], None]) -> None:
         self._run, self._take = run, take
         self._parallel, self._model = run.parallel, run.engine.model
-        self._specs = mpu.partition_specs(self._model)
+        self._specs = parameter_specs(run.config.model, run.parallel.tensor_model_parallel_size)
         self._size = run.config.train.micro_batch_size
-        self._step = self._micro_batch = self._place = 0
+        self._step = self._micro_batch = self._place = self._first_layer = 0
+        self._begun: Counter[int] = Counter()  # micro-batches of this step, by the first layer of their chunk
         self._is_forward = False
         self._losses: list[Tensor] = []
         self._scale = 1.0
@@ -64,7 +67,7 @@ class Capture:
         """A training step, all of whose tensors are taken."""
         run = self._run
         self._step += 1
-        self._micro_batch = -1
+        self._begun.clear()
         self._losses = []
         self._scale = float(run.engine.optimizer.scaler.scale)
         run.progress.loss_sum.zero_()
@@ -90,6 +93,8 @@ class Capture:
                           model.register_forward_hook(self._end)]
         self._on_input(model.transformer, "embeddings", gradient=True)
         for number, layer in enumerate(model.transformer.layers):
+            if layer is None:
+                continue
             name = f"transformer.layers.{number}"
             if model.is_compiled:
                 layer._compiled_call_impl = self._after(layer._compiled_call_impl, name)
@@ -100,7 +105,8 @@ class Capture:
                     self._on_input(module, f"{name}.{INPUTS[part]}", split=True)
                 self._on_output(module, f"{name}.{part}", split=split, gradient=part in WITH_GRADIENT)
             self._on_output(layer, name, gradient=True)
-        self._on_output(model.transformer.final_layernorm, "transformer.final_layernorm", gradient=True)
+        if model.has_head:
+            self._on_output(model.transformer.final_layernorm, "transformer.final_layernorm", gradient=True)
 
     def _on_input(self, module: nn.Module, name: str, *, split: bool = False, gradient: bool = False) -> None:
         self._handles.append(module.register_forward_pre_hook(
@@ -119,15 +125,22 @@ class Capture:
         return call
 
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._micro_batch += 1
-        self._place, self._is_forward = 0, True
+        chunk = kwargs.get("chunk")
+        self._first_layer = 0 if chunk is None else chunk.start
+        self._micro_batch = self._begun[self._first_layer]  # each chunk has them in their order
+        self._begun[self._first_layer] += 1
+        self._place, self._is_forward = self._first_layer * (1 if self._model.is_compiled else PER_LAYER), True
+        if self._first_layer > 0:
+            self._place += 1  # the embeddings'
+            return
         for place, name in enumerate(("samples", "tokens", "labels")):
             if kwargs.get(name) is not None:
                 self._samples("input", name, kwargs[name], self._first_sample(), place=place)
 
     def _end(self, module: nn.Module, args: tuple[Any, ...], out: Tensor) -> None:
         self._is_forward = False
-        self._losses.append(out.detach())
+        if out.dim() == 0:  # not the hidden states of a stage
+            self._losses.append(out.detach())
 
     def _first_sample(self) -> int:
         """The place of this micro-batch's first sample in the global batch; data_utils/samplers.py has the rule."""
@@ -136,7 +149,7 @@ class Capture:
 
     def _activation(self, name: str, x: Tensor, *, split: bool = False, gradient: bool = False) -> None:
         """Take x, [s, b, w] or a part of it; with `gradient` also its gradient, once backward has it."""
-        if not self._is_forward:
+        if not self._is_forward or (name == "embeddings" and self._first_layer > 0):
             return
         self._place += 1
         first, place, scale = self._first_sample(), self._place, self._scale
@@ -150,7 +163,7 @@ class Capture:
 
     def _hidden(self, kind: str, name: str, x: Tensor, first: int, place: int, split: bool) -> None:
         parallel = self._parallel
-        p, rank = parallel.model_parallel_size, parallel.model_parallel_rank
+        p, rank = parallel.tensor_model_parallel_size, parallel.tensor_model_parallel_rank
         of_sequence = self._model.sequence_parallel and not split
         x = x.transpose(0, 1)  # [s, b, w] -> [b, s, w]
         s, w = x.shape[1:]
@@ -165,8 +178,8 @@ class Capture:
         whole, offset = whole or tuple(x.shape[1:]), offset or (0,) * (x.dim() - 1)
         self._take(Part(Key(self._step, kind, place, name), x, Box((first, *offset), tuple(x.shape)),
                         (self._run.prepared.global_batch_size, *whole),
-                        writes=is_part or parallel.model_parallel_rank == 0,
-                        share=parallel.data_parallel_size * (parallel.model_parallel_size if is_part else 1)))
+                        writes=is_part or parallel.tensor_model_parallel_rank == 0,
+                        share=parallel.data_parallel_size * (parallel.tensor_model_parallel_size if is_part else 1)))
 
     def _scalar(self, kind: str, name: str, value: Tensor | float, place: int = 0) -> None:
         number = torch.as_tensor(value, dtype=torch.float32).detach().clone().view(1)
@@ -175,9 +188,10 @@ class Capture:
 
     def _optimizer_step(self) -> None:
         """In the place of the optimizer's: gradients before it, norm and rate after it."""
-        engine, group = self._run.engine, self._parallel.data_parallel_group
+        engine = self._run.engine
         flat, optimizer = engine.flat, engine.optimizer
-        self._scalar("loss", "loss", global_sum(self._losses, group).sum() / self._scale)
+        losses = self._losses or [torch.zeros((), device=self._run.device)] * self._run.prepared.micro_batches
+        self._scalar("loss", "loss", sum_over_replicas(losses, self._parallel).sum() / self._scale)
         owned, states = flat.owned_grads(), []
         for name in flat.ranges:
             index, part, start = flat.owned_part_of(name)
@@ -200,12 +214,14 @@ class Capture:
         alone = parallel.data_parallel_rank == 0 or (flat.is_sharded and not replicated)
         for state in states:
             spec = self._specs[state.name]
-            rank = parallel.model_parallel_rank if spec.dim is not None else 0
+            rank = parallel.tensor_model_parallel_rank if spec.dim is not None else 0
+            is_copy = state.name == TIED and not self._model.has_embeddings
             # Gradients are made from the last parameter to the first.
             place = places[state.name] * (-1 if kind == "gradient" else 1)
-            pieces = state_pieces([state], self._specs, mp_rank=rank, mp_size=parallel.model_parallel_size)
+            pieces = state_pieces([state], self._specs, mp_rank=rank, mp_size=parallel.tensor_model_parallel_size)
             for piece in pieces.values():
                 if piece.tensor.numel():
                     self._take(Part(Key(self._step, kind, place, prefix + state.name), piece.tensor,
                                     Box(piece.offset, tuple(piece.tensor.shape)), piece.global_shape,
-                                    writes=alone and (spec.dim is not None or parallel.model_parallel_rank == 0)))
+                                    writes=alone and not is_copy and (
+                                        spec.dim is not None or parallel.tensor_model_parallel_rank == 0)))

@@ -39,7 +39,7 @@ def read_layout(common: Sequence[str], flags: str) -> Layout:
     """The layout of the command line `common` with `flags` behind it. ValueError where it cannot be.
 
     --nproc-per-node gives its ranks, or --data-parallel-size, a field of layouts alone; without both it takes the
-    model-parallel size.
+    model-parallel size, tensor × pipeline.
     """
     launch, rest = launch_flags([*common, *shlex.split(flags)])
     require(launch.rank is None and launch.nnodes == 1,
@@ -50,16 +50,16 @@ def read_layout(common: Sequence[str], flags: str) -> Layout:
     given, words = own.parse_known_args(rest)
     try:
         arguments = parse(words)
-        p = arguments.values.get("parallel.model_parallel_size", 1)
+        p = arguments.config.parallel.model_parallel_size * arguments.config.parallel.pipeline_model_parallel_size
         dp = vars(given).get("data_parallel_size")
         if launch.nproc_per_node is None:
             world_size = p * (1 if dp is None else dp)
         else:
             world_size = launch.nproc_per_node or torch.cuda.device_count() or 2
             require(dp is None or p * dp == world_size,
-                    f"--nproc-per-node {world_size} is not --model-parallel-size {p} × --data-parallel-size {dp}")
+                    f"--nproc-per-node {world_size} is not the model-parallel size {p} × --data-parallel-size {dp}")
         require(world_size >= 1, f"--data-parallel-size must be at least 1, not {dp}")
-        require(world_size % p == 0, f"--nproc-per-node {world_size} is not divisible by --model-parallel-size {p}")
+        require(world_size % p == 0, f"--nproc-per-node {world_size} is not divisible by the model-parallel size {p}")
     except ValueError as error:
         raise ValueError(f"--layout {flags!r}: {error}") from error
     return Layout(flags, tuple(words), world_size)

@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from megatron.gpt2.model.gpt2 import TIED
 from megatron.gpt2.verification.parts import Key
 
 # Of a row-parallel layer: what its output is the sum of.
@@ -46,6 +47,8 @@ def operation(key: Key, facts: Mapping[str, Any]) -> str:
         sums += [f"over {p} model-parallel ranks, since each has a part of the sequence"] * (
             sequence and ("layernorm" in name or "position_embeddings" in name
                           or name.endswith(tuple(f"{layer}.bias" for layer in ROW_PARALLEL))))
+        sums += ["over the first and the last stage of the pipeline"] * (
+            facts.get("pipeline_parallel_size", 1) > 1 and name == TIED)
         return f"the gradient of {_module(name)} in backward" + (", and its sum " if sums else "") + " and ".join(sums)
     if key.step == 0:
         return f"the initialisation of {_module(name)}, or its part of the checkpoint"

@@ -84,7 +84,8 @@ def facts(run: Run, steps: int) -> dict[str, Any]:
     """What a trace says of its run, as JSON: what must be the same in a run that is compared with it, and where it was
     made."""
     prepared, parallel = run.prepared, run.parallel
-    return {"config": prepared.config.as_dict(), "model_parallel_size": parallel.model_parallel_size,
+    return {"config": prepared.config.as_dict(), "model_parallel_size": parallel.tensor_model_parallel_size,
+            "pipeline_parallel_size": parallel.pipeline_model_parallel_size,
             "data_parallel_size": parallel.data_parallel_size, "global_batch_size": prepared.global_batch_size,
             "micro_batches": prepared.micro_batches, "iteration": run.progress.iteration, "steps": steps,
             "data_fingerprint": prepared.splits.fingerprint, "tokenizer": prepared.tokenizer.fingerprint,

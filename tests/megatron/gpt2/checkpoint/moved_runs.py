@@ -21,20 +21,27 @@ class Layout(NamedTuple):
     model_parallel: int
     data_parallel: int
     sharded: bool = False
+    pipeline: int = 1
+    chunks: int = 1  # of layers per rank
 
     def __str__(self) -> str:
-        return f"{self.model_parallel}x{self.data_parallel}{'_sharded' if self.sharded else ''}"
+        stages = f"_pp{self.pipeline}" + f"v{self.chunks}" * (self.chunks > 1) if self.pipeline > 1 else ""
+        return f"{self.model_parallel}x{self.data_parallel}{stages}{'_sharded' if self.sharded else ''}"
 
     @property
     def world_size(self) -> int:
-        return self.model_parallel * self.data_parallel
+        return self.model_parallel * self.data_parallel * self.pipeline
 
     @property
     def flags(self) -> list[str]:
-        return ["--model-parallel-size", str(self.model_parallel), *["--use-distributed-optimizer"] * self.sharded]
+        return ["--model-parallel-size", str(self.model_parallel), *["--use-distributed-optimizer"] * self.sharded,
+                "--pipeline-model-parallel-size", str(self.pipeline),
+                *["--num-virtual-stages-per-pipeline-rank", str(self.chunks)] * (self.chunks > 1)]
 
 
 LAYOUTS = [Layout(mp, dp, sharded) for mp in (1, 2, 4) for dp in (1, 2) for sharded in (False, True)]
+PIPELINES = [Layout(1, 1, False, 2), Layout(1, 1, False, 2, 2), Layout(2, 1, False, 2), Layout(1, 2, True, 2),
+             Layout(1, 1, False, 4), Layout(2, 2, True, 2, 2), Layout(1, 1, False, 3), Layout(2, 1, False, 3)]
 
 
 class Seen(NamedTuple):
@@ -68,7 +75,8 @@ def move(rank: int, world_size: int, folder: str, moves: Sequence[tuple[Layout, 
 
 def go_on(run: Run, layout: Layout) -> Seen:
     parallel = run.parallel
-    assert (parallel.model_parallel_size, parallel.data_parallel_size) == layout[:2]
+    assert (parallel.tensor_model_parallel_size, parallel.data_parallel_size) == layout[:2]
+    assert parallel.pipeline_model_parallel_size == layout.pipeline
     assert run.engine.flat.is_sharded == (layout.sharded and layout.data_parallel > 1)
     assert run.progress.iteration == BEFORE
     consumed = run.progress.consumed_samples

@@ -19,17 +19,18 @@ from torch import Tensor
 import mpu
 from megatron.gpt2.checkpoint.folder import Checkpoint, find_checkpoint, load_model, write_checkpoint
 from megatron.gpt2.config import CheckpointConfig, Config, DataConfig, ModelConfig, OptimizerConfig
-from megatron.gpt2.model.gpt2 import GPT2Model
+from megatron.gpt2.model.gpt2 import TIED, GPT2Model, parameter_specs
 from megatron.gpt2.optimizer.flat_parameters import FlatParameters
 from megatron.gpt2.optimizer.optimizer import AdamWOptimizer, build_loss_scaler
+from megatron.gpt2.pipeline.stages import layers_of_stages
 from megatron.gpt2.training.checkpointing import checkpoint_files, load_run
-from tests.megatron.gpt2.checkpoint.moved_runs import LAYOUTS, Layout
+from tests.megatron.gpt2.checkpoint.moved_runs import LAYOUTS, PIPELINES, Layout
 
 HEADS, WIDTH, VOCAB = 8, 24, 29  # no rank's part of a bucket, a multiple of 64, ends where a row does
 # The padding differs at every size; of 4 ranks the last holds padding alone, and of 8 the last three.
 PADDED = {1: 35, 2: 42, 4: 56, 8: 56}
 CONFIG = CheckpointConfig(no_save_rng=True, no_load_rng=True)
-SHAPE = ModelConfig(num_layers=1, hidden_size=WIDTH, num_attention_heads=HEADS, max_position_embeddings=6,
+SHAPE = ModelConfig(num_layers=4, hidden_size=WIDTH, num_attention_heads=HEADS, max_position_embeddings=6,
                     vocab_size=VOCAB, make_vocab_size_divisible_by=7)
 STATE = ("master", "exp_avg", "exp_avg_sq")
 CPU = torch.device("cpu")
@@ -60,15 +61,21 @@ class Alone:
     def launch(self) -> None: ...
 
 
-def make_rank(layout: Layout, mp_rank: int, dp_rank: int, dtype: torch.dtype) -> Any:
+def make_rank(layout: Layout, mp_rank: int, pp_rank: int, dp_rank: int, dtype: torch.dtype) -> Any:
     """What `checkpoint_files` and `load_run` use of a run, for one rank of `layout`."""
     group: Any = Group(mp_rank, layout.model_parallel)
-    parallel = mpu.ParallelState(group, None, mp_rank, layout.model_parallel, dp_rank, layout.data_parallel)
+    parallel = mpu.ParallelState(
+        tensor_model_parallel_group=group, tensor_model_parallel_rank=mp_rank,
+        tensor_model_parallel_size=layout.model_parallel, pipeline_model_parallel_rank=pp_rank,
+        pipeline_model_parallel_size=layout.pipeline, data_parallel_rank=dp_rank,
+        data_parallel_size=layout.data_parallel)
+    stages = layers_of_stages(SHAPE.num_layers, layout.pipeline, layout.chunks)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("mpu.initialize._default", parallel)
-        model = GPT2Model(SHAPE)
+        model = GPT2Model(SHAPE, chunks=stages[pp_rank::layout.pipeline])
     flat = FlatParameters(model, dtype, bucket_size=1000 // layout.model_parallel, sharded=layout.sharded,
-                          ranks=(dp_rank, layout.data_parallel))
+                          ranks=(dp_rank, layout.data_parallel), shared=TIED if layout.pipeline > 1 else None,
+                          is_copy=pp_rank > 0)
     gatherer: Any = Alone()
     adam = OptimizerConfig()
     optimizer = AdamWOptimizer(flat, gatherer, adam, build_loss_scaler(adam, dtype, CPU), torch.ones(10))
@@ -76,8 +83,8 @@ def make_rank(layout: Layout, mp_rank: int, dp_rank: int, dtype: torch.dtype) ->
 
 
 def ranks_of(layout: Layout, dtype: torch.dtype) -> list[Any]:
-    return [make_rank(layout, mp, dp, dtype) for dp in range(layout.data_parallel)
-            for mp in range(layout.model_parallel)]
+    return [make_rank(layout, mp, pp, dp, dtype) for pp in range(layout.pipeline)
+            for dp in range(layout.data_parallel) for mp in range(layout.model_parallel)]
 
 
 def global_state() -> dict[tuple[str, str], Tensor]:
@@ -109,7 +116,7 @@ def own_part(name: str, whole: Tensor, rank: int, size: int, padding: float) -> 
 
 
 def fill(rank: Any, state: dict[tuple[str, str], Tensor], padding: float) -> None:
-    place = rank.parallel.model_parallel_rank, rank.parallel.model_parallel_size
+    place = rank.parallel.tensor_model_parallel_rank, rank.parallel.tensor_model_parallel_size
     for name, parameter in rank.model.named_parameters():
         parameter.data.copy_(own_part(name, state["master", name], *place, padding))
     for kind, name, values, start in rank.optimizer.tensors():
@@ -130,7 +137,7 @@ def save(folder: Path, ranks: Iterable[Any]) -> None:
 
 def assert_loads(checkpoint: Checkpoint, rank: Any, state: dict[tuple[str, str], Tensor]) -> int:
     """Into memory that holds NaN. Returns how many elements of the masters the rank owns."""
-    place = rank.parallel.model_parallel_rank, rank.parallel.model_parallel_size
+    place = rank.parallel.tensor_model_parallel_rank, rank.parallel.tensor_model_parallel_size
     for values in (rank.flat.params, *(s.values for s in rank.optimizer.tensors())):
         values.fill_(torch.nan)
     prepared: Any = SimpleNamespace(
@@ -151,7 +158,7 @@ def assert_loads(checkpoint: Checkpoint, rank: Any, state: dict[tuple[str, str],
         assert torch.equal(rounded, rank.flat.masters[index][part].to(rounded.dtype)), name
     # The weights that were saved beside them, as generation and fine-tuning without an optimizer read them.
     rank.flat.params.fill_(torch.nan)
-    load_model(rank.model.named_parameters(), mpu.partition_specs(rank.model), checkpoint, mp_rank=place[0],
+    load_model(rank.model.named_parameters(), parameter_specs(SHAPE, place[1]), checkpoint, mp_rank=place[0],
                mp_size=place[1])
     for name, parameter in rank.model.named_parameters():
         expected = own_part(name, state["master", name], *place, 0.0)
@@ -165,7 +172,7 @@ def saved(request: pytest.FixtureRequest,
           tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[dict[Layout, Path], Any, torch.dtype]]:
     """The same state, saved under every layout."""
     state, folders = global_state(), {}
-    for layout in LAYOUTS + EIGHT:
+    for layout in LAYOUTS + PIPELINES + EIGHT:
         ranks = ranks_of(layout, request.param)
         for rank in ranks:
             fill(rank, state, padding=torch.nan)  # what is in the padding must not matter
@@ -174,15 +181,16 @@ def saved(request: pytest.FixtureRequest,
     yield folders, state, request.param
 
 
-@pytest.mark.parametrize("target", LAYOUTS + EIGHT, ids=str)
+@pytest.mark.parametrize("target", LAYOUTS + PIPELINES + EIGHT, ids=str)
 def test_opens_every_other_layout(saved: Any, target: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
     # To start threads takes longer than to copy so little.
     monkeypatch.setattr("megatron.gpt2.checkpoint.state.in_threads", lambda work, items: [*map(work, items)])
     folders, state, dtype = saved
     ranks = ranks_of(target, dtype)
-    assert len(folders) == 14 and len(ranks) == target.model_parallel * target.data_parallel
-    sources = BESIDE_EIGHT if target in EIGHT else LAYOUTS + EIGHT * (target in BESIDE_EIGHT)
-    in_memory = target.model_parallel * sum(parameter.numel() for parameter in ranks[0].model.parameters())
+    assert len(folders) == 20 and len(ranks) == target.world_size
+    sources = BESIDE_EIGHT if target in EIGHT else LAYOUTS + PIPELINES + EIGHT * (target in BESIDE_EIGHT)
+    in_memory = sum(parameter.numel() for rank in ranks if rank.parallel.data_parallel_rank == 0
+                    for parameter in rank.model.parameters())
     for source in sources:
         checkpoint = find_checkpoint(folders[source], log=pytest.fail)
         assert checkpoint is not None
@@ -198,7 +206,7 @@ def test_the_matrix_is_about_different_things(saved: Any) -> None:
         assert checkpoint.global_shape("master.word_embeddings.weight") == (VOCAB, WIDTH)
         masters = [name for name in checkpoint.files if "/master" in name]
         split = layout.sharded and layout.data_parallel > 1
-        assert len(masters) == layout.model_parallel * (layout.data_parallel if split else 1)
+        assert len(masters) == layout.model_parallel * layout.pipeline * (layout.data_parallel if split else 1)
         assert split == any("#1" in key for info in checkpoint.files.values() for key in info.boxes), \
             "rows and part of a row"
         expected = torch.float32 if dtype == torch.float32 else torch.bfloat16

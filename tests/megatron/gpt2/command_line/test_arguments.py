@@ -109,7 +109,7 @@ def test_a_narrower_value_beside_a_foreign_flag_holds():
 
 
 def test_inert_flags_are_noted_once():
-    arguments = read("--lazy-loader --loose-json --pipeline-model-parallel-size 1 --local_rank=3 --use-mcore-models "
+    arguments = read("--lazy-loader --loose-json --context-parallel-size 1 --local_rank=3 --use-mcore-models "
                      "--fp32-allreduce --num_layers 2")
     assert arguments.config.model.num_layers == 2
     assert len(arguments.notes) == 6 and all("\n" not in note for note in arguments.notes)
@@ -130,7 +130,18 @@ def test_inert_flags_are_noted_once():
     ("--fp16 --precision fp32", "--fp16 contradicts --precision fp32"),
     ("--fp16 --precision fp16 --bf16", "--bf16 contradicts --precision fp16"),
     ("--bf16 --precision fp32", "--bf16 contradicts --precision fp32"),
-    ("--pipeline-model-parallel-size 2", "--pipeline-model-parallel-size 2 is not supported, only 1"),
+    ("--context-parallel-size 2", "--context-parallel-size 2 is not supported, only 1"),
+    ("--pipeline-model-parallel-size 25", "needs at least 25 layers, one per stage, and --num-layers is "),
+    ("--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 24",
+     "layers for the other 1 stages: each of them needs one"),
+    ("--decoder-last-pipeline-num-layers 2", "--decoder-last-pipeline-num-layers needs --pipeline-model-parallel-size"),
+    ("--pipeline-schedule interleaved", "--pipeline-schedule interleaved needs two or more virtual stages per rank"),
+    ("--pipeline-schedule zero-bubble --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2",
+     "--pipeline-schedule zero-bubble runs one"),
+    ("--num-layers-per-virtual-pipeline-stage 2 --num-virtual-stages-per-pipeline-rank 2", "say the same: give one"),
+    ("--pipeline-model-parallel-size 2 --pipeline-schedule zero-bubble --compile", "zero-bubble and --compile"),
+    ("--pipeline-model-parallel-size 2 --DDP-impl torch", "--pipeline-model-parallel-size needs --DDP-impl local"),
+    ("--pipeline-schedule dualpipe", "--pipeline-schedule: invalid choice: 'dualpipe'"),
     ("--recompute-granularity core", "invalid choice: 'core'"),
     ("--sequence-parallel --model-parallel-size 4 --num-attention-heads 8 --seq-length 30",
      "--sequence-parallel splits --seq-length 30"),

@@ -47,7 +47,7 @@ def test_every_refusal_names_the_flag_and_an_alternative():
     ("--zero-stage 2", "--zero-stage 2 is not built: every rank keeps the gradients of its whole model; 1 gives"),
     ("--zero-stage 3", "--zero-stage 3 is not built: data-parallel ranks each keep all weights; 1 gives the same"),
     ("--zero-stage two", "--zero-stage two is no stage of ZeRO"),
-    ("--pipe-parallel-size 2", "only 0 or 1: layouts are tensor- and data-parallel: use --model-parallel-size"),
+    ("--pipe-parallel-size x", "--pipe-parallel-size x is no number of stages"),
     ("--gas 4", "only 1: --global-batch-size, the samples of a step over all ranks"),
     ("--remote-device nvme", "only none: weights stay on the device"),
     ("--swiglu --num-experts 8", "leave it out; --num-experts 8 is not supported"),  # all that is refused at once
@@ -71,6 +71,8 @@ def test_translated():
     assert parse(["--scattered-embeddings"]).config.parallel.sequence_parallel
     assert parse(["--zero-stage", "1"]).config.parallel.use_distributed_optimizer
     assert not parse(["--zero-stage", "0"]).config.parallel.use_distributed_optimizer
+    assert [parse(["--pipe-parallel-size", word]).config.parallel.pipeline_model_parallel_size
+            for word in "012"] == [1, 1, 2]
     assert parse(["--warmup-iters", "7"]).config.optimizer.lr_warmup_iters == 7
     line = "--step-batch-size-schedule 0:4 1B:8 --step-batch-size-schedule 0:6"
     assert parse(line.split()).config.train.global_batch_size == 6
@@ -78,8 +80,8 @@ def test_translated():
 
 def test_the_page_of_flags_is_made_of_the_table():
     page = tool("flag_table").page()
-    (row,) = (line for line in page.splitlines() if "`--pipeline-model-parallel-size`" in line)
-    assert row.endswith("| inert | 1 alone, any other value being refused: layouts are tensor- and data-parallel: use "
-                        "--model-parallel-size |")
+    (row,) = (line for line in page.splitlines() if "`--context-parallel-size`" in line)
+    assert row.endswith("| inert | 1 alone, any other value being refused: layouts are tensor-, pipeline- and "
+                        "data-parallel: use --model-parallel-size |")
     assert (ROOT / "docs" / "reference" / "flags.md").read_text() == page, \
         "python tools/flag_table.py > docs/reference/flags.md"

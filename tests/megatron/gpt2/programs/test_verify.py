@@ -62,7 +62,7 @@ def test_transformers_computes_the_same(command: list[str], capfd: pytest.Captur
     (["--layout", "", "--layout", "--data-parallel-size 2"],
      "--layout '--data-parallel-size 2': --global-batch-size 2 is not divisible by --micro-batch-size 2 × 2"),
     (["--layout", "", "--layout", "--nproc-per-node 3 --model-parallel-size 2"],
-     "--nproc-per-node 3 is not divisible by --model-parallel-size 2"),
+     "--nproc-per-node 3 is not divisible by the model-parallel size 2"),
     (["--layout", "", "--layout", "--no-such-flag"], "unknown flag --no-such-flag"),
     (["--layout", "", "--against", "nowhere"], "nowhere holds no trace: --save-trace writes one"),
     (["--layout", "", "--against", "nowhere", "--save-trace", "there"], "give one of the two"),

@@ -42,6 +42,9 @@ class One(int):
     def __eq__(self, other: object) -> bool:
         return False
 
+    def __mul__(self, other: int) -> int:  # of sizes
+        return self if type(other) is int and other == 1 else 1
+
     def __gt__(self, other: int) -> bool:
         return other <= 1
 
@@ -68,8 +71,9 @@ def alone(backend: str, device: torch.device) -> Iterator[None]:
     """A process group of this process alone."""
     initialize = mpu.initialize_model_parallel
 
-    def of_one(model_parallel_size: int, *, timeout: timedelta | None = None) -> mpu.ParallelState:
-        state = dataclasses.replace(initialize(1, timeout=timeout), model_parallel_size=One(), data_parallel_size=One())
+    def of_one(tensor: int, pipeline: int, *, timeout: timedelta | None = None) -> mpu.ParallelState:
+        state = dataclasses.replace(initialize(1, timeout=timeout), tensor_model_parallel_size=One(),
+                                    data_parallel_size=One())
         mpu.initialize._default = state  # type: ignore[attr-defined]
         return state
 

@@ -39,6 +39,6 @@ def test_a_rank_that_reads_other_data_ends_the_run(tmp_path: Path) -> None:
     """On every rank, at the next log line, in one line that names it."""
     write_text(tmp_path)
     for said, iteration in run_ranks(one_rank_reads_other_data, 4, str(tmp_path)):
-        assert said.startswith("rank 3 has read other data than rank 2, with which it shares each layer, by "
+        assert said.startswith("rank 3 has read other data than rank 2, with which it holds one model, by "
                                "iteration 4: every machine needs the same files"), said
         assert iteration == 4 and "\n" not in said

@@ -73,7 +73,7 @@ def masks(rank: int, world_size: int, folder: str) -> tuple[list[bool], list[boo
                                            "--model-parallel-size", str(world_size // 2)])
     own_seed = 1234 + (run.parallel.data_parallel_rank << 16)
     assert torch.initial_seed() == own_seed
-    tracked = torch.Generator().manual_seed(own_seed + 2718 + run.parallel.model_parallel_rank).get_state()
+    tracked = torch.Generator().manual_seed(own_seed + 2718 + run.parallel.tensor_model_parallel_rank).get_state()
     assert torch.equal(mpu.get_cuda_rng_tracker().get_states()["model-parallel-rng"], tracked)
     drawn: list[torch.Tensor] = []
     dropout = kernels.dropout

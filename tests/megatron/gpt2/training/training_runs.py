@@ -17,7 +17,7 @@ from megatron.gpt2.command_line.arguments import parse
 from megatron.gpt2.config import ModelConfig
 from megatron.gpt2.launch.ranks import Ranks
 from megatron.gpt2.training.build import build_run
-from megatron.gpt2.training.collectives import global_sum
+from megatron.gpt2.training.collectives import sum_over_replicas
 from megatron.gpt2.training.prepare import prepare_run
 from megatron.gpt2.training.run import Run
 from megatron.gpt2.training.train_step import train_step
@@ -67,7 +67,7 @@ def steps(run: Run, count: int) -> dict[str, Any]:
         train_step(run)
         run.progress.iteration += 1
         run.progress.consumed_samples += run.prepared.global_batch_size
-        seen["loss"].append(global_sum([run.progress.loss_sum], run.parallel.data_parallel_group).item())
+        seen["loss"].append(sum_over_replicas([run.progress.loss_sum], run.parallel).item())
         seen["norm"].append(run.engine.optimizer.grad_norm.item())
         seen["skipped"].append(bool(run.engine.optimizer.found_inf))
     return seen
@@ -86,22 +86,22 @@ def state(run: Run) -> dict[str, Tensor]:
 
 
 def whole_weights(run: Run) -> dict[str, Tensor]:
-    """The model's true weights, merged over its model-parallel group."""
+    """The true weights of the model, or of this rank's stage of it, merged over its tensor-parallel group."""
     run.engine.gatherer.wait()
     return merged(dict(run.engine.model.named_parameters()), mpu.partition_specs(run.engine.model), run.parallel)
 
 
 def merged(tensors: Mapping[str, Tensor], specs: Mapping[str, mpu.PartitionSpec],
            parallel: mpu.ParallelState) -> dict[str, Tensor]:
-    """This rank's `tensors`, merged over the model-parallel group. A collective."""
+    """This rank's `tensors`, merged over the tensor-parallel group. A collective."""
     import torch.distributed as dist
 
     whole = {}
     for name, tensor in tensors.items():
         tensor = tensor.detach().contiguous()
-        shards = [torch.empty_like(tensor) for _ in range(parallel.model_parallel_size)]
-        if parallel.model_parallel_size > 1:
-            dist.all_gather(shards, tensor, group=parallel.model_parallel_group)
+        shards = [torch.empty_like(tensor) for _ in range(parallel.tensor_model_parallel_size)]
+        if parallel.tensor_model_parallel_size > 1:
+            dist.all_gather(shards, tensor, group=parallel.tensor_model_parallel_group)
         else:
             shards = [tensor.clone()]
         whole[name] = specs[name].merge(shards)

@@ -116,7 +116,7 @@ def lost_micro_batch(run: Run, patch: Patch) -> None:
     """The last micro-batch of rank 1 is the first one again."""
     if run.parallel.rank == 1:
         original = Batch.micro_batches
-        patch.setattr(Batch, "micro_batches", lambda self, size, weight: [next(original(self, size, weight))] * 2)
+        patch.setattr(Batch, "micro_batches", lambda self, size, weight: original(self, size, weight)[:1] * 2)
 
 
 def swapped_shards(run: Run, patch: Patch) -> None:
