@@ -1,11 +1,14 @@
 #!/usr/bin/env python3
-"""Training moved from every layout to every other: the losses of 5 more steps beside those of the unmoved run.
+"""The losses of every layout beside those of one process, and training moved from every layout to every other.
 
-    python benchmarks/layouts.py                      # 12 layouts, 144 moves, worlds of 1 to 8 processes: 3 minutes
+    python benchmarks/layouts.py                      # both parts: an hour on two cores
+    python benchmarks/layouts.py losses               # 30 steps in each layout
+    python benchmarks/layouts.py moves                # 20 layouts, 400 moves: 5 steps more beside those of the unmoved run
     python benchmarks/layouts.py --smoke --output DIR # layouts of one and two processes alone
 
-A layout is model-parallel x data-parallel size, with the optimizer sharded or not. fp32, learning rate 1.5e-4, dropout
-0.1, 8 samples a step. The exit code is 1 where a loss differs by 1e-5 or more, or another sample would come next.
+A layout is tensor- x data-parallel size, _ppP a pipeline of P stages, vV with V chunks per rank, and sharded where the
+optimizer is. fp32, learning rate 1.5e-4, dropout 0.1, 8 samples a step, worlds of 1 to 8 processes. The exit code is 1
+where a loss differs by 1e-5 or more, or another sample would come next.
 """
 
 from __future__ import annotations
@@ -13,7 +16,10 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
+from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works in a clone that is not installed
 
@@ -25,15 +31,19 @@ from tests.megatron.gpt2.checkpoint.moved_runs import (
     AFTER,
     BEFORE,
     LAYOUTS,
+    PIPELINES,
     Layout,
     begin,
     difference,
     global_batch,
     move,
 )
+from tests.megatron.gpt2.training.test_pipeline import FULL, SEQUENCE, SHARDED, TWO_CHUNKS, ZERO_BUBBLE, train
+from tests.megatron.gpt2.training.test_pipeline import Layout as Trained
 from tests.megatron.gpt2.training.training_runs import write_text
 
 LIMIT = 1e-5
+STEPS = 30
 
 
 def measure(folder: str, layouts: list[Layout]) -> dict[str, dict[str, float]]:
@@ -57,12 +67,68 @@ def measure(folder: str, layouts: list[Layout]) -> dict[str, dict[str, float]]:
     return differences
 
 
+def trained_layouts(smoke: bool) -> Iterator[Trained]:
+    """Every size up to 8 ranks with every schedule that fits it. Micro-batches and flags take turns, so that each comes
+    with each size."""
+    sizes = [(t, p, d) for t, p, d in product((1, 2, 4), (1, 2, 3, 4), (1, 2, 4)) if t * p * d <= (2 if smoke else 8)]
+    turn = 0
+    for (t, p, d), layers, schedule in product(sizes, (4, 6), ([], TWO_CHUNKS, ZERO_BUBBLE)):
+        if (p == 1 and schedule) or (schedule == TWO_CHUNKS and layers < 2 * p):
+            continue
+        for with_flags in (False, True):
+            micro = [size for size in (1, 2, 4, 8) if 8 % (size * d) == 0]
+            flags = [*SEQUENCE * (t > 1), *SHARDED * (d > 1), *FULL * (turn % 3 == 0)] if with_flags else []
+            if flags or not with_flags:
+                yield Trained(layers, t, p, d, micro[turn % len(micro)], (*schedule, *flags))
+                turn += 1
+    for t, p in ((1, 1), (2, 1), (1, 2)):  # the compiler
+        if t * p <= 2:
+            yield Trained(4, t, p, 1, 4, ("--compile",))
+
+
+def losses(folder: str, smoke: bool) -> dict[str, Any]:
+    """Of each layout the greatest relative difference of a loss from that of one process."""
+    write_text(Path(folder))
+    reference = {layers: run_ranks(train, 1, folder, [Trained(layers, 1, 1, 1, 8)], STEPS)[0][0] for layers in (4, 6)}
+    rows: list[dict[str, Any]] = []
+    layouts = list(trained_layouts(smoke))
+    for world_size in sorted({layout.world_size for layout in layouts}):
+        for layout in (one for one in layouts if one.world_size == world_size):
+            one = reference[layout.layers]
+            results = [of_rank[0] for of_rank in run_ranks(train, world_size, folder, [layout], STEPS, timeout=900)]
+            apart = max(abs(a - b) / b for seen in results for a, b in zip(seen["loss"], one["loss"], strict=True))
+            same = all(torch.equal(weight, one["initial"][name]) for seen in results
+                       for name, weight in seen["initial"].items())
+            rows.append({**layout._asdict(), "flags": " ".join(layout.flags), "greatest": apart, "same_start": same,
+                         "tied_equal": all(all(seen["tied"]) for seen in results)})
+            print(f"{len(rows):>4} of {len(layouts)}  {layout.layers} layers, {layout.tensor}x{layout.pipeline}x"
+                  f"{layout.data}, micro-batch {layout.micro} {' '.join(layout.flags)}: {apart:.1e}", flush=True)
+    within = sum(row["greatest"] < LIMIT and row["same_start"] and row["tied_equal"] for row in rows)
+    print(f"\n{within} of {len(rows)} layouts (tensor x pipeline x data) within {LIMIT:g} of one process over {STEPS} "
+          f"steps; the greatest difference is {max(row['greatest'] for row in rows):.1e}")
+    return {"steps": STEPS, "limit": LIMIT, "layouts": len(rows), "within": within,
+            "greatest": max(row["greatest"] for row in rows), "rows": rows}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", metavar="DIR", help="folder of layouts.json (default: benchmarks/results)")
     parser.add_argument("--smoke", action="store_true", help="layouts of one and two processes: proves the script")
+    parser.add_argument("part", nargs="?", choices=("losses", "moves"), help="default: both")
     chosen = parser.parse_args()
-    layouts = [layout for layout in LAYOUTS if layout.world_size <= 2 or not chosen.smoke]
+    output = Path(chosen.output) if chosen.output else report.RESULTS
+    failed = False
+    if chosen.part != "moves":
+        with tempfile.TemporaryDirectory() as folder:
+            found = losses(folder, chosen.smoke)
+        report.write(output / "layouts_losses.json", {**report.header("losses in every layout"), **found})
+        failed = found["within"] < found["layouts"]
+    return int(moves(output, chosen.smoke) or failed) if chosen.part != "losses" else int(failed)
+
+
+def moves(output: Path, smoke: bool) -> bool:
+    """Whether a loss after a move differs."""
+    layouts = [layout for layout in LAYOUTS + PIPELINES if layout.world_size <= 2 or not smoke]
     with tempfile.TemporaryDirectory() as folder:
         differences = measure(folder, layouts)
     print("\n" + report.table(["from \\ to", *map(str, layouts)], [
@@ -70,11 +136,10 @@ def main() -> int:
     found = [value for row in differences.values() for value in row.values()]
     within = sum(value < LIMIT for value in found)
     print(f"\n{within} of {len(found)} moves within {LIMIT:g}; the greatest difference is {max(found):.1e}")
-    output = Path(chosen.output) if chosen.output else report.RESULTS
     report.write(output / "layouts.json", {
         **report.header("training moved between layouts"), "steps": {"before": BEFORE, "after": AFTER}, "limit": LIMIT,
         "moves": len(found), "within": within, "greatest": max(found), "differences": differences})
-    return int(within < len(found))
+    return within < len(found)
 
 
 if __name__ == "__main__":

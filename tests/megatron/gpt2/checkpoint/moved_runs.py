@@ -13,7 +13,8 @@ from tests.megatron.gpt2.training.training_runs import finish, start, steps
 
 BEFORE, AFTER = 5, 5  # steps
 # The bytes tokenizer's 257 ids are padded to 258 and 516 rows: of 4 ranks two hold padding alone.
-FLAGS = ["--hidden-size", "48", "--make-vocab-size-divisible-by", "129", "--ddp-bucket-size", "10000",
+FLAGS = ["--num-layers", "4", "--hidden-size", "48", "--make-vocab-size-divisible-by", "129", "--ddp-bucket-size",
+         "10000",
          "--global-batch-size", "8", "--micro-batch-size", "2", "--attention-dropout", "0.1", "--hidden-dropout", "0.1"]
 
 
@@ -88,7 +89,8 @@ def go_on(run: Run, layout: Layout) -> Seen:
 
 def global_batch(seen: Sequence[Seen], layout: Layout) -> Tensor:
     """What all ranks would train on next, in the order of the global samples, [samples, s + 1]."""
-    return torch.stack([of_rank.tokens for of_rank in seen[::layout.model_parallel]], dim=1).flatten(0, 2)
+    first_stage = seen[:layout.model_parallel * layout.data_parallel]
+    return torch.stack([of_rank.tokens for of_rank in first_stage[::layout.model_parallel]], dim=1).flatten(0, 2)
 
 
 def difference(moved: Sequence[Any], unmoved: Sequence[Any]) -> float:

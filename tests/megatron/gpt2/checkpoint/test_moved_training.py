@@ -12,9 +12,11 @@ from tests.megatron.gpt2.checkpoint.moved_runs import AFTER, BEFORE, Layout, See
 from tests.megatron.gpt2.training.training_runs import write_text
 
 ONE, TWO, FOUR = Layout(1, 1), Layout(2, 1), Layout(4, 1)
+STAGES, STAGES_SHARDED = Layout(1, 1, False, 2), Layout(1, 2, True, 2)
 TWO_SHARDED, SQUARE, SQUARE_SHARDED = Layout(1, 2, True), Layout(2, 2), Layout(2, 2, True)
 MOVES = [(ONE, FOUR), (ONE, SQUARE_SHARDED), (TWO, ONE), (TWO, TWO_SHARDED), (TWO_SHARDED, TWO), (TWO_SHARDED, FOUR),
-         (SQUARE_SHARDED, ONE), (FOUR, SQUARE)]
+         (SQUARE_SHARDED, ONE), (FOUR, SQUARE), (TWO_SHARDED, STAGES), (STAGES, ONE), (STAGES_SHARDED, TWO),
+         (ONE, STAGES_SHARDED)]
 
 
 @pytest.fixture(scope="module")
