@@ -3,7 +3,7 @@
 
     python benchmarks/layouts.py                      # both parts: an hour on two cores
     python benchmarks/layouts.py losses               # 30 steps in each layout
-    python benchmarks/layouts.py moves                # 20 layouts, 400 moves: 5 steps more beside those of the unmoved run
+    python benchmarks/layouts.py moves                # 20 layouts, 400 moves, 5 steps after each
     python benchmarks/layouts.py --smoke --output DIR # layouts of one and two processes alone
 
 A layout is tensor- x data-parallel size, _ppP a pipeline of P stages, vV with V chunks per rank, and sharded where the
