@@ -48,9 +48,9 @@ def lines(found: dict[str, Any]) -> list[str]:
     layout = found["layout"] or {}
     rows = [("checkpoint", found["path"]), ("format", found["format"]), ("iteration", f"{found['iteration']:,}")]
     if layout:
-        sizes = " × ".join(f"{name} {layout[f'{name}_size']}".replace("_", "-") for name in (
-            "model_parallel", "pipeline_parallel", "data_parallel")
-            if f"{name}_size" in layout and (name != "pipeline_parallel" or layout[f"{name}_size"] > 1))
+        names = ("model_parallel", "pipeline_parallel", "virtual_pipeline_parallel", "data_parallel")
+        sizes = " × ".join(f"{name} {layout[f'{name}_size']}".replace("_", "-") for name in names
+                           if f"{name}_size" in layout and ("pipeline" not in name or layout[f"{name}_size"] > 1))
         rows.append(("written by", sizes + ", optimizer sharded" * bool(layout.get("optimizer_is_sharded"))))
     rows += [(name.replace("_", " "), f"{value:,}" if type(value) is int else str(value))
              for name, value in {**found["model"], **found["run"]}.items() if value is not None]

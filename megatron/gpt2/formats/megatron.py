@@ -83,7 +83,9 @@ def open_megatron(path: Path, format: str, hints: Hints, *, log: Callable[[str],
             if type(size) is int and 0 < padded - size <= 128 * ranks.size]
         log(f"{path}: the vocabulary is taken to be its padded size, {padded}: --vocab-size "
             f"{' or '.join(guesses) or 'N'} leaves out the rows that are padding")
-    layout = {"model_parallel_size": ranks.size, "pipeline_parallel_size": len(ranks.parts)}
+    layout = {"model_parallel_size": ranks.size, "pipeline_parallel_size": ranks.stages}
+    if (runs := len(ranks.parts) // ranks.stages) > 1:
+        layout["virtual_pipeline_parallel_size"] = runs
     return ForeignSource(path, format, ranks.iteration, model, {**facts, "layout": layout}, lazy, left_out)
 
 
@@ -105,10 +107,12 @@ def _check_parts(ranks: RankFiles, held: Mapping[str, PartitionSpec]) -> None:
                 if tensor.dtype != first.dtype or (spec.dim is None and not torch.equal(tensor, first)):
                     raise ValueError(f"{part.path}: {name} should be the same on all ranks and is another one in "
                                      f"{stage[0].path.relative_to(ranks.path)}: are two runs mixed?")
-    for begin, end in zip(ranks.parts[0], ranks.parts[-1], strict=True):
-        if HEAD in end.tensors and not torch.equal(end.tensors[HEAD], begin.tensors["word_embeddings.weight"]):
-            raise ValueError(f"{end.path}: {HEAD} is not the word embeddings of {begin.path.relative_to(ranks.path)}, "
-                             "and the head of this program's GPT-2 is tied to them")
+    for begin, *others in zip(*ranks.parts, strict=True):
+        for part in (begin, *others):
+            if HEAD in part.tensors and not torch.equal(part.tensors[HEAD], begin.tensors["word_embeddings.weight"]):
+                raise ValueError(f"{part.path}: {HEAD} is not the word embeddings of "
+                                 f"{begin.path.relative_to(ranks.path)}, and the head of this program's GPT-2 is tied "
+                                 "to them")
 
 
 def _model(ranks: RankFiles, shards: Mapping[str, list[Tensor]], args: Mapping[str, Any],
@@ -129,10 +133,12 @@ def _model(ranks: RankFiles, shards: Mapping[str, list[Tensor]], args: Mapping[s
         some = f"{3 * h // qkv_rows} ranks" if qkv_rows and 3 * h % qkv_rows == 0 else "another number of ranks"
         raise ValueError(f"{path}: was written by {some}, and the files of {p} are here: is one missing?")
     for name, found in (("num_layers", ranks.num_layers), ("hidden_size", h), ("padded_vocab_size", rows * p),
-                        ("tensor_model_parallel_size", p), ("model_parallel_size", p)):
+                        ("tensor_model_parallel_size", p), ("model_parallel_size", p),
+                        ("pipeline_model_parallel_size", ranks.stages),
+                        ("virtual_pipeline_model_parallel_size", len(ranks.parts) // ranks.stages)):
         if isinstance(args.get(name), int) and args[name] != found:
-            raise ValueError(f"{path}: {name} is {args[name]} by its arguments and {found} by its tensors: is a file "
-                             "missing?")
+            raise ValueError(f"{path}: {name} is {args[name]} by its arguments and {found} by its files: are two runs "
+                             "mixed?")
     true = ranks.top.get(TRUE_VOCABULARY)
     if true is not None and not (type(true) is int and 0 < true <= rows * p):
         raise ValueError(f"{path}: {TRUE_VOCABULARY} is {short_repr(true)}, and it holds {rows * p} rows, padding "

@@ -1,7 +1,8 @@
 """The files of a Megatron checkpoint, one per rank, joined to one model under our names.
 
-`mp_rank_TT` or, with pipeline stages, `mp_rank_TT_PPP`, holds model_optim_rng.pt; DeepSpeed writes
-mp_rank_TT_model_states.pt. Layers are numbered from 0 in every stage.
+`mp_rank_TT` or, with a pipeline, `mp_rank_TT_PPP`, holds model_optim_rng.pt; DeepSpeed writes
+mp_rank_TT_model_states.pt. A file holds one run of layers, `model`, or, where stages are interleaved, several:
+`model0`, `model1`, ... Layers are numbered from 0 in every run. All stages' first runs come before all second ones.
 
 Legend: h hidden, n heads, d head size, p model-parallel size.
 """
@@ -25,7 +26,7 @@ from mpu.partition import PartitionSpec
 RANK_FILES = ("model_optim_rng.pt", "model_rng.pt")
 DEEPSPEED_FILE = re.compile(r"mp_rank_(\d{2,3})_model_states\.pt", re.ASCII)
 FOLDER = re.compile(r"mp_rank_(\d{2,3})(?:_(\d{3}))?", re.ASCII)
-HEAD = "word_embeddings_for_head.weight"  # the last stage's copy of the tied matrix
+HEAD = "word_embeddings_for_head.weight"  # the last stage's copy of the tied matrix; Core calls it output_layer.weight
 # From the names of every version to those of 2019, one after the other.
 RENAMES = [(re.compile(old), new) for old, new in (
     (r"^(module\.)*(language_model\.)?(embedding\.)?", ""),
@@ -73,14 +74,20 @@ class Part:
 
 @dataclass
 class RankFiles:
-    """All files of an iteration, opened. parts: by stage, each by model-parallel rank."""
+    """All files of an iteration, opened. parts: by run of layers in the model's order, each by model-parallel rank."""
 
     path: Path
     top: dict[str, Any]  # the first file
     iteration: int
     size: int  # of the model-parallel group
+    stages: int  # of the pipeline: files per model-parallel rank
     num_layers: int = 0
     parts: list[list[Part]] = field(default_factory=list)
+
+    def files(self) -> list[list[Part]]:
+        """Of each file its runs of layers: stage by stage, within a stage rank by rank."""
+        return [[parts[rank] for parts in self.parts[stage::self.stages]]
+                for stage in range(self.stages) for rank in range(self.size)]
 
     def shards(self) -> dict[str, list[Tensor]]:
         """Every parameter's parts, by rank."""
@@ -92,10 +99,7 @@ def open_ranks(path: Path) -> RankFiles:
     """All files of the iteration in `path`. ValueError where a rank is missing, or where the files are of two
     iterations or of different models."""
     files = rank_files(path)
-    size, stages = (1 + max(key[i] for key in files) for i in (0, 1))
-    for rank, stage in itertools.product(range(size), range(stages)):
-        if (rank, stage) not in files:
-            raise ValueError(f"{path}: rank {rank} of pipeline stage {stage} is missing; every rank's file is needed")
+    _require_all(path, files)
     held = {key: load_pickle(file) for key, file in files.items()}
     for key, file in files.items():
         require(isinstance(held[key], dict), f"{file}: holds no dictionary")
@@ -104,10 +108,14 @@ def open_ranks(path: Path) -> RankFiles:
         other = next(key for key in iterations if iterations[key] != iterations[0, 0])
         raise ValueError(f"{path}: ranks of two iterations are mixed: {files[0, 0].relative_to(path)} is of "
                          f"{iterations[0, 0]}, {files[other].relative_to(path)} of {iterations[other]}")
-    ranks = RankFiles(path, held[0, 0], iterations[0, 0], size)
-    # Under interleaved pipelining a stage holds several runs of layers, model0, model1, ...
-    runs = [name for name in held[0, 0] if isinstance(name, str) and re.fullmatch(r"model\d{0,3}|module", name)]
-    for run in sorted(runs, key=lambda name: int("0" + re.sub(r"\D", "", name))):
+    size, stages = (1 + max(key[i] for key in files) for i in (0, 1))
+    ranks = RankFiles(path, held[0, 0], iterations[0, 0], size, stages)
+    runs = _runs(held[0, 0])
+    for key, file in files.items():
+        if _runs(held[key]) != runs:
+            raise ValueError(f"{file}: holds {', '.join(_runs(held[key])) or 'no model'}, and "
+                             f"{files[0, 0].relative_to(path)} holds {', '.join(runs)}: are two runs mixed?")
+    for run in runs:
         for stage in range(stages):
             parts = [_part(files[rank, stage], held[rank, stage], run, ranks.num_layers) for rank in range(size)]
             for part in parts:
@@ -116,6 +124,33 @@ def open_ranks(path: Path) -> RankFiles:
             ranks.num_layers += len({match[1] for name in parts[0].names if (match := LAYER.fullmatch(name))})
             ranks.parts.append(parts)
     return ranks
+
+
+def _require_all(path: Path, files: Mapping[tuple[int, int], Path]) -> None:
+    """ValueError that names the file unless all ranks' files are there: those up to the last one that is there, and
+    as many as the arguments say."""
+    first = min(files)
+    top = load_pickle(files[first])
+    args = attributes(top.get("args")) if isinstance(top, dict) else {}
+    sizes = []
+    for i, flags in enumerate((("tensor_model_parallel_size", "model_parallel_size"),
+                               ("pipeline_model_parallel_size",))):
+        said = [args[flag] for flag in flags if type(args.get(flag)) is int]
+        sizes.append(max(1 + max(key[i] for key in files), *said[:1], 1))
+    for rank, stage in itertools.product(*map(range, sizes)):
+        if (rank, stage) not in files:
+            here = files[first]
+            pipelined = here.parent.name.count("_") == 3 or sizes[1] > 1
+            name = f"mp_rank_{rank:02d}" + (f"_{stage:03d}" if pipelined else "")
+            missing = f"{name}_model_states.pt" if here.parent == path else f"{name}/{here.name}"
+            raise ValueError(f"{path}: {missing} is missing; every rank's file is needed, for {sizes[0]} "
+                             f"model-parallel ranks and {sizes[1]} pipeline stages")
+
+
+def _runs(top: Mapping[str, Any]) -> list[str]:
+    """The names under which a file holds weights, in the order of their layers."""
+    found = [name for name in top if isinstance(name, str) and re.fullmatch(r"model\d{0,3}|module", name)]
+    return sorted(found, key=lambda name: int("0" + re.sub(r"\D", "", name)))
 
 
 def iteration_of(path: Path, top: Mapping[str, Any]) -> int:

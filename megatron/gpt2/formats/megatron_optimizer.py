@@ -1,12 +1,13 @@
 """Adam's state and the schedule out of a Megatron checkpoint.
 
 A rank keeps lists of fp32 masters and of moments, without names: weights and embeddings first, biases and layer norms
-second, both in the order of the model. The order is taken where the shapes and the first row of every master, rounded
-as the weights are, agree with the file's own model; otherwise the state is left out.
+second, both in the order of the file's models. The order is taken where the shapes and the first row of every master,
+rounded as the weights are, agree with the file's own model; otherwise the state is left out.
 """
 
 import operator
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from megatron.gpt2.formats.megatron_files import HEAD, Part, RankFiles, attribut
 from mpu.partition import PartitionSpec
 
 States = dict[str, dict[str, list[Tensor]]]
+Heads = dict[str, list[tuple[Path, Tensor]]]  # by kind: each rank's file and tensor
 
 
 def optimizer_state(ranks: RankFiles, args: Mapping[str, Any],
@@ -25,7 +27,8 @@ def optimizer_state(ranks: RankFiles, args: Mapping[str, Any],
     """The run's facts; the optimizer's tensors; and what is left out, a line each.
 
     specs: of the parameters as the ranks hold them. The tensors are {"master", "exp_avg", "exp_avg_sq": {parameter: its
-    parts, by rank}}, and empty where the files hold no state or one in an unknown form.
+    parts, by rank}}, and empty where the files hold no state or one in an unknown form. ValueError where the two copies
+    of the tied matrix have different states.
     """
     facts: dict[str, Any] = {}
     for name, theirs in (("consumed_samples", "consumed_train_samples"), ("train_iters", "train_iters"),
@@ -36,45 +39,54 @@ def optimizer_state(ranks: RankFiles, args: Mapping[str, Any],
     if optimizer is None:
         return facts, {}, []
     try:
-        states, step = _states(ranks, specs)
+        states, heads, step = _states(ranks, specs)
         optimizer_facts, config, left_out = _facts(ranks, args, optimizer, step)
     except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, RuntimeError) as error:
         return facts, {}, ["the optimizer's state: its form is not one that is known here "
                            f"({type(error).__name__}: {str(error)[:200]})"]
+    for kind, copies in heads.items():
+        for rank, (path, copy) in enumerate(copies):
+            if not torch.equal(copy, states[kind]["word_embeddings.weight"][rank]):
+                raise ValueError(f"{path}: {kind} of {HEAD} is not that of the word embeddings in "
+                                 f"{ranks.parts[0][rank].path.relative_to(ranks.path)}: are two runs mixed?")
     return {**facts, "optimizer": optimizer_facts, "config": {"optimizer": config}}, states, left_out
 
 
-def _states(ranks: RankFiles, specs: Mapping[str, PartitionSpec]) -> tuple[States, int]:
+def _states(ranks: RankFiles, specs: Mapping[str, PartitionSpec]) -> tuple[States, Heads, int]:
+    """The tensors; those of the last stage's copy of the tied matrix, apart; and Adam's steps."""
     states: States = {kind: {name: [] for name in specs} for kind in ("master", "exp_avg", "exp_avg_sq")}
+    heads: Heads = {kind: [] for kind in states}
     steps = set()
-    for stage in ranks.parts:
-        for part in stage:
-            masters, moments, groups = _adam(part)
-            left = {True: [name for name in part.names if part.tensors[name].dim() > 1],
-                    False: [name for name in part.names if part.tensors[name].dim() == 1]}
-            for group, own in zip(groups, masters or [None] * len(groups), strict=True):
-                numbers = group["params"]
-                decays = moments[operator.index(numbers[0])]["exp_avg"].dim() > 1
-                names, left[decays] = left[decays], []
-                for index, (name, number) in enumerate(zip(names, map(operator.index, numbers), strict=True)):
-                    weight = part.tensors[name]
-                    found = {"master": weight if own is None else own[index],
-                             "exp_avg": moments[number]["exp_avg"], "exp_avg_sq": moments[number]["exp_avg_sq"]}
-                    for kind, tensor in found.items():
-                        if tensor.shape != weight.shape or tensor.dtype != torch.float32:
-                            raise ValueError(f"{kind} {number} of {part.path} is no {name}")
-                        if name != HEAD:
-                            states[kind][name].append(tensor)
-                    if not torch.equal(found["master"][:1].to(weight.dtype), weight[:1]):
-                        raise ValueError(f"master {number} of {part.path} is not {name}")
-                    steps.add(int(group["step"] if "step" in group else moments[number]["step"]))
-            require(not left[True] and not left[False], f"{part.path} has no state of some parameters")
+    for runs in ranks.files():
+        file = runs[0].path
+        masters, moments, groups = _adam(runs[0])
+        weights = [(name, part.tensors[name]) for part in runs for name in part.names]
+        left = {decays: [(name, weight) for name, weight in weights if (weight.dim() > 1) == decays]
+                for decays in (True, False)}
+        for group, own in zip(groups, masters or [None] * len(groups), strict=True):
+            numbers = group["params"]
+            decays = moments[operator.index(numbers[0])]["exp_avg"].dim() > 1
+            named, left[decays] = left[decays], []
+            for index, ((name, weight), number) in enumerate(zip(named, map(operator.index, numbers), strict=True)):
+                found = {"master": weight if own is None else own[index],
+                         "exp_avg": moments[number]["exp_avg"], "exp_avg_sq": moments[number]["exp_avg_sq"]}
+                for kind, tensor in found.items():
+                    if tensor.shape != weight.shape or tensor.dtype != torch.float32:
+                        raise ValueError(f"{kind} {number} of {file} is no {name}")
+                    if name == HEAD:
+                        heads[kind].append((file, tensor))
+                    else:
+                        states[kind][name].append(tensor)
+                if not torch.equal(found["master"][:1].to(weight.dtype), weight[:1]):
+                    raise ValueError(f"master {number} of {file} is not {name}")
+                steps.add(int(group["step"] if "step" in group else moments[number]["step"]))
+        require(not left[True] and not left[False], f"{file} has no state of some parameters")
     for kind, parts in states.items():
         for name, tensors in parts.items():
             if specs[name].dim is None and not all(torch.equal(tensor, tensors[0]) for tensor in tensors):
                 raise ValueError(f"{kind}.{name} differs between ranks")
     require(len(steps) == 1, f"steps {sorted(steps)[:5]}")
-    return states, steps.pop()
+    return states, heads, steps.pop()
 
 
 def _adam(part: Part) -> tuple[list[Any] | None, Mapping[int, Any], list[Any]]:

@@ -1,4 +1,4 @@
-"""Checkpoints as Megatron writes them: in 2019's form, with Adam's state, and under the names of Megatron Core.
+"""Checkpoints as Megatron writes them: in 2019's form, in those of v2 and v3, and under the names of Megatron Core.
 
 This is the one place that calls torch.save: these files are pickles by definition. torch.save wants all tensors of a
 rank at once. They wait for it on the disk, so that one at a time is in memory.
@@ -8,7 +8,7 @@ Legend: n heads, d head size, p model-parallel size.
 
 import argparse
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,86 +18,126 @@ from torch import Tensor
 from megatron.gpt2.checkpoint.facts import check_facts
 from megatron.gpt2.checkpoint.folder import TRACKER
 from megatron.gpt2.checkpoint.source import Source
-from megatron.gpt2.config import Config, ModelConfig, OptimizerConfig, require
+from megatron.gpt2.config import ModelConfig, require
 from megatron.gpt2.formats.foreign import TRUE_VOCABULARY, by_part, renamed
+from megatron.gpt2.formats.megatron_files import HEAD
+from megatron.gpt2.formats.megatron_layout import Layout, runs_of_stages
 from megatron.gpt2.formats.new_folder import new_folder
+from megatron.gpt2.formats.write_megatron_optimizer import optimizer_2019, optimizer_later, schedule
 from megatron.gpt2.model.gpt2 import parameter_specs
 from megatron.gpt2.optimizer.optimizer import MOMENTS
 
 CORE_MODULES = {"word_embeddings": "embedding.word_embeddings", "position_embeddings": "embedding.position_embeddings",
-                "transformer.final_layernorm": "decoder.final_layernorm"}
+                "transformer.final_layernorm": "decoder.final_layernorm", "word_embeddings_for_head": "output_layer"}
 CORE_LAYER_MODULES = {
     "input_layernorm": "input_layernorm", "attention.query_key_value": "self_attention.linear_qkv",
     "attention.dense": "self_attention.linear_proj", "post_attention_layernorm": "pre_mlp_layernorm",
     "mlp.dense_h_to_4h": "mlp.linear_fc1", "mlp.dense_4h_to_h": "mlp.linear_fc2"}
+MASTERS = ("master", *MOMENTS)
 
 
-def write_megatron_2019(source: Source, out: str | Path, *, model_parallel_size: int,
-                        log: Callable[[str], None] = print) -> Path:
-    """Write `source` into the new folder `out` in 2019's form; returns the iteration's folder.
+def write_megatron(source: Source, out: str | Path, format: str, layout: Layout | None = None, *,
+                   log: Callable[[str], None] = print) -> Path:
+    """Write `source` into the new folder `out`, in the format "megatron-2019", "megatron-v2", "megatron-v3" or
+    "megatron-core", in files for the ranks of `layout`; returns the iteration's folder.
 
-    Names are flat, QKV is [3, n/p, d] on each rank. Masters and moments are written where the source holds them.
-    ValueError for a size that does not fit.
+    Masters, moments, loss scaler and schedule are written where the source holds them, except for megatron-core, which
+    gets weights alone. ValueError for a layout that does not fit.
     """
-    qkv = by_part(_model(source, model_parallel_size).num_attention_heads // model_parallel_size)
-    with_optimizer = all(any(name.startswith(f"{kind}.") for name in source.names()) for kind in ("master", *MOMENTS))
-    schedule = _schedule(source, log) if with_optimizer else None
-
-    def rank_file(rank: int, folder: Path) -> dict[str, Any]:
-        def shards(kind: str) -> dict[str, Tensor]:
-            return {name: _on_disk(qkv(tensor) if ".query_key_value." in name else tensor, folder)
-                    for name, tensor in _shards(source, kind, rank, model_parallel_size)}
-
-        model = shards("model")
-        top: dict[str, Any] = {"iteration": source.iteration, "model": model}
-        if with_optimizer:
-            groups = [[name for name, tensor in model.items() if (tensor.dim() > 1) == decays]
-                      for decays in (True, False)]
-            top["optimizer"] = _optimizer_2019(source, groups, {kind: shards(kind) for kind in ("master", *MOMENTS)})
-            top["lr_scheduler"] = schedule
-        return top
-
+    layout = layout or Layout()
+    p, model = layout.tensor, _model(source, layout.tensor)
+    stages, specs = runs_of_stages(model, layout, format), parameter_specs(model, p)
+    with_optimizer = format != "megatron-core" and all(
+        any(name.startswith(f"{kind}.") for name in source.names()) for kind in MASTERS)
+    top: dict[str, Any] = {"iteration": source.iteration}
+    if format != "megatron-2019":
+        top |= {"args": _arguments(source, model, layout, format), "checkpoint_version": 3.0}
     if with_optimizer:
-        log("the loss scaler is written as a plain dictionary: 2019's class is not ours to pickle")
-    return _write(source, out, rank_file, model_parallel_size)
+        name = "opt_param_scheduler" if format == "megatron-v3" else "lr_scheduler"
+        top[name] = schedule(source, format, log)
+        if format == "megatron-2019":
+            log("the loss scaler is written as a plain dictionary: 2019's class is not ours to pickle")
+
+    def rank_file(rank: int, stage: int, folder: Path) -> dict[str, Any]:
+        def shard(kind: str, name: str) -> Tensor:
+            """The rank's part, padding as zeros."""
+            spec = specs[name]
+            local = torch.zeros(spec.local_shape(p), dtype=source.tensors[f"{kind}.{name}"].dtype)
+            source.read_into(spec.true_part(local, rank, p), f"{kind}.{name}", spec.box(rank, p).offset)
+            if format == "megatron-2019" and ".query_key_value." in name:
+                local = by_part(model.num_attention_heads // p)(local)
+            return _on_disk(local, folder)
+
+        runs = [{theirs: shard("model", name) for theirs, name in run.items()} for run in stages[stage]]
+        models = {"model" if len(runs) == 1 else f"model{number}": in_form(format, run)
+                  for number, run in enumerate(runs)}
+        if not with_optimizer:
+            return {**top, **models}
+        # Without names, in the order of the model: what decays, then what does not.
+        groups = [[{kind: shard(kind, name) for kind in MASTERS} for run, names in zip(runs, stages[stage], strict=True)
+                   for theirs, name in names.items() if (run[theirs].dim() > 1) == decays] for decays in (True, False)]
+        optimizer = optimizer_2019(source, groups) if format == "megatron-2019" else optimizer_later(source, groups)
+        return {**top, **models, "optimizer": optimizer}
+
+    return _write(source, out, rank_file, layout)
 
 
-def write_megatron_core(source: Source, out: str | Path, *, model_parallel_size: int,
-                        log: Callable[[str], None] = print) -> Path:
-    """Write the weights of `source` into the new folder `out`, in Megatron Core's `torch` format; returns the
-    iteration's folder.
-
-    Layer norms stand beside the linear layers, and `args` describes the model. ValueError for a size that does not fit.
-    """
-    model = _model(source, model_parallel_size)
-    specs = parameter_specs(model, model_parallel_size)
-    facts = source.facts
-    args = argparse.Namespace(
-        num_layers=model.num_layers, hidden_size=model.hidden_size, ffn_hidden_size=model.ffn_size,
-        num_attention_heads=model.num_attention_heads, kv_channels=model.hidden_size // model.num_attention_heads,
-        group_query_attention=False, seq_length=model.max_position_embeddings,
-        max_position_embeddings=model.max_position_embeddings, position_embedding_type="learned_absolute",
-        normalization="LayerNorm", norm_epsilon=model.layernorm_epsilon, layernorm_epsilon=model.layernorm_epsilon,
-        add_bias_linear=True, swiglu=False, openai_gelu=False, bias_gelu_fusion=model.gelu == "tanh",
-        untie_embeddings_and_output_weights=False, hidden_dropout=model.hidden_dropout,
-        attention_dropout=model.attention_dropout, init_method_std=model.init_method_std,
-        make_vocab_size_divisible_by=model.make_vocab_size_divisible_by // model_parallel_size,
-        padded_vocab_size=specs["word_embeddings.weight"].padded_size,
-        tensor_model_parallel_size=model_parallel_size, pipeline_model_parallel_size=1,
-        params_dtype=source.tensors["model.word_embeddings.weight"].dtype, iteration=source.iteration,
-        consumed_train_samples=facts.get("consumed_samples") or 0)
-
-    def rank_file(rank: int, folder: Path) -> dict[str, Any]:
-        return {"args": args, "checkpoint_version": 3.0, "iteration": source.iteration,
-                "model": {core_name(name): _on_disk(tensor, folder)
-                          for name, tensor in _shards(source, "model", rank, model_parallel_size)}}
-
-    return _write(source, out, rank_file, model_parallel_size)
+def in_form(format: str, held: dict[str, Tensor]) -> dict[str, Any]:
+    """A model's tensors, by 2019's names, as Megatron of this format keeps them."""
+    if format == "megatron-2019":
+        return held
+    if format == "megatron-core":
+        return {core_name(name): tensor for name, tensor in held.items()}
+    # megatron-v2 has v2.0's names: v2.6, which writes others, and v3 read them too.
+    later = format == "megatron-v3"
+    language_model: dict[str, Any] = {"embedding": {}, "encoder" if later else "transformer": {}}
+    nested: dict[str, Any] = {"language_model": language_model}
+    for name, tensor in held.items():
+        module, _, rest = name.partition(".")
+        if module == "transformer":
+            rest = rest.replace(".attention.", ".self_attention.") if later else rest
+            language_model["encoder" if later else "transformer"][rest] = tensor
+        elif name == HEAD:
+            nested[module] = {rest: tensor}
+        else:
+            language_model["embedding"][module] = {rest: tensor}
+    if not language_model["embedding"]:
+        del language_model["embedding"]
+    return nested
 
 
 def core_name(name: str) -> str:
     """transformer.layers.3.attention.dense.bias -> decoder.layers.3.self_attention.linear_proj.bias."""
     return renamed(name, CORE_MODULES, "decoder.layers", CORE_LAYER_MODULES)
+
+
+def _arguments(source: Source, model: ModelConfig, layout: Layout, format: str) -> argparse.Namespace:
+    """What Megatron compares with its own flags, or takes in their place."""
+    facts, p = source.facts, layout.tensor
+    runs = layout.virtual(model.num_layers)
+    said: dict[str, Any] = {
+        "num_layers": model.num_layers, "hidden_size": model.hidden_size, "ffn_hidden_size": model.ffn_size,
+        "num_attention_heads": model.num_attention_heads, "kv_channels": model.hidden_size // model.num_attention_heads,
+        "group_query_attention": False, "seq_length": model.max_position_embeddings,
+        "max_position_embeddings": model.max_position_embeddings, "position_embedding_type": "learned_absolute",
+        "normalization": "LayerNorm", "norm_epsilon": model.layernorm_epsilon,
+        "layernorm_epsilon": model.layernorm_epsilon, "add_bias_linear": True, "swiglu": False, "openai_gelu": False,
+        "bias_gelu_fusion": model.gelu == "tanh", "untie_embeddings_and_output_weights": False,
+        "hidden_dropout": model.hidden_dropout, "attention_dropout": model.attention_dropout,
+        "init_method_std": model.init_method_std, "tokenizer_type": "GPT2BPETokenizer",
+        "make_vocab_size_divisible_by": model.make_vocab_size_divisible_by // p,
+        "padded_vocab_size": parameter_specs(model, p)["word_embeddings.weight"].padded_size,
+        "tensor_model_parallel_size": p, "pipeline_model_parallel_size": layout.pipeline,
+        "virtual_pipeline_model_parallel_size": runs if runs > 1 else None,
+        "num_layers_per_virtual_pipeline_stage": model.num_layers // layout.pipeline // runs if runs > 1 else None,
+        "params_dtype": source.tensors["model.word_embeddings.weight"].dtype, "iteration": source.iteration,
+        "consumed_train_samples": facts.get("consumed_samples") or 0}
+    if format == "megatron-core":
+        said |= {"decoder_first_pipeline_num_layers": layout.first, "decoder_last_pipeline_num_layers": layout.last}
+    if format == "megatron-v3":
+        said["transformer_impl"] = "local"
+    said |= {name: facts[name] for name in ("global_batch_size", "train_iters") if facts.get(name)}
+    return argparse.Namespace(**said)
 
 
 def _model(source: Source, p: int) -> ModelConfig:
@@ -110,14 +150,6 @@ def _model(source: Source, p: int) -> ModelConfig:
     return dataclasses.replace(model, make_vocab_size_divisible_by=model.make_vocab_size_divisible_by * p)
 
 
-def _shards(source: Source, kind: str, rank: int, p: int) -> Iterator[tuple[str, Tensor]]:
-    """A rank's part of each parameter, padding as zeros, in the order of the model."""
-    for name, spec in parameter_specs(_model(source, p), p).items():
-        local = torch.zeros(spec.local_shape(p), dtype=source.tensors[f"{kind}.{name}"].dtype)
-        source.read_into(spec.true_part(local, rank, p), f"{kind}.{name}", spec.box(rank, p).offset)
-        yield name, local
-
-
 def _on_disk(x: Tensor, folder: Path) -> Tensor:
     """The same values, read from a file that has no name any more: in the page cache where there is room."""
     path = folder / "tensor"
@@ -127,56 +159,18 @@ def _on_disk(x: Tensor, folder: Path) -> Tensor:
     return mapped
 
 
-def _optimizer_2019(source: Source, groups: list[list[str]], states: Mapping[str, Mapping[str, Tensor]]) -> Any:
-    facts, config = source.facts["optimizer"], _optimizer_config(source)
-    scaler = facts["loss_scaler"]
-    clean_steps = int(scaler.get("clean_steps", 0))
-    numbers = {name: number for number, name in enumerate(name for names in groups for name in names)}
-    return {
-        "loss_scaler": {
-            "cur_scale": float(scaler["scale"]), "cur_iter": source.iteration,
-            "last_overflow_iter": source.iteration - clean_steps - 1, "scale_factor": 2.0,
-            "scale_window": config.loss_scale_window, "min_scale": config.min_loss_scale,
-            "delayed_shift": config.hysteresis, "consecutive_hysteresis": False,
-            "cur_hysteresis": int(scaler.get("hysteresis_left", config.hysteresis))},
-        "dynamic_loss_scale": "clean_steps" in scaler, "overflow": False, "first_closure_call_this_step": True,
-        "optimizer_state_dict": {
-            "state": {number: {moment: states[moment][name] for moment in MOMENTS}
-                      for name, number in numbers.items()},
-            "param_groups": [{"params": [numbers[name] for name in names], "weight_decay": weight_decay,
-                              "lr": config.lr, "betas": (config.adam_beta1, config.adam_beta2),
-                              "eps": config.adam_eps, "bias_correction": True, "step": facts["adam_steps"]}
-                             for names, weight_decay in zip(groups, (config.weight_decay, 0.0), strict=True)]},
-        "fp32_from_fp16": [[states["master"][name] for name in names] for names in groups]}
-
-
-def _optimizer_config(source: Source) -> OptimizerConfig:
-    return Config.from_dict({"optimizer": source.facts["config"].get("optimizer", {})}).optimizer
-
-
-def _schedule(source: Source, log: Callable[[str], None]) -> dict[str, Any] | None:
-    """2019's `lr_scheduler`."""
-    config = _optimizer_config(source)
-    end = config.lr_decay_iters or source.facts.get("train_iters") or source.iteration
-    warmup = config.warmup * end if config.lr_warmup_iters is None else config.lr_warmup_iters
-    style = {"cosine-2019": "cosine"}.get(config.lr_decay_style, config.lr_decay_style)
-    if style == "WSD":
-        log("left out: the schedule: 2019's Megatron has no WSD")
-        return None
-    if style == config.lr_decay_style and style != "constant":
-        log(f"the {style} schedule travels by its name and numbers: 2019's formula is close to today's, not equal")
-    return {"start_lr": config.lr, "warmup_iter": warmup, "num_iters": source.facts["optimizer"]["good_steps"],
-            "decay_style": style, "end_iter": end, "min_lr": config.min_lr}
-
-
-def _write(source: Source, out: str | Path, rank_file: Callable[[int, Path], dict[str, Any]], p: int) -> Path:
-    """All ranks' files and the tracker, or nothing. rank_file: what a rank's file holds, by its number and a folder
-    to work in."""
+def _write(source: Source, out: str | Path, rank_file: Callable[[int, int, Path], dict[str, Any]],
+           layout: Layout) -> Path:
+    """All ranks' files and the tracker, or nothing. rank_file: what a file holds, by model-parallel rank, pipeline
+    stage and a folder to work in."""
     with new_folder(out) as folder:
         iteration = folder / f"iter_{source.iteration:07d}"
-        for rank in range(p):
-            path = iteration / f"mp_rank_{rank:02d}" / "model_optim_rng.pt"
-            path.parent.mkdir(parents=True)
-            torch.save({**rank_file(rank, path.parent), TRUE_VOCABULARY: source.facts["vocab_size"]}, path)
+        for rank in range(layout.tensor):
+            for stage in range(layout.pipeline):
+                name = f"mp_rank_{rank:02d}" + (f"_{stage:03d}" if layout.pipeline > 1 else "")
+                path = iteration / name / "model_optim_rng.pt"
+                path.parent.mkdir(parents=True)
+                held = rank_file(rank, stage, path.parent)
+                torch.save({**held, TRUE_VOCABULARY: source.facts["vocab_size"]}, path)
         (folder / TRACKER).write_text(f"{source.iteration}")
     return Path(out) / iteration.name

@@ -4,7 +4,7 @@
     python tools/checkpoint.py verify DIR
     python tools/checkpoint.py merge DIR OUT
     python tools/checkpoint.py split DIR OUT --model-parallel-size N
-    python tools/checkpoint.py convert IN OUT --to {native,huggingface,megatron-2019,megatron-core} [--check]
+    python tools/checkpoint.py convert IN OUT --to {native,huggingface,megatron-2019,...} [--check]
     python tools/checkpoint.py diff A B
 
 It runs on a CPU, starts no process group, and holds about one tensor at a time. The source's format is recognised.
@@ -24,9 +24,11 @@ from megatron.gpt2.checkpoint.reader import Checkpoint
 from megatron.gpt2.config import require
 from megatron.gpt2.formats import Hints, Source, open_source
 from megatron.gpt2.formats.inspection import describe, lines
+from megatron.gpt2.formats.megatron_layout import PIPELINE, VIRTUAL, Layout
 from megatron.gpt2.formats.native import write_native
+from megatron.gpt2.pipeline.stages import FIRST, LAST
 
-TARGETS = ("native", "huggingface", "megatron-2019", "megatron-core")
+TARGETS = ("native", "huggingface", "megatron-2019", "megatron-v2", "megatron-v3", "megatron-core")
 CHECK_LIMIT = 1e-4  # of a logit; a translation alone makes none, other kernels 1e-6
 
 
@@ -65,16 +67,25 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
         made.add_argument("--merge-file", metavar="FILE")
         made.add_argument("--tokenizer-model", metavar="FILE", help="a SentencePiece model, likewise")
 
+    def pipelined(made: argparse.ArgumentParser) -> None:
+        made.add_argument(PIPELINE, "--target-pipeline-model-parallel-size", dest="pipeline", type=int, default=1,
+                          metavar="N", help="stages to write Megatron's files for (default: 1)")
+        made.add_argument(VIRTUAL, dest="virtual_layers", type=int, metavar="N", help="of interleaved stages")
+        made.add_argument(FIRST, dest="first", type=int, metavar="N", help="layers of the first stage (megatron-core)")
+        made.add_argument(LAST, dest="last", type=int, metavar="N", help="of the last stage, likewise")
+
     command("inspect", "what it holds", "DIR").add_argument("--json", action="store_true", help="as JSON")
     command("verify", "read and check every byte", "DIR")
     writes(command("merge", "one model-parallel rank out of several", "DIR", "OUT"))
     split = command("split", "for another number of model-parallel ranks", "DIR", "OUT")
     split.add_argument("--model-parallel-size", type=int, required=True, metavar="N")
+    pipelined(split)
     writes(split)
     convert = command("convert", "to another format", "IN", "OUT")
     convert.add_argument("--to", choices=TARGETS, required=True)
     convert.add_argument("--model-parallel-size", type=int, default=1, metavar="N",
                          help="ranks to write for (default: 1)")
+    pipelined(convert)
     convert.add_argument("--dtype", choices=("source", "fp32", "bf16", "fp16"), default="source",
                          help="of a Hugging Face export")
     convert.add_argument("--check", action="store_true", help="compare the logits of both")
@@ -111,10 +122,21 @@ def tokenizer_of(args: argparse.Namespace, source: Source) -> Tokenizer | None:
     return load_tokenizer(source.path.parent / "tokenizer")
 
 
-def write(args: argparse.Namespace, source: Source, to: str, ranks: int) -> Path:
-    """Write `source` in the format `to`, for `ranks` model-parallel ranks, into the new folder `args.out`; returns the
+def layout_of(args: argparse.Namespace) -> Layout:
+    """The ranks that the flags ask to write for; `merge` writes for one."""
+    if args.command == "merge":
+        return Layout()
+    return Layout(args.model_parallel_size, args.pipeline, args.virtual_layers, args.first, args.last)
+
+
+def write(args: argparse.Namespace, source: Source, to: str, layout: Layout) -> Path:
+    """Write `source` in the format `to`, for the ranks of `layout`, into the new folder `args.out`; returns the
     folder."""
+    ranks = layout.tensor
     require(ranks > 0, f"--model-parallel-size must be positive, not {ranks}")
+    require(to.startswith("megatron") or layout == Layout(ranks),
+            f"{PIPELINE}, {VIRTUAL}, {FIRST} and {LAST} are for Megatron's formats, and this writes {to}"
+            + ", which loads under any of them" * (to == "native"))
     kinds = {name.partition(".")[0] for name in source.names()}
     left_out = list(source.left_out)
     if "rng" in kinds:
@@ -131,9 +153,8 @@ def write(args: argparse.Namespace, source: Source, to: str, ranks: int) -> Path
     if to == "huggingface":
         from megatron.gpt2.formats.write_huggingface import write_huggingface
         return write_huggingface(source, args.out, dtype=args.dtype, tokenizer=tokenizer_of(args, source), log=report)
-    from megatron.gpt2.formats import write_megatron
-    writer = {"megatron-2019": write_megatron.write_megatron_2019, "megatron-core": write_megatron.write_megatron_core}
-    return writer[to](source, args.out, model_parallel_size=ranks, log=report)
+    from megatron.gpt2.formats.write_megatron import write_megatron
+    return write_megatron(source, args.out, to, layout, log=report)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -153,9 +174,10 @@ def main(argv: list[str] | None = None) -> int:
         return 0 if difference.equal else 1
     source = verified(args, getattr(args, "in") if args.command == "convert" else args.dir)
     to = args.to if args.command == "convert" else source.format if source.format in TARGETS[2:] else "native"
-    ranks = getattr(args, "model_parallel_size", 1)
-    path = write(args, source, to, ranks)
-    what = to if to == "huggingface" else f"{to}, {ranks} model-parallel rank{'s' * (ranks > 1)}"
+    layout = layout_of(args)
+    path = write(args, source, to, layout)
+    what = to if to == "huggingface" else f"{to}, {layout.tensor} model-parallel rank{'s' * (layout.tensor > 1)}"
+    what += f" of {layout.pipeline} pipeline stages" * (layout.pipeline > 1)
     print(f"{source.path} ({source.format}) is now {path} ({what})")
     if args.command == "convert" and args.check:
         from megatron.gpt2.formats.compare import check

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from megatron.gpt2.config import ModelConfig
+from megatron.gpt2.formats import Source
+from megatron.gpt2.formats.foreign import ForeignSource, LazyTensor
 from megatron.gpt2.model.gpt2 import parameter_specs
 
 SHAPE = ModelConfig(num_layers=4, hidden_size=48, num_attention_heads=4, ffn_hidden_size=80, vocab_size=101,
@@ -122,3 +124,21 @@ def write_megatron(folder: Path, weights: dict[str, Tensor], form: str, *, versi
             torch.save(saved, file / "model_optim_rng.pt", _use_new_zipfile_serialization=not legacy)
     (folder / "latest_checkpointed_iteration.txt").write_text(str(iteration))
     return folder
+
+
+def made_source(num_layers: int, dtype: torch.dtype) -> Source:
+    """A run's state in memory: weights of `dtype`, masters, moments and the facts that belong to them."""
+    shape = ModelConfig(num_layers=num_layers, hidden_size=16, num_attention_heads=4, vocab_size=101,
+                        max_position_embeddings=8, make_vocab_size_divisible_by=8)
+    masters = random_weights(shape)
+    lazy = {}
+    for kind in ("model", "master", "exp_avg", "exp_avg_sq"):
+        for name, master in masters.items():
+            lazy[f"{kind}.{name}"] = LazyTensor.of({"model": master.to(dtype), "master": master.to(dtype).float(),
+                                                    "exp_avg": master + 1, "exp_avg_sq": master**2}[kind])
+    scaler = {"scale": 8.0, "clean_steps": 5.0, "hysteresis_left": 1.0} if dtype == torch.float16 else {"scale": 1.0}
+    facts = {"consumed_samples": 24, "global_batch_size": 4, "train_iters": 100, "optimizer": {
+        "good_steps": 6, "skipped_steps": 1, "adam_steps": 6, "loss_scaler": scaler},
+        "config": {"optimizer": {"lr": 0.2, "min_lr": 0.1, "lr_decay_style": "cosine", "lr_decay_iters": 100,
+                                 "warmup": 0.1, "weight_decay": 0.1}}}
+    return ForeignSource(Path("made"), "native", 7, shape, facts, lazy)

@@ -59,7 +59,8 @@ def test_interleaved_pipelining(tmp_path: Path):
     for number in range(2):
         file = tmp_path / f"interleaved/iter_0000007/mp_rank_00_{number:03d}/model_optim_rng.pt"
         file.parent.mkdir(parents=True)
-        top = {**runs[number], "model0": runs[number]["model"], "model1": runs[number + 2]["model"]}
+        top = {**runs[number], "model0": runs[number]["model"], "model1": runs[number + 2]["model"],
+               "args": arguments(1, 2, virtual_pipeline_model_parallel_size=2)}
         del top["model"]
         torch.save(top, file)
     source = open_source(tmp_path / "interleaved", Hints(vocab_size=101))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -11,12 +10,13 @@ import pytest
 import torch
 
 from data_utils import Tokenizer, build_tokenizer
-from megatron.gpt2.formats import Hints, Source, open_source, write_huggingface, write_megatron
+from megatron.gpt2.formats import Hints, Source, open_source, write_huggingface
 from megatron.gpt2.formats.compare import check, diff
+from megatron.gpt2.formats.megatron_layout import Layout
 from megatron.gpt2.formats.native import native_facts, write_native
 from megatron.gpt2.formats.openai_tokenizer import tokenizer_files
 from megatron.gpt2.formats.write_huggingface import write_huggingface as to_huggingface
-from megatron.gpt2.formats.write_megatron import write_megatron_2019, write_megatron_core
+from megatron.gpt2.formats.write_megatron import write_megatron
 from tests.conftest import TEST_DATA
 from tests.megatron.gpt2.formats.test_readers import GENUINE, TRUE_VOCABULARY, genuine, open_genuine, silent
 from tests.megatron.gpt2.training.training_runs import finish, start, steps, write_text
@@ -54,19 +54,19 @@ def test_native_in_any_number_of_parts(source: Source, tmp_path: Path, size: int
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-@pytest.mark.parametrize("write", [write_megatron_2019, write_megatron_core])
-def test_megatron_and_back(source: Source, tmp_path: Path, write: Callable[..., Path], size: int):
-    path = write(source, tmp_path / "theirs", model_parallel_size=size, log=silent)
+@pytest.mark.parametrize("format", ["megatron-2019", "megatron-v2", "megatron-v3", "megatron-core"])
+def test_megatron_and_back(source: Source, tmp_path: Path, format: str, size: int):
+    path = write_megatron(source, tmp_path / "theirs", format, Layout(size), log=silent)
     files = sorted(path.glob("*/model_optim_rng.pt"))
     assert len(files) == size
-    heads = 4 if write is write_megatron_2019 else None
+    heads = 4 if format == "megatron-2019" else None
     back = open_source(tmp_path / "theirs", Hints(heads), log=pytest.fail)  # the true vocabulary came along
     assert back.facts["vocab_size"] == source.facts["vocab_size"]
-    assert back.format == {write_megatron_2019: "megatron-2019", write_megatron_core: "megatron-core"}[write]
+    assert back.format == format
     difference = diff(source, back)
     assert difference.equal, difference
-    assert len(difference.rows) == (4 * 28 if heads else 28)
-    if heads:
+    assert len(difference.rows) == (28 if format == "megatron-core" else 4 * 28)
+    if format != "megatron-core":
         assert back.facts["optimizer"] == source.facts["optimizer"]
         assert back.iteration == source.iteration
     write_native(back, tmp_path / "ours", model_parallel_size=1, log=silent)
@@ -180,7 +180,7 @@ def test_what_is_not_finished_is_not_there(source: Source, tmp_path: Path, write
         elif write == "huggingface":
             to_huggingface(source, tmp_path / "out", log=silent)
         else:
-            write_megatron_2019(source, tmp_path / "out", model_parallel_size=2, log=silent)
+            write_megatron(source, tmp_path / "out", "megatron-2019", Layout(2), log=silent)
     assert not list(tmp_path.iterdir())
 
 
@@ -192,5 +192,5 @@ def test_nothing_is_overwritten_and_sizes_must_fit(source: Source, tmp_path: Pat
     with pytest.raises(ValueError, match="--num-attention-heads 4 is not divisible"):
         write_native(source, tmp_path / "out", model_parallel_size=3, log=silent)
     with pytest.raises(ValueError, match="--model-parallel-size 3 does not divide"):
-        write_megatron.write_megatron_core(source, tmp_path / "out", model_parallel_size=3, log=silent)
+        write_megatron(source, tmp_path / "out", "megatron-core", Layout(3), log=silent)
     assert native_facts(source, 2, None)["config"]["parallel"]["model_parallel_size"] == 2
