@@ -84,8 +84,8 @@ def open_megatron(path: Path, format: str, hints: Hints, *, log: Callable[[str],
         log(f"{path}: the vocabulary is taken to be its padded size, {padded}: --vocab-size "
             f"{' or '.join(guesses) or 'N'} leaves out the rows that are padding")
     layout = {"model_parallel_size": ranks.size, "pipeline_parallel_size": ranks.stages}
-    if (runs := len(ranks.parts) // ranks.stages) > 1:
-        layout["virtual_pipeline_parallel_size"] = runs
+    if (chunks := len(ranks.parts) // ranks.stages) > 1:
+        layout["virtual_pipeline_parallel_size"] = chunks
     return ForeignSource(path, format, ranks.iteration, model, {**facts, "layout": layout}, lazy, left_out)
 
 

@@ -1,8 +1,8 @@
 """The files of a Megatron checkpoint, one per rank, joined to one model under our names.
 
 `mp_rank_TT` or, with a pipeline, `mp_rank_TT_PPP`, holds model_optim_rng.pt; DeepSpeed writes
-mp_rank_TT_model_states.pt. A file holds one run of layers, `model`, or, where stages are interleaved, several:
-`model0`, `model1`, ... Layers are numbered from 0 in every run. All stages' first runs come before all second ones.
+mp_rank_TT_model_states.pt. A file holds one chunk of the layers, `model`, or, where stages are interleaved, several:
+`model0`, `model1`, ... Layers are numbered from 0 in every chunk. All files' first chunks come before all second ones.
 
 Legend: h hidden, n heads, d head size, p model-parallel size.
 """
@@ -64,7 +64,7 @@ def attributes(value: Any) -> dict[str, Any]:
 
 @dataclass
 class Part:
-    """What one rank's file says of a run of layers."""
+    """What one rank's file says of a chunk of the layers."""
 
     path: Path
     optimizer: Any
@@ -74,7 +74,7 @@ class Part:
 
 @dataclass
 class RankFiles:
-    """All files of an iteration, opened. parts: by run of layers in the model's order, each by model-parallel rank."""
+    """All files of an iteration, opened. parts: by chunk in the model's order, each by model-parallel rank."""
 
     path: Path
     top: dict[str, Any]  # the first file
@@ -85,7 +85,7 @@ class RankFiles:
     parts: list[list[Part]] = field(default_factory=list)
 
     def files(self) -> list[list[Part]]:
-        """Of each file its runs of layers: stage by stage, within a stage rank by rank."""
+        """Of each file its chunks: stage by stage, within a stage rank by rank."""
         return [[parts[rank] for parts in self.parts[stage::self.stages]]
                 for stage in range(self.stages) for rank in range(self.size)]
 
@@ -110,14 +110,14 @@ def open_ranks(path: Path) -> RankFiles:
                          f"{iterations[0, 0]}, {files[other].relative_to(path)} of {iterations[other]}")
     size, stages = (1 + max(key[i] for key in files) for i in (0, 1))
     ranks = RankFiles(path, held[0, 0], iterations[0, 0], size, stages)
-    runs = _runs(held[0, 0])
+    chunks = _chunks(held[0, 0])
     for key, file in files.items():
-        if _runs(held[key]) != runs:
-            raise ValueError(f"{file}: holds {', '.join(_runs(held[key])) or 'no model'}, and "
-                             f"{files[0, 0].relative_to(path)} holds {', '.join(runs)}: are two runs mixed?")
-    for run in runs:
+        if _chunks(held[key]) != chunks:
+            raise ValueError(f"{file}: holds {', '.join(_chunks(held[key])) or 'no model'}, and "
+                             f"{files[0, 0].relative_to(path)} holds {', '.join(chunks)}: are two runs mixed?")
+    for chunk in chunks:
         for stage in range(stages):
-            parts = [_part(files[rank, stage], held[rank, stage], run, ranks.num_layers) for rank in range(size)]
+            parts = [_part(files[rank, stage], held[rank, stage], chunk, ranks.num_layers) for rank in range(size)]
             for part in parts:
                 if part.names != parts[0].names:
                     raise ValueError(f"{part.path}: holds other parameters than {parts[0].path.relative_to(path)}")
@@ -147,7 +147,7 @@ def _require_all(path: Path, files: Mapping[tuple[int, int], Path]) -> None:
                              f"model-parallel ranks and {sizes[1]} pipeline stages")
 
 
-def _runs(top: Mapping[str, Any]) -> list[str]:
+def _chunks(top: Mapping[str, Any]) -> list[str]:
     """The names under which a file holds weights, in the order of their layers."""
     found = [name for name in top if isinstance(name, str) and re.fullmatch(r"model\d{0,3}|module", name)]
     return sorted(found, key=lambda name: int("0" + re.sub(r"\D", "", name)))

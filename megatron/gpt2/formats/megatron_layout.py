@@ -1,6 +1,6 @@
 """How Megatron's files of a target layout split a model: which of our parameters each of them holds, under which name.
 
-Legend: p pipeline stages, v runs of layers per stage.
+Legend: p pipeline stages, v chunks of layers per stage.
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ WITH_PIPELINE = ("megatron-v2", "megatron-v3", "megatron-core")
 @dataclass(frozen=True)
 class Layout:
     """The ranks that files are written for. first, last: layers of the first and the last stage, where they differ from
-    the others'. virtual_layers: layers of a run, where stages are interleaved."""
+    the others'. virtual_layers: layers of a chunk, where stages are interleaved."""
 
     tensor: int = 1
     pipeline: int = 1
@@ -26,41 +26,41 @@ class Layout:
     last: int | None = None
 
     def virtual(self, num_layers: int) -> int:
-        """Runs of layers per stage, v. ValueError that names the flag."""
+        """Chunks of layers per stage, v. ValueError that names the flag."""
         if self.virtual_layers is None:
             return 1
         return virtual_stages(num_layers, self.pipeline, self.virtual_layers)
 
 
-def runs_of_stages(model: ModelConfig, layout: Layout, format: str) -> list[list[dict[str, str]]]:
-    """Stage by stage its runs of layers: each {its name in the file, in 2019's spelling: our parameter}.
+def chunks_of_stages(model: ModelConfig, layout: Layout, format: str) -> list[list[dict[str, str]]]:
+    """Stage by stage its chunks of the layers: each {its name in the file, in 2019's spelling: our parameter}.
 
-    Layers are numbered from 0 in every run. The last stage of several holds the tied matrix as well, as `HEAD`.
+    Layers are numbered from 0 in every chunk. The last stage of several holds the tied matrix as well, as `HEAD`.
     ValueError, which names the flag, for a layout that the format's Megatron cannot load.
     """
     p, v = layout.pipeline, layout.virtual(model.num_layers)
     _check(model.num_layers, layout, format)
     layers = layers_of_stages(model.num_layers, p, v, layout.first, layout.last)
-    sizes = [len(run) for run in layers]
-    middle = {sizes[run] for run in range(p * v) if not (run % p == 0 and layout.first is not None
-                                                         or run % p == p - 1 and layout.last is not None)}
+    sizes = [len(chunk) for chunk in layers]
+    middle = {sizes[chunk] for chunk in range(p * v) if not (chunk % p == 0 and layout.first is not None
+                                                             or chunk % p == p - 1 and layout.last is not None)}
     if len(middle) > 1 or any(len(set(sizes[stage::p])) > 1 for stage in range(p)):
-        raise ValueError(f"{PIPELINE} {p}{f' with {v} runs of layers each ({VIRTUAL})' if v > 1 else ''} does not "
+        raise ValueError(f"{PIPELINE} {p}{f' with {v} chunks of layers each ({VIRTUAL})' if v > 1 else ''} does not "
                          f"divide the {model.num_layers} layers, and Megatron asks for that"
                          + (f": {FIRST} and {LAST} set some apart" if format == "megatron-core" else ""))
-    runs: list[dict[str, str]] = [{} for _ in layers]
+    chunks: list[dict[str, str]] = [{} for _ in layers]
     for name in parameter_specs(model):
         words = name.split(".")
         if words[1] == "layers":
             number = int(words[2])
-            run = next(run for run, held in enumerate(layers) if number in held)
-            words[2] = str(number - layers[run].start)
-            runs[run][".".join(words)] = name
+            chunk = next(chunk for chunk, held in enumerate(layers) if number in held)
+            words[2] = str(number - layers[chunk].start)
+            chunks[chunk][".".join(words)] = name
         else:
-            runs[-1 if words[0] == "transformer" else 0][name] = name
+            chunks[-1 if words[0] == "transformer" else 0][name] = name
     if p > 1:
-        runs[-1][HEAD] = "word_embeddings.weight"
-    return [runs[stage::p] for stage in range(p)]
+        chunks[-1][HEAD] = "word_embeddings.weight"
+    return [chunks[stage::p] for stage in range(p)]
 
 
 def _check(num_layers: int, layout: Layout, format: str) -> None:

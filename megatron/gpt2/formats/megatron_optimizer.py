@@ -57,10 +57,10 @@ def _states(ranks: RankFiles, specs: Mapping[str, PartitionSpec]) -> tuple[State
     states: States = {kind: {name: [] for name in specs} for kind in ("master", "exp_avg", "exp_avg_sq")}
     heads: Heads = {kind: [] for kind in states}
     steps = set()
-    for runs in ranks.files():
-        file = runs[0].path
-        masters, moments, groups = _adam(runs[0])
-        weights = [(name, part.tensors[name]) for part in runs for name in part.names]
+    for chunks in ranks.files():
+        file = chunks[0].path
+        masters, moments, groups = _adam(chunks[0])
+        weights = [(name, part.tensors[name]) for part in chunks for name in part.names]
         left = {decays: [(name, weight) for name, weight in weights if (weight.dim() > 1) == decays]
                 for decays in (True, False)}
         for group, own in zip(groups, masters or [None] * len(groups), strict=True):

@@ -21,7 +21,7 @@ from megatron.gpt2.checkpoint.source import Source
 from megatron.gpt2.config import ModelConfig, require
 from megatron.gpt2.formats.foreign import TRUE_VOCABULARY, by_part, renamed
 from megatron.gpt2.formats.megatron_files import HEAD
-from megatron.gpt2.formats.megatron_layout import Layout, runs_of_stages
+from megatron.gpt2.formats.megatron_layout import Layout, chunks_of_stages
 from megatron.gpt2.formats.new_folder import new_folder
 from megatron.gpt2.formats.write_megatron_optimizer import optimizer_2019, optimizer_later, schedule
 from megatron.gpt2.model.gpt2 import parameter_specs
@@ -46,7 +46,7 @@ def write_megatron(source: Source, out: str | Path, format: str, layout: Layout 
     """
     layout = layout or Layout()
     p, model = layout.tensor, _model(source, layout.tensor)
-    stages, specs = runs_of_stages(model, layout, format), parameter_specs(model, p)
+    stages, specs = chunks_of_stages(model, layout, format), parameter_specs(model, p)
     with_optimizer = format != "megatron-core" and all(
         any(name.startswith(f"{kind}.") for name in source.names()) for kind in MASTERS)
     top: dict[str, Any] = {"iteration": source.iteration}
@@ -68,14 +68,14 @@ def write_megatron(source: Source, out: str | Path, format: str, layout: Layout 
                 local = by_part(model.num_attention_heads // p)(local)
             return _on_disk(local, folder)
 
-        runs = [{theirs: shard("model", name) for theirs, name in run.items()} for run in stages[stage]]
-        models = {"model" if len(runs) == 1 else f"model{number}": in_form(format, run)
-                  for number, run in enumerate(runs)}
+        chunks = [{theirs: shard("model", name) for theirs, name in names.items()} for names in stages[stage]]
+        models = {"model" if len(chunks) == 1 else f"model{number}": in_form(format, chunk)
+                  for number, chunk in enumerate(chunks)}
         if not with_optimizer:
             return {**top, **models}
         # Without names, in the order of the model: what decays, then what does not.
-        groups = [[{kind: shard(kind, name) for kind in MASTERS} for run, names in zip(runs, stages[stage], strict=True)
-                   for theirs, name in names.items() if (run[theirs].dim() > 1) == decays] for decays in (True, False)]
+        groups = [[{kind: shard(kind, name) for kind in MASTERS} for names in stages[stage] for name in names.values()
+                   if (len(specs[name].global_shape) > 1) == decays] for decays in (True, False)]
         optimizer = optimizer_2019(source, groups) if format == "megatron-2019" else optimizer_later(source, groups)
         return {**top, **models, "optimizer": optimizer}
 
@@ -114,7 +114,7 @@ def core_name(name: str) -> str:
 def _arguments(source: Source, model: ModelConfig, layout: Layout, format: str) -> argparse.Namespace:
     """What Megatron compares with its own flags, or takes in their place."""
     facts, p = source.facts, layout.tensor
-    runs = layout.virtual(model.num_layers)
+    chunks = layout.virtual(model.num_layers)
     said: dict[str, Any] = {
         "num_layers": model.num_layers, "hidden_size": model.hidden_size, "ffn_hidden_size": model.ffn_size,
         "num_attention_heads": model.num_attention_heads, "kv_channels": model.hidden_size // model.num_attention_heads,
@@ -128,8 +128,8 @@ def _arguments(source: Source, model: ModelConfig, layout: Layout, format: str) 
         "make_vocab_size_divisible_by": model.make_vocab_size_divisible_by // p,
         "padded_vocab_size": parameter_specs(model, p)["word_embeddings.weight"].padded_size,
         "tensor_model_parallel_size": p, "pipeline_model_parallel_size": layout.pipeline,
-        "virtual_pipeline_model_parallel_size": runs if runs > 1 else None,
-        "num_layers_per_virtual_pipeline_stage": model.num_layers // layout.pipeline // runs if runs > 1 else None,
+        "virtual_pipeline_model_parallel_size": chunks if chunks > 1 else None,
+        "num_layers_per_virtual_pipeline_stage": layout.virtual_layers if chunks > 1 else None,
         "params_dtype": source.tensors["model.word_embeddings.weight"].dtype, "iteration": source.iteration,
         "consumed_train_samples": facts.get("consumed_samples") or 0}
     if format == "megatron-core":

@@ -19,8 +19,7 @@ from megatron.gpt2.programs import checkpoint
 COMPARED = ("num_layers", "hidden_size", "ffn_hidden_size", "max_position_embeddings")
 PASSED_ON = ("num_attention_heads", "vocab_size", "vocab_file", "merge_file", "tokenizer_model", "iteration")
 # Of Megatron's command lines; what the files hold does not depend on them.
-WITHOUT_MEANING = ("--seq-length", "--tokenizer-type", "--make-vocab-size-divisible-by", "--micro-batch-size",
-                   "--pipeline-model-parallel-size")
+WITHOUT_MEANING = ("--seq-length", "--tokenizer-type", "--make-vocab-size-divisible-by", "--micro-batch-size")
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -31,6 +30,8 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--model-type", default="GPT", help="GPT or GPT2")
     parser.add_argument("--tensor-model-parallel-size", "--model-parallel-size", dest="ranks", type=int, metavar="N",
                         help="compared with the ranks that are there")
+    parser.add_argument("--pipeline-model-parallel-size", dest="stages", type=int, metavar="N",
+                        help="compared with the stages that are there")
     parser.add_argument("--target-tensor-parallel-size", "--target-pipeline-model-parallel-size", dest="target",
                         type=int, default=1, metavar="1")
     for name in COMPARED:
@@ -59,9 +60,11 @@ def main(argv: list[str] | None = None) -> int:
         given, found = getattr(args, name), model.get(name) or 4 * model["hidden_size"]
         if given is not None and given != found:
             raise ValueError(f"--{name.replace('_', '-')} {given}: the files of {args.load} have {found}")
-    ranks = source.facts["layout"]["model_parallel_size"]
-    if args.ranks not in (None, ranks):
-        raise ValueError(f"--tensor-model-parallel-size {args.ranks}: {args.load} holds the files of {ranks}")
+    layout = source.facts["layout"]
+    for flag, given, found in (("--tensor-model-parallel-size", args.ranks, layout["model_parallel_size"]),
+                               ("--pipeline-model-parallel-size", args.stages, layout.get("pipeline_parallel_size"))):
+        if given is not None and found not in (None, given):
+            raise ValueError(f"{flag} {given}: {args.load} holds the files of {found}")
     checkpoint.map_tensors_apart()
     return checkpoint.main(["merge", args.load, args.save or f"{args.load}/merged", *passed_on])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +20,7 @@ from megatron.gpt2.formats.megatron_layout import Layout
 from megatron.gpt2.formats.native import write_native
 from megatron.gpt2.formats.pickles import load_pickle
 from megatron.gpt2.formats.write_megatron import write_megatron
+from megatron.gpt2.programs import merge_mp_partitions
 from megatron.gpt2.programs.checkpoint import arguments, layout_of, main, write
 from tests.conftest import TEST_DATA
 from tests.megatron.gpt2.formats.made import made_source
@@ -32,16 +34,19 @@ QUICK = [("megatron-v2", 4, Layout(2, 2), torch.float16), ("megatron-v3", 6, Lay
 WIDE = [(format, 12, layout, dtype)
         for format, dtype in (("megatron-v2", torch.float32), ("megatron-v3", torch.float16),
                               ("megatron-core", torch.bfloat16))
-        for layout in (Layout(1, 2), Layout(2, 2), Layout(1, 4), Layout(1, 12), Layout(2, 4, virtual_layers=1),
+        for layout in (Layout(1, 2), Layout(2, 2), Layout(1, 4), Layout(2, 4, virtual_layers=1),
                        Layout(1, 3, virtual_layers=2))]
 WIDE += [("megatron-core", 12, layout, torch.float32) for layout in (
     Layout(1, 2, virtual_layers=3), Layout(2, 3, virtual_layers=2, first=2, last=2), Layout(1, 3, first=1, last=3),
     Layout(4, 2, first=5), Layout(1, 4, last=3))]
-GENUINE = sorted(str(path.parent.relative_to(TEST_DATA)) for version in ("v2.0", "v2.6", "v3", "core")
-                 for path in TEST_DATA.glob(f"megatron-{version}/*pp*/logits.npy"))
+# The folders of genuine files by their names, and the layout of the ranks that wrote them.
+GENUINE = {"pp2": Layout(1, 2), "tp2_pp2": Layout(2, 2), "pp4": Layout(1, 4), "pp2_v2": Layout(1, 2, virtual_layers=1),
+           "pp3_v2": Layout(1, 3, virtual_layers=1), "pp3_uneven": Layout(1, 3, first=1, last=1)}
+FOLDERS = sorted(str(path.parent.relative_to(TEST_DATA)) for path in TEST_DATA.glob("megatron-*/*pp*/logits.npy"))
+QUICK_FOLDERS = ("megatron-v2.6/pp3_v2", "megatron-v3/tp2_pp2", "megatron-core/pp2_v2")
 P, V = "--pipeline-model-parallel-size", "--num-layers-per-virtual-pipeline-stage"
 FIRST, LAST = "--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"
-genuine = pytest.mark.skipif(not GENUINE, reason=f"{TEST_DATA} has no genuine checkpoints of a pipeline")
+genuine = pytest.mark.skipif(not FOLDERS, reason=f"{TEST_DATA} has no genuine checkpoints of a pipeline")
 
 
 @pytest.fixture(autouse=True)
@@ -80,32 +85,35 @@ def test_there_and_back(tmp_path: Path, format: str, num_layers: int, layout: La
 
 def _as_megatron_splits(top: dict[str, Any], source: Source, format: str, layout: Layout, rank: int,
                         stage: int) -> None:
-    """Where the layer norms' weights are, which are whole on every rank: Megatron's own formulas for a stage's layers
-    (ParallelTransformer of v2.6, get_transformer_layer_offset of Core)."""
+    """The file's layers are those that Megatron's own formulas give its stage (ParallelTransformer of v2.6,
+    get_transformer_layer_offset of Core), and their QKV, which needs no change of order, is the rank's part."""
     num_layers = source.facts["config"]["model"]["num_layers"]
     p, v = layout.pipeline, layout.virtual(num_layers)
     args = top["args"].attributes()
     assert args["pipeline_model_parallel_size"] == p and args["num_layers"] == num_layers
-    assert args["virtual_pipeline_model_parallel_size"] == (v if v > 1 else None)
+    assert args.get("virtual_pipeline_model_parallel_size") == (v if v > 1 else None)
     middle = num_layers - (layout.first or 0) - (layout.last or 0)
     others = p - (layout.first is not None) - (layout.last is not None)
     sizes = [layout.first if r == 0 and layout.first is not None else layout.last
              if r == p - 1 and layout.last is not None else middle // others for r in range(p)]
-    for run in range(v):
-        model = top[f"model{run}" if v > 1 else "model"]
-        offset = run * (num_layers // v) + sum(size // v for size in sizes[:stage])
-        norms = {name: tensor for name, tensor in _flat(model).items()
-                 if "input_layernorm.weight" in name}
-        assert len(norms) == sizes[stage] // v
-        for name, tensor in norms.items():
-            (number,) = [int(word) for word in name.split(".") if word.isdigit()]
-            ours = f"model.transformer.layers.{offset + number}.input_layernorm.weight"
-            assert torch.equal(tensor, source.read(ours))
-        names = set(_flat(model))
-        first, last = stage == run == 0, stage == p - 1 and run == v - 1
-        assert any("position_embeddings" in name for name in names) == first
-        assert any("final_layernorm" in name for name in names) == last
-        assert (("output_layer.weight" if format == "megatron-core" else "word_embeddings_for_head.weight") in names) \
+    for chunk in range(v):
+        model = _flat(top[f"model{chunk}" if v > 1 else "model"])
+        offset = chunk * (num_layers // v) + sum(size // v for size in sizes[:stage])
+        weights = {"input_layernorm": [name for name in model if "input_layernorm.weight" in name],
+                   "attention.query_key_value": [name for name in model if "qkv.weight" in name
+                                                 or "query_key_value.weight" in name]}
+        for ours, theirs in weights.items():
+            assert len(theirs) == sizes[stage] // v
+            for name in theirs:
+                (number,) = [int(word) for word in name.split(".") if word.isdigit()]
+                whole = source.read(f"model.transformer.layers.{offset + number}.{ours}.weight")
+                rows = len(whole) // layout.tensor if "query" in ours else len(whole)
+                begin = rank * rows if "query" in ours else 0
+                assert torch.equal(model[name], whole[begin:begin + rows]), name
+        first, last = stage == chunk == 0, stage == p - 1 and chunk == v - 1
+        assert any("position_embeddings" in name for name in model) == first
+        assert any("final_layernorm" in name for name in model) == last
+        assert (("output_layer.weight" if format == "megatron-core" else "word_embeddings_for_head.weight") in model) \
             == last
 
 
@@ -115,7 +123,8 @@ def _flat(model: dict[str, Any], prefix: str = "") -> dict[str, Tensor]:
 
 
 @genuine
-@pytest.mark.parametrize("name", GENUINE)
+@pytest.mark.parametrize("name", [name if name in QUICK_FOLDERS else pytest.param(name, marks=pytest.mark.wide)
+                                  for name in FOLDERS])
 def test_genuine_pipelines(tmp_path: Path, name: str):
     """Logits, weights and Adam's state of files that Megatron wrote, and these once more after a way through ours."""
     source = open_source(TEST_DATA / name / "checkpoint", Hints(vocab_size=TRUE_VOCABULARY), log=silent)
@@ -129,19 +138,12 @@ def test_genuine_pipelines(tmp_path: Path, name: str):
             if tensor.startswith("model."):
                 weight, master = source.read(tensor), source.read(tensor.replace("model", "master", 1))
                 assert master.dtype == torch.float32 and torch.equal(master.to(weight.dtype), weight)
-    held = [weight for file in sorted(source.path.glob("*/model*rng.pt")) for key, model in load_pickle(file).items()
-            if key.startswith("model") for weight in _flat(model).values() if isinstance(weight, Tensor)]
-    size = source.facts["layout"]["model_parallel_size"]
-    whole = [source.read(tensor) for tensor in source.names() if tensor.startswith("model.")]
-    if size == 1:  # all parts are whole, and those that are there twice are the table; its rows of padding apart
-        sums = sorted(part[:TRUE_VOCABULARY].double().sum().item() if len(part) > TRUE_VOCABULARY and part.dim() == 2
-                      and part.shape[1] == 32 and len(part) == logits.shape[-1] else part.double().sum().item()
-                      for part in held)
-        table = source.read("model.word_embeddings.weight")
-        assert sums == sorted(part.double().sum().item() for part in [*whole, table])
-    layout = Layout(2, 2)
+    layout = GENUINE[name.split("/")[1].removesuffix("_dist").removesuffix("_fp32")]
+    for rank, stage in itertools.product(range(layout.tensor), range(layout.pipeline)):
+        (file,) = source.path.glob(f"mp_rank_{rank:02d}_{stage:03d}/model*rng.pt")
+        _as_megatron_splits(load_pickle(file), source, source.format, layout, rank, stage)
     for format in ("megatron-v2", "megatron-v3", "megatron-core"):
-        write_megatron(source, tmp_path / format, format, layout, log=silent)
+        write_megatron(source, tmp_path / format, format, Layout(2, 2), log=silent)
         back = open_source(tmp_path / format, log=pytest.fail)
         assert diff(source, back).equal and back.facts["vocab_size"] == TRUE_VOCABULARY
 
@@ -203,7 +205,10 @@ def test_the_program_reads_and_writes_pipelines(tmp_path: Path, capsys: pytest.C
     said = capsys.readouterr().out
     assert "(megatron-core, 2 model-parallel ranks of 2 pipeline stages)\n" in said and "in fp32: 0\n" in said
     assert main(["split", theirs, f"{theirs}4", "--model-parallel-size", "1", P, "4"]) == 0
-    assert main(["merge", deeper, single]) == 0
+    merge = ["--load", deeper, "--save", single, "--tensor-model-parallel-size", "2", P]
+    with pytest.raises(ValueError, match=f"{P} 4: .* holds the files of 2"):
+        merge_mp_partitions.main([*merge, "4"])
+    assert merge_mp_partitions.main([*merge, "2"]) == 0
     assert main(["convert", deeper, f"{theirs}_hf", "--to", "huggingface"]) == 0
     for other, folders in ((deeper, 4), (f"{theirs}4", 4), (single, 1), (f"{theirs}_hf", 0)):
         assert main(["diff", theirs, other]) == 0, other
