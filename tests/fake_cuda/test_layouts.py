@@ -20,6 +20,9 @@ LAYOUTS: dict[str, tuple[int, int, list[str]]] = {
     "sharded, sequence, bf16 gradients": (4, 2, [
         "--sequence-parallel", "--use-distributed-optimizer", "--grad-reduce-in-bf16", *DROPOUT]),
     "sharded, offload": (2, 1, ["--use-distributed-optimizer", "--cpu-offload-optimizer"]),
+    "sharded gradients, accumulation": (4, 2, ["--zero-stage", "2", "--global-batch-size", "8"]),
+    "parts of inputs on the host": (2, 2, ["--recompute-granularity", "full", "--partition-activations",
+                                           "--checkpoint-in-cpu"]),
     "documents": (2, 2, DOCUMENTS),
     "fp16": (4, 2, ["--precision", "fp16"])}
 

@@ -11,11 +11,12 @@ from typing import Any
 
 from megatron.gpt2.command_line.foreign_flags import (
     FP16,
+    NO_STAGE_3,
     OVERLAPS,
     STAGE,
-    STAGES,
     Foreign,
     inert,
+    of_zero_stage,
     refused,
     translated,
 )
@@ -34,8 +35,8 @@ def _number(key: str, kind: type = float) -> Callable[[Any], dict[str, Any]]:
 
 def _stage(value: Any) -> dict[str, Any]:
     require(isinstance(value, int) and 0 <= value <= 3, f"{json.dumps(value)} is no stage of ZeRO")
-    require(value not in STAGES, f"{value} is not built: {STAGES.get(value)}")
-    return {"parallel.use_distributed_optimizer": True} if value else {}
+    require(value != 3, f"3 is not built: {NO_STAGE_3}")
+    return of_zero_stage(value)
 
 
 def _loss_scale(value: Any) -> dict[str, Any]:

@@ -62,8 +62,14 @@ def _indexed_prefix(paths: list[str]) -> dict[str, Any]:
 
 def _zero_stage(word: str) -> dict[str, Any]:
     require(word in ("0", "1", "2", "3"), f"--zero-stage {word} is no stage of ZeRO")
-    require(int(word) not in STAGES, f"--zero-stage {word} is not built: {STAGES.get(int(word))}")
-    return {"parallel.use_distributed_optimizer": True} if word == "1" else {}
+    require(word != "3", f"--zero-stage 3 is not built: {NO_STAGE_3}")
+    return of_zero_stage(int(word))
+
+
+def of_zero_stage(stage: int) -> dict[str, Any]:
+    """What a stage of ZeRO up to 2 sets."""
+    return {"parallel.use_distributed_optimizer": True, "parallel.shard_gradients": True} if stage == 2 else {
+        "parallel.use_distributed_optimizer": True} if stage == 1 else {}
 
 
 def _pipeline_stages(word: str) -> dict[str, Any]:
@@ -93,13 +99,10 @@ def _one_batch_size(words: list[str]) -> dict[str, Any]:
 
 # Published command lines mean GPUs; few CPUs multiply in fp16.
 FP16 = {"train.precision": "fp16-on-gpu"}
-STAGES = {  # of ZeRO, what cannot be translated
-    2: "every rank keeps the gradients of its whole model; 1 gives the same losses and divides the optimizer, and "
-       "--model-parallel-size divides gradients too",
-    3: "data-parallel ranks each keep all weights; 1 gives the same losses and divides the optimizer, and "
-       "--model-parallel-size divides weights and gradients too",
-}
-STAGE = "1 is read as --use-distributed-optimizer; 2 and 3, which divide gradients and weights as well, are refused"
+NO_STAGE_3 = ("data-parallel ranks each keep all weights; 2 gives the same losses and divides optimizer and gradients, "
+              "--model-parallel-size divides weights too, and --cpu-offload-optimizer moves the optimizer to the host")
+STAGE = ("1 is read as --use-distributed-optimizer, and 2 as --shard-gradients beside it; 3, which divides weights as "
+         "well, is refused")
 OF_THE_FILE = "the --deepspeed-config decides, as in DeepSpeedExamples"
 OVERLAPS = "reduction always overlaps with backward, and gathering parameters with forward, where they can"
 RECOMPUTE_ALL = {"train.recompute_granularity": "full"}

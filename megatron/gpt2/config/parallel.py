@@ -30,6 +30,8 @@ class ParallelConfig:
     sequence_parallel: bool = option(False, "split the sequence over the model-parallel ranks between the split layers")
     use_distributed_optimizer: bool = option(False, "each data-parallel rank holds masters and moments of its part of "
                                                     "every bucket alone (ZeRO stage 1)")
+    shard_gradients: bool = option(False, "with --use-distributed-optimizer: between micro-batches too, each "
+                                          "data-parallel rank holds the gradients of that part alone (ZeRO stage 2)")
     grad_reduce_in_bf16: bool = option(False, "send gradients in bf16; they are accumulated in fp32")
     cpu_offload_optimizer: bool = option(False, "masters and moments in host memory, AdamW on the CPU",
                                          "--optimizer-cpu-offload", "--cpu-optimizer")
@@ -57,6 +59,12 @@ class ParallelConfig:
                 f"--distributed-timeout-minutes must be at most 1e6, not {self.distributed_timeout_minutes}")
         require(self.cpu_offloading_num_layers >= 0,
                 f"--cpu-offloading-num-layers must not be negative, got {self.cpu_offloading_num_layers}")
+        require(not self.shard_gradients or self.use_distributed_optimizer,
+                "--shard-gradients is about the part that a rank updates: give --use-distributed-optimizer as well")
+        require(not self.shard_gradients or self.pipeline_model_parallel_size == 1,
+                "--shard-gradients (--zero-stage 2) and --pipeline-model-parallel-size "
+                f"{self.pipeline_model_parallel_size}: a pipeline has several micro-batches in flight, whose gradients "
+                "would each be sent; leave it out (--zero-stage 1)")
         for name in ("use_distributed_optimizer", "grad_reduce_in_bf16"):
             require(not getattr(self, name) or self.DDP_impl == "local",
                     f"--{name.replace('_', '-')} needs --DDP-impl local: torch's DDP reduces in a way of its own")

@@ -1,5 +1,5 @@
 """Which layouts of a run fit a given memory, the cheapest first: micro-batch, recomputation, model parallelism, and
-where the optimizer's state is. All of them compute the same.
+where the optimizer's state, gradients and kept inputs are. All of them compute the same.
 
 What a change costs is an estimate of how much longer a step takes, to put the changes in order:
 
@@ -9,6 +9,9 @@ What a change costs is an estimate of how much longer a step takes, to put the c
     half the micro-batch 3 %: smaller products, and one more pass over the gradients
     distributed optimizer, sequence parallel: nothing, they move as many bytes as what they replace
     optimizer on the host: its bytes over PCIe and through the host's memory, beside a step at 40 % of 989 TFLOP/s
+    sharded gradients    they are sent once more for each further micro-batch, at 100 GB/s, half of it beside backward
+    partitioned inputs   1 %: an all-gather in backward; it serves where the sequence cannot be split
+    inputs on the host   1 %, and what their bytes over PCIe take longer than the step
 
 Legend: N parameters per rank.
 """
@@ -21,12 +24,12 @@ from typing import Any
 
 from megatron.gpt2.config import Config
 from megatron.gpt2.config.flag_names import differing_flags
-from megatron.gpt2.memory_planner.sizes import Setting
+from megatron.gpt2.memory_planner.sizes import Setting, Sizes
 from megatron.gpt2.memory_planner.step import Memory, expected
 
-_SELECTIVE, _HALF_BATCH = 0.02, 0.03
+_SELECTIVE, _HALF_BATCH, _PARTITIONED, _PARKED = 0.02, 0.03, 0.01, 0.01
 _MODEL_PARALLEL = {1: 0.0, 2: 1 / 0.95 - 1, 4: 1 / 0.82 - 1, 8: 1 / 0.77 - 1}
-_PCIE, _HOST_MEMORY, _FLOPS = 25e9, 50e9, 0.4 * 989e12  # bytes a second twice, FLOP/s
+_PCIE, _HOST_MEMORY, _BETWEEN_GPUS, _FLOPS = 25e9, 50e9, 100e9, 0.4 * 989e12  # bytes a second, FLOP/s
 
 
 @dataclass(frozen=True)
@@ -55,12 +58,19 @@ def cost(setting: Setting, *, batch: int) -> float:
     while size < batch:
         more, size = more + _HALF_BATCH, 2 * size
     more += _MODEL_PARALLEL.get(p, 1.0)
-    if config.parallel.cpu_offload_optimizer and setting.device == "cuda":
-        parameters = expected(setting).parts["weights"] // setting.dtype.itemsize
-        owned = parameters / (setting.data_parallel_size if config.parallel.use_distributed_optimizer else 1)
-        seconds = 6 * owned / _PCIE + 28 * owned / _HOST_MEMORY  # down 4 and up 2; AdamW reads 16 and writes 12
-        tokens = setting.micro_batches * config.train.micro_batch_size * config.data.seq_length
-        more += seconds / (tokens * whole / p / _FLOPS)
+    parallel, sizes = config.parallel, Sizes(setting)
+    tokens = setting.micro_batches * config.train.micro_batch_size * config.data.seq_length
+    step = tokens * whole / p / _FLOPS
+    if parallel.cpu_offload_optimizer and sizes.on_gpu:
+        owned = sizes.parameters / (setting.data_parallel_size if parallel.use_distributed_optimizer else 1)
+        # Down 4 and up 2; AdamW reads 16 and writes 12.
+        more += (6 * owned / _PCIE + 28 * owned / _HOST_MEMORY) / step
+    if parallel.shard_gradients and setting.data_parallel_size > 1:
+        more += (setting.micro_batches - 1) * 4 * sizes.parameters / _BETWEEN_GPUS / 2 / step
+    if parallel.partition_activations:
+        more += _PARTITIONED
+    if sizes.parked:
+        more += _PARKED + max(0.0, setting.micro_batches * 2 * sizes.parked / _PCIE / step - 1)
     return more
 
 
@@ -72,13 +82,20 @@ def layouts(setting: Setting) -> Iterator[Candidate]:
     sizes = [batch >> shift for shift in range(batch.bit_length()) if (batch >> shift) << shift == batch]
     sharing = [p for p in (1 << n for n in range(setting.world_size.bit_length()))
                 if p >= asked.parallel.model_parallel_size]
-    means = {"cpu_offload_optimizer": setting.device == "cuda", "use_distributed_optimizer":
-             asked.parallel.DDP_impl == "local", "sequence_parallel": True}
+    local, on_gpu = asked.parallel.DDP_impl == "local", setting.device == "cuda"
+    means = {"cpu_offload_optimizer": on_gpu, "use_distributed_optimizer": local, "shard_gradients": local,
+             "sequence_parallel": True, "partition_activations": True, "checkpoint_in_cpu": on_gpu}
     choices = [_choices(getattr(asked.parallel, name), possible) for name, possible in means.items()]
     recomputes = _from(asked.train.recompute_granularity)
     for (b, recompute, p), flags in itertools.product(itertools.product(sizes, recomputes, sharing),
                                                       itertools.product(*choices)):
         changed: dict[str, Any] = dict(zip(means, flags, strict=True))
+        full, sharded = recompute == "full", setting.world_size > p
+        helps = {"use_distributed_optimizer": sharded, "sequence_parallel": p > 1, "checkpoint_in_cpu": full,
+                 "shard_gradients": sharded and changed["use_distributed_optimizer"],
+                 "partition_activations": full and asked.data.seq_length % p > 0}
+        if any(changed[name] and not getattr(asked.parallel, name) and not useful for name, useful in helps.items()):
+            continue
         try:
             config = dataclasses.replace(
                 asked, train=dataclasses.replace(asked.train, micro_batch_size=b, recompute_granularity=recompute,
@@ -86,9 +103,6 @@ def layouts(setting: Setting) -> Iterator[Candidate]:
                 parallel=dataclasses.replace(asked.parallel, model_parallel_size=p, **changed))
             candidate = dataclasses.replace(setting, config=config)
         except ValueError:  # what does not divide
-            continue
-        helps = {"use_distributed_optimizer": candidate.data_parallel_size > 1, "sequence_parallel": p > 1}
-        if any(changed[name] and not getattr(asked.parallel, name) and not useful for name, useful in helps.items()):
             continue
         yield Candidate(config, expected(candidate), cost(candidate, batch=batch), _flags(config, asked))
 

@@ -81,6 +81,7 @@ class Sizes:
         self._wide_weight = model.ffn_size // p * model.hidden_size
         # The gradients that exist from a bucket's first one on.
         self.bucket = 4 * max(bucket_size(parallel.ddp_bucket_size, setting.data_parallel_size), self._wide_weight)
+        self.embedding_gradient = 4 * rows * model.hidden_size
         self.head = e * rows * model.hidden_size  # the gradient of [v/p, h], rounded
 
     @property

@@ -66,45 +66,54 @@ def _moments(setting: Setting, size: Sizes) -> dict[str, dict[str, int]]:
     # Without the reducer's own way for the tied matrix autograd adds the gradients of head and embedding.
     by_torch = parallel.DDP_impl == "torch" and setting.data_parallel_size > 1
     gradients = 4 * size.parameters
-    before = gradients if setting.micro_batches > 1 else 0  # those of the micro-batches before
+    shards = setting.data_parallel_size if parallel.shard_gradients else 1
+    before = gradients // shards if setting.micro_batches > 1 else 0  # those of the micro-batches before
     state = {"weights": size.weights, "optimizer": size.optimizer}
     kept, group = size.kept_by_all_layers, size.recomputed_together
     steps = -(-size.layers // size.layers_together)
     of_layers = 4 * (size.parameters - size.outside_of_layers)
     # Gradients in float32 are allocated by the bucket, with its first one. A CPU's memory is taken when it is written.
     bucket = min(size.bucket, gradients) if size.on_gpu else of_layers // size.layers
-    in_flight = size.communication(of_layers // size.bucket * size.bucket)  # of buckets that are complete
+    complete = of_layers // size.bucket * size.bucket  # buckets that are on their way, of which stage 2 waits for each
+    in_flight = size.communication(complete if shards == 1 else min(complete, size.bucket))
     head = size.head * (3 if by_torch else 1)
     if by_torch:
         # Parameters' own gradients and DDP's buckets; the float32 ones come when backward is over.
         gradients, of_layers, before = (2 * size.element * x // 4 for x in (gradients, of_layers, before))
         in_flight = 0
+
+    def held(made: int, largest: int = size.bucket) -> int:
+        """What exists when backward has made so much. ZeRO stage 2 has a rank's part of it, and two whole buckets."""
+        return max(before, made) if shards == 1 else max(before, made // shards) + min(made, size.bucket + largest)
+
     return {
         "the loss": {
             **state, "gradients": before, "activations": size.batch + kept,
             "logits and loss": size.residual + size.gathered + size.hidden + max(size.loss, size.head)},
         "backward of the last layer": {
-            **state, "gradients": max(before, bucket),
+            **state, "gradients": held(bucket),
             "activations": size.batch + kept + group + size.brought_back(min(steps, 2)) + size.backward_of_a_layer + (
                 0 if size.layers_that_stay else size.layers_brought_back), "logits and loss": head},
         "backward of the last layer that was parked": {
             **state, "communication": in_flight, "logits and loss": head,
-            "gradients": max(before, of_layers // size.layers * size.layers_that_stay, bucket),
+            "gradients": held(max(of_layers // size.layers * size.layers_that_stay, bucket)),
             "activations": size.batch + size.residual + size.layers_brought_back + size.backward_of_a_layer},
         "backward of the first layer": {
-            **state, "gradients": max(before, of_layers, bucket), "communication": in_flight,
+            **state, "gradients": held(max(of_layers, bucket)), "communication": in_flight,
             "activations": size.batch + size.kept_by_the_first_layer + size.backward_of_a_layer,
             "logits and loss": head},
         "backward of the first layers that are recomputed together": {
             **state, "communication": in_flight, "logits and loss": head,
-            "gradients": max(before, of_layers - of_layers // size.layers * size.layers_together, bucket),
+            "gradients": held(max(of_layers - of_layers // size.layers * size.layers_together, bucket)),
             "activations": size.batch + size.input_part + size.brought_back(0) + group + size.backward_of_a_layer},
         "backward of the embeddings": {
-            **state, "gradients": gradients, "communication": in_flight, "logits and loss": head,
+            **state, "gradients": held(gradients, max(size.bucket, size.embedding_gradient)),
+            "communication": in_flight, "logits and loss": head,
             "activations": size.batch + size.residual + (0 if size.element == 4 else 2 * size.residual)},
         "the optimizer": {
-            **state, "gradients": 4 * size.parameters + (gradients if by_torch else 0),
-            "communication": 0 if by_torch else size.communication(gradients), "activations": size.batch},
+            **state, "gradients": 4 * size.parameters // shards + (gradients if by_torch else 0),
+            "communication": 0 if by_torch or shards > 1 else size.communication(gradients),
+            "activations": size.batch},
     }
 
 

@@ -62,7 +62,7 @@ class FlatParameters:
     params, unless the optimizer is offloaded.
 
     Gradients, float32, exist from the first of a bucket that backward makes until `free_grads`: the activations that
-    backward has used by then make room for them.
+    backward has used by then make room for them. `keep_owned` leaves of a bucket only what is owned: ZeRO stage 2.
     """
 
     def __init__(self, module: nn.Module, dtype: torch.dtype, *, bucket_size: int, ranks: tuple[int, int] = (0, 1),
@@ -108,6 +108,7 @@ class FlatParameters:
         device = named[0][1].device
         self.params = torch.zeros(end, dtype=dtype, device=device)
         self._grads: list[Tensor | None] = [None] * len(self.buckets)
+        self._owned_grads: list[Tensor | None] = [None] * len(self.buckets)  # of what `keep_owned` left
         self.bucket_of = {name: index for index, bucket in enumerate(self.buckets) for name in bucket.names}
         in_params = [self.params[segment.range] for segment in self.owned]
         whole = dtype == torch.float32
@@ -151,9 +152,23 @@ class FlatParameters:
         """The gradients of each range in `owned`."""
         parts = []
         for index, segment in zip(self._bucket_of_owned, self.owned, strict=True):
-            start = self.buckets[index].range.start
-            parts.append(self.bucket_grads(index)[segment.range.start - start:segment.range.stop - start])
+            start = self.owned_part(self.buckets[index]).start
+            parts.append(self.owned_bucket_grads(index)[segment.range.start - start:segment.range.stop - start])
         return parts
+
+    def owned_bucket_grads(self, index: int) -> Tensor:
+        """What this rank owns of the gradients of bucket `index`, [length of the owned part] float32."""
+        if (kept := self._owned_grads[index]) is not None:
+            return kept
+        part, start = self.owned_part(self.buckets[index]), self.buckets[index].range.start
+        return self.bucket_grads(index)[part.start - start:part.stop - start]
+
+    def keep_owned(self, index: int, reduced: Tensor) -> None:
+        """Free the gradients of bucket `index`, and add `reduced`, their sum over the ranks in any dtype, to what this
+        rank keeps of the bucket, which is what it owns."""
+        kept = self._owned_grads[index]
+        self._owned_grads[index] = reduced.to(torch.float32, copy=True) if kept is None else kept.add_(reduced)
+        self._grads[index] = None
 
     def owned_grad(self, name: str) -> Tensor:
         """What this rank's optimizer owns of the gradient of the parameter `name`, [elements]."""
@@ -163,6 +178,7 @@ class FlatParameters:
     def free_grads(self) -> None:
         """After the optimizer has used them."""
         self._grads = [None] * len(self.buckets)
+        self._owned_grads = [None] * len(self.buckets)
 
     def owned_part(self, bucket: Bucket) -> slice:
         """What this rank's optimizer owns of a bucket: its share, or all of it where it is not sharded."""

@@ -40,7 +40,8 @@ class GradientReducer:
         self._flat = flat
         self._group = group if group is not None and group.size() > 1 else None
         self._in_bf16, self._embedding_group = in_bf16, embedding_group
-        self._sent: list[tuple[dist.Work, Tensor, Tensor]] = []  # the owned gradients, and what comes for them
+        # By bucket, with what is owned of the sum; None of those that have come.
+        self._sent: list[tuple[dist.Work, Tensor] | None] = []
         self.begin(0)
         for name, parameter in flat.parameters.items():
             parameter.register_post_accumulate_grad_hook(self._hook(name))
@@ -59,10 +60,8 @@ class GradientReducer:
         """Wait until every bucket of the step is reduced."""
         forgotten = [name for name, awaited in self._awaited.items() if awaited]
         assert not forgotten, f"parameters without a gradient: {forgotten}"
-        for work, own, received in self._sent:
-            work.wait()
-            if self._in_bf16:
-                own.copy_(received)
+        for index in range(len(self._sent)):
+            self._receive(index)
         self._sent.clear()
         sum_partial(self._flat)
         if self._embedding_group is not None and self._flat.shared is not None:
@@ -117,7 +116,44 @@ class GradientReducer:
             else:
                 work = dist.all_reduce(sent, group=self._group, async_op=True)
             assert work is not None
-            self._sent.append((work, grads[inside], sent[inside]))
+            self._sent.append((work, sent[inside]))
+
+    def _receive(self, index: int) -> None:
+        received = self._arrived(index)
+        if self._in_bf16:
+            self._flat.owned_bucket_grads(index).copy_(received)
+
+    def _arrived(self, index: int) -> Tensor:
+        """What is owned of the sum of bucket `index`, when it is there."""
+        sent, self._sent[index] = self._sent[index], None  # which also holds what was sent
+        assert sent is not None
+        sent[0].wait()
+        return sent[1]
+
+
+class ShardedGradientReducer(GradientReducer):
+    """The same, by ZeRO stage 2 (arXiv:1910.02054): each micro-batch sends its gradients, and between them a rank keeps
+    the sums of what it owns alone. Of whole buckets there are at most the one that backward fills and the one before
+    it, which is on its way. Backward of a micro-batch comes after that of the one before.
+    """
+
+    def begin(self, micro_batches: int) -> None:
+        """As `GradientReducer.begin`."""
+        self._rounds, self._received = micro_batches, 0
+        super().begin(1 if micro_batches else 0)
+
+    def _send_ready(self) -> None:
+        super()._send_ready()
+        is_last = len(self._sent) == len(self._flat.buckets)
+        while self._received < len(self._sent) - (0 if is_last else 1):
+            self._receive(self._received)
+            self._received += 1
+        if is_last:
+            self._sent.clear()
+            self.begin(self._rounds - 1)
+
+    def _receive(self, index: int) -> None:
+        self._flat.keep_owned(index, self._arrived(index))
 
 
 class _TiedGradient:
@@ -197,8 +233,8 @@ def reducer_for(config: ParallelConfig, flat: FlatParameters, model: GPT2Model,
     if config.DDP_impl == "torch" and group is not None and group.size() > 1:
         ddp = TorchDDPReducer(flat, model, group, bucket_size=config.ddp_bucket_size)
         return ddp, ddp.module
-    reducer = GradientReducer(flat, group, in_bf16=config.grad_reduce_in_bf16,
-                              embedding_group=parallel.embedding_group)
+    kind = ShardedGradientReducer if config.shard_gradients and flat.is_sharded else GradientReducer
+    reducer = kind(flat, group, in_bf16=config.grad_reduce_in_bf16, embedding_group=parallel.embedding_group)
     tied = _TiedGradient if model.has_embeddings and model.has_head else _TiedGradientOfAStage
     model.tied_gradient = tied(reducer, TIED)
     return reducer, model

@@ -158,6 +158,8 @@ def test_inert_flags_are_noted_once():
     ("--seq-length 300", "--seq-length 300 is longer than --max-position-embeddings 256"),
     ("--finetune", "--finetune needs --load"),
     ("--cpu-offloading-num-layers 2 --recompute-granularity full", "give --recompute-granularity full --checkpoint-in"),
+    ("--shard-gradients", "give --use-distributed-optimizer as well"),
+    ("--zero-stage 2 --pipeline-model-parallel-size 2", "leave it out (--zero-stage 1)"),
     ("--cpu-offloading-num-layers 9", "--cpu-offloading-num-layers 9 is more than --num-layers 4"),
 ])
 def test_errors_are_one_line_that_names_the_flag(line, message):

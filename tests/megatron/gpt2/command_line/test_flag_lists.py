@@ -44,8 +44,7 @@ def test_every_refusal_names_the_flag_and_an_alternative():
 
 @pytest.mark.parametrize("line, message", [
     ("--pretrained-bert", "a flag of BERT's"),
-    ("--zero-stage 2", "--zero-stage 2 is not built: every rank keeps the gradients of its whole model; 1 gives"),
-    ("--zero-stage 3", "--zero-stage 3 is not built: data-parallel ranks each keep all weights; 1 gives the same"),
+    ("--zero-stage 3", "--zero-stage 3 is not built: data-parallel ranks each keep all weights; 2 gives the same"),
     ("--zero-stage two", "--zero-stage two is no stage of ZeRO"),
     ("--pipe-parallel-size x", "--pipe-parallel-size x is no number of stages"),
     ("--gas 4", "only 1: --global-batch-size, the samples of a step over all ranks"),
@@ -70,6 +69,9 @@ def test_translated():
     assert parse(["--no-bias-gelu-fusion", "--openai-gelu"]).config.model.gelu == "tanh"
     assert parse(["--scattered-embeddings"]).config.parallel.sequence_parallel
     assert parse(["--zero-stage", "1"]).config.parallel.use_distributed_optimizer
+    assert not parse(["--zero-stage", "1"]).config.parallel.shard_gradients
+    second = parse(["--zero-stage", "2"]).config.parallel
+    assert second.use_distributed_optimizer and second.shard_gradients
     assert not parse(["--zero-stage", "0"]).config.parallel.use_distributed_optimizer
     assert [parse(["--pipe-parallel-size", word]).config.parallel.pipeline_model_parallel_size
             for word in "012"] == [1, 1, 2]

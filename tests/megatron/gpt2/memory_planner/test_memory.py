@@ -105,6 +105,8 @@ def test_what_torch_allocates(folder: Path, flags: list[str]):
 
 @pytest.mark.parametrize("flags", [["--use-distributed-optimizer"], ["--model-parallel-size", "2",
                                                                      "--sequence-parallel"],
+                                   ["--use-distributed-optimizer", "--shard-gradients", "--global-batch-size", "32",
+                                    "--ddp-bucket-size", "300000"],
                                    ["--model-parallel-size", "2", "--recompute-granularity", "full",
                                     "--partition-activations"]], ids=" ".join)
 def test_what_torch_allocates_on_a_rank_of_two(folder: Path, flags: list[str]):

@@ -45,7 +45,8 @@ LAYOUTS: list[tuple[int, int, int, list[str]]] = [
     (1, 1, 4, FULL), (1, 2, 4, SHARDED), (2, 2, 4, [*SEQUENCE, *SHARDED, *SELECTIVE]), (4, 1, 8, [])]
 MORE: list[tuple[int, int, int, list[str]]] = [
     (1, 1, 2, []), (2, 1, 8, SELECTIVE), (2, 1, 2, []), (2, 1, 4, SEQUENCE), (1, 2, 1, FULL), (2, 2, 1, []),
-    (4, 1, 4, [*SEQUENCE, *FULL])]
+    (4, 1, 4, [*SEQUENCE, *FULL]), (1, 2, 2, ["--zero-stage", "2"]),
+    (2, 2, 1, ["--zero-stage", "2", *FULL, "--partition-activations"])]
 
 
 @pytest.mark.parametrize(("model_parallel", "data_parallel", "micro", "flags"), [
