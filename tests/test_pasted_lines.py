@@ -201,8 +201,6 @@ def test_deepspeeds_own_line(work: Path, monkeypatch: pytest.MonkeyPatch, capfd:
 
 
 @pytest.mark.parametrize("script, asked", [
-    ("ds_zero-offload_pretrain_gpt2_model_parallel", ["gradient_accumulation_steps: give --global-batch-size"]),
-    ("3D_parallelism_ds_pretrain_gpt2_pipe", ["--gas 16"]),
     ("ZeRO3_ds_pretrain_gpt2-zero3", ["--zero-stage 3", "zero_optimization.stage: 3"]),
     ("ZeRO3_curriculum_ds_pretrain_gpt2", ["--lr-decay-tokens"]),
 ])
@@ -229,12 +227,18 @@ def test_deepspeed_examples_lines_run(work: Path, monkeypatch: pytest.MonkeyPatc
     assert "--checkpoint-in-cpu: without effect, since the device's memory is the host's" in said
     learned(work / "ds_z")
     for script in ("3D_parallelism_ds_pretrain_gpt2", "ZeRO3_ds_pretrain_gpt2",
+                   "ds_zero-offload_pretrain_gpt2_model_parallel",
                    "ds_zero-offload_10B_pretrain_gpt2_model_parallel"):
         parallel = parse(words(f"{script}.sh", small)[1:]).config.parallel
         assert parallel.shard_gradients
         assert parallel.cpu_offload_optimizer == parallel.checkpoint_in_cpu == ("offload" in script)
-    pipeline = words("3D_parallelism_ds_pretrain_gpt2_pipe.sh", small + "--pipe-parallel-size 1 --gas 1")
-    assert parse(pipeline[1:]).config.train.global_batch_size == 8
+    # Its own 16 ranks: 2 x 2 that hold the model, and 4 that share the data.
+    pipeline = parse(words("3D_parallelism_ds_pretrain_gpt2_pipe.sh", "")[1:]).config
+    assert pipeline.data_parallel_size(16) == 4 and pipeline.samples_per_step(16) == 256 == 4 * 4 * 16
+    assert [len(layers) for layers in pipeline.layers_of_stages()] == [12, 12]
+    two = small + "--save ds_pipe --load ds_pipe --gas 1 --num-layers 2 --nproc-per-node 2"
+    assert run(words("3D_parallelism_ds_pretrain_gpt2_pipe.sh", two), monkeypatch) == 0
+    learned(work / "ds_pipe")
     # Two of early 2020.
     (work / "ds_config.json").write_text(json.dumps(EARLY_2020))
     model_parallel = parse(words("ds_pretrain_gpt2_model_parallel.sh", "--model-parallel-size 4")[1:]).config
@@ -251,7 +255,7 @@ def test_todays_gpt_example(work: Path, monkeypatch: pytest.MonkeyPatch, capfd: 
     assert "--step-batch-size-schedule 0:16 2.4B:320" in capfd.readouterr().err
     appended = "--step-batch-size-schedule 0:4 --global-batch-size 4 --tensor-model-parallel-size 1 "
     assert run(words("train_gpt3_175b_distributed.sh", SMALL + appended, *parameters), monkeypatch) == 2
-    assert "--pipeline-model-parallel-size 16 is not supported, only 1" in capfd.readouterr().err
+    assert "--pipeline-model-parallel-size 16 needs at least 16 layers" in capfd.readouterr().err
     appended += "--pipeline-model-parallel-size 1"
     assert run(words("train_gpt3_175b_distributed.sh", SMALL + appended, *parameters), monkeypatch) == 0
     learned(work / "ckpt", below=5.45)  # from smaller weights, in smaller batches

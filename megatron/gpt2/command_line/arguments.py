@@ -31,6 +31,7 @@ SCHEDULE = tuple(f"optimizer.{name}" for name in ("lr", "min_lr", "lr_decay_styl
 
 # One flag of a group replaces the whole group: a recipe's value for one must not meet a given value for another.
 ALTERNATIVES = (LENGTHS, ("optimizer.warmup", "optimizer.lr_warmup_iters"),
+                ("train.global_batch_size", "train.gradient_accumulation_steps"),
                 tuple(f"data.{name}" for name in ("train_data", "valid_data", "test_data", "data_path",
                                                   "valid_data_path", "test_data_path")))
 # What a run that continues a checkpoint never takes from it.

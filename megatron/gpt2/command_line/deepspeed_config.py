@@ -58,7 +58,8 @@ LOGGED = "what is logged is fixed, every --log-interval iterations"
 KEYS = (
     translated("train_batch_size", "read as --global-batch-size", _number("train.global_batch_size", int)),
     translated("train_micro_batch_size_per_gpu", "read as --micro-batch-size", _number("train.micro_batch_size", int)),
-    inert("gradient_accumulation_steps", "follows from --global-batch-size and --micro-batch-size"),
+    translated("gradient_accumulation_steps", "read as --gradient-accumulation-steps, unless there is a batch size",
+               _number("train.gradient_accumulation_steps", int)),
     translated("gradient_clipping", "read as --clip-grad", _number("optimizer.clip_grad")),
     inert("steps_per_print wall_clock_breakdown dump_state memory_breakdown tensorboard wandb csv_monitor comms_logger "
           "flops_profiler", LOGGED),
@@ -150,7 +151,9 @@ def translate(path: str, command_line: Mapping[str, Any]) -> tuple[dict[str, Any
             if meant or row.status == "inert":
                 said.setdefault(text, []).append(spelled)
             values |= {name: new for name, new in meant.items() if name not in command_line}
-    problems += _batch(content, values, command_line)
+    problems += _batch(values, command_line)
+    if "train.global_batch_size" in {*values, *command_line}:
+        values.pop("train.gradient_accumulation_steps", None)
     require(not problems, f"--deepspeed_config {path}: {'; '.join(problems)}")
     notes = [f"{path}: {', '.join(keys)}: {text}" for text, keys in said.items()]
     if unknown:
@@ -158,14 +161,11 @@ def translate(path: str, command_line: Mapping[str, Any]) -> tuple[dict[str, Any
     return values, notes
 
 
-def _batch(content: Mapping[str, Any], values: Mapping[str, Any], command_line: Mapping[str, Any]) -> Iterator[str]:
+def _batch(values: Mapping[str, Any], command_line: Mapping[str, Any]) -> Iterator[str]:
     """Problems with the batch. DeepSpeed wants two of micro-batch, accumulation and batch; the number of ranks, which
     gives the third, is not known here."""
-    given = {*values, *command_line}
-    if "train.global_batch_size" in values and "train.micro_batch_size" not in given:
+    if "train.global_batch_size" in values and "train.micro_batch_size" not in {*values, *command_line}:
         yield "train_batch_size: give --micro-batch-size as well, the samples that one rank takes at once"
-    if content.get("gradient_accumulation_steps", 1) not in (1, "auto") and "train.global_batch_size" not in given:
-        yield "gradient_accumulation_steps: give --global-batch-size as well, the samples of a step over all ranks"
 
 
 def _read(path: str) -> dict[str, Any]:

@@ -199,7 +199,6 @@ FOREIGN = (
     refused("--rampup-batch-size", "the batch is constant: --global-batch-size", "+"),
     translated("--step-batch-size-schedule", "read as --global-batch-size where it has one size; the batch "
                "is constant", _one_batch_size, "+"),
-    inert("--gas", "--global-batch-size, the samples of a step over all ranks, is what accumulates", 1, ("1",)),
     inert("--sgd-momentum", "the optimizer is AdamW", 1),
     inert("--optimizer", "the optimizer is AdamW", 1, ("adam",)),
     inert("--weight-decay-incr-style", "weight decay is constant", 1, ("constant",)),

@@ -49,6 +49,7 @@ def read_config(path: str) -> dict[str, Any]:
         raise ValueError(str(error) if str(error).startswith("--config") else f"--config {path}: {error}") from None
     values = {key: value for key, value in config.items() if value != default[key]}
     values["train.global_batch_size"] = batch  # whatever the number of ranks is now
+    values.pop("train.gradient_accumulation_steps", None)
     values.pop("model.vocab_size", None)  # the tokenizer's
     if values.get("checkpoint.load") == config["checkpoint.save"]:
         del values["checkpoint.load"]  # a run that begins where it saves, which another --save is not

@@ -89,7 +89,12 @@ class Config:
     def accumulation(self, data_parallel_size: int) -> int:
         """Micro-batches that each rank runs in a step. ValueError where the batch cannot be divided so."""
         together = self.train.micro_batch_size * data_parallel_size
-        whole = self.train.global_batch_size or together
+        steps = self.train.gradient_accumulation_steps
+        whole = self.train.global_batch_size or together * (steps or 1)
+        require(steps is None or whole == together * steps,
+                f"--global-batch-size {whole} is not --micro-batch-size {self.train.micro_batch_size} × "
+                f"{data_parallel_size} data-parallel ranks × --gradient-accumulation-steps {steps}: leave one of them "
+                "out")
         require(whole % together == 0,
                 f"--global-batch-size {whole} is not divisible by --micro-batch-size {self.train.micro_batch_size} "
                 f"× {data_parallel_size} data-parallel ranks")

@@ -16,6 +16,8 @@ class TrainConfig:
     micro_batch_size: int = option(4, "samples of one forward pass on one data-parallel rank", "--batch-size")
     global_batch_size: int | None = option(None, "samples of a step over all ranks; more than micro-batch × "
                                                  "data-parallel size accumulates (default: no accumulation)")
+    gradient_accumulation_steps: int | None = option(
+        None, "micro-batches of each rank in a step, in the place of --global-batch-size", "--gas")
     train_iters: int | None = option(None, "length in iterations")
     train_samples: int | None = option(None, "length in samples")
     train_tokens: int | None = option(None, "length in tokens")
@@ -55,7 +57,7 @@ class TrainConfig:
     profile_ranks: tuple[int, ...] = option((0,), "ranks that are profiled", metavar="RANK")
 
     def __post_init__(self) -> None:
-        require_positive(self, "micro_batch_size", "global_batch_size", "eval_interval", "log_interval",
+        require_positive(self, "micro_batch_size", "global_batch_size", "gradient_accumulation_steps", "eval_interval", "log_interval",
                          "recompute_num_layers", "max_skipped_steps", "exit_interval", "exit_duration_in_mins")
         require(0 <= self.seed < 2**31, f"--seed must be in [0, 2**31), not {self.seed}")
         require(self.eval_iters >= 0, f"--eval-iters must not be negative, got {self.eval_iters}")

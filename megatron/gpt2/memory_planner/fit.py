@@ -99,7 +99,7 @@ def layouts(setting: Setting) -> Iterator[Candidate]:
         try:
             config = dataclasses.replace(
                 asked, train=dataclasses.replace(asked.train, micro_batch_size=b, recompute_granularity=recompute,
-                                                 global_batch_size=together),
+                                                 global_batch_size=together, gradient_accumulation_steps=None),
                 parallel=dataclasses.replace(asked.parallel, model_parallel_size=p, **changed))
             candidate = dataclasses.replace(setting, config=config)
         except ValueError:  # what does not divide
@@ -137,7 +137,8 @@ def largest_micro_batch(setting: Setting, budget: int) -> int:
     """The largest --micro-batch-size that needs at most `budget` bytes, with all other flags as they are and without
     accumulation; 0 where not even one sample fits."""
     def fits(b: int) -> bool:
-        train = dataclasses.replace(setting.config.train, micro_batch_size=b, global_batch_size=None)
+        train = dataclasses.replace(setting.config.train, micro_batch_size=b, global_batch_size=None,
+                                    gradient_accumulation_steps=None)
         return expected(dataclasses.replace(setting, config=dataclasses.replace(
             setting.config, train=train))).total <= budget
 
