@@ -57,8 +57,9 @@ class TrainConfig:
     profile_ranks: tuple[int, ...] = option((0,), "ranks that are profiled", metavar="RANK")
 
     def __post_init__(self) -> None:
-        require_positive(self, "micro_batch_size", "global_batch_size", "gradient_accumulation_steps", "eval_interval", "log_interval",
-                         "recompute_num_layers", "max_skipped_steps", "exit_interval", "exit_duration_in_mins")
+        require_positive(self, "micro_batch_size", "global_batch_size", "gradient_accumulation_steps", "eval_interval",
+                         "log_interval", "recompute_num_layers", "max_skipped_steps", "exit_interval",
+                         "exit_duration_in_mins")
         require(0 <= self.seed < 2**31, f"--seed must be in [0, 2**31), not {self.seed}")
         require(self.eval_iters >= 0, f"--eval-iters must not be negative, got {self.eval_iters}")
         require(not self.profile or len(self.profile) == 2 and 1 <= self.profile[0] <= self.profile[1],

@@ -60,10 +60,15 @@ def write_megatron(source: Source, out: str | Path, format: str, layout: Layout 
 
     def rank_file(rank: int, stage: int, folder: Path) -> dict[str, Any]:
         def shard(kind: str, name: str) -> Tensor:
-            """The rank's part, padding as zeros."""
-            spec = specs[name]
-            local = torch.zeros(spec.local_shape(p), dtype=source.tensors[f"{kind}.{name}"].dtype)
-            source.read_into(spec.true_part(local, rank, p), f"{kind}.{name}", spec.box(rank, p).offset)
+            """The rank's part. Rows of padding repeat the last true one, as Megatron's own converter does: its softmax
+            counts them, and beside logits far below 0 those of zero rows would take nearly all."""
+            spec, full_name = specs[name], f"{kind}.{name}"
+            local = torch.zeros(spec.local_shape(p), dtype=source.tensors[full_name].dtype)
+            own = spec.true_part(local, rank, p)
+            source.read_into(own, full_name, spec.box(rank, p).offset)
+            if len(own) < len(local) and kind not in MOMENTS:
+                rows, width = spec.global_shape
+                local[len(own):] = source.read(full_name, (rows - 1, 0), (1, width))
             if format == "megatron-2019" and ".query_key_value." in name:
                 local = by_part(model.num_attention_heads // p)(local)
             return _on_disk(local, folder)

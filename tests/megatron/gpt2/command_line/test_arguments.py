@@ -141,6 +141,7 @@ def test_inert_flags_are_noted_once():
     ("--num-layers-per-virtual-pipeline-stage 2 --num-virtual-stages-per-pipeline-rank 2", "say the same: give one"),
     ("--pipeline-model-parallel-size 2 --pipeline-schedule zero-bubble --compile", "zero-bubble and --compile"),
     ("--pipeline-model-parallel-size 2 --DDP-impl torch", "--pipeline-model-parallel-size needs --DDP-impl local"),
+    ("--gas 0", "--gradient-accumulation-steps must be positive, not 0"),
     ("--pipeline-schedule dualpipe", "--pipeline-schedule: invalid choice: 'dualpipe'"),
     ("--recompute-granularity core", "invalid choice: 'core'"),
     ("--sequence-parallel --model-parallel-size 4 --num-attention-heads 8 --seq-length 30",

@@ -47,7 +47,6 @@ def test_every_refusal_names_the_flag_and_an_alternative():
     ("--zero-stage 3", "--zero-stage 3 is not built: data-parallel ranks each keep all weights; 2 gives the same"),
     ("--zero-stage two", "--zero-stage two is no stage of ZeRO"),
     ("--pipe-parallel-size x", "--pipe-parallel-size x is no number of stages"),
-    ("--gradient-accumulation-steps 0", "--gradient-accumulation-steps must be positive, not 0"),
     ("--remote-device nvme", "only none: weights stay on the device"),
     ("--swiglu --num-experts 8", "leave it out; --num-experts 8 is not supported"),  # all that is refused at once
     ("--use-npy-data-loader", "give loose JSON or text with --train-data"),

@@ -115,6 +115,11 @@ def _as_megatron_splits(top: dict[str, Any], source: Source, format: str, layout
         assert any("final_layernorm" in name for name in model) == last
         assert (("output_layer.weight" if format == "megatron-core" else "word_embeddings_for_head.weight") in model) \
             == last
+        # Padding repeats the last token: Megatron's softmax counts it, and zeros would be logits of 0.
+        true = source.read("model.word_embeddings.weight")
+        for matrix in (model[name] for name in model if "word_embeddings" in name or "output_layer" in name):
+            padded = torch.cat([true, true[-1:].expand(len(matrix) * layout.tensor - len(true), -1)])
+            assert torch.equal(matrix, padded[rank * len(matrix):(rank + 1) * len(matrix)])
 
 
 def _flat(model: dict[str, Any], prefix: str = "") -> dict[str, Tensor]:
