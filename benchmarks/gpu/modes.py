@@ -32,6 +32,8 @@ MODES: dict[str, list[str]] = {
     "selective": ["--recompute-granularity", "selective"],
     "full": ["--recompute-granularity", "full"],
     "full in pairs": ["--recompute-granularity", "full", "--recompute-num-layers", "2"],
+    "full, inputs on the host": ["--recompute-granularity", "full", "--checkpoint-in-cpu"],
+    "a layer on the host": ["--cpu-offloading-num-layers", "1"],
     "accumulation": ["--global-batch-size", "6"],
     "dropout": DROPOUT, "dropout, full": [*DROPOUT, "--recompute-granularity", "full"],
     "dropout, fp16, accumulation": [*DROPOUT, "--precision", "fp16", "--global-batch-size", "4"],
