@@ -54,8 +54,8 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Collective:
-    """A call of torch.distributed. ranks: of its group. tensors: shape and dtype of each. place: file and line in this
-    project."""
+    """A call of torch.distributed. ranks: of its group; of a "send" or a "recv_" who sends and who receives. tensors:
+    shape and dtype of each. place: file and line in this project."""
 
     name: str
     ranks: tuple[int, ...]
@@ -239,8 +239,10 @@ class FakeGPU(TorchDispatchMode):
 
     def _collective(self, name: str, given: list[Tensor], args: Any) -> None:
         group = next(dist.ProcessGroup.unbox(x) for x in args if isinstance(x, torch.ScriptObject))
-        self.collectives.append(Collective(name, tuple(dist.get_process_group_ranks(group)),
-                                           tuple(f"{tuple(x.shape)} {x.dtype}" for x in given), where()))
+        ranks = tuple(dist.get_process_group_ranks(group))
+        if name in ("send", "recv_"):  # (tensors, group, peer, tag)
+            ranks = (dist.get_rank(), ranks[args[2]])[::1 if name == "send" else -1]
+        self.collectives.append(Collective(name, ranks, tuple(f"{tuple(x.shape)} {x.dtype}" for x in given), where()))
         for x in given:
             if x.device.type != "cuda" and x.numel() > 1:  # single numbers go over groups of gloo
                 self.faults.append(f"{where()}: {name} of a tensor {tuple(x.shape)} on the CPU")

@@ -87,7 +87,8 @@ def check_step(run: Run, gpu: FakeGPU, allowed: Sequence[str] = ()) -> None:
 
 def check_same_order(text: Path, save: Path, flags: Sequence[str], world_size: int, model_parallel_size: int) -> None:
     """AssertionError unless any two ranks call the collectives of their common groups in the same order, with tensors
-    of the same shapes, and each does as `check_step`."""
+    of the same shapes, each receives what the other sends it, in the order of sending, and each does as
+    `check_step`."""
     seen: list[list[Collective]] = []
     for rank in range(world_size):
         with running(text, save, [*flags, "--model-parallel-size", str(model_parallel_size)], rank=rank,
@@ -97,7 +98,12 @@ def check_same_order(text: Path, save: Path, flags: Sequence[str], world_size: i
     assert all(seen)
     for a, b in itertools.combinations(range(world_size), 2):
         of_a, of_b = ([call for call in seen[rank] if {a, b} <= set(call.ranks)] for rank in (a, b))
-        assert of_a == of_b, f"ranks {a} and {b}"
+        together = [[call for call in calls if call.name not in ("send", "recv_")] for calls in (of_a, of_b)]
+        assert together[0] == together[1], f"ranks {a} and {b}"
+        for source, destination, sends, receives in ((a, b, of_a, of_b), (b, a, of_b, of_a)):
+            sent, received = ([call.tensors for call in calls if call.name == name and call.ranks[0] == source]
+                              for calls, name in ((sends, "send"), (receives, "recv_")))
+            assert sent == received, f"what rank {source} sends to rank {destination}"
 
 
 def check_peak(run: Run, gpu: FakeGPU) -> float:

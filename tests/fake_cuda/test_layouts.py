@@ -1,4 +1,5 @@
-"""Steps of all ranks of a layout: the same collectives in the same order, with contiguous CUDA tensors."""
+"""Steps of all ranks of a layout: the same collectives in the same order, and what one sends the other receives, with
+contiguous CUDA tensors."""
 
 from __future__ import annotations
 
@@ -24,7 +25,14 @@ LAYOUTS: dict[str, tuple[int, int, list[str]]] = {
     "parts of inputs on the host": (2, 2, ["--recompute-granularity", "full", "--partition-activations",
                                            "--checkpoint-in-cpu"]),
     "documents": (2, 2, DOCUMENTS),
-    "fp16": (4, 2, ["--precision", "fp16"])}
+    "fp16": (4, 2, ["--precision", "fp16"]),
+    "pipeline": (4, 1, ["--pipeline-model-parallel-size", "4", "--num-layers", "4", "--global-batch-size", "12"]),
+    "pipeline, interleaved, data, sharded, full": (4, 1, [
+        "--pipeline-model-parallel-size", "2", "--num-layers", "4", "--num-layers-per-virtual-pipeline-stage", "1",
+        "--global-batch-size", "12", "--use-distributed-optimizer", "--recompute-granularity", "full"]),
+    "pipeline, zero-bubble, sequence": (4, 2, [
+        "--pipeline-model-parallel-size", "2", "--pipeline-schedule", "zero-bubble", "--sequence-parallel",
+        "--global-batch-size", "6", "--precision", "fp16", *DROPOUT])}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

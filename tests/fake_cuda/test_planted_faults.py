@@ -12,7 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.gpt2.optimizer.optimizer import AdamWOptimizer
+from megatron.gpt2.pipeline.schedule import Action
 from megatron.gpt2.training import data, train_step
+from megatron.gpt2.training.schedule_runner import ScheduleRunner
 from mpu import kernels, transformer
 from mpu.host_memory import HostMemory
 from tests.fake_cuda.fake_streams import FakeStream
@@ -155,3 +157,19 @@ def test_14_memory_that_is_not_pinned(parked: Callable[[], None], monkeypatch: P
     monkeypatch.setattr(HostMemory, "take", lambda self, numel, dtype: torch.empty(numel, dtype=dtype))
     with pytest.raises(AssertionError, match="copies .* from cuda to cpu"):
         parked()
+
+
+@pytest.fixture
+def stages(text: Path, tmp_path: Path) -> Callable[[], None]:
+    flags = ["--pipeline-model-parallel-size", "2", "--global-batch-size", "4"]
+    return lambda: check_same_order(text, tmp_path, flags, 2, 1)
+
+
+def test_15_a_send_that_nobody_receives(stages: Callable[[], None], monkeypatch: Plant):
+    def send(self: ScheduleRunner, action: Action) -> None:
+        if dist.get_rank() == 1:
+            dist.send(torch.zeros(2, device="cuda"), dst=0)
+
+    before(monkeypatch, ScheduleRunner, "_backward", send)
+    with pytest.raises(AssertionError, match="what rank 1 sends to rank 0"):
+        stages()
