@@ -29,11 +29,6 @@ class Transfer:
             self.works.pop().wait()
         return self.tensor
 
-    @property
-    def is_completed(self) -> bool:
-        """Whether `wait` would return at once. The host does not wait."""
-        return all(work.is_completed() for work in self.works)
-
 
 def exchange(sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]],
              group: ProcessGroup) -> tuple[list[Transfer], list[Transfer]]:

@@ -32,8 +32,22 @@ CASES: dict[str, tuple[int, list[str]]] = {  # ranks and flags
     "sequence": (2, ["--model-parallel-size", "2", "--sequence-parallel"])}
 
 
+# Of two stages, with 4 micro-batches.
+PIPELINES = {"1F1B": [], "recompute": ["--recompute-granularity", "full"],
+             "zero bubble": ["--pipeline-schedule", "zero-bubble"],
+             "interleaved": ["--num-layers-per-virtual-pipeline-stage", "1"]}
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_the_planner_is_agrees_with_the_device(text: Path, tmp_path: Path, case: str):
     world_size, flags = CASES[case]
     with running(text, tmp_path, [*SHAPE, *flags], world_size=world_size) as (run, gpu):
         print(f"{case}: planner / device {check_peak(run, gpu):.3f}")
+
+
+@pytest.mark.parametrize("case", PIPELINES)
+def test_the_planner_agrees_with_the_device_of_each_stage(text: Path, tmp_path: Path, case: str):
+    flags = [*SHAPE, "--pipeline-model-parallel-size", "2", "--global-batch-size", "16", *PIPELINES[case]]
+    for rank in range(2):
+        with running(text, tmp_path, flags, rank=rank, world_size=2) as (run, gpu):
+            print(f"{case}, stage {rank}: planner / device {check_peak(run, gpu):.3f}")

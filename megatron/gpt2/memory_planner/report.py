@@ -10,8 +10,8 @@ import torch
 from data_utils.files.system import machine_memory
 from megatron.gpt2.device import cgroup_folders
 from megatron.gpt2.memory_planner.fit import Candidate, cheapest, cost, smallest
-from megatron.gpt2.memory_planner.sizes import Setting
-from megatron.gpt2.memory_planner.step import CUDA_CONTEXT, Memory, expected
+from megatron.gpt2.memory_planner.setting import Setting
+from megatron.gpt2.memory_planner.step import CUDA_CONTEXT, Memory, expected, of_stages
 from megatron.gpt2.records.reporting import resident_memory
 
 # The share of the memory that a proposed change may take: expectations are right within a tenth (benchmarks/memory.py).
@@ -33,13 +33,16 @@ def start_rows(setting: Setting) -> list[tuple[str, str]]:
     """The rows (name, text) of the start table about memory."""
     memory = expected(setting)
     host = [("", f"{in_mb(memory.on_host)} MB of the host's memory beside it")] if memory.on_host else []
+    stages = [("", f"stage {stage}: {in_mb(of_stage.total)} MB")
+              for stage, of_stage in enumerate(of_stages(setting)) if setting.stages > 1]
     return [("expected memory", f"{in_mb(memory.total)} MB per rank, fullest in {memory.moment}"),
-            ("", parts_of(memory)), *host]
+            ("", parts_of(memory)), *host, *stages]
 
 
 def expected_peak(setting: Setting) -> int:
-    """Bytes that the log's memory line should show: of the allocator on a GPU, of the process on a CPU."""
-    memory = expected(setting)
+    """Bytes that the log's memory line should show, which rank 0 writes: of the allocator on a GPU, of the process on a
+    CPU."""
+    memory = expected(setting, setting.stage_of(0))
     return memory.allocated if setting.device == "cuda" else memory.total
 
 
@@ -61,7 +64,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 def out_of_memory(setting: Setting, device: torch.device, local_world_size: int, rank: int) -> str:
     """The line in which `rank` ends: the expected parts beside what was there, and the cheapest changes. Where the run
     was expected to fit, the changes need clearly less than what was expected."""
-    memory, (there, where) = expected(setting), available(device, local_world_size)
+    memory, (there, where) = expected(setting, setting.stage_of(rank)), available(device, local_world_size)
     return (f"out of memory on rank {rank}: expected {in_mb(memory.total)} MB in {memory.moment} "
             f"({parts_of(memory)}), and {in_mb(there)} MB were there ({where}); "
             + ways_out(setting, min(there, memory.total)))

@@ -1,16 +1,18 @@
 """The large tensors of a training step on one rank: how many bytes each has, from the flags alone.
 
-Legend: b micro-batch, s sequence, t = b · s tokens, h hidden, f width inside the MLP, n heads, l layers, v padded
-vocabulary, p model-parallel size, e bytes of an element of the model's precision. Sizes are bytes.
+A rank of a pipeline holds one or several chunks of successive layers, which are given as ranges. Without a pipeline the
+one chunk is the whole model.
+
+Legend: b micro-batch, s sequence, t = b · s tokens, h hidden, f width inside the MLP, n heads, v padded vocabulary, p
+tensor-parallel size, e bytes of an element of the model's precision. Sizes are bytes.
 """
 
 import functools
-from dataclasses import dataclass
 
 import torch
 
 import mpu
-from megatron.gpt2.config import Config
+from megatron.gpt2.memory_planner.setting import Setting
 from megatron.gpt2.model.gpt2 import count_parameters
 from megatron.gpt2.optimizer.gradient_reducer import bucket_size
 from mpu import kernels
@@ -25,37 +27,11 @@ BATCH = 40
 _count_parameters = functools.lru_cache(maxsize=64)(count_parameters)
 
 
-@dataclass(frozen=True)
-class Setting:
-    """All that memory depends on. config: with the vocabulary's size. fixed: bytes that are there before the model is.
-    keeps_freed: glibc keeps what is freed (`megatron.gpt2.device.set_allocator`)."""
-
-    config: Config
-    world_size: int
-    device: str  # cpu or cuda
-    dtype: torch.dtype
-    fixed: int
-    keeps_freed: bool = False
-
-    def __post_init__(self) -> None:
-        assert self.config.model.vocab_size is not None
-        self.config.accumulation(self.data_parallel_size)  # raises ValueError where the batch does not fit the ranks
-
-    @property
-    def data_parallel_size(self) -> int:
-        """Ranks that share the data."""
-        return self.config.data_parallel_size(self.world_size)
-
-    @property
-    def micro_batches(self) -> int:
-        """Micro-batches of each rank in a step."""
-        return self.config.accumulation(self.data_parallel_size)
-
-
 class Sizes:
-    """The large tensors of one rank, in bytes unless a name says otherwise."""
+    """The large tensors of one rank, in bytes unless a name says otherwise. stage: of the pipeline, which this rank
+    holds."""
 
-    def __init__(self, setting: Setting) -> None:
+    def __init__(self, setting: Setting, stage: int = 0) -> None:
         config = setting.config
         model, train, parallel = config.model, config.train, config.parallel
         assert model.vocab_size is not None
@@ -63,15 +39,18 @@ class Sizes:
         self.on_gpu = setting.device == "cuda"
         p = self._p = parallel.model_parallel_size
         self.element = e = setting.dtype.itemsize
-        self.layers, self._s = model.num_layers, config.data.seq_length
+        self.chunks = config.layers_of_stages()[stage::setting.stages]
+        self._num_layers, self._s = model.num_layers, config.data.seq_length
         self._tokens = train.micro_batch_size * self._s
         self._heads, self._dropout = model.num_attention_heads // p, (model.attention_dropout, model.hidden_dropout)
         self._keyed = train.dropout_rng == "counter"  # then masks are made again, and none is kept
 
-        self.parameters = _count_parameters(model, p)[1]
         rows = mpu.padded_vocab_size(model.vocab_size, model.make_vocab_size_divisible_by, p) // p
         self._rows, self._h = rows, model.hidden_size
-        self.outside_of_layers = (rows + model.max_position_embeddings + 2) * model.hidden_size
+        self._positions = model.max_position_embeddings
+        outside = (rows + self._positions + 2) * model.hidden_size
+        self.of_a_layer = (_count_parameters(model, p)[1] - outside) // model.num_layers  # parameters
+        self.parameters = sum(map(self.parameters_of, self.chunks))
         self.weights = e * self.parameters
         self.batch = BATCH * setting.micro_batches * self._tokens
         self.hidden = e * self._tokens * model.hidden_size  # [t, h]
@@ -79,10 +58,35 @@ class Sizes:
         self.gathered = 0 if self.residual == self.hidden else self.hidden  # from all shards, for the head
         self._wide = e * self._tokens * model.ffn_size // p  # [t, f/p]
         self._wide_weight = model.ffn_size // p * model.hidden_size
+        self.a_weight_gradient = e * self._wide_weight
+        self.makes_weights_later = config.schedule(1).splits_backward
         # The gradients that exist from a bucket's first one on.
         self.bucket = 4 * max(bucket_size(parallel.ddp_bucket_size, setting.data_parallel_size), self._wide_weight)
         self.embedding_gradient = 4 * rows * model.hidden_size
         self.head = e * rows * model.hidden_size  # the gradient of [v/p, h], rounded
+        self.shards = setting.data_parallel_size if parallel.shard_gradients else 1  # of gradients
+
+    @property
+    def _has_both_ends(self) -> bool:
+        return self.is_first(self.chunks[0]) and self.is_last(self.chunks[-1])
+
+    def is_first(self, chunk: range) -> bool:
+        """Whether the chunk has the embeddings."""
+        return chunk.start == 0
+
+    def is_last(self, chunk: range) -> bool:
+        """Whether the chunk has the final norm, the head and the loss."""
+        return chunk.stop == self._num_layers
+
+    def tied(self, chunk: range) -> int:
+        """Parameters of the head's own copy of the tied matrix, whose gradient comes first in backward."""
+        return self._rows * self._h if self.is_last(chunk) and not self._has_both_ends else 0
+
+    def parameters_of(self, chunk: range) -> int:
+        """Parameters, with what is before the first layer of the model and after the last one."""
+        embeddings = (self._rows + self._positions) * self._h if self.is_first(chunk) else 0
+        final_norm = 2 * self._h if self.is_last(chunk) else 0
+        return len(chunk) * self.of_a_layer + embeddings + final_norm + self.tied(chunk)
 
     @property
     def optimizer(self) -> int:
@@ -159,18 +163,34 @@ class Sizes:
         by_blocks = not self.on_gpu and self._setting.dtype == torch.bfloat16
         return 0 if by_blocks else 4 * self._tokens * self._heads  # the log-sums
 
-    @property
-    def kept_by_all_layers(self) -> int:
-        """With the embeddings' output, the first layer's input."""
-        if self._train.recompute_granularity == "full":
-            inside = 0 if self._inputs_are_parked else self._recomputed_steps * self.input_part
+    def kept_by(self, chunk: range) -> int:
+        """What a chunk keeps of a micro-batch between forward and backward. Of its first layer the input, of its last
+        one the output only before the final norm: the other chunks send it away."""
+        parked = self._parked_layers(chunk)
+        if self._recomputes_all:
+            inside = 0 if self._inputs_are_parked else self.recomputed_steps(chunk) * self.input_part
+            received = self._inputs_are_parked or self._inputs_are_split
         else:
-            inside = (self.layers - self._parked_layers) * self.kept_by_a_layer
-        return inside + self.residual + self._dropped(self.residual)
+            inside, received = (len(chunk) - parked) * self.kept_by_a_layer, parked > 0
+        # What another rank has sent stays until backward, also where the layers keep another form of it.
+        inside += self.residual if received and not self.is_first(chunk) else 0
+        return inside + (self.residual if self.is_last(chunk) else 0) + self._of_embeddings(chunk)
+
+    def _of_embeddings(self, chunk: range) -> int:
+        return self._dropped(self.residual) if self.is_first(chunk) else 0
+
+    def queued_by(self, chunk: range, but: int = 0) -> int:
+        """What the gradients of its weights still need of a micro-batch after the backward of all but `but` layers,
+        where they come later: the inputs and the outputs' gradients of the linear layers, the replicated ones whole."""
+        return (len(chunk) - but) * (4 * self.hidden + 4 * self.hidden // self._p + 2 * self._wide)
 
     @property
-    def _recomputed_steps(self) -> int:
-        return -(-self.layers // self._train.recompute_num_layers)
+    def _recomputes_all(self) -> bool:
+        return self._train.recompute_granularity == "full"
+
+    def recomputed_steps(self, chunk: range) -> int:
+        """Steps of full recomputation."""
+        return -(-len(chunk) // self._train.recompute_num_layers)
 
     @property
     def input_part(self) -> int:
@@ -181,22 +201,20 @@ class Sizes:
     def _inputs_are_split(self) -> bool:
         parallel = self._setting.config.parallel
         return (parallel.partition_activations and not parallel.sequence_parallel and self._p > 1
-                and self._train.recompute_granularity == "full")
+                and self._recomputes_all)
 
     @property
     def _inputs_are_parked(self) -> bool:
-        return (self._setting.config.parallel.checkpoint_in_cpu and self.on_gpu
-                and self._train.recompute_granularity == "full")
+        return self._setting.config.parallel.checkpoint_in_cpu and self.on_gpu and self._recomputes_all
 
-    @property
-    def _parked_layers(self) -> int:
-        return self._setting.config.parallel.cpu_offloading_num_layers if self.on_gpu else 0
+    def _parked_layers(self, chunk: range) -> int:
+        parked = self._setting.config.parallel.cpu_offloading_num_layers if self.on_gpu else 0
+        return len(range(chunk.start, min(chunk.stop, parked)))
 
-    @property
-    def parked(self) -> int:
-        """What is in the host's memory between forward and backward."""
-        inputs = self._recomputed_steps * self.input_part if self._inputs_are_parked else 0
-        return inputs + self._parked_layers * self.kept_by_a_layer
+    def parked(self, chunk: range) -> int:
+        """What of a micro-batch is in the host's memory between forward and backward."""
+        inputs = self.recomputed_steps(chunk) * self.input_part if self._inputs_are_parked else 0
+        return inputs + self._parked_layers(chunk) * self.kept_by_a_layer
 
     def brought_back(self, steps: int) -> int:
         """What backward has of the inputs of a step of full recomputation beside what is kept: it, gathered, and where
@@ -204,39 +222,32 @@ class Sizes:
         return (self.residual if self._inputs_are_split else 0) + (
             steps * self.input_part if self._inputs_are_parked else 0)
 
-    @property
-    def layers_brought_back(self) -> int:
+    def layers_brought_back(self, chunk: range) -> int:
         """What backward has of a layer that was parked and of the one before it."""
-        return min(self._parked_layers, 2) * self.kept_by_a_layer
+        return min(self._parked_layers(chunk), 2) * self.kept_by_a_layer
 
-    @property
-    def layers_that_stay(self) -> int:
+    def layers_that_stay(self, chunk: range) -> int:
         """Layers without those that are parked."""
-        return self.layers - self._parked_layers
+        return len(chunk) - self._parked_layers(chunk)
 
-    @property
-    def layers_together(self) -> int:
+    def layers_together(self, chunk: range) -> int:
         """Layers of one step of full recomputation."""
-        return min(self._train.recompute_num_layers, self.layers)
+        return min(self._train.recompute_num_layers, len(chunk))
 
-    @property
-    def recomputed_together(self) -> int:
+    def recomputed_together(self, chunk: range) -> int:
         """What full recomputation makes again for one of its steps."""
-        if self._train.recompute_granularity != "full":
-            return 0
-        return self.layers_together * self.kept_by_a_layer
+        return self.layers_together(chunk) * self.kept_by_a_layer if self._recomputes_all else 0
 
-    @property
-    def kept_by_the_first_layer(self) -> int:
+    def kept_by_the_first_layer(self, chunk: range) -> int:
         """With its input, which alone a recomputed layer keeps until its backward begins."""
-        return self.kept_by_a_layer + self.residual + self._dropped(self.residual)
+        return self.kept_by_a_layer + self.residual + self._of_embeddings(chunk)
 
     @property
     def backward_of_a_layer(self) -> int:
         """Beside what it kept: the gradients of its output, of what is between the MLP's products, and of a weight; and
         GELU's output where that is made again. Or those of the scores, or of attention by blocks."""
         again = self._wide if self._train.recompute_granularity == "selective" else 0
-        return max(self.residual + self._wide + again + self.element * self._wide_weight, self._scores,
+        return max(self.residual + self._wide + again + self.a_weight_gradient, self._scores,
                    self._attention_by_blocks)
 
     @property

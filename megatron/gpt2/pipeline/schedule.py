@@ -9,7 +9,7 @@ the order of the micro-batches on every rank, as in a run without a pipeline: su
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import chain
 from typing import Literal
 
@@ -112,6 +112,7 @@ def forward_only(p: int, v: int, m: int) -> Schedule:
     return Schedule("forward-only", (order,) * p, v, m)
 
 
+@lru_cache(maxsize=64)
 def build_schedule(name: str, p: int, v: int, m: int) -> Schedule:
     """The schedule called `name` in --pipeline-schedule. ValueError, which names the flag, where there is none."""
     if name not in SCHEDULES:

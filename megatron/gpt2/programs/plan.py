@@ -3,6 +3,7 @@
     python tools/plan.py --model 345m --device cuda                           # any flags of pretrain_gpt2.py
     python tools/plan.py --model 1.5b --device cuda --ranks 8 --memory-gb 40  # what fits 40 GB (of 2^30 bytes) per rank
     python tools/plan.py --model 345m --recompute-granularity full --accounting megatron-2019
+    python tools/plan.py --model 1.5b --device cuda --pipeline-model-parallel-size 4   # a row for each stage
     python tools/plan.py --model 345m --json
 
 --device cuda plans for a GPU on any machine, in bf16 unless a precision is given. The parts are explained in
@@ -29,9 +30,11 @@ from megatron.gpt2.command_line.flags import launch_flags
 from megatron.gpt2.config import Config, require
 from megatron.gpt2.memory_planner import megatron_2019
 from megatron.gpt2.memory_planner.fit import Candidate, cheapest, cost, largest_micro_batch, smallest
+from megatron.gpt2.memory_planner.pipelines import bubble
 from megatron.gpt2.memory_planner.report import in_mb
-from megatron.gpt2.memory_planner.sizes import Setting
-from megatron.gpt2.memory_planner.step import CUDA_CONTEXT, Memory, expected
+from megatron.gpt2.memory_planner.setting import Setting
+from megatron.gpt2.memory_planner.sizes import Sizes
+from megatron.gpt2.memory_planner.step import CUDA_CONTEXT, Memory, expected, of_stages
 from megatron.gpt2.model.gpt2 import count_parameters
 from megatron.gpt2.records.reporting import aligned, resident_memory
 
@@ -44,7 +47,7 @@ def options(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
     parser = Parser(description=__doc__, usage="%(prog)s [flags of pretrain_gpt2.py] [--ranks N] [--memory-gb X] "
                                                "[--accounting NAME] [--json]")
     parser.add_argument("--ranks", type=int, metavar="N", help="ranks of the run (default: --world-size, "
-                                                               "--nproc-per-node or --model-parallel-size)")
+                                                               "--nproc-per-node, or those of one model)")
     parser.add_argument("--memory-gb", type=float, metavar="X", help="memory per rank, in GB of 2^30 bytes: "
                                                                      "print what fits into it")
     parser.add_argument("--accounting", choices=("this", "megatron-2019"), default="this",
@@ -100,8 +103,9 @@ def setting(config: Config, ranks: int) -> Setting:
 def facts(config: Config, plan: Setting | None, memory: Memory) -> dict[str, Any]:
     """All that is known, in numbers."""
     model, train, p = config.model, config.train, config.parallel.model_parallel_size
-    total, own = count_parameters(model, p)
-    own = own if plan else memory.parts["weights"] // 2  # in 2019 the vocabulary was padded in another way
+    total = count_parameters(model, p)[0]
+    # In 2019 the vocabulary was padded in another way.
+    own = max(Sizes(plan, stage).parameters for stage in range(plan.stages)) if plan else memory.parts["weights"] // 2
     found: dict[str, Any] = {
         "parameters": {"in_all": total, "of_a_rank": own,
                        "matrices_12lh2": megatron_2019.layer_matrices(model.num_layers, model.hidden_size)},
@@ -113,21 +117,34 @@ def facts(config: Config, plan: Setting | None, memory: Memory) -> dict[str, Any
             "from_step_to_step": sum(memory.parts[part] for part in ("weights", "gradients", "optimizer")),
             "matrices_at_20_bytes": megatron_2019.BYTES_PER_PARAMETER * found["parameters"]["matrices_12lh2"],
             "activations_without_recompute": model.num_layers * kept}}
-    return found | {"ranks": plan.world_size, "data_parallel": plan.data_parallel_size, "device": plan.device,
-                    "precision": devices.PRECISIONS[plan.dtype]}
+    found |= {"ranks": plan.world_size, "data_parallel": plan.data_parallel_size, "device": plan.device,
+              "precision": devices.PRECISIONS[plan.dtype]}
+    return found if plan.stages == 1 else found | {"pipeline": pipeline_facts(plan)}
+
+
+def pipeline_facts(plan: Setting) -> dict[str, Any]:
+    """The schedule, the share of a step in which it lets ranks wait, and what each stage holds."""
+    stages = []
+    for stage, memory in enumerate(of_stages(plan)):
+        size = Sizes(plan, stage)
+        stages.append({"layers": [[chunk.start, chunk.stop - 1] for chunk in size.chunks],
+                       "parameters": size.parameters, "total": memory.total, "moment": memory.moment})
+    return {"schedule": plan.config.schedule(1).name, "micro_batches": plan.micro_batches,
+            "bubble": round(bubble(plan.config, plan.micro_batches), 4), "stages": stages}
 
 
 def fitting(plan: Setting, budget: int) -> dict[str, Any]:
-    """The largest micro-batch, the cheapest layout of this run, and where none fits the least."""
+    """The largest micro-batch, the cheapest layouts of this run, and where none fits the least."""
     now = cost(plan, batch=plan.config.train.micro_batch_size)
 
     def shown(candidate: Candidate) -> dict[str, Any]:
         return {"flags": " ".join(candidate.flags), "bytes": candidate.memory.total,
-                "slower": round(max(candidate.than(now), 0.0), 4)}
+                "slower": round(candidate.than(now), 4)}
 
+    found = [shown(candidate) for candidate in cheapest(plan, budget, 3)]
     return {"budget": budget, "as_asked": expected(plan).total <= budget,
-            "largest_micro_batch": largest_micro_batch(plan, budget),
-            "cheapest": [shown(candidate) for candidate in cheapest(plan, budget, 3)], "least": shown(smallest(plan))}
+            "largest_micro_batch": largest_micro_batch(plan, budget), "cheapest": found,
+            "least": None if found else shown(smallest(plan))}
 
 
 def table(config: Config, plan: Setting | None, found: dict[str, Any]) -> list[str]:
@@ -135,15 +152,21 @@ def table(config: Config, plan: Setting | None, found: dict[str, Any]) -> list[s
     model, p = config.model, config.parallel.model_parallel_size
     counted, memory = found["parameters"], found["memory"]
     on = f"Megatron-LM of 2019, model-parallel {p}, fp16 on a GPU"
+    pipeline = found.get("pipeline")
     if plan:
-        on = f"{plan.world_size} rank{'s' * (plan.world_size > 1)}, model-parallel {p} × data-parallel " \
-             f"{plan.data_parallel_size}, {found['precision']} on {plan.device}"
+        stages = f"pipeline {plan.stages} × " if pipeline else ""
+        on = f"{plan.world_size} rank{'s' * (plan.world_size > 1)}, model-parallel {p} × " \
+             f"{stages}data-parallel {plan.data_parallel_size}, {found['precision']} on {plan.device}"
     lines = aligned([
         ("model", f"{model.num_layers} layers, hidden size {model.hidden_size}, {model.num_attention_heads} heads, "
                   f"vocabulary {model.vocab_size:,}, sequence {config.data.seq_length:,}"),
         ("layout", f"{on}, micro-batch {config.train.micro_batch_size}, recompute "
                    f"{config.train.recompute_granularity}"),
-        ("parameters", f"{counted['in_all']:,} in all, {counted['of_a_rank']:,} per rank"),
+        *([("schedule", f"{pipeline['schedule']}, {pipeline['micro_batches']} micro-batches, "
+                        f"{pipeline['bubble']:.0%} of a step idle if all layers are equally fast")]
+          if pipeline else []),
+        ("parameters", f"{counted['in_all']:,} in all, {counted['of_a_rank']:,} per rank"
+                       + (" at most" if pipeline else "")),
         ("12·l·h²", f"{counted['matrices_12lh2']:,} in the layers' matrices")])
     if plan is None:
         of_2019 = found["megatron_2019"]
@@ -151,6 +174,11 @@ def table(config: Config, plan: Setting | None, found: dict[str, Any]) -> list[s
                                                 f"(12·l·h²: {of_2019['matrices_at_20_bytes']:,} bytes)"),
                           ("without recompute", f"{of_2019['activations_without_recompute']:,} bytes of activations: "
                                                 "l·(34·s·b·h + 5·b·s²·n) at one rank")])
+    if pipeline:
+        lines += ["", f"  {'stage':<8}{'layers':<24}{'parameters':>14}{'MB':>10}"]
+        for stage, row in enumerate(pipeline["stages"]):
+            layers = ", ".join(f"{first}-{last}" for first, last in row["layers"])
+            lines.append(f"  {stage:<8}{layers:<24}{row['parameters']:>14,}{in_mb(row['total']):>10}")
     total = memory["total"]
     lines += ["", f"  of a rank, fullest in {memory['moment']}:", f"  {'part':<17}{'MB':>10}{'share':>8}"]
     lines += [f"  {part:<17}{in_mb(size):>10}{size / total:>8.1%}" for part, size in memory.items()
@@ -182,7 +210,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     chosen, rest = options(words)
     launch, rest = launch_flags(rest)
     config = configuration(rest)
-    ranks = chosen.ranks or launch.world_size or launch.nproc_per_node or config.parallel.model_parallel_size
+    parallel = config.parallel
+    ranks = chosen.ranks or launch.world_size or launch.nproc_per_node or (
+        parallel.model_parallel_size * parallel.pipeline_model_parallel_size)
     plan = setting(config, ranks) if chosen.accounting == "this" else None
     memory = expected(plan) if plan is not None else megatron_2019.megatron_2019(config)
     found = facts(config, plan, memory)

@@ -29,7 +29,7 @@ from megatron.gpt2.command_line.arguments import Arguments, merge_checkpoint
 from megatron.gpt2.config import Config, DataConfig
 from megatron.gpt2.formats import refuse_foreign
 from megatron.gpt2.launch.ranks import Ranks
-from megatron.gpt2.memory_planner.sizes import Setting
+from megatron.gpt2.memory_planner.setting import Setting
 from megatron.gpt2.memory_planner.step import CUDA_CONTEXT
 from megatron.gpt2.records.reporting import resident_memory
 from megatron.gpt2.training.differences import differences

@@ -9,9 +9,9 @@ from megatron.gpt2.checkpoint.folder import Checkpoint, find_checkpoint
 from megatron.gpt2.config import CheckpointConfig, Config
 from megatron.gpt2.config.flag_names import differing_flags
 from megatron.gpt2.device import PRECISIONS
+from megatron.gpt2.memory_planner.pipelines import bubble
 from megatron.gpt2.memory_planner.report import start_rows, warning
 from megatron.gpt2.model.gpt2 import count_parameters
-from megatron.gpt2.pipeline.timetable import equal_costs, timetable
 from megatron.gpt2.records.reporting import UNIGRAM, EvaluationRecord, closing_report, start_table
 from megatron.gpt2.training.run import Run
 
@@ -21,10 +21,9 @@ XZ_LIMIT = 32 << 20  # bytes
 
 def schedule_row(config: Config, micro_batches: int) -> str:
     """What the start table says of a pipeline."""
-    schedule = config.schedule(micro_batches)
-    bubble = timetable(schedule, equal_costs(schedule, 1, 1, 1)).bubble
     layers = ", ".join(f"{stage.start}-{stage.stop - 1}" for stage in config.layers_of_stages())
-    return f"{schedule.name}, {bubble:.0%} of a step idle if all stages are equally fast; layers {layers}"
+    return f"{config.schedule(1).name}, {bubble(config, micro_batches):.0%} of a step idle if all layers are equally " \
+           f"fast; layers {layers}"
 
 
 def log_start(run: Run) -> None:

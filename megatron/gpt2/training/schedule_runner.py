@@ -48,9 +48,7 @@ class ScheduleRunner:
             self._exchange(step)
             if step.action is not None:
                 {"F": self._forward, "B": self._backward, "W": self._weights}[step.action.kind](step.action)
-        for transfer in self._sent:
-            transfer.wait()
-        self._sent.clear()
+        self._await_sent()
         return torch.stack(self._losses[1:] or self._losses).sum()
 
     @torch.no_grad()
@@ -68,11 +66,12 @@ class ScheduleRunner:
         return out if model.has_head else torch.zeros((), device=out.device)
 
     def _exchange(self, step: Step) -> None:
-        """Begin the transfers of a step. Those that were sent before and have arrived are forgotten."""
+        """Begin the transfers of a step. What was sent before is freed: its receivers have taken it at about that time,
+        since a step takes no longer if every rank waits for what it sends (`pipeline/check.py`)."""
         if not step.sends and not step.receives:
             return
         assert self._group is not None
-        self._sent = [transfer for transfer in self._sent if not transfer.is_completed]
+        self._await_sent()
         shape = self._micro_batches[0]["tokens"].shape
         sends = [(self._leaving.pop((message.kind, message.stage, message.micro_batch)), message.destination)
                  for message in step.sends]
@@ -80,6 +79,11 @@ class ScheduleRunner:
         sent, received = mpu.exchange(sends, receives, self._group)
         self._sent += sent
         self._arriving.update(zip(step.receives, received, strict=True))
+
+    def _await_sent(self) -> None:
+        for transfer in self._sent:
+            transfer.wait()
+        self._sent.clear()
 
     def _forward(self, action: Action) -> None:
         stage, number = action.chunk * self._size + self._rank, action.micro_batch
@@ -156,6 +160,7 @@ class WeightGradientsLater:
         """What backward has handed over since the last call belongs to `place`."""
         self._kept[place], self._new = self._new, []
 
+    @torch.no_grad()  # as inside of backward
     def compute(self, place: Place) -> None:
         """The weight gradients of `place`, into the reducer."""
         for name, dy, x in self._kept.pop(place):

@@ -20,10 +20,13 @@ from megatron.gpt2.memory_planner.megatron_2019 import (
     layer_matrices,
     megatron_2019,
 )
+from megatron.gpt2.memory_planner.pipelines import bubble, situations
 from megatron.gpt2.memory_planner.report import available, is_out_of_memory
-from megatron.gpt2.memory_planner.sizes import Setting
-from megatron.gpt2.memory_planner.step import expected
+from megatron.gpt2.memory_planner.setting import Setting
+from megatron.gpt2.memory_planner.sizes import Sizes
+from megatron.gpt2.memory_planner.step import expected, of_stages
 from megatron.gpt2.model.gpt2 import count_parameters
+from megatron.gpt2.pipeline.timetable import equal_costs, timetable
 from megatron.gpt2.training.train_step import train_step
 from tests.distributed import run_ranks
 from tests.megatron.gpt2.training.training_runs import finish, start, write_text
@@ -75,7 +78,7 @@ def counted(rank: int, world_size: int, folder: str, flags: list[str]) -> tuple[
     state = [run.engine.flat.params, *(t for moment in run.engine.optimizer.moments.values() for t in moment)]
     state += run.engine.flat.masters if run.prepared.dtype != torch.float32 else []
     setting = Setting(run.config, world_size, "cpu", run.prepared.dtype, 0)
-    memory = expected(setting)
+    memory = expected(setting, setting.stage_of(rank))
     finish(run)
     return memory.allocated, counter.peak + sum(t.nbytes for t in state)
 
@@ -115,6 +118,28 @@ def test_what_torch_allocates_on_a_rank_of_two(folder: Path, flags: list[str]):
         assert computed == pytest.approx(allocated, rel=0.06), (computed / MB, allocated / MB)
 
 
+# Two stages of unequal chunks, with 3 micro-batches or 4.
+PIPELINES = {"1F1B": "--micro-batch-size 4 --global-batch-size 12 --decoder-first-pipeline-num-layers 2",
+             "recompute": "--micro-batch-size 8 --global-batch-size 24 --recompute-granularity full",
+             "interleaved": "--num-layers 4 --num-layers-per-virtual-pipeline-stage 1 --micro-batch-size 4 "
+                            "--global-batch-size 16",
+             "zero bubble": "--pipeline-schedule zero-bubble --micro-batch-size 4 --global-batch-size 16",
+             "bf16": "--precision bf16 --micro-batch-size 8 --global-batch-size 24"}
+
+
+def counted_in_turn(rank: int, world_size: int, folder: str, layouts: list[str]) -> list[tuple[int, int]]:
+    return [counted(rank, world_size, folder, flags.split()) for flags in layouts]
+
+
+def test_what_torch_allocates_on_a_stage_of_two(folder: Path):
+    common = "--pipeline-model-parallel-size 2 --precision fp32 --make-vocab-size-divisible-by 2048 "
+    found = run_ranks(counted_in_turn, 2, str(folder), [common + flags for flags in PIPELINES.values()])
+    for stage, of_stage in enumerate(found):
+        for name, (computed, allocated) in zip(PIPELINES, of_stage, strict=True):
+            print(f"{name}, stage {stage}: {computed / MB:.1f} / {allocated / MB:.1f} MB")
+    assert all(computed == pytest.approx(allocated, rel=0.08) for of_stage in found for computed, allocated in of_stage)
+
+
 @pytest.mark.parametrize("flags", [
     "--precision bf16 --make-vocab-size-divisible-by 50304",
     pytest.param("--precision fp32 --recompute-granularity full --micro-batch-size 8 --use-distributed-optimizer "
@@ -140,6 +165,43 @@ def test_offers_fit_and_come_by_their_cost():
         assert expected(again) == offer.memory
         assert again.micro_batches * again.config.train.micro_batch_size * again.data_parallel_size == together
     assert min(c.cost for c in layouts(setting) if c.memory.total <= budget) == offers[0].cost
+
+
+def test_a_pipeline_is_offered_where_it_is_the_cheapest():
+    """Heads that cannot be divided, and too little room for a whole model: stages are what is left."""
+    flags = ("--model", "1.5b", "--micro-batch-size", "1", "--global-batch-size", "64", "--use-distributed-optimizer")
+    setting, budget = on_gpu(*flags, ranks=8), 9 * 2**30
+    offers = cheapest(setting, budget, 3)
+    assert all("--pipeline-model-parallel-size" in str(offer.flags) or "offload" in str(offer.flags)
+               for offer in offers) and "--pipeline-model-parallel-size" in str(offers[0].flags)
+    again = on_gpu(*flags, *" ".join(offers[0].flags).split(), ranks=8)
+    assert expected(again) == offers[0].memory == max(of_stages(again), key=lambda memory: memory.total)
+    assert bubble(again.config, again.micro_batches) / (1 - bubble(again.config, again.micro_batches)) < offers[0].cost
+
+
+def test_stages_share_what_one_rank_has():
+    """With one micro-batch nothing is kept for another one: the sums over stages are those of the whole model, but for
+    the second copy of the tied matrix and what is on its way."""
+    whole, parts = on_gpu("--model", "345m"), on_gpu("--model", "345m", "--pipeline-model-parallel-size", "4", ranks=4)
+    assert [parts.stage_of(rank) for rank in range(4)] == [0, 1, 2, 3]
+    sizes, one = [Sizes(parts, stage) for stage in range(4)], Sizes(whole)
+    tied = 50304 * 1024
+    assert sum(size.parameters for size in sizes) == one.parameters + tied
+    assert sum(size.kept_by(chunk) for size in sizes for chunk in size.chunks) == one.kept_by(one.chunks[0])
+    # Of many micro-batches 1F1B keeps 4, 3, 2 and 1.
+    many = on_gpu("--model", "345m", "--pipeline-model-parallel-size", "4", "--global-batch-size", "512", ranks=4)
+    assert many.micro_batches == 64
+    for stage in range(4):
+        assert max(now.beside.kept[0] for now in situations(many.config, 64, stage)) == 4 - stage - 1
+        assert expected(many, stage).moment.endswith(f" of stage {stage}")
+
+
+@pytest.mark.parametrize("flags", ["", "--pipeline-schedule zero-bubble", "--num-virtual-stages-per-pipeline-rank 2"])
+def test_the_bubble_of_many_micro_batches_is_that_of_the_timetable(flags: str):
+    made = config("--num-layers", "8", "--pipeline-model-parallel-size", "4", *flags.split())
+    for m in (1, 3, 12, 13, 15, 16, 30):
+        schedule = made.schedule(m)
+        assert bubble(made, m) == pytest.approx(timetable(schedule, equal_costs(schedule, 1, 1, 1)).bubble), m
 
 
 def test_the_least_and_the_largest():

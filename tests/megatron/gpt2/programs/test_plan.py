@@ -49,6 +49,25 @@ def test_the_table_says_what_the_json_says(capsys: pytest.CaptureFixture[str]):
     assert again["fits"]["as_asked"] and again["memory"]["total"] == fits["cheapest"][0]["bytes"]
 
 
+def test_a_row_for_each_stage(capsys: pytest.CaptureFixture[str]):
+    flags = ["--model", "345m", "--device", "cuda", "--pipeline-model-parallel-size", "4", "--micro-batch-size", "4",
+             "--global-batch-size", "32"]
+    found = planned(capsys, *flags)
+    assert main(flags) == 0
+    lines = capsys.readouterr().out.splitlines()
+    pipeline, memory = found["pipeline"], found["memory"]
+    assert found["ranks"] == 4 and found["data_parallel"] == 1
+    # 1F1B, all stages alike: (p - 1) / (m + p - 1).
+    assert (pipeline["schedule"], pipeline["micro_batches"], pipeline["bubble"]) == ("1f1b", 8, 0.2727)
+    assert [stage["layers"] for stage in pipeline["stages"]] == [[[0, 5]], [[6, 11]], [[12, 17]], [[18, 23]]]
+    totals = [stage["total"] for stage in pipeline["stages"]]
+    assert memory["total"] == max(totals)
+    assert memory["moment"] == pipeline["stages"][totals.index(max(totals))]["moment"]
+    for number, total in enumerate(totals):
+        assert any(line.split()[:1] == [str(number)] and line.endswith(f" {total / MB:,.0f}") for line in lines)
+    assert any("27% of a step idle" in line for line in lines)
+
+
 def test_nothing_is_allocated(capsys: pytest.CaptureFixture[str]):
     before = resident_memory()["peak resident"]
     found = planned(capsys, "--model", "8.3b", "--model-parallel-size", "8", "--device", "cuda", "--ranks", "512")

@@ -1,0 +1,43 @@
+"""All that the memory of a run depends on, so that its parts need nothing else."""
+
+from dataclasses import dataclass
+
+import torch
+
+from megatron.gpt2.config import Config
+
+
+@dataclass(frozen=True)
+class Setting:
+    """All that memory depends on. config: with the vocabulary's size. fixed: bytes that are there before the model is.
+    keeps_freed: glibc keeps what is freed (`megatron.gpt2.device.set_allocator`)."""
+
+    config: Config
+    world_size: int
+    device: str  # cpu or cuda
+    dtype: torch.dtype
+    fixed: int
+    keeps_freed: bool = False
+
+    def __post_init__(self) -> None:
+        assert self.config.model.vocab_size is not None
+        self.config.accumulation(self.data_parallel_size)  # raises ValueError where the batch does not fit the ranks
+
+    @property
+    def stages(self) -> int:
+        """Ranks of a pipeline. Each holds a stage, which is several chunks of layers if the schedule is interleaved."""
+        return self.config.parallel.pipeline_model_parallel_size
+
+    def stage_of(self, rank: int) -> int:
+        """The stage that `rank` of the whole run holds."""
+        return rank // (self.world_size // self.stages)
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Ranks that share the data."""
+        return self.config.data_parallel_size(self.world_size)
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches of each rank in a step."""
+        return self.config.accumulation(self.data_parallel_size)
