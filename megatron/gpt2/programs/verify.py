@@ -130,7 +130,8 @@ def compare_layouts(options: argparse.Namespace, before: Before | None = None) -
             task = Task(str(trace.folder), str(Path(folder, f"layout_{number}")), steps, records=False)
             start(layout, task, run_task, before)
             facts = json.loads(Path(task.out, FACTS).read_text(encoding="utf-8"))
-            verdict = read_verdict(Path(task.out), layout.world_size, trace, Rounding(trace, facts))
+            verdict = read_verdict(Path(task.out), layout.world_size, trace, Rounding(trace, facts),
+                                   facts["pipeline_parallel_size"])
             results.append(Result(layout, facts, verdict))
     return Comparison(name, trace, results)
 

@@ -77,8 +77,8 @@ class Verdict:
         return max(shares, key=lambda share: share[0], default=(0.0, None))
 
 
-def read_verdict(folder: Path, world_size: int, trace: Trace, rounding: Rounding) -> Verdict:
-    """The verdict of what `Comparer` has left in `folder` on each of `world_size` ranks."""
+def read_verdict(folder: Path, world_size: int, trace: Trace, rounding: Rounding, stages: int = 1) -> Verdict:
+    """The verdict of what `Comparer` has left in `folder` on each of `world_size` ranks, of a pipeline of `stages`."""
     found: dict[Key, dict[int, Difference]] = {}
     shares: dict[Key, int] = {}
     for rank in range(world_size):
@@ -102,9 +102,10 @@ def read_verdict(folder: Path, world_size: int, trace: Trace, rounding: Rounding
             most = max(differing, key=lambda rank: of_ranks[rank].excess)
             findings.append(Finding(row, tuple(differing), of_ranks[most], bound))
         elif share := shares[key]:
-            expected = math.prod(row.shape) // share
-            if short := [rank for rank in range(world_size)
-                         if (of_ranks[rank].count if rank in of_ranks else 0) != expected]:
+            expected, of_a_stage = math.prod(row.shape) // share, world_size // stages
+            holders = {rank // of_a_stage for rank in of_ranks}  # the stages that compute it
+            if short := [rank for rank in range(world_size) if rank // of_a_stage in holders
+                         and (of_ranks[rank].count if rank in of_ranks else 0) != expected]:
                 first = of_ranks.get(short[0], Difference())
                 findings.append(Finding(row, tuple(short), first, bound, missing=expected - first.count))
     return Verdict({kind: d for kind, d in by_kind.items() if d.count}, worst, findings, len(trace.rows) - len(found))

@@ -25,6 +25,7 @@ Patch = pytest.MonkeyPatch
 TWO_PARTS = ("--model-parallel-size", "2", "--micro-batch-size", "4")
 OF_SEQUENCE = (*TWO_PARTS, "--sequence-parallel")
 SHARDED = ("--micro-batch-size", "2", "--use-distributed-optimizer", "--ddp-bucket-size", "4000")
+STAGES = ("--micro-batch-size", "2", "--pipeline-model-parallel-size", "2")
 ACCUMULATED = ("--micro-batch-size", "1")  # two ranks and a global batch of 4: two micro-batches
 
 
@@ -165,6 +166,11 @@ def one_learning_rate(run: Run, patch: Patch) -> None:
         patch.setattr(optimizer, "_rates", optimizer._rates * 1.01)
 
 
+def tied_gradient_not_summed(run: Run, patch: Patch) -> None:
+    """Of a pipeline's first and last stage each keeps its own gradient of the tied matrix."""
+    patch.setattr(run.engine.reducer, "_embedding_group", None)
+
+
 LAST = "gradient of transformer.final_layernorm.bias"
 FAULTS = {
     "bias added once per rank": Fault(bias_once_per_rank, TWO_PARTS, 2, "transformer.layers.1.attention.dense",
@@ -183,5 +189,7 @@ FAULTS = {
     "padding in the softmax": Fault(padding_in_the_softmax, TWO_PARTS, 1, "loss", "the cross-entropy"),
     "positions off by one": Fault(positions_off_by_one, TWO_PARTS, 1, "embeddings", "position embeddings"),
     "stale parameter after a gather": Fault(stale_parameter, SHARDED, 1, STALE, "the all-gather", (1,)),
+    "tied gradient not summed": Fault(tied_gradient_not_summed, STAGES, 1, "gradient of word_embeddings.weight",
+                                      "over the first and the last stage of the pipeline"),
     "one rank's learning rate": Fault(one_learning_rate, TWO_PARTS, 1, "learning rate", "the schedule", (1,)),
 }

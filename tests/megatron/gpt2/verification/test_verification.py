@@ -17,13 +17,13 @@ from megatron.gpt2.verification.trace import Trace, merge
 from megatron.gpt2.verification.verdict import Verdict, read_verdict
 from tests.distributed import run_ranks
 from tests.megatron.gpt2.training.training_runs import finish, start, write_text
-from tests.megatron.gpt2.verification.planted_faults import FAULTS, OF_SEQUENCE, SHARDED, TWO_PARTS
+from tests.megatron.gpt2.verification.planted_faults import FAULTS, OF_SEQUENCE, SHARDED, STAGES, TWO_PARTS
 
 TINY = ["--hidden-size", "32", "--seq-length", "16", "--global-batch-size", "4", "--hidden-dropout", "0.1",
         "--attention-dropout", "0.1"]
 STEPS = 2
 CLEAN = {"split in two": TWO_PARTS, "sequence-parallel": (*OF_SEQUENCE, "--recompute-granularity", "selective"),
-         "sharded": SHARDED,
+         "sharded": SHARDED, "two stages": STAGES,
          "accumulated, recomputed": ("--micro-batch-size", "1", "--recompute-granularity", "full"),
          "gradients in bf16": ("--micro-batch-size", "2", "--grad-reduce-in-bf16"),
          "torch's DDP": ("--micro-batch-size", "2", "--DDP-impl", "torch")}
@@ -42,7 +42,7 @@ def compared(rank: int, world_size: int, folder: str, name: str, flags: tuple[st
 
 
 # Each layout once, and a fault of the forward pass, the backward pass, the reduction, the data and the optimizer.
-COVERING = ("sequence-parallel", "sharded", "accumulated, recomputed", "wrong QKV order", "position by local index",
+COVERING = ("sequence-parallel", "sharded", "two stages", "accumulated, recomputed", "wrong QKV order", "position by local index",
             "gradient summed twice", "lost micro-batch", "stale parameter after a gather")
 MORE = tuple({*CLEAN, *FAULTS} - {*COVERING})
 
@@ -76,7 +76,8 @@ class Found:
             group = COVERING if name in COVERING else MORE
             self._facts |= run_ranks(comparisons, 2, str(self._folder), group)[0]
         trace, of_run = Trace(self._folder / "trace"), self._facts[name]
-        return read_verdict(self._folder / name, 2, trace, Rounding(trace, of_run)), of_run
+        return read_verdict(self._folder / name, 2, trace, Rounding(trace, of_run), of_run["pipeline_parallel_size"]), \
+            of_run
 
 
 @pytest.fixture(scope="module")
