@@ -42,8 +42,8 @@ def compared(rank: int, world_size: int, folder: str, name: str, flags: tuple[st
 
 
 # Each layout once, and a fault of the forward pass, the backward pass, the reduction, the data and the optimizer.
-COVERING = ("sequence-parallel", "sharded", "two stages", "accumulated, recomputed", "wrong QKV order", "position by local index",
-            "gradient summed twice", "lost micro-batch", "stale parameter after a gather")
+COVERING = ("sequence-parallel", "sharded", "two stages", "accumulated, recomputed", "wrong QKV order",
+            "position by local index", "gradient summed twice", "lost micro-batch", "stale parameter after a gather")
 MORE = tuple({*CLEAN, *FAULTS} - {*COVERING})
 
 
