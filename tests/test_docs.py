@@ -39,6 +39,8 @@ SHORTENED = [
     (r"^bash scripts/pretrain_gpt2.sh$", f"{SMALL} --train-iters 2 --save checkpoints/gpt2_quickstart",
      "700 iterations of the quickstart's model; a model of another shape has another default folder"),
     (rf"{NEW_RUN}(?!.*--train-iters)", f"{SMALL} --train-iters 2", "700 iterations of the quickstart's model"),
+    (r"--nproc-per-node 2 --pipeline-model-parallel-size 2 .*--train-iters 10$", f"{SMALL} --num-layers 2",
+     "the quickstart's model takes seconds an iteration beside other tests"),
     (rf"{NEW_RUN}.*--train-iters 1\d$", SMALL, "the quickstart's model takes seconds an iteration beside other tests"),
     (r"--load checkpoints/\w+ .*--train-iters 2000$", "--train-iters 4", "goes on far beyond the quickstart's length"),
     (r"--save checkpoints/shakespeare_char$", STEPS, "2,000 iterations"),
