@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import mpu
@@ -38,6 +39,8 @@ class ScheduleRunner:
         self._arriving: dict[Message, mpu.Transfer] = {}
         self._leaving: dict[tuple[str, int, int], Tensor] = {}
         self._sent: list[mpu.Transfer] = []
+        if self._group is not None:  # NCCL: a batch of transfers must not be the first call in a group
+            dist.all_reduce(torch.zeros((), device=engine.flat.params.device), group=self._group)
 
     def __call__(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
         """Forward and backward of all: their gradients go to the engine's reducer. Returns the sum of their losses,
