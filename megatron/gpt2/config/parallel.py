@@ -53,6 +53,9 @@ class ParallelConfig:
         require(self.num_layers_per_virtual_pipeline_stage is None or self.num_virtual_stages_per_pipeline_rank is None,
                 "--num-layers-per-virtual-pipeline-stage and --num-virtual-stages-per-pipeline-rank say the same: give "
                 "one of them")
+        for name in ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank"):
+            require(getattr(self, name) is None or self.pipeline_model_parallel_size > 1,
+                    f"--{name.replace('_', '-')} needs --pipeline-model-parallel-size of at least 2")
         require(self.pipeline_model_parallel_size == 1 or self.DDP_impl == "local",
                 "--pipeline-model-parallel-size needs --DDP-impl local: torch's DDP reduces in a way of its own")
         require(self.distributed_timeout_minutes <= 1e6,

@@ -138,9 +138,11 @@ def test_inert_flags_are_noted_once():
     ("--pipeline-schedule interleaved", "--pipeline-schedule interleaved needs two or more virtual stages per rank"),
     ("--pipeline-schedule zero-bubble --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2",
      "--pipeline-schedule zero-bubble runs one"),
-    ("--num-layers-per-virtual-pipeline-stage 2 --num-virtual-stages-per-pipeline-rank 2", "say the same: give one"),
+    ("--num-layers-per-virtual-pipeline-stage 2 --num-virtual-stages-per-pipeline-rank 2 "
+     "--pipeline-model-parallel-size 2", "say the same: give one"),
     ("--pipeline-model-parallel-size 2 --pipeline-schedule zero-bubble --compile", "zero-bubble and --compile"),
     ("--pipeline-model-parallel-size 2 --DDP-impl torch", "--pipeline-model-parallel-size needs --DDP-impl local"),
+    ("--num-virtual-stages-per-pipeline-rank 2", "rank needs --pipeline-model-parallel-size of at least 2"),
     ("--gas 0", "--gradient-accumulation-steps must be positive, not 0"),
     ("--pipeline-schedule dualpipe", "--pipeline-schedule: invalid choice: 'dualpipe'"),
     ("--recompute-granularity core", "invalid choice: 'core'"),
