@@ -14,6 +14,7 @@ written after every case.
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import os
 import sys
 import tempfile
@@ -28,8 +29,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works in a cl
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor, nn
+from torch.multiprocessing.spawn import spawn
 
 import mpu
 from benchmarks import report
@@ -84,7 +85,7 @@ class SleepingStage(nn.Module):
         self.sleep()
         self.kept += 1
         self.most_kept = max(self.most_kept, self.kept)
-        y = _SleepsInBackward.apply(self.layers[str(chunk.start)](x), self)
+        y: Tensor = _SleepsInBackward.apply(self.layers[str(chunk.start)](x), self)
         return y.sum() if self._is_last and chunk == self.chunks[-1] else y
 
     def empty_hidden(self, b: int, s: int) -> Tensor:
@@ -181,9 +182,9 @@ def main(argv: list[str] | None = None) -> int:
     every, steps = cases(chosen.smoke), 2 if chosen.smoke else chosen.steps
     for p in sorted({case.p for case in every}):
         of_p = [case for case in every if case.p == p]
-        results = mp.get_context("spawn").SimpleQueue()
+        results = multiprocessing.get_context("spawn").SimpleQueue()
         with tempfile.TemporaryDirectory() as scratch:
-            ranks = mp.spawn(run_rank, (p, of_p, steps, results, f"{scratch}/rendezvous"), nprocs=p, join=False)
+            ranks = spawn(run_rank, (p, of_p, steps, results, f"{scratch}/rendezvous"), nprocs=p, join=False)
             for case in of_p:
                 while results.empty():
                     ranks.join(0.1)  # raises what a rank has raised

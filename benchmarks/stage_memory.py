@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import multiprocessing
 import os
 import sys
 import tempfile
@@ -24,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works in a cl
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from torch.multiprocessing.spawn import spawn
 
 from benchmarks import report
 from benchmarks.memory import ALLOCATORS, SMOKE
@@ -76,10 +77,10 @@ def run_rank(rank: int, case: dict[str, Any], folder: str, results: Any) -> None
 
 def measure(case: dict[str, Any]) -> list[dict[str, Any]]:
     """Of each stage the expected and the measured MB."""
-    results = mp.get_context("spawn").SimpleQueue()
+    results = multiprocessing.get_context("spawn").SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "text.txt").write_text("any text: nothing of it changes what is held. " * 4000)
-        mp.spawn(run_rank, (case, folder, results), nprocs=case["p"])
+        spawn(run_rank, (case, folder, results), nprocs=case["p"])
     found = sorted(results.get() for _ in range(case["p"]))
     return [{"stage": stage, "expected_mb": round(asked / 2**20, 1), "measured_mb": round(peak / 2**20, 1),
              "ratio": round(asked / peak, 3)} for stage, asked, peak in found]
