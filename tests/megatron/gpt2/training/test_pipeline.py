@@ -57,12 +57,13 @@ QUICK = {
 }
 # With product up to 8 in benchmarks/layouts.py.
 WIDE = {
-    2: [Layout(layers, 1, 2, 1, micro, (*schedule, *more)) for layers in (4, 6) for micro in (1, 2, 4, 8)
-        for schedule in ([], TWO_CHUNKS, ZERO_BUBBLE) for more in ([], FULL) if (layers, micro) != (6, 4)],
-    4: [Layout(layers, tensor, pipeline, data, micro, (*schedule, *more)) for layers in (4, 6)
-        for tensor, pipeline, data, micro in ((2, 2, 1, 2), (1, 2, 2, 1), (1, 4, 1, 1))
-        for schedule in ([], TWO_CHUNKS, ZERO_BUBBLE) for more in (SHARDED, [*SEQUENCE, *FULL])
-        if not (schedule == TWO_CHUNKS and pipeline == 4)],
+    2: [Layout(layers, 1, 2, 1, micro, (*schedule, *more)) for layers, micro, more in ((4, 1, FULL), (6, 2, []),
+                                                                                        (6, 8, FULL), (4, 4, []))
+        for schedule in ([], TWO_CHUNKS, ZERO_BUBBLE)],
+    4: [Layout(6, tensor, pipeline, data, micro, (*schedule, *more))
+        for tensor, pipeline, data, micro, more in ((2, 2, 1, 2, [*SEQUENCE, *FULL]), (1, 2, 2, 1, SHARDED),
+                                                    (1, 4, 1, 1, []))
+        for schedule in ([], TWO_CHUNKS, ZERO_BUBBLE) if not (schedule == TWO_CHUNKS and pipeline == 4)],
 }
 
 
