@@ -45,14 +45,17 @@ class ScheduleRunner:
     def __call__(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
         """Forward and backward of all: their gradients go to the engine's reducer. Returns the sum of their losses,
         float32 on the device; 0 where another stage has the loss."""
-        self._micro_batches, self._losses = micro_batches, [torch.zeros((), device=self._engine.flat.params.device)]
+        self._micro_batches = micro_batches
+        self._losses: list[Tensor] = []
         self._engine.reducer.begin(len(micro_batches))
         for step in self._steps:
             self._exchange(step)
             if step.action is not None:
                 {"F": self._forward, "B": self._backward, "W": self._weights}[step.action.kind](step.action)
         self._await_sent()
-        return torch.stack(self._losses[1:] or self._losses).sum()
+        if not self._losses:
+            return torch.zeros((), device=self._engine.flat.params.device)
+        return torch.stack(self._losses).sum()
 
     @torch.no_grad()
     def evaluate(self, micro_batch: MicroBatch) -> Tensor:
