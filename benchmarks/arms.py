@@ -32,7 +32,7 @@ from benchmarks.ceiling import ceiling
 from benchmarks.flops import by_llm_c
 from benchmarks.problem import Arm, Problem
 from benchmarks.timing import call_seconds
-from data_utils import BatchLoader, GPT2Dataset, SampleOrder, Tokenizer, build_splits
+from data_utils import BatchLoader, BatchSchedule, GPT2Dataset, SampleOrder, Tokenizer, build_splits
 from data_utils.blending import BlendedDataset
 from megatron.gpt2.command_line.arguments import parse
 from megatron.gpt2.device import DTYPES, set_allocator, set_threads
@@ -81,7 +81,8 @@ def batches(problem: Problem) -> BatchLoader:
 
     data = dataset(problem)
     return BatchLoader(data, SampleOrder(len(data), problem.seed), micro_batch_size=problem.micro_batch_size,
-                       accumulation=problem.accumulation, data_parallel_rank=0, data_parallel_size=1, finish=finish)
+                       schedule=BatchSchedule.constant(problem.micro_batch_size * problem.accumulation),
+                       data_parallel_rank=0, data_parallel_size=1, finish=finish)
 
 
 def our_flags(problem: Problem, arm: Arm) -> list[str]:
@@ -161,7 +162,7 @@ def trainer(run: Run) -> Trainer:
         nonlocal steps
         train_step(run)
         run.progress.iteration += 1
-        run.progress.consumed_samples += run.prepared.global_batch_size
+        run.progress.consumed_samples += run.samples_of_step
         steps += 1
 
     def read() -> tuple[float, float]:

@@ -17,7 +17,15 @@ import numpy as np
 import torch
 
 import mpu
-from data_utils import BatchLoader, BlendedDataset, IndexedDataset, SampleOrder, build_splits, build_tokenizer
+from data_utils import (
+    BatchLoader,
+    BatchSchedule,
+    BlendedDataset,
+    IndexedDataset,
+    SampleOrder,
+    build_splits,
+    build_tokenizer,
+)
 from data_utils.blending import block_counts
 from data_utils.indexed_dataset import HEADER, MAGIC
 from data_utils.samplers import Order, Samples
@@ -103,8 +111,8 @@ def nanogpt_batches(prefix: Path, batch: int, count: int = 100) -> float:
 
 def our_batches(samples: Samples, order: Order, batch: int) -> float:
     """Microseconds a sample, the order included."""
-    loader = BatchLoader(samples, order, micro_batch_size=batch, accumulation=1, data_parallel_rank=0,
-                         data_parallel_size=1, prefetch=0, finish=torch.from_numpy)
+    loader = BatchLoader(samples, order, micro_batch_size=batch, schedule=BatchSchedule.constant(batch),
+                         data_parallel_rank=0, data_parallel_size=1, prefetch=0, finish=torch.from_numpy)
     count = -(-12_000 // batch)
     began = time.perf_counter()
     for _ in range(count):

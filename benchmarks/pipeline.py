@@ -132,7 +132,8 @@ def run_rank(rank: int, p: int, chosen: Sequence[Case], steps: int, results: Any
         stage = SleepingStage(schedule, rank)
         reducer = SleepingReducer(stage)
         engine: Any = SimpleNamespace(model=stage, forward=stage, reducer=reducer, flat=reducer._flat)
-        runner = ScheduleRunner(schedule, engine, parallel, Timers(torch.device("cpu")))
+        schedules = dict.fromkeys((1, case.m), schedule)  # by micro-batches; of 1 it asks for the number of chunks
+        runner = ScheduleRunner(schedules.__getitem__, engine, parallel, Timers(torch.device("cpu")))
         micro_batches = [{"tokens": torch.zeros(1, 1, dtype=torch.int64)}] * case.m
         times = [one_step(runner, micro_batches) for _ in range(steps + 1)][1:]  # the first one connects the ranks
         own = {"times": times, "slept": stage.slept / (steps + 1), "kept": stage.most_kept / case.v}

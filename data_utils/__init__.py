@@ -1,6 +1,7 @@
 """Text to batches: tokenizers, the indexed dataset, corpora, splits, the order of samples. Needs numpy alone."""
 
 from data_utils.baselines import unigram_bits_per_byte, xz_bits_per_byte
+from data_utils.batch_schedule import BatchSchedule
 from data_utils.blending import BlendedDataset
 from data_utils.gpt2_dataset import MISSING, DamagedData, GPT2Dataset
 from data_utils.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
@@ -11,7 +12,7 @@ from data_utils.tokenizers.build import build_tokenizer, default_tokenizer_kind,
 from data_utils.tokenizers.sentencepiece import ensure_sentencepiece_model, train_sentencepiece
 
 __all__ = [
-    "MISSING", "BatchLoader", "BlendedDataset", "DamagedData", "GPT2Dataset", "IndexedDataset",
+    "MISSING", "BatchLoader", "BatchSchedule", "BlendedDataset", "DamagedData", "GPT2Dataset", "IndexedDataset",
     "IndexedDatasetBuilder", "SampleOrder", "Splits", "Tokenizer", "build_splits", "build_tokenizer",
     "default_tokenizer_kind", "ensure_sentencepiece_model", "evaluation_batches", "load_tokenizer", "permute",
     "train_sentencepiece", "unigram_bits_per_byte", "xz_bits_per_byte",

@@ -1,6 +1,6 @@
 """The order of samples, which depends on the seed and the global sample number alone, and the loaders that follow it.
 
-A step takes `accumulation` micro-batches from each of `data_parallel_size` ranks. Micro-batch k of rank r holds the
+A step takes equally many micro-batches from each of `data_parallel_size` ranks. Micro-batch k of rank r holds the
 global samples consumed + (k · data_parallel_size + r) · micro_batch_size + [0, micro_batch_size): a global batch holds
 the same samples however it is laid out.
 """
@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from data_utils.batch_schedule import BatchSchedule
 from data_utils.gpt2_dataset import MISSING
 
 ROUNDS = 6
@@ -103,20 +104,22 @@ class SampleOrder:
 class BatchLoader:
     """One data-parallel rank's part of every step from `consumed_samples` on, without an end.
 
-    `next` returns int64 [accumulation · micro_batch_size, seq_length + 1], the micro-batches one after the other, or
-    what `finish` makes of that and of the samples' global numbers, int64 [accumulation · micro_batch_size]. One thread
-    prepares `prefetch` steps ahead, `finish` included; with 0 each step is prepared when it is asked for. `next` raises
-    an error of the thread. `wait_seconds` is the time in seconds for which `next` has kept its caller.
+    schedule: how many samples a step takes over all ranks, each size a multiple of micro_batch_size ·
+    data_parallel_size.
+
+    `next` returns int64 [n, seq_length + 1], this rank's n samples of the step, the micro-batches one after the other,
+    or what `finish` makes of that and of the samples' global numbers, int64 [n]. One thread prepares `prefetch` steps
+    ahead, `finish` included; with 0 each step is prepared when it is asked for. `next` raises an error of the thread.
+    `wait_seconds` is the time in seconds for which `next` has kept its caller.
     """
 
-    def __init__(self, dataset: Samples, order: Order, *, micro_batch_size: int, accumulation: int,
+    def __init__(self, dataset: Samples, order: Order, *, micro_batch_size: int, schedule: BatchSchedule,
                  data_parallel_rank: int, data_parallel_size: int, consumed_samples: int = 0, prefetch: int = 2,
                  finish: Callable[[np.ndarray, np.ndarray], Any] = lambda batch, numbers: batch) -> None:
         assert 0 <= data_parallel_rank < data_parallel_size
         self._dataset, self._order, self._finish = dataset, order, finish
-        first_of_micro_batch = (np.arange(accumulation) * data_parallel_size + data_parallel_rank) * micro_batch_size
-        self._offsets = (first_of_micro_batch[:, None] + np.arange(micro_batch_size)).ravel()
-        self._step = micro_batch_size * accumulation * data_parallel_size
+        self._schedule, self._micro_batch_size = schedule, micro_batch_size
+        self._rank, self._ranks = data_parallel_rank, data_parallel_size
         self._next = consumed_samples
         self._ordered: deque[np.ndarray] = deque()  # the indices of the steps to come
         self._thread = ThreadPoolExecutor(1, "data loader") if prefetch else None
@@ -132,7 +135,7 @@ class BatchLoader:
         started = time.perf_counter()
         if self._thread is None:
             batch = self._batch(self._next)
-            self._next += self._step
+            self._next += self._schedule.size(self._next)
         else:
             self._prepare()
             batch = self._ready.popleft().result()
@@ -147,14 +150,20 @@ class BatchLoader:
     def _prepare(self) -> None:
         assert self._thread is not None
         self._ready.append(self._thread.submit(self._batch, self._next))
-        self._next += self._step
+        self._next += self._schedule.size(self._next)
+
+    def _offsets(self, size: int) -> np.ndarray:
+        """int64 [n]: where this rank's samples are in a step of `size` samples."""
+        micro_batch, rows = self._micro_batch_size, np.arange(self._micro_batch_size)
+        return (np.arange(self._rank * micro_batch, size, self._ranks * micro_batch)[:, None] + rows).ravel()
 
     def _batch(self, first: int) -> Any:
-        if not self._ordered:
-            steps = first + self._step * np.arange(-(-ORDERED_AT_ONCE // len(self._offsets)))
-            numbers = (steps[:, None] + self._offsets).ravel()
+        offsets = self._offsets(self._schedule.size(first))
+        if not self._ordered:  # of steps of this size
+            steps = next(self._schedule.spans(first))[:-(-ORDERED_AT_ONCE // len(offsets))]
+            numbers = (np.array(steps)[:, None] + offsets).ravel()
             self._ordered.extend(self._order(numbers).reshape(len(steps), -1))
-        return self._finish(self._dataset.rows(self._ordered.popleft()), first + self._offsets)
+        return self._finish(self._dataset.rows(self._ordered.popleft()), first + offsets)
 
 
 def evaluation_batches(dataset: Samples, *, micro_batch_size: int, data_parallel_rank: int,

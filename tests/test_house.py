@@ -27,7 +27,7 @@ FLOORS: dict[str, list[str]] = {
         "attention",
         "transformer"],
     "data_utils": [
-        "files command_line progress worker_processes baselines",
+        "files command_line progress worker_processes baselines batch_schedule",
         "indexed_dataset corpora",
         "tokenizers named_corpora",
         "token_files gpt2_dataset",

@@ -234,7 +234,7 @@ def test_deepspeed_examples_lines_run(work: Path, monkeypatch: pytest.MonkeyPatc
         assert parallel.cpu_offload_optimizer == parallel.checkpoint_in_cpu == ("offload" in script)
     # Its own 16 ranks: 2 x 2 that hold the model, and 4 that share the data.
     pipeline = parse(words("3D_parallelism_ds_pretrain_gpt2_pipe.sh", "")[1:]).config
-    assert pipeline.data_parallel_size(16) == 4 and pipeline.samples_per_step(16) == 256 == 4 * 4 * 16
+    assert pipeline.data_parallel_size(16) == 4 and pipeline.batch_schedule(16).final == 256 == 4 * 4 * 16
     assert [len(layers) for layers in pipeline.layers_of_stages()] == [12, 12]
     two = small + "--save ds_pipe --load ds_pipe --gas 1 --num-layers 2 --nproc-per-node 2"
     assert run(words("3D_parallelism_ds_pretrain_gpt2_pipe.sh", two), monkeypatch) == 0
@@ -252,11 +252,22 @@ def test_todays_gpt_example(work: Path, monkeypatch: pytest.MonkeyPatch, capfd: 
     parameters = ("ckpt", "logs", "gpt2-vocab.json", "gpt2-merges.txt", "data/webtext/webtext_text_document")
     argv = words("train_gpt3_175b_distributed.sh", SMALL, *parameters)
     assert argv[0] == "pretrain_gpt.py" and run(argv, monkeypatch) == 2
-    assert "--step-batch-size-schedule 0:16 2.4B:320" in capfd.readouterr().err
-    appended = "--step-batch-size-schedule 0:4 --global-batch-size 4 --tensor-model-parallel-size 1 "
-    assert run(words("train_gpt3_175b_distributed.sh", SMALL + appended, *parameters), monkeypatch) == 2
+    assert "--num-attention-heads 2 is not divisible by --model-parallel-size 8" in capfd.readouterr().err
+    small = SMALL + "--tensor-model-parallel-size 1 "
+    assert run(words("train_gpt3_175b_distributed.sh", small, *parameters), monkeypatch) == 2
     assert "--pipeline-model-parallel-size 16 needs at least 16 layers" in capfd.readouterr().err
-    appended += "--pipeline-model-parallel-size 1"
-    assert run(words("train_gpt3_175b_distributed.sh", SMALL + appended, *parameters), monkeypatch) == 0
-    learned(work / "ckpt", below=5.45)  # from smaller weights, in smaller batches
+    # Its warm-up is of 430 x 1536 samples.
+    small += "--pipeline-model-parallel-size 1 --micro-batch-size 16 --lr-warmup-fraction 0 "
+    assert run(words("train_gpt3_175b_distributed.sh", small, *parameters), monkeypatch) == 0
+    learned(work / "ckpt", below=5.45)  # from smaller weights
     assert list((work / "logs").glob("events*"))
+    assert "1536 a step, 24,576 tokens; it grows to that from 16 over 750,000,000 samples" in capfd.readouterr().out
+    # On from its 40 steps of 16 samples of 16 tokens, with a batch that grows at once.
+    small += "--train-iters 50 --global-batch-size 64 --step-batch-size-schedule 0:16 10.5K:32,.011M:64"
+    assert run(words("train_gpt3_175b_distributed.sh", small, *parameters), monkeypatch) == 0
+    said = capfd.readouterr().out
+    assert "WARNING: the batch grows in another way than in the checkpoint: --step-batch-size-schedule 0:16 10" in said
+    assert re.findall(r"the batch grows: (\d+) samples a step from iteration (\d+) on", said) == [
+        ("32", "42"), ("64", "43")]
+    state = json.loads(next((work / "ckpt").glob("iter_0000050/manifest.json")).read_text())["facts"]
+    assert state["consumed_samples"] == 41 * 16 + 32 + 8 * 64

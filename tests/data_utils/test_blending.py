@@ -11,6 +11,7 @@ import pytest
 from data_utils import (
     MISSING,
     BatchLoader,
+    BatchSchedule,
     BlendedDataset,
     GPT2Dataset,
     IndexedDatasetBuilder,
@@ -79,8 +80,9 @@ def test_a_loader_reads_the_same_blend_under_every_layout_and_after_a_resume() -
     assert (len(blend), blend.num_tokens, blend.seq_length) == (90, 362, 4)
 
     def load(size: int, micro: int, steps: int, consumed: int = 0) -> np.ndarray:
-        loaders = [BatchLoader(blend, blend.order(5), micro_batch_size=micro, accumulation=1, data_parallel_rank=rank,
-                               data_parallel_size=size, consumed_samples=consumed, prefetch=0) for rank in range(size)]
+        loaders = [BatchLoader(blend, blend.order(5), micro_batch_size=micro, data_parallel_rank=rank,
+                               schedule=BatchSchedule.constant(micro * size), data_parallel_size=size,
+                               consumed_samples=consumed, prefetch=0) for rank in range(size)]
         return np.concatenate([next(loader) for _ in range(steps) for loader in loaders])
 
     whole = load(1, 8, 1250)  # 10,000 samples: one block

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from data_utils import BatchLoader, IndexedDatasetBuilder, build_splits, build_tokenizer
+from data_utils import BatchLoader, BatchSchedule, IndexedDatasetBuilder, build_splits, build_tokenizer
 
 BYTES = build_tokenizer("bytes")
 
@@ -73,8 +73,9 @@ def test_a_loader_reads_it_under_every_layout(tmp_path: Path) -> None:
     dataset, order = made.training_samples(7, 520)
     whole = dataset.rows(np.arange(520))
     for size, micro in ((1, 8), (2, 4), (4, 2)):
-        loaders = [BatchLoader(dataset, order, micro_batch_size=micro, accumulation=1, data_parallel_rank=rank,
-                               data_parallel_size=size, consumed_samples=40) for rank in range(size)]
+        loaders = [BatchLoader(dataset, order, micro_batch_size=micro, schedule=BatchSchedule.constant(8),
+                               data_parallel_rank=rank, data_parallel_size=size, consumed_samples=40)
+                   for rank in range(size)]
         found = np.concatenate([next(loader) for _ in range(60) for loader in loaders])
         for loader in loaders:
             loader.close()

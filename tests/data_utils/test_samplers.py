@@ -9,6 +9,7 @@ import pytest
 from data_utils import (
     MISSING,
     BatchLoader,
+    BatchSchedule,
     GPT2Dataset,
     SampleOrder,
     build_tokenizer,
@@ -102,9 +103,10 @@ def test_every_epoch_holds_all_samples_in_an_order_of_its_own() -> None:
 def load(dataset: Samples, steps: int, *, consumed: int = 0, size: int = 1, accumulation: int, micro: int,
          prefetch: int = 2) -> np.ndarray:
     """[steps, global batch, seq_length + 1], put together from all ranks."""
-    loaders = [BatchLoader(dataset, SampleOrder(len(dataset), 5), micro_batch_size=micro, accumulation=accumulation,
-                           data_parallel_rank=rank, data_parallel_size=size, consumed_samples=consumed,
-                           prefetch=prefetch) for rank in range(size)]
+    loaders = [BatchLoader(dataset, SampleOrder(len(dataset), 5), micro_batch_size=micro,
+                           schedule=BatchSchedule.constant(size * accumulation * micro), data_parallel_rank=rank,
+                           data_parallel_size=size, consumed_samples=consumed, prefetch=prefetch)
+               for rank in range(size)]
     made = []
     for _ in range(steps):
         parts = [next(loader).reshape(accumulation, micro, -1) for loader in loaders]
@@ -160,8 +162,8 @@ def test_errors_of_the_thread_reach_the_caller() -> None:
                 raise OSError("the disk is gone")
             return super().rows(indices)
 
-    loader = BatchLoader(Failing(), SampleOrder(3000, 0, shuffle=False), micro_batch_size=2, accumulation=1,
-                         data_parallel_rank=0, data_parallel_size=1)
+    loader = BatchLoader(Failing(), SampleOrder(3000, 0, shuffle=False), micro_batch_size=2,
+                         schedule=BatchSchedule.constant(2), data_parallel_rank=0, data_parallel_size=1)
     assert [next(loader).ravel().tolist() for _ in range(2)] == [[0, 1], [2, 3]]
     for _ in range(2):
         with pytest.raises(OSError, match="the disk is gone"):
@@ -197,8 +199,8 @@ def test_the_thread_works_ahead_and_ends(prefetch: int, monkeypatch: pytest.Monk
     """It reads `prefetch` steps before they are asked for, and one more for each that is taken."""
     data = Gated()
     monkeypatch.setattr(samplers, "time", SimpleNamespace(perf_counter=lambda: data.seconds))
-    loader = BatchLoader(data, SampleOrder(3000, 0), micro_batch_size=1, accumulation=1, data_parallel_rank=0,
-                         data_parallel_size=1, prefetch=prefetch)
+    loader = BatchLoader(data, SampleOrder(3000, 0), micro_batch_size=1, schedule=BatchSchedule.constant(1),
+                         data_parallel_rank=0, data_parallel_size=1, prefetch=prefetch)
     data.let_read(prefetch)
     for step in range(1, 6):
         if prefetch == 0:

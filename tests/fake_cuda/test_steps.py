@@ -65,7 +65,7 @@ def test_save_and_load(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr(module, "in_threads", lambda work, items, *_: [work(item) for item in items])
     with running(text, tmp_path, DROPOUT) as (run, gpu):
         steps(run, gpu)
-        run.progress.step(run.prepared.global_batch_size)
+        run.progress.step(run.samples_of_step)
         assert run.save() is not None
     with running(text, tmp_path, DROPOUT) as (run, gpu):
         assert run.progress.iteration == 1

@@ -14,7 +14,7 @@ from megatron.gpt2.checkpoint.source import Source
 from megatron.gpt2.config import Config, ModelConfig
 from megatron.gpt2.model.gpt2 import parameter_specs
 
-_NUMBERS = ("iteration", "train_iters", "consumed_samples", "global_batch_size")
+_NUMBERS = ("iteration", "train_iters", "decay_iters", "consumed_samples", "global_batch_size")
 _PADDING = 1 << 16  # rows of the vocabulary that may be padding without a word
 
 
@@ -55,6 +55,12 @@ def check_facts(checkpoint: Source) -> ModelConfig:
         if held is None or held.shape != spec.global_shape:
             raise ValueError(f"{where} tell of {name} {spec.global_shape}: it holds {held.shape if held else 'none'}")
     return model
+
+
+def decay_iters(facts: Mapping[str, Any]) -> int:
+    """The iterations over which the learning rate of the run decayed where no flag said so: fewer than those of the run
+    where its batch grew."""
+    return int(facts.get("decay_iters", facts["train_iters"]))
 
 
 def _mapping(values: Mapping[str, Any], name: str, where: str) -> Mapping[str, Any]:

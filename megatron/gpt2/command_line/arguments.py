@@ -31,7 +31,8 @@ SCHEDULE = tuple(f"optimizer.{name}" for name in ("lr", "min_lr", "lr_decay_styl
 
 # One flag of a group replaces the whole group: a recipe's value for one must not meet a given value for another.
 ALTERNATIVES = (LENGTHS, ("optimizer.warmup", "optimizer.lr_warmup_iters"),
-                ("train.global_batch_size", "train.gradient_accumulation_steps"),
+                ("train.global_batch_size", "train.gradient_accumulation_steps", "train.step_batch_size_schedule"),
+                ("train.rampup_batch_size", "train.step_batch_size_schedule"),
                 tuple(f"data.{name}" for name in ("train_data", "valid_data", "test_data", "data_path",
                                                   "valid_data_path", "test_data_path")))
 # What a run that continues a checkpoint never takes from it.
@@ -204,7 +205,7 @@ def _default_save(values: Mapping[str, Any], preset: str | None, *, own_shape: b
 def merge_checkpoint(arguments: Arguments, saved: Mapping[str, Mapping[str, Any]],
                      saved_iterations: int | None = None) -> Arguments:
     """Fill in what the checkpoint decides. `saved` is the `Config.as_dict()` that it holds, with the vocabulary size
-    and the tokenizer resolved; `saved_iterations` the length of its run (default: its train_iters).
+    and the tokenizer resolved; `saved_iterations` the length of its schedule (default: its train_iters).
 
     Shape and tokenizer: a flag that is not given takes the checkpoint's value; those that differ are refused, all of
     them in one line.
@@ -288,7 +289,9 @@ def _merge_schedule(values: dict[str, Any], given: frozenset[str], old: Mapping[
                                                "run, --use-checkpoint-opt-param-scheduler that of the checkpoint")
     notes = [f"schedule from the checkpoint: {' '.join(taken)}"] if taken else []
     length = values.get("train.train_iters")
-    if values.get("optimizer.lr_decay_iters") is None and None not in (horizon, length) and horizon != length:
+    grows = values.get("train.rampup_batch_size") or values.get("train.step_batch_size_schedule")
+    if values.get("optimizer.lr_decay_iters") is None and None not in (horizon, length) and horizon != length \
+            and not grows:  # a longer run has more iterations than its schedule then
         notes.append(f"the learning rate now decays over {length} iterations, not the checkpoint's {horizon}: "
                      f"--lr-decay-iters {horizon} would keep that")
     return notes

@@ -85,18 +85,6 @@ def iterations_to_profile(read: Mapping[str, Any]) -> tuple[int, int]:
     return int(start) + 1, int(end)
 
 
-def _one_batch_size(words: list[str]) -> dict[str, Any]:
-    """The batch of a schedule such as "0:768 250B:1536" (tokens:samples), in one word or several, if it has one
-    size."""
-    schedule = " ".join(words).split()
-    sizes = {step.partition(":")[2] for step in schedule}
-    size = sizes.pop() if len(sizes) == 1 else ""
-    require(size.isascii() and size.isdigit(), f"--step-batch-size-schedule {' '.join(schedule)}: the batch is "
-                                               "constant; --step-batch-size-schedule 0:N as the last flag gives its "
-                                               "size")
-    return {"train.global_batch_size": int(size)}
-
-
 # Published command lines mean GPUs; few CPUs multiply in fp16.
 FP16 = {"train.precision": "fp16-on-gpu"}
 NO_STAGE_3 = ("data-parallel ranks each keep all weights; 2 gives the same losses and divides optimizer and gradients, "
@@ -195,10 +183,7 @@ FOREIGN = (
     refused("--report-topk-accuracies --retriever-report-topk-accuracies", OF_BERT, "+"),
     # Schedule and length
     refused("--lr-decay-samples --lr-warmup-samples --lr-decay-tokens",
-            "count in iterations: --lr-decay-iters, --lr-warmup-iters", 1),
-    refused("--rampup-batch-size", "the batch is constant: --global-batch-size", "+"),
-    translated("--step-batch-size-schedule", "read as --global-batch-size where it has one size; the batch "
-               "is constant", _one_batch_size, "+"),
+            "count in iterations: --lr-decay-iters, --lr-warmup-iters (of --global-batch-size, if the batch grows)", 1),
     inert("--sgd-momentum", "the optimizer is AdamW", 1),
     inert("--optimizer", "the optimizer is AdamW", 1, ("adam",)),
     inert("--weight-decay-incr-style", "weight decay is constant", 1, ("constant",)),

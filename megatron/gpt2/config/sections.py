@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from data_utils.batch_schedule import BatchSchedule
 from megatron.gpt2.config.checkpoint import CheckpointConfig
 from megatron.gpt2.config.data import DataConfig
 from megatron.gpt2.config.model import ModelConfig
@@ -86,24 +87,20 @@ class Config:
                 "MP_SIZE)")
         return world_size // (t * p)
 
-    def accumulation(self, data_parallel_size: int) -> int:
-        """Micro-batches that each rank runs in a step. ValueError where the batch cannot be divided so."""
-        together = self.train.micro_batch_size * data_parallel_size
-        steps = self.train.gradient_accumulation_steps
-        whole = self.train.global_batch_size or together * (steps or 1)
-        require(steps is None or whole == together * steps,
-                f"--global-batch-size {whole} is not --micro-batch-size {self.train.micro_batch_size} × "
-                f"{data_parallel_size} data-parallel ranks × --gradient-accumulation-steps {steps}: leave one of them "
-                "out")
-        require(whole % together == 0,
-                f"--global-batch-size {whole} is not divisible by --micro-batch-size {self.train.micro_batch_size} "
-                f"× {data_parallel_size} data-parallel ranks")
-        return whole // together
-
-    def samples_per_step(self, world_size: int) -> int:
-        """Samples of a step over all ranks. ValueError as for the two above."""
-        ranks = self.data_parallel_size(world_size)
-        return self.train.micro_batch_size * ranks * self.accumulation(ranks)
+    def batch_schedule(self, world_size: int, consumed_samples: int = 0) -> BatchSchedule:
+        """The samples of each step over all ranks. ValueError where the ranks or a batch, of those that come after
+        `consumed_samples`, cannot be divided so."""
+        train, ranks = self.train, self.data_parallel_size(world_size)
+        together, steps = train.micro_batch_size * ranks, train.gradient_accumulation_steps
+        schedule = train.batch_schedule(self.data.seq_length, default=together * (steps or 1))
+        require(steps is None or schedule.final == together * steps,
+                f"--global-batch-size {schedule.final} is not --micro-batch-size {train.micro_batch_size} × "
+                f"{ranks} data-parallel ranks × --gradient-accumulation-steps {steps}: leave one of them out")
+        for span in schedule.spans(consumed_samples):
+            named = f"{train.growth}: a batch of {span.step}" if train.growth else f"--global-batch-size {span.step}"
+            require(span.step % together == 0, f"{named} is not divisible by --micro-batch-size "
+                                               f"{train.micro_batch_size} × {ranks} data-parallel ranks")
+        return schedule
 
     def as_dict(self) -> dict[str, dict[str, Any]]:
         """The sections by name, each a dict of its fields: what a checkpoint and config.json hold."""

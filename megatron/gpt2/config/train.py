@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass
 
+from data_utils.batch_schedule import BatchSchedule
 from megatron.gpt2.config.options import option, require, require_positive
 
 DROPOUT_RNG_CHOICES = ("counter", "torch")
@@ -18,6 +19,12 @@ class TrainConfig:
                                                  "data-parallel size accumulates (default: no accumulation)")
     gradient_accumulation_steps: int | None = option(
         None, "micro-batches of each rank in a step, in the place of --global-batch-size", "--gas")
+    rampup_batch_size: tuple[int, ...] = option(
+        (), "START INCREMENT SAMPLES: steps take START samples at first, and --global-batch-size when SAMPLES are "
+            "consumed, growing by INCREMENT at equal distances", metavar="N")
+    step_batch_size_schedule: tuple[str, ...] = option(
+        (), 'TOKENS:SIZE for each size of the batch, as in "0:16 2.4B:320": from so many consumed tokens on a step '
+            "takes SIZE samples; K, M, B and T are powers of 1000", metavar="TOKENS:SIZE")
     train_iters: int | None = option(None, "length in iterations")
     train_samples: int | None = option(None, "length in samples")
     train_tokens: int | None = option(None, "length in tokens")
@@ -65,13 +72,41 @@ class TrainConfig:
         require(not self.profile or len(self.profile) == 2 and 1 <= self.profile[0] <= self.profile[1],
                 f"--profile takes the first iteration and the last, counted from 1, not "
                 f"{' '.join(map(str, self.profile))}")
+        ramp = self.rampup_batch_size
+        require(not ramp or len(ramp) == 3 and min(ramp[:2]) > 0 and ramp[2] >= 0,
+                f"{self.growth}: it takes START, INCREMENT and SAMPLES, the first two above 0")
+        require(not (ramp and self.step_batch_size_schedule),
+                "give --rampup-batch-size or --step-batch-size-schedule, not both")
         lengths = [name for name in ("train_iters", "train_samples", "train_tokens", "train_epochs")
                    if getattr(self, name) is not None]
         require(len(lengths) <= 1, "the length is given twice: " +
                 " and ".join("--" + name.replace("_", "-") for name in lengths))
         require_positive(self, *lengths)
 
-    def iterations(self, *, global_batch_size: int, seq_length: int, samples_per_epoch: int, iteration: int = 0,
+    @property
+    def growth(self) -> str:
+        """The flag by which the batch grows, as one would give it; empty where none is given."""
+        return (f"--rampup-batch-size {' '.join(map(str, self.rampup_batch_size))}" if self.rampup_batch_size else
+                f"--step-batch-size-schedule {' '.join(self.step_batch_size_schedule)}"
+                if self.step_batch_size_schedule else "")
+
+    def batch_schedule(self, seq_length: int, *, default: int) -> BatchSchedule:
+        """The samples of each step over all ranks; `default` where no flag gives a size. ValueError where the flags do
+        not fit together."""
+        final = self.global_batch_size or default
+        if self.step_batch_size_schedule:
+            schedule = BatchSchedule(_stages(self.step_batch_size_schedule, seq_length, self.growth))
+            require(self.global_batch_size in (None, schedule.final),
+                    f"--global-batch-size {final} is not the last size of {self.growth}: leave one of them out")
+            return schedule
+        if not self.rampup_batch_size:
+            return BatchSchedule.constant(final)
+        start, increment, samples = self.rampup_batch_size
+        require(start <= final and (final - start) % increment == 0,
+                f"{self.growth}: {increment} samples at a time do not lead from {start} to --global-batch-size {final}")
+        return BatchSchedule.rampup(start, increment, samples, final)
+
+    def iterations(self, *, schedule: BatchSchedule, seq_length: int, samples_per_epoch: int, iteration: int = 0,
                    consumed_samples: int = 0) -> int:
         """The length in iterations: the fewest that see at least the samples, tokens or epochs asked for.
 
@@ -87,4 +122,27 @@ class TrainConfig:
             samples = math.ceil(self.train_epochs * samples_per_epoch)
         else:
             raise ValueError("no length: give --train-iters, --train-samples, --train-tokens or --train-epochs")
-        return iteration + max(0, -(-(samples - consumed_samples) // global_batch_size))
+        return iteration + schedule.steps_until(samples, consumed_samples)
+
+
+def _stages(words: tuple[str, ...], seq_length: int, flag: str) -> tuple[tuple[int, int], ...]:
+    """Megatron's --step-batch-size-schedule: `TOKENS:SIZE` in one word or several, also with commas between them."""
+    stages: dict[int, int] = {}
+    for step in " ".join(words).replace(",", " ").split():
+        tokens, _, size = step.partition(":")
+        try:
+            first = _with_suffix(tokens) // seq_length
+            require(first >= 0 and first not in stages and _with_suffix(size) > 0, "")
+            stages[first] = _with_suffix(size)
+        except (ValueError, OverflowError):
+            raise ValueError(f'{flag}: {step} is no further TOKENS:SIZE, as in "0:16 2.4B:320"') from None
+    ordered = sorted(stages.items())
+    sizes = [size for _, size in ordered]
+    require(0 in stages and sizes == sorted(sizes), f"{flag}: sizes go from 0 on, and never fall")
+    return tuple(ordered)
+
+
+def _with_suffix(number: str) -> int:
+    """1.5K is 1500, as Megatron reads it."""
+    thousands = "KMBT".find(number[-1:].upper()) + 1 if number else 0
+    return int(float(number[:-1] if thousands else number) * 1000**thousands)

@@ -135,7 +135,7 @@ def _facts(ranks: RankFiles, args: Mapping[str, Any], held: Mapping[str, Any],
 def _schedule(ranks: RankFiles, args: Mapping[str, Any], step: int) -> tuple[int, dict[str, Any], list[str]]:
     """The steps that were not skipped, our flags, and what those cannot say."""
     said = ranks.top.get("lr_scheduler") or ranks.top.get("opt_param_scheduler") or {}
-    batch = args.get("global_batch_size")
+    batch, grows = args.get("global_batch_size"), args.get("rampup_batch_size") or args.get("step_batch_size_schedule")
     left_out: list[str] = []
     if "end_iter" in said:  # 2019 counts iterations
         style, unit, done, peak = said["decay_style"], 1, said["num_iters"], said["start_lr"]
@@ -143,15 +143,16 @@ def _schedule(ranks: RankFiles, args: Mapping[str, Any], step: int) -> tuple[int
         style = "cosine-2019" if style == "cosine" else "constant" if style == "None" else style
         if style in ("linear", "exponential"):
             left_out.append(f"2019's form of the {style} schedule: today's, which is close to it, takes its place")
-    elif "max_lr" in said and type(batch) is int and not args.get("rampup_batch_size"):  # later ones samples
+    elif "max_lr" in said and type(batch) is int:  # later ones samples
         old = "decay_style" in said
         style, end, warmup = (said[name if old else f"lr_{name}"] for name in ("decay_style", "decay_steps",
                                                                                "warmup_steps"))
         unit, done, peak = batch, said["num_steps"], said["max_lr"]
     else:
         return step, {}, ["the schedule"]
+    good_steps = step if grows else int(done) // unit
     if style not in OptimizerConfig.__dataclass_fields__["lr_decay_style"].metadata["choices"]:
-        return int(done) // unit, {}, [f"the schedule: its style {short_repr(style)} is unknown here"]
-    return int(done) // unit, {
+        return good_steps, {}, [f"the schedule: its style {short_repr(style)} is unknown here"]
+    return good_steps, {
         "lr": float(peak), "min_lr": float(said.get("min_lr", 0.0)), "lr_decay_style": style,
         "lr_decay_iters": int(end) // unit, "warmup": float(warmup) / int(end)}, left_out

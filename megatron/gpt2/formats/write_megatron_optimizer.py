@@ -72,7 +72,7 @@ def schedule(source: Source, format: str, log: Callable[[str], None]) -> dict[st
     """`lr_scheduler` of 2019, which counts iterations, and of v2, and `opt_param_scheduler` of v3, which count samples;
     None where the format has no such schedule."""
     config, facts = _config(source), source.facts
-    end = config.lr_decay_iters or facts.get("train_iters") or source.iteration
+    end = config.lr_decay_iters or facts.get("decay_iters") or facts.get("train_iters") or source.iteration
     warmup = config.warmup * end if config.lr_warmup_iters is None else config.lr_warmup_iters
     done, style = facts["optimizer"]["good_steps"], config.lr_decay_style
     if format == "megatron-2019":
@@ -88,7 +88,10 @@ def schedule(source: Source, format: str, log: Callable[[str], None]) -> dict[st
         log(f"left out: the schedule: {format} has no {style}" if batch else
             "left out: the schedule: the source does not say its global batch size")
         return None
-    said: dict[str, Any] = {"max_lr": config.lr, "min_lr": config.min_lr, "num_steps": done * batch}
+    train = facts["config"].get("train", {})
+    grows = train.get("rampup_batch_size") or train.get("step_batch_size_schedule")
+    said: dict[str, Any] = {"max_lr": config.lr, "min_lr": config.min_lr,
+                            "num_steps": facts["consumed_samples"] if grows else done * batch}
     if format == "megatron-v2":
         return {**said, "warmup_steps": warmup * batch, "decay_style": style, "decay_steps": end * batch}
     return {**said, "lr_warmup_steps": warmup * batch, "lr_decay_style": style, "lr_decay_steps": end * batch,

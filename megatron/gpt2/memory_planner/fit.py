@@ -193,7 +193,7 @@ def largest_micro_batch(setting: Setting, budget: int) -> int:
     accumulation; 0 where not even one sample fits."""
     def fits(b: int) -> bool:
         train = dataclasses.replace(setting.config.train, micro_batch_size=b, global_batch_size=None,
-                                    gradient_accumulation_steps=None)
+                                    gradient_accumulation_steps=None, rampup_batch_size=(), step_batch_size_schedule=())
         return expected(dataclasses.replace(setting, config=dataclasses.replace(
             setting.config, train=train))).total <= budget
 

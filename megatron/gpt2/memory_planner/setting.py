@@ -1,6 +1,7 @@
 """All that the memory of a run depends on, so that its parts need nothing else."""
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -10,7 +11,8 @@ from megatron.gpt2.config import Config
 @dataclass(frozen=True)
 class Setting:
     """All that memory depends on. config: with the vocabulary's size. fixed: bytes that are there before the model is.
-    keeps_freed: glibc keeps what is freed (`megatron.gpt2.device.set_allocator`)."""
+    keeps_freed: glibc keeps what is freed (`megatron.gpt2.device.set_allocator`). consumed_samples: before the first
+    step, from which a growing batch follows."""
 
     config: Config
     world_size: int
@@ -18,10 +20,11 @@ class Setting:
     dtype: torch.dtype
     fixed: int
     keeps_freed: bool = False
+    consumed_samples: int = 0
 
     def __post_init__(self) -> None:
         assert self.config.model.vocab_size is not None
-        self.config.accumulation(self.data_parallel_size)  # raises ValueError where the batch does not fit the ranks
+        assert self.micro_batches  # raises ValueError where the batch does not fit the ranks
 
     @property
     def stages(self) -> int:
@@ -37,7 +40,8 @@ class Setting:
         """Ranks that share the data."""
         return self.config.data_parallel_size(self.world_size)
 
-    @property
+    @cached_property
     def micro_batches(self) -> int:
-        """Micro-batches of each rank in a step."""
-        return self.config.accumulation(self.data_parallel_size)
+        """Micro-batches of each rank in a step of the final batch, which needs the most memory."""
+        together = self.config.train.micro_batch_size * self.data_parallel_size
+        return self.config.batch_schedule(self.world_size, self.consumed_samples).final // together

@@ -1,4 +1,5 @@
-"""The learning rate as a function of n, the steps that were not skipped so far.
+"""The learning rate as a function of n, the steps that were not skipped so far. Where the batch grows, a step counts as
+its share of the final batch, as in Megatron, which counts samples.
 
 With peak p, floor f, w warm-up and N decay iterations, the rate is p·n/w up to w; after that, with
 r = (n − w) / (N − w), which runs from 0 to 1:
@@ -21,7 +22,8 @@ from megatron.gpt2.config import OptimizerConfig, require
 
 
 class LearningRate:
-    """The schedule of a run of `train_iters` iterations. Raises ValueError if its parts do not fit together."""
+    """The schedule of a run of `train_iters` iterations of the final batch. Raises ValueError if its parts do not fit
+    together."""
 
     def __init__(self, config: OptimizerConfig, train_iters: int) -> None:
         self.peak, self.floor, self.style = config.lr, config.min_lr, config.lr_decay_style
@@ -39,13 +41,10 @@ class LearningRate:
 
     def __call__(self, n: float) -> float:
         """The rate after n steps that were not skipped."""
-        return float(self._rates(np.array([n], dtype=np.float64))[0])
+        return float(self.table(np.array([n], dtype=np.float64))[0])
 
-    def table(self, iterations: int) -> NDArray[np.float64]:
-        """[iterations + 1]: the rate for n = 0 … iterations."""
-        return self._rates(np.arange(iterations + 1, dtype=np.float64))
-
-    def _rates(self, n: NDArray[np.float64]) -> NDArray[np.float64]:
+    def table(self, n: NDArray[np.float64]) -> NDArray[np.float64]:
+        """n: float64 [k], ascending -> [k], the rate for each."""
         p, f, w, end = self.peak, self.floor, self.warmup_iters, float(self.decay_iters)
         late = np.minimum(n, end)
         r = (late - w) / (end - w) if end > w else np.ones_like(n)

@@ -24,6 +24,7 @@ import torch
 from data_utils import build_tokenizer, default_tokenizer_kind
 from data_utils.command_line import Parser, program
 from megatron.gpt2 import device as devices
+from megatron.gpt2.checkpoint.facts import decay_iters
 from megatron.gpt2.checkpoint.folder import find_checkpoint
 from megatron.gpt2.command_line.arguments import Arguments, merge_checkpoint, parse
 from megatron.gpt2.command_line.flags import launch_flags
@@ -69,7 +70,7 @@ def configuration(words: Sequence[str]) -> Config:
     where = arguments.checkpoint
     checkpoint = find_checkpoint(where.load or str(where.save), log=lambda line: None, verify=False)
     if checkpoint is not None and "config" in checkpoint.facts:
-        arguments = merge_checkpoint(arguments, checkpoint.facts["config"], checkpoint.facts["train_iters"])
+        arguments = merge_checkpoint(arguments, checkpoint.facts["config"], decay_iters(checkpoint.facts))
     config = arguments.config
     size = config.model.vocab_size or (checkpoint.facts["vocab_size"] if checkpoint else vocabulary(arguments))
     return dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=size))

@@ -41,7 +41,7 @@ def build_run(prepared: PreparedRun, log: Log) -> Run:
     data = TrainingData(prepared, parallel, consumed_samples)
     checkpoints = Checkpointing(prepared, parallel, engine, lock=lock, log=run_log.info)
     timers = Timers(device)
-    schedule = ScheduleRunner(prepared.config.schedule(prepared.micro_batches), engine, parallel, timers)
+    schedule = ScheduleRunner(prepared.config.schedule, engine, parallel, timers)
     return Run(prepared=prepared, parallel=parallel, engine=engine, schedule=schedule, data=data,
                checkpoints=checkpoints, log=run_log, timers=timers, stop=StopSignal(prepared.timeout),
                progress=Progress.at(iteration, consumed_samples, device),

@@ -12,7 +12,7 @@ from megatron.gpt2.training.prepare import PreparedRun
 
 # What changes the course of a run. The fields of `optimizer` that concern the loss scale alone are not among them, and
 # what decides the schedule of a run that is longer now is `train_iters`.
-COURSE = ("data_fingerprint", "global_batch_size", "config.train.seed",
+COURSE = ("data_fingerprint", "global_batch_size", "batch_growth", "config.train.seed",
           *(f"config.model.{name}" for name in ("hidden_dropout", "attention_dropout")),
           *(f"config.data.{name}" for name in ("seq_length", "data_order", "eod_mask_loss", "reset_position_ids",
                                                "reset_attention_mask")),
@@ -27,6 +27,7 @@ ROUNDING = (*(f"layout.{name}" for name in ("model_parallel_size", "pipeline_par
             *(f"config.train.{name}" for name in ("micro_batch_size", "compile", "attention_backend")),
             "computed_by.torch", "computed_by.kernels", "computed_by.threads")
 NAMES = {"data_fingerprint": "the training data or --split", "global_batch_size": "--global-batch-size",
+         "batch_growth": "how the batch grows:",
          "layout.model_parallel_size": "model-parallel size",
          "layout.pipeline_parallel_size": "pipeline-parallel size", "layout.data_parallel_size": "data-parallel size",
          "layout.optimizer_is_sharded": "a sharded optimizer", "precision": "--precision", "computed_by.torch": "torch",
@@ -39,7 +40,8 @@ def what_decides(prepared: PreparedRun, parallel: mpu.ParallelState, *, sharded:
                        "pipeline_parallel_size": parallel.pipeline_model_parallel_size,
                        "data_parallel_size": parallel.data_parallel_size, "optimizer_is_sharded": sharded},
             "config": prepared.config.as_dict(), "train_iters": prepared.train_iters,
-            "global_batch_size": prepared.global_batch_size, "data_fingerprint": prepared.splits.fingerprint,
+            "decay_iters": prepared.decay_iters, "global_batch_size": prepared.global_batch_size,
+            "batch_growth": prepared.batch_growth, "data_fingerprint": prepared.splits.fingerprint,
             "precision": str(prepared.dtype).removeprefix("torch."), "computed_by": computed_by(prepared.device)}
 
 

@@ -62,10 +62,10 @@ class TrainingData:
         self._micro_batch_size, self._parallel = config.train.micro_batch_size, parallel
         self._digest = 0
         self.on_host = pinned if device.type == "cuda" else torch.from_numpy
-        samples, order = self.splits.training_samples(config.train.seed,
-                                                      prepared.train_iters * prepared.global_batch_size)
+        schedule = prepared.batch_schedule
+        samples, order = self.splits.training_samples(config.train.seed, schedule.after_steps(prepared.train_iters))
         self.loader = BatchLoader(
-            samples, order, micro_batch_size=config.train.micro_batch_size, accumulation=prepared.micro_batches,
+            samples, order, micro_batch_size=config.train.micro_batch_size, schedule=schedule,
             data_parallel_rank=parallel.data_parallel_rank, data_parallel_size=parallel.data_parallel_size,
             consumed_samples=consumed_samples, prefetch=config.data.num_workers,
             finish=lambda text, samples: (self.on_host(text), self.on_host(samples)))

@@ -14,6 +14,7 @@ LINES = {
                         "the new data, in which part of what was held out may have been seen",
     "global_batch_size": "WARNING: a step takes {here} samples here and took {then} in the checkpoint: "
                          "--global-batch-size {then} (with a --micro-batch-size that divides it) goes on as before",
+    "batch_growth": "WARNING: the batch grows in another way than in the checkpoint: {here} here, {then} there",
     "config.train.seed": "WARNING: --seed {here} here, {then} in the checkpoint: samples come in another order from "
                          "here on, so that this epoch reads some of them twice and leaves others out",
     "config.model.hidden_dropout": "WARNING: --hidden-dropout {here} here, {then} in the checkpoint: the training loss "

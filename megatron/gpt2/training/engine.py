@@ -83,7 +83,8 @@ def build_engine(prepared: PreparedRun, parallel: mpu.ParallelState, log: Log) -
                           is_copy=not model.has_embeddings)
     reducer, forward = reducer_for(config.parallel, flat, model, parallel)
     gatherer = ParameterGatherer(flat, model, parallel.data_parallel_group)
-    rates = LearningRate(config.optimizer, prepared.train_iters).table(prepared.train_iters)
+    before = prepared.batch_schedule.before_steps(prepared.train_iters) / prepared.global_batch_size
+    rates = LearningRate(config.optimizer, prepared.decay_iters).table(before)
     optimizer = AdamWOptimizer(flat, gatherer, config.optimizer,
                                build_loss_scaler(config.optimizer, prepared.dtype, device), torch.from_numpy(rates))
     return Engine(model=model, forward=forward, flat=flat, reducer=reducer, gatherer=gatherer, optimizer=optimizer)

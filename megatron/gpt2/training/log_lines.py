@@ -17,6 +17,7 @@ class LogLines:
     def __init__(self, run: Run) -> None:
         self._run = run
         self._iteration, self._time = run.progress.iteration, time.perf_counter()
+        self._consumed = run.progress.consumed_samples
         self._skipped = int(run.engine.optimizer.skipped_steps)
         self._has_shown_memory = False
         self._skipped_in_a_row = LateReading(run.device)
@@ -54,18 +55,21 @@ class LogLines:
         progress.loss_sum.zero_()
         now = time.perf_counter()
         seconds, self._time = now - self._time, now
-        tokens_per_second = iterations * run.prepared.tokens_per_step / seconds
+        samples = progress.consumed_samples - self._consumed
+        tokens_per_second = samples * run.config.data.seq_length / seconds
         record = IterationRecord(
             progress.iteration, progress.consumed_samples,
             loss / (iterations - skipped) if iterations > skipped else None,
             optimizer.learning_rate.item(), optimizer.scaler.scale.item(),
             None if optimizer.found_inf.item() else optimizer.grad_norm.item(),
             1000 * seconds / iterations, tokens_per_second, run.mfu(tokens_per_second), peak_memory(run.device))
-        to_go = run.prepared.train_iters - progress.iteration
+        end = run.prepared.batch_schedule.after_steps(run.prepared.train_iters - progress.iteration,
+                                                      progress.consumed_samples)
         run.log.record(record)
         run.log.info(iteration_line(record, train_iters=run.prepared.train_iters, skipped=skipped,
-                                    seconds_to_go=to_go * seconds / iterations))
+                                    seconds_to_go=(end - progress.consumed_samples) * seconds / samples))
         run.log.info(run.timers.line(iterations))
         if not self._has_shown_memory:
             run.log.info(memory_line(run.device, expected_peak(run.prepared.memory)))
         self._has_shown_memory, self._iteration, self._skipped = True, progress.iteration, skipped_in_all
+        self._consumed = progress.consumed_samples

@@ -20,11 +20,14 @@ def train(run: Run) -> str:
     while progress.iteration < train_iters:
         with profiler(progress.iteration + 1):
             train_step(run)
-        progress.step(run.prepared.global_batch_size)
+        progress.step(samples := run.samples_of_step)
         run.log.step()
         lines.step()
         if progress.iteration == train_iters:
             break  # whatever asks for a stop in the last step: all that is left is to save and to evaluate
+        if run.samples_of_step != samples:
+            run.log.info(f"the batch grows: {run.samples_of_step} samples a step from iteration "
+                         f"{progress.iteration + 1} on")
         if progress.iteration % config.eval_interval == 0:
             with lines.paused():
                 if evaluate_and_log(run, "valid"):

@@ -7,12 +7,14 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from data_utils import (
+    BatchSchedule,
     Splits,
     Tokenizer,
     build_splits,
@@ -23,7 +25,7 @@ from data_utils import (
 )
 from data_utils.named_corpora import find_corpora
 from megatron.gpt2 import device as devices
-from megatron.gpt2.checkpoint.facts import check_facts
+from megatron.gpt2.checkpoint.facts import check_facts, decay_iters
 from megatron.gpt2.checkpoint.folder import Checkpoint, find_checkpoint
 from megatron.gpt2.command_line.arguments import Arguments, merge_checkpoint
 from megatron.gpt2.config import Config, DataConfig
@@ -73,20 +75,30 @@ class PreparedRun:
         assert self.config.checkpoint.save is not None
         return Path(self.config.checkpoint.save)
 
-    @property
-    def micro_batches(self) -> int:
-        """Micro-batches that each rank runs in a step."""
-        return self.config.accumulation(self.config.data_parallel_size(self.ranks.world_size))
+    @cached_property
+    def batch_schedule(self) -> BatchSchedule:
+        """The samples of each step over all ranks."""
+        return self.config.batch_schedule(self.ranks.world_size, self.start.get("consumed_samples", 0))
 
     @property
     def global_batch_size(self) -> int:
-        """Samples of a step over all ranks."""
-        return self.config.samples_per_step(self.ranks.world_size)
+        """Samples of a step over all ranks, when the batch does not grow any more."""
+        return self.batch_schedule.final
 
     @property
-    def tokens_per_step(self) -> int:
-        """Tokens of a step over all ranks."""
-        return self.global_batch_size * self.config.data.seq_length
+    def micro_batches(self) -> int:
+        """Micro-batches that each rank runs in a step of that size."""
+        return self.memory.micro_batches
+
+    @property
+    def batch_growth(self) -> str:
+        """The flag by which the batch grows, or that it does not."""
+        return self.config.train.growth if len(self.batch_schedule.stages) > 1 else "not at all"
+
+    @property
+    def decay_iters(self) -> int:
+        """The iterations of the learning rate's schedule, each of `global_batch_size` samples, that the run takes."""
+        return -(-self.batch_schedule.after_steps(self.train_iters) // self.global_batch_size)
 
     @property
     def timeout(self) -> timedelta:
@@ -97,7 +109,8 @@ class PreparedRun:
     def memory(self) -> Setting:
         """What the memory of this rank depends on. On a CPU its fixed part is what was resident before any model."""
         fixed = CUDA_CONTEXT if self.device.type == "cuda" else self.resident
-        return Setting(self.config, self.ranks.world_size, self.device.type, self.dtype, fixed, self.keeps_freed)
+        return Setting(self.config, self.ranks.world_size, self.device.type, self.dtype, fixed, self.keeps_freed,
+                       self.start.get("consumed_samples", 0))
 
 
 def prepare_run(arguments: Arguments, ranks: Ranks, log: Log) -> PreparedRun:
@@ -106,12 +119,14 @@ def prepare_run(arguments: Arguments, ranks: Ranks, log: Log) -> PreparedRun:
     arguments, checkpoint, source = _source(arguments, log)
     if checkpoint is not None:
         check_facts(checkpoint)
-        arguments = merge_checkpoint(arguments, checkpoint.facts["config"], checkpoint.facts["train_iters"])
+        arguments = merge_checkpoint(arguments, checkpoint.facts["config"], decay_iters(checkpoint.facts))
     for note in arguments.notes:
         log(note)
     config = arguments.config
     device, dtype, backend, keeps_freed = _hardware(config, ranks, log)
-    global_batch_size = config.samples_per_step(ranks.world_size)  # raises where the batch does not fit the ranks
+    start = checkpoint.facts if checkpoint is not None and not config.checkpoint.finetune else {}
+    iteration, consumed_samples = start.get("iteration", 0), start.get("consumed_samples", 0)
+    schedule = config.batch_schedule(ranks.world_size, consumed_samples)  # raises where it does not fit the ranks
 
     data = _with_files(config.data)
     tokenizer = _tokenizer(dataclasses.replace(config, data=data), arguments, checkpoint, source, log)
@@ -122,21 +137,22 @@ def prepare_run(arguments: Arguments, ranks: Ranks, log: Log) -> PreparedRun:
     config = dataclasses.replace(
         config, model=dataclasses.replace(config.model, vocab_size=tokenizer.vocab_size),
         data=dataclasses.replace(config.data, tokenizer_type=tokenizer.kind))
-    start = checkpoint.facts if checkpoint is not None and not config.checkpoint.finetune else {}
     train_iters = config.train.iterations(
-        global_batch_size=global_batch_size, seq_length=data.seq_length, samples_per_epoch=len(splits.train),
-        iteration=start.get("iteration", 0), consumed_samples=start.get("consumed_samples", 0))
-    if start.get("iteration", 0) >= train_iters and source is not None:
+        schedule=schedule, seq_length=data.seq_length, samples_per_epoch=len(splits.train), iteration=iteration,
+        consumed_samples=consumed_samples)
+    if iteration >= train_iters and source is not None:
         # Before a run is called finished, every byte of what it left is checked.
         checkpoint = find_checkpoint(source, log=log, verify=not config.checkpoint.no_verify)
         assert checkpoint is not None
         start = checkpoint.facts
+    prepared = PreparedRun(arguments=arguments, config=config, ranks=ranks, device=device, dtype=dtype,
+                           backend=backend, tokenizer=tokenizer, splits=splits, source=source,
+                           train_iters=train_iters, start=dict(start), keeps_freed=keeps_freed)
     for line in differences(start, {"config": config.as_dict(), "precision": devices.PRECISIONS[dtype],
-                                    "global_batch_size": global_batch_size, "data_fingerprint": splits.fingerprint}):
+                                    "global_batch_size": schedule.final, "batch_growth": prepared.batch_growth,
+                                    "data_fingerprint": splits.fingerprint}):
         log(line)
-    return PreparedRun(arguments=arguments, config=config, ranks=ranks, device=device, dtype=dtype, backend=backend,
-                       tokenizer=tokenizer, splits=splits, source=source, train_iters=train_iters, start=dict(start),
-                       keeps_freed=keeps_freed)
+    return prepared
 
 
 def _hardware(config: Config, ranks: Ranks, log: Log) -> tuple[torch.device, torch.dtype, str, bool]:

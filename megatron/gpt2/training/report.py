@@ -35,8 +35,9 @@ def log_start(run: Run) -> None:
     model, data = config.model, config.data
     samples = len(splits.train)
     pipeline = f"pipeline {p.pipeline_model_parallel_size} × " if p.pipeline_model_parallel_size > 1 else ""
-    needed = progress.consumed_samples + (prepared.train_iters - progress.iteration) * prepared.global_batch_size
+    needed = prepared.batch_schedule.after_steps(prepared.train_iters - progress.iteration, progress.consumed_samples)
     epochs = needed / samples
+    (_, first), *growth = prepared.batch_schedule.stages
     rows = [
         ("model", f"GPT-2, {model.num_layers} layers, hidden size {model.hidden_size}, "
                   f"{model.num_attention_heads} heads, vocabulary {model.vocab_size:,}, sequence {data.seq_length:,}"
@@ -49,7 +50,8 @@ def log_start(run: Run) -> None:
         *([("schedule", schedule_row(config, prepared.micro_batches))] if pipeline else []),
         ("batch", f"{config.train.micro_batch_size} samples × {p.data_parallel_size} data-parallel ranks × "
                   f"{prepared.micro_batches} accumulated = {prepared.global_batch_size} a step, "
-                  f"{prepared.tokens_per_step:,} tokens"),
+                  f"{prepared.global_batch_size * data.seq_length:,} tokens"
+                  + (f"; it grows to that from {first} over {growth[-1][0]:,} samples" if growth else "")),
         *start_rows(prepared.memory),
         ("FLOPs per token", f"{model.flops_per_token(data.seq_length):,}"),
         ("tokenizer", f"{tokenizer.kind}, {tokenizer.vocab_size:,} ids"

@@ -49,6 +49,11 @@ class Run:
         """The device of this rank."""
         return self.prepared.device
 
+    @property
+    def samples_of_step(self) -> int:
+        """Samples that the next step takes over all ranks."""
+        return self.prepared.batch_schedule.size(self.progress.consumed_samples)
+
     def mfu(self, tokens_per_second: float) -> float:
         """Model FLOPs utilisation: the fraction of the peak of all devices that the model's own arithmetic used."""
         flops = self.config.model.flops_per_token(self.config.data.seq_length)

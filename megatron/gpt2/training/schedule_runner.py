@@ -4,7 +4,8 @@ that of a run without a pipeline: forward and backward of one micro-batch after 
 `megatron/gpt2/pipeline/schedule.py` makes the tables that are run here.
 """
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,13 +25,21 @@ Place = tuple[int, int]  # chunk and micro-batch
 
 
 class ScheduleRunner:
-    """Runs `schedule` on this rank of a pipeline. Every rank has one and calls its methods at the same steps."""
+    """Runs, on this rank of a pipeline, the schedule of so many micro-batches as a step has: `schedules` makes it.
+    Every rank has one and calls its methods at the same steps."""
 
-    def __init__(self, schedule: Schedule, engine: Engine, parallel: mpu.ParallelState, timers: Timers) -> None:
+    def __init__(self, schedules: Callable[[int], Schedule], engine: Engine, parallel: mpu.ParallelState,
+                 timers: Timers) -> None:
         self._engine, self._timers, self._group = engine, timers, parallel.pipeline_model_parallel_group
         self._rank, self._size = parallel.pipeline_model_parallel_rank, parallel.pipeline_model_parallel_size
+        schedule = schedules(1)
         self._last_stage = self._size * schedule.chunks - 1
-        self._steps: Sequence[Step] = program(schedule)[self._rank]
+
+        @functools.cache
+        def steps_of(micro_batches: int) -> Sequence[Step]:
+            return program(schedules(micro_batches))[self._rank]
+
+        self._steps_of = steps_of
         self._later = None
         if schedule.splits_backward:
             assert isinstance(engine.reducer, GradientReducer), "Config refuses torch's DDP"
@@ -48,7 +57,7 @@ class ScheduleRunner:
         self._micro_batches = micro_batches
         self._losses: list[Tensor] = []
         self._engine.reducer.begin(len(micro_batches))
-        for step in self._steps:
+        for step in self._steps_of(len(micro_batches)):
             self._exchange(step)
             if step.action is not None:
                 {"F": self._forward, "B": self._backward, "W": self._weights}[step.action.kind](step.action)

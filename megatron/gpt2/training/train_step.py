@@ -33,5 +33,5 @@ def tokens_in_global_batch(run: Run, batch: Batch) -> float | Tensor:
     """Tokens with a loss in this step, over all ranks: a known number unless the mask depends on the text
     (--eod-mask-loss), then a float32 scalar on the device."""
     if not run.config.data.eod_mask_loss:
-        return float(run.prepared.global_batch_size * batch.labels.size(1))
+        return float(run.samples_of_step * batch.labels.size(1))
     return global_sum([batch.mask.sum()], run.parallel.data_parallel_group)[0].float().clamp_min(1.0)

@@ -72,7 +72,7 @@ class Capture:
         self._scale = float(run.engine.optimizer.scaler.scale)
         run.progress.loss_sum.zero_()
         train_step(run)
-        run.progress.step(run.prepared.global_batch_size)
+        run.progress.step(run.samples_of_step)
         run.engine.gatherer.wait()
         dtype, states = run.prepared.dtype, list(run.engine.optimizer.tensors())
         for moment in MOMENTS:
@@ -177,7 +177,7 @@ class Capture:
         parallel = self._parallel
         whole, offset = whole or tuple(x.shape[1:]), offset or (0,) * (x.dim() - 1)
         self._take(Part(Key(self._step, kind, place, name), x, Box((first, *offset), tuple(x.shape)),
-                        (self._run.prepared.global_batch_size, *whole),
+                        (self._run.samples_of_step, *whole),
                         writes=is_part or parallel.tensor_model_parallel_rank == 0,
                         share=parallel.data_parallel_size * (parallel.tensor_model_parallel_size if is_part else 1)))
 
@@ -190,7 +190,7 @@ class Capture:
         """In the place of the optimizer's: gradients before it, norm and rate after it."""
         engine = self._run.engine
         flat, optimizer = engine.flat, engine.optimizer
-        losses = self._losses or [torch.zeros((), device=self._run.device)] * self._run.prepared.micro_batches
+        losses = self._losses or [torch.zeros((), device=self._run.device)] * self._begun[self._first_layer]
         self._scalar("loss", "loss", sum_over_replicas(losses, self._parallel).sum() / self._scale)
         owned, states = flat.owned_grads(), []
         for name in flat.ranges:

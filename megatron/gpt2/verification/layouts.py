@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from data_utils.command_line import Parser
-from megatron.gpt2.checkpoint.facts import check_facts
+from megatron.gpt2.checkpoint.facts import check_facts, decay_iters
 from megatron.gpt2.checkpoint.folder import find_checkpoint
 from megatron.gpt2.command_line.arguments import Arguments, merge_checkpoint, parse
 from megatron.gpt2.command_line.flags import launch_flags
@@ -68,7 +68,7 @@ def read_layout(common: Sequence[str], flags: str) -> Layout:
 def with_one_batch(layouts: Sequence[Layout]) -> list[Layout]:
     """The layouts, each with the global batch of the first where it says none of its own. ValueError where two say
     different ones, or where a batch cannot be divided among its ranks."""
-    together = _arguments(layouts[0]).config.samples_per_step(layouts[0].world_size)
+    together = _arguments(layouts[0]).config.batch_schedule(layouts[0].world_size).final
     whole = []
     for layout in layouts:
         given = parse(layout.words).values.get("train.global_batch_size")
@@ -78,7 +78,7 @@ def with_one_batch(layouts: Sequence[Layout]) -> list[Layout]:
         with_batch = replace(layout, words=layout.words if given else (*layout.words, "--global-batch-size",
                                                                        str(together)))
         try:
-            _arguments(with_batch).config.samples_per_step(layout.world_size)
+            _arguments(with_batch).config.batch_schedule(layout.world_size)
         except ValueError as error:
             raise ValueError(f"--layout {layout.flags!r}: {error}: give it another --micro-batch-size") from error
         whole.append(with_batch)
@@ -94,4 +94,4 @@ def _arguments(layout: Layout) -> Arguments:
     if checkpoint is None:
         raise ValueError(f"--load {folder} holds no checkpoint")
     check_facts(checkpoint)
-    return merge_checkpoint(arguments, checkpoint.facts["config"], checkpoint.facts["train_iters"])
+    return merge_checkpoint(arguments, checkpoint.facts["config"], decay_iters(checkpoint.facts))

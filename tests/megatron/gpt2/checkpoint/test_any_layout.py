@@ -142,7 +142,7 @@ def assert_loads(checkpoint: Checkpoint, rank: Any, state: dict[tuple[str, str],
         values.fill_(torch.nan)
     prepared: Any = SimpleNamespace(
         source=str(checkpoint.path.parent), device=CPU, dtype=rank.flat.params.dtype, train_iters=3,
-        global_batch_size=8, splits=SimpleNamespace(fingerprint=""),
+        decay_iters=3, global_batch_size=8, batch_growth="not at all", splits=SimpleNamespace(fingerprint=""),
         config=Config(model=SHAPE, checkpoint=CONFIG, data=DataConfig(seq_length=6)))
     with pytest.MonkeyPatch.context() as patch:  # found once: the ranks need not agree on what is there
         patch.setattr("megatron.gpt2.training.checkpointing.find_checkpoint", lambda source, **_: checkpoint)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+from typing import Any
 
 import pytest
 import torch
 
+from data_utils import BatchSchedule
 from megatron.gpt2.command_line.arguments import Arguments, merge_checkpoint, parse
 from megatron.gpt2.command_line.flags import flag_table
 from megatron.gpt2.command_line.presets import PRESETS, SHAPES
@@ -205,7 +207,7 @@ def test_the_last_of_a_flag_given_twice_counts_also_of_one_with_several_values()
         assert [int(value) for value in read(f"{flag(name)} 3 4 {flag(name)} 5 6").values[name]] == [5, 6]
     assert read("--train-data-path p --train-data-path q").config.data.data_path == ("q",)
     schedules = read("--step-batch-size-schedule 0:2 1B:4 --step-batch-size-schedule 0:8")
-    assert schedules.config.train.global_batch_size == 8
+    assert schedules.config.train.step_batch_size_schedule == ("0:8",)
 
 
 def test_the_flags_of_document_boundaries():
@@ -252,7 +254,7 @@ def test_config_survives_json():
     ({"train_iters": 7}, 7), ({"train_samples": 100}, 10), ({"train_samples": 101}, 11), ({"train_tokens": 801}, 11),
     ({"train_epochs": 2}, 19), ({"train_epochs": 0.01}, 1)])
 def test_lengths(length, iterations):
-    sizes = {"global_batch_size": 10, "seq_length": 8, "samples_per_epoch": 95}
+    sizes: dict[str, Any] = {"schedule": BatchSchedule.constant(10), "seq_length": 8, "samples_per_epoch": 95}
     assert TrainConfig(**length).iterations(**sizes) == iterations
     with pytest.raises(ValueError, match="--train-iters"):
         TrainConfig().iterations(**sizes)

@@ -53,8 +53,6 @@ def test_every_refusal_names_the_flag_and_an_alternative():
     ("--load-openai --load x", "tools/checkpoint.py convert"),
     ("--num-experts 8", "no part of GPT-2"),
     ("--tokenizer-model-type unigram", "only bpe or bert"),
-    ("--step-batch-size-schedule 0:4 1B:8", "0:4 1B:8: the batch is constant"),
-    ("--step-batch-size-schedule 0:x", "0:N"),
     ("--no-bias-gelu-fusion --gelu tanh", "--no-bias-gelu-fusion contradicts --gelu tanh"),
 ])
 def test_refused(line: str, message: str):
@@ -75,8 +73,6 @@ def test_translated():
     assert [parse(["--pipe-parallel-size", word]).config.parallel.pipeline_model_parallel_size
             for word in "012"] == [1, 1, 2]
     assert parse(["--warmup-iters", "7"]).config.optimizer.lr_warmup_iters == 7
-    line = "--step-batch-size-schedule 0:4 1B:8 --step-batch-size-schedule 0:6"
-    assert parse(line.split()).config.train.global_batch_size == 6
 
 
 def test_the_page_of_flags_is_made_of_the_table():

@@ -103,7 +103,7 @@ def bytes_of_a_step(config: Config, parallel: mpu.ParallelState) -> dict[str, fl
     prepared: Any = SimpleNamespace(config=config, device=META, dtype=dtype, train_iters=1)
     engine = build_engine(prepared, parallel, lambda line: None)
     engine.model.train()
-    run_schedule = ScheduleRunner(config.schedule(M), engine, parallel, Timers(torch.device("cpu")))
+    run_schedule = ScheduleRunner(config.schedule, engine, parallel, Timers(torch.device("cpu")))
     tokens = torch.zeros(B, 1024, dtype=torch.int64, device=META)
     micro_batch = {"tokens": tokens, "labels": tokens, "token_weight": tokens.float()}
     with BytesSent(parallel) as counted:

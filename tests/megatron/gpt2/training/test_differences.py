@@ -45,6 +45,9 @@ def test_each_difference_has_its_line(tmp_path: Path) -> None:
         "--micro-batch-size 2 here, 4 in the checkpoint: speed, memory and rounding change"]
     assert [line.partition(":")[0] for line in said(tmp_path, [*ALIKE, "--global-batch-size", "4", "--split", "80,20"])
             ] == ["WARNING"] * 2
+    assert said(tmp_path, [*ALIKE, "--rampup-batch-size", "4", "4", "24"]) == [
+        "WARNING: the batch grows in another way than in the checkpoint: --rampup-batch-size 4 4 24 here, not at all "
+        "there"]
 
 
 def test_what_a_checkpoint_does_not_say_is_no_difference() -> None:
@@ -53,4 +56,4 @@ def test_what_a_checkpoint_does_not_say_is_no_difference() -> None:
     for then in facts:
         assert list(differences(then, here)) == []
     assert len(list(differences({"config": {"train": {"seed": 2}}}, here))) == 1
-    assert len(LINES) == 7
+    assert len(LINES) == 8

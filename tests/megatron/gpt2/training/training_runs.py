@@ -65,8 +65,7 @@ def steps(run: Run, count: int) -> dict[str, Any]:
         seen["scale"].append(run.engine.optimizer.scaler.scale.item())
         seen["rate"].append(run.engine.optimizer.learning_rate.item())
         train_step(run)
-        run.progress.iteration += 1
-        run.progress.consumed_samples += run.prepared.global_batch_size
+        run.progress.step(run.samples_of_step)
         seen["loss"].append(sum_over_replicas([run.progress.loss_sum], run.parallel).item())
         seen["norm"].append(run.engine.optimizer.grad_norm.item())
         seen["skipped"].append(bool(run.engine.optimizer.found_inf))
