@@ -155,7 +155,7 @@ class BatchLoader:
     def _offsets(self, size: int) -> np.ndarray:
         """int64 [n]: where this rank's samples are in a step of `size` samples."""
         micro_batch, rows = self._micro_batch_size, np.arange(self._micro_batch_size)
-        return (np.arange(self._rank * micro_batch, size, self._ranks * micro_batch)[:, None] + rows).ravel()
+        return (np.arange(micro_batch * self._rank, size, micro_batch * self._ranks)[:, None] + rows).ravel()
 
     def _batch(self, first: int) -> Any:
         offsets = self._offsets(self._schedule.size(first))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from megatron.gpt2.config import ModelConfig, OptimizerConfig
 from megatron.gpt2.formats import Hints, open_source
+from megatron.gpt2.formats.write_megatron_optimizer import schedule
 from tests.megatron.gpt2.formats.made import SHAPE, arguments, random_weights, write_megatron
 from tests.megatron.gpt2.formats.test_readers import refused, silent
 
@@ -145,6 +147,15 @@ def test_optimizer_of_v2(tmp_path: Path):
         assert OptimizerConfig(**source.facts["config"]["optimizer"]) == OptimizerConfig(
             lr=0.2, min_lr=0.1, lr_decay_style="cosine", lr_decay_iters=100, warmup=0.1, weight_decay=0.1,
             adam_beta1=0.9, adam_beta2=0.95, clip_grad=0.5)
+        # Where the batch has grown, 12 samples are not 3 steps of 4.
+        top["args"] = arguments(1, global_batch_size=2, rampup_batch_size=[1, 1, 3], consumed_train_samples=5)
+        torch.save(top, file)
+        facts = open_source(folder, Hints(vocab_size=101)).facts
+        assert facts["optimizer"]["good_steps"] == 3 and facts["config"]["optimizer"]["lr_decay_iters"] == 200
+        facts = {**facts, "config": {**facts["config"], "train": {"rampup_batch_size": [1, 1, 3]}}}
+        grown: Any = SimpleNamespace(facts=facts)
+        again = schedule(grown, "megatron-v2", print)
+        assert again is not None and (again["num_steps"], again["decay_steps"], again["warmup_steps"]) == (5, 400, 40)
 
 
 def test_missing_stages_and_other_models(tmp_path: Path):

@@ -11,8 +11,8 @@ from tests.distributed import run_ranks
 from tests.megatron.gpt2.training.training_runs import finish, start, steps, write_text
 
 PEAK = 1e-3
-COMMON = ["--hidden-size", "32", "--hidden-dropout", "0.1", "--attention-dropout", "0.1", "--micro-batch-size", "2", "--lr-decay-style",
-          "linear", "--override-opt-param-scheduler"]
+COMMON = ["--hidden-size", "32", "--hidden-dropout", "0.1", "--attention-dropout", "0.1", "--micro-batch-size", "2",
+          "--lr-decay-style", "linear", "--override-opt-param-scheduler"]
 # 5 steps of 4, 2 of 8, then 12: borders at 18 and 36 samples. The rate is a line over 11 batches of 12.
 GROWING = [*COMMON, "--rampup-batch-size", "4", "4", "36", "--global-batch-size", "12", "--lr", str(PEAK),
            "--lr-decay-iters", "11"]
