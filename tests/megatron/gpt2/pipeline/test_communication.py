@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import mpu
+from data_utils import BatchSchedule
 from megatron.gpt2.command_line.arguments import parse
 from megatron.gpt2.config import Config
 from megatron.gpt2.records.timers import Timers
@@ -100,7 +101,8 @@ def config_of(flags: Sequence[str]) -> Config:
 def bytes_of_a_step(config: Config, parallel: mpu.ParallelState) -> dict[str, float]:
     """What one training step sends, by group."""
     dtype = torch.float32 if config.train.precision == "fp32" else torch.bfloat16
-    prepared: Any = SimpleNamespace(config=config, device=META, dtype=dtype, train_iters=1)
+    prepared: Any = SimpleNamespace(config=config, device=META, dtype=dtype, train_iters=1, decay_iters=1,
+                                    batch_schedule=BatchSchedule.constant(1), global_batch_size=1)
     engine = build_engine(prepared, parallel, lambda line: None)
     engine.model.train()
     run_schedule = ScheduleRunner(config.schedule, engine, parallel, Timers(torch.device("cpu")))
