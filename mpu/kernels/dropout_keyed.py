@@ -51,18 +51,14 @@ def _by_device(x: Tensor, p: float, keys: Tensor, site: int, first_position: int
     if x.device.type == "cuda":
         from mpu.kernels.philox_triton import dropped_on_gpu
         return dropped_on_gpu(x, p, keys, site, first_position)
-    s, b, h = x.shape
-    blocks = -(-h // ELEMENTS)  # of a position
-    streams = mask_streams(keys, site)
-    rows = min(max(_AT_ONCE // (b * h), 1), s)
-    out, drawn = torch.empty_like(x), torch.empty(rows, b, ELEMENTS * blocks, dtype=torch.int16)
-    for first in range(0, s, rows):
-        some = slice(first, min(first + rows, s))
-        kept = drawn[:some.stop - first]
-        for number, (philox, stream) in enumerate(streams):
-            of_sample = philox.kept(stream, (first_position + first) * blocks, len(kept) * blocks, p)
-            kept[:, number] = of_sample.view(len(kept), -1)
-        zero_dropped(x[some], kept[:, :, :h], out=out[some]).mul_(factor(p))
+    s, _, h = x.shape
+    blocks, rows = -(-h // ELEMENTS), max(_AT_ONCE // h, 1)  # blocks: of a position
+    out = x * factor(p)
+    for number, (philox, stream) in enumerate(mask_streams(keys, site)):
+        for first in range(0, s, rows):
+            part = out[first:first + rows, number]  # [rows, h]
+            draws = philox.draws(stream, (first_position + first) * blocks, len(part) * blocks).view(len(part), -1)
+            zero_dropped(part, draws[:, :h], p, out=part)
     return out
 
 

@@ -258,7 +258,7 @@ class Sizes:
         free = (1 if self._train.recompute_granularity == "selective" else 2) * self._wide
         if self._by_keyed_attention:  # and the masks
             e, block = self._element_of_scores, min(attention_keyed.BLOCK, self._s)
-            heads = min(attention_blockwise.heads_at_once(self._s, attention_keyed.BLOCK), heads)
+            heads = min(attention_keyed.heads_at_once(self._s), heads)
             return self.residual + 11 * own * e // self.element + (4 * e + 2) * heads * block * self._s - free
         if self.on_gpu or self._setting.dtype != torch.bfloat16 or self._dropout[0] > 0:
             return 0

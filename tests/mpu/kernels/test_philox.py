@@ -36,27 +36,28 @@ def test_the_definition_gives_the_published_numbers():
 
 
 def test_a_block_is_what_the_definition_says():
-    p = 0.3
-    limit = dropped_draws(p) - 32768
     stream, seed = (7, 5 << 8 | 2, 1 << 32 | 3), 1234
-    kept = Philox(seed).kept(stream, 40, 3, p)
-    expected = [int(draw >= limit) for block in (41, 42, 43) for draw in draws((block, *stream), seed)]
-    assert kept.dtype == torch.int16 and kept.tolist() == expected
+    drawn = Philox(seed).draws(stream, 40, 3)
+    expected = [draw for block in (41, 42, 43) for draw in draws((block, *stream), seed)]
+    assert drawn.dtype == torch.int16 and drawn.tolist() == expected
 
 
 def test_a_part_of_a_stream_is_the_same_by_itself_and_other_streams_are_not():
     philox_of = Philox.of(3)
-    whole = philox_of.kept((1, 2, 3), 0, 64, 0.5)
-    assert torch.equal(philox_of.kept((1, 2, 3), 20, 10, 0.5), whole[20 * ELEMENTS:30 * ELEMENTS])
+    whole = philox_of.draws((1, 2, 3), 0, 64)
+    assert torch.equal(philox_of.draws((1, 2, 3), 20, 10), whole[20 * ELEMENTS:30 * ELEMENTS])
     for other in ((2, 2, 3), (1, 3, 3), (1, 2, 4)):
-        assert not torch.equal(philox_of.kept(other, 0, 64, 0.5), whole)
-    assert not torch.equal(Philox.of(4).kept((1, 2, 3), 0, 64, 0.5), whole)
+        assert not torch.equal(philox_of.draws(other, 0, 64), whole)
+    assert not torch.equal(Philox.of(4).draws((1, 2, 3), 0, 64), whole)
 
 
 def test_what_is_dropped_becomes_zero_in_every_dtype():
-    kept = torch.tensor([1, 0, 1, 0], dtype=torch.int16)
+    limit = dropped_draws(0.3) - 32768
+    drawn = torch.tensor([limit, limit - 1, 32767, -32768], dtype=torch.int16)
     for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
         x = torch.tensor([1.5, -2.5, -torch.inf, torch.nan], dtype=dtype)
-        out = zero_dropped(x, kept, out=torch.empty_like(x))
+        zero_dropped(x, drawn, 0.3, out=(out := torch.empty_like(x)))
         assert out.tolist() == [1.5, 0.0, -torch.inf, 0.0]
+        zero_dropped(x, drawn, 1e-6, out=(out := torch.empty_like(x)))
+        assert torch.equal(out.nan_to_num(5.0), x.nan_to_num(5.0)), "a probability that is rounded to none"
     assert factor(0.25) == 4 / 3 and dropped_draws(0.9999999) == 65535
