@@ -64,8 +64,10 @@ def mask_streams(keys: Tensor, site: int, first_position: int = 0) -> list[tuple
 
 
 def zero_dropped(x: Tensor, draws: Tensor, p: float, out: Tensor) -> None:
-    """out = x, and 0 where the draw, an int16, is below the dropped ones: ReLU's backward, which does this in one pass,
-    takes the bits of x for its gradient. A comparison and masked_fill take five times as long. out may be x."""
+    """out = x, and 0 where the draw drops it. draws: int16, of x's shape. out may be x.
+
+    ReLU's backward does this in one pass, with the bits of x as its gradient. A comparison and a product of the bits
+    are two passes: 4 % more time of the whole dropout in bf16."""
     bits = _OF_SIZE[x.element_size()]
     if highest := dropped_draws(p):  # else nothing is dropped
         torch.ops.aten.threshold_backward.grad_input(x.view(bits), draws.to(bits), highest - 32769,
