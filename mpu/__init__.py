@@ -15,6 +15,7 @@ The files in the order in which to read them:
     attention           causal self-attention, and attention within documents
     transformer         MLP and layer
     cross_entropy       the loss over a split vocabulary
+    exact               the same with one order of every sum, in all layouts
 
 `data` and `kv_cache` are short helpers; `kept_arguments` and `host_memory` are two places for what backward needs.
 `kernels` chooses for a device, dtype and case how an operation is computed; it knows nothing of ranks.
@@ -27,6 +28,7 @@ from mpu.attention import Documents, ParallelSelfAttention
 from mpu.cross_entropy import vocab_parallel_cross_entropy, vocab_parallel_linear_cross_entropy
 from mpu.data import broadcast_data
 from mpu.dropout import dropout_keys, hidden_dropout
+from mpu.exact import exact_modules, exact_squared_norm
 from mpu.grads import clip_grad_norm, mark_sequence_parallel, squared_norm, sum_sequence_parallel_grads
 from mpu.host_memory import HostMemory
 from mpu.initialize import (
@@ -55,7 +57,13 @@ from mpu.initialize import (
 )
 from mpu.kernels import dropout, linear_without_gradient
 from mpu.kv_cache import KeyValueCache
-from mpu.layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear, VocabParallelEmbedding
+from mpu.layers import (
+    ColumnParallelLinear,
+    ParallelEmbedding,
+    PositionEmbedding,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+)
 from mpu.mappings import (
     copy_to_model_parallel_region,
     gather_from_model_parallel_region,
@@ -78,22 +86,23 @@ from mpu.random import (
     model_parallel_cuda_manual_seed,
     partition_activations_in_checkpoint,
 )
-from mpu.transformer import LayerNorm, ParallelMLP, ParallelTransformerLayer
+from mpu.transformer import PLAIN_MODULES, LayerNorm, Modules, ParallelMLP, ParallelTransformerLayer
 from mpu.transformer_config import TransformerConfig
 
 __all__ = [
-    "Box", "ColumnParallelLinear", "Documents", "HostMemory", "KeyValueCache", "LayerNorm", "ParallelEmbedding",
-    "ParallelMLP", "ParallelSelfAttention", "ParallelState", "ParallelTransformerLayer", "PartitionSpec",
-    "RowParallelLinear", "Transfer", "TransformerConfig", "VocabParallelEmbedding", "broadcast_data",
-    "broadcast_from_last_stage", "checkpoint", "clip_grad_norm", "copy_to_model_parallel_region",
-    "destroy_model_parallel", "divide", "dropout", "dropout_keys", "exchange", "gather_from_model_parallel_region",
-    "gather_from_sequence_parallel_region", "get_cuda_rng_tracker", "get_data_parallel_group", "get_data_parallel_rank",
-    "get_data_parallel_world_size", "get_embedding_group", "get_model_parallel_group", "get_model_parallel_rank",
-    "get_model_parallel_src_rank", "get_model_parallel_world_size", "get_parallel_state",
-    "get_pipeline_model_parallel_group", "get_pipeline_model_parallel_rank", "get_pipeline_model_parallel_world_size",
-    "get_tensor_model_parallel_group", "get_tensor_model_parallel_rank", "get_tensor_model_parallel_src_rank",
-    "get_tensor_model_parallel_world_size", "hidden_dropout", "initialize_model_parallel", "is_pipeline_first_stage",
-    "is_pipeline_last_stage", "linear_without_gradient", "mark_sequence_parallel", "model_parallel_cuda_manual_seed",
+    "Box", "ColumnParallelLinear", "Documents", "HostMemory", "KeyValueCache", "LayerNorm", "Modules", "PLAIN_MODULES",
+    "ParallelEmbedding", "ParallelMLP", "ParallelSelfAttention", "ParallelState", "ParallelTransformerLayer",
+    "PartitionSpec", "PositionEmbedding", "RowParallelLinear", "Transfer", "TransformerConfig",
+    "VocabParallelEmbedding", "broadcast_data", "broadcast_from_last_stage", "checkpoint", "clip_grad_norm",
+    "copy_to_model_parallel_region", "destroy_model_parallel", "divide", "dropout", "dropout_keys", "exact_modules",
+    "exact_squared_norm", "exchange", "gather_from_model_parallel_region", "gather_from_sequence_parallel_region",
+    "get_cuda_rng_tracker", "get_data_parallel_group", "get_data_parallel_rank", "get_data_parallel_world_size",
+    "get_embedding_group", "get_model_parallel_group", "get_model_parallel_rank", "get_model_parallel_src_rank",
+    "get_model_parallel_world_size", "get_parallel_state", "get_pipeline_model_parallel_group",
+    "get_pipeline_model_parallel_rank", "get_pipeline_model_parallel_world_size", "get_tensor_model_parallel_group",
+    "get_tensor_model_parallel_rank", "get_tensor_model_parallel_src_rank", "get_tensor_model_parallel_world_size",
+    "hidden_dropout", "initialize_model_parallel", "is_pipeline_first_stage", "is_pipeline_last_stage",
+    "linear_without_gradient", "mark_sequence_parallel", "model_parallel_cuda_manual_seed",
     "model_parallel_is_initialized", "padded_vocab_size", "partition_activations_in_checkpoint", "partition_specs",
     "receive_from_previous_stage", "reduce_from_model_parallel_region", "reduce_scatter_to_sequence_parallel_region",
     "scatter_to_model_parallel_region", "send_to_next_stage", "squared_norm", "sum_sequence_parallel_grads",

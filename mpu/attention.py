@@ -87,17 +87,19 @@ class ParallelSelfAttention(nn.Module):
     sequence_parallel. Forward: one all-reduce; backward: one. Under sequence parallelism each becomes two halves.
 
     The fused query-key-value weight is head-major, its rows ordered as [n, 3, d], so that every rank's shard is
-    contiguous. Raises ValueError where p does not divide n.
+    contiguous. column, row: make the linear layers. Raises ValueError where p does not divide n.
     """
 
-    def __init__(self, config: TransformerConfig, *, init_method: InitMethod, output_init_method: InitMethod) -> None:
+    def __init__(self, config: TransformerConfig, *, init_method: InitMethod, output_init_method: InitMethod,
+                 column: Callable[..., ColumnParallelLinear] = ColumnParallelLinear,
+                 row: Callable[..., RowParallelLinear] = RowParallelLinear) -> None:
         super().__init__()
         h = config.hidden_size
         self.head_size, self.attention_dropout = config.head_size, config.attention_dropout
-        self.query_key_value = ColumnParallelLinear(
+        self.query_key_value = column(
             h, 3 * h, gather_output=False, sequence_parallel=config.sequence_parallel, init_method=init_method,
             group=config.group, device=config.device)
-        self.dense = RowParallelLinear(
+        self.dense = row(
             h, h, input_is_parallel=True, sequence_parallel=config.sequence_parallel, init_method=output_init_method,
             group=config.group, device=config.device)
         divide(config.num_attention_heads, self.dense.world_size)
@@ -112,14 +114,20 @@ class ParallelSelfAttention(nn.Module):
         [s, b, n/p, 3, d] -> [s, b, h/p]; a `KeyValueCache` has one. keys: this layer's of `mpu.dropout_keys`; None
         lets dropout draw from torch's generators.
         """
-        qkv = self.query_key_value(x)
-        qkv = qkv.view(*qkv.shape[:2], -1, 3, self.head_size)  # [s, b, 3h/p] -> [s, b, n/p, 3, d]
+        qkv = self.split_heads(self.query_key_value(x))
+        out: Tensor = self.dense(self.of_heads(qkv, documents, attend, keys, self.dense.rank * qkv.size(2)))
+        return out
+
+    def split_heads(self, qkv: Tensor) -> Tensor:
+        """[s, b, 3h/p] -> [s, b, n/p, 3, d]."""
+        return qkv.view(*qkv.shape[:2], -1, 3, self.head_size)
+
+    def of_heads(self, qkv: Tensor, documents: Documents | None, attend: Attend | None, keys: Tensor | None,
+                 first_head: int) -> Tensor:
+        """Attention of some heads, of which first_head is the first: [s, b, n/p, 3, d] -> [s, b, h/p]."""
         dropout_p = self.attention_dropout if self.training else 0.0
         if attend is not None:
-            y = attend(qkv)
-        elif dropout_p == 0 and documents is None:
-            y = kernels.causal_attention(qkv, 0.0)
-        else:
-            y = self.core_attention(qkv, dropout_p, documents, keys, self.dense.rank * qkv.size(2))
-        out: Tensor = self.dense(y)
-        return out
+            return attend(qkv)
+        if dropout_p == 0 and documents is None:
+            return kernels.causal_attention(qkv, 0.0)
+        return self.core_attention(qkv, dropout_p, documents, keys, first_head)

@@ -11,8 +11,7 @@ Legend: t tokens, h hidden, v padded vocabulary, p model-parallel size.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,20 +27,20 @@ from mpu.partition import check_ids, local_ids
 
 
 @dataclass(frozen=True)
-class _VocabShard:
-    """The columns of the vocabulary that this rank holds, and where the targets [...] lie among them."""
+class VocabShard:
+    """A part of the vocabulary's columns, and where the targets [...] lie among them."""
 
     columns: int  # true ones; those after them are padding and take no part in the softmax
     target: Tensor  # [...] int64, 0 where another rank holds it
     is_here: Tensor  # [...] bool
 
     @staticmethod
-    def of(target: Tensor, part: int, rank: int, vocab_size: int | None) -> _VocabShard:
+    def of(target: Tensor, part: int, rank: int, vocab_size: int | None) -> VocabShard:
         columns = part if vocab_size is None else min(max(vocab_size - rank * part, 0), part)
-        return _VocabShard(columns, *local_ids(target, rank * part, (rank + 1) * part))
+        return VocabShard(columns, *local_ids(target, rank * part, (rank + 1) * part))
 
-    def __getitem__(self, rows: slice) -> _VocabShard:
-        return _VocabShard(self.columns, self.target[rows], self.is_here[rows])
+    def __getitem__(self, rows: slice) -> VocabShard:
+        return VocabShard(self.columns, self.target[rows], self.is_here[rows])
 
     def exponentials(self, logits: Tensor) -> Tensor:
         """[..., v/p] float32, which become exp(logits - peak) -> [3, ...]: peak, sum, and the target's logit."""
@@ -63,18 +62,57 @@ class _VocabShard:
         return d_logits
 
 
-def _over_ranks(local: Tensor, group: ProcessGroup) -> Tensor:
-    """[3, ...] of the whole vocabulary from those of every rank: one all-gather instead of three all-reduces."""
-    everyone = local.new_empty((group.size(), *local.shape))
-    dist.all_gather(list(everyone), local, group=group)
-    peaks, totals, target_logits = everyone.unbind(1)  # [p, 3, ...] -> three of [p, ...]
-    peak = peaks.amax(dim=0)
-    return torch.stack((peak, (totals * (peaks - peak).exp()).sum(dim=0), target_logits.sum(dim=0)))
+class VocabSums:
+    """How the columns of the vocabulary that each rank of `group` holds become the whole, in plain sums.
 
+    columns: of this rank, padding included. vocab_size: the true vocabulary (default: every column counts).
+    """
 
-def _over_ranks_of(group: ProcessGroup | None) -> Callable[[Tensor], Tensor] | None:
-    """None where one rank holds the whole vocabulary."""
-    return None if group is None or group.size() == 1 else functools.partial(_over_ranks, group=group)
+    def __init__(self, columns: int, group: ProcessGroup | None, vocab_size: int | None) -> None:
+        self.columns, self._group, self._vocab_size = columns, group, vocab_size
+        self._rank, self._size = group_rank_and_size(group)
+
+    @property
+    def is_local(self) -> bool:
+        """Whether this rank has the whole vocabulary."""
+        return self._size == 1
+
+    def shards(self, target: Tensor) -> list[VocabShard]:
+        """Where the targets [...] lie in each part that this rank has of the vocabulary: here one."""
+        return [VocabShard.of(target, self.columns, self._rank, self._vocab_size)]
+
+    def gathered(self, local: Tensor) -> Tensor:
+        """[parts of this rank, 3, ...] -> [parts of all ranks, 3, ...]: one all-gather instead of three
+        all-reduces."""
+        assert self._group is not None
+        everyone = local.new_empty((self._size * len(local), *local.shape[1:]))
+        dist.all_gather(list(everyone.split(len(local))), local.contiguous(), group=self._group)
+        return everyone
+
+    def whole(self, everyone: Tensor) -> Tensor:
+        """[parts of all ranks, 3, ...] -> [3, ...] of the whole vocabulary."""
+        if len(everyone) == 1:
+            return everyone[0]
+        peaks, totals, target_logits = everyone.unbind(1)  # [p, 3, ...] -> three of [p, ...]
+        peak = peaks.amax(dim=0)
+        return torch.stack((peak, (totals * (peaks - peak).exp()).sum(dim=0), target_logits.sum(dim=0)))
+
+    def all_tokens(self, hidden: Tensor) -> Tensor:
+        """[t, h] of all tokens. The operation before the head has gathered them."""
+        return hidden
+
+    def room(self, hidden: Tensor) -> Tensor:
+        """Where the gradient of the hidden states [t, h] is put together."""
+        return torch.empty_like(hidden)
+
+    def input_gradient(self, d_logits: Sequence[Tensor], weights: Sequence[Tensor], out: Tensor) -> None:
+        """This rank's part of d hidden [c, h] of some tokens, from each part of the vocabulary: [c, v/p], [v/p, h]."""
+        torch.mm(d_logits[0], weights[0], out=out)
+
+    def complete(self, d_hidden: Tensor, dtype: torch.dtype) -> Tensor:
+        """What is given to autograd as the gradient of the hidden states, where all tokens have theirs. The operation
+        before the head sums it over the ranks."""
+        return d_hidden
 
 
 def _loss(whole: Tensor) -> Tensor:
@@ -84,13 +122,11 @@ def _loss(whole: Tensor) -> Tensor:
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, target: Tensor, group: ProcessGroup | None, vocab_size: int | None,
-                grad_enabled: bool) -> Tensor:
-        shard = _VocabShard.of(target, logits.size(-1), group_rank_and_size(group)[0], vocab_size)
-        over_ranks = _over_ranks_of(group)
+    def forward(ctx: Any, logits: Tensor, target: Tensor, sums: VocabSums, grad_enabled: bool) -> Tensor:
+        (shard,) = sums.shards(target)
         x = logits.to(torch.float32, copy=True)
         local = shard.exponentials(x)
-        whole = local if over_ranks is None else over_ranks(local)
+        whole = local if sums.is_local else sums.whole(sums.gathered(local.unsqueeze(0)))
         loss = _loss(whole)
         if grad_enabled and ctx.needs_input_grad[0]:
             ctx.save_for_backward(shard.d_logits(x, local, whole, torch.ones_like(loss)).to(logits.dtype))
@@ -99,7 +135,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (d_logits,) = ctx.saved_tensors
-        return (d_logits * grad.unsqueeze(-1)).to(d_logits.dtype), None, None, None, None
+        return (d_logits * grad.unsqueeze(-1)).to(d_logits.dtype), None, None, None
 
 
 def vocab_parallel_cross_entropy(logits: Tensor, target: Tensor, group: ProcessGroup | None = None, *,
@@ -115,37 +151,40 @@ def vocab_parallel_cross_entropy(logits: Tensor, target: Tensor, group: ProcessG
     check_ids(target, vocab_size or logits.size(-1) * group_rank_and_size(group)[1], "target")
     # Inside of `forward` gradients are always off, and needs_input_grad does not know of no_grad.
     return _VocabParallelCrossEntropy.apply(  # type: ignore[no-any-return]
-        logits, target, group, vocab_size, torch.is_grad_enabled())
+        logits, target, VocabSums(logits.size(-1), group, vocab_size), torch.is_grad_enabled())
 
 
-class _LinearCrossEntropy(torch.autograd.Function):
+class LinearCrossEntropy(torch.autograd.Function):
     """The gradients are made in the forward pass, chunk by chunk, and scaled by d loss in backward."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, target: Tensor, token_weight: Tensor,
-                group: ProcessGroup | None, vocab_size: int, chunk_size: int,
-                weight_grad_hook: Callable[[Tensor], object] | None, grad_enabled: bool) -> Tensor:
-        needs_grad, over_ranks = grad_enabled and any(ctx.needs_input_grad), _over_ranks_of(group)
-        shard = _VocabShard.of(target, weight.size(0), group_rank_and_size(group)[0], vocab_size)
-        d_hidden = hidden.new_empty(hidden.shape if needs_grad else 0)
-        d_weight = kernels.SumOfProducts()
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, target: Tensor, token_weight: Tensor, sums: VocabSums,
+                chunk_size: int, weight_grad_hook: Callable[[Tensor], object] | None, grad_enabled: bool) -> Tensor:
+        """See `vocab_parallel_linear_cross_entropy`."""
+        needs_grad = grad_enabled and any(ctx.needs_input_grad)
+        hidden, shards = sums.all_tokens(hidden), sums.shards(target)
+        weights = weight.chunk(len(shards))
+        d_hidden = sums.room(hidden) if needs_grad else hidden.new_empty(0)
+        d_weights = [kernels.SumOfProducts() for _ in weights]
         loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
         for start in range(0, hidden.size(0), chunk_size):
             rows = slice(start, min(start + chunk_size, hidden.size(0)))
-            logits = hidden[rows] @ weight.t()  # [chunk, v/p]
+            logits = [hidden[rows] @ part.t() for part in weights]  # [chunk, v/p]
             # The weights (loss scale, 1 / tokens of the global batch) enter before anything is rounded.
-            whole = kernels.vocab_parallel_softmax(logits, shard[rows], token_weight[rows] if needs_grad else None,
-                                                   over_ranks)
+            whole = kernels.vocab_parallel_softmax(logits, [shard[rows] for shard in shards],
+                                                   token_weight[rows] if needs_grad else None, sums)
             loss += torch.dot(_loss(whole), token_weight[rows])
             if needs_grad:
                 d_logits = logits  # which the softmax has left in their place
-                torch.mm(d_logits, weight, out=d_hidden[rows])
-                d_weight.add(d_logits, hidden[rows])  # += d logitsᵀ · hidden
+                sums.input_gradient(d_logits, weights, out=d_hidden[rows])
+                for d_weight, of_part in zip(d_weights, d_logits, strict=True):
+                    d_weight.add(of_part, hidden[rows])  # += d logitsᵀ · hidden
                 del d_logits
             del logits  # before the next ones are made
         if needs_grad:
             # Rounded now, as autograd would do in the end: half the memory until backward comes.
-            ctx.gradients = d_hidden, d_weight.total().to(weight.dtype)
+            parts = [d_weight.total().to(weight.dtype) for d_weight in d_weights]
+            ctx.gradients = sums.complete(d_hidden, hidden.dtype), parts[0] if len(parts) == 1 else torch.cat(parts)
             ctx.weight_grad_hook = weight_grad_hook
         return loss
 
@@ -158,7 +197,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if ctx.weight_grad_hook is not None:
             ctx.weight_grad_hook(d_weight)
             d_weight = None
-        return d_hidden, d_weight, None, None, None, None, None, None, None
+        return d_hidden, d_weight, None, None, None, None, None, None
 
 
 def chunk_size_for(tokens: int) -> int:
@@ -188,6 +227,6 @@ def vocab_parallel_linear_cross_entropy(hidden: Tensor, weight: Tensor, target: 
     hidden, weight, _ = kernels.cast_for_autocast(hidden, weight)
     to_every_rank = gather_from_sequence_parallel_region if sequence_parallel else copy_to_model_parallel_region
     hidden = to_every_rank(hidden, group)
-    return _LinearCrossEntropy.apply(  # type: ignore[no-any-return]
-        hidden, weight, target, token_weight, group, vocab_size, chunk_size or chunk_size_for(hidden.size(0)),
-        weight_grad_hook, torch.is_grad_enabled())
+    return LinearCrossEntropy.apply(  # type: ignore[no-any-return]
+        hidden, weight, target, token_weight, VocabSums(weight.size(0), group, vocab_size),
+        chunk_size or chunk_size_for(hidden.size(0)), weight_grad_hook, torch.is_grad_enabled())

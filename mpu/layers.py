@@ -88,11 +88,15 @@ class _ParallelLinear(_ParallelLayer):
                              "order a fused query-key-value weight [heads, 3, head size] as ParallelSelfAttention does")
         full = self.make_parameter("weight", PartitionSpec((output_size, input_size), dim), init_method, device)
         self.master_weight = full if keep_master_weight_for_test else None
-        # Makes the weight gradient. A schedule that computes it later puts another function here.
+        # Takes the factors of the weight gradient. A schedule that computes it later puts a function here.
         self.weight_gradient_sink: kernels.WeightGradientSink | None = None
         self.register_parameter("bias", None)
         if bias:
             self.make_parameter("bias", PartitionSpec((output_size,), 0 if dim == 0 else None), nn.init.zeros_, device)
+
+    def weight_gradient(self, dy: Any, x: Any) -> Tensor:
+        """dYᵀX of what the sink was given: [t, output_size], [t, input_size], of this rank."""
+        return kernels.weight_gradient(dy, x)
 
 
 class _ColumnParallelLinear(torch.autograd.Function):
@@ -162,7 +166,7 @@ class ColumnParallelLinear(_ParallelLinear):
         else:
             operands = kernels.cast_for_autocast(x, self.weight, self.bias)
             y = _ColumnParallelLinear.apply(*operands, self.group, self.sequence_parallel,
-                                            self.weight_gradient_sink or kernels.weight_gradient)
+                                            self.weight_gradient_sink or self.weight_gradient)
         return gather_from_model_parallel_region(y, self.group) if self.gather_output else y
 
 
@@ -251,6 +255,37 @@ class VocabParallelEmbedding(_ParallelLayer):
         if is_here is None:
             return rows
         return self.reduce(rows.masked_fill(~is_here.unsqueeze(-1), 0.0), self.group)  # mask [...] -> [..., 1]
+
+
+class PositionEmbedding(_ParallelLayer):
+    """Adds to each token the row of its position; replicated. With sequence_parallel the weight's gradient is a partial
+    sum.
+
+    [s, b, h] -> [s, b, h], or [s/p, b, h] -> [s/p, b, h] with sequence_parallel.
+    """
+
+    weight: Tensor
+
+    def __init__(self, num_embeddings: int, embedding_dim: int, init_method: InitMethod = nn.init.xavier_normal_, *,
+                 sequence_parallel: bool = False, group: ProcessGroup | None = None,
+                 device: torch.device | str | None = None) -> None:
+        super().__init__(group)
+        self.sequence_parallel = sequence_parallel
+        self.make_parameter("weight", PartitionSpec((num_embeddings, embedding_dim)), init_method, device)
+        if sequence_parallel:
+            mark_sequence_parallel(self.parameters())
+
+    def own_part(self, x: Tensor) -> slice:
+        """Which positions the hidden states x [s, ...], or [s/p, ...] with sequence_parallel, are of."""
+        first = self.rank * x.size(0) if self.sequence_parallel else 0
+        return slice(first, first + x.size(0))
+
+    def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
+        """[s, b, h] -> [s, b, h]. positions: [b, s] int64, where they are not 0 to s - 1."""
+        own = self.own_part(x)
+        # [s, h] -> [s, 1, h], or [b, s] -> [s, b] -> [s, b, h]; s/p with sequence_parallel
+        return x + (self.weight[own].unsqueeze(1) if positions is None else
+                    F.embedding(positions.t()[own], self.weight))
 
 
 class ParallelEmbedding(_ParallelLayer):

@@ -8,6 +8,7 @@ of them for backward are split as well.
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,10 +17,11 @@ from torch import Tensor, nn
 
 from mpu import kernels
 from mpu.attention import Attend, Documents, ParallelSelfAttention, core_attention
+from mpu.cross_entropy import vocab_parallel_linear_cross_entropy
 from mpu.dropout import AFTER_ATTENTION, AFTER_MLP, dropout_of_own_part, hidden_dropout
 from mpu.grads import mark_sequence_parallel
 from mpu.kernels import checkpoint_without_output
-from mpu.layers import ColumnParallelLinear, InitMethod, RowParallelLinear
+from mpu.layers import ColumnParallelLinear, InitMethod, PositionEmbedding, RowParallelLinear
 from mpu.transformer_config import TransformerConfig
 
 
@@ -39,16 +41,19 @@ class ParallelMLP(nn.Module):
     [s/p, b, h] -> [s/p, b, h] with sequence_parallel. Forward: one all-reduce; backward: one.
 
     With selective recomputation the output of GELU, a quarter of what a layer keeps, is computed again in backward.
+    column, row: make the linear layers.
     """
 
-    def __init__(self, config: TransformerConfig, *, init_method: InitMethod, output_init_method: InitMethod) -> None:
+    def __init__(self, config: TransformerConfig, *, init_method: InitMethod, output_init_method: InitMethod,
+                 column: Callable[..., ColumnParallelLinear] = ColumnParallelLinear,
+                 row: Callable[..., RowParallelLinear] = RowParallelLinear) -> None:
         super().__init__()
         self.gelu: Callable[[Tensor], Tensor] = kernels.gelu_tanh if config.gelu == "tanh" else F.gelu
         self.recompute = config.recompute_granularity == "selective"
-        self.dense_h_to_4h = ColumnParallelLinear(
+        self.dense_h_to_4h = column(
             config.hidden_size, config.ffn_hidden_size, gather_output=False, init_method=init_method,
             sequence_parallel=config.sequence_parallel, group=config.group, device=config.device)
-        self.dense_4h_to_h = RowParallelLinear(
+        self.dense_4h_to_h = row(
             config.ffn_hidden_size, config.hidden_size, input_is_parallel=True, init_method=output_init_method,
             sequence_parallel=config.sequence_parallel, group=config.group, device=config.device)
 
@@ -60,25 +65,43 @@ class ParallelMLP(nn.Module):
         return out
 
 
+@dataclass(frozen=True)
+class Modules:
+    """Of what a model is made: classes, or functions with their arguments, that stand in for the plain ones. Each is
+    called as the plain one. (megatron.core's ModuleSpec.)"""
+
+    attention: Callable[..., ParallelSelfAttention] = ParallelSelfAttention
+    mlp: Callable[..., ParallelMLP] = ParallelMLP
+    layer_norm: Callable[..., LayerNorm] = LayerNorm
+    position_embedding: Callable[..., PositionEmbedding] = PositionEmbedding
+    linear_cross_entropy: Callable[..., Tensor] = vocab_parallel_linear_cross_entropy
+
+
+PLAIN_MODULES = Modules()
+
+
 class ParallelTransformerLayer(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)), dropout on both branches. [s, b, h] -> [s, b, h], or
     [s/p, b, h] -> [s/p, b, h] with sequence_parallel.
 
-    init_method_for: gives the init_method of a weight by its name here, for example "attention.dense.weight".
+    init_method_for: gives the init_method of a weight by its name here, for example "attention.dense.weight". modules:
+    of what the layer is made.
     """
 
-    def __init__(self, config: TransformerConfig, *, init_method_for: Callable[[str], InitMethod]) -> None:
+    def __init__(self, config: TransformerConfig, *, init_method_for: Callable[[str], InitMethod],
+                 modules: Modules | None = None) -> None:
         super().__init__()
         self.hidden_dropout, self.sequence_parallel = config.hidden_dropout, config.sequence_parallel
         self.recompute = config.recompute_granularity == "selective"
-        norm = functools.partial(LayerNorm, config.hidden_size, config.layernorm_epsilon,
+        modules = modules or PLAIN_MODULES
+        norm = functools.partial(modules.layer_norm, config.hidden_size, config.layernorm_epsilon,
                                  sequence_parallel=config.sequence_parallel, device=config.device)
         self.input_layernorm = norm()
-        self.attention = ParallelSelfAttention(
+        self.attention = modules.attention(
             config, init_method=init_method_for("attention.query_key_value.weight"),
             output_init_method=init_method_for("attention.dense.weight"))
         self.post_attention_layernorm = norm()
-        self.mlp = ParallelMLP(config, init_method=init_method_for("mlp.dense_h_to_4h.weight"),
+        self.mlp = modules.mlp(config, init_method=init_method_for("mlp.dense_h_to_4h.weight"),
                                output_init_method=init_method_for("mlp.dense_4h_to_h.weight"))
         # An attribute, which `compile` replaces.
         self.dropout_of_own_part = dropout_of_own_part

@@ -19,7 +19,7 @@ from mpu.kernels.attention_blockwise import attention_with_blockwise_backward
 from mpu.kernels.attention_fused import fused_attention, has_varlen_kernel, varlen_attention
 from mpu.kernels.attention_keyed import keyed_attention
 from mpu.kernels.attention_materialised import materialised_attention, materialised_attention_in_float32
-from mpu.kernels.cross_entropy_rows import VocabShard, softmax_in_rows
+from mpu.kernels.cross_entropy_rows import VocabShard, VocabSums, softmax_in_rows
 from mpu.kernels.cross_entropy_sums import SumOfProducts
 from mpu.kernels.dropout_keyed import keyed_dropout
 from mpu.kernels.elementwise import dropout_16_bits, gelu_by_sigmoid
@@ -142,19 +142,21 @@ def document_attention(qkv: Tensor, dropout_p: float, lengths: Sequence[int], cu
     return torch.cat([causal_attention(document, dropout_p) for document in qkv.split(list(lengths))])
 
 
-def vocab_parallel_softmax(logits: Tensor, shard: VocabShard, weight: Tensor | None,
-                           over_ranks: Callable[[Tensor], Tensor] | None) -> Tensor:
-    """logits [t, v/p] -> [3, t] float32 of the whole vocabulary: peak, sum of exponentials, the target's logit.
+def vocab_parallel_softmax(logits: Sequence[Tensor], shards: Sequence[VocabShard], weight: Tensor | None,
+                           sums: VocabSums) -> Tensor:
+    """The logits of each part of the vocabulary that this rank has, [t, v/p] -> [3, t] float32 of the whole vocabulary:
+    peak, sum of exponentials, the target's logit.
 
     weight: [t] float32; with it the logits become weight · (softmax - one-hot(target)). Without it what they become is
-    undefined. over_ranks: makes the three numbers of the whole vocabulary out of every rank's; None where this rank
-    holds all of it.
+    undefined. sums: makes the three numbers of the whole vocabulary out of every part's.
     """
-    if logits.device.type == "cpu":
-        return softmax_in_rows(logits, shard, weight, over_ranks)
-    x = logits.float()
-    local = shard.exponentials(x)
-    whole = local if over_ranks is None else over_ranks(local)
+    if logits[0].device.type == "cpu":
+        return softmax_in_rows(logits, shards, weight, sums)
+    xs = [part.float() for part in logits]
+    of_parts = [shard.exponentials(x) for x, shard in zip(xs, shards, strict=True)]
+    local = torch.stack(of_parts) if len(of_parts) > 1 else of_parts[0].unsqueeze(0)  # [parts, 3, t]; a GPU copies
+    whole = sums.whole(local if sums.is_local else sums.gathered(local))
     if weight is not None:
-        logits.copy_(shard.d_logits(x, local, whole, weight))
+        for part, x, shard, of_part in zip(logits, xs, shards, of_parts, strict=True):
+            part.copy_(shard.d_logits(x, of_part, whole, weight))
     return whole

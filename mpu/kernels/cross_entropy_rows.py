@@ -9,7 +9,7 @@ Legend: c tokens of the chunk, v padded vocabulary, p model-parallel size.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -19,7 +19,7 @@ _ELEMENTS = 3 << 16  # of float32, for each core: 0.75 MB
 
 
 class VocabShard(Protocol):
-    """The equations of a rank's part of the vocabulary, which `mpu/cross_entropy.py` defines."""
+    """The equations of a part of the vocabulary, which `mpu/cross_entropy.py` defines."""
 
     def __getitem__(self, rows: slice) -> VocabShard:
         """The equations for some of the tokens."""
@@ -31,33 +31,64 @@ class VocabShard(Protocol):
         """weight · (softmax - one-hot(target)), in the place of the exponentials."""
 
 
+class VocabSums(Protocol):
+    """How the parts of the vocabulary become the whole; also of `mpu/cross_entropy.py`."""
+
+    @property
+    def is_local(self) -> bool:
+        """Whether this rank has all parts."""
+
+    @property
+    def columns(self) -> int:
+        """Of how many columns a block of rows is to stay in the cache."""
+
+    def gathered(self, local: Tensor) -> Tensor:
+        """[parts of this rank, 3, c] -> [parts of all ranks, 3, c]."""
+
+    def whole(self, everyone: Tensor) -> Tensor:
+        """[parts of all ranks, 3, ...] -> [3, ...]: peak, sum and target's logit of the whole vocabulary."""
+
+
 def rows_in_cache(columns: int) -> int:
     """How many rows of so many logits are in float32 at once."""
     return max(torch.get_num_threads() * _ELEMENTS // columns, 1)
 
 
-def softmax_in_rows(logits: Tensor, shard: VocabShard, weight: Tensor | None,
-                    over_ranks: Callable[[Tensor], Tensor] | None) -> Tensor:
-    """logits [c, v/p] -> [3, c] float32 of the whole vocabulary: peak, sum of exponentials, the target's logit.
+def softmax_in_rows(logits: Sequence[Tensor], shards: Sequence[VocabShard], weight: Tensor | None,
+                    sums: VocabSums) -> Tensor:
+    """The logits of each part of the vocabulary that this rank has, [c, v/p] -> [3, c] float32 of the whole vocabulary:
+    peak, sum of exponentials, the target's logit.
 
-    weight: [c] float32; with it the logits become weight · (softmax - one-hot(target)). over_ranks: makes the three
-    numbers of the whole vocabulary out of every rank's; None where this rank holds all of it.
+    weight: [c] float32; with it the logits become weight · (softmax - one-hot(target)).
     """
-    count = min(rows_in_cache(logits.size(1)), logits.size(0))
-    blocks = [slice(first, min(first + count, logits.size(0))) for first in range(0, logits.size(0), count)]
-    room = torch.empty(count, logits.size(1), dtype=torch.float32)
-    local = torch.empty(3, logits.size(0), dtype=torch.float32)
+    tokens = logits[0].size(0)
+    count = min(rows_in_cache(sums.columns), tokens)
+    blocks = [slice(first, min(first + count, tokens)) for first in range(0, tokens, count)]
+    rooms = [torch.empty(count, part.size(1), dtype=torch.float32) for part in logits]
+    local = torch.empty(len(logits), 3, tokens, dtype=torch.float32)
+    whole = torch.empty(3, tokens, dtype=torch.float32)
+
+    def exponentials(rows: slice) -> None:
+        for number, (room, part, shard) in enumerate(zip(rooms, logits, shards, strict=True)):
+            x = room[:rows.stop - rows.start].copy_(part[rows])
+            local[number, :, rows] = shard[rows].exponentials(x)
+
+    def finish(rows: slice, everyone: Tensor) -> None:
+        whole[:, rows] = sums.whole(everyone[..., rows])
+        if weight is not None:
+            for number, (room, part, shard) in enumerate(zip(rooms, logits, shards, strict=True)):
+                x = room[:rows.stop - rows.start]
+                part[rows] = shard[rows].d_logits(x, local[number, :, rows], whole[:, rows], weight[rows])
+
+    is_local = sums.is_local
     for rows in blocks:
-        x = room[:rows.stop - rows.start].copy_(logits[rows])
-        local[:, rows] = shard[rows].exponentials(x)
-        if weight is not None and over_ranks is None:
-            logits[rows] = shard[rows].d_logits(x, local[:, rows], local[:, rows], weight[rows])
-    if over_ranks is None:
-        return local
-    whole = over_ranks(local)
-    if weight is not None:
+        exponentials(rows)
+        if is_local:
+            finish(rows, local)
+    if not is_local:
+        everyone = sums.gathered(local)
         for rows in blocks:
-            x = room[:rows.stop - rows.start].copy_(logits[rows])
-            shard[rows].exponentials(x)  # again: all of them in float32 would not stay in the cache
-            logits[rows] = shard[rows].d_logits(x, local[:, rows], whole[:, rows], weight[rows])
+            if weight is not None:
+                exponentials(rows)  # again: all of them in float32 would not stay in the cache
+            finish(rows, everyone)
     return whole

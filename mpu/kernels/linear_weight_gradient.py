@@ -16,9 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# Is given dY [t, o] and X [t, i] and gives dYᵀX [o, i] to autograd, or None where the gradient goes another way: into a
-# buffer, or later.
-WeightGradientSink = Callable[[Tensor, Tensor], Tensor | None]
+# Is given dY [t, o] and X [t, i], either of which may be in parts, and gives dYᵀX [o, i] to autograd, or None where the
+# gradient goes another way: into a buffer, or later.
+WeightGradientSink = Callable[[Any, Any], Tensor | None]
 PARTS = 4
 LEAST_TOKENS = 512  # of a part
 

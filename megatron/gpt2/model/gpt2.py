@@ -24,7 +24,7 @@ from torch.distributed import ProcessGroup
 import mpu
 from megatron.gpt2.config import ModelConfig
 from mpu.initialize import group_rank_and_size
-from mpu.layers import InitMethod, initial_weight
+from mpu.layers import InitMethod
 
 TIED = "word_embeddings.weight"  # the head's weight too
 
@@ -48,23 +48,24 @@ class Transformer(nn.Module):
     parallelism.
 
     numbers: of the layers that this rank holds; the others are None in `layers`.
-    init_method_for: gives the init_method of a weight by its name in the whole model.
+    init_method_for: gives the init_method of a weight by its name in the whole model. modules: of what a layer is made.
     """
 
     def __init__(self, num_layers: int, numbers: Sequence[int], config: mpu.TransformerConfig,
-                 init_method_for: Callable[[str], InitMethod]) -> None:
+                 init_method_for: Callable[[str], InitMethod], modules: mpu.Modules) -> None:
         super().__init__()
         self.config, self._numbers = config, numbers
         self.layer_pre_hook: Callable[[int], object] = lambda number: None  # is called before each layer computes
 
         def layer(number: int) -> mpu.ParallelTransformerLayer:
             return mpu.ParallelTransformerLayer(
-                config, init_method_for=lambda name: init_method_for(f"transformer.layers.{number}.{name}"))
+                config, init_method_for=lambda name: init_method_for(f"transformer.layers.{number}.{name}"),
+                modules=modules)
 
         self.layers = nn.ModuleList(layer(number) if number in numbers else None  # type: ignore[misc]
                                     for number in range(num_layers))
         if num_layers - 1 in numbers:
-            self.final_layernorm = mpu.LayerNorm(config.hidden_size, config.layernorm_epsilon,
+            self.final_layernorm = modules.layer_norm(config.hidden_size, config.layernorm_epsilon,
                                                  sequence_parallel=config.sequence_parallel, device=config.device)
         device = torch.device(config.device or "cpu")
         to_host = device.type == "cuda" and (config.checkpoint_in_cpu or config.cpu_offloading_num_layers > 0)
@@ -145,16 +146,17 @@ class GPT2Model(nn.Module):
     dropout_seed: of masks that do not depend on the layout, where `forward` is given the numbers of its samples. None:
     dropout draws from torch's generators.
     group: over which each layer is split (default: the default tensor-parallel group).
+    modules: of what it is made, for instance `mpu.exact_modules(4)`.
     """
 
     word_embeddings: mpu.VocabParallelEmbedding  # on the first and the last stage of a pipeline
-    position_embeddings: nn.Embedding  # on the first one
+    position_embeddings: mpu.PositionEmbedding  # on the first one
 
     def __init__(self, config: ModelConfig, *, chunks: Sequence[range] | None = None, seed: int = 1234,
                  dropout_seed: int | None = None, recompute: str = "none", recompute_num_layers: int = 1,
                  distribute_saved_activations: bool = False, checkpoint_in_cpu: bool = False,
                  cpu_offloading_num_layers: int = 0, sequence_parallel: bool = False, group: ProcessGroup | None = None,
-                 device: torch.device | str | None = None) -> None:
+                 device: torch.device | str | None = None, modules: mpu.Modules = mpu.PLAIN_MODULES) -> None:
         super().__init__()
         if config.vocab_size is None:
             raise ValueError("the model needs the tokenizer's vocabulary size (--vocab-size)")
@@ -180,11 +182,9 @@ class GPT2Model(nn.Module):
                 sequence_parallel=self.sequence_parallel, init_method=init_method_for(TIED), group=self.group,
                 device=device)
         if self.has_embeddings:
-            positions = initial_weight((config.max_position_embeddings, config.hidden_size),
-                                       init_method_for("position_embeddings.weight"), device)
-            self.position_embeddings = nn.Embedding.from_pretrained(positions.to(device), freeze=False)
-            if self.sequence_parallel:
-                mpu.mark_sequence_parallel(self.position_embeddings.parameters())
+            self.position_embeddings = modules.position_embedding(
+                config.max_position_embeddings, config.hidden_size, init_method_for("position_embeddings.weight"),
+                sequence_parallel=self.sequence_parallel, group=self.group, device=device)
         numbers = [number for chunk in self.chunks for number in chunk]
         self.transformer = Transformer(config.num_layers, numbers, mpu.TransformerConfig(
             config.hidden_size, config.num_attention_heads, config.ffn_size,
@@ -192,8 +192,9 @@ class GPT2Model(nn.Module):
             layernorm_epsilon=config.layernorm_epsilon, gelu=config.gelu, recompute_granularity=recompute,
             recompute_num_layers=recompute_num_layers, distribute_saved_activations=distribute_saved_activations,
             checkpoint_in_cpu=checkpoint_in_cpu, cpu_offloading_num_layers=cpu_offloading_num_layers,
-            sequence_parallel=self.sequence_parallel, group=self.group, device=device), init_method_for)
+            sequence_parallel=self.sequence_parallel, group=self.group, device=device), init_method_for, modules)
         self.dropout_seed = dropout_seed
+        self._cross_entropy = modules.linear_cross_entropy
         self.tied_gradient: TiedGradient | None = None  # None: autograd does it
         self.is_compiled = False
 
@@ -224,7 +225,7 @@ class GPT2Model(nn.Module):
                 mpu.copy_to_model_parallel_region(x, self.group)
             return F.linear(whole, self.word_embeddings.weight)
         assert token_weight is not None
-        return mpu.vocab_parallel_linear_cross_entropy(
+        return self._cross_entropy(
             x.flatten(0, 1), self.word_embeddings.weight,  # [s, b, h] -> [t, h]
             labels.t().reshape(-1), token_weight.t().reshape(-1), self.group,  # [b, s] -> [s, b] -> [t]
             vocab_size=self.vocab_size, sequence_parallel=self.sequence_parallel,
@@ -250,8 +251,8 @@ class GPT2Model(nn.Module):
     def empty_hidden(self, b: int, s: int) -> Tensor:
         """Room for the hidden states [s, b, h], or [s/p, b, h], that the chunk before gives."""
         some = next(self.parameters())
-        own = self._own_part(s)
-        return some.new_empty(own.stop - own.start, b, self.config.hidden_size)
+        part = mpu.divide(s, self.world_size) if self.sequence_parallel else s
+        return some.new_empty(part, b, self.config.hidden_size)
 
     def logits(self, x: Tensor) -> Tensor:
         """Hidden states [..., h] -> this rank's logits [..., v/p]. Without gradient."""
@@ -271,19 +272,9 @@ class GPT2Model(nn.Module):
     def _embed(self, tokens: Tensor, positions: Tensor | None,
                grad_hook: Callable[[Tensor, Tensor], object] | None = None, keys: Tensor | None = None) -> Tensor:
         """[b, s] -> [s, b, h], or [s/p, b, h]."""
-        own, table = self._own_part(tokens.size(1)), self.position_embeddings.weight
-        # [s, h] -> [s, 1, h], or [b, s] -> [s, b] -> [s, b, h]; s/p with sequence parallelism
-        embedded = table[own].unsqueeze(1) if positions is None else F.embedding(positions.t()[own], table)
+        x = self.position_embeddings(self.word_embeddings(tokens.t(), grad_hook), positions)
         p = self.config.hidden_dropout if self.training else 0.0
-        return mpu.hidden_dropout(self.word_embeddings(tokens.t(), grad_hook) + embedded, p, self.sequence_parallel,
-                                  keys=None if keys is None else keys[0], rank=self.rank)
-
-    def _own_part(self, s: int) -> slice:
-        """The part of a sequence of s tokens whose hidden states this rank holds."""
-        if not self.sequence_parallel:
-            return slice(0, s)
-        part = mpu.divide(s, self.world_size)
-        return slice(self.rank * part, (self.rank + 1) * part)
+        return mpu.hidden_dropout(x, p, self.sequence_parallel, keys=None if keys is None else keys[0], rank=self.rank)
 
     def compile_layers(self, backend: str = "inductor", *, by_document: bool = False) -> None:
         """Compile each transformer layer, once for all of them. To compile the whole model would take minutes.

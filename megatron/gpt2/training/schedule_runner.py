@@ -161,15 +161,15 @@ class WeightGradientsLater:
 
     def __init__(self, engine: Engine, reducer: GradientReducer) -> None:
         self._reducer = reducer
-        self._new: list[tuple[str, Tensor, Tensor]] = []
-        self._kept: dict[Place, list[tuple[str, Tensor, Tensor]]] = {}
+        self._new: list[tuple[str, Callable[[], Tensor]]] = []
+        self._kept: dict[Place, list[tuple[str, Callable[[], Tensor]]]] = {}
 
-        def sink_of(name: str) -> kernels.WeightGradientSink:
-            return lambda dy, x: self._new.append((name, dy, x))
+        def sink_of(name: str, module: mpu.ColumnParallelLinear | mpu.RowParallelLinear) -> kernels.WeightGradientSink:
+            return lambda dy, x: self._new.append((name, functools.partial(module.weight_gradient, dy, x)))
 
         for name, module in engine.model.named_modules():
             if isinstance(module, mpu.ColumnParallelLinear | mpu.RowParallelLinear):
-                module.weight_gradient_sink = sink_of(f"{name}.weight")
+                module.weight_gradient_sink = sink_of(f"{name}.weight", module)
 
     def keep(self, place: Place) -> None:
         """What backward has handed over since the last call belongs to `place`."""
@@ -178,6 +178,6 @@ class WeightGradientsLater:
     @torch.no_grad()  # as inside of backward
     def compute(self, place: Place) -> None:
         """The weight gradients of `place`, into the reducer."""
-        for name, dy, x in self._kept.pop(place):
-            self._reducer.add(name, kernels.weight_gradient(dy, x))
+        for name, product in self._kept.pop(place):
+            self._reducer.add(name, product())
             self._reducer.complete(name)

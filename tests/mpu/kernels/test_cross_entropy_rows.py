@@ -2,49 +2,59 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
 
-from mpu.cross_entropy import _VocabShard
+from mpu.cross_entropy import VocabShard, VocabSums
 from mpu.kernels import cross_entropy_rows as kernel
 
 TOKENS, COLUMNS, VOCAB = 37, 24, 21
 
 
-def plain(logits: Tensor, shard: _VocabShard, weight: Tensor, over_ranks: Any) -> tuple[Tensor, Tensor]:
-    x = logits.double()
-    local = shard.exponentials(x)
-    whole = over_ranks(local) if over_ranks else local
-    return whole, shard.d_logits(x, local, whole, weight.double())
-
-
-def another_rank(local: Tensor) -> Tensor:
+class BesideAnotherRank(VocabSums):
     """As if another rank held columns whose peak is 1, whose exponentials sum to 3, and no target."""
-    peak = local[0].clamp_min(1)
-    total = local[1] * (local[0] - peak).exp() + 3 * (1 - peak).exp()
-    return torch.stack((peak, total, local[2]))
+
+    is_local = False  # type: ignore[assignment]
+
+    def gathered(self, local: Tensor) -> Tensor:
+        theirs = torch.stack([torch.full_like(local[0, 0], number) for number in (1, 3, 0)])
+        return torch.cat([local, theirs.unsqueeze(0)])
 
 
-@pytest.mark.parametrize("over_ranks", [None, another_rank])
+@pytest.mark.parametrize("sums", [VocabSums(COLUMNS, None, VOCAB), BesideAnotherRank(COLUMNS, None, VOCAB)])
 @pytest.mark.parametrize("rows", [1, 10, 37, 1000])
-def test_equals_the_plain_lines(rows: int, over_ranks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_equals_the_plain_lines(rows: int, sums: VocabSums, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel, "rows_in_cache", lambda columns: rows)
     torch.manual_seed(0)
     logits, weight = 3 * torch.randn(TOKENS, COLUMNS), torch.rand(TOKENS)
-    shard = _VocabShard.of(torch.randint(0, VOCAB, (TOKENS,)), COLUMNS, 0, VOCAB)
-    expected, d_expected = plain(logits, shard, weight, over_ranks)
+    (shard,) = sums.shards(torch.randint(0, VOCAB, (TOKENS,)))
+    double = logits.double()
+    local = shard.exponentials(double).unsqueeze(0)
+    expected = sums.whole(local if sums.is_local else sums.gathered(local))
+    d_expected = shard.d_logits(double, local[0], expected, weight.double())
     assert d_expected[:, VOCAB:].abs().max() == 0 < d_expected.abs().max()
     for dtype, bound in ((torch.float32, 1e-6), (torch.bfloat16, 1e-2)):
         x = logits.to(dtype, copy=True)
-        without = kernel.softmax_in_rows(x, shard, None, over_ranks)
+        without = kernel.softmax_in_rows([x], [shard], None, sums)
         assert torch.equal(x, logits.to(dtype)), "without weights the logits are not touched"
-        whole = kernel.softmax_in_rows(x, shard, weight, over_ranks)
+        whole = kernel.softmax_in_rows([x], [shard], weight, sums)
         assert torch.equal(whole, without) and whole.dtype == torch.float32
         assert (whole - expected).norm() <= bound * expected.norm()
         assert (x - d_expected).norm() <= bound * d_expected.norm()
+
+
+def test_parts_of_a_vocabulary_are_its_whole() -> None:
+    """Two parts on one rank, the second of padding alone in the end, give what one part gives."""
+    torch.manual_seed(0)
+    logits, weight = 3 * torch.randn(TOKENS, COLUMNS), torch.rand(TOKENS)
+    target = torch.randint(0, VOCAB, (TOKENS,))
+    sums, half = VocabSums(COLUMNS, None, VOCAB), COLUMNS // 2
+    whole = kernel.softmax_in_rows([once := logits.clone()], sums.shards(target), weight, sums)
+    shards = [VocabShard.of(target, half, number, VOCAB) for number in (0, 1)]
+    parts = [part.contiguous() for part in logits.chunk(2, dim=1)]
+    assert torch.allclose(kernel.softmax_in_rows(parts, shards, weight, sums), whole, rtol=1e-6)
+    assert torch.allclose(torch.cat(parts, dim=1), once, atol=1e-7)
 
 
 def test_the_rows_fit_the_cache() -> None:
