@@ -1,8 +1,9 @@
 """The order of samples, which depends on the seed and the global sample number alone, and the loaders that follow it.
 
 A step takes equally many micro-batches from each of `data_parallel_size` ranks. Micro-batch k of rank r holds the
-global samples consumed + (k · data_parallel_size + r) · micro_batch_size + [0, micro_batch_size): a global batch holds
-the same samples however it is laid out.
+global samples consumed + (k · data_parallel_size + r) · micro_batch_size + [0, micro_batch_size), or where each rank's
+follow each other consumed + (r · n + k) · micro_batch_size + …, of n a rank: a global batch holds the same samples
+however it is laid out.
 """
 
 from __future__ import annotations
@@ -101,11 +102,19 @@ class SampleOrder:
         return permute(indices, self.size, self._key ^ epochs.astype(np.uint64))
 
 
+def first_samples(size: int, micro_batch_size: int, rank: int, ranks: int, *, contiguous: bool = False) -> np.ndarray:
+    """int64 [n]: where each micro-batch of a data-parallel rank begins in a step of `size` samples. contiguous: those
+    of a rank follow each other; otherwise the ranks take turns."""
+    if contiguous:
+        return np.arange(size // ranks * rank, size // ranks * (rank + 1), micro_batch_size)
+    return np.arange(micro_batch_size * rank, size, micro_batch_size * ranks)
+
+
 class BatchLoader:
     """One data-parallel rank's part of every step from `consumed_samples` on, without an end.
 
     schedule: how many samples a step takes over all ranks, each size a multiple of micro_batch_size ·
-    data_parallel_size.
+    data_parallel_size. contiguous: a rank's micro-batches follow each other; otherwise the ranks take turns.
 
     `next` returns int64 [n, seq_length + 1], this rank's n samples of the step, the micro-batches one after the other,
     or what `finish` makes of that and of the samples' global numbers, int64 [n]. One thread prepares `prefetch` steps
@@ -115,11 +124,12 @@ class BatchLoader:
 
     def __init__(self, dataset: Samples, order: Order, *, micro_batch_size: int, schedule: BatchSchedule,
                  data_parallel_rank: int, data_parallel_size: int, consumed_samples: int = 0, prefetch: int = 2,
+                 contiguous: bool = False,
                  finish: Callable[[np.ndarray, np.ndarray], Any] = lambda batch, numbers: batch) -> None:
         assert 0 <= data_parallel_rank < data_parallel_size
         self._dataset, self._order, self._finish = dataset, order, finish
         self._schedule, self._micro_batch_size = schedule, micro_batch_size
-        self._rank, self._ranks = data_parallel_rank, data_parallel_size
+        self._rank, self._ranks, self._contiguous = data_parallel_rank, data_parallel_size, contiguous
         self._next = consumed_samples
         self._ordered: deque[np.ndarray] = deque()  # the indices of the steps to come
         self._thread = ThreadPoolExecutor(1, "data loader") if prefetch else None
@@ -154,8 +164,8 @@ class BatchLoader:
 
     def _offsets(self, size: int) -> np.ndarray:
         """int64 [n]: where this rank's samples are in a step of `size` samples."""
-        micro_batch, rows = self._micro_batch_size, np.arange(self._micro_batch_size)
-        return (np.arange(micro_batch * self._rank, size, micro_batch * self._ranks)[:, None] + rows).ravel()
+        first = first_samples(size, self._micro_batch_size, self._rank, self._ranks, contiguous=self._contiguous)
+        return (first[:, None] + np.arange(self._micro_batch_size)).ravel()
 
     def _batch(self, first: int) -> Any:
         offsets = self._offsets(self._schedule.size(first))

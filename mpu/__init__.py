@@ -28,7 +28,7 @@ from mpu.attention import Documents, ParallelSelfAttention
 from mpu.cross_entropy import vocab_parallel_cross_entropy, vocab_parallel_linear_cross_entropy
 from mpu.data import broadcast_data
 from mpu.dropout import dropout_keys, hidden_dropout
-from mpu.exact import exact_modules, exact_squared_norm
+from mpu.exact import exact_modules, exact_squared_norm, tree_sum
 from mpu.grads import clip_grad_norm, mark_sequence_parallel, squared_norm, sum_sequence_parallel_grads
 from mpu.host_memory import HostMemory
 from mpu.initialize import (
@@ -105,6 +105,6 @@ __all__ = [
     "linear_without_gradient", "mark_sequence_parallel", "model_parallel_cuda_manual_seed",
     "model_parallel_is_initialized", "padded_vocab_size", "partition_activations_in_checkpoint", "partition_specs",
     "receive_from_previous_stage", "reduce_from_model_parallel_region", "reduce_scatter_to_sequence_parallel_region",
-    "scatter_to_model_parallel_region", "send_to_next_stage", "squared_norm", "sum_sequence_parallel_grads",
+    "scatter_to_model_parallel_region", "send_to_next_stage", "squared_norm", "sum_sequence_parallel_grads", "tree_sum",
     "vocab_parallel_cross_entropy", "vocab_parallel_linear_cross_entropy",
 ]

@@ -14,7 +14,6 @@ from torch.distributed import ProcessGroup
 from mpu.cross_entropy import LinearCrossEntropy, VocabShard, VocabSums, chunk_size_for
 from mpu.exact.sums import Parts, sum_of_products, tree_sum
 from mpu.initialize import get_tensor_model_parallel_group
-from mpu.mappings import all_gather_first_dim
 from mpu.partition import check_ids, divide
 
 
@@ -41,7 +40,7 @@ class ExactVocabSums(VocabSums):
 
     def all_tokens(self, hidden: Tensor) -> Tensor:
         """[t, h], or [t/p, h] with sequence_parallel -> [t, h]."""
-        return all_gather_first_dim(hidden, self._parts.group)[0] if self._sequence_parallel else hidden
+        return self._parts.gathered(hidden) if self._sequence_parallel else hidden
 
     def room(self, hidden: Tensor) -> Tensor:
         """[t, h], for sums over this rank's parts."""
@@ -61,8 +60,8 @@ def exact_linear_cross_entropy(hidden: Tensor, weight: Tensor, target: Tensor, t
                                group: ProcessGroup | None = None, *, parts: int, vocab_size: int,
                                sequence_parallel: bool = False,
                                weight_grad_hook: Callable[[Tensor], object] | None = None) -> Tensor:
-    """`mpu.vocab_parallel_linear_cross_entropy` in V = `parts` parts of the vocabulary. The gradient of hidden is summed
-    over the ranks in forward, backward sends nothing."""
+    """`mpu.vocab_parallel_linear_cross_entropy` in V = `parts` parts of the vocabulary. Forward sums the gradient of
+    hidden over the ranks; backward sends nothing."""
     group = group if group is not None else get_tensor_model_parallel_group()
     check_ids(target, vocab_size, "target")
     sums = ExactVocabSums(weight.size(0), Parts(parts, group), vocab_size, sequence_parallel=sequence_parallel)

@@ -17,7 +17,6 @@ from torch import Tensor
 from mpu import kernels
 from mpu.exact.sums import Parts, sum_of_products, sum_over_sequence
 from mpu.layers import ColumnParallelLinear, PositionEmbedding, RowParallelLinear
-from mpu.mappings import all_gather_first_dim
 from mpu.transformer import LayerNorm
 
 
@@ -39,7 +38,7 @@ class _ColumnParallelLinear(torch.autograd.Function):
         ctx.parts, ctx.sequence_parallel, ctx.sink = parts, sequence_parallel and parts.group is not None, sink
         ctx.save_for_backward(x, weight)
         if ctx.sequence_parallel:
-            x = all_gather_first_dim(x, parts.group)[0]
+            x = parts.gathered(x)
         biases = [None] * parts.own if bias is None else bias.chunk(parts.own)
         return tuple(F.linear(x, w, b) for w, b in zip(weight.chunk(parts.own), biases, strict=True))
 
@@ -47,7 +46,7 @@ class _ColumnParallelLinear(torch.autograd.Function):
     def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
         (x, weight), parts = ctx.saved_tensors, ctx.parts
         if ctx.sequence_parallel:
-            x = all_gather_first_dim(x, parts.group)[0]
+            x = parts.gathered(x)
         rows = [_tokens(dy) for dy in dys]
         dx = d_weight = d_bias = None
         if ctx.needs_input_grad[0]:
@@ -107,12 +106,12 @@ class _SumOverRanks(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, parts: Parts, sequence_parallel: bool, dtype: torch.dtype) -> Tensor:
-        ctx.group = parts.group if sequence_parallel else None
+        ctx.parts, ctx.sequence_parallel = parts, sequence_parallel
         return (parts.to_own_rows if sequence_parallel else parts.to_all_rows)(y, dtype)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        return dy if ctx.group is None else all_gather_first_dim(dy, ctx.group)[0], None, None, None
+        return ctx.parts.gathered(dy) if ctx.sequence_parallel else dy, None, None, None
 
 
 class _AddBias(torch.autograd.Function):

@@ -53,7 +53,7 @@ class Parts:
         return own if self.group is None else tree_sum(self.gathered(own.unsqueeze(0)).unbind())
 
     def gathered(self, own: Tensor) -> Tensor:
-        """[parts of this rank, ...] -> [parts of all ranks, ...]."""
+        """What each rank has, in the order of the ranks: [n, ...] -> [n · p, ...]."""
         if self.group is None:
             return own
         everyone = own.new_empty((self.group.size() * own.size(0), *own.shape[1:]))

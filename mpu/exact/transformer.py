@@ -28,6 +28,7 @@ class ExactSelfAttention(ParallelSelfAttention):
     def __init__(self, config: TransformerConfig, *, parts: int, **init_methods: Any) -> None:
         super().__init__(config, column=functools.partial(ExactColumnParallelLinear, parts=parts),
                          row=functools.partial(ExactRowParallelLinear, parts=parts), **init_methods)
+        self.first_part = Parts(parts, self.dense.group).first
 
     def forward(self, x: Tensor, documents: Documents | None = None, attend: Attend | None = None,
                 keys: Tensor | None = None) -> Tensor:
@@ -36,8 +37,7 @@ class ExactSelfAttention(ParallelSelfAttention):
         if attend is not None:  # the cache has all heads of a rank together
             out: Tensor = self.dense(attend(torch.cat(qkv, dim=2)).chunk(len(qkv), dim=-1))
             return out
-        first = self.dense.parts.first
-        out = self.dense([self.of_heads(part, documents, None, keys, (first + number) * part.size(2))
+        out = self.dense([self.of_heads(part, documents, None, keys, (self.first_part + number) * part.size(2))
                           for number, part in enumerate(qkv)])
         return out
 

@@ -32,6 +32,9 @@ class ParallelConfig:
                                                     "every bucket alone (ZeRO stage 1)")
     shard_gradients: bool = option(False, "with --use-distributed-optimizer: between micro-batches too, each "
                                           "data-parallel rank holds the gradients of that part alone (ZeRO stage 2)")
+    exact_layouts: int | None = option(
+        None, "sums have one order: the same bits with every model-parallel size that divides this power of two, every "
+              "power of two of data-parallel ranks, and every pipeline", metavar="V")
     grad_reduce_in_bf16: bool = option(False, "send gradients in bf16; they are accumulated in fp32")
     cpu_offload_optimizer: bool = option(False, "masters and moments in host memory, AdamW on the CPU",
                                          "--optimizer-cpu-offload", "--cpu-optimizer")
@@ -49,7 +52,7 @@ class ParallelConfig:
         require_positive(self, "model_parallel_size", "pipeline_model_parallel_size",
                          "num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank",
                          "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers",
-                         "distributed_timeout_minutes", "ddp_bucket_size")
+                         "distributed_timeout_minutes", "ddp_bucket_size", "exact_layouts")
         require(self.num_layers_per_virtual_pipeline_stage is None or self.num_virtual_stages_per_pipeline_rank is None,
                 "--num-layers-per-virtual-pipeline-stage and --num-virtual-stages-per-pipeline-rank say the same: give "
                 "one of them")
@@ -68,6 +71,14 @@ class ParallelConfig:
                 "--shard-gradients (--zero-stage 2) and --pipeline-model-parallel-size "
                 f"{self.pipeline_model_parallel_size}: a pipeline has several micro-batches in flight, whose gradients "
                 "would each be sent; leave it out (--zero-stage 1)")
+        if (parts := self.exact_layouts) is not None:
+            require(parts & (parts - 1) == 0, f"--exact-layouts {parts} is not a power of two")
+            require(parts % self.model_parallel_size == 0,
+                    f"--exact-layouts {parts} is not divisible by --model-parallel-size {self.model_parallel_size}")
+            for without, flag in ((self.DDP_impl == "local", "--DDP-impl torch"),
+                                  (not self.grad_reduce_in_bf16, "--grad-reduce-in-bf16"),
+                                  (not self.shard_gradients, "--shard-gradients (--zero-stage 2)")):
+                require(without, f"--exact-layouts and {flag}: its sums have an order of their own; leave one out")
         for name in ("use_distributed_optimizer", "grad_reduce_in_bf16"):
             require(not getattr(self, name) or self.DDP_impl == "local",
                     f"--{name.replace('_', '-')} needs --DDP-impl local: torch's DDP reduces in a way of its own")

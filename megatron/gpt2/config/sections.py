@@ -51,6 +51,14 @@ class Config:
         require(parked <= self.model.num_layers,
                 f"--cpu-offloading-num-layers {parked} is more than --num-layers {self.model.num_layers}")
 
+        if (parts := self.parallel.exact_layouts) is not None:
+            for flag, number in (("--num-attention-heads", self.model.num_attention_heads),
+                                 ("--ffn-hidden-size", self.model.ffn_size), ("--seq-length", self.data.seq_length),
+                                 ("--make-vocab-size-divisible-by", self.model.make_vocab_size_divisible_by)):
+                require(number % parts == 0, f"--exact-layouts {parts} makes so many equal parts of {flag} {number}, "
+                                             "which is not divisible by it: give a divisor of both")
+            require(not self.train.compile,
+                    "--exact-layouts and --compile: a compiler chooses the order of sums; leave one out")
         self.layers_of_stages()
         schedule = self.schedule(1)
         require(not (schedule.splits_backward and self.train.compile),
@@ -91,6 +99,9 @@ class Config:
         """The samples of each step over all ranks. ValueError where the ranks or a batch, of those that come after
         `consumed_samples`, cannot be divided so."""
         train, ranks = self.train, self.data_parallel_size(world_size)
+        require(self.parallel.exact_layouts is None or ranks & (ranks - 1) == 0,
+                f"--exact-layouts and {ranks} data-parallel ranks: its sums have one order over a power of two of "
+                "them; start another number of ranks, or leave it out")
         together, steps = train.micro_batch_size * ranks, train.gradient_accumulation_steps
         schedule = train.batch_schedule(self.data.seq_length, default=together * (steps or 1))
         require(steps is None or schedule.final == together * steps,

@@ -5,17 +5,15 @@ parameters that it updated are gathered in buckets while the next forward runs.
 """
 
 import contextlib
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from megatron.gpt2.config import ParallelConfig
-from megatron.gpt2.model.gpt2 import TIED, GPT2Model
+from megatron.gpt2.model.gpt2 import GPT2Model
 from megatron.gpt2.optimizer.flat_parameters import FlatParameters
-from mpu import ParallelState
 from mpu.grads import sum_over_group
 from mpu.mappings import all_gather_single, reduce_scatter_single
 
@@ -40,6 +38,7 @@ class GradientReducer:
         self._flat = flat
         self._group = group if group is not None and group.size() > 1 else None
         self._in_bf16, self._embedding_group = in_bf16, embedding_group
+        self._bucket_of = self._buckets_of_gradients()
         # By bucket, with what is owned of the sum; None of those that have come.
         self._sent: list[tuple[dist.Work, Tensor] | None] = []
         self.begin(0)
@@ -48,8 +47,8 @@ class GradientReducer:
 
     def begin(self, micro_batches: int) -> None:
         """Before the first backward of a step, in which every parameter gets a gradient of each of `micro_batches`."""
-        self._awaited = dict.fromkeys(self._flat.parameters, micro_batches)
-        self._incomplete = [len(bucket.names) for bucket in self._flat.buckets]
+        self._awaited = dict.fromkeys(self._bucket_of, micro_batches)
+        self._incomplete = list(Counter(self._bucket_of.values()).values())
         self._begun: set[str] = set()  # the parameters that have a gradient of this step
 
     def forward(self, index: int) -> contextlib.AbstractContextManager[None]:
@@ -70,24 +69,32 @@ class GradientReducer:
     def add(self, name: str, gradient: Tensor) -> None:
         """Add the gradient of a micro-batch for the parameter `name`: a tensor of its shape, in any dtype."""
         if self._is_first(name):
-            self._flat.grad(name).copy_(gradient)
+            self._grad(name).copy_(gradient)
         else:
-            self._flat.grad(name).add_(gradient)
+            self._grad(name).add_(gradient)
 
     def add_rows(self, name: str, rows: Tensor, gradients: Tensor) -> None:
         """Add a gradient of which only some rows are not 0: gradients [t, h] for the rows [t] int64, in the same order
         in each run."""
         if self._is_first(name):
-            self._flat.grad(name).zero_()
-        self._flat.grad(name).index_put_((rows,), gradients.float(), accumulate=True)
+            self._grad(name).zero_()
+        self._grad(name).index_put_((rows,), gradients.float(), accumulate=True)
 
     def complete(self, name: str) -> None:
         """Say that a micro-batch has no more gradients for the parameter `name`. Buckets that are complete are sent."""
         self._awaited[name] -= 1
         if self._awaited[name] == 0:
-            self._incomplete[self._flat.bucket_of[name]] -= 1
+            self._incomplete[self._bucket_of[name]] -= 1
             if self._group is not None:
                 self._send_ready()
+
+    def _buckets_of_gradients(self) -> dict[str, int]:
+        """The bucket in which each gradient is sent, by name, in the order of the buckets."""
+        return self._flat.bucket_of
+
+    def _grad(self, name: str) -> Tensor:
+        """Where the gradient `name` is put together."""
+        return self._flat.grad(name)
 
     def _is_first(self, name: str) -> bool:
         first = name not in self._begun
@@ -106,17 +113,20 @@ class GradientReducer:
 
     def _send_ready(self) -> None:
         while len(self._sent) < len(self._incomplete) and not self._incomplete[len(self._sent)]:
-            index = len(self._sent)
-            grads, bucket = self._flat.bucket_grads(index), self._flat.buckets[index]
-            part, start = self._flat.owned_part(bucket), bucket.range.start
-            inside = slice(part.start - start, part.stop - start)
-            sent = grads.bfloat16() if self._in_bf16 else grads
-            if self._flat.is_sharded:
-                work = reduce_scatter_single(sent[inside], sent, group=self._group, async_op=True)
-            else:
-                work = dist.all_reduce(sent, group=self._group, async_op=True)
-            assert work is not None
-            self._sent.append((work, sent[inside]))
+            self._sent.append(self._send(len(self._sent)))
+
+    def _send(self, index: int) -> tuple[dist.Work, Tensor]:
+        """Begin to reduce bucket `index`: the work, and what will be owned of the sum."""
+        grads, bucket = self._flat.bucket_grads(index), self._flat.buckets[index]
+        part, start = self._flat.owned_part(bucket), bucket.range.start
+        inside = slice(part.start - start, part.stop - start)
+        sent = grads.bfloat16() if self._in_bf16 else grads
+        if self._flat.is_sharded:
+            work = reduce_scatter_single(sent[inside], sent, group=self._group, async_op=True)
+        else:
+            work = dist.all_reduce(sent, group=self._group, async_op=True)
+        assert work is not None
+        return work, sent[inside]
 
     def _receive(self, index: int) -> None:
         received = self._arrived(index)
@@ -156,7 +166,7 @@ class ShardedGradientReducer(GradientReducer):
         self._flat.keep_owned(index, self._arrived(index))
 
 
-class _TiedGradient:
+class TiedGradient:
     """Of the parameter `name`, into the reducer without autograd."""
 
     def __init__(self, reducer: GradientReducer, name: str) -> None:
@@ -164,9 +174,11 @@ class _TiedGradient:
         self._of_head: Tensor | None = None
 
     def add(self, gradient: Tensor) -> None:
+        """As `TiedGradient` of the model."""
         self._of_head = gradient  # not into float32 yet: now, at the start of backward, memory is fullest
 
     def add_rows(self, rows: Tensor, gradients: Tensor) -> None:
+        """As `TiedGradient` of the model."""
         assert self._of_head is not None, "the head comes first in backward"
         self._reducer.add(self._name, self._of_head)
         self._of_head = None
@@ -174,19 +186,22 @@ class _TiedGradient:
         self._reducer.complete(self._name)
 
 
-class _TiedGradientOfAStage:
-    """The same on the first or the last stage of a pipeline, which has the embedding or the head."""
+class TiedGradientOfAStage:
+    """The same on the first or the last stage of a pipeline, which has the embedding or the head. of_embedding: the
+    gradient of the embedding, where it is put together apart from the head's."""
 
-    def __init__(self, reducer: GradientReducer, name: str) -> None:
-        self._reducer, self._name = reducer, name
+    def __init__(self, reducer: GradientReducer, name: str, of_embedding: str | None = None) -> None:
+        self._reducer, self._name, self._of_embedding = reducer, name, of_embedding or name
 
     def add(self, gradient: Tensor) -> None:
+        """As `TiedGradient` of the model."""
         self._reducer.add(self._name, gradient)
         self._reducer.complete(self._name)
 
     def add_rows(self, rows: Tensor, gradients: Tensor) -> None:
-        self._reducer.add_rows(self._name, rows, gradients)
-        self._reducer.complete(self._name)
+        """As `TiedGradient` of the model."""
+        self._reducer.add_rows(self._of_embedding, rows, gradients)
+        self._reducer.complete(self._of_embedding)
 
 
 class TorchDDPReducer:
@@ -224,20 +239,6 @@ def sum_partial(flat: FlatParameters) -> None:
     if any(segment.is_partial for segment in flat.owned):
         sum_over_group([grad for grad, segment in zip(flat.owned_grads(), flat.owned, strict=True)
                         if segment.is_partial])
-
-
-def reducer_for(config: ParallelConfig, flat: FlatParameters, model: GPT2Model,
-                parallel: ParallelState) -> tuple[GradientReducer | TorchDDPReducer, nn.Module]:
-    """The reducer that --DDP-impl names, and the module to call forward on."""
-    group = parallel.data_parallel_group
-    if config.DDP_impl == "torch" and group is not None and group.size() > 1:
-        ddp = TorchDDPReducer(flat, model, group, bucket_size=config.ddp_bucket_size)
-        return ddp, ddp.module
-    kind = ShardedGradientReducer if config.shard_gradients and flat.is_sharded else GradientReducer
-    reducer = kind(flat, group, in_bf16=config.grad_reduce_in_bf16, embedding_group=parallel.embedding_group)
-    tied = _TiedGradient if model.has_embeddings and model.has_head else _TiedGradientOfAStage
-    model.tied_gradient = tied(reducer, TIED)
-    return reducer, model
 
 
 def bucket_size(asked: int, data_parallel_size: int) -> int:

@@ -7,7 +7,7 @@ Each rank updates the ranges of `flat` that its optimizer owns: all of the buffe
 stage 1, arXiv:1910.02054) its part of every bucket, after which the parameters of the others are gathered.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -39,8 +39,8 @@ class AdamWOptimizer:
 
     It serves fp32, bf16 and fp16; what differs is in `flat` (in fp32 the masters are the parameters themselves) and in
     `scaler`. rates: [iterations + 1], kept in float32: the learning rate after n steps that were not skipped; past its
-    end the last one holds. A gradient norm that is not finite skips the step in every precision: it would poison the
-    weights in any.
+    end the last one holds. squared_norm: takes what `mpu.squared_norm` takes. A gradient norm that is not finite skips
+    the step in every precision: it would poison the weights in any.
 
     good_steps, skipped_steps, skipped_in_a_row: int64 counts. found_inf: float32, 1.0 where the last step was skipped.
     grad_norm: float32, of the last step, before clipping. learning_rate: float32, of the next step. All of them are
@@ -52,9 +52,9 @@ class AdamWOptimizer:
     """
 
     def __init__(self, flat: FlatParameters, gatherer: ParameterGatherer, config: OptimizerConfig, scaler: LossScaler,
-                 rates: Tensor) -> None:
+                 rates: Tensor, squared_norm: Callable[..., Tensor] = mpu.squared_norm) -> None:
         device = flat.params.device
-        self.flat, self.gatherer, self.scaler = flat, gatherer, scaler
+        self.flat, self.gatherer, self.scaler, self.squared_norm = flat, gatherer, scaler, squared_norm
         self._rates = rates.to(device=device, dtype=torch.float32)
         self.good_steps = torch.zeros((), dtype=torch.int64, device=device)
         self.skipped_steps = torch.zeros((), dtype=torch.int64, device=device)
@@ -89,10 +89,10 @@ class AdamWOptimizer:
         """The norm of the gradients of all ranks, without the loss scale."""
         counted = [(grad, segment.is_split) for grad, segment in zip(grads, self.flat.owned, strict=True)
                    if not segment.is_copy]
-        squared = mpu.squared_norm((g for g, is_split in counted if is_split),
-                                   (g for g, is_split in counted if not is_split),
-                                   self.flat.params.device, sharded=self.flat.is_sharded)
-        return squared.sqrt() / self.scaler.scale
+        squared = self.squared_norm((g for g, is_split in counted if is_split),
+                                    (g for g, is_split in counted if not is_split),
+                                    self.flat.params.device, sharded=self.flat.is_sharded)
+        return (squared.sqrt() / self.scaler.scale).float()
 
     def _clip_factor(self, norm: Tensor) -> Tensor:
         """What gradients of this norm are multiplied by (--clip-grad)."""

@@ -9,6 +9,15 @@ from torch.distributed import ProcessGroup
 
 import mpu
 
+# To what losses are rounded before they are added up: a loss in nats per token, and the nats of a micro-batch.
+LOSS_STEP, NATS_STEP = 2.0 ** -32, 2.0 ** -20
+
+
+def exact_sum(values: Tensor, step: float) -> Tensor:
+    """Σ values, each rounded to a multiple of `step`, a power of two, as a float64 scalar. Below 2^53 · step no sum of
+    such numbers is rounded, so that their order decides nothing."""
+    return (values.double() / step).round().sum() * step
+
 
 def max_over_ranks(number: int, device: torch.device) -> int:
     """The largest of all ranks' numbers, each below 2^63. device: this rank's, on which NCCL needs the number."""

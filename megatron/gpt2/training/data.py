@@ -68,6 +68,7 @@ class TrainingData:
             samples, order, micro_batch_size=config.train.micro_batch_size, schedule=schedule,
             data_parallel_rank=parallel.data_parallel_rank, data_parallel_size=parallel.data_parallel_size,
             consumed_samples=consumed_samples, prefetch=config.data.num_workers,
+            contiguous=bool(config.parallel.exact_layouts),
             finish=lambda text, samples: (self.on_host(text), self.on_host(samples)))
 
     def to_device(self, text: Tensor, samples: Tensor | None = None) -> Batch:

@@ -9,13 +9,16 @@ import mpu
 from megatron.gpt2.config.inert import without_effect
 from megatron.gpt2.model.attention_backend import choose_attention
 from megatron.gpt2.model.gpt2 import TIED, GPT2Model
+from megatron.gpt2.optimizer.exact_reducer import OF_EMBEDDING, ExactGradientReducer
 from megatron.gpt2.optimizer.flat_parameters import FlatParameters
 from megatron.gpt2.optimizer.gradient_reducer import (
     GradientReducer,
     ParameterGatherer,
+    ShardedGradientReducer,
+    TiedGradient,
+    TiedGradientOfAStage,
     TorchDDPReducer,
     bucket_size,
-    reducer_for,
 )
 from megatron.gpt2.optimizer.learning_rates import LearningRate
 from megatron.gpt2.optimizer.optimizer import AdamWOptimizer, build_loss_scaler
@@ -47,13 +50,13 @@ class Engine:
 
 def build_engine(prepared: PreparedRun, parallel: mpu.ParallelState, log: Log) -> Engine:
     """The model with random weights and its fresh optimizer. Every rank calls it."""
-    config, device = prepared.config, prepared.device
+    config, device, parts = prepared.config, prepared.device, prepared.config.parallel.exact_layouts
     seed_random_streams(config.train.seed, parallel, device)
     shape = config.model
     if reason := choose_attention(
             config.train.attention_backend, device, prepared.dtype,
             b=config.train.micro_batch_size, s=config.data.seq_length,
-            n=shape.num_attention_heads // parallel.tensor_model_parallel_size,
+            n=shape.num_attention_heads // (parts or parallel.tensor_model_parallel_size),
             d=shape.hidden_size // shape.num_attention_heads, dropout_p=shape.attention_dropout):
         log(reason)
     if (config.train.dropout_rng == "counter" and shape.attention_dropout > 0
@@ -71,7 +74,8 @@ def build_engine(prepared: PreparedRun, parallel: mpu.ParallelState, log: Log) -
                       distribute_saved_activations=config.parallel.partition_activations,
                       checkpoint_in_cpu=config.parallel.checkpoint_in_cpu,
                       cpu_offloading_num_layers=config.parallel.cpu_offloading_num_layers,
-                      sequence_parallel=config.parallel.sequence_parallel)
+                      sequence_parallel=config.parallel.sequence_parallel,
+                      modules=mpu.exact_modules(parts) if parts else mpu.PLAIN_MODULES)
     if config.train.compile:
         model.compile_layers(by_document=config.data.reset_attention_mask)
     flat = FlatParameters(model, prepared.dtype,
@@ -79,15 +83,35 @@ def build_engine(prepared: PreparedRun, parallel: mpu.ParallelState, log: Log) -
                           ranks=(parallel.data_parallel_rank, parallel.data_parallel_size),
                           sharded=config.parallel.use_distributed_optimizer,
                           offloaded=config.parallel.cpu_offload_optimizer,
-                          shared=None if parallel.embedding_group is None else TIED,
+                          shared=TIED if parallel.embedding_group is not None or parts else None,
                           is_copy=not model.has_embeddings)
-    reducer, forward = reducer_for(config.parallel, flat, model, parallel)
+    reducer, forward = reducer_for(prepared, flat, model, parallel)
     gatherer = ParameterGatherer(flat, model, parallel.data_parallel_group)
     before = prepared.batch_schedule.before_steps(prepared.train_iters) / prepared.global_batch_size
     rates = LearningRate(config.optimizer, prepared.decay_iters).table(before)
     optimizer = AdamWOptimizer(flat, gatherer, config.optimizer,
-                               build_loss_scaler(config.optimizer, prepared.dtype, device), torch.from_numpy(rates))
+                               build_loss_scaler(config.optimizer, prepared.dtype, device), torch.from_numpy(rates),
+                               mpu.exact_squared_norm if parts else mpu.squared_norm)
     return Engine(model=model, forward=forward, flat=flat, reducer=reducer, gatherer=gatherer, optimizer=optimizer)
+
+
+def reducer_for(prepared: PreparedRun, flat: FlatParameters, model: GPT2Model,
+                parallel: mpu.ParallelState) -> tuple[GradientReducer | TorchDDPReducer, nn.Module]:
+    """The reducer that the flags ask for, and the module to call forward on."""
+    config, group = prepared.config.parallel, parallel.data_parallel_group
+    if config.DDP_impl == "torch" and group is not None and group.size() > 1:
+        ddp = TorchDDPReducer(flat, model, group, bucket_size=config.ddp_bucket_size)
+        return ddp, ddp.module
+    is_whole = model.has_embeddings and model.has_head
+    reducer: GradientReducer
+    if config.exact_layouts:
+        reducer = ExactGradientReducer(flat, parallel, is_whole=is_whole)
+        model.tied_gradient = TiedGradientOfAStage(reducer, TIED, OF_EMBEDDING if is_whole else TIED)
+        return reducer, model
+    kind = ShardedGradientReducer if config.shard_gradients and flat.is_sharded else GradientReducer
+    reducer = kind(flat, group, in_bf16=config.grad_reduce_in_bf16, embedding_group=parallel.embedding_group)
+    model.tied_gradient = (TiedGradient if is_whole else TiedGradientOfAStage)(reducer, TIED)
+    return reducer, model
 
 
 def seed_random_streams(seed: int, parallel: mpu.ParallelState, device: torch.device) -> None:

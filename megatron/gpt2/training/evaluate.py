@@ -11,7 +11,7 @@ from data_utils.samplers import Samples
 from megatron.gpt2.records.reporting import EvaluationRecord, evaluation_line
 from megatron.gpt2.text.generation import Continuation, generate
 from megatron.gpt2.text.sampling import Sampling
-from megatron.gpt2.training.collectives import sum_over_replicas
+from megatron.gpt2.training.collectives import NATS_STEP, exact_sum, sum_over_replicas
 from megatron.gpt2.training.run import Run
 
 # Cool, since a small model's unlikely words are often wrong; without the penalty it then repeats itself ("the class of
@@ -35,7 +35,7 @@ def evaluate(run: Run, dataset: Samples, split: str, max_samples: int) -> Evalua
                                    data_parallel_size=parallel.data_parallel_size, max_samples=max_samples):
         batch = data.to_device(data.on_host(text))
         (whole,) = batch.micro_batches(micro_batch_size, batch.mask)
-        nats += run.schedule.evaluate(whole)
+        nats += exact_sum(run.schedule.evaluate(whole), NATS_STEP)
         if model.has_head:  # of a pipeline's stages one alone counts
             tokens += batch.mask.sum()
             size += (byte_lengths[batch.labels] * batch.mask).sum()

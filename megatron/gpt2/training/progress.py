@@ -13,7 +13,7 @@ from torch import Tensor
 class Progress:
     """iteration: steps that are done. consumed_samples: training samples that they took, over all ranks.
 
-    loss_sum: float32 scalar on the device, the losses of this rank's samples since the last log line, in nats per
+    loss_sum: float64 scalar on the device, the losses of this rank's samples since the last log line, in nats per
     token of the global batch; steps that were skipped are left out. started: `time.monotonic()` at the start.
     """
 
@@ -26,7 +26,7 @@ class Progress:
     def at(iteration: int, consumed_samples: int, device: torch.device) -> Progress:
         """The beginning of a run that continues there; (0, 0) for a new one."""
         return Progress(iteration=iteration, consumed_samples=consumed_samples,
-                        loss_sum=torch.zeros((), dtype=torch.float32, device=device))
+                        loss_sum=torch.zeros((), dtype=torch.float64, device=device))
 
     def step(self, samples: int) -> None:
         """One more iteration is done, which took `samples` samples over all ranks."""

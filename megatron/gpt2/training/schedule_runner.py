@@ -52,8 +52,8 @@ class ScheduleRunner:
             dist.all_reduce(torch.zeros((), device=engine.flat.params.device), group=self._group)
 
     def __call__(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
-        """Forward and backward of all: their gradients go to the engine's reducer. Returns the sum of their losses,
-        float32 on the device; 0 where another stage has the loss."""
+        """Forward and backward of all: their gradients go to the engine's reducer. Returns the loss of each, float32
+        on the device; one 0 where another stage has the loss."""
         self._micro_batches = micro_batches
         self._losses: list[Tensor] = []
         self._engine.reducer.begin(len(micro_batches))
@@ -63,8 +63,8 @@ class ScheduleRunner:
                 {"F": self._forward, "B": self._backward, "W": self._weights}[step.action.kind](step.action)
         self._await_sent()
         if not self._losses:
-            return torch.zeros((), device=self._engine.flat.params.device)
-        return torch.stack(self._losses).sum()
+            return torch.zeros(1, device=self._engine.flat.params.device)
+        return torch.stack(self._losses)
 
     @torch.no_grad()
     def evaluate(self, micro_batch: MicroBatch) -> Tensor:

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from megatron.gpt2.training.collectives import global_sum
+from megatron.gpt2.training.collectives import LOSS_STEP, exact_sum, global_sum
 from megatron.gpt2.training.data import Batch
 from megatron.gpt2.training.run import Run
 
@@ -20,13 +20,13 @@ def train_step(run: Run) -> None:
         # anything is rounded to 16 bits.
         token_weight = batch.mask * (optimizer.scaler.scale / tokens_in_global_batch(run, batch))
 
-    loss = run.schedule(batch.micro_batches(run.config.train.micro_batch_size, token_weight)) / optimizer.scaler.scale
+    losses = run.schedule(batch.micro_batches(run.config.train.micro_batch_size, token_weight)) / optimizer.scaler.scale
     with timers("allreduce"):
         engine.reducer.finish()
     with timers("optimizer"):
         optimizer.step()  # takes the norm, skips or clips, updates, and moves the schedule on
     # A skipped step's loss may not be finite; it is left out of the mean.
-    run.progress.loss_sum += torch.where(optimizer.found_inf > 0, 0.0, loss)
+    run.progress.loss_sum += torch.where(optimizer.found_inf > 0, 0.0, exact_sum(losses, LOSS_STEP))
 
 
 def tokens_in_global_batch(run: Run, batch: Batch) -> float | Tensor:

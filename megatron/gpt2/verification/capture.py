@@ -7,17 +7,18 @@ Legend: b samples of a micro-batch, s sequence, w width, p model-parallel size.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from data_utils.samplers import first_samples
 from megatron.gpt2.checkpoint.state import state_pieces
 from megatron.gpt2.model.gpt2 import TIED, parameter_specs
 from megatron.gpt2.optimizer.flat_state import FlatState
 from megatron.gpt2.optimizer.optimizer import MOMENTS
-from megatron.gpt2.training.collectives import sum_over_replicas
+from megatron.gpt2.training.collectives import LOSS_STEP, exact_sum, sum_over_replicas
 from megatron.gpt2.training.run import Run
 from megatron.gpt2.training.train_step import train_step
 from megatron.gpt2.verification.parts import Key, Part
@@ -143,14 +144,20 @@ class Capture:
             self._losses.append(out.detach())
 
     def _first_sample(self) -> int:
-        """The place of this micro-batch's first sample in the global batch; data_utils/samplers.py has the rule."""
-        parallel = self._parallel
-        return (self._micro_batch * parallel.data_parallel_size + parallel.data_parallel_rank) * self._size
+        """The place of this micro-batch's first sample in the global batch."""
+        run, parallel = self._run, self._parallel
+        places = first_samples(run.prepared.batch_schedule.size(run.progress.consumed_samples), self._size,
+                               parallel.data_parallel_rank, parallel.data_parallel_size,
+                               contiguous=bool(run.config.parallel.exact_layouts))
+        return int(places[self._micro_batch])
 
-    def _activation(self, name: str, x: Tensor, *, split: bool = False, gradient: bool = False) -> None:
+    def _activation(self, name: str, x: Tensor | Sequence[Tensor], *, split: bool = False,
+                    gradient: bool = False) -> None:
         """Take x, [s, b, w] or a part of it; with `gradient` also its gradient, once backward has it."""
         if not self._is_forward or (name == "embeddings" and self._first_layer > 0):
             return
+        if not isinstance(x, Tensor):  # the parts of an exact layer
+            x = torch.cat(list(x), dim=-1)
         self._place += 1
         first, place, scale = self._first_sample(), self._place, self._scale
         self._hidden("activation", name, x.detach(), first, place, split)
@@ -190,8 +197,8 @@ class Capture:
         """In the place of the optimizer's: gradients before it, norm and rate after it."""
         engine = self._run.engine
         flat, optimizer = engine.flat, engine.optimizer
-        losses = self._losses or [torch.zeros((), device=self._run.device)] * self._begun[self._first_layer]
-        self._scalar("loss", "loss", sum_over_replicas(losses, self._parallel).sum() / self._scale)
+        losses = torch.stack(self._losses or [torch.zeros((), device=self._run.device)]) / self._scale
+        self._scalar("loss", "loss", sum_over_replicas([exact_sum(losses, LOSS_STEP)], self._parallel).sum())
         owned, states = flat.owned_grads(), []
         for name in flat.ranges:
             index, part, start = flat.owned_part_of(name)

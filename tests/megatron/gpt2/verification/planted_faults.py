@@ -63,8 +63,7 @@ def gradient_summed_twice(run: Run, patch: Patch) -> None:
 
 def local_index(run: Run, patch: Patch) -> None:
     """Each rank takes its positions from 0 on."""
-    model = run.engine.model
-    patch.setattr(model, "_own_part", lambda s: slice(0, s // model.world_size))
+    patch.setattr(run.engine.model.position_embeddings, "own_part", lambda x: slice(0, x.size(0)))
 
 
 def of_layer(run: Run, patch: Patch, number: int, change: Callable[[Tensor], Tensor], *, first_head: int = -1) -> None:
@@ -103,8 +102,8 @@ def missing_scale(run: Run, patch: Patch) -> None:
 
 def norm_counted_twice(run: Run, patch: Patch) -> None:
     """Each model-parallel rank counts the replicated gradients."""
-    original = mpu.squared_norm
-    patch.setattr(mpu, "squared_norm", lambda split, replicated, *args, **kwargs: original(
+    optimizer, original = run.engine.optimizer, mpu.squared_norm
+    patch.setattr(optimizer, "squared_norm", lambda split, replicated, *args, **kwargs: original(
         [*split, *replicated], [], *args, **kwargs))
 
 

@@ -1,0 +1,122 @@
+"""With --exact-layouts the layout changes no bit: losses, norms, weights and Adam's state are equal, with dropout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.gpt2.checkpoint.state import state_pieces
+from megatron.gpt2.model.gpt2 import parameter_specs
+from megatron.gpt2.training.evaluate import evaluate
+from megatron.gpt2.training.run import Run
+from tests.distributed import run_ranks
+from tests.megatron.gpt2.training.training_runs import finish, start, steps, write_text
+
+FLAGS = ["--exact-layouts", "4", "--global-batch-size", "12", "--micro-batch-size", "1", "--attention-dropout", "0.1",
+         "--hidden-dropout", "0.1", "--hidden-size", "64", "--num-layers", "4", "--split", "80,20",
+         "--clip-grad", "0.5"]
+FP16 = ["--precision", "fp16", "--initial-loss-scale", str(2 ** 32), "--loss-scale-window", "3"]  # overflows at first
+SEQUENCE, SHARDED = ("--sequence-parallel",), ("--use-distributed-optimizer",)
+FULL, SELECTIVE = ("--recompute-granularity", "full"), ("--recompute-granularity", "selective")
+ZERO_BUBBLE, TWO_CHUNKS = ("--pipeline-schedule", "zero-bubble"), ("--num-virtual-stages-per-pipeline-rank", "2")
+
+
+class Layout(NamedTuple):
+    tensor: int = 1
+    pipeline: int = 1
+    data: int = 1
+    flags: tuple[str, ...] = ()
+
+    @property
+    def world_size(self) -> int:
+        return self.tensor * self.pipeline * self.data
+
+    def command(self, precision: list[str]) -> list[str]:
+        return [*FLAGS, *precision, "--model-parallel-size", str(self.tensor),
+                "--pipeline-model-parallel-size", str(self.pipeline), *self.flags]
+
+
+QUICK = [Layout(flags=SELECTIVE), Layout(2, flags=SEQUENCE), Layout(data=2, flags=SHARDED),
+         Layout(pipeline=2, flags=(*ZERO_BUBBLE, *FULL)), Layout(4, flags=(*SEQUENCE, *SELECTIVE)),
+         Layout(2, 2, flags=TWO_CHUNKS), Layout(2, 1, 2, (*SEQUENCE, *SHARDED)), Layout(data=4)]
+WIDE = [Layout(flags=FULL), Layout(2), Layout(2, flags=FULL), Layout(data=2), Layout(pipeline=2),
+        Layout(4), Layout(1, 2, 2, SHARDED), Layout(2, 1, 2), Layout(2, 2, flags=(*SEQUENCE, *FULL)),
+        Layout(data=4, flags=(*SHARDED, *SELECTIVE))]
+LARGE = [Layout(4, 2), Layout(4, 1, 2, (*SEQUENCE, *SHARDED)), Layout(2, 2, 2, (*SEQUENCE, *SHARDED)),
+         Layout(2, 1, 4, SHARDED), Layout(1, 2, 4, (*SHARDED, *ZERO_BUBBLE))]  # of 8 ranks
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("exact")
+    write_text(folder)
+    return folder
+
+
+def train(rank: int, world_size: int, folder: str, layouts: list[Layout], precision: list[str],
+          count: int) -> list[dict[str, Any]]:
+    """Of each layout the losses, norms, the loss of an evaluation, and this rank's part of weights and Adam's state."""
+    found = []
+    for number, layout in enumerate(layouts):
+        run = start(rank, world_size, folder, [*layout.command(precision), "--save", f"{folder}/{world_size}_{number}"])
+        seen = steps(run, count)
+        seen["evaluation"] = evaluate(run, run.data.splits.train, "train", 12).lm_loss
+        found.append(seen | {"pieces": pieces(run)})
+        finish(run)
+    return found
+
+
+def pieces(run: Run) -> list[Any]:
+    """What this rank owns of masters and moments, as boxes of global tensors."""
+    run.engine.gatherer.wait()
+    size, rank = run.parallel.tensor_model_parallel_size, run.parallel.tensor_model_parallel_rank
+    specs = parameter_specs(run.config.model, size)
+    found = []
+    for state in run.engine.optimizer.tensors():
+        part = state_pieces([state], specs, mp_rank=rank if specs[state.name].dim is not None else 0, mp_size=size)
+        found += [(state.kind, state.name, piece.global_shape, piece.offset, piece.tensor.clone())
+                  for piece in part.values()]
+    return found
+
+
+def whole(by_rank: list[dict[str, Any]]) -> dict[tuple[str, str], Tensor]:
+    """The global tensors out of the pieces of all ranks, which agree where several have the same."""
+    tensors: dict[tuple[str, str], Tensor] = {}
+    for result in by_rank:
+        for kind, name, shape, offset, values in result["pieces"]:
+            tensor = tensors.setdefault((kind, name), torch.full(shape, torch.nan))
+            box = tensor[tuple(slice(o, o + n) for o, n in zip(offset, values.shape, strict=True))]
+            assert box.isnan().all() or torch.equal(box, values), f"{kind} {name}: ranks differ"
+            box.copy_(values)
+    assert not any(tensor.isnan().any() for tensor in tensors.values())
+    return tensors
+
+
+def assert_equal(folder: Path, layouts: list[Layout], precision: list[str], count: int) -> None:
+    (one,) = run_ranks(train, 1, str(folder), [Layout()], precision, count)[0]
+    assert one["loss"][0] > one["loss"][-1] + 0.05, "the run must learn something, or equality shows nothing"
+    tensors = whole([one])
+    for world_size in sorted({layout.world_size for layout in layouts}):
+        here = [layout for layout in layouts if layout.world_size == world_size]
+        by_rank = run_ranks(train, world_size, str(folder), here, precision, count)
+        for layout, results in zip(here, map(list, zip(*by_rank, strict=True)), strict=True):
+            for said in ("loss", "norm", "scale", "skipped", "evaluation"):
+                assert all(result[said] == one[said] for result in results), f"{layout}: {said}"
+            found = whole(results)
+            assert found.keys() == tensors.keys()
+            differing = [name for name, tensor in tensors.items() if not torch.equal(found[name], tensor)]
+            assert not differing, f"{layout}: {differing}"
+
+
+def test_no_bit_depends_on_the_layout(folder: Path) -> None:
+    assert_equal(folder, QUICK, ["--precision", "bf16"], 4)
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("precision", [["--precision", "fp32"], ["--precision", "bf16"], FP16], ids=" ".join)
+def test_no_bit_depends_on_more_layouts(folder: Path, precision: list[str]) -> None:
+    assert_equal(folder, QUICK + WIDE, precision, 10)
