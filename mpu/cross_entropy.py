@@ -28,35 +28,39 @@ from mpu.partition import check_ids, local_ids
 
 @dataclass(frozen=True)
 class VocabShard:
-    """A part of the vocabulary's columns, and where the targets [...] lie among them."""
+    """This rank's columns of the vocabulary in k equal parts, and where the targets [...] lie among them."""
 
-    columns: int  # true ones; those after them are padding and take no part in the softmax
-    target: Tensor  # [...] int64, 0 where another rank holds it
-    is_here: Tensor  # [...] bool
+    columns: int  # true ones of this rank; those after them are padding and take no part in the softmax
+    target: Tensor  # [..., k] int64, 0 where another part holds it
+    is_here: Tensor  # [..., k] bool
 
     @staticmethod
-    def of(target: Tensor, part: int, rank: int, vocab_size: int | None) -> VocabShard:
-        columns = part if vocab_size is None else min(max(vocab_size - rank * part, 0), part)
-        return VocabShard(columns, *local_ids(target, rank * part, (rank + 1) * part))
+    def of(target: Tensor, columns: int, rank: int, vocab_size: int | None, parts: int = 1) -> VocabShard:
+        """columns: of this rank, padding included."""
+        true = columns if vocab_size is None else min(max(vocab_size - rank * columns, 0), columns)
+        size = columns // parts
+        first = rank * columns + size * torch.arange(parts, device=target.device)
+        return VocabShard(true, *local_ids(target.unsqueeze(-1), first, first + size))
 
     def __getitem__(self, rows: slice) -> VocabShard:
         return VocabShard(self.columns, self.target[rows], self.is_here[rows])
 
     def exponentials(self, logits: Tensor) -> Tensor:
-        """[..., v/p] float32, which become exp(logits - peak) -> [3, ...]: peak, sum, and the target's logit."""
-        logits[..., self.columns:] = -torch.inf
-        target_logit = logits.gather(-1, self.target.unsqueeze(-1)).squeeze(-1)  # [...] -> [..., 1] -> [...]
+        """[..., k, v/pk] float32, which become exp(logits - peak) -> [3, ..., k]: peak, sum, and the target's logit."""
+        logits.flatten(-2)[..., self.columns:] = -torch.inf
+        target_logit = logits.gather(-1, self.target.unsqueeze(-1)).squeeze(-1)  # [..., k] -> [..., k, 1] -> [..., k]
         target_logit = target_logit.masked_fill(~self.is_here, 0.0)
-        # A rank of padding alone has -inf everywhere; clamped, its sum is 0 instead of NaN.
+        # A part of padding alone has -inf everywhere; clamped, its sum is 0 instead of NaN.
         peak = logits.amax(dim=-1).clamp_min(torch.finfo(torch.float32).min)
         return torch.stack((peak, logits.sub_(peak.unsqueeze(-1)).exp_().sum(dim=-1), target_logit))
 
     def d_logits(self, exponentials: Tensor, local: Tensor, whole: Tensor, weight: Tensor) -> Tensor:
-        """weight · (softmax - one-hot(target)) [..., v/p], in the place of the exponentials.
+        """weight · (softmax - one-hot(target)) [..., k, v/pk], in the place of the exponentials.
 
-        local, whole: [3, ...] of this rank and of the whole vocabulary. weight: [...].
+        local: [3, ..., k] of each part. whole: [3, ...] of the whole vocabulary. weight: [...].
         """
-        factor = (local[0] - whole[0]).exp() / whole[1]
+        factor = (local[0] - whole[0].unsqueeze(-1)).exp() / whole[1].unsqueeze(-1)
+        weight = weight.unsqueeze(-1)
         d_logits: Tensor = exponentials.mul_((factor * weight).unsqueeze(-1))
         d_logits.scatter_add_(-1, self.target.unsqueeze(-1), (self.is_here * -weight).unsqueeze(-1))
         return d_logits
@@ -65,11 +69,15 @@ class VocabShard:
 class VocabSums:
     """How the columns of the vocabulary that each rank of `group` holds become the whole, in plain sums.
 
-    columns: of this rank, padding included. vocab_size: the true vocabulary (default: every column counts).
+    columns: of this rank, padding included. vocab_size: the true vocabulary (default: every column counts). parts: of
+    this rank's columns; each has a peak of its own.
     """
 
+    parts = 1
+
     def __init__(self, columns: int, group: ProcessGroup | None, vocab_size: int | None) -> None:
-        self.columns, self._group, self._vocab_size = columns, group, vocab_size
+        self.columns, self.columns_at_once = columns, columns
+        self._group, self._vocab_size = group, vocab_size
         self._rank, self._size = group_rank_and_size(group)
 
     @property
@@ -77,23 +85,23 @@ class VocabSums:
         """Whether this rank has the whole vocabulary."""
         return self._size == 1
 
-    def shards(self, target: Tensor) -> list[VocabShard]:
-        """Where the targets [...] lie in each part that this rank has of the vocabulary: here one."""
-        return [VocabShard.of(target, self.columns, self._rank, self._vocab_size)]
+    def shard(self, target: Tensor) -> VocabShard:
+        """Where the targets [...] lie in this rank's parts of the vocabulary."""
+        return VocabShard.of(target, self.columns, self._rank, self._vocab_size, self.parts)
 
     def gathered(self, local: Tensor) -> Tensor:
-        """[parts of this rank, 3, ...] -> [parts of all ranks, 3, ...]: one all-gather instead of three
+        """[3, ..., parts of this rank] -> [p, 3, ..., parts of a rank]: one all-gather instead of three
         all-reduces."""
         assert self._group is not None
-        everyone = local.new_empty((self._size * len(local), *local.shape[1:]))
-        dist.all_gather(list(everyone.split(len(local))), local.contiguous(), group=self._group)
+        everyone = local.new_empty((self._size, *local.shape))
+        dist.all_gather(list(everyone), local.contiguous(), group=self._group)
         return everyone
 
     def whole(self, everyone: Tensor) -> Tensor:
-        """[parts of all ranks, 3, ...] -> [3, ...] of the whole vocabulary."""
-        if len(everyone) == 1:
-            return everyone[0]
-        peaks, totals, target_logits = everyone.unbind(1)  # [p, 3, ...] -> three of [p, ...]
+        """[p, 3, ..., parts of a rank], or without p where a rank has the whole vocabulary -> [3, ...]."""
+        if self.is_local:
+            return everyone[..., 0]
+        peaks, totals, target_logits = everyone[..., 0].unbind(1)  # [p, 3, ...] -> three of [p, ...]
         peak = peaks.amax(dim=0)
         return torch.stack((peak, (totals * (peaks - peak).exp()).sum(dim=0), target_logits.sum(dim=0)))
 
@@ -123,13 +131,13 @@ def _loss(whole: Tensor) -> Tensor:
 class _VocabParallelCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, target: Tensor, sums: VocabSums, grad_enabled: bool) -> Tensor:
-        (shard,) = sums.shards(target)
-        x = logits.to(torch.float32, copy=True)
+        shard = sums.shard(target)
+        x = logits.to(torch.float32, copy=True).unsqueeze(-2)
         local = shard.exponentials(x)
-        whole = local if sums.is_local else sums.whole(sums.gathered(local.unsqueeze(0)))
+        whole = sums.whole(local if sums.is_local else sums.gathered(local))
         loss = _loss(whole)
         if grad_enabled and ctx.needs_input_grad[0]:
-            ctx.save_for_backward(shard.d_logits(x, local, whole, torch.ones_like(loss)).to(logits.dtype))
+            ctx.save_for_backward(shard.d_logits(x, local, whole, torch.ones_like(loss)).squeeze(-2).to(logits.dtype))
         return loss
 
     @staticmethod
@@ -162,8 +170,8 @@ class LinearCrossEntropy(torch.autograd.Function):
                 chunk_size: int, weight_grad_hook: Callable[[Tensor], object] | None, grad_enabled: bool) -> Tensor:
         """See `vocab_parallel_linear_cross_entropy`."""
         needs_grad = grad_enabled and any(ctx.needs_input_grad)
-        hidden, shards = sums.all_tokens(hidden), sums.shards(target)
-        weights = weight.chunk(len(shards))
+        hidden, shard = sums.all_tokens(hidden), sums.shard(target)
+        weights = weight.chunk(sums.parts)
         d_hidden = sums.room(hidden) if needs_grad else hidden.new_empty(0)
         d_weights = [kernels.SumOfProducts() for _ in weights]
         loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
@@ -171,14 +179,14 @@ class LinearCrossEntropy(torch.autograd.Function):
             rows = slice(start, min(start + chunk_size, hidden.size(0)))
             logits = [hidden[rows] @ part.t() for part in weights]  # [chunk, v/p]
             # The weights (loss scale, 1 / tokens of the global batch) enter before anything is rounded.
-            whole = kernels.vocab_parallel_softmax(logits, [shard[rows] for shard in shards],
-                                                   token_weight[rows] if needs_grad else None, sums)
+            whole = kernels.vocab_parallel_softmax(logits, shard[rows], token_weight[rows] if needs_grad else None,
+                                                   sums)
             loss += torch.dot(_loss(whole), token_weight[rows])
             if needs_grad:
                 d_logits = logits  # which the softmax has left in their place
                 sums.input_gradient(d_logits, weights, out=d_hidden[rows])
-                for d_weight, of_part in zip(d_weights, d_logits, strict=True):
-                    d_weight.add(of_part, hidden[rows])  # += d logitsᵀ · hidden
+                for number, d_weight in enumerate(d_weights):
+                    d_weight.add(d_logits[number], hidden[rows])  # += d logitsᵀ · hidden
                 del d_logits
             del logits  # before the next ones are made
         if needs_grad:

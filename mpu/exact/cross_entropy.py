@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from mpu.cross_entropy import LinearCrossEntropy, VocabShard, VocabSums, chunk_size_for
+from mpu.cross_entropy import LinearCrossEntropy, VocabSums, chunk_size_for
 from mpu.exact.sums import Parts, sum_of_products, tree_sum
 from mpu.initialize import get_tensor_model_parallel_group
 from mpu.partition import check_ids, divide
@@ -22,29 +22,25 @@ class ExactVocabSums(VocabSums):
 
     def __init__(self, columns: int, parts: Parts, vocab_size: int, *, sequence_parallel: bool) -> None:
         super().__init__(columns, parts.group, vocab_size)
-        self._parts, self._of_part = parts, divide(columns, parts.own)
+        self._sums, self.parts = parts, parts.own
         self._sequence_parallel = sequence_parallel and parts.group is not None
-        self.columns = self._of_part * parts.count  # the same rows at once in every layout
-
-    def shards(self, target: Tensor) -> list[VocabShard]:
-        """Of each part of this rank."""
-        return [VocabShard.of(target, self._of_part, self._parts.first + number, self._vocab_size)
-                for number in range(self._parts.own)]
+        self.columns_at_once = divide(columns, parts.own) * parts.count  # the same rows at once in every layout
 
     def whole(self, everyone: Tensor) -> Tensor:
-        """[V, 3, ...] -> [3, ...]."""
-        peaks, totals, target_logits = everyone.unbind(1)  # [V, 3, ...] -> three of [V, ...]
+        """[p, 3, ..., V/p], or without p where a rank has the whole vocabulary -> [3, ...]."""
+        of_ranks = everyone.unsqueeze(0) if self.is_local else everyone
+        peaks, totals, target_logits = of_ranks.movedim(-1, 1).flatten(0, 1).unbind(1)  # three of [V, ...]
         peak = peaks.amax(dim=0)
         terms = totals * (peaks - peak).exp()
         return torch.stack((peak, tree_sum(terms.unbind()), tree_sum(target_logits.unbind())))
 
     def all_tokens(self, hidden: Tensor) -> Tensor:
         """[t, h], or [t/p, h] with sequence_parallel -> [t, h]."""
-        return self._parts.gathered(hidden) if self._sequence_parallel else hidden
+        return self._sums.gathered(hidden) if self._sequence_parallel else hidden
 
     def room(self, hidden: Tensor) -> Tensor:
         """[t, h], for sums over this rank's parts."""
-        return hidden.new_empty(hidden.shape, dtype=self._parts.sum_dtype(hidden.dtype))
+        return hidden.new_empty(hidden.shape, dtype=self._sums.sum_dtype(hidden.dtype))
 
     def input_gradient(self, d_logits: Sequence[Tensor], weights: Sequence[Tensor], out: Tensor) -> None:
         """[c, v/V] and [v/V, h] of each part -> [c, h]."""
@@ -52,7 +48,7 @@ class ExactVocabSums(VocabSums):
 
     def complete(self, d_hidden: Tensor, dtype: torch.dtype) -> Tensor:
         """The sum over all parts, [t, h], or [t/p, h] with sequence_parallel."""
-        complete = self._parts.to_own_rows if self._sequence_parallel else self._parts.to_all_rows
+        complete = self._sums.to_own_rows if self._sequence_parallel else self._sums.to_all_rows
         return complete(d_hidden, dtype)
 
 

@@ -25,8 +25,9 @@ def exact_squared_norm(split: Iterable[Tensor], replicated: Iterable[Tensor], de
     """
     state = get_parallel_state()
     counted = [*split, *(replicated if state.tensor_model_parallel_rank == 0 else [])]
-    greatest = torch.stack([torch.zeros((), device=device), *(grad.abs().max() for grad in counted if grad.numel())])
-    greatest = greatest.max().nan_to_num(torch.inf).clamp_min(torch.finfo(torch.float32).tiny)
+    ends = [end for grad in counted if grad.numel() for end in grad.aminmax()]
+    greatest = torch.stack([torch.zeros((), device=device), *ends]).abs().max()
+    greatest = greatest.nan_to_num(torch.inf).clamp_min(torch.finfo(torch.float32).tiny)
     if sharded and state.world_size > 1:
         group, alone = None, False
     else:

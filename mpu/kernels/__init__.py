@@ -142,21 +142,20 @@ def document_attention(qkv: Tensor, dropout_p: float, lengths: Sequence[int], cu
     return torch.cat([causal_attention(document, dropout_p) for document in qkv.split(list(lengths))])
 
 
-def vocab_parallel_softmax(logits: Sequence[Tensor], shards: Sequence[VocabShard], weight: Tensor | None,
+def vocab_parallel_softmax(logits: Sequence[Tensor], shard: VocabShard, weight: Tensor | None,
                            sums: VocabSums) -> Tensor:
-    """The logits of each part of the vocabulary that this rank has, [t, v/p] -> [3, t] float32 of the whole vocabulary:
+    """The logits of each of this rank's k parts of the vocabulary, [t, v/pk] -> [3, t] float32 of the whole vocabulary:
     peak, sum of exponentials, the target's logit.
 
     weight: [t] float32; with it the logits become weight · (softmax - one-hot(target)). Without it what they become is
     undefined. sums: makes the three numbers of the whole vocabulary out of every part's.
     """
     if logits[0].device.type == "cpu":
-        return softmax_in_rows(logits, shards, weight, sums)
-    xs = [part.float() for part in logits]
-    of_parts = [shard.exponentials(x) for x, shard in zip(xs, shards, strict=True)]
-    local = torch.stack(of_parts) if len(of_parts) > 1 else of_parts[0].unsqueeze(0)  # [parts, 3, t]; a GPU copies
+        return softmax_in_rows(logits, shard, weight, sums)
+    x = logits[0].float().unsqueeze(1) if len(logits) == 1 else torch.stack([part.float() for part in logits], dim=1)
+    local = shard.exponentials(x)
     whole = sums.whole(local if sums.is_local else sums.gathered(local))
     if weight is not None:
-        for part, x, shard, of_part in zip(logits, xs, shards, of_parts, strict=True):
-            part.copy_(shard.d_logits(x, of_part, whole, weight))
+        for part, of_part in zip(logits, shard.d_logits(x, local, whole, weight).unbind(1), strict=True):
+            part.copy_(of_part)
     return whole

@@ -19,13 +19,13 @@ _ELEMENTS = 3 << 16  # of float32, for each core: 0.75 MB
 
 
 class VocabShard(Protocol):
-    """The equations of a part of the vocabulary, which `mpu/cross_entropy.py` defines."""
+    """The equations of a rank's part of the vocabulary in k parts, which `mpu/cross_entropy.py` defines."""
 
     def __getitem__(self, rows: slice) -> VocabShard:
         """The equations for some of the tokens."""
 
     def exponentials(self, logits: Tensor) -> Tensor:
-        """[..., v/p] float32, which become exp(logits - peak) -> [3, ...]: peak, sum, and the target's logit."""
+        """[..., k, v/pk] float32, which become exp(logits - peak) -> [3, ..., k]: peak, sum, and the target's logit."""
 
     def d_logits(self, exponentials: Tensor, local: Tensor, whole: Tensor, weight: Tensor) -> Tensor:
         """weight · (softmax - one-hot(target)), in the place of the exponentials."""
@@ -34,19 +34,18 @@ class VocabShard(Protocol):
 class VocabSums(Protocol):
     """How the parts of the vocabulary become the whole; also of `mpu/cross_entropy.py`."""
 
+    columns_at_once: int  # of a row that is to stay in the cache
+
     @property
     def is_local(self) -> bool:
         """Whether this rank has all parts."""
 
-    @property
-    def columns(self) -> int:
-        """Of how many columns a block of rows is to stay in the cache."""
-
     def gathered(self, local: Tensor) -> Tensor:
-        """[parts of this rank, 3, c] -> [parts of all ranks, 3, c]."""
+        """[3, c, k] -> [p, 3, c, k] of all ranks."""
 
     def whole(self, everyone: Tensor) -> Tensor:
-        """[parts of all ranks, 3, ...] -> [3, ...]: peak, sum and target's logit of the whole vocabulary."""
+        """[p, 3, ..., k], or without p where a rank has the whole vocabulary -> [3, ...]: peak, sum and target's logit
+        of the whole vocabulary."""
 
 
 def rows_in_cache(columns: int) -> int:
@@ -54,41 +53,42 @@ def rows_in_cache(columns: int) -> int:
     return max(torch.get_num_threads() * _ELEMENTS // columns, 1)
 
 
-def softmax_in_rows(logits: Sequence[Tensor], shards: Sequence[VocabShard], weight: Tensor | None,
-                    sums: VocabSums) -> Tensor:
-    """The logits of each part of the vocabulary that this rank has, [c, v/p] -> [3, c] float32 of the whole vocabulary:
+def softmax_in_rows(logits: Sequence[Tensor], shard: VocabShard, weight: Tensor | None, sums: VocabSums) -> Tensor:
+    """The logits of each of this rank's k parts of the vocabulary, [c, v/pk] -> [3, c] float32 of the whole vocabulary:
     peak, sum of exponentials, the target's logit.
 
     weight: [c] float32; with it the logits become weight · (softmax - one-hot(target)).
     """
-    tokens = logits[0].size(0)
-    count = min(rows_in_cache(sums.columns), tokens)
+    tokens, columns = logits[0].shape
+    count = min(rows_in_cache(sums.columns_at_once), tokens)
     blocks = [slice(first, min(first + count, tokens)) for first in range(0, tokens, count)]
-    rooms = [torch.empty(count, part.size(1), dtype=torch.float32) for part in logits]
-    local = torch.empty(len(logits), 3, tokens, dtype=torch.float32)
+    room = torch.empty(count, len(logits), columns, dtype=torch.float32)
+    local = torch.empty(3, tokens, len(logits), dtype=torch.float32)
     whole = torch.empty(3, tokens, dtype=torch.float32)
 
     def exponentials(rows: slice) -> None:
-        for number, (room, part, shard) in enumerate(zip(rooms, logits, shards, strict=True)):
-            x = room[:rows.stop - rows.start].copy_(part[rows])
-            local[number, :, rows] = shard[rows].exponentials(x)
+        x = room[:rows.stop - rows.start]
+        for number, part in enumerate(logits):
+            x[:, number] = part[rows]
+        local[:, rows] = shard[rows].exponentials(x)
 
     def finish(rows: slice, everyone: Tensor) -> None:
-        whole[:, rows] = sums.whole(everyone[..., rows])
+        whole[:, rows] = sums.whole(everyone[..., rows, :])
         if weight is not None:
-            for number, (room, part, shard) in enumerate(zip(rooms, logits, shards, strict=True)):
-                x = room[:rows.stop - rows.start]
-                part[rows] = shard[rows].d_logits(x, local[number, :, rows], whole[:, rows], weight[rows])
+            x = shard[rows].d_logits(room[:rows.stop - rows.start], local[:, rows], whole[:, rows], weight[rows])
+            for number, part in enumerate(logits):
+                part[rows] = x[:, number]
 
-    is_local = sums.is_local
+    if sums.is_local:
+        for rows in blocks:
+            exponentials(rows)
+            finish(rows, local)
+        return whole
     for rows in blocks:
         exponentials(rows)
-        if is_local:
-            finish(rows, local)
-    if not is_local:
-        everyone = sums.gathered(local)
-        for rows in blocks:
-            if weight is not None:
-                exponentials(rows)  # again: all of them in float32 would not stay in the cache
-            finish(rows, everyone)
+    everyone = sums.gathered(local)
+    for rows in blocks:
+        if weight is not None:
+            exponentials(rows)  # again: all of them in float32 would not stay in the cache
+        finish(rows, everyone)
     return whole

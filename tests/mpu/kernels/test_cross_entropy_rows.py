@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from mpu.cross_entropy import VocabShard, VocabSums
+from mpu.cross_entropy import VocabSums
+from mpu.exact.cross_entropy import ExactVocabSums
+from mpu.exact.sums import Parts
 from mpu.kernels import cross_entropy_rows as kernel
 
 TOKENS, COLUMNS, VOCAB = 37, 24, 21
@@ -18,8 +20,8 @@ class BesideAnotherRank(VocabSums):
     is_local = False  # type: ignore[assignment]
 
     def gathered(self, local: Tensor) -> Tensor:
-        theirs = torch.stack([torch.full_like(local[0, 0], number) for number in (1, 3, 0)])
-        return torch.cat([local, theirs.unsqueeze(0)])
+        theirs = torch.stack([torch.full_like(local[0], number) for number in (1, 3, 0)])
+        return torch.stack([local, theirs])
 
 
 @pytest.mark.parametrize("sums", [VocabSums(COLUMNS, None, VOCAB), BesideAnotherRank(COLUMNS, None, VOCAB)])
@@ -28,32 +30,33 @@ def test_equals_the_plain_lines(rows: int, sums: VocabSums, monkeypatch: pytest.
     monkeypatch.setattr(kernel, "rows_in_cache", lambda columns: rows)
     torch.manual_seed(0)
     logits, weight = 3 * torch.randn(TOKENS, COLUMNS), torch.rand(TOKENS)
-    (shard,) = sums.shards(torch.randint(0, VOCAB, (TOKENS,)))
-    double = logits.double()
-    local = shard.exponentials(double).unsqueeze(0)
+    shard = sums.shard(torch.randint(0, VOCAB, (TOKENS,)))
+    double = logits.double().unsqueeze(1)
+    local = shard.exponentials(double)
     expected = sums.whole(local if sums.is_local else sums.gathered(local))
-    d_expected = shard.d_logits(double, local[0], expected, weight.double())
+    d_expected = shard.d_logits(double, local, expected, weight.double()).squeeze(1)
     assert d_expected[:, VOCAB:].abs().max() == 0 < d_expected.abs().max()
     for dtype, bound in ((torch.float32, 1e-6), (torch.bfloat16, 1e-2)):
         x = logits.to(dtype, copy=True)
-        without = kernel.softmax_in_rows([x], [shard], None, sums)
+        without = kernel.softmax_in_rows([x], shard, None, sums)
         assert torch.equal(x, logits.to(dtype)), "without weights the logits are not touched"
-        whole = kernel.softmax_in_rows([x], [shard], weight, sums)
+        whole = kernel.softmax_in_rows([x], shard, weight, sums)
         assert torch.equal(whole, without) and whole.dtype == torch.float32
         assert (whole - expected).norm() <= bound * expected.norm()
         assert (x - d_expected).norm() <= bound * d_expected.norm()
 
 
 def test_parts_of_a_vocabulary_are_its_whole() -> None:
-    """Two parts on one rank, the second of padding alone in the end, give what one part gives."""
+    """Two parts on one rank, the second with the padding, give what one part gives."""
     torch.manual_seed(0)
     logits, weight = 3 * torch.randn(TOKENS, COLUMNS), torch.rand(TOKENS)
     target = torch.randint(0, VOCAB, (TOKENS,))
-    sums, half = VocabSums(COLUMNS, None, VOCAB), COLUMNS // 2
-    whole = kernel.softmax_in_rows([once := logits.clone()], sums.shards(target), weight, sums)
-    shards = [VocabShard.of(target, half, number, VOCAB) for number in (0, 1)]
+    sums = VocabSums(COLUMNS, None, VOCAB)
+    whole = kernel.softmax_in_rows([once := logits.clone()], sums.shard(target), weight, sums)
+    halves = ExactVocabSums(COLUMNS, Parts(2, None), VOCAB, sequence_parallel=False)
     parts = [part.contiguous() for part in logits.chunk(2, dim=1)]
-    assert torch.allclose(kernel.softmax_in_rows(parts, shards, weight, sums), whole, rtol=1e-6)
+    found = kernel.softmax_in_rows(parts, halves.shard(target), weight, halves)
+    assert torch.equal(found[0], whole[0]) and torch.allclose(found, whole, rtol=1e-6)
     assert torch.allclose(torch.cat(parts, dim=1), once, atol=1e-7)
 
 

@@ -70,6 +70,18 @@ def train(rank: int, world_size: int, folder: str, layouts: list[Layout], precis
     return found
 
 
+def go_on(rank: int, world_size: int, folder: str, layout: Layout, precision: list[str], count: int,
+          continues: bool) -> dict[str, Any]:
+    """`count` steps in a layout, of a run that other layouts have begun, and a save."""
+    save = ["--save", f"{folder}/moved", *(["--load", f"{folder}/moved"] if continues else [])]
+    run = start(rank, world_size, folder, [*layout.command(precision), *save])
+    seen = steps(run, count)
+    run.save()
+    found = seen | {"pieces": pieces(run), "iteration": run.progress.iteration}
+    finish(run)
+    return found
+
+
 def pieces(run: Run) -> list[Any]:
     """What this rank owns of masters and moments, as boxes of global tensors."""
     run.engine.gatherer.wait()

@@ -1,0 +1,141 @@
+#!/usr/bin/env python3
+"""What --exact-layouts shows and what it costs.
+
+    python benchmarks/exact_layouts.py                       # all parts: an hour on two cores
+    python benchmarks/exact_layouts.py layouts               # 50 steps in each of 24 layouts, in fp32, bf16 and fp16
+    python benchmarks/exact_layouts.py moves                 # stopped at random steps, continued elsewhere, 20 times
+    python benchmarks/exact_layouts.py cost                  # 124M on one rank and on two, beside plain sums
+    python benchmarks/exact_layouts.py layouts --smoke --output DIR
+
+The exit code is 1 where a bit differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works in a clone that is not installed
+
+import torch
+
+from benchmarks import arms, report
+from benchmarks.problem import MODELS, Arm, Problem
+from benchmarks.timing import call_seconds
+from benchmarks.train import write_tokens
+from tests.distributed import run_ranks
+from tests.megatron.gpt2.training.test_exact_layouts import FP16, LARGE, QUICK, WIDE, Layout, go_on, train, whole
+from tests.megatron.gpt2.training.training_runs import write_text
+
+PRECISIONS = {"fp32": ["--precision", "fp32"], "bf16": ["--precision", "bf16"], "fp16": FP16}
+STEPS, MOVES = 50, 20
+EXACT = ("--exact-layouts", "4")
+
+
+def layouts(folder: Path, smoke: bool) -> dict[str, Any]:
+    """Of each layout and precision whether losses, norms, weights and Adam's state equal those of one process."""
+    steps, rows = (3 if smoke else STEPS), []
+    chosen = [layout for layout in QUICK + WIDE + LARGE if not smoke or layout.world_size == 1]
+    for name, flags in PRECISIONS.items():
+        (one,) = run_ranks(train, 1, str(folder), [Layout()], flags, steps)[0]
+        tensors = whole([one])
+        for layout in chosen:
+            results = [of_rank[0] for of_rank in run_ranks(train, layout.world_size, str(folder), [layout], flags,
+                                                           steps, timeout=900)]
+            found = whole(results)
+            said = [key for key in ("loss", "norm", "skipped", "evaluation")
+                    if any(result[key] != one[key] for result in results)]
+            differing = [f"{kind} {tensor}" for (kind, tensor), values in tensors.items()
+                         if not torch.equal(found[kind, tensor], values)]
+            rows.append({**layout._asdict(), "flags": " ".join(layout.flags), "precision": name,
+                         "skipped": sum(one["skipped"]), "differing": said + differing})
+            print(f"{len(rows):>4} of {len(chosen) * len(PRECISIONS)}  {name}, {layout.tensor}x{layout.pipeline}x"
+                  f"{layout.data} {' '.join(layout.flags)}: {(said + differing) or 'equal to the bit'}", flush=True)
+    equal = sum(not row["differing"] for row in rows)
+    print(f"\n{equal} of {len(rows)} equal to the bit over {steps} steps")
+    return {"steps": steps, "layouts": len(rows), "equal": equal, "rows": rows}
+
+
+def moves(folder: Path, smoke: bool) -> dict[str, Any]:
+    """A run that goes through `MOVES` layouts, stopped after a random number of steps in each."""
+    draw = random.Random(1)
+    lengths = [draw.randint(1, 4) for _ in range(2 if smoke else MOVES)]
+    ways = [draw.choice([layout for layout in QUICK + WIDE if not smoke or layout.world_size == 1]) for _ in lengths]
+    flags = PRECISIONS["bf16"]
+    (one,) = run_ranks(train, 1, str(folder), [Layout()], flags, sum(lengths))[0]
+    rows, results = [], []
+    for number, (layout, length) in enumerate(zip(ways, lengths, strict=True)):
+        results = run_ranks(go_on, layout.world_size, str(folder), layout, flags, length, number > 0, timeout=600)
+        rows.append({**layout._asdict(), "flags": " ".join(layout.flags), "steps": length})
+        print(f"{number + 1:>4} of {len(ways)}  {length} steps in {layout.tensor}x{layout.pipeline}x{layout.data} "
+              f"{' '.join(layout.flags)}", flush=True)
+    found, expected = whole(results), whole([one])
+    differing = [f"{kind} {name}" for (kind, name), values in expected.items()
+                 if not torch.equal(found[kind, name], values)]
+    print(f"\nafter {sum(lengths)} steps in {len(ways)} layouts: {differing or 'equal to the bit'} beside the run that "
+          "was never stopped")
+    return {"moves": len(ways), "steps": sum(lengths), "differing": differing, "rows": rows}
+
+
+def problem(scratch: Path, smoke: bool) -> Problem:
+    layers, hidden, heads = (2, 64, 4) if smoke else MODELS["124M"]
+    return Problem(layers, hidden, heads, 64 if smoke else 1024, 8, vocab_size=512 if smoke else 50257,
+                   tokens=str(scratch / "tokens"), scratch=str(scratch))
+
+
+def seconds_of_steps(rank: int, world_size: int, scratch: str, smoke: bool, pairs: int) -> list[list[float]]:
+    """Seconds of steps with plain sums and with exact ones, in turns."""
+    torch.set_num_threads(max(torch.get_num_threads() // world_size, 1) if world_size > 1 else torch.get_num_threads())
+    steps = []
+    for name, flags in (("plain", ()), ("exact", EXACT)):
+        arm = Arm(name, "ours", flags=(*flags, "--save", f"{scratch}/{name}"), ranks=world_size)
+        run = arms.built(problem(Path(scratch), smoke), arm)
+        steps.append(arms.trainer(run).step)
+    found: list[list[float]] = [[], []]
+    for number in range(pairs + 1):
+        for place in ((0, 1), (1, 0))[number % 2]:
+            seconds = call_seconds(steps[place], torch.device("cpu"), 1)
+            found[place] += seconds if number else []  # the first warms up
+    return found
+
+
+def cost(folder: Path, smoke: bool) -> dict[str, Any]:
+    """The time of a step of 124M, 8 x 1,024 tokens, bf16, eager, over that with plain sums."""
+    write_tokens(problem(folder, smoke), 64)
+    pairs = 1 if smoke else 5
+    plain, exact = run_ranks(seconds_of_steps, 1, str(folder), smoke, pairs)[0]
+    ratios = [b / a for a, b in zip(plain, exact, strict=True)]
+    found = {"seconds": report.spread(plain), "exact_seconds": report.spread(exact), "ratio": report.spread(ratios),
+             "of_best": min(exact) / min(plain)}
+    print(f"one rank: {report.spread(ratios)['median']:.3f} of a step with plain sums ({min(ratios):.3f} to "
+          f"{max(ratios):.3f}); best of each {found['of_best']:.3f}")
+    return found
+
+
+PARTS: dict[str, Callable[[Path, bool], dict[str, Any]]] = {"layouts": layouts, "moves": moves, "cost": cost}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", metavar="DIR", type=Path, help="folder of the JSON (default: benchmarks/results)")
+    parser.add_argument("--smoke", action="store_true", help="a few steps of one process: proves the script")
+    parser.add_argument("part", nargs="?", choices=tuple(PARTS), help="default: all")
+    chosen = parser.parse_args()
+    failed = False
+    for name in [chosen.part] if chosen.part else PARTS:
+        with tempfile.TemporaryDirectory() as folder:
+            write_text(Path(folder))
+            found = PARTS[name](Path(folder), chosen.smoke)
+        report.write((chosen.output or report.RESULTS) / f"exact_{name}.json",
+                     {**report.header(f"--exact-layouts: {name}"), **found})
+        failed |= bool(found.get("differing")) or found.get("equal", 0) < found.get("layouts", 0)
+    return int(failed)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
