@@ -38,7 +38,8 @@ from megatron.gpt2.command_line.arguments import parse
 from megatron.gpt2.device import DTYPES, set_allocator, set_threads
 from megatron.gpt2.launch.ranks import Ranks
 from megatron.gpt2.memory_planner.report import expected_peak
-from megatron.gpt2.model.gpt2 import GPT2Model, count_parameters
+from megatron.gpt2.model.gpt2 import GPT2Model
+from megatron.gpt2.model.parameters import count_parameters
 from megatron.gpt2.training.build import build_run
 from megatron.gpt2.training.prepare import PreparedRun, prepare_run
 from megatron.gpt2.training.run import Run

@@ -34,7 +34,8 @@ from megatron.gpt2.checkpoint.manifest import MANIFEST
 from megatron.gpt2.checkpoint.reader import Checkpoint
 from megatron.gpt2.checkpoint.state import load_state, state_pieces
 from megatron.gpt2.config import ModelConfig, ParallelConfig
-from megatron.gpt2.model.gpt2 import GPT2Model, parameter_specs
+from megatron.gpt2.model.gpt2 import GPT2Model
+from megatron.gpt2.model.parameters import parameter_specs
 from megatron.gpt2.optimizer.flat_parameters import FlatParameters
 from megatron.gpt2.optimizer.flat_state import FlatState
 

@@ -29,7 +29,7 @@ import torch
 from benchmarks import report
 from megatron.gpt2.checkpoint.folder import Piece, write_checkpoint
 from megatron.gpt2.config import Config, ModelConfig
-from megatron.gpt2.model.gpt2 import parameter_specs
+from megatron.gpt2.model.parameters import parameter_specs
 
 TOOL = Path(__file__).resolve().parent.parent / "tools" / "checkpoint.py"
 SHAPES = {False: ModelConfig(num_layers=24, hidden_size=1024, num_attention_heads=16, max_position_embeddings=1024,

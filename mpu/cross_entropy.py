@@ -198,6 +198,7 @@ class LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """d loss -> d hidden and d weight."""
         d_hidden, d_weight = ctx.gradients
         del ctx.gradients  # scaled in their place, so that there is no second backward
         if not (grad.is_cpu and grad == 1):  # a GPU is not asked: that would wait for it

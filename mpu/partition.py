@@ -35,7 +35,7 @@ def vocab_range(padded_size: int, rank: int, world_size: int) -> tuple[int, int]
     return rank * part, (rank + 1) * part
 
 
-def local_ids(ids: Tensor, first: int, end: int) -> tuple[Tensor, Tensor]:
+def local_ids(ids: Tensor, first: int | Tensor, end: int | Tensor) -> tuple[Tensor, Tensor]:
     """For the rank that holds the ids from `first` to `end` - 1: the number of each id [...] among its rows, 0 where
     another rank holds it, and where it is here, [...] bool."""
     is_here = (ids >= first) & (ids < end)

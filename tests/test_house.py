@@ -25,7 +25,8 @@ FLOORS: dict[str, list[str]] = {
         "random",
         "dropout layers cross_entropy",
         "attention",
-        "transformer"],
+        "transformer",
+        "exact"],
     "data_utils": [
         "files command_line progress worker_processes baselines batch_schedule",
         "indexed_dataset corpora",

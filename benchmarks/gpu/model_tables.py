@@ -19,8 +19,9 @@ from benchmarks.timing import milliseconds
 from megatron.gpt2.config import OptimizerConfig, ParallelConfig
 from megatron.gpt2.model.gpt2 import GPT2Model
 from megatron.gpt2.optimizer.flat_parameters import FlatParameters
-from megatron.gpt2.optimizer.gradient_reducer import ParameterGatherer, bucket_size
+from megatron.gpt2.optimizer.gradient_reducer import bucket_size
 from megatron.gpt2.optimizer.optimizer import AdamWOptimizer, build_loss_scaler
+from megatron.gpt2.optimizer.parameter_gatherer import ParameterGatherer
 
 
 def model_of(setting: Setting, name: str) -> GPT2Model:

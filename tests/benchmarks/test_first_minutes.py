@@ -16,7 +16,7 @@ from benchmarks.arms import result_of
 from benchmarks.gpu import machine, modes, own_tests, profiles, steps, tables
 from benchmarks.gpu.cases import BROKEN, BrokenContext, Cases
 from benchmarks.gpu.setting import Setting
-from megatron.gpt2.model.gpt2 import count_parameters
+from megatron.gpt2.model.parameters import count_parameters
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL_1_5B = Setting(False, "").model("1.5B")

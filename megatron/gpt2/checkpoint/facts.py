@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron.gpt2.checkpoint.source import Source
 from megatron.gpt2.config import Config, ModelConfig
-from megatron.gpt2.model.gpt2 import parameter_specs
+from megatron.gpt2.model.parameters import parameter_specs
 
 _NUMBERS = ("iteration", "train_iters", "decay_iters", "consumed_samples", "global_batch_size")
 _PADDING = 1 << 16  # rows of the vocabulary that may be padding without a word

@@ -12,7 +12,8 @@ import mpu
 from megatron.gpt2.checkpoint.facts import check_facts
 from megatron.gpt2.checkpoint.source import Source
 from megatron.gpt2.checkpoint.state import load_state
-from megatron.gpt2.model.gpt2 import GPT2Model, parameter_specs
+from megatron.gpt2.model.gpt2 import GPT2Model
+from megatron.gpt2.model.parameters import parameter_specs
 from megatron.gpt2.optimizer.flat_state import FlatState
 
 CHUNK = 1 << 20  # entries that are compared at once

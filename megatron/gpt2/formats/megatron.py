@@ -17,7 +17,7 @@ from megatron.gpt2.formats.foreign import GPT2_VOCABULARY, TRUE_VOCABULARY, Fore
 from megatron.gpt2.formats.megatron_files import HEAD, RANK_FILES, RankFiles, attributes, flatten, join, open_ranks
 from megatron.gpt2.formats.megatron_optimizer import optimizer_state
 from megatron.gpt2.formats.pickles import load_pickle
-from megatron.gpt2.model.gpt2 import parameter_specs
+from megatron.gpt2.model.parameters import parameter_specs
 from mpu.partition import PartitionSpec
 
 # Arguments that change the formula, and are absent, None or False in a GPT-2.

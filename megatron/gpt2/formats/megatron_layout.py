@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from megatron.gpt2.config import ModelConfig, require
 from megatron.gpt2.formats.megatron_files import HEAD
-from megatron.gpt2.model.gpt2 import parameter_specs
+from megatron.gpt2.model.parameters import parameter_specs
 from megatron.gpt2.pipeline.stages import FIRST, LAST, layers_of_stages, virtual_stages
 
 PIPELINE, VIRTUAL = "--pipeline-model-parallel-size", "--num-layers-per-virtual-pipeline-stage"

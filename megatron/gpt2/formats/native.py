@@ -14,7 +14,7 @@ from megatron.gpt2.checkpoint.folder import Piece, write_checkpoint
 from megatron.gpt2.checkpoint.source import Source
 from megatron.gpt2.config import Config
 from megatron.gpt2.formats.new_folder import new_folder
-from megatron.gpt2.model.gpt2 import parameter_specs
+from megatron.gpt2.model.parameters import parameter_specs
 from megatron.gpt2.optimizer.optimizer import MOMENTS
 
 OPTIMIZER = ("master", *MOMENTS)

@@ -13,7 +13,7 @@ import torch
 from megatron.gpt2.checkpoint.parsing import TensorInfo
 from megatron.gpt2.config import ModelConfig, require
 from megatron.gpt2.formats.foreign import LazyTensor, first_rows, head_major, renamed
-from megatron.gpt2.model.gpt2 import parameter_specs
+from megatron.gpt2.model.parameters import parameter_specs
 
 MODULES = {"word_embeddings": "wte", "position_embeddings": "wpe", "transformer.final_layernorm": "ln_f"}
 LAYER_MODULES = {"input_layernorm": "ln_1", "post_attention_layernorm": "ln_2",

@@ -22,7 +22,7 @@ from megatron.gpt2.formats.foreign import by_part
 from megatron.gpt2.formats.new_folder import new_folder
 from megatron.gpt2.formats.openai_names import is_linear, openai_name
 from megatron.gpt2.formats.openai_tokenizer import tokenizer_files
-from megatron.gpt2.model.gpt2 import parameter_specs
+from megatron.gpt2.model.parameters import parameter_specs
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SHARD_BYTES = 5 * 10**9

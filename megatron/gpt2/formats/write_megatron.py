@@ -24,7 +24,7 @@ from megatron.gpt2.formats.megatron_files import HEAD
 from megatron.gpt2.formats.megatron_layout import Layout, chunks_of_stages
 from megatron.gpt2.formats.new_folder import new_folder
 from megatron.gpt2.formats.write_megatron_optimizer import optimizer_2019, optimizer_later, schedule
-from megatron.gpt2.model.gpt2 import parameter_specs
+from megatron.gpt2.model.parameters import parameter_specs
 from megatron.gpt2.optimizer.optimizer import MOMENTS
 
 CORE_MODULES = {"word_embeddings": "embedding.word_embeddings", "position_embeddings": "embedding.position_embeddings",

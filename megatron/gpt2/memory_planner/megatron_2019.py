@@ -10,7 +10,7 @@ Legend: b micro-batch, s sequence, h hidden, n heads, l layers, v padded vocabul
 
 from megatron.gpt2.config import Config
 from megatron.gpt2.memory_planner.step import PARTS, Memory
-from megatron.gpt2.model.gpt2 import count_parameters
+from megatron.gpt2.model.parameters import count_parameters
 from mpu.partition import padded_vocab_size
 
 BYTES_PER_PARAMETER = 20

@@ -1,21 +1,20 @@
-"""Data parallelism: gradients are reduced in buckets while backward still runs, and with a sharded optimizer the
-parameters that it updated are gathered in buckets while the next forward runs.
+"""Data parallelism: gradients are reduced in buckets while backward still runs.
 
-`megatron/gpt2/optimizer/flat_parameters.py` has the buffers and says what each rank owns of them.
+`flat_parameters.py` has the buffers and says what each rank owns of them. Reducers for other cases are in files of
+their own: `zero2_reducer.py`, `torch_ddp_reducer.py`, `exact_reducer.py`. `parameter_gatherer.py` brings the parameters
+back that a sharded optimizer has updated.
 """
 
 import contextlib
-from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections import Counter
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron.gpt2.model.gpt2 import GPT2Model
 from megatron.gpt2.optimizer.flat_parameters import FlatParameters
 from mpu.grads import sum_over_group
-from mpu.mappings import all_gather_single, reduce_scatter_single
+from mpu.mappings import reduce_scatter_single
 
 
 class GradientReducer:
@@ -141,31 +140,6 @@ class GradientReducer:
         return sent[1]
 
 
-class ShardedGradientReducer(GradientReducer):
-    """The same, by ZeRO stage 2 (arXiv:1910.02054): each micro-batch sends its gradients, and between them a rank keeps
-    the sums of what it owns alone. Of whole buckets there are at most the one that backward fills and the one before
-    it, which is on its way. Backward of a micro-batch comes after that of the one before.
-    """
-
-    def begin(self, micro_batches: int) -> None:
-        """As `GradientReducer.begin`."""
-        self._rounds, self._received = micro_batches, 0
-        super().begin(1 if micro_batches else 0)
-
-    def _send_ready(self) -> None:
-        super()._send_ready()
-        is_last = len(self._sent) == len(self._flat.buckets)
-        while self._received < len(self._sent) - (0 if is_last else 1):
-            self._receive(self._received)
-            self._received += 1
-        if is_last:
-            self._sent.clear()
-            self.begin(self._rounds - 1)
-
-    def _receive(self, index: int) -> None:
-        self._flat.keep_owned(index, self._arrived(index))
-
-
 class TiedGradient:
     """Of the parameter `name`, into the reducer without autograd."""
 
@@ -204,35 +178,6 @@ class TiedGradientOfAStage:
         self._reducer.complete(self._of_embedding)
 
 
-class TorchDDPReducer:
-    """Does what `GradientReducer` does by `torch.nn.parallel.DistributedDataParallel`, which reduces in the parameters'
-    dtype. bucket_size: elements of a bucket; DDP counts in MB of 2^20 bytes. `module` is what forward is called on."""
-
-    def __init__(self, flat: FlatParameters, module: nn.Module, group: ProcessGroup, *, bucket_size: int) -> None:
-        self._flat = flat
-        self._size = group.size()
-        element = flat.params.element_size()
-        self.module = nn.parallel.DistributedDataParallel(
-            module, process_group=group, broadcast_buffers=False, bucket_cap_mb=max(bucket_size * element >> 20, 1))
-
-    def begin(self, micro_batches: int) -> None:
-        """As `GradientReducer.begin`."""
-        self._micro_batches = micro_batches
-
-    def forward(self, index: int) -> contextlib.AbstractContextManager[None]:
-        """Around the forward of micro-batch `index`: of the last one alone backward sends gradients."""
-        return contextlib.nullcontext() if index == self._micro_batches - 1 else self.module.no_sync()
-
-    def finish(self) -> None:
-        """Copy the reduced gradients into `flat`, in float32."""
-        for name, parameter in self._flat.parameters.items():
-            assert parameter.grad is not None, name
-            # DDP divides by the ranks; our token weights did so already.
-            self._flat.grad(name).copy_(parameter.grad).mul_(self._size)
-            parameter.grad = None
-        sum_partial(self._flat)
-
-
 def sum_partial(flat: FlatParameters) -> None:
     """Sum the gradients that sequence parallelism leaves partial, over the tensor-parallel group. Each rank sums what
     it owns; the ranks of the group own the same ranges."""
@@ -246,50 +191,3 @@ def bucket_size(asked: int, data_parallel_size: int) -> int:
     small: they find room where backward has freed activations, which saves 0.4 GB of the 3.5 GB that 124M take on a
     CPU."""
     return asked if data_parallel_size > 1 else min(asked, 1_000_000)
-
-
-class ParameterGatherer:
-    """Fetches the parameters that other ranks' optimizers own, bucket by bucket, while the model already computes.
-
-    `launch` starts all the all-gathers, in the order in which forward needs them: the buffer's from its end. The
-    model waits before its embeddings for whatever lies outside of its layers, and before each layer for the buckets
-    that hold a part of it. Whoever else reads parameters calls `wait` first. Nothing happens unless `flat` is sharded.
-    """
-
-    def __init__(self, flat: FlatParameters, model: GPT2Model, group: ProcessGroup | None) -> None:
-        self._flat, self._group = flat, group
-        self._works: dict[int, dist.Work] = {}  # by bucket, of those that nobody waited for yet
-        if not flat.is_sharded:
-            return
-        needed: defaultdict[int | None, list[int]] = defaultdict(list)  # by layer, None: outside of them
-        for index, bucket in reversed(list(enumerate(flat.buckets))):
-            for layer in {_layer_of(name) for name in bucket.names}:
-                needed[layer].append(index)
-        model.register_forward_pre_hook(lambda module, args: self.wait(needed[None]))
-        # No hook of the layer, which would become a part of what torch.compile makes of it.
-        model.transformer.layer_pre_hook = lambda layer: self.wait(needed[layer])
-
-    def launch(self) -> None:
-        """Start all the all-gathers, after `flat.write_back`. On a GPU they follow it on the device, and the host waits
-        for nothing."""
-        self.wait()
-        if self._flat.is_sharded:
-            for index, bucket in reversed(list(enumerate(self._flat.buckets))):
-                work = all_gather_single(
-                    self._flat.params[bucket.range], self._flat.params[self._flat.owned_part(bucket)],
-                    group=self._group, async_op=True)
-                assert work is not None
-                self._works[index] = work
-
-    def wait(self, buckets: Iterable[int] | None = None) -> None:
-        """Wait until these buckets (default: all) are complete."""
-        for index in list(self._works) if buckets is None else buckets:
-            if (work := self._works.pop(index, None)) is not None:
-                work.wait()
-
-
-def _layer_of(name: str) -> int | None:
-    """The number in "transformer.layers.<number>.<...>", None for any other parameter."""
-    path = name.split(".")
-    return int(path[2]) if path[:2] == ["transformer", "layers"] else None
-

@@ -18,8 +18,8 @@ import mpu
 from megatron.gpt2.config import OptimizerConfig
 from megatron.gpt2.optimizer.flat_parameters import FlatParameters
 from megatron.gpt2.optimizer.flat_state import FlatState
-from megatron.gpt2.optimizer.gradient_reducer import ParameterGatherer
 from megatron.gpt2.optimizer.loss_scaler import DynamicLossScaler, LossScaler
+from megatron.gpt2.optimizer.parameter_gatherer import ParameterGatherer
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 

@@ -36,7 +36,7 @@ from megatron.gpt2.memory_planner.report import in_mb
 from megatron.gpt2.memory_planner.setting import Setting
 from megatron.gpt2.memory_planner.sizes import Sizes
 from megatron.gpt2.memory_planner.step import CUDA_CONTEXT, Memory, expected, of_stages
-from megatron.gpt2.model.gpt2 import count_parameters
+from megatron.gpt2.model.parameters import count_parameters
 from megatron.gpt2.records.reporting import aligned, resident_memory
 
 GPT2_VOCABULARY = 50257

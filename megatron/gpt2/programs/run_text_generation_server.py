@@ -33,7 +33,7 @@ from megatron.gpt2.command_line.flags import dashed
 from megatron.gpt2.device import PRECISIONS
 from megatron.gpt2.launch.ranks import Ranks
 from megatron.gpt2.launch.run_program import Log, run_program
-from megatron.gpt2.model.gpt2 import count_parameters
+from megatron.gpt2.model.parameters import count_parameters
 from megatron.gpt2.programs.inference import ModelParser, check_shared, open_model
 from megatron.gpt2.records.reporting import aligned
 from megatron.gpt2.text.generation import Generator, untimed_group

@@ -23,7 +23,8 @@ from megatron.gpt2.checkpoint.state import (
 )
 from megatron.gpt2.config import CheckpointConfig
 from megatron.gpt2.config.config_json import write_config
-from megatron.gpt2.model.gpt2 import TIED, parameter_specs
+from megatron.gpt2.model.gpt2 import TIED
+from megatron.gpt2.model.parameters import parameter_specs
 from megatron.gpt2.optimizer.optimizer import MOMENTS
 from megatron.gpt2.records.environment import describe_environment
 from megatron.gpt2.training.collectives import max_over_ranks

@@ -11,7 +11,7 @@ from megatron.gpt2.config.flag_names import differing_flags
 from megatron.gpt2.device import PRECISIONS
 from megatron.gpt2.memory_planner.pipelines import bubble
 from megatron.gpt2.memory_planner.report import start_rows, warning
-from megatron.gpt2.model.gpt2 import count_parameters
+from megatron.gpt2.model.parameters import count_parameters
 from megatron.gpt2.records.reporting import UNIGRAM, EvaluationRecord, closing_report, start_table
 from megatron.gpt2.training.run import Run
 

@@ -18,10 +18,9 @@ from megatron.gpt2.pipeline.program import Message, Step, program
 from megatron.gpt2.pipeline.schedule import Action, Schedule
 from megatron.gpt2.records.timers import Timers
 from megatron.gpt2.training.engine import Engine
-from mpu import kernels
+from megatron.gpt2.training.weight_gradients_later import Place, WeightGradientsLater
 
 MicroBatch = Mapping[str, Any]  # the arguments of the model
-Place = tuple[int, int]  # chunk and micro-batch
 
 
 class ScheduleRunner:
@@ -153,31 +152,3 @@ class _Departure(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return ctx.gradient.pop(), None
-
-
-class WeightGradientsLater:
-    """Takes the place of the weight gradient in every linear layer of the model: backward hands over its factors, and
-    `compute` makes the product when the schedule has time for it (zero bubble, arXiv:2401.10241)."""
-
-    def __init__(self, engine: Engine, reducer: GradientReducer) -> None:
-        self._reducer = reducer
-        self._new: list[tuple[str, Callable[[], Tensor]]] = []
-        self._kept: dict[Place, list[tuple[str, Callable[[], Tensor]]]] = {}
-
-        def sink_of(name: str, module: mpu.ColumnParallelLinear | mpu.RowParallelLinear) -> kernels.WeightGradientSink:
-            return lambda dy, x: self._new.append((name, functools.partial(module.weight_gradient, dy, x)))
-
-        for name, module in engine.model.named_modules():
-            if isinstance(module, mpu.ColumnParallelLinear | mpu.RowParallelLinear):
-                module.weight_gradient_sink = sink_of(f"{name}.weight", module)
-
-    def keep(self, place: Place) -> None:
-        """What backward has handed over since the last call belongs to `place`."""
-        self._kept[place], self._new = self._new, []
-
-    @torch.no_grad()  # as inside of backward
-    def compute(self, place: Place) -> None:
-        """The weight gradients of `place`, into the reducer."""
-        for name, product in self._kept.pop(place):
-            self._reducer.add(name, product())
-            self._reducer.complete(name)

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from data_utils.samplers import first_samples
 from megatron.gpt2.checkpoint.state import state_pieces
-from megatron.gpt2.model.gpt2 import TIED, parameter_specs
+from megatron.gpt2.model.gpt2 import TIED
+from megatron.gpt2.model.parameters import parameter_specs
 from megatron.gpt2.optimizer.flat_state import FlatState
 from megatron.gpt2.optimizer.optimizer import MOMENTS
 from megatron.gpt2.training.collectives import LOSS_STEP, exact_sum, sum_over_replicas

@@ -20,12 +20,13 @@ from megatron.gpt2.checkpoint.state import load_model, load_state
 from megatron.gpt2.config import ModelConfig, OptimizerConfig
 from megatron.gpt2.formats import Hints, Source, open_source, recognise
 from megatron.gpt2.formats.pickles import load_pickle
-from megatron.gpt2.model.gpt2 import GPT2Model, parameter_specs
+from megatron.gpt2.model.gpt2 import GPT2Model
+from megatron.gpt2.model.parameters import parameter_specs
 from megatron.gpt2.optimizer.flat_parameters import FlatParameters
-from megatron.gpt2.optimizer.gradient_reducer import ParameterGatherer
 from megatron.gpt2.optimizer.learning_rates import LearningRate
 from megatron.gpt2.optimizer.loss_scaler import DynamicLossScaler
 from megatron.gpt2.optimizer.optimizer import AdamWOptimizer
+from megatron.gpt2.optimizer.parameter_gatherer import ParameterGatherer
 from tests.conftest import TEST_DATA
 from tests.distributed import run_ranks
 

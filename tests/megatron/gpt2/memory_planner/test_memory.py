@@ -25,7 +25,7 @@ from megatron.gpt2.memory_planner.report import available, is_out_of_memory
 from megatron.gpt2.memory_planner.setting import Setting
 from megatron.gpt2.memory_planner.sizes import Sizes
 from megatron.gpt2.memory_planner.step import expected, of_stages
-from megatron.gpt2.model.gpt2 import count_parameters
+from megatron.gpt2.model.parameters import count_parameters
 from megatron.gpt2.pipeline.timetable import equal_costs, timetable
 from megatron.gpt2.training.train_step import train_step
 from tests.distributed import run_ranks

@@ -70,8 +70,8 @@ def breaks(rank: int, world_size: int, dropout: float, sequence_parallel: bool,
 
 @pytest.mark.parametrize(("world_size", "dropout", "sequence_parallel", "dropout_seed", "expected"), [
     (1, 0.0, False, 1, 0), pytest.param(2, 0.0, True, 1, 0, marks=pytest.mark.wide),
-    (2, 0.1, True, 1, 2),  # attention's dropout, counted in the layer and in its attention
-    pytest.param(2, 0.1, True, None, 3, marks=pytest.mark.wide),  # and the two hidden ones, which differ between shards
+    (2, 0.1, True, 1, 3),  # attention's dropout, counted in the layer, in its attention and in that of its heads
+    pytest.param(2, 0.1, True, None, 4, marks=pytest.mark.wide),  # and the two hidden ones, which differ between shards
 ])
 def test_the_graph_breaks_at_the_random_streams_alone(world_size: int, dropout: float, sequence_parallel: bool,
                                                       dropout_seed: int | None, expected: int):

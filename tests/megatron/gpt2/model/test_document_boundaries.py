@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import mpu
-from megatron.gpt2.model.gpt2 import GPT2Model, parameter_specs
+from megatron.gpt2.model.gpt2 import GPT2Model
+from megatron.gpt2.model.parameters import parameter_specs
 from megatron.gpt2.training.data import document_positions
 from megatron.gpt2.training.evaluate import evaluate
 from mpu.attention import Documents, document_attention

@@ -14,7 +14,8 @@ from torch import Tensor
 
 import mpu
 from megatron.gpt2.config import ModelConfig
-from megatron.gpt2.model.gpt2 import GPT2Model, count_parameters, parameter_specs, seeded_normal
+from megatron.gpt2.model.gpt2 import GPT2Model, seeded_normal
+from megatron.gpt2.model.parameters import count_parameters, parameter_specs
 from tests.distributed import run_ranks
 
 SMALL = ModelConfig(num_layers=3, hidden_size=64, num_attention_heads=4, max_position_embeddings=24, vocab_size=101,

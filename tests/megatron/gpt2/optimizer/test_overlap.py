@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.gpt2.optimizer import gradient_reducer as distributed
+from megatron.gpt2.optimizer import gradient_reducer, parameter_gatherer
 from megatron.gpt2.optimizer.gradient_reducer import GradientReducer
 from megatron.gpt2.training.run import Run
 from megatron.gpt2.training.train_step import train_step
@@ -48,8 +48,8 @@ class Recorder:
         for i, layer in enumerate(run.engine.model.transformer.layers):
             layer.register_forward_pre_hook(lambda module, args, i=i: self.events.append(("layer", i)))
         with (mock.patch.object(dist, "all_reduce", self._reduce), mock.patch.object(
-                distributed, "reduce_scatter_single", self._scatter), mock.patch.object(
-                distributed, "all_gather_single", self._gather)):
+                gradient_reducer, "reduce_scatter_single", self._scatter), mock.patch.object(
+                parameter_gatherer, "all_gather_single", self._gather)):
             train_step(run)
             self.events.append(("step", 1))
             train_step(run)
