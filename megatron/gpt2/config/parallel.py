@@ -75,10 +75,12 @@ class ParallelConfig:
             require(parts & (parts - 1) == 0, f"--exact-layouts {parts} is not a power of two")
             require(parts % self.model_parallel_size == 0,
                     f"--exact-layouts {parts} is not divisible by --model-parallel-size {self.model_parallel_size}")
-            for without, flag in ((self.DDP_impl == "local", "--DDP-impl torch"),
-                                  (not self.grad_reduce_in_bf16, "--grad-reduce-in-bf16"),
-                                  (not self.shard_gradients, "--shard-gradients (--zero-stage 2)")):
-                require(without, f"--exact-layouts and {flag}: its sums have an order of their own; leave one out")
+            for given, flag, why in (
+                    (self.DDP_impl == "torch", "--DDP-impl torch", "torch's DDP adds in an order of its own"),
+                    (self.grad_reduce_in_bf16, "--grad-reduce-in-bf16", "another number of ranks rounds other sums"),
+                    (self.shard_gradients, "--shard-gradients (--zero-stage 2)",
+                     "it adds up ranks before micro-batches; --zero-stage 1 does not")):
+                require(not given, f"--exact-layouts and {flag}: {why}; leave one out")
         for name in ("use_distributed_optimizer", "grad_reduce_in_bf16"):
             require(not getattr(self, name) or self.DDP_impl == "local",
                     f"--{name.replace('_', '-')} needs --DDP-impl local: torch's DDP reduces in a way of its own")

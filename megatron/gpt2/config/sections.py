@@ -55,10 +55,13 @@ class Config:
             for flag, number in (("--num-attention-heads", self.model.num_attention_heads),
                                  ("--ffn-hidden-size", self.model.ffn_size), ("--seq-length", self.data.seq_length),
                                  ("--make-vocab-size-divisible-by", self.model.make_vocab_size_divisible_by)):
-                require(number % parts == 0, f"--exact-layouts {parts} makes so many equal parts of {flag} {number}, "
-                                             "which is not divisible by it: give a divisor of both")
+                require(number % parts == 0, f"{flag} {number} is not divisible by --exact-layouts {parts}: change one "
+                                             "of them")
             require(not self.train.compile,
                     "--exact-layouts and --compile: a compiler chooses the order of sums; leave one out")
+            require(self.train.dropout_rng == "counter" or not self.model.has_dropout,
+                    "--exact-layouts and --dropout-rng torch: each rank would drop others; leave one out, or give "
+                    "--hidden-dropout 0 --attention-dropout 0")
         self.layers_of_stages()
         schedule = self.schedule(1)
         require(not (schedule.splits_backward and self.train.compile),
@@ -100,8 +103,8 @@ class Config:
         `consumed_samples`, cannot be divided so."""
         train, ranks = self.train, self.data_parallel_size(world_size)
         require(self.parallel.exact_layouts is None or ranks & (ranks - 1) == 0,
-                f"--exact-layouts and {ranks} data-parallel ranks: its sums have one order over a power of two of "
-                "them; start another number of ranks, or leave it out")
+                f"--exact-layouts needs a power of two of data-parallel ranks, not {ranks}: start another number of "
+                "ranks, or leave it out")
         together, steps = train.micro_batch_size * ranks, train.gradient_accumulation_steps
         schedule = train.batch_schedule(self.data.seq_length, default=together * (steps or 1))
         require(steps is None or schedule.final == together * steps,

@@ -2,7 +2,7 @@
 
 Every rank reads its own command line, looks for a checkpoint in its own view of the file system and chooses the
 precision by its own device. A rank that decided otherwise would train another model in silence, or wait for a
-collective that the others never call.
+collective that the others never call. Under --exact-layouts on a CPU the threads of each rank are compared as well.
 """
 
 import hashlib
@@ -34,13 +34,15 @@ def check_ranks_agree(prepared: PreparedRun) -> None:
         others = [rank for rank, number in enumerate(numbers) if number != numbers[0]]
         if others:
             raise ValueError(f"rank {others[0]} has another {name} than rank 0 (on rank {prepared.ranks.rank} it is "
-                             f"{value}): start every rank with the same command line, and let all machines see the "
-                             "same files")
+                             f"{value}): start every rank with the same command line and environment, and let all "
+                             "machines see the same files")
 
 
 def decisions(prepared: PreparedRun) -> dict[str, str]:
     """What must be the same on all ranks, by the words that an error has for it."""
     values = by_key(prepared.config.as_dict())
+    # The threads of a CPU share a sum. Another number of them adds in another order.
+    orders_sums = prepared.config.parallel.exact_layouts is not None and prepared.device.type == "cpu"
     return {
         **{flag(key): repr(value) for key, value in values.items() if key not in MAY_DIFFER},
         "precision": str(prepared.dtype),
@@ -50,7 +52,8 @@ def decisions(prepared: PreparedRun) -> dict[str, str]:
                                     f"{'none' if prepared.source is None else 'found'}",
         "length in iterations": str(prepared.train_iters),
         "tokenizer": prepared.tokenizer.fingerprint,
-        "version of torch": torch.__version__}
+        "version of torch": torch.__version__,
+        **({"number of threads (OMP_NUM_THREADS)": str(torch.get_num_threads())} if orders_sums else {})}
 
 
 def _number(text: str) -> int:

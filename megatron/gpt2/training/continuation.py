@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 import mpu
+from megatron.gpt2.config import Config
 from megatron.gpt2.config.flag_names import flag
 from megatron.gpt2.training.prepare import PreparedRun
 
@@ -19,13 +20,16 @@ COURSE = ("data_fingerprint", "global_batch_size", "batch_growth", "config.train
           *(f"config.optimizer.{name}" for name in (
               "lr", "min_lr", "lr_decay_style", "lr_decay_iters", "warmup", "lr_warmup_iters", "lr_wsd_decay_iters",
               "weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad")))
-# What changes the order of sums, or how a number is rounded.
-ROUNDING = (*(f"layout.{name}" for name in ("model_parallel_size", "pipeline_parallel_size", "data_parallel_size",
-                                           "optimizer_is_sharded")), "precision",
-            *(f"config.parallel.{name}" for name in ("sequence_parallel", "DDP_impl", "ddp_bucket_size",
-                                                     "grad_reduce_in_bf16", "cpu_offload_optimizer")),
+# What changes the order of sums, except under --exact-layouts.
+LAYOUT = (*(f"layout.{name}" for name in ("model_parallel_size", "pipeline_parallel_size", "data_parallel_size",
+                                         "optimizer_is_sharded")),
+          "config.parallel.sequence_parallel", "config.parallel.ddp_bucket_size")
+# What changes the order of sums, or how a number is rounded, in any case.
+ROUNDING = ("precision", *(f"config.parallel.{name}" for name in ("exact_layouts", "DDP_impl", "grad_reduce_in_bf16",
+                                                                  "cpu_offload_optimizer")),
             *(f"config.train.{name}" for name in ("micro_batch_size", "compile", "attention_backend")),
             "computed_by.torch", "computed_by.kernels", "computed_by.threads")
+_DEFAULTS = Config().as_dict()
 NAMES = {"data_fingerprint": "the training data or --split", "global_batch_size": "--global-batch-size",
          "batch_growth": "how the batch grows:",
          "layout.model_parallel_size": "model-parallel size",
@@ -66,7 +70,8 @@ def how_it_goes_on(then: Mapping[str, Any], here: Mapping[str, Any], *, lost: Se
         course += _differing(("train_iters",), then, here)
     if course:
         return f"another training from here on ({'; '.join(course)})"
-    if rounding := _differing(ROUNDING, then, here):
+    is_exact = here["config"]["parallel"]["exact_layouts"] is not None  # the checkpoint's is compared by ROUNDING
+    if rounding := _differing(ROUNDING if is_exact else (*ROUNDING, *LAYOUT), then, here):
         return f"the same training within rounding ({'; '.join(rounding)})"
     if then.get("computed_by") is None:
         return "the same training; the checkpoint does not say by what it was computed"
@@ -74,7 +79,8 @@ def how_it_goes_on(then: Mapping[str, Any], here: Mapping[str, Any], *, lost: Se
 
 
 def _differing(places: tuple[str, ...], then: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
-    """In words, what is not the same in both. A section that the checkpoint lacks says nothing."""
+    """In words, what is not the same in both. A section that the checkpoint lacks says nothing. A flag that it lacks
+    had its default: it was not known."""
     found = []
     for place in places:
         *path, name = place.split(".")
@@ -82,8 +88,14 @@ def _differing(places: tuple[str, ...], then: Mapping[str, Any], here: Mapping[s
         for section in path:
             inner = before.get(section)
             before, now = inner if isinstance(inner, Mapping) else {}, now[section]
+        if before and path[:1] == ["config"]:
+            before = _DEFAULTS[path[1]] | {**before}
         if name in before and before[name] != now[name]:
             called = NAMES.get(place) or flag(place.removeprefix("config."))
-            told = "" if place == "data_fingerprint" else f" {now[name]}, was {before[name]}"
+            told = "" if place == "data_fingerprint" else f" {_said(now[name])}, was {_said(before[name])}"
             found.append(called + told)
     return found
+
+
+def _said(value: Any) -> Any:
+    return "not given" if value is None else value

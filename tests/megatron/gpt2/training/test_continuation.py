@@ -10,7 +10,7 @@ import torch
 
 from megatron.gpt2.training import build
 from megatron.gpt2.training.checkpointing import load_run
-from megatron.gpt2.training.continuation import COURSE, ROUNDING, computed_by, how_it_goes_on
+from megatron.gpt2.training.continuation import COURSE, LAYOUT, ROUNDING, computed_by, how_it_goes_on
 from tests.megatron.gpt2.training.training_runs import finish, start, steps, write_text
 
 DROPOUT = ["--hidden-dropout", "0.1", "--attention-dropout", "0.1", "--global-batch-size", "4"]
@@ -53,19 +53,20 @@ def test_the_line_says_what_makes_it_so(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_each_fact_that_differs_is_named_and_one_that_is_missing_is_not() -> None:
-    def facts(value: Any) -> dict[str, Any]:
+    def facts(value: Any, parts: int | None = None) -> dict[str, Any]:
         made: dict[str, Any] = {"config": {"optimizer": {"lr_decay_iters": 9, "lr_decay_style": "cosine"}},
                                 "train_iters": 10}
-        for place in (*COURSE, *ROUNDING):
+        for place in (*COURSE, *LAYOUT, *ROUNDING):
             *path, name = place.split(".")
             section = made
             for each in path:
                 section = section.setdefault(each, {})
             section[name] = value
+        made["config"]["parallel"]["exact_layouts"] = parts
         return made
 
-    def with_other(place: str) -> dict[str, Any]:
-        changed = facts(1)
+    def with_other(place: str, parts: int | None = None) -> dict[str, Any]:
+        changed = facts(1, parts)
         *path, name = place.split(".")
         section = changed
         for each in path:
@@ -74,10 +75,18 @@ def test_each_fact_that_differs_is_named_and_one_that_is_missing_is_not() -> Non
         return changed
 
     assert how_it_goes_on(facts(1), facts(1)) == "bit-identical to the run that wrote it"
-    for place in COURSE:
-        assert how_it_goes_on(with_other(place), facts(1)).startswith("another training from here on ("), place
-    for place in ROUNDING:
-        assert how_it_goes_on(with_other(place), facts(1)).startswith("the same training within rounding ("), place
+    for parts in (None, 4):
+        for place in (*COURSE, *LAYOUT, *ROUNDING):
+            said = how_it_goes_on(with_other(place, parts), facts(1, parts))
+            assert said.startswith("another training from here on (" if place in COURSE else
+                                   "bit-identical to the run" if place in LAYOUT and parts else
+                                   "the same training within rounding ("), place
+    before = facts(1)
+    del before["config"]["parallel"]["exact_layouts"]  # a checkpoint from before there was the flag
+    for then, here, said in ((facts(1, 8), facts(1, 4), "4, was 8"), (facts(1), facts(1, 4), "4, was not given"),
+                             (before, facts(1, 4), "4, was not given"), (facts(1, 4), facts(1), "not given, was 4")):
+        assert how_it_goes_on(then, here) == f"the same training within rounding (--exact-layouts {said})"
+    assert how_it_goes_on(before, facts(1)) == "bit-identical to the run that wrote it"
     crafted: list[dict[str, Any]] = [{}, {"config": {}}, {"layout": 3, "computed_by": None}]
     for empty in crafted:
         assert how_it_goes_on(empty, facts(1)) == (
@@ -87,9 +96,10 @@ def test_each_fact_that_differs_is_named_and_one_that_is_missing_is_not() -> Non
 def test_a_longer_run_has_another_schedule_unless_its_decay_is_given() -> None:
     def facts(iterations: int, decay: int | None) -> dict[str, Any]:
         config: dict[str, dict[str, Any]] = {
-            section: {place.split(".")[2]: 1 for place in (*COURSE, *ROUNDING)
+            section: {place.split(".")[2]: 1 for place in (*COURSE, *LAYOUT, *ROUNDING)
                       if place.startswith(f"config.{section}.")}
             for section in ("train", "model", "data", "optimizer", "parallel")}
+        config["parallel"]["exact_layouts"] = None
         config["optimizer"] |= {"lr_decay_iters": decay, "lr_decay_style": "cosine"}
         return {"config": config, "train_iters": iterations, "data_fingerprint": "", "global_batch_size": 1,
                 "precision": "float32", "computed_by": computed_by(torch.device("cpu")),
