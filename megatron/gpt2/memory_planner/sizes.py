@@ -14,6 +14,7 @@ import torch
 import mpu
 from megatron.gpt2.memory_planner.setting import Setting
 from megatron.gpt2.model.parameters import count_parameters
+from megatron.gpt2.optimizer.exact_reducer import sums_kept
 from megatron.gpt2.optimizer.gradient_reducer import bucket_size
 from mpu import kernels
 from mpu.cross_entropy import chunk_size_for
@@ -44,6 +45,7 @@ class Sizes:
         self._tokens = train.micro_batch_size * self._s
         self._heads, self._dropout = model.num_attention_heads // p, (model.attention_dropout, model.hidden_dropout)
         self._keyed = train.dropout_rng == "counter"  # then masks are made again, and none is kept
+        self._is_exact = parallel.exact_layouts is not None
 
         rows = mpu.padded_vocab_size(model.vocab_size, model.make_vocab_size_divisible_by, p) // p
         self._rows, self._h = rows, model.hidden_size
@@ -65,6 +67,9 @@ class Sizes:
         self.embedding_gradient = 4 * rows * model.hidden_size
         self.head = e * rows * model.hidden_size  # the gradient of [v/p, h], rounded
         self.shards = setting.data_parallel_size if parallel.shard_gradients else 1  # of gradients
+        # --exact-layouts: sums of gradients that wait for others of their size, and the embedding's of the tied matrix.
+        self.waiting_sums = sums_kept(setting.micro_batches) if self._is_exact else 0
+        self.second_tied = self.embedding_gradient if self._is_exact and self._has_both_ends else 0
 
     @property
     def _has_both_ends(self) -> bool:
@@ -78,15 +83,16 @@ class Sizes:
         """Whether the chunk has the final norm, the head and the loss."""
         return chunk.stop == self._num_layers
 
-    def tied(self, chunk: range) -> int:
-        """Parameters of the head's own copy of the tied matrix, whose gradient comes first in backward."""
-        return self._rows * self._h if self.is_last(chunk) and not self._has_both_ends else 0
+    def head_comes_first(self, chunk: range) -> int:
+        """Parameters of the tied matrix, where the head's gradient does not wait for the embedding's."""
+        return self._rows * self._h if self.is_last(chunk) and (self._is_exact or not self._has_both_ends) else 0
 
     def parameters_of(self, chunk: range) -> int:
         """Parameters, with what is before the first layer of the model and after the last one."""
         embeddings = (self._rows + self._positions) * self._h if self.is_first(chunk) else 0
         final_norm = 2 * self._h if self.is_last(chunk) else 0
-        return len(chunk) * self.of_a_layer + embeddings + final_norm + self.tied(chunk)
+        own_copy = 0 if self._has_both_ends else self.head_comes_first(chunk)
+        return len(chunk) * self.of_a_layer + embeddings + final_norm + own_copy
 
     @property
     def optimizer(self) -> int:
@@ -282,10 +288,12 @@ class Sizes:
 
     def communication(self, gradients: int) -> int:
         """What exists beside gradients of `gradients` bytes that are being sent: their copy in bf16, and gloo's
-        copy."""
+        copy; or under --exact-layouts what comes from the other ranks."""
         parallel = self._setting.config.parallel
         if self._setting.data_parallel_size == 1:
             return 0
+        if self._is_exact:
+            return gradients
         sent = gradients // 2 if parallel.grad_reduce_in_bf16 else 0
         copied = parallel.use_distributed_optimizer and not self.on_gpu  # gloo reduces a copy of all, keeps a part
         return sent + ((sent or gradients) if copied else 0)

@@ -90,7 +90,7 @@ def _moments(setting: Setting, size: Sizes, found: list[Situation]) -> Iterator[
         of_action = {"F": _of_forward, "B": _of_backward, "W": _of_weights}[now.kind]
         for moment, parts in of_action(size, now, 2 * size.element if by_torch else 4, by_torch).items():
             yield moment, {**state, **parts}, kept
-    gradients = 4 * size.parameters
+    gradients = 4 * size.parameters + (size.second_tied if setting.data_parallel_size > 1 else 0)
     yield "the optimizer", {
         **state, "gradients": gradients // size.shards + (2 * size.element * size.parameters if by_torch else 0),
         "communication": 0 if by_torch or size.shards > 1 else size.communication(gradients),
@@ -105,11 +105,14 @@ def _kept(size: Sizes, beside: Beside) -> int:
 
 def _gradients(size: Sizes, now: Situation, each: int, made: int, largest: int = 0) -> int:
     """Those that exist during an action, of `each` bytes, when it has made `made` bytes of its chunk's. ZeRO stage 2
-    has a rank's part of them, and two whole buckets. largest: a bucket, where that is larger than the others."""
+    has a rank's part of them, and two whole buckets. largest: a bucket, where that is larger than the others. Under
+    --exact-layouts sums of earlier micro-batches wait beside them."""
     sizes = [each * size.parameters_of(chunk) * begun // size.shards
              for chunk, begun in zip(size.chunks, now.beside.begun, strict=True)]
     whole = 0 if size.shards == 1 else min(made, size.bucket + max(size.bucket, largest))
-    return sum(sizes) - sizes[now.chunk] + max(sizes[now.chunk], made // size.shards) + whole
+    waiting = size.waiting_sums * sum(sizes)
+    second = size.second_tied * (1 + size.waiting_sums) if all(now.beside.begun) else 0
+    return sum(sizes) - sizes[now.chunk] + max(sizes[now.chunk], made // size.shards) + whole + waiting + second
 
 
 def _of_forward(size: Sizes, now: Situation, each: int, by_torch: bool) -> dict[str, dict[str, int]]:
@@ -127,7 +130,7 @@ def _of_backward(size: Sizes, now: Situation, each: int, by_torch: bool) -> dict
     held, kept, group = _held(size, now), size.kept_by(chunk), size.recomputed_together(chunk)
     together = size.layers_together(chunk)
     steps = -(-len(chunk) // together)
-    of_layer, tied = (0 if later else each * size.of_a_layer), each * size.tied(chunk)
+    of_layer, tied = (0 if later else each * size.of_a_layer), each * size.head_comes_first(chunk)
     # Gradients in float32 are allocated by the bucket, with its first one. A CPU's memory is taken when it is written.
     bucket = min(size.bucket, 4 * size.parameters) if size.on_gpu else 4 * size.of_a_layer
     if later:
@@ -138,7 +141,7 @@ def _of_backward(size: Sizes, now: Situation, each: int, by_torch: bool) -> dict
     # Of buckets that are complete, of which stage 2 waits for each. torch's DDP sends its own.
     in_flight = 0 if by_torch else size.communication(complete if size.shards == 1 else min(complete, size.bucket))
     # With both ends of the model on this rank, the head's gradient waits for that of the embeddings.
-    head = 0 if size.tied(chunk) or not size.is_last(chunk) else size.head * (3 if by_torch else 1)
+    head = 0 if size.head_comes_first(chunk) or not size.is_last(chunk) else size.head * (3 if by_torch else 1)
 
     def gradients(layers: int, least: int) -> int:
         return _gradients(size, now, each, tied + max(layers * of_layer, least))
@@ -166,11 +169,12 @@ def _of_backward(size: Sizes, now: Situation, each: int, by_torch: bool) -> dict
             + size.backward_of_a_layer}}
     if size.is_first(chunk):
         made = each * size.parameters_of(chunk) - (each * size.of_a_layer * len(chunk) if later else 0)
+        second = 0 if now.beside.begun[now.chunk] else size.second_tied  # else it is there already
         moments["backward of the embeddings"] = {
-            "gradients": _gradients(size, now, each, made, size.embedding_gradient),
+            "gradients": _gradients(size, now, each, made, size.embedding_gradient) + second,
             "communication": in_flight, "logits and loss": head,
             "activations": held + queued(0) + size.residual + (0 if size.element == 4 else 2 * size.residual)}
-    if size.tied(chunk):
+    if size.head_comes_first(chunk):
         moments["backward of the head"] = {
             "gradients": gradients(0, 0), "activations": held + kept, "logits and loss": size.hidden + size.head}
     return moments

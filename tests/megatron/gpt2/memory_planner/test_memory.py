@@ -97,7 +97,9 @@ ALONE = [["--precision", "fp32"],
          ["--precision", "bf16", "--micro-batch-size", "4", "--make-vocab-size-divisible-by", "20000"],
          ["--precision", "fp32", "--global-batch-size", "6", "--hidden-dropout", "0.1"],
          ["--precision", "fp32", "--attention-dropout", "0.1"],
-         ["--precision", "bf16", "--attention-dropout", "0.1", "--micro-batch-size", "4"]]
+         ["--precision", "bf16", "--attention-dropout", "0.1", "--micro-batch-size", "4"],
+         ["--exact-layouts", "4", "--precision", "bf16", "--global-batch-size", "8", "--make-vocab-size-divisible-by",
+          "20000"]]
 
 
 @pytest.mark.parametrize("flags", ALONE, ids=" ".join)
@@ -124,6 +126,7 @@ PIPELINES = {"1F1B": "--micro-batch-size 4 --global-batch-size 12 --decoder-firs
              "interleaved": "--num-layers 4 --num-layers-per-virtual-pipeline-stage 1 --micro-batch-size 4 "
                             "--global-batch-size 16",
              "zero bubble": "--pipeline-schedule zero-bubble --micro-batch-size 4 --global-batch-size 16",
+             "exact": "--exact-layouts 4 --micro-batch-size 8 --global-batch-size 32",
              "bf16": "--precision bf16 --micro-batch-size 8 --global-batch-size 24"}
 
 
