@@ -1,5 +1,6 @@
 """The model of a run and what updates it, over the ranks that share data."""
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -24,6 +25,7 @@ from megatron.gpt2.optimizer.torch_ddp_reducer import TorchDDPReducer
 from megatron.gpt2.optimizer.zero2_reducer import ShardedGradientReducer
 from megatron.gpt2.training.prepare import Log, PreparedRun
 from mpu import kernels
+from mpu.exact.norm import block_of_norm
 
 # Data-parallel ranks are further apart than any model-parallel size, so that no two random streams meet.
 DATA_PARALLEL_STRIDE = 1 << 16
@@ -89,9 +91,11 @@ def build_engine(prepared: PreparedRun, parallel: mpu.ParallelState, log: Log) -
     gatherer = ParameterGatherer(flat, model, parallel.data_parallel_group)
     before = prepared.batch_schedule.before_steps(prepared.train_iters) / prepared.global_batch_size
     rates = LearningRate(config.optimizer, prepared.decay_iters).table(before)
+    squared_norm = mpu.squared_norm if not parts else functools.partial(
+        mpu.exact_squared_norm, block=block_of_norm(parts, shape.hidden_size, shape.ffn_size, device=device))
     optimizer = AdamWOptimizer(flat, gatherer, config.optimizer,
                                build_loss_scaler(config.optimizer, prepared.dtype, device), torch.from_numpy(rates),
-                               mpu.exact_squared_norm if parts else mpu.squared_norm)
+                               squared_norm)
     return Engine(model=model, forward=forward, flat=flat, reducer=reducer, gatherer=gatherer, optimizer=optimizer)
 
 
