@@ -104,10 +104,11 @@ def our_flags(problem: Problem, arm: Arm) -> list[str]:
     return flags + (["--compile"] if arm.compiled else []) + list(arm.flags)
 
 
-def our_run(problem: Problem, arm: Arm) -> PreparedRun:
+def our_run(problem: Problem, arm: Arm, ranks: Ranks | None = None) -> PreparedRun:
     """The run of the command line, but for the vocabulary: GPT-2's needs files that may be absent, so the run is
-    prepared for a small pair of bytes, and tokenizer, vocabulary size and data are put in afterwards."""
-    prepared = prepare_run(parse(our_flags(problem, arm)), Ranks(0, arm.ranks, 0, 1), print)
+    prepared for a small pair of bytes, and tokenizer, vocabulary size and data are put in afterwards. ranks: of this
+    process (default: the first of the arm's)."""
+    prepared = prepare_run(parse(our_flags(problem, arm)), ranks or Ranks(0, arm.ranks, 0, 1), print)
     model = dataclasses.replace(prepared.config.model, vocab_size=problem.vocab_size)
     config = dataclasses.replace(prepared.config, model=model)
     return dataclasses.replace(prepared, config=config, tokenizer=Vocabulary(problem.vocab_size),

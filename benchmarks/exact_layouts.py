@@ -28,7 +28,11 @@ from benchmarks import arms, report
 from benchmarks.problem import MODELS, Arm, Problem
 from benchmarks.timing import call_seconds
 from benchmarks.train import write_tokens
+from megatron.gpt2.launch.ranks import Ranks
+from megatron.gpt2.training.build import build_run
+from megatron.gpt2.training.train_step import train_step
 from tests.distributed import run_ranks
+from tests.megatron.gpt2.pipeline.test_communication import BytesSent
 from tests.megatron.gpt2.training.test_exact_layouts import FP16, LARGE, QUICK, WIDE, Layout, go_on, train, whole
 from tests.megatron.gpt2.training.training_runs import write_text
 
@@ -88,33 +92,41 @@ def problem(scratch: Path, smoke: bool) -> Problem:
                    tokens=str(scratch / "tokens"), scratch=str(scratch))
 
 
-def seconds_of_steps(rank: int, world_size: int, scratch: str, smoke: bool, pairs: int) -> list[list[float]]:
-    """Seconds of steps with plain sums and with exact ones, in turns."""
-    torch.set_num_threads(max(torch.get_num_threads() // world_size, 1) if world_size > 1 else torch.get_num_threads())
-    steps = []
-    for name, flags in (("plain", ()), ("exact", EXACT)):
-        arm = Arm(name, "ours", flags=(*flags, "--save", f"{scratch}/{name}"), ranks=world_size)
-        run = arms.built(problem(Path(scratch), smoke), arm)
+def steps_of_both(rank: int, world_size: int, scratch: str, smoke: bool, pairs: int,
+                  flags: tuple[str, ...]) -> dict[str, list[float]]:
+    """Seconds of steps with plain sums and with exact ones, in turns, and the bytes that this rank sends in one."""
+    steps, sent = [], []
+    for name, more in (("plain", ()), ("exact", EXACT)):
+        arm = Arm(name, "ours", flags=(*flags, *more, "--save", f"{scratch}/{name}"))
+        ranks = Ranks(rank, world_size, rank, world_size)
+        run = build_run(arms.our_run(problem(Path(scratch), smoke), arm, ranks), lambda line: None)
         steps.append(arms.trainer(run).step)
-    found: list[list[float]] = [[], []]
-    for number in range(pairs + 1):
+        with BytesSent(run.parallel) as counted:
+            train_step(run)
+        sent.append(sum(counted.sent.values()))
+    found: dict[str, list[float]] = {"plain": [], "exact": [], "sent": sent}
+    for number in range(pairs):
         for place in ((0, 1), (1, 0))[number % 2]:
-            seconds = call_seconds(steps[place], torch.device("cpu"), 1)
-            found[place] += seconds if number else []  # the first warms up
+            found[("plain", "exact")[place]] += call_seconds(steps[place], torch.device("cpu"), 1)
     return found
 
 
 def cost(folder: Path, smoke: bool) -> dict[str, Any]:
-    """The time of a step of 124M, 8 x 1,024 tokens, bf16, eager, over that with plain sums."""
+    """The time of a step of 124M, 8 x 1,024 tokens, bf16, eager, over that with plain sums, and the bytes that a rank
+    sends in it."""
     write_tokens(problem(folder, smoke), 64)
-    pairs = 1 if smoke else 5
-    plain, exact = run_ranks(seconds_of_steps, 1, str(folder), smoke, pairs)[0]
-    ratios = [b / a for a, b in zip(plain, exact, strict=True)]
-    found = {"seconds": report.spread(plain), "exact_seconds": report.spread(exact), "ratio": report.spread(ratios),
-             "of_best": min(exact) / min(plain)}
-    print(f"one rank: {report.spread(ratios)['median']:.3f} of a step with plain sums ({min(ratios):.3f} to "
-          f"{max(ratios):.3f}); best of each {found['of_best']:.3f}")
-    return found
+    rows = {}
+    for name, world_size, flags in (("1 rank", 1, ()), ("2 tensor-parallel", 2, ("--model-parallel-size", "2")),
+                                    ("2 data-parallel", 2, ("--micro-batch-size", "4"))):
+        found = run_ranks(steps_of_both, world_size, str(folder), smoke, 1 if smoke else 5, flags, timeout=1200)[0]
+        ratios = [exact / plain for plain, exact in zip(found["plain"], found["exact"], strict=True)]
+        rows[name] = {"plain_seconds": report.spread(found["plain"]), "exact_seconds": report.spread(found["exact"]),
+                      "ratio": report.spread(ratios), "of_best": min(found["exact"]) / min(found["plain"]),
+                      "plain_megabytes": found["sent"][0] / 1e6, "exact_megabytes": found["sent"][1] / 1e6}
+    print(report.table(["", "median ratio", "best of each", "MB sent, plain", "exact"], [
+        [name, f"{row['ratio']['median']:.3f}", f"{row['of_best']:.3f}", f"{row['plain_megabytes']:,.0f}",
+         f"{row['exact_megabytes']:,.0f}"] for name, row in rows.items()]))
+    return {"threads": torch.get_num_threads(), "rows": rows}
 
 
 PARTS: dict[str, Callable[[Path, bool], dict[str, Any]]] = {"layouts": layouts, "moves": moves, "cost": cost}

@@ -76,7 +76,7 @@ class BytesSent(TorchDispatchMode):
             size = sum(x.numel() * x.element_size() for x in tree_leaves(whole) if isinstance(x, torch.Tensor))
             in_a_ring = (group.size() - 1) / group.size()
             times = {"allreduce": 2 * in_a_ring, "allgather": in_a_ring, "allgather_base": in_a_ring,
-                     "reduce_scatter_base": in_a_ring, "send": 1.0, "recv": 0.0}[name]
+                     "reduce_scatter_base": in_a_ring, "alltoall_base": in_a_ring, "send": 1.0, "recv": 0.0}[name]
             self.sent[self._names[frozenset(dist.get_process_group_ranks(group))]] += times * size
         return func(*args, **(kwargs or {}))
 
