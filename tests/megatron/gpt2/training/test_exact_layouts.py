@@ -40,12 +40,11 @@ class Layout(NamedTuple):
                 "--pipeline-model-parallel-size", str(self.pipeline), *self.flags]
 
 
-QUICK = [Layout(flags=SELECTIVE), Layout(2, flags=SEQUENCE), Layout(data=2, flags=SHARDED),
-         Layout(pipeline=2, flags=(*ZERO_BUBBLE, *FULL)), Layout(4, flags=(*SEQUENCE, *SELECTIVE)),
-         Layout(2, 2, flags=TWO_CHUNKS), Layout(2, 1, 2, (*SEQUENCE, *SHARDED)), Layout(data=4)]
-WIDE = [Layout(flags=FULL), Layout(2), Layout(2, flags=FULL), Layout(data=2), Layout(pipeline=2),
-        Layout(4), Layout(1, 2, 2, SHARDED), Layout(2, 1, 2), Layout(2, 2, flags=(*SEQUENCE, *FULL)),
-        Layout(data=4, flags=(*SHARDED, *SELECTIVE))]
+QUICK = [Layout(2, flags=SEQUENCE), Layout(data=2, flags=(*SHARDED, *SELECTIVE)),
+         Layout(pipeline=2, flags=(*ZERO_BUBBLE, *FULL)), Layout(4, flags=(*SEQUENCE, *SELECTIVE)), Layout(data=4)]
+WIDE = [Layout(flags=SELECTIVE), Layout(flags=FULL), Layout(2), Layout(2, flags=FULL), Layout(data=2),
+        Layout(pipeline=2), Layout(4), Layout(1, 2, 2, SHARDED), Layout(2, 1, 2, (*SEQUENCE, *SHARDED)),
+        Layout(2, 2, flags=TWO_CHUNKS), Layout(2, 2, flags=(*SEQUENCE, *FULL)), Layout(data=4, flags=SHARDED)]
 LARGE = [Layout(4, 2), Layout(4, 1, 2, (*SEQUENCE, *SHARDED)), Layout(2, 2, 2, (*SEQUENCE, *SHARDED)),
          Layout(2, 1, 4, SHARDED), Layout(1, 2, 4, (*SHARDED, *ZERO_BUBBLE))]  # of 8 ranks
 
@@ -110,11 +109,11 @@ def whole(by_rank: list[dict[str, Any]]) -> dict[tuple[str, str], Tensor]:
 
 def assert_equal(folder: Path, layouts: list[Layout], precision: list[str], count: int) -> None:
     (one,) = run_ranks(train, 1, str(folder), [Layout()], precision, count)[0]
-    assert one["loss"][0] > one["loss"][-1] + 0.05, "the run must learn something, or equality shows nothing"
+    assert one["loss"][0] > one["loss"][-1] + 0.02, "the run must learn something, or equality shows nothing"
     tensors = whole([one])
     for world_size in sorted({layout.world_size for layout in layouts}):
         here = [layout for layout in layouts if layout.world_size == world_size]
-        by_rank = run_ranks(train, world_size, str(folder), here, precision, count)
+        by_rank = run_ranks(train, world_size, str(folder), here, precision, count, timeout=480)
         for layout, results in zip(here, map(list, zip(*by_rank, strict=True)), strict=True):
             for said in ("loss", "norm", "scale", "skipped", "evaluation"):
                 assert all(result[said] == one[said] for result in results), f"{layout}: {said}"
@@ -125,10 +124,26 @@ def assert_equal(folder: Path, layouts: list[Layout], precision: list[str], coun
 
 
 def test_no_bit_depends_on_the_layout(folder: Path) -> None:
-    assert_equal(folder, QUICK, ["--precision", "bf16"], 4)
+    assert_equal(folder, QUICK, ["--precision", "bf16"], 3)
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("precision", [["--precision", "fp32"], ["--precision", "bf16"], FP16], ids=" ".join)
-def test_no_bit_depends_on_more_layouts(folder: Path, precision: list[str]) -> None:
-    assert_equal(folder, QUICK + WIDE, precision, 10)
+@pytest.mark.parametrize(("precision", "layouts"), [(["--precision", "fp32"], WIDE), (FP16, QUICK)],
+                         ids=["fp32", "fp16"])
+def test_no_bit_depends_on_more_layouts(folder: Path, precision: list[str], layouts: list[Layout]) -> None:
+    """All of them in fp32, bf16 and fp16, over 50 steps: benchmarks/exact_layouts.py."""
+    assert_equal(folder, layouts, precision, 5)
+
+
+@pytest.mark.wide
+def test_a_run_that_moves_is_the_run_that_stayed(folder: Path) -> None:
+    """Saved in one layout and continued in another; the batch grows on the way."""
+    precision = ["--precision", "bf16", "--rampup-batch-size", "4", "8", "12"]
+    (one,) = run_ranks(train, 1, str(folder), [Layout()], precision, 9)[0]
+    results, seen = [], []
+    for layout, count in ((QUICK[3], 2), (QUICK[1], 3), (QUICK[2], 1), (Layout(flags=FULL), 3)):
+        results = run_ranks(go_on, layout.world_size, str(folder), layout, precision, count, bool(seen))
+        seen += results[0]["loss"]
+    assert seen == one["loss"]
+    found, expected = whole(results), whole([one])
+    assert [name for name, values in expected.items() if not torch.equal(found[name], values)] == []
