@@ -16,6 +16,7 @@ import argparse
 import random
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,6 @@ import torch
 
 from benchmarks import arms, report
 from benchmarks.problem import MODELS, Arm, Problem
-from benchmarks.timing import call_seconds
 from benchmarks.train import write_tokens
 from megatron.gpt2.launch.ranks import Ranks
 from megatron.gpt2.training.build import build_run
@@ -94,7 +94,8 @@ def problem(scratch: Path, smoke: bool) -> Problem:
 
 def steps_of_both(rank: int, world_size: int, scratch: str, smoke: bool, pairs: int,
                   flags: tuple[str, ...]) -> dict[str, list[float]]:
-    """Seconds of steps with plain sums and with exact ones, in turns, and the bytes that this rank sends in one."""
+    """Seconds of steps with plain sums and with exact ones, in turns, of the clock and of this rank's processors, and
+    the bytes that this rank sends in one."""
     steps, sent = [], []
     for name, more in (("plain", ()), ("exact", EXACT)):
         arm = Arm(name, "ours", flags=(*flags, *more, "--save", f"{scratch}/{name}"))
@@ -104,11 +105,22 @@ def steps_of_both(rank: int, world_size: int, scratch: str, smoke: bool, pairs: 
         with BytesSent(run.parallel) as counted:
             train_step(run)
         sent.append(sum(counted.sent.values()))
-    found: dict[str, list[float]] = {"plain": [], "exact": [], "sent": sent}
+    found: dict[str, list[float]] = {"plain": [], "exact": [], "plain cpu": [], "exact cpu": [], "sent": sent}
     for number in range(pairs):
-        for place in ((0, 1), (1, 0))[number % 2]:
-            found[("plain", "exact")[place]] += call_seconds(steps[place], torch.device("cpu"), 1)
+        for name, step in list(zip(("plain", "exact"), steps, strict=True))[::(1, -1)[number % 2]]:
+            begun, clock = time.process_time(), time.perf_counter()
+            step()
+            found[name].append(time.perf_counter() - clock)
+            found[f"{name} cpu"].append(time.process_time() - begun)
     return found
+
+
+def beside(found: dict[str, list[float]], kind: str = "") -> dict[str, Any]:
+    """Exact steps over plain ones: pair by pair, and the fastest of each."""
+    plain, exact = found[f"plain{kind}"], found[f"exact{kind}"]
+    return {"plain_seconds": report.spread(plain), "exact_seconds": report.spread(exact),
+            "ratio": report.spread([b / a for a, b in zip(plain, exact, strict=True)]),
+            "of_best": min(exact) / min(plain)}
 
 
 def cost(folder: Path, smoke: bool) -> dict[str, Any]:
@@ -119,13 +131,12 @@ def cost(folder: Path, smoke: bool) -> dict[str, Any]:
     for name, world_size, flags in (("1 rank", 1, ()), ("2 tensor-parallel", 2, ("--model-parallel-size", "2")),
                                     ("2 data-parallel", 2, ("--micro-batch-size", "4"))):
         found = run_ranks(steps_of_both, world_size, str(folder), smoke, 1 if smoke else 5, flags, timeout=1200)[0]
-        ratios = [exact / plain for plain, exact in zip(found["plain"], found["exact"], strict=True)]
-        rows[name] = {"plain_seconds": report.spread(found["plain"]), "exact_seconds": report.spread(found["exact"]),
-                      "ratio": report.spread(ratios), "of_best": min(found["exact"]) / min(found["plain"]),
+        rows[name] = {"clock": beside(found), "processor": beside(found, " cpu"),
                       "plain_megabytes": found["sent"][0] / 1e6, "exact_megabytes": found["sent"][1] / 1e6}
-    print(report.table(["", "median ratio", "best of each", "MB sent, plain", "exact"], [
-        [name, f"{row['ratio']['median']:.3f}", f"{row['of_best']:.3f}", f"{row['plain_megabytes']:,.0f}",
-         f"{row['exact_megabytes']:,.0f}"] for name, row in rows.items()]))
+    print(report.table(["", "median ratio", "best of each", "processor time", "best", "MB sent, plain", "exact"], [
+        [name, f"{row['clock']['ratio']['median']:.3f}", f"{row['clock']['of_best']:.3f}",
+         f"{row['processor']['ratio']['median']:.3f}", f"{row['processor']['of_best']:.3f}",
+         f"{row['plain_megabytes']:,.0f}", f"{row['exact_megabytes']:,.0f}"] for name, row in rows.items()]))
     return {"threads": torch.get_num_threads(), "rows": rows}
 
 

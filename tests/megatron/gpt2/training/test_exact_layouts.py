@@ -140,7 +140,8 @@ def test_a_run_that_moves_is_the_run_that_stayed(folder: Path) -> None:
     """Saved in one layout and continued in another; the batch grows on the way."""
     precision = ["--precision", "bf16", "--rampup-batch-size", "4", "8", "12"]
     (one,) = run_ranks(train, 1, str(folder), [Layout()], precision, 9)[0]
-    results, seen = [], []
+    results: list[dict[str, Any]] = []
+    seen: list[float] = []
     for layout, count in ((QUICK[3], 2), (QUICK[1], 3), (QUICK[2], 1), (Layout(flags=FULL), 3)):
         results = run_ranks(go_on, layout.world_size, str(folder), layout, precision, count, bool(seen))
         seen += results[0]["loss"]
