@@ -52,7 +52,7 @@ class VocabShard:
         target_logit = target_logit.masked_fill(~self.is_here, 0.0)
         # A part of padding alone has -inf everywhere; clamped, its sum is 0 instead of NaN.
         peak = logits.amax(dim=-1).clamp_min(torch.finfo(torch.float32).min)
-        return torch.stack((peak, logits.sub_(peak.unsqueeze(-1)).exp_().sum(dim=-1), target_logit))
+        return torch.stack((peak, _sum_of_each(logits.sub_(peak.unsqueeze(-1)).exp_()), target_logit))
 
     def d_logits(self, exponentials: Tensor, local: Tensor, whole: Tensor, weight: Tensor) -> Tensor:
         """weight · (softmax - one-hot(target)) [..., k, v/pk], in the place of the exponentials.
@@ -64,6 +64,13 @@ class VocabShard:
         d_logits: Tensor = exponentials.mul_((factor * weight).unsqueeze(-1))
         d_logits.scatter_add_(-1, self.target.unsqueeze(-1), (self.is_here * -weight).unsqueeze(-1))
         return d_logits
+
+
+def _sum_of_each(parts: Tensor) -> Tensor:
+    """[..., k, n] -> [..., k]. One part at a time: a GPU chooses the order of a sum by the shape of its operand, which
+    must not depend on how many parts a rank has."""
+    sums = [part.sum(dim=-1, keepdim=True) for part in parts.unbind(-2)]
+    return sums[0] if len(sums) == 1 else torch.cat(sums, dim=-1)
 
 
 class VocabSums:

@@ -40,6 +40,7 @@ MODES: dict[str, list[str]] = {
     "documents": DOCUMENTS, "documents, dropout": [*DOCUMENTS, *DROPOUT],
     "documents, fp32": [*DOCUMENTS, "--precision", "fp32"],
     "offload": ["--cpu-offload-optimizer"], "no clipping": ["--clip-grad", "0"],
+    "exact layouts": ["--exact-layouts", "4", "--global-batch-size", "4"],
     "compiled": ["--compile"], "compiled, dropout": ["--compile", *DROPOUT]}
 # With the optimizer in the host's memory each step waits for its gradients, once.
 MAY_WAIT = {"offload": "megatron/gpt2/optimizer/optimizer.py"}

@@ -4,6 +4,7 @@ Each choice comes with its reason, a line for the log. Where the user asked for 
 what to ask for instead.
 """
 
+import contextlib
 import ctypes
 import functools
 import importlib.util
@@ -25,6 +26,9 @@ from megatron.gpt2.launch.ranks import Ranks, named
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 PRECISIONS = {dtype: name for name, dtype in DTYPES.items()}
+
+# With these cuBLAS has a workspace for each stream, whatever else runs (its documentation, "Results Reproducibility").
+CUBLAS_WORKSPACES = (":4096:8", ":16:8")
 
 # Dense 16-bit TFLOP/s of the datasheets, by a pattern of the device's name; the first that matches counts.
 DATASHEET = (
@@ -217,8 +221,10 @@ def require_compiler(device: torch.device, environ: Mapping[str, str] = os.envir
                 f"no {' or '.join(compilers)}: install one, or leave the flag out")
 
 
-def set_cuda_variables(model_parallel_size: int, environ: MutableMapping[str, str] = os.environ) -> None:
-    """What CUDA, torch's allocator and NCCL read when they start, unless the user has set it.
+def set_cuda_variables(model_parallel_size: int, environ: MutableMapping[str, str] = os.environ, *,
+                       deterministic: bool = False) -> None:
+    """What CUDA, torch's allocator and NCCL read when they start, unless the user has set it. deterministic: also what
+    `deterministic_algorithms` needs of cuBLAS; ValueError where the user has set that in another way.
 
     The allocator's segments grow where tensors of many sizes come and go, instead of being cut up. With layers that are
     split, a gradient's all-reduce and a weight's product become ready together: one queue starts them in their order,
@@ -230,6 +236,38 @@ def set_cuda_variables(model_parallel_size: int, environ: MutableMapping[str, st
     if model_parallel_size > 1:
         environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")
+    if deterministic:
+        workspace = environ.setdefault("CUBLAS_WORKSPACE_CONFIG", CUBLAS_WORKSPACES[0])
+        require(workspace in CUBLAS_WORKSPACES, f"CUBLAS_WORKSPACE_CONFIG={workspace} lets cuBLAS add up in any order: "
+                f"unset it, or set it to {' or '.join(CUBLAS_WORKSPACES)}")
+
+
+@contextlib.contextmanager
+def deterministic_algorithms() -> Iterator[None]:
+    """Inside, each operation of torch adds up in an order that follows from its operands' shapes alone, on a CPU as on
+    a GPU, or raises RuntimeError where torch knows no such kernel. Products are summed in float32 throughout.
+    Afterwards all is as before. cuBLAS needs `set_cuda_variables` as well, before CUDA starts.
+
+    `torch.use_deterministic_algorithms` does the same and loads torch's compiler, which takes a second.
+    """
+    blas, fill = torch.backends.cuda.matmul, torch.utils.deterministic
+    before = (torch.get_deterministic_debug_mode(), fill.fill_uninitialized_memory,
+              torch.get_float32_matmul_precision(), blas.allow_bf16_reduced_precision_reduction,
+              blas.allow_fp16_reduced_precision_reduction)
+
+    def switch(mode: int | str, fills: bool, precision: str, in_bf16: bool, in_fp16: bool) -> None:
+        torch.set_deterministic_debug_mode(mode)
+        fill.fill_uninitialized_memory = fills  # type: ignore[method-assign, assignment]
+        torch.set_float32_matmul_precision(precision)
+        blas.allow_bf16_reduced_precision_reduction = in_bf16
+        blas.allow_fp16_reduced_precision_reduction = in_fp16
+
+    # Nothing reads memory before it is written. TF32 is off.
+    switch("error", fills=False, precision="highest", in_bf16=False, in_fp16=False)
+    try:
+        yield
+    finally:
+        switch(*before)
 
 
 def set_allocator(device: torch.device, environ: Mapping[str, str] = os.environ) -> str:

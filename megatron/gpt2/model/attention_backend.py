@@ -30,6 +30,8 @@ def choose_attention(requested: str, device: torch.device, dtype: torch.dtype, *
     why.
 
     requested: a value of --attention-backend. torch's plain formula stays allowed, for shapes that the kernel refuses.
+    With torch's deterministic algorithms on, which exclude the kernel of cuDNN, the first one that takes the shape
+    counts: measured times differ from run to run, and so would the bits.
     On a CPU there is nothing to choose, and the line is empty.
     """
     if device.type != "cuda":
@@ -38,16 +40,21 @@ def choose_attention(requested: str, device: torch.device, dtype: torch.dtype, *
         _switch(requested)
         return f"attention: {requested}, by --attention-backend"
     times: dict[str, float] = {}
+    takes_first = torch.are_deterministic_algorithms_enabled()
     for name in SWITCHES:
         _switch(name, formulas=False)
         try:
             times[name] = _milliseconds(device, dtype, b, s, n, d, dropout_p)
         except RuntimeError:  # the kernel does not know this device, dtype or shape
             torch.cuda.synchronize(device)
+        if times and takes_first:
+            break
     chosen = fastest(times)
     _switch(chosen)
     if not times:
         return "attention: unfused, since no kernel takes this dtype and shape here"
+    if takes_first:
+        return f"attention: {chosen}, the first with a fixed order of sums that takes this dtype and shape"
     measured = ", ".join(f"{name} {time:.2f}" for name, time in times.items())
     return f"attention: {chosen}, the fastest (ms forward and backward: {measured})"
 

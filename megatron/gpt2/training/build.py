@@ -2,6 +2,7 @@
 another.
 """
 
+import contextlib
 import functools
 from typing import BinaryIO
 
@@ -32,20 +33,23 @@ def build_run(prepared: PreparedRun, log: Log) -> Run:
     """Join the other ranks and make or load everything that a step needs. Every rank calls it. log: takes the lines
     from before the run has a log of its own. ValueError on every rank where the ranks cannot train together."""
     device = prepared.device
-    parallel = make_groups(prepared)
-    check_data_is_the_same(prepared)
-    lock = lock_save_folder(prepared, parallel.rank, log)
-    engine = build_engine(prepared, parallel, log)
-    iteration, consumed_samples = load_run(prepared, parallel, engine, log)
-    run_log = open_log(prepared, iteration, active=parallel.rank == 0)
-    data = TrainingData(prepared, parallel, consumed_samples)
-    checkpoints = Checkpointing(prepared, parallel, engine, lock=lock, log=run_log.info)
-    timers = Timers(device)
-    schedule = ScheduleRunner(prepared.config.schedule, engine, parallel, timers)
-    return Run(prepared=prepared, parallel=parallel, engine=engine, schedule=schedule, data=data,
-               checkpoints=checkpoints, log=run_log, timers=timers, stop=StopSignal(prepared.timeout),
-               progress=Progress.at(iteration, consumed_samples, device),
-               peak=devices.peak_flops(device, prepared.dtype))
+    with contextlib.ExitStack() as settings:
+        if prepared.config.parallel.exact_layouts is not None:
+            settings.enter_context(devices.deterministic_algorithms())
+        parallel = make_groups(prepared)
+        check_data_is_the_same(prepared)
+        lock = lock_save_folder(prepared, parallel.rank, log)
+        engine = build_engine(prepared, parallel, log)
+        iteration, consumed_samples = load_run(prepared, parallel, engine, log)
+        run_log = open_log(prepared, iteration, active=parallel.rank == 0)
+        data = TrainingData(prepared, parallel, consumed_samples)
+        checkpoints = Checkpointing(prepared, parallel, engine, lock=lock, log=run_log.info)
+        timers = Timers(device)
+        schedule = ScheduleRunner(prepared.config.schedule, engine, parallel, timers)
+        return Run(prepared=prepared, parallel=parallel, engine=engine, schedule=schedule, data=data,
+                   checkpoints=checkpoints, log=run_log, timers=timers, stop=StopSignal(prepared.timeout),
+                   progress=Progress.at(iteration, consumed_samples, device),
+                   peak=devices.peak_flops(device, prepared.dtype), settings=settings.pop_all())
 
 
 def make_groups(prepared: PreparedRun) -> mpu.ParallelState:

@@ -28,13 +28,14 @@ from megatron.gpt2 import device as devices
 from megatron.gpt2.checkpoint.facts import check_facts, decay_iters
 from megatron.gpt2.checkpoint.folder import Checkpoint, find_checkpoint
 from megatron.gpt2.command_line.arguments import Arguments, merge_checkpoint
-from megatron.gpt2.config import Config, DataConfig
+from megatron.gpt2.config import Config, DataConfig, require
 from megatron.gpt2.formats import refuse_foreign
 from megatron.gpt2.launch.ranks import Ranks
 from megatron.gpt2.memory_planner.setting import Setting
 from megatron.gpt2.memory_planner.step import CUDA_CONTEXT
 from megatron.gpt2.records.reporting import resident_memory
 from megatron.gpt2.training.differences import differences
+from mpu import kernels
 
 Log = Callable[[str], None]
 
@@ -157,8 +158,12 @@ def prepare_run(arguments: Arguments, ranks: Ranks, log: Log) -> PreparedRun:
 
 def _hardware(config: Config, ranks: Ranks, log: Log) -> tuple[torch.device, torch.dtype, str, bool]:
     """Device, dtype, backend, and whether the allocator keeps what is freed; each choice with its reason to `log`."""
-    devices.set_cuda_variables(config.parallel.model_parallel_size)  # before anything starts CUDA
+    is_exact = config.parallel.exact_layouts is not None
+    # before anything starts CUDA
+    devices.set_cuda_variables(config.parallel.model_parallel_size, deterministic=is_exact)
     device, why_device = devices.choose_device(config.train.device, ranks)
+    if is_exact:
+        _require_exact_attention(config, device)
     if config.train.compile:
         devices.require_compiler(device)
     dtype, why_dtype = devices.choose_precision(config.train.precision, device)
@@ -168,6 +173,19 @@ def _hardware(config: Config, ranks: Ranks, log: Log) -> tuple[torch.device, tor
         if reason:
             log(reason)
     return device, dtype, backend, bool(allocator)
+
+
+def _require_exact_attention(config: Config, device: torch.device) -> None:
+    """ValueError where the attention of a GPU would give other numbers in another layout."""
+    if device.type == "cpu":
+        return
+    dropout = config.model.attention_dropout
+    require(dropout == 0 or kernels.attention_takes_keys(device.type),
+            f"--exact-layouts and --attention-dropout {dropout:g}: a GPU's attention draws masks that change with the "
+            "layout; give --attention-dropout 0, or train on the CPU with --device cpu")
+    require(config.train.attention_backend != "fused",
+            "--exact-layouts and --attention-backend fused: the backward of cuDNN's attention has no fixed order; give "
+            "--attention-backend flash, or leave it out")
 
 
 def _splits(data: DataConfig, tokenizer: Tokenizer, *, evaluates: bool) -> Splits:

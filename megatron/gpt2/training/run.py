@@ -1,5 +1,6 @@
 """`Run`: everything that a training run has on one rank. `build.py` makes it."""
 
+import contextlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +26,7 @@ class Run:
     prepared: what was known before the ranks met: flags, device, precision, lengths. schedule: runs the forward and
     backward passes of a step.
     parallel: the groups of this rank. peak: FLOP/s of one device, and words for what that figure is.
+    settings: of torch, which end with the run.
     """
 
     prepared: PreparedRun
@@ -38,6 +40,7 @@ class Run:
     stop: StopSignal
     progress: Progress
     peak: tuple[float, str]
+    settings: contextlib.ExitStack
 
     @property
     def config(self) -> Config:
@@ -65,9 +68,10 @@ class Run:
 
     def close(self) -> None:
         """After the last step, or an error: nothing is read or written any more, another run may have the folder, and
-        signals are answered as before the run. Waits for no other rank."""
+        signals and torch's settings are as before the run. Waits for no other rank."""
         self.data.loader.close()
         self.checkpoints.close()
         self.log.close()
         self.checkpoints.unlock()
         self.stop.restore()
+        self.settings.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import subprocess
@@ -175,6 +176,31 @@ def test_what_cuda_reads_is_set_unless_the_user_has():
     assert of_one == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
     assert of_two == {**of_one, "CUDA_DEVICE_MAX_CONNECTIONS": "1", "TORCH_NCCL_HIGH_PRIORITY": "1"}
     assert users["CUDA_DEVICE_MAX_CONNECTIONS"] == "8" and "PYTORCH_ALLOC_CONF" not in users
+
+
+def test_cublas_is_deterministic_where_that_is_asked():
+    unset: dict[str, str] = {}
+    smaller = {"CUBLAS_WORKSPACE_CONFIG": ":16:8"}
+    for environ in (unset, smaller):
+        on.set_cuda_variables(1, environ, deterministic=True)
+    assert unset["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8" and smaller["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
+    with pytest.raises(ValueError, match="CUBLAS_WORKSPACE_CONFIG=:0:0 .* unset it, or set it to :4096:8 or :16:8"):
+        on.set_cuda_variables(1, {"CUBLAS_WORKSPACE_CONFIG": ":0:0"}, deterministic=True)
+
+
+def test_deterministic_algorithms_end_with_their_block_and_load_nothing():
+    def settings() -> list[object]:
+        blas = torch.backends.cuda.matmul
+        return [torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory,
+                torch.get_float32_matmul_precision(), blas.allow_bf16_reduced_precision_reduction,
+                blas.allow_fp16_reduced_precision_reduction]
+
+    before, loaded = settings(), set(sys.modules)
+    with contextlib.suppress(KeyError), on.deterministic_algorithms():
+        assert settings() == [True, False, "highest", False, False]
+        assert torch.nn.functional.linear(torch.ones(2, 2), torch.ones(2, 2)).sum() == 8
+        raise KeyError
+    assert settings() == before and set(sys.modules) == loaded
 
 
 @pytest.mark.parametrize("name, teraflops", [

@@ -1,0 +1,68 @@
+"""--exact-layouts on a GPU: each layout runs the same operations on the same shapes in the same order, each rank those
+of its parts; and what a GPU needs for the same bits is set."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.fake_cuda.fake_gpu import Kernel
+from tests.fake_cuda.program import running, steps
+
+PARTS = 4
+FLAGS = ["--exact-layouts", str(PARTS), "--hidden-dropout", "0.1"]
+# Operators whose kernel adds up several elements of a sum that a layout could split, or that come in parts.
+SPLIT = ("mm", "addmm", "bmm", "_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_backward",
+         "gelu", "gelu_backward")
+SUMS = (*SPLIT, "native_layer_norm_backward", "sum", "dot", "index_add_")
+
+
+def test_each_rank_runs_its_parts_in_one_order(text: Path, tmp_path: Path):
+    one = runs(traced(text, tmp_path / "one", [], 1, 0))
+    assert {kernel[0] for kernel, _ in one} == set(SUMS) - {"bmm"}
+    assert all(count % PARTS == 0 for (name, _), count in one if name in SPLIT)
+    for size, rank, flags in ((2, 1, ["--sequence-parallel"]), (4, 2, [])):
+        here = runs(traced(text, tmp_path / str(size), flags, size, rank))
+        assert [kernel for kernel, _ in here] == [kernel for kernel, _ in one], f"{size} ranks, {flags}"
+        for (kernel, count), (_, whole) in zip(here, one, strict=True):
+            shares = (size,) if kernel[0] in SPLIT else (1, size)
+            assert whole in [count * share for share in shares], f"{kernel}: {count} of {whole}, {size} ranks, {flags}"
+
+
+def test_torch_has_one_algorithm_for_each_shape_while_the_run_lasts(text: Path, tmp_path: Path,
+                                                                   monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    with running(text, tmp_path, FLAGS):
+        assert torch.are_deterministic_algorithms_enabled()
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+@pytest.mark.parametrize("flags, line", [
+    (["--attention-dropout", "0.1"], "--exact-layouts and --attention-dropout 0.1: .* give --attention-dropout 0, or"),
+    (["--attention-backend", "fused"], "--exact-layouts and --attention-backend fused: .* --attention-backend flash")])
+def test_attention_without_a_fixed_order_is_refused(text: Path, tmp_path: Path, flags: list[str], line: str):
+    with pytest.raises(ValueError, match=line), running(text, tmp_path, [*FLAGS, *flags]):
+        pass
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def traced(text: Path, save: Path, flags: list[str], size: int, rank: int) -> list[Kernel]:
+    """What a step of one of `size` tensor-parallel ranks runs."""
+    with running(text, save, [*FLAGS, "--model-parallel-size", str(size), *flags], rank=rank,
+                 world_size=size) as (run, gpu):
+        steps(run, gpu)
+        assert not gpu.waits and not gpu.faults
+        return list(gpu.kernels)
+
+
+def runs(kernels: list[Kernel]) -> list[tuple[tuple[str, tuple[tuple[int, ...], ...]], int]]:
+    """The sums among `kernels` by name and shapes, with how many equal ones follow each other. The gradients' norm adds
+    up integers, whose order decides nothing."""
+    sums = [(kernel.name, kernel.shapes) for kernel in kernels
+            if kernel.name in SUMS and not kernel.place.startswith("mpu/exact/norm.py")]
+    return [(key, len(list(equal))) for key, equal in itertools.groupby(sums)]
