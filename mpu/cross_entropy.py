@@ -39,7 +39,9 @@ class VocabShard:
         """columns: of this rank, padding included."""
         true = columns if vocab_size is None else min(max(vocab_size - rank * columns, 0), columns)
         size = columns // parts
-        first = rank * columns + size * torch.arange(parts, device=target.device)
+        first: int | Tensor = rank * columns
+        if parts > 1:
+            first = first + size * torch.arange(parts, device=target.device)
         return VocabShard(true, *local_ids(target.unsqueeze(-1), first, first + size))
 
     def __getitem__(self, rows: slice) -> VocabShard:

@@ -16,6 +16,7 @@ import time
 import warnings
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -250,14 +251,15 @@ def deterministic_algorithms() -> Iterator[None]:
 
     `torch.use_deterministic_algorithms` does the same and loads torch's compiler, which takes a second.
     """
-    blas, fill = torch.backends.cuda.matmul, torch.utils.deterministic
+    blas = torch.backends.cuda.matmul
+    fill: Any = torch.utils.deterministic  # a module with a property
     before = (torch.get_deterministic_debug_mode(), fill.fill_uninitialized_memory,
               torch.get_float32_matmul_precision(), blas.allow_bf16_reduced_precision_reduction,
               blas.allow_fp16_reduced_precision_reduction)
 
     def switch(mode: int | str, fills: bool, precision: str, in_bf16: bool, in_fp16: bool) -> None:
         torch.set_deterministic_debug_mode(mode)
-        fill.fill_uninitialized_memory = fills  # type: ignore[method-assign, assignment]
+        fill.fill_uninitialized_memory = fills
         torch.set_float32_matmul_precision(precision)
         blas.allow_bf16_reduced_precision_reduction = in_bf16
         blas.allow_fp16_reduced_precision_reduction = in_fp16

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-import mpu
 from megatron.gpt2.training.train_step import train_step
 from tests.fake_cuda.fake_gpu import FakeGPU, Memory
 from tests.fake_cuda.fake_streams import FakeStream
@@ -47,16 +46,16 @@ def test_it_leaves_and_comes_back_on_a_side_stream(text: Path, tmp_path: Path, w
 def test_no_input_stays_on_the_device(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """When the loss begins."""
     now: list[int] = []
-    loss = mpu.vocab_parallel_linear_cross_entropy
     for flags in (FULL, WAYS["inputs"][1]):
         with running(text, tmp_path, ["--num-layers", str(LAYERS), *flags]) as (run, gpu):
             train_step(run)
+            loss = run.engine.model._cross_entropy
 
-            def measured(*args: Any, memory: Memory = gpu.memory, **kwargs: Any) -> Any:
+            def measured(*args: Any, memory: Memory = gpu.memory, loss: Any = loss, **kwargs: Any) -> Any:
                 now.append(memory.now)
                 return loss(*args, **kwargs)
 
             with monkeypatch.context() as patch:
-                patch.setattr(mpu, "vocab_parallel_linear_cross_entropy", measured)
+                patch.setattr(run.engine.model, "_cross_entropy", measured)
                 train_step(run)
     assert now[0] - now[1] == LAYERS * INPUT

@@ -190,8 +190,8 @@ def test_cublas_is_deterministic_where_that_is_asked():
 
 def test_deterministic_algorithms_end_with_their_block_and_load_nothing():
     def settings() -> list[object]:
-        blas = torch.backends.cuda.matmul
-        return [torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory,
+        blas, fill = torch.backends.cuda.matmul, vars(torch.utils)["deterministic"]
+        return [torch.are_deterministic_algorithms_enabled(), fill.fill_uninitialized_memory,
                 torch.get_float32_matmul_precision(), blas.allow_bf16_reduced_precision_reduction,
                 blas.allow_fp16_reduced_precision_reduction]
 
