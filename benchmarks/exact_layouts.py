@@ -2,7 +2,7 @@
 """What --exact-layouts shows and what it costs.
 
     python benchmarks/exact_layouts.py                       # all parts: an hour on two cores
-    python benchmarks/exact_layouts.py layouts               # 50 steps in each of 22 layouts, in fp32, bf16 and fp16
+    python benchmarks/exact_layouts.py layouts               # 50 steps in each of 25 layouts, in fp32, bf16 and fp16
     python benchmarks/exact_layouts.py moves                 # stopped at random steps, continued elsewhere, 20 times
     python benchmarks/exact_layouts.py cost                  # 124M on one rank and on two, beside plain sums
     python benchmarks/exact_layouts.py layouts --smoke --output DIR

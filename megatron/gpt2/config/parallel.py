@@ -34,7 +34,7 @@ class ParallelConfig:
                                           "data-parallel rank holds the gradients of that part alone (ZeRO stage 2)")
     exact_layouts: int | None = option(
         None, "sums have one order: the same bits with every model-parallel size that divides this power of two, every "
-              "power of two of data-parallel ranks, and every pipeline", metavar="V")
+              "number of data-parallel ranks, and every pipeline", metavar="V")
     grad_reduce_in_bf16: bool = option(False, "send gradients in bf16; they are accumulated in fp32")
     cpu_offload_optimizer: bool = option(False, "masters and moments in host memory, AdamW on the CPU",
                                          "--optimizer-cpu-offload", "--cpu-optimizer")

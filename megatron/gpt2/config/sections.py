@@ -102,9 +102,6 @@ class Config:
         """The samples of each step over all ranks. ValueError where the ranks or a batch, of those that come after
         `consumed_samples`, cannot be divided so."""
         train, ranks = self.train, self.data_parallel_size(world_size)
-        require(self.parallel.exact_layouts is None or ranks & (ranks - 1) == 0,
-                f"--exact-layouts needs a power of two of data-parallel ranks, not {ranks}: start another number of "
-                "ranks, or leave it out")
         together, steps = train.micro_batch_size * ranks, train.gradient_accumulation_steps
         schedule = train.batch_schedule(self.data.seq_length, default=together * (steps or 1))
         require(steps is None or schedule.final == together * steps,

@@ -68,7 +68,7 @@ class Sizes:
         self.head = e * rows * model.hidden_size  # the gradient of [v/p, h], rounded
         self.shards = setting.data_parallel_size if parallel.shard_gradients else 1  # of gradients
         # --exact-layouts: sums of gradients that wait for others of their size, and the embedding's of the tied matrix.
-        self.waiting_sums = sums_kept(setting.micro_batches) if self._is_exact else 0
+        self.waiting_sums = sums_kept(setting.micro_batches, setting.data_parallel_size) if self._is_exact else 0
         self.second_tied = self.embedding_gradient if self._is_exact and self._has_both_ends else 0
 
     @property

@@ -2,8 +2,12 @@
 on how many ranks share the micro-batches of a step, or in which bucket a gradient is.
 
 The leaves of the tree are the micro-batches of the global batch; each rank has successive ones. The sum halves as long
-as the number of leaves is even, and adds what is left one after the other. So 2^j ranks each have a subtree.
+as the number of leaves is even, and adds what is left one after the other. So 2^j ranks each have a subtree. Another
+number of ranks cuts subtrees: then a rank sends the parts of its branch that are whole, one by one.
 """
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -12,48 +16,101 @@ from torch import Tensor
 from megatron.gpt2.model.gpt2 import TIED
 from megatron.gpt2.optimizer.flat_parameters import FlatParameters
 from megatron.gpt2.optimizer.gradient_reducer import GradientReducer
-from mpu import ParallelState, tree_sum
+from mpu import ParallelState
 from mpu.mappings import all_gather_single
 
 # The gradient of the tied matrix by the embedding, where the same rank has the head's as well. In a pipeline two stages
 # have them. So each is reduced by itself, and then they are added.
 OF_EMBEDDING = f"{TIED}, the embedding's"
 
-
-def in_order(micro_batches: int) -> int:
-    """How many successive micro-batches are added one after the other: the odd factor of their number."""
-    return micro_batches // (micro_batches & -micro_batches) if micro_batches else 1
+Leaves = tuple[int, int]  # of a sum: its first leaf, and the one after its last
 
 
-def sums_kept(micro_batches: int) -> int:
-    """How many whole sums wait at the most for the other half of theirs, beside the one that grows."""
-    return (micro_batches // in_order(micro_batches)).bit_length() - 1
+def in_order(leaves: int) -> int:
+    """How many successive leaves are added one after the other: the odd factor of their number."""
+    return leaves // (leaves & -leaves) if leaves else 1
+
+
+def are_added(left: Leaves, right: Leaves, block: int) -> bool:
+    """Whether the tree adds two sums to each other, of which one follows the other. block: `in_order` of all leaves."""
+    (start, middle), stop = left, right[1]
+    size = stop - start
+    if size <= block:
+        return start % block == 0 and stop - middle == 1
+    return middle - start == stop - middle and start % size == 0 and in_order(size) == block
+
+
+def grows(last: Leaves, block: int) -> bool:
+    """Whether the leaf after this sum is added to it as it is."""
+    return last[1] - last[0] < block and last[0] % block == 0
+
+
+def whole_sums(leaves: Iterable[Leaves], block: int) -> list[Leaves]:
+    """What is left of successive sums when all are added that the tree adds to each other."""
+    sums: list[Leaves] = []
+    for new in leaves:
+        while sums and are_added(sums[-1], new, block):
+            new = sums.pop()[0], new[1]
+        sums.append(new)
+    return sums
+
+
+def of_rank(rank: int, micro_batches: int, ranks: int) -> list[Leaves]:
+    """The sums that a rank sends, each of which has `micro_batches` leaves of a step."""
+    leaves = range(rank * micro_batches, (rank + 1) * micro_batches)
+    return whole_sums(((leaf, leaf + 1) for leaf in leaves), in_order(micro_batches * ranks))
+
+
+def sums_kept(micro_batches: int, ranks: int = 1) -> int:
+    """How many whole sums wait at the most on a rank for the other half of theirs, beside the one that grows."""
+    block, most = in_order(micro_batches * ranks), 0
+    for rank in range(ranks if ranks & (ranks - 1) else 1):  # 2^j ranks do alike
+        sums: list[Leaves] = []
+        for leaf in range(rank * micro_batches, (rank + 1) * micro_batches - 1):
+            sums = whole_sums([*sums, (leaf, leaf + 1)], block)
+            most = max(most, len(sums) - grows(sums[-1], block))
+    return most
 
 
 class ExactGradientReducer(GradientReducer):
     """The same sums as `GradientReducer`, each in its one order.
 
-    A rank keeps log2 of the number of micro-batches sums in float32. A bucket is sent by an all-to-all: each rank adds
-    up the ranks' sums of what it owns, and without a sharded optimizer gathers the rest. is_whole: this rank has both
-    the embedding and the head.
+    A rank keeps about log2 of the number of micro-batches sums in float32. A bucket is sent by an all-to-all: each rank
+    adds up the ranks' sums of what it owns, and without a sharded optimizer gathers the rest. by_rows: the gradient
+    that comes by `add_rows`; `OF_EMBEDDING` where the rank has both the embedding and the head.
     """
 
-    def __init__(self, flat: FlatParameters, parallel: ParallelState, *, is_whole: bool) -> None:
-        self._is_whole = is_whole
+    def __init__(self, flat: FlatParameters, parallel: ParallelState, *, by_rows: str | None) -> None:
+        self._by_rows = by_rows
+        self._rank, self._ranks = parallel.data_parallel_rank, parallel.data_parallel_size
         self._of_embedding: Tensor | None = None
-        self._waiting: dict[tuple[str, int], Tensor] = {}  # by gradient and level of the tree
         super().__init__(flat, parallel.data_parallel_group, embedding_group=parallel.embedding_group)
 
     def begin(self, micro_batches: int) -> None:
         """As `GradientReducer.begin`."""
-        self._micro_batches, self._in_order = micro_batches, in_order(micro_batches)
+        self._block = in_order(micro_batches * self._ranks)
+        self._sums = [of_rank(rank, micro_batches, self._ranks) for rank in range(self._ranks)]
+        self._next = dict.fromkeys(self._bucket_of, micro_batches * self._rank)  # leaf, by gradient
+        self._growing: dict[str, int] = {}  # where the sum in `_grad` begins, if the next leaf is added to it there
+        self._waiting: defaultdict[str, list[tuple[Leaves, Tensor]]] = defaultdict(list)  # whole sums before that
         super().begin(micro_batches)
 
     def complete(self, name: str) -> None:
-        """As `GradientReducer.complete`."""
-        done = self._micro_batches - self._awaited[name] + 1
-        if done % self._in_order == 0:
-            self._climb(name, done // self._in_order, is_last=done == self._micro_batches)
+        """As `GradientReducer.complete`. Adds the sum that the new leaf is in to those before it, where the tree does,
+        and puts it aside if the next leaf begins another one."""
+        leaf, grad, waiting = self._next[name], self._grad(name), self._waiting[name]
+        new = self._growing.pop(name, leaf), leaf + 1
+        while waiting and are_added(waiting[-1][0], new, self._block):
+            (start, _), older = waiting.pop()
+            torch.add(older, grad, out=grad)
+            new = start, leaf + 1
+        self._next[name] += 1
+        if self._awaited[name] > 1:
+            if grows(new, self._block) and name != self._by_rows:  # whose leaf is a sum over rows
+                self._growing[name] = new[0]
+            else:
+                waiting.append((new, grad.clone()))
+                self._begun.discard(name)
         super().complete(name)
 
     def finish(self) -> None:
@@ -62,30 +119,23 @@ class ExactGradientReducer(GradientReducer):
             self._join_tied()
         super().finish()
         self._of_embedding = None
-
-    def _climb(self, name: str, blocks: int, *, is_last: bool) -> None:
-        """The sum in `_grad(name)` is whole: the `blocks`-th of those that are added in order. It is added to the one
-        before it, as often as that makes a whole one of the next level, and then waits for its other half."""
-        grad, level = self._grad(name), 0
-        while blocks % 2 == 0:
-            torch.add(self._waiting.pop((name, level)), grad, out=grad)
-            blocks, level = blocks // 2, level + 1
-        if not is_last:
-            self._waiting[name, level] = grad.clone()
-            self._begun.discard(name)
+        self._waiting.clear()
 
     def _buckets_of_gradients(self) -> dict[str, int]:
         buckets = dict(self._flat.bucket_of)
-        return buckets | {OF_EMBEDDING: len(self._flat.buckets)} if self._is_whole else buckets
+        return buckets | {OF_EMBEDDING: len(self._flat.buckets)} if self._by_rows == OF_EMBEDDING else buckets
 
     def _grad(self, name: str) -> Tensor:
         if name != OF_EMBEDDING:
             return self._flat.grad(name)
-        bucket = self._flat.buckets[self._flat.bucket_of[TIED]]
-        whole, own = bucket.range, self._flat.ranges[TIED]
         if self._of_embedding is None:
-            self._of_embedding = torch.zeros(whole.stop - whole.start, device=self._flat.params.device)
-        return self._of_embedding[own.start - whole.start:own.stop - whole.start].view_as(self._flat.parameters[TIED])
+            self._of_embedding = torch.zeros_like(self._flat.bucket_grads(self._flat.bucket_of[TIED]))
+        return self._in_bucket(TIED, self._of_embedding)
+
+    def _in_bucket(self, name: str, bucket: Tensor) -> Tensor:
+        """The part of the parameter `name` in a tensor of its bucket's length."""
+        start, own = self._flat.buckets[self._flat.bucket_of[name]].range.start, self._flat.ranges[name]
+        return bucket[own.start - start:own.stop - start].view_as(self._flat.parameters[name])
 
     def _bucket(self, index: int) -> Tensor:
         """The gradients of a bucket; past the last one those of the embedding, which are as long as the head's."""
@@ -94,23 +144,49 @@ class ExactGradientReducer(GradientReducer):
         assert self._of_embedding is not None
         return self._of_embedding
 
+    def _bucket_sums(self, index: int) -> list[Tensor]:
+        """The whole sums of this rank, each [length of the bucket]."""
+        last, names = self._bucket(index), [name for name, at in self._bucket_of.items() if at == index]
+        before = [torch.zeros_like(last) for _ in self._waiting[names[0]]]
+        for name in names:
+            for bucket, (_, waiting) in zip(before, self._waiting[name], strict=True):
+                self._in_bucket(TIED if name == OF_EMBEDDING else name, bucket).copy_(waiting)
+        return [*before, last]
+
     def _send(self, index: int) -> tuple[dist.Work, Tensor]:
-        grads = self._bucket(index)
-        terms = torch.empty_like(grads)
-        work = dist.all_to_all_single(terms, grads, group=self._group, async_op=True)
+        own = self._bucket_sums(index)
+        part = own[0].numel() // self._ranks
+        # By receiver, then by sum.
+        sent = own[0] if len(own) == 1 else torch.stack([x.view(self._ranks, part) for x in own], dim=1).view(-1)
+        counts = [part * len(sums) for sums in self._sums]
+        terms = sent.new_empty(sum(counts))
+        work = dist.all_to_all_single(terms, sent, counts, [part * len(own)] * self._ranks, group=self._group,
+                                      async_op=True)
         assert work is not None
         return work, terms
 
     def _receive(self, index: int) -> None:
         assert self._group is not None
-        own = tree_sum(self._arrived(index).chunk(self._group.size()))
         grads = self._bucket(index)
+        terms = self._arrived(index).view(-1, grads.numel() // self._ranks)
+        own = self._sum_of(terms.unbind(), [leaves for sums in self._sums for leaves in sums])
         if self._flat.is_sharded:
-            grads.view(self._group.size(), -1)[self._group.rank()].copy_(own)
+            grads.view(self._ranks, -1)[self._rank].copy_(own)
         else:
             all_gather_single(grads, own, group=self._group)
         if index == len(self._flat.buckets):
             self._join_tied()
+
+    def _sum_of(self, terms: Sequence[Tensor], leaves: Sequence[Leaves]) -> Tensor:
+        """The sum of all leaves, from the sums that the ranks have."""
+        sums: list[tuple[Leaves, Tensor]] = []
+        for new, term in zip(leaves, terms, strict=True):
+            while sums and are_added(sums[-1][0], new, self._block):
+                (start, _), older = sums.pop()
+                new, term = (start, new[1]), older + term
+            sums.append((new, term))
+        ((_, whole),) = sums
+        return whole
 
     def _join_tied(self) -> None:
         """Add the embedding's gradient of the tied matrix to the head's."""

@@ -109,8 +109,9 @@ def reducer_for(prepared: PreparedRun, flat: FlatParameters, model: GPT2Model,
     is_whole = model.has_embeddings and model.has_head
     reducer: GradientReducer
     if config.exact_layouts:
-        reducer = ExactGradientReducer(flat, parallel, is_whole=is_whole)
-        model.tied_gradient = TiedGradientOfAStage(reducer, TIED, OF_EMBEDDING if is_whole else TIED)
+        of_embedding = OF_EMBEDDING if is_whole else TIED
+        reducer = ExactGradientReducer(flat, parallel, by_rows=of_embedding if model.has_embeddings else None)
+        model.tied_gradient = TiedGradientOfAStage(reducer, TIED, of_embedding)
         return reducer, model
     kind = ShardedGradientReducer if config.shard_gradients and flat.is_sharded else GradientReducer
     reducer = kind(flat, group, in_bf16=config.grad_reduce_in_bf16, embedding_group=parallel.embedding_group)

@@ -26,8 +26,6 @@ SHAPE = "--num-attention-heads 8 --hidden-size 64 --ffn-hidden-size 256 --seq-le
     ("--exact-layouts 4 --use-distributed-optimizer --shard-gradients", "--exact-layouts and --shard-gradients (--ze"),
     ("--exact-layouts 4 --dropout-rng torch", "--exact-layouts and --dropout-rng torch: each rank would drop others; "
                                               "leave one out, or give --hidden-dropout 0 --attention-dropout 0"),
-    ("--exact-layouts 4 --micro-batch-size 1 --global-batch-size 12", "--exact-layouts needs a power of two of "
-                                                                      "data-parallel ranks, not 3: start another"),
 ])
 def test_what_it_cannot_hold_for_is_one_line(flags: str, message: str) -> None:
     with pytest.raises(ValueError) as error:
