@@ -1,12 +1,14 @@
 #!/usr/bin/env python3
-"""Whether dropout's masks are as often and as independent as they should be, over 10^8 elements:
+"""Dropout by counter: its masks, and its time.
 
-    python benchmarks/dropout.py                      # half a minute; writes benchmarks/results/dropout.json
-    python benchmarks/dropout.py --samples 2 --output FILE
+    python benchmarks/dropout.py masks                # half a minute, 10^8 elements
+    python benchmarks/dropout.py cost                 # some minutes: training steps, beside --dropout-rng torch
+    python benchmarks/dropout.py masks --smoke --output DIR
 
-Each figure is in standard deviations of what chance gives: the rate; the correlation with neighbours (along channels
-and positions), and with the masks of other samples, layers, places in the layer and seeds; and Pearson's chi-square of
-the 256 patterns of eight neighbours. The exit code is 1 where one is above 5.
+masks: whether they are as often and as independent as they should be. Each figure is in standard deviations of what
+chance gives: the rate; the correlation with neighbours (along channels and positions), and with the masks of other
+samples, layers, places in the layer and seeds; and Pearson's chi-square of the 256 patterns of eight neighbours. The
+exit code is 1 where one is above 5. cost: with as many threads as torch takes (OMP_NUM_THREADS).
 """
 
 from __future__ import annotations
@@ -14,7 +16,10 @@ from __future__ import annotations
 import argparse
 import math
 import sys
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works in a clone that is not installed
 
@@ -23,11 +28,16 @@ from torch import Tensor
 
 import mpu
 from benchmarks import report
+from benchmarks.problem import Problem
+from benchmarks.step_pairs import beside, steps_in_turns
+from benchmarks.train import write_tokens
 from mpu.dropout import AFTER_ATTENTION, AFTER_MLP
 from mpu.kernels import keyed_dropout
 
 S, H = 1024, 1024
 LIMIT = 5.0
+STEPS = (("small, bf16", "bf16", (4, 256, 4, 256, 8), 30), ("small, fp32", "fp32", (4, 256, 4, 256, 8), 30),
+         ("hidden 512, bf16", "bf16", (4, 512, 8, 512, 8), 10), ("like 124M, bf16", "bf16", (3, 768, 12, 1024, 4), 5))
 
 
 def mask(sample: int, p: float, *, seed: int = 1234, layer: int = 0, site: int = AFTER_MLP) -> Tensor:
@@ -68,21 +78,50 @@ def measure(samples: int, p: float) -> dict[str, float]:
     return {name: round(value, 3) for name, value in found.items()}
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--samples", type=int, default=96, help="of 1,024 positions and 1,024 channels")
-    parser.add_argument("--output", metavar="FILE", type=Path, default=report.RESULTS / "dropout.json")
-    chosen = parser.parse_args()
-    found = {f"p = {p}": measure(chosen.samples, p) for p in (0.1, 0.5)}
+def masks(smoke: bool) -> dict[str, Any]:
+    """The figures of two probabilities."""
+    samples = 2 if smoke else 96
+    found = {f"p = {p}": measure(samples, p) for p in (0.1, 0.5)}
     greatest = max(abs(value) for of_p in found.values() for value in of_p.values())
-    report.write(chosen.output, {**report.header("dropout masks"), "elements": chosen.samples * S * H,
-                                 "standard_deviations": found, "greatest": greatest, "limit": LIMIT})
     names = list(next(iter(found.values())))
     print(report.table(["standard deviations", *found], [
         [name, *(f"{of_p[name]:+.2f}" for of_p in found.values())] for name in names]))
-    print(f"\nthe greatest of {len(names) * len(found)} is {greatest:.2f}, over {chosen.samples * S * H:,} elements "
-          "each")
-    return int(greatest > LIMIT)
+    print(f"\nthe greatest of {len(names) * len(found)} is {greatest:.2f}, over {samples * S * H:,} elements each")
+    return {"elements": samples * S * H, "standard_deviations": found, "greatest": greatest, "limit": LIMIT}
+
+
+def cost(smoke: bool) -> dict[str, Any]:
+    """Steps of four models with dropout 0.1 by counter, over the same with torch's generator."""
+    rows = {}
+    for name, precision, sizes, pairs in STEPS[:1] if smoke else STEPS:
+        with tempfile.TemporaryDirectory() as scratch:
+            problem = Problem(*sizes, dropout=0.1, vocab_size=512 if smoke else 50257, tokens=f"{scratch}/tokens",
+                              scratch=scratch)
+            write_tokens(problem, 64)
+            found = steps_in_turns(0, 1, problem, {"torch": ("--dropout-rng", "torch"), "counter": ()},
+                                   2 if smoke else pairs, precision)
+            rows[name] = {kind: beside(found, kind) for kind in ("clock", "processor")}
+    columns = [f"{torch.get_num_threads()} threads", "median ratio", "best of each", "processor time", "best"]
+    print(report.table(columns, [
+        [name, *(f"{value:.3f}" for kind in row.values() for value in (kind["ratio"]["median"], kind["of_best"]))]
+        for name, row in rows.items()]))
+    return {"threads": torch.get_num_threads(), "rows": rows}
+
+
+PARTS: dict[str, tuple[str, Callable[[bool], dict[str, Any]]]] = {
+    "masks": ("dropout", masks), "cost": (f"dropout_cost_{torch.get_num_threads()}_threads", cost)}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", metavar="DIR", type=Path, default=report.RESULTS, help="folder of the JSON")
+    parser.add_argument("--smoke", action="store_true", help="small: proves the script")
+    parser.add_argument("part", nargs="?", choices=tuple(PARTS), default="masks")
+    chosen = parser.parse_args()
+    file, part = PARTS[chosen.part]
+    found = part(chosen.smoke)
+    report.write(chosen.output / f"{file}.json", {**report.header(f"dropout: {chosen.part}"), **found})
+    return int(found.get("greatest", 0.0) > LIMIT)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ import argparse
 import random
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,14 +24,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works in a cl
 
 import torch
 
-from benchmarks import arms, report
-from benchmarks.problem import MODELS, Arm, Problem
+from benchmarks import report
+from benchmarks.problem import MODELS, Problem
+from benchmarks.step_pairs import beside, steps_in_turns
 from benchmarks.train import write_tokens
-from megatron.gpt2.launch.ranks import Ranks
-from megatron.gpt2.training.build import build_run
-from megatron.gpt2.training.train_step import train_step
 from tests.distributed import run_ranks
-from tests.megatron.gpt2.pipeline.test_communication import BytesSent
 from tests.megatron.gpt2.training.test_exact_layouts import FP16, LARGE, QUICK, WIDE, Layout, go_on, train, whole
 from tests.megatron.gpt2.training.training_runs import write_text
 
@@ -92,48 +88,18 @@ def problem(scratch: Path, smoke: bool) -> Problem:
                    tokens=str(scratch / "tokens"), scratch=str(scratch))
 
 
-def steps_of_both(rank: int, world_size: int, scratch: str, smoke: bool, pairs: int,
-                  flags: tuple[str, ...]) -> dict[str, list[float]]:
-    """Seconds of steps with plain sums and with exact ones, in turns, of the clock and of this rank's processors, and
-    the bytes that this rank sends in one."""
-    steps, sent = [], []
-    for name, more in (("plain", ()), ("exact", EXACT)):
-        arm = Arm(name, "ours", flags=(*flags, *more, "--save", f"{scratch}/{name}"))
-        ranks = Ranks(rank, world_size, rank, world_size)
-        run = build_run(arms.our_run(problem(Path(scratch), smoke), arm, ranks), lambda line: None)
-        steps.append(arms.trainer(run).step)
-        with BytesSent(run.parallel) as counted:
-            train_step(run)
-        sent.append(sum(counted.sent.values()))
-    found: dict[str, list[float]] = {"plain": [], "exact": [], "plain cpu": [], "exact cpu": [], "sent": sent}
-    for number in range(pairs):
-        for name, step in list(zip(("plain", "exact"), steps, strict=True))[::(1, -1)[number % 2]]:
-            begun, clock = time.process_time(), time.perf_counter()
-            step()
-            found[name].append(time.perf_counter() - clock)
-            found[f"{name} cpu"].append(time.process_time() - begun)
-    return found
-
-
-def beside(found: dict[str, list[float]], kind: str = "") -> dict[str, Any]:
-    """Exact steps over plain ones: pair by pair, and the fastest of each."""
-    plain, exact = found[f"plain{kind}"], found[f"exact{kind}"]
-    return {"plain_seconds": report.spread(plain), "exact_seconds": report.spread(exact),
-            "ratio": report.spread([b / a for a, b in zip(plain, exact, strict=True)]),
-            "of_best": min(exact) / min(plain)}
-
-
 def cost(folder: Path, smoke: bool) -> dict[str, Any]:
     """The time of a step of 124M, 8 x 1,024 tokens, bf16, eager, over that with plain sums, and the bytes that a rank
     sends in it."""
-    write_tokens(problem(folder, smoke), 64)
-    rows = {}
+    shape, rows = problem(folder, smoke), {}
+    write_tokens(shape, 64)
     ways = (("1 rank", 1, ()), ("2 tensor-parallel", 2, ("--model-parallel-size", "2")),
             ("2 data-parallel", 2, ("--micro-batch-size", "4")))
     for name, world_size, flags in ways[:1] if smoke else ways:
-        found = run_ranks(steps_of_both, world_size, str(folder), smoke, 1 if smoke else 5, flags, timeout=1200)[0]
-        rows[name] = {"clock": beside(found), "processor": beside(found, " cpu"),
-                      "plain_megabytes": found["sent"][0] / 1e6, "exact_megabytes": found["sent"][1] / 1e6}
+        found = run_ranks(steps_in_turns, world_size, shape, {"plain": flags, "exact": (*flags, *EXACT)},
+                          1 if smoke else 5, timeout=1200)[0]
+        rows[name] = {"clock": beside(found, "clock"), "processor": beside(found, "processor"),
+                      **{f"{way}_megabytes": of_way["sent"][0] / 1e6 for way, of_way in found.items()}}
     print(report.table(["", "median ratio", "best of each", "processor time", "best", "MB sent, plain", "exact"], [
         [name, f"{row['clock']['ratio']['median']:.3f}", f"{row['clock']['of_best']:.3f}",
          f"{row['processor']['ratio']['median']:.3f}", f"{row['processor']['of_best']:.3f}",
