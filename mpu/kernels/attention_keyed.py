@@ -70,10 +70,10 @@ class _Masks:
         while done < heads:
             sample, head = divmod(first + done, self._n)
             count = min(self._n - head, heads - done)
+            philox, stream = self._samples[sample]
             begin = (start // BLOCK << 40) + (self._first_head + head) * of_head
-            for part, draws in self._samples[sample].draws(begin, count, of_head):
-                yield (slice(done + part.start, done + part.stop),
-                       draws.view(-1, rows, draws.size(1) // rows)[:, :, :end])
+            draws = philox.draws(stream, begin, count * of_head).view(count, rows, -1)
+            yield slice(done, done + count), draws[:, :, :end]
             done += count
 
 

@@ -52,15 +52,13 @@ def _by_device(x: Tensor, p: float, keys: Tensor, site: int, first_position: int
         from mpu.kernels.philox_triton import dropped_on_gpu
         return dropped_on_gpu(x, p, keys, site, first_position)
     s, _, h = x.shape
-    blocks = -(-h // ELEMENTS)  # of a position
-    at_once = max(_AT_ONCE * torch.get_num_threads() // h, 1)
+    blocks, rows = -(-h // ELEMENTS), max(_AT_ONCE // h, 1)  # blocks: of a position
     out = x * factor(p)
-    for number, stream in enumerate(mask_streams(keys, site)):
-        for first in range(0, s, at_once):
-            of_sample = out[first:first + at_once, number]  # [rows, h]
-            for rows, draws in stream.draws((first_position + first) * blocks, len(of_sample), blocks):
-                part = of_sample[rows]
-                zero_dropped(part, draws[:, :h], p, out=part)
+    for number, (philox, stream) in enumerate(mask_streams(keys, site)):
+        for first in range(0, s, rows):
+            part = out[first:first + rows, number]  # [rows, h]
+            draws = philox.draws(stream, (first_position + first) * blocks, len(part) * blocks).view(len(part), -1)
+            zero_dropped(part, draws[:, :h], p, out=part)
     return out
 
 

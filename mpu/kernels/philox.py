@@ -11,12 +11,8 @@ GPU; a test compares the two.
 Each block decides about 16 elements, with 16 bits for each.
 """
 
-import functools
-import os
 import threading
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -61,39 +57,10 @@ class Philox:
         return torch.from_numpy(self._generator.random_raw(4 * blocks)).view(torch.int16)
 
 
-class Stream(NamedTuple):
-    """Where the draws of a sample's mask are: a seed, and the words of the counter that name the stream."""
-
-    seed: int
-    words: tuple[int, int, int]
-
-    def draws(self, first_block: int, rows: int, blocks: int) -> list[tuple[slice, Tensor]]:
-        """int16 [rows, 16 · blocks], in as many parts as torch has threads, each with its rows. They are drawn at the
-        same time: numpy lets other threads run."""
-        def draw(first: int, last: int) -> Tensor:
-            return Philox.of(self.seed).draws(self.words, first_block + first * blocks, (last - first) * blocks).view(
-                last - first, -1)
-
-        parts = min(torch.get_num_threads(), rows)
-        if parts == 1:
-            return [(slice(0, rows), draw(0, rows))]
-        bounds = [rows * number // parts for number in range(parts + 1)]
-        later = [_threads(parts - 1).submit(draw, *bounds[number:number + 2]) for number in range(1, parts)]
-        drawn = [draw(*bounds[:2]), *(part.result() for part in later)]
-        return [(slice(*bounds[number:number + 2]), draws) for number, draws in enumerate(drawn)]
-
-
-def mask_streams(keys: Tensor, site: int, first_position: int = 0) -> list[Stream]:
-    """The stream of each sample's mask. keys: int64 [b, 3], see `mpu.dropout_keys`."""
-    return [Stream(seed, (sample, layer << 8 | site, first_position)) for seed, sample, layer in keys.tolist()]
-
-
-@functools.cache
-def _threads(count: int) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(count, "draws")
-
-
-os.register_at_fork(after_in_child=_threads.cache_clear)  # a forked process has no threads
+def mask_streams(keys: Tensor, site: int, first_position: int = 0) -> list[tuple[Philox, tuple[int, int, int]]]:
+    """Of each sample the streams of its seed, and the three words of the counter that name its mask. keys: int64
+    [b, 3], see `mpu.dropout_keys`."""
+    return [(Philox.of(seed), (sample, layer << 8 | site, first_position)) for seed, sample, layer in keys.tolist()]
 
 
 def zero_dropped(x: Tensor, draws: Tensor, p: float, out: Tensor) -> None:
