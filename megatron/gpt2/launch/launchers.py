@@ -128,6 +128,12 @@ def _slurm(flags: LaunchConfig, environ: Mapping[str, str]) -> Launch | None:
                   hosts=tuple(of_ranks) if len(of_ranks) == world else ())
 
 
+def attempt(environ: Mapping[str, str] = os.environ) -> int:
+    """How often the launcher has started the ranks again: torchrun, or --max-restarts, which says it alike."""
+    count = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return int(count) if count.isdecimal() else 0
+
+
 def in_slurm_step(environ: Mapping[str, str]) -> bool:
     """Whether srun started this process as one of its tasks.
 

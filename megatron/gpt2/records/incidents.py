@@ -22,18 +22,21 @@ FOLDER = "incidents"
 class Incidents:
     """Appends lines to the file `name` of `save_directory`. A line is one write, so that no reader sees half of it.
 
-    attempt: how often the run was started again before, without a person. A disk that refuses a line loses it: what is
-    told here must not end a run.
+    attempt: how often the run was started again before, without a person. `iteration`, of the lines that name no other,
+    is -1 until a run has one; the training loop sets it, so that threads beside it need not know the run. A disk that
+    refuses a line loses it: what is told here must not end a run.
     """
 
     def __init__(self, save_directory: str | Path, name: str, *, attempt: int = 0) -> None:
         self._path = Path(save_directory) / FOLDER / f"{name}.jsonl"
         self._always = {"who": name, "host": socket.gethostname(), "process": os.getpid(), "attempt": attempt}
+        self.iteration = -1
 
-    def note(self, kind: str, text: str = "", *, iteration: int = -1, **details: Any) -> None:
-        """Add a line: `kind` in a word or two, `text` as a person reads it, `details` in JSON's types. iteration: -1
-        where the run has none yet."""
-        record: Mapping[str, Any] = {"time": time.time(), **self._always, "iteration": iteration, "kind": kind,
+    def note(self, kind: str, text: str = "", *, iteration: int | None = None, **details: Any) -> None:
+        """Add a line: `kind` in a word or two, `text` as a person reads it, `details` in JSON's types. iteration: None
+        takes `self.iteration`."""
+        record: Mapping[str, Any] = {"time": time.time(), **self._always,
+                                     "iteration": self.iteration if iteration is None else iteration, "kind": kind,
                                      "text": text, **details}
         line = (json.dumps(record) + "\n").encode()
         try:

@@ -21,6 +21,7 @@ def train(run: Run) -> str:
         with profiler(progress.iteration + 1):
             train_step(run)
         progress.step(samples := run.samples_of_step)
+        run.incidents.iteration = progress.iteration
         run.log.step()
         lines.step()
         if progress.iteration == train_iters:

@@ -9,6 +9,7 @@ import torch
 import mpu
 from megatron.gpt2.config import Config
 from megatron.gpt2.launch.signals import StopSignal
+from megatron.gpt2.records.incidents import Incidents
 from megatron.gpt2.records.run_log import RunLog
 from megatron.gpt2.records.timers import Timers
 from megatron.gpt2.training.checkpointing import Checkpointing
@@ -26,7 +27,7 @@ class Run:
     prepared: what was known before the ranks met: flags, device, precision, lengths. schedule: runs the forward and
     backward passes of a step.
     parallel: the groups of this rank. peak: FLOP/s of one device, and words for what that figure is.
-    settings: of torch, which end with the run.
+    settings: of torch, which end with the run. incidents: of this rank, for whoever finds out why a run died.
     """
 
     prepared: PreparedRun
@@ -41,6 +42,7 @@ class Run:
     progress: Progress
     peak: tuple[float, str]
     settings: contextlib.ExitStack
+    incidents: Incidents
 
     @property
     def config(self) -> Config:
