@@ -41,7 +41,7 @@ FLOORS: dict[str, list[str]] = {
         "command_line records model",
         "launch optimizer",
         "checkpoint device",
-        "formats memory_planner",
+        "formats memory_planner resilience",
         "text",
         "training",
         "verification",

@@ -35,11 +35,12 @@ def test_each_rank_runs_its_parts_in_one_order(text: Path, tmp_path: Path):
 
 def test_torch_has_one_algorithm_for_each_shape_while_the_run_lasts(text: Path, tmp_path: Path,
                                                                    monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
-    with running(text, tmp_path, FLAGS):
-        assert torch.are_deterministic_algorithms_enabled()
-        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
-    assert not torch.are_deterministic_algorithms_enabled()
+    for flags in (FLAGS, ["--deterministic"]):
+        monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+        with running(text, tmp_path, flags):
+            assert torch.are_deterministic_algorithms_enabled()
+            assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+        assert not torch.are_deterministic_algorithms_enabled()
 
 
 @pytest.mark.parametrize("flags, line", [
@@ -48,6 +49,10 @@ def test_torch_has_one_algorithm_for_each_shape_while_the_run_lasts(text: Path, 
 def test_attention_without_a_fixed_order_is_refused(text: Path, tmp_path: Path, flags: list[str], line: str):
     with pytest.raises(ValueError, match=line), running(text, tmp_path, [*FLAGS, *flags]):
         pass
+    if "fused" in flags:
+        with pytest.raises(ValueError, match="--deterministic and --attention-backend fused: "), \
+                running(text, tmp_path, ["--deterministic-mode", *flags]):
+            pass
     assert not torch.are_deterministic_algorithms_enabled()
 
 

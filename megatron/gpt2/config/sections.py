@@ -69,6 +69,11 @@ class Config:
                 "weights together; leave one out")
 
     @property
+    def is_deterministic(self) -> bool:
+        """Whether each operation has to add up in one order (--deterministic, --exact-layouts)."""
+        return self.train.deterministic or self.parallel.exact_layouts is not None
+
+    @property
     def virtual_stages(self) -> int:
         """Chunks of layers per rank of the pipeline."""
         parallel = self.parallel

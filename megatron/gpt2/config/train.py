@@ -44,6 +44,8 @@ class TrainConfig:
                                        "--activations-checkpoint-num-layers")
     compile: bool = option(False, "compile each transformer layer with torch.compile: a minute at the start, faster "
                                   "steps after it")
+    deterministic: bool = option(False, "the same command gives the same bits again, on a GPU too, with slower kernels",
+                                 "--deterministic-mode")
     attention_backend: str = option("auto", "kernel of attention on a GPU: FlashAttention, cuDNN's (fused), the "
                                             "memory-efficient one, plain formulas (unfused), or the fastest of a "
                                             "measurement at the start",
@@ -54,6 +56,12 @@ class TrainConfig:
     exit_interval: int | None = option(None, "save and exit when the iteration is divisible by this")
     exit_duration_in_mins: float | None = option(None, "save and exit after this many minutes")
     max_skipped_steps: int = option(50, "steps in a row with a non-finite gradient that end the run")
+    log_straggler: bool = option(False, "at log lines: warn of a rank that takes longer than the others, without its "
+                                        "waiting for them, and say in which part of a step")
+    check_replicas_interval: int | None = option(
+        None, "steps between two checks that no bit has flipped in weights and optimizer: each rank's own after an "
+              "update and before the next one, and equal ones on all ranks that hold them",
+        "--check-weight-hash-across-dp-replicas-interval")
     tensorboard_dir: str | None = option(None, "folder of TensorBoard's event files")
     wandb_project: str | None = option(None, "log to this project of Weights & Biases")
     wandb_entity: str | None = option(None, "the owner of that project (default: yourself)")
@@ -66,7 +74,7 @@ class TrainConfig:
     def __post_init__(self) -> None:
         require_positive(self, "micro_batch_size", "global_batch_size", "gradient_accumulation_steps", "eval_interval",
                          "log_interval", "recompute_num_layers", "max_skipped_steps", "exit_interval",
-                         "exit_duration_in_mins")
+                         "exit_duration_in_mins", "check_replicas_interval")
         require(0 <= self.seed < 2**31, f"--seed must be in [0, 2**31), not {self.seed}")
         require(self.eval_iters >= 0, f"--eval-iters must not be negative, got {self.eval_iters}")
         require(not self.profile or len(self.profile) == 2 and 1 <= self.profile[0] <= self.profile[1],

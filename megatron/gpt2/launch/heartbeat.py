@@ -33,7 +33,7 @@ class Heartbeat(threading.Thread):
     def __init__(self, store: Store, rank: int, world_size: int, *, watched: Iterable[int],
                  warn: Callable[[list[int]], None] | None) -> None:
         super().__init__(name="heartbeat", daemon=True)
-        self._store, self._mine, self._warn = store, f"beat/{rank}", warn
+        self.store, self._mine, self._warn = store, f"beat/{rank}", warn
         self._watched, self._all = tuple(watched), tuple(range(world_size))
         self._beats = 0
         self._heard: dict[int, tuple[bytes, float]] = {}  # the last beat of each rank, and when it was new
@@ -42,6 +42,7 @@ class Heartbeat(threading.Thread):
         self._warned: set[int] = set()
         self._stopped, self._watches_all = threading.Event(), threading.Event()
         self.published: str | None = None  # what another rank has found out
+        self.each_beat: Callable[[Store], None] | None = None  # called in this thread after each beat
         self.start()
 
     def run(self) -> None:
@@ -49,7 +50,7 @@ class Heartbeat(threading.Thread):
         try:
             while not self._stopped.wait(BEAT):
                 self.beat()
-            self._store.set(self._mine, LEFT.decode())
+            self.store.set(self._mine, LEFT.decode())
         except dist.DistError:
             pass  # nobody serves the store any more: `silent` sees that it does not answer
 
@@ -57,14 +58,16 @@ class Heartbeat(threading.Thread):
         """Write this rank's sign of life and read those of others."""
         self._beats += 1
         self._unanswered = time.monotonic()
-        self._store.set(self._mine, str(self._beats))
+        self.store.set(self._mine, str(self._beats))
         ranks = self._all if self._watches_all.is_set() else self._watched
-        heard = self._store.multi_get([f"beat/{rank}" for rank in ranks])  # there since the ranks have met
+        heard = self.store.multi_get([f"beat/{rank}" for rank in ranks])  # there since the ranks have met
         # Read after the beats and shown before them: who publishes and leaves is not itself taken for lost.
-        if self._store.check(["lost"]):
-            self.published = self._store.get("lost").decode()
+        if self.store.check(["lost"]):
+            self.published = self.store.get("lost").decode()
         self._unanswered = math.inf
         self._hear(dict(zip(ranks, heard, strict=True)))
+        if self.each_beat is not None:
+            self.each_beat(self.store)
 
     def _hear(self, beats: dict[int, bytes]) -> None:
         now, before = time.monotonic(), self._heard

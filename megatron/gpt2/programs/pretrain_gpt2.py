@@ -19,6 +19,7 @@ from megatron.gpt2.launch.rendezvous import leave, meet, name_lost
 from megatron.gpt2.launch.run_program import ended_by
 from megatron.gpt2.launch.spawn import start_ranks
 from megatron.gpt2.memory_planner.report import is_out_of_memory, out_of_memory
+from megatron.gpt2.resilience.replicas import StateChanged
 from megatron.gpt2.training.build import build_run
 from megatron.gpt2.training.evaluate import evaluate_and_log, sample_text
 from megatron.gpt2.training.loop import train
@@ -37,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     run, ranks = built, built.prepared.ranks
     try:
         return train_and_report(run)
-    except FloatingPointError as error:
+    except (FloatingPointError, StateChanged) as error:
         run.log.info(f"stopped: {error}")  # on every rank after the same step
         run.checkpoints.saver.finish()
         return 1
@@ -48,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         run.log.note("stopped: " + " ".join(str(error).split())[:300])
         if is_out_of_memory(error):
             return refuse_out_of_memory(run.prepared)
-        if name_lost(ranks):
+        if run.watch.names(error) or name_lost(ranks):
             return 1
         raise
     finally:

@@ -38,6 +38,12 @@ def check_ranks_agree(prepared: PreparedRun) -> None:
                              "machines see the same files")
 
 
+def check_data_is_the_same(prepared: PreparedRun) -> None:
+    """ValueError, on every rank, unless the training data of all ranks have one fingerprint."""
+    if len(set(gather_over_ranks(int(prepared.splits.fingerprint[:15], 16), prepared.device))) > 1:
+        raise ValueError("the ranks read different training data: every machine needs the same files")
+
+
 def decisions(prepared: PreparedRun) -> dict[str, str]:
     """What must be the same on all ranks, by the words that an error has for it."""
     values = by_key(prepared.config.as_dict())

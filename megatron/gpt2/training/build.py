@@ -3,16 +3,13 @@ another.
 """
 
 import contextlib
-import functools
-from typing import BinaryIO
 
 import torch
 import torch.distributed as dist
 
 import mpu
 from megatron.gpt2 import device as devices
-from megatron.gpt2.checkpoint.best import refuse_best_folder, set_best_aside
-from megatron.gpt2.checkpoint.save_lock import lock_together
+from megatron.gpt2.checkpoint.best import set_best_aside
 from megatron.gpt2.launch.launchers import attempt
 from megatron.gpt2.launch.rendezvous import initialize_distributed
 from megatron.gpt2.launch.signals import StopSignal
@@ -20,9 +17,9 @@ from megatron.gpt2.records.incidents import Incidents, rank_name
 from megatron.gpt2.records.run_log import RunLog
 from megatron.gpt2.records.timers import Timers
 from megatron.gpt2.records.trackers import open_trackers
-from megatron.gpt2.training.agreement import check_ranks_agree
-from megatron.gpt2.training.checkpointing import Checkpointing, load_run, write_config_and_tokenizer
-from megatron.gpt2.training.collectives import gather_over_ranks, max_over_ranks
+from megatron.gpt2.resilience.watch import build_watch
+from megatron.gpt2.training.agreement import check_data_is_the_same, check_ranks_agree
+from megatron.gpt2.training.checkpointing import Checkpointing, load_run, lock_save_folder, write_config_and_tokenizer
 from megatron.gpt2.training.data import TrainingData
 from megatron.gpt2.training.engine import build_engine
 from megatron.gpt2.training.prepare import Log, PreparedRun
@@ -37,7 +34,7 @@ def build_run(prepared: PreparedRun, log: Log) -> Run:
     device = prepared.device
     incidents = Incidents(prepared.save_directory, rank_name(prepared.ranks.rank), attempt=attempt())
     with contextlib.ExitStack() as settings:
-        if prepared.config.parallel.exact_layouts is not None:
+        if prepared.config.is_deterministic:
             settings.enter_context(devices.deterministic_algorithms())
         parallel = make_groups(prepared)
         check_data_is_the_same(prepared)
@@ -50,11 +47,13 @@ def build_run(prepared: PreparedRun, log: Log) -> Run:
         checkpoints = Checkpointing(prepared, parallel, engine, lock=lock, log=run_log.info)
         timers = Timers(device)
         schedule = ScheduleRunner(prepared.config.schedule, engine, parallel, timers)
+        watch = build_watch(prepared.config, prepared.ranks, prepared.backend, engine.optimizer, parallel, incidents,
+                            settings)
         return Run(prepared=prepared, parallel=parallel, engine=engine, schedule=schedule, data=data,
                    checkpoints=checkpoints, log=run_log, timers=timers, stop=StopSignal(prepared.timeout),
                    progress=Progress.at(iteration, consumed_samples, device),
                    peak=devices.peak_flops(device, prepared.dtype), settings=settings.pop_all(),
-                   incidents=incidents)
+                   incidents=incidents, watch=watch)
 
 
 def make_groups(prepared: PreparedRun) -> mpu.ParallelState:
@@ -68,20 +67,6 @@ def make_groups(prepared: PreparedRun) -> mpu.ParallelState:
     check_ranks_agree(prepared)
     return mpu.initialize_model_parallel(parallel.model_parallel_size, parallel.pipeline_model_parallel_size,
                                          timeout=prepared.timeout)
-
-
-def check_data_is_the_same(prepared: PreparedRun) -> None:
-    """ValueError, on every rank, unless the training data of all ranks have one fingerprint."""
-    if len(set(gather_over_ranks(int(prepared.splits.fingerprint[:15], 16), prepared.device))) > 1:
-        raise ValueError("the ranks read different training data: every machine needs the same files")
-
-
-def lock_save_folder(prepared: PreparedRun, rank: int, log: Log) -> BinaryIO | None:
-    """Take the --save folder, on rank 0, which gets what it holds the folder by. ValueError, on every rank, where
-    another run has it, or keeps its best checkpoint there."""
-    refuse_best_folder(prepared.save_directory)
-    shared = functools.partial(max_over_ranks, device=prepared.device)
-    return lock_together(str(prepared.config.checkpoint.save), rank=rank, max_over_ranks=shared, log=log)
 
 
 def open_log(prepared: PreparedRun, iteration: int, *, active: bool) -> RunLog:

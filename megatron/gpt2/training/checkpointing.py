@@ -9,8 +9,9 @@ from typing import Any, BinaryIO
 import torch
 
 import mpu
-from megatron.gpt2.checkpoint.best import BEST, best_loss
+from megatron.gpt2.checkpoint.best import BEST, best_loss, refuse_best_folder
 from megatron.gpt2.checkpoint.folder import Piece, find_checkpoint, write_checkpoint
+from megatron.gpt2.checkpoint.save_lock import lock_together
 from megatron.gpt2.checkpoint.saver import Saver
 from megatron.gpt2.checkpoint.state import (
     load_model,
@@ -102,6 +103,14 @@ class Checkpointing:
         """Let another run have the --save folder."""
         if self._lock is not None:
             self._lock.close()
+
+
+def lock_save_folder(prepared: PreparedRun, rank: int, log: Log) -> BinaryIO | None:
+    """Take the --save folder, on rank 0, which gets what it holds the folder by. ValueError, on every rank, where
+    another run has it, or keeps its best checkpoint there."""
+    refuse_best_folder(prepared.save_directory)
+    shared = functools.partial(max_over_ranks, device=prepared.device)
+    return lock_together(str(prepared.config.checkpoint.save), rank=rank, max_over_ranks=shared, log=log)
 
 
 def checkpoint_files(engine: Engine, parallel: mpu.ParallelState, config: CheckpointConfig,

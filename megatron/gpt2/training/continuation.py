@@ -27,7 +27,7 @@ LAYOUT = (*(f"layout.{name}" for name in ("model_parallel_size", "pipeline_paral
 # What changes the order of sums, or how a number is rounded, in any case.
 ROUNDING = ("precision", *(f"config.parallel.{name}" for name in ("exact_layouts", "DDP_impl", "grad_reduce_in_bf16",
                                                                   "cpu_offload_optimizer")),
-            *(f"config.train.{name}" for name in ("micro_batch_size", "compile", "attention_backend")),
+            *(f"config.train.{name}" for name in ("micro_batch_size", "compile", "attention_backend", "deterministic")),
             "computed_by.torch", "computed_by.kernels", "computed_by.threads")
 _DEFAULTS = Config().as_dict()
 NAMES = {"data_fingerprint": "the training data or --split", "global_batch_size": "--global-batch-size",

@@ -6,7 +6,9 @@ from collections.abc import Iterator
 
 from megatron.gpt2.memory_planner.report import expected_peak
 from megatron.gpt2.optimizer.late_reading import LateReading
+from megatron.gpt2.records.incidents import FOLDER
 from megatron.gpt2.records.reporting import IterationRecord, iteration_line, memory_line, peak_memory
+from megatron.gpt2.resilience.not_finite import explain
 from megatron.gpt2.training.collectives import sum_over_replicas
 from megatron.gpt2.training.run import Run
 
@@ -32,11 +34,29 @@ class LogLines:
             self.log()
             in_a_row = max(in_a_row, int(optimizer.skipped_in_a_row))  # the line has waited for the device
         if in_a_row >= run.config.train.max_skipped_steps:
+            where, scale = self._where_not_finite(), optimizer.scaler.scale.item()
             raise FloatingPointError(
                 f"{in_a_row} step{'s' * (in_a_row > 1)} in a row had a gradient that is not finite (loss scale "
-                f"{optimizer.scaler.scale.item():g}, learning rate {optimizer.learning_rate.item():.3g}): "
-                f"lower --lr, or look at the data of samples before {run.progress.consumed_samples}; "
+                f"{scale:g}, learning rate {optimizer.learning_rate.item():.3g}): "
+                f"{where}lower --lr, or look at the data of samples before {run.progress.consumed_samples}; "
                 "--max-skipped-steps sets the limit")
+
+    def _where_not_finite(self) -> str:
+        """The first place of all ranks, and what each of them has of it in a file."""
+        run = self._run
+        samples = [micro_batch["samples"].tolist() for micro_batch in run.schedule.micro_batches]
+
+        def again() -> None:
+            run.schedule(run.schedule.micro_batches)
+            run.engine.reducer.finish()
+
+        meeting = run.prepared.ranks.meeting
+        first = explain(again, model=run.engine.model, reducer=run.engine.reducer, optimizer=run.engine.optimizer,
+                        parallel=run.parallel, hosts=meeting.hosts if meeting else {},
+                        save_directory=run.prepared.save_directory,
+                        facts={"iteration": run.progress.iteration, "samples": samples})
+        run.incidents.note("not finite", first)
+        return f"{first} (the state is in {run.prepared.save_directory}/{FOLDER}); " if first else ""
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -69,6 +89,9 @@ class LogLines:
         run.log.info(iteration_line(record, train_iters=run.prepared.train_iters, skipped=skipped,
                                     seconds_to_go=(end - progress.consumed_samples) * seconds / samples))
         run.log.info(run.timers.line(iterations))
+        for warning in run.watch.slow(run.timers.own_ms, 1000 * seconds / iterations):
+            run.log.info(warning)
+            run.incidents.note("slow", warning)
         if not self._has_shown_memory:
             run.log.info(memory_line(run.device, expected_peak(run.prepared.memory)))
         self._has_shown_memory, self._iteration, self._skipped = True, progress.iteration, skipped_in_all

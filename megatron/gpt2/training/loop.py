@@ -19,9 +19,11 @@ def train(run: Run) -> str:
                             end=train_iters, device=run.device, folder=run.prepared.save_directory, log=run.log.info)
     while progress.iteration < train_iters:
         with profiler(progress.iteration + 1):
+            run.watch.before_step()
             train_step(run)
         progress.step(samples := run.samples_of_step)
         run.incidents.iteration = progress.iteration
+        run.watch.after_step(progress.iteration)
         run.log.step()
         lines.step()
         if progress.iteration == train_iters:

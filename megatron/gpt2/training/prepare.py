@@ -30,6 +30,7 @@ from megatron.gpt2.checkpoint.folder import Checkpoint, find_checkpoint
 from megatron.gpt2.command_line.arguments import Arguments, merge_checkpoint
 from megatron.gpt2.config import Config, DataConfig, require
 from megatron.gpt2.formats import refuse_foreign
+from megatron.gpt2.launch.hang import set_flight_recorder
 from megatron.gpt2.launch.ranks import Ranks
 from megatron.gpt2.memory_planner.setting import Setting
 from megatron.gpt2.memory_planner.step import CUDA_CONTEXT
@@ -158,16 +159,17 @@ def prepare_run(arguments: Arguments, ranks: Ranks, log: Log) -> PreparedRun:
 
 def _hardware(config: Config, ranks: Ranks, log: Log) -> tuple[torch.device, torch.dtype, str, bool]:
     """Device, dtype, backend, and whether the allocator keeps what is freed; each choice with its reason to `log`."""
-    is_exact = config.parallel.exact_layouts is not None
     # before anything starts CUDA
-    devices.set_cuda_variables(config.parallel.model_parallel_size, deterministic=is_exact)
+    devices.set_cuda_variables(config.parallel.model_parallel_size, deterministic=config.is_deterministic)
     device, why_device = devices.choose_device(config.train.device, ranks)
-    if is_exact:
-        _require_exact_attention(config, device)
+    if config.is_deterministic and device.type == "cuda":
+        _require_one_order_of_attention(config, device)
     if config.train.compile:
         devices.require_compiler(device)
     dtype, why_dtype = devices.choose_precision(config.train.precision, device)
     backend, why_backend = devices.choose_backend(config.parallel.distributed_backend, device)
+    if backend == "nccl" and ranks.world_size > 1:
+        set_flight_recorder(str(config.checkpoint.save))
     allocator = devices.set_allocator(device)
     for reason in [why_device, why_dtype, allocator] + ([why_backend] if ranks.world_size > 1 else []):
         if reason:
@@ -175,17 +177,15 @@ def _hardware(config: Config, ranks: Ranks, log: Log) -> tuple[torch.device, tor
     return device, dtype, backend, bool(allocator)
 
 
-def _require_exact_attention(config: Config, device: torch.device) -> None:
-    """ValueError where the attention of a GPU would give other numbers in another layout."""
-    if device.type == "cpu":
-        return
-    dropout = config.model.attention_dropout
-    require(dropout == 0 or kernels.attention_takes_keys(device.type),
+def _require_one_order_of_attention(config: Config, device: torch.device) -> None:
+    """ValueError where the attention of a GPU would give other numbers in another layout, or in another run."""
+    dropout, is_exact = config.model.attention_dropout, config.parallel.exact_layouts is not None
+    require(not is_exact or dropout == 0 or kernels.attention_takes_keys(device.type),
             f"--exact-layouts and --attention-dropout {dropout:g}: a GPU's attention draws masks that change with the "
             "layout; give --attention-dropout 0, or train on the CPU with --device cpu")
     require(config.train.attention_backend != "fused",
-            "--exact-layouts and --attention-backend fused: the backward of cuDNN's attention has no fixed order; give "
-            "--attention-backend flash, or leave it out")
+            f"--{'exact-layouts' if is_exact else 'deterministic'} and --attention-backend fused: the backward of "
+            "cuDNN's attention has no fixed order; give --attention-backend flash, or leave it out")
 
 
 def _splits(data: DataConfig, tokenizer: Tokenizer, *, evaluates: bool) -> Splits:

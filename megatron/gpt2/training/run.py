@@ -12,6 +12,7 @@ from megatron.gpt2.launch.signals import StopSignal
 from megatron.gpt2.records.incidents import Incidents
 from megatron.gpt2.records.run_log import RunLog
 from megatron.gpt2.records.timers import Timers
+from megatron.gpt2.resilience.watch import Watch
 from megatron.gpt2.training.checkpointing import Checkpointing
 from megatron.gpt2.training.data import TrainingData
 from megatron.gpt2.training.engine import Engine
@@ -28,6 +29,7 @@ class Run:
     backward passes of a step.
     parallel: the groups of this rank. peak: FLOP/s of one device, and words for what that figure is.
     settings: of torch, which end with the run. incidents: of this rank, for whoever finds out why a run died.
+    watch: notices what goes wrong.
     """
 
     prepared: PreparedRun
@@ -43,6 +45,7 @@ class Run:
     peak: tuple[float, str]
     settings: contextlib.ExitStack
     incidents: Incidents
+    watch: Watch
 
     @property
     def config(self) -> Config:
@@ -66,6 +69,7 @@ class Run:
 
     def save(self) -> Path | None:
         """Write a checkpoint of this iteration, see `Checkpointing.save`."""
+        self.watch.before_save()
         return self.checkpoints.save(self.progress)
 
     def close(self) -> None:

@@ -25,7 +25,7 @@ MicroBatch = Mapping[str, Any]  # the arguments of the model
 
 class ScheduleRunner:
     """Runs, on this rank of a pipeline, the schedule of so many micro-batches as a step has: `schedules` makes it.
-    Every rank has one and calls its methods at the same steps."""
+    Every rank has one and calls its methods at the same steps. micro_batches: of the last step."""
 
     def __init__(self, schedules: Callable[[int], Schedule], engine: Engine, parallel: mpu.ParallelState,
                  timers: Timers) -> None:
@@ -53,7 +53,7 @@ class ScheduleRunner:
     def __call__(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
         """Forward and backward of all: their gradients go to the engine's reducer. Returns the loss of each, float32
         on the device; one 0 where another stage has the loss."""
-        self._micro_batches = micro_batches
+        self.micro_batches = micro_batches
         self._losses: list[Tensor] = []
         self._engine.reducer.begin(len(micro_batches))
         for step in self._steps_of(len(micro_batches)):
@@ -86,7 +86,7 @@ class ScheduleRunner:
             return
         assert self._group is not None
         self._await_sent()
-        shape = self._micro_batches[0]["tokens"].shape
+        shape = self.micro_batches[0]["tokens"].shape
         sends = [(self._leaving.pop((message.kind, message.stage, message.micro_batch)), message.destination)
                  for message in step.sends]
         receives = [(self._engine.model.empty_hidden(*shape), message.source) for message in step.receives]
@@ -101,7 +101,7 @@ class ScheduleRunner:
 
     def _forward(self, action: Action) -> None:
         stage, number = action.chunk * self._size + self._rank, action.micro_batch
-        arguments = dict(self._micro_batches[number])
+        arguments = dict(self.micro_batches[number])
         hidden = None
         if self._last_stage > 0:
             if stage > 0:

@@ -23,6 +23,7 @@ def train_step(run: Run) -> None:
     losses = run.schedule(batch.micro_batches(run.config.train.micro_batch_size, token_weight)) / optimizer.scaler.scale
     with timers("allreduce"):
         engine.reducer.finish()
+    run.watch.before_update()
     with timers("optimizer"):
         optimizer.step()  # takes the norm, skips or clips, updates, and moves the schedule on
     # A skipped step's loss may not be finite; it is left out of the mean.

@@ -69,5 +69,6 @@ def test_a_rank_that_hangs_is_named_and_the_other_ends(tmp_path: Path) -> None:
     assert code == 1 and "Traceback" not in output, output
     line = next(line for line in output.splitlines() if line.startswith("error ("))
     assert line.startswith(f"error ({host}): rank 1 ({host}) gave no sign of life for ")
+    assert " s and did not come to " in line and f"within 6 s, where rank 0 ({host}) waits: " in line, line
     assert f"saved {tmp_path}/save/iter_0000002" in output and (tmp_path / "save" / "iter_0000002").is_dir()
     assert seconds < 30, f"{seconds:.1f} s after its line"
