@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from data_utils.files.checked_json import read_sealed
+from data_utils.files.checked_json import errors_of, read_sealed
 from data_utils.files.format_versions import PAIR_MANIFEST_VERSION
 from data_utils.files.hashing import Part, hash_parts
 from data_utils.indexed_dataset import IndexedDataset, read_index
@@ -87,8 +87,30 @@ def prefix_of(path: str | Path) -> str:
 
 
 def read_manifest(prefix: str | Path) -> dict[str, Any] | None:
-    """The manifest of a pair; None where it has none. ValueError where it is damaged."""
-    return read_sealed(Path(f"{prefix}.json"))
+    """The manifest of a pair; None where it has none. ValueError where it is damaged or not of its form."""
+    path = Path(f"{prefix}.json")
+    manifest = read_sealed(path)
+    if manifest is None:
+        return None
+    with errors_of(path):
+        for suffix in (".bin", ".idx"):
+            if not all(_is_count(part["bytes"]) and isinstance(part["sha256"], str) for part in manifest[suffix]):
+                raise ValueError(f"its parts of {suffix} are not of the form bytes and sha256")
+        if not all(isinstance(entry["file"], str) for entry in manifest["inputs"]):
+            raise ValueError("its inputs are not of the form file and more")
+        if (made_by := manifest["tokenizer"]) is not None and not (
+                _is_count(made_by["vocab_size"]) and isinstance(made_by["kind"], str)
+                and isinstance(made_by["fingerprint"], str)):
+            raise ValueError("its tokenizer is not of the form kind, vocab_size and fingerprint")
+        of_text = ("text_bytes", "append_eod", "bad_lines", "empty_documents")  # a merged pair has none of them
+        for name in ("documents", "tokens", *of_text * ("text_bytes" in manifest)):
+            if not _is_count(manifest[name]):
+                raise ValueError(f"its {name} is no number")
+    return manifest
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and 0 <= value < 1 << 63
 
 
 def describe(prefix: str | Path, facts: dict[str, Any], bin_parts: Sequence[Part] | None = None) -> dict[str, Any]:

@@ -6,9 +6,10 @@ and the hash covers all before the comma of its entry. A checkpoint's manifest h
 covers all up to its own value.
 """
 
+import contextlib
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,8 @@ def read_sealed(path: Path) -> dict[str, Any] | None:
     body, seal, end = text.rpartition(SEAL)
     if not seal or end != hashlib.sha256(body.encode()).hexdigest() + '"\n}\n':
         raise ValueError(f"{path} is damaged, or was not written by these tools")
-    entries: dict[str, Any] = json.loads(text)
+    with errors_of(path):
+        entries = parse_object(text.encode())
     del entries["sha256"]
     return entries
 
@@ -81,12 +83,26 @@ def parse_object(data: bytes) -> dict[str, Any]:
 def read_object(path: Path, max_bytes: int) -> dict[str, Any]:
     """The JSON object in the file `path`, of at most `max_bytes` bytes. ValueError, which names the file, for anything
     else."""
-    try:
+    with errors_of(path):
         if path.stat().st_size > max_bytes:
             raise ValueError(f"larger than {max_bytes:,} bytes")
         return parse_object(path.read_bytes())
-    except (ValueError, OSError) as error:
-        raise ValueError(f"{path}: {error}") from error
+
+
+@contextlib.contextmanager
+def errors_of(path: Path) -> Iterator[None]:
+    """Turns what goes wrong inside with the content of the file `path` into a ValueError, one line that names it."""
+    try:
+        yield
+    except KeyError as error:
+        raise ValueError(f"{path}: has no {one_line(error)}") from error
+    except (ValueError, TypeError, AttributeError, OSError) as error:
+        raise ValueError(f"{path}: {one_line(error)}") from error
+
+
+def one_line(error: BaseException) -> str:
+    """An error's text, in one line and cut to a length that can be read: a name in a file can be anything."""
+    return " ".join(str(error)[:300].split())
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -1,8 +1,10 @@
 """The one place that makes tokenizers by their kind, and loads those that a checkpoint brings along."""
 
 import json
+import reprlib
 from pathlib import Path
 
+from data_utils.files.checked_json import one_line
 from data_utils.files.system import user_cache
 from data_utils.tokenizers.base import FACTS_FILE, OLD_FACTS_FILE, ByteTokenizer, Tokenizer
 from data_utils.tokenizers.gpt2 import BUILTIN_FILE, bpe_engine, builtin_tokenizer, gpt2_tokenizer
@@ -44,10 +46,10 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
     try:
         facts = json.loads(named.read_text(encoding="utf-8"))
         kind, fingerprint = str(facts["kind"]), str(facts["fingerprint"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{named} is damaged: {error!r}") from None
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ValueError(f"{named} is damaged: {type(error).__name__}: {one_line(error)}") from None
     if kind not in KINDS:
-        raise ValueError(f"{named} is damaged: {kind!r} is no kind of tokenizer")
+        raise ValueError(f"{named} is damaged: {reprlib.repr(kind)} is no kind of tokenizer")
     if kind == "builtin":  # the copy, not the one shipped today
         tokenizer: Tokenizer = builtin_tokenizer(directory / BUILTIN_FILE)
     else:

@@ -11,6 +11,7 @@ import functools
 import importlib
 import json
 import re
+import reprlib
 from array import array
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -20,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from data_utils.corpora.documents import utf8
+from data_utils.files.checked_json import one_line
 from data_utils.files.hashing import fingerprint_of
 from data_utils.tokenizers.base import Tokenizer
 from data_utils.tokenizers.bpe_engines import BytePairEncoding, Gigatoken, gigatoken
@@ -133,8 +135,8 @@ def builtin_tokenizer(path: Path | None = None) -> BytePairTokenizer:
         ranked = _byte_strings(list(json.loads(data)), name)
     except FileNotFoundError:
         raise FileNotFoundError(f"{name}: no such file: the tokenizer is incomplete") from None
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"{name} is damaged: {error}") from None
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ValueError(f"{name} is damaged: {one_line(error)}") from None
     eod = len(ranked)
     return BytePairTokenizer("builtin", ranked, range(eod), [*ranked, b""], eod, {BUILTIN_FILE: data})
 
@@ -168,7 +170,7 @@ def gpt2_tokenizer_of(vocab_data: bytes, merge_data: bytes, vocab_name: str, mer
     tokens = list(dict.fromkeys([*alphabet, *("".join(pair) for pair in merges if pair)]))
     missing = next((token for token in tokens if token not in vocabulary), None)
     if missing is not None:
-        raise ValueError(f"{vocab_name} lacks the token {missing!r} of {merge_name}")
+        raise ValueError(f"{vocab_name} lacks the token {reprlib.repr(missing)} of {merge_name}")
     tokens[:256] = sorted(alphabet, key=vocabulary.__getitem__)  # GPT-2's own ids are then its ranks
     ranked = _byte_strings(tokens, merge_name)
     token_bytes = [b""] * len(vocabulary)

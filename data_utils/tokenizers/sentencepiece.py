@@ -28,27 +28,27 @@ class SentencePieceTokenizer(Tokenizer):
         self._model = sentencepiece.SentencePieceProcessor()
         try:
             self._model.LoadFromSerializedProto(model)
-            size = self._model.vocab_size()
-        except (RuntimeError, OSError):
+            token_bytes = [self._bytes_of(index) for index in range(self._model.vocab_size())]
+        except (RuntimeError, OSError, ValueError):
             raise ValueError(f"--tokenizer-model {name} is not a SentencePiece model") from None
-        token_bytes = []
-        for index in range(size):
-            piece = self._model.id_to_piece(index)
-            if self._model.is_byte(index):
-                token_bytes.append(bytes([int(piece[3:5], 16)]))
-            elif self._model.is_control(index) or self._model.is_unknown(index):
-                token_bytes.append(b"")
-            else:
-                token_bytes.append(piece.replace(SPACE, " ").encode())
         # A U+2581 in the text would come back as a space: it is written as its three bytes, where the model has them.
         marks = [self._model.piece_to_id(piece) for piece in SPACE_IN_BYTES]
         self._mark = marks if all(map(self._model.is_byte, marks)) else None
         eod = self._model.eos_id()
         if eod < 0:
-            eod = size
+            eod = len(token_bytes)
             token_bytes.append(b"")
         super().__init__("SentencePieceTokenizer", token_bytes, eod, fingerprint_of("sentencepiece", model),
                          {"sentencepiece.model": model})
+
+    def _bytes_of(self, index: int) -> bytes:
+        """What a piece of the model stands for. ValueError where the model has no text or byte there."""
+        piece: str = self._model.id_to_piece(index)
+        if self._model.is_byte(index):
+            return bytes([int(piece[3:5], 16)])
+        if self._model.is_control(index) or self._model.is_unknown(index):
+            return b""
+        return piece.replace(SPACE, " ").encode()
 
     def encode(self, text: str) -> list[int]:
         """The ids of `text`. ValueError where it holds a lone surrogate."""

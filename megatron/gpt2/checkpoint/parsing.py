@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from data_utils.files.checked_json import check_seal, parse_json
+from data_utils.files.checked_json import check_seal, one_line, parse_json
 from data_utils.files.format_versions import CHECKPOINT_VERSION, OLDEST_CHECKPOINT_VERSION
 from megatron.gpt2.checkpoint.boxes import check_cover, check_inside, extent
 from megatron.gpt2.checkpoint.files import DTYPES, FILE_NAME, tensor_name
@@ -96,11 +96,11 @@ def errors_named(where: Path) -> Iterator[None]:
     try:
         yield
     except KeyError as error:
-        raise ValueError(f"{where}: names no {_line(error)}, or an unknown one") from error
+        raise ValueError(f"{where}: names no {one_line(error)}, or an unknown one") from error
     except RecursionError as error:
         raise ValueError(f"{where}: nested too deeply") from error
     except (ValueError, TypeError, AttributeError, OSError) as error:
-        raise ValueError(f"{where}: {_line(error)}") from error
+        raise ValueError(f"{where}: {one_line(error)}") from error
 
 
 @contextlib.contextmanager
@@ -236,8 +236,3 @@ def _naturals(values: Any, at_most: int = 2) -> tuple[int, ...]:
     if not isinstance(values, list) or len(values) > at_most or not all(type(v) is int and v >= 0 for v in values):
         raise ValueError(f"{reprlib.repr(values)} should be a list of at most {at_most} whole numbers")
     return tuple(values)
-
-
-def _line(error: Exception) -> str:
-    """An error's text, in one line and cut to a length that can be read: a name in a manifest can be anything."""
-    return " ".join(str(error)[:300].split())

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from data_utils.files.atomic import replace_text
+from data_utils.files.checked_json import one_line
 from data_utils.files.format_versions import RUN_SETTINGS_VERSION
 from megatron.gpt2.config.flag_names import by_key
 from megatron.gpt2.config.options import require
@@ -44,13 +45,15 @@ def read_config(path: str) -> dict[str, Any]:
     except OSError as error:
         raise FileNotFoundError(f"--config {path}: {error.strerror}") from None
     except (KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"--config {path} is not the {FILE} of a run: {error!r}") from None
+        raise ValueError(f"--config {path} is not the {FILE} of a run: {type(error).__name__}: {one_line(error)}"
+                         ) from None
     except ValueError as error:
-        raise ValueError(str(error) if str(error).startswith("--config") else f"--config {path}: {error}") from None
+        named = "" if str(error).startswith("--config") else f"--config {path}: "
+        raise ValueError(named + one_line(error)) from None
     values = {key: value for key, value in config.items() if value != default[key]}
     values["train.global_batch_size"] = batch  # whatever the number of ranks is now
     values.pop("train.gradient_accumulation_steps", None)
     values.pop("model.vocab_size", None)  # the tokenizer's
     if values.get("checkpoint.load") == config["checkpoint.save"]:
-        del values["checkpoint.load"]  # a run that begins where it saves, which another --save is not
+        values.pop("checkpoint.load", None)  # a run that begins where it saves, which another --save is not
     return values

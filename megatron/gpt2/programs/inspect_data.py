@@ -98,7 +98,7 @@ def main(argv: list[str] | None = None) -> int:
             entry["file"] for entry in manifest["inputs"][:3]) + ", ..." * (len(manifest["inputs"]) > 3))
         if manifest.get("text_bytes"):
             plain = manifest["tokens"] - manifest["documents"] * manifest["append_eod"]
-            print(f"{manifest['text_bytes']:,} bytes of text, {manifest['text_bytes'] / plain:.2f} a token; "
+            print(f"{manifest['text_bytes']:,} bytes of text, {manifest['text_bytes'] / max(plain, 1):.2f} a token; "
                   f"{manifest['bad_lines']:,} bad lines and {manifest['empty_documents']:,} empty documents left out")
     if len(data):
         print("\n".join([summary(lengths), *histogram(lengths)]))

@@ -12,13 +12,13 @@ TRAINING, VALIDATION, RATE = "#3568a8", "#d1642e", "#5b7f3b"
 def read_records(path: str | Path) -> list[dict[str, Any]]:
     """The records of a file of JSON lines that have an iteration; none where there is no file.
 
-    A last line that a crash has cut short is left out.
+    A line that is damaged is left out, such as the last one, which a crash has cut short.
     """
     records = []
-    for line in Path(path).read_text(encoding="utf-8").splitlines() if Path(path).exists() else ():
+    for line in Path(path).read_bytes().splitlines() if Path(path).exists() else ():
         try:
-            record = json.loads(line)
-        except ValueError:
+            record = json.loads(line.decode("utf-8"))
+        except (ValueError, RecursionError):
             continue
         if isinstance(record, dict) and isinstance(record.get("iteration"), int):
             records.append(record)

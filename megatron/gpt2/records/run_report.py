@@ -4,7 +4,6 @@ The curves are from `metrics.jsonl`, the texts from `samples.jsonl`, starts, war
 settings and environment from `config.json`. Where a file is missing, its part of the page is empty.
 """
 
-import json
 import math
 from collections.abc import Mapping
 from datetime import datetime, timedelta
@@ -13,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from data_utils.files.atomic import replace_text
-from megatron.gpt2.config import Config
+from data_utils.files.checked_json import errors_of, parse_object
+from megatron.gpt2.config import Config, require
 from megatron.gpt2.config.flag_names import by_key, differing_flags, flag
 from megatron.gpt2.records.html_page import cell, pairs, remark, scrolling, whole_page
 from megatron.gpt2.records.plots import points, read_records
@@ -21,6 +21,8 @@ from megatron.gpt2.records.svg_chart import Curve, chart, number
 
 METRICS, SAMPLES, HISTORY, REPORT = "metrics.jsonl", "samples.jsonl", "history.jsonl", "report.html"
 MOST_SAMPLES, MOST_EVENTS = 40, 200  # on the page
+TRAINED = {"iteration", "consumed_samples", "ms_per_iteration", "tokens_per_second"}  # in every record of training
+GREATEST = 1e15  # numbers that are not below it are damaged
 
 Records = list[dict[str, Any]]
 
@@ -38,11 +40,11 @@ def write_report(folder: str | Path) -> Path:
 def page(folder: Path) -> str:
     """The whole page as HTML, of the run that saves in `folder`. ValueError where config.json is not of this
     project."""
-    metrics, samples, history = (read_records(folder / name) for name in (METRICS, SAMPLES, HISTORY))
-    settings = json.loads((folder / "config.json").read_text(encoding="utf-8")) \
-        if (folder / "config.json").exists() else {}
-    config = Config.from_dict(settings.get("config", {}))
-    trained = [record for record in metrics if "split" not in record]
+    metrics = [record for record in read_records(folder / METRICS) if _is_of_numbers(record)]
+    samples, history = ([record for record in read_records(folder / name) if "text" in record]
+                        for name in (SAMPLES, HISTORY))
+    settings, config = _settings(folder / "config.json")
+    trained = [record for record in metrics if "split" not in record and record.keys() >= TRAINED]
     title = folder.resolve().name
     parts = [
         f"<header><h1>{escape(title)}</h1>{status(history)}</header>",
@@ -54,6 +56,23 @@ def page(folder: Path) -> str:
         "<h2>Environment</h2>", environment_table(settings),
     ]
     return whole_page(title, parts)
+
+
+def _is_of_numbers(record: Mapping[str, Any]) -> bool:
+    """Whether a record of metrics has numbers alone that can be drawn, as every one that is not damaged."""
+    return all(value is None or isinstance(value, int | float) and abs(value) < GREATEST
+               for name, value in record.items() if name != "split")
+
+
+def _settings(path: Path) -> tuple[dict[str, Any], Config]:
+    """The content of config.json, and the flags in it. ValueError, which names the file, where it is damaged."""
+    if not path.exists():
+        return {}, Config()
+    with errors_of(path):
+        settings = parse_object(path.read_bytes())
+        require(isinstance(settings.get("train_iters", 0), int), "its train_iters are no number")
+        require(isinstance(settings.get("environment", {}), dict), "its environment is no object")
+        return settings, Config.from_dict(settings.get("config", {}))
 
 
 def status(history: Records) -> str:

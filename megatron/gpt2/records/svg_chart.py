@@ -71,7 +71,7 @@ def chart(title: str, curves: Iterable[Curve], *, width: int, height: int, from_
     drawn = [(curve, thinned(curve.points)) for curve in curves if curve.points]
     if not drawn:
         return f'<figure><figcaption>{escape(title)}</figcaption><p class="none">no numbers yet</p></figure>'
-    x0, x1 = min(p[0].x for _, p in drawn), max(p[-1].x for _, p in drawn)
+    x0, x1 = (end(place.x for _, places in drawn for place in places) for end in (min, max))
     x0, x1 = (x0, x1) if x0 < x1 else (x0 - 1, x1 + 1)
     low = min(place.least for _, places in drawn for place in places)
     high = max(place.greatest for _, places in drawn for place in places)

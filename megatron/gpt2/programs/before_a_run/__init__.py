@@ -1,0 +1,1 @@
+"""What tools/preflight.py looks at before a run."""

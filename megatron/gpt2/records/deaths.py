@@ -1,0 +1,251 @@
+"""Of what did a run die? The first cause, out of what its processes have noted (`incidents`).
+
+A death has many witnesses: a rank that is killed writes nothing, its launcher notes a signal, the others lose it, fail
+in a collective, and are ended in turn. What is named is the first that is no consequence of another. All here are
+functions of what was read; nothing looks at the disk.
+"""
+
+import re
+import signal
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from megatron.gpt2.records.incident_fields import (
+    LINE,
+    Incident,
+    ended_rank,
+    exit_code,
+    lost_ranks,
+    own_rank,
+    place,
+    ranks_in,
+    ranks_in_words,
+    said,
+    signal_of,
+)
+
+TOGETHER = 600.0  # seconds within which the ranks of one attempt start
+SCHEDULER = 2.0  # seconds within which a scheduler ends all ranks
+# An error that says that another rank is gone: not what died first.
+OF_OTHERS = re.compile(r"connection (was )?(closed|reset|refused)|broken pipe|closed by peer|socket|gloo|nccl|"
+                       r"timed out|timeout|heartbeat|was lost|left before", re.IGNORECASE)
+MEMORY = re.compile(r"out of memory|can't allocate memory|bad_alloc|MemoryError|Cannot allocate", re.IGNORECASE)
+DISK = re.compile(r"no space left|cannot write its|disk quota|file too large|read-only file system|is not saved|"
+                  r"input/output error", re.IGNORECASE)
+CHECKPOINT = re.compile(r"no valid checkpoint|sha256|iter_\d{7}", re.IGNORECASE)
+DATA = re.compile(r"is damaged|holds the token id|\.idx|\.bin\b", re.IGNORECASE)
+LOADING = re.compile(r"data_utils/|training/data\.py|dataloader|DataLoader|indexed_dataset|samplers")
+ASKED = {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1}
+
+
+class Death(NamedTuple):
+    """kind: in two or three words. what: the first cause, with rank, host and iteration. means: what that says. do:
+    what to do before the run goes on. well: it ended as asked."""
+
+    kind: str
+    what: str
+    means: str
+    do: str
+    well: bool = False
+
+
+def last_attempt(incidents: Sequence[Incident]) -> list[Incident]:
+    """Those of the last start of the ranks: a folder may have seen many starts, by a person or by --max-restarts."""
+    starts = {str(one["who"]): one for one in incidents if one.get("kind") == "start" and "who" in one}
+    if not starts:
+        return list(incidents)
+    latest = max(starts.values(), key=lambda one: one["time"])
+    begun = min(one["time"] for one in starts.values() if one.get("attempt", 0) == latest.get("attempt", 0)
+                and one["time"] > latest["time"] - TOGETHER)
+    return [one for one in incidents if one["time"] >= begun]
+
+
+def cause_of(incidents: Sequence[Incident], ended: Mapping[str, Any] | None, notes: Sequence[str] = ()) -> Death:
+    """The first cause in the last attempt. ended: what ended.json says of it. notes: the run's own lines of warnings
+    and of its end, from history.jsonl."""
+    found = last_attempt(incidents)
+    death = _first(found, ended, notes)
+    if loop := _last(found, "crash loop"):
+        again = said(loop) or "the same step failed again and again"
+        return death._replace(kind=f"crash loop: {death.kind}", means=f"{again}; {death.means}",
+                              do=f"it was started again and died at the same step: {death.do}")
+    return death
+
+
+def _first(found: Sequence[Incident], ended: Mapping[str, Any] | None, notes: Sequence[str]) -> Death:
+    if ended is not None and ended.get("exit_code") == 0:
+        reason = str(ended.get("reason") or "") or "it is finished"
+        return Death("ended well", f"nothing: {reason}", f"the run ended as asked, at iteration "
+                     f"{_number(ended.get('iteration'))}", "nothing", well=True)
+    candidates = [death for one in found for death in _own_causes(one, found)]
+    if candidates:
+        return candidates[0]
+    if lost := [one for one in found if one.get("kind") == "lost"]:
+        return _of_lost(lost, found)
+    if code := _ended_code(found, ended):
+        return _of_code(code, found, notes)
+    if stopped := _last(found, "stop"):
+        return Death("ended while it stopped", f"{place(stopped)} was told to stop ({said(stopped)}) and did not come "
+                     "to its end", "the time between the signal and the kill was too short for a save",
+                     "give it more time (Slurm: --signal=TERM@120), or nothing")
+    last = found[-1] if found else {}
+    return Death("without a word", f"no process has noted how it ended; the last word is of {place(last)}"
+                 if found else "no process has left a word", "all processes ended at once and unasked: the machine "
+                 "lost its power or was reset, or the whole job was killed",
+                 "ask the scheduler's log and the machine's own")
+
+
+def _own_causes(one: Incident, found: Sequence[Incident]) -> Iterable[Death]:
+    """What an incident is the first cause of, if it is no consequence of another."""
+    kind, text = one.get("kind"), said(one)
+    if kind == "error" and not OF_OTHERS.search(text):
+        yield of_error(one)
+    elif kind == "replica":
+        yield Death("replica drift", f"{place(one)}: {text}", "a rank computed or kept other numbers than its "
+                    "replicas: faulty memory or a faulty device",
+                    "leave that machine out, and go on from a checkpoint before it")
+    elif kind == "hang":
+        yield _of_hang(one)
+    elif kind == "rank ended" and (number := signal_of(one)) is not None and number not in ASKED:
+        yield _of_signal(one, number, found)
+    elif kind == "not finite" and _is_end_of(one, found):
+        yield Death("not finite", f"{place(one)}: {text}", "the gradients of that many steps held NaN or Inf: the "
+                    "training diverged, or a device is faulty", "look at the loss before it in metrics.jsonl; a lower "
+                    "--lr, --clip-grad or more --lr-warmup-iters may help, from an earlier checkpoint")
+
+
+def of_error(one: Incident) -> Death:
+    """Of an error that a rank has noted itself."""
+    text = said(one)
+    what = f"{place(one)}: {text}"
+    for kind, pattern, means, do in (
+            ("out of memory", MEMORY, "this layout needs more memory than there was",
+             "give --checkpoint-activations, a smaller --micro-batch-size or more model parallelism: tools/plan.py "
+             "lists what fits"),
+            ("full disk", DISK, "the disk took no more", "make room or give another --save; the last checkpoint that "
+             "was committed is whole"),
+            ("damaged checkpoint", CHECKPOINT, "a file is not as it was written", "nothing, where an older checkpoint "
+             "is valid: it is taken; else give another --load"),
+            ("damaged data", DATA, "a token file is not as it was written", "write it anew: tools/inspect_data.py "
+             "--verify says where it is damaged")):
+        if pattern.search(text):
+            return Death(kind, what, means, do)
+    if one.get("exit_code") == 2:
+        return Death("bad input", what, "the command line or a file was refused", "mend what the line names")
+    return Death("an error of the program", what, "its traceback is in the log of that rank",
+                 "the same command may die again at the same step: report it with the traceback")
+
+
+def _of_signal(one: Incident, number: int, found: Sequence[Incident]) -> Death:
+    name, who = signal.Signals(number).name, ended_rank(one)
+    at_once = {ended_rank(other) for other in found if other.get("kind") == "rank ended" and signal_of(other) == number
+               and abs(other["time"] - one["time"]) < SCHEDULER}
+    what = f"{who} was ended by {name}{_at(one, found)}"
+    if number != signal.SIGKILL:
+        return Death("crashed rank", what, "its process crashed in a library or a driver, or its memory is faulty",
+                     "look at the log of that rank; where it is always the same machine, leave it out")
+    if len(at_once) > 1:
+        return Death("killed job", f"{len(at_once)} ranks were ended by {name} at once{_at(one, found)}, {who} first",
+                     "a scheduler or a person ended the job",
+                     "nothing; with Slurm, --signal=TERM@120 lets it save first")
+    return Death("killed rank", what, "a person, the scheduler, or the system for want of memory (the machine's own "
+                 "log says so) ended it", "nothing, unless the system did: then give the ranks less to hold")
+
+
+def _of_hang(one: Incident) -> Death:
+    missing = ranks_in(one, "missing", "not_entered", "absent")
+    stacks = one.get("stacks") or {}
+    stack = str(next((stacks.get(str(rank), stacks.get(rank)) for rank in missing
+                      if stacks.get(str(rank), stacks.get(rank))), "") if isinstance(stacks, Mapping) else stacks)
+    where = f", at {_program_line(stack)}" if _program_line(stack) else ""
+    who = ranks_in_words(missing) or "a rank"
+    what = f"{who} did not come to a collective that the others had entered{where}: {said(one)}"
+    if LOADING.search(stack):
+        return Death("hang in data loading", what, "a rank waits for its data: a file system does not answer",
+                     "look at the file system of the data from that machine")
+    return Death("hang", what, "a rank is stopped, waits for something else, or took another branch than the others",
+                 "look at that rank's machine; where the line is of the program, report it with the stacks")
+
+
+def _of_lost(lost: Sequence[Incident], found: Sequence[Incident]) -> Death:
+    """Ranks that fell silent, and nobody saw how they ended."""
+    accused = {rank for one in lost for rank in lost_ranks(one)}
+    accusers = {own_rank(one) for one in lost} - {None}
+    first = lost[0]
+    silent, means_more = ranks_in_words(accused), f"as {place(first)} saw it"
+    if accused and accused <= accusers:
+        return Death("lost link", f"{silent} lost each other{_at(first, found)}", "all of them lived on: the network "
+                     "between their machines failed", "look at the network; tools/bench_collectives.py measures it")
+    gone = accused - accusers
+    hosts = {str(one.get("host")) for one in found if own_rank(one) in gone}
+    others = {str(one.get("host")) for one in found if own_rank(one) is not None and own_rank(one) not in gone}
+    if hosts and not hosts & others:
+        return Death("lost node", f"{ranks_in_words(gone)} on {', '.join(sorted(hosts))} fell silent"
+                     f"{_at(first, found)}, {means_more}", "all ranks of the machine are gone, and its launcher as "
+                     "well: the machine or its network died",
+                     "leave that machine out, or wait for it; --elastic goes on "
+                     "without it")
+    seconds = max((s for one in lost for s in lost_ranks(one).values() if isinstance(s, int | float)), default=None)
+    silence = "" if seconds is None else f" for {seconds:.0f} s"
+    return Death("silent rank", f"{ranks_in_words(gone) or silent} gave no sign of life{silence}{_at(first, found)}, "
+                 f"{means_more}", "its process was stopped or killed, or its machine does not run it any more",
+                 "look at that machine; nothing, where it is well")
+
+
+def _of_code(code: int, found: Sequence[Incident], notes: Sequence[str]) -> Death:
+    """An end with this exit code that no rank explains by an incident: the run's own lines may."""
+    for note in reversed(notes):
+        if note.startswith("stopped: ") or DISK.search(note) or MEMORY.search(note):
+            line = note.removeprefix("stopped: ").removeprefix("WARNING: ")
+            if re.search(r"not finite|NaN|Inf\b|skipped", line):
+                return Death("not finite", line[:LINE], "the training diverged, or a device is faulty",
+                             "a lower --lr may help, from an earlier checkpoint")
+            return of_error({"kind": "error", "text": line, "exit_code": code})
+    if code in (130, -signal.SIGINT):
+        return Death("Ctrl-C", "a person pressed Ctrl-C twice, or before the first step", "nothing failed", "nothing")
+    if code in (143, -signal.SIGTERM):
+        return Death("SIGTERM", "the ranks were ended by SIGTERM before they could save", "a scheduler or a person "
+                     "ended them", "nothing")
+    if code == 2:
+        return Death("bad input", "the command line or a file was refused, with exit code 2",
+                     "the line that begins with error: says why", "mend what it names")
+    who = next((ended_rank(one) for one in found if one.get("kind") == "rank ended"), "a rank")
+    return Death(f"exit code {code}", f"{who} ended with exit code {code}{_at({}, found)}",
+                 "it failed, and its reason is in its log alone", "look at the last lines of its log")
+
+
+def _ended_code(found: Sequence[Incident], ended: Mapping[str, Any] | None) -> int:
+    """The first exit code that is not 0; that of a signal as a shell has it; 0 where there is none."""
+    for one in found:
+        if one.get("kind") in ("rank ended", "end"):
+            number = signal_of(one) if one.get("kind") == "rank ended" else None
+            if code := (128 + number if number is not None else exit_code(one)):
+                return code
+    return exit_code(ended or {}) or 0
+
+
+def _is_end_of(one: Incident, found: Sequence[Incident]) -> bool:
+    """Whether the run ended by it: a skipped step or two are no death."""
+    return bool(one.get("fatal")) or not any(
+        other["time"] > one["time"] and other.get("kind") in ("rank ended", "lost", "hang", "error")
+        and (signal_of(other) is not None or other.get("kind") != "rank ended") for other in found)
+
+
+def _at(one: Incident, found: Sequence[Incident]) -> str:
+    """The furthest iteration that is known: a launcher knows none."""
+    known = [value for other in (one, *found) if isinstance(value := other.get("iteration"), int) and value >= 0]
+    return f" at iteration {max(known):,}" if known else ""
+
+
+def _last(found: Sequence[Incident], kind: str) -> Incident | None:
+    return next((one for one in reversed(found) if one.get("kind") == kind), None)
+
+
+def _program_line(stack: str) -> str:
+    """The innermost line of a stack that is of this project: "megatron/gpt2/training/loop.py:31"."""
+    lines = re.findall(r'((?:megatron|mpu|data_utils)/[\w/]+\.py)"?(?:, line |:)(\d+)', stack)
+    return ":".join(lines[-1]) if lines else ""
+
+
+def _number(value: Any) -> str:
+    return f"{value:,}" if isinstance(value, int) else "?"
