@@ -26,7 +26,7 @@ from megatron.gpt2.launch.rendezvous import initialize_distributed
 from megatron.gpt2.launch.run_program import Log, run_program
 from megatron.gpt2.programs.before_a_run import alone, together
 from megatron.gpt2.programs.before_a_run.alone import Facts
-from megatron.gpt2.programs.before_a_run.checks import Row, rows, table
+from megatron.gpt2.programs.before_a_run.checks import Row, code, rows, table, versions
 from megatron.gpt2.records.environment import ROOT, source_commit
 from megatron.gpt2.training.prepare import PreparedRun, prepare_run
 
@@ -66,8 +66,6 @@ def look(arguments: Arguments, ranks: Ranks) -> list[Row]:
 
 def rows_of_process(found: Sequence[Facts]) -> list[Row]:
     """The checks of what is known before the process group."""
-    from megatron.gpt2.programs.before_a_run.checks import code, versions
-
     hosts = {rank: str(facts["host"]) for rank, facts in enumerate(found)}
     return [*versions(found, hosts), *(row for row in code(found, hosts) if row.name == "code")]
 
