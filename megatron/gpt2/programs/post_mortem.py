@@ -47,7 +47,7 @@ def report(folder: Path, *, verify: bool = False) -> tuple[Death, list[str]]:
     history = read_records(folder / HISTORY)
     found = last_attempt(incidents)
     begun = found[0]["time"] if found else 0.0
-    clean = ended if isinstance(ended.get("time", begun), int | float) and ended.get("time", begun) >= begun else {}
+    clean = ended if _number(ended.get("time", begun)) >= begun else {}
     notes = [str(one.get("text", "")) for one in history if _seconds(one.get("time")) >= int(begun)]
     if not found and not clean and notes and notes[-1] == "finished":  # of a run from before there were incidents
         clean = {"exit_code": 0, "reason": "it is finished", "iteration": history[-1]["iteration"]}
@@ -113,6 +113,10 @@ def _of(settings: Mapping[str, Any]) -> str:
 def _attempts(found: Sequence[Mapping[str, Any]]) -> str:
     most = max((one["attempt"] for one in found if isinstance(one.get("attempt"), int)), default=0)
     return f", started again {most} time{'s' * (most != 1)}" if most else ""
+
+
+def _number(value: Any) -> float:
+    return value if isinstance(value, int | float) else 0.0
 
 
 def _seconds(text: Any) -> float:

@@ -7,17 +7,18 @@ functions of what was read; nothing looks at the disk.
 
 import re
 import signal
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from megatron.gpt2.records.incident_fields import (
-    LINE,
     Incident,
+    at_iteration,
     ended_rank,
     exit_code,
     lost_ranks,
     own_rank,
     place,
+    program_line,
     ranks_in,
     ranks_in_words,
     said,
@@ -33,6 +34,8 @@ MEMORY = re.compile(r"out of memory|can't allocate memory|bad_alloc|MemoryError|
 DISK = re.compile(r"no space left|cannot write its|disk quota|file too large|read-only file system|is not saved|"
                   r"input/output error", re.IGNORECASE)
 CHECKPOINT = re.compile(r"no valid checkpoint|sha256|iter_\d{7}", re.IGNORECASE)
+NOT_FINITE = re.compile(r"FloatingPointError|not finite|\bNaN\b|--max-skipped-steps")
+CHANGED = re.compile(r"StateChanged|memory of a rank has changed")
 DATA = re.compile(r"is damaged|holds the token id|\.idx|\.bin\b", re.IGNORECASE)
 LOADING = re.compile(r"data_utils/|training/data\.py|dataloader|DataLoader|indexed_dataset|samplers")
 ASKED = {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1}
@@ -95,42 +98,47 @@ def _first(found: Sequence[Incident], ended: Mapping[str, Any] | None, notes: Se
                  "ask the scheduler's log and the machine's own")
 
 
-def _own_causes(one: Incident, found: Sequence[Incident]) -> Iterable[Death]:
+def _own_causes(one: Incident, found: Sequence[Incident]) -> Iterator[Death]:
     """What an incident is the first cause of, if it is no consequence of another."""
     kind, text = one.get("kind"), said(one)
     if kind == "error" and not OF_OTHERS.search(text):
         yield of_error(one)
     elif kind == "replica":
-        yield Death("replica drift", f"{place(one)}: {text}", "a rank computed or kept other numbers than its "
-                    "replicas: faulty memory or a faulty device",
-                    "leave that machine out, and go on from a checkpoint before it")
+        yield of_error({**one, "text": f"{text} (the memory of a rank has changed)"})
     elif kind == "hang":
-        yield _of_hang(one)
-    elif kind == "rank ended" and (number := signal_of(one)) is not None and number not in ASKED:
+        yield _of_hang(one, found)
+    elif kind == "rank ended" and one.get("first") is not False and (
+            number := signal_of(one)) is not None and number not in ASKED:
         yield _of_signal(one, number, found)
     elif kind == "not finite" and _is_end_of(one, found):
-        yield Death("not finite", f"{place(one)}: {text}", "the gradients of that many steps held NaN or Inf: the "
-                    "training diverged, or a device is faulty", "look at the loss before it in metrics.jsonl; a lower "
-                    "--lr, --clip-grad or more --lr-warmup-iters may help, from an earlier checkpoint")
+        yield of_error({**one, "text": f"not finite: {text}"})
+
+
+# Of an error that a rank has noted, or the run's own last line: kind, pattern, what it means, what to do.
+ERRORS = (
+    ("out of memory", MEMORY, "this layout needs more memory than there was",
+     "give --checkpoint-activations, a smaller --micro-batch-size or more model parallelism: tools/plan.py lists what "
+     "fits"),
+    ("not finite", NOT_FINITE, "many steps held NaN or Inf: the training diverged, or a device is faulty",
+     "look at the loss before it in metrics.jsonl; a lower --lr may help, from an earlier checkpoint"),
+    ("replica drift", CHANGED, "a rank computed or kept other numbers than it should: faulty memory or a faulty device",
+     "leave that machine out, and go on from a checkpoint before it"),
+    ("full disk", DISK, "the disk took no more", "make room or give another --save; the last checkpoint that was "
+     "committed is whole"),
+    ("damaged checkpoint", CHECKPOINT, "a file is not as it was written",
+     "nothing, where an older checkpoint is valid: it is taken; else give another --load"),
+    ("damaged data", DATA, "a token file is not as it was written",
+     "write it anew: tools/inspect_data.py --verify says where it is damaged"))
 
 
 def of_error(one: Incident) -> Death:
-    """Of an error that a rank has noted itself."""
-    text = said(one)
-    what = f"{place(one)}: {text}"
-    for kind, pattern, means, do in (
-            ("out of memory", MEMORY, "this layout needs more memory than there was",
-             "give --checkpoint-activations, a smaller --micro-batch-size or more model parallelism: tools/plan.py "
-             "lists what fits"),
-            ("full disk", DISK, "the disk took no more", "make room or give another --save; the last checkpoint that "
-             "was committed is whole"),
-            ("damaged checkpoint", CHECKPOINT, "a file is not as it was written", "nothing, where an older checkpoint "
-             "is valid: it is taken; else give another --load"),
-            ("damaged data", DATA, "a token file is not as it was written", "write it anew: tools/inspect_data.py "
-             "--verify says where it is damaged")):
+    """Of an error that a rank has noted itself, or of a line of the run's own, which has no rank."""
+    text, at = said(one), program_line(str(one.get("at", "")))
+    what = f"{place(one)}: {text}" + f", at {at}" * bool(at) if "who" in one else text
+    for kind, pattern, means, do in ERRORS:
         if pattern.search(text):
             return Death(kind, what, means, do)
-    if one.get("exit_code") == 2:
+    if exit_code(one) == 2:
         return Death("bad input", what, "the command line or a file was refused", "mend what the line names")
     return Death("an error of the program", what, "its traceback is in the log of that rank",
                  "the same command may die again at the same step: report it with the traceback")
@@ -139,27 +147,30 @@ def of_error(one: Incident) -> Death:
 def _of_signal(one: Incident, number: int, found: Sequence[Incident]) -> Death:
     name, who = signal.Signals(number).name, ended_rank(one)
     at_once = {ended_rank(other) for other in found if other.get("kind") == "rank ended" and signal_of(other) == number
-               and abs(other["time"] - one["time"]) < SCHEDULER}
-    what = f"{who} was ended by {name}{_at(one, found)}"
+               and other.get("first") is not False and abs(other["time"] - one["time"]) < SCHEDULER}
+    what = f"{who} was ended by {name}{at_iteration(one, found)}"
     if number != signal.SIGKILL:
         return Death("crashed rank", what, "its process crashed in a library or a driver, or its memory is faulty",
                      "look at the log of that rank; where it is always the same machine, leave it out")
     if len(at_once) > 1:
-        return Death("killed job", f"{len(at_once)} ranks were ended by {name} at once{_at(one, found)}, {who} first",
+        return Death("killed job", f"{len(at_once)} ranks were ended by {name} at once{at_iteration(one, found)}, "
+                     f"{who} first",
                      "a scheduler or a person ended the job",
                      "nothing; with Slurm, --signal=TERM@120 lets it save first")
     return Death("killed rank", what, "a person, the scheduler, or the system for want of memory (the machine's own "
                  "log says so) ended it", "nothing, unless the system did: then give the ranks less to hold")
 
 
-def _of_hang(one: Incident) -> Death:
-    missing = ranks_in(one, "missing", "not_entered", "absent")
-    stacks = one.get("stacks") or {}
-    stack = str(next((stacks.get(str(rank), stacks.get(rank)) for rank in missing
-                      if stacks.get(str(rank), stacks.get(rank))), "") if isinstance(stacks, Mapping) else stacks)
-    where = f", at {_program_line(stack)}" if _program_line(stack) else ""
+def _of_hang(one: Incident, found: Sequence[Incident]) -> Death:
+    """Every rank notes its own place, and one of each machine the `ranks` that the others waited for."""
+    whole = next((other for other in found if other.get("kind") == "hang" and "ranks" in other), one)
+    missing = ranks_in(whole, "ranks")
+    stacks = [other["stack"] for other in found if other.get("kind") == "hang" and own_rank(other) in missing
+              and "ranks" not in other and other.get("stack")]
+    stack = "\n".join(map(str, stacks[0] if isinstance(stacks[0], list) else stacks[:1])) if stacks else ""
+    where = f", at {line}" if (line := program_line(stack)) else ""
     who = ranks_in_words(missing) or "a rank"
-    what = f"{who} did not come to a collective that the others had entered{where}: {said(one)}"
+    what = f"{who} did not come to a collective that the others had entered{where}{at_iteration(whole, found)}"
     if LOADING.search(stack):
         return Death("hang in data loading", what, "a rank waits for its data: a file system does not answer",
                      "look at the file system of the data from that machine")
@@ -174,33 +185,31 @@ def _of_lost(lost: Sequence[Incident], found: Sequence[Incident]) -> Death:
     first = lost[0]
     silent, means_more = ranks_in_words(accused), f"as {place(first)} saw it"
     if accused and accused <= accusers:
-        return Death("lost link", f"{silent} lost each other{_at(first, found)}", "all of them lived on: the network "
+        return Death("lost link", f"{silent} lost each other{at_iteration(first, found)}",
+                     "all of them lived on: the network "
                      "between their machines failed", "look at the network; tools/bench_collectives.py measures it")
     gone = accused - accusers
     hosts = {str(one.get("host")) for one in found if own_rank(one) in gone}
     others = {str(one.get("host")) for one in found if own_rank(one) is not None and own_rank(one) not in gone}
     if hosts and not hosts & others:
         return Death("lost node", f"{ranks_in_words(gone)} on {', '.join(sorted(hosts))} fell silent"
-                     f"{_at(first, found)}, {means_more}", "all ranks of the machine are gone, and its launcher as "
-                     "well: the machine or its network died",
+                     f"{at_iteration(first, found)}, {means_more}",
+                     "all ranks of the machine are gone, and its launcher as well: the machine or its network died",
                      "leave that machine out, or wait for it; --elastic goes on "
                      "without it")
     seconds = max((s for one in lost for s in lost_ranks(one).values() if isinstance(s, int | float)), default=None)
     silence = "" if seconds is None else f" for {seconds:.0f} s"
-    return Death("silent rank", f"{ranks_in_words(gone) or silent} gave no sign of life{silence}{_at(first, found)}, "
-                 f"{means_more}", "its process was stopped or killed, or its machine does not run it any more",
+    return Death("silent rank", f"{ranks_in_words(gone) or silent} gave no sign of life{silence}"
+                 f"{at_iteration(first, found)}, {means_more}",
+                 "its process was stopped or killed, or its machine does not run it any more",
                  "look at that machine; nothing, where it is well")
 
 
 def _of_code(code: int, found: Sequence[Incident], notes: Sequence[str]) -> Death:
     """An end with this exit code that no rank explains by an incident: the run's own lines may."""
     for note in reversed(notes):
-        if note.startswith("stopped: ") or DISK.search(note) or MEMORY.search(note):
-            line = note.removeprefix("stopped: ").removeprefix("WARNING: ")
-            if re.search(r"not finite|NaN|Inf\b|skipped", line):
-                return Death("not finite", line[:LINE], "the training diverged, or a device is faulty",
-                             "a lower --lr may help, from an earlier checkpoint")
-            return of_error({"kind": "error", "text": line, "exit_code": code})
+        if note.startswith("stopped: ") or any(pattern.search(note) for _, pattern, *_ in ERRORS):
+            return of_error({"text": note.removeprefix("stopped: ").removeprefix("WARNING: "), "exit_code": code})
     if code in (130, -signal.SIGINT):
         return Death("Ctrl-C", "a person pressed Ctrl-C twice, or before the first step", "nothing failed", "nothing")
     if code in (143, -signal.SIGTERM):
@@ -210,7 +219,7 @@ def _of_code(code: int, found: Sequence[Incident], notes: Sequence[str]) -> Deat
         return Death("bad input", "the command line or a file was refused, with exit code 2",
                      "the line that begins with error: says why", "mend what it names")
     who = next((ended_rank(one) for one in found if one.get("kind") == "rank ended"), "a rank")
-    return Death(f"exit code {code}", f"{who} ended with exit code {code}{_at({}, found)}",
+    return Death(f"exit code {code}", f"{who} ended with exit code {code}{at_iteration({}, found)}",
                  "it failed, and its reason is in its log alone", "look at the last lines of its log")
 
 
@@ -226,25 +235,13 @@ def _ended_code(found: Sequence[Incident], ended: Mapping[str, Any] | None) -> i
 
 def _is_end_of(one: Incident, found: Sequence[Incident]) -> bool:
     """Whether the run ended by it: a skipped step or two are no death."""
-    return bool(one.get("fatal")) or not any(
-        other["time"] > one["time"] and other.get("kind") in ("rank ended", "lost", "hang", "error")
-        and (signal_of(other) is not None or other.get("kind") != "rank ended") for other in found)
-
-
-def _at(one: Incident, found: Sequence[Incident]) -> str:
-    """The furthest iteration that is known: a launcher knows none."""
-    known = [value for other in (one, *found) if isinstance(value := other.get("iteration"), int) and value >= 0]
-    return f" at iteration {max(known):,}" if known else ""
+    return not any(other["time"] > one["time"] and (
+        other.get("kind") in ("lost", "hang") or other.get("kind") == "rank ended" and signal_of(other) is not None
+        or other.get("kind") == "error" and not NOT_FINITE.search(said(other))) for other in found)
 
 
 def _last(found: Sequence[Incident], kind: str) -> Incident | None:
     return next((one for one in reversed(found) if one.get("kind") == kind), None)
-
-
-def _program_line(stack: str) -> str:
-    """The innermost line of a stack that is of this project: "megatron/gpt2/training/loop.py:31"."""
-    lines = re.findall(r'((?:megatron|mpu|data_utils)/[\w/]+\.py)"?(?:, line |:)(\d+)', stack)
-    return ":".join(lines[-1]) if lines else ""
 
 
 def _number(value: Any) -> str:

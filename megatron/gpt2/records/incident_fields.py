@@ -2,7 +2,7 @@
 
 import re
 import signal
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 Incident = Mapping[str, Any]
@@ -52,7 +52,7 @@ def exit_code(one: Mapping[str, Any]) -> int | None:
 
 def lost_ranks(one: Incident) -> dict[int, float | None]:
     """The ranks that somebody has lost, each with the seconds of its silence where they are known."""
-    value = one.get("ranks", one.get("silences", one.get("lost")))
+    value = one.get("silences", one.get("ranks"))
     if isinstance(value, Mapping):
         return {int(rank): seconds for rank, seconds in value.items() if str(rank).isdecimal()}
     return dict.fromkeys(ranks_in(one, "ranks"))
@@ -75,3 +75,15 @@ def ranks_in_words(ranks: Iterable[int]) -> str:
     words = [f"{rank}" for rank in sorted(set(ranks))]
     return "" if not words else f"rank {words[0]}" if len(words) == 1 else \
         f"ranks {', '.join(words[:-1])} and {words[-1]}"
+
+
+def at_iteration(one: Incident, found: Sequence[Incident]) -> str:
+    """The furthest iteration that is known: a launcher may know none."""
+    known = [value for other in (one, *found) if isinstance(value := other.get("iteration"), int) and value >= 0]
+    return f" at iteration {max(known):,}" if known else ""
+
+
+def program_line(text: str) -> str:
+    """The last place in a text that is of this project: "megatron/gpt2/training/loop.py:31"."""
+    found = re.findall(r'((?:megatron|mpu|data_utils)/[\w/]+\.py)"?(?:, line |:)(\d+)', text)
+    return ":".join(found[-1]) if found else ""

@@ -89,7 +89,7 @@ def clocks(found: Sequence[Facts], hosts: Hosts) -> Iterator[Row]:
     """How far they are apart."""
     offsets = [facts.get("clock", 0.0) for facts in found]
     apart = max(offsets) - min(offsets)
-    middle = sorted(offsets)[len(offsets) // 2]
+    middle = sorted(offsets)[(len(offsets) - 1) // 2]
     if apart > CLOCKS:
         worst = max(range(len(found)), key=lambda rank: abs(offsets[rank] - middle))
         yield Row("clocks", f"that of {named([worst], hosts)} is {abs(offsets[worst] - middle):.1f} s "

@@ -13,8 +13,8 @@ HOSTS = {0: "node001", 1: "node001", 2: "node002", 3: "node002"}
 Line = dict[str, Any]
 
 
-def of_rank(rank: int, at: float, kind: str, text: str = "", iteration: int = 634, **details: Any) -> Line:
-    return {"time": 1000.0 + at, "who": f"rank_{rank:05d}", "host": HOSTS[rank], "attempt": 0, "iteration": iteration,
+def of_rank(rank: int, when: float, kind: str, text: str = "", iteration: int = 634, **details: Any) -> Line:
+    return {"time": 1000.0 + when, "who": f"rank_{rank:05d}", "host": HOSTS[rank], "attempt": 0, "iteration": iteration,
             "kind": kind, "text": text, **details}
 
 
@@ -29,9 +29,8 @@ def started(attempt: int = 0, at: float = 0.0) -> list[Line]:
 
 
 CLOSED = "Connection closed by peer [10.0.0.3]:41052"
-STACK_OF_DATA = ('File "/srv/code/megatron/gpt2/training/data.py", line 88, in next\n'
-                 'File "/srv/code/data_utils/samplers.py", line 150')
-STACK_OF_STEP = 'File "/srv/code/megatron/gpt2/training/train_step.py", line 30, in train_step'
+STACK_OF_DATA = ["megatron/gpt2/training/data.py:88 (next)", "data_utils/samplers.py:150 (batch)", "/x/np.py:3 (f)"]
+STACK_OF_STEP = ["megatron/gpt2/training/train_step.py:30 (train_step)"]
 
 # name: (what was noted after the start, ended.json, lines of history.jsonl, kind, what the first line must say)
 DEATHS: dict[str, tuple[list[Line], Line | None, list[str], str, str]] = {
@@ -41,6 +40,10 @@ DEATHS: dict[str, tuple[list[Line], Line | None, list[str], str, str]] = {
         of_rank(0, 13, "lost", "rank 3 (node002) was lost", ranks={"3": 3.2}),
         of_launcher("node001", 14, "rank ended", rank=0, exit_code=1)], None, [],
         "killed rank", r"^rank 3 \(node002\) was ended by SIGKILL at iteration 634"),
+    "a killed rank, as the launcher tells it that has ended all others": ([
+        of_launcher("node001", 10, "rank ended", rank=0, first=False, signal="SIGKILL"),
+        of_launcher("node001", 10, "rank ended", rank=1, first=True, signal="SIGKILL")], None, [],
+        "killed rank", r"^rank 1 \(node001\) was ended by SIGKILL"),
     "a killed rank, its signal by name": ([
         of_launcher("node001", 10, "rank ended", rank=1, signal="SIGKILL")], None, [],
         "killed rank", r"^rank 1 \(node001\) was ended by SIGKILL"),
@@ -55,29 +58,34 @@ DEATHS: dict[str, tuple[list[Line], Line | None, list[str], str, str]] = {
         of_launcher("node001", 14, "rank ended", rank=0, exit_code=1)], None, [],
         "lost node", r"^ranks 2 and 3 on node002 fell silent"),
     "a stopped rank": ([
-        of_rank(0, 31, "lost", ranks={"3": 31.0}), of_rank(2, 31, "lost", ranks={"3": 31.0}),
+        of_rank(0, 31, "lost", ranks=[3], silences={"3": 31.0}), of_rank(2, 31, "lost", ranks=[3]),
         of_launcher("node002", 40, "rank ended", rank=2, exit_code=1)], None, [],
         "silent rank", r"^rank 3 gave no sign of life for 31 s at iteration 634"),
     "a stopped rank that the launcher ends at last": ([
-        of_rank(0, 31, "hang", "all_reduce of the gradients waits for 30 s", missing=[3], stacks={}),
-        of_launcher("node002", 40, "rank ended", rank=3, signal=9)], None, [],
+        of_rank(0, 30, "hang", "waits in all_reduce (mpu/grads.py:3)", stack=STACK_OF_STEP),
+        of_rank(0, 31, "hang", "rank 3 (node002) has not come", ranks=[3], found_by=0),
+        of_launcher("node002", 40, "rank ended", rank=3, first=True, signal="SIGKILL")], None, [],
         "hang", "^rank 3 did not come to a collective"),
     "a hang in data loading": ([
-        of_rank(0, 30, "hang", "broadcast waits for 30 s", missing=[2], stacks={"2": STACK_OF_DATA}),
+        of_rank(0, 30, "hang", "waits in broadcast (mpu/data.py:3)", stack=STACK_OF_STEP),
+        of_rank(2, 30.1, "hang", "is at data_utils/samplers.py:150 (batch)", stack=STACK_OF_DATA),
+        of_rank(0, 30.2, "hang", "ranks 0, 1 and 3 wait for rank 2", ranks=[2], found_by=0),
         of_rank(0, 33, "error", "RuntimeError: Timed out waiting 30000ms for recv"),
         of_launcher("node001", 34, "rank ended", rank=0, exit_code=1)], None, [],
         "hang in data loading", r"^rank 2 did not come .* at data_utils/samplers.py:150"),
     "a hang in a collective": ([
-        of_rank(1, 30, "hang", "all_reduce waits for 30 s", missing=[0, 2], stacks={"0": STACK_OF_STEP})], None, [],
+        of_rank(0, 30, "hang", "is at megatron/gpt2/training/train_step.py:30", stack=STACK_OF_STEP),
+        of_rank(1, 30, "hang", "waits in all_reduce", stack=[]),
+        of_rank(1, 31, "hang", "ranks 1 and 3 wait for ranks 0 and 2", ranks=[0, 2], found_by=1)], None, [],
         "hang", r"^ranks 0 and 2 did not come .* at megatron/gpt2/training/train_step.py:30"),
     "a hang that NCCL's watchdog ends": ([
-        of_rank(1, 30, "hang", "all_reduce waits for 30 s", missing=[0]),
+        of_rank(1, 30, "hang", "rank 1 waits for rank 0", ranks=[0], found_by=1),
         of_launcher("node001", 31, "rank ended", rank=1, signal=6)], None, [], "hang", "^rank 0 did not come"),
     "NaN in the gradients": ([
         of_rank(0, 9, "not finite", "10 steps in a row were skipped: stopped", iteration=640),
-        of_rank(0, 10, "end", "not finite", exit_code=1),
+        of_rank(0, 10, "error", "FloatingPointError: 10 steps in a row were skipped"),
         of_launcher("node001", 11, "rank ended", rank=0, exit_code=1)], {"exit_code": 1}, [],
-        "not finite", r"^rank 0 \(node001\), iteration 640: 10 steps"),
+        "not finite", r"^rank 0 \(node001\), iteration 640: not finite: 10 steps"),
     "NaN, by the log's line alone": ([
         of_launcher("node001", 11, "rank ended", rank=0, exit_code=1)], None,
         ["stopped: the gradients were not finite 10 times in a row"], "not finite", "^the gradients were not finite"),
@@ -103,8 +111,10 @@ DEATHS: dict[str, tuple[list[Line], Line | None, list[str], str, str]] = {
         of_rank(0, 8, "lost", ranks={"2": None}), of_launcher("node002", 9, "rank ended", rank=2, exit_code=2)],
         None, [], "out of memory", "^rank 2 .node002., iteration 634: out of memory on rank 2"),
     "a bug": ([
-        of_rank(3, 5, "error", "KeyError: 'learning_rate'"), of_rank(0, 5.1, "error", f"RuntimeError: {CLOSED}"),
-        of_rank(0, 8, "lost", ranks={"3": None})], None, [], "an error of the program", "^rank 3 .*KeyError"),
+        of_rank(3, 5, "error", "KeyError: 'learning_rate'", at="/srv/megatron/gpt2/training/loop.py:31"),
+        of_rank(0, 5.1, "error", f"RuntimeError: {CLOSED}"),
+        of_rank(0, 8, "lost", ranks={"3": None})], None, [],
+        "an error of the program", r"^rank 3 .*KeyError: 'learning_rate', at megatron/gpt2/training/loop.py:31$"),
     "a bug that was noted late": ([
         of_rank(0, 4, "error", f"RuntimeError: {CLOSED}"), of_rank(3, 5, "error", "ZeroDivisionError: by zero")],
         None, [], "an error of the program", "^rank 3 .*ZeroDivisionError"),
