@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import os
 import re
 import shutil
 import time
@@ -36,7 +37,7 @@ DEFECTS: dict[str, Defect] = {
     "a wrong collective": ([], [], "tensor group", "all_reduce gave wrong values on rank 1 "),
     "a skewed clock": ([], [], "clocks", r"that of rank 1 .* 30\.\d s before most"),
     "a full disk": ([], [], "save folder", r"MB to come, 1\.0 MB free.*--keep-last"),
-    "a folder that cannot be written": (["--save", "{folder}/text.txt/run"], [], "save folder", "text.txt"),
+    "a folder that cannot be written": ([], [], "save folder", "rank 1 .* cannot be written"),
     "a folder that another run has": (["--save", "{folder}/taken"], [], "save folder", "taken is in use by"),
     "other data on a rank": ([], ["--train-data", "{folder}/other.txt"], "data", "rank 1 .* read other training data"),
     "a damaged index": (["--data-path", "{folder}/damaged", "--train-data"], [], "flags", r"damaged\.idx is damaged"),
@@ -46,7 +47,7 @@ DEFECTS: dict[str, Defect] = {
                                         "96"], [], "flags", "2 ranks is not divisible by --model-parallel-size 3"),
     "other flags on a rank": ([], ["--lr", "1e-2"], "flags", "rank 1 .* another --lr: 0.01"),
     "a checkpoint of another shape": (["--save", "{folder}/stale", "--hidden-size", "64"], [], "flags",
-                                      "--hidden-size 64")}
+                                      "--hidden-size: here 64, checkpoint 128")}
 
 
 @contextlib.contextmanager
@@ -78,6 +79,8 @@ def planted(name: str, rank: int) -> Any:
                         tensor[5] += 1
 
                 patch(dist, "all_reduce", all_reduce)
+            elif name == "a folder that cannot be written":
+                patch(os, "access", lambda path, mode: mode != os.W_OK)
             elif name == "a skewed clock":
                 patch(time, "time", lambda now=time.time: now() + 30)
             elif name == "too little memory":
