@@ -250,6 +250,23 @@ def test_slurm(project: Project) -> None:
     assert "call sbatch in the project's folder" in done.stderr
 
 
+def test_slurm_queues_an_unfinished_run_again(project: Project) -> None:
+    """Where it died and where it was stopped; not where it is finished or refused, and not for ever."""
+    srun = ('[ -z "$REASON" ] || echo "{\\"reason\\": \\"$REASON\\"}" > ended.json\n'
+            '[ "$REASON" != cancelled ] || kill -TERM $PPID\nexit "$CODE"')
+    for name, lines in (("srun", srun), ("scontrol", 'echo "$@"')):
+        (project.bin / name).write_text(f"#!/bin/bash\n{lines}\n")
+        (project.bin / name).chmod(0o755)
+    for reason, code, restarts, words, queued in (
+            ("", 1, 0, ("--save", "."), True), ("SIGTERM", 0, 3, ("--save=.",), True),
+            ("finished", 0, 3, ("--save", "."), False), ("cancelled", 0, 0, ("--save", "."), False),
+            ("", 2, 0, ("--save", "."), False), ("", 1, 10, ("--save", "."), False), ("", 1, 0, (), False)):
+        (project.root / "ended.json").unlink(missing_ok=True)
+        done = project.run("pretrain_gpt2.slurm", *words, SLURM_SUBMIT_DIR=str(project.root), SLURM_JOB_ID="123456",
+                           REASON=reason, CODE=str(code), SLURM_RESTART_COUNT=str(restarts))
+        assert (done.returncode, done.stdout) == (code, "requeue 123456\n" if queued else ""), (reason, done.stderr)
+
+
 def test_two_ranks_train_for_real(tmp_path: Path) -> None:
     """No stub: the model-parallel script with this environment, and gloo."""
     write_text(tmp_path)

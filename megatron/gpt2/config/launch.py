@@ -18,6 +18,8 @@ class LaunchConfig:
     world_size: int | None = option(None, "the number of all processes, with --rank")
     init_method: str | None = option(None, "where the ranks meet: tcp://HOST:PORT of rank 0, or file:///PATH in a "
                                            "folder that they share", metavar="URL")
+    max_restarts: int = option(0, "with --nproc-per-node: how often the ranks are started again after one has failed; "
+                                  "they continue from the newest checkpoint")
     init_timeout: float = option(120.0, "seconds within which all ranks must come")
 
     def __post_init__(self) -> None:
@@ -28,6 +30,10 @@ class LaunchConfig:
                 f"--node-rank {self.node_rank} is not in [0, {self.nnodes}), which --nnodes says")
         require(self.nnodes == 1 or self.nproc_per_node is not None,
                 "--nnodes needs --nproc-per-node, the ranks that each machine starts")
+        require(self.max_restarts >= 0, f"--max-restarts {self.max_restarts}: give a number of restarts, or 0")
+        require(self.max_restarts == 0 or self.nproc_per_node is not None,
+                "--max-restarts needs --nproc-per-node, the ranks that this process starts; torchrun has a "
+                "--max-restarts of its own")
         require((self.rank is None) == (self.world_size is None), "--rank and --world-size go together")
         require(self.rank is None or self.nproc_per_node is None,
                 "--nproc-per-node starts all ranks itself: leave --rank and --world-size out")

@@ -46,6 +46,8 @@ class Launch:
     hosts: tuple[str, ...] = ()           # of each rank, where the launcher gives them
     timeout: float = LaunchConfig.init_timeout
     starts: int = 0                       # ranks that this process is to start, from `rank` on
+    max_restarts: int = 0                 # how often it starts them again
+    attempt: int = 0                      # how often this rank's launcher has started its ranks again
     notice: str = ""                      # a line for the user
 
     def __post_init__(self) -> None:
@@ -72,7 +74,7 @@ def read_launch(argv: Sequence[str], environ: Mapping[str, str] = os.environ) ->
         require(flags.init_method is None, "--init-method needs --rank and --world-size, or a launcher that knows them")
         found = replace(found, notice=_notice(environ))
     host = environ.get("SLURMD_NODENAME") or socket.gethostname()
-    return replace(found, host=host, timeout=flags.init_timeout), words
+    return replace(found, host=host, timeout=flags.init_timeout, attempt=attempt(environ)), words
 
 
 def _started_here(flags: LaunchConfig, environ: Mapping[str, str]) -> Launch | None:
@@ -80,10 +82,11 @@ def _started_here(flags: LaunchConfig, environ: Mapping[str, str]) -> Launch | N
     if flags.nproc_per_node is None:
         return None
     here = flags.nproc_per_node or torch.cuda.device_count() or 2
-    if here * flags.nnodes == 1:
+    starts = here if here > 1 or flags.max_restarts else 0
+    if here * flags.nnodes == 1 and not starts:
         return None
-    return Launch(flags.node_rank * here, flags.nnodes * here, (0, here), starts=here if here > 1 else 0,
-                  where=_place(environ, "", DEFAULT_PORT) if flags.nnodes > 1 else "")
+    return Launch(flags.node_rank * here, flags.nnodes * here, (0, here), starts=starts,
+                  max_restarts=flags.max_restarts, where=_place(environ, "", DEFAULT_PORT) if flags.nnodes > 1 else "")
 
 
 def _by_hand(flags: LaunchConfig, environ: Mapping[str, str]) -> Launch | None:

@@ -5,19 +5,25 @@ import json
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from megatron.gpt2.config import require
 from megatron.gpt2.launch.heartbeat import BEAT, PATIENCE, SILENCE, Heartbeat
+from megatron.gpt2.records.incidents import Incidents
 
 POLL = 0.05     # seconds between two looks into the store
 FAREWELL = 5.0  # seconds that the server of the store waits for the others to leave it
 
 
 class MissingRanks(ValueError):
-    """Ranks that did not come, or left before the training; exit code 2."""
+    """Ranks that did not come; exit code 2."""
+
+
+class LeftRanks(MissingRanks):
+    """Ranks that came and left before the training; exit code 1, as where they are lost later."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +51,7 @@ class Meeting:
     def gather(self, name: str, rank: int, value: str) -> list[str]:
         """The `value` of each rank, by rank, once every rank has called this. Each `name` serves once.
 
-        It has no time limit, unlike a collective or the store's own `wait`: tokenising can take hours. MissingRanks
+        It has no time limit, unlike a collective or the store's own `wait`: tokenising can take hours. LeftRanks
         where a rank has left or given no sign of life.
         """
         self.store.set(f"{name}/{rank}", value)
@@ -54,7 +60,7 @@ class Meeting:
         with self.heartbeat.watching_all():
             while not self.store.check([f"{name}/all"]):
                 if gone := self.heartbeat.silent(SILENCE):
-                    raise MissingRanks(f"{named(gone, self.hosts)} left before the training began")
+                    raise LeftRanks(f"{named(gone, self.hosts)} left before the training began")
                 time.sleep(POLL)
         return [text.decode() for text in self.store.multi_get(keys(name, len(self.peers)))]
 
@@ -101,11 +107,17 @@ class Ranks:
     local_rank: int = 0
     local_world_size: int = 1
     meeting: Meeting | None = field(default=None, compare=False, repr=False)  # once the ranks have met
+    incidents: Incidents | None = field(default=None, compare=False, repr=False)  # of a program that trains
 
     def __post_init__(self) -> None:
         require(0 <= self.rank < self.world_size and 0 <= self.local_rank < self.local_world_size <= self.world_size,
                 f"the launcher's variables contradict each other: rank {self.rank} of {self.world_size}, "
                 f"local rank {self.local_rank} of {self.local_world_size}")
+
+    def note(self, kind: str, text: str = "", **details: Any) -> None:
+        """Note an incident of this rank, if it keeps them, as `Incidents.note` does."""
+        if self.incidents is not None:
+            self.incidents.note(kind, text, **details)
 
     def leave(self, gone: int = 0) -> None:
         """Leave the meeting, if there is one, as `Meeting.leave` does."""

@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 
 import torch
@@ -28,27 +29,50 @@ from megatron.gpt2.launch.interfaces import address_towards, set_gloo_interface
 from megatron.gpt2.launch.launchers import Launch
 from megatron.gpt2.launch.ranks import POLL, Meeting, MissingRanks, Peer, Ranks, keys, named, wait_for_others
 from megatron.gpt2.launch.store import connected, open_store
+from megatron.gpt2.records.incidents import Incidents
 
 MET = "all have come"
 
 
-def meet(launch: Launch) -> Ranks:
+class EarlierRound(Exception):
+    """The store is of the round before: ranks that were started again have come before those have gone."""
+
+
+def meet(launch: Launch, incidents: Incidents | None = None) -> Ranks:
     """Wait until all ranks are there; returns this process's place among them, with the meeting that they share.
 
     Raises MissingRanks where some ranks do not come within `launch.timeout` seconds, and ValueError where they cannot
-    meet at all. A world of one has nobody to meet.
+    meet at all. A world of one has nobody to meet. incidents: of this rank.
     """
     if launch.world_size == 1:
-        return launch.ranks()
+        return replace(launch.ranks(), incidents=incidents)
     deadline = time.monotonic() + launch.timeout
-    prefix = f"megatron/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"  # torchrun may start the ranks again
+    while True:
+        try:
+            return replace(_meet(launch, deadline), incidents=incidents)
+        except EarlierRound:
+            if time.monotonic() > deadline:
+                raise MissingRanks(f"the ranks of the round before have not left {launch.where} within "
+                                   f"{launch.timeout:g} s (--init-timeout)") from None
+            time.sleep(POLL)
+
+
+def _meet(launch: Launch, deadline: float) -> Ranks:
+    # A launcher's store outlives its ranks. Otherwise rank 0 serves a new one each time, and how often each machine has
+    # restarted its ranks makes no difference.
+    prefix = f"megatron/{launch.attempt}" if launch.served else "megatron"
     with open_store(launch, deadline) as (tcp, server):
         store = PrefixStore(prefix, tcp)
+        may_be_earlier = launch.attempt > 0 and not launch.served and server is None
         try:
+            if may_be_earlier and store.check(["verdict"]):
+                raise EarlierRound
             _come(store, launch, Peer(launch.host, address_towards(tcp.host)), deadline, serves=server is not None)
             peers = [Peer(**json.loads(text)) for text in store.multi_get(keys("who", launch.world_size))]
             own_connection = PrefixStore(prefix, connected(tcp.host, tcp.port, launch.timeout))
         except dist.DistError as error:
+            if may_be_earlier:
+                raise EarlierRound from error
             raise MissingRanks("rank 0 left while the others came: see its own message") from error
     together = [rank for rank, peer in enumerate(peers) if peer.host == launch.host]
     local = launch.local or (together.index(launch.rank), len(together))
@@ -170,6 +194,7 @@ def name_lost(ranks: Ranks) -> bool:
     if ranks.meeting is None or ranks.meeting.heartbeat.is_stopped or not (gone := ranks.meeting.lost()):
         return False
     hosts = ranks.meeting.hosts
+    ranks.note("lost", gone_words(gone, hosts), ranks=sorted(gone), silences={str(rank): gone[rank] for rank in gone})
     left = [rank for rank, host in hosts.items() if host == hosts[ranks.rank] and rank not in gone]
     if left[:1] == [ranks.rank]:
         print(f"error ({hosts[ranks.rank]}): {gone_words(gone, hosts)}: the run ends here; the same command continues "

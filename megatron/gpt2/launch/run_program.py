@@ -8,11 +8,12 @@ import torch.distributed as dist
 
 import mpu
 from data_utils.command_line import line_buffered
+from megatron.gpt2.launch.agent import INTERRUPTED
 from megatron.gpt2.launch.errors import refuse
 from megatron.gpt2.launch.launchers import read_launch
-from megatron.gpt2.launch.ranks import Ranks
+from megatron.gpt2.launch.ranks import LeftRanks, Ranks
 from megatron.gpt2.launch.rendezvous import leave, meet, name_lost
-from megatron.gpt2.launch.spawn import INTERRUPTED, start_ranks
+from megatron.gpt2.launch.spawn import start_ranks
 
 Log = Callable[[str], None]
 Program = Callable[[Sequence[str], Ranks, Log], int | None]
@@ -55,6 +56,10 @@ def ended_by(error: Exception, ranks: Ranks) -> int:
     """The exit code of a rank that `error` ends, after the line that says why: 2 for bad input and for a meeting that
     failed, 1 where another rank was lost. Raises `error` where it is a bug of ours."""
     bad_input = isinstance(error, (ValueError, OSError))
+    if isinstance(error, LeftRanks):
+        ranks.note("lost", str(error))
+        refuse(error, ranks)
+        return 1
     if not bad_input and name_lost(ranks):
         return 1
     if bad_input or isinstance(error, dist.DistError):

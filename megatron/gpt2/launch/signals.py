@@ -1,8 +1,8 @@
 """Stopping between two steps, on every rank after the same step.
 
-The first SIGTERM or Ctrl-C asks the run to finish its step, save and exit; a second one ends the process at once. A
-thread answers them: a step can spend minutes inside one call of torch, and Python runs its signal handlers only between
-two instructions of its own.
+The first SIGTERM, SIGUSR1 or Ctrl-C asks the run to finish its step, save and exit; a second one ends the process at
+once. A thread answers them: a step can spend minutes inside one call of torch, and Python runs its signal handlers only
+between two instructions of its own.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ import torch
 import torch.distributed as dist
 
 # By urgency: the greatest number of all ranks counts.
-_REASONS = ("", "--exit-duration-in-mins", "SIGTERM", "Ctrl-C")
-_NAMES = {signal.SIGTERM: "SIGTERM", signal.SIGINT: "Ctrl-C"}
+_REASONS = ("", "--exit-duration-in-mins", "SIGUSR1", "SIGTERM", "Ctrl-C")
+_NAMES = {signal.SIGUSR1: "SIGUSR1", signal.SIGTERM: "SIGTERM", signal.SIGINT: "Ctrl-C"}
 # Seconds within which a second signal counts as the first one: Slurm sends SIGTERM to a launcher and to its ranks, and
 # the launcher passes it on to them. Pressing Ctrl-C twice is always meant.
-ECHO = {signal.SIGTERM: 5.0, signal.SIGINT: 0.0}
+ECHO = {signal.SIGUSR1: 5.0, signal.SIGTERM: 5.0, signal.SIGINT: 0.0}
 
 
 class StopSignal:

@@ -4,14 +4,18 @@ Exit codes: 0 where the run ended as asked (also after SIGTERM), 1 where it fail
 answered in one line by one rank.
 """
 
+import functools
 import signal
 import sys
+import traceback
 from collections.abc import Sequence
+from pathlib import Path
 
 from data_utils import DamagedData
 from data_utils.command_line import line_buffered, program
 from megatron.gpt2 import device as devices
 from megatron.gpt2.command_line.arguments import parse
+from megatron.gpt2.launch.agent import Kept
 from megatron.gpt2.launch.errors import refuse, refuse_memory
 from megatron.gpt2.launch.launchers import read_launch
 from megatron.gpt2.launch.ranks import Ranks
@@ -19,12 +23,14 @@ from megatron.gpt2.launch.rendezvous import leave, meet, name_lost
 from megatron.gpt2.launch.run_program import ended_by
 from megatron.gpt2.launch.spawn import start_ranks
 from megatron.gpt2.memory_planner.report import is_out_of_memory, out_of_memory
+from megatron.gpt2.records.ended import FINISHED, clear_ended, mark_ended
+from megatron.gpt2.records.incidents import Incidents, rank_name
 from megatron.gpt2.resilience.replicas import StateChanged
 from megatron.gpt2.training.build import build_run
 from megatron.gpt2.training.evaluate import evaluate_and_log, sample_text
 from megatron.gpt2.training.loop import train
 from megatron.gpt2.training.prepare import PreparedRun, prepare_run
-from megatron.gpt2.training.report import closing, is_finished_line, log_start
+from megatron.gpt2.training.report import closing, is_finished_line, log_start, newest_iteration
 from megatron.gpt2.training.run import Run
 
 
@@ -39,13 +45,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return train_and_report(run)
     except (FloatingPointError, StateChanged) as error:
+        note_error(run, error)
         run.log.info(f"stopped: {error}")  # on every rank after the same step
         run.checkpoints.saver.finish()
         return 1
     except DamagedData as error:
+        note_error(run, error)
         run.log.note(f"stopped: {error}")
         return refuse(error, ranks)
     except (RuntimeError, MemoryError) as error:
+        note_error(run, error)
         run.log.note("stopped: " + " ".join(str(error).split())[:300])
         if is_out_of_memory(error):
             return refuse_out_of_memory(run.prepared)
@@ -57,6 +66,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         leave(ranks)
 
 
+def note_error(run: Run, error: BaseException) -> None:
+    """Keep, for whoever finds out why the run died, what ended it and at which line of this program."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "/megatron/" in frame.filename]
+    at = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+    run.incidents.note("error", " ".join(f"{type(error).__name__}: {error}".split())[:300], at=at)
+
+
 def build(words: Sequence[str]) -> Run | int:
     """The run of a command line, or the exit code where there is nothing to train in this process: it has started
     other ranks, which have ended, the run is finished already, or the input was refused."""
@@ -66,14 +82,16 @@ def build(words: Sequence[str]) -> Run | int:
     try:
         launch, words = read_launch(words)
         if launch.starts:
-            parse(words)  # a flag that cannot be is refused, and --help answered, before there are ranks
-            return start_ranks(main, words, launch)
+            # A flag that cannot be is refused, and --help answered, before there are ranks.
+            folder = Path(str(parse(words).checkpoint.save))
+            return start_ranks(main, words, launch, Kept(folder, functools.partial(newest_iteration, folder)))
         ranks = launch.ranks()
         if ranks.world_size > 1:
             # Until the run can save, SIGTERM is the launcher's answer to another rank's exit: leave as that one did.
             signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(2))
         arguments = parse(words)
-        ranks = meet(launch)
+        save = Path(str(arguments.checkpoint.save))
+        ranks = meet(launch, Incidents(save, rank_name(launch.rank), attempt=launch.attempt))
         devices.set_threads(ranks)
 
         def log(line: str) -> None:
@@ -87,9 +105,18 @@ def build(words: Sequence[str]) -> Run | int:
         if prepared.is_finished:
             log(is_finished_line(arguments.checkpoint, prepared.source, prepared.start["iteration"],
                                  prepared.train_iters))
+            if ranks.rank == 0:
+                mark_ended(save, FINISHED, prepared.start["iteration"], 0)
             ranks.leave()
             return 0
         run = build_run(prepared, log)
+        if ranks.rank == 0:
+            clear_ended(save)
+        run.incidents.note("start", f"on {ranks.world_size} ranks from iteration {run.progress.iteration}",
+                           command=[sys.executable, *sys.argv], layout={
+                               "world_size": ranks.world_size, "tensor": run.parallel.tensor_model_parallel_size,
+                               "pipeline": run.parallel.pipeline_model_parallel_size,
+                               "data": run.parallel.data_parallel_size})
     except (ValueError, OSError, RuntimeError, MemoryError) as error:
         if prepared is not None and is_out_of_memory(error):
             return refuse_out_of_memory(prepared)
@@ -127,6 +154,10 @@ def train_and_report(run: Run) -> int:
         sample = sample_text(run)
         saver.finish()  # --keep-best may have begun with one
         run.log.note(f"finished, but {missing}" if missing else "finished")
+    code = 0 if is_saved else 1
+    run.incidents.note("end", reason or FINISHED, exit_code=code)
+    if run.parallel.rank == 0 and is_saved:
+        mark_ended(run.prepared.save_directory, reason or FINISHED, iteration, code)
     run.data.loader.close()
     run.stop.close()
     # The other ranks are not needed for the report, which can take a while.
@@ -137,7 +168,7 @@ def train_and_report(run: Run) -> int:
             print(closing(run, valid, sample, plot, missing))
         if missing:
             print(f"error: {missing}: {saver.problem}", file=sys.stderr, flush=True)
-    return 0 if is_saved else 1
+    return code
 
 
 cli = program(main)

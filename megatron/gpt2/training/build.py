@@ -10,10 +10,8 @@ import torch.distributed as dist
 import mpu
 from megatron.gpt2 import device as devices
 from megatron.gpt2.checkpoint.best import set_best_aside
-from megatron.gpt2.launch.launchers import attempt
 from megatron.gpt2.launch.rendezvous import initialize_distributed
 from megatron.gpt2.launch.signals import StopSignal
-from megatron.gpt2.records.incidents import Incidents, rank_name
 from megatron.gpt2.records.run_log import RunLog
 from megatron.gpt2.records.timers import Timers
 from megatron.gpt2.records.trackers import open_trackers
@@ -32,7 +30,6 @@ def build_run(prepared: PreparedRun, log: Log) -> Run:
     """Join the other ranks and make or load everything that a step needs. Every rank calls it. log: takes the lines
     from before the run has a log of its own. ValueError on every rank where the ranks cannot train together."""
     device = prepared.device
-    incidents = Incidents(prepared.save_directory, rank_name(prepared.ranks.rank), attempt=attempt())
     with contextlib.ExitStack() as settings:
         if prepared.config.is_deterministic:
             settings.enter_context(devices.deterministic_algorithms())
@@ -41,19 +38,18 @@ def build_run(prepared: PreparedRun, log: Log) -> Run:
         lock = lock_save_folder(prepared, parallel.rank, log)
         engine = build_engine(prepared, parallel, log)
         iteration, consumed_samples = load_run(prepared, parallel, engine, log)
-        incidents.iteration = iteration
         run_log = open_log(prepared, iteration, active=parallel.rank == 0)
         data = TrainingData(prepared, parallel, consumed_samples)
         checkpoints = Checkpointing(prepared, parallel, engine, lock=lock, log=run_log.info)
         timers = Timers(device)
         schedule = ScheduleRunner(prepared.config.schedule, engine, parallel, timers)
-        watch = build_watch(prepared.config, prepared.ranks, prepared.backend, engine.optimizer, parallel, incidents,
-                            settings)
+        watch = build_watch(prepared.config, prepared.ranks, prepared.backend, engine.optimizer, parallel,
+                            prepared.incidents, settings)
         return Run(prepared=prepared, parallel=parallel, engine=engine, schedule=schedule, data=data,
                    checkpoints=checkpoints, log=run_log, timers=timers, stop=StopSignal(prepared.timeout),
-                   progress=Progress.at(iteration, consumed_samples, device),
+                   progress=Progress.at(iteration, consumed_samples, device), incidents=prepared.incidents,
                    peak=devices.peak_flops(device, prepared.dtype), settings=settings.pop_all(),
-                   incidents=incidents, watch=watch)
+                   watch=watch)
 
 
 def make_groups(prepared: PreparedRun) -> mpu.ParallelState:

@@ -34,6 +34,7 @@ from megatron.gpt2.launch.hang import set_flight_recorder
 from megatron.gpt2.launch.ranks import Ranks
 from megatron.gpt2.memory_planner.setting import Setting
 from megatron.gpt2.memory_planner.step import CUDA_CONTEXT
+from megatron.gpt2.records.incidents import Incidents, rank_name
 from megatron.gpt2.records.reporting import resident_memory
 from megatron.gpt2.training.differences import differences
 from mpu import kernels
@@ -76,6 +77,13 @@ class PreparedRun:
         """The --save folder."""
         assert self.config.checkpoint.save is not None
         return Path(self.config.checkpoint.save)
+
+    @cached_property
+    def incidents(self) -> Incidents:
+        """Where this rank notes what it sees, at the iteration from which the run starts."""
+        kept = self.ranks.incidents or Incidents(self.save_directory, rank_name(self.ranks.rank))
+        kept.iteration = self.start.get("iteration", 0)
+        return kept
 
     @cached_property
     def batch_schedule(self) -> BatchSchedule:

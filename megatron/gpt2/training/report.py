@@ -118,6 +118,12 @@ def on_disk(folder: Path) -> Checkpoint | None:
         return None
 
 
+def newest_iteration(folder: Path) -> int:
+    """The iteration of the checkpoint that a run would continue; 0 where there is none."""
+    newest = on_disk(folder)
+    return newest.iteration if newest else 0
+
+
 def closing(run: Run, valid: EvaluationRecord | None, sample: str, plot: str, missing: str) -> str:
     """The closing report. valid: the final evaluation. sample: a text of the model. plot: the curve, or its path.
     missing: that the last iteration is not saved, if so; the commands that are shown work with what is saved."""
