@@ -98,7 +98,7 @@ def _commit(folder: Path, final: Path, manifest: bytes, log: Callable[[str], Non
     successor = tracker.with_name(TRACKER + ".tmp")
     write_synced(successor, f"{written.iteration}\n".encode())  # now: a full disk must not stop us half-way
     if final.exists():
-        aside = next(path for old in range(1, _OLD) if not (path := Path(f"{final}.old-{old}")).exists())
+        aside = _aside(final)
         log(f"WARNING: {final} exists already and is saved again: the existing one is now {aside}")
         final.rename(aside)
     folder.rename(final)
@@ -124,6 +124,30 @@ def _remove_older(directory: Path, iteration: int, keep_last: int, log: Callable
             shutil.rmtree(removed)
     except OSError as error:
         log(f"WARNING: --keep-last {keep_last}: {error.filename} could not be removed: {error.strerror}")
+
+
+def set_newer_aside(directory: str | Path, iteration: int, log: Callable[[str], None]) -> int:
+    """Rename the checkpoints beyond `iteration` aside, and let the tracker name the newest of the others: its
+    iteration, or -1, with nothing changed, where there is none. Rank 0 calls it, while no save is under way."""
+    directory = Path(directory)
+    found = sorted(int(match[1]) for match in map(_ITERATION.fullmatch, os.listdir(directory))
+                   if match and match[2] is None)
+    if not (older := [number for number in found if number <= iteration]):
+        return -1
+    # First: a crash after it leaves a tracker that is right.
+    successor = directory / f"{TRACKER}.tmp"
+    write_synced(successor, f"{older[-1]}\n".encode())
+    successor.replace(directory / TRACKER)
+    for number in found[len(older):]:
+        folder = _path(directory, number * _OLD)
+        log(f"{folder} is now {folder.rename(_aside(folder))}")
+    sync_folder(directory)
+    return older[-1]
+
+
+def _aside(folder: Path) -> Path:
+    """A name that an existing checkpoint gets when its number is needed."""
+    return next(path for old in range(1, _OLD) if not (path := Path(f"{folder}.old-{old}")).exists())
 
 
 def find_checkpoint(directory: str | Path, *, log: Callable[[str], None],

@@ -102,6 +102,8 @@ def add_section(parser: argparse.ArgumentParser, section: str, kind: Any) -> Non
     hints = typing.get_type_hints(kind)
     for f in dataclasses.fields(kind):
         how = _how_to_read(hints[f.name])
+        if f.metadata["alone"] is not None:
+            how |= {"nargs": "?", "const": f.metadata["alone"]}
         if f.metadata["choices"]:
             how["choices"] = f.metadata["choices"]
         elif f.metadata["metavar"] or "type" in how:

@@ -56,6 +56,10 @@ class TrainConfig:
     exit_interval: int | None = option(None, "save and exit when the iteration is divisible by this")
     exit_duration_in_mins: float | None = option(None, "save and exit after this many minutes")
     max_skipped_steps: int = option(50, "steps in a row with a non-finite gradient that end the run")
+    rewind_on_spike: float | None = option(
+        None, "a log line whose loss is above so many times the median of the lines before it (without a value: 1.5): "
+              "the run goes back to the checkpoint before it and skips the samples since then", metavar="FACTOR",
+        alone=1.5)
     log_straggler: bool = option(False, "at log lines: warn of a rank that takes longer than the others, without its "
                                         "waiting for them, and say in which part of a step")
     check_replicas_interval: int | None = option(
@@ -75,6 +79,8 @@ class TrainConfig:
         require_positive(self, "micro_batch_size", "global_batch_size", "gradient_accumulation_steps", "eval_interval",
                          "log_interval", "recompute_num_layers", "max_skipped_steps", "exit_interval",
                          "exit_duration_in_mins", "check_replicas_interval")
+        require(self.rewind_on_spike is None or self.rewind_on_spike > 1,
+                f"--rewind-on-spike must be above 1, not {self.rewind_on_spike}: it is a factor")
         require(0 <= self.seed < 2**31, f"--seed must be in [0, 2**31), not {self.seed}")
         require(self.eval_iters >= 0, f"--eval-iters must not be negative, got {self.eval_iters}")
         require(not self.profile or len(self.profile) == 2 and 1 <= self.profile[0] <= self.profile[1],

@@ -28,9 +28,9 @@ from megatron.gpt2.records.incidents import Incidents, rank_name
 from megatron.gpt2.resilience.replicas import StateChanged
 from megatron.gpt2.training.build import build_run
 from megatron.gpt2.training.evaluate import evaluate_and_log, sample_text
-from megatron.gpt2.training.loop import train
 from megatron.gpt2.training.prepare import PreparedRun, prepare_run
 from megatron.gpt2.training.report import closing, is_finished_line, log_start, newest_iteration
+from megatron.gpt2.training.rewind import train_past_spikes
 from megatron.gpt2.training.run import Run
 
 
@@ -137,7 +137,7 @@ def refuse_out_of_memory(prepared: PreparedRun) -> int:
 def train_and_report(run: Run) -> int:
     """From the start table to the closing report. Returns the exit code, 1 where the last iteration is not saved."""
     log_start(run)
-    reason, valid, sample = train(run), None, ""
+    reason, valid, sample = train_past_spikes(run), None, ""
     iteration, saver = run.progress.iteration, run.checkpoints.saver
     saver.finish()
     if saver.saved_iteration != iteration:

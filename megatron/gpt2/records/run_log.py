@@ -64,6 +64,14 @@ class RunLog:
         if self.active:
             self.progress.update()
 
+    def rewind(self, iteration: int) -> None:
+        """The run goes back to `iteration`: what is logged beyond it belongs to another course."""
+        back, self._iteration = iteration - self._iteration, iteration
+        if self.active:
+            for name in (METRICS, SAMPLES):
+                keep_records_until(self.directory / name, iteration)
+            self.progress.update(back)
+
     def record(self, record: IterationRecord | EvaluationRecord) -> None:
         """Keep numbers in metrics.jsonl and the trackers."""
         if not self.active:

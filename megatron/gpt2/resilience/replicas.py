@@ -38,7 +38,12 @@ class ReplicaCheck:
                                        for name in self._names])
         self._after: Tensor | None = None  # the hashes after the last update, where it was their turn
         self._iteration = iteration        # of the last update
-        self._alike_at = f"iteration {iteration}, the start"  # when the replicas were last known to be alike
+        self._alike_at = ""                # when the replicas were last known to be alike
+        self.restart(iteration)
+
+    def restart(self, iteration: int) -> None:
+        """The state is another one on purpose: a checkpoint's."""
+        self._after, self._iteration, self._alike_at = None, iteration, f"iteration {iteration}, the start"
 
     def after_update(self, iteration: int) -> None:
         """Hash what the update of `iteration` has left, where it is its turn."""

@@ -13,14 +13,17 @@ from megatron.gpt2.optimizer.optimizer import AdamWOptimizer
 from megatron.gpt2.records.incidents import Incidents
 from megatron.gpt2.resilience.replicas import ReplicaCheck
 from megatron.gpt2.resilience.slow_ranks import SlowRanks, counting_waits
+from megatron.gpt2.resilience.spikes import Spikes
 
 
 @dataclass(frozen=True, kw_only=True)
 class Watch:
-    """hang: where there are other ranks. replicas: with --check-replicas-interval. slow_ranks: with --log-straggler."""
+    """hang: where there are other ranks. replicas: with --check-replicas-interval. slow_ranks: with --log-straggler.
+    spikes: with --rewind-on-spike."""
 
     hang: Hang | None = None
     slow_ranks: SlowRanks | None = None
+    spikes: Spikes | None = None
     replicas: ReplicaCheck | None = None
 
     def before_step(self) -> None:
@@ -68,4 +71,5 @@ def build_watch(config: Config, ranks: Ranks, backend: str, optimizer: AdamWOpti
     if config.train.log_straggler and parallel.world_size > 1:
         slow_ranks = SlowRanks(parallel, hosts, optimizer.flat.params.device)
         settings.enter_context(counting_waits())
-    return Watch(hang=hang, replicas=replicas, slow_ranks=slow_ranks)
+    factor = config.train.rewind_on_spike
+    return Watch(hang=hang, replicas=replicas, slow_ranks=slow_ranks, spikes=Spikes(factor) if factor else None)

@@ -9,17 +9,15 @@ import torch.distributed as dist
 
 import mpu
 from megatron.gpt2 import device as devices
-from megatron.gpt2.checkpoint.best import set_best_aside
 from megatron.gpt2.launch.rendezvous import initialize_distributed
 from megatron.gpt2.launch.signals import StopSignal
-from megatron.gpt2.records.run_log import RunLog
 from megatron.gpt2.records.timers import Timers
-from megatron.gpt2.records.trackers import open_trackers
 from megatron.gpt2.resilience.watch import build_watch
 from megatron.gpt2.training.agreement import check_data_is_the_same, check_ranks_agree
-from megatron.gpt2.training.checkpointing import Checkpointing, load_run, lock_save_folder, write_config_and_tokenizer
+from megatron.gpt2.training.checkpointing import Checkpointing, load_run, lock_save_folder
 from megatron.gpt2.training.data import TrainingData
 from megatron.gpt2.training.engine import build_engine
+from megatron.gpt2.training.log_lines import open_log
 from megatron.gpt2.training.prepare import Log, PreparedRun
 from megatron.gpt2.training.progress import Progress
 from megatron.gpt2.training.run import Run
@@ -37,9 +35,10 @@ def build_run(prepared: PreparedRun, log: Log) -> Run:
         check_data_is_the_same(prepared)
         lock = lock_save_folder(prepared, parallel.rank, log)
         engine = build_engine(prepared, parallel, log)
-        iteration, consumed_samples = load_run(prepared, parallel, engine, log)
+        iteration, consumed, skipped = load_run(prepared, parallel, engine, log)
+        prepared.incidents.iteration = iteration
         run_log = open_log(prepared, iteration, active=parallel.rank == 0)
-        data = TrainingData(prepared, parallel, consumed_samples)
+        data = TrainingData(prepared, parallel, consumed, skipped)
         checkpoints = Checkpointing(prepared, parallel, engine, lock=lock, log=run_log.info)
         timers = Timers(device)
         schedule = ScheduleRunner(prepared.config.schedule, engine, parallel, timers)
@@ -47,7 +46,7 @@ def build_run(prepared: PreparedRun, log: Log) -> Run:
                             prepared.incidents, settings)
         return Run(prepared=prepared, parallel=parallel, engine=engine, schedule=schedule, data=data,
                    checkpoints=checkpoints, log=run_log, timers=timers, stop=StopSignal(prepared.timeout),
-                   progress=Progress.at(iteration, consumed_samples, device), incidents=prepared.incidents,
+                   progress=Progress.at(iteration, consumed, skipped, device), incidents=prepared.incidents,
                    peak=devices.peak_flops(device, prepared.dtype), settings=settings.pop_all(),
                    watch=watch)
 
@@ -63,16 +62,3 @@ def make_groups(prepared: PreparedRun) -> mpu.ParallelState:
     check_ranks_agree(prepared)
     return mpu.initialize_model_parallel(parallel.model_parallel_size, parallel.pipeline_model_parallel_size,
                                          timeout=prepared.timeout)
-
-
-def open_log(prepared: PreparedRun, iteration: int, *, active: bool) -> RunLog:
-    """The log of a run that continues at `iteration`. The active rank also puts aside what an earlier run left, and
-    writes config.json and the tokenizer."""
-    trackers = open_trackers(prepared.config, start_iteration=iteration, active=active)
-    log = RunLog(str(prepared.config.checkpoint.save), train_iters=prepared.train_iters, start_iteration=iteration,
-                 trackers=trackers, active=active)
-    if active:
-        if iteration == 0:
-            set_best_aside(prepared.save_directory, log.info)
-        write_config_and_tokenizer(prepared)
-    return log

@@ -91,6 +91,7 @@ class Checkpointing:
                           "vocab_size": tokenizer.vocab_size},
             "iteration": progress.iteration,
             "consumed_samples": progress.consumed_samples,
+            "skipped_samples": progress.skipped_samples,
             "optimizer": engine.optimizer.state_dict(),
             "torch": torch.__version__,
         }
@@ -141,11 +142,12 @@ def checkpoint_files(engine: Engine, parallel: mpu.ParallelState, config: Checkp
     return files
 
 
-def load_run(prepared: PreparedRun, parallel: mpu.ParallelState, engine: Engine, log: Log) -> tuple[int, int]:
+def load_run(prepared: PreparedRun, parallel: mpu.ParallelState, engine: Engine,
+             log: Log) -> tuple[int, int, int]:
     """Fill model, optimizer and random states from the checkpoint that the run starts from, if there is one. Returns
-    its iteration and consumed samples, 0 and 0 for a run that begins. ValueError where it does not fit this run."""
+    its iteration, consumed and skipped samples, 0 for a run that begins. ValueError where it does not fit this run."""
     if prepared.source is None:
-        return 0, 0
+        return 0, 0, 0
     wanted = prepared.config.checkpoint
     checkpoint = find_checkpoint(prepared.source, log=log, share=(parallel.rank, parallel.world_size),
                                  max_over_ranks=functools.partial(max_over_ranks, device=prepared.device),
@@ -166,7 +168,7 @@ def load_run(prepared: PreparedRun, parallel: mpu.ParallelState, engine: Engine,
             engine.optimizer.masters_from_model()
         if wanted.finetune:
             log(f"weights from {checkpoint.path}: fine-tuning starts at iteration 0")
-            return 0, 0
+            return 0, 0, 0
         if not wanted.no_load_optim:
             log(f"WARNING: {checkpoint.path} holds no optimizer (--no-save-optim): its moments start at zero")
         lost.append("AdamW's moments start at zero")
@@ -186,7 +188,8 @@ def load_run(prepared: PreparedRun, parallel: mpu.ParallelState, engine: Engine,
     if draws_other_masks(prepared, checkpoint.facts, has_streams=has_streams):
         lost.append("dropout draws other masks")
     log(f"continuing {checkpoint.path}: {how_it_goes_on(checkpoint.facts, here, lost=lost)}")
-    return checkpoint.iteration, int(checkpoint.facts["consumed_samples"])
+    return checkpoint.iteration, int(checkpoint.facts["consumed_samples"]), int(
+        checkpoint.facts.get("skipped_samples", 0))
 
 
 def draws_other_masks(prepared: PreparedRun, facts: Mapping[str, Any], *, has_streams: bool) -> bool:

@@ -54,7 +54,8 @@ class TrainingData:
     thread. on_host: makes such a tensor of an array, where the device can read it by itself.
     """
 
-    def __init__(self, prepared: PreparedRun, parallel: mpu.ParallelState, consumed_samples: int) -> None:
+    def __init__(self, prepared: PreparedRun, parallel: mpu.ParallelState, consumed_samples: int,
+                 skipped_samples: int = 0) -> None:
         config, device = prepared.config, prepared.device
         self.tokenizer: Tokenizer = prepared.tokenizer
         self.splits: Splits = prepared.splits
@@ -62,14 +63,24 @@ class TrainingData:
         self._micro_batch_size, self._parallel = config.train.micro_batch_size, parallel
         self._digest = 0
         self.on_host = pinned if device.type == "cuda" else torch.from_numpy
-        schedule = prepared.batch_schedule
-        samples, order = self.splits.training_samples(config.train.seed, schedule.after_steps(prepared.train_iters))
-        self.loader = BatchLoader(
-            samples, order, micro_batch_size=config.train.micro_batch_size, schedule=schedule,
-            data_parallel_rank=parallel.data_parallel_rank, data_parallel_size=parallel.data_parallel_size,
-            consumed_samples=consumed_samples, prefetch=config.data.num_workers,
-            contiguous=bool(config.parallel.exact_layouts),
-            finish=lambda text, samples: (self.on_host(text), self.on_host(samples)))
+        self._prepared = prepared
+        self.loader = self._read_from(consumed_samples, skipped_samples)
+
+    def rewind(self, consumed_samples: int, skipped_samples: int) -> None:
+        """Go on from there; as many samples as ever are skipped before it."""
+        self.loader.close()
+        self.loader = self._read_from(consumed_samples, skipped_samples)
+
+    def _read_from(self, consumed_samples: int, skipped: int) -> BatchLoader:
+        config, parallel, schedule = self._prepared.config, self._parallel, self._prepared.batch_schedule
+        count = schedule.after_steps(self._prepared.train_iters) + skipped
+        samples, order = self.splits.training_samples(config.train.seed, count)
+        return BatchLoader(
+            samples, lambda numbers: order(numbers + skipped), micro_batch_size=config.train.micro_batch_size,
+            schedule=schedule, data_parallel_rank=parallel.data_parallel_rank,
+            data_parallel_size=parallel.data_parallel_size, consumed_samples=consumed_samples,
+            prefetch=config.data.num_workers, contiguous=bool(config.parallel.exact_layouts),
+            finish=lambda text, numbers: (self.on_host(text), self.on_host(numbers + skipped)))
 
     def to_device(self, text: Tensor, samples: Tensor | None = None) -> Batch:
         """text [n, s + 1] int64 on the host, and the samples' numbers [n] -> the batch. From pinned memory the copy

@@ -4,12 +4,18 @@ import contextlib
 import time
 from collections.abc import Iterator
 
+from megatron.gpt2.checkpoint.best import set_best_aside
 from megatron.gpt2.memory_planner.report import expected_peak
 from megatron.gpt2.optimizer.late_reading import LateReading
 from megatron.gpt2.records.incidents import FOLDER
 from megatron.gpt2.records.reporting import IterationRecord, iteration_line, memory_line, peak_memory
+from megatron.gpt2.records.run_log import RunLog
+from megatron.gpt2.records.trackers import open_trackers
 from megatron.gpt2.resilience.not_finite import explain
+from megatron.gpt2.resilience.spikes import LossSpike
+from megatron.gpt2.training.checkpointing import write_config_and_tokenizer
 from megatron.gpt2.training.collectives import sum_over_replicas
+from megatron.gpt2.training.prepare import PreparedRun
 from megatron.gpt2.training.run import Run
 
 
@@ -26,7 +32,7 @@ class LogLines:
 
     def step(self) -> None:
         """After each step: the line, where one is due. FloatingPointError where too many steps in a row were skipped,
-        DamagedData where ranks that share layers have read different text."""
+        DamagedData where ranks that share layers have read different text, LossSpike under --rewind-on-spike."""
         run, optimizer, iteration = self._run, self._run.engine.optimizer, self._run.progress.iteration
         in_a_row = self._skipped_in_a_row(optimizer.skipped_in_a_row)
         if iteration % run.config.train.log_interval == 0 or iteration == run.prepared.train_iters:
@@ -89,6 +95,7 @@ class LogLines:
         run.log.info(iteration_line(record, train_iters=run.prepared.train_iters, skipped=skipped,
                                     seconds_to_go=(end - progress.consumed_samples) * seconds / samples))
         run.log.info(run.timers.line(iterations))
+        before = self._iteration
         for warning in run.watch.slow(run.timers.own_ms, 1000 * seconds / iterations):
             run.log.info(warning)
             run.incidents.note("slow", warning)
@@ -96,3 +103,19 @@ class LogLines:
             run.log.info(memory_line(run.device, expected_peak(run.prepared.memory)))
         self._has_shown_memory, self._iteration, self._skipped = True, progress.iteration, skipped_in_all
         self._consumed = progress.consumed_samples
+        if run.watch.spikes is not None and (median := run.watch.spikes.above(record.lm_loss)) is not None:
+            assert record.lm_loss is not None
+            raise LossSpike(before, record.lm_loss, median)
+
+
+def open_log(prepared: PreparedRun, iteration: int, *, active: bool) -> RunLog:
+    """The log of a run that continues at `iteration`. The active rank also puts aside what an earlier run left, and
+    writes config.json and the tokenizer."""
+    trackers = open_trackers(prepared.config, start_iteration=iteration, active=active)
+    log = RunLog(str(prepared.config.checkpoint.save), train_iters=prepared.train_iters, start_iteration=iteration,
+                 trackers=trackers, active=active)
+    if active:
+        if iteration == 0:
+            set_best_aside(prepared.save_directory, log.info)
+        write_config_and_tokenizer(prepared)
+    return log

@@ -147,7 +147,7 @@ def assert_loads(checkpoint: Checkpoint, rank: Any, state: dict[tuple[str, str],
         config=Config(model=SHAPE, checkpoint=CONFIG, data=DataConfig(seq_length=6)))
     with pytest.MonkeyPatch.context() as patch:  # found once: the ranks need not agree on what is there
         patch.setattr("megatron.gpt2.training.checkpointing.find_checkpoint", lambda source, **_: checkpoint)
-        assert load_run(prepared, rank.parallel, rank, lambda line: None) == (3, 24)
+        assert load_run(prepared, rank.parallel, rank, lambda line: None) == (3, 24, 0)
     owned = 0
     for kind, name, values, start in rank.optimizer.tensors():
         expected = own_part(name, state[kind, name], *place, 0.0).reshape(-1)[start:start + values.numel()]
