@@ -18,13 +18,13 @@ from data_utils.command_line import Parser, program
 from megatron.gpt2.checkpoint.folder import find_checkpoint
 from megatron.gpt2.config.config_json import FILE
 from megatron.gpt2.records.deaths import Death, cause_of, last_attempt
+from megatron.gpt2.records.ended import ENDED
 from megatron.gpt2.records.incident_fields import own_rank, place, said
 from megatron.gpt2.records.incidents import FOLDER, read_incidents
 from megatron.gpt2.records.plots import read_records
 from megatron.gpt2.records.reporting import aligned
 from megatron.gpt2.records.run_report import HISTORY, METRICS
 
-ENDED = "ended.json"
 MOST_AFTER = 3  # incidents after the first cause that are shown
 TELLING = {"rank ended", "lost", "hang", "not finite", "replica", "error", "stop", "crash loop"}
 
@@ -87,7 +87,7 @@ def _going_on(folder: Path, settings: Mapping[str, Any], found: Sequence[Mapping
     else:
         lost = max(0, reached - checkpoint.iteration)
         text = f"iteration {checkpoint.iteration:,} is the newest valid one" + (
-            f"; {lost:,} iteration{'s' * (lost != 1)} are done again" if lost else "")
+            f"; {lost:,} iteration{'s' * (lost != 1)} to be done again" if lost else "")
     rows = [("checkpoint", text), *(("", line.removeprefix("WARNING: ")) for line in warnings[:1])]
     if command := _command(settings, found):
         rows += [("continue", command)]

@@ -38,7 +38,7 @@ def test_ten_lines_about_a_death(tmp_path: Path, capsys: pytest.CaptureFixture[s
     text = "\n".join(" ".join(line.split()) for line in lines)
     assert f"run {folder}, died, after iteration 9 of 100, started again 1 time\n" in text
     assert "\nfirst rank 1 (" in text and ") was ended by SIGKILL at iteration 9\n" in text
-    assert "iteration 7 is the newest valid one; 2 iterations are done again" in text
+    assert "iteration 7 is the newest valid one; 2 iterations to be done again" in text
     assert text.endswith("continue python pretrain.py --x 1")
     # A damaged checkpoint is stepped over, and said.
     next((folder / "iter_0000007").rglob("*.safetensors")).write_bytes(b"")
