@@ -195,7 +195,8 @@ def _of_lost(lost: Sequence[Incident], found: Sequence[Incident]) -> Death:
         return Death("lost node", f"{ranks_in_words(gone)} on {', '.join(sorted(hosts))} fell silent"
                      f"{at_iteration(first, found)}, {means_more}",
                      "all ranks of the machine are gone, and its launcher as well: the machine or its network died",
-                     "leave that machine out, or wait for it; the run continues on any number of ranks that divides its batch")
+                     "leave that machine out, or wait for it; the run continues on any number of ranks that "
+                     "divides its batch")
     seconds = max((s for one in lost for s in lost_ranks(one).values() if isinstance(s, int | float)), default=None)
     silence = "" if seconds is None else f" for {seconds:.0f} s"
     return Death("silent rank", f"{ranks_in_words(gone) or silent} gave no sign of life{silence}"
