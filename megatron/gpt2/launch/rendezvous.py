@@ -10,19 +10,20 @@ torch's own rendezvous is not enough: where ranks do not come it prints how many
 with one rank, or with different world sizes, all wait until a time-out or for ever.
 """
 
+import contextlib
 import dataclasses
 import json
 import os
 import sys
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, ProcessGroup, Store  # type: ignore[attr-defined]
 
 from megatron.gpt2.launch.heartbeat import BEAT, LOST, PATIENCE, SILENCE, Heartbeat
 from megatron.gpt2.launch.interfaces import address_towards, set_gloo_interface
@@ -144,7 +145,7 @@ def initialize_distributed(ranks: Ranks, backend: str, device: torch.device, tim
     if ranks.local_rank == 0:
         print(node_line(host, together, ranks.world_size, [devices[rank] for rank in together]), flush=True,
               file=sys.stderr)
-    set_gloo_interface(meeting.peers[ranks.rank].address, [p.address for p in meeting.peers if p.host != host])
+    use_interface(ranks)
     timeout = timedelta(minutes=timeout_minutes)
     meeting.store.set_timeout(timeout)
     dist.init_process_group(backend, store=PrefixStore("group", meeting.store), rank=ranks.rank,
@@ -220,3 +221,25 @@ def leave(ranks: Ranks) -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
     ranks.leave()
+
+
+@contextlib.contextmanager
+def temporary_group(ranks: Ranks) -> Iterator[ProcessGroup]:
+    """Inside, a process group of all ranks on the host, before the one of the run is made."""
+    assert ranks.meeting is not None and dist.group.WORLD is None
+    use_interface(ranks)
+    dist.init_process_group("gloo", store=PrefixStore("temporary group", ranks.meeting.store), rank=ranks.rank,
+                            world_size=ranks.world_size)
+    try:
+        assert dist.group.WORLD is not None
+        yield dist.group.WORLD
+    finally:
+        dist.destroy_process_group()
+
+
+def use_interface(ranks: Ranks) -> None:
+    """Let gloo take the network interface that leads to the other ranks."""
+    assert ranks.meeting is not None
+    peers = ranks.meeting.peers
+    host = peers[ranks.rank].host
+    set_gloo_interface(peers[ranks.rank].address, [peer.address for peer in peers if peer.host != host])

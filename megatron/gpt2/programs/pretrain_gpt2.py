@@ -156,6 +156,8 @@ def train_and_report(run: Run) -> int:
         run.log.note(f"finished, but {missing}" if missing else "finished")
     code = 0 if is_saved else 1
     run.incidents.note("end", reason or FINISHED, exit_code=code)
+    if is_saved:
+        run.checkpoints.remove_local()
     if run.parallel.rank == 0 and is_saved:
         mark_ended(run.prepared.save_directory, reason or FINISHED, iteration, code)
     run.data.loader.close()

@@ -21,7 +21,7 @@ MAY_DIFFER = {
         "data_cache_path", "vocab_file", "merge_file", "tokenizer_model", "cache_dir", "num_workers")),
     *(f"train.{name}" for name in (
         "device", "tensorboard_dir", "wandb_project", "wandb_entity", "wandb_exp_name", "wandb_save_dir")),
-    "checkpoint.save", "checkpoint.load"}
+    "checkpoint.save", "checkpoint.load", "checkpoint.local_checkpoint_dir"}
 
 
 def check_ranks_agree(prepared: PreparedRun) -> None:

@@ -7,10 +7,13 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
+import torch.distributed as dist
 
 import mpu
+from data_utils.files.atomic import replace_text
 from megatron.gpt2.checkpoint.best import BEST, best_loss, refuse_best_folder
 from megatron.gpt2.checkpoint.folder import Piece, find_checkpoint, write_checkpoint
+from megatron.gpt2.checkpoint.local import NAME, LocalCheckpoints, run_name
 from megatron.gpt2.checkpoint.save_lock import lock_together
 from megatron.gpt2.checkpoint.saver import Saver
 from megatron.gpt2.checkpoint.state import (
@@ -52,10 +55,12 @@ class Checkpointing:
         write = functools.partial(
             write_checkpoint, directory=prepared.save_directory, rank=parallel.rank, world_size=parallel.world_size,
             keep_last=prepared.config.checkpoint.keep_last, timeout_s=prepared.timeout.total_seconds())
-        self.saver = Saver(write, attempt=f"{shared(secrets.randbits(62) if parallel.rank == 0 else 0):x}",
+        attempt = f"{shared(secrets.randbits(62) if parallel.rank == 0 else 0):x}"
+        self.saver = Saver(write, attempt=attempt,
                            asynchronous=prepared.config.checkpoint.async_save,
                            local_world_size=prepared.ranks.local_world_size, max_over_ranks=shared, log=log)
         self.saver.prepare(self.files())
+        self._local = local_checkpoints(prepared, parallel, attempt, log)
 
     def save(self, progress: Progress) -> Path | None:
         """Write a checkpoint of this iteration: its folder, or None, with a warning, where that failed on any rank.
@@ -64,6 +69,13 @@ class Checkpointing:
         """
         self._engine.gatherer.wait()
         return self.saver.save(progress.iteration, self.files(), self.facts(progress))
+
+    def save_locally(self, progress: Progress) -> None:
+        """Write a local checkpoint where one is due."""
+        interval = self._prepared.config.checkpoint.local_checkpoint_interval
+        if self._local is not None and interval is not None and progress.iteration % interval == 0:
+            self._engine.gatherer.wait()
+            self._local.save(progress.iteration, self.files(), self.facts(progress))
 
     def save_if_best(self, progress: Progress, valid_loss: float) -> None:
         """Write a checkpoint of this iteration into the folder `best` where no validation loss was lower. valid_loss:
@@ -100,6 +112,11 @@ class Checkpointing:
         """End the thread that writes, see `Saver.close`."""
         self.saver.close()
 
+    def remove_local(self) -> None:
+        """Remove the local checkpoints, after the last save."""
+        if self._local is not None:
+            self._local.remove()
+
     def unlock(self) -> None:
         """Let another run have the --save folder."""
         if self._lock is not None:
@@ -112,6 +129,21 @@ def lock_save_folder(prepared: PreparedRun, rank: int, log: Log) -> BinaryIO | N
     refuse_best_folder(prepared.save_directory)
     shared = functools.partial(max_over_ranks, device=prepared.device)
     return lock_together(str(prepared.config.checkpoint.save), rank=rank, max_over_ranks=shared, log=log)
+
+
+def local_checkpoints(prepared: PreparedRun, parallel: mpu.ParallelState, attempt: str,
+                      log: Log) -> LocalCheckpoints | None:
+    """Those of the run, which get another name where it begins; None without --local-checkpoint-dir. A collective."""
+    config = prepared.config.checkpoint
+    if config.local_checkpoint_dir is None:
+        return None
+    if parallel.rank == 0 and not (prepared.start and run_name(prepared.save_directory)):
+        replace_text(prepared.save_directory / NAME, attempt)
+    run = max_over_ranks(int(run_name(prepared.save_directory), 16) if parallel.rank == 0 else 0, prepared.device)
+    meeting, world_size = prepared.ranks.meeting, parallel.world_size
+    hosts = [peer.host for peer in meeting.peers] if meeting is not None else [""] * world_size
+    group = dist.new_group(backend="gloo", timeout=prepared.timeout) if world_size > 1 else None
+    return LocalCheckpoints(Path(config.local_checkpoint_dir) / f"{run:x}", hosts, parallel.rank, group, attempt, log)
 
 
 def checkpoint_files(engine: Engine, parallel: mpu.ParallelState, config: CheckpointConfig,
@@ -221,4 +253,5 @@ def write_config_and_tokenizer(prepared: PreparedRun) -> None:
              "global_batch_size": prepared.global_batch_size,
              "device": str(prepared.device), "precision": str(prepared.dtype).removeprefix("torch."),
              "torch": torch.__version__}
-    write_config(folder, prepared.config, facts, goes_on=prepared.source == prepared.config.checkpoint.save)
+    write_config(folder, prepared.config, facts,
+                 goes_on=prepared.source is not None and prepared.config.checkpoint.load in (None, str(folder)))

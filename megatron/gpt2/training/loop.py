@@ -45,6 +45,8 @@ def train(run: Run) -> str:
             with lines.paused():
                 run.save()
                 run.log.report()
+        elif not reason:
+            run.checkpoints.save_locally(progress)
         if reason:
             return reason
     return ""

@@ -27,6 +27,7 @@ from data_utils.named_corpora import find_corpora
 from megatron.gpt2 import device as devices
 from megatron.gpt2.checkpoint.facts import check_facts, decay_iters
 from megatron.gpt2.checkpoint.folder import Checkpoint, find_checkpoint
+from megatron.gpt2.checkpoint.local_assembly import assemble
 from megatron.gpt2.command_line.arguments import Arguments, merge_checkpoint
 from megatron.gpt2.config import Config, DataConfig, require
 from megatron.gpt2.formats import refuse_foreign
@@ -126,7 +127,7 @@ class PreparedRun:
 def prepare_run(arguments: Arguments, ranks: Ranks, log: Log) -> PreparedRun:
     """Everything up to the tokenised data, without a process group. log: takes each line of what was decided and why.
     Raises ValueError or OSError, in one line, for bad input."""
-    arguments, checkpoint, source = _source(arguments, log)
+    arguments, checkpoint, source = _source(arguments, ranks, log)
     if checkpoint is not None:
         check_facts(checkpoint)
         arguments = merge_checkpoint(arguments, checkpoint.facts["config"], decay_iters(checkpoint.facts))
@@ -139,7 +140,7 @@ def prepare_run(arguments: Arguments, ranks: Ranks, log: Log) -> PreparedRun:
     schedule = config.batch_schedule(ranks.world_size, consumed_samples)  # raises where it does not fit the ranks
 
     data = _with_files(config.data)
-    tokenizer = _tokenizer(dataclasses.replace(config, data=data), arguments, checkpoint, source, log)
+    tokenizer = _tokenizer(dataclasses.replace(config, data=data), arguments, checkpoint, log)
     if config.model.vocab_size not in (None, tokenizer.vocab_size):
         raise ValueError(f"--vocab-size {config.model.vocab_size} is not the {tokenizer.vocab_size} of the tokenizer "
                          f"{tokenizer.kind}: leave the flag out")
@@ -212,7 +213,7 @@ def _with_files(data: DataConfig) -> DataConfig:
     return dataclasses.replace(data, train_data=train, valid_data=valid, test_data=test, text_key=text_key)
 
 
-def _source(arguments: Arguments, log: Log) -> tuple[Arguments, Checkpoint | None, str | None]:
+def _source(arguments: Arguments, ranks: Ranks, log: Log) -> tuple[Arguments, Checkpoint | None, str | None]:
     """The arguments, which may now continue --save in place of --load; the checkpoint that the run starts from, opened
     without reading its tensors; and the folder that holds it."""
     where = arguments.checkpoint
@@ -221,14 +222,23 @@ def _source(arguments: Arguments, log: Log) -> tuple[Arguments, Checkpoint | Non
         heads = "model.num_attention_heads"
         refuse_foreign(where.load, num_attention_heads=arguments.values[heads] if heads in arguments.given else None)
     checkpoint = find_checkpoint(where.load or where.save, log=_ignored, verify=False)
+    begun, holder = None, where.save  # what the same command has saved, if it has run before
     if where.load is not None and where.load != where.save:
-        # The same command has run before and has saved: the run continues from there.
         begun = find_checkpoint(where.save, log=_ignored, verify=False)
-        if begun is not None and (where.finetune or checkpoint is None or begun.iteration > checkpoint.iteration):
+    elif not where.finetune:
+        begun = checkpoint
+    if where.local_checkpoint_dir is not None:
+        newest = begun.iteration if begun is not None else 0
+        if near := assemble(where.save, where.local_checkpoint_dir, newest, ranks, log):
+            begun, holder = find_checkpoint(near, log=_ignored, verify=False), str(near)
+    if begun is not None and (holder != where.save or where.load not in (None, where.save)) and (
+            where.finetune or checkpoint is None or begun.iteration > checkpoint.iteration):
+        values = {**arguments.values, "checkpoint.finetune": False}
+        if where.load is not None and where.load != where.save:
             log(f"--save {where.save} holds iteration {begun.iteration} of this run already, which is continued; "
                 f"another --save starts from {where.load} again")
-            values = {**arguments.values, "checkpoint.finetune": False, "checkpoint.load": where.save}
-            return dataclasses.replace(arguments, values=values), begun, where.save
+            values["checkpoint.load"] = where.save
+        return dataclasses.replace(arguments, values=values), begun, holder
     if checkpoint is not None:
         return arguments, checkpoint, where.load or where.save
     if where.load is not None:
@@ -243,8 +253,7 @@ def _ignored(line: str) -> None:
     """For warnings that come once more when the checkpoint is loaded."""
 
 
-def _tokenizer(config: Config, arguments: Arguments, checkpoint: Checkpoint | None, source: str | None,
-               log: Log) -> Tokenizer:
+def _tokenizer(config: Config, arguments: Arguments, checkpoint: Checkpoint | None, log: Log) -> Tokenizer:
     data = config.data
     files_given = any(f"data.{name}" in arguments.given for name in ("vocab_file", "merge_file", "tokenizer_model"))
     known = checkpoint.facts.get("tokenizer") if checkpoint is not None else None
@@ -253,8 +262,8 @@ def _tokenizer(config: Config, arguments: Arguments, checkpoint: Checkpoint | No
                          "--tokenizer-model, or --tokenizer-type of one that needs no files, of its "
                          f"{checkpoint.facts['vocab_size']:,} tokens")
     if known is not None and not files_given:
-        assert source is not None
-        tokenizer = load_tokenizer(Path(source) / "tokenizer")
+        folder = arguments.checkpoint.load or arguments.checkpoint.save  # also where a local checkpoint is loaded
+        tokenizer = load_tokenizer(Path(str(folder)) / "tokenizer")
     else:
         kind = data.tokenizer_type
         if kind is None:

@@ -162,6 +162,7 @@ def test_inert_flags_are_noted_once():
     ("--model-parallel-size 3", "--num-attention-heads 4 is not divisible by --model-parallel-size 3"),
     ("--seq-length 300", "--seq-length 300 is longer than --max-position-embeddings 256"),
     ("--finetune", "--finetune needs --load"),
+    ("--local-checkpoint-interval 2", "--local-checkpoint-dir and --local-checkpoint-interval go together"),
     ("--cpu-offloading-num-layers 2 --recompute-granularity full", "give --recompute-granularity full --checkpoint-in"),
     ("--shard-gradients", "give --use-distributed-optimizer as well"),
     ("--zero-stage 2 --pipeline-model-parallel-size 2", "leave it out (--zero-stage 1)"),
