@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from megatron.gpt2.checkpoint.files import Piece
 from megatron.gpt2.checkpoint.local import NAME, LocalCheckpoints
@@ -52,13 +52,13 @@ def save_lose_and_assemble(rank: int, world_size: int, folder: str) -> dict[str,
     meeting.store.set(f"done/{rank}", "")
     meeting.store.wait([f"done/{other}" for other in range(world_size)])
     # Each name of a gathering serves once in a run.
-    meeting = Meeting(dist.PrefixStore("again", store), None, meeting.peers, alive)
+    meeting = Meeting(PrefixStore("again", store), None, meeting.peers, alive)
     ranks = Ranks(rank, world_size, *place, meeting=meeting)
     at = assemble(folder, str(own), 2, ranks, said.append)
     assert at is not None
     checkpoint = Checkpoint(at / "iter_0000003")
     found |= {"w": checkpoint.read("w"), "at": checkpoint.facts["at"], "said": said}
-    dist.init_process_group("gloo", store=dist.PrefixStore("the end", store), rank=rank, world_size=world_size)
+    dist.init_process_group("gloo", store=PrefixStore("the end", store), rank=rank, world_size=world_size)
     dist.barrier()  # rank 0 has the store
     return found
 
