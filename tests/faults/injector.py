@@ -128,9 +128,12 @@ def inject(texts: Sequence[str]) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    own, flags = list(argv[:argv.index("--")]), argv[argv.index("--") + 1:]
-    inject([text for word, text in zip(own[::2], own[1::2], strict=True) if word == "--fault"])
-    return train(flags)
+    words, faults = list(argv), []
+    while words[:1] == ["--fault"]:
+        faults.append(words[1])
+        del words[:2]
+    inject(faults)
+    return train(words[words[:1] == ["--"]:])  # torchrun takes a "--" that comes first for its own
 
 
 if __name__ == "__main__":
