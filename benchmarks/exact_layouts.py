@@ -2,7 +2,8 @@
 """What --exact-layouts shows and what it costs.
 
     python benchmarks/exact_layouts.py                       # all parts: an hour on two cores
-    python benchmarks/exact_layouts.py layouts               # 50 steps in each of 25 layouts, in fp32, bf16 and fp16
+    python benchmarks/exact_layouts.py layouts               # 50 steps in each of 25 layouts, in fp32, bf16 and fp16;
+                                                             # the same line goes on where it was interrupted
     python benchmarks/exact_layouts.py moves                 # stopped at random steps, continued elsewhere, 20 times
     python benchmarks/exact_layouts.py cost                  # 124M on one rank and on two, beside plain sums
     python benchmarks/exact_layouts.py layouts --smoke --output DIR
@@ -37,14 +38,22 @@ STEPS, MOVES = 50, 20
 EXACT = ("--exact-layouts", "4")
 
 
-def layouts(folder: Path, smoke: bool) -> dict[str, Any]:
-    """Of each layout and precision whether losses, norms, weights and Adam's state equal those of one process."""
-    steps, rows = (3 if smoke else STEPS), []
+def layouts(folder: Path, smoke: bool, output: Path) -> dict[str, Any]:
+    """Of each layout and precision whether losses, norms, weights and Adam's state equal those of one process. A call
+    that was interrupted left its rows in the file `output`: another one at the same commit goes on."""
+    steps = 3 if smoke else STEPS
+    head = {**report.header("--exact-layouts: layouts"), "steps": steps}
+    rows: list[dict[str, Any]] = (report.earlier(output, head, "commit", "steps") or {}).get("rows", [])
     chosen = [layout for layout in QUICK + WIDE + LARGE if not smoke or layout.world_size == 1]
     for name, flags in PRECISIONS.items():
+        lacking = [layout for layout in chosen if not any(
+            {**layout._asdict(), "flags": " ".join(layout.flags), "precision": name}.items() <= row.items()
+            for row in rows)]
+        if not lacking:
+            continue
         (one,) = run_ranks(train, 1, str(folder), [Layout()], flags, steps)[0]
         tensors = whole([one])
-        for layout in chosen:
+        for layout in lacking:
             results = [of_rank[0] for of_rank in run_ranks(train, layout.world_size, str(folder), [layout], flags,
                                                            steps, timeout=900)]
             found = whole(results)
@@ -54,6 +63,7 @@ def layouts(folder: Path, smoke: bool) -> dict[str, Any]:
                          if not torch.equal(found[kind, tensor], values)]
             rows.append({**layout._asdict(), "flags": " ".join(layout.flags), "precision": name,
                          "skipped": sum(one["skipped"]), "differing": said + differing})
+            report.write(output, {**head, "rows": rows})
             print(f"{len(rows):>4} of {len(chosen) * len(PRECISIONS)}  {name}, {layout.tensor}x{layout.pipeline}x"
                   f"{layout.data} {' '.join(layout.flags)}: {(said + differing) or 'equal to the bit'}", flush=True)
     equal = sum(not row["differing"] for row in rows)
@@ -61,7 +71,7 @@ def layouts(folder: Path, smoke: bool) -> dict[str, Any]:
     return {"steps": steps, "layouts": len(rows), "equal": equal, "rows": rows}
 
 
-def moves(folder: Path, smoke: bool) -> dict[str, Any]:
+def moves(folder: Path, smoke: bool, output: Path) -> dict[str, Any]:
     """A run that goes through `MOVES` layouts, stopped after a random number of steps in each."""
     draw = random.Random(1)
     lengths = [draw.randint(1, 4) for _ in range(2 if smoke else MOVES)]
@@ -88,7 +98,7 @@ def problem(scratch: Path, smoke: bool) -> Problem:
                    tokens=str(scratch / "tokens"), scratch=str(scratch))
 
 
-def cost(folder: Path, smoke: bool) -> dict[str, Any]:
+def cost(folder: Path, smoke: bool, output: Path) -> dict[str, Any]:
     """The time of a step of 124M, 8 x 1,024 tokens, bf16, eager, over that with plain sums, and the bytes that a rank
     sends in it."""
     shape, rows = problem(folder, smoke), {}
@@ -107,7 +117,7 @@ def cost(folder: Path, smoke: bool) -> dict[str, Any]:
     return {"threads": torch.get_num_threads(), "rows": rows}
 
 
-PARTS: dict[str, Callable[[Path, bool], dict[str, Any]]] = {"layouts": layouts, "moves": moves, "cost": cost}
+PARTS: dict[str, Callable[[Path, bool, Path], dict[str, Any]]] = {"layouts": layouts, "moves": moves, "cost": cost}
 
 
 def main() -> int:
@@ -118,11 +128,11 @@ def main() -> int:
     chosen = parser.parse_args()
     failed = False
     for name in [chosen.part] if chosen.part else PARTS:
+        output = (chosen.output or report.RESULTS) / f"exact_{name}.json"
         with tempfile.TemporaryDirectory() as folder:
             write_text(Path(folder))
-            found = PARTS[name](Path(folder), chosen.smoke)
-        report.write((chosen.output or report.RESULTS) / f"exact_{name}.json",
-                     {**report.header(f"--exact-layouts: {name}"), **found})
+            found = PARTS[name](Path(folder), chosen.smoke, output)
+        report.write(output, {**report.header(f"--exact-layouts: {name}"), **found})
         failed |= bool(found.get("differing")) or found.get("equal", 0) < found.get("layouts", 0)
     return int(failed)
 
