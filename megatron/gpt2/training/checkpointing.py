@@ -70,12 +70,16 @@ class Checkpointing:
         self._engine.gatherer.wait()
         return self.saver.save(progress.iteration, self.files(), self.facts(progress))
 
-    def save_locally(self, progress: Progress) -> None:
-        """Write a local checkpoint where one is due."""
+    def local_is_due(self, progress: Progress) -> bool:
+        """Whether a local checkpoint of this iteration is to be written."""
         interval = self._prepared.config.checkpoint.local_checkpoint_interval
-        if self._local is not None and interval is not None and progress.iteration % interval == 0:
-            self._engine.gatherer.wait()
-            self._local.save(progress.iteration, self.files(), self.facts(progress))
+        return interval is not None and progress.iteration % interval == 0
+
+    def save_locally(self, progress: Progress) -> None:
+        """Write a local checkpoint."""
+        assert self._local is not None
+        self._engine.gatherer.wait()
+        self._local.save(progress.iteration, self.files(), self.facts(progress))
 
     def save_if_best(self, progress: Progress, valid_loss: float) -> None:
         """Write a checkpoint of this iteration into the folder `best` where no validation loss was lower. valid_loss:
@@ -113,7 +117,7 @@ class Checkpointing:
         self.saver.close()
 
     def remove_local(self) -> None:
-        """Remove the local checkpoints, after the last save."""
+        """Remove the local checkpoints: the run has saved since, or has left their course."""
         if self._local is not None:
             self._local.remove()
 

@@ -46,7 +46,7 @@ def train(run: Run) -> str:
                 run.save()
                 run.log.report()
         elif not reason:
-            run.checkpoints.save_locally(progress)
+            run.save_locally()
         if reason:
             return reason
     return ""

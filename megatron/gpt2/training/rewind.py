@@ -38,6 +38,7 @@ def rewind(run: Run, spike: LossSpike) -> None:
     source = dataclasses.replace(prepared, source=str(prepared.save_directory),
                                  config=dataclasses.replace(prepared.config, checkpoint=own))
     iteration, consumed, _ = load_run(source, run.parallel, run.engine, run.log.info)
+    run.checkpoints.remove_local()
     run.engine.optimizer.skipped_in_a_row.zero_()
     progress.iteration, progress.consumed_samples = iteration, consumed
     progress.skipped_samples += end - consumed

@@ -72,6 +72,12 @@ class Run:
         self.watch.before_save()
         return self.checkpoints.save(self.progress)
 
+    def save_locally(self) -> None:
+        """Write a local checkpoint of this iteration, where one is due."""
+        if self.checkpoints.local_is_due(self.progress):
+            self.watch.before_save()
+            self.checkpoints.save_locally(self.progress)
+
     def close(self) -> None:
         """After the last step, or an error: nothing is read or written any more, another run may have the folder, and
         signals and torch's settings are as before the run. Waits for no other rank."""

@@ -99,7 +99,7 @@ def test_a_run_goes_on_from_the_newest_and_from_none_that_is_damaged(tmp_path: P
     expected: list[float] = []
     for _ in range(5):
         expected += steps(run, 1)["loss"]
-        run.checkpoints.save_locally(run.progress)
+        run.save_locally()
         if run.progress.iteration == 1:
             run.save()
     finish(run)
