@@ -139,7 +139,7 @@ def campaign(part: str, trials: int, output: Path) -> bool:
             print(f"{seed + 1:>4} of {trials}  {json.dumps(result['trials'][-1])}", flush=True)
     good = sum(trial["good"] for trial in result["trials"])
     print(f"{part}: {good} of {trials} good; {path}")
-    return good == trials
+    return bool(good == trials)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

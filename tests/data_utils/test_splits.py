@@ -189,8 +189,10 @@ def test_a_prepared_pair_of_another_tokenizer(tmp_path: Path) -> None:
     builder.end_document()
     builder.finish()
     for fingerprint in (BYTES.fingerprint, "another"):
-        write_sealed(Path(f"{prefix}.json"), {"tokenizer": {"kind": "GPT2BPETokenizer", "vocab_size": 50257,
-                                                            "fingerprint": fingerprint}})
+        write_sealed(Path(f"{prefix}.json"), {
+            **{suffix: [{"bytes": Path(prefix + suffix).stat().st_size, "sha256": ""}] for suffix in (".bin", ".idx")},
+            "inputs": [], "documents": 1, "tokens": 100,
+            "tokenizer": {"kind": "GPT2BPETokenizer", "vocab_size": 50257, "fingerprint": fingerprint}})
         if fingerprint == BYTES.fingerprint:
             assert len(splits(tmp_path, (), data_path=[prefix]).train)
     with pytest.raises(ValueError, match="--data-path .*pair was made by another tokenizer, GPT2BPETok.* 50,257"):

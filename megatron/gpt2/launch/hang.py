@@ -124,8 +124,8 @@ class Hang:
         """After a collective has failed with `error`, in the main thread: whether ranks waited for one that did not
         come. If so one rank of each machine has printed which, and this process has left the meeting."""
         store = self._heartbeat.store
-        if self._heartbeat.is_stopped:
-            return False
+        if self._heartbeat.is_stopped or not self._heartbeat.is_answered(PATIENCE):
+            return False  # a store beyond a cut cable would keep this thread for --init-timeout seconds
         self._main_leaves = True
         place = place_of(list(traceback.walk_tb(error.__traceback__)), has_failed=True)
         try:
