@@ -41,12 +41,12 @@ class Layout(NamedTuple):
 
 
 QUICK = [Layout(2, flags=SEQUENCE), Layout(data=2, flags=(*SHARDED, *SELECTIVE)),
-         Layout(pipeline=2, flags=(*ZERO_BUBBLE, *FULL)), Layout(4, flags=(*SEQUENCE, *SELECTIVE)), Layout(data=4),
+         Layout(pipeline=2, flags=(*ZERO_BUBBLE, *FULL)), Layout(4, flags=(*SEQUENCE, *SELECTIVE)),
          Layout(data=3, flags=SHARDED)]
 WIDE = [Layout(flags=SELECTIVE), Layout(flags=FULL), Layout(2), Layout(2, flags=FULL), Layout(data=2),
-        Layout(pipeline=2), Layout(data=3), Layout(4), Layout(1, 2, 2, SHARDED), Layout(2, 1, 2, (*SEQUENCE, *SHARDED)),
-        Layout(2, 2, flags=TWO_CHUNKS), Layout(2, 2, flags=(*SEQUENCE, *FULL)), Layout(data=4, flags=SHARDED),
-        Layout(1, 2, 3)]
+        Layout(pipeline=2), Layout(data=3), Layout(data=4), Layout(4), Layout(1, 2, 2, SHARDED),
+        Layout(2, 1, 2, (*SEQUENCE, *SHARDED)), Layout(2, 2, flags=TWO_CHUNKS),
+        Layout(2, 2, flags=(*SEQUENCE, *FULL)), Layout(data=4, flags=SHARDED), Layout(1, 2, 3)]
 LARGE = [Layout(4, 2), Layout(4, 1, 2, (*SEQUENCE, *SHARDED)), Layout(2, 2, 2, (*SEQUENCE, *SHARDED)),
          Layout(2, 1, 4, SHARDED), Layout(1, 2, 4, (*SHARDED, *ZERO_BUBBLE))]  # of 8 ranks
 
