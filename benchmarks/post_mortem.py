@@ -35,6 +35,7 @@ from benchmarks.trials import Trial, campaign, of_each
 from data_utils import GPT2Dataset
 from megatron.gpt2.launch.signals import ECHO
 from megatron.gpt2.programs import post_mortem
+from megatron.gpt2.records.incidents import read_incidents
 from megatron.gpt2.training.run import Run
 from tests.faults import state_faults
 from tests.faults.injector import FAULTS, inject
@@ -60,16 +61,21 @@ class Death(NamedTuple):
     outside: Callable[[Rank, Path], None] | None = None
 
 
-def twice(rank: Rank, save: Path) -> None:
-    """SIGTERM, and again when it counts as another one, once a rank does not come to the end of its step."""
+def twice(rank: Rank, save: Path, number: signal.Signals = signal.SIGTERM) -> None:
+    """A signal, and again when it counts as another one, once a rank does not come to the end of its step. A terminal
+    sends SIGINT to the ranks as well."""
     end, log = time.monotonic() + 240, save / "metrics.jsonl"
     while not (log.exists() and log.read_text().count("\n") >= 2):
         assert time.monotonic() < end and rank.process.is_alive(), rank.end()[1]
         time.sleep(0.05)
     time.sleep(2.0)
     assert rank.process.pid is not None
-    for pause in (ECHO[signal.SIGTERM] + 1.0, 0.0):
-        os.kill(rank.process.pid, signal.SIGTERM)
+    processes = [rank.process.pid]
+    if number == signal.SIGINT:
+        processes += {one["process"] for one in read_incidents(save)}
+    for pause in (ECHO[number] + 1.0, 0.0):
+        for process in processes:
+            os.kill(process, number)
         time.sleep(pause)
 
 
@@ -117,8 +123,8 @@ def power(run: Run) -> None:
         os.kill(process, signal.SIGKILL)
 
 
-OWN = {"crash": crash, "bug": bug, "memory": memory, "fill": fill, "damage": damage, "no_answer": no_answer,
-       "power": power}
+OWN: dict[str, Callable[..., None]] = {"crash": crash, "bug": bug, "memory": memory, "fill": fill, "damage": damage,
+                                       "no_answer": no_answer, "power": power}
 SAID = r"rank {rank} \(\S+\)"
 DEATHS: dict[str, Death] = {
     "kill": Death((f"kill:{WHERE}",), (), "killed rank", f"^{SAID} was ended by SIGKILL"),
@@ -137,21 +143,21 @@ DEATHS: dict[str, Death] = {
                             f"{SAID} holds another weight of {UP}"),
     "flipped moment": Death((f"flip:{WHERE}:kind=exp_avg",), (*CHECKED, *SHARDED), "replica drift",
                             f"{SAID} holds another exp_avg of "),
-    "full disk": Death((f"fill:{WHERE}",), (), "full disk", "cannot write|not saved|File too large"),
+    "full disk": Death((f"fill:{WHERE}",), TENSOR, "full disk", "cannot write|not saved|File too large"),
     "damaged data": Death((f"damage:{WHERE}:folder={{save}}/cache",), ("--data-cache-path", "{save}/cache"),
-                          "damaged data", r"\.bin holds the token id"),
+                          "damaged data", "holds the token id 65535"),
     "SIGTERM twice": Death((f"slow:{WHERE}:seconds=100",), (), "SIGTERM", "ended by SIGTERM before they could save",
                            twice),
     "crash loop": Death((f"kill:{WHERE}:attempt=any",), ("--max-restarts", "5"), "crash loop: killed rank",
                         f"^{SAID} was ended by SIGKILL"),
     "hang after a restart": Death((f"kill:{WHERE}", "hang:rank={rank}:step=5:attempt=1"),
                                   (*SHORT, "--max-restarts", "1"), "hang", "^rank {rank} did not come to"),
-    "cut": Death((f"cut:{WHERE}",), (), "lost link", "^ranks 0 and 1 lost each other"),
+    "cut": Death((f"cut:{WHERE}",), (), "lost link", "^ranks 0 and {rank} lost each other|^rank {rank} lost the others"),
     "bug": Death((f"bug:{WHERE}",), (), "an error of the program", f"^{SAID}.*KeyError: 'learning_rate'"),
     "out of memory": Death((f"memory:{WHERE}",), (), "out of memory", f"^{SAID}.*memory"),
     "crash": Death((f"crash:{WHERE}",), (), "crashed rank", f"^{SAID} was ended by SIGSEGV"),
-    "killed job": Death(("kill:rank=0:step={step}", "kill:rank=1:step={step}"), (), "killed job",
-                        "^2 ranks were ended by SIGKILL at once"),
+    "Ctrl-C twice": Death((f"slow:{WHERE}:seconds=100",), (), "Ctrl-C", "a person pressed Ctrl-C twice",
+                          functools.partial(twice, number=signal.SIGINT)),
     "no power": Death((f"power:{WHERE}",), (), "without a word", "^no process has noted how it ended"),
 }
 

@@ -76,7 +76,7 @@ def watched(place: str, rank: int, step: int) -> None:
     """In the process of the launcher, before its ranks: one of them does not come, and each notes when it began a step.
     """
     inject([f"{'stop' if place == 'stop' else 'hang'}:rank={rank}:step={step}"] * (place in ("stop", "step")))
-    do_step = loop.train_step
+    do_step = vars(loop)["train_step"]  # the injector's, where there is one
 
     def noted(run: Run) -> None:
         run.incidents.note("step")
@@ -121,7 +121,7 @@ def hang(folder: Path, seed: int) -> Trial:
     said, where = line["text"] if line else output[-400:], "" if place == "stop" else line_of(place)
     seconds = line["time"] - waits_since if line else None
     left = [one["who"] for one in noted if one["kind"] == "start" and lives(one["process"])]
-    names_it = bool(line) and line["ranks"] == [bad] and (
+    names_it = line is not None and line["ranks"] == [bad] and (
         f"rank {bad} is at {where} (" in said if where else bool(re.match(rf"rank {bad} \(\S+\) gave no sign", said)))
     return {"layout": name, "fault": f"{place}:rank={bad}:step={step}", "exit_code": code, "line": said,
             "seconds": seconds and round(seconds, 2), "left": left,

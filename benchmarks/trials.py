@@ -25,7 +25,7 @@ def campaign(what: str, path: Path, chunks: Sequence[Sequence[int]],
     result: dict[str, Any] = {**report.header(what), "trials": []}
     wanted = {seed for seeds in chunks for seed in seeds}
     if kept := report.earlier(path, result, "what"):
-        result["trials"] = [trial for trial in kept["trials"] if trial["seed"] in wanted]
+        result["trials"] = kept["trials"]
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         os.utime(write_text(folder, 1000), (1e9, 1e9))  # one that is just written is hashed by each rank
@@ -38,9 +38,10 @@ def campaign(what: str, path: Path, chunks: Sequence[Sequence[int]],
             result["trials"] += [{**trial, "seconds_of_trial": took} for trial in found]
             result["trials"].sort(key=lambda trial: trial["seed"])
             report.write(path, result)
+            done = len(wanted & {trial["seed"] for trial in result["trials"]})
             for trial in found:
-                print(f"{len(result['trials']):>4} of {len(wanted)}  {json.dumps(trial)}  {took} s", flush=True)
-    good = sum(trial["good"] for trial in result["trials"])
+                print(f"{done:>4} of {len(wanted)}  {json.dumps(trial)}  {took} s", flush=True)
+    good = sum(bool(trial["good"]) for trial in result["trials"] if trial["seed"] in wanted)
     print(f"{what}: {good} of {len(wanted)} good; {path.name}")
     return good == len(wanted)
 

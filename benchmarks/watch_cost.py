@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from benchmarks import arms, report
 from benchmarks.exact_layouts import problem
@@ -67,7 +68,7 @@ def both_ways(rank: int, world: int, shape: Problem, flags: Sequence[str], pairs
 
 def beat_seconds() -> float:
     """Of one sign of life, which reads that of one other rank."""
-    store = dist.TCPStore("localhost", 0, 1, is_master=True, wait_for_workers=False)
+    store = TCPStore("localhost", 0, 1, is_master=True, wait_for_workers=False)
     for other in range(2):
         store.set(f"beat/{other}", "0")
     heartbeat = Heartbeat(store, 0, 2, watched=(1,), warn=None)

@@ -15,6 +15,7 @@ import pytest
 from tqdm import TMonitor
 
 from megatron.gpt2.programs import pretrain_gpt2
+from megatron.gpt2.records.incidents import read_incidents
 from megatron.gpt2.training import loop
 from megatron.gpt2.training.run import Run
 from megatron.gpt2.training.train_step import train_step
@@ -80,10 +81,12 @@ def test_a_run_that_fails_leaves_nothing_in_its_process(work: Path,  # noqa: F81
         raise error
 
     monkeypatch.setattr(loop, "train_step", fail)
-    for error in (FloatingPointError("the loss is nan"), RuntimeError("a bug")):
+    for error in (FloatingPointError("the loss is nan"), RuntimeError("a bug"), KeyError("a bug")):
         threads = set(threading.enumerate())
-        with pytest.raises(RuntimeError) if isinstance(error, RuntimeError) else contextlib.nullcontext():
+        with contextlib.nullcontext() if isinstance(error, FloatingPointError) else pytest.raises(type(error)):
             assert pretrain_gpt2.main(flags) == 1
+        noted = read_incidents("s")[-1]  # by which post_mortem.py names it
+        assert noted["kind"] == "error" and noted["text"].startswith(type(error).__name__)
         names = [thread.name for thread in set(threading.enumerate()) - threads if not isinstance(thread, TMonitor)]
         assert names == []
         assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == handlers

@@ -84,9 +84,10 @@ def cut(run: Run | None) -> None:
             if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
                 continue
             with socket.socket(fileno=os.dup(int(name))) as one:
-                if one.family in (socket.AF_INET, socket.AF_INET6):
+                if one.family in (socket.AF_INET, socket.AF_INET6) and not one.getsockopt(
+                        socket.SOL_SOCKET, socket.SO_ACCEPTCONN):  # no network ends the listening
                     one.shutdown(socket.SHUT_RDWR)
-        except OSError:  # closed meanwhile, or a socket that listens
+        except OSError:  # closed meanwhile
             continue
 
 

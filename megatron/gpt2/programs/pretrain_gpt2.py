@@ -61,6 +61,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if run.watch.names(error) or name_lost(ranks):
             return 1
         raise
+    except Exception as error:  # a bug of ours
+        note_error(run, error)
+        raise
     finally:
         run.close()
         leave(ranks)

@@ -185,7 +185,8 @@ def _of_lost(lost: Sequence[Incident], found: Sequence[Incident]) -> Death:
     first = lost[0]
     silent, means_more = ranks_in_words(accused), f"as {place(first)} saw it"
     if accused and accused <= accusers:
-        return Death("lost link", f"{silent} lost each other{at_iteration(first, found)}",
+        whom = "each other" if len(accused) > 1 else "the others"  # who loses the store says that rank 0 is silent
+        return Death("lost link", f"{silent} lost {whom}{at_iteration(first, found)}",
                      "all of them lived on: the network "
                      "between their machines failed", "look at the network; tools/bench_collectives.py measures it")
     gone = accused - accusers

@@ -78,8 +78,9 @@ def ranks_in_words(ranks: Iterable[int]) -> str:
 
 
 def at_iteration(one: Incident, found: Sequence[Incident]) -> str:
-    """The furthest iteration that is known: a launcher may know none."""
-    known = [value for other in (one, *found) if isinstance(value := other.get("iteration"), int) and value >= 0]
+    """The furthest iteration that is known, beyond where the ranks started: a launcher may know none."""
+    known = [value for other in (one, *found) if other.get("kind") != "start"
+             and isinstance(value := other.get("iteration"), int) and value >= 0]
     return f" at iteration {max(known):,}" if known else ""
 
 

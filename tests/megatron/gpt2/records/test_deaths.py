@@ -44,9 +44,9 @@ DEATHS: dict[str, tuple[list[Line], Line | None, list[str], str, str]] = {
         of_launcher("node001", 10, "rank ended", rank=0, first=False, signal="SIGKILL"),
         of_launcher("node001", 10, "rank ended", rank=1, first=True, signal="SIGKILL")], None, [],
         "killed rank", r"^rank 1 \(node001\) was ended by SIGKILL"),
-    "a killed rank, its signal by name": ([
+    "a killed rank, its signal by name, and nothing said after the start at 600": ([
         of_launcher("node001", 10, "rank ended", rank=1, signal="SIGKILL")], None, [],
-        "killed rank", r"^rank 1 \(node001\) was ended by SIGKILL"),
+        "killed rank", r"^rank 1 \(node001\) was ended by SIGKILL$"),
     "a killed rank, its signal as an exit code": ([
         of_launcher("node001", 10, "rank ended", rank=1, exit_code=-9)], None, [],
         "killed rank", r"^rank 1 \(node001\) was ended by SIGKILL"),
@@ -128,6 +128,9 @@ DEATHS: dict[str, tuple[list[Line], Line | None, list[str], str, str]] = {
         of_rank(0, 30, "lost", ranks={"2": 30.0, "3": 30.0}), of_rank(1, 30, "lost", ranks={"2": 30.0, "3": 30.0}),
         of_rank(2, 30, "lost", ranks={"0": 30.0, "1": 30.0}), of_rank(3, 30, "lost", ranks={"0": 30.0, "1": 30.0})],
         None, [], "lost link", "^ranks 0, 1, 2 and 3 lost each other"),
+    "a rank that is cut off from the others and the store": ([
+        of_rank(1, 30, "lost", ranks={"0": 4.0}), of_rank(0, 30, "lost", ranks={"0": 4.0})], None, [],
+        "lost link", "^rank 0 lost the others at iteration 634"),
     "a job that the scheduler kills": ([
         of_launcher(host, 10 + rank / 10, "rank ended", rank=rank, signal=9) for rank, host in HOSTS.items()], None, [],
         "killed job", "^4 ranks were ended by SIGKILL at once"),
