@@ -122,7 +122,8 @@ def cached(folder: Path, warm: bool) -> None:
 def blocked(state: State, scratch: Path, smoke: bool, count: int) -> list[dict[str, float]]:
     """--async-save: how long a save holds up training, and until it is committed."""
     write = functools.partial(write_checkpoint, scratch / "async", rank=0, world_size=1, timeout_s=60, keep_last=1)
-    saver = Saver(write, attempt="a", asynchronous=True, local_world_size=1, max_over_ranks=int, log=lambda line: None)
+    saver = Saver(write, rank=0, attempt="a", asynchronous=True, local_world_size=1, max_over_ranks=int,
+                  log=lambda line: None)
     saver.prepare(files_of(state, smoke))  # as a run does before its first step
     visits = []
     for iteration in range(1, count + 1):

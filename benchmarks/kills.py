@@ -58,7 +58,7 @@ def write(folder: Path, attempt: str, asynchronous: bool, committed: Connection)
     """Until it is killed: save, and say what is on the disk."""
     lock = lock_folder(folder, print)
     saver = Saver(functools.partial(write_checkpoint, folder, rank=0, world_size=1, timeout_s=60, keep_last=3),
-                  attempt=attempt, asynchronous=asynchronous, local_world_size=1, max_over_ranks=int,
+                  rank=0, attempt=attempt, asynchronous=asynchronous, local_world_size=1, max_over_ranks=int,
                   log=lambda line: None)
     iteration = loaded(folder, [])
     while not lock.closed:

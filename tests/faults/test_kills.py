@@ -13,6 +13,7 @@ import pytest
 
 from data_utils.command_line import how_to_call
 from megatron.gpt2.launch.agent import LOOP
+from megatron.gpt2.programs.post_mortem import report
 from megatron.gpt2.records.incidents import read_incidents
 from tests.faults.injector import inject
 from tests.megatron.gpt2.launch.started_ranks import Rank, free_port, losses
@@ -46,14 +47,15 @@ def kinds(save: Path) -> list[tuple[str, str, int]]:
 
 
 def test_kills_at_a_step_and_inside_a_save(folder: Path, alone: list[float]) -> None:
-    """The run is started again from its newest checkpoint, twice, and ends with the same losses."""
+    """The run is started again from its newest checkpoint, a local one, twice, and ends with the same losses."""
     save = folder / "killed"
-    code, output = started(folder, "killed", *MP2, "--max-restarts", "3", faults=(
+    near = ("--local-checkpoint-dir", f"{folder}/memory", "--local-checkpoint-interval", "1")
+    code, output = started(folder, "killed", *MP2, *near, "--max-restarts", "3", faults=(
         "kill:rank=1:step=3", "kill:rank=0:step=4:attempt=1:inside=save:event=3")).end()
     assert code == 0, output
     assert losses(save) == alone
-    assert "restart: rank 1 was ended by SIGKILL: restart 1 of 3, from iteration 2\n" in output
-    assert "restart: rank 0 was ended by SIGKILL: restart 2 of 3, from iteration 2\n" in output
+    assert "restart: rank 1 was ended by SIGKILL: restart 1 of 3, from iteration 3\n" in output
+    assert "restart: rank 0 was ended by SIGKILL: restart 2 of 3, from iteration 3\n" in output
     ended = json.loads((save / "ended.json").read_text())
     assert (ended["reason"], ended["iteration"], ended["exit_code"]) == ("--exit-interval", 7, 0)
     found = kinds(save)
@@ -78,8 +80,12 @@ def test_a_crash_loop_ends(folder: Path) -> None:
 
 
 def test_bad_input_is_not_started_again(folder: Path) -> None:
+    (folder / "bad").mkdir()  # as where a run has saved
     code, output = started(folder, "bad", *MP2, "--max-restarts", "3", "--train-data", "nothing.txt").end()
     assert code == 2 and "restart" not in output and output.count("error") == 1, output
+    assert kinds(folder / "bad") == [("rank", "refused", 0)] * 2
+    death, _ = report(folder / "bad")
+    assert death.kind == "bad input" and "nothing.txt" in death.what
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
@@ -106,16 +112,19 @@ def test_a_signal_stops_the_run_in_order(folder: Path, alone: list[float], name:
 
 def test_machines_restart_their_ranks_by_themselves(folder: Path, alone: list[float]) -> None:
     """Two launchers, each with one of two ranks. The one that lost a rank, and the other, start theirs again; the rank
-    that comes first waits until the store of the round before is gone."""
+    that comes first waits until the store of the round before is gone. The first rank is lost inside a save, before it
+    has written its part: rank 0, whose part is written, does not wait for it until the time-out of ten minutes."""
     save, place = folder / "nodes", f"tcp://localhost:{free_port()}"
     words = ("--save-interval", "2", "--exit-interval", "7", "--model-parallel-size", "2", "--nproc-per-node", "1",
              "--nnodes", "2", "--init-method", place, "--max-restarts", "2")
     nodes = [Rank(folder, ["--save", str(save), *words, "--node-rank", str(node)], {"SLURMD_NODENAME": f"node{node}"},
-                  before=partial(inject, ("kill:rank=1:step=3", "kill:rank=0:step=5:attempt=1"))) for node in range(2)]
+                  before=partial(inject, ("kill:rank=1:step=4:inside=save:event=2", "kill:rank=0:step=5:attempt=1")))
+             for node in range(2)]
     ended = [node.end() for node in nodes]
     assert [code for code, _ in ended] == [0, 0], ended
     assert losses(save) == alone
     assert "rank 1 was ended by SIGKILL: restart 1 of 2, from iteration 2" in ended[1][1]
     assert "rank 0 ended with exit code 1: restart 1 of 2, from iteration 2" in ended[0][1]
+    assert "error (node0): rank 1 (node1) gave no sign of life for " in ended[0][1]
     assert {one["who"] for one in read_incidents(save)} == {
         "rank_00000", "rank_00001", "launcher_node0", "launcher_node1"}

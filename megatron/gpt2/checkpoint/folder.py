@@ -17,14 +17,13 @@ import contextlib
 import os
 import re
 import shutil
-import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from data_utils.files.atomic import sync_folder
 from megatron.gpt2.checkpoint.files import THREADS, Piece, in_threads, write_synced, write_tensors
-from megatron.gpt2.checkpoint.gathering import gather_tables, write_failure, write_table
+from megatron.gpt2.checkpoint.gathering import Parts, gather_tables, share_line, write_failure, write_table
 from megatron.gpt2.checkpoint.manifest import MANIFEST
 from megatron.gpt2.checkpoint.reader import Checkpoint
 from megatron.gpt2.checkpoint.state import load_model, load_rng, load_state, model_pieces, rng_pieces, state_pieces
@@ -40,7 +39,7 @@ _ITERATION = re.compile(r"iter_(\d{7,12})(?:\.old-(\d{1,3}))?", re.ASCII)
 def write_checkpoint(directory: str | Path, iteration: int, *, facts: Mapping[str, Any],
                      files: Mapping[str, Mapping[str, Piece]], rank: int, world_size: int, attempt: str,
                      timeout_s: float, log: Callable[[str], None] = print, keep_last: int | None = None,
-                     hurry: threading.Event | None = None) -> Path:
+                     parts: Parts | None = None) -> Path:
     """Write this rank's `files` ({path in the iteration's folder: {tensor name: piece}}); rank 0 commits.
 
     All ranks call it at the same step. Rank 0 returns once the checkpoint is committed, each other rank once its part
@@ -48,9 +47,9 @@ def write_checkpoint(directory: str | Path, iteration: int, *, facts: Mapping[st
     many iterations rank 0 leaves, this one among them (default: all).
 
     OSError, one line, where this rank cannot write, and on rank 0 where any rank cannot. TimeoutError, which is an
-    OSError, where a rank's part is missing after `timeout_s` seconds, or a few seconds after `hurry` is set.
+    OSError, where a rank's part is missing after `timeout_s` seconds, or a few seconds after `parts.hurry` is set.
     """
-    directory = Path(directory)
+    directory, parts = Path(directory), parts or Parts()
     final = directory / f"iter_{iteration:07d}"
     folder = directory / f"{final.name}.tmp-{attempt}"
     if rank == 0:
@@ -67,8 +66,9 @@ def write_checkpoint(directory: str | Path, iteration: int, *, facts: Mapping[st
             tensors.update(written["tensors"])
             listed.update(written["files"])
         write_table(folder, rank, tensors, listed)
+        parts.own.set_result(None)
         if rank == 0:
-            contents = gather_tables(folder, world_size, timeout_s, hurry or threading.Event())
+            contents = gather_tables(folder, world_size, timeout_s, parts)
             _commit(folder, final, contents.manifest_bytes(iteration, facts), log)
     except BaseException as error:
         if rank == 0:
@@ -204,20 +204,8 @@ def _open_together(path: Path, max_over_ranks: Callable[[int], int], share: tupl
     odd = max_over_ranks(0 if checkpoint and same else rank + 1)
     if odd or checkpoint is None:
         return None, problem or f"{path}: rank {odd - 1} does not see the same there: do all nodes share the folder?"
-    problem = _shared(checkpoint.damage(rank, world_size, hashed=verify), rank, max_over_ranks)
+    problem = share_line(checkpoint.damage(rank, world_size, hashed=verify), rank, max_over_ranks)
     return (None, problem) if problem else (checkpoint, "")
-
-
-def _shared(line: str, rank: int, max_over_ranks: Callable[[int], int]) -> str:
-    """On all ranks the line of the last rank whose line is not empty, or an empty one."""
-    speaker = max_over_ranks(rank + 1 if line else 0)
-    if not speaker:
-        return ""
-    data = line.encode() if rank + 1 == speaker else b""
-    size = max_over_ranks(len(data))
-    # 7 bytes fit into 64 bits
-    numbers = [max_over_ranks(int.from_bytes(data[at:at + 7], "big")) for at in range(0, size, 7)]
-    return b"".join(number.to_bytes(min(7, size - 7 * i), "big") for i, number in enumerate(numbers)).decode()
 
 
 def _proposals(directory: Path) -> tuple[int | None, list[int], list[str]]:

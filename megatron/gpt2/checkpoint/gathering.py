@@ -9,7 +9,8 @@ import json
 import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,18 @@ from megatron.gpt2.checkpoint.parsing import TensorInfo, check_sizes, parse_file
 _GRACE = 5.0  # seconds that rank 0 waits for the parts of ranks that may be dead
 _PAUSE = 0.02  # seconds between two looks
 _NAMED = 8  # ranks that a message names
+
+
+class Parts:
+    """What the thread that writes a checkpoint, and the run, which has collectives, tell each other meanwhile.
+
+    own: done when this rank's part is on the disk, or has failed. hurry: parts that are still missing may never come.
+    problem: why any rank could not write its part, else "".
+    """
+
+    def __init__(self) -> None:
+        self.own: Future[None] = Future()
+        self.hurry, self.problem = threading.Event(), ""
 
 
 def write_table(folder: Path, rank: int, tensors: Mapping[str, Any], files: Mapping[str, Any]) -> None:
@@ -46,11 +59,11 @@ def _put(folder: Path, rank: int, data: bytes) -> None:
     unfinished.rename(path)
 
 
-def gather_tables(folder: Path, world_size: int, timeout_s: float, hurry: threading.Event) -> Contents:
+def gather_tables(folder: Path, world_size: int, timeout_s: float, parts: Parts) -> Contents:
     """What all ranks wrote into `folder`, once their tables are there.
 
     OSError where a rank could not write its part. TimeoutError where a table is missing after `timeout_s` seconds, or a
-    few seconds after `hurry` is set.
+    few seconds after `parts.hurry` is set.
     """
     paths = {Path(table_path(rank)).name: rank for rank in range(world_size)}
     tables = (folder / table_path(0)).parent
@@ -68,7 +81,9 @@ def gather_tables(folder: Path, world_size: int, timeout_s: float, hurry: thread
             found[rank] = first, len(data), hashlib.sha256(data).hexdigest()
         if not paths:
             break
-        if hurry.is_set():
+        if parts.problem:
+            raise OSError(parts.problem)
+        if parts.hurry.is_set():
             deadline = min(deadline, time.monotonic() + _GRACE)
         if time.monotonic() > deadline:
             missing = sorted(paths.values())
@@ -81,3 +96,15 @@ def gather_tables(folder: Path, world_size: int, timeout_s: float, hurry: thread
     for rank in range(world_size):
         contents.add(rank, *found.pop(rank))
     return contents
+
+
+def share_line(line: str, rank: int, max_over_ranks: Callable[[int], int]) -> str:
+    """On all ranks the line of the last rank whose line is not empty, or an empty one. A collective."""
+    speaker = max_over_ranks(rank + 1 if line else 0)
+    if not speaker:
+        return ""
+    data = line.encode() if rank + 1 == speaker else b""
+    size = max_over_ranks(len(data))
+    # 7 bytes fit into 64 bits
+    numbers = [max_over_ranks(int.from_bytes(data[at:at + 7], "big")) for at in range(0, size, 7)]
+    return b"".join(number.to_bytes(min(7, size - 7 * i), "big") for i, number in enumerate(numbers)).decode()

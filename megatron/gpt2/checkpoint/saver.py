@@ -1,13 +1,13 @@
 """Saving of a run: one checkpoint at a time, written by a thread, for which the run waits now or (--async-save) later.
 
     save: wait for the last one -> copy to the host, with --async-save -> a thread writes and commits
-    finish: wait, agree, and know what is on the disk
+    finish: wait for this rank's part, agree on the parts, wait for the commit, agree, and know what is on the disk
 
-The thread runs `write_checkpoint`, which needs no collective; all collectives are on the caller's thread.
+The thread runs `write_checkpoint`, which needs no collective; all collectives are on the caller's thread. The first of
+`finish` comes before rank 0 waits for the parts of others: it fails where a rank is gone, like those of a step.
 """
 
 import dataclasses
-import threading
 import weakref
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from data_utils.files.system import machine_memory
 from megatron.gpt2.checkpoint.folder import Piece
+from megatron.gpt2.checkpoint.gathering import Parts, share_line
 
 Files = Mapping[str, Mapping[str, Piece]]
 _ALIGNMENT = 64  # bytes, of every tensor in the copy
@@ -27,20 +28,20 @@ _ALIGNMENT = 64  # bytes, of every tensor in the copy
 class Saver:
     """Writes the checkpoints of one run. Every rank has one and calls its methods at the same steps.
 
-    write: `write_checkpoint` with what is the same for each. attempt: a word that all ranks share and no other run.
+    write: `write_checkpoint` with what is the same for each. rank: this one. attempt: a word that all ranks share and
+    no other run.
     local_world_size: ranks that share this machine's memory. max_over_ranks: a collective, the largest of all ranks'
     numbers.
     """
 
-    def __init__(self, write: Callable[..., Path], *, attempt: str, asynchronous: bool, local_world_size: int,
-                 max_over_ranks: Callable[[int], int], log: Callable[[str], None]) -> None:
-        self._write_checkpoint, self._attempt, self._asynchronous = write, attempt, asynchronous
+    def __init__(self, write: Callable[..., Path], *, rank: int, attempt: str, asynchronous: bool,
+                 local_world_size: int, max_over_ranks: Callable[[int], int], log: Callable[[str], None]) -> None:
+        self._write_checkpoint, self._attempt, self._asynchronous, self._rank = write, attempt, asynchronous, rank
         self._local_world_size, self._max_over_ranks, self._log = local_world_size, max_over_ranks, log
         self._thread = ThreadPoolExecutor(1, "saver")
         self._copy = HostCopy()
-        self._hurry = threading.Event()
         self._saves = 0
-        self._under_way: tuple[int | None, Future[Path]] | None = None
+        self._under_way: tuple[int | None, Parts, Future[Path]] | None = None
         self.saved_iteration: int | None = None  # the last one that was committed, as far as all ranks know
         self.problem = ""  # why the last one that failed did, as far as this rank knows
 
@@ -62,19 +63,23 @@ class Saver:
         self.prepare(files)
         if self._asynchronous:
             files = self._copy(files)
-        self._under_way = (None if elsewhere else iteration,
-                           self._thread.submit(self._write, iteration, files, facts, self._saves, elsewhere))
+        parts = Parts()
+        written = self._thread.submit(self._write, iteration, files, facts, self._saves, parts, elsewhere)
+        self._under_way = None if elsewhere else iteration, parts, written
         self._saves += 1
         return None if self._asynchronous else self.finish()
 
-    def _write(self, iteration: int, files: Files, facts: Mapping[str, Any], number: int,
+    def _write(self, iteration: int, files: Files, facts: Mapping[str, Any], number: int, parts: Parts,
                elsewhere: Mapping[str, Any]) -> Path:
         """Write in the thread. The result on rank 0 counts, since rank 0 learns of every other rank's failure."""
         try:
             path = self._write_checkpoint(iteration=iteration, files=files, facts=facts, log=self._log,
-                                          attempt=f"{self._attempt}-{number}", hurry=self._hurry, **elsewhere)
-        except OSError as error:
-            self._log(f"WARNING: no checkpoint at iteration {iteration}: {error}")
+                                          attempt=f"{self._attempt}-{number}", parts=parts, **elsewhere)
+        except BaseException as error:
+            if not parts.own.done():
+                parts.own.set_exception(error)
+            if isinstance(error, OSError):
+                self._log(f"WARNING: no checkpoint at iteration {iteration}: {error}")
             raise
         self._log(f"saved {path}")
         return path
@@ -83,9 +88,12 @@ class Saver:
         """Wait for the checkpoint under way: its folder, or None where there is none or it failed on any rank."""
         if self._under_way is None:
             return None
-        iteration, written = self._under_way
-        self._under_way = None
+        iteration, parts, written = self._under_way
+        error = parts.own.exception()
+        own = f"rank {self._rank} could not write its part: {error}" if isinstance(error, OSError) else ""
+        parts.problem = share_line(own, self._rank, self._max_over_ranks)
         error = written.exception()
+        self._under_way = None
         if isinstance(error, OSError):
             self.problem = str(error)
         path = written.result() if not isinstance(error, OSError) else None
@@ -102,7 +110,8 @@ class Saver:
     def close(self) -> None:
         """End the thread. A checkpoint that is still under way, as on the way out of an error, is finished unless it
         lacks the part of another rank: that one may be gone, so nothing waits for it and no collective is called."""
-        self._hurry.set()
+        if self._under_way is not None:
+            self._under_way[1].hurry.set()
         self._thread.shutdown()
 
 

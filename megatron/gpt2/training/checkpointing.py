@@ -56,7 +56,7 @@ class Checkpointing:
             write_checkpoint, directory=prepared.save_directory, rank=parallel.rank, world_size=parallel.world_size,
             keep_last=prepared.config.checkpoint.keep_last, timeout_s=prepared.timeout.total_seconds())
         attempt = f"{shared(secrets.randbits(62) if parallel.rank == 0 else 0):x}"
-        self.saver = Saver(write, attempt=attempt,
+        self.saver = Saver(write, rank=parallel.rank, attempt=attempt,
                            asynchronous=prepared.config.checkpoint.async_save,
                            local_world_size=prepared.ranks.local_world_size, max_over_ranks=shared, log=log)
         self.saver.prepare(self.files())

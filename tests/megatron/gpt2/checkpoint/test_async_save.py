@@ -108,7 +108,7 @@ def test_a_failure_of_one_rank_is_one_of_all_and_training_goes_on(tmp_path: Path
 def saving(folder: Path, said: list[str], **options: Any) -> Saver:
     """As of rank 0 in a world of one, unless `options` say otherwise."""
     write = functools.partial(write_checkpoint, folder, **{"rank": 0, "world_size": 1, "timeout_s": 60.0, **options})
-    return Saver(write, attempt="a", asynchronous=True, local_world_size=1, max_over_ranks=int, log=said.append)
+    return Saver(write, rank=0, attempt="a", asynchronous=True, local_world_size=1, max_over_ranks=int, log=said.append)
 
 
 @pytest.fixture
