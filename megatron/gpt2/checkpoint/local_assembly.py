@@ -90,6 +90,13 @@ def held(folder: Path) -> dict[int, Held]:
     return found
 
 
+def newest_held(save: str, directory: str, *, alone: bool) -> int:
+    """The newest iteration of the run of this --save folder of which this machine holds a local checkpoint; 0 where
+    there is none. alone: no other machine can have what is missing. No tensor is read."""
+    own = held(Path(directory) / run) if (run := run_name(save)) else {}
+    return (newest_whole([own]) if alone else max(own, default=None)) or 0
+
+
 def newest_whole(everywhere: Sequence[Mapping[int, Held]]) -> int | None:
     """The newest iteration of which all machines together hold every file; None where there is none."""
     for number in sorted({number for one in everywhere for number in one}, reverse=True):

@@ -62,7 +62,7 @@ def keep_running(start: Callable[[int], Round], max_restarts: int, host: str, ke
     """
     reached: list[int] = []
     for attempt in range(max_restarts + 1):
-        incidents = Incidents(kept.folder, f"launcher_{host}", attempt=attempt) if kept else None
+        incidents = Incidents(kept.folder, f"launcher_{host}", attempt=attempt, host=host) if kept else None
         began = time.time()
         ended = start(attempt)
         for rank, code in ended.codes.items():

@@ -63,5 +63,7 @@ def ended_by(error: Exception, ranks: Ranks) -> int:
     if not bad_input and name_lost(ranks):
         return 1
     if bad_input or isinstance(error, dist.DistError):
+        if ranks.incidents is not None:
+            ranks.incidents.refused(str(error))
         return refuse(error, ranks)
     raise error

@@ -26,7 +26,8 @@ from megatron.gpt2.records.reporting import aligned
 from megatron.gpt2.records.run_report import HISTORY, METRICS
 
 MOST_AFTER = 3  # incidents after the first cause that are shown
-TELLING = {"rank ended", "lost", "hang", "not finite", "replica", "error", "stop", "crash loop"}
+LINE = 160  # characters of each
+TELLING = {"rank ended", "lost", "hang", "not finite", "replica", "error", "refused", "stop", "crash loop"}
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -46,7 +47,8 @@ def report(folder: Path, *, verify: bool = False) -> tuple[Death, list[str]]:
     incidents, settings, ended = read_incidents(folder), read_json(folder / FILE), read_json(folder / ENDED)
     history = read_records(folder / HISTORY)
     found = last_attempt(incidents)
-    begun = found[0]["time"] if found else 0.0
+    # A start that was refused has changed nothing of how the run ended.
+    begun = next((one["time"] for one in found if one.get("kind") != "refused"), 0.0)
     clean = ended if _number(ended.get("time", begun)) >= begun else {}
     notes = [str(one.get("text", "")) for one in history if _seconds(one.get("time")) >= int(begun)]
     if not found and not clean and notes and notes[-1] == "finished":  # of a run from before there were incidents
@@ -66,7 +68,7 @@ def _after(found: Sequence[Mapping[str, Any]], death: Death) -> list[tuple[str, 
     """What the other processes noted, the earliest first."""
     telling = [one for one in found if one.get("kind") in TELLING]
     lines = [f"{datetime.fromtimestamp(one['time']):%H:%M:%S} {place(one)}: {one['kind']}"
-             + f", {said(one)}" * bool(said(one)) for one in telling]
+             + f", {said(one)[:LINE]}" * bool(said(one)) for one in telling]
     more = len(lines) - MOST_AFTER
     shown = lines[:MOST_AFTER] + ([f"and {more} more in {FOLDER}/"] if more > 0 else [])
     return [("noted" if number == 0 else "", line) for number, line in enumerate(shown)]

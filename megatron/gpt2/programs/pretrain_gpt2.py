@@ -4,6 +4,7 @@ Exit codes: 0 where the run ended as asked (also after SIGTERM), 1 where it fail
 answered in one line by one rank.
 """
 
+import dataclasses
 import functools
 import signal
 import sys
@@ -73,7 +74,7 @@ def note_error(run: Run, error: BaseException) -> None:
     """Keep, for whoever finds out why the run died, what ended it and at which line of this program."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "/megatron/" in frame.filename]
     at = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
-    run.incidents.note("error", " ".join(f"{type(error).__name__}: {error}".split())[:300], at=at)
+    run.incidents.note("error", " ".join(f"{type(error).__name__}: {error}".split())[:3000], at=at)
 
 
 def build(words: Sequence[str]) -> Run | int:
@@ -86,15 +87,18 @@ def build(words: Sequence[str]) -> Run | int:
         launch, words = read_launch(words)
         if launch.starts:
             # A flag that cannot be is refused, and --help answered, before there are ranks.
-            folder = Path(str(parse(words).checkpoint.save))
-            return start_ranks(main, words, launch, Kept(folder, functools.partial(newest_iteration, folder)))
+            where = parse(words).checkpoint
+            newest = functools.partial(newest_iteration, where, alone=launch.starts == launch.world_size)
+            return start_ranks(main, words, launch, Kept(Path(str(where.save)), newest))
         ranks = launch.ranks()
         if ranks.world_size > 1:
             # Until the run can save, SIGTERM is the launcher's answer to another rank's exit: leave as that one did.
             signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(2))
         arguments = parse(words)
         save = Path(str(arguments.checkpoint.save))
-        ranks = meet(launch, Incidents(save, rank_name(launch.rank), attempt=launch.attempt))
+        incidents = Incidents(save, rank_name(launch.rank), attempt=launch.attempt, host=launch.host)
+        ranks = dataclasses.replace(ranks, incidents=incidents)
+        ranks = meet(launch, incidents)
         devices.set_threads(ranks)
 
         def log(line: str) -> None:
@@ -122,6 +126,7 @@ def build(words: Sequence[str]) -> Run | int:
                                "data": run.parallel.data_parallel_size})
     except (ValueError, OSError, RuntimeError, MemoryError) as error:
         if prepared is not None and is_out_of_memory(error):
+            prepared.incidents.refused(str(error))
             return refuse_out_of_memory(prepared)
         return ended_by(error, ranks)
     for line in warnings:

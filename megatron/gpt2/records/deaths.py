@@ -21,6 +21,7 @@ from megatron.gpt2.records.incident_fields import (
     program_line,
     ranks_in,
     ranks_in_words,
+    ranks_on,
     said,
     signal_of,
 )
@@ -53,14 +54,20 @@ class Death(NamedTuple):
 
 
 def last_attempt(incidents: Sequence[Incident]) -> list[Incident]:
-    """Those of the last start of the ranks: a folder may have seen many starts, by a person or by --max-restarts."""
+    """Those of the last start of the ranks: a folder may have seen many starts, by a person or by --max-restarts. A
+    start that was refused counts until something else happens, and takes no part in what other processes see."""
+    if incidents and incidents[-1].get("kind") == "refused":
+        refused = {str(one.get("who")): one for one in incidents if one.get("kind") == "refused"}
+        return [one for one in refused.values() if one["time"] > incidents[-1]["time"] - TOGETHER]
     starts = {str(one["who"]): one for one in incidents if one.get("kind") == "start" and "who" in one}
     if not starts:
         return list(incidents)
     latest = max(starts.values(), key=lambda one: one["time"])
     begun = min(one["time"] for one in starts.values() if one.get("attempt", 0) == latest.get("attempt", 0)
                 and one["time"] > latest["time"] - TOGETHER)
-    return [one for one in incidents if one["time"] >= begun]
+    have = {who for who, one in starts.items() if one["time"] >= begun}
+    return [one for one in incidents if one["time"] >= begun and not (
+        one.get("kind") == "refused" and str(one.get("who")) in have)]
 
 
 def cause_of(incidents: Sequence[Incident], ended: Mapping[str, Any] | None, notes: Sequence[str] = ()) -> Death:
@@ -101,7 +108,7 @@ def _first(found: Sequence[Incident], ended: Mapping[str, Any] | None, notes: Se
 def _own_causes(one: Incident, found: Sequence[Incident]) -> Iterator[Death]:
     """What an incident is the first cause of, if it is no consequence of another."""
     kind, text = one.get("kind"), said(one)
-    if kind == "error" and not OF_OTHERS.search(text):
+    if kind in ("error", "refused") and not OF_OTHERS.search(text):
         yield of_error(one)
     elif kind == "replica":
         yield of_error({**one, "text": f"{text} (the memory of a rank has changed)"})
@@ -152,6 +159,16 @@ def _of_signal(one: Incident, number: int, found: Sequence[Incident]) -> Death:
     if number != signal.SIGKILL:
         return Death("crashed rank", what, "its process crashed in a library or a driver, or its memory is faulty",
                      "look at the log of that rank; where it is always the same machine, leave it out")
+    here = ranks_on(one.get("host"), found)
+    killed = {rank for other in found if other.get("kind") == "rank ended" and signal_of(other) == number
+              for rank in ranks_in(other, "rank")}
+    accused = {rank for other in found if other.get("kind") == "lost" and own_rank(other) not in here
+               for rank in lost_ranks(other)}
+    if len(here) > 1 and here <= killed & accused:  # who was ended for another's sake did not fall silent with it
+        return Death("lost node", f"{ranks_in_words(here)}, all of {one.get('host')}, were ended by {name} at once"
+                     f"{at_iteration(one, found)}", "a person, the scheduler, or the system for want of memory (the "
+                     "machine's own log says so) ended all ranks of the machine; its launcher lived on",
+                     "leave that machine out where it happens again")
     if len(at_once) > 1:
         return Death("killed job", f"{len(at_once)} ranks were ended by {name} at once{at_iteration(one, found)}, "
                      f"{who} first",
@@ -208,7 +225,8 @@ def _of_lost(lost: Sequence[Incident], found: Sequence[Incident]) -> Death:
 
 def _of_code(code: int, found: Sequence[Incident], notes: Sequence[str]) -> Death:
     """An end with this exit code that no rank explains by an incident: the run's own lines may."""
-    for note in reversed(notes):
+    # That an iteration is not saved comes last, and why it is not before that.
+    for note in sorted(reversed(notes), key=lambda note: "is not saved" in note):
         if note.startswith("stopped: ") or any(pattern.search(note) for _, pattern, *_ in ERRORS):
             return of_error({"text": note.removeprefix("stopped: ").removeprefix("WARNING: "), "exit_code": code})
     if code in (130, -signal.SIGINT):

@@ -6,12 +6,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 Incident = Mapping[str, Any]
-LINE = 160  # characters of a message that are shown
 
 
 def said(one: Incident) -> str:
-    """The text of an incident, or its reason, in one line that can be read."""
-    return " ".join(str(one.get("text") or one.get("message") or one.get("reason") or "").split())[:LINE]
+    """The text of an incident, or its reason, in one line."""
+    return " ".join(str(one.get("text") or one.get("message") or one.get("reason") or "").split())
 
 
 def place(one: Incident) -> str:
@@ -21,6 +20,11 @@ def place(one: Incident) -> str:
     iteration = one.get("iteration", -1)
     at = f", iteration {iteration:,}" if isinstance(iteration, int) and iteration >= 0 else ""
     return f"{name} ({one.get('host', '?')}){at}"
+
+
+def ranks_on(host: Any, found: Iterable[Incident]) -> set[int]:
+    """The ranks of a machine, as far as they have noted anything."""
+    return {rank for one in found if one.get("host") == host and (rank := own_rank(one)) is not None}
 
 
 def own_rank(one: Incident) -> int | None:

@@ -22,14 +22,15 @@ FOLDER = "incidents"
 class Incidents:
     """Appends lines to the file `name` of `save_directory`. A line is one write, so that no reader sees half of it.
 
-    attempt: how often the run was started again before, without a person. `iteration`, of the lines that name no other,
+    attempt: how often the run was started again before, without a person. host: the name of the machine, where others
+    know it by one of its own. `iteration`, of the lines that name no other,
     is -1 until a run has one; the training loop sets it, so that threads beside it need not know the run. A disk that
     refuses a line loses it: what is told here must not end a run.
     """
 
-    def __init__(self, save_directory: str | Path, name: str, *, attempt: int = 0) -> None:
+    def __init__(self, save_directory: str | Path, name: str, *, attempt: int = 0, host: str = "") -> None:
         self._path = Path(save_directory) / FOLDER / f"{name}.jsonl"
-        self._always = {"who": name, "host": socket.gethostname(), "process": os.getpid(), "attempt": attempt}
+        self._always = {"who": name, "host": host or socket.gethostname(), "process": os.getpid(), "attempt": attempt}
         self.iteration = -1
 
     def note(self, kind: str, text: str = "", *, iteration: int | None = None, **details: Any) -> None:
@@ -45,6 +46,11 @@ class Incidents:
                 file.write(line)
         except OSError:
             pass
+
+    def refused(self, text: str) -> None:
+        """A start ends here for bad input. Where no run has saved, it leaves nothing behind."""
+        if self._path.parents[1].is_dir():
+            self.note("refused", text, exit_code=2)
 
 
 def rank_name(rank: int) -> str:

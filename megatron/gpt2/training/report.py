@@ -6,6 +6,7 @@ from pathlib import Path
 from data_utils import GPT2Dataset, unigram_bits_per_byte, xz_bits_per_byte
 from data_utils.command_line import how_to_call
 from megatron.gpt2.checkpoint.folder import Checkpoint, find_checkpoint
+from megatron.gpt2.checkpoint.local_assembly import newest_held
 from megatron.gpt2.config import CheckpointConfig, Config
 from megatron.gpt2.config.flag_names import differing_flags
 from megatron.gpt2.device import PRECISIONS
@@ -118,10 +119,12 @@ def on_disk(folder: Path) -> Checkpoint | None:
         return None
 
 
-def newest_iteration(folder: Path) -> int:
-    """The iteration of the checkpoint that a run would continue; 0 where there is none."""
-    newest = on_disk(folder)
-    return newest.iteration if newest else 0
+def newest_iteration(config: CheckpointConfig, *, alone: bool) -> int:
+    """The iteration of the checkpoint that a run would continue, also a local one; 0 where there is none. alone: the
+    run has this machine alone."""
+    save, local = str(config.save), config.local_checkpoint_dir
+    newest = on_disk(Path(save))
+    return max(newest.iteration if newest else 0, newest_held(save, local, alone=alone) if local else 0)
 
 
 def closing(run: Run, valid: EvaluationRecord | None, sample: str, plot: str, missing: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,7 @@ from megatron.gpt2.checkpoint.local import NAME, LocalCheckpoints
 from megatron.gpt2.checkpoint.local_assembly import assemble
 from megatron.gpt2.checkpoint.reader import Checkpoint
 from megatron.gpt2.launch.ranks import Meeting, Peer, Ranks
+from megatron.gpt2.training.report import newest_iteration
 from tests.distributed import run_ranks
 from tests.megatron.gpt2.training.training_runs import finish, start, steps, write_text
 
@@ -110,7 +112,11 @@ def test_a_run_goes_on_from_the_newest_and_from_none_that_is_damaged(tmp_path: P
     finish(run)
 
     (file,) = (tmp_path / "memory").glob("*/iter_0000004/mp_rank_00/model.safetensors")
-    data = bytearray(file.read_bytes())
+    data, where = bytearray(file.read_bytes()), run.config.checkpoint
+    assert newest_iteration(where, alone=True) == 4, "as the line of a restart has it"
+    file.write_bytes(b"")
+    assert newest_iteration(where, alone=True) == 2 and newest_iteration(where, alone=False) == 4
+    assert newest_iteration(replace(where, local_checkpoint_dir=None, local_checkpoint_interval=None), alone=True) == 1
     data[-1] ^= 1
     file.write_bytes(data)
     run = start(0, 1, str(tmp_path), flags)

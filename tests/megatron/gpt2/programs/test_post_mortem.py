@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,9 @@ def test_a_run_that_ended_well(tmp_path: Path, capsys: pytest.CaptureFixture[str
     (folder / "ended.json").write_text(json.dumps({"reason": "SIGTERM", "iteration": 9, "exit_code": 0, "time": 9e12}))
     assert main([str(folder)]) == 0
     assert "ended well" in capsys.readouterr().out
+    (folder / "ended.json").write_text(json.dumps({"reason": "", "iteration": 9, "exit_code": 0, "time": time.time()}))
+    Incidents(folder, rank_name(0)).refused("--lr -1")
+    assert main([str(folder)]) == 0, "a start that was refused has changed nothing"
     (folder / "ended.json").write_text("{")
     assert main([str(folder)]) == 1
 

@@ -57,6 +57,17 @@ DEATHS: dict[str, tuple[list[Line], Line | None, list[str], str, str]] = {
         of_rank(0, 12, "lost", ranks={"2": 4.0, "3": 4.1}), of_rank(1, 12, "lost", ranks={"2": 4.0, "3": 4.1}),
         of_launcher("node001", 14, "rank ended", rank=0, exit_code=1)], None, [],
         "lost node", r"^ranks 2 and 3 on node002 fell silent"),
+    "a node whose ranks are all killed, and whose launcher lives": ([
+        of_launcher("node002", 10, "rank ended", rank=2, first=False, signal="SIGKILL"),
+        of_launcher("node002", 10, "rank ended", rank=3, first=True, signal="SIGKILL"),
+        of_rank(0, 14, "lost", ranks=[2, 3], silences={"2": 4.0, "3": 4.1}),
+        of_launcher("node001", 15, "rank ended", rank=0, first=True, exit_code=1)], None, [],
+        "lost node", r"^ranks 2 and 3, all of node002, were ended by SIGKILL at once at iteration 634$"),
+    "a killed rank, and one beside it that its launcher had to kill": ([
+        of_rank(0, 14, "lost", ranks=[3], silences={"3": 4.0}),
+        of_launcher("node002", 22, "rank ended", rank=2, first=False, signal="SIGKILL"),
+        of_launcher("node002", 22, "rank ended", rank=3, first=True, signal="SIGKILL")], None, [],
+        "killed rank", r"^rank 3 \(node002\) was ended by SIGKILL"),
     "a stopped rank": ([
         of_rank(0, 31, "lost", ranks=[3], silences={"3": 31.0}), of_rank(2, 31, "lost", ranks=[3]),
         of_launcher("node002", 40, "rank ended", rank=2, exit_code=1)], None, [],
@@ -98,7 +109,7 @@ DEATHS: dict[str, tuple[list[Line], Line | None, list[str], str, str]] = {
     "a full disk, by the log's line alone": ([
         of_launcher("node001", 11, "rank ended", rank=0, exit_code=1)], None,
         ["WARNING: run/iter_0000700: cannot write its 4,096 bytes: No space left on device", "finished, but iteration "
-         "700 is not saved"], "full disk", "iteration 700 is not saved"),
+         "700 is not saved"], "full disk", "iter_0000700: cannot write its 4,096 bytes"),
     "a damaged checkpoint": ([
         of_rank(0, 2, "error", "run: holds no valid checkpoint: run/iter_0000600/mp_rank_00/model.safetensors: "
                 "damaged: its sha256 is not the one in boxes/rank_00000.jsonl", exit_code=2)], None, [],
@@ -120,6 +131,14 @@ DEATHS: dict[str, tuple[list[Line], Line | None, list[str], str, str]] = {
         None, [], "an error of the program", "^rank 3 .*ZeroDivisionError"),
     "bad input": ([of_rank(0, 1, "error", "--micro-batch-size must be positive, not 0", exit_code=2)], None, [],
                   "bad input", "--micro-batch-size"),
+    "a start that was refused": ([of_rank(0, 1, "refused", "--train-data x.txt: no such file", exit_code=2)], None, [],
+                                 "bad input", r"^rank 0 .*: --train-data x\.txt: no such file$"),
+    "a start that was refused beside the run": ([
+        of_rank(0, 1, "refused", "--save run: process 7 saves there", exit_code=2),
+        of_launcher("node001", 10, "rank ended", rank=1, signal=9)], None, [], "killed rank", "rank 1"),
+    "a disk whose path is long": ([
+        of_rank(1, 9, "error", f"OSError: /{'x' * 200}/model.safetensors: cannot write its 4,096 bytes: make room")],
+        None, [], "full disk", "^rank 1 .*: make room$"),
     "another weight on a replica": ([
         of_rank(2, 20, "replica", "rank 2 holds another word_embeddings.weight than ranks 0 and 1 since iteration 600"),
         of_launcher("node002", 21, "rank ended", rank=2, exit_code=1)], None, [],
@@ -170,6 +189,8 @@ def test_earlier_attempts_and_starts_are_left_out() -> None:
     again = [*started(attempt=1, at=20), of_rank(2, 30, "error", "KeyError: 'x'") | {"attempt": 1}]
     restart = of_launcher("node001", 15, "restart")
     assert cause_of([*started(), killed, restart, *again], None).kind == "an error of the program"
+    refused = of_rank(0, 40, "refused", "--lr -1", exit_code=2)
+    assert last_attempt([*started(), killed, restart, *again, refused]) == [refused]
     by_hand = [*started(at=5000), of_rank(2, 5030, "error", "KeyError: 'x'")]
     assert last_attempt([*started(), killed, *by_hand]) == by_hand
     # A rank that the elastic run goes on without never starts again.
