@@ -25,10 +25,12 @@ from data_utils.files.atomic import sync_folder
 from megatron.gpt2.checkpoint.files import Piece, write_synced, write_tensors
 from megatron.gpt2.checkpoint.gathering import write_table
 from megatron.gpt2.checkpoint.manifest import MANIFEST, Contents, table_path
+from megatron.gpt2.launch.gathering import gather_bytes, gather_texts
 
 NAME = "local_checkpoints"  # the file in the --save folder that names the run
 KEPT = 2  # checkpoints on each machine: the last one and the one before, while the next is written
 AT_ONCE = 64 << 20  # bytes of a message
+HOST = torch.device("cpu")
 Files = Mapping[str, Mapping[str, Piece]]
 
 
@@ -80,8 +82,9 @@ class LocalCheckpoints:
             problem = str(error)
         if self._failed(problem, iteration):
             return False
-        tables = gather_bytes(table, self._group)
-        manifest = gather_bytes(self._manifest(iteration, tables, facts) if self._rank == 0 else b"", self._group)[0]
+        tables = gather_bytes(table, HOST, self._group)
+        manifest = gather_bytes(self._manifest(iteration, tables, facts) if self._rank == 0 else b"", HOST,
+                                self._group)[0]
         try:
             self._copy(folder, tables)
             if self._is_first:
@@ -116,7 +119,7 @@ class LocalCheckpoints:
 
     def _failed(self, problem: str, iteration: int) -> bool:
         """Whether any rank has a problem. Every rank calls it."""
-        problems = [data.decode() for data in gather_bytes(problem.encode(), self._group)]
+        problems = gather_texts(problem, HOST, self._group)
         first = next((rank for rank, text in enumerate(problems) if text), None)
         if first is None:
             return False
@@ -171,19 +174,3 @@ def receive(path: Path, size: int, source: int, group: ProcessGroup | None) -> s
             except OSError as error:
                 problem = f"{path}: {error.strerror}"
     return problem
-
-
-def gather_bytes(data: bytes, group: ProcessGroup | None) -> list[bytes]:
-    """The `data` of every rank, by rank. A collective on the host."""
-    if group is None:
-        return [data]
-    sizes = [torch.empty(1, dtype=torch.int64) for _ in range(group.size())]
-    dist.all_gather(sizes, torch.tensor([len(data)]), group=group)
-    room = torch.zeros(max(map(int, sizes)), dtype=torch.uint8)
-    if not room.numel():
-        return [b""] * group.size()
-    room[:len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else room[:0]
-    found = [torch.empty_like(room) for _ in sizes]
-    dist.all_gather(found, room, group=group)
-    return [bytes(theirs[:int(size)].numpy()) for theirs, size in zip(found, sizes, strict=True)]
-

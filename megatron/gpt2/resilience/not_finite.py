@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 
 import mpu
+from megatron.gpt2.launch.gathering import gather_texts
 from megatron.gpt2.launch.ranks import named
 from megatron.gpt2.optimizer.optimizer import AdamWOptimizer
 from megatron.gpt2.records.incidents import FOLDER, rank_name
-from megatron.gpt2.resilience.gathering import gather_texts
 
 PHASES = ("weight", "output", "gradient")  # the order in which a step comes to them
 

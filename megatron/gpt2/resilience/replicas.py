@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 import mpu
+from megatron.gpt2.launch.gathering import gather_rows, gather_texts
 from megatron.gpt2.launch.ranks import named
 from megatron.gpt2.optimizer.optimizer import AdamWOptimizer
-from megatron.gpt2.resilience.gathering import gather_rows, gather_texts
 
 ROW = 64  # elements: every parameter and every owned range starts at a multiple of it
 

@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 
 import mpu
+from megatron.gpt2.launch.gathering import gather_rows
 from megatron.gpt2.launch.ranks import named
 from megatron.gpt2.records.timers import NAMES, Waiting
-from megatron.gpt2.resilience.gathering import gather_rows
 
 RATIO = 1.5   # times the median of the other ranks
 SHARE = 0.05  # of a step by which a part has to be longer at least: a part can be short

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 import mpu
+from megatron.gpt2.launch.gathering import gather_rows
 
 # To what losses are rounded before they are added up: a loss in nats per token, and the nats of a micro-batch.
 LOSS_STEP, NATS_STEP = 2.0 ** -32, 2.0 ** -20
@@ -23,19 +24,14 @@ def max_over_ranks(number: int, device: torch.device) -> int:
     """The largest of all ranks' numbers, each below 2^63. device: this rank's, on which NCCL needs the number."""
     if not dist.is_initialized():
         return number
-    shared = torch.tensor(number, dtype=torch.int64, device=_where(device))
+    shared = torch.tensor(number, dtype=torch.int64, device=device if dist.get_backend() == "nccl" else "cpu")
     dist.all_reduce(shared, op=dist.ReduceOp.MAX)
     return int(shared)
 
 
 def gather_over_ranks(number: int, device: torch.device) -> list[int]:
     """The numbers of all ranks, by rank, each below 2^63. device: as for `max_over_ranks`."""
-    if not dist.is_initialized():
-        return [number]
-    own = torch.tensor([number], dtype=torch.int64, device=_where(device))
-    everyone = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-    dist.all_gather(everyone, own)
-    return [int(theirs) for theirs in torch.cat(everyone).tolist()]
+    return [int(theirs) for theirs in gather_rows(torch.tensor([number], device=device)).view(-1)]
 
 
 def global_sum(values: Iterable[Tensor], group: ProcessGroup | None) -> Tensor:
@@ -51,7 +47,3 @@ def sum_over_replicas(values: Iterable[Tensor], parallel: mpu.ParallelState) -> 
     than 0. Every rank gets the sum."""
     total = global_sum(values, parallel.data_parallel_group)
     return global_sum(total, parallel.pipeline_model_parallel_group)
-
-
-def _where(device: torch.device) -> torch.device | str:
-    return device if dist.get_backend() == "nccl" else "cpu"

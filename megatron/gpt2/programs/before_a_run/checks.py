@@ -35,6 +35,12 @@ def others(found: Sequence[Facts], value: Callable[[Facts], Any]) -> list[int]:
     return [rank for rank, one in enumerate(values) if one != common]
 
 
+def problems(found: Sequence[Facts], hosts: Hosts, name: str) -> str:
+    """The ranks that say `name`, and what the first of them says; "" where none does."""
+    said = {rank: text for rank, facts in enumerate(found) if (text := facts.get(name))}
+    return f"{named(said, hosts)}: {said[min(said)]}" if said else ""
+
+
 def versions(found: Sequence[Facts], hosts: Hosts) -> Iterator[Row]:
     """Of the libraries."""
     text = ", ".join(f"{name} {version}" for name, version in found[0]["versions"].items() if version)
@@ -61,10 +67,8 @@ def code(found: Sequence[Facts], hosts: Hosts) -> Iterator[Row]:
 
 def flags(found: Sequence[Facts], hosts: Hosts) -> Iterator[Row]:
     """Whether each rank could prepare the run, and decided as the others did."""
-    problems = {rank: facts["problem"] for rank, facts in enumerate(found) if facts.get("problem")}
-    if problems:
-        first = min(problems)
-        yield Row("flags", f"{named(problems, hosts)}: {problems[first]}", "mend what it names")
+    if text := problems(found, hosts, "problem"):
+        yield Row("flags", text, "mend what it names")
         return
     for name in found[0]["decisions"]:
         if odd := others(found, lambda facts, name=name: facts["decisions"].get(name)):  # type: ignore[misc]
@@ -78,9 +82,8 @@ def flags(found: Sequence[Facts], hosts: Hosts) -> Iterator[Row]:
 
 def products(found: Sequence[Facts], hosts: Hosts) -> Iterator[Row]:
     """Of each device."""
-    wrong = {rank: facts["product"] for rank, facts in enumerate(found) if facts["product"]}
-    if wrong:
-        yield Row("products", f"{named(wrong, hosts)}: {wrong[min(wrong)]}", "leave that device out: it computes wrong")
+    if text := problems(found, hosts, "product"):
+        yield Row("products", text, "leave that device out: it computes wrong")
     else:
         yield Row("products", "exact on every rank")
 
@@ -113,23 +116,19 @@ def collectives(found: Sequence[Facts], hosts: Hosts) -> Iterator[Row]:
 
 def disk(found: Sequence[Facts], hosts: Hosts) -> Iterator[Row]:
     """The --save folder."""
-    problems = {rank: facts["disk_problem"] for rank, facts in enumerate(found) if facts.get("disk_problem")}
-    if problems:
-        yield Row("save folder", f"{named(problems, hosts)}: {problems[min(problems)]}",
-                  "make it writable, or give another --save")
+    if text := problems(found, hosts, "disk_problem"):
+        yield Row("save folder", text, "make it writable, or give another --save")
         return
     free = min(facts["free"] for facts in found)
     speed = [facts["bytes_per_s"] for facts in found if facts["bytes_per_s"]]
     wanted, one = found[0].get("bytes_to_come", 0), found[0].get("checkpoint_bytes", 0)
     text = f"{_size(wanted)} to come, {_size(free)} free, {min(speed) / 1e6:.0f} MB/s"
     seconds = one / len(speed) / min(speed)
-    if wanted > free:
-        yield Row("save folder", text, f"make room, or keep fewer: --keep-last (a checkpoint has {_size(one)})")
-    elif seconds > SLOW_SAVE:
-        yield Row("save folder", f"{text}: a save takes {seconds:,.0f} s", "take a faster disk, or --async-save and a "
-                  "greater --save-interval")
-    else:
-        yield Row("save folder", text)
+    mend = f"make room, or keep fewer: --keep-last (a checkpoint has {_size(one)})" if wanted > free else ""
+    if not mend and seconds > SLOW_SAVE:
+        text, mend = (f"{text}: a save takes {seconds:,.0f} s",
+                      "take a faster disk, or --async-save and a greater --save-interval")
+    yield Row("save folder", text, mend)
 
 
 def data(found: Sequence[Facts], hosts: Hosts) -> Iterator[Row]:
@@ -152,12 +151,9 @@ def memory(found: Sequence[Facts], hosts: Hosts) -> Iterator[Row]:
     """What is expected of the fullest rank, and what is there."""
     if any("memory" not in facts for facts in found):
         return
-    short = {rank: facts["memory_problem"] for rank, facts in enumerate(found) if facts["memory_problem"]}
-    if short:
-        text, _, ways = short[min(short)].partition(": ")
-        yield Row("memory", f"{named(short, hosts)}: {text}", ways)
-    else:
-        yield Row("memory", found[0]["memory"])
+    who, _, short = problems(found, hosts, "memory_problem").partition(": ")
+    text, _, ways = short.partition(": ")
+    yield Row("memory", f"{who}: {text}" if short else found[0]["memory"], ways)
 
 
 CHECKS: tuple[Check, ...] = (versions, code, flags, products, clocks, collectives, disk, data, memory)
