@@ -36,6 +36,7 @@ DISK = re.compile(r"no space left|cannot write its|disk quota|file too large|rea
                   r"input/output error", re.IGNORECASE)
 CHECKPOINT = re.compile(r"no valid checkpoint|sha256|iter_\d{7}", re.IGNORECASE)
 NOT_FINITE = re.compile(r"FloatingPointError|not finite|\bNaN\b|--max-skipped-steps")
+MISSING = re.compile("did not come within")
 CHANGED = re.compile(r"StateChanged|memory of a rank has changed")
 DATA = re.compile(r"is damaged|holds the token id|\.idx|\.bin\b", re.IGNORECASE)
 LOADING = re.compile(r"data_utils/|training/data\.py|dataloader|DataLoader|indexed_dataset|samplers")
@@ -55,8 +56,8 @@ class Death(NamedTuple):
 
 def last_attempt(incidents: Sequence[Incident]) -> list[Incident]:
     """Those of the last start of the ranks: a folder may have seen many starts, by a person or by --max-restarts. A
-    start that was refused counts until something else happens, and takes no part in what other processes see."""
-    if incidents and incidents[-1].get("kind") == "refused":
+    start by a person that was refused counts until something else happens, and takes no part in that."""
+    if incidents and incidents[-1].get("kind") == "refused" and not incidents[-1].get("attempt"):
         refused = {str(one.get("who")): one for one in incidents if one.get("kind") == "refused"}
         return [one for one in refused.values() if one["time"] > incidents[-1]["time"] - TOGETHER]
     starts = {str(one["who"]): one for one in incidents if one.get("kind") == "start" and "who" in one}
@@ -65,9 +66,9 @@ def last_attempt(incidents: Sequence[Incident]) -> list[Incident]:
     latest = max(starts.values(), key=lambda one: one["time"])
     begun = min(one["time"] for one in starts.values() if one.get("attempt", 0) == latest.get("attempt", 0)
                 and one["time"] > latest["time"] - TOGETHER)
-    have = {who for who, one in starts.items() if one["time"] >= begun}
+    have = {(who, one.get("attempt")) for who, one in starts.items() if one["time"] >= begun}
     return [one for one in incidents if one["time"] >= begun and not (
-        one.get("kind") == "refused" and str(one.get("who")) in have)]
+        one.get("kind") == "refused" and (str(one.get("who")), one.get("attempt")) in have)]
 
 
 def cause_of(incidents: Sequence[Incident], ended: Mapping[str, Any] | None, notes: Sequence[str] = ()) -> Death:
@@ -108,7 +109,9 @@ def _first(found: Sequence[Incident], ended: Mapping[str, Any] | None, notes: Se
 def _own_causes(one: Incident, found: Sequence[Incident]) -> Iterator[Death]:
     """What an incident is the first cause of, if it is no consequence of another."""
     kind, text = one.get("kind"), said(one)
-    if kind in ("error", "refused") and not OF_OTHERS.search(text):
+    if kind == "error" and not OF_OTHERS.search(text):
+        yield of_error(one)
+    elif kind == "refused" and one is found[0]:  # else by then something else had happened
         yield of_error(one)
     elif kind == "replica":
         yield of_error({**one, "text": f"{text} (the memory of a rank has changed)"})
@@ -134,6 +137,8 @@ ERRORS = (
      "committed is whole"),
     ("damaged checkpoint", CHECKPOINT, "a file is not as it was written",
      "nothing, where an older checkpoint is valid: it is taken; else give another --load"),
+    ("missing ranks", MISSING, "they were not started, or do not reach the others",
+     "start them, or look at the network between the machines"),
     ("damaged data", DATA, "a token file is not as it was written",
      "write it anew: tools/inspect_data.py --verify says where it is damaged"))
 

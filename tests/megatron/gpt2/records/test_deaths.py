@@ -133,6 +133,13 @@ DEATHS: dict[str, tuple[list[Line], Line | None, list[str], str, str]] = {
                   "bad input", "--micro-batch-size"),
     "a start that was refused": ([of_rank(0, 1, "refused", "--train-data x.txt: no such file", exit_code=2)], None, [],
                                  "bad input", r"^rank 0 .*: --train-data x\.txt: no such file$"),
+    "a start for which a machine was missing": ([
+        of_rank(0, 1, "refused", "rank 1 of 2 did not come within 120 s (--init-timeout); rank 0 (node001) did",
+                exit_code=2)], None, [], "missing ranks", "^rank 0 .*: rank 1 of 2 did not come"),
+    "a killed node, and a restart without it": ([
+        of_rank(0, 12, "lost", ranks={"2": 4.0, "3": 4.1}),
+        {**of_rank(0, 140, "refused", "ranks 2-3 of 4 did not come within 120 s", exit_code=2), "attempt": 1}],
+        None, [], "lost node", r"^ranks 2 and 3 on node002 fell silent"),
     "a start that was refused beside the run": ([
         of_rank(0, 1, "refused", "--save run: process 7 saves there", exit_code=2),
         of_launcher("node001", 10, "rank ended", rank=1, signal=9)], None, [], "killed rank", "rank 1"),
