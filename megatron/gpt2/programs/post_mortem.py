@@ -16,6 +16,7 @@ from typing import Any
 
 from data_utils.command_line import Parser, program
 from megatron.gpt2.checkpoint.folder import find_checkpoint
+from megatron.gpt2.checkpoint.local_assembly import newest_held
 from megatron.gpt2.config.config_json import FILE
 from megatron.gpt2.records.deaths import Death, cause_of, last_attempt
 from megatron.gpt2.records.ended import ENDED
@@ -84,16 +85,26 @@ def _going_on(folder: Path, settings: Mapping[str, Any], found: Sequence[Mapping
         return [("checkpoint", f"none is valid: {error}")]
     except OSError as error:
         return [("checkpoint", f"cannot be read: {error}")]
-    if checkpoint is None:
-        text = "none was saved: the run begins anew"
-    else:
-        lost = max(0, reached - checkpoint.iteration)
-        text = f"iteration {checkpoint.iteration:,} is the newest valid one" + (
-            f"; {lost:,} iteration{'s' * (lost != 1)} to be done again" if lost else "")
+    iteration = checkpoint.iteration if checkpoint is not None else 0
+    text = f"iteration {iteration:,} is the newest valid one" if checkpoint is not None else "none was saved"
+    if (near := _near(folder, settings)) > iteration:
+        iteration, text = near, f"{text}, and of {near:,} this machine holds a local one"
+    lost = max(0, reached - iteration)
+    text += f"; {lost:,} iteration{'s' * (lost != 1)} to be done again" if iteration and lost else \
+        ": the run begins anew" * (not iteration)
     rows = [("checkpoint", text), *(("", line.removeprefix("WARNING: ")) for line in warnings[:1])]
     if command := _command(settings, found):
         rows += [("continue", command)]
     return rows
+
+
+def _near(folder: Path, settings: Mapping[str, Any]) -> int:
+    """The iteration of the newest local checkpoint of the run on this machine; 0 where there is none."""
+    try:
+        directory = settings["config"]["checkpoint"]["local_checkpoint_dir"]
+    except (KeyError, TypeError):
+        return 0
+    return newest_held(str(folder), directory, alone=False) if isinstance(directory, str) else 0
 
 
 def _command(settings: Mapping[str, Any], found: Sequence[Mapping[str, Any]]) -> str:

@@ -107,11 +107,10 @@ def _first(found: Sequence[Incident], ended: Mapping[str, Any] | None, notes: Se
 
 
 def _own_causes(one: Incident, found: Sequence[Incident]) -> Iterator[Death]:
-    """What an incident is the first cause of, if it is no consequence of another."""
+    """What an incident is the first cause of, if it is no consequence of another. A refusal is one where nothing came
+    before it."""
     kind, text = one.get("kind"), said(one)
-    if kind == "error" and not OF_OTHERS.search(text):
-        yield of_error(one)
-    elif kind == "refused" and one is found[0]:  # else by then something else had happened
+    if kind == "error" and not OF_OTHERS.search(text) or kind == "refused" and one is found[0]:
         yield of_error(one)
     elif kind == "replica":
         yield of_error({**one, "text": f"{text} (the memory of a rank has changed)"})

@@ -41,6 +41,16 @@ def test_ten_lines_about_a_death(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "\nfirst rank 1 (" in text and ") was ended by SIGKILL at iteration 9\n" in text
     assert "iteration 7 is the newest valid one; 2 iterations to be done again" in text
     assert text.endswith("continue python pretrain.py --x 1")
+    # A local one is nearer: made by hand, of the run's own name.
+    (folder / "local_checkpoints").write_text("abc")
+    save(folder.parent / "near" / "abc", 8)
+    config = Config.from_dict({"checkpoint": {"save": str(folder), "local_checkpoint_interval": 2,
+                                              "local_checkpoint_dir": str(folder.parent / "near")}})
+    write_config(folder, config, {"train_iters": 100, "global_batch_size": 8}, goes_on=False)
+    assert main([str(folder)]) == 1
+    assert ("iteration 7 is the newest valid one, and of 8 this machine holds a local one; 1 iteration to be done again"
+            in capsys.readouterr().out)
+    (folder / "local_checkpoints").unlink()
     # A damaged checkpoint is stepped over, and said.
     next((folder / "iter_0000007").rglob("*.safetensors")).write_bytes(b"")
     assert main([str(folder)]) == 1
