@@ -80,7 +80,7 @@ def test_a_crash_loop_ends(folder: Path) -> None:
 
 
 def test_bad_input_is_not_started_again(folder: Path) -> None:
-    (folder / "bad").mkdir()  # as where a run has saved
+    (folder / "bad" / "incidents").mkdir(parents=True)  # as where a run was before
     code, output = started(folder, "bad", *MP2, "--max-restarts", "3", "--train-data", "nothing.txt").end()
     assert code == 2 and "restart" not in output and output.count("error") == 1, output
     assert kinds(folder / "bad") == [("rank", "refused", 0)] * 2

@@ -48,8 +48,8 @@ class Incidents:
             pass
 
     def refused(self, text: str) -> None:
-        """A start ends here for bad input. Where no run has saved, it leaves nothing behind."""
-        if self._path.parents[1].is_dir():
+        """A start ends here for bad input. Where no run was before, it leaves nothing behind."""
+        if self._path.parent.is_dir():
             self.note("refused", text, exit_code=2)
 
 
