@@ -3,7 +3,7 @@
     python -m tests.faults.injector --fault kill:rank=1:step=3 --fault full:rank=0:step=5 -- [flags of pretrain_gpt2]
 
 This process is patched, and the ranks are forked from it; under torchrun each process is a rank. A fault is a kind and
-its settings: rank and step (both counted from 0; the step that is about to be done) say where, attempt (default 0)
+its settings: rank (or "any") and step (both counted from 0; the step that is about to be done) say where, attempt (0)
 after how many restarts, "any" in each of them. `inside=save` puts it into the save of iteration `step`, at the file
 operation `event` (default 1) of this rank in its folder. Other settings are the kind's own.
 """
@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -38,7 +39,7 @@ class Fault:
     """What `--fault` says. details: settings of its kind, as (name, value)."""
 
     kind: str
-    rank: int
+    rank: int | None
     step: int
     attempt: int | None = 0
     inside: str = ""
@@ -54,7 +55,7 @@ class Fault:
             value = next((read(text_of) for read, form in ((int, r"-?\d+"), (float, r"[\d.]+"), (str, ".*"))
                           if re.fullmatch(form, text_of)))
             if name in ("rank", "step", "attempt", "inside", "event"):
-                own[name] = None if (name, value) == ("attempt", "any") else value
+                own[name] = None if name in ("attempt", "rank") and value == "any" else value
             else:
                 details.append((name, value))
         if kind not in FAULTS:
@@ -63,7 +64,8 @@ class Fault:
 
     def is_now(self) -> bool:
         """Whether this process is the rank, and this the attempt."""
-        return self.attempt in (None, attempt()) and (dist.get_rank() if dist.is_initialized() else 0) == self.rank
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        return self.attempt in (None, attempt()) and self.rank in (None, rank)
 
     def happen(self, run: Run | None) -> None:
         FAULTS[self.kind](run, **dict(self.details))
@@ -71,6 +73,15 @@ class Fault:
 
 def kill(run: Run | None) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def machine(run: Run | None) -> None:
+    """The machine is gone: its launcher and all of its ranks, before any of them can say a word."""
+    launcher = os.getppid()
+    os.kill(launcher, signal.SIGSTOP)  # else it would tell its ranks to end
+    own = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
+    for process in [*(int(number) for number in own if int(number) != os.getpid()), launcher, os.getpid()]:
+        os.kill(process, signal.SIGKILL)
 
 
 def stop(run: Run | None) -> None:
@@ -96,7 +107,7 @@ def full(run: Run | None) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
 
 
-FAULTS: dict[str, Callable[..., None]] = {"kill": kill, "stop": stop, "cut": cut, "full": full}
+FAULTS: dict[str, Callable[..., None]] = {"kill": kill, "machine": machine, "stop": stop, "cut": cut, "full": full}
 if find_spec("tests.faults.state_faults"):
     FAULTS |= import_module("tests.faults.state_faults").KINDS
 

@@ -20,6 +20,8 @@ class LaunchConfig:
                                            "folder that they share", metavar="URL")
     max_restarts: int = option(0, "with --nproc-per-node: how often the ranks are started again after one has failed; "
                                   "they continue from the newest checkpoint")
+    elastic: bool = option(False, "go on with the ranks that have come within --init-timeout, as many as divide "
+                                  "--global-batch-size, and begin again when more have come")
     init_timeout: float = option(120.0, "seconds within which all ranks must come")
 
     def __post_init__(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -117,6 +118,15 @@ class Config:
             require(span.step % together == 0, f"{named} is not divisible by --micro-batch-size "
                                                f"{train.micro_batch_size} × {ranks} data-parallel ranks")
         return schedule
+
+    def usable_ranks(self, ranks: int) -> int:
+        """How many of `ranks` ranks the run can use: the largest number that can be divided into its layout and that
+        divides its batches; 0 where there is none."""
+        for world_size in range(ranks, 0, -1):
+            with contextlib.suppress(ValueError):
+                self.batch_schedule(world_size)
+                return world_size
+        return 0
 
     def as_dict(self) -> dict[str, dict[str, Any]]:
         """The sections by name, each a dict of its fields: what a checkpoint and config.json hold."""

@@ -4,6 +4,7 @@ The same words are run again, and so the run goes on from its newest checkpoint.
 lost. So over several machines each machine restarts its own ranks, and no launcher talks to another one.
 """
 
+import itertools
 import signal
 import sys
 import time
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from data_utils.command_line import how_to_call
+from megatron.gpt2.launch.elastic import AGAIN
 from megatron.gpt2.records.incidents import Incidents, read_incidents
 from megatron.gpt2.records.plots import read_records
 from megatron.gpt2.records.run_report import METRICS
@@ -61,7 +63,8 @@ def keep_running(start: Callable[[int], Round], max_restarts: int, host: str, ke
     start: runs the ranks, given the number of the restart. kept: None for a program that does not train.
     """
     reached: list[int] = []
-    for attempt in range(max_restarts + 1):
+    restarts = 0
+    for attempt in itertools.count():
         incidents = Incidents(kept.folder, f"launcher_{host}", attempt=attempt, host=host) if kept else None
         began = time.time()
         ended = start(attempt)
@@ -71,8 +74,11 @@ def keep_running(start: Callable[[int], Round], max_restarts: int, host: str, ke
                                **({"exit_code": code} if code >= 0 else {"signal": signal_name(-code)}))
         if ended.first is None or ended.code in FINAL:
             return ended.code
+        if ended.code == AGAIN and not ended.stopped:
+            say("the ranks meet anew (--elastic)", "restart")
+            continue
         why = how_it_ended(ended.first, ended.codes[ended.first])
-        if ended.stopped or attempt == max_restarts:
+        if ended.stopped or restarts == max_restarts:
             if max_restarts and not ended.stopped:
                 say(f"{why}; no restart is left (--max-restarts {max_restarts})")
             elif ended.codes[ended.first] < 0:  # otherwise the rank itself has said why
@@ -90,11 +96,12 @@ def keep_running(start: Callable[[int], Round], max_restarts: int, host: str, ke
                 return 1
             newest = kept.newest()
             where = f", from iteration {newest}" if newest else ", from the beginning"
-        line = f"{why}: restart {attempt + 1} of {max_restarts}{where}"
+        restarts += 1
+        line = f"{why}: restart {restarts} of {max_restarts}{where}"
         if incidents:
             incidents.note("restart", line)
         say(line, "restart")
-    raise AssertionError("the last attempt returns")
+    raise AssertionError("an attempt returns")
 
 
 def say(line: str, kind: str = "error") -> None:

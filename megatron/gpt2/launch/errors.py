@@ -23,6 +23,7 @@ def refuse(error: Exception, ranks: Ranks) -> int:
         told = threading.Event()
         signal.signal(signal.SIGTERM, signal.SIG_IGN if prints else lambda number, frame: told.set())
         told.wait(LAUNCHER_GRACE if prints else SILENT_GRACE)
+    ranks.end(2)
     ranks.leave()
     return 2
 

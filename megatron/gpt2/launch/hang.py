@@ -110,7 +110,7 @@ class Hang:
         self._watches_steps = watches_steps
         self._since: float | None = None  # when the step began
         self._has_written, self._main_leaves = threading.Lock(), False
-        self._heartbeat.each_beat = self._look
+        self._heartbeat.at_each_beat.append(self._look)
 
     def enter_step(self) -> None:
         """A training step begins."""

@@ -42,7 +42,7 @@ class Heartbeat(threading.Thread):
         self._warned: set[int] = set()
         self._stopped, self._watches_all = threading.Event(), threading.Event()
         self.published: str | None = None  # what another rank has found out
-        self.each_beat: Callable[[Store], None] | None = None  # called in this thread after each beat
+        self.at_each_beat: list[Callable[[Store], None]] = []  # called in this thread after each beat
         self.start()
 
     def run(self) -> None:
@@ -60,14 +60,14 @@ class Heartbeat(threading.Thread):
         self._unanswered = time.monotonic()
         self.store.set(self._mine, str(self._beats))
         ranks = self._all if self._watches_all.is_set() else self._watched
-        heard = self.store.multi_get([f"beat/{rank}" for rank in ranks])  # there since the ranks have met
+        heard = self.store.multi_get([f"beat/{rank}" for rank in ranks])  # waits for those that are not there yet
         # Read after the beats and shown before them: who publishes and leaves is not itself taken for lost.
         if self.store.check(["lost"]):
             self.published = self.store.get("lost").decode()
         self._unanswered = math.inf
         self._hear(dict(zip(ranks, heard, strict=True)))
-        if self.each_beat is not None:
-            self.each_beat(self.store)
+        for look in self.at_each_beat:
+            look(self.store)
 
     def _hear(self, beats: dict[int, bytes]) -> None:
         now, before = time.monotonic(), self._heard

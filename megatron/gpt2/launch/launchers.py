@@ -47,6 +47,7 @@ class Launch:
     timeout: float = LaunchConfig.init_timeout
     starts: int = 0                       # ranks that this process is to start, from `rank` on
     max_restarts: int = 0                 # how often it starts them again
+    elastic: bool = False                 # go on with the ranks that come
     attempt: int = 0                      # how often this rank's launcher has started its ranks again
     notice: str = ""                      # a line for the user
 
@@ -74,7 +75,8 @@ def read_launch(argv: Sequence[str], environ: Mapping[str, str] = os.environ) ->
         require(flags.init_method is None, "--init-method needs --rank and --world-size, or a launcher that knows them")
         found = replace(found, notice=_notice(environ))
     host = environ.get("SLURMD_NODENAME") or socket.gethostname()
-    return replace(found, host=host, timeout=flags.init_timeout, attempt=attempt(environ)), words
+    return replace(found, host=host, timeout=flags.init_timeout, elastic=flags.elastic,
+                   attempt=attempt(environ)), words
 
 
 def _started_here(flags: LaunchConfig, environ: Mapping[str, str]) -> Launch | None:
@@ -82,7 +84,7 @@ def _started_here(flags: LaunchConfig, environ: Mapping[str, str]) -> Launch | N
     if flags.nproc_per_node is None:
         return None
     here = flags.nproc_per_node or torch.cuda.device_count() or 2
-    starts = here if here > 1 or flags.max_restarts else 0
+    starts = here if here > 1 or flags.max_restarts or flags.elastic else 0
     if here * flags.nnodes == 1 and not starts:
         return None
     return Launch(flags.node_rank * here, flags.nnodes * here, (0, here), starts=starts,

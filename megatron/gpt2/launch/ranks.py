@@ -4,13 +4,14 @@ import contextlib
 import json
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from megatron.gpt2.config import require
+from megatron.gpt2.launch.elastic import AGAIN, Newcomers
 from megatron.gpt2.launch.heartbeat import BEAT, PATIENCE, SILENCE, Heartbeat
 from megatron.gpt2.records.incidents import Incidents
 
@@ -20,6 +21,10 @@ FAREWELL = 5.0  # seconds that the server of the store waits for the others to l
 
 class MissingRanks(ValueError):
     """Ranks that did not come; exit code 2."""
+
+
+class EarlierRound(Exception):
+    """The store is of the round before: ranks that were started again have come before those have gone."""
 
 
 class LeftRanks(MissingRanks):
@@ -33,6 +38,10 @@ class Peer:
     host: str
     address: str  # of its machine on the way to the store
 
+    def as_text(self) -> str:
+        """What the store keeps of it: the fields in JSON."""
+        return json.dumps(asdict(self))
+
 
 @dataclass(frozen=True)
 class Meeting:
@@ -42,6 +51,7 @@ class Meeting:
     server: Store | None  # that of the store, where this process runs it
     peers: Sequence[Peer]  # of all ranks
     heartbeat: Heartbeat
+    newcomers: Newcomers | None = None  # with --elastic, on rank 0
 
     @property
     def hosts(self) -> dict[int, str]:
@@ -95,7 +105,9 @@ class Meeting:
         self.heartbeat.stop()
         if not self.heartbeat.is_alive():  # else it waits for a store that does not answer
             with contextlib.suppress(dist.DistError):
-                wait_for_others(self.store, "left", len(self.peers) - gone if self.server else 0)
+                self.store.compare_set("over", "", str(AGAIN))  # for those that stand by; a run that ended has said so
+                others = len(self.peers) - gone + self.store.add("standing by", 0) if self.server else 0
+                wait_for_others(self.store, "left", others)
 
 
 @dataclass(frozen=True)
@@ -118,6 +130,17 @@ class Ranks:
         """Note an incident of this rank, if it keeps them, as `Incidents.note` does."""
         if self.incidents is not None:
             self.incidents.note(kind, text, **details)
+
+    @property
+    def newcomers_are_needed(self) -> bool:
+        """Whether the run could use ranks that have come since it began (--elastic), as far as rank 0 knows."""
+        newcomers = self.meeting.newcomers if self.meeting is not None else None
+        return newcomers is not None and newcomers.are_needed
+
+    def end(self, code: int) -> None:
+        """Say with which exit code the run ends, on rank 0, to ranks that took no part in it."""
+        if self.meeting is not None and self.rank == 0 and not self.meeting.heartbeat.is_stopped:
+            self.meeting.store.set("over", str(code))
 
     def leave(self, gone: int = 0) -> None:
         """Leave the meeting, if there is one, as `Meeting.leave` does."""

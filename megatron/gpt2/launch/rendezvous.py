@@ -11,46 +11,51 @@ with one rank, or with different world sizes, all wait until a time-out or for e
 """
 
 import contextlib
-import dataclasses
 import json
 import os
 import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, ProcessGroup, Store  # type: ignore[attr-defined]
 
+from megatron.gpt2.launch.elastic import Newcomers, StoodBy, Usable, seats, stand_by
 from megatron.gpt2.launch.heartbeat import BEAT, LOST, PATIENCE, SILENCE, Heartbeat
 from megatron.gpt2.launch.interfaces import address_towards, set_gloo_interface
 from megatron.gpt2.launch.launchers import Launch
-from megatron.gpt2.launch.ranks import POLL, Meeting, MissingRanks, Peer, Ranks, keys, named, wait_for_others
+from megatron.gpt2.launch.ranks import (
+    POLL,
+    EarlierRound,
+    Meeting,
+    MissingRanks,
+    Peer,
+    Ranks,
+    keys,
+    named,
+    wait_for_others,
+)
 from megatron.gpt2.launch.store import connected, open_store
-from megatron.gpt2.records.incidents import Incidents
 
 MET = "all have come"
 
 
-class EarlierRound(Exception):
-    """The store is of the round before: ranks that were started again have come before those have gone."""
-
-
-def meet(launch: Launch, incidents: Incidents | None = None) -> Ranks:
+def meet(launch: Launch, usable: Usable | None = None) -> Ranks:
     """Wait until all ranks are there; returns this process's place among them, with the meeting that they share.
 
     Raises MissingRanks where some ranks do not come within `launch.timeout` seconds, and ValueError where they cannot
-    meet at all. A world of one has nobody to meet. incidents: of this rank.
+    meet at all. A world of one has nobody to meet. usable: with --elastic, for ranks that need not all come; StoodBy
+    where this one took no part in the run, which has ended.
     """
     if launch.world_size == 1:
-        return replace(launch.ranks(), incidents=incidents)
+        return launch.ranks()
     deadline = time.monotonic() + launch.timeout
     while True:
         try:
-            return replace(_meet(launch, deadline), incidents=incidents)
+            return _meet(launch, deadline, usable)
         except EarlierRound:
             if time.monotonic() > deadline:
                 raise MissingRanks(f"the ranks of the round before have not left {launch.where} within "
@@ -58,38 +63,50 @@ def meet(launch: Launch, incidents: Incidents | None = None) -> Ranks:
             time.sleep(POLL)
 
 
-def _meet(launch: Launch, deadline: float) -> Ranks:
+def _meet(launch: Launch, deadline: float, usable: Usable | None) -> Ranks:
     # A launcher's store outlives its ranks. Otherwise rank 0 serves a new one each time, and how often each machine has
     # restarted its ranks makes no difference.
     prefix = f"megatron/{launch.attempt}" if launch.served else "megatron"
     with open_store(launch, deadline) as (tcp, server):
         store = PrefixStore(prefix, tcp)
-        may_be_earlier = launch.attempt > 0 and not launch.served and server is None
+        may_be_earlier = (launch.attempt > 0 or usable is not None) and not launch.served and server is None
         try:
-            if may_be_earlier and store.check(["verdict"]):
+            if may_be_earlier and store.check(["verdict" if usable is None else "over"]):
                 raise EarlierRound
-            _come(store, launch, Peer(launch.host, address_towards(tcp.host)), deadline, serves=server is not None)
-            peers = [Peer(**json.loads(text)) for text in store.multi_get(keys("who", launch.world_size))]
+            who = Peer(launch.host, address_towards(tcp.host)).as_text()
+            # A run that is under way has its verdict.
+            numbers = [] if may_be_earlier and store.check(["verdict"]) else _come(
+                store, launch, who, deadline, usable, serves=server is not None)
+            if launch.rank not in numbers:
+                raise StoodBy(stand_by(store, launch.rank, launch.host, who))
+            rank, world_size = numbers.index(launch.rank), len(numbers)
+            store.set(f"beat/{rank}", "0")
+            peers = [Peer(**json.loads(text)) for text in store.multi_get([f"who/{number}" for number in numbers])]
             own_connection = PrefixStore(prefix, connected(tcp.host, tcp.port, launch.timeout))
         except dist.DistError as error:
             if may_be_earlier:
                 raise EarlierRound from error
             raise MissingRanks("rank 0 left while the others came: see its own message") from error
-    together = [rank for rank, peer in enumerate(peers) if peer.host == launch.host]
-    local = launch.local or (together.index(launch.rank), len(together))
+    together = [other for other, peer in enumerate(peers) if peer.host == launch.host]
+    local = launch.local if launch.local and usable is None else (together.index(rank), len(together))
 
     def warn(gone: Iterable[int]) -> None:
         print(f"WARNING: no sign of life for {SILENCE:.0f} s from {named(gone, meeting.hosts)}", file=sys.stderr)
 
     first = local[0] == 0
-    heartbeat = Heartbeat(own_connection, launch.rank, launch.world_size, warn=warn if first else None,
-                          watched=range(launch.world_size) if first else together)
-    meeting = Meeting(store, server, peers, heartbeat)
-    return Ranks(launch.rank, launch.world_size, *local, meeting=meeting)
+    newcomers = Newcomers(launch.world_size, world_size, usable) if usable and rank == 0 else None
+    heartbeat = Heartbeat(own_connection, rank, world_size, warn=warn if first else None,
+                          watched=range(world_size) if first else together)
+    if newcomers is not None:
+        heartbeat.at_each_beat.append(newcomers.look)
+    meeting = Meeting(store, server, peers, heartbeat, newcomers)
+    return Ranks(rank, world_size, *local, meeting=meeting)
 
 
-def _come(store: Store, launch: Launch, peer: Peer, deadline: float, *, serves: bool) -> None:
-    """Enter this rank into the store, and wait for the verdict that all ranks share.
+def _come(store: Store, launch: Launch, who: str, deadline: float, usable: Usable | None, *,
+          serves: bool) -> list[int]:
+    """Enter this rank into the store, and wait for the verdict that all ranks share: those that take part, in the order
+    of their numbers in the run.
 
     The rank that first finds that somebody has not come, or that two ranks contradict each other, writes the verdict.
     """
@@ -101,27 +118,46 @@ def _come(store: Store, launch: Launch, peer: Peer, deadline: float, *, serves: 
         problem = (f"rank {rank} ({launch.host}) is one of {world}, and the first that came one of {world_of_first}: "
                    "each needs the same world size")
     elif store.add(f"came/{rank}", 1) > 1:
+        if usable is not None:
+            raise EarlierRound  # what came as this rank before may have died since
         problem = f"rank {rank} was started twice, the second time on {launch.host}"
     else:
-        store.set(f"who/{rank}", json.dumps(dataclasses.asdict(peer)))
-        store.set(f"beat/{rank}", "0")
+        store.set(f"who/{rank}", who)
+        if serves:
+            store.set("server", str(rank))
         if store.add("come", 1) == world:
-            store.compare_set("verdict", "", MET)
+            store.compare_set("verdict", "", _seated(store, launch, usable) if usable else MET)
     if problem:
         store.compare_set("verdict", "", problem)
     while not store.check(["verdict"]):
         if time.monotonic() > deadline:
-            store.compare_set("verdict", "", _missing(store, launch))
+            seated = _seated(store, launch, usable) if usable else ""
+            store.compare_set("verdict", "", seated or _missing(store, launch))
         time.sleep(POLL)
     verdict = store.get("verdict").decode()
-    if problem or verdict != MET:
-        wait_for_others(store, "read", store.add("here", 0) if serves else 0)
-        raise MissingRanks(problem or verdict)
+    if not problem and verdict == MET:
+        return list(range(world))
+    if not problem and verdict.startswith("["):
+        return [int(number) for number in json.loads(verdict)]
+    wait_for_others(store, "read", store.add("here", 0) if serves else 0)
+    raise MissingRanks(problem or verdict)
+
+
+def _hosts(store: Store, launch: Launch) -> dict[int, str]:
+    """The machines of those that have come, by the numbers that their launchers gave them."""
+    return {rank: json.loads(store.get(key))["host"] for rank, key in enumerate(keys("who", launch.world_size))
+            if store.check([key])}
+
+
+def _seated(store: Store, launch: Launch, usable: Usable) -> str:
+    """The verdict of a meeting to which not all have to come; empty where too few have."""
+    server = int(store.get("server")) if store.check(["server"]) else 0
+    found = seats(_hosts(store, launch), server, usable)
+    return json.dumps(found) if found else ""
 
 
 def _missing(store: Store, launch: Launch) -> str:
-    hosts = {rank: json.loads(store.get(key))["host"] for rank, key in enumerate(keys("who", launch.world_size))
-             if store.check([key])}
+    hosts = _hosts(store, launch)
     gone = [rank for rank in range(launch.world_size) if rank not in hosts]
     # Slurm's list goes by blocks of ranks, unless it was told otherwise.
     fits = launch.hosts and all(launch.hosts[rank] == host for rank, host in hosts.items())

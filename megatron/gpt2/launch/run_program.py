@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 import mpu
 from data_utils.command_line import line_buffered
+from megatron.gpt2.config import require
 from megatron.gpt2.launch.agent import INTERRUPTED
 from megatron.gpt2.launch.errors import refuse
 from megatron.gpt2.launch.launchers import read_launch
@@ -38,6 +39,7 @@ def _run(program: Program, argv: Sequence[str]) -> int:
     ranks = Ranks()
     try:
         launch, words = read_launch(argv)
+        require(not launch.elastic, "--elastic is for training: this program needs all of its ranks")
         if launch.starts:
             return start_ranks(functools.partial(run_program, program), words, launch)
         ranks = launch.ranks()

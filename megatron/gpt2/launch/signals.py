@@ -18,8 +18,11 @@ from types import FrameType, TracebackType
 import torch
 import torch.distributed as dist
 
+from megatron.gpt2.launch.elastic import MORE_RANKS
+
+OUT_OF_TIME = "--exit-duration-in-mins"
 # By urgency: the greatest number of all ranks counts.
-_REASONS = ("", "--exit-duration-in-mins", "SIGUSR1", "SIGTERM", "Ctrl-C")
+_REASONS = ("", MORE_RANKS, OUT_OF_TIME, "SIGUSR1", "SIGTERM", "Ctrl-C")
 _NAMES = {signal.SIGUSR1: "SIGUSR1", signal.SIGTERM: "SIGTERM", signal.SIGINT: "Ctrl-C"}
 # Seconds within which a second signal counts as the first one: Slurm sends SIGTERM to a launcher and to its ranks, and
 # the launcher passes it on to them. Pressing Ctrl-C twice is always meant.
@@ -78,13 +81,13 @@ class StopSignal:
         if self._rank == 0:
             os.write(2, f"\n{line}\n".encode())  # not print(): the main thread may be in the middle of another one
 
-    def agreed(self, out_of_time: bool = False) -> str:
+    def agreed(self, reason: str = "") -> str:
         """Why to stop now, or "". Each rank calls it once per step, and all ranks get the same answer.
 
-        out_of_time: whether this rank's clock says that --exit-duration-in-mins is over. Clocks differ, the answer does
-        not.
+        reason: what asks this rank to stop, beside signals: OUT_OF_TIME where its clock says so, or MORE_RANKS. Clocks
+        differ, the answer does not.
         """
-        mine = max(self._asked, int(out_of_time))
+        mine = max(self._asked, _REASONS.index(reason))
         if self._group is None:
             return _REASONS[mine]
         self._wait()

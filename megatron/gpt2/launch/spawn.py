@@ -37,6 +37,8 @@ def _round(program: Program, argv: Sequence[str], launch: Launch, attempt: int) 
                  "TORCHELASTIC_RESTART_COUNT": f"{attempt}"}
     listener = None
     words = [*argv, f"--init-timeout={launch.timeout}"]
+    if launch.elastic:
+        words.append("--elastic")
     if launch.where:
         words.append(f"--init-method={launch.where}")
     else:

@@ -4,6 +4,9 @@ The launcher serves it, or else rank 0. With file:// rank 0 writes its address i
 all ranks have come, so that a file which is there before belongs to an earlier run. torch's own rendezvous does neither
 as well: where rank 0 does not answer it prints 30 lines of C++ frames, and with the file of a run that was killed one
 rank fails and the others hang.
+
+With --elastic and file:// any machine may serve it, because that of rank 0 may be the lost one. Then the file stays: it
+leads those that come later to the run.
 """
 
 import contextlib
@@ -12,13 +15,18 @@ import socket
 import time
 from collections.abc import Iterator
 from datetime import timedelta
+from pathlib import Path
 from urllib.parse import urlsplit
 
+import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from data_utils.files.atomic import file_lock, replace_text
 from megatron.gpt2.config import require
 from megatron.gpt2.launch.launchers import Launch, host_port
-from megatron.gpt2.launch.ranks import POLL, MissingRanks
+from megatron.gpt2.launch.ranks import POLL, EarlierRound, MissingRanks
+
+ANSWER = 10.0  # seconds that a store has to answer before it counts as gone
 
 
 @contextlib.contextmanager
@@ -32,13 +40,35 @@ def open_store(launch: Launch, deadline: float) -> Iterator[tuple[TCPStore, TCPS
     place = urlsplit(launch.where)
     host, port = place.hostname or "localhost", place.port or 0
     server = None
-    if launch.rank == 0 and not launch.served:
+    if launch.elastic and path:
+        host, port, server = _elect(Path(path), launch, deadline)
+        path = ""
+    elif launch.rank == 0 and not launch.served:
         server = serve(listen(launch.host if path else host, port))
         host, port = "localhost" if path else host, server.port
     elif path:
         host, port = _read_card(path, launch, deadline)
     with _card(path, launch.host, port) if server and path else contextlib.nullcontext():
         yield _connect(host, port, launch, deadline, stale=path), server
+
+
+def _elect(path: Path, launch: Launch, deadline: float) -> tuple[str, int, TCPStore | None]:
+    """Where the file says that a store is. Where none answers there, rank 0 serves a new one; where it has not come
+    after half of the time, the first rank of any machine."""
+    while True:
+        with file_lock(path.with_name(f"{path.name}.lock"), waiting=int):
+            with contextlib.suppress(OSError):
+                host, port = _place(path.read_text(encoding="utf-8"), str(path), launch)
+                socket.create_connection((host, port), timeout=ANSWER).close()
+                return host, port, None
+            is_first = launch.local is None or launch.local[0] == 0
+            if launch.rank == 0 or is_first and time.monotonic() > deadline - launch.timeout / 2:
+                server = serve(listen(launch.host, 0))
+                replace_text(path, f"{launch.host} {server.port}\n")
+                return "localhost", server.port, server
+        if time.monotonic() > deadline:
+            raise MissingRanks(f"no first rank of a machine came within {launch.timeout:g} s (--init-timeout)")
+        time.sleep(POLL)
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -94,6 +124,11 @@ def _read_card(path: str, launch: Launch, deadline: float) -> tuple[str, int]:
             raise MissingRanks(f"rank 0 did not come within {launch.timeout:g} s (--init-timeout): it has not made the "
                                f"file {path}, as seen from {launch.host}")
         time.sleep(POLL)
+    return _place(line, path, launch)
+
+
+def _place(line: str, path: str, launch: Launch) -> tuple[str, int]:
+    """Host and port, of the line of the file."""
     host, _, port = line.partition(" ")
     require(port.strip().isdecimal(), _stale(path))
     return "localhost" if host == launch.host else host, int(port)
@@ -116,9 +151,15 @@ def _connect(host: str, port: int, launch: Launch, deadline: float, stale: str) 
                 raise MissingRanks(
                     f"rank 0 did not come within {launch.timeout:g} s (--init-timeout): {silence}") from error
             time.sleep(POLL)
-    return connected(host, port, launch.timeout)
+    try:
+        return connected(host, port, launch.timeout)
+    except dist.DistError as error:  # of many lines
+        raise EarlierRound from error
 
 
 def connected(host: str, port: int, timeout: float) -> TCPStore:
-    """A connection of its own to the store at `host` and `port`; its operations wait for `timeout` seconds at most."""
-    return TCPStore(host, port, None, False, timeout=timedelta(seconds=timeout), wait_for_workers=False)
+    """A connection of its own to the store at `host` and `port`; its operations wait for `timeout` seconds at most, and
+    itself for ANSWER seconds, because torch knocks at a port for as long as it may."""
+    store = TCPStore(host, port, None, False, timeout=timedelta(seconds=min(timeout, ANSWER)), wait_for_workers=False)
+    store.set_timeout(timedelta(seconds=timeout))
+    return store

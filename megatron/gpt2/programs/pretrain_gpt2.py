@@ -4,21 +4,23 @@ Exit codes: 0 where the run ended as asked (also after SIGTERM), 1 where it fail
 answered in one line by one rank.
 """
 
-import dataclasses
 import functools
 import signal
 import sys
 import traceback
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from data_utils import DamagedData
 from data_utils.command_line import line_buffered, program
 from megatron.gpt2 import device as devices
 from megatron.gpt2.command_line.arguments import parse
+from megatron.gpt2.config import require
 from megatron.gpt2.launch.agent import Kept
+from megatron.gpt2.launch.elastic import AGAIN, MORE_RANKS, StoodBy
 from megatron.gpt2.launch.errors import refuse, refuse_memory
-from megatron.gpt2.launch.launchers import read_launch
+from megatron.gpt2.launch.launchers import Launch, read_launch
 from megatron.gpt2.launch.ranks import Ranks
 from megatron.gpt2.launch.rendezvous import leave, meet, name_lost
 from megatron.gpt2.launch.run_program import ended_by
@@ -96,9 +98,13 @@ def build(words: Sequence[str]) -> Run | int:
             signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(2))
         arguments = parse(words)
         save = Path(str(arguments.checkpoint.save))
-        incidents = Incidents(save, rank_name(launch.rank), attempt=launch.attempt, host=launch.host)
-        ranks = dataclasses.replace(ranks, incidents=incidents)
-        ranks = meet(launch, incidents)
+        ranks = noting(ranks, save, launch)
+        usable = None
+        if launch.elastic:
+            require(bool(arguments.config.train.global_batch_size or arguments.config.train.growth),
+                    "--elastic needs --global-batch-size: without it the batch would change with the number of ranks")
+            usable = arguments.config.usable_ranks
+        ranks = noting(meet(launch, usable), save, launch)  # among those that came it may have another number
         devices.set_threads(ranks)
 
         def log(line: str) -> None:
@@ -114,6 +120,7 @@ def build(words: Sequence[str]) -> Run | int:
                                  prepared.train_iters))
             if ranks.rank == 0:
                 mark_ended(save, FINISHED, prepared.start["iteration"], 0)
+            ranks.end(0)
             ranks.leave()
             return 0
         run = build_run(prepared, log)
@@ -124,6 +131,8 @@ def build(words: Sequence[str]) -> Run | int:
                                "world_size": ranks.world_size, "tensor": run.parallel.tensor_model_parallel_size,
                                "pipeline": run.parallel.pipeline_model_parallel_size,
                                "data": run.parallel.data_parallel_size})
+    except StoodBy as ended:
+        return ended.code
     except (ValueError, OSError, RuntimeError, MemoryError) as error:
         if prepared is not None and is_out_of_memory(error):
             prepared.incidents.refused(str(error))
@@ -132,6 +141,12 @@ def build(words: Sequence[str]) -> Run | int:
     for line in warnings:
         run.log.note(line)
     return run
+
+
+def noting(ranks: Ranks, save: Path, launch: Launch) -> Ranks:
+    """`ranks`, which keep their incidents in the --save folder."""
+    incidents = Incidents(save, rank_name(ranks.rank), attempt=launch.attempt, host=launch.host)
+    return replace(ranks, incidents=incidents)
 
 
 def refuse_out_of_memory(prepared: PreparedRun) -> int:
@@ -162,7 +177,7 @@ def train_and_report(run: Run) -> int:
         sample = sample_text(run)
         saver.finish()  # --keep-best may have begun with one
         run.log.note(f"finished, but {missing}" if missing else "finished")
-    code = 0 if is_saved else 1
+    code = (AGAIN if reason == MORE_RANKS else 0) if is_saved else 1
     run.incidents.note("end", reason or FINISHED, exit_code=code)
     if is_saved:
         run.checkpoints.remove_local()
@@ -170,6 +185,7 @@ def train_and_report(run: Run) -> int:
         mark_ended(run.prepared.save_directory, reason or FINISHED, iteration, code)
     run.data.loader.close()
     run.stop.close()
+    run.prepared.ranks.end(code)
     # The other ranks are not needed for the report, which can take a while.
     leave(run.prepared.ranks)
     plot = run.log.close(title=run.prepared.save_directory.name)

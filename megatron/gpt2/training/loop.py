@@ -2,6 +2,8 @@
 
 import time
 
+from megatron.gpt2.launch.elastic import MORE_RANKS
+from megatron.gpt2.launch.signals import OUT_OF_TIME
 from megatron.gpt2.records.profiling import profiler_for
 from megatron.gpt2.training.evaluate import evaluate_and_log, sample_text
 from megatron.gpt2.training.log_lines import LogLines
@@ -57,7 +59,8 @@ def stop_reason(run: Run) -> str:
     config, iteration = run.config.train, run.progress.iteration
     out_of_time = (config.exit_duration_in_mins is not None
                    and time.monotonic() - run.progress.started > 60 * config.exit_duration_in_mins)
-    reason = run.stop.agreed(out_of_time)
+    newcomers = MORE_RANKS if run.prepared.ranks.newcomers_are_needed else ""
+    reason = run.stop.agreed(OUT_OF_TIME if out_of_time else newcomers)
     if not reason and config.exit_interval and iteration % config.exit_interval == 0:
         return "--exit-interval"
     return reason

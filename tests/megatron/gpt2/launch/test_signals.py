@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 
 from megatron.gpt2.launch import signals
-from megatron.gpt2.launch.signals import StopSignal
+from megatron.gpt2.launch.signals import OUT_OF_TIME, StopSignal
 from megatron.gpt2.training import loop
 from megatron.gpt2.training.run import Run
 from megatron.gpt2.training.train_step import train_step
@@ -26,7 +26,7 @@ from tests.megatron.gpt2.training.training_runs import write_text
 
 def stops_at(stop: StopSignal, at_step: Callable[[int], bool | None]) -> tuple[int, str]:
     for step in range(1, 50):
-        if reason := stop.agreed(bool(at_step(step))):
+        if reason := stop.agreed(OUT_OF_TIME if at_step(step) else ""):
             return step, reason
     return 0, ""
 
@@ -57,7 +57,7 @@ def test_alone() -> None:
     before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
     with StopSignal() as stop:
         assert stop.agreed() == ""
-        assert stop.agreed(True) == "--exit-duration-in-mins"
+        assert stop.agreed(OUT_OF_TIME) == "--exit-duration-in-mins"
         os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGTERM)
         assert stop.agreed() == "SIGTERM"
