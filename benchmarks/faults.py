@@ -4,11 +4,12 @@
     python benchmarks/faults.py               # all parts: hours on two cores; a call that is interrupted goes on
     python benchmarks/faults.py kills         # 100 runs of 4 ranks, a rank of which is killed, and started again
     python benchmarks/faults.py saves         # 1,000 kills around a save
+    python benchmarks/faults.py nodes         # 50 runs on two "machines", one of which is lost, and comes back in half
     python benchmarks/faults.py stops         # 20 runs that SIGTERM stops at a random moment, and that are continued
     python benchmarks/faults.py kills --trials 3 --output DIR
 
-A trial of `kills` and `stops` is good where every loss and every bit of the last checkpoint, weights and optimizer, are
-those of the run that nothing disturbed. The exit code is 1 where a trial is not good.
+A trial of `kills`, `nodes` and `stops` is good where every loss and every bit of the last checkpoint, weights and
+optimizer, are those of the run that nothing disturbed. The exit code is 1 where a trial is not good.
 """
 
 from __future__ import annotations
@@ -46,8 +47,9 @@ FLAGS = ("--nproc-per-node", "4", "--num-layers", "2", "--exit-interval", str(ST
 KILLS_OF_A_CHUNK = 50  # of `saves`
 
 
-def run(folder: Path, save: Path, *words: str, faults: Sequence[str] = ()) -> Rank:
-    return Rank(folder, [*FLAGS, "--save", str(save), *words], {}, before=functools.partial(inject, faults))
+def run(folder: Path, save: Path, *words: str, faults: Sequence[str] = (), machine: str = "") -> Rank:
+    named = {"SLURMD_NODENAME": machine} if machine else {}
+    return Rank(folder, [*FLAGS, "--save", str(save), *words], named, before=functools.partial(inject, faults))
 
 
 def differing(save: Path, other: Path) -> list[str]:
@@ -85,6 +87,43 @@ def kill(folder: Path, seed: int) -> dict[str, Any]:
             "good": code == 0 and len(killed) == 1 and not differing(save, other)}
 
 
+def node(folder: Path, seed: int) -> dict[str, Any]:
+    """Of two launchers with two ranks each one is lost with its ranks. The run goes on with the other, at half the
+    data-parallel size. In the half of the trials the machine comes back, and the run grows again."""
+    chance = random.Random(seed)
+    layout = ("--model-parallel-size", "2", "--exact-layouts", "2")
+    other, save = undisturbed(folder, layout), folder / f"node_{seed}"
+    lost, step, returns = chance.randrange(2), chance.randrange(STEPS - 2), seed % 2 == 1
+
+    def machine(number: int, *faults: str) -> Rank:
+        words = (*layout, "--nproc-per-node", "2", "--nnodes", "2", "--node-rank", f"{number}", "--elastic",
+                 "--max-restarts", "3", "--init-timeout", "10", "--init-method", f"file://{folder}/place_{seed}")
+        return run(folder, save, *words, faults=faults, machine=f"127.0.0.{number + 1}")
+
+    saved = step // SAVE_INTERVAL * SAVE_INTERVAL
+    hold = (f"hold:rank=0:step={saved}:attempt=1",) * returns  # until it is back: the run is short
+    stays, gone = machine(1 - lost, *hold), machine(lost, f"machine:rank=any:step={step}")
+    gone.end()
+    began = time.monotonic()
+    while len(starts_of(save)) < 2:
+        assert stays.process.is_alive(), stays.end()[1]
+        time.sleep(0.1)
+    back = machine(lost) if returns else None
+    code, output = stays.end()
+    code_back, said = back.end() if back else (0, "")
+    sizes = [one["layout"]["data"] for one in starts_of(save)]
+    found = differing(save, other) if code == 0 else [output[-400:]]
+    return {"lost": f"machine {lost} before step {step}", "returns": returns, "exit_codes": [code, code_back],
+            "data_parallel_sizes": sizes, "seconds_after_the_loss": round(time.monotonic() - began, 1),
+            "differing": found or [said[-400:]] * (code_back != 0),
+            "good": code == code_back == 0 and not found and sizes == [2, 1] + [2] * returns}
+
+
+def starts_of(save: Path) -> list[dict[str, Any]]:
+    """What rank 0 noted at each start of a run."""
+    return [one for one in read_incidents(save) if (one["kind"], one["who"]) == ("start", "rank_00000")]
+
+
 def stop(folder: Path, seed: int) -> dict[str, Any]:
     """SIGTERM at a random moment after the first step, in the half of the trials with --async-save."""
     chance = random.Random(seed)
@@ -119,7 +158,7 @@ def save(folder: Path, seed: int) -> dict[str, Any]:
 
 # The trial of each part, and how many there are.
 PARTS: dict[str, tuple[Callable[[Path, int], dict[str, Any]], int]] = {
-    "kills": (kill, 100), "saves": (save, 1000 // KILLS_OF_A_CHUNK), "stops": (stop, 20)}
+    "kills": (kill, 100), "nodes": (node, 50), "saves": (save, 1000 // KILLS_OF_A_CHUNK), "stops": (stop, 20)}
 
 
 def campaign(part: str, trials: int, output: Path) -> bool:

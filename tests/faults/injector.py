@@ -17,6 +17,7 @@ import signal
 import socket
 import stat
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -84,6 +85,13 @@ def machine(run: Run | None) -> None:
         os.kill(process, signal.SIGKILL)
 
 
+def hold(run: Run | None) -> None:
+    """Rank 0 waits until ranks have come that the run can use (--elastic)."""
+    assert run is not None
+    while not run.prepared.ranks.newcomers_are_needed:
+        time.sleep(0.01)
+
+
 def stop(run: Run | None) -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
@@ -107,7 +115,8 @@ def full(run: Run | None) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
 
 
-FAULTS: dict[str, Callable[..., None]] = {"kill": kill, "machine": machine, "stop": stop, "cut": cut, "full": full}
+FAULTS: dict[str, Callable[..., None]] = {"kill": kill, "machine": machine, "hold": hold, "stop": stop, "cut": cut,
+                                         "full": full}
 if find_spec("tests.faults.state_faults"):
     FAULTS |= import_module("tests.faults.state_faults").KINDS
 

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, ProcessGroup, Store  # type: ignore[attr-defined]
 
-from megatron.gpt2.launch.elastic import Newcomers, StoodBy, Usable, seats, stand_by
+from megatron.gpt2.launch.elastic import AGAIN, Newcomers, StoodBy, Usable, seats, stand_by
 from megatron.gpt2.launch.heartbeat import BEAT, LOST, PATIENCE, SILENCE, Heartbeat
 from megatron.gpt2.launch.interfaces import address_towards, set_gloo_interface
 from megatron.gpt2.launch.launchers import Launch
@@ -38,7 +38,7 @@ from megatron.gpt2.launch.ranks import (
     named,
     wait_for_others,
 )
-from megatron.gpt2.launch.store import connected, open_store
+from megatron.gpt2.launch.store import connected, open_store, wait_until_gone
 
 MET = "all have come"
 
@@ -53,14 +53,12 @@ def meet(launch: Launch, usable: Usable | None = None) -> Ranks:
     if launch.world_size == 1:
         return launch.ranks()
     deadline = time.monotonic() + launch.timeout
-    while True:
-        try:
+    while time.monotonic() < deadline:
+        with contextlib.suppress(EarlierRound):
             return _meet(launch, deadline, usable)
-        except EarlierRound:
-            if time.monotonic() > deadline:
-                raise MissingRanks(f"the ranks of the round before have not left {launch.where} within "
-                                   f"{launch.timeout:g} s (--init-timeout)") from None
-            time.sleep(POLL)
+        time.sleep(POLL)
+    raise MissingRanks(f"the ranks of the round before have not left {launch.where} within {launch.timeout:g} s "
+                       "(--init-timeout)")
 
 
 def _meet(launch: Launch, deadline: float, usable: Usable | None) -> Ranks:
@@ -71,14 +69,19 @@ def _meet(launch: Launch, deadline: float, usable: Usable | None) -> Ranks:
         store = PrefixStore(prefix, tcp)
         may_be_earlier = (launch.attempt > 0 or usable is not None) and not launch.served and server is None
         try:
-            if may_be_earlier and store.check(["verdict" if usable is None else "over"]):
-                raise EarlierRound
+            while may_be_earlier and store.check(["verdict" if usable is None else "over"]):
+                if time.monotonic() > deadline:
+                    raise EarlierRound
+                time.sleep(POLL)  # until the store is gone
             who = Peer(launch.host, address_towards(tcp.host)).as_text()
             # A run that is under way has its verdict.
             numbers = [] if may_be_earlier and store.check(["verdict"]) else _come(
                 store, launch, who, deadline, usable, serves=server is not None)
             if launch.rank not in numbers:
-                raise StoodBy(stand_by(store, launch.rank, launch.host, who))
+                code = stand_by(store, launch.rank, launch.host, who)
+                if code == AGAIN and not launch.served:
+                    wait_until_gone(tcp.host, tcp.port)
+                raise StoodBy(code)
             rank, world_size = numbers.index(launch.rank), len(numbers)
             store.set(f"beat/{rank}", "0")
             peers = [Peer(**json.loads(text)) for text in store.multi_get([f"who/{number}" for number in numbers])]

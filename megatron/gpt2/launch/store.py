@@ -24,7 +24,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from data_utils.files.atomic import file_lock, replace_text
 from megatron.gpt2.config import require
 from megatron.gpt2.launch.launchers import Launch, host_port
-from megatron.gpt2.launch.ranks import POLL, EarlierRound, MissingRanks
+from megatron.gpt2.launch.ranks import FAREWELL, POLL, EarlierRound, MissingRanks
 
 ANSWER = 10.0  # seconds that a store has to answer before it counts as gone
 
@@ -155,6 +155,15 @@ def _connect(host: str, port: int, launch: Launch, deadline: float, stale: str) 
         return connected(host, port, launch.timeout)
     except dist.DistError as error:  # of many lines
         raise EarlierRound from error
+
+
+def wait_until_gone(host: str, port: int) -> None:
+    """Wait until nobody listens there, for FAREWELL seconds at most: of the next round somebody may."""
+    end = time.monotonic() + FAREWELL
+    with contextlib.suppress(OSError):
+        while time.monotonic() < end:
+            socket.create_connection((host, port), timeout=POLL).close()
+            time.sleep(POLL)
 
 
 def connected(host: str, port: int, timeout: float) -> TCPStore:

@@ -61,6 +61,6 @@ def stop_reason(run: Run) -> str:
                    and time.monotonic() - run.progress.started > 60 * config.exit_duration_in_mins)
     newcomers = MORE_RANKS if run.prepared.ranks.newcomers_are_needed else ""
     reason = run.stop.agreed(OUT_OF_TIME if out_of_time else newcomers)
-    if not reason and config.exit_interval and iteration % config.exit_interval == 0:
+    if reason in ("", MORE_RANKS) and config.exit_interval and iteration % config.exit_interval == 0:
         return "--exit-interval"
     return reason
