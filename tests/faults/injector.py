@@ -88,7 +88,7 @@ def machine(run: Run | None) -> None:
 def hold(run: Run | None) -> None:
     """Rank 0 waits until ranks have come that the run can use (--elastic)."""
     assert run is not None
-    while not run.prepared.ranks.newcomers_are_needed:
+    while not run.prepared.ranks.newcomers:
         time.sleep(0.01)
 
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from megatron.gpt2.config import require
-from megatron.gpt2.launch.elastic import AGAIN, Newcomers
+from megatron.gpt2.launch.elastic import AGAIN, MORE_RANKS, Newcomers
 from megatron.gpt2.launch.heartbeat import BEAT, PATIENCE, SILENCE, Heartbeat
 from megatron.gpt2.records.incidents import Incidents
 
@@ -132,10 +132,11 @@ class Ranks:
             self.incidents.note(kind, text, **details)
 
     @property
-    def newcomers_are_needed(self) -> bool:
-        """Whether the run could use ranks that have come since it began (--elastic), as far as rank 0 knows."""
+    def newcomers(self) -> str:
+        """Why to stop, where the run could use ranks that have come since it began (--elastic), as far as rank 0 knows;
+        else empty."""
         newcomers = self.meeting.newcomers if self.meeting is not None else None
-        return newcomers is not None and newcomers.are_needed
+        return MORE_RANKS if newcomers is not None and newcomers.are_needed else ""
 
     def end(self, code: int) -> None:
         """Say with which exit code the run ends, on rank 0, to ranks that took no part in it."""

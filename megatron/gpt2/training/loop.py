@@ -59,8 +59,7 @@ def stop_reason(run: Run) -> str:
     config, iteration = run.config.train, run.progress.iteration
     out_of_time = (config.exit_duration_in_mins is not None
                    and time.monotonic() - run.progress.started > 60 * config.exit_duration_in_mins)
-    newcomers = MORE_RANKS if run.prepared.ranks.newcomers_are_needed else ""
-    reason = run.stop.agreed(OUT_OF_TIME if out_of_time else newcomers)
+    reason = run.stop.agreed(OUT_OF_TIME if out_of_time else run.prepared.ranks.newcomers)
     if reason in ("", MORE_RANKS) and config.exit_interval and iteration % config.exit_interval == 0:
         return "--exit-interval"
     return reason
