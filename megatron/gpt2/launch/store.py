@@ -26,7 +26,8 @@ from megatron.gpt2.config import require
 from megatron.gpt2.launch.launchers import Launch, host_port
 from megatron.gpt2.launch.ranks import FAREWELL, POLL, EarlierRound, MissingRanks
 
-ANSWER = 10.0  # seconds that a store has to answer before it counts as gone
+ANSWER = 10.0   # seconds that a machine has to answer before its store counts as gone
+CONNECT = 30.0  # seconds after which torch gives a store up; it would knock at a closed port for all of --init-timeout
 
 
 @contextlib.contextmanager
@@ -56,19 +57,27 @@ def _elect(path: Path, launch: Launch, deadline: float) -> tuple[str, int, TCPSt
     """Where the file says that a store is. Where none answers there, rank 0 serves a new one; where it has not come
     after half of the time, the first rank of any machine."""
     while True:
-        with file_lock(path.with_name(f"{path.name}.lock"), waiting=int):
-            with contextlib.suppress(OSError):
-                host, port = _place(path.read_text(encoding="utf-8"), str(path), launch)
-                socket.create_connection((host, port), timeout=ANSWER).close()
-                return host, port, None
-            is_first = launch.local is None or launch.local[0] == 0
-            if launch.rank == 0 or is_first and time.monotonic() > deadline - launch.timeout / 2:
-                server = serve(listen(launch.host, 0))
-                replace_text(path, f"{launch.host} {server.port}\n")
-                return "localhost", server.port, server
+        card = _card_of(path)
+        with contextlib.suppress(OSError, ValueError):  # no machine, nobody listening, or no card at all
+            host, port = _place(card, str(path), launch)
+            socket.create_connection((host, port), timeout=ANSWER).close()
+            return host, port, None
+        is_first = launch.local is None or launch.local[0] == 0
+        if launch.rank == 0 or is_first and time.monotonic() > deadline - launch.timeout / 2:
+            with file_lock(path.with_name(f"{path.name}.lock"), waiting=int):
+                if _card_of(path) == card:  # else somebody was faster
+                    server = serve(listen(launch.host, 0))
+                    replace_text(path, f"{launch.host} {server.port}\n")
+                    return "localhost", server.port, server
         if time.monotonic() > deadline:
             raise MissingRanks(f"no first rank of a machine came within {launch.timeout:g} s (--init-timeout)")
         time.sleep(POLL)
+
+
+def _card_of(path: Path) -> str:
+    with contextlib.suppress(FileNotFoundError):
+        return path.read_text(encoding="utf-8")
+    return ""
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -167,8 +176,7 @@ def wait_until_gone(host: str, port: int) -> None:
 
 
 def connected(host: str, port: int, timeout: float) -> TCPStore:
-    """A connection of its own to the store at `host` and `port`; its operations wait for `timeout` seconds at most, and
-    itself for ANSWER seconds, because torch knocks at a port for as long as it may."""
-    store = TCPStore(host, port, None, False, timeout=timedelta(seconds=min(timeout, ANSWER)), wait_for_workers=False)
+    """A connection of its own to the store at `host` and `port`; its operations wait for `timeout` seconds at most."""
+    store = TCPStore(host, port, None, False, timeout=timedelta(seconds=min(timeout, CONNECT)), wait_for_workers=False)
     store.set_timeout(timedelta(seconds=timeout))
     return store
