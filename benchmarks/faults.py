@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import json
 import os
 import random
@@ -105,13 +106,13 @@ def node(folder: Path, seed: int) -> dict[str, Any]:
     stays, gone = machine(1 - lost, *hold), machine(lost, f"machine:rank=any:step={step}")
     gone.end()
     began = time.monotonic()
-    while len(starts_of(save)) < 2:
+    while sizes_of(save)[1:] != [1]:
         assert stays.process.is_alive(), stays.end()[1]
         time.sleep(0.1)
     back = machine(lost) if returns else None
     code, output = stays.end()
     code_back, said = back.end() if back else (0, "")
-    sizes = [one["layout"]["data"] for one in starts_of(save)]
+    sizes = sizes_of(save)
     found = differing(save, other) if code == 0 else [output[-400:]]
     return {"lost": f"machine {lost} before step {step}", "returns": returns, "exit_codes": [code, code_back],
             "data_parallel_sizes": sizes, "seconds_after_the_loss": round(time.monotonic() - began, 1),
@@ -119,9 +120,10 @@ def node(folder: Path, seed: int) -> dict[str, Any]:
             "good": code == code_back == 0 and not found and sizes == [2, 1] + [2] * returns}
 
 
-def starts_of(save: Path) -> list[dict[str, Any]]:
-    """What rank 0 noted at each start of a run."""
-    return [one for one in read_incidents(save) if (one["kind"], one["who"]) == ("start", "rank_00000")]
+def sizes_of(save: Path) -> list[int]:
+    """The data-parallel sizes of a run, one after the other. A rank may be killed before it has noted its start."""
+    starts = [one["layout"]["data"] for one in read_incidents(save) if one["kind"] == "start"]
+    return [size for size, _ in itertools.groupby(starts)]
 
 
 def stop(folder: Path, seed: int) -> dict[str, Any]:
