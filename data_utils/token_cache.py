@@ -105,7 +105,7 @@ def _write(folder: Path, key: str, name: str, paths: Sequence[str], hashed: Sequ
                         with _cache_errors(folder):
                             builder.add(tokens)
                     with _cache_errors(folder):
-                        builder.end_document(tokenizer.eod)
+                        builder.end_document(tokenizer.eod if tokenizer.has_eod else None)
             bar.update(max(0, total - size))
         if [_identity(path) for path in paths] != hashed:
             raise ValueError(f"{', '.join(paths)} changed while it was read: start again")

@@ -75,6 +75,8 @@ def preprocess(job: Job, *, log: Log, progress: Callable[[int], contextlib.Abstr
     a flag or the disk is at fault; the shards that are finished are kept then, and nothing else.
     """
     tokenizer = build_tokenizer(**job.tokenizer)
+    if job.append_eod and not tokenizer.has_eod:
+        raise ValueError(f"--append-eod: the tokenizer {tokenizer.kind} has no end of document")
     recipe = Recipe(job.keys, job.append_eod, tokenizer.fingerprint)
     spans = [whole_file(path, job.keys) for path in expand(job.inputs)]
     shards = cut(spans)

@@ -1,6 +1,7 @@
 """What a tokenizer is, the text that it takes, and the simplest one, of bytes. Each other kind has a file of its own.
 
-Every tokenizer is lossless (`decode(encode(text)) == text`) and no text can make it emit its end-of-document id.
+Every tokenizer is lossless (`decode(encode(text)) == text`), or refuses a text that it has no ids for, and no text can
+make it emit its end-of-document id.
 """
 
 import json
@@ -16,6 +17,7 @@ from data_utils.files.hashing import fingerprint_of
 
 FACTS_FILE = "tokenizer_facts.json"
 OLD_FACTS_FILE = "tokenizer.json"  # until a library's own file of another content was found to have this name
+NO_EOD = -1  # as `Tokenizer.eod`
 PART_CHARACTERS = 1 << 20
 SINGLE_SPACE = re.compile(r" (?=\S)(?<=\S )")
 
@@ -38,7 +40,8 @@ def split_text(text: str, limit: int = PART_CHARACTERS) -> Iterator[str]:
 class Tokenizer(ABC):
     """Text to ids and back.
 
-    `token_bytes` holds the bytes of text that each id stands for, nothing for the end-of-document id `eod`.
+    `token_bytes` holds the bytes of text that each id stands for, nothing for the end-of-document id `eod`, which is
+    NO_EOD where there is none.
     `byte_lengths` are their lengths, int64 [vocab_size]. `fingerprint` is a sha256 over everything that decides ids.
     `files` are the file names and contents that make this tokenizer again. `engine` is the library that runs it where
     several can.
@@ -55,6 +58,17 @@ class Tokenizer(ABC):
         self.fingerprint = fingerprint
         self.files = files
         self.byte_lengths = np.fromiter(map(len, token_bytes), dtype=np.int64, count=len(token_bytes))
+
+    @property
+    def has_eod(self) -> bool:
+        """Whether an id ends documents."""
+        return self.eod != NO_EOD
+
+    @property
+    def start(self) -> int:
+        """The id after which a text begins: the end of a document, else a new line, else 0."""
+        return self.eod if self.has_eod else next(
+            (number for number, data in enumerate(self.token_bytes) if data == b"\n"), 0)
 
     @abstractmethod
     def encode(self, text: str) -> np.ndarray | list[int]:

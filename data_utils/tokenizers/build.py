@@ -7,24 +7,29 @@ from pathlib import Path
 from data_utils.files.checked_json import one_line
 from data_utils.files.system import user_cache
 from data_utils.tokenizers.base import FACTS_FILE, OLD_FACTS_FILE, ByteTokenizer, Tokenizer
+from data_utils.tokenizers.characters import CHARACTERS_FILE, read_characters
 from data_utils.tokenizers.gpt2 import BUILTIN_FILE, bpe_engine, builtin_tokenizer, gpt2_tokenizer
 from data_utils.tokenizers.sentencepiece import SentencePieceTokenizer
 
-KINDS = ("GPT2BPETokenizer", "SentencePieceTokenizer", "bytes", "builtin")
+KINDS = ("GPT2BPETokenizer", "SentencePieceTokenizer", "bytes", "builtin", "characters")
 
 
 def build_tokenizer(kind: str, *, vocab_file: str | None = None, merge_file: str | None = None,
                     cache_dir: str | None = None, model_file: str | None = None) -> Tokenizer:
     """The tokenizer of this `kind`, one of KINDS.
 
-    vocab_file, merge_file: of GPT2BPETokenizer; without them both are looked for in `cache_dir` and in the user's
-    cache. model_file: of SentencePieceTokenizer. ValueError or FileNotFoundError, one line, where a file or a package
-    is missing or a file is damaged.
+    vocab_file: of characters, and with merge_file of GPT2BPETokenizer; without them both are looked for in `cache_dir`
+    and in the user's cache. model_file: of SentencePieceTokenizer. ValueError or FileNotFoundError, one line, where a
+    file or a package is missing or a file is damaged.
     """
     if kind == "bytes":
         return ByteTokenizer()
     if kind == "builtin":
         return builtin_tokenizer()
+    if kind == "characters":
+        if vocab_file is None:
+            raise ValueError("--tokenizer-type characters needs --vocab-file: nanoGPT's meta.pkl")
+        return read_characters(vocab_file)
     if kind == "GPT2BPETokenizer":
         return gpt2_tokenizer(*find_gpt2_files(vocab_file, merge_file, cache_dir))
     if kind == "SentencePieceTokenizer":
@@ -53,7 +58,8 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
     if kind == "builtin":  # the copy, not the one shipped today
         tokenizer: Tokenizer = builtin_tokenizer(directory / BUILTIN_FILE)
     else:
-        tokenizer = build_tokenizer(kind, vocab_file=str(directory / "encoder.json"),
+        vocabulary = CHARACTERS_FILE if kind == "characters" else "encoder.json"
+        tokenizer = build_tokenizer(kind, vocab_file=str(directory / vocabulary),
                                     merge_file=str(directory / "vocab.bpe"),
                                     model_file=str(directory / "sentencepiece.model"))
     if tokenizer.fingerprint != fingerprint:

@@ -183,6 +183,8 @@ def _refuse_pairs(command_line: Mapping[str, Any]) -> None:
 
 
 def _implied_tokenizer(command_line: Mapping[str, Any]) -> dict[str, Any]:
+    if str(command_line.get("data.vocab_file", "")).endswith(".pkl"):
+        return {"data.tokenizer_type": "characters"}
     gpt2 = "data.vocab_file" in command_line or "data.merge_file" in command_line
     sentencepiece = "data.tokenizer_model" in command_line
     require(not (gpt2 and sentencepiece), "--vocab-file and --tokenizer-model are of two tokenizers: "

@@ -27,9 +27,10 @@ class DataConfig:
     max_bad_fraction: float = option(0.001, "share of unusable lines above which a text file is refused")
     data_cache_path: str | None = option(None, "folder of tokenised files (default: beside the user's cache)")
     tokenizer_type: str | None = option(
-        None, "default: the small BPE shipped for the built-in corpus; GPT2BPETokenizer once --vocab-file is given",
-        choices=("GPT2BPETokenizer", "SentencePieceTokenizer", "bytes", "builtin"))
-    vocab_file: str | None = option(None, "GPT-2 vocabulary (encoder.json)")
+        None, "default: the small BPE shipped for the built-in corpus; GPT2BPETokenizer once --vocab-file is given, "
+              "characters where it is a meta.pkl",
+        choices=("GPT2BPETokenizer", "SentencePieceTokenizer", "bytes", "builtin", "characters"))
+    vocab_file: str | None = option(None, "GPT-2 vocabulary (encoder.json), or nanoGPT's meta.pkl of characters")
     merge_file: str | None = option(None, "GPT-2 merges (vocab.bpe)")
     tokenizer_model: str | None = option(None, "SentencePiece model; trained on the data if the file is missing",
                                          "--tokenizer-path")

@@ -52,7 +52,7 @@ def write_huggingface(source: Source, out: str | Path, *, dtype: str = "source",
             log(f"WARNING: the export has no tokenizer that transformers could load: {problem}")
             if tokenizer is not None:
                 tokenizer.save(folder / "tokenizer")
-        eod = tokenizer.eod if tokenizer else None
+        eod = tokenizer.eod if tokenizer and tokenizer.has_eod else None
         _write_json(folder / "config.json", _config(model, wanted, eod))
         _write_json(folder / "generation_config.json", {"_from_model_config": True} | (
             {} if eod is None else {"bos_token_id": eod, "eos_token_id": eod}))

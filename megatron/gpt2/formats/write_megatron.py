@@ -1,7 +1,7 @@
 """Checkpoints as Megatron writes them: in 2019's form, in those of v2 and v3, and under the names of Megatron Core.
 
-This is the one place that calls torch.save: these files are pickles by definition. torch.save wants all tensors of a
-rank at once. They wait for it on the disk, so that one at a time is in memory.
+This and write_nanogpt.py are the places that call torch.save: these files are pickles by definition. torch.save wants
+all tensors of a rank at once. They wait for it on the disk, so that one at a time is in memory.
 
 Legend: n heads, d head size, p model-parallel size.
 """

@@ -28,7 +28,7 @@ from megatron.gpt2.formats.megatron_layout import PIPELINE, VIRTUAL, Layout
 from megatron.gpt2.formats.native import write_native
 from megatron.gpt2.pipeline.stages import FIRST, LAST
 
-TARGETS = ("native", "huggingface", "megatron-2019", "megatron-v2", "megatron-v3", "megatron-core")
+TARGETS = ("native", "huggingface", "nanogpt", "megatron-2019", "megatron-v2", "megatron-v3", "megatron-core")
 CHECK_LIMIT = 1e-4  # of a logit; a translation alone makes none, other kernels 1e-6
 
 
@@ -63,7 +63,8 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
         return made
 
     def writes(made: argparse.ArgumentParser) -> None:
-        made.add_argument("--vocab-file", metavar="FILE", help="GPT-2 vocabulary, for a source without a tokenizer")
+        made.add_argument("--vocab-file", metavar="FILE",
+                          help="for a source without a tokenizer: GPT-2's vocabulary, or nanoGPT's meta.pkl")
         made.add_argument("--merge-file", metavar="FILE")
         made.add_argument("--tokenizer-model", metavar="FILE", help="a SentencePiece model, likewise")
 
@@ -112,7 +113,8 @@ def tokenizer_of(args: argparse.Namespace, source: Source) -> Tokenizer | None:
     if args.tokenizer_model:
         return build_tokenizer("SentencePieceTokenizer", model_file=args.tokenizer_model)
     if args.vocab_file or args.merge_file:
-        return build_tokenizer("GPT2BPETokenizer", vocab_file=args.vocab_file, merge_file=args.merge_file)
+        kind = "characters" if str(args.vocab_file).endswith(".pkl") else "GPT2BPETokenizer"
+        return build_tokenizer(kind, vocab_file=args.vocab_file, merge_file=args.merge_file)
     if files := source.facts.get("tokenizer_files"):
         from megatron.gpt2.formats.openai_tokenizer import open_tokenizer
         return open_tokenizer(files)
@@ -134,6 +136,7 @@ def write(args: argparse.Namespace, source: Source, to: str, layout: Layout) -> 
     folder."""
     ranks = layout.tensor
     require(ranks > 0, f"--model-parallel-size must be positive, not {ranks}")
+    require(to != "nanogpt" or ranks == 1, f"--model-parallel-size {ranks}: nanoGPT has no model parallelism")
     require(to.startswith("megatron") or layout == Layout(ranks),
             f"{PIPELINE}, {VIRTUAL}, {FIRST} and {LAST} are for Megatron's formats, and this writes {to}"
             + ", which loads under any of them" * (to == "native"))
@@ -153,6 +156,9 @@ def write(args: argparse.Namespace, source: Source, to: str, layout: Layout) -> 
     if to == "huggingface":
         from megatron.gpt2.formats.write_huggingface import write_huggingface
         return write_huggingface(source, args.out, dtype=args.dtype, tokenizer=tokenizer_of(args, source), log=report)
+    if to == "nanogpt":
+        from megatron.gpt2.formats.write_nanogpt import write_nanogpt
+        return write_nanogpt(source, args.out, tokenizer=tokenizer_of(args, source), log=report)
     from megatron.gpt2.formats.write_megatron import write_megatron
     return write_megatron(source, args.out, to, layout, log=report)
 
@@ -173,10 +179,12 @@ def main(argv: list[str] | None = None) -> int:
         print("equal" if difference.equal else "NOT EQUAL")
         return 0 if difference.equal else 1
     source = verified(args, getattr(args, "in") if args.command == "convert" else args.dir)
-    to = args.to if args.command == "convert" else source.format if source.format in TARGETS[2:] else "native"
+    to = args.to if args.command == "convert" else source.format if source.format in TARGETS[3:] else "native"
     layout = layout_of(args)
     path = write(args, source, to, layout)
-    what = to if to == "huggingface" else f"{to}, {layout.tensor} model-parallel rank{'s' * (layout.tensor > 1)}"
+    what = to
+    if to not in ("huggingface", "nanogpt"):
+        what += f", {layout.tensor} model-parallel rank{'s' * (layout.tensor > 1)}"
     what += f" of {layout.pipeline} pipeline stages" * (layout.pipeline > 1)
     print(f"{source.path} ({source.format}) is now {path} ({what})")
     if args.command == "convert" and args.check:
@@ -185,7 +193,8 @@ def main(argv: list[str] | None = None) -> int:
         # A Megatron file of 2019 does not say its heads.
         model = source.facts["config"]["model"]
         hints = Hints(model["num_attention_heads"] if to == "megatron-2019" else None)
-        kind = exported_kind(source, args.dtype) if to == "huggingface" else "model"
+        kind = exported_kind(source, args.dtype) if to == "huggingface" else (
+            exported_kind(source, "fp32") if to == "nanogpt" else "model")
         greatest = check(source, open_source(args.out, hints, log=report), kind=kind, log=print)
         if not greatest <= CHECK_LIMIT:
             print(f"NOT EQUAL: more than {CHECK_LIMIT:g}")

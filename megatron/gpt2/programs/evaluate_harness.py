@@ -52,8 +52,8 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
 
     @property
     def eot_token_id(self) -> int:
-        """The id of the end of a document."""
-        return self.own_tokenizer.eod
+        """The id after which a text begins: the end of a document."""
+        return self.own_tokenizer.start
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
         """The ids of a text."""

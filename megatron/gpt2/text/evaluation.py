@@ -89,7 +89,7 @@ def read_task(name: str, path: str, tokenizer: Tokenizer, *, length: int, overla
     settings = {"seq_length": length, "overlapping_eval": stride}
     if name == "TEXT":  # a document begins after the end of another
         windows = [window for text in texts
-                   for window in windows_over(_ids(tokenizer, text, before=[tokenizer.eod]), length, stride)]
+                   for window in windows_over(_ids(tokenizer, text, before=[tokenizer.start]), length, stride)]
         return Task(name, windows, settings)
     (text,) = texts
     windows = windows_over(_ids(tokenizer, DETOKENIZERS[name](text)), length, stride)
@@ -113,7 +113,7 @@ def _passage(text: str, number: int, path: str, tokenizer: Tokenizer, strict: bo
         ids = _ids(tokenizer, text)
         context, target = ids[:-1], ids[-1:]
     # A passage of the target alone begins as a document does.
-    context = context if len(context) else np.array([tokenizer.eod], dtype=np.int32)
+    context = context if len(context) else np.array([tokenizer.start], dtype=np.int32)
     return Window(np.concatenate([context, target]), len(target))
 
 

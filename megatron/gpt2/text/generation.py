@@ -150,7 +150,7 @@ class Generator:
         if len(prompt) > self.limit:
             self.log(f"notice: of a prompt of {len(prompt):,} tokens the last {self.limit:,} are read, which is the "
                      "context of the model")
-        return prompt[-self.limit:] or [self.tokenizer.eod]
+        return prompt[-self.limit:] or [self.tokenizer.start]
 
     @property
     def _half(self) -> int:

@@ -65,7 +65,7 @@ def sample_text(run: Run) -> str:
     """The first words of held-out text, in brackets, and how the model goes on. Every rank calls it. The first rank of
     each model-parallel group gets the text; the others get the prompt alone. The log keeps the text."""
     tokenizer, prompt = run.data.tokenizer, first_words(run)
-    sample = Continuation([tokenizer.eod, *tokenizer.encode(prompt)],
+    sample = Continuation([tokenizer.start, *tokenizer.encode(prompt)],
                           replace(SAMPLING, seed=run.config.train.seed))
     run.engine.gatherer.wait()  # generation does not call the model itself, whose hooks would wait
     generate(run.engine.model, tokenizer, [sample])

@@ -30,6 +30,7 @@ from megatron.gpt2.checkpoint.folder import Checkpoint, find_checkpoint
 from megatron.gpt2.checkpoint.local_assembly import assemble
 from megatron.gpt2.command_line.arguments import Arguments, merge_checkpoint
 from megatron.gpt2.config import Config, DataConfig, require
+from megatron.gpt2.config.flag_names import flag
 from megatron.gpt2.formats import refuse_foreign
 from megatron.gpt2.launch.hang import set_flight_recorder
 from megatron.gpt2.launch.ranks import Ranks
@@ -278,6 +279,9 @@ def _tokenizer(config: Config, arguments: Arguments, checkpoint: Checkpoint | No
                                        vocab_size=data.tokenizer_vocab_size, log=print)
         tokenizer = build_tokenizer(kind, vocab_file=data.vocab_file, merge_file=data.merge_file,
                                     cache_dir=data.cache_dir, model_file=model_file)
+    for name in ("eod_mask_loss", "reset_position_ids", "reset_attention_mask"):
+        require(tokenizer.has_eod or not getattr(data, name), f"{flag(f'data.{name}')}: the tokenizer "
+                f"{tokenizer.kind} has no end of document; leave the flag out")
     if checkpoint is not None and known is None and tokenizer.vocab_size != checkpoint.facts["vocab_size"]:
         raise ValueError(f"{checkpoint.path} has {checkpoint.facts['vocab_size']:,} tokens and the tokenizer "
                          f"{tokenizer.vocab_size:,}: give the files that it was trained with")
