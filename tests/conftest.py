@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import fcntl
+import importlib.util
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported; ranks that tests start inherit it
@@ -25,6 +26,13 @@ def test_data() -> Path:
     if not TEST_DATA.is_dir():
         pytest.skip(f"{TEST_DATA} is not there; MEGATRON_TEST_DATA names the folder of real test files")
     return TEST_DATA
+
+
+def needs(*libraries: str, extra: str) -> pytest.MarkDecorator:
+    """The mark of tests that skip where a library is missing. It imports none: each of the test processes would, also
+    those that run none of these tests."""
+    missing = [name for name in libraries if importlib.util.find_spec(name) is None]
+    return pytest.mark.skipif(bool(missing), reason=f"{', '.join(missing)} of the extra [{extra}] is not installed")
 
 
 @pytest.fixture(scope="session")
@@ -51,6 +59,22 @@ def python(shared_folder: Path) -> Iterator[WarmPython]:
     server = WarmPython(shared_folder / "python")
     yield server
     server.close()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection(session: pytest.Session) -> Generator[None, object, object]:
+    """The first of the test processes compiles what all of them import, libraries too; the others wait for it. At the
+    same time each of them would compile it all."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        return (yield)
+    folder = Path(session.config.option.basetemp).parent
+    with (folder / "collection.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / "collection.made").exists():
+            collected = yield
+            (folder / "collection.made").touch()
+            return collected
+    return (yield)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from data_utils.curation.urls import normal, page_key, refusal
+from tests.conftest import needs
 
-pytest.importorskip("tldextract", reason="the extra [curate] is not installed")
+pytestmark = needs("tldextract", extra="curate")
 
 
 @pytest.mark.parametrize(("url", "reason"), [

@@ -14,10 +14,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import needs
 from tests.megatron.gpt2.programs.openwebtext.web_pages import EVALUATION, address_lists, build, web
 
 ROOT = Path(__file__).resolve().parents[5]
-pytest.importorskip("trafilatura", reason="the extra [curate] is not installed")
+pytestmark = needs("trafilatura", extra="curate")
 
 PAGES, GOOD = build()
 FLAGS = {"URLS_FLAGS": "--urls-per-file 70", "SPLIT_FLAGS": "--split 80,10,10",
