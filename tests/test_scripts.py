@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.megatron.gpt2.training.training_runs import write_text
+from tests.warm_python import WarmPython
 
 ROOT = Path(__file__).resolve().parents[1]
 LEAST = "torch numpy safetensors"
@@ -267,11 +268,11 @@ def test_slurm_queues_an_unfinished_run_again(project: Project) -> None:
         assert (done.returncode, done.stdout) == (code, "requeue 123456\n" if queued else ""), (reason, done.stderr)
 
 
-def test_two_ranks_train_for_real(tmp_path: Path) -> None:
+def test_two_ranks_train_for_real(python: WarmPython, tmp_path: Path) -> None:
     """No stub: the model-parallel script with this environment, and gloo."""
     write_text(tmp_path)
-    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-                   "GPUS_PER_NODE": "2", "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    environment = {**os.environ, "PATH": python.path, "GPUS_PER_NODE": "2", "OMP_NUM_THREADS": "1",
+                   "XDG_CACHE_HOME": str(tmp_path / "cache")}
     flags = ("--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 32 --max-position-embeddings 32 "
              "--train-iters 2 --eval-iters 1 --device cpu --precision fp32 --tokenizer-type bytes --save run "
              "--train-data text.txt")

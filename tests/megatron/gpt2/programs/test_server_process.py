@@ -25,14 +25,11 @@ from data_utils import build_tokenizer
 from megatron.gpt2.model.gpt2 import GPT2Model
 from megatron.gpt2.text.generation import Continuation, generate
 from megatron.gpt2.text.sampling import Sampling
-from tests.conftest import ROOT
+from tests.conftest import ROOT, needs
 from tests.megatron.gpt2.text.test_generation import CONFIG, save
+from tests.warm_python import WarmPython
 
-for library in ("starlette", "uvicorn", "openai"):
-    pytest.importorskip(library, reason=f"{library} is not installed: the extras [serve] and [dev] bring it")
-
-import openai  # noqa: E402
-
+pytestmark = [needs("starlette", "uvicorn", extra="serve"), needs("openai", extra="dev")]
 TOKENIZER = build_tokenizer("bytes")
 PROGRAM = ROOT / "tools" / "run_text_generation_server.py"
 
@@ -72,6 +69,8 @@ class Program:
             assert self.process.poll() is None and time.monotonic() < deadline, self.said
             time.sleep(0.05)
         self.url = re.search(r"page +(http://127\.0\.0\.1:\d+/)\n", self.said)[1]
+        import openai  # which takes seconds: not at the start of every test process
+
         self.client = openai.OpenAI(base_url=f"{self.url}v1", api_key="none", max_retries=0, timeout=240)
 
     def _read(self, lines: Any) -> None:
@@ -97,6 +96,8 @@ class Program:
 @pytest.fixture(scope="module")
 def program(saved: Path) -> Iterator[Program]:
     """On two ranks, ended by SIGTERM while it writes."""
+    import openai
+
     with Program(saved, "--nproc-per-node", "2", "--max-tokens", "1000000") as program:
         yield program
         stream = program.client.completions.create(model="tiny", prompt="a", n=8, max_tokens=10**6, stream=True)
@@ -108,6 +109,8 @@ def program(saved: Path) -> Iterator[Program]:
 
 def test_two_ranks_and_32_clients(program: Program) -> None:
     """With clients among them that go away."""
+    import openai
+
     prompts = [f"client {i}" * (1 + i % 3) for i in range(32)]
 
     def ask(i: int) -> str:
@@ -190,11 +193,11 @@ def test_the_examples_of_the_manual(program: Program) -> None:
     assert subprocess.run([sys.executable, "-c", example], capture_output=True, check=True).stdout
 
 
-def test_ctrl_c_ends_one_rank(saved: Path) -> None:
+def test_ctrl_c_ends_one_rank(saved: Path, python: WarmPython) -> None:
     with Program(saved) as program:
         port = program.url.rstrip("/").rpartition(":")[2]
         assert program.client.models.list().data[0].id == "tiny"
-        taken = subprocess.run([sys.executable, str(PROGRAM), "--load", str(saved), "--port", port], check=False,
+        taken = subprocess.run([python.python, str(PROGRAM), "--load", str(saved), "--port", port], check=False,
                                capture_output=True, text=True)
         assert taken.returncode == 2 and taken.stderr.startswith("error: ") and taken.stderr.count("\n") == 1
         assert f"--port {port}: Address already in use" in taken.stderr

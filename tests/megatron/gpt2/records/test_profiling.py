@@ -21,15 +21,16 @@ def events(path: Path) -> list[dict]:
     return found
 
 
-def step_events(path: Path) -> list[dict]:
-    return [event for event in events(path) if event.get("name", "").startswith("ProfilerStep")]
+def steps_in(traced: list[dict]) -> int:
+    return sum(event.get("name", "").startswith("ProfilerStep") for event in traced)
 
 
 def test_trace_and_table(work: Path, capfd: pytest.CaptureFixture[str]) -> None:  # noqa: F811
     flags = [*FLAGS, "--train-data", "text.txt", "--save", "run", "--eval-iters", "0", "--profile"]
     assert pretrain_gpt2.main([*flags, "3", "4", "--train-iters", "6"]) == 0
     said = capfd.readouterr().out
-    assert len(step_events(work / "run/profile_3-4_rank_0.json.gz")) == 2
+    traced = events(work / "run/profile_3-4_rank_0.json.gz")
+    assert steps_in(traced) == 2
     table = said[said.index("the costliest operations of 2 iterations, by their own time on the cpu:"):].splitlines()
     rows = [re.fullmatch(r" +([\d.]+) +([\d.]+)% +([\d.]+)  (.+)", line) for line in table[2:17]]
     times, shares, calls, names = zip(*(row.groups() for row in rows), strict=True)
@@ -37,7 +38,7 @@ def test_trace_and_table(work: Path, capfd: pytest.CaptureFixture[str]) -> None:
     # Which operations are the costliest depends on the machine's load; how often each was called does not.
     called: Counter[str] = Counter()
     ends: dict[str, float] = {}  # an operation that calls itself by the same name is one
-    for event in sorted(events(work / "run/profile_3-4_rank_0.json.gz"), key=lambda event: event.get("ts", 0.0)):
+    for event in sorted(traced, key=lambda event: event.get("ts", 0.0)):
         if event.get("cat") == "cpu_op" and event["ts"] >= ends.get(event["name"], 0.0):
             called[event["name"]] += 1
             ends[event["name"]] = event["ts"] + event["dur"]
@@ -47,7 +48,7 @@ def test_trace_and_table(work: Path, capfd: pytest.CaptureFixture[str]) -> None:
 
     # A run that ends before the last iteration writes what it has; one that never comes there says so.
     assert pretrain_gpt2.main([*flags, "8", "20", "--train-iters", "30", "--exit-interval", "9"]) == 0
-    assert len(step_events(work / "run/profile_8-20_rank_0.json.gz")) == 2
+    assert steps_in(events(work / "run/profile_8-20_rank_0.json.gz")) == 2
     assert "the costliest operations of 2 iterations" in capfd.readouterr().out
     assert pretrain_gpt2.main([*flags, "1", "2", "--train-iters", "10"]) == 0
     assert "WARNING: --profile 1 2: this run goes from iteration 10 to 10" in capfd.readouterr().out
