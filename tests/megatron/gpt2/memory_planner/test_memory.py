@@ -99,7 +99,7 @@ ALONE = [["--precision", "fp32"],
          ["--precision", "fp32", "--global-batch-size", "6", "--hidden-dropout", "0.1"],
          ["--precision", "fp32", "--attention-dropout", "0.1"],
          ["--precision", "bf16", "--attention-dropout", "0.1", "--micro-batch-size", "4"],
-         ["--exact-layouts", "4", "--precision", "bf16", "--global-batch-size", "8", "--make-vocab-size-divisible-by",
+         ["--exact-layouts", "4", "--precision", "bf16", "--global-batch-size", "4", "--make-vocab-size-divisible-by",
           "20000"]]
 
 
@@ -109,14 +109,14 @@ def test_what_torch_allocates(folder: Path, flags: list[str]):
     assert computed == pytest.approx(allocated, rel=0.06), (computed / MB, allocated / MB)
 
 
-@pytest.mark.parametrize("flags", [["--use-distributed-optimizer"], ["--model-parallel-size", "2",
-                                                                     "--sequence-parallel"],
-                                   ["--use-distributed-optimizer", "--shard-gradients", "--global-batch-size", "32",
+@pytest.mark.parametrize("flags", [["--use-distributed-optimizer", "--micro-batch-size", "8"],
+                                   ["--model-parallel-size", "2", "--sequence-parallel"],
+                                   ["--use-distributed-optimizer", "--shard-gradients", "--global-batch-size", "16",
                                     "--ddp-bucket-size", "300000"],
                                    ["--model-parallel-size", "2", "--recompute-granularity", "full",
                                     "--partition-activations"]], ids=" ".join)
 def test_what_torch_allocates_on_a_rank_of_two(folder: Path, flags: list[str]):
-    flags = [*flags, "--precision", "fp32", "--micro-batch-size", "8", "--make-vocab-size-divisible-by", "2048"]
+    flags = ["--precision", "fp32", "--micro-batch-size", "4", "--make-vocab-size-divisible-by", "2048", *flags]
     for computed, allocated in run_ranks(counted, 2, str(folder), flags):
         assert computed == pytest.approx(allocated, rel=0.06), (computed / MB, allocated / MB)
 
@@ -124,10 +124,10 @@ def test_what_torch_allocates_on_a_rank_of_two(folder: Path, flags: list[str]):
 # Two stages of unequal chunks, with 3 micro-batches or 4.
 PIPELINES = {"1F1B": "--micro-batch-size 4 --global-batch-size 12 --decoder-first-pipeline-num-layers 2",
              "recompute": "--micro-batch-size 8 --global-batch-size 24 --recompute-granularity full",
-             "interleaved": "--num-layers 4 --num-layers-per-virtual-pipeline-stage 1 --micro-batch-size 4 "
-                            "--global-batch-size 16",
+             "interleaved": "--num-layers 4 --num-layers-per-virtual-pipeline-stage 1 --micro-batch-size 2 "
+                            "--global-batch-size 8",
              "zero bubble": "--pipeline-schedule zero-bubble --micro-batch-size 4 --global-batch-size 16",
-             "exact": "--exact-layouts 4 --micro-batch-size 8 --global-batch-size 32",
+             "exact": "--exact-layouts 4 --micro-batch-size 4 --global-batch-size 12",
              "bf16": "--precision bf16 --micro-batch-size 8 --global-batch-size 24"}
 
 
