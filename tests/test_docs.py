@@ -159,7 +159,8 @@ def test_every_link_and_flag_that_is_named_exists():
                                                   # of torchrun, sbatch, docker and apptainer
                                                   "--master-addr", "--nodes", "--gpus", "--ipc", "--ulimit",
                                                   "--network", "--nv", "--signal", "--gpu-bind", "--gpus-per-task",
-                                                  "--collect-only"}  # of pytest
+                                                  "--collect-only",  # of pytest
+                                                  "--out_dir", "--init_from"}  # of nanoGPT's sample.py
     for program in (*(ROOT / "megatron" / "gpt2" / "programs").rglob("*.py"), *(ROOT / "benchmarks").glob("*.py"),
                     ROOT / "megatron" / "gpt2" / "verification" / "layouts.py",
                     ROOT / "data_utils" / "curation" / "command_line.py"):
