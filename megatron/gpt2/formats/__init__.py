@@ -10,15 +10,17 @@ from megatron.gpt2.checkpoint.folder import TRACKER, find_checkpoint
 from megatron.gpt2.checkpoint.manifest import MANIFEST
 from megatron.gpt2.checkpoint.reader import Checkpoint
 from megatron.gpt2.checkpoint.source import Source
-from megatron.gpt2.formats import huggingface, megatron, nanogpt
+from megatron.gpt2.formats import dcp_gpt2, huggingface, megatron, megatron_dist, nanogpt
+from megatron.gpt2.formats.dcp_metadata import METADATA
 from megatron.gpt2.formats.foreign import Hints
 from megatron.gpt2.formats.megatron_files import RANK_FILES, rank_files
 
 __all__ = ["FORMATS", "Hints", "Source", "open_source", "recognise", "refuse_foreign"]
 
-# megatron-2019 is flat (NVIDIA's release and DeepSpeedExamples' too), v1 to v3 are nested.
+# megatron-2019 is flat (NVIDIA's release and DeepSpeedExamples' too), v1 to v3 are nested, megatron-core and torch_dist
+# are today's --ckpt-format torch and torch_dist.
 FORMATS = ("native", "huggingface", "megatron-2019", "megatron-v1", "megatron-v2", "megatron-v3", "megatron-core",
-           "deepspeed", "nanogpt")
+           "torch_dist", "deepspeed", "nanogpt", "dcp")
 
 
 def recognise(path: str | Path, iteration: int | None = None) -> tuple[str, Path] | None:
@@ -33,10 +35,14 @@ def recognise(path: str | Path, iteration: int | None = None) -> tuple[str, Path
             return recognise(path.parent)
         if path.name in RANK_FILES:
             return recognise(path.parent.parent)
+        if path.name in (METADATA, megatron_dist.COMMON, megatron_dist.CONFIG) or path.suffix == ".distcp":
+            return recognise(path.parent)
         return ("nanogpt", path) if path.suffix == ".pt" else None
     for folder in _iterations(path, iteration):
         if (folder / MANIFEST).is_file():
             return "native", folder
+        if (folder / METADATA).is_file():
+            return "torch_dist" if (folder / megatron_dist.CONFIG).is_file() else "dcp", folder
         if files := rank_files(folder):
             return megatron.version(files), folder
         if huggingface.weights_file(folder):
@@ -72,7 +78,8 @@ def refuse_foreign(load: str | Path, *, num_attention_heads: int | None = None, 
     format, _ = recognise(load) or ("native", None)
     if format == "native":
         return
-    flags = f" --num-attention-heads {num_attention_heads or 'N'}" if format in ("megatron-2019", "deepspeed") else ""
+    without_heads = format in ("megatron-2019", "deepspeed", "dcp")
+    flags = f" --num-attention-heads {num_attention_heads or 'N'}" if without_heads else ""
     if with_tokenizer and format != "huggingface":
         flags += " --vocab-file FILE --merge-file FILE"
     folder = shlex.quote(str(load).rstrip("/"))
@@ -105,6 +112,10 @@ def open_source(path: str | Path, hints: Hints | None = None, *, log: Callable[[
         source = checkpoint
     elif format == "huggingface":
         source = huggingface.open_huggingface(where, hints)
+    elif format == "torch_dist":
+        source = megatron_dist.open_torch_dist(where, hints, log=log)
+    elif format == "dcp":
+        source = dcp_gpt2.open_dcp(where, hints, log=log)
     elif format == "nanogpt":
         source = nanogpt.open_nanogpt(where, hints, log=log)
     else:

@@ -169,9 +169,7 @@ def _part(path: Path, top: Mapping[str, Any], key: str, first_layer: int) -> Par
         raise ValueError(f"{path}: holds no weights under {key!r} (DeepSpeed's pipeline keeps them in layer_* files, "
                          "which are not supported)")
     for theirs, tensor in flatten(path, top[key]).items():
-        name = theirs
-        for old, new in RENAMES:
-            name = old.sub(new, name)
+        name = name_of_2019(theirs)
         if layer := LAYER.fullmatch(name):
             local.add(int(layer[1]))
             name = f"transformer.layers.{first_layer + int(layer[1])}.{layer[2]}"
@@ -181,6 +179,13 @@ def _part(path: Path, top: Mapping[str, Any], key: str, first_layer: int) -> Par
     if local != set(range(len(local))):
         raise ValueError(f"{path}: its layers are not numbered from 0 to {len(local) - 1}")
     return part
+
+
+def name_of_2019(theirs: str) -> str:
+    """The name in Megatron's 2019 release, which is ours, of a parameter's name in any version."""
+    for old, new in RENAMES:
+        theirs = old.sub(new, theirs)
+    return theirs
 
 
 def flatten(path: Path, tree: Mapping[str, Any]) -> dict[str, Tensor]:

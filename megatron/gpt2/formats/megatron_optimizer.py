@@ -6,7 +6,7 @@ rounded as the weights are, agree with the file's own model; otherwise the state
 """
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,17 +30,13 @@ def optimizer_state(ranks: RankFiles, args: Mapping[str, Any],
     parts, by rank}}, and empty where the files hold no state or one in an unknown form. ValueError where the two copies
     of the tied matrix have different states.
     """
-    facts: dict[str, Any] = {}
-    for name, theirs in (("consumed_samples", "consumed_train_samples"), ("train_iters", "train_iters"),
-                         ("global_batch_size", "global_batch_size")):
-        if type(args.get(theirs)) is int:
-            facts[name] = args[theirs]
+    facts = run_facts(args)
     optimizer = ranks.parts[0][0].optimizer
     if optimizer is None:
         return facts, {}, []
     try:
         states, heads, step = _states(ranks, specs)
-        optimizer_facts, config, left_out = _facts(ranks, args, optimizer, step)
+        optimizer_facts, config, left_out = adam_facts(ranks.top, args, optimizer, _adam(ranks.parts[0][0])[2], step)
     except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, RuntimeError) as error:
         return facts, {}, ["the optimizer's state: its form is not one that is known here "
                            f"({type(error).__name__}: {str(error)[:200]})"]
@@ -50,6 +46,13 @@ def optimizer_state(ranks: RankFiles, args: Mapping[str, Any],
                 raise ValueError(f"{path}: {kind} of {HEAD} is not that of the word embeddings in "
                                  f"{ranks.parts[0][rank].path.relative_to(ranks.path)}: are two runs mixed?")
     return {**facts, "optimizer": optimizer_facts, "config": {"optimizer": config}}, states, left_out
+
+
+def run_facts(args: Mapping[str, Any]) -> dict[str, Any]:
+    """What the arguments say of the run's progress, under our manifest's names."""
+    return {name: args[theirs] for name, theirs in (
+        ("consumed_samples", "consumed_train_samples"), ("train_iters", "train_iters"),
+        ("global_batch_size", "global_batch_size")) if type(args.get(theirs)) is int}
 
 
 def _states(ranks: RankFiles, specs: Mapping[str, PartitionSpec]) -> tuple[States, Heads, int]:
@@ -97,11 +100,12 @@ def _adam(part: Part) -> tuple[list[Any] | None, Mapping[int, Any], list[Any]]:
     return masters, inner["state"], inner["param_groups"]
 
 
-def _facts(ranks: RankFiles, args: Mapping[str, Any], held: Mapping[str, Any],
-           step: int) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
-    """What `AdamWOptimizer.state_dict` says; our flags of the schedule, the scale and AdamW; what those
-    cannot say."""
-    groups = _adam(ranks.parts[0][0])[2]
+def adam_facts(top: Mapping[str, Any], args: Mapping[str, Any], held: Mapping[str, Any], groups: Sequence[Any],
+               step: int) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
+    """What `AdamWOptimizer.state_dict` says; our flags of the schedule, the scale and AdamW; what those cannot say.
+
+    top: what stands beside the weights. held: the optimizer's part of it. groups: of parameters, with Adam's numbers.
+    """
     first, second = groups[0]["betas"]
     config: dict[str, Any] = {
         "weight_decay": max(float(group["weight_decay"]) for group in groups), "adam_beta1": float(first),
@@ -124,17 +128,17 @@ def _facts(ranks: RankFiles, args: Mapping[str, Any], held: Mapping[str, Any],
             # Theirs goes on below 1, where ours stays: both halve at every overflow from there on.
             scaler |= {"clean_steps": float(said["growth_tracker"]),
                        "hysteresis_left": float(max(1, said["hysteresis_tracker"]))}
-    good_steps, schedule, left_out = _schedule(ranks, args, step)
+    good_steps, schedule, left_out = _schedule(top, args, step)
     config |= schedule
     OptimizerConfig(**config)  # a ValueError for what cannot be
-    iteration = ranks.top.get("iteration", ranks.top.get("total_iters", good_steps))
+    iteration = top.get("iteration", top.get("total_iters", good_steps))
     return {"good_steps": good_steps, "skipped_steps": max(0, iteration - good_steps), "adam_steps": step,
             "loss_scaler": scaler}, config, left_out
 
 
-def _schedule(ranks: RankFiles, args: Mapping[str, Any], step: int) -> tuple[int, dict[str, Any], list[str]]:
+def _schedule(top: Mapping[str, Any], args: Mapping[str, Any], step: int) -> tuple[int, dict[str, Any], list[str]]:
     """The steps that were not skipped, our flags, and what those cannot say."""
-    said = ranks.top.get("lr_scheduler") or ranks.top.get("opt_param_scheduler") or {}
+    said = top.get("lr_scheduler") or top.get("opt_param_scheduler") or {}
     batch, grows = args.get("global_batch_size"), args.get("rampup_batch_size") or args.get("step_batch_size_schedule")
     left_out: list[str] = []
     if "end_iter" in said:  # 2019 counts iterations

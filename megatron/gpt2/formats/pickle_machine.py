@@ -6,7 +6,6 @@ the list below is refused, and what is built is bounded by the instructions and 
 """
 
 import math
-import mmap
 import re
 import struct
 from collections.abc import Callable, Sequence
@@ -26,6 +25,9 @@ STORAGES = {f"{module}.{kind}Storage": dtype for module in ("torch", "torch.cuda
     "Half": torch.float16, "BFloat16": torch.bfloat16, "Float": torch.float32, "Double": torch.float64,
     "Long": torch.int64, "Int": torch.int32, "Short": torch.int16, "Char": torch.int8, "Byte": torch.uint8,
     "Bool": torch.bool}.items()}
+Data = bytes | memoryview
+KNOWN = {*STORAGES, ORDERED_DICT, REBUILD_TENSOR, *PARAMETERS, WITH_ATTRIBUTES}
+PLAIN = (str, int, float, bool, type(None))  # types of a dictionary's keys
 DTYPES = {str(dtype): dtype for dtype in STORAGES.values()}
 # What else genuine files name. The loss scalers' attributes are read; of the others nothing is.
 OPAQUE = re.compile(
@@ -38,7 +40,7 @@ OPAQUE = re.compile(
     re.ASCII)
 
 
-@dataclass(eq=False, repr=False)
+@dataclass(eq=False, repr=False, slots=True)
 class Opaque:
     """An object of a class that the file names: its arguments and state, and nothing that acts."""
 
@@ -66,8 +68,9 @@ class Machine:
     find: returns where a storage lies, by dtype, key and number of elements.
     """
 
-    def __init__(self, data: mmap.mmap, at: int, end: int, find: Callable[[torch.dtype, str, int], int]) -> None:
+    def __init__(self, data: Data, at: int, end: int, find: Callable[[torch.dtype, str, int], int]) -> None:
         self.data, self.at, self.end, self.find = data, at, min(end, at + MAX_PICKLE_BYTES), find
+        self.pushes, self.others = PUSHES, OTHERS
         self.stack: list[Any] = []
         self.marks: list[int] = []
         self.memo: dict[int, Any] = {}
@@ -80,9 +83,9 @@ class Machine:
                 break
             code = self.data[self.at]
             self.at += 1
-            if push := PUSHES.get(code):
+            if push := self.pushes.get(code):
                 self.stack.append(push(self))
-            elif act := OTHERS.get(code):
+            elif act := self.others.get(code):
                 act(self)
             elif code == ord("."):
                 return self.stack.pop(), self.at
@@ -99,7 +102,9 @@ class Machine:
 
     def last(self, size: int) -> tuple[Any, ...]:
         """The last `size` items, taken from the stack."""
-        items = tuple(self.stack[i] for i in range(-size, 0))
+        items = tuple(self.stack[-size:])
+        if len(items) < size:
+            raise IndexError("too few items on the stack")
         del self.stack[-size:]
         return items
 
@@ -113,7 +118,7 @@ class Machine:
         self.at += size
         if self.at > self.end:
             raise ValueError(f"ends in the middle of a string, or its pickle is larger than {MAX_PICKLE_BYTES:,} bytes")
-        return self.data[self.at - size:self.at]
+        return bytes(self.data[self.at - size:self.at])
 
     def signed(self, size: int) -> int:
         """The next `size` bytes, a signed number."""
@@ -121,16 +126,27 @@ class Machine:
 
     def line(self) -> str:
         """The text up to the end of the line, "" where that is far."""
-        stop = self.data.find(b"\n", self.at, self.at + 200)
-        return self.text(stop - self.at + 1)[:-1].decode("ascii") if stop >= 0 else ""
+        size = bytes(self.data[self.at:self.at + 200]).find(b"\n")
+        return self.text(size + 1)[:-1].decode("ascii") if size >= 0 else ""
 
     def known(self) -> Any:
         """What the next two lines name, a module and a thing of it."""
-        if (name := f"{self.line()}.{self.line()}") not in self.named:
-            self.named[name] = _named(name)
+        return self.thing(f"{self.line()}.{self.line()}")
+
+    def thing(self, name: str) -> Any:
+        """What `name` stands for. ValueError for a name that is not known here."""
+        if name not in self.named:
+            if name not in DTYPES and not self.knows(name):
+                raise ValueError(f"names {name[:120]!r}, which no checkpoint that is known here needs; nothing was "
+                                 "executed")
+            self.named[name] = DTYPES.get(name) or Opaque(name)
             if len(self.named) > MAX_NAMES:
                 raise ValueError(f"names more than {MAX_NAMES} things")
         return self.named[name]
+
+    def knows(self, name: str) -> bool:
+        """Whether genuine files name the thing `name`."""
+        return name in KNOWN or OPAQUE.fullmatch(name) is not None
 
     def memorise(self, key: int) -> None:
         """Keep the last item under the number `key`."""
@@ -167,7 +183,7 @@ OTHERS: dict[int, Callable[[Machine], object]] = {code[0]: act for code, act in 
     b"q": lambda m: m.memorise(m.number(1)), b"r": lambda m: m.memorise(m.number(4)),
     b"b": Machine.set_state,
     b"a": lambda m: _extend(m.stack, m.last(1)), b"e": lambda m: _extend(m.stack, m.above_mark()),
-    b"s": lambda m: _update(m.stack, m.last(2)), b"u": lambda m: _update(m.stack, m.above_mark())}.items()}
+    b"s": lambda m: update(m.stack, m.last(2)), b"u": lambda m: update(m.stack, m.above_mark())}.items()}
 
 
 def _extend(stack: list[Any], items: Sequence[Any]) -> None:
@@ -176,23 +192,14 @@ def _extend(stack: list[Any], items: Sequence[Any]) -> None:
     stack[-1].extend(items)
 
 
-def _update(stack: list[Any], items: Sequence[Any]) -> None:
-    """Plain keys alone: a tuple's hash visits all that it holds."""
+def update(stack: list[Any], items: Sequence[Any], keys: tuple[type, ...] = PLAIN) -> None:
+    """Keys of the types `keys` alone: a tuple's hash visits all that it holds."""
     if type(stack[-1]) is not dict or len(items) % 2:
         raise TypeError("items for what is no dictionary")
     for key, value in zip(items[::2], items[1::2], strict=True):
-        if type(key) not in (str, int, float, bool, type(None)) or key in stack[-1]:
+        if type(key) not in keys or key in stack[-1]:
             raise TypeError(f"a dictionary's key occurs twice, or is of type {type(key).__name__}")
         stack[-1][key] = value
-
-
-def _named(name: str) -> Any:
-    if name in DTYPES:
-        return DTYPES[name]
-    if not (name in STORAGES or name in (ORDERED_DICT, REBUILD_TENSOR, *PARAMETERS, WITH_ATTRIBUTES)
-            or OPAQUE.fullmatch(name)):
-        raise ValueError(f"names {name[:120]!r}, which no checkpoint that is known here needs; nothing was executed")
-    return Opaque(name)
 
 
 def _storage(identity: Any, find: Callable[[torch.dtype, str, int], int]) -> Storage:
@@ -202,7 +209,7 @@ def _storage(identity: Any, find: Callable[[torch.dtype, str, int], int]) -> Sto
     return Storage(STORAGES[of.name], find(STORAGES[of.name], key, numel), numel)
 
 
-def _make(data: mmap.mmap, name: str, args: Any) -> Any:
+def _make(data: Data, name: str, args: Any) -> Any:
     """What the call of `name` with `args` stands for."""
     if name == ORDERED_DICT and not args:
         return {}
@@ -215,7 +222,7 @@ def _make(data: mmap.mmap, name: str, args: Any) -> Any:
     return Opaque(name, args)
 
 
-def _tensor(data: mmap.mmap, storage: Storage, offset: int, shape: tuple[int, ...], stride: tuple[int, ...]) -> Tensor:
+def _tensor(data: Data, storage: Storage, offset: int, shape: tuple[int, ...], stride: tuple[int, ...]) -> Tensor:
     """A view of the file, of at most as many elements as the storage has."""
     if len(shape) > 8 or len(stride) != len(shape) or any(
             type(n) is not int or not 0 <= n <= len(data) for n in (offset, *shape, *stride)):

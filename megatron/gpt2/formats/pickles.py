@@ -26,16 +26,20 @@ MAX_DIRECTORY_BYTES = 2 << 20  # of a zip file: 20,000 records
 MAGIC = 0x1950A86A20F9469CFC6C  # what a legacy stream starts with, then 1001
 
 
-def load_pickle(path: str | Path) -> Any:
-    """The object in `path`. Tensors are views of the file: copy them before you change them.
+def load_pickle(path: str | Path, start: int = 0, length: int | None = None) -> Any:
+    """The object in `path`, or in `length` bytes of it from `start` on. Tensors are views of the file: copy them before
+    you change them.
 
     ValueError, one line, for a file that is damaged, that torch.save did not write, or that names something unknown.
     """
     try:
+        skip = start % mmap.ALLOCATIONGRANULARITY
         with open(path, "rb") as stream:
             # A private mapping: torch warns about memory that it could not write to.
-            data = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
-        return _load_zip(path, data) if data[:4] == ZIP else _load_legacy(data)
+            mapped = mmap.mmap(stream.fileno(), 0 if length is None else skip + length, access=mmap.ACCESS_COPY,
+                               offset=start - skip)
+        data = memoryview(mapped)[skip:]
+        return _load_zip(data) if bytes(data[:4]) == ZIP else _load_legacy(data)
     except (ValueError, zipfile.BadZipFile) as error:
         raise ValueError(f"{path}: {error}") from error
     except OSError as error:
@@ -45,18 +49,39 @@ def load_pickle(path: str | Path) -> Any:
                          f"({type(error).__name__}: {str(error)[:80]!r})") from error
 
 
-class _Directory(io.FileIO):
+class _Directory(io.RawIOBase):
     """zipfile reads the list of a file's records at once; one that is too long would take it minutes."""
 
+    def __init__(self, data: memoryview) -> None:
+        self.data, self.at = data, 0
+
+    def seekable(self) -> bool:
+        """zipfile asks."""
+        return True
+
+    def tell(self) -> int:
+        """The next byte."""
+        return self.at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
+        """Go to a byte."""
+        self.at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self.at, io.SEEK_END: len(self.data)}[whence]
+        if self.at < 0:
+            raise OSError("a place before the file's begin")
+        return self.at
+
     def read(self, size: int | None = -1, /) -> bytes:
+        """The next `size` bytes, or all."""
         if size is not None and size > MAX_DIRECTORY_BYTES:
             raise ValueError(f"its list of records is longer than {MAX_DIRECTORY_BYTES:,} bytes")
-        return super().read(-1 if size is None else size)
+        found = bytes(self.data[self.at:None if size is None or size < 0 else self.at + size])
+        self.at += len(found)
+        return found
 
 
-def _load_zip(path: str | Path, data: mmap.mmap) -> Any:
+def _load_zip(data: memoryview) -> Any:
     records: dict[str, tuple[int, int]] = {}
-    with _Directory(path) as stream, zipfile.ZipFile(stream) as archive:
+    with _Directory(data) as stream, zipfile.ZipFile(stream) as archive:
         for info in archive.infolist():
             if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1:
                 raise ValueError(f"the record {info.filename[:80]!r} is compressed or encrypted")
@@ -73,7 +98,7 @@ def _load_zip(path: str | Path, data: mmap.mmap) -> Any:
         raise ValueError("a zip file that torch.save did not write: it has no data.pkl")
     if root + "byteorder" in records:
         start, size = records[root + "byteorder"]
-        if data[start:start + min(size, 8)] != b"little":
+        if bytes(data[start:start + min(size, 8)]) != b"little":
             raise ValueError("written on a big-endian machine, which is not supported")
 
     def find(dtype: torch.dtype, key: str, numel: int) -> int:
@@ -86,7 +111,7 @@ def _load_zip(path: str | Path, data: mmap.mmap) -> Any:
     return Machine(data, start, start + size, find).run()[0]
 
 
-def _load_legacy(data: mmap.mmap) -> Any:
+def _load_legacy(data: memoryview) -> Any:
     """Magic number, version, system, object, keys of its storages, and the storages, each with its length before it.
 
     The object comes before the storages' places are known, so that it is read twice.
@@ -102,7 +127,7 @@ def _load_legacy(data: mmap.mmap) -> Any:
     def pickle(at: int, find: Callable[[torch.dtype, str, int], int] = note) -> tuple[Any, int]:
         return Machine(data, at, len(data), find).run()
 
-    magic, at = pickle(0) if data[:1] == b"\x80" else (None, 0)
+    magic, at = pickle(0) if bytes(data[:1]) == b"\x80" else (None, 0)
     require(type(magic) is int and magic == MAGIC, "not written by torch.save")
     version, at = pickle(at)
     system, at = pickle(at)
