@@ -45,13 +45,13 @@ def write_megatron(source: Source, out: str | Path, format: str, layout: Layout 
     gets weights alone. ValueError for a layout that does not fit.
     """
     layout = layout or Layout()
-    p, model = layout.tensor, _model(source, layout.tensor)
+    p, model = layout.tensor, padded_model(source, layout.tensor)
     stages, specs = chunks_of_stages(model, layout, format), parameter_specs(model, p)
     with_optimizer = format != "megatron-core" and all(
         any(name.startswith(f"{kind}.") for name in source.names()) for kind in MASTERS)
     top: dict[str, Any] = {"iteration": source.iteration}
     if format != "megatron-2019":
-        top |= {"args": _arguments(source, model, layout, format), "checkpoint_version": 3.0}
+        top |= {"args": arguments(source, model, layout, format), "checkpoint_version": 3.0}
     if with_optimizer:
         name = "opt_param_scheduler" if format == "megatron-v3" else "lr_scheduler"
         top[name] = schedule(source, format, log)
@@ -71,7 +71,7 @@ def write_megatron(source: Source, out: str | Path, format: str, layout: Layout 
                 local[len(own):] = source.read(full_name, (rows - 1, 0), (1, width))
             if format == "megatron-2019" and ".query_key_value." in name:
                 local = by_part(model.num_attention_heads // p)(local)
-            return _on_disk(local, folder)
+            return on_disk(local, folder)
 
         chunks = [{theirs: shard("model", name) for theirs, name in names.items()} for names in stages[stage]]
         models = {"model" if len(chunks) == 1 else f"model{number}": in_form(format, chunk)
@@ -116,7 +116,7 @@ def core_name(name: str) -> str:
     return renamed(name, CORE_MODULES, "decoder.layers", CORE_LAYER_MODULES)
 
 
-def _arguments(source: Source, model: ModelConfig, layout: Layout, format: str) -> argparse.Namespace:
+def arguments(source: Source, model: ModelConfig, layout: Layout, format: str) -> argparse.Namespace:
     """What Megatron compares with its own flags, or takes in their place."""
     facts, p = source.facts, layout.tensor
     chunks = layout.virtual(model.num_layers)
@@ -145,7 +145,7 @@ def _arguments(source: Source, model: ModelConfig, layout: Layout, format: str) 
     return argparse.Namespace(**said)
 
 
-def _model(source: Source, p: int) -> ModelConfig:
+def padded_model(source: Source, p: int) -> ModelConfig:
     """The shape, with the padding of the vocabulary that Megatron takes: a multiple of the product, where ours is of
     both numbers."""
     model = check_facts(source)
@@ -155,7 +155,7 @@ def _model(source: Source, p: int) -> ModelConfig:
     return dataclasses.replace(model, make_vocab_size_divisible_by=model.make_vocab_size_divisible_by * p)
 
 
-def _on_disk(x: Tensor, folder: Path) -> Tensor:
+def on_disk(x: Tensor, folder: Path) -> Tensor:
     """The same values, read from a file that has no name any more: in the page cache where there is room."""
     path = folder / "tensor"
     x.contiguous().view(-1).view(torch.uint8).numpy().tofile(path)

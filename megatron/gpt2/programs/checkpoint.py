@@ -28,7 +28,8 @@ from megatron.gpt2.formats.megatron_layout import PIPELINE, VIRTUAL, Layout
 from megatron.gpt2.formats.native import write_native
 from megatron.gpt2.pipeline.stages import FIRST, LAST
 
-TARGETS = ("native", "huggingface", "nanogpt", "megatron-2019", "megatron-v2", "megatron-v3", "megatron-core")
+TARGETS = ("native", "huggingface", "nanogpt", "megatron-2019", "megatron-v2", "megatron-v3", "megatron-core",
+           "torch_dist")
 CHECK_LIMIT = 1e-4  # of a logit; a translation alone makes none, other kernels 1e-6
 
 
@@ -137,16 +138,18 @@ def write(args: argparse.Namespace, source: Source, to: str, layout: Layout) -> 
     ranks = layout.tensor
     require(ranks > 0, f"--model-parallel-size must be positive, not {ranks}")
     require(to != "nanogpt" or ranks == 1, f"--model-parallel-size {ranks}: nanoGPT has no model parallelism")
-    require(to.startswith("megatron") or layout == Layout(ranks),
+    megatron = to.startswith("megatron") or to == "torch_dist"
+    require(megatron or layout == Layout(ranks),
             f"{PIPELINE}, {VIRTUAL}, {FIRST} and {LAST} are for Megatron's formats, and this writes {to}"
             + ", which loads under any of them" * (to == "native"))
     kinds = {name.partition(".")[0] for name in source.names()}
     left_out = list(source.left_out)
     if "rng" in kinds:
         left_out.append("the random states, which belong to a layout")
-    if "master" in kinds and to in ("huggingface", "megatron-core"):
-        left_out.append("the optimizer's state, which this format does not hold")
-    if source.facts.get("tokenizer") and to.startswith("megatron"):
+    if "master" in kinds and to in ("huggingface", "megatron-core", "torch_dist"):
+        left_out.append("the optimizer's state, which " + (
+            "is not written here" if to == "torch_dist" else "this format does not hold"))
+    if source.facts.get("tokenizer") and megatron:
         left_out.append("the tokenizer, which this format does not hold")
     for line in left_out:
         report(f"left out: {line}")
@@ -159,6 +162,9 @@ def write(args: argparse.Namespace, source: Source, to: str, layout: Layout) -> 
     if to == "nanogpt":
         from megatron.gpt2.formats.write_nanogpt import write_nanogpt
         return write_nanogpt(source, args.out, tokenizer=tokenizer_of(args, source), log=report)
+    if to == "torch_dist":
+        from megatron.gpt2.formats.write_torch_dist import write_torch_dist
+        return write_torch_dist(source, args.out, layout)
     from megatron.gpt2.formats.write_megatron import write_megatron
     return write_megatron(source, args.out, to, layout, log=report)
 

@@ -16,23 +16,31 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.state_dict_loader import load as load_dcp
 
 import mpu
+from megatron.gpt2.checkpoint.state import load_state
+from megatron.gpt2.config import ModelConfig, OptimizerConfig
 from megatron.gpt2.formats import Hints, Source, open_source, recognise
 from megatron.gpt2.formats.dcp import check_cover
 from megatron.gpt2.formats.dcp_metadata import METADATA, read_metadata
 from megatron.gpt2.formats.megatron_files import name_of_2019
 from megatron.gpt2.formats.native import write_native
 from megatron.gpt2.model.parameters import parameter_specs
+from megatron.gpt2.optimizer.flat_parameters import FlatParameters
+from megatron.gpt2.optimizer.learning_rates import LearningRate
+from megatron.gpt2.optimizer.loss_scaler import LossScaler
+from megatron.gpt2.optimizer.optimizer import AdamWOptimizer
+from megatron.gpt2.optimizer.parameter_gatherer import ParameterGatherer
+from megatron.gpt2.programs import checkpoint
 from mpu.partition import Box
 from tests.megatron.gpt2.formats.crafted_metadata import CRAFTED
-from tests.megatron.gpt2.formats.test_readers import TOLERANCE, logits_of
+from tests.megatron.gpt2.formats.test_readers import TOLERANCE, gradient, logits_of, masters
+from tests.megatron.gpt2.formats.test_readers import model_of as gpt2_of
 
 FIXTURES = Path(__file__).parent / "torch_dist"
 CASES = {path.name.removesuffix(".tar.xz"): path for path in sorted(FIXTURES.glob("*.tar.xz"))}
 VOCABULARY, KINDS = 29, ("model", "master", "exp_avg", "exp_avg_sq")
-FORMS = {"plain": ["plain-0.16.1", "plain_fp32_tp2_pp2-0.16.1"], "weights": ["weights-0.16.1"], "dp_reshardable": [
-    "dp_reshardable_dp2-0.16.1"]}
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +83,7 @@ def test_tensors_are_those_that_megatron_core_held(folders: dict[str, Path], nam
     without = name.startswith(("weights", "dp_reshardable"))
     for kind in KINDS[:1] if without else KINDS:
         held = expected("master" if kind == "model" and in_fp32(name) else kind)
-        assert len(held) == len(parameter_specs(model_of(source)))
+        assert len(held) == len(parameter_specs(ModelConfig(**source.facts["config"]["model"])))
         for parameter, value in held.items():
             found = source.read(f"{kind}.{parameter}")
             assert found.dtype == (torch.bfloat16 if kind == "model" and not in_fp32(name) else torch.float32)
@@ -88,11 +96,6 @@ def test_tensors_are_those_that_megatron_core_held(folders: dict[str, Path], nam
         assert source.facts["config"]["optimizer"]["lr_decay_iters"] == 100
 
 
-def model_of(source: Source) -> Any:
-    from megatron.gpt2.config import ModelConfig
-    return ModelConfig(**source.facts["config"]["model"])
-
-
 @pytest.mark.parametrize("name", [name for name in CASES if not in_fp32(name)])
 def test_logits_are_megatron_cores_own(folders: dict[str, Path], name: str):
     with np.load(FIXTURES / "logits.npz") as held:
@@ -101,8 +104,7 @@ def test_logits_are_megatron_cores_own(folders: dict[str, Path], name: str):
 
 
 def test_flat_buckets_are_left_out_in_one_line_that_names_the_flag(folders: dict[str, Path]):
-    (name,) = FORMS["dp_reshardable"]
-    lines = [line for line in opened(folders[name]).left_out if "dp_reshardable" in line]
+    lines = [line for line in opened(folders["dp_reshardable_dp2-0.16.1"]).left_out if "dp_reshardable" in line]
     assert len(lines) == 1 and "--dist-ckpt-optim-fully-reshardable" in lines[0]
 
 
@@ -206,3 +208,60 @@ def test_boxes_of_three_dimensions(parts: list[Any], problem: str):
             check_cover("it", (2, 4, 3), boxes)
     else:
         check_cover("it", (2, 4, 3), boxes)
+
+
+@pytest.mark.parametrize("name", ["plain-0.16.1", "plain_fp32_tp2_pp2-0.16.1"])
+def test_what_is_written_is_what_megatron_core_writes(folders: dict[str, Path], tmp_path: Path, name: str,
+                                                      capsys: pytest.CaptureFixture[str]):
+    """The same names, shapes and types as in its own file, read by torch's own reader, and the same values."""
+    command = ["convert", str(folders[name]), str(tmp_path / "native"), "--to", "native", "--check", "--vocab-size",
+               str(VOCABULARY)]
+    assert checkpoint.main(command) == 0
+    command = ["convert", str(tmp_path / "native"), str(tmp_path / "back"), "--to", "torch_dist",
+               "--model-parallel-size", "4", "--check"]
+    assert checkpoint.main(command) == 0
+    assert "left out: the optimizer's state, which is not written here" in capsys.readouterr().err
+    back, theirs = opened(tmp_path / "back"), opened(folders[name])
+    assert back.format == "torch_dist" and back.iteration == 3 and back.facts["layout"]["model_parallel_size"] == 4
+    for tensor in back.names():
+        assert torch.equal(back.read(tensor), theirs.read(tensor)), tensor
+    ours, genuine = (read_metadata(folder / "iter_0000003" / METADATA) for folder in (tmp_path / "back", folders[name]))
+    assert {name: info for name, (info, _) in ours.tensors.items()} == {
+        name: info for name, (info, _) in genuine.tensors.items() if not name.startswith("optimizer.")}
+    assert {name for name in genuine.objects if "_extra_state" in name} <= ours.objects.keys()
+    table = torch.zeros(32, 8, dtype=back.tensors["model.word_embeddings.weight"].dtype)
+    load_dcp({"embedding.word_embeddings.weight": table}, checkpoint_id=tmp_path / "back" / "iter_0000003",
+             no_dist=True)
+    assert torch.equal(table[:VOCABULARY], back.read("model.word_embeddings.weight"))
+    assert torch.equal(table[VOCABULARY:], table[VOCABULARY - 1:VOCABULARY].expand(3, -1))
+
+
+@pytest.mark.parametrize("name", ["fully_reshardable_tp4-0.16.1", "fully_sharded_model_space_tp2_dp2-0.15.0"])
+def test_training_continues(folders: dict[str, Path], name: str):
+    """A step of our optimizer from there is the step of torch's AdamW with the same state, gradients and rate."""
+    source = opened(folders[name])
+    config = OptimizerConfig(**{**source.facts["config"]["optimizer"], "clip_grad": 0.0})
+    model = gpt2_of(source)
+    flat = FlatParameters(model, torch.bfloat16, bucket_size=10_000)
+    optimizer = AdamWOptimizer(flat, ParameterGatherer(flat, model, None), config, LossScaler(1.0),
+                               torch.from_numpy(LearningRate(config, 100).table(np.arange(101.0))))
+    specs = mpu.partition_specs(model)
+    load_state(optimizer.tensors(), specs, source, mp_rank=0, mp_size=1)
+    optimizer.load_state_dict(source.facts["optimizer"])
+    rate = optimizer.learning_rate.item()
+    assert rate == pytest.approx(0.003), "which megatron-core had set for its next step"
+    parameters = {parameter: torch.nn.Parameter(source.read(f"master.{parameter}")) for parameter in specs}
+    theirs = torch.optim.AdamW([{"params": [x for x in parameters.values() if (x.dim() > 1) == decays],
+                                 "weight_decay": 0.1 * decays} for decays in (True, False)],
+                               lr=rate, betas=(0.9, 0.95), eps=1e-8)
+    for parameter, x in parameters.items():
+        x.grad = gradient(parameter, tuple(x.shape))
+        theirs.state[x] = {"step": torch.tensor(1.0), **{kind: source.read(f"{kind}.{parameter}")
+                                                         for kind in ("exp_avg", "exp_avg_sq")}}
+        flat.grad(parameter).copy_(specs[parameter].split(x.grad, 0, 1))
+    optimizer.step()
+    theirs.step()
+    for parameter, x in parameters.items():
+        after = specs[parameter].true_part(flat.view(masters(flat), parameter), 0, 1)
+        assert (after - x).abs().max() < 1e-6, parameter
+        assert (after - source.read(f"master.{parameter}")).abs().max() > 1e-4, "the step moved it"
