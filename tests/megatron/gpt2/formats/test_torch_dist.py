@@ -5,8 +5,11 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import resource
+import subprocess
+import sys
 import tarfile
 import time
 from pathlib import Path
@@ -25,7 +28,9 @@ from megatron.gpt2.formats import Hints, Source, open_source, recognise
 from megatron.gpt2.formats.dcp import check_cover
 from megatron.gpt2.formats.dcp_metadata import METADATA, read_metadata
 from megatron.gpt2.formats.megatron_files import name_of_2019
+from megatron.gpt2.formats.megatron_layout import Layout
 from megatron.gpt2.formats.native import write_native
+from megatron.gpt2.formats.write_torch_dist import write_torch_dist
 from megatron.gpt2.model.parameters import parameter_specs
 from megatron.gpt2.optimizer.flat_parameters import FlatParameters
 from megatron.gpt2.optimizer.learning_rates import LearningRate
@@ -34,6 +39,7 @@ from megatron.gpt2.optimizer.optimizer import AdamWOptimizer
 from megatron.gpt2.optimizer.parameter_gatherer import ParameterGatherer
 from megatron.gpt2.programs import checkpoint
 from mpu.partition import Box
+from tests.conftest import ROOT
 from tests.megatron.gpt2.formats.crafted_metadata import CRAFTED
 from tests.megatron.gpt2.formats.test_readers import TOLERANCE, gradient, logits_of, masters
 from tests.megatron.gpt2.formats.test_readers import model_of as gpt2_of
@@ -265,3 +271,15 @@ def test_training_continues(folders: dict[str, Path], name: str):
         after = specs[parameter].true_part(flat.view(masters(flat), parameter), 0, 1)
         assert (after - x).abs().max() < 1e-6, parameter
         assert (after - source.read(f"master.{parameter}")).abs().max() > 1e-4, "the step moved it"
+
+
+@pytest.mark.wide  # importing megatron-core takes 11 s
+def test_megatron_cores_own_loader_reads_what_is_written(folders: dict[str, Path], tmp_path: Path):
+    pytest.importorskip("megatron.core.dist_checkpointing", reason="megatron-core is not installed")
+    write_torch_dist(opened(folders["fully_reshardable_tp4-0.16.1"]), tmp_path / "back", Layout(2, 2))
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    subprocess.run([sys.executable, str(FIXTURES / "make.py"), "logits", str(tmp_path / "back" / "iter_0000003"),
+                    str(tmp_path / "logits.npz")], env={**os.environ, "PYTHONPATH": path}, check=True, timeout=240)
+    with np.load(FIXTURES / "logits.npz") as held, np.load(tmp_path / "logits.npz") as found:
+        assert np.array_equal(held["tokens"], found["tokens"])
+        assert np.abs(held["logits"] - found["logits"])[..., :VOCABULARY].max() < TOLERANCE
