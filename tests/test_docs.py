@@ -79,9 +79,10 @@ def reader(shared_folder: Path, python: WarmPython) -> Path:
 
 
 def make_project(folder: Path) -> None:
-    for name in ("mpu", "data_utils", "megatron", "scripts", "tools", "tasks", "benchmarks", "data"):
+    for name in ("mpu", "data_utils", "megatron", "scripts", "tools", "tasks", "benchmarks", "data", "examples"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pretrain_gpt2.py", "generate_samples.py", "evaluate_gpt2.py", "constraints.txt", "pyproject.toml"):
+    for name in ("pretrain_gpt2.py", "generate_samples.py", "evaluate_gpt2.py", "constraints.txt", "pyproject.toml",
+                 "LICENSE"):
         shutil.copy(ROOT / name, folder / name)
     write_text(folder, 3000).rename(folder / "my_text.txt")
     write_text(folder, 300).rename(folder / "other_text.txt")
@@ -163,6 +164,7 @@ def test_every_link_and_flag_that_is_named_exists():
                                                   "--dist-ckpt-optim-fully-reshardable",  # of Megatron
                                                   "--out_dir", "--init_from"}  # of nanoGPT's sample.py
     for program in (*(ROOT / "megatron" / "gpt2" / "programs").rglob("*.py"), *(ROOT / "benchmarks").glob("*.py"),
+                    *(ROOT / "examples").glob("*.py"),
                     ROOT / "megatron" / "gpt2" / "verification" / "layouts.py",
                     ROOT / "data_utils" / "curation" / "command_line.py"):
         for names in re.findall(r'add_argument\(((?:"--[\w-]+",? ?)+)', program.read_text()):

@@ -27,7 +27,8 @@ from megatron.gpt2.launch.launchers import Launch, host_port
 from megatron.gpt2.launch.ranks import FAREWELL, POLL, EarlierRound, MissingRanks
 
 ANSWER = 10.0   # seconds that a machine has to answer before its store counts as gone
-CONNECT = 30.0  # seconds after which torch gives a store up; it would knock at a closed port for all of --init-timeout
+CONNECT = 0.25  # of --init-timeout, after which a connection is tried anew: torch would knock at a port that is closed,
+# because an earlier round has ended meanwhile, for all of it
 
 
 @contextlib.contextmanager
@@ -177,6 +178,6 @@ def wait_until_gone(host: str, port: int) -> None:
 
 def connected(host: str, port: int, timeout: float) -> TCPStore:
     """A connection of its own to the store at `host` and `port`; its operations wait for `timeout` seconds at most."""
-    store = TCPStore(host, port, None, False, timeout=timedelta(seconds=min(timeout, CONNECT)), wait_for_workers=False)
+    store = TCPStore(host, port, None, False, timeout=timedelta(seconds=CONNECT * timeout), wait_for_workers=False)
     store.set_timeout(timedelta(seconds=timeout))
     return store

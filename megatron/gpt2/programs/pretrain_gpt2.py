@@ -74,7 +74,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def note_error(run: Run, error: BaseException) -> None:
     """Keep, for whoever finds out why the run died, what ended it and at which line of this program."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "/megatron/" in frame.filename]
+    package = str(Path(__file__).parents[1])
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename.startswith(package)]
     at = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
     run.incidents.note("error", " ".join(f"{type(error).__name__}: {error}".split())[:3000], at=at)
 

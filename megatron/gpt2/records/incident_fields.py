@@ -90,5 +90,5 @@ def at_iteration(one: Incident, found: Sequence[Incident]) -> str:
 
 def program_line(text: str) -> str:
     """The last place in a text that is of this project: "megatron/gpt2/training/loop.py:31"."""
-    found = re.findall(r'((?:megatron|mpu|data_utils)/[\w/]+\.py)"?(?:, line |:)(\d+)', text)
+    found = re.findall(r'((?:megatron/gpt2|mpu|data_utils)/[\w/]+\.py)"?(?:, line |:)(\d+)', text)
     return ":".join(found[-1]) if found else ""
