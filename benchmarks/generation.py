@@ -27,6 +27,7 @@ import torch
 
 import mpu
 from benchmarks import report
+from data_utils.tokenizers.base import NO_EOD
 from megatron.gpt2.config import ModelConfig
 from megatron.gpt2.device import PRECISIONS
 from megatron.gpt2.model.gpt2 import GPT2Model
@@ -45,7 +46,7 @@ class Ids:
     """In the place of a tokenizer: ids without text, none of which ends a document."""
 
     def __init__(self, vocab_size: int) -> None:
-        self.vocab_size, self.eod, self.token_bytes = vocab_size, -1, [b"x"] * vocab_size
+        self.vocab_size, self.eod, self.start, self.token_bytes = vocab_size, NO_EOD, 0, [b"x"] * vocab_size
 
 
 def pair(config: ModelConfig) -> tuple[GPT2Model, Any]:
