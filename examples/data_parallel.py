@@ -8,8 +8,8 @@ from torch import nn
 BATCH, STEPS = 8, 5
 
 
-def train(x: torch.Tensor, y: torch.Tensor, average: bool) -> list[float]:
-    """The losses of some steps on this rank's part of the batch."""
+def train(x: torch.Tensor, y: torch.Tensor, average: bool) -> tuple[list[float], nn.Module]:
+    """The losses of some steps on these samples, and the model after them."""
     torch.manual_seed(1)  # every rank begins with the same weights
     model = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -23,22 +23,28 @@ def train(x: torch.Tensor, y: torch.Tensor, average: bool) -> list[float]:
                 assert parameter.grad is not None
                 dist.all_reduce(parameter.grad)
                 parameter.grad /= dist.get_world_size()
-            dist.all_reduce(loss.detach())  # for the log alone: the mean over the whole batch
-            loss = loss.detach() / dist.get_world_size()
+            loss = loss.detach()
+            dist.all_reduce(loss)  # for the log alone: the mean over the whole batch
+            loss /= dist.get_world_size()
         optimizer.step()
         losses.append(loss.item())
-    return losses
+    return losses, model
 
 
 def main(rank: int, world_size: int) -> None:
     x = torch.randn(BATCH, 4)
     y = x.sum(1, keepdim=True)
-    whole = train(x, y, average=False)  # as one process alone does it
+    alone, _ = train(x, y, average=False)  # the whole batch, as one process does it
     part = slice(rank * BATCH // world_size, (rank + 1) * BATCH // world_size)
-    shared = train(x[part], y[part], average=True)
-    say("losses " + " ".join(f"{loss:.4f}" for loss in shared))
+    shared, model = train(x[part], y[part], average=True)
+    say("alone    " + " ".join(f"{loss:.4f}" for loss in alone))
+    say("together " + " ".join(f"{loss:.4f}" for loss in shared))
     # The mean of the means of equal parts is the mean of the whole: nothing but rounding differs.
-    assert torch.allclose(torch.tensor(shared), torch.tensor(whole), atol=1e-6)
+    assert torch.allclose(torch.tensor(shared), torch.tensor(alone), atol=1e-6)
+    for parameter in model.parameters():  # the models of the ranks have stayed equal
+        of_rank_0 = parameter.detach().clone()
+        dist.broadcast(of_rank_0, src=0)
+        assert torch.equal(parameter, of_rank_0)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ class F(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor) -> Tensor:
-        return x.view_as(x)
+        return x.view_as(x)  # autograd wants a new tensor
 
     @staticmethod
     def backward(ctx: torch.autograd.function.FunctionCtx, gradient: Tensor) -> Tensor:  # type: ignore[override]
@@ -40,6 +40,7 @@ class G(torch.autograd.Function):
 def main(rank: int, world_size: int) -> None:
     h, width = 6, 8
     x, up, down = torch.randn(3, h), torch.randn(width, h), torch.randn(h, width)
+    # As nn.Linear does, `up` is stored [out, in]: A of the page is up.T, and the columns of A are the rows of `up`.
     whole = x.clone().requires_grad_()
     expected = gelu(whole @ up.T) @ down.T
     expected.sum().backward()
@@ -49,9 +50,9 @@ def main(rank: int, world_size: int) -> None:
     y = G.apply(gelu(F.apply(split) @ up[mine].T) @ down[:, mine].T)  # GELU needs no other rank
     y.sum().backward()
     assert split.grad is not None and whole.grad is not None
-    assert torch.allclose(y, expected, atol=1e-4) and torch.allclose(split.grad, whole.grad, atol=1e-4)
-    held = up[mine].numel() + down[:, mine].numel()
-    say(f"{held} of {up.numel() + down.numel()} weights, the same output and gradient")
+    assert torch.allclose(y, expected, atol=1e-4), "the output differs"
+    assert torch.allclose(split.grad, whole.grad, atol=1e-4), "the gradient of x differs"
+    say(f"{2 * up[mine].numel()} of {2 * up.numel()} weights, the same output and gradient")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,7 @@
 """The same MLP with `mpu`: f and g are inside its layers, and a transformer layer is made of them."""
 
+import math
+
 import torch
 from ranks import run, say
 from torch.nn.functional import gelu
@@ -21,8 +23,9 @@ def main(rank: int, world_size: int) -> None:
     config = mpu.TransformerConfig(hidden_size=32, num_attention_heads=4, ffn_hidden_size=128)
     layer = mpu.ParallelTransformerLayer(config, init_method_for=lambda name: torch.nn.init.xavier_normal_)
     y = layer(torch.randn(5, 2, 32))  # [sequence, batch, hidden]
-    say(f"a layer with {sum(p.numel() for p in layer.parameters()):,} weights here gives {list(y.shape)}, "
-        f"sum {y.sum().item():.3f}")
+    held = sum(p.numel() for p in layer.parameters())
+    whole = sum(math.prod(spec.global_shape) for spec in mpu.partition_specs(layer).values())
+    say(f"{held:,} of the layer's {whole:,} weights, output {list(y.shape)} with the sum {y.sum().item():.3f}")
     mpu.destroy_model_parallel()
 
 

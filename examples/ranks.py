@@ -18,7 +18,7 @@ def run(function: Callable[[int, int], None], world_size: int = 2) -> None:
     with socket.create_server(("localhost", 0)) as server:
         port = server.getsockname()[1]  # one that is free
     method = "fork" if sys.platform == "linux" else "spawn"  # a copy of this process has torch already
-    start_processes(_start, (function, world_size, port), nprocs=world_size, start_method=method)
+    start_processes(_start, (function, world_size, port), nprocs=world_size, daemon=True, start_method=method)
 
 
 def _start(rank: int, function: Callable[[int, int], None], world_size: int, port: int) -> None:

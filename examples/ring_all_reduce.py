@@ -17,11 +17,11 @@ def shift(part: Tensor, rank: int, world_size: int) -> Tensor:
 
 
 def ring_all_reduce(x: Tensor, rank: int, world_size: int) -> int:
-    """Replace x by the sum over all ranks; returns the numbers that this rank has sent."""
+    """Replace x by the sum over all ranks; returns the numbers that this rank has sent. world_size divides x's size."""
     parts = list(x.chunk(world_size))  # views of x
     sent = 0
     # Reduce-scatter: a part travels around the ring and each rank adds its own numbers. After world_size - 1 steps
-    # rank r holds the whole sum of part r + 1.
+    # rank r holds the whole sum of part r + 1; the last rank that of part 0.
     for step in range(world_size - 1):
         give, take = (rank - step) % world_size, (rank - step - 1) % world_size
         parts[take] += shift(parts[give], rank, world_size)
