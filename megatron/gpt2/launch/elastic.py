@@ -91,3 +91,9 @@ class Newcomers:
             self._counted = standing_by
             came = sum(store.check([f"who/{rank}"]) for rank in range(self._ranks))
             self.are_needed = self._usable(came) > self._taking_part
+
+    def dismiss(self, store: Store) -> int:
+        """The run is over: who stands by ends with AGAIN, unless the run has said with what. Returns how many those
+        are."""
+        store.compare_set("over", "", str(AGAIN))
+        return int(store.add("standing by", 0))

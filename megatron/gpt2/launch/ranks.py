@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from megatron.gpt2.config import require
-from megatron.gpt2.launch.elastic import AGAIN, MORE_RANKS, Newcomers
+from megatron.gpt2.launch.elastic import MORE_RANKS, Newcomers
 from megatron.gpt2.launch.heartbeat import BEAT, PATIENCE, SILENCE, Heartbeat
 from megatron.gpt2.records.incidents import Incidents
 
@@ -105,9 +105,8 @@ class Meeting:
         self.heartbeat.stop()
         if not self.heartbeat.is_alive():  # else it waits for a store that does not answer
             with contextlib.suppress(dist.DistError):
-                self.store.compare_set("over", "", str(AGAIN))  # for those that stand by; a run that ended has said so
-                others = len(self.peers) - gone + self.store.add("standing by", 0) if self.server else 0
-                wait_for_others(self.store, "left", others)
+                standing_by = self.newcomers.dismiss(self.store) if self.newcomers is not None else 0
+                wait_for_others(self.store, "left", len(self.peers) - gone + standing_by if self.server else 0)
 
 
 @dataclass(frozen=True)

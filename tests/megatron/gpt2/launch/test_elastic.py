@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from torch.distributed import HashStore  # type: ignore[attr-defined]
+from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 
 from megatron.gpt2.config import Config, ParallelConfig, TrainConfig
 from megatron.gpt2.launch.agent import Round, keep_running
@@ -72,6 +72,26 @@ def test_who_stands_by_ends_as_the_run_does() -> None:
         threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
         stand_by(HashStore(), 3, "b", "{}")
     assert ended.value.code == 0
+
+
+def test_only_rank_0_dismisses_who_stands_by() -> None:
+    """Another rank leaves before rank 0 has said how the run ended."""
+    place = f"tcp://localhost:{free_port()}"
+    launches = [Launch(number, 2, where=place, host=HERE, elastic=True, timeout=60) for number in range(2)]
+    with ThreadPoolExecutor(2) as threads:
+        first, second = threads.map(lambda launch: meet(launch, in_twos), launches)
+    assert first.meeting is not None
+    leave(second)
+    assert not first.meeting.store.check(["over"])
+    first.end(0)
+    first.meeting.store.add("standing by", 1)
+    threading.Timer(0.3, stand_by_and_leave, (first.meeting.store,)).start()
+    leave(first)
+    assert (first.meeting.store.get("over"), first.meeting.store.add("left", 0)) == (b"0", 3)
+
+
+def stand_by_and_leave(store: Store) -> None:
+    store.add("left", 1)
 
 
 def test_a_run_begins_again_when_it_can_use_who_came() -> None:
