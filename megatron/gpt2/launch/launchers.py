@@ -54,6 +54,11 @@ class Launch:
     def __post_init__(self) -> None:
         self.ranks()  # raises where the numbers cannot be
 
+    @property
+    def follows_a_round(self) -> bool:
+        """Whether ranks of an earlier round, and the store that one of them serves, may still be there."""
+        return (self.attempt > 0 or self.elastic) and not self.served
+
     def ranks(self) -> Ranks:
         """This process among the ranks, as far as it is known: without `local` it counts as alone on its machine."""
         return Ranks(self.rank, self.world_size, *(self.local or (0, 1)))

@@ -67,7 +67,7 @@ def _meet(launch: Launch, deadline: float, usable: Usable | None) -> Ranks:
     prefix = f"megatron/{launch.attempt}" if launch.served else "megatron"
     with open_store(launch, deadline) as (tcp, server):
         store = PrefixStore(prefix, tcp)
-        may_be_earlier = (launch.attempt > 0 or usable is not None) and not launch.served and server is None
+        may_be_earlier = launch.follows_a_round and server is None
         try:
             while may_be_earlier and store.check(["verdict" if usable is None else "over"]):
                 if time.monotonic() > deadline:

@@ -51,7 +51,7 @@ def open_store(launch: Launch, deadline: float) -> Iterator[tuple[TCPStore, TCPS
     elif path:
         host, port = _read_card(path, launch, deadline)
     with _card(path, launch.host, port) if server and path else contextlib.nullcontext():
-        yield _connect(host, port, launch, deadline, stale=path), server
+        yield _connect(host, port, launch, deadline, stale=path, serves=server is not None), server
 
 
 def _elect(path: Path, launch: Launch, deadline: float) -> tuple[str, int, TCPStore | None]:
@@ -144,7 +144,7 @@ def _place(line: str, path: str, launch: Launch) -> tuple[str, int]:
     return "localhost" if host == launch.host else host, int(port)
 
 
-def _connect(host: str, port: int, launch: Launch, deadline: float, stale: str) -> TCPStore:
+def _connect(host: str, port: int, launch: Launch, deadline: float, *, stale: str, serves: bool) -> TCPStore:
     while True:  # Python's sockets say why they fail, and once
         try:
             socket.create_connection((host, port), timeout=max(POLL, deadline - time.monotonic())).close()
@@ -161,10 +161,14 @@ def _connect(host: str, port: int, launch: Launch, deadline: float, stale: str) 
                 raise MissingRanks(
                     f"rank 0 did not come within {launch.timeout:g} s (--init-timeout): {silence}") from error
             time.sleep(POLL)
-    try:
+    if serves or not launch.follows_a_round:
         return connected(host, port, launch.timeout)
-    except dist.DistError as error:  # of many lines
+    try:
+        store = connected(host, port, CONNECT * launch.timeout)
+    except dist.DistError as error:
         raise EarlierRound from error
+    store.set_timeout(timedelta(seconds=launch.timeout))
+    return store
 
 
 def wait_until_gone(host: str, port: int) -> None:
@@ -178,6 +182,4 @@ def wait_until_gone(host: str, port: int) -> None:
 
 def connected(host: str, port: int, timeout: float) -> TCPStore:
     """A connection of its own to the store at `host` and `port`; its operations wait for `timeout` seconds at most."""
-    store = TCPStore(host, port, None, False, timeout=timedelta(seconds=CONNECT * timeout), wait_for_workers=False)
-    store.set_timeout(timedelta(seconds=timeout))
-    return store
+    return TCPStore(host, port, None, False, timeout=timedelta(seconds=timeout), wait_for_workers=False)
