@@ -8,12 +8,12 @@ from data_utils.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
 from data_utils.samplers import BatchLoader, SampleOrder, evaluation_batches, permute
 from data_utils.splits import Splits, build_splits
 from data_utils.tokenizers.base import Tokenizer
-from data_utils.tokenizers.build import build_tokenizer, default_tokenizer_kind, load_tokenizer
+from data_utils.tokenizers.build import build_tokenizer, default_tokenizer_kind, kind_of_vocabulary, load_tokenizer
 from data_utils.tokenizers.sentencepiece import ensure_sentencepiece_model, train_sentencepiece
 
 __all__ = [
     "MISSING", "BatchLoader", "BatchSchedule", "BlendedDataset", "DamagedData", "GPT2Dataset", "IndexedDataset",
     "IndexedDatasetBuilder", "SampleOrder", "Splits", "Tokenizer", "build_splits", "build_tokenizer",
-    "default_tokenizer_kind", "ensure_sentencepiece_model", "evaluation_batches", "load_tokenizer", "permute",
-    "train_sentencepiece", "unigram_bits_per_byte", "xz_bits_per_byte",
+    "default_tokenizer_kind", "ensure_sentencepiece_model", "evaluation_batches", "kind_of_vocabulary",
+    "load_tokenizer", "permute", "train_sentencepiece", "unigram_bits_per_byte", "xz_bits_per_byte",
 ]

@@ -42,6 +42,11 @@ def build_tokenizer(kind: str, *, vocab_file: str | None = None, merge_file: str
     raise ValueError(f"--tokenizer-type {kind} is unknown: one of {', '.join(KINDS)}")
 
 
+def kind_of_vocabulary(vocab_file: str) -> str:
+    """The kind, one of KINDS, whose vocabulary a file of this name is."""
+    return "characters" if vocab_file.endswith(".pkl") else "GPT2BPETokenizer"
+
+
 def load_tokenizer(directory: str | Path) -> Tokenizer:
     """The tokenizer that `save` wrote into `directory`; ValueError where its files are not those that were saved."""
     directory = Path(directory)

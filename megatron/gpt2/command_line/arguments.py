@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from data_utils import kind_of_vocabulary
 from megatron.gpt2.command_line import deepspeed_config
 from megatron.gpt2.command_line.flags import build_parser, dashed, flag_table
 from megatron.gpt2.command_line.foreign_flags import FOREIGN, Foreign, iterations_to_profile
@@ -183,14 +184,13 @@ def _refuse_pairs(command_line: Mapping[str, Any]) -> None:
 
 
 def _implied_tokenizer(command_line: Mapping[str, Any]) -> dict[str, Any]:
-    if str(command_line.get("data.vocab_file", "")).endswith(".pkl"):
-        return {"data.tokenizer_type": "characters"}
     gpt2 = "data.vocab_file" in command_line or "data.merge_file" in command_line
     sentencepiece = "data.tokenizer_model" in command_line
     require(not (gpt2 and sentencepiece), "--vocab-file and --tokenizer-model are of two tokenizers: "
                                           "say which with --tokenizer-type")
     if gpt2 or sentencepiece:
-        return {"data.tokenizer_type": "GPT2BPETokenizer" if gpt2 else "SentencePieceTokenizer"}
+        return {"data.tokenizer_type": kind_of_vocabulary(str(command_line.get("data.vocab_file", ""))) if gpt2
+                else "SentencePieceTokenizer"}
     return {}
 
 

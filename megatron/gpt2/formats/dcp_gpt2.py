@@ -13,10 +13,10 @@ import torch
 
 from megatron.gpt2.config import ModelConfig, OptimizerConfig, require
 from megatron.gpt2.formats.dcp import DcpFolder
-from megatron.gpt2.formats.foreign import GPT2_VOCABULARY, ForeignSource, Hints, LazyTensor
+from megatron.gpt2.formats.foreign import ForeignSource, Hints, LazyTensor
 from megatron.gpt2.formats.huggingface import BUFFERS
 from megatron.gpt2.formats.megatron_model import heads_of
-from megatron.gpt2.formats.openai_names import check_layers, openai_tensors
+from megatron.gpt2.formats.openai_names import check_layers, openai_tensors, true_vocabulary
 
 TABLE, HEAD = "wte.weight", "lm_head.weight"
 STATE = re.compile(r"(?:.+\.)?optim(?:izer)?\.state\.(.+)\.(exp_avg|exp_avg_sq|step)", re.ASCII)
@@ -91,15 +91,11 @@ def _model(path: Path, found: Mapping[str, LazyTensor], hints: Hints,
     ffn = shape("h.0.mlp.c_fc.weight")[1 if transposed else 0]
     layers = len({name.split(".")[1] for name in found if re.match(r"h\.\d{1,5}\.", name, re.ASCII)})
     check_layers(path, found, layers)
-    vocab_size = min(rows, hints.vocab_size or rows)
-    if hints.vocab_size is None and rows == 50304:
-        log(f"{path}: the vocabulary is taken to be its padded size, {rows}: --vocab-size {GPT2_VOCABULARY} "
-            "(GPT-2's) leaves out the rows that are padding")
     gelu = hints.gelu or ("tanh" if transposed else "erf")
     try:
         return ModelConfig(num_layers=layers, hidden_size=h, num_attention_heads=heads_of(path, h, 1, {}, hints),
                            ffn_hidden_size=None if ffn == 4 * h else ffn, max_position_embeddings=positions,
-                           vocab_size=vocab_size, gelu=gelu), transposed
+                           vocab_size=true_vocabulary(path, rows, hints, log), gelu=gelu), transposed
     except ValueError as error:
         raise ValueError(f"{path}: {str(error).removeprefix(f'{path}: ')}") from error
 

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from megatron.gpt2.config import ModelConfig, OptimizerConfig, require
-from megatron.gpt2.formats.foreign import GPT2_VOCABULARY, ForeignSource, Hints, LazyTensor, whole_number
-from megatron.gpt2.formats.openai_names import check_layers, openai_tensors
+from megatron.gpt2.formats.foreign import ForeignSource, Hints, LazyTensor, whole_number
+from megatron.gpt2.formats.openai_names import check_layers, openai_tensors, true_vocabulary
 from megatron.gpt2.formats.pickles import load_pickle
 
 ARGUMENTS = {"n_layer": "num_layers", "n_embd": "hidden_size", "n_head": "num_attention_heads",
@@ -39,12 +39,7 @@ def open_nanogpt(path: Path, hints: Hints, *, log: Callable[[str], None]) -> For
     head = found.pop("lm_head.weight", None)
     if head is not None and "wte.weight" in found and not torch.equal(head.make(), found["wte.weight"].make()):
         raise ValueError(f"{path}: lm_head.weight is not wte.weight, and the head of this program's GPT-2 is tied")
-    vocab_size = args["vocab_size"]
-    if hints.vocab_size is not None and hints.vocab_size < vocab_size:
-        vocab_size = hints.vocab_size
-    elif hints.vocab_size is None and vocab_size == 50304:
-        log(f"{path}: the vocabulary is taken to be its padded size, {vocab_size}: --vocab-size {GPT2_VOCABULARY} "
-            "(GPT-2's) leaves out the rows that are padding")
+    vocab_size = true_vocabulary(path, args["vocab_size"], hints, log)
     dropout = args.get("dropout", 0.0)
     require(type(dropout) in (int, float), f"{path}: dropout is no number")
     try:

@@ -12,9 +12,10 @@ import torch
 
 from megatron.gpt2.checkpoint.parsing import TensorInfo
 from megatron.gpt2.config import ModelConfig, require
-from megatron.gpt2.formats.foreign import LazyTensor, first_rows, head_major, renamed
+from megatron.gpt2.formats.foreign import GPT2_VOCABULARY, Hints, LazyTensor, first_rows, head_major, renamed
 from megatron.gpt2.model.parameters import parameter_specs
 
+PADDED_VOCABULARY = 50304  # GPT-2's, to a multiple of 64
 MODULES = {"word_embeddings": "wte", "position_embeddings": "wpe", "transformer.final_layernorm": "ln_f"}
 LAYER_MODULES = {"input_layernorm": "ln_1", "post_attention_layernorm": "ln_2",
                  "attention.query_key_value": "attn.c_attn", "attention.dense": "attn.c_proj",
@@ -29,6 +30,14 @@ def openai_name(name: str) -> str:
 def is_linear(name: str) -> bool:
     """Whether our parameter `name` is the weight of a linear layer, which Hugging Face keeps transposed."""
     return name.endswith((".query_key_value.weight", ".dense.weight", ".dense_h_to_4h.weight", ".dense_4h_to_h.weight"))
+
+
+def true_vocabulary(path: Path, rows: int, hints: Hints, log: Callable[[str], None]) -> int:
+    """The tokens of a table of `rows`, which may hold padding: nanoGPT pads GPT-2's vocabulary, and says so nowhere."""
+    if hints.vocab_size is None and rows == PADDED_VOCABULARY:
+        log(f"{path}: the vocabulary is taken to be its padded size, {rows}: --vocab-size {GPT2_VOCABULARY} "
+            "(GPT-2's) leaves out the rows that are padding")
+    return min(rows, hints.vocab_size or rows)
 
 
 def check_layers(path: Path, names: Iterable[str], num_layers: int) -> None:

@@ -19,7 +19,7 @@ Groups = list[list[dict[str, Tensor]]]  # the tensors of each parameter, by kind
 
 def optimizer_2019(source: Source, groups: Groups) -> dict[str, Any]:
     """2019's `optimizer`; its loss scaler's class is a dictionary here."""
-    config, scaler = _config(source), source.facts["optimizer"]["loss_scaler"]
+    config, scaler = optimizer_config(source), source.facts["optimizer"]["loss_scaler"]
     clean_steps = int(scaler.get("clean_steps", 0))
     return {
         "loss_scaler": {
@@ -51,7 +51,7 @@ def optimizer_later(source: Source, groups: Groups) -> dict[str, Any]:
 
 def _adam(source: Source, groups: Groups) -> dict[str, Any]:
     """`state_dict()` of Apex's FusedAdam. v2 and v3 multiply the rate and the decay by a number of each group."""
-    config = _config(source)
+    config = optimizer_config(source)
     numbers = iter(range(sum(map(len, groups))))
     numbered = [[(next(numbers), states) for states in group] for group in groups]
     return {
@@ -64,14 +64,15 @@ def _adam(source: Source, groups: Groups) -> dict[str, Any]:
                          for group, decays in zip(numbered, (1.0, 0.0), strict=True)]}
 
 
-def _config(source: Source) -> OptimizerConfig:
+def optimizer_config(source: Source) -> OptimizerConfig:
+    """The optimizer's flags of the source; the defaults where it names none."""
     return Config.from_dict({"optimizer": source.facts["config"].get("optimizer", {})}).optimizer
 
 
 def schedule(source: Source, format: str, log: Callable[[str], None]) -> dict[str, Any] | None:
     """`lr_scheduler` of 2019, which counts iterations, and of v2, and `opt_param_scheduler` of v3, which count samples;
     None where the format has no such schedule."""
-    config, facts = _config(source), source.facts
+    config, facts = optimizer_config(source), source.facts
     end = config.lr_decay_iters or facts.get("decay_iters") or facts.get("train_iters") or source.iteration
     warmup = config.warmup * end if config.lr_warmup_iters is None else config.lr_warmup_iters
     done, style = facts["optimizer"]["good_steps"], config.lr_decay_style

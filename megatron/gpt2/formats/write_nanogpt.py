@@ -16,10 +16,12 @@ from data_utils.files.plain_pickle import plain_pickle
 from data_utils.tokenizers.characters import CharacterTokenizer
 from megatron.gpt2.checkpoint.facts import check_facts
 from megatron.gpt2.checkpoint.source import Source
-from megatron.gpt2.config import Config, ModelConfig, require
+from megatron.gpt2.config import ModelConfig, require
 from megatron.gpt2.formats.foreign import by_part
 from megatron.gpt2.formats.new_folder import new_folder
 from megatron.gpt2.formats.openai_names import openai_name
+from megatron.gpt2.formats.write_huggingface import exported_kind
+from megatron.gpt2.formats.write_megatron_optimizer import optimizer_config
 from megatron.gpt2.model.parameters import parameter_specs
 from megatron.gpt2.optimizer.optimizer import MOMENTS
 
@@ -37,7 +39,7 @@ def write_nanogpt(source: Source, out: str | Path, *, tokenizer: Tokenizer | Non
                                                      f"{model.hidden_size}, and nanoGPT has no other")
     require(model.layernorm_epsilon == EPSILON, f"{source.path}: --layernorm-epsilon {model.layernorm_epsilon:g} is "
                                                 f"not {EPSILON:g}, and nanoGPT has no other")
-    kind = "master" if "master.word_embeddings.weight" in source.tensors else "model"
+    kind = exported_kind(source, "fp32")
     weights = _tensors(source, model, kind)
     top: dict[str, Any] = {
         "model": {**{f"transformer.{name}": value for name, value in weights.items()},
@@ -73,7 +75,7 @@ def _tensors(source: Source, model: ModelConfig, kind: str) -> dict[str, Tensor]
 
 def _adam(source: Source, model: ModelConfig, names: list[str]) -> dict[str, Any]:
     """`state_dict()` of torch's AdamW, which numbers the parameters: matrices, which decay, then vectors."""
-    config = Config.from_dict({"optimizer": source.facts["config"].get("optimizer", {})}).optimizer
+    config = optimizer_config(source)
     moments = {moment: _tensors(source, model, moment) for moment in MOMENTS}
     is_matrix = {name: moments[MOMENTS[0]][name].dim() > 1 for name in names}
     order = sorted(names, key=lambda name: not is_matrix[name])

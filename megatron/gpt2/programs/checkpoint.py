@@ -18,7 +18,7 @@ import platform
 import sys
 from pathlib import Path
 
-from data_utils import Tokenizer, build_tokenizer, load_tokenizer
+from data_utils import Tokenizer, build_tokenizer, kind_of_vocabulary, load_tokenizer
 from data_utils.command_line import Parser, program
 from megatron.gpt2.checkpoint.reader import Checkpoint
 from megatron.gpt2.config import require
@@ -114,8 +114,8 @@ def tokenizer_of(args: argparse.Namespace, source: Source) -> Tokenizer | None:
     if args.tokenizer_model:
         return build_tokenizer("SentencePieceTokenizer", model_file=args.tokenizer_model)
     if args.vocab_file or args.merge_file:
-        kind = "characters" if str(args.vocab_file).endswith(".pkl") else "GPT2BPETokenizer"
-        return build_tokenizer(kind, vocab_file=args.vocab_file, merge_file=args.merge_file)
+        return build_tokenizer(kind_of_vocabulary(str(args.vocab_file)), vocab_file=args.vocab_file,
+                               merge_file=args.merge_file)
     if files := source.facts.get("tokenizer_files"):
         from megatron.gpt2.formats.openai_tokenizer import open_tokenizer
         return open_tokenizer(files)

@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import Tensor
 
-import mpu
 from megatron.gpt2.formats import Hints, Source, open_source
 from megatron.gpt2.formats.compare import diff
 from megatron.gpt2.formats.megatron_layout import Layout
@@ -47,13 +46,6 @@ QUICK_FOLDERS = ("megatron-v2.6/pp3_v2", "megatron-v3/tp2_pp2", "megatron-core/p
 P, V = "--pipeline-model-parallel-size", "--num-layers-per-virtual-pipeline-stage"
 FIRST, LAST = "--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"
 genuine = pytest.mark.skipif(not FOLDERS, reason=f"{TEST_DATA} has no genuine checkpoints of a pipeline")
-
-
-@pytest.fixture(autouse=True)
-def one_rank():
-    mpu.initialize_model_parallel(1)
-    yield
-    mpu.destroy_model_parallel()
 
 
 @pytest.mark.parametrize(("format", "num_layers", "layout", "dtype"), [

@@ -75,13 +75,6 @@ def differences(rank: int, world_size: int, gelu: str | None = None) -> list[flo
     return found
 
 
-@pytest.fixture(autouse=True)
-def one_rank():
-    mpu.initialize_model_parallel(1)
-    yield
-    mpu.destroy_model_parallel()
-
-
 @genuine
 @pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.wide)])
 def test_logits_of_genuine_files(world_size: int):

@@ -14,7 +14,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-import mpu
 from megatron.gpt2.config import OptimizerConfig
 from megatron.gpt2.formats import Hints, Source, open_source, recognise
 from tests.megatron.gpt2.formats.made import SHAPE, random_weights
@@ -22,13 +21,6 @@ from tests.megatron.gpt2.formats.test_readers import logits_of, refused, silent
 
 NAMES = {"input_layernorm": "ln_1", "attention.query_key_value": "attn.c_attn", "attention.dense": "attn.c_proj",
          "post_attention_layernorm": "ln_2", "mlp.dense_h_to_4h": "mlp.c_fc", "mlp.dense_4h_to_h": "mlp.c_proj"}
-
-
-@pytest.fixture(autouse=True)
-def one_rank():
-    mpu.initialize_model_parallel(1)
-    yield
-    mpu.destroy_model_parallel()
 
 
 def openai_state(weights: dict[str, Tensor], *, transposed: bool) -> dict[str, Tensor]:

@@ -59,13 +59,6 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: base / name for name in CASES}
 
 
-@pytest.fixture(autouse=True)
-def one_rank():
-    mpu.initialize_model_parallel(1)
-    yield
-    mpu.destroy_model_parallel()
-
-
 def opened(folder: Path) -> Source:
     return open_source(folder, Hints(vocab_size=VOCABULARY), log=lambda line: None)
 

@@ -32,13 +32,6 @@ from tests.megatron.gpt2.training.training_runs import SMALL
 TEXT = "First Citizen:\nBefore we proceed any further, hear me speak.\n\nAll:\nSpeak, speak.\n" * 60
 
 
-@pytest.fixture(autouse=True)
-def one_rank():
-    mpu.initialize_model_parallel(1)
-    yield
-    mpu.destroy_model_parallel()
-
-
 def test_there_and_back(tmp_path: Path) -> None:
     """Weights, Adam's state and its numbering are those of the file that nanoGPT wrote, through a native checkpoint."""
     written, _ = nanogpt_checkpoint(prefix="")
