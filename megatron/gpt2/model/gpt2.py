@@ -257,16 +257,11 @@ class GPT2Model(nn.Module):
         """Hidden states [..., h] -> this rank's logits [..., v/p]. Without gradient."""
         return mpu.linear_without_gradient(x, self.word_embeddings.weight, None)
 
-    def next_logits(self, tokens: Tensor, last: Tensor, positions: Tensor | None = None,
-                    cache: mpu.KeyValueCache | None = None) -> Tensor:
-        """tokens [b, s] int64 -> this rank's logits of what follows the token `last` [b] of each row, [b, v/p], on
-        every stage of a pipeline. Without gradient. positions, cache: see `hidden_states`."""
-        x = self.hidden_states(tokens, positions, cache)
-        if self.has_head:
-            logits = self.logits(x[last, torch.arange(last.numel(), device=last.device)])  # [s, b, h] -> [b, h]
-        else:
-            logits = x.new_empty(len(last), self.padded_vocab_size // self.world_size)
-        return mpu.broadcast_from_last_stage(logits)
+    def logits_on_every_stage(self, x: Tensor) -> Tensor:
+        """What `hidden_states` gives, some of it, [t, h] -> this rank's logits [t, v/p]. Without gradient. Every rank
+        of the pipeline calls it."""
+        return mpu.broadcast_from_last_stage(
+            self.logits(x) if self.has_head else x.new_empty(len(x), self.padded_vocab_size // self.world_size))
 
     def _embed(self, tokens: Tensor, positions: Tensor | None,
                grad_hook: Callable[[Tensor, Tensor], object] | None = None, keys: Tensor | None = None) -> Tensor:

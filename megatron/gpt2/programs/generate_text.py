@@ -64,7 +64,8 @@ def arguments(argv: Sequence[str], ranks: Ranks, log: Log) -> argparse.Namespace
         log(f"notice: {', '.join(sorted(map(flag, given.given)))}: not needed here")
     args.sampling = Sampling(args.repetition_penalty, args.temperature, args.top_k, args.top_p, args.max_new_tokens,
                              tuple(args.stop), args.seed)
-    for name, least, value in (("--num-samples", 0, args.num_samples), ("--batch-size", 1, args.batch_size)):
+    for name, least, value in (("--num-samples", 0, args.num_samples), ("--batch-size", 1, args.batch_size),
+                               ("--max-new-tokens", 1, args.max_new_tokens)):
         if value < least:
             raise ValueError(f"{name} must be at least {least}, not {value}")
     check_shared(args, ranks)

@@ -8,6 +8,7 @@ Legend: b continuations, s sequence, v padded vocabulary, p model-parallel size.
 
 import collections.abc
 import contextlib
+import math
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -25,6 +26,7 @@ from data_utils import Tokenizer
 from megatron.gpt2.model.attention_backend import inference
 from megatron.gpt2.model.gpt2 import GPT2Model
 from megatron.gpt2.text.sampling import Sampler, Sampling
+from megatron.gpt2.text.scoring import token_scores
 from megatron.gpt2.text.text_stream import TextStream
 
 # What the leader orders: the end, whole contexts, one more token of each.
@@ -37,12 +39,14 @@ class Continuation:
     """The text that follows `prompt`, an array of ids; an empty prompt begins a new document.
 
     ids: the new tokens so far, without the end-of-document token. finish: why it ended: "end" (of the document), "stop"
-    (a stop string), "length" or "cancelled"; "" while it goes on.
+    (a stop string), "length" or "cancelled"; "" while it goes on. score_prompt: `prompt_tokens` gets the tokens of the
+    prompt that are read, from the second on, before the first new token comes; their text is "".
     """
 
-    def __init__(self, prompt: Sequence[int] | np.ndarray, sampling: Sampling) -> None:
+    def __init__(self, prompt: Sequence[int] | np.ndarray, sampling: Sampling, *, score_prompt: bool = False) -> None:
         self.prompt = [int(i) for i in prompt]
-        self.sampling = sampling
+        self.sampling, self.score_prompt = sampling, score_prompt
+        self.prompt_tokens: list[GeneratedToken] = []
         self.ids: list[int] = []
         self.finish = ""
 
@@ -67,16 +71,26 @@ class GeneratedToken:
     likeliest: tuple[tuple[int, float], ...] = ()
 
 
-TokenStream = collections.abc.Generator[GeneratedToken, None, None]
+@dataclass(frozen=True)
+class Finished:
+    """The continuation number `row` has ended without a further token: it asked for none. Its prompt was read."""
+
+    row: int
+    text: str = ""  # as a token has it
+
+
+TokenStream = collections.abc.Generator[GeneratedToken | Finished, None, None]
 
 
 class _Order(NamedTuple):
-    """kind; b rows of numbers, and how many each has; capacity of the cache that is to be made, 0 for none."""
+    """kind; b rows of numbers, and how many each has; capacity of the cache that is to be made, 0 for none; likeliest
+    tokens beside each one of a prompt that is scored."""
 
     kind: int
     b: int = 0
     width: int = 0
     capacity: int = 0
+    alternatives: int = 0
 
 
 class Generator:
@@ -120,7 +134,11 @@ class Generator:
         longest = max(len(context) + c.sampling.max_new_tokens
                       for c, context in zip(continuations, contexts, strict=True))
         capacity = 0 if self.recompute else min(self.limit, longest)
-        logits, told = self._read(contexts, capacity), False
+        logits, told = self._read(contexts, capacity, continuations), False
+        for row, c in enumerate(continuations):
+            if not c.sampling.max_new_tokens and not c.finish:
+                c.finish = "length"
+                yield Finished(row)
         while True:
             totals = logits.logsumexp(1)
             for row, c in enumerate(continuations):
@@ -143,8 +161,8 @@ class Generator:
             if full or self.recompute:
                 logits = self._read(contexts, capacity)
             else:
-                logits = self._command(_Order(_TOKENS, len(contexts), 2),
-                                       [[context[-1], len(context) - 1] for context in contexts])
+                logits, _ = self._command(_Order(_TOKENS, len(contexts), 2),
+                                          [[context[-1], len(context) - 1] for context in contexts])
 
     def _fitting(self, prompt: list[int]) -> list[int]:
         if len(prompt) > self.limit:
@@ -170,19 +188,29 @@ class Generator:
             c.finish = c.finish or "length"
         return certain
 
-    def _read(self, contexts: Sequence[Sequence[int]], capacity: int) -> Tensor:
+    def _read(self, contexts: Sequence[Sequence[int]], capacity: int,
+              scored: Sequence[Continuation] = ()) -> Tensor:
+        """scored: of each context the continuation, where those that ask for it get their `prompt_tokens`."""
         width = max(map(len, contexts))
-        return self._command(_Order(_CONTEXTS, len(contexts), width, capacity),
-                             [[*context, *[_NO_TOKEN] * (width - len(context))] for context in contexts])
+        wanted = [c.score_prompt for c in scored] or [False] * len(contexts)
+        alternatives = max((c.sampling.alternatives for c in scored if c.score_prompt), default=0)
+        order = _Order(_CONTEXTS, len(contexts), 1 + width, capacity, min(alternatives, self.model.vocab_size))
+        logits, scores = self._command(order, [[flag, *context, *[_NO_TOKEN] * (width - len(context))]
+                                               for flag, context in zip(wanted, contexts, strict=True)])
+        found = iter(scores.tolist())
+        for row, (c, context) in enumerate(zip(scored, contexts, strict=False)):
+            if c.score_prompt:
+                c.prompt_tokens = [_scored(row, token, next(found), c.sampling.alternatives) for token in context[1:]]
+        return logits
 
-    def _command(self, order: _Order, numbers: list[list[int]]) -> Tensor:
+    def _command(self, order: _Order, numbers: list[list[int]]) -> tuple[Tensor, Tensor]:
         """Compute on all ranks; an interruption waits until they have done."""
         rows = torch.tensor(numbers)
         with contextlib.nullcontext() if self._orders is None else _interrupted_later():
             self._computing = True
-            logits = self._compute(*self._tell(order, rows))
+            found = self._compute(*self._tell(order, rows))
             self._computing = False
-        return logits
+        return found
 
     @contextlib.contextmanager
     def leading(self) -> Iterator[None]:
@@ -223,20 +251,23 @@ class Generator:
         return order, self._broadcast(torch.empty(order.b, order.width, dtype=torch.int64) if rows is None else rows)
 
     @torch.inference_mode()
-    def _compute(self, order: _Order, rows: Tensor) -> Tensor:
-        """The logits after an order: [b, vocabulary without padding] float32."""
+    def _compute(self, order: _Order, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """After an order: the logits [b, vocabulary without padding] float32, and what `token_scores` gives of the
+        prompts that are scored, one after the other."""
         # A compiled layer would be compiled again for other lengths.
         with torch.compiler.set_stance("force_eager") if self.model.is_compiled else contextlib.nullcontext():
-            logits = self._next_logits(order, rows)
-        return mpu.gather_from_model_parallel_region(logits)[:, :self.tokenizer.vocab_size].float()
+            last, scores = self._last_hidden(order, rows)  # [b, h]
+        logits = mpu.gather_from_model_parallel_region(self.model.logits_on_every_stage(last))
+        return logits[:, :self.tokenizer.vocab_size].float(), scores
 
-    def _next_logits(self, order: _Order, rows: Tensor) -> Tensor:
-        """rows on the host: tokens filled up with _NO_TOKEN, or a token and its place -> [b, v/p]."""
+    def _last_hidden(self, order: _Order, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """rows on the host: a token and its place, or whether the row is scored and tokens filled up with _NO_TOKEN."""
         if order.kind == _TOKENS:
             assert self._cache is not None
             positions = self._cache.set_positions(rows[:, 1].tolist())
-            return self.model.next_logits(rows[:, :1].to(self._device), torch.zeros_like(positions[:, 0]), positions,
-                                          self._cache)
+            return self.model.hidden_states(rows[:, :1].to(self._device), positions, self._cache)[0], torch.empty(0)
+        scored, rows = rows[:, 0] == 1, rows[:, 1:]
+        follows = (rows[:, 1:] != _NO_TOKEN).nonzero().t()  # tokens after the first: their rows, and their places - 1
         last = (rows != _NO_TOKEN).sum(1) - 1
         cache = None
         if order.capacity:
@@ -246,8 +277,13 @@ class Generator:
                 config.hidden_size // config.num_attention_heads, dtype=next(self.model.parameters()).dtype,
                 device=self._device)
         elif self.model.sequence_parallel:  # the group must divide it; what is added comes after all that counts
-            rows = torch.nn.functional.pad(rows, (0, -order.width % self.model.world_size))
-        return self.model.next_logits(rows.clamp(min=0).to(self._device), last.to(self._device), cache=cache)
+            rows = torch.nn.functional.pad(rows, (0, -rows.size(1) % self.model.world_size))
+        tokens = rows.clamp(min=0).to(self._device)
+        hidden = self.model.hidden_states(tokens, cache=cache)  # [s, b, h]
+        row, place = follows[:, scored[follows[0]]].to(self._device)
+        scores = token_scores(self.model, hidden[place, row], tokens[row, place + 1], order.alternatives) \
+            if scored.any() else torch.empty(0)
+        return hidden[last.to(self._device), range(len(rows))], scores
 
     def _broadcast(self, numbers: Tensor) -> Tensor:
         """The leader's `numbers`, int64 on the host."""
@@ -256,6 +292,13 @@ class Generator:
         numbers = numbers if dist.get_backend(self._orders) == "gloo" else numbers.to(self._device)
         dist.broadcast(numbers, mpu.get_model_parallel_src_rank(), group=self._orders)
         return numbers.cpu()
+
+
+def _scored(row: int, token: int, scores: list[float], alternatives: int) -> GeneratedToken:
+    """scores: of `token_scores`, for at least so many alternatives."""
+    ids, values = scores[1:len(scores) // 2 + 1], scores[len(scores) // 2 + 1:]
+    likeliest = tuple((int(i), math.exp(value)) for i, value in zip(ids, values, strict=True))
+    return GeneratedToken(row, token, math.exp(scores[0]), "", likeliest[:alternatives])
 
 
 def generate(model: GPT2Model, tokenizer: Tokenizer, continuations: Sequence[Continuation], *,

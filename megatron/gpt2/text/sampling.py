@@ -37,7 +37,7 @@ class Sampling:
                  "0, or at least 0.00001"),
                 ("--top-k", self.top_k >= 0, self.top_k, "at least 0"),
                 ("--top-p", 0 <= self.top_p <= 1, self.top_p, "from 0 to 1"),
-                ("--max-new-tokens", self.max_new_tokens >= 1, self.max_new_tokens, "at least 1"),
+                ("--max-new-tokens", self.max_new_tokens >= 0, self.max_new_tokens, "at least 0"),
                 ("--seed", -2**63 <= self.seed < 2**63, self.seed, "below 2^63")):
             require(good, f"{flag} must be {meant}, not {value}")
         require(all(self.stop), "--stop must not be empty")

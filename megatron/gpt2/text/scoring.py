@@ -105,6 +105,20 @@ def _against(model: GPT2Model, hidden: Tensor, targets: Tensor) -> tuple[Tensor,
     return torch.cat(nats), torch.cat(hits)
 
 
+def token_scores(model: GPT2Model, hidden: Tensor, targets: Tensor, alternatives: int) -> Tensor:
+    """hidden [t, h], of `model.hidden_states`, targets [t] -> float64 [t, 1 + 2a], the same on every rank of the
+    model-parallel group: ln p(target), the a = `alternatives` likeliest ids, and ln p of each."""
+    scores = hidden.new_empty(len(hidden), 1 + 2 * alternatives, dtype=torch.float64)
+    if model.has_head:
+        for x, target, score_of in zip(hidden.split(ROWS), targets.split(ROWS), scores.split(ROWS), strict=True):
+            logits = mpu.gather_from_model_parallel_region(model.logits(x))[:, :model.vocab_size].float()
+            values, ids = logits.topk(alternatives)  # [t, a]
+            known = torch.cat([logits.gather(1, target.unsqueeze(1)), values], dim=1)  # [t, 1 + a]
+            known = (known - logits.logsumexp(1, keepdim=True)).double()
+            score_of.copy_(torch.cat([known[:, :1], ids, known[:, 1:]], dim=1))
+    return mpu.broadcast_from_last_stage(scores)
+
+
 def likeliest(logits: Tensor, vocab_size: int) -> Tensor:
     """logits [t, v/p], this rank's columns -> the ids of the greatest, int64 [t]; of equal ones the lowest id."""
     first = mpu.get_tensor_model_parallel_rank() * logits.size(1)

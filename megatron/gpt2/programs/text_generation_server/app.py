@@ -21,9 +21,9 @@ from starlette.types import Receive, Scope, Send
 
 from data_utils import Tokenizer
 from megatron.gpt2.programs.text_generation_server.answer import Choice, joined
-from megatron.gpt2.programs.text_generation_server.batching import Batcher, Job
+from megatron.gpt2.programs.text_generation_server.batching import Batcher, Job, Stopping
 from megatron.gpt2.programs.text_generation_server.request import ApiError, CompletionRequest, Limits, read_request
-from megatron.gpt2.text.generation import GeneratedToken
+from megatron.gpt2.text.generation import Finished, GeneratedToken
 
 PAGE = Path(__file__).with_name("page.html")
 # The page brings all it needs, and asks nobody else.
@@ -170,7 +170,7 @@ class Completion(Response):
     async def _chunks(self) -> AsyncIterator[dict[str, Any]]:
         """Choices in OpenAI's form, as they come. ApiError where the server stops."""
         loop = asyncio.get_running_loop()
-        events: asyncio.Queue[tuple[int, GeneratedToken | None, str]] = asyncio.Queue()
+        events: asyncio.Queue[tuple[int, GeneratedToken | Finished | Stopping, str]] = asyncio.Queue()
 
         def deliver(*event: Any) -> None:
             loop.call_soon_threadsafe(events.put_nowait, event)
@@ -183,10 +183,11 @@ class Completion(Response):
                 yield choice.echo(echoed)
         running = len(choices)
         while running:
-            number, generated, finish = await events.get()
-            if generated is None:
+            number, event, finish = await events.get()
+            if isinstance(event, Stopping):
                 raise ApiError("the server is stopping", status=503)
-            chunk = choices[number].add(generated, finish)
+            assert isinstance(event, GeneratedToken)  # max_tokens is at least 1
+            chunk = choices[number].add(event, finish)
             running -= bool(finish)
             if finish or chunk["text"]:
                 yield chunk

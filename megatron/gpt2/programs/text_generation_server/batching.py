@@ -6,19 +6,25 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from queue import SimpleQueue
 
-from megatron.gpt2.text.generation import Continuation, GeneratedToken, Generator
+from megatron.gpt2.text.generation import Continuation, Finished, GeneratedToken, Generator
+
+
+class Stopping:
+    """The server stops before the job's end."""
 
 
 @dataclass(frozen=True)
 class Job:
     """The continuations of one request.
 
-    deliver(number, token, finish): called by the thread that generates, with each token of the continuation of this
-    number; `finish` is "" until its last token. deliver(0, None, "") where the server stops before the end.
+    deliver(number, event, finish): called by the thread that generates, with each event of the continuation of this
+    number: a GeneratedToken; or Finished, where it ends without one because its `max_new_tokens` is 0. `finish` is ""
+    until its last event. A continuation's `prompt_tokens` are there before its first event, and do not change any more.
+    deliver(0, Stopping(), "") where the server stops before the end.
     """
 
     continuations: list[Continuation]
-    deliver: Callable[[int, GeneratedToken | None, str], None]
+    deliver: Callable[[int, GeneratedToken | Finished | Stopping, str], None]
 
     @property
     def is_over(self) -> bool:
@@ -40,7 +46,7 @@ class Batcher:
         """Queue a job of at most `batch_size` continuations. May be called from any thread."""
         assert 0 < len(job.continuations) <= self._batch_size
         if self._stopping:
-            job.deliver(0, None, "")
+            job.deliver(0, Stopping(), "")
         else:
             self._incoming.put(job)
 
@@ -60,7 +66,7 @@ class Batcher:
             self._collect()
             for job in (*batch, *self._waiting):
                 if not job.is_over:
-                    job.deliver(0, None, "")
+                    job.deliver(0, Stopping(), "")
 
     def _write(self, generator: Generator, batch: list[Job]) -> None:
         rows = [(job, number, c) for job in batch for number, c in enumerate(job.continuations)]

@@ -97,6 +97,7 @@ def test_new_documents(run: Any, tmp_path: Path) -> None:
     (("--sample-input-file", "missing.txt"), "missing.txt"), (("--prompt", "a", "--num-samples", "1"), "not allowed"),
     (("--prompt", "\udcff"), "surrogate"), (("--model-parallel-size", "2"), "--model-parallel-size 2"),
     (("--gready",), "--gready"), (("--load", "/nowhere"), "/nowhere"), (("--batch-size", "0"), "--batch-size"),
+    (("--max-new-tokens", "0"), "--max-new-tokens"),
     (("--sample-input-file", __file__, "--sample-output-file", __file__), "is the file of the prompts")], ids=str)
 def test_bad_input_is_one_line(run: Any, flags: tuple[str, ...], named: str) -> None:
     out, err = run("--top-k", "3", *flags, code=2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import signal
 import threading
 import time
@@ -21,9 +22,11 @@ from megatron.gpt2.checkpoint.folder import model_pieces, write_checkpoint
 from megatron.gpt2.config import ModelConfig
 from megatron.gpt2.formats.write_huggingface import write_huggingface
 from megatron.gpt2.model.gpt2 import GPT2Model
-from megatron.gpt2.text.generation import Continuation, Generator, generate, untimed_group
+from megatron.gpt2.text import scoring
+from megatron.gpt2.text.generation import Continuation, Finished, GeneratedToken, Generator, generate, untimed_group
 from megatron.gpt2.text.load_model import load_for_inference
 from megatron.gpt2.text.sampling import Sampling
+from megatron.gpt2.text.scoring import Window, score
 from tests.distributed import run_ranks
 
 TOKENIZER = build_tokenizer("bytes")
@@ -57,13 +60,13 @@ def test_logits_with_and_without_the_cache(model: GPT2Model) -> None:
         cache = mpu.KeyValueCache(2, 3, 4, 32, 8, dtype=torch.float32, device=torch.device("cpu"))
         cache.set_positions([0, 0, 0])
         last = torch.tensor(lengths) - 1
-        logits = model.next_logits(tokens[:, :max(lengths)], last, cache=cache)
+        logits = model.logits(model.hidden_states(tokens[:, :max(lengths)], cache=cache)[last, range(3)])
         torch.testing.assert_close(logits, whole[range(3), last], rtol=0, atol=1e-5)
         while max(places := last.tolist()) < 31:
             places = [place + 1 for place in places]
             last = torch.tensor(places)
-            logits = model.next_logits(tokens[range(3), places].unsqueeze(1), torch.zeros_like(last),
-                                       cache.set_positions(places), cache)
+            logits = model.logits(model.hidden_states(tokens[range(3), places].unsqueeze(1),
+                                                      cache.set_positions(places), cache)[0])
             torch.testing.assert_close(logits, whole[range(3), places], rtol=0, atol=1e-5)
 
 
@@ -100,6 +103,44 @@ def test_greedy_equals_transformers(tmp_path: Path) -> None:
                            eos_token_id=TOKENIZER.eod, pad_token_id=TOKENIZER.eod)[:, width:]
     assert made.shape == (20, 200)
     assert [c.ids for c in mine] == made.tolist()
+
+
+SCORED = [(b"Once upon a time", 3), (b"O", 1), (b"", 2), (PROMPTS[4], 0), (b"The", 5)]  # and alternatives
+
+
+def prompt_scores(model: GPT2Model, **options: Any) -> list[tuple[list[float], list[Any]]]:
+    """Of each prompt, read beside one that is not scored: nats of its tokens, and the likeliest ones."""
+    made = [Continuation(list(prompt), Sampling(alternatives=alternatives, max_new_tokens=i % 2, top_k=1),
+                         score_prompt=True) for i, (prompt, alternatives) in enumerate(SCORED)]
+    generate(model, TOKENIZER, [Continuation([70] * 9, Sampling(max_new_tokens=2)), *made], **options)
+    return [([-math.log(token.probability) for token in c.prompt_tokens],
+             [token.likeliest for token in c.prompt_tokens]) for c in made]
+
+
+def test_prompts_are_scored_as_texts_are(model: GPT2Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scoring, "ROWS", 7)  # of logits at a time
+    found = prompt_scores(model)
+    assert [len(nats) for nats, _ in found] == [15, 0, 0, 31, 2], "of a prompt that is too long, its end"
+    for (nats, likeliest), (prompt, alternatives) in zip(found, SCORED, strict=True):
+        ids = np.array(list(prompt[-32:]), dtype=np.int32)
+        windows = [Window(ids[:end], 1) for end in range(2, len(ids) + 1)]
+        expected = score(model, windows, batch_size=3)
+        assert nats == pytest.approx(expected.nats.tolist(), abs=1e-5)
+        assert all(len(others) == alternatives for others in likeliest)
+        if alternatives:
+            assert [others[0][0] == token for others, token in zip(likeliest, ids[1:], strict=True)] == \
+                expected.greedy.tolist()
+            assert all(others[0][1] > others[-1][1] for others in likeliest) or alternatives == 1
+
+
+def test_a_prompt_alone_is_scored_and_ends(model: GPT2Model) -> None:
+    c = Continuation(list(b"Once"), Sampling(max_new_tokens=0), score_prompt=True)
+    other = Continuation(list(b"The"), Sampling(max_new_tokens=2, top_k=1), score_prompt=True)
+    stream = Generator(model, TOKENIZER).stream([c, other])
+    assert next(stream) == Finished(0) and c.finish == "length" and c.ids == []
+    assert [token.id for token in c.prompt_tokens] == list(b"nce")
+    assert [token.row for token in other.prompt_tokens] == [1, 1] and other.ids == []
+    assert len(list(stream)) == 2 and other.finish == "length"
 
 
 class Failing(list[int]):
@@ -149,7 +190,7 @@ def test_what_ends_the_leader_ends_all_ranks() -> None:
         ("RuntimeError", "OSError", "KeyboardInterrupt"), leader, strict=True)]
 
 
-def texts_of_a_rank(rank: int, world_size: int, sequence_parallel: bool) -> list[list[int]]:
+def texts_of_a_rank(rank: int, world_size: int, sequence_parallel: bool) -> tuple[list[list[int]], list[Any]]:
     mpu.initialize_model_parallel(world_size)
     try:
         torch.manual_seed(rank)  # ranks that drew for themselves would differ
@@ -157,7 +198,7 @@ def texts_of_a_rank(rank: int, world_size: int, sequence_parallel: bool) -> list
         # The other ranks' prompts do not count: the first one's do.
         made = continued(model, PROMPTS if rank == 0 else [b"?"] * 5, SETTINGS)
         assert model.training, "as it was before"
-        return made
+        return made, prompt_scores(model)
     finally:
         mpu.destroy_model_parallel()
 
@@ -167,7 +208,11 @@ def texts_of_a_rank(rank: int, world_size: int, sequence_parallel: bool) -> list
 def test_the_same_text_on_any_number_of_ranks(model: GPT2Model, ranks: int, sequence_parallel: bool) -> None:
     alone = continued(model, PROMPTS, SETTINGS)
     assert all(0 <= i < TOKENIZER.vocab_size for ids in alone for i in ids)
-    assert run_ranks(texts_of_a_rank, ranks, sequence_parallel) == [alone] + [[[]] * 5] * (ranks - 1)
+    found = run_ranks(texts_of_a_rank, ranks, sequence_parallel)
+    assert [made for made, _ in found] == [alone] + [[[]] * 5] * (ranks - 1)
+    for (nats, likeliest), (nats_alone, likeliest_alone) in zip(found[0][1], prompt_scores(model), strict=True):
+        assert nats == pytest.approx(nats_alone, abs=1e-5)
+        assert [list(dict(others)) for others in likeliest] == [list(dict(others)) for others in likeliest_alone]
 
 
 def waiting_ranks(rank: int, world_size: int) -> tuple[list[str], float]:
@@ -208,7 +253,7 @@ def test_finishes_and_pieces(model: GPT2Model) -> None:
     generator = Generator(model, TOKENIZER)
     stop = text[4:6]
     c = Continuation(list(b"Once"), Sampling(temperature=0, stop=(stop,), max_new_tokens=50))
-    pieces = list(generator.stream([c]))
+    pieces = [piece for piece in generator.stream([c]) if isinstance(piece, GeneratedToken)]
     assert "".join(generated.text for generated in pieces) == text[:text.index(stop)] and c.finish == "stop"
     assert all(0 < generated.probability <= 1 and generated.row == 0 for generated in pieces)
     c = Continuation(list(b"Once"), Sampling(temperature=0, max_new_tokens=3))
@@ -218,7 +263,7 @@ def test_finishes_and_pieces(model: GPT2Model) -> None:
         model.transformer.final_layernorm.bias.copy_(model.word_embeddings.weight[TOKENIZER.eod] * 10)
         model.word_embeddings.weight[TOKENIZER.vocab_size:].copy_(model.word_embeddings.weight[TOKENIZER.eod] * 20)
     c = Continuation(list(b"Once"), Sampling())  # the padded ids are likelier still, and never drawn
-    assert [generated.id for generated in generator.stream([c])] == [TOKENIZER.eod]
+    assert [getattr(generated, "id", None) for generated in generator.stream([c])] == [TOKENIZER.eod]
     assert (c.ids, c.finish) == ([], "end")
 
 

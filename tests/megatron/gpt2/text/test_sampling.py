@@ -80,7 +80,7 @@ def test_a_seed_gives_its_draws() -> None:
 @pytest.mark.parametrize(("name", "value"), [
     ("temperature", -1.0), ("temperature", float("nan")), ("temperature", 1e-9), ("top_k", -1), ("top_p", 1.1),
     ("top_p", -0.1), ("top_p", float("nan")), ("repetition_penalty", 0.0), ("repetition_penalty", float("inf")),
-    ("max_new_tokens", 0), ("seed", 2**63), ("stop", ("",))])
+    ("max_new_tokens", -1), ("seed", 2**63), ("stop", ("",))])
 def test_bad_settings_name_their_flag(name: str, value: Any) -> None:
     with pytest.raises(ValueError, match=f"^--{name.replace('_', '-')} must "):
         dataclasses.replace(Sampling(), **{name: value})

@@ -3,6 +3,8 @@ matrix is the same on both of its stages; evaluation and generation run on stage
 
 from __future__ import annotations
 
+import math
+import operator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -186,11 +188,13 @@ def read_and_write(rank: int, world_size: int, folder: str, layouts: list[Layout
         run.engine.gatherer.wait()
         texts = [Continuation([5, 6, 7], Sampling(temperature=0, max_new_tokens=9)),
                  Continuation([9] * 11, Sampling(temperature=0, max_new_tokens=40))]
-        generate(run.engine.model, run.data.tokenizer, texts)
+        scored = Continuation(list(range(3, 14)), Sampling(max_new_tokens=0), score_prompt=True)
+        generate(run.engine.model, run.data.tokenizer, [*texts, scored])
         ids = run.data.splits.valid.rows(torch.arange(2).numpy()).ravel()
         scores = score(run.engine.model, windows_over(ids, 32, 16), batch_size=2)
         finish(run)
         found.append({"loss": loss, "texts": [text.ids for text in texts], "nats": scores.nats.tolist(),
+                      "prompt": [math.log(token.probability) for token in scored.prompt_tokens],
                       "leads": run.parallel.model_parallel_rank == 0, "greedy": scores.greedy.tolist()})
     return found
 
@@ -207,3 +211,5 @@ def test_evaluation_generation_and_scores_are_those_of_one_rank(folder: Path) ->
                 assert result["nats"] == pytest.approx(expected["nats"], rel=1e-5) and any(result["nats"]), layout
                 assert result["greedy"] == expected["greedy"], layout
             assert [r["texts"] for r in results if r["leads"]] == [expected["texts"]] * layout.data, layout
+            for result in filter(operator.itemgetter("leads"), results):
+                assert result["prompt"] == pytest.approx(expected["prompt"], abs=1e-5) and len(result["prompt"]) == 10
