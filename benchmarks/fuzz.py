@@ -4,8 +4,9 @@
     python benchmarks/fuzz.py --inputs 1000000     # over all targets; hours on two cores
     python benchmarks/fuzz.py --targets ".idx" JSONL --inputs 20000
 
-The same command goes on where an interrupted one stopped, at the same commit. Exit codes: 0 where every input was taken
-or refused within the limits, 1 where one was not; its seed is in the report.
+The same command goes on where an interrupted one stopped, also at a later commit: the report says how many inputs each
+commit had. Exit codes: 0 where every input was taken or refused within the limits, 1 where one was not; its seed is in
+the report.
 """
 
 from __future__ import annotations
@@ -38,10 +39,10 @@ class Campaign:
         self.path, self.targets, self.end = path, targets, time.monotonic() + seconds
         share, more = divmod(inputs, len(targets))
         self.wanted = {name: share + (number < more) for number, name in enumerate(targets)}
-        self.result: dict[str, Any] = {**report.header("fuzz"), "limits": LIMITS, "seconds": 0.0, "targets": {}}
-        found = report.earlier(path, self.result, "commit")
-        if found:
-            self.result["targets"], self.result["seconds"] = found["targets"], found["seconds"]
+        self.result: dict[str, Any] = {**report.header("fuzz"), "limits": LIMITS, "seconds": 0.0, "commits": {},
+                                       "targets": {}}
+        if found := report.earlier(path, self.result, "limits"):
+            self.result |= {key: found[key] for key in ("targets", "seconds", "commits")}
         self.before = self.result["seconds"]
         self.begun, self.lock, self.busy = time.monotonic(), threading.Lock(), set[str]()
 
@@ -79,6 +80,8 @@ class Campaign:
         row = self.result["targets"].setdefault(name, {"inputs": 0, "taken": 0, "refused": 0, "seconds": 0.0,
                                                        "findings": {}})
         row["inputs"] = tried.next
+        commits = self.result["commits"]
+        commits[self.result["commit"]] = commits.get(self.result["commit"], 0) + tried.next - tried.first
         row["taken"] += tried.taken
         row["refused"] += tried.refused
         row["seconds"] = round(row["seconds"] + tried.seconds, 1)

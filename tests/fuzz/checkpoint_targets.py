@@ -7,28 +7,33 @@ import hashlib
 import json
 import math
 import shutil
+import tarfile
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 
 from data_utils.files.checked_json import sealed_body
 from megatron.gpt2.checkpoint.manifest import MANIFEST, Contents
 from megatron.gpt2.checkpoint.reader import Checkpoint
 from megatron.gpt2.checkpoint.source import Source
 from megatron.gpt2.config import ModelConfig
-from megatron.gpt2.formats import open_source
+from megatron.gpt2.formats import Hints, open_source
 from megatron.gpt2.formats.pickles import load_pickle
 from megatron.gpt2.model.parameters import parameter_specs
 from tests.fuzz.target import Files, Target
 from tests.megatron.gpt2.checkpoint.saved_states import find, save
-from tests.megatron.gpt2.formats.made import core, random_weights, write_megatron
+from tests.megatron.gpt2.formats.made import SHAPE, core, random_weights, write_megatron
 from tests.megatron.gpt2.formats.test_readers_openai import nanogpt_checkpoint, openai_state, write_huggingface
 
+NO_HINTS = Hints()
 ITERATION = "iter_0000007"
 SEAL = b'"sha256": "'
+TORCH_DIST = Path(__file__).parents[1] / "megatron/gpt2/formats/torch_dist"
 VERSION_1 = Path(__file__).parents[1] / "megatron/gpt2/checkpoint/version_1"
 
 
@@ -79,13 +84,18 @@ def reseal_tables(files: Files) -> None:
         reseal(files)
 
 
-def read_foreign(folder: Path) -> None:
+def read_foreign(folder: Path, hints: Hints = NO_HINTS) -> None:
     """Every tensor has the shape that the model of the facts asks for."""
-    source: Source = open_source(folder, log=lambda line: None)
+    source: Source = open_source(folder, hints, log=lambda line: None)
     shapes = {name: spec.global_shape for name, spec in parameter_specs(
         ModelConfig(**source.facts["config"]["model"])).items()}
     for name in source.names():
         assert source.read(name).shape == source.tensors[name].shape == shapes[name.partition(".")[2]], name
+
+
+def read_with_heads(folder: Path) -> None:
+    """Of files that do not say how many heads there are."""
+    read_foreign(folder, Hints(num_attention_heads=SHAPE.num_attention_heads))
 
 
 def huggingface_shards(folder: Path) -> None:
@@ -132,6 +142,21 @@ def nanogpt(folder: Path) -> None:
     torch.save(nanogpt_checkpoint()[0], folder / "ckpt.pt")
 
 
+def torch_dist(name: str) -> Callable[[Path], object]:
+    """One that megatron-core wrote; see torch_dist/README.md."""
+    def make(folder: Path) -> None:
+        with tarfile.open(TORCH_DIST / f"{name}.tar.xz") as archive:
+            archive.extractall(folder, filter="data")
+
+    return make
+
+
+def plain_dcp(folder: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the one process, which is meant
+        save_dcp({"model": openai_state(random_weights(), transposed=True)}, checkpoint_id=folder, no_dist=True)
+
+
 def megatron(form: str, version: int, legacy: bool = False) -> Callable[[Path], object]:
     return lambda folder: write_megatron(folder, random_weights(), form, version=version, tp=2, legacy=legacy)
 
@@ -153,4 +178,8 @@ TARGETS = [
     Target("nanoGPT", nanogpt, read_foreign),
     Target("Megatron, flat", megatron("flat", 0), read_foreign),
     Target("Megatron v2, legacy .pt", megatron("v2", 3, legacy=True), read_foreign),
-    Target("Megatron Core", megatron("fused", 3), read_foreign)]
+    Target("Megatron Core", megatron("fused", 3), read_foreign),
+    Target("torch_dist", torch_dist("plain-0.16.1"), read_foreign),
+    Target("torch_dist: .metadata", torch_dist("fully_reshardable_dp2-0.16.1"), read_foreign, "**/.metadata"),
+    Target("DCP", plain_dcp, read_with_heads, "**/*"),
+    Target("DCP: .metadata", plain_dcp, read_with_heads, ".metadata")]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from data_utils.preprocessing.inputs import cut, records, whole_file
 from data_utils.token_files import ForeignBin, open_tokens
 from data_utils.tokenizers.base import Tokenizer
 from data_utils.tokenizers.build import build_tokenizer, load_tokenizer
+from data_utils.tokenizers.characters import read_characters
 from data_utils.tokenizers.gpt2 import BUILTIN_FILE, builtin_tokenizer
 from data_utils.tokenizers.sentencepiece import train_sentencepiece
 from megatron.gpt2.formats.openai_tokenizer import open_tokenizer, tokenizer_files
@@ -42,6 +44,19 @@ def zstd(data: bytes) -> bytes:
 
     packed: bytes = zstandard.ZstdCompressor().compress(data)
     return packed
+
+
+def characters(folder: Path) -> None:
+    numbers = dict(enumerate(sorted(set(SAMPLE))))
+    meta = {"vocab_size": len(numbers), "itos": numbers, "stoi": {one: number for number, one in numbers.items()}}
+    (folder / "meta.pkl").write_bytes(pickle.dumps(meta))
+
+
+def read_meta(folder: Path) -> None:
+    """Every id stands for one character, and every character for its id."""
+    tokenizer = read_characters(str(folder / "meta.pkl"))
+    ids = list(range(tokenizer.vocab_size))
+    assert list(tokenizer.encode(tokenizer.decode(ids))) == ids
 
 
 def check_text(text: object) -> None:
@@ -174,6 +189,7 @@ TARGETS = [
            lambda folder: check_tokenizer(open_tokenizer({"tokenizer.json": str(folder / "tokenizer.json")}))),
     Target("builtin_bpe.json", lambda folder: builtin_tokenizer().save(folder),
            lambda folder: check_tokenizer(builtin_tokenizer(folder / BUILTIN_FILE)), BUILTIN_FILE),
+    Target("meta.pkl", characters, read_meta),
     Target("tokenizer of a checkpoint", lambda folder: builtin_tokenizer().save(folder),
            lambda folder: check_tokenizer(load_tokenizer(folder))),
     Target("SentencePiece model", sentencepiece_model, lambda folder: check_tokenizer(build_tokenizer(

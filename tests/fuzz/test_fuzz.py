@@ -16,7 +16,8 @@ from tests.fuzz.targets import TARGETS
 
 # Inputs of each target, from seed 0; all together take some seconds. Those with whole models take longest.
 INPUTS, OF_MODELS = 40, 8
-MODELS = ("nanoGPT", "Megatron, flat", "Megatron v2, legacy .pt", "Megatron Core", "Hugging Face: safetensors")
+MODELS = ("nanoGPT", "Megatron, flat", "Megatron v2, legacy .pt", "Megatron Core", "Hugging Face: safetensors",
+          "torch_dist", "torch_dist: .metadata", "DCP", "DCP: .metadata")
 # Seeds at which a defect was found once: they are tried again.
 FOUND: dict[str, tuple[int, ...]] = {
     "pair's manifest behind its seal": (9, 108, 123, 147, 201, 205),
