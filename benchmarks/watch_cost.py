@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import tempfile
 import time
 from collections.abc import Sequence
@@ -81,14 +82,15 @@ def beat_seconds() -> float:
 
 
 def cost(path: Path, smoke: bool, pairs: int) -> bool:
-    """The steps in turns show what is done in each of them. A hundredth of a hash, the log line's part of comparing
+    """The steps in turns show what is done in each of them; they are short, of 2 x 1,024 tokens, since watching costs
+    the same in a longer one. A hundredth of a hash, the log line's part of comparing
     ranks, and a sign of life per second are measured by themselves and added."""
     result: dict[str, Any] = {**report.header("state faults: cost"), "threads": torch.get_num_threads(), "goal": GOAL,
                               "beat_seconds": beat_seconds(), "rows": {}}
     with tempfile.TemporaryDirectory() as scratch:
-        shape = problem(Path(scratch), smoke)
+        shape = dataclasses.replace(problem(Path(scratch), smoke), micro_batch_size=2)
         write_tokens(shape, 64)
-        for name, world, flags in (("1 rank", 1, ()), ("2 replicas", 2, ("--micro-batch-size", "4"))):
+        for name, world, flags in (("1 rank", 1, ()), ("2 replicas", 2, ("--micro-batch-size", "1"))):
             of_ranks = run_ranks(both_ways, world, shape, flags, pairs, timeout=3000)
             one, steps_of = of_ranks[0], beside(of_ranks[0]["steps"], "clock")
             step = steps_of["without_seconds"]["median"]
