@@ -83,8 +83,8 @@ def beat_seconds() -> float:
 
 def cost(path: Path, smoke: bool, pairs: int) -> bool:
     """The steps in turns show what is done in each of them; they are short, of 2 x 1,024 tokens, since watching costs
-    the same in a longer one. A hundredth of a hash, the log line's part of comparing
-    ranks, and a sign of life per second are measured by themselves and added."""
+    the same in a longer one. A hundredth of a hash, the log line's part of comparing ranks, and a sign of life per
+    second are measured by themselves and added."""
     result: dict[str, Any] = {**report.header("state faults: cost"), "threads": torch.get_num_threads(), "goal": GOAL,
                               "beat_seconds": beat_seconds(), "rows": {}}
     with tempfile.TemporaryDirectory() as scratch:
