@@ -27,11 +27,12 @@ LENGTHS = ("train.train_iters", "train.train_samples", "train.train_tokens", "tr
 # What the checkpoint decides unless a flag does. The others of ModelConfig do not change what the weights mean.
 SAVED = tuple(f"model.{name}" for name in ("num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size",
               "max_position_embeddings", "vocab_size", "layernorm_epsilon", "gelu")) + ("data.tokenizer_type",)
-SCHEDULE = tuple(f"optimizer.{name}" for name in ("lr", "min_lr", "lr_decay_style", "lr_decay_iters", "warmup",
-                                                  "lr_warmup_iters", "lr_wsd_decay_iters"))
+SCHEDULE = tuple(f"optimizer.{name}" for name in ("lr", "min_lr", "lr_decay_style", "lr_decay_iters",
+                 "lr_decay_samples", "warmup", "lr_warmup_iters", "lr_warmup_samples", "lr_wsd_decay_iters"))
+WARMUPS = ("optimizer.warmup", "optimizer.lr_warmup_iters", "optimizer.lr_warmup_samples")
 
 # One flag of a group replaces the whole group: a recipe's value for one must not meet a given value for another.
-ALTERNATIVES = (LENGTHS, ("optimizer.warmup", "optimizer.lr_warmup_iters"),
+ALTERNATIVES = (LENGTHS, WARMUPS, ("optimizer.lr_decay_iters", "optimizer.lr_decay_samples"),
                 ("train.global_batch_size", "train.gradient_accumulation_steps", "train.step_batch_size_schedule"),
                 ("train.rampup_batch_size", "train.step_batch_size_schedule"),
                 tuple(f"data.{name}" for name in ("train_data", "valid_data", "test_data", "data_path",
@@ -179,8 +180,8 @@ def _recipe_under(recipe: Mapping[str, Any], command_line: Mapping[str, Any]) ->
 
 def _refuse_pairs(command_line: Mapping[str, Any]) -> None:
     """Two flags for one thing, of which a default of the other may not be blamed."""
-    require(not {"optimizer.warmup", "optimizer.lr_warmup_iters"} <= command_line.keys(),
-            "give --warmup (a fraction) or --lr-warmup-iters, not both")
+    require(len(command_line.keys() & set(WARMUPS)) < 2,
+            "give --warmup (a fraction), --lr-warmup-iters or --lr-warmup-samples, not two")
 
 
 def _implied_tokenizer(command_line: Mapping[str, Any]) -> dict[str, Any]:
@@ -251,7 +252,8 @@ def _own_recipe(arguments: Arguments, old: Mapping[str, Any]) -> dict[str, Any]:
     fresh = arguments.values.get("checkpoint.finetune") or arguments.values.get("checkpoint.no_load_optim")
     override = arguments.values.get("optimizer.override_opt_param_scheduler")
     left = OF_THIS_START + (LENGTHS if arguments.values.get("checkpoint.finetune") else ()) + (
-        ("optimizer.lr_decay_iters", "optimizer.lr_wsd_decay_iters") if fresh or override else ())
+        ("optimizer.lr_decay_iters", "optimizer.lr_decay_samples", "optimizer.lr_wsd_decay_iters")
+        if fresh or override else ())
     recipe = {key: tuple(value) if isinstance(value, list) else value for key, value in old.items()
               if key.split(".")[0] not in ("parallel", "checkpoint") and key not in left}
     command_line = {key: arguments.values[key] for key in arguments.given}
@@ -269,18 +271,18 @@ def _merge_schedule(values: dict[str, Any], given: frozenset[str], old: Mapping[
         return []
     default = {key: f.default for key, f in fields().items()}
     old = {key: old.get(key, default[key]) for key in SCHEDULE}  # an older checkpoint may lack some
-    horizon = old["optimizer.lr_decay_iters"] or saved_iterations
+    horizon = old["optimizer.lr_decay_iters"] or (None if old["optimizer.lr_decay_samples"] else saved_iterations)
     if values.get("optimizer.use_checkpoint_opt_param_scheduler"):
         values |= old | {"optimizer.lr_decay_iters": horizon}
         return []
-    decided = given | ({"optimizer.lr_warmup_iters"} if "optimizer.warmup" in given else set())
-    in_iterations = any(run.get("optimizer.lr_warmup_iters") is not None for run in (values, old))
+    decided = given | (set(WARMUPS) if "optimizer.warmup" in given else set())
+    no_fraction = any(run.get(key) is not None for run in (values, old) for key in WARMUPS[1:])
     taken, differing = [], []
     for key in SCHEDULE:
         now, then = values.get(key, default[key]), old[key]
         if key == "optimizer.lr_decay_iters" and then is None:
             then = horizon if key in given else now
-        if now == then or key == "optimizer.warmup" and in_iterations:
+        if now == then or key == "optimizer.warmup" and no_fraction:
             continue
         if key in decided:
             differing.append(f"{flag(key)}: here {now}, checkpoint {then}")

@@ -182,8 +182,7 @@ FOREIGN = (
             "--num-classes", OF_BERT, 1),
     refused("--report-topk-accuracies --retriever-report-topk-accuracies", OF_BERT, "+"),
     # Schedule and length
-    refused("--lr-decay-samples --lr-warmup-samples --lr-decay-tokens",
-            "count in iterations: --lr-decay-iters, --lr-warmup-iters (of --global-batch-size, if the batch grows)", 1),
+    refused("--lr-decay-tokens", "count in samples: --lr-decay-samples", 1),
     inert("--sgd-momentum", "the optimizer is AdamW", 1),
     inert("--optimizer", "the optimizer is AdamW", 1, ("adam",)),
     inert("--weight-decay-incr-style", "weight decay is constant", 1, ("constant",)),

@@ -15,8 +15,10 @@ class OptimizerConfig:
                                            "iterations, as Megatron did in 2019",
                                  choices=("linear", "cosine", "cosine-2019", "constant", "exponential", "WSD"))
     lr_decay_iters: int | None = option(None, "iterations over which the rate decays (default: all)")
+    lr_decay_samples: int | None = option(None, "the same in samples")
     warmup: float = option(0.01, "fraction of the decay iterations that warm up", "--lr-warmup-fraction")
     lr_warmup_iters: int | None = option(None, "iterations that warm up, instead of a fraction", "--warmup-iters")
+    lr_warmup_samples: int | None = option(None, "samples that warm up, instead of a fraction")
     lr_wsd_decay_iters: int | None = option(None, "iterations of WSD's final decay (default: a tenth)")
     weight_decay: float = option(0.01, "AdamW's decay of weights and embeddings; never of biases and layer norms")
     adam_beta1: float = option(0.9, "decay of the first moment")
@@ -34,16 +36,27 @@ class OptimizerConfig:
                                                       "--use-checkpoint-lr-scheduler")
 
     def __post_init__(self) -> None:
-        require_positive(self, "lr", "lr_decay_iters", "lr_wsd_decay_iters", "adam_eps", "loss_scale",
-                         "initial_loss_scale", "min_loss_scale", "loss_scale_window")
+        require_positive(self, "lr", "lr_decay_iters", "lr_decay_samples", "lr_wsd_decay_iters", "adam_eps",
+                         "loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window")
         require_fraction(self, "adam_beta1", "adam_beta2")
         require(self.weight_decay >= 0, f"--weight-decay must not be negative, got {self.weight_decay}")
         require(0 <= self.min_lr <= self.lr, f"--min-lr {self.min_lr} must lie between 0 and --lr {self.lr}")
-        require(self.lr_warmup_iters is None or self.lr_warmup_iters >= 0,
-                f"--lr-warmup-iters must not be negative, got {self.lr_warmup_iters}")
+        for flag, value in (("iters", self.lr_warmup_iters), ("samples", self.lr_warmup_samples)):
+            require(value is None or value >= 0, f"--lr-warmup-{flag} must not be negative, got {value}")
+        for name in ("decay", "warmup"):
+            require(getattr(self, f"lr_{name}_iters") is None or getattr(self, f"lr_{name}_samples") is None,
+                    f"give --lr-{name}-iters or --lr-{name}-samples, not both")
         require(0.0 <= self.warmup <= 1.0, f"--warmup is a fraction, not {self.warmup}; iterations go into "
                                            "--lr-warmup-iters")
         require(self.clip_grad >= 0, f"--clip-grad must not be negative, got {self.clip_grad}")
         require(self.hysteresis >= 1, f"--hysteresis must be at least 1, not {self.hysteresis}")
         require(not (self.override_opt_param_scheduler and self.use_checkpoint_opt_param_scheduler),
                 "give --override-lr-scheduler or --use-checkpoint-lr-scheduler, not both")
+
+    def warmup_and_decay(self, train_iters: int, batch: int) -> tuple[float, float]:
+        """The lengths of the warm-up and of the decay, in iterations of `batch` samples. They need not be whole, and
+        those of the published runs were not. train_iters: of a decay that no flag names."""
+        decay = self.lr_decay_iters or (self.lr_decay_samples or 0) / batch or train_iters
+        if self.lr_warmup_samples is not None:
+            return self.lr_warmup_samples / batch, decay
+        return self.warmup * decay if self.lr_warmup_iters is None else self.lr_warmup_iters, decay

@@ -157,6 +157,6 @@ def _schedule(top: Mapping[str, Any], args: Mapping[str, Any], step: int) -> tup
     good_steps = step if grows else int(done) // unit
     if style not in OptimizerConfig.__dataclass_fields__["lr_decay_style"].metadata["choices"]:
         return good_steps, {}, [f"the schedule: its style {short_repr(style)} is unknown here"]
-    return good_steps, {
-        "lr": float(peak), "min_lr": float(said.get("min_lr", 0.0)), "lr_decay_style": style,
-        "lr_decay_iters": int(end) // unit, "warmup": float(warmup) / int(end)}, left_out
+    decay = {"lr_decay_samples": int(end)} if int(end) % unit else {"lr_decay_iters": int(end) // unit}
+    return good_steps, {"lr": float(peak), "min_lr": float(said.get("min_lr", 0.0)), "lr_decay_style": style, **decay,
+                        "warmup": float(warmup) / int(end)}, left_out

@@ -73,8 +73,8 @@ def schedule(source: Source, format: str, log: Callable[[str], None]) -> dict[st
     """`lr_scheduler` of 2019, which counts iterations, and of v2, and `opt_param_scheduler` of v3, which count samples;
     None where the format has no such schedule."""
     config, facts = optimizer_config(source), source.facts
-    end = config.lr_decay_iters or facts.get("decay_iters") or facts.get("train_iters") or source.iteration
-    warmup = config.warmup * end if config.lr_warmup_iters is None else config.lr_warmup_iters
+    batch, length = facts.get("global_batch_size"), facts.get("train_iters")
+    warmup, end = config.warmup_and_decay(facts.get("decay_iters") or length or source.iteration, batch or 1)
     done, style = facts["optimizer"]["good_steps"], config.lr_decay_style
     if format == "megatron-2019":
         if style == "WSD":
@@ -84,7 +84,6 @@ def schedule(source: Source, format: str, log: Callable[[str], None]) -> dict[st
             log(f"the {style} schedule travels by its name and numbers: 2019's formula is close to today's, not equal")
         return {"start_lr": config.lr, "warmup_iter": warmup, "num_iters": done,
                 "decay_style": style.removesuffix("-2019"), "end_iter": end, "min_lr": config.min_lr}
-    batch = facts.get("global_batch_size")
     if style not in ("linear", "cosine", "constant") or not batch:
         log(f"left out: the schedule: {format} has no {style}" if batch else
             "left out: the schedule: the source does not say its global batch size")
@@ -94,7 +93,7 @@ def schedule(source: Source, format: str, log: Callable[[str], None]) -> dict[st
     said: dict[str, Any] = {"max_lr": config.lr, "min_lr": config.min_lr,
                             "num_steps": facts["consumed_samples"] if grows else done * batch}
     if format == "megatron-v2":
-        return {**said, "warmup_steps": warmup * batch, "decay_style": style, "decay_steps": end * batch}
-    return {**said, "lr_warmup_steps": warmup * batch, "lr_decay_style": style, "lr_decay_steps": end * batch,
+        return {**said, "warmup_steps": warmup * batch, "decay_style": style, "decay_steps": round(end * batch)}
+    return {**said, "lr_warmup_steps": warmup * batch, "lr_decay_style": style, "lr_decay_steps": round(end * batch),
             "start_wd": config.weight_decay, "end_wd": config.weight_decay, "wd_incr_style": "constant",
-            "wd_incr_steps": (facts.get("train_iters") or end) * batch}
+            "wd_incr_steps": round((length or end) * batch)}

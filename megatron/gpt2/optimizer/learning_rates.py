@@ -22,22 +22,19 @@ from megatron.gpt2.config import OptimizerConfig, require
 
 
 class LearningRate:
-    """The schedule of a run of `train_iters` iterations of the final batch. Raises ValueError if its parts do not fit
-    together."""
+    """The schedule of a run of `train_iters` iterations of the final batch, `batch` samples. Raises ValueError if its
+    parts do not fit together."""
 
-    def __init__(self, config: OptimizerConfig, train_iters: int) -> None:
+    def __init__(self, config: OptimizerConfig, train_iters: int, batch: int) -> None:
         self.peak, self.floor, self.style = config.lr, config.min_lr, config.lr_decay_style
-        self.decay_iters = config.lr_decay_iters or train_iters
-        # A fraction of the decay need not be whole, and that of the published runs was not.
-        self.warmup_iters = (config.warmup * self.decay_iters if config.lr_warmup_iters is None
-                             else float(config.lr_warmup_iters))
-        self.wsd_iters = config.lr_wsd_decay_iters or max(1, self.decay_iters // 10)
+        self.warmup_iters, self.decay_iters = config.warmup_and_decay(train_iters, batch)
+        self.wsd_iters = config.lr_wsd_decay_iters or max(1, int(self.decay_iters) // 10)
         require(self.warmup_iters <= self.decay_iters,
-                f"--lr-warmup-iters {config.lr_warmup_iters} is more than the {self.decay_iters} iterations of the "
-                "decay (--lr-decay-iters, else the length of the run)")
+                f"the warm-up of {self.warmup_iters:g} iterations (--lr-warmup-iters) is more than the "
+                f"{self.decay_iters:g} of the decay (--lr-decay-iters, else the length of the run)")
         require(self.style != "WSD" or self.wsd_iters <= self.decay_iters - self.warmup_iters,
                 f"--lr-wsd-decay-iters {self.wsd_iters} does not fit between the warm-up of {self.warmup_iters:g} and "
-                f"the end of the decay at {self.decay_iters}")
+                f"the end of the decay at {self.decay_iters:g}")
 
     def __call__(self, n: float) -> float:
         """The rate after n steps that were not skipped."""
@@ -45,7 +42,7 @@ class LearningRate:
 
     def table(self, n: NDArray[np.float64]) -> NDArray[np.float64]:
         """n: float64 [k], ascending -> [k], the rate for each."""
-        p, f, w, end = self.peak, self.floor, self.warmup_iters, float(self.decay_iters)
+        p, f, w, end = self.peak, self.floor, self.warmup_iters, self.decay_iters
         late = np.minimum(n, end)
         r = (late - w) / (end - w) if end > w else np.ones_like(n)
         if self.style == "constant":

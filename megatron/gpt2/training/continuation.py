@@ -18,8 +18,9 @@ COURSE = ("data_fingerprint", "global_batch_size", "batch_growth", "config.train
           *(f"config.data.{name}" for name in ("seq_length", "data_order", "eod_mask_loss", "reset_position_ids",
                                                "reset_attention_mask")),
           *(f"config.optimizer.{name}" for name in (
-              "lr", "min_lr", "lr_decay_style", "lr_decay_iters", "warmup", "lr_warmup_iters", "lr_wsd_decay_iters",
-              "weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad")))
+              "lr", "min_lr", "lr_decay_style", "lr_decay_iters", "lr_decay_samples", "warmup", "lr_warmup_iters",
+              "lr_warmup_samples", "lr_wsd_decay_iters", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps",
+              "clip_grad")))
 # What changes the order of sums, except under --exact-layouts.
 LAYOUT = (*(f"layout.{name}" for name in ("model_parallel_size", "pipeline_parallel_size", "data_parallel_size",
                                          "optimizer_is_sharded")),
@@ -66,7 +67,7 @@ def how_it_goes_on(then: Mapping[str, Any], here: Mapping[str, Any], *, lost: Se
     """
     course = [*lost, *_differing(COURSE, then, here)]
     config = here["config"]["optimizer"]
-    if config["lr_decay_iters"] is None and config["lr_decay_style"] != "constant":
+    if config["lr_decay_iters"] is config["lr_decay_samples"] is None and config["lr_decay_style"] != "constant":
         course += _differing(("train_iters",), then, here)
     if course:
         return f"another training from here on ({'; '.join(course)})"

@@ -90,7 +90,7 @@ def build_engine(prepared: PreparedRun, parallel: mpu.ParallelState, log: Log) -
     reducer, forward = reducer_for(prepared, flat, model, parallel)
     gatherer = ParameterGatherer(flat, model, parallel.data_parallel_group)
     before = prepared.batch_schedule.before_steps(prepared.train_iters) / prepared.global_batch_size
-    rates = LearningRate(config.optimizer, prepared.decay_iters).table(before)
+    rates = LearningRate(config.optimizer, prepared.decay_iters, prepared.global_batch_size).table(before)
     squared_norm = mpu.squared_norm if not parts else functools.partial(
         mpu.exact_squared_norm, block=block_of_norm(parts, shape.hidden_size, shape.ffn_size, device=device))
     optimizer = AdamWOptimizer(flat, gatherer, config.optimizer,

@@ -155,7 +155,8 @@ def test_inert_flags_are_noted_once():
     ("--train-data-path a --split 90,10", "--train-data-path contradicts --split 90,10"),
     ("--valid-data a --valid-data-path b", "give --valid-data-path or --valid-data, not both"),
     ("--data-order random", "--data-order: invalid choice: 'random'"),
-    ("--warmup .1 --lr-warmup-iters 3", "give --warmup (a fraction) or --lr-warmup-iters, not both"),
+    ("--warmup .1 --lr-warmup-iters 3", "--lr-warmup-iters or --lr-warmup-samples, not two"),
+    ("--lr-decay-samples 40 --lr-decay-iters 3", "give --lr-decay-iters or --lr-decay-samples, not both"),
     ("--vocab-file a --tokenizer-model b", "say which with --tokenizer-type"),
     ("--train-iters 3 --train-epochs 1", "the length is given twice: --train-iters and --train-epochs"),
     ("--num-attention-heads 3", "--hidden-size 1024 is not divisible by --num-attention-heads 3"),
@@ -348,6 +349,21 @@ def test_a_schedule_that_differs_is_an_error_with_two_ways_on():
         assert merge_checkpoint(read(own), saved(before)).config.optimizer == read(own).config.optimizer
         assert schedule(line + " --use-checkpoint-lr-scheduler", before) == (1e-3, "linear", 20, .1, None)
         assert schedule(line + " --finetune --load x", before) == schedule(line + " --override-lr-scheduler", before)
+
+
+def test_a_schedule_in_samples():
+    before = SMALL + "--lr-warmup-samples 5 --lr-decay-samples 30"
+
+    def merged(line: str) -> tuple[object, ...]:
+        o = merge_checkpoint(read(line), saved(before)).config.optimizer
+        return o.lr_decay_iters, o.lr_decay_samples, o.lr_warmup_iters, o.lr_warmup_samples
+
+    assert merged("--load x") == merged("--lr-decay-samples 30 --lr-warmup-samples 5") == (None, 30, None, 5)
+    assert merged("--lr-decay-samples 31 --use-checkpoint-lr-scheduler") == (None, 30, None, 5)
+    assert merged("--num-layers 2 --lr-decay-iters 9 --override-lr-scheduler") == (9, None, None, None)
+    for line in ("--lr-decay-samples 31", "--lr-decay-iters 30", "--lr-warmup-iters 5", "--warmup .1"):
+        with pytest.raises(ValueError, match="--override-opt-param-scheduler .* --use-checkpoint-opt-param-scheduler"):
+            merged(line)
 
 
 def test_a_warmup_in_iterations_and_one_as_a_fraction_differ():

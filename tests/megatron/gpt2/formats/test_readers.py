@@ -167,7 +167,7 @@ def step_once(rank: int, world_size: int) -> tuple[dict[str, Tensor], dict[str, 
     specs = mpu.partition_specs(model)
     flat = FlatParameters(model, torch.float16, bucket_size=10_000)
     optimizer = AdamWOptimizer(flat, ParameterGatherer(flat, model, None), config, DynamicLossScaler(),
-                                        torch.from_numpy(LearningRate(config, 100).table(np.arange(101.0))))
+                                        torch.from_numpy(LearningRate(config, 100, 1).table(np.arange(101.0))))
     load_state(optimizer.tensors(), specs, source, mp_rank=rank, mp_size=world_size)
     optimizer.load_state_dict(source.facts["optimizer"])
     restored = optimizer.state_dict()

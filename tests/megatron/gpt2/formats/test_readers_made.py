@@ -153,7 +153,7 @@ def test_optimizer_of_v2(tmp_path: Path):
         facts = open_source(folder, Hints(vocab_size=101)).facts
         assert facts["optimizer"]["good_steps"] == 3 and facts["config"]["optimizer"]["lr_decay_iters"] == 200
         facts = {**facts, "config": {**facts["config"], "train": {"rampup_batch_size": [1, 1, 3]}}}
-        grown: Any = SimpleNamespace(facts=facts)
+        grown: Any = SimpleNamespace(facts=facts, iteration=3)
         again = schedule(grown, "megatron-v2", print)
         assert again is not None and (again["num_steps"], again["decay_steps"], again["warmup_steps"]) == (5, 400, 40)
 

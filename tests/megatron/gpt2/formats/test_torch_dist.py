@@ -243,7 +243,7 @@ def test_training_continues(folders: dict[str, Path], name: str):
     model = gpt2_of(source)
     flat = FlatParameters(model, torch.bfloat16, bucket_size=10_000)
     optimizer = AdamWOptimizer(flat, ParameterGatherer(flat, model, None), config, LossScaler(1.0),
-                               torch.from_numpy(LearningRate(config, 100).table(np.arange(101.0))))
+                               torch.from_numpy(LearningRate(config, 100, 1).table(np.arange(101.0))))
     specs = mpu.partition_specs(model)
     load_state(optimizer.tensors(), specs, source, mp_rank=0, mp_size=1)
     optimizer.load_state_dict(source.facts["optimizer"])

@@ -22,7 +22,7 @@ from megatron.gpt2.optimizer.loss_scaler import DynamicLossScaler
 ])
 def test_published_runs(iterations, final_scale, skipped, logged):
     """Megatron's 345M in fp16: every step overflows until the scale fits, and a skipped step does not count."""
-    rate = LearningRate(OptimizerConfig(lr=1.5e-4, lr_decay_style="cosine-2019", warmup=0.01), iterations)
+    rate = LearningRate(OptimizerConfig(lr=1.5e-4, lr_decay_style="cosine-2019", warmup=0.01), iterations, 1)
     scaler = DynamicLossScaler(2.0**32, window=1000, hysteresis=2)
     n, shown = 0, []
     for iteration in range(1, 100 * len(logged) + 1):
@@ -37,7 +37,7 @@ def test_published_runs(iterations, final_scale, skipped, logged):
 
 def schedule(style: str, **changes: Any) -> LearningRate:
     config = OptimizerConfig(lr=1.0, min_lr=0.1, lr_decay_style=style, warmup=0.1)
-    return LearningRate(dataclasses.replace(config, **changes), 100)
+    return LearningRate(dataclasses.replace(config, **changes), 100, 8)
 
 
 @pytest.mark.parametrize("style, half_way, end", [
@@ -65,8 +65,15 @@ def test_warmup_in_iterations_and_none():
 
 
 def test_the_decay_may_have_a_length_of_its_own():
-    rate = schedule("linear", lr_decay_iters=50)
-    assert rate(5) == 1.0 and rate(50) == rate(100) == pytest.approx(0.1)
+    for length in ({"lr_decay_iters": 50}, {"lr_decay_samples": 400}):
+        rate = schedule("linear", **length)
+        assert rate(5) == 1.0 and rate(50) == rate(100) == pytest.approx(0.1)
+
+
+def test_samples_need_not_be_whole_iterations():
+    rate = schedule("linear", lr_decay_samples=404, lr_warmup_samples=12)
+    assert rate(1) == 1 / 1.5 and rate(1.5) == 1.0 and rate(26) == 0.1 + 0.9 * (1 - (26 - 1.5) / (50.5 - 1.5))
+    assert rate(50) > rate(50.5) == pytest.approx(0.1)
 
 
 def test_cosine_today_reaches_the_floor_that_2019_missed():
@@ -76,7 +83,7 @@ def test_cosine_today_reaches_the_floor_that_2019_missed():
 
 
 @pytest.mark.parametrize("style, changes, message", [
-    ("linear", {"lr_warmup_iters": 101}, "--lr-warmup-iters 101 is more than the 100 iterations"),
+    ("linear", {"lr_warmup_iters": 101}, r"the warm-up of 101 iterations \(--lr-warmup-iters\) is more than the 100"),
     ("WSD", {"lr_wsd_decay_iters": 95}, "--lr-wsd-decay-iters 95 does not fit"),
 ])
 def test_impossible_schedules(style, changes, message):
