@@ -270,7 +270,7 @@ PARTS: dict[str, tuple[Callable[[Path, Sequence[int]], list[Trial]], int | None,
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--trials", type=int, help="how many, and pairs of steps of `cost` (default: all; 15)")
+    parser.add_argument("--trials", type=int, help="how many, and pairs of steps of `cost` (default: all; 40)")
     parser.add_argument("--smoke", action="store_true", help="one trial of each, and a tiny model: proves the script")
     parser.add_argument("--output", metavar="DIR", type=Path, default=report.RESULTS)
     parser.add_argument("part", nargs="?", choices=(*PARTS, "cost"), help="default: all")
@@ -278,7 +278,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for part in [chosen.part] if chosen.part else [*PARTS, "cost"]:
         path = chosen.output / f"state_{part}.json"
         if part == "cost":
-            good.append(cost(path, chosen.smoke, 1 if chosen.smoke else chosen.trials or 15))
+            good.append(cost(path, chosen.smoke, 1 if chosen.smoke else chosen.trials or 40))
             continue
         do, groups, most = PARTS[part]
         trials = 1 if chosen.smoke else chosen.trials or most
