@@ -103,8 +103,8 @@ def write_gpt2(folder: Path) -> None:
     (folder / "merges.txt").write_text("#version: 0.2\n")
 
 
-def run(line: str, folder: Path, python: WarmPython) -> None:
-    """One command, shortened where SHORTENED says so, in a folder."""
+def run(line: str, folder: Path, python: WarmPython) -> str:
+    """One command, shortened where SHORTENED says so, in a folder; returns what it printed."""
     environment = {**os.environ, "PATH": python.path, "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(folder / "cache"),
                    "GPT2_VOCAB_URL": f"file://{TEST_DATA / 'gpt2'}"}
     environment.pop("PYTHONPATH", None)
@@ -112,10 +112,13 @@ def run(line: str, folder: Path, python: WarmPython) -> None:
                          timeout=240, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     assert ran.returncode == 0, f"{line}\n{ran.stdout}"
     assert " is finished: " not in ran.stdout, f"{line}\nhas nothing left to train\n{ran.stdout}"
+    return ran.stdout
 
 
 # The tutorial's commands take as long as those of all how-to guides; it has no program of its own.
 LONG = {"docs/tutorials/gpt2-345m.md"}
+# What these pages show in the block after a command is what the command prints.
+PRINTED = {"docs/tutorials/distributed.md", "docs/tutorials/scaling.md"}
 
 
 @pytest.mark.parametrize("page", [pytest.param(page, marks=[pytest.mark.wide] if page in LONG else [])
@@ -123,6 +126,7 @@ LONG = {"docs/tutorials/gpt2-345m.md"}
 def test_commands_run_in_the_order_of_each_page(page: str, reader: Path, python: WarmPython, tmp_path: Path):
     """Each page by itself: it needs nothing of another page but what the README's first two runs left."""
     shutil.copytree(reader, tmp_path / "project", ignore=shutil.ignore_patterns("__pycache__"))
+    printed = {}
     for line in (line for of, line in COMMANDS if of == page):
         if re.search(r"scripts/test\w*\.sh|\.venv-cuda/", line):
             continue  # this is it; the other, and what needs its environment, are tests/fake_cuda's own
@@ -130,7 +134,27 @@ def test_commands_run_in_the_order_of_each_page(page: str, reader: Path, python:
             continue  # `reader` has run it
         if not TEST_DATA.is_dir() and ("download_gpt2_vocab" in line or "345m" in page + line):
             continue  # the one needs a network, the other what it fetches
-        run(line, tmp_path / "project", python)
+        printed[line] = run(line, tmp_path / "project", python)
+    if page in PRINTED:
+        shown = re.findall(r"^```bash\n(.*?)^```\n\n```\n(.*?)^```$", PAGES[page], re.MULTILINE | re.DOTALL)
+        assert len(shown) > 5
+        for commands, block in shown:
+            check_printed(block, "".join(printed.get(line, "") for line in commands.splitlines()))
+
+
+def check_printed(block: str, output: str) -> None:
+    """The lines of a page's block are among those that were printed, in their order. `…` stands for anything; the last
+    digits of a decimal fraction depend on the processor."""
+    number = r"-?\d+\.\d+(?:E[+-]\d+)?"
+    rest = iter(output.splitlines())
+    for shown in block.splitlines():
+        words = re.split(f"({number}|…)", shown)
+        values = [float(word) for word in words if re.fullmatch(number, word)]
+        pattern = "".join(".*" if word == "…" else f"({number})" if re.fullmatch(number, word) else re.escape(word)
+                          for word in words)
+        assert any(found is not None and all(abs(float(now) - then) <= 1e-3 * abs(then) for now, then
+                                             in zip(found.groups(), values, strict=True))
+                   for found in (re.fullmatch(pattern, line) for line in rest)), f"{shown}\nis not in\n{output}"
 
 
 def test_what_is_shortened_is_printed_and_takes_long():
