@@ -185,6 +185,7 @@ def test_every_link_and_flag_that_is_named_exists():
                                                   "--master-addr", "--nodes", "--gpus", "--ipc", "--ulimit",
                                                   "--network", "--nv", "--signal", "--gpu-bind", "--gpus-per-task",
                                                   "--collect-only",  # of pytest
+                                                  "--model_args",  # of lm-eval
                                                   "--dist-ckpt-optim-fully-reshardable",  # of Megatron
                                                   "--out_dir", "--init_from"}  # of nanoGPT's sample.py
     for program in (*(ROOT / "megatron" / "gpt2" / "programs").rglob("*.py"), *(ROOT / "benchmarks").glob("*.py"),

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -11,10 +13,14 @@ from data_utils.tokenizers.base import ByteTokenizer
 from megatron.gpt2.command_line import deepspeed_config
 from megatron.gpt2.config import Config
 from megatron.gpt2.config.config_json import read_config, write_config
+from megatron.gpt2.programs.text_generation_server.answer import Text
 from megatron.gpt2.programs.text_generation_server.app import error_response
-from megatron.gpt2.programs.text_generation_server.request import ApiError, Limits, read_request
+from megatron.gpt2.programs.text_generation_server.fields import ApiError
+from megatron.gpt2.programs.text_generation_server.megatron_api import read_megatron_request
+from megatron.gpt2.programs.text_generation_server.request import CompletionRequest, Limits, read_request
 from megatron.gpt2.records.incidents import Incidents, rank_name, read_incidents
 from megatron.gpt2.records.run_report import page
+from megatron.gpt2.text.generation import GeneratedToken
 from megatron.gpt2.text.sampling import Sampler
 from tests.fuzz.target import Target
 
@@ -61,30 +67,44 @@ def read_deepspeed(folder: Path) -> None:
 
 
 BODY = {"model": "tiny", "prompt": ["Once upon", "a time"], "max_tokens": 20, "temperature": 0.7, "top_p": 0.9,
-        "top_k": 3, "n": 2, "stop": ["\n", "x"], "seed": 7, "logprobs": 2, "stream": True, "echo": False, "user": "me",
+        "top_k": 3, "n": 2, "stop": ["\n", "x"], "seed": 7, "logprobs": 2, "stream": True, "echo": True, "user": "me",
         "stream_options": {"include_usage": True}, "repetition_penalty": 1.2, "logit_bias": {}, "best_of": 1}
+MEGATRON_BODY = {"prompts": ["Once upon", "a time: "], "tokens_to_generate": 20, "logprobs": True, "temperature": 0.7,
+                 "top_k": 0, "top_p": 0.9, "top_p_decay": 0.0, "top_p_bound": 0.5, "add_BOS": True,
+                 "stop_on_eol": False, "stop_on_double_eol": True, "prevent_newline_after_colon": False,
+                 "random_seed": 7, "no_log": True, "stop_token": 256, "length_penalty": 1.0, "beam_width": None}
 
 
-def read_body(folder: Path) -> None:
-    """A request that is taken can be generated; one that is not has an answer in JSON."""
+def body_target(name: str, body: dict[str, Any], read: Callable[..., CompletionRequest]) -> Target:
+    """What a client sends to one of the server's addresses."""
+    return Target(name, lambda folder: (folder / "body").write_text(json.dumps(body)),
+                  lambda folder: read_body(folder, read), refusals=(ApiError,), named=False)
+
+
+def read_body(folder: Path, read: Callable[..., CompletionRequest]) -> None:
+    """A request that is taken can be generated and answered; one that is not has an answer in JSON."""
     try:
-        request = read_request((folder / "body").read_bytes(), model="tiny", tokenizer=TOKENIZER, context=CONTEXT,
-                               limits=LIMITS)
+        request = read((folder / "body").read_bytes(), model="tiny", tokenizer=TOKENIZER, context=CONTEXT,
+                       limits=LIMITS)
     except ApiError as error:
         assert error.status in (400, 404)
         json.loads(bytes(error_response(error).body))
         raise
     continuations = request.continuations()
     assert 1 <= len(continuations) <= LIMITS.texts and request.sampling.max_new_tokens <= LIMITS.max_tokens
-    for ids in request.prompts:
-        assert len(ids) <= CONTEXT and all(0 <= i < TOKENIZER.vocab_size for i in ids)
     logits = torch.linspace(-5, 5, TOKENIZER.vocab_size)
-    for number, continuation in enumerate(continuations):
-        sampler = Sampler(continuation.sampling, request.prompts[number // request.n], TOKENIZER.vocab_size,
-                          torch.device("cpu"))
+    texts = []
+    for c in continuations:
+        assert len(c.prompt) <= CONTEXT and all(0 <= i < TOKENIZER.vocab_size for i in c.prompt)
+        sampler = Sampler(c.sampling, c.prompt, TOKENIZER.vocab_size, torch.device("cpu"))
         token, probability = sampler.draw(logits, logits.logsumexp(0))
         assert 0 <= token < TOKENIZER.vocab_size and 0 <= probability <= 1
-        sampler.likeliest(logits)
+        if c.score_prompt:
+            c.prompt_tokens = [GeneratedToken(0, i, 0.5, "") for i in c.prompt[1:]]
+        c.ids, c.finish = [token], "length"
+        texts.append(Text(c, [GeneratedToken(0, token, probability, TOKENIZER.decode([token]),
+                                             sampler.likeliest(logits))]))
+    json.dumps(request.answer(texts, TOKENIZER, {}), allow_nan=False)
 
 
 TARGETS = [
@@ -92,5 +112,5 @@ TARGETS = [
     Target("config.json", run_folder, lambda folder: read_config(str(folder / "config.json")), "config.json"),
     Target("config.json of a report", run_folder, read_run, "config.json"),
     Target("DeepSpeed's file", deepspeed_file, read_deepspeed),
-    Target("HTTP body", lambda folder: (folder / "body").write_text(json.dumps(BODY)), read_body, refusals=(ApiError,),
-           named=False)]
+    body_target("HTTP body", BODY, read_request),
+    body_target("HTTP body in Megatron's form", MEGATRON_BODY, read_megatron_request)]

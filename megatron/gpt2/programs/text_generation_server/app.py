@@ -1,4 +1,5 @@
-"""The server's addresses: `/v1/completions`, `/v1/models`, `/health`, and the page at `/`."""
+"""The server's addresses: OpenAI's `/v1/completions` and `/v1/models`, Megatron's `/api` and `/generate`, `/health`,
+and the page at `/`."""
 
 import asyncio
 import json
@@ -20,9 +21,17 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from data_utils import Tokenizer
-from megatron.gpt2.programs.text_generation_server.answer import Choice, joined
+from megatron.gpt2.programs.text_generation_server.answer import Choice, Text
 from megatron.gpt2.programs.text_generation_server.batching import Batcher, Job, Stopping
-from megatron.gpt2.programs.text_generation_server.request import ApiError, CompletionRequest, Limits, read_request
+from megatron.gpt2.programs.text_generation_server.fields import ApiError
+from megatron.gpt2.programs.text_generation_server.megatron_api import read_megatron_request
+from megatron.gpt2.programs.text_generation_server.request import (
+    CompletionRequest,
+    Limits,
+    check_model,
+    read_request,
+    usage,
+)
 from megatron.gpt2.text.generation import Finished, GeneratedToken
 
 PAGE = Path(__file__).with_name("page.html")
@@ -68,7 +77,9 @@ class Service:
         """The application with all addresses."""
         return Starlette(
             routes=[Route("/", self.page), Route("/health", self.health), Route("/v1/models", self.models),
-                    Route("/v1/completions", self.completions, methods=["POST"])],
+                    Route("/v1/models/{name:path}", self.model_of_name),
+                    Route("/v1/completions", self.completions, methods=["POST"]),
+                    Route("/api", self.megatron, methods=["PUT"]), Route("/generate", self.megatron, methods=["PUT"])],
             exception_handlers={ApiError: _refuse, HTTPException: _refuse_http, Exception: _fail})
 
     async def page(self, request: Request) -> Response:
@@ -81,18 +92,32 @@ class Service:
 
     async def models(self, request: Request) -> Response:
         """GET /v1/models: the one model, in OpenAI's form."""
-        return json_response({"object": "list", "data": [
-            {"id": self.model, "object": "model", "created": self.started, "owned_by": "local",
-             "max_model_len": self.context, "max_tokens": self.limits.max_tokens}]})
+        return json_response({"object": "list", "data": [self._model()]})
+
+    async def model_of_name(self, request: Request) -> Response:
+        """GET /v1/models/NAME: the one model. ApiError for another name."""
+        check_model(request.path_params["name"], self.model)
+        return json_response(self._model())
+
+    def _model(self) -> dict[str, Any]:
+        return {"id": self.model, "object": "model", "created": self.started, "owned_by": "local",
+                "max_model_len": self.context, "max_tokens": self.limits.max_tokens}
 
     async def completions(self, request: Request) -> Response:
         """POST /v1/completions: texts, at once or streamed. ApiError where the request cannot be served."""
+        return await self._complete(request, read_request)
+
+    async def megatron(self, request: Request) -> Response:
+        """PUT /api, PUT /generate: texts in Megatron's form. ApiError where the request cannot be served."""
+        return await self._complete(request, read_megatron_request)
+
+    async def _complete(self, request: Request, read: Callable[..., CompletionRequest]) -> Response:
         # A page of another site may send a form or plain text without asking, but not this.
         if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
             raise ApiError("send the header Content-Type: application/json", status=415)
         body = await self._body(request)
-        wanted = await run_in_threadpool(read_request, body, model=self.model, tokenizer=self.tokenizer,
-                                        context=self.context, limits=self.limits)
+        wanted = await run_in_threadpool(read, body, model=self.model, tokenizer=self.tokenizer, context=self.context,
+                                         limits=self.limits)
         count = len(wanted.prompts) * wanted.n
         if self.admitted + count > self.texts:
             raise ApiError(f"{self.admitted} texts are being written or wait, and {self.texts} may be: try again later",
@@ -119,10 +144,10 @@ class Completion(Response):
     def __init__(self, service: Service, request: CompletionRequest, origin: str) -> None:
         self.service, self.request, self.origin = service, request, origin
         self.started = time.monotonic()
-        self.continuations = request.continuations()
+        self.texts = [Text(c) for c in request.continuations()]
         self.head = {"id": f"cmpl-{uuid.uuid4().hex}", "object": "text_completion", "created": int(time.time()),
                      "model": service.model}
-        service.admitted += len(self.continuations)
+        service.admitted += len(self.texts)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         outcome, self._began = "the client went away", False
@@ -138,63 +163,66 @@ class Completion(Response):
                     await self._end(ApiError(f"the answer took longer than {self.service.seconds:g} seconds: ask for "
                                              "fewer tokens", status=504), scope, receive, send)
         finally:
-            self.service.admitted -= len(self.continuations)
-            for c in self.continuations:
-                c.cancel()
+            self.service.admitted -= len(self.texts)
+            for text in self.texts:
+                text.c.cancel()
             seconds = time.monotonic() - self.started
-            self.service.log(f"{self.origin}: {sum(map(len, self.request.prompts))} + "
-                             f"{sum(len(c.ids) for c in self.continuations)} tokens in {seconds:.2f} s, {outcome}")
+            tokens = usage(self.request, self.texts)
+            self.service.log(f"{self.origin}: {tokens['prompt_tokens']} + {tokens['completion_tokens']} tokens in "
+                             f"{seconds:.2f} s, {outcome}")
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> str:
         """Gives the outcome for the log."""
-        chunks: list[list[dict[str, Any]]] = [[] for _ in self.continuations]
-        usage = {"usage": None} if self.request.include_usage else {}
+        uncounted = {"usage": None} if self.request.include_usage else {}
         try:
-            async for chunk in self._chunks():
-                if self.request.stream:
-                    await self._event({**self.head, "choices": [chunk]} | usage, send)
-                else:
-                    chunks[chunk["index"]].append(chunk)
+            if self.request.stream:
+                async for chunk in self._chunks():
+                    await self._event({**self.head, "choices": [chunk]} | uncounted, send)
+            else:
+                async for number, event, _ in self._events():
+                    self.texts[number].events.append(event)
         except ApiError as error:
             await self._end(error, scope, receive, send)
             return str(error)
         if self.request.stream:
             if self.request.include_usage:
-                await self._event({**self.head, "choices": [], "usage": self._usage()}, send)
+                await self._event({**self.head, "choices": [], "usage": usage(self.request, self.texts)}, send)
             await self._write("[DONE]", send, more=False)
         else:
-            await json_response({**self.head, "choices": list(map(joined, chunks)), "usage": self._usage()})(
-                scope, receive, send)
+            answer = await run_in_threadpool(self.request.answer, self.texts, self.service.tokenizer, self.head)
+            await json_response(answer)(scope, receive, send)
         return "done"
 
     async def _chunks(self) -> AsyncIterator[dict[str, Any]]:
-        """Choices in OpenAI's form, as they come. ApiError where the server stops."""
+        """Choices in OpenAI's form, as they come."""
+        choices = [Choice(number, self.service.tokenizer, logprobs=self.request.logprobs)
+                   for number in range(len(self.texts))]
+        unread = set(range(len(choices))) if self.request.echo else set()
+        async for number, event, finish in self._events():
+            if number in unread:
+                unread.remove(number)
+                yield choices[number].echo(self.request.prompts[number // self.request.n].text, self.texts[number].c)
+            chunk = choices[number].add(event, finish)
+            if finish or chunk["text"]:
+                yield chunk
+
+    async def _events(self) -> AsyncIterator[tuple[int, GeneratedToken | Finished, str]]:
+        """What the texts become: the number of a text, its next event, and why it ended or "". ApiError where the
+        server stops."""
         loop = asyncio.get_running_loop()
         events: asyncio.Queue[tuple[int, GeneratedToken | Finished | Stopping, str]] = asyncio.Queue()
 
         def deliver(*event: Any) -> None:
             loop.call_soon_threadsafe(events.put_nowait, event)
 
-        self.service.batcher.submit(Job(self.continuations, deliver))
-        choices = [Choice(number, self.service.tokenizer, logprobs=self.request.logprobs)
-                   for number in range(len(self.continuations))]
-        for number, choice in enumerate(choices):
-            if echoed := self.request.echoed[number // self.request.n]:
-                yield choice.echo(echoed)
-        running = len(choices)
+        self.service.batcher.submit(Job([text.c for text in self.texts], deliver))
+        running = len(self.texts)
         while running:
             number, event, finish = await events.get()
             if isinstance(event, Stopping):
                 raise ApiError("the server is stopping", status=503)
-            assert isinstance(event, GeneratedToken)  # max_tokens is at least 1
-            chunk = choices[number].add(event, finish)
             running -= bool(finish)
-            if finish or chunk["text"]:
-                yield chunk
-
-    def _usage(self) -> dict[str, int]:
-        read, written = sum(map(len, self.request.prompts)), sum(len(c.ids) for c in self.continuations)
-        return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
+            yield number, event, finish
 
     async def _event(self, content: dict[str, Any], send: Send) -> None:
         await self._write(json.dumps(content, allow_nan=False), send, more=True)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 
 from data_utils import build_tokenizer
-from megatron.gpt2.programs.text_generation_server.answer import Choice, joined, token_name
-from megatron.gpt2.text.generation import GeneratedToken
+from megatron.gpt2.programs.text_generation_server.answer import Choice, joined
+from megatron.gpt2.text.generation import Continuation, GeneratedToken
+from megatron.gpt2.text.sampling import Sampling
 
 TOKENIZER = build_tokenizer("bytes")
 
@@ -23,4 +24,17 @@ def test_a_token_comes_with_its_text() -> None:
     assert whole["logprobs"]["tokens"] == ["a", "bytes:\\xc3", "bytes:\\xa9"]
     assert whole["logprobs"]["text_offset"] == [0, 1, 1]
     assert whole["logprobs"]["top_logprobs"][0] == {"a": math.log(0.5)}
-    assert token_name(TOKENIZER, TOKENIZER.eod) == "<|endoftext|>"
+
+
+def test_no_token_is_missing_without_a_stop_string() -> None:
+    """Clients count on as many log-probabilities as tokens, the end of a document among them."""
+    choice = Choice(0, TOKENIZER, logprobs=True)
+    c = Continuation([TOKENIZER.eod, *"é".encode()], Sampling(), score_prompt=True)
+    c.prompt_tokens = [GeneratedToken(0, i, 0.5, "", ((97, 0.25),)) for i in c.prompt[1:]]
+    ended = GeneratedToken(0, TOKENIZER.eod, 0.5, "", ())
+    whole = joined([choice.echo("é", c), choice.add(GeneratedToken(0, 97, 0.5, "a"), ""), choice.add(ended, "end")])
+    assert whole["text"] == "éa" and whole["finish_reason"] == "stop"
+    assert whole["logprobs"]["tokens"] == ["<|endoftext|>", "bytes:\\xc3", "bytes:\\xa9", "a", "<|endoftext|>"]
+    assert whole["logprobs"]["text_offset"] == [0, 0, 0, 1, 2]
+    assert whole["logprobs"]["token_logprobs"] == [None, *[math.log(0.5)] * 4]
+    assert whole["logprobs"]["top_logprobs"][:2] == [None, {"a": math.log(0.25), "bytes:\\xc3": math.log(0.5)}]

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import mpu
-from data_utils import build_tokenizer
+from data_utils import Tokenizer, build_tokenizer
 from megatron.gpt2.model.gpt2 import GPT2Model
 from megatron.gpt2.text.generation import Continuation, Generator, generate
 from megatron.gpt2.text.sampling import Sampling
@@ -85,13 +85,14 @@ class Served:
 
 
 @contextlib.contextmanager
-def serving(model: GPT2Model, *, texts: int = 64, seconds: float = 60.0) -> Iterator[Served]:
+def serving(model: GPT2Model, tokenizer: Tokenizer = TOKENIZER, *, texts: int = 64,
+            seconds: float = 60.0) -> Iterator[Served]:
     log: list[str] = []
     batcher = Batcher(LIMITS.texts)
-    service = Service("tiny", TOKENIZER, 32, batcher, LIMITS, texts, seconds, log.append)
+    service = Service("tiny", tokenizer, 32, batcher, LIMITS, texts, seconds, log.append)
     listener = socket.create_server(("127.0.0.1", 0))
     server = uvicorn.Server(uvicorn.Config(service.app(), lifespan="off", log_config=None, http="h11"))
-    threads = [threading.Thread(target=batcher.run, args=[Generator(model, TOKENIZER)]),
+    threads = [threading.Thread(target=batcher.run, args=[Generator(model, tokenizer)]),
                threading.Thread(target=server.run, kwargs={"sockets": [listener]})]
     for thread in threads:
         thread.start()
@@ -133,7 +134,7 @@ def test_openai_client(served: Served, alone: Any) -> None:
         assert len(likeliest) == 3 and value == max(likeliest.values()) == likeliest[name], "greedy takes the likeliest"
         assert sum(map(math.exp, likeliest.values())) < 1 + 1e-6
     [entry] = served.client.models.list()
-    assert entry.id == "tiny"
+    assert entry.id == "tiny" and served.client.models.retrieve("tiny") == entry
 
 
 def test_probabilities_are_the_models(served: Served, model: GPT2Model) -> None:
@@ -145,6 +146,72 @@ def test_probabilities_are_the_models(served: Served, model: GPT2Model) -> None:
         logits = model(torch.tensor([list(b"Once")]))[-1, 0, :TOKENIZER.vocab_size].log_softmax(0)
     for i in logits.topk(5).indices.tolist():
         assert likeliest[token_name(TOKENIZER, i)] == pytest.approx(float(logits[i]), abs=1e-4)
+
+
+@pytest.mark.parametrize("length", [0, 1, 9])
+def test_echo_with_logprobs(served: Served, model: GPT2Model, length: int) -> None:
+    """OpenAI's way to score a text. The model's likeliest tokens, which differ from the text's, are told too."""
+    settings: dict[str, Any] = {"max_tokens": length, "logprobs": 2, "echo": True, "temperature": 0, "seed": 1234}
+    prompts = ["One é", "x", "a longer text"]
+    answer = served.ask([list(prompt.encode()) for prompt in prompts], **settings)
+    assert answer.usage.prompt_tokens == sum(len(prompt.encode()) for prompt in prompts)
+    for prompt, choice in zip(prompts, answer.choices, strict=True):
+        ids, found = list(prompt.encode()), choice.logprobs
+        assert choice.finish_reason == "length" and choice.text.startswith(prompt)
+        assert len(found.tokens) == len(ids) + length == len(found.text_offset)
+        assert found.tokens[:len(ids)] == [token_name(TOKENIZER, i) for i in ids]
+        assert found.text_offset[:len(ids)] == [min(i, len(prompt) - 1) for i in range(len(ids))]
+        assert found.token_logprobs[0] is None and found.top_logprobs[0] is None
+        with torch.inference_mode():
+            expected = model(torch.tensor([ids]))[:, 0, :TOKENIZER.vocab_size].log_softmax(-1)
+        for place in range(1, len(ids)):
+            own, likeliest = expected[place - 1, ids[place]], expected[place - 1].topk(2).indices.tolist()
+            assert found.token_logprobs[place] == pytest.approx(float(own), abs=1e-5)
+            assert found.top_logprobs[place] == pytest.approx(
+                {token_name(TOKENIZER, i): float(expected[place - 1, i]) for i in {*likeliest, ids[place]}}, abs=1e-5)
+        assert not length or max(found.top_logprobs[-1].values()) == found.token_logprobs[-1]
+        assert length or choice.text == prompt
+        parts = [chunk.choices[0] for chunk in served.ask(ids, stream=True, **settings)]
+        assert parts[0].text == prompt and len(parts[0].logprobs.tokens) == len(ids)
+        assert "".join(part.text for part in parts) == choice.text
+        streamed = [value for part in parts for value in part.logprobs.token_logprobs]
+        assert streamed == pytest.approx(found.token_logprobs, abs=1e-5)
+    assert served.ask("One", echo=True, max_tokens=0).choices[0].text == "One"
+    assert served.ask("One", max_tokens=0).choices[0].text == ""
+    assert served.ask("", echo=True, max_tokens=0, logprobs=0).choices[0].logprobs.tokens == []
+
+
+@pytest.mark.parametrize("address", ["/api", "/generate"])
+def test_megatrons_form(served: Served, alone: Any, address: str) -> None:
+    def put(**fields: Any) -> Any:
+        status, answer = served.send("PUT", address, json.dumps(fields))
+        assert status == 200, answer
+        return answer
+
+    prompts = ["Once é", "a"]
+    answer = put(prompts=prompts, tokens_to_generate=12, top_k=1, logprobs=True)
+    for number, prompt in enumerate(prompts):
+        ids = [*prompt.encode(), *alone(prompt, max_new_tokens=12, temperature=0)]
+        assert answer["text"][number] == TOKENIZER.decode(ids) and answer["tokens"][number] == ids
+        assert answer["segments"][number] == [TOKENIZER.decode([i]) for i in ids]
+        scored = served.ask(ids, max_tokens=0, echo=True, logprobs=0).choices[0].logprobs
+        assert answer["logprobs"][number] == pytest.approx(scored.token_logprobs[1:], abs=1e-5)
+    assert put(prompts=["a"], random_seed=5) == put(prompts=["a"], random_seed=5, top_p=0.0, no_log=True)
+    seeded = put(prompts=["a"], random_seed=5)
+    assert seeded["logprobs"] is None and seeded["text"][0] == "a" + TOKENIZER.decode(alone(
+        "a", max_new_tokens=64, seed=5))
+    assert put(prompts=["a"], tokens_to_generate=0, logprobs=True)["text"] == ["a"]
+    begun = put(prompts=[""], add_BOS=True, tokens_to_generate=1, logprobs=True)
+    assert begun["segments"][0][0] == "<|endoftext|>" and len(begun["logprobs"][0]) == 1
+    text = put(prompts=["a"], random_seed=3, stop_on_eol=True, tokens_to_generate=2000)["text"][0]
+    assert text.endswith("\n") and text.count("\n") == 1
+
+    for fields, status in ({"prompts": [""]}, 400), ({"prompts": ["a"], "beam_width": 3}, 400):
+        code, refused = served.send("PUT", address, json.dumps(fields))
+        assert code == status and refused["message"] == refused["error"]["message"]
+    assert served.send("PUT", address, "{}", {"Content-Type": "text/plain"})[0] == 415
+    assert served.send("PUT", address, bytes(100_000_000))[0] == 413
+    assert served.send("POST", address, "{}")[0] == 405
 
 
 def test_a_stream_is_the_same_text(served: Served) -> None:
@@ -204,10 +271,13 @@ def test_errors_have_openais_form(served: Served) -> None:
         status, answer = served.send("POST", "/v1/completions", json.dumps({"prompt": "Once", param: value}))
         assert status == 400 and answer["error"].keys() == {"message", "type", "param", "code"}
         assert answer["error"]["param"] == param and answer["error"]["type"] == "invalid_request_error"
-    with pytest.raises(openai.BadRequestError, match="max_tokens must be a whole number from 1 to 100000, not -5"):
+    with pytest.raises(openai.BadRequestError, match="max_tokens must be a whole number from 0 to 100000, not -5"):
         served.ask(max_tokens=-5)
-    with pytest.raises(openai.NotFoundError, match="'tiny'"):
-        served.client.completions.create(model="gpt-4", prompt="Once")
+    for wrong in (lambda: served.client.completions.create(model="gpt-4", prompt="Once"),
+                  lambda: served.client.models.retrieve("a/b")):
+        with pytest.raises(openai.NotFoundError, match="'tiny'") as unknown:
+            wrong()
+        assert unknown.value.code == "model_not_found"
     with pytest.raises(openai.BadRequestError, match="longer than the 32 tokens") as refused:
         served.ask("x" * 33, stream=True)
     assert refused.value.code == "context_length_exceeded"
