@@ -88,7 +88,7 @@ def check_cover(name: str, shape: tuple[int, ...], parts: Sequence[Box], budget:
         return
     for part in parts:
         boxes.check_inside(name, shape, part)
-    budget = [20 * len(parts) + 1000] if budget is None else budget
+    budget = [8 * len(parts) + 1000] if budget is None else budget
     starts: dict[int, list[Box]] = {}
     for part in parts:
         starts.setdefault(part.offset[0], []).append(part)

@@ -61,32 +61,40 @@ class MetadataMachine(Machine):
 
     def run(self) -> tuple[Any, int]:
         """The object, and the byte after its instructions. ValueError for anything but data."""
-        data, kept, push, made = self.data, self.kept, self.stack.append, 0
+        data, kept, stack, pushes, others = self.data, self.kept, self.stack, self.pushes, self.others
+        at, made = self.at, 0  # local names are faster
         for _ in range(MAX_STEPS):
-            code = data[self.at]
-            self.at += 1
+            code = data[at]
+            at += 1
             if code == 0x94:  # these four make nothing, and are half of all
-                kept.append(self.stack[-1])
+                kept.append(stack[-1])
             elif code == 0x68:
-                push(kept[data[self.at]])
-                self.at += 1
+                stack.append(kept[data[at]])
+                at += 1
             elif code == 0x6A:
-                push(kept[self.number(4)])
+                stack.append(kept[int.from_bytes(data[at:at + 4], "little")])
+                at += 4
             elif code == 0x4B:
-                push(data[self.at])
-                self.at += 1
+                stack.append(data[at])
+                at += 1
             elif code == 0x2E:
-                return self.stack.pop(), self.at
+                return stack.pop(), at
             elif made == MAX_MADE:
                 break
             else:
-                made += 1
-                if value := self.pushes.get(code):
-                    push(value(self))
-                elif act := self.others.get(code):
+                made, self.at = made + 1, at
+                if code == 0x85:  # tuples of one and of two, the most frequent
+                    stack[-1] = (stack[-1],)
+                elif code == 0x86:
+                    second = stack.pop()
+                    stack[-1] = (stack[-1], second)
+                elif value := pushes.get(code):
+                    stack.append(value(self))
+                elif act := others.get(code):
                     act(self)
                 else:
-                    raise ValueError(f"damaged: byte {self.at - 1} is {bytes([code])!r}")
+                    raise ValueError(f"damaged: byte {at - 1} is {bytes([code])!r}")
+                at = self.at
         raise ValueError(f"damaged, or of more than {MAX_STEPS:,} instructions, {MAX_MADE:,} of which make something")
 
 

@@ -194,12 +194,14 @@ def _extend(stack: list[Any], items: Sequence[Any]) -> None:
 
 def update(stack: list[Any], items: Sequence[Any], keys: tuple[type, ...] = PLAIN) -> None:
     """Keys of the types `keys` alone: a tuple's hash visits all that it holds."""
-    if type(stack[-1]) is not dict or len(items) % 2:
+    held = stack[-1]
+    if type(held) is not dict or len(items) % 2:
         raise TypeError("items for what is no dictionary")
-    for key, value in zip(items[::2], items[1::2], strict=True):
-        if type(key) not in keys or key in stack[-1]:
+    pairs = iter(items)
+    for key in pairs:
+        if type(key) not in keys or key in held:
             raise TypeError(f"a dictionary's key occurs twice, or is of type {type(key).__name__}")
-        stack[-1][key] = value
+        held[key] = next(pairs)
 
 
 def _storage(identity: Any, find: Callable[[torch.dtype, str, int], int]) -> Storage:
