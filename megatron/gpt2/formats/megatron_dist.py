@@ -3,7 +3,7 @@
 The tensors are whole, whatever the layout of the run was. The layers are stacked, as [layers, ...] under
 `decoder.layers.NAME`, or stand one by one under `decoder.layers.N.NAME`. Adam's state has the same names behind
 `optimizer.state.KIND.`. The form `fully_sharded_model_space` (until Megatron Core 0.15) keeps a tensor of [x, y] that
-was split over a grid of [f, g] ranks as [f, g, xy / fg].
+was split over a grid of [f, g] ranks as [f, g, xy / fg]. The form `dp_reshardable` is read by megatron_buckets.py.
 """
 
 import dataclasses
@@ -20,6 +20,7 @@ from data_utils.files.checked_json import read_object
 from megatron.gpt2.config import ModelConfig, require
 from megatron.gpt2.formats.dcp import DcpFolder
 from megatron.gpt2.formats.foreign import MAX_JSON_BYTES, ForeignSource, Hints, LazyTensor, first_rows, short_repr
+from megatron.gpt2.formats.megatron_buckets import GROUP, bucket_states
 from megatron.gpt2.formats.megatron_files import LAYER, attributes, iteration_of, name_of_2019
 from megatron.gpt2.formats.megatron_model import model_of, tell_of_padding
 from megatron.gpt2.formats.megatron_optimizer import adam_facts, run_facts
@@ -30,9 +31,8 @@ COMMON, CONFIG = "common.pt", "metadata.json"
 STACKED = re.compile(r"decoder\.layers\.(?!\d)(.+)", re.ASCII)
 STATE = re.compile(r"optimizer\.state\.(fp32_param|param|exp_avg|exp_avg_sq)\.(.+)", re.ASCII)
 KINDS = {"fp32_param": "master", "param": "master", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
-BUCKETS = "optimizer.distributed."
-NO_BUCKETS = ("the optimizer's state: its form dp_reshardable holds flat buckets of its writer's ranks; with "
-              "--dist-ckpt-optim-fully-reshardable Megatron saves what is read here")
+NO_BUCKETS = ("the optimizer's state: its form dp_reshardable holds flat buckets of its writer's ranks, in an order "
+              "that is not known here; with --dist-ckpt-optim-fully-reshardable Megatron saves it by name")
 Held = dict[str, dict[str, LazyTensor]]  # by kind and by our names, the vocabulary padded
 
 
@@ -57,16 +57,19 @@ def open_torch_dist(path: Path, hints: Hints, *, log: Callable[[str], None]) -> 
         "model_parallel_size": p, "pipeline_parallel_size": args.get("pipeline_model_parallel_size") or 1}}
     left_out = ["random states: another program's generators"] * any(
         name.startswith("rng_state") for name in folder.objects)
-    if any(name.startswith(BUCKETS) for name in folder.tensors):
-        left_out.append(NO_BUCKETS)
-    elif held:
+    flat = any(name.startswith(GROUP) for name in folder.tensors)
+    if held or flat:
         if "master" not in held and all(tensor.info.dtype == torch.float32 for tensor in weights.values()):
             held["master"] = weights  # in fp32 the weights are their own masters
         try:
+            if flat:
+                held = bucket_states(folder, args, _padded(model, padded), weights)
+                top = {**top, "optimizer": {name: folder.object(f"{GROUP}0.{name}/shard_0_1")[0] for name in (
+                    "optimizer", "grad_scaler") if f"{GROUP}0.{name}/shard_0_1" in folder.objects}}
             said, config, missing = _optimizer(top, args, held, weights)
         except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, RuntimeError) as error:
-            left_out.append("the optimizer's state: its form is not one that is known here "
-                            f"({type(error).__name__}: {str(error)[:200]})")
+            left_out.append((NO_BUCKETS if flat else "the optimizer's state: its form is not one that is known here")
+                            + f" ({type(error).__name__}: {str(error)[:200]})")
             held = {}
         else:
             facts |= {"optimizer": said, "config": {"optimizer": config}}
@@ -82,7 +85,7 @@ def _held(folder: DcpFolder) -> Held:
     """The folder's tensors, layer by layer. ValueError for two of one name."""
     held: Held = {"model": {}}
     for theirs in folder.tensors:
-        if theirs.startswith(BUCKETS):
+        if theirs.startswith(GROUP):
             continue
         state = STATE.fullmatch(theirs)
         kind, name = (KINDS[state[1]], state[2]) if state else ("model", theirs)
@@ -124,9 +127,14 @@ def from_grid(grid: tuple[int, ...], shape: tuple[int, ...]) -> Callable[[Tensor
     return lambda x: x.reshape(*grid, *part).permute(order).reshape(shape)
 
 
+def _padded(model: ModelConfig, size: int) -> ModelConfig:
+    """The shape, with the rows of padding as if they were of the vocabulary."""
+    return dataclasses.replace(model, vocab_size=size, make_vocab_size_divisible_by=1)
+
+
 def _check(path: Path, weights: Mapping[str, LazyTensor], model: ModelConfig, padded: int) -> None:
     """ValueError unless `weights` are those of the model."""
-    specs = parameter_specs(dataclasses.replace(model, vocab_size=padded, make_vocab_size_divisible_by=1))
+    specs = parameter_specs(_padded(model, padded))
     for name in sorted(set(weights) ^ specs.keys()):
         problem = f"holds no {name}" if name in specs else f"holds {name[:120]}, which is no part of a GPT-2"
         raise ValueError(f"{path}: {problem}")

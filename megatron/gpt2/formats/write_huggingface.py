@@ -65,7 +65,8 @@ def exported_kind(source: Source, dtype: str) -> str:
     return "master" if dtype != "source" and "master.word_embeddings.weight" in source.tensors else "model"
 
 
-def _tensor(source: Source, model: ModelConfig, kind: str, name: str) -> Tensor:
+def huggingface_tensor(source: Source, model: ModelConfig, kind: str, name: str) -> Tensor:
+    """Our parameter `name`, or its master or a moment of it by the `kind`, as Hugging Face lays the parameter out."""
     x = source.read(f"{kind}.{name}")
     x = by_part(model.num_attention_heads)(x) if ".query_key_value." in name else x
     return x.t() if is_linear(name) else x
@@ -93,7 +94,7 @@ def _write_weights(source: Source, folder: Path, model: ModelConfig, kind: str, 
         with open(folder / file, "wb") as stream:
             stream.write(header_bytes(header))
             for name in names:
-                tensor = _tensor(source, model, kind, name).to(dtype).contiguous()
+                tensor = huggingface_tensor(source, model, kind, name).to(dtype).contiguous()
                 stream.write(tensor.view(-1).view(torch.uint8).numpy().data)
     if len(shards) > 1:
         where = {f"transformer.{openai_name(name)}": file

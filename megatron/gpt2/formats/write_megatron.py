@@ -47,8 +47,7 @@ def write_megatron(source: Source, out: str | Path, format: str, layout: Layout 
     layout = layout or Layout()
     p, model = layout.tensor, padded_model(source, layout.tensor)
     stages, specs = chunks_of_stages(model, layout, format), parameter_specs(model, p)
-    with_optimizer = format != "megatron-core" and all(
-        any(name.startswith(f"{kind}.") for name in source.names()) for kind in MASTERS)
+    with_optimizer = format != "megatron-core" and has_optimizer(source)
     top: dict[str, Any] = {"iteration": source.iteration}
     if format != "megatron-2019":
         top |= {"args": arguments(source, model, layout, format), "checkpoint_version": 3.0}
@@ -85,6 +84,11 @@ def write_megatron(source: Source, out: str | Path, format: str, layout: Layout 
         return {**top, **models, "optimizer": optimizer}
 
     return _write(source, out, rank_file, layout)
+
+
+def has_optimizer(source: Source) -> bool:
+    """Whether `source` holds masters and moments."""
+    return set(MASTERS) <= {name.partition(".")[0] for name in source.names()}
 
 
 def in_form(format: str, held: dict[str, Tensor]) -> dict[str, Any]:
@@ -142,6 +146,7 @@ def arguments(source: Source, model: ModelConfig, layout: Layout, format: str) -
     if format == "megatron-v3":
         said["transformer_impl"] = "local"
     said |= {name: facts[name] for name in ("global_batch_size", "train_iters") if facts.get(name)}
+    said |= {name: value for name, value in facts["config"].get("optimizer", {}).items() if name == "clip_grad"}
     return argparse.Namespace(**said)
 
 

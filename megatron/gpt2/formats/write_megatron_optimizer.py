@@ -40,28 +40,40 @@ def optimizer_later(source: Source, groups: Groups) -> dict[str, Any]:
         return _adam(source, groups)
     state = {"optimizer": _adam(source, groups),
              "fp32_from_fp16_params": [[states["master"] for states in group] for group in groups]}
+    return {**state, **grad_scaler(source)}
+
+
+def grad_scaler(source: Source) -> dict[str, Any]:
+    """The loss scaler of v2 and later under its name; nothing where the weights are not in fp16."""
+    if source.tensors["model.word_embeddings.weight"].dtype != torch.float16:
+        return {}
     scaler = source.facts["optimizer"]["loss_scaler"]
-    if dtype == torch.float16:
-        said: dict[str, Any] = {"scale": torch.tensor([float(scaler["scale"])])}
-        if "clean_steps" in scaler:
-            said |= {"growth_tracker": int(scaler["clean_steps"]), "hysteresis_tracker": int(scaler["hysteresis_left"])}
-        state["grad_scaler"] = said
-    return state
+    said: dict[str, Any] = {"scale": torch.tensor([float(scaler["scale"])])}
+    if "clean_steps" in scaler:
+        said |= {"growth_tracker": int(scaler["clean_steps"]), "hysteresis_tracker": int(scaler["hysteresis_left"])}
+    return {"grad_scaler": said}
 
 
 def _adam(source: Source, groups: Groups) -> dict[str, Any]:
-    """`state_dict()` of Apex's FusedAdam. v2 and v3 multiply the rate and the decay by a number of each group."""
-    config = optimizer_config(source)
+    """`state_dict()` of Apex's FusedAdam."""
     numbers = iter(range(sum(map(len, groups))))
     numbered = [[(next(numbers), states) for states in group] for group in groups]
     return {
         "state": {number: {moment: states[moment] for moment in MOMENTS} for group in numbered
                   for number, states in group},
-        "param_groups": [{"params": [number for number, _ in group], "weight_decay": config.weight_decay * decays,
-                          "lr": config.lr, "betas": (config.adam_beta1, config.adam_beta2), "eps": config.adam_eps,
-                          "bias_correction": True, "step": source.facts["optimizer"]["adam_steps"],
-                          "wd_mult": decays, "lr_mult": 1.0}
-                         for group, decays in zip(numbered, (1.0, 0.0), strict=True)]}
+        "param_groups": [{"params": [number for number, _ in group], **said}
+                         for group, said in zip(numbered, param_groups(source), strict=True)]}
+
+
+def param_groups(source: Source) -> list[dict[str, Any]]:
+    """Adam's numbers of the parameters that decay, and of those that do not. Since v2 Megatron multiplies the rate and
+    the decay by a number of each group; Megatron Core knows the groups by these and by two names more."""
+    config = optimizer_config(source)
+    return [{"weight_decay": config.weight_decay * decays, "lr": config.lr, "max_lr": config.lr,
+             "min_lr": config.min_lr, "betas": (config.adam_beta1, config.adam_beta2), "eps": config.adam_eps,
+             "bias_correction": True, "step": source.facts["optimizer"]["adam_steps"], "wd_mult": decays,
+             "lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False, "default_config": True}
+            for decays in (1.0, 0.0)]
 
 
 def optimizer_config(source: Source) -> OptimizerConfig:

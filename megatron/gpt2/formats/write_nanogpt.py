@@ -75,15 +75,22 @@ def _tensors(source: Source, model: ModelConfig, kind: str) -> dict[str, Tensor]
 
 def _adam(source: Source, model: ModelConfig, names: list[str]) -> dict[str, Any]:
     """`state_dict()` of torch's AdamW, which numbers the parameters: matrices, which decay, then vectors."""
-    config = optimizer_config(source)
     moments = {moment: _tensors(source, model, moment) for moment in MOMENTS}
     is_matrix = {name: moments[MOMENTS[0]][name].dim() > 1 for name in names}
     order = sorted(names, key=lambda name: not is_matrix[name])
     step = torch.tensor(float(source.facts["optimizer"]["adam_steps"]))
     matrices = sum(is_matrix.values())
-    group = {"lr": config.lr, "betas": (config.adam_beta1, config.adam_beta2), "eps": config.adam_eps, "amsgrad": False,
-             "maximize": False, "foreach": None, "capturable": False, "differentiable": False, "fused": None}
+    first, second = adamw_groups(source)
     return {"state": {number: {"step": step, **{moment: moments[moment][name] for moment in MOMENTS}}
                       for number, name in enumerate(order)},
-            "param_groups": [{**group, "weight_decay": config.weight_decay, "params": list(range(matrices))},
-                             {**group, "weight_decay": 0.0, "params": list(range(matrices, len(order)))}]}
+            "param_groups": [{**first, "params": list(range(matrices))},
+                             {**second, "params": list(range(matrices, len(order)))}]}
+
+
+def adamw_groups(source: Source) -> list[dict[str, Any]]:
+    """What torch's AdamW says of its two groups, the matrices, which decay, and the vectors; without `params`."""
+    config = optimizer_config(source)
+    return [{"lr": config.lr, "betas": (config.adam_beta1, config.adam_beta2), "eps": config.adam_eps,
+             "weight_decay": decay, "amsgrad": False, "maximize": False, "foreach": None, "capturable": False,
+             "differentiable": False, "fused": None, "decoupled_weight_decay": True}
+            for decay in (config.weight_decay, 0.0)]

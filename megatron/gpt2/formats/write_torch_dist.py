@@ -1,11 +1,12 @@
-"""Megatron's `torch_dist` format, written by torch's own DCP writer: weights, arguments and iteration.
+"""Megatron's `torch_dist` format, written by torch's own DCP writer: weights, Adam's state, schedule and arguments.
 
-A tensor's layers are stacked, as Megatron keeps them. They wait on the disk, so that one of them is in memory.
+A tensor's layers are stacked, as Megatron keeps them. They wait on the disk, so that one of them is in memory. Adam's
+state has the form `fully_reshardable`, which Megatron Core's distributed optimizer loads under every layout.
 """
 
 import io
 import json
-import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,13 @@ from megatron.gpt2.formats.foreign import TRUE_VOCABULARY
 from megatron.gpt2.formats.megatron_dist import COMMON, CONFIG
 from megatron.gpt2.formats.megatron_layout import Layout, chunks_of_stages
 from megatron.gpt2.formats.new_folder import new_folder
-from megatron.gpt2.formats.write_megatron import arguments, core_name, padded_model
+from megatron.gpt2.formats.write_dcp import save_folder
+from megatron.gpt2.formats.write_megatron import MASTERS, arguments, core_name, has_optimizer, padded_model
+from megatron.gpt2.formats.write_megatron_optimizer import grad_scaler, param_groups, schedule
 from megatron.gpt2.model.parameters import parameter_specs
+from megatron.gpt2.optimizer.optimizer import MOMENTS
 
+FORM = "fully_reshardable"
 # Transformer Engine's names, which Megatron Core's other layers take in this format too.
 FUSED = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_", "pre_mlp_layernorm.":
          "mlp.linear_fc1.layer_norm_"}
@@ -30,20 +35,10 @@ WITH_EXTRA_STATE = ("self_attention.linear_proj", "self_attention.linear_qkv", "
 LAYERS = "decoder.layers."
 
 
-def write_torch_dist(source: Source, out: str | Path, layout: Layout) -> Path:
-    """Write the weights of `source` into the new folder `out`; returns the iteration's folder. They load under every
-    layout; that of `layout` stands in the arguments. ValueError for one that Megatron Core does not have."""
-    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-    from torch.distributed.checkpoint.filesystem import FileSystemWriter
-    from torch.distributed.checkpoint.planner import WriteItem
-    from torch.distributed.checkpoint.state_dict_saver import save
-
-    class Planner(DefaultSavePlanner):
-        """Objects come as the bytes that torch.save made of them."""
-
-        def transform_object(self, write_item: WriteItem, object: Any) -> Any:
-            return object if isinstance(object, io.BytesIO) else super().transform_object(write_item, object)
-
+def write_torch_dist(source: Source, out: str | Path, layout: Layout, *, log: Callable[[str], None] = print) -> Path:
+    """Write `source`, with Adam's state where it holds one, into the new folder `out`; returns the iteration's folder.
+    It loads under every layout; that of `layout` stands in the arguments. ValueError for one that Megatron Core does
+    not have."""
     model = padded_model(source, layout.tensor)
     chunks_of_stages(model, layout, "megatron-core")  # checks the layout
     specs = parameter_specs(model, layout.tensor)
@@ -52,35 +47,44 @@ def write_torch_dist(source: Source, out: str | Path, layout: Layout) -> Path:
         stacks.setdefault(dist_name(name), []).append(name)
     none = io.BytesIO()
     torch.save([None], none)
+    prefixes = {"model": ""}
+    top: dict[str, Any] = {
+        "args": arguments(source, model, layout, "megatron-core"), "checkpoint_version": 3.0,
+        "iteration": source.iteration, TRUE_VOCABULARY: source.facts["vocab_size"],
+        "content_metadata": {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}}
+    if has_optimizer(source):
+        prefixes |= {kind: f"optimizer.state.{'param' if kind == 'master' else kind}." for kind in MASTERS}
+        top["args"].use_distributed_optimizer = True
+        top["content_metadata"]["distrib_optim_sharding_type"] = FORM
+        top["opt_param_scheduler"] = schedule(source, "megatron-v3", log)
+        top["optimizer"] = {"optimizer": {"param_groups": param_groups(source)}, "param_state_sharding_type": FORM,
+                            **grad_scaler(source)}
     with new_folder(out) as folder:
         path = folder / f"iter_{source.iteration:07d}"
         path.mkdir()
 
-        def stacked(theirs: str, names: list[str]) -> Tensor:
+        def stacked(kind: str, theirs: str, names: list[str]) -> Tensor:
             """[layers, ...] or, of a parameter of no layer, [...]: mapped from a file that has no name any more. Rows
-            of padding repeat the last true one, as in Megatron's other formats."""
-            info, spec = source.tensors[f"model.{names[0]}"], specs[names[0]]
+            of padding repeat the last true one, as in Megatron's other formats; their moments are zero."""
+            info, spec = source.tensors[f"{kind}.{names[0]}"], specs[names[0]]
             with open(path / "tensor", "wb") as stream:
                 for name in names:
-                    x = source.read(f"model.{name}")
+                    x = source.read(f"{kind}.{name}")
                     if missing := (spec.padded_size or len(x)) - len(x):
-                        x = torch.cat([x, x[-1:].expand(missing, *x.shape[1:])])
+                        last = torch.zeros_like(x[-1:]) if kind in MOMENTS else x[-1:]
+                        x = torch.cat([x, last.expand(missing, *x.shape[1:])])
                     x.contiguous().view(-1).view(torch.uint8).numpy().tofile(stream)
             shape = ((len(names),) if theirs.startswith(LAYERS) else ()) + tuple(x.shape)
             mapped = torch.from_file(str(path / "tensor"), shared=False, size=len(names) * x.numel(), dtype=info.dtype)
             (path / "tensor").unlink()
             return mapped.view(shape)
 
-        state: dict[str, Any] = {theirs: stacked(theirs, names) for theirs, names in stacks.items()}
+        state: dict[str, Any] = {prefix + theirs: stacked(kind, theirs, names) for kind, prefix in prefixes.items()
+                                 for theirs, names in stacks.items()}
         state |= {f"{LAYERS}{module}._extra_state/shard_{layer}_{model.num_layers}": io.BytesIO(none.getvalue())
                   for module in WITH_EXTRA_STATE for layer in range(model.num_layers)}
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that there is no process group
-            save(state, storage_writer=FileSystemWriter(path), planner=Planner(flatten_state_dict=False), no_dist=True)
-        torch.save({"args": arguments(source, model, layout, "megatron-core"), "checkpoint_version": 3.0,
-                    "iteration": source.iteration, TRUE_VOCABULARY: source.facts["vocab_size"],
-                    "content_metadata": {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}},
-                   path / COMMON)
+        save_folder(path, state)
+        torch.save(top, path / COMMON)
         (path / CONFIG).write_text(json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1,
                                                "common_backend": "torch", "common_backend_version": 1}))
         (folder / TRACKER).write_text(f"{source.iteration}")

@@ -28,8 +28,9 @@ from megatron.gpt2.formats.megatron_layout import PIPELINE, VIRTUAL, Layout
 from megatron.gpt2.formats.native import write_native
 from megatron.gpt2.pipeline.stages import FIRST, LAST
 
-TARGETS = ("native", "huggingface", "nanogpt", "megatron-2019", "megatron-v2", "megatron-v3", "megatron-core",
-           "torch_dist")
+MEGATRON = ("megatron-2019", "megatron-v2", "megatron-v3", "megatron-core", "torch_dist")
+OTHERS = ("huggingface", "nanogpt", "dcp")
+TARGETS = ("native", *OTHERS, *MEGATRON)
 CHECK_LIMIT = 1e-4  # of a logit; a translation alone makes none, other kernels 1e-6
 
 
@@ -137,19 +138,17 @@ def write(args: argparse.Namespace, source: Source, to: str, layout: Layout) -> 
     folder."""
     ranks = layout.tensor
     require(ranks > 0, f"--model-parallel-size must be positive, not {ranks}")
-    require(to != "nanogpt" or ranks == 1, f"--model-parallel-size {ranks}: nanoGPT has no model parallelism")
-    megatron = to.startswith("megatron") or to == "torch_dist"
-    require(megatron or layout == Layout(ranks),
+    require(to not in OTHERS or ranks == 1, f"--model-parallel-size {ranks}: {to} has no model parallelism")
+    require(to in MEGATRON or layout == Layout(ranks),
             f"{PIPELINE}, {VIRTUAL}, {FIRST} and {LAST} are for Megatron's formats, and this writes {to}"
             + ", which loads under any of them" * (to == "native"))
     kinds = {name.partition(".")[0] for name in source.names()}
     left_out = list(source.left_out)
     if "rng" in kinds:
         left_out.append("the random states, which belong to a layout")
-    if "master" in kinds and to in ("huggingface", "megatron-core", "torch_dist"):
-        left_out.append("the optimizer's state, which " + (
-            "is not written here" if to == "torch_dist" else "this format does not hold"))
-    if source.facts.get("tokenizer") and megatron:
+    if "master" in kinds and to in ("huggingface", "megatron-core"):
+        left_out.append("the optimizer's state, which this format does not hold")
+    if source.facts.get("tokenizer") and to in (*MEGATRON, "dcp"):
         left_out.append("the tokenizer, which this format does not hold")
     for line in left_out:
         report(f"left out: {line}")
@@ -162,9 +161,12 @@ def write(args: argparse.Namespace, source: Source, to: str, layout: Layout) -> 
     if to == "nanogpt":
         from megatron.gpt2.formats.write_nanogpt import write_nanogpt
         return write_nanogpt(source, args.out, tokenizer=tokenizer_of(args, source), log=report)
+    if to == "dcp":
+        from megatron.gpt2.formats.write_dcp import write_dcp
+        return write_dcp(source, args.out)
     if to == "torch_dist":
         from megatron.gpt2.formats.write_torch_dist import write_torch_dist
-        return write_torch_dist(source, args.out, layout)
+        return write_torch_dist(source, args.out, layout, log=report)
     from megatron.gpt2.formats.write_megatron import write_megatron
     return write_megatron(source, args.out, to, layout, log=report)
 
@@ -185,22 +187,23 @@ def main(argv: list[str] | None = None) -> int:
         print("equal" if difference.equal else "NOT EQUAL")
         return 0 if difference.equal else 1
     source = verified(args, getattr(args, "in") if args.command == "convert" else args.dir)
-    to = args.to if args.command == "convert" else source.format if source.format in TARGETS[3:] else "native"
+    to = args.to if args.command == "convert" else source.format if source.format in MEGATRON else "native"
     layout = layout_of(args)
     path = write(args, source, to, layout)
     what = to
-    if to not in ("huggingface", "nanogpt"):
+    if to not in OTHERS:
         what += f", {layout.tensor} model-parallel rank{'s' * (layout.tensor > 1)}"
     what += f" of {layout.pipeline} pipeline stages" * (layout.pipeline > 1)
     print(f"{source.path} ({source.format}) is now {path} ({what})")
     if args.command == "convert" and args.check:
         from megatron.gpt2.formats.compare import check
         from megatron.gpt2.formats.write_huggingface import exported_kind
-        # A Megatron file of 2019 does not say its heads.
+        # Megatron's files of 2019 do not say their heads, those of DCP neither heads nor formula.
         model = source.facts["config"]["model"]
-        hints = Hints(model["num_attention_heads"] if to == "megatron-2019" else None)
+        hints = Hints(model["num_attention_heads"] if to in ("megatron-2019", "dcp") else None,
+                      gelu=model["gelu"] if to == "dcp" else None)
         kind = exported_kind(source, args.dtype) if to == "huggingface" else (
-            exported_kind(source, "fp32") if to == "nanogpt" else "model")
+            exported_kind(source, "fp32") if to in OTHERS else "model")
         greatest = check(source, open_source(args.out, hints, log=report), kind=kind, log=print)
         if not greatest <= CHECK_LIMIT:
             print(f"NOT EQUAL: more than {CHECK_LIMIT:g}")

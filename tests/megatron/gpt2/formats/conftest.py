@@ -1,10 +1,12 @@
 """Every test of the formats makes its models on one rank, unless it starts others."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 import mpu
+from tests.megatron.gpt2.formats.torch_dist_files import unpacked
 
 
 @pytest.fixture(autouse=True)
@@ -12,3 +14,9 @@ def one_rank() -> Iterator[None]:
     mpu.initialize_model_parallel(1)
     yield
     mpu.destroy_model_parallel()
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Every checkpoint that megatron-core wrote, unpacked, by its name."""
+    return unpacked(tmp_path_factory.mktemp("torch_dist"))

@@ -8,11 +8,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict_loader import load as load_dcp
 from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 
 from megatron.gpt2.formats import Hints, Source, open_source, recognise, refuse_foreign
+from megatron.gpt2.programs import checkpoint
 from tests.distributed import run_ranks
 from tests.megatron.gpt2.formats.made import SHAPE, random_weights
+from tests.megatron.gpt2.formats.test_readers import TOLERANCE, logits_of
 from tests.megatron.gpt2.formats.test_readers_openai import openai_state
 
 FORMS = {"huggingface": True, "nanogpt": False}  # whether the linear layers are [in, out]
@@ -93,6 +96,46 @@ def test_what_two_ranks_of_fsdp_saved(folders: Path, form: str, ending: str):
         read = {name: source.read(f"{kind}.{name}") for name in random_weights()}
         for name, value in openai_state(read, transposed=FORMS[form]).items():
             assert torch.equal(value, held[name]), f"{kind}.{name}"
+
+
+def load(rank: int, world_size: int, folder: Path, out: Path, tokens: Tensor) -> Tensor:
+    """`folder` in transformers' model and torch's AdamW, sharded; saved again into `out`. The logits, [b, s, v]."""
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from transformers import GPT2Config, GPT2LMHeadModel
+    model = GPT2LMHeadModel(GPT2Config(
+        vocab_size=SHAPE.vocab_size, n_positions=SHAPE.max_position_embeddings, n_embd=SHAPE.hidden_size,
+        n_layer=SHAPE.num_layers, n_head=SHAPE.num_attention_heads, n_inner=SHAPE.ffn_size)).eval()
+    for module in (*model.transformer.h, model):
+        fully_shard(module, mesh=init_device_mesh("cpu", (world_size,)))
+    optimizer = torch.optim.AdamW([{"params": [x for x in model.parameters() if (x.dim() > 1) == decays]}
+                                   for decays in (True, False)])
+    weights, adam = get_state_dict(model, optimizer)
+    load_dcp({"model": weights, "optimizer": adam}, checkpoint_id=folder)
+    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=adam)
+    weights, adam = get_state_dict(model, optimizer)
+    save_dcp({"model": weights, "optimizer": adam}, checkpoint_id=out)
+    with torch.no_grad():
+        return model(tokens).logits
+
+
+def test_what_is_written_is_read_by_two_ranks_of_fsdp(folders: Path, tmp_path: Path):
+    pytest.importorskip("transformers")
+    command = ["convert", str(folders / "huggingface"), str(tmp_path / "ours"), "--to", "dcp", "--check",
+               "--num-attention-heads", str(SHAPE.num_attention_heads)]
+    assert checkpoint.main(command) == 0
+    tokens = torch.arange(2 * SHAPE.max_position_embeddings).view(2, -1) * 7 % SHAPE.vocab_size
+    found = run_ranks(load, 2, tmp_path / "ours", tmp_path / "theirs", tokens)
+    source = opened(folders / "huggingface")
+    wanted = logits_of(source, tokens)
+    assert all((logits - wanted).abs().max() < TOLERANCE for logits in found)
+    for folder in (tmp_path / "ours", tmp_path / "theirs"):
+        back = opened(folder)
+        assert back.names() == source.names() and back.facts["optimizer"] == source.facts["optimizer"]
+        assert back.facts["config"]["optimizer"] == source.facts["config"]["optimizer"]
+        for name in source.names():
+            assert torch.equal(back.read(name), source.read(name)), name
 
 
 def test_the_heads_are_asked_for_and_the_vocabulary_is_cut(folders: Path):

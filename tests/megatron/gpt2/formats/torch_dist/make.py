@@ -1,7 +1,11 @@
 """Write checkpoints with megatron-core itself, on a CPU over gloo; or read one with its loader.
 
     PYTHONPATH=PROJECT:CORE python make.py write OUT CASE...
+    PYTHONPATH=PROJECT:CORE python make.py rewrite FOLDER OUT CASE...
     PYTHONPATH=PROJECT:CORE python make.py logits FOLDER OUT.npz
+
+`rewrite` loads the iteration in FOLDER, with Adam's state and the schedule, under the layout of the case, and writes
+what is in memory then in the form of the case.
 
 CORE is a folder with an unpacked wheel of megatron-core (0.15 or 0.16), CASE one of `CASES`. Every case holds the same
 model: weights and gradients are functions of the parameter's name and of the global index, not of the layout, and Adam
@@ -30,6 +34,9 @@ from torch.multiprocessing.spawn import start_processes
 from torch.overrides import TorchFunctionMode
 
 LAYERS, HIDDEN, HEADS, POSITIONS, VOCABULARY, PADDED, ITERATION = 2, 8, 4, 12, 29, 32, 3
+# Of two stages megatron-core writes flat buckets only where the bucket before the word embeddings ends on a multiple of
+# 64 values.
+MORE_POSITIONS = 16
 # (tensor-, pipeline-, data-parallel size, optimizer form, dtype, metadata of the layers' names)
 CASES: dict[str, tuple[int, int, int, str, torch.dtype, bool]] = {
     "plain": (1, 1, 1, "plain", torch.bfloat16, False),
@@ -39,6 +46,8 @@ CASES: dict[str, tuple[int, int, int, str, torch.dtype, bool]] = {
     "fully_reshardable_dp2": (1, 1, 2, "fully_reshardable", torch.bfloat16, False),
     "fully_sharded_model_space_tp2_dp2": (2, 1, 2, "fully_sharded_model_space", torch.bfloat16, False),
     "dp_reshardable_dp2": (1, 1, 2, "dp_reshardable", torch.bfloat16, False),
+    "dp_reshardable_tp2_pp2_16": (2, 2, 1, "dp_reshardable", torch.bfloat16, False),
+    "dp_reshardable_fp32_tp2_dp2": (2, 1, 2, "dp_reshardable", torch.float32, False),
     "weights": (1, 2, 1, "none", torch.bfloat16, False),
 }
 
@@ -87,7 +96,7 @@ def fill(model: Any, tp: int, tp_rank: int, kind: str) -> None:
         (parameter.data if kind == "weight" else parameter.main_grad).copy_(part)
 
 
-def build(tp: int, pp: int, dtype: torch.dtype) -> tuple[Any, Any]:
+def build(tp: int, pp: int, dtype: torch.dtype, positions: int = POSITIONS) -> tuple[Any, Any]:
     """A model of megatron-core's, on this rank, and its config."""
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -101,19 +110,19 @@ def build(tp: int, pp: int, dtype: torch.dtype) -> tuple[Any, Any]:
         pipeline_model_parallel_size=pp, use_cpu_initialization=True, params_dtype=dtype, pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16, hidden_dropout=0.0, attention_dropout=0.0, bias_activation_fusion=False,
         bias_dropout_fusion=False, masked_softmax_fusion=False, gradient_accumulation_fusion=False)
-    model = GPTModel(config, get_gpt_layer_local_spec(), PADDED, POSITIONS,
+    model = GPTModel(config, get_gpt_layer_local_spec(), PADDED, positions,
                      pre_process=parallel_state.is_pipeline_first_stage(),
                      post_process=parallel_state.is_pipeline_last_stage(), share_embeddings_and_output_weights=True)
     return model.to(dtype), config
 
 
-def arguments(tp: int, pp: int, dp: int, dtype: torch.dtype) -> argparse.Namespace:
+def arguments(tp: int, pp: int, dp: int, dtype: torch.dtype, positions: int) -> argparse.Namespace:
     """Those of Megatron's training program that say something of the model or the run."""
     from megatron.core.enums import ModelType
     from megatron.core.transformer.enums import AttnBackend
     return argparse.Namespace(
         num_layers=LAYERS, hidden_size=HIDDEN, ffn_hidden_size=4 * HIDDEN, num_attention_heads=HEADS,
-        max_position_embeddings=POSITIONS, seq_length=POSITIONS, padded_vocab_size=PADDED, vocab_size=None,
+        max_position_embeddings=positions, seq_length=positions, padded_vocab_size=PADDED, vocab_size=None,
         make_vocab_size_divisible_by=8, norm_epsilon=1e-5, normalization="LayerNorm", attention_dropout=0.0,
         hidden_dropout=0.0, init_method_std=0.02, openai_gelu=False, bias_gelu_fusion=False, swiglu=False,
         add_bias_linear=True, untie_embeddings_and_output_weights=False, position_embedding_type="learned_absolute",
@@ -125,8 +134,9 @@ def arguments(tp: int, pp: int, dp: int, dtype: torch.dtype) -> argparse.Namespa
         multi_latent_attention=False, qk_layernorm=False, apply_layernorm_1p=False)
 
 
-def write(rank: int, world_size: int, case: str, out: Path, rendezvous: str) -> None:
-    """The iteration of a case, by this rank; rank 0 writes what it should hold beside it, if it has all of it."""
+def write(rank: int, world_size: int, case: str, out: Path, source: Path | None, rendezvous: str) -> None:
+    """The iteration of a case, by this rank, after one step or as loaded from the iteration in `source`. Rank 0 writes
+    what it should hold beside it, if it has all of it."""
     tp, pp, dp, form, dtype, per_layer = CASES[case]
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world_size)
     from megatron.core import dist_checkpointing, parallel_state
@@ -135,7 +145,10 @@ def write(rank: int, world_size: int, case: str, out: Path, rendezvous: str) -> 
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
     with OnCPU():
-        model, config = build(tp, pp, dtype)
+        positions = MORE_POSITIONS if case.endswith(f"_{MORE_POSITIONS}") else POSITIONS
+        if source is not None:
+            positions = dist_checkpointing.load_common_state_dict(str(source))["args"].max_position_embeddings
+        model, config = build(tp, pp, dtype, positions)
         tp_rank, pp_rank = (parallel_state.get_tensor_model_parallel_rank(),
                             parallel_state.get_pipeline_model_parallel_rank())
         fill(model, tp, tp_rank, "weight")
@@ -146,16 +159,19 @@ def write(rank: int, world_size: int, case: str, out: Path, rendezvous: str) -> 
             optimizer="adam", lr=0.01, min_lr=0.001, weight_decay=0.1, adam_beta2=0.95, clip_grad=0.0,
             bf16=dtype == torch.bfloat16, params_dtype=dtype, use_distributed_optimizer=sharded), [whole])
         schedule = OptimizerParamScheduler(optimizer, 0.0, 0.01, 0.001, 40, 400, "cosine", 0.1, 0.1, 400, "constant")
-        fill(model, tp, tp_rank, "gradient")
-        optimizer.step()
-        schedule.step(4 * ITERATION)
+        if source is None:
+            fill(model, tp, tp_rank, "gradient")
+            optimizer.step()
+            schedule.step(4 * ITERATION)
+        else:
+            load(source, model, optimizer, schedule)
         metadata: dict[str, Any] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
         if per_layer:
             metadata["non_homogeneous_layers"] = True
         if sharded:
             metadata["distrib_optim_sharding_type"] = form
         state: dict[str, Any] = {
-            "args": arguments(tp, pp, dp, dtype), "checkpoint_version": 3.0, "iteration": ITERATION,
+            "args": arguments(tp, pp, dp, dtype, positions), "checkpoint_version": 3.0, "iteration": ITERATION,
             "num_floating_point_operations_so_far": 0, "model": model.sharded_state_dict(metadata=metadata)}
         if form != "none":
             state["optimizer"] = optimizer.sharded_state_dict(state["model"], metadata=metadata)
@@ -170,7 +186,7 @@ def write(rank: int, world_size: int, case: str, out: Path, rendezvous: str) -> 
             (out / case / "latest_checkpointed_iteration.txt").write_text(str(ITERATION))
         dist.barrier()
         dist_checkpointing.save(state, str(folder), content_metadata=metadata)
-        if case.startswith("plain") and tp == pp == 1:
+        if source is None and case.startswith("plain") and tp == pp == 1:
             held = {f"model.{name}": parameter.detach() for name, parameter in named(model)}
             inner = optimizer.chained_optimizers[0] if hasattr(optimizer, "chained_optimizers") else optimizer
             for name, parameter in named(model):
@@ -180,6 +196,24 @@ def write(rank: int, world_size: int, case: str, out: Path, rendezvous: str) -> 
             np.savez_compressed(out / "expected.npz", **{name: x.float().numpy() for name, x in held.items()})
     dist.barrier()
     dist.destroy_process_group()
+
+
+def load(folder: Path, model: Any, optimizer: Any, schedule: Any) -> None:
+    """The iteration in `folder`, by megatron-core's own loader, as Megatron's training program calls it."""
+    from megatron.core import dist_checkpointing
+    metadata = dist_checkpointing.load_content_metadata(str(folder))
+    # torch's AdamW stands in for Apex's. It has no state before a step. It keeps the step there, which this form lacks.
+    inner = optimizer.chained_optimizers[0]
+    inner._init_optimizer_states_with_dummy_values()
+    held, put = inner._get_main_param_and_optimizer_states, inner._set_main_param_and_optimizer_states
+    inner._set_main_param_and_optimizer_states = lambda parameter, tensors: put(
+        parameter, {"step": held(parameter)["step"], **tensors})
+    weights = model.sharded_state_dict(metadata=metadata)
+    state = dist_checkpointing.load({"model": weights, "optimizer": optimizer.sharded_state_dict(
+        weights, is_loading=True, metadata=metadata)}, str(folder))
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    schedule.load_state_dict(state["opt_param_scheduler"])
 
 
 def logits(rank: int, world_size: int, folder: Path, out: Path, rendezvous: str) -> None:
@@ -218,11 +252,12 @@ def main(argv: list[str]) -> None:
     if argv[0] == "logits":
         ranks(logits, 1, Path(argv[1]), Path(argv[2]))
         return
+    source = Path(argv.pop(1)) if argv[0] == "rewrite" else None
     out = Path(argv[1])
     out.mkdir(exist_ok=True)
     for case in argv[2:]:
         tp, pp, dp, *_ = CASES[case]
-        ranks(write, tp * pp * dp, case, out)
+        ranks(write, tp * pp * dp, case, out, source)
 
 
 if __name__ == "__main__":
