@@ -186,7 +186,9 @@ def test_every_link_and_flag_that_is_named_exists():
                                                   "--network", "--nv", "--signal", "--gpu-bind", "--gpus-per-task",
                                                   "--collect-only",  # of pytest
                                                   "--model_args",  # of lm-eval
-                                                  "--dist-ckpt-optim-fully-reshardable",  # of Megatron
+                                                  # of Megatron
+                                                  "--dist-ckpt-optim-fully-reshardable",
+                                                  "--use-checkpoint-opt_param-scheduler",
                                                   "--out_dir", "--init_from"}  # of nanoGPT's sample.py
     for program in (*(ROOT / "megatron" / "gpt2" / "programs").rglob("*.py"), *(ROOT / "benchmarks").glob("*.py"),
                     *(ROOT / "examples").glob("*.py"),
