@@ -38,6 +38,7 @@ def read_sealed(path: Path) -> dict[str, Any] | None:
         raise ValueError(f"{path} is damaged, or was not written by these tools")
     with errors_of(path):
         entries = parse_object(text.encode())
+        json.dumps(entries, ensure_ascii=False).encode()  # "\\ud800" is JSON, and no text that could be printed
     del entries["sha256"]
     return entries
 

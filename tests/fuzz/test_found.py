@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -9,11 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from data_utils.files.checked_json import read_sealed, write_sealed
+from data_utils.files.checked_json import SEAL, read_sealed, write_sealed
 from data_utils.indexed_dataset import IndexedDatasetBuilder
 from data_utils.token_files import describe, read_manifest
 from data_utils.tokenizers.build import build_tokenizer, load_tokenizer
 from data_utils.tokenizers.gpt2 import BUILTIN_FILE, builtin_tokenizer, gpt2_tokenizer_of
+from megatron.gpt2.command_line import deepspeed_config
 from megatron.gpt2.config import Config
 from megatron.gpt2.config.config_json import read_config, write_config
 from megatron.gpt2.programs import inspect_data
@@ -54,6 +56,21 @@ def test_a_pair_whose_manifest_is_of_another_form(pair: Path, name: str, value: 
     with refused(r"a\.json: ") as caught:
         inspect_data.main([str(pair)])
     assert_short(caught)
+
+
+def test_a_pair_whose_manifest_holds_half_a_character(pair: Path) -> None:
+    entries = json.dumps(describe(pair, {"inputs": [{"file": "\ud800"}], "tokenizer": None}), indent=1)
+    body = entries.removesuffix("\n}")
+    pair.with_suffix(".json").write_text(f'{body}{SEAL}{hashlib.sha256(body.encode()).hexdigest()}"\n}}\n')
+    with refused(r"a\.json: .*surrogates") as caught:
+        inspect_data.main([str(pair)])
+    assert_short(caught)
+
+
+def test_an_unknown_key_of_deepspeed_stays_in_its_line(tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text('{"a\\n\\ud800": 1}')
+    _, (note,) = deepspeed_config.translate(str(tmp_path / "ds.json"), {})
+    assert "a\\n\\ud800: unknown here" in note and "\n" not in note
 
 
 def test_a_pair_without_text(pair: Path, capsys: pytest.CaptureFixture[str]) -> None:

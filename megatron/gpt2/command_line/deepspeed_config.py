@@ -133,7 +133,7 @@ def translate(path: str, command_line: Mapping[str, Any]) -> tuple[dict[str, Any
         row = ROWS.get(key)
         spelled = f"{key} {json.dumps(value)}" if not isinstance(value, dict) else key
         if row is None:
-            unknown.append(key)
+            unknown.append(json.dumps(key)[1:-1])  # a line, whatever it holds
         elif row.status == "refused":
             problems.append(f"{key}: {row.text}")
         elif row.accepts and value not in row.accepts:
