@@ -34,7 +34,7 @@ class Fields:
             raise ApiError("the body is not a JSON object")
         self._given = given
 
-    def take(self, name: str, default: Any, must_be: str, good: Callable[[Any], bool]) -> Any:
+    def take(self, name: str, default: Any, must_be: str = "", good: Callable[[Any], bool] = lambda value: True) -> Any:
         """The field of this name, or `default` where it is absent or null. ApiError where it is not `good`."""
         value = self._given.pop(name, None)
         if value is None:

@@ -118,8 +118,7 @@ def read_request(body: bytes, *, model: str, tokenizer: Tokenizer, context: int,
         raise ApiError("stream_options is for stream: true", param="stream_options")
     take("user", "", "a string", lambda value: isinstance(value, str))
     fields.refuse(NEUTRAL)
-    prompts = _prompts(take("prompt", "", "a text, a list of texts, or token ids", lambda value: True), tokenizer,
-                       context, limits.texts // n)
+    prompts = _prompts(take("prompt", ""), tokenizer, context, limits.texts // n)
     fields.end()
     return CompletionRequest(prompts, sampling, seed is not None, n, echo, logprobs is not None, stream,
                              bool(options.get("include_usage")))

@@ -181,6 +181,22 @@ def test_echo_with_logprobs(served: Served, model: GPT2Model, length: int) -> No
     assert served.ask("", echo=True, max_tokens=0, logprobs=0).choices[0].logprobs.tokens == []
 
 
+@pytest.mark.usefixtures("model")  # which has the groups
+def test_the_end_of_a_document_is_listed() -> None:
+    """lm-eval asks for one token beyond the text and leaves out the last log-probability, whatever the token is."""
+    ending = GPT2Model(CONFIG).eval()
+    with torch.no_grad():  # whatever it reads, the document ends
+        ending.transformer.final_layernorm.weight.zero_()
+        ending.transformer.final_layernorm.bias.fill_(1)
+        ending.word_embeddings.weight[TOKENIZER.eod] = 5
+    with serving(ending) as served:
+        [choice] = served.ask("One", echo=True, logprobs=1, max_tokens=1).choices
+        assert choice.text == "One" and choice.finish_reason == "stop"
+        assert choice.logprobs.tokens == ["O", "n", "e", "<|endoftext|>"] and choice.logprobs.text_offset[3] == 3
+        answer = served.send("PUT", "/api", json.dumps({"prompts": ["One"], "logprobs": True}))[1]
+        assert answer["text"] == ["One"] and len(answer["logprobs"][0]) == 2 == len(answer["tokens"][0]) - 1
+
+
 @pytest.mark.parametrize("address", ["/api", "/generate"])
 def test_megatrons_form(served: Served, alone: Any, address: str) -> None:
     def put(**fields: Any) -> Any:
