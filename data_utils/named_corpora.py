@@ -8,6 +8,7 @@ is relative to the current folder, as a path on the command line is; `text_key` 
 
 import json
 import os
+import reprlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -81,7 +82,7 @@ def _entry(path: Path, name: str, entry: object) -> Entry:
     files = entry.get("files") if isinstance(entry, dict) else None
     if not isinstance(entry, dict) or not isinstance(files, list) or not files or entry.keys() - {"files", "text_key"} \
             or not all(isinstance(value, str) for value in [*files, entry.get("text_key", "")]):
-        raise ValueError(f"{path}: the entry {name!r} is not of the form {_line(name)}")
+        raise ValueError(f"{path}: the entry {reprlib.repr(name)} is not of the form {_line('name')}")
     return tuple(files), entry.get("text_key")
 
 

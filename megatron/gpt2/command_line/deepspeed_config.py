@@ -24,17 +24,23 @@ from megatron.gpt2.config import require
 from megatron.gpt2.config.flag_names import flag
 
 
+def _shown(value: Any) -> str:
+    """A value or key of the file for a message: whatever it holds, in one line that is not too long."""
+    text = json.dumps(value)
+    return text if len(text) <= 80 else f"{text[:76]}...{text[-1]}"
+
+
 def _number(key: str, kind: type = float) -> Callable[[Any], dict[str, Any]]:
     def read(value: Any) -> dict[str, Any]:
         require(isinstance(value, (int, float)) and not isinstance(value, bool) and kind(value) == value,
-                f"{json.dumps(value)} is not a {'whole ' if kind is int else ''}number")
+                f"{_shown(value)} is not a {'whole ' if kind is int else ''}number")
         return {key: kind(value)}
 
     return read
 
 
 def _stage(value: Any) -> dict[str, Any]:
-    require(isinstance(value, int) and 0 <= value <= 3, f"{json.dumps(value)} is no stage of ZeRO")
+    require(isinstance(value, int) and 0 <= value <= 3, f"{_shown(value)} is no stage of ZeRO")
     require(value != 3, f"3 is not built: {NO_STAGE_3}")
     return of_zero_stage(value)
 
@@ -48,7 +54,7 @@ def _initial_scale(power: Any) -> dict[str, Any]:
 
 
 def _betas(value: Any) -> dict[str, Any]:
-    require(isinstance(value, list) and len(value) == 2, f"{json.dumps(value)} is not a pair of numbers")
+    require(isinstance(value, list) and len(value) == 2, f"{_shown(value)} is not a pair of numbers")
     return {**_number("optimizer.adam_beta1")(value[0]), **_number("optimizer.adam_beta2")(value[1])}
 
 
@@ -131,9 +137,9 @@ def translate(path: str, command_line: Mapping[str, Any]) -> tuple[dict[str, Any
     content = _read(path)
     for key, value in _leaves(content):
         row = ROWS.get(key)
-        spelled = f"{key} {json.dumps(value)}" if not isinstance(value, dict) else key
+        spelled = f"{key} {_shown(value)}" if not isinstance(value, dict) else key
         if row is None:
-            unknown.append(json.dumps(key)[1:-1])  # a line, whatever it holds
+            unknown.append(_shown(key)[1:-1])
         elif row.status == "refused":
             problems.append(f"{key}: {row.text}")
         elif row.accepts and value not in row.accepts:

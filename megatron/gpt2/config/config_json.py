@@ -44,7 +44,7 @@ def read_config(path: str) -> dict[str, Any]:
         batch = int(settings["global_batch_size"])
     except OSError as error:
         raise FileNotFoundError(f"--config {path}: {error.strerror}") from None
-    except (KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
         raise ValueError(f"--config {path} is not the {FILE} of a run: {type(error).__name__}: {one_line(error)}"
                          ) from None
     except ValueError as error:

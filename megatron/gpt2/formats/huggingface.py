@@ -109,11 +109,11 @@ def _tensors(weights: Path) -> dict[str, LazyTensor]:
     for file in sorted(set(where.values())):
         for name, tensor in _load(weights.parent / file).items():
             if where.get(name) != file:
-                raise ValueError(f"{weights.parent / file}: holds {name!r}, which {weights.name} looks for in "
-                                 f"{where.get(name)}")
+                raise ValueError(f"{weights.parent / file}: holds {short_repr(name)}, which {weights.name} "
+                                 f"looks for in {short_repr(where.get(name))}")
             found[name] = tensor
     if missing := where.keys() - found.keys():
-        raise ValueError(f"{weights}: names {min(missing)!r}, which is in none of the files")
+        raise ValueError(f"{weights}: names {short_repr(min(missing))}, which is in none of the files")
     return found
 
 
