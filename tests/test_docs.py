@@ -3,11 +3,15 @@ nobody can wait for in a test."""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
+import linecache
 import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -155,6 +159,42 @@ def check_printed(block: str, output: str) -> None:
         assert any(found is not None and all(abs(float(now) - then) <= 1e-3 * abs(then) for now, then
                                              in zip(found.groups(), values, strict=True))
                    for found in (re.fullmatch(pattern, line) for line in rest)), f"{shown}\nis not in\n{output}"
+
+
+def test_the_notebook_prints_what_it_shows(reader: Path, python: WarmPython, tmp_path: Path,
+                                           monkeypatch: pytest.MonkeyPatch):
+    """Its cells are plain Python, so a test needs no Jupyter to run them from top to bottom."""
+    shutil.copytree(reader, tmp_path / "project", ignore=shutil.ignore_patterns("__pycache__"))
+    folder = tmp_path / "project" / "examples"
+    for name, value in (("OMP_NUM_THREADS", "1"), ("XDG_CACHE_HOME", str(tmp_path))):
+        monkeypatch.setenv(name, value)
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(sys, "executable", python.python)
+    cells: dict[str, object] = {}
+    shown = 0
+    try:
+        for number, cell in enumerate(json.loads((folder / "distributed.ipynb").read_text())["cells"]):
+            source = "".join(cell["source"])
+            if cell["cell_type"] == "markdown":
+                for link in re.findall(r"\]\(([^)#:]+)\)", source):
+                    assert (ROOT / "examples" / link).exists(), link
+                continue
+            name = f"<cell {number}>"
+            linecache.cache[name] = len(source), None, source.splitlines(keepends=True), name  # as Jupyter does
+            printed = io.StringIO()
+            with contextlib.redirect_stdout(printed):
+                exec(compile(source, name, "exec"), cells)
+            for output in cell["outputs"]:
+                assert len("".join(output["text"]).splitlines()) == len(printed.getvalue().splitlines())
+                check_printed("".join(output["text"]), printed.getvalue())
+                shown += 1
+            if "pretrain_gpt2.py" in source:
+                assert "saved checkpoints/notebook/iter_00000" in printed.getvalue(), printed.getvalue()
+    finally:
+        for module in ("cells", "ranks"):
+            sys.modules.pop(module, None)
+    assert shown > 10
 
 
 def test_what_is_shortened_is_printed_and_takes_long():
