@@ -6,6 +6,7 @@
     on_ranks(function, 4)                           # function(rank, world_size), as it stands in a cell
 """
 
+import contextlib
 import inspect
 import os
 import signal
@@ -47,7 +48,10 @@ def start(*words: str, seconds: float = 600) -> None:
 
         def end() -> None:
             ended.set()
-            os.killpg(process.pid, signal.SIGKILL)  # its ranks, too
+            for number in (signal.SIGINT, signal.SIGKILL):  # to its ranks, too: as Ctrl-C does, then without asking
+                with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
+                    os.killpg(process.pid, number)
+                    process.wait(3)
 
         timer = threading.Timer(seconds, end)
         timer.start()
