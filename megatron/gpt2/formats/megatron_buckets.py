@@ -49,10 +49,11 @@ def bucket_states(folder: DcpFolder, args: Mapping[str, Any], model: ModelConfig
     def said(name: str) -> int | None:
         return args[name] if type(args.get(name)) is int and args[name] > 0 else None
 
-    p = said("tensor_model_parallel_size") or 1
+    p, pipeline = said("tensor_model_parallel_size") or 1, said("pipeline_model_parallel_size") or 1
+    virtual = said("virtual_pipeline_model_parallel_size")
     stages = chunks_of_stages(model, Layout(
-        p, said("pipeline_model_parallel_size") or 1, said("num_layers_per_virtual_pipeline_stage"),
-        said("decoder_first_pipeline_num_layers"), said("decoder_last_pipeline_num_layers")), "megatron-core")
+        p, pipeline, virtual and model.num_layers // (pipeline * virtual), said("decoder_first_pipeline_num_layers"),
+        said("decoder_last_pipeline_num_layers")), "megatron-core")
     buffers: dict[tuple[int, int], Buckets] = {}
     for name in folder.tensors:
         if match := BUCKET.fullmatch(name):
@@ -71,7 +72,9 @@ def bucket_states(folder: DcpFolder, args: Mapping[str, Any], model: ModelConfig
                     for kind, theirs in KINDS.items():
                         parts[kind][name][key[0] % p] = _part(folder, f"{bucket}.{theirs}", start,
                                                               specs[name].local_shape(p))
-            return _joined(parts, specs, weights, p)
+            states = _joined(parts, specs, p)
+            check_masters(states["master"], weights)
+            return states
         except ValueError as error:
             problem = problem or str(error)
     raise ValueError(problem)
@@ -115,9 +118,8 @@ def _part(folder: DcpFolder, name: str, start: int, shape: tuple[int, ...]) -> L
 
 
 def _joined(parts: Mapping[str, Mapping[str, Mapping[int, LazyTensor]]], specs: Mapping[str, PartitionSpec],
-            weights: Mapping[str, LazyTensor], p: int) -> States:
-    """Every parameter's state, whole. ValueError where ranks differ in what all of them hold, or where a master is not
-    the weight."""
+            p: int) -> States:
+    """Every parameter's state, whole. ValueError where ranks differ in what all of them hold."""
     def whole(ranks: Sequence[LazyTensor], dim: int) -> Tensor:
         return torch.cat([part.make() for part in ranks], dim)
 
@@ -136,7 +138,12 @@ def _joined(parts: Mapping[str, Mapping[str, Mapping[int, LazyTensor]]], specs: 
         if HEAD in specs:
             require(torch.equal(states[kind].pop(HEAD).make(), states[kind][TABLE].make()),
                     f"{kind} of {HEAD} is not that of the word embeddings")
+    return states
+
+
+def check_masters(masters: Mapping[str, LazyTensor], weights: Mapping[str, LazyTensor]) -> None:
+    """ValueError unless every master, rounded as the weights are, is the weight. Both are read, one at a time."""
     for name, weight in weights.items():
         value = weight.make()
-        require(torch.equal(states["master"][name].make().to(value.dtype), value), f"the master of {name} is not there")
-    return states
+        require(torch.equal(masters[name].make().to(value.dtype), value),
+                f"the master of {name}, rounded, is not the weight")

@@ -4,6 +4,9 @@ The tensors are whole, whatever the layout of the run was. The layers are stacke
 `decoder.layers.NAME`, or stand one by one under `decoder.layers.N.NAME`. Adam's state has the same names behind
 `optimizer.state.KIND.`. The form `fully_sharded_model_space` (until Megatron Core 0.15) keeps a tensor of [x, y] that
 was split over a grid of [f, g] ranks as [f, g, xy / fg]. The form `dp_reshardable` is read by megatron_buckets.py.
+
+Megatron Core 0.16 writes some values of `fully_reshardable` in a wrong place where it pads a bucket that is not its
+buffer's last. So the state is taken only where its masters are the weights, whatever its form is.
 """
 
 import dataclasses
@@ -20,7 +23,7 @@ from data_utils.files.checked_json import read_object
 from megatron.gpt2.config import ModelConfig, require
 from megatron.gpt2.formats.dcp import DcpFolder
 from megatron.gpt2.formats.foreign import MAX_JSON_BYTES, ForeignSource, Hints, LazyTensor, first_rows, short_repr
-from megatron.gpt2.formats.megatron_buckets import GROUP, bucket_states
+from megatron.gpt2.formats.megatron_buckets import GROUP, bucket_states, check_masters
 from megatron.gpt2.formats.megatron_files import LAYER, attributes, iteration_of, name_of_2019
 from megatron.gpt2.formats.megatron_model import model_of, tell_of_padding
 from megatron.gpt2.formats.megatron_optimizer import adam_facts, run_facts
@@ -67,6 +70,8 @@ def open_torch_dist(path: Path, hints: Hints, *, log: Callable[[str], None]) -> 
                 top = {**top, "optimizer": {name: folder.object(f"{GROUP}0.{name}/shard_0_1")[0] for name in (
                     "optimizer", "grad_scaler") if f"{GROUP}0.{name}/shard_0_1" in folder.objects}}
             said, config, missing = _optimizer(top, args, held, weights)
+            if not flat:
+                check_masters(held["master"], weights)
         except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, RuntimeError) as error:
             left_out.append((NO_BUCKETS if flat else "the optimizer's state: its form is not one that is known here")
                             + f" ({type(error).__name__}: {str(error)[:200]})")

@@ -84,6 +84,11 @@ def flat_buckets(folder: Path, out: Path, modules: tuple[str, ...], exchanged: d
                 end = at + value.numel()
                 at = -(-end // 64) * 64
             state[f"{GROUP}0.gbuf_idx_0.dtype_param_bf16.bucket_idx_{number}.{theirs}"] = bucket[:end].clone()
+    return resaved(folder, out, state)
+
+
+def resaved(folder: Path, out: Path, state: dict[str, Any]) -> Path:
+    """The checkpoint in `folder` with `state` in the place of its tensors and objects."""
     iteration = out / folder.name
     save_dcp(state, checkpoint_id=iteration, planner=DefaultSavePlanner(flatten_state_dict=False), no_dist=True)
     for file in ("common.pt", "metadata.json"):
@@ -107,11 +112,23 @@ def test_flat_buckets_in_another_order_are_left_out_in_one_line(folders: dict[st
     norms = {f"{layer}{one}_layernorm.bias": f"{layer}{other}_layernorm.bias" for one, other in (
         ("input", "post_attention"), ("post_attention", "input"))}
     for number, (order, exchanged, problem) in enumerate((
-            (ORDERS[0][::-1], {}, "does not fit into bucket 0"), (ORDERS[0], norms, "the master of .*layernorm.bias"))):
+            (ORDERS[0][::-1], {}, "does not fit into bucket 0"),
+            (ORDERS[0], norms, "the master of .*layernorm.bias, rounded, is not the weight"))):
         source = opened(flat_buckets(folder, tmp_path / str(number), order, exchanged))
         assert {name.partition(".")[0] for name in source.names()} == {"model"}
         (line,) = (line for line in source.left_out if "dp_reshardable" in line)
         assert "--dist-ckpt-optim-fully-reshardable" in line and re.search(problem, line), line
+
+
+def test_masters_that_are_not_the_weights_are_left_out(folders: dict[str, Path], tmp_path: Path):
+    """Megatron Core 0.16 wrote such a row of zeros where it had padded a bucket."""
+    folder = folders["fully_reshardable_dp2-0.16.1"] / "iter_0000003"
+    held = DcpFolder(folder)
+    state = {name: held.read(name) for name in held.tensors}
+    state["optimizer.state.param.embedding.word_embeddings.weight"][20] = 0
+    source = opened(resaved(folder, tmp_path, state))
+    assert {name.partition(".")[0] for name in source.names()} == {"model"}
+    assert "the master of word_embeddings.weight, rounded, is not the weight" in source.left_out[-1]
 
 
 def test_a_converted_checkpoint_holds_the_same(folders: dict[str, Path], tmp_path: Path):
