@@ -104,6 +104,9 @@ def build(words: Sequence[str]) -> Run | int:
         if launch.elastic:
             require(bool(arguments.config.train.global_batch_size or arguments.config.train.growth),
                     "--elastic needs --global-batch-size: without it the batch would change with the number of ranks")
+            require("train.micro_batch_size" in arguments.given or not arguments.continues,
+                    "--elastic needs --micro-batch-size where no model is named: it decides how many ranks can take "
+                    "part, before there is a checkpoint to ask")
             usable = arguments.config.usable_ranks
         ranks = noting(meet(launch, usable), save, launch)  # among those that came it may have another number
         devices.set_threads(ranks)

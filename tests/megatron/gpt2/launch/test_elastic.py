@@ -126,5 +126,7 @@ def test_what_cannot_be(capsys: pytest.CaptureFixture[str]) -> None:
     assert pretrain_gpt2.main(["--elastic", "--train-data", "a.txt"]) == 2
     assert capsys.readouterr().err == ("error: --elastic needs --global-batch-size: without it the batch would change "
                                        "with the number of ranks\n")
+    assert pretrain_gpt2.main(["--elastic", "--load", "a", "--global-batch-size", "8"]) == 2
+    assert capsys.readouterr().err.startswith("error: --elastic needs --micro-batch-size where no model is named: ")
     assert generate_text.main(["--elastic", "--load", "somewhere"]) == 2
     assert capsys.readouterr().err == "error: --elastic is for training: this program needs all of its ranks\n"
