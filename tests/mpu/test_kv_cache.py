@@ -1,4 +1,5 @@
-"""What a cache of keys and values refuses. `tests/megatron/gpt2/text` compares what it computes."""
+"""Texts come and go in the rows of a cache of keys and values, and what it refuses. `tests/megatron/gpt2/text` compares
+what a whole model computes with it."""
 
 from __future__ import annotations
 
@@ -19,26 +20,71 @@ def attend(cache: mpu.KeyValueCache, qkv: torch.Tensor) -> list[torch.Tensor]:
     return [cache.attend(layer, qkv) for layer in range(LAYERS)]
 
 
-@pytest.mark.parametrize("length", [1, 3])
-def test_a_new_cache_takes_a_prompt_of_any_length(length: int) -> None:
-    """Without set_positions. A further token needs its position, whatever the prompt was."""
-    cache, qkv = new_cache(), torch.randn(length + 1, ROWS, 2, 3, 4)
-    expected = causal_attention(qkv, 0.0)
-    for y in attend(cache, qkv[:length]):
-        torch.testing.assert_close(y, expected[:length])
-    with pytest.raises(ValueError, match="call set_positions before"):
-        attend(cache, qkv[length:])
-    for _ in range(2):
-        cache.set_positions([length] * ROWS)
-        for y in attend(cache, qkv[length:]):
-            torch.testing.assert_close(y, expected[length:])
-    with pytest.raises(ValueError, match="a prompt begins at position 0"):
-        attend(cache, qkv[:2])
-    cache.set_positions([0] * ROWS)
-    torch.testing.assert_close(attend(cache, qkv[:2])[0], expected[:2])
+def test_texts_come_and_go() -> None:
+    """Every output is that of the text alone, from wherever it moved, also in a row that held NaN."""
+    texts = torch.randn(CAPACITY, 6, 2, 3, 4)
+    whole = causal_attention(texts, 0.0)  # [s, text, n·d]
+    cache = new_cache()
+    now: dict[int, list[int]] = {}  # of each row its text, and how many tokens of it are known
+
+    def read(rows: list[int], numbers: list[int], length: int) -> None:
+        cache.set_prompts(rows, length)
+        for y in attend(cache, texts[:length, numbers]):
+            torch.testing.assert_close(y, whole[:length, numbers])
+        now.update({row: [number, length] for row, number in zip(rows, numbers, strict=True)})
+
+    def step() -> None:
+        numbers, lengths = zip(*(now[row] for row in range(len(now))), strict=True)
+        cache.set_positions(lengths)
+        for y in attend(cache, texts[lengths, numbers].unsqueeze(0)):
+            torch.testing.assert_close(y[0], whole[lengths, numbers])
+        for row in now:
+            now[row][1] += 1
+
+    read([0, 1, 2], [0, 1, 2], 2)
+    step()
+    del now[0]
+    cache.move(2, 0)
+    now[0] = now.pop(2)
+    step()
+    cache.set_prompts([2], CAPACITY)
+    attend(cache, torch.full((CAPACITY, 1, 2, 3, 4), torch.nan))
+    read([2], [3], 1)
+    step()
+    read([1, 0], [4, 5], 3)
+    step()
+    cache.set_prompts([0], CAPACITY)
+    attend(cache, torch.full((CAPACITY, 1, 2, 3, 4), torch.nan))
+    cache.move(2, 0)
+    now = {0: now[2]}
+    step()
+    assert now == {0: [3, 4]}
+    assert cache.num_bytes == LAYERS * ROWS * 2 * 2 * CAPACITY * 4 * 4
 
 
-@pytest.mark.parametrize("positions", [[0, 0], [0, -1, 0], [0, 0, CAPACITY]])
+def test_the_places_of_tokens_must_be_known() -> None:
+    cache, qkv = new_cache(), torch.randn(3, ROWS, 2, 3, 4)
+    unknown = pytest.raises(ValueError, match="call set_prompts or set_positions before")
+    with unknown:
+        attend(cache, qkv)
+    cache.set_prompts([0, 1, 2], 3)
+    attend(cache, qkv)
+    for wrong in (qkv[:1], qkv):
+        with unknown:
+            attend(cache, wrong)
+    cache.set_positions([3, 3, 3])
+    for wrong in (qkv, qkv[:1, :2]):
+        with unknown:
+            attend(cache, wrong)
+
+
+@pytest.mark.parametrize("positions", [[], [0] * (ROWS + 1), [0, -1, 0], [0, 0, CAPACITY]])
 def test_a_position_that_the_cache_does_not_have(positions: list[int]) -> None:
     with pytest.raises(ValueError, match="in a cache of 3 rows of 8 tokens each"):
         new_cache().set_positions(positions)
+
+
+@pytest.mark.parametrize(("rows", "length"), [([ROWS], 1), ([0], CAPACITY + 1), ([-1], 1), ([0], 0)])
+def test_a_prompt_that_the_cache_does_not_have_room_for(rows: list[int], length: int) -> None:
+    with pytest.raises(ValueError, match="in a cache of 3 rows of 8 tokens each"):
+        new_cache().set_prompts(rows, length)

@@ -29,7 +29,8 @@ from megatron.gpt2.config.flag_names import flag
 from megatron.gpt2.launch.ranks import Ranks
 from megatron.gpt2.launch.run_program import Log, run_program
 from megatron.gpt2.programs.inference import ModelParser, check_shared, open_model
-from megatron.gpt2.text.generation import Continuation, Generator, untimed_group
+from megatron.gpt2.text.generation import Continuation, Generator
+from megatron.gpt2.text.orders import untimed_group
 from megatron.gpt2.text.sampling import Sampling
 
 

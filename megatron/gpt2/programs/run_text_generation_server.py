@@ -36,8 +36,9 @@ from megatron.gpt2.launch.run_program import Log, run_program
 from megatron.gpt2.model.parameters import count_parameters
 from megatron.gpt2.programs.inference import ModelParser, check_shared, open_model
 from megatron.gpt2.records.reporting import aligned
-from megatron.gpt2.text.generation import Generator, untimed_group
+from megatron.gpt2.text.generation import Generator
 from megatron.gpt2.text.load_model import LoadedModel
+from megatron.gpt2.text.orders import untimed_group
 
 GRACE = 2  # seconds that open connections have when the server stops
 CONNECTIONS = 512  # beyond which new ones are refused

@@ -23,8 +23,9 @@ from megatron.gpt2.config import ModelConfig
 from megatron.gpt2.formats.write_huggingface import write_huggingface
 from megatron.gpt2.model.gpt2 import GPT2Model
 from megatron.gpt2.text import scoring
-from megatron.gpt2.text.generation import Continuation, Finished, GeneratedToken, Generator, generate, untimed_group
+from megatron.gpt2.text.generation import Continuation, Finished, GeneratedToken, Generator, generate
 from megatron.gpt2.text.load_model import load_for_inference
+from megatron.gpt2.text.orders import untimed_group
 from megatron.gpt2.text.sampling import Sampling
 from megatron.gpt2.text.scoring import Window, score
 from tests.distributed import run_ranks
@@ -58,7 +59,7 @@ def test_logits_with_and_without_the_cache(model: GPT2Model) -> None:
     whole = model(tokens).transpose(0, 1)  # [b, s, v]
     for lengths in ([1, 1, 1], [5, 5, 5], [3, 9, 1], [20, 2, 31]):
         cache = mpu.KeyValueCache(2, 3, 4, 32, 8, dtype=torch.float32, device=torch.device("cpu"))
-        cache.set_positions([0, 0, 0])
+        cache.set_prompts(range(3), max(lengths))
         last = torch.tensor(lengths) - 1
         logits = model.logits(model.hidden_states(tokens[:, :max(lengths)], cache=cache)[last, range(3)])
         torch.testing.assert_close(logits, whole[range(3), last], rtol=0, atol=1e-5)
@@ -137,7 +138,7 @@ def test_a_prompt_alone_is_scored_and_ends(model: GPT2Model) -> None:
     c = Continuation(list(b"Once"), Sampling(max_new_tokens=0), score_prompt=True)
     other = Continuation(list(b"The"), Sampling(max_new_tokens=2, top_k=1), score_prompt=True)
     stream = Generator(model, TOKENIZER).stream([c, other])
-    assert next(stream) == Finished(0) and c.finish == "length" and c.ids == []
+    assert next(stream) == Finished(0, "length") and c.finish == "length" and c.ids == []
     assert [token.id for token in c.prompt_tokens] == list(b"nce")
     assert [token.row for token in other.prompt_tokens] == [1, 1] and other.ids == []
     assert len(list(stream)) == 2 and other.finish == "length"
