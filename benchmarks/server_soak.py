@@ -5,8 +5,8 @@ memory stays flat.
     python benchmarks/server_soak.py                    # 100,000 requests of 64 clients
     python benchmarks/server_soak.py --requests 2000
 
-A tiny model with random weights is served by the program itself. A client completes, streams, goes away in the middle,
-stalls, or sends garbage, as its seed says. Exit codes: 0 where every good request had its right answer, the server
+A tiny model with random weights is served by the program itself. A client completes, streams, asks in Megatron's form or for
+scores, goes away in the middle, stalls, or sends garbage, as its seed says. Exit codes: 0 where every good request had its right answer, the server
 lives, and its memory grew by no more than 5 %; 1 otherwise.
 """
 
@@ -107,8 +107,8 @@ class Client:
         """Kind and outcome."""
         chance = random.Random(seed)
         kind: Callable[[random.Random], str] = chance.choice((
-            self.good, self.good, self.streamed, self.leaves_early, self.leaves_a_stream, self.stalls, self.changed,
-            self.garbage, self.elsewhere))
+            self.good, self.good, self.streamed, self.megatron, self.scored, self.leaves_early, self.leaves_a_stream,
+            self.stalls, self.changed, self.garbage, self.elsewhere))
         try:
             return kind.__name__, kind(chance)
         except (OSError, http.client.HTTPException) as error:
@@ -116,10 +116,11 @@ class Client:
                 else type(error).__name__
 
     @contextlib.contextmanager
-    def posted(self, body: bytes) -> Iterator[http.client.HTTPResponse]:
+    def posted(self, body: bytes, method: str = "POST",
+               address: str = "/v1/completions") -> Iterator[http.client.HTTPResponse]:
         """The response to a request."""
         with contextlib.closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=WAIT)) as connection:
-            connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
+            connection.request(method, address, body, {"Content-Type": "application/json"})
             yield connection.getresponse()
 
     def good(self, chance: random.Random) -> str:
@@ -140,6 +141,31 @@ class Client:
             if response.status == 200 and (lines[-1] != "[DONE]" or self.right[prompt] != "".join(
                     json.loads(line)["choices"][0]["text"] for line in lines[:-1])):
                 return "wrong"
+            return str(response.status)
+
+    def megatron(self, chance: random.Random) -> str:
+        """The same answer in Megatron's form, with the prompt."""
+        prompt = chance.choice(PROMPTS)
+        body = {"prompts": [prompt], "tokens_to_generate": 8, "top_k": 1}
+        with self.posted(json.dumps(body).encode(), "PUT", chance.choice(("/api", "/generate"))) as response:
+            answer = json.loads(response.read())
+            if response.status == 200 and answer["text"] != [prompt + self.right[prompt]]:
+                return "wrong"
+            return str(response.status)
+
+    def scored(self, chance: random.Random) -> str:
+        """The probabilities of a prompt's tokens, as lm-eval asks for them."""
+        prompt = chance.choice(PROMPTS)
+        body = {"prompt": prompt, "max_tokens": chance.randrange(2), "echo": True, "logprobs": 1, "temperature": 0}
+        with self.posted(json.dumps(body).encode()) as response:
+            answer = json.loads(response.read())
+            if response.status == 200:
+                choice = answer["choices"][0]
+                found = choice["logprobs"]["token_logprobs"]
+                read = answer["usage"]["prompt_tokens"]
+                if not choice["text"].startswith(prompt) or len(found) != read + body["max_tokens"] or found[0] \
+                        is not None or not all(value <= 0 for value in found[1:]):
+                    return "wrong"
             return str(response.status)
 
     def leaves_a_stream(self, chance: random.Random) -> str:
