@@ -5,9 +5,9 @@ memory stays flat.
     python benchmarks/server_soak.py                    # 100,000 requests of 64 clients
     python benchmarks/server_soak.py --requests 2000
 
-A tiny model with random weights is served by the program itself. A client completes, streams, asks in Megatron's form or for
-scores, goes away in the middle, stalls, or sends garbage, as its seed says. Exit codes: 0 where every good request had its right answer, the server
-lives, and its memory grew by no more than 5 %; 1 otherwise.
+A tiny model with random weights is served by the program itself. A client completes, streams, asks in Megatron's form
+or for scores, goes away in the middle, stalls, or sends garbage, as its seed says. Exit codes: 0 where every good
+request had its right answer, the server lives, and its memory grew by no more than 5 %; 1 otherwise.
 """
 
 from __future__ import annotations

@@ -20,4 +20,4 @@ def test_some_bad_clients(tmp_path: Path) -> None:
     result = json.loads((tmp_path / "server_soak.json").read_text())
     assert [line for line in result["problems"] if "memory" not in line] == []
     assert sum(count for of_kind in result["outcomes"].values() for count in of_kind.values()) == 300
-    assert len(result["outcomes"]) == 8 and result["outcomes"]["good"]["200"] > 20
+    assert len(result["outcomes"]) == 10 and result["outcomes"]["good"]["200"] > 20
