@@ -103,6 +103,7 @@ class Server:
         self.listener.listen(128)
         self.holders: set[socket.socket] = set()
         self.commands: dict[socket.socket, int] = {}
+        self.strays: list[int] = []  # process groups of commands that have ended
         self.selector = selectors.DefaultSelector()
         self.selector.register(self.listener, selectors.EVENT_READ)
         self.ended, wakes = socket.socketpair()
@@ -131,6 +132,8 @@ class Server:
                     self._forget(ready)
                     self.holders.discard(ready)
                     if not self.holders:
+                        for group in (*self.strays, *self.commands.values()):
+                            self._kill(group)
                         os.killpg(0, signal.SIGKILL)
                 elif ready in self.commands:  # of which `_reap` may have forgotten it just now
                     self._pass_on(ready)
@@ -145,6 +148,7 @@ class Server:
             request = client.recv(int.from_bytes(what[1:], "big"), socket.MSG_WAITALL)
             command = os.fork()
             if command == 0:
+                os.setpgid(0, 0)  # with the ranks that it starts
                 return self._become(request, streams)
             for stream in streams:
                 os.close(stream)
@@ -160,13 +164,23 @@ class Server:
                     client.sendall(b"%d" % os.waitstatus_to_exitcode(status))
                 del self.commands[client]
                 self._forget(client)
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(command, 0)
+                    self.strays.append(command)  # it has left some behind
 
     def _pass_on(self, client: socket.socket) -> None:
-        """A signal that came to the client; one that was killed kills its command."""
+        """A signal that came to the client; one that was killed kills its command
+        with its ranks."""
         for number in client.recv(16) or bytes([signal.SIGKILL]):
-            os.kill(self.commands[client], number)
             if number == signal.SIGKILL:
+                self._kill(self.commands[client])
                 self.selector.unregister(client)
+            else:
+                os.kill(self.commands[client], number)
+
+    def _kill(self, group: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(group, signal.SIGKILL)
 
     def _forget(self, client: socket.socket) -> None:
         with contextlib.suppress(KeyError):

@@ -100,7 +100,7 @@ def test_a_longer_run_has_another_schedule_unless_its_decay_is_given() -> None:
                       if place.startswith(f"config.{section}.")}
             for section in ("train", "model", "data", "optimizer", "parallel")}
         config["parallel"]["exact_layouts"] = None
-        config["optimizer"] |= {"lr_decay_iters": decay, "lr_decay_style": "cosine"}
+        config["optimizer"] |= {"lr_decay_iters": decay, "lr_decay_samples": None, "lr_decay_style": "cosine"}
         return {"config": config, "train_iters": iterations, "data_fingerprint": "", "global_batch_size": 1,
                 "precision": "float32", "computed_by": computed_by(torch.device("cpu")),
                 "layout": {"model_parallel_size": 1, "data_parallel_size": 1, "optimizer_is_sharded": False}}
