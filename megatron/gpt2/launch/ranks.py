@@ -154,10 +154,11 @@ def keys(name: str, count: int) -> list[str]:
 
 
 def wait_for_others(store: Store, key: str, count: int) -> None:
-    """Count this process under `key`, and wait until `count` are counted, for FAREWELL seconds at most."""
+    """Count this process under `key`, and wait until `count` are counted, for FAREWELL seconds at most. 0: for
+    nobody, since the store may be gone as soon as this process is counted."""
     end = time.monotonic() + FAREWELL
     store.add(key, 1)
-    while store.add(key, 0) < count and time.monotonic() < end:
+    while count and store.add(key, 0) < count and time.monotonic() < end:
         time.sleep(POLL)
 
 
