@@ -22,7 +22,7 @@ pytestmark = needs("trafilatura", extra="curate")
 
 PAGES, GOOD = build()
 FLAGS = {"URLS_FLAGS": "--urls-per-file 70", "SPLIT_FLAGS": "--split 80,10,10",
-         "DOWNLOAD_FLAGS": "--max-bytes 1000000 --page-seconds 15 --threads 16 --per-host 8"}
+         "DOWNLOAD_FLAGS": "--max-bytes 1000000 --page-seconds 15 --extract-seconds 120 --threads 16 --per-host 8"}
 
 
 def start(folder: Path, output: str, proxy: str) -> subprocess.Popen[str]:
