@@ -23,7 +23,8 @@ FOUND: dict[str, tuple[int, ...]] = {
     "pair's manifest behind its seal": (9, 108, 123, 147, 201, 205, 4552),
     "DeepSpeed's file": (1580, 4009, 6591, 7120), "Hugging Face: index": (6062,), "named corpora": (11202,),
     "vocabulary and merges": (131,), "builtin_bpe.json": (120,), "tokenizer of a checkpoint": (103,),
-    "SentencePiece model": (109,), "records of a run": (13, 54, 165, 228, 392), "config.json": (75, 126, 6033, 7330),
+    "SentencePiece model": (109,), "records of a run": (13, 54, 165, 228, 392, 20900),
+    "config.json": (75, 126, 6033, 7330),
     "config.json of a report": (9, 14, 86, 107, 132, 167)}
 
 

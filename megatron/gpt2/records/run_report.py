@@ -44,7 +44,8 @@ def page(folder: Path) -> str:
     samples, history = ([record for record in read_records(folder / name) if "text" in record]
                         for name in (SAMPLES, HISTORY))
     settings, config = _settings(folder / "config.json")
-    trained = [record for record in metrics if "split" not in record and record.keys() >= TRAINED]
+    trained = [record for record in metrics if "split" not in record and all(
+        record.get(key) is not None for key in TRAINED)]
     title = folder.resolve().name
     parts = [
         f"<header><h1>{escape(title)}</h1>{status(history)}</header>",
