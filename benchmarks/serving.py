@@ -117,10 +117,10 @@ def serve(generator: Generator, load: Load) -> tuple[dict[str, Any], list[list[i
             time.sleep(max(0.0, began + at - time.perf_counter()))
             arrived[number] = time.perf_counter() - began
 
-            def deliver(_: int, event: object, finish: str, number: int = number) -> None:
+            def deliver(_: int, event: Any, number: int = number) -> None:
                 now = time.perf_counter() - began
                 first.setdefault(number, now)
-                if finish:
+                if event.finish:
                     last[number] = now
                     if len(last) == len(requests):
                         batcher.stop()

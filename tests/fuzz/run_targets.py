@@ -103,7 +103,7 @@ def read_body(folder: Path, read: Callable[..., CompletionRequest]) -> None:
             c.prompt_tokens = [GeneratedToken(0, i, 0.5, "") for i in c.prompt[1:]]
         c.ids, c.finish = [token], "length"
         texts.append(Text(c, [GeneratedToken(0, token, probability, TOKENIZER.decode([token]),
-                                             sampler.likeliest(logits))]))
+                                             sampler.likeliest(logits), c.finish)]))
     json.dumps(request.answer(texts, TOKENIZER, {}), allow_nan=False)
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from data_utils import Tokenizer
-from megatron.gpt2.text.generation import Continuation, Finished, GeneratedToken
+from megatron.gpt2.text.generation import Continuation, Event, GeneratedToken
 
 REASONS = {"end": "stop", "stop": "stop", "length": "length"}
 LEAST = -9999.0  # for the logarithm of 0, as OpenAI has it
@@ -21,7 +21,7 @@ class Text:
     """
 
     c: Continuation
-    events: list[GeneratedToken | Finished] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
 
 
 class Choice:
@@ -52,19 +52,19 @@ class Choice:
         self._decoded = self._certain = len(prompt)
         return {"text": prompt, "index": self.index, "logprobs": logprobs, "finish_reason": None}
 
-    def add(self, event: GeneratedToken | Finished, finish: str) -> dict[str, Any]:
+    def add(self, event: Event) -> dict[str, Any]:
         """What the next token adds to the text, as a choice of one chunk of a streamed answer.
 
-        finish: why the continuation ended, "" while it goes on. A token is listed in the chunk that holds its first
-        character, and the token that ends a document in the last; the tokens of a stop string are never listed.
+        A token is listed in the chunk that holds its first character, and the token that ends a document in the last;
+        the tokens of a stop string are never listed.
         """
         self._certain += len(event.text)
         if isinstance(event, GeneratedToken):
             self._held.append(self._placed(event))
         ready = []
-        while self._held and (self._held[0][0] < self._certain or finish in ("end", "length")):
+        while self._held and (self._held[0][0] < self._certain or event.finish in ("end", "length")):
             ready.append(self._held.popleft())
-        return {"text": event.text, "index": self.index, "finish_reason": REASONS.get(finish),
+        return {"text": event.text, "index": self.index, "finish_reason": REASONS.get(event.finish),
                 "logprobs": self._logprobs(ready) if self.logprobs else None}
 
     def _placed(self, token: GeneratedToken) -> tuple[int, GeneratedToken]:
@@ -103,8 +103,7 @@ def choice_of(index: int, text: Text, prompt: str | None, tokenizer: Tokenizer, 
     """A text that has ended as one choice, for an answer that is not streamed. prompt: what to repeat, if anything."""
     choice = Choice(index, tokenizer, logprobs=logprobs)
     echoed = [] if prompt is None else [choice.echo(prompt, text.c)]
-    *events, last = text.events
-    return joined([*echoed, *(choice.add(event, "") for event in events), choice.add(last, text.c.finish)])
+    return joined([*echoed, *map(choice.add, text.events)])
 
 
 def joined(chunks: Iterable[dict[str, Any]]) -> dict[str, Any]:

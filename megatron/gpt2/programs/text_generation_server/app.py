@@ -32,7 +32,7 @@ from megatron.gpt2.programs.text_generation_server.request import (
     read_request,
     usage,
 )
-from megatron.gpt2.text.generation import Finished, GeneratedToken
+from megatron.gpt2.text.generation import Event
 
 PAGE = Path(__file__).with_name("page.html")
 # The page brings all it needs, and asks nobody else.
@@ -179,7 +179,7 @@ class Completion(Response):
                 async for chunk in self._chunks():
                     await self._event({**self.head, "choices": [chunk]} | uncounted, send)
             else:
-                async for number, event, _ in self._events():
+                async for number, event in self._events():
                     self.texts[number].events.append(event)
         except ApiError as error:
             await self._end(error, scope, receive, send)
@@ -198,19 +198,18 @@ class Completion(Response):
         choices = [Choice(number, self.service.tokenizer, logprobs=self.request.logprobs)
                    for number in range(len(self.texts))]
         unread = set(range(len(choices))) if self.request.echo else set()
-        async for number, event, finish in self._events():
+        async for number, event in self._events():
             if number in unread:
                 unread.remove(number)
                 yield choices[number].echo(self.request.prompts[number // self.request.n].text, self.texts[number].c)
-            chunk = choices[number].add(event, finish)
-            if finish or chunk["text"]:
+            chunk = choices[number].add(event)
+            if event.finish or chunk["text"]:
                 yield chunk
 
-    async def _events(self) -> AsyncIterator[tuple[int, GeneratedToken | Finished, str]]:
-        """What the texts become: the number of a text, its next event, and why it ended or "". ApiError where the
-        server stops."""
+    async def _events(self) -> AsyncIterator[tuple[int, Event]]:
+        """What the texts become: the number of a text, and its next event. ApiError where the server stops."""
         loop = asyncio.get_running_loop()
-        events: asyncio.Queue[tuple[int, GeneratedToken | Finished | Stopping, str]] = asyncio.Queue()
+        events: asyncio.Queue[tuple[int, Event | Stopping]] = asyncio.Queue()
 
         def deliver(*event: Any) -> None:
             loop.call_soon_threadsafe(events.put_nowait, event)
@@ -218,11 +217,11 @@ class Completion(Response):
         self.service.batcher.submit(Job([text.c for text in self.texts], deliver))
         running = len(self.texts)
         while running:
-            number, event, finish = await events.get()
+            number, event = await events.get()
             if isinstance(event, Stopping):
                 raise ApiError("the server is stopping", status=503)
-            running -= bool(finish)
-            yield number, event, finish
+            running -= bool(event.finish)
+            yield number, event
 
     async def _event(self, content: dict[str, Any], send: Send) -> None:
         await self._write(json.dumps(content, allow_nan=False), send, more=True)

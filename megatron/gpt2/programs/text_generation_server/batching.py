@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from queue import SimpleQueue
 
-from megatron.gpt2.text.generation import Batch, Continuation, Finished, GeneratedToken, Generator
+from megatron.gpt2.text.generation import Batch, Continuation, Event, Generator
 
 
 class Stopping:
@@ -15,14 +15,14 @@ class Stopping:
 class Job:
     """The continuations of one request.
 
-    deliver(number, event, finish): called by the thread that generates, with each event of the continuation of this
-    number: a GeneratedToken; or Finished, where it ends without one because its `max_new_tokens` is 0 or it was
-    cancelled. `finish` is "" until its last event. A continuation's `prompt_tokens` are there before its first event,
-    and do not change any more. deliver(0, Stopping(), "") where the server stops before the end.
+    deliver(number, event): called by the thread that generates, with each event of the continuation of this number: a
+    GeneratedToken; or Finished, where it ends without one because its `max_new_tokens` is 0 or it was cancelled. A
+    continuation's `prompt_tokens` are there before its first event, and do not change any more. deliver(0, Stopping())
+    where the server stops before the end.
     """
 
     continuations: list[Continuation]
-    deliver: Callable[[int, GeneratedToken | Finished | Stopping, str], None]
+    deliver: Callable[[int, Event | Stopping], None]
 
 
 class Batcher:
@@ -39,7 +39,7 @@ class Batcher:
     def submit(self, job: Job) -> None:
         """Queue a job. May be called from any thread."""
         if self._stopping:
-            job.deliver(0, Stopping(), "")
+            job.deliver(0, Stopping())
         else:
             self._incoming.put(job)
 
@@ -61,7 +61,7 @@ class Batcher:
                 if job := self._incoming.get():
                     unfinished[id(job)] = job
             for job in unfinished.values():
-                job.deliver(0, Stopping(), "")
+                job.deliver(0, Stopping())
 
     def _generate(self, batch: Batch) -> None:
         """Until nobody waits, or the server stops."""
@@ -69,7 +69,7 @@ class Batcher:
             job, number = self._texts[event.row]
             if event.finish:
                 del self._texts[event.row]
-            job.deliver(number, event, event.finish)
+            job.deliver(number, event)
             while not self._incoming.empty():
                 self._take(batch, self._incoming.get())
             if self._stopping:

@@ -16,8 +16,8 @@ def test_a_token_comes_with_its_text() -> None:
     """Parts of a character wait for the last, and tokens that only a stop string has are left out."""
     choice = Choice(0, TOKENIZER, logprobs=True)
     text = [(b"a", ""), (b"\xc3", "a"), (b"\xa9", "é"), (b"S", ""), (b"T", "")]
-    chunks = [choice.add(GeneratedToken(0, data[0], 0.5, certain, ((data[0], 0.5),)), "") for data, certain in text]
-    last = choice.add(GeneratedToken(0, ord("O"), 0.0, "", ()), "stop")
+    chunks = [choice.add(GeneratedToken(0, data[0], 0.5, certain, ((data[0], 0.5),))) for data, certain in text]
+    last = choice.add(GeneratedToken(0, ord("O"), 0.0, "", (), "stop"))
     assert [chunk["text"] for chunk in (*chunks, last)] == ["", "a", "é", "", "", ""]
     whole = joined([*chunks, last])
     assert whole["text"] == "aé" and whole["finish_reason"] == "stop"
@@ -31,8 +31,8 @@ def test_no_token_is_missing_without_a_stop_string() -> None:
     choice = Choice(0, TOKENIZER, logprobs=True)
     c = Continuation([TOKENIZER.eod, *"é".encode()], Sampling(), score_prompt=True)
     c.prompt_tokens = [GeneratedToken(0, i, 0.5, "", ((97, 0.25),)) for i in c.prompt[1:]]
-    ended = GeneratedToken(0, TOKENIZER.eod, 0.5, "", ())
-    whole = joined([choice.echo("é", c), choice.add(GeneratedToken(0, 97, 0.5, "a"), ""), choice.add(ended, "end")])
+    ended = GeneratedToken(0, TOKENIZER.eod, 0.5, "", (), "end")
+    whole = joined([choice.echo("é", c), choice.add(GeneratedToken(0, 97, 0.5, "a")), choice.add(ended)])
     assert whole["text"] == "éa" and whole["finish_reason"] == "stop"
     assert whole["logprobs"]["tokens"] == ["<|endoftext|>", "bytes:\\xc3", "bytes:\\xa9", "a", "<|endoftext|>"]
     assert whole["logprobs"]["text_offset"] == [0, 0, 0, 1, 2]

@@ -11,7 +11,7 @@ import pytest
 import mpu
 from megatron.gpt2.model.gpt2 import GPT2Model
 from megatron.gpt2.programs.text_generation_server.batching import Batcher, Job, Stopping
-from megatron.gpt2.text.generation import Continuation, Generator
+from megatron.gpt2.text.generation import Continuation, Event, Generator
 from megatron.gpt2.text.sampling import Sampling
 from tests.megatron.gpt2.text.test_batch import Watched, endless
 from tests.megatron.gpt2.text.test_generation import CONFIG, TOKENIZER
@@ -38,10 +38,11 @@ def test_64_clients(watched: Watched) -> None:
         start = len(lengths)
         lengths.extend(c.sampling.max_new_tokens for c in made)
 
-        def deliver(number: int, event: object, finish: str) -> None:
+        def deliver(number: int, event: Event | Stopping) -> None:
             begun.setdefault(start + number, watched.steps)
-            if finish:
-                over[start + number] = finish
+            assert not isinstance(event, Stopping)
+            if event.finish:
+                over[start + number] = event.finish
                 if len(over) == len(lengths):
                     batcher.stop()
 
@@ -64,8 +65,8 @@ def test_whoever_waits_is_told_of_the_end(watched: Watched) -> None:
     asleep = threading.Event()
 
     def job(name: str, count: int) -> Job:
-        def deliver(number: int, event: object, finish: str) -> None:
-            told.append((name, finish or type(event).__name__))
+        def deliver(number: int, event: Event | Stopping) -> None:
+            told.append((name, getattr(event, "finish", "") or type(event).__name__))
             if name == "second" and not asleep.is_set():
                 asleep.set()
                 batcher.submit(job("third", 3))
