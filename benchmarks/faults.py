@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import json
 import os
 import random
@@ -36,7 +37,7 @@ from benchmarks import report
 from megatron.gpt2.checkpoint.folder import find_checkpoint
 from megatron.gpt2.records.incidents import read_incidents
 from tests.faults.injector import inject
-from tests.megatron.gpt2.launch.started_ranks import Rank, losses, sizes_of
+from tests.megatron.gpt2.launch.started_ranks import Rank, losses
 from tests.megatron.gpt2.training.training_runs import write_text
 
 STEPS, SAVE_INTERVAL = 7, 2
@@ -117,6 +118,12 @@ def node(folder: Path, seed: int) -> dict[str, Any]:
             "data_parallel_sizes": sizes, "seconds_after_the_loss": round(time.monotonic() - began, 1),
             "differing": found or [said[-400:]] * (code_back != 0),
             "good": code == code_back == 0 and not found and sizes == [2, 1] + [2] * returns}
+
+
+def sizes_of(save: Path) -> list[int]:
+    """The data-parallel sizes of a run, one after the other. A rank may be killed before it has noted its start."""
+    starts = [one["layout"]["data"] for one in read_incidents(save) if one["kind"] == "start"]
+    return [size for size, _ in itertools.groupby(starts)]
 
 
 def stop(folder: Path, seed: int) -> dict[str, Any]:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import hashlib
 import json
 import math
 import shutil
-import tarfile
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -29,11 +29,11 @@ from tests.fuzz.target import Files, Target
 from tests.megatron.gpt2.checkpoint.saved_states import find, save
 from tests.megatron.gpt2.formats.made import SHAPE, core, random_weights, write_megatron
 from tests.megatron.gpt2.formats.test_readers_openai import nanogpt_checkpoint, openai_state, write_huggingface
+from tests.megatron.gpt2.formats.torch_dist_files import unpack
 
 NO_HINTS = Hints()
 ITERATION = "iter_0000007"
 SEAL = b'"sha256": "'
-TORCH_DIST = Path(__file__).parents[1] / "megatron/gpt2/formats/torch_dist"
 VERSION_1 = Path(__file__).parents[1] / "megatron/gpt2/checkpoint/version_1"
 
 
@@ -142,15 +142,6 @@ def nanogpt(folder: Path) -> None:
     torch.save(nanogpt_checkpoint()[0], folder / "ckpt.pt")
 
 
-def torch_dist(name: str) -> Callable[[Path], object]:
-    """One that megatron-core wrote; see torch_dist/README.md."""
-    def make(folder: Path) -> None:
-        with tarfile.open(TORCH_DIST / f"{name}.tar.xz") as archive:
-            archive.extractall(folder, filter="data")
-
-    return make
-
-
 def plain_dcp(folder: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the one process, which is meant
@@ -179,7 +170,8 @@ TARGETS = [
     Target("Megatron, flat", megatron("flat", 0), read_foreign),
     Target("Megatron v2, legacy .pt", megatron("v2", 3, legacy=True), read_foreign),
     Target("Megatron Core", megatron("fused", 3), read_foreign),
-    Target("torch_dist", torch_dist("plain-0.16.1"), read_foreign),
-    Target("torch_dist: .metadata", torch_dist("fully_reshardable_dp2-0.16.1"), read_foreign, "**/.metadata"),
+    Target("torch_dist", functools.partial(unpack, "plain-0.16.1"), read_foreign),
+    Target("torch_dist: .metadata", functools.partial(unpack, "fully_reshardable_dp2-0.16.1"), read_foreign,
+           "**/.metadata"),
     Target("DCP", plain_dcp, read_with_heads, "**/*"),
     Target("DCP: .metadata", plain_dcp, read_with_heads, ".metadata")]

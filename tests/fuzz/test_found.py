@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from data_utils.files.checked_json import SEAL, read_sealed, write_sealed
+from data_utils.files.checked_json import read_sealed, write_sealed
 from data_utils.indexed_dataset import IndexedDatasetBuilder
 from data_utils.token_files import describe, read_manifest
 from data_utils.tokenizers.build import build_tokenizer, load_tokenizer
@@ -21,7 +21,7 @@ from megatron.gpt2.config.config_json import read_config, write_config
 from megatron.gpt2.programs import inspect_data
 from megatron.gpt2.records.plots import read_records
 from megatron.gpt2.records.run_report import page
-from tests.fuzz.data_targets import small_bpe
+from tests.fuzz.data_targets import reseal, small_bpe
 
 NESTED = "[" * 100_000
 
@@ -60,8 +60,9 @@ def test_a_pair_whose_manifest_is_of_another_form(pair: Path, name: str, value: 
 
 def test_a_pair_whose_manifest_holds_half_a_character(pair: Path) -> None:
     entries = json.dumps(describe(pair, {"inputs": [{"file": "\ud800"}], "tokenizer": None}), indent=1)
-    body = entries.removesuffix("\n}")
-    pair.with_suffix(".json").write_text(f'{body}{SEAL}{hashlib.sha256(body.encode()).hexdigest()}"\n}}\n')
+    files = {"document.json": entries.removesuffix("\n}").encode()}
+    reseal(files)
+    pair.with_suffix(".json").write_bytes(files["document.json"])
     with refused(r"a\.json: .*surrogates") as caught:
         inspect_data.main([str(pair)])
     assert_short(caught)
@@ -83,7 +84,6 @@ def test_a_pair_without_text(pair: Path, capsys: pytest.CaptureFixture[str]) -> 
 
 @pytest.mark.parametrize("body", ['{"a": 1', f'{{"a": {NESTED}', '["a"', '{"a": 1, "a": 2'])
 def test_a_sealed_file_of_no_object(tmp_path: Path, body: str) -> None:
-    import hashlib
 
     (tmp_path / "x.json").write_text(f'{body},\n "sha256": "{hashlib.sha256(body.encode()).hexdigest()}"\n}}\n')
     if body == '{"a": 1':

@@ -3,7 +3,6 @@
 Legend: h hidden, n heads, d head size, p model-parallel size.
 """
 
-import dataclasses
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from torch import Tensor
 from megatron.gpt2.config import require
 from megatron.gpt2.formats.foreign import ForeignSource, Hints, LazyTensor
 from megatron.gpt2.formats.megatron_files import HEAD, RANK_FILES, RankFiles, attributes, flatten, join, open_ranks
-from megatron.gpt2.formats.megatron_model import model_of, tell_of_padding
+from megatron.gpt2.formats.megatron_model import model_of, tell_of_padding, with_padding
 from megatron.gpt2.formats.megatron_optimizer import optimizer_state
 from megatron.gpt2.formats.pickles import load_pickle
 from megatron.gpt2.model.parameters import parameter_specs
@@ -57,7 +56,7 @@ def open_megatron(path: Path, format: str, hints: Hints, *, log: Callable[[str],
         raise ValueError(f"{path}: its checkpoint_version is unknown; those from 0 to 3 are known")
     order = 2 if format == "megatron-core" else int(number)
     # As the ranks hold it, with the vocabulary's padding.
-    held = parameter_specs(dataclasses.replace(model, vocab_size=padded, make_vocab_size_divisible_by=1), ranks.size)
+    held = parameter_specs(with_padding(model, padded), ranks.size)
     _check_parts(ranks, held)
 
     def joined(kind: str, parts: Mapping[str, list[Tensor]]) -> dict[str, LazyTensor]:

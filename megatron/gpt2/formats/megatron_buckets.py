@@ -142,8 +142,9 @@ def _joined(parts: Mapping[str, Mapping[str, Mapping[int, LazyTensor]]], specs: 
 
 
 def check_masters(masters: Mapping[str, LazyTensor], weights: Mapping[str, LazyTensor]) -> None:
-    """ValueError unless every master, rounded as the weights are, is the weight. Both are read, one at a time."""
-    for name, weight in weights.items():
+    """ValueError unless every master, rounded as the weights are, is the weight. Both are read, one at a time, unless
+    the weights are their own masters."""
+    for name, weight in weights.items() if masters is not weights else ():
         value = weight.make()
         require(torch.equal(masters[name].make().to(value.dtype), value),
                 f"the master of {name}, rounded, is not the weight")

@@ -9,7 +9,6 @@ Megatron Core 0.16 writes some values of `fully_reshardable` in a wrong place wh
 buffer's last. So the state is taken only where its masters are the weights, whatever its form is.
 """
 
-import dataclasses
 import math
 import re
 from collections.abc import Callable, Mapping
@@ -25,7 +24,7 @@ from megatron.gpt2.formats.dcp import DcpFolder
 from megatron.gpt2.formats.foreign import MAX_JSON_BYTES, ForeignSource, Hints, LazyTensor, first_rows, short_repr
 from megatron.gpt2.formats.megatron_buckets import GROUP, bucket_states, check_masters
 from megatron.gpt2.formats.megatron_files import LAYER, attributes, iteration_of, name_of_2019
-from megatron.gpt2.formats.megatron_model import model_of, tell_of_padding
+from megatron.gpt2.formats.megatron_model import model_of, tell_of_padding, with_padding
 from megatron.gpt2.formats.megatron_optimizer import adam_facts, run_facts
 from megatron.gpt2.formats.pickles import load_pickle
 from megatron.gpt2.model.parameters import parameter_specs
@@ -66,7 +65,7 @@ def open_torch_dist(path: Path, hints: Hints, *, log: Callable[[str], None]) -> 
             held["master"] = weights  # in fp32 the weights are their own masters
         try:
             if flat:
-                held = bucket_states(folder, args, _padded(model, padded), weights)
+                held = bucket_states(folder, args, with_padding(model, padded), weights)
                 top = {**top, "optimizer": {name: folder.object(f"{GROUP}0.{name}/shard_0_1")[0] for name in (
                     "optimizer", "grad_scaler") if f"{GROUP}0.{name}/shard_0_1" in folder.objects}}
             said, config, missing = _optimizer(top, args, held, weights)
@@ -132,14 +131,9 @@ def from_grid(grid: tuple[int, ...], shape: tuple[int, ...]) -> Callable[[Tensor
     return lambda x: x.reshape(*grid, *part).permute(order).reshape(shape)
 
 
-def _padded(model: ModelConfig, size: int) -> ModelConfig:
-    """The shape, with the rows of padding as if they were of the vocabulary."""
-    return dataclasses.replace(model, vocab_size=size, make_vocab_size_divisible_by=1)
-
-
 def _check(path: Path, weights: Mapping[str, LazyTensor], model: ModelConfig, padded: int) -> None:
     """ValueError unless `weights` are those of the model."""
-    specs = parameter_specs(_padded(model, padded))
+    specs = parameter_specs(with_padding(model, padded))
     for name in sorted(set(weights) ^ specs.keys()):
         problem = f"holds no {name}" if name in specs else f"holds {name[:120]}, which is no part of a GPT-2"
         raise ValueError(f"{path}: {problem}")

@@ -3,6 +3,7 @@
 Legend: h hidden, n heads, p ranks over which the tensors are split.
 """
 
+import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -70,6 +71,11 @@ def model_of(path: Path, top: Mapping[str, Any], shapes: Mapping[str, tuple[int,
                            vocab_size=vocab_size, gelu=hints.gelu or _gelu(args), **said), rows * p
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
+
+
+def with_padding(model: ModelConfig, padded: int) -> ModelConfig:
+    """The shape, with the rows of padding as if they were of the vocabulary."""
+    return dataclasses.replace(model, vocab_size=padded, make_vocab_size_divisible_by=1)
 
 
 def tell_of_padding(path: Path, top: Mapping[str, Any], model: ModelConfig, padded: int, hints: Hints, p: int,

@@ -19,10 +19,15 @@ VOCABULARY, KINDS = 29, ("model", "master", "exp_avg", "exp_avg_sq")
 
 def unpacked(base: Path) -> dict[str, Path]:
     """Every checkpoint, in a folder of its name in `base`."""
-    for name, path in CASES.items():
-        with tarfile.open(path) as archive:
-            archive.extractall(base / name, filter="data")
+    for name in CASES:
+        unpack(name, base / name)
     return {name: base / name for name in CASES}
+
+
+def unpack(name: str, folder: Path) -> None:
+    """The checkpoint of this name into `folder`."""
+    with tarfile.open(CASES[name]) as archive:
+        archive.extractall(folder, filter="data")
 
 
 def opened(folder: Path) -> Source:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import itertools
 import json
 import os
 import random
@@ -17,7 +16,6 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
 from megatron.gpt2.programs.pretrain_gpt2 import main
-from megatron.gpt2.records.incidents import read_incidents
 from tests.distributed import CONTEXT
 from tests.megatron.gpt2.training.training_runs import SMALL
 
@@ -76,12 +74,6 @@ def flags(folder: Path) -> list[str]:
 def losses(save: Path) -> list[float]:
     lines = (save / "metrics.jsonl").read_text().splitlines()
     return [record["lm_loss"] for record in map(json.loads, lines) if "split" not in record]
-
-
-def sizes_of(save: Path) -> list[int]:
-    """The data-parallel sizes of a run, one after the other. A rank may be killed before it has noted its start."""
-    starts = [one["layout"]["data"] for one in read_incidents(save) if one["kind"] == "start"]
-    return [size for size, _ in itertools.groupby(starts)]
 
 
 def free_port() -> int:
