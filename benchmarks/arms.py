@@ -70,36 +70,69 @@ class Vocabulary(Tokenizer):
 
 
 def dataset(problem: Problem) -> GPT2Dataset | BlendedDataset:
-    return build_splits(train_data=(), data_path=[problem.tokens], split="1", need_valid=False, need_test=False,
-                        tokenizer=Vocabulary(problem.vocab_size), seq_length=problem.seq_length, log=print).train
+    return build_splits(
+        train_data=(),
+        data_path=[problem.tokens],
+        split="1",
+        need_valid=False,
+        need_test=False,
+        tokenizer=Vocabulary(problem.vocab_size),
+        seq_length=problem.seq_length,
+        log=print,
+    ).train
 
 
 def batches(problem: Problem) -> BatchLoader:
     """The samples that our program takes, in its order, as tensors [accumulation · b, s + 1], prepared by a thread."""
+
     def finish(batch: np.ndarray, samples: np.ndarray) -> Tensor:
         host = torch.from_numpy(batch)
         return host.pin_memory() if problem.device == "cuda" else host
 
     data = dataset(problem)
-    return BatchLoader(data, SampleOrder(len(data), problem.seed), micro_batch_size=problem.micro_batch_size,
-                       schedule=BatchSchedule.constant(problem.micro_batch_size * problem.accumulation),
-                       data_parallel_rank=0, data_parallel_size=1, finish=finish)
+    return BatchLoader(
+        data,
+        SampleOrder(len(data), problem.seed),
+        micro_batch_size=problem.micro_batch_size,
+        schedule=BatchSchedule.constant(problem.micro_batch_size * problem.accumulation),
+        data_parallel_rank=0,
+        data_parallel_size=1,
+        finish=finish,
+    )
 
 
 def our_flags(problem: Problem, arm: Arm) -> list[str]:
     """The command line of our program for this problem."""
     values: dict[str, Any] = {
-        "num-layers": problem.num_layers, "hidden-size": problem.hidden_size,
-        "num-attention-heads": problem.num_attention_heads, "seq-length": problem.seq_length,
-        "max-position-embeddings": problem.seq_length, "gelu": problem.gelu, "attention-dropout": problem.dropout,
-        "hidden-dropout": problem.dropout, "micro-batch-size": problem.micro_batch_size,
+        "num-layers": problem.num_layers,
+        "hidden-size": problem.hidden_size,
+        "num-attention-heads": problem.num_attention_heads,
+        "seq-length": problem.seq_length,
+        "max-position-embeddings": problem.seq_length,
+        "gelu": problem.gelu,
+        "attention-dropout": problem.dropout,
+        "hidden-dropout": problem.dropout,
+        "micro-batch-size": problem.micro_batch_size,
         # Over model-parallel ranks alone: the data-parallel size is 1.
-        "global-batch-size": problem.micro_batch_size * problem.accumulation, "lr": problem.lr,
-        "lr-decay-style": "constant", "warmup": 0, "weight-decay": problem.weight_decay,
-        "adam-beta1": problem.betas[0], "adam-beta2": problem.betas[1], "clip-grad": problem.clip_grad,
-        "seed": problem.seed, "train-iters": 1_000_000, "eval-iters": 0, "split": "1", "tokenizer-type": "bytes",
-        "data-path": f"{problem.scratch}/bytes", "save": f"{problem.scratch}/save", "device": problem.device,
-        "precision": arm.precision, "model-parallel-size": arm.ranks}
+        "global-batch-size": problem.micro_batch_size * problem.accumulation,
+        "lr": problem.lr,
+        "lr-decay-style": "constant",
+        "warmup": 0,
+        "weight-decay": problem.weight_decay,
+        "adam-beta1": problem.betas[0],
+        "adam-beta2": problem.betas[1],
+        "clip-grad": problem.clip_grad,
+        "seed": problem.seed,
+        "train-iters": 1_000_000,
+        "eval-iters": 0,
+        "split": "1",
+        "tokenizer-type": "bytes",
+        "data-path": f"{problem.scratch}/bytes",
+        "save": f"{problem.scratch}/save",
+        "device": problem.device,
+        "precision": arm.precision,
+        "model-parallel-size": arm.ranks,
+    }
     flags = [word for name, value in values.items() for word in (f"--{name}", str(value))]
     return flags + (["--compile"] if arm.compiled else []) + list(arm.flags)
 
@@ -111,8 +144,12 @@ def our_run(problem: Problem, arm: Arm, ranks: Ranks | None = None) -> PreparedR
     prepared = prepare_run(parse(our_flags(problem, arm)), ranks or Ranks(0, arm.ranks, 0, 1), print)
     model = dataclasses.replace(prepared.config.model, vocab_size=problem.vocab_size)
     config = dataclasses.replace(prepared.config, model=model)
-    return dataclasses.replace(prepared, config=config, tokenizer=Vocabulary(problem.vocab_size),
-                               splits=dataclasses.replace(prepared.splits, train=dataset(problem)))
+    return dataclasses.replace(
+        prepared,
+        config=config,
+        tokenizer=Vocabulary(problem.vocab_size),
+        splits=dataclasses.replace(prepared.splits, train=dataset(problem)),
+    )
 
 
 def built(problem: Problem, arm: Arm) -> Run:
@@ -135,8 +172,10 @@ def one_rank(problem: Problem, arm: Arm) -> Trainer:
 
     dist.init_process_group("fake", rank=0, world_size=arm.ranks, store=FakeStore())
     # The ranks agree on when to stop over gloo, which needs the others.
-    with (mock.patch("megatron.gpt2.training.engine.GPT2Model", model_drawn_in_place),
-          mock.patch("megatron.gpt2.training.build.StopSignal")):
+    with (
+        mock.patch("megatron.gpt2.training.engine.GPT2Model", model_drawn_in_place),
+        mock.patch("megatron.gpt2.training.build.StopSignal"),
+    ):
         return ours(problem, arm)
 
 
@@ -182,9 +221,14 @@ def trainer(run: Run) -> Trainer:
 
     padded = run.engine.model.word_embeddings.weight.size(0) * run.parallel.tensor_model_parallel_size
     precision = str(run.prepared.dtype).removeprefix("torch.")
-    return Trainer(step, read, f"loss over {run.engine.model.vocab_size} words, {padded} rows multiplied; weights and "
-                               f"activations {precision}, fp32 masters and gradients, fused AdamW", close=close,
-                   expected_peak=expected_peak(run.prepared.memory))
+    return Trainer(
+        step,
+        read,
+        f"loss over {run.engine.model.vocab_size} words, {padded} rows multiplied; weights and "
+        f"activations {precision}, fp32 masters and gradients, fused AdamW",
+        close=close,
+        expected_peak=expected_peak(run.prepared.memory),
+    )
 
 
 def peer(problem: Problem, arm: Arm, nanogpt: str) -> Trainer:
@@ -192,8 +236,13 @@ def peer(problem: Problem, arm: Arm, nanogpt: str) -> Trainer:
     device = torch.device(problem.device)
     loader = batches(problem)
     model, loss_of, vocab = peers.build(arm.kind, problem.model, nanogpt=nanogpt, device=device, seed=problem.seed)
-    called: nn.Module = torch.compile(  # type: ignore[assignment]
-        model, backend=problem.compiler) if arm.compiled else model
+    called: nn.Module = (
+        torch.compile(  # type: ignore[assignment]
+            model, backend=problem.compiler
+        )
+        if arm.compiled
+        else model
+    )
     optimizer = peers.adamw(model, arm.shipped, lr=problem.lr, betas=problem.betas, weight_decay=problem.weight_decay)
     total = torch.zeros((), device=device)
     norm = torch.zeros((), device=device)
@@ -204,7 +253,7 @@ def peer(problem: Problem, arm: Arm, nanogpt: str) -> Trainer:
         text = next(loader).to(device, non_blocking=True)
         optimizer.zero_grad(set_to_none=True)
         for i in range(problem.accumulation):
-            part = text[i * b:(i + 1) * b]
+            part = text[i * b : (i + 1) * b]
             with torch.autocast(device.type, DTYPES["bf16"], enabled=arm.precision == "bf16"):
                 loss = loss_of(called, part[:, :-1], part[:, 1:]) / problem.accumulation
             loss.backward()
@@ -221,9 +270,14 @@ def peer(problem: Problem, arm: Arm, nanogpt: str) -> Trainer:
         return loss, norm.item()
 
     how = "fp32 throughout" if arm.precision == "fp32" else "fp32 weights, bf16 by torch.autocast"
-    return Trainer(step, read, f"loss over {vocab} words, as many rows multiplied; {how}, "
-                               f"{'AdamW as shipped' if arm.shipped else 'fused AdamW'}",
-                   math.log(vocab / problem.vocab_size), loader.close)
+    return Trainer(
+        step,
+        read,
+        f"loss over {vocab} words, as many rows multiplied; {how}, "
+        f"{'AdamW as shipped' if arm.shipped else 'fused AdamW'}",
+        math.log(vocab / problem.vocab_size),
+        loader.close,
+    )
 
 
 def measure(problem: Problem, arm: Arm, *, nanogpt: str, warmup: int, steps: int) -> dict[str, Any]:
@@ -243,17 +297,36 @@ def measure(problem: Problem, arm: Arm, *, nanogpt: str, warmup: int, steps: int
     seconds = call_seconds(training.step, device, steps)
     last = training.read()
     assert all(map(math.isfinite, (*first, *second, *last))), "a loss or gradient norm is not finite"
-    memory = {"peak_allocated": torch.cuda.max_memory_allocated(device), "allocated": torch.cuda.memory_allocated(
-        device), "peak_reserved": torch.cuda.max_memory_reserved(device)} if gpu else {"peak_resident": peak_resident()}
+    memory = (
+        {
+            "peak_allocated": torch.cuda.max_memory_allocated(device),
+            "allocated": torch.cuda.memory_allocated(device),
+            "peak_reserved": torch.cuda.max_memory_reserved(device),
+        }
+        if gpu
+        else {"peak_resident": peak_resident()}
+    )
     training.close()
     parameters = count_parameters(problem.model, arm.ranks)[1]
-    return {"step_s": seconds, "first_step_s": first_step, "build_s": built - began, "loss": first[0],
-            "grad_norm": first[1], "last_loss": last[0], "tokens_per_step": problem.tokens_per_step,
-            "flops_per_token": problem.model.flops_per_token(problem.seq_length) // arm.ranks,
-            "flops_per_token_llm_c": by_llm_c(parameters, problem.num_layers, problem.hidden_size // arm.ranks,
-                                              problem.seq_length),
-            "parameters": parameters, "memory_bytes": memory, "expected_peak_bytes": training.expected_peak,
-            "computes": training.computes, "padding_nats": training.padding_nats, "threads": torch.get_num_threads()}
+    return {
+        "step_s": seconds,
+        "first_step_s": first_step,
+        "build_s": built - began,
+        "loss": first[0],
+        "grad_norm": first[1],
+        "last_loss": last[0],
+        "tokens_per_step": problem.tokens_per_step,
+        "flops_per_token": problem.model.flops_per_token(problem.seq_length) // arm.ranks,
+        "flops_per_token_llm_c": by_llm_c(
+            parameters, problem.num_layers, problem.hidden_size // arm.ranks, problem.seq_length
+        ),
+        "parameters": parameters,
+        "memory_bytes": memory,
+        "expected_peak_bytes": training.expected_peak,
+        "computes": training.computes,
+        "padding_nats": training.padding_nats,
+        "threads": torch.get_num_threads(),
+    }
 
 
 def peak_resident() -> int | None:

@@ -71,8 +71,10 @@ def our_blocks(shape: Shape, size: int) -> nn.Module:
     mpu.initialize_model_parallel(size)
 
     def block(layer: int) -> nn.Module:
-        return mpu.ParallelTransformerLayer(mpu.TransformerConfig(shape.hidden, shape.heads, 4 * shape.hidden),
-                                            init_method_for=lambda name: weight(layer, name))
+        return mpu.ParallelTransformerLayer(
+            mpu.TransformerConfig(shape.hidden, shape.heads, 4 * shape.hidden),
+            init_method_for=lambda name: weight(layer, name),
+        )
 
     return nn.Sequential(*map(block, range(shape.layers)))
 
@@ -92,9 +94,16 @@ def plain_blocks(shape: Shape, size: int) -> nn.Module:
     if size > 1:
         mesh = init_device_mesh("cpu", (size,))
         for block in blocks:
-            parallelize_module(block, mesh, {
-                "query_key_value": ColwiseParallel(), "dense": RowwiseParallel(),
-                "dense_h_to_4h": ColwiseParallel(), "dense_4h_to_h": RowwiseParallel()})
+            parallelize_module(
+                block,
+                mesh,
+                {
+                    "query_key_value": ColwiseParallel(),
+                    "dense": RowwiseParallel(),
+                    "dense_h_to_4h": ColwiseParallel(),
+                    "dense_4h_to_h": RowwiseParallel(),
+                },
+            )
     return blocks
 
 
@@ -106,16 +115,27 @@ def work(kind: str, size: int, rank: int, shape: Shape, folder: str) -> None:
     set_allocator(torch.device("cpu"))
     torch.set_num_threads(max(1, 2 // size))
     if size > 1:
-        dist.init_process_group("gloo", init_method=f"file://{folder}/{kind}", rank=rank, world_size=size,
-                                timeout=timedelta(seconds=TIMEOUT))
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{folder}/{kind}",
+            rank=rank,
+            world_size=size,
+            timeout=timedelta(seconds=TIMEOUT),
+        )
     time_first = kind == "ours"  # [s, b, h] here, [b, s, h] there
     draw = torch.Generator().manual_seed(0)
     x, dy = (torch.randn(shape.batch, shape.seq_length, shape.hidden, generator=draw) for _ in range(2))
     if time_first:
         x, dy = x.transpose(0, 1).contiguous(), dy.transpose(0, 1).contiguous()
     make = our_blocks if kind == "ours" else plain_blocks
-    models = {name: (make(shape, size).to(DTYPES[name]).train(), x.to(DTYPES[name], copy=True).requires_grad_(),
-                     dy.to(DTYPES[name])) for name in ("fp32", "bf16")}
+    models = {
+        name: (
+            make(shape, size).to(DTYPES[name]).train(),
+            x.to(DTYPES[name], copy=True).requires_grad_(),
+            dy.to(DTYPES[name]),
+        )
+        for name in ("fp32", "bf16")
+    }
 
     def iteration(dtype: str) -> Tensor:
         model, x, dy = models[dtype]

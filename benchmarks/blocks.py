@@ -34,12 +34,18 @@ from benchmarks.block_arms import TIMEOUT, Shape
 
 TOLERANCE = {"fp32": 1e-5, "bf16": 2e-2}  # ‖difference‖ / ‖plain in one process‖ of output and input gradient
 # name, the processes; (ours, plain) × (1, 2). The first of each pair of `RATIOS` is to be the faster.
-ARMS = {"ours, 1 process": ("ours", 1), "ours, mp 2": ("ours", 2), "plain, 1 process": ("plain", 1),
-        "DTensor, mp 2": ("plain", 2)}
-RATIOS = [("ours, mp 2", "ours, 1 process", {"bf16": 0.85, "fp32": 0.98}),
-          ("DTensor, mp 2", "plain, 1 process", {}),
-          ("ours, mp 2", "DTensor, mp 2", {"bf16": 1.15}),
-          ("ours, 1 process", "plain, 1 process", {})]
+ARMS = {
+    "ours, 1 process": ("ours", 1),
+    "ours, mp 2": ("ours", 2),
+    "plain, 1 process": ("plain", 1),
+    "DTensor, mp 2": ("plain", 2),
+}
+RATIOS = [
+    ("ours, mp 2", "ours, 1 process", {"bf16": 0.85, "fp32": 0.98}),
+    ("DTensor, mp 2", "plain, 1 process", {}),
+    ("ours, mp 2", "DTensor, mp 2", {"bf16": 1.15}),
+    ("ours, 1 process", "plain, 1 process", {}),
+]
 
 
 class Workers:
@@ -48,10 +54,24 @@ class Workers:
     def __init__(self, kind: str, size: int, shape: Shape, folder: str) -> None:
         environment = {**os.environ, "OMP_NUM_THREADS": str(max(1, 2 // size)), "GLOO_SOCKET_IFNAME": "lo"}
         self.log = open(f"{folder}/{kind}{size}.log", "w")  # noqa: SIM115  lives as long as the processes
-        self.processes = [subprocess.Popen(
-            [sys.executable, str(Path(__file__).resolve().parent / "block_arms.py"), kind, str(size), str(rank),
-             json.dumps(asdict(shape)), folder], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log,
-            env=environment) for rank in range(size)]
+        self.processes = [
+            subprocess.Popen(
+                [
+                    sys.executable,
+                    str(Path(__file__).resolve().parent / "block_arms.py"),
+                    kind,
+                    str(size),
+                    str(rank),
+                    json.dumps(asdict(shape)),
+                    folder,
+                ],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self.log,
+                env=environment,
+            )
+            for rank in range(size)
+        ]
 
     def tell(self, line: str) -> None:
         for process in self.processes:
@@ -109,8 +129,9 @@ def gate(folder: str, dtype: str) -> dict[str, float]:
     return errors
 
 
-def compare(shape: Shape, rounds: int, iterations: int, pause: float, result: dict[str, Any], path: Path,
-            folder: str) -> bool:
+def compare(
+    shape: Shape, rounds: int, iterations: int, pause: float, result: dict[str, Any], path: Path, folder: str
+) -> bool:
     """Fill `result`; whether all arms agreed. `pause`: seconds before each timing."""
     workers: dict[str, Workers] = {}
     try:
@@ -124,8 +145,10 @@ def compare(shape: Shape, rounds: int, iterations: int, pause: float, result: di
             errors = gate(folder, dtype)
             result["gate"][dtype] = errors
             worst = max(errors.values())
-            print(f"gate {dtype}: outputs and input gradients within {worst:.1e} of plain blocks in one process",
-                  flush=True)
+            print(
+                f"gate {dtype}: outputs and input gradients within {worst:.1e} of plain blocks in one process",
+                flush=True,
+            )
             if not worst <= TOLERANCE[dtype]:
                 print(f"THE GATE FAILED in {dtype}: {errors}, allowed {TOLERANCE[dtype]}")
                 return False
@@ -133,14 +156,17 @@ def compare(shape: Shape, rounds: int, iterations: int, pause: float, result: di
             times: dict[str, list[float]] = {name: [] for name in ARMS}
             result["seconds"][dtype] = times
             for number in range(rounds + 1):  # the first warms up and does not count
-                for name in list(ARMS)[::1 if number % 2 else -1]:
+                for name in list(ARMS)[:: 1 if number % 2 else -1]:
                     time.sleep(pause)  # until the threads of the arm before have gone to sleep
                     seconds = max(answer["seconds"] for answer in workers[name].ask(f"time {dtype} {iterations}"))
                     if number:
                         times[name].append(seconds)
                 report.write(path, result)
-            print(f"{dtype}: " + ", ".join(f"{name} {1000 * report.spread(t)['median']:,.1f} ms"
-                                           for name, t in times.items()), flush=True)
+            print(
+                f"{dtype}: "
+                + ", ".join(f"{name} {1000 * report.spread(t)['median']:,.1f} ms" for name, t in times.items()),
+                flush=True,
+            )
     finally:
         for each in workers.values():
             each.end()
@@ -155,8 +181,14 @@ def summarise(result: dict[str, Any]) -> None:
             ratio = report.spread([b / a for a, b in zip(times[fast], times[slow], strict=True)])
             goal = wanted.get(dtype)
             result["ratios"].append({"dtype": dtype, "speed_of": fast, "over": slow, **ratio, "goal": goal})
-            rows.append([f"{fast} ÷ {slow}", dtype, *(f"{ratio[key]:.3f}" for key in ("median", "p10", "p90")),
-                         f"{goal:.2f} {'met' if ratio['median'] >= goal else 'MISSED'}" if goal else ""])
+            rows.append(
+                [
+                    f"{fast} ÷ {slow}",
+                    dtype,
+                    *(f"{ratio[key]:.3f}" for key in ("median", "p10", "p90")),
+                    f"{goal:.2f} {'met' if ratio['median'] >= goal else 'MISSED'}" if goal else "",
+                ]
+            )
     print("\n" + report.table(["speed, forward + backward", "dtype", "median", "p10", "p90", "goal"], rows) + "\n")
 
 
@@ -169,9 +201,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     chosen = parser.parse_args(argv)
     shape, rounds = (Shape(2, 64, 4, 64, 2), 3) if chosen.smoke else (Shape(), chosen.alternations)
     path = Path(chosen.output) / "blocks.json"
-    result: dict[str, Any] = {**report.header("blocks"), "smoke": chosen.smoke, "shape": asdict(shape),
-                              "iterations": chosen.iterations, "tolerance": TOLERANCE, "gate": {}, "seconds": {},
-                              "ratios": []}
+    result: dict[str, Any] = {
+        **report.header("blocks"),
+        "smoke": chosen.smoke,
+        "shape": asdict(shape),
+        "iterations": chosen.iterations,
+        "tolerance": TOLERANCE,
+        "gate": {},
+        "seconds": {},
+        "ratios": [],
+    }
     with tempfile.TemporaryDirectory() as folder:
         try:
             agreed = compare(shape, rounds, chosen.iterations, 0.02 if chosen.smoke else 0.3, result, path, folder)
@@ -180,10 +219,22 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"FAILED: {error}")
     if agreed:
         summarise(result)
-        print(report.plot(path.with_suffix(".png"), f"blocks: {report.machine_line(result)}", [
-            (f"ms, forward + backward, {dtype}",
-             [(name, *(1000 * report.spread(t)[key] for key in ("median", "p10", "p90"))) for name, t in times.items()])
-            for dtype, times in result["seconds"].items()]))
+        print(
+            report.plot(
+                path.with_suffix(".png"),
+                f"blocks: {report.machine_line(result)}",
+                [
+                    (
+                        f"ms, forward + backward, {dtype}",
+                        [
+                            (name, *(1000 * report.spread(t)[key] for key in ("median", "p10", "p90")))
+                            for name, t in times.items()
+                        ],
+                    )
+                    for dtype, times in result["seconds"].items()
+                ],
+            )
+        )
     report.write(path, result)
     print(f"wrote {path.name}")
     return 0 if agreed else 1

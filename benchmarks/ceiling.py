@@ -24,14 +24,21 @@ def ceiling(problem: Problem, precision: str, seconds: float) -> dict[str, Any]:
     device, dtype, h = torch.device(problem.device), DTYPES[precision], problem.hidden_size
     m = problem.micro_batch_size * problem.seq_length
     padded = mpu.padded_vocab_size(problem.vocab_size, problem.model.make_vocab_size_divisible_by, 1)
-    shapes = {"query_key_value": (3 * h, h), "dense": (h, h), "h_to_4h": (4 * h, h), "4h_to_h": (h, 4 * h),
-              "head": (padded, h)}
+    shapes = {
+        "query_key_value": (3 * h, h),
+        "dense": (h, h),
+        "h_to_4h": (4 * h, h),
+        "4h_to_h": (h, 4 * h),
+        "head": (padded, h),
+    }
     flops = total = 0.0
     rates = {}
     for name, (n, k) in shapes.items():
         x, w, g = (torch.randn(*shape, device=device).to(dtype) for shape in ((m, k), (n, k), (m, n)))
-        took = sum(fastest(product, device, seconds) for product in (
-            lambda x=x, w=w: F.linear(x, w), lambda g=g, w=w: g @ w, lambda g=g, x=x: g.t() @ x))
+        took = sum(
+            fastest(product, device, seconds)
+            for product in (lambda x=x, w=w: F.linear(x, w), lambda g=g, w=w: g @ w, lambda g=g, x=x: g.t() @ x)
+        )
         count = 1 if name == "head" else problem.num_layers
         flops += 6.0 * m * n * k * count
         total += took * count

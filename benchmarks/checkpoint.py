@@ -46,20 +46,31 @@ from megatron.gpt2.model.parameters import parameter_specs
 from megatron.gpt2.optimizer.flat_state import FlatState
 
 State = dict[str, Tensor]
-SHAPES = {False: ModelConfig(num_layers=12, hidden_size=768, num_attention_heads=12, max_position_embeddings=1024,
-                             vocab_size=50257),
-          True: ModelConfig(num_layers=2, hidden_size=64, num_attention_heads=2, max_position_embeddings=64,
-                            vocab_size=1000)}
+SHAPES = {
+    False: ModelConfig(
+        num_layers=12, hidden_size=768, num_attention_heads=12, max_position_embeddings=1024, vocab_size=50257
+    ),
+    True: ModelConfig(num_layers=2, hidden_size=64, num_attention_heads=2, max_position_embeddings=64, vocab_size=1000),
+}
 KINDS = {"model": torch.bfloat16, "master": torch.float32, "exp_avg": torch.float32, "exp_avg_sq": torch.float32}
 # (name, ours, DCP's, the greatest ratio of their times)
-GOALS = (("save", "ours: save", "DCP: save", 1.0), ("load, hashed", "ours: load, warm", "DCP: load, warm", 1.3),
-         ("load --no-verify", "ours: load --no-verify, warm", "DCP: load, warm", 0.7))
+GOALS = (
+    ("save", "ours: save", "DCP: save", 1.0),
+    ("load, hashed", "ours: load, warm", "DCP: load, warm", 1.3),
+    ("load --no-verify", "ours: load --no-verify, warm", "DCP: load, warm", 0.7),
+)
 
 
 def make_state(smoke: bool, seed: int) -> State:
     specs = parameter_specs(SHAPES[smoke], 1).items()
-    return {f"{kind}.{name}": torch.arange(math.prod(spec.global_shape), dtype=torch.float32).add_(seed).to(dtype).view(
-        spec.global_shape) for name, spec in specs for kind, dtype in KINDS.items()}
+    return {
+        f"{kind}.{name}": torch.arange(math.prod(spec.global_shape), dtype=torch.float32)
+        .add_(seed)
+        .to(dtype)
+        .view(spec.global_shape)
+        for name, spec in specs
+        for kind, dtype in KINDS.items()
+    }
 
 
 def flat(state: State) -> list[FlatState]:
@@ -69,8 +80,12 @@ def flat(state: State) -> list[FlatState]:
 def files_of(state: State, smoke: bool) -> dict[str, dict[str, Piece]]:
     """As a run of one rank saves them."""
     pieces = state_pieces(flat(state), parameter_specs(SHAPES[smoke], 1), mp_rank=0, mp_size=1)
-    return {f"mp_rank_00/{kind if kind == 'model' else kind + '_dp_00'}.safetensors": {
-        key: piece for key, piece in pieces.items() if key.startswith(f"{kind}.")} for kind in KINDS}
+    return {
+        f"mp_rank_00/{kind if kind == 'model' else kind + '_dp_00'}.safetensors": {
+            key: piece for key, piece in pieces.items() if key.startswith(f"{kind}.")
+        }
+        for kind in KINDS
+    }
 
 
 def save_ours(state: State, folder: Path, smoke: bool) -> None:
@@ -91,11 +106,16 @@ def load_dcp(state: State, folder: Path, smoke: bool) -> None:
     dcp.load(state, storage_reader=dcp.FileSystemReader(folder), no_dist=True)
 
 
-SAVES: dict[str, Callable[..., None]] = {"ours: save": save_ours, "DCP: save": save_dcp,
-                                         "DCP: save, 4 threads": functools.partial(save_dcp, threads=4)}
-LOADS: dict[str, Callable[..., None]] = {"ours: load": functools.partial(load_ours, verify=True),
-                                         "ours: load --no-verify": functools.partial(load_ours, verify=False),
-                                         "DCP: load": load_dcp}
+SAVES: dict[str, Callable[..., None]] = {
+    "ours: save": save_ours,
+    "DCP: save": save_dcp,
+    "DCP: save, 4 threads": functools.partial(save_dcp, threads=4),
+}
+LOADS: dict[str, Callable[..., None]] = {
+    "ours: load": functools.partial(load_ours, verify=True),
+    "ours: load --no-verify": functools.partial(load_ours, verify=False),
+    "DCP: load": load_dcp,
+}
 
 
 def folder_of(scratch: Path, name: str) -> Path:
@@ -122,8 +142,9 @@ def cached(folder: Path, warm: bool) -> None:
 def blocked(state: State, scratch: Path, smoke: bool, count: int) -> list[dict[str, float]]:
     """--async-save: how long a save holds up training, and until it is committed."""
     write = functools.partial(write_checkpoint, scratch / "async", rank=0, world_size=1, timeout_s=60, keep_last=1)
-    saver = Saver(write, rank=0, attempt="a", asynchronous=True, local_world_size=1, max_over_ranks=int,
-                  log=lambda line: None)
+    saver = Saver(
+        write, rank=0, attempt="a", asynchronous=True, local_world_size=1, max_over_ranks=int, log=lambda line: None
+    )
     saver.prepare(files_of(state, smoke))  # as a run does before its first step
     visits = []
     for iteration in range(1, count + 1):
@@ -190,7 +211,8 @@ def measure(scratch: Path, smoke: bool, rounds: int) -> dict[str, Any]:
         visits[name].append(timed(lambda name=name: SAVES[name](state, folder_of(scratch, name), smoke)))
     visits = {name: all_of_it[1:] for name, all_of_it in visits.items()}  # the first touches memory for the first time
     visits["ours: save --async-save, blocked"] = [
-        {**visit, "wall_s": visit["blocked_s"]} for visit in blocked(state, scratch, smoke, 2 * rounds)]
+        {**visit, "wall_s": visit["blocked_s"]} for visit in blocked(state, scratch, smoke, 2 * rounds)
+    ]
     os.sync()
     target = make_state(smoke, 1)
     for warm in (True, False):
@@ -199,7 +221,8 @@ def measure(scratch: Path, smoke: bool, rounds: int) -> dict[str, Any]:
                 tensor.zero_()
             cached(folder_of(scratch, name), warm)
             visits.setdefault(f"{name}, {'warm' if warm else 'cold'}", []).append(
-                timed(lambda name=name: LOADS[name](target, folder_of(scratch, name), smoke)))
+                timed(lambda name=name: LOADS[name](target, folder_of(scratch, name), smoke))
+            )
             assert all(torch.equal(tensor, target[key]) for key, tensor in state.items()), name
     return {"gigabytes": gigabytes, "visits": visits, "peak_extra_bytes": peak_extra_bytes}
 
@@ -209,35 +232,61 @@ def summarise(result: dict[str, Any]) -> None:
     size = result["gigabytes"]
     result["summary"] = figures = {
         name: {f"{key}_per_gb": report.spread([visit[key] / size for visit in visits]) for key in ("wall_s", "cpu_s")}
-        for name, visits in result["visits"].items()}
+        for name, visits in result["visits"].items()
+    }
 
     def median(name: str, key: str = "wall_s_per_gb") -> float:
         return figures[name][key]["median"]
 
     goals = [(name, median(ours) / median(other), limit) for name, ours, other, limit in GOALS]
-    goals += [("CPU s a GB, the most of ours", max(median(name, "cpu_s_per_gb") for name in figures
-                                                   if name.startswith("ours")), 2.0),
-              ("--async-save blocks, s a GB", median("ours: save --async-save, blocked"), 0.3)]
-    result["goals"] = [{"goal": name, "found": found, "limit": limit, "met": found <= limit}
-                       for name, found, limit in goals]
+    goals += [
+        (
+            "CPU s a GB, the most of ours",
+            max(median(name, "cpu_s_per_gb") for name in figures if name.startswith("ours")),
+            2.0,
+        ),
+        ("--async-save blocks, s a GB", median("ours: save --async-save, blocked"), 0.3),
+    ]
+    result["goals"] = [
+        {"goal": name, "found": found, "limit": limit, "met": found <= limit} for name, found, limit in goals
+    ]
 
 
 def show(result: dict[str, Any]) -> str:
-    rows = [[name, *(f"{figure[key][part]:.3f}" for key, part in (
-        ("wall_s_per_gb", "median"), ("wall_s_per_gb", "p10"), ("wall_s_per_gb", "p90"), ("cpu_s_per_gb", "median")))]
-        for name, figure in result["summary"].items()]
+    rows = [
+        [
+            name,
+            *(
+                f"{figure[key][part]:.3f}"
+                for key, part in (
+                    ("wall_s_per_gb", "median"),
+                    ("wall_s_per_gb", "p10"),
+                    ("wall_s_per_gb", "p90"),
+                    ("cpu_s_per_gb", "median"),
+                )
+            ),
+        ]
+        for name, figure in result["summary"].items()
+    ]
     memory = [[name, f"{peak / 1e9:.3f}"] for name, peak in result["peak_extra_bytes"].items()]
-    goals = [[goal["goal"], f"{goal['found']:.3f}", f"{goal['limit']:.2f}", "met" if goal["met"] else "NOT MET"]
-             for goal in result["goals"]]
-    return "\n\n".join([report.machine_line(result),
-                        report.table(["seconds a GB", "wall", "p10", "p90", "CPU"], rows),
-                        report.table(["peak of anonymous memory beyond the state", "GB"], memory),
-                        report.table(["goal", "found", "at most", ""], goals)])
+    goals = [
+        [goal["goal"], f"{goal['found']:.3f}", f"{goal['limit']:.2f}", "met" if goal["met"] else "NOT MET"]
+        for goal in result["goals"]
+    ]
+    return "\n\n".join(
+        [
+            report.machine_line(result),
+            report.table(["seconds a GB", "wall", "p10", "p90", "CPU"], rows),
+            report.table(["peak of anonymous memory beyond the state", "GB"], memory),
+            report.table(["goal", "found", "at most", ""], goals),
+        ]
+    )
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--folder", metavar="DIR", help="where to save, on the disk in question (default: temporary)")
     parser.add_argument("--rounds", type=int, default=3, help="repetitions of the mirrored order")
     parser.add_argument("--output", metavar="DIR", help="folder of the result (default: benchmarks/results)")
@@ -249,8 +298,13 @@ def main(argv: list[str] | None = None) -> int:
     logging.getLogger("torch").setLevel(logging.ERROR)
     rounds = 1 if chosen.smoke else chosen.rounds
     with tempfile.TemporaryDirectory(dir=chosen.folder) as folder:
-        result = {**report.header("checkpoint"), "smoke": chosen.smoke, "rounds": rounds,
-                  "state": "weights bf16, masters and two moments fp32", **measure(Path(folder), chosen.smoke, rounds)}
+        result = {
+            **report.header("checkpoint"),
+            "smoke": chosen.smoke,
+            "rounds": rounds,
+            "state": "weights bf16, masters and two moments fp32",
+            **measure(Path(folder), chosen.smoke, rounds),
+        }
     summarise(result)
     output = Path(chosen.output) if chosen.output else report.RESULTS
     report.write(output / "checkpoint.json", result)

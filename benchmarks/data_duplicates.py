@@ -41,7 +41,7 @@ LEAST_JACCARD, MOST_JACCARD = 0.8, 0.95
 
 def measure(smoke: bool) -> dict[str, Any]:
     """{name: {"figure", "goal", "reached"}}; the unit is in the name. smoke: few documents, to see that it runs."""
-    texts = [text[:5000] for text in builtin_documents()][:50 if smoke else None]
+    texts = [text[:5000] for text in builtin_documents()][: 50 if smoke else None]
     ways: dict[str, Callable[[Sequence[str]], object]] = {"ours": our_keys, "a_hash_a_permutation": permuted}
     if find_spec("rensa"):
         ways["rensa"] = rensa_sketches
@@ -52,8 +52,10 @@ def measure(smoke: bool) -> dict[str, Any]:
         **{f"signatures_mb_per_second_{name}": {"figure": speed} for name, speed in speeds.items() if name != "ours"},
         "recall_of_planted_pairs": at_least(found["recall"], 0.99),
         "false_pairs": at_most(found["false"], 0),
-        "planted_pairs": {"figure": found["pairs"]}, "documents": {"figure": found["documents"]},
-        "seconds_to_sign": {"figure": found["sign"]}, "seconds_to_search": {"figure": found["search"]},
+        "planted_pairs": {"figure": found["pairs"]},
+        "documents": {"figure": found["documents"]},
+        "seconds_to_sign": {"figure": found["sign"]},
+        "seconds_to_search": {"figure": found["search"]},
         "search_mb_of_memory_per_million_documents": {"figure": memory(20_000 if smoke else 1_000_000)},
         "disk_mb_per_million_documents": {"figure": COLUMNS * 8.0},
     }
@@ -106,12 +108,12 @@ def rensa_sketches(texts: Sequence[str]) -> None:
 
     for text in texts:
         sketch = rensa.RMinHash(num_perm=VALUES, seed=42)
-        sketch.update([text[start:start + SHINGLE] for start in range(len(text) - SHINGLE + 1)])
+        sketch.update([text[start : start + SHINGLE] for start in range(len(text) - SHINGLE + 1)])
         sketch.digest()
 
 
 def grams(text: str) -> set[str]:
-    return {text[start:start + SHINGLE] for start in range(len(text) - SHINGLE + 1)}
+    return {text[start : start + SHINGLE] for start in range(len(text) - SHINGLE + 1)}
 
 
 def exact(first: str, second: str) -> float:
@@ -141,17 +143,33 @@ def planted(documents: int, pairs: int) -> dict[str, float]:
         signatures = Shard("pairs", (Path(scratch) / "documents.signatures",))
         table = [{"name": "documents", "documents": len(texts), "sha256": signed["input"]["sha256"]}]
         half = time.perf_counter()
-        run_shard(Stage("search", search, {"shards": table, "min_jaccard": LEAST_JACCARD},
-                       {"sources": [path], "text_key": "text"}), signatures, Path(scratch))
+        run_shard(
+            Stage(
+                "search",
+                search,
+                {"shards": table, "min_jaccard": LEAST_JACCARD},
+                {"sources": [path], "text_key": "text"},
+            ),
+            signatures,
+            Path(scratch),
+        )
         ended = time.perf_counter()
         rows = np.fromfile(signatures.files[0], "<u8").reshape(-1, COLUMNS)
-    found = [(first, second) for first, second, _ in
-             joining_pairs([rows], lambda number: shingles(texts[number]), LEAST_JACCARD)]
-    assert all(jaccard(shingles(texts[one]), shingles(texts[other])) == exact(texts[one], texts[other])
-               for one, other in found)
-    return {"documents": len(texts), "pairs": len(truth), "recall": len(set(truth) & set(found)) / len(truth),
-            "false": sum(exact(texts[one], texts[other]) < LEAST_JACCARD for one, other in found),
-            "sign": half - began, "search": ended - half}
+    found = [
+        (first, second)
+        for first, second, _ in joining_pairs([rows], lambda number: shingles(texts[number]), LEAST_JACCARD)
+    ]
+    assert all(
+        jaccard(shingles(texts[one]), shingles(texts[other])) == exact(texts[one], texts[other]) for one, other in found
+    )
+    return {
+        "documents": len(texts),
+        "pairs": len(truth),
+        "recall": len(set(truth) & set(found)) / len(truth),
+        "false": sum(exact(texts[one], texts[other]) < LEAST_JACCARD for one, other in found),
+        "sign": half - began,
+        "search": ended - half,
+    }
 
 
 def memory(documents: int) -> float:

@@ -44,16 +44,18 @@ def measure(smoke: bool) -> dict[str, Any]:
         prefix = Path(scratch) / "tokens"
         rng = np.random.default_rng(0)
         write_pair(prefix, tokens // 1000, 1000, rng.integers(0, 257, tokens).astype("<u2"))
-        dataset = build_splits(train_data=(), data_path=[str(prefix)], split="1", tokenizer=tokenizer,
-                               seq_length=SEQUENCE, log=print).train
+        dataset = build_splits(
+            train_data=(), data_path=[str(prefix)], split="1", tokenizer=tokenizer, seq_length=SEQUENCE, log=print
+        ).train
         assert not isinstance(dataset, BlendedDataset)
         blend = BlendedDataset([dataset] * 3, block_counts([5, 3, 2], ["a", "b", "c"], ""), wrap=True)
         order = SampleOrder(len(dataset), seed=1234)
         dataset.rows(np.arange(len(dataset)))  # every page is in memory
 
         nano, small = alternate(lambda: nanogpt_batches(prefix, BATCH), lambda: our_batches(dataset, order, BATCH))
-        large, blended = alternate(lambda: our_batches(dataset, order, LARGE_BATCH),
-                                   lambda: our_batches(blend, blend.order(1234), BATCH))
+        large, blended = alternate(
+            lambda: our_batches(dataset, order, LARGE_BATCH), lambda: our_batches(blend, blend.order(1234), BATCH)
+        )
         text = torch.from_numpy(dataset.rows(order(np.arange(BATCH))))
         documents, _ = alternate(lambda: lengths_of_documents(text, tokenizer.eod), lambda: 0.0)
 
@@ -104,15 +106,23 @@ def nanogpt_batches(prefix: Path, batch: int, count: int = 100) -> float:
     for _ in range(count):
         data = np.memmap(f"{prefix}.bin", dtype=np.uint16, mode="r")
         places = torch.randint(len(data) - SEQUENCE, (batch,))
-        torch.stack([torch.from_numpy(data[i:i + SEQUENCE].astype(np.int64)) for i in places])
-        torch.stack([torch.from_numpy(data[i + 1:i + 1 + SEQUENCE].astype(np.int64)) for i in places])
+        torch.stack([torch.from_numpy(data[i : i + SEQUENCE].astype(np.int64)) for i in places])
+        torch.stack([torch.from_numpy(data[i + 1 : i + 1 + SEQUENCE].astype(np.int64)) for i in places])
     return 1e6 * (time.perf_counter() - began) / count / batch
 
 
 def our_batches(samples: Samples, order: Order, batch: int) -> float:
     """Microseconds a sample, the order included."""
-    loader = BatchLoader(samples, order, micro_batch_size=batch, schedule=BatchSchedule.constant(batch),
-                         data_parallel_rank=0, data_parallel_size=1, prefetch=0, finish=torch.from_numpy)
+    loader = BatchLoader(
+        samples,
+        order,
+        micro_batch_size=batch,
+        schedule=BatchSchedule.constant(batch),
+        data_parallel_rank=0,
+        data_parallel_size=1,
+        prefetch=0,
+        finish=torch.from_numpy,
+    )
     count = -(-12_000 // batch)
     began = time.perf_counter()
     for _ in range(count):
@@ -136,6 +146,7 @@ def seconds_to_open(prefix: Path) -> float:
 
 def seconds_to_split(prefix: Path, tokenizer: Any) -> float:
     began = time.perf_counter()
-    build_splits(train_data=(), data_path=[str(prefix)], split="949,50,1", tokenizer=tokenizer, seq_length=SEQUENCE,
-                 log=print)
+    build_splits(
+        train_data=(), data_path=[str(prefix)], split="949,50,1", tokenizer=tokenizer, seq_length=SEQUENCE, log=print
+    )
     return time.perf_counter() - began

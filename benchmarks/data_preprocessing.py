@@ -51,7 +51,7 @@ def write_corpus(path: Path, size: int) -> None:
             except (OSError, UnicodeDecodeError):
                 continue
             for start in range(0, len(text) if hash(text) not in seen else 0, DOCUMENT):
-                line = json.dumps({"text": text[start:start + DOCUMENT]}, ensure_ascii=False)
+                line = json.dumps({"text": text[start : start + DOCUMENT]}, ensure_ascii=False)
                 written += out.write(line.encode() + b"\n")
             seen.add(hash(text))
             if written > size:
@@ -67,8 +67,9 @@ def tokenizer_arguments() -> dict[str, Any]:
 
 
 def processor_seconds() -> float:
-    return sum(use.ru_utime + use.ru_stime for use in map(resource.getrusage, (resource.RUSAGE_SELF,
-                                                                               resource.RUSAGE_CHILDREN)))
+    return sum(
+        use.ru_utime + use.ru_stime for use in map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    )
 
 
 def no_bar(size: int) -> contextlib.AbstractContextManager[Any]:
@@ -89,12 +90,19 @@ def run_arm(arm: str, path: str, scratch: str) -> tuple[float, float]:
     texts = [json.loads(line)["text"] for line in lines] if arm.startswith("encode") else []
     if arm == "hf":
         from tokenizers import ByteLevelBPETokenizer
+
         hf = ByteLevelBPETokenizer(given["vocab_file"], given["merge_file"])
         tokenizer.encode_utf8 = lambda data: hf.encode(data.decode()).ids
     if arm != "two":
         preprocessing.build_tokenizer = lambda **_: tokenizer  # type: ignore[attr-defined]  # workers build their own
-    job = preprocessing.Job(inputs=(path,) * (REPEATED if arm in ("one", "two") else 1), output_prefix=f"{scratch}/out",
-                            keys=("text",), tokenizer=given, append_eod=True, workers=2 if arm == "two" else 1)
+    job = preprocessing.Job(
+        inputs=(path,) * (REPEATED if arm in ("one", "two") else 1),
+        output_prefix=f"{scratch}/out",
+        keys=("text",),
+        tokenizer=given,
+        append_eod=True,
+        workers=2 if arm == "two" else 1,
+    )
     elapsed, used = time.perf_counter(), processor_seconds()
     if arm.startswith("json"):
         for line in lines:
@@ -108,15 +116,22 @@ def run_arm(arm: str, path: str, scratch: str) -> tuple[float, float]:
 
 
 def in_own_process(arm: str, path: Path) -> tuple[float, float]:
-    cores = sorted(os.sched_getaffinity(0))[:2 if arm == "two" else 1]
+    cores = sorted(os.sched_getaffinity(0))[: 2 if arm == "two" else 1]
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
         # The guard is for the workers, which import the main module again.
         program = Path(scratch) / "arm.py"
-        program.write_text("import os\nfrom benchmarks.data_preprocessing import run_arm\nif __name__ == '__main__':\n"
-                           f"    os.sched_setaffinity(0, {cores})\n"
-                           f"    print(*run_arm({arm!r}, {str(path)!r}, {scratch!r}))\n")
-        run = subprocess.run([sys.executable, program], check=True, capture_output=True, text=True,
-                             env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"})
+        program.write_text(
+            "import os\nfrom benchmarks.data_preprocessing import run_arm\nif __name__ == '__main__':\n"
+            f"    os.sched_setaffinity(0, {cores})\n"
+            f"    print(*run_arm({arm!r}, {str(path)!r}, {scratch!r}))\n"
+        )
+        run = subprocess.run(
+            [sys.executable, program],
+            check=True,
+            capture_output=True,
+            text=True,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        )
     elapsed, used = map(float, run.stdout.split()[-2:])
     return elapsed, used
 
@@ -131,15 +146,21 @@ def measure(smoke: bool) -> dict[str, Any]:
         write_corpus(whole, 20_000_000 if smoke else CORPUS_BYTES)
         with open(whole, "rb") as file:
             part.write_bytes(b"".join(file.readlines(PART_BYTES // (10 if smoke else 1))))
-        sizes = {arm: (whole if arm in WHOLE else part).stat().st_size * (REPEATED if arm in ("one", "two") else 1)
-                 for arm in WHOLE + PART}
+        sizes = {
+            arm: (whole if arm in WHOLE else part).stat().st_size * (REPEATED if arm in ("one", "two") else 1)
+            for arm in WHOLE + PART
+        }
         for number in range(1 if smoke else ROUNDS):
             for arm in WHOLE + PART:
                 seconds = in_own_process(arm, whole if arm in WHOLE else part)
                 elapsed[arm].append(seconds[0])
                 used[arm].append(seconds[1])
-            print(f"round {number + 1}: " + ", ".join(
-                f"{arm} {sizes[arm] / 1e6 / used[arm][-1]:.1f}" for arm in WHOLE + PART) + " MB/s", flush=True)
+            print(
+                f"round {number + 1}: "
+                + ", ".join(f"{arm} {sizes[arm] / 1e6 / used[arm][-1]:.1f}" for arm in WHOLE + PART)
+                + " MB/s",
+                flush=True,
+            )
 
     def ratio(above: list[float], below: list[float]) -> list[float]:
         return [a / b for a, b in zip(above, below, strict=True)]
@@ -147,16 +168,27 @@ def measure(smoke: bool) -> dict[str, Any]:
     def both(first: str, second: str) -> list[float]:
         return [a + b for a, b in zip(used[first], used[second], strict=True)]
 
-    ratios = {"ours to the limit of json.loads and the tokenizer": ratio(both("json", "encode"), used["ours"]),
-              "the same without gigatoken": ratio(both("json part", "encode (tiktoken)"), used["ours (tiktoken)"]),
-              "ours to HF tokenizers in the same pipeline": [
-                  a * sizes["ours"] / sizes["hf"] for a in ratio(used["hf"], used["ours"])],
-              "without gigatoken to HF tokenizers": ratio(used["hf"], used["ours (tiktoken)"]),
-              "two workers to one, elapsed": ratio(elapsed["one"], elapsed["two"])}
+    ratios = {
+        "ours to the limit of json.loads and the tokenizer": ratio(both("json", "encode"), used["ours"]),
+        "the same without gigatoken": ratio(both("json part", "encode (tiktoken)"), used["ours (tiktoken)"]),
+        "ours to HF tokenizers in the same pipeline": [
+            a * sizes["ours"] / sizes["hf"] for a in ratio(used["hf"], used["ours"])
+        ],
+        "without gigatoken to HF tokenizers": ratio(used["hf"], used["ours (tiktoken)"]),
+        "two workers to one, elapsed": ratio(elapsed["one"], elapsed["two"]),
+    }
     rates = {arm: spread([sizes[arm] / 1e6 / seconds for seconds in used[arm]]) for arm in WHOLE + PART}
-    for head, rows in (("ratio", {name: spread(values) for name, values in ratios.items()}),
-                       ("MB/s of a core", rates)):
-        print("\n" + table([head, "median", "p10", "p90"], [
-            [name, *(f"{row[which]:.2f}" for which in ("median", "p10", "p90"))] for name, row in rows.items()]))
-    return {"corpus_bytes": sizes["ours"], "part_bytes": sizes["hf"], "MB/s of a core": rates,
-            "ratios": {name: spread(values) for name, values in ratios.items()}}
+    for head, rows in (("ratio", {name: spread(values) for name, values in ratios.items()}), ("MB/s of a core", rates)):
+        print(
+            "\n"
+            + table(
+                [head, "median", "p10", "p90"],
+                [[name, *(f"{row[which]:.2f}" for which in ("median", "p10", "p90"))] for name, row in rows.items()],
+            )
+        )
+    return {
+        "corpus_bytes": sizes["ours"],
+        "part_bytes": sizes["hf"],
+        "MB/s of a core": rates,
+        "ratios": {name: spread(values) for name, values in ratios.items()},
+    }

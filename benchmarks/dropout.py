@@ -36,8 +36,12 @@ from mpu.kernels import keyed_dropout
 
 S, H = 1024, 1024
 LIMIT = 5.0
-STEPS = (("small, bf16", "bf16", (4, 256, 4, 256, 8), 30), ("small, fp32", "fp32", (4, 256, 4, 256, 8), 30),
-         ("hidden 512, bf16", "bf16", (4, 512, 8, 512, 8), 10), ("like 124M, bf16", "bf16", (3, 768, 12, 1024, 4), 5))
+STEPS = (
+    ("small, bf16", "bf16", (4, 256, 4, 256, 8), 30),
+    ("small, fp32", "fp32", (4, 256, 4, 256, 8), 30),
+    ("hidden 512, bf16", "bf16", (4, 512, 8, 512, 8), 10),
+    ("like 124M, bf16", "bf16", (3, 768, 12, 1024, 4), 5),
+)
 
 
 def mask(sample: int, p: float, *, seed: int = 1234, layer: int = 0, site: int = AFTER_MLP) -> Tensor:
@@ -58,13 +62,16 @@ def measure(samples: int, p: float) -> dict[str, float]:
         eights = here.view(-1, 8).to(torch.int64) @ (1 << torch.arange(8))
         patterns += torch.bincount(eights, minlength=256)
         centred = here - p
-        others = {"channel + 1": (centred[:, 1:], centred[:, :-1]), "channel + 4": (centred[:, 4:], centred[:, :-4]),
-                  "channel + 16": (centred[:, 16:], centred[:, :-16]),
-                  "position + 1": (centred[1:], centred[:-1]),
-                  "next sample": (centred, mask(sample + 1, p) - p),
-                  "next layer": (centred, mask(sample, p, layer=1) - p),
-                  "other place": (centred, mask(sample, p, site=AFTER_ATTENTION) - p),
-                  "next seed": (centred, mask(sample, p, seed=1235) - p)}
+        others = {
+            "channel + 1": (centred[:, 1:], centred[:, :-1]),
+            "channel + 4": (centred[:, 4:], centred[:, :-4]),
+            "channel + 16": (centred[:, 16:], centred[:, :-16]),
+            "position + 1": (centred[1:], centred[:-1]),
+            "next sample": (centred, mask(sample + 1, p) - p),
+            "next layer": (centred, mask(sample, p, layer=1) - p),
+            "other place": (centred, mask(sample, p, site=AFTER_ATTENTION) - p),
+            "next seed": (centred, mask(sample, p, seed=1235) - p),
+        }
         for name, (a, b) in others.items():
             products[name] = products.get(name, 0.0) + (a * b).sum(dtype=torch.float64).item()
             pairs[name] = pairs.get(name, 0) + a.numel()
@@ -84,8 +91,12 @@ def masks(smoke: bool) -> dict[str, Any]:
     found = {f"p = {p}": measure(samples, p) for p in (0.1, 0.5)}
     greatest = max(abs(value) for of_p in found.values() for value in of_p.values())
     names = list(next(iter(found.values())))
-    print(report.table(["standard deviations", *found], [
-        [name, *(f"{of_p[name]:+.2f}" for of_p in found.values())] for name in names]))
+    print(
+        report.table(
+            ["standard deviations", *found],
+            [[name, *(f"{of_p[name]:+.2f}" for of_p in found.values())] for name in names],
+        )
+    )
     print(f"\nthe greatest of {len(names) * len(found)} is {greatest:.2f}, over {samples * S * H:,} elements each")
     return {"elements": samples * S * H, "standard_deviations": found, "greatest": greatest, "limit": LIMIT}
 
@@ -98,18 +109,30 @@ def cost(smoke: bool) -> dict[str, Any]:
         with tempfile.TemporaryDirectory() as scratch:
             problem = Problem(*sizes, dropout=0.1, vocab_size=512, tokens=f"{scratch}/tokens", scratch=scratch)
             write_tokens(problem, 64)
-            found = steps_in_turns(0, 1, problem, {"torch": ("--dropout-rng", "torch"), "counter": ()},
-                                   2 if smoke else pairs, precision)
+            found = steps_in_turns(
+                0, 1, problem, {"torch": ("--dropout-rng", "torch"), "counter": ()}, 2 if smoke else pairs, precision
+            )
             rows[name] = {kind: beside(found, kind) for kind in ("clock", "processor")}
     columns = [f"{torch.get_num_threads()} threads", "median ratio", "best of each", "processor time", "best"]
-    print(report.table(columns, [
-        [name, *(f"{value:.3f}" for kind in row.values() for value in (kind["ratio"]["median"], kind["of_best"]))]
-        for name, row in rows.items()]))
+    print(
+        report.table(
+            columns,
+            [
+                [
+                    name,
+                    *(f"{value:.3f}" for kind in row.values() for value in (kind["ratio"]["median"], kind["of_best"])),
+                ]
+                for name, row in rows.items()
+            ],
+        )
+    )
     return {"threads": torch.get_num_threads(), "rows": rows}
 
 
 PARTS: dict[str, tuple[str, Callable[[bool], dict[str, Any]]]] = {
-    "masks": ("dropout", masks), "cost": (f"dropout_cost_{torch.get_num_threads()}_threads", cost)}
+    "masks": ("dropout", masks),
+    "cost": (f"dropout_cost_{torch.get_num_threads()}_threads", cost),
+}
 
 
 def main() -> int:

@@ -33,8 +33,22 @@ from megatron.gpt2.programs.pretrain_gpt2 import main as pretrain
 
 WIKITEXT, LAMBADA, OTHER = "wikitext-2/test.txt", "lambada/lambada_test.jsonl", "wikitext-2/valid.txt"
 POSITIONS, STRIDE = 128, 32  # the second is Megatron's --overlapping-eval
-SHAPE = ["--num-layers", "2", "--hidden-size", "64", "--num-attention-heads", "4", "--seq-length", str(POSITIONS),
-         "--max-position-embeddings", str(POSITIONS), "--attention-dropout", "0", "--hidden-dropout", "0"]
+SHAPE = [
+    "--num-layers",
+    "2",
+    "--hidden-size",
+    "64",
+    "--num-attention-heads",
+    "4",
+    "--seq-length",
+    str(POSITIONS),
+    "--max-position-embeddings",
+    str(POSITIONS),
+    "--attention-dropout",
+    "0",
+    "--hidden-dropout",
+    "0",
+]
 LAYOUTS = ((1, 1), (1, 2), (2, 1))  # model-parallel, data-parallel
 GOAL = 1e-4  # of a perplexity, relative; accuracies are equal
 Scores = dict[str, float]
@@ -46,13 +60,44 @@ def train(vocabulary: Path, folder: Path, lambada: Path, other: Path, iterations
     draw = random.Random(0)  # each time after other text, for so they are met in their passages
     texts = [other.read_text("utf-8"), *(" ".join(draw.sample(ends, len(ends))) for _ in range(24))]
     (folder / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), "utf-8")
-    assert pretrain([
-        "--train-data", f"{folder}/text.jsonl", "--save", f"{folder}/save", *SHAPE, "--lr", "1e-2", "--tokenizer-type",
-        "GPT2BPETokenizer", "--vocab-file", f"{vocabulary}/encoder.json", "--merge-file", f"{vocabulary}/vocab.bpe",
-        "--micro-batch-size", "16", "--train-iters", str(iterations), "--split", "1,0,0", "--eval-iters", "0",
-        "--device", "cpu", "--data-cache-path", f"{folder}/cache"]) == 0
-    write_huggingface(Checkpoint(folder / "save" / f"iter_{iterations:07d}"), folder / "exported",
-                      tokenizer=load_tokenizer(folder / "save" / "tokenizer"), log=print)
+    assert (
+        pretrain(
+            [
+                "--train-data",
+                f"{folder}/text.jsonl",
+                "--save",
+                f"{folder}/save",
+                *SHAPE,
+                "--lr",
+                "1e-2",
+                "--tokenizer-type",
+                "GPT2BPETokenizer",
+                "--vocab-file",
+                f"{vocabulary}/encoder.json",
+                "--merge-file",
+                f"{vocabulary}/vocab.bpe",
+                "--micro-batch-size",
+                "16",
+                "--train-iters",
+                str(iterations),
+                "--split",
+                "1,0,0",
+                "--eval-iters",
+                "0",
+                "--device",
+                "cpu",
+                "--data-cache-path",
+                f"{folder}/cache",
+            ]
+        )
+        == 0
+    )
+    write_huggingface(
+        Checkpoint(folder / "save" / f"iter_{iterations:07d}"),
+        folder / "exported",
+        tokenizer=load_tokenizer(folder / "save" / "tokenizer"),
+        log=print,
+    )
 
 
 def ours(folder: Path, wikitext: Path, lambada: Path, model_parallel: int, data_parallel: int) -> Scores:
@@ -61,13 +106,34 @@ def ours(folder: Path, wikitext: Path, lambada: Path, model_parallel: int, data_
     runs: tuple[list[str | Path], ...] = ([wikitext, lambada], [lambada, "--strict-lambada"])
     for number, flags in enumerate(runs):
         out = folder / f"{model_parallel}_{data_parallel}_{number}.json"
-        subprocess.run([sys.executable, report.ROOT / "tools" / "evaluate_gpt2.py", "--nproc-per-node", str(ranks),
-                        "--load", folder / "save", "--device", "cpu", "--model-parallel-size", str(model_parallel),
-                        "--output", out, "--valid-data", *flags], check=True, stdout=subprocess.DEVNULL)
+        subprocess.run(
+            [
+                sys.executable,
+                report.ROOT / "tools" / "evaluate_gpt2.py",
+                "--nproc-per-node",
+                str(ranks),
+                "--load",
+                folder / "save",
+                "--device",
+                "cpu",
+                "--model-parallel-size",
+                str(model_parallel),
+                "--output",
+                out,
+                "--valid-data",
+                *flags,
+            ],
+            check=True,
+            stdout=subprocess.DEVNULL,
+        )
         metrics += [result["metrics"] for result in json.loads(out.read_text())["results"]]
     wiki, plain, strict = metrics
-    return {"perplexity": wiki["perplexity"], "adjusted_perplexity": wiki["adjusted_perplexity"],
-            "lambada": plain["accuracy"], "lambada_strict": strict["accuracy"]}
+    return {
+        "perplexity": wiki["perplexity"],
+        "adjusted_perplexity": wiki["adjusted_perplexity"],
+        "lambada": plain["accuracy"],
+        "lambada_strict": strict["accuracy"],
+    }
 
 
 @torch.no_grad()
@@ -88,12 +154,15 @@ def theirs(folder: Path, wikitext: Path, lambada: Path) -> Scores:
     tokens, words = ids(wikitext_detokenizer({"page": raw})), len(raw.strip().split(" "))
     nats, end = 0.0, 1  # tokens[:end] have been scored
     for start in range(0, len(tokens), STRIDE):
-        targets = tokens[end:start + POSITIONS + 1]
+        targets = tokens[end : start + POSITIONS + 1]
         if not targets:
             break
-        window = tokens[start:end + len(targets) - 1]
-        nats += float(torch.nn.functional.cross_entropy(logits(window, len(targets)).double(), torch.tensor(targets),
-                                                        reduction="sum"))
+        window = tokens[start : end + len(targets) - 1]
+        nats += float(
+            torch.nn.functional.cross_entropy(
+                logits(window, len(targets)).double(), torch.tensor(targets), reduction="sum"
+            )
+        )
         end += len(targets)
 
     hits = {False: 0, True: 0}
@@ -103,10 +172,14 @@ def theirs(folder: Path, wikitext: Path, lambada: Path) -> Scores:
         for strict in hits:
             target = ids(" " + word) if strict else ids(passage)[-1:]
             context = ids(beginning.strip()) if strict else ids(passage)[:-1]
-            window = (context + target)[-POSITIONS - 1:-1]
+            window = (context + target)[-POSITIONS - 1 : -1]
             hits[strict] += logits(window, len(target)).argmax(-1).tolist() == target
-    return {"perplexity": math.exp(nats / (len(tokens) - 1)), "adjusted_perplexity": math.exp(nats / (words - 1)),
-            "lambada": hits[False] / len(passages), "lambada_strict": hits[True] / len(passages)}
+    return {
+        "perplexity": math.exp(nats / (len(tokens) - 1)),
+        "adjusted_perplexity": math.exp(nats / (words - 1)),
+        "lambada": hits[False] / len(passages),
+        "lambada_strict": hits[True] / len(passages),
+    }
 
 
 def beginnings(data: Path, folder: Path, lines: int) -> Path:
@@ -119,16 +192,26 @@ def beginnings(data: Path, folder: Path, lines: int) -> Path:
 
 
 def agrees(scores: Scores, expected: Scores) -> bool:
-    return all(math.isclose(value, expected[name], rel_tol=GOAL) if "perplexity" in name else value == expected[name]
-               for name, value in scores.items())
+    return all(
+        math.isclose(value, expected[name], rel_tol=GOAL) if "perplexity" in name else value == expected[name]
+        for name, value in scores.items()
+    )
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, required=True, metavar="DIR", help=f"the folder of {WIKITEXT}, {OTHER}, "
-                        f"{LAMBADA}, and of gpt2/encoder.json and gpt2/vocab.bpe")
-    parser.add_argument("--smoke", action="store_true", help="the first lines, of a model that is hardly trained; "
-                        "writes nothing unless --output is given")
+    parser.add_argument(
+        "--data",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help=f"the folder of {WIKITEXT}, {OTHER}, {LAMBADA}, and of gpt2/encoder.json and gpt2/vocab.bpe",
+    )
+    parser.add_argument(
+        "--smoke",
+        action="store_true",
+        help="the first lines, of a model that is hardly trained; writes nothing unless --output is given",
+    )
     parser.add_argument("--output", type=Path, help="default: benchmarks/results/evaluation.json")
     args = parser.parse_args(argv)
     output = args.output or (None if args.smoke else report.RESULTS / "evaluation.json")
@@ -144,8 +227,12 @@ def main(argv: list[str] | None = None) -> int:
             columns[label] = ours(folder, *files, *layout) if layout else theirs(folder, *files)
     expected, *own = columns.values()
     result |= {"scores": columns, "met": all(agrees(scores, expected) for scores in own)}
-    print(report.table(["", *expected], [[label, *(f"{value:,.6f}" for value in scores.values())]
-                                         for label, scores in columns.items()]))
+    print(
+        report.table(
+            ["", *expected],
+            [[label, *(f"{value:,.6f}" for value in scores.values())] for label, scores in columns.items()],
+        )
+    )
     print(f"perplexities within {GOAL} and accuracies equal: {'yes' if result['met'] else 'NO'}")
     if output:
         report.write(output, result)

@@ -46,26 +46,49 @@ def layouts(folder: Path, smoke: bool, output: Path) -> dict[str, Any]:
     rows: list[dict[str, Any]] = (report.earlier(output, head, "commit", "steps") or {}).get("rows", [])
     chosen = [layout for layout in QUICK + WIDE + LARGE if not smoke or layout.world_size == 1]
     for name, flags in PRECISIONS.items():
-        lacking = [layout for layout in chosen if not any(
-            {**layout._asdict(), "flags": " ".join(layout.flags), "precision": name}.items() <= row.items()
-            for row in rows)]
+        lacking = [
+            layout
+            for layout in chosen
+            if not any(
+                {**layout._asdict(), "flags": " ".join(layout.flags), "precision": name}.items() <= row.items()
+                for row in rows
+            )
+        ]
         if not lacking:
             continue
         (one,) = run_ranks(train, 1, str(folder), [Layout()], flags, steps)[0]
         tensors = whole([one])
         for layout in lacking:
-            results = [of_rank[0] for of_rank in run_ranks(train, layout.world_size, str(folder), [layout], flags,
-                                                           steps, timeout=900)]
+            results = [
+                of_rank[0]
+                for of_rank in run_ranks(train, layout.world_size, str(folder), [layout], flags, steps, timeout=900)
+            ]
             found = whole(results)
-            said = [key for key in ("loss", "norm", "skipped", "evaluation")
-                    if any(result[key] != one[key] for result in results)]
-            differing = [f"{kind} {tensor}" for (kind, tensor), values in tensors.items()
-                         if not torch.equal(found[kind, tensor], values)]
-            rows.append({**layout._asdict(), "flags": " ".join(layout.flags), "precision": name,
-                         "skipped": sum(one["skipped"]), "differing": said + differing})
+            said = [
+                key
+                for key in ("loss", "norm", "skipped", "evaluation")
+                if any(result[key] != one[key] for result in results)
+            ]
+            differing = [
+                f"{kind} {tensor}"
+                for (kind, tensor), values in tensors.items()
+                if not torch.equal(found[kind, tensor], values)
+            ]
+            rows.append(
+                {
+                    **layout._asdict(),
+                    "flags": " ".join(layout.flags),
+                    "precision": name,
+                    "skipped": sum(one["skipped"]),
+                    "differing": said + differing,
+                }
+            )
             report.write(output, {**head, "rows": rows})
-            print(f"{len(rows):>4} of {len(chosen) * len(PRECISIONS)}  {name}, {layout.tensor}x{layout.pipeline}x"
-                  f"{layout.data} {' '.join(layout.flags)}: {(said + differing) or 'equal to the bit'}", flush=True)
+            print(
+                f"{len(rows):>4} of {len(chosen) * len(PRECISIONS)}  {name}, {layout.tensor}x{layout.pipeline}x"
+                f"{layout.data} {' '.join(layout.flags)}: {(said + differing) or 'equal to the bit'}",
+                flush=True,
+            )
     equal = sum(not row["differing"] for row in rows)
     print(f"\n{equal} of {len(rows)} equal to the bit over {steps} steps")
     return {"steps": steps, "layouts": len(rows), "equal": equal, "rows": rows}
@@ -82,20 +105,34 @@ def moves(folder: Path, smoke: bool, output: Path) -> dict[str, Any]:
     for number, (layout, length) in enumerate(zip(ways, lengths, strict=True)):
         results = run_ranks(go_on, layout.world_size, str(folder), layout, flags, length, number > 0, timeout=600)
         rows.append({**layout._asdict(), "flags": " ".join(layout.flags), "steps": length})
-        print(f"{number + 1:>4} of {len(ways)}  {length} steps in {layout.tensor}x{layout.pipeline}x{layout.data} "
-              f"{' '.join(layout.flags)}", flush=True)
+        print(
+            f"{number + 1:>4} of {len(ways)}  {length} steps in {layout.tensor}x{layout.pipeline}x{layout.data} "
+            f"{' '.join(layout.flags)}",
+            flush=True,
+        )
     found, expected = whole(results), whole([one])
-    differing = [f"{kind} {name}" for (kind, name), values in expected.items()
-                 if not torch.equal(found[kind, name], values)]
-    print(f"\nafter {sum(lengths)} steps in {len(ways)} layouts: {differing or 'equal to the bit'} beside the run that "
-          "was never stopped")
+    differing = [
+        f"{kind} {name}" for (kind, name), values in expected.items() if not torch.equal(found[kind, name], values)
+    ]
+    print(
+        f"\nafter {sum(lengths)} steps in {len(ways)} layouts: {differing or 'equal to the bit'} beside the run that "
+        "was never stopped"
+    )
     return {"moves": len(ways), "steps": sum(lengths), "differing": differing, "rows": rows}
 
 
 def problem(scratch: Path, smoke: bool) -> Problem:
     layers, hidden, heads = (2, 64, 4) if smoke else MODELS["124M"]
-    return Problem(layers, hidden, heads, 64 if smoke else 1024, 8, vocab_size=512 if smoke else 50257,
-                   tokens=str(scratch / "tokens"), scratch=str(scratch))
+    return Problem(
+        layers,
+        hidden,
+        heads,
+        64 if smoke else 1024,
+        8,
+        vocab_size=512 if smoke else 50257,
+        tokens=str(scratch / "tokens"),
+        scratch=str(scratch),
+    )
 
 
 def cost(folder: Path, smoke: bool, output: Path) -> dict[str, Any]:
@@ -103,17 +140,42 @@ def cost(folder: Path, smoke: bool, output: Path) -> dict[str, Any]:
     sends in it."""
     shape, rows = problem(folder, smoke), {}
     write_tokens(shape, 64)
-    ways = (("1 rank", 1, ()), ("2 tensor-parallel", 2, ("--model-parallel-size", "2")),
-            ("2 data-parallel", 2, ("--micro-batch-size", "4")))
+    ways = (
+        ("1 rank", 1, ()),
+        ("2 tensor-parallel", 2, ("--model-parallel-size", "2")),
+        ("2 data-parallel", 2, ("--micro-batch-size", "4")),
+    )
     for name, world_size, flags in ways[:1] if smoke else ways:
-        found = run_ranks(steps_in_turns, world_size, shape, {"plain": flags, "exact": (*flags, *EXACT)},
-                          1 if smoke else 5, timeout=1200)[0]
-        rows[name] = {"clock": beside(found, "clock"), "processor": beside(found, "processor"),
-                      **{f"{way}_megabytes": of_way["sent"][0] / 1e6 for way, of_way in found.items()}}
-    print(report.table(["", "median ratio", "best of each", "processor time", "best", "MB sent, plain", "exact"], [
-        [name, f"{row['clock']['ratio']['median']:.3f}", f"{row['clock']['of_best']:.3f}",
-         f"{row['processor']['ratio']['median']:.3f}", f"{row['processor']['of_best']:.3f}",
-         f"{row['plain_megabytes']:,.0f}", f"{row['exact_megabytes']:,.0f}"] for name, row in rows.items()]))
+        found = run_ranks(
+            steps_in_turns,
+            world_size,
+            shape,
+            {"plain": flags, "exact": (*flags, *EXACT)},
+            1 if smoke else 5,
+            timeout=1200,
+        )[0]
+        rows[name] = {
+            "clock": beside(found, "clock"),
+            "processor": beside(found, "processor"),
+            **{f"{way}_megabytes": of_way["sent"][0] / 1e6 for way, of_way in found.items()},
+        }
+    print(
+        report.table(
+            ["", "median ratio", "best of each", "processor time", "best", "MB sent, plain", "exact"],
+            [
+                [
+                    name,
+                    f"{row['clock']['ratio']['median']:.3f}",
+                    f"{row['clock']['of_best']:.3f}",
+                    f"{row['processor']['ratio']['median']:.3f}",
+                    f"{row['processor']['of_best']:.3f}",
+                    f"{row['plain_megabytes']:,.0f}",
+                    f"{row['exact_megabytes']:,.0f}",
+                ]
+                for name, row in rows.items()
+            ],
+        )
+    )
     return {"threads": torch.get_num_threads(), "rows": rows}
 
 

@@ -41,10 +41,21 @@ from tests.megatron.gpt2.launch.started_ranks import Rank, losses
 from tests.megatron.gpt2.training.training_runs import write_text
 
 STEPS, SAVE_INTERVAL = 7, 2
-LAYOUTS = (("--model-parallel-size", "2"), ("--model-parallel-size", "2"),
-           ("--pipeline-model-parallel-size", "2"))  # each with two data-parallel ranks: a third with a pipeline
-FLAGS = ("--nproc-per-node", "4", "--num-layers", "2", "--exit-interval", str(STEPS), "--save-interval",
-         str(SAVE_INTERVAL))
+LAYOUTS = (
+    ("--model-parallel-size", "2"),
+    ("--model-parallel-size", "2"),
+    ("--pipeline-model-parallel-size", "2"),
+)  # each with two data-parallel ranks: a third with a pipeline
+FLAGS = (
+    "--nproc-per-node",
+    "4",
+    "--num-layers",
+    "2",
+    "--exit-interval",
+    str(STEPS),
+    "--save-interval",
+    str(SAVE_INTERVAL),
+)
 KILLS_OF_A_CHUNK = 50  # of `saves`
 
 
@@ -83,9 +94,14 @@ def kill(folder: Path, seed: int) -> dict[str, Any]:
     other, save = undisturbed(folder, layout), folder / f"kill_{seed}"
     code, output = run(folder, save, *layout, "--max-restarts", "3", faults=[fault]).end()
     killed = [one for one in read_incidents(save) if one["kind"] == "restart"]
-    return {"layout": " ".join(layout), "fault": fault, "exit_code": code, "restarts": len(killed),
-            "differing": differing(save, other) if code == 0 else [output[-400:]],
-            "good": code == 0 and len(killed) == 1 and not differing(save, other)}
+    return {
+        "layout": " ".join(layout),
+        "fault": fault,
+        "exit_code": code,
+        "restarts": len(killed),
+        "differing": differing(save, other) if code == 0 else [output[-400:]],
+        "good": code == 0 and len(killed) == 1 and not differing(save, other),
+    }
 
 
 def node(folder: Path, seed: int) -> dict[str, Any]:
@@ -97,8 +113,22 @@ def node(folder: Path, seed: int) -> dict[str, Any]:
     lost, step, returns = chance.randrange(2), chance.randrange(STEPS - 2), seed % 2 == 1
 
     def machine(number: int, *faults: str) -> Rank:
-        words = (*layout, "--nproc-per-node", "2", "--nnodes", "2", "--node-rank", f"{number}", "--elastic",
-                 "--max-restarts", "3", "--init-timeout", "10", "--init-method", f"file://{folder}/place_{seed}")
+        words = (
+            *layout,
+            "--nproc-per-node",
+            "2",
+            "--nnodes",
+            "2",
+            "--node-rank",
+            f"{number}",
+            "--elastic",
+            "--max-restarts",
+            "3",
+            "--init-timeout",
+            "10",
+            "--init-method",
+            f"file://{folder}/place_{seed}",
+        )
         return run(folder, save, *words, faults=faults, machine=f"127.0.0.{number + 1}")
 
     saved = step // SAVE_INTERVAL * SAVE_INTERVAL
@@ -114,10 +144,15 @@ def node(folder: Path, seed: int) -> dict[str, Any]:
     code_back, said = back.end() if back else (0, "")
     sizes = sizes_of(save)
     found = differing(save, other) if code == 0 else [output[-400:]]
-    return {"lost": f"machine {lost} before step {step}", "returns": returns, "exit_codes": [code, code_back],
-            "data_parallel_sizes": sizes, "seconds_after_the_loss": round(time.monotonic() - began, 1),
-            "differing": found or [said[-400:]] * (code_back != 0),
-            "good": code == code_back == 0 and not found and sizes == [2, 1] + [2] * returns}
+    return {
+        "lost": f"machine {lost} before step {step}",
+        "returns": returns,
+        "exit_codes": [code, code_back],
+        "data_parallel_sizes": sizes,
+        "seconds_after_the_loss": round(time.monotonic() - began, 1),
+        "differing": found or [said[-400:]] * (code_back != 0),
+        "good": code == code_back == 0 and not found and sizes == [2, 1] + [2] * returns,
+    }
 
 
 def sizes_of(save: Path) -> list[int]:
@@ -146,10 +181,16 @@ def stop(folder: Path, seed: int) -> dict[str, Any]:
     if ended["iteration"] < STEPS:
         again, said = run(folder, save, *layout).end()
         code, output = code or again, output + said
-    return {"layout": " ".join(layout), "asynchronous": bool(asynchronous), "exit_code": code,
-            "stopped_at": ended["iteration"], "reason": ended["reason"], "seconds_to_exit": round(seconds, 2),
-            "differing": (found := differing(save, other) if code == 0 else [output[-400:]]),
-            "good": code == 0 and not found}
+    return {
+        "layout": " ".join(layout),
+        "asynchronous": bool(asynchronous),
+        "exit_code": code,
+        "stopped_at": ended["iteration"],
+        "reason": ended["reason"],
+        "seconds_to_exit": round(seconds, 2),
+        "differing": (found := differing(save, other) if code == 0 else [output[-400:]]),
+        "good": code == 0 and not found,
+    }
 
 
 def save(folder: Path, seed: int) -> dict[str, Any]:
@@ -160,7 +201,11 @@ def save(folder: Path, seed: int) -> dict[str, Any]:
 
 # The trial of each part, and how many there are.
 PARTS: dict[str, tuple[Callable[[Path, int], dict[str, Any]], int]] = {
-    "kills": (kill, 100), "nodes": (node, 50), "saves": (save, 1000 // KILLS_OF_A_CHUNK), "stops": (stop, 20)}
+    "kills": (kill, 100),
+    "nodes": (node, 50),
+    "saves": (save, 1000 // KILLS_OF_A_CHUNK),
+    "stops": (stop, 20),
+}
 
 
 def campaign(part: str, trials: int, output: Path) -> bool:
@@ -174,8 +219,9 @@ def campaign(part: str, trials: int, output: Path) -> bool:
         os.utime(write_text(folder, 1000), (1e9, 1e9))  # one that is just written is hashed by each rank
         for seed in range(len(result["trials"]), trials):
             began = time.monotonic()
-            result["trials"].append({"seed": seed, **PARTS[part][0](folder, seed),
-                                     "seconds": round(time.monotonic() - began, 1)})
+            result["trials"].append(
+                {"seed": seed, **PARTS[part][0](folder, seed), "seconds": round(time.monotonic() - began, 1)}
+            )
             report.write(path, result)
             print(f"{seed + 1:>4} of {trials}  {json.dumps(result['trials'][-1])}", flush=True)
     good = sum(trial["good"] for trial in result["trials"])
@@ -184,14 +230,17 @@ def campaign(part: str, trials: int, output: Path) -> bool:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--trials", type=int, help="how many (default: those of the campaign)")
     parser.add_argument("--output", metavar="DIR", type=Path, default=report.RESULTS)
     parser.add_argument("part", nargs="?", choices=tuple(PARTS), help="default: all")
     chosen = parser.parse_args(argv)
-    good = [campaign(part, chosen.trials or PARTS[part][1], chosen.output)
-            for part in ([chosen.part] if chosen.part else PARTS)]
+    good = [
+        campaign(part, chosen.trials or PARTS[part][1], chosen.output)
+        for part in ([chosen.part] if chosen.part else PARTS)
+    ]
     return int(not all(good))
 
 

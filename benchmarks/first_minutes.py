@@ -42,18 +42,30 @@ class Stage:
     least: float
 
 
-STAGES = {"machine": Stage("machine", 60, 10), "modes": Stage("modes", 100, 30), "tables": Stage("tables", 130, 40),
-          "kernels": Stage("profiles", 130, 60), "steps": Stage("steps", 260, 60), "tests": Stage("own_tests", 300, 60)}
+STAGES = {
+    "machine": Stage("machine", 60, 10),
+    "modes": Stage("modes", 100, 30),
+    "tables": Stage("tables", 130, 40),
+    "kernels": Stage("profiles", 130, 60),
+    "steps": Stage("steps", 260, 60),
+    "tests": Stage("own_tests", 300, 60),
+}
 
 
 def options(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--output", metavar="DIR", required=True, help="folder of the results")
     parser.add_argument("--stages", metavar="NAME,NAME", help="these alone")
     parser.add_argument("--again", action="store_true", help="measure also what the JSON in the folder holds already")
-    parser.add_argument("--budget", type=float, metavar="S", default=515.0,
-                        help="of the whole call: a stage that no longer fits is left out (default: 515)")
+    parser.add_argument(
+        "--budget",
+        type=float,
+        metavar="S",
+        default=515.0,
+        help="of the whole call: a stage that no longer fits is left out (default: 515)",
+    )
     parser.add_argument("--smoke", action="store_true", help="tiny models on the CPU: proves the program")
     parser.add_argument("--inside", metavar="STAGE", help=argparse.SUPPRESS)  # this process is a stage's own
     parser.add_argument("--scratch", metavar="DIR", help=argparse.SUPPRESS)
@@ -108,8 +120,9 @@ def summary(path: Path, stages: list[str]) -> int:
         cases = found.get(name, {"cases": {}})["cases"]
         failed = [case for case, result in cases.items() if "failed" in result]
         state = "done" if is_done(path, name) else "failed" if failed else "not complete"
-        rows.append([name, state, str(len(cases)), f"{sum(case['seconds'] for case in cases.values()):.0f}",
-                     ", ".join(failed)])
+        rows.append(
+            [name, state, str(len(cases)), f"{sum(case['seconds'] for case in cases.values()):.0f}", ", ".join(failed)]
+        )
     print("\n" + report.table(["stage", "state", "cases", "seconds", "failed"], rows) + f"\nwrote {path.name}")
     return 0 if all(is_done(path, name) for name in stages) else 1
 
@@ -121,7 +134,8 @@ def inside(chosen: argparse.Namespace, path: Path) -> int:
     cases = Cases(path, chosen.inside, chosen.call)
     try:
         importlib.import_module(f"benchmarks.gpu.{STAGES[chosen.inside].module}").run(
-            Setting(chosen.smoke, chosen.scratch), cases)
+            Setting(chosen.smoke, chosen.scratch), cases
+        )
     except BrokenContext:
         return BROKEN
     cases.finish()
@@ -140,11 +154,15 @@ def main(argv: list[str] | None = None) -> int:
     begin(path, chosen.stages, smoke=chosen.smoke, again=chosen.again)
     call = str(time.time_ns())
     with tempfile.TemporaryDirectory() as scratch:
+
         def start(name: str, limit: float) -> int | None:
             words = ["--inside", name, "--output", str(path.parent), "--scratch", scratch, "--call", call]
-            return run_limited([sys.executable, str(Path(__file__).resolve()), *words,
-                                *(["--smoke"] if chosen.smoke else [])], None, limit,
-                               environment={"TORCHINDUCTOR_CACHE_DIR": f"{scratch}/inductor"})
+            return run_limited(
+                [sys.executable, str(Path(__file__).resolve()), *words, *(["--smoke"] if chosen.smoke else [])],
+                None,
+                limit,
+                environment={"TORCHINDUCTOR_CACHE_DIR": f"{scratch}/inductor"},
+            )
 
         run_stages(path, chosen.stages, chosen.budget, start)
     return summary(path, chosen.stages)

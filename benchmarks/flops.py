@@ -26,8 +26,10 @@ def by_llm_c(parameters: int, num_layers: int, hidden_size: int, seq_length: int
 def utilisation(tokens_per_s: float, visit: dict[str, Any], peak: float | None) -> dict[str, float | None]:
     """The share of `peak` FLOP/s that the model's own arithmetic is, by both counts. visit: a result of
     `benchmarks/arms.py`."""
-    return {name: tokens_per_s * visit[key] / peak if peak else None
-            for name, key in (("mfu", "flops_per_token"), ("mfu_by_llm_c", "flops_per_token_llm_c"))}
+    return {
+        name: tokens_per_s * visit[key] / peak if peak else None
+        for name, key in (("mfu", "flops_per_token"), ("mfu_by_llm_c", "flops_per_token_llm_c"))
+    }
 
 
 def published(model: str) -> list[dict[str, Any]]:

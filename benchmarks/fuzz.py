@@ -28,8 +28,11 @@ from tests.fuzz.targets import TARGETS, target_of
 
 CHUNK_SECONDS = 20.0  # about what a worker process lives
 FIRST_CHUNK = 50
-LIMITS = {"seconds": MOST_SECONDS, "memory": f"{MOST_TIMES} times the input and {MOST_MORE >> 20} MiB",
-          "characters of an error": LONGEST_LINE}
+LIMITS = {
+    "seconds": MOST_SECONDS,
+    "memory": f"{MOST_TIMES} times the input and {MOST_MORE >> 20} MiB",
+    "characters of an error": LONGEST_LINE,
+}
 
 
 class Campaign:
@@ -39,8 +42,13 @@ class Campaign:
         self.path, self.targets, self.end = path, targets, time.monotonic() + seconds
         share, more = divmod(inputs, len(targets))
         self.wanted = {name: share + (number < more) for number, name in enumerate(targets)}
-        self.result: dict[str, Any] = {**report.header("fuzz"), "limits": LIMITS, "seconds": 0.0, "commits": {},
-                                       "targets": {}}
+        self.result: dict[str, Any] = {
+            **report.header("fuzz"),
+            "limits": LIMITS,
+            "seconds": 0.0,
+            "commits": {},
+            "targets": {},
+        }
         if found := report.earlier(path, self.result, "limits"):
             self.result |= {key: found[key] for key in ("targets", "seconds", "commits")}
         self.before = self.result["seconds"]
@@ -63,8 +71,9 @@ class Campaign:
     def _next(self) -> tuple[str, int, int] | None:
         """The target with the smallest share of its inputs done, its next seed, and how many; None at the end."""
         with self.lock:
-            open_targets = [name for name in self.targets if name not in self.busy
-                            and self._done(name) < self.wanted[name]]
+            open_targets = [
+                name for name in self.targets if name not in self.busy and self._done(name) < self.wanted[name]
+            ]
             if not open_targets or time.monotonic() > self.end:
                 return None
             name = min(open_targets, key=lambda name: self._done(name) / self.wanted[name])
@@ -77,8 +86,9 @@ class Campaign:
         return int(self.result["targets"].get(name, {}).get("inputs", 0))
 
     def _add(self, name: str, tried: Tried) -> None:
-        row = self.result["targets"].setdefault(name, {"inputs": 0, "taken": 0, "refused": 0, "seconds": 0.0,
-                                                       "findings": {}})
+        row = self.result["targets"].setdefault(
+            name, {"inputs": 0, "taken": 0, "refused": 0, "seconds": 0.0, "findings": {}}
+        )
         row["inputs"] = tried.next
         commits = self.result["commits"]
         commits[self.result["commit"]] = commits.get(self.result["commit"], 0) + tried.next - tried.first
@@ -93,16 +103,19 @@ class Campaign:
         self.result["seconds"] = round(self.before + time.monotonic() - self.begun, 1)
         rows = self.result["targets"].values()
         kinds = [(what, found["count"]) for row in rows for what, found in row["findings"].items()]
-        self.result |= {"inputs": sum(row["inputs"] for row in rows),
-                        "crashes": sum(count for what, count in kinds if what.startswith(("crash", "hang"))),
-                        "over_the_limits": sum(count for what, count in kinds if what in ("slow", "memory")),
-                        "findings": sum(count for _, count in kinds)}
+        self.result |= {
+            "inputs": sum(row["inputs"] for row in rows),
+            "crashes": sum(count for what, count in kinds if what.startswith(("crash", "hang"))),
+            "over_the_limits": sum(count for what, count in kinds if what in ("slow", "memory")),
+            "findings": sum(count for _, count in kinds),
+        }
         report.write(self.path, self.result)
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--inputs", type=int, default=1_000_000, metavar="N", help="over all targets (default: 10^6)")
     parser.add_argument("--targets", nargs="+", default=list(TARGETS), choices=list(TARGETS), metavar="NAME")
     parser.add_argument("--hours", type=float, default=4.0, help="after which the run stops, to be gone on with")
@@ -113,14 +126,27 @@ def main(argv: list[str] | None = None) -> int:
     campaign = Campaign(output / "fuzz.json", chosen.targets, chosen.inputs, 3600 * chosen.hours)
     campaign.run(chosen.workers)
     result = campaign.result
-    print(report.table(["target", "inputs", "taken", "refused", "findings", "inputs/s"], [
-        [name, f"{row['inputs']:,}", f"{row['taken']:,}", f"{row['refused']:,}",
-         str(sum(found["count"] for found in row["findings"].values())),
-         f"{row['inputs'] / max(row['seconds'], 0.1):.0f}"]
-        for name, row in result["targets"].items()]))
-    print(f"{report.machine_line(result)}: {result.get('inputs', 0):,} inputs in {result['seconds']:,.0f} s; "
-          f"{result.get('crashes', 0)} crashes, {result.get('over_the_limits', 0)} over the limits, "
-          f"{result.get('findings', 0)} findings in all")
+    print(
+        report.table(
+            ["target", "inputs", "taken", "refused", "findings", "inputs/s"],
+            [
+                [
+                    name,
+                    f"{row['inputs']:,}",
+                    f"{row['taken']:,}",
+                    f"{row['refused']:,}",
+                    str(sum(found["count"] for found in row["findings"].values())),
+                    f"{row['inputs'] / max(row['seconds'], 0.1):.0f}",
+                ]
+                for name, row in result["targets"].items()
+            ],
+        )
+    )
+    print(
+        f"{report.machine_line(result)}: {result.get('inputs', 0):,} inputs in {result['seconds']:,.0f} s; "
+        f"{result.get('crashes', 0)} crashes, {result.get('over_the_limits', 0)} over the limits, "
+        f"{result.get('findings', 0)} findings in all"
+    )
     return 1 if result.get("findings") else 0
 
 

@@ -35,8 +35,9 @@ from megatron.gpt2.text.generation import Continuation, Generator
 from megatron.gpt2.text.load_model import store_by_column
 from megatron.gpt2.text.sampling import Sampling
 
-GPT2 = ModelConfig(num_layers=12, hidden_size=768, num_attention_heads=12, max_position_embeddings=1024,
-                   vocab_size=50257)
+GPT2 = ModelConfig(
+    num_layers=12, hidden_size=768, num_attention_heads=12, max_position_embeddings=1024, vocab_size=50257
+)
 TINY = ModelConfig(num_layers=2, hidden_size=32, num_attention_heads=2, max_position_embeddings=64, vocab_size=300)
 GOALS = {torch.bfloat16: 1.5, torch.float32: 1.25}  # times the tokens a second of transformers
 FLAT = 1.5  # the cost of a token late in the context against an early one
@@ -54,17 +55,33 @@ def pair(config: ModelConfig) -> tuple[GPT2Model, Any]:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     ours = GPT2Model(config).eval()
-    theirs = GPT2LMHeadModel(GPT2Config(
-        vocab_size=config.vocab_size, n_positions=config.max_position_embeddings, n_embd=config.hidden_size,
-        n_layer=config.num_layers, n_head=config.num_attention_heads, bos_token_id=None, eos_token_id=None)).eval()
+    theirs = GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=config.vocab_size,
+            n_positions=config.max_position_embeddings,
+            n_embd=config.hidden_size,
+            n_layer=config.num_layers,
+            n_head=config.num_attention_heads,
+            bos_token_id=None,
+            eos_token_id=None,
+        )
+    ).eval()
     weights = {name: tensor.detach() for name, tensor in ours.named_parameters()}
-    names = {"input_layernorm": "ln_1", "attention.query_key_value": "attn.c_attn", "attention.dense": "attn.c_proj",
-             "post_attention_layernorm": "ln_2", "mlp.dense_h_to_4h": "mlp.c_fc", "mlp.dense_4h_to_h": "mlp.c_proj"}
+    names = {
+        "input_layernorm": "ln_1",
+        "attention.query_key_value": "attn.c_attn",
+        "attention.dense": "attn.c_proj",
+        "post_attention_layernorm": "ln_2",
+        "mlp.dense_h_to_4h": "mlp.c_fc",
+        "mlp.dense_4h_to_h": "mlp.c_proj",
+    }
     n, h = config.num_attention_heads, config.hidden_size
-    state = {"transformer.wte.weight": weights["word_embeddings.weight"][:config.vocab_size],
-             "transformer.wpe.weight": weights["position_embeddings.weight"],
-             "transformer.ln_f.weight": weights["transformer.final_layernorm.weight"],
-             "transformer.ln_f.bias": weights["transformer.final_layernorm.bias"]}
+    state = {
+        "transformer.wte.weight": weights["word_embeddings.weight"][: config.vocab_size],
+        "transformer.wpe.weight": weights["position_embeddings.weight"],
+        "transformer.ln_f.weight": weights["transformer.final_layernorm.weight"],
+        "transformer.ln_f.bias": weights["transformer.final_layernorm.bias"],
+    }
     for layer in range(config.num_layers):
         for name, their_name in names.items():
             for part in ("weight", "bias"):
@@ -88,9 +105,15 @@ def our_tokens(model: GPT2Model, prompts: torch.Tensor, new: int) -> tuple[list[
 
 
 def their_tokens(model: Any, prompts: torch.Tensor, new: int) -> list[list[int]]:
-    made = model.generate(prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=new, min_new_tokens=new,
-                          do_sample=False, pad_token_id=0)
-    ids: list[list[int]] = made[:, prompts.size(1):].tolist()
+    made = model.generate(
+        prompts,
+        attention_mask=torch.ones_like(prompts),
+        max_new_tokens=new,
+        min_new_tokens=new,
+        do_sample=False,
+        pad_token_id=0,
+    )
+    ids: list[list[int]] = made[:, prompts.size(1) :].tolist()
     return ids
 
 
@@ -102,15 +125,19 @@ def compare(ours: GPT2Model, theirs: Any, batch: int, length: int, new: int, rou
     for number in range(rounds + 1):
         for side in ("ours", "transformers", "transformers", "ours"):
             began = time.perf_counter()
-            tokens[side] = our_tokens(ours, prompts, new)[0] if side == "ours" else \
-                their_tokens(theirs, prompts, new)
+            tokens[side] = our_tokens(ours, prompts, new)[0] if side == "ours" else their_tokens(theirs, prompts, new)
             if number:  # the first round warms up
                 seconds[side].append(time.perf_counter() - began)
     assert all(len(ids) == new for ids in tokens["ours"] + tokens["transformers"])
     speed = {side: batch * new / statistics.median(times) for side, times in seconds.items()}
     equal = sum(a == b for a, b in zip(tokens["ours"], tokens["transformers"], strict=True))
-    return {"batch": batch, "tokens_per_second": speed, "ratio": speed["ours"] / speed["transformers"],
-            "seconds": seconds, "equal_texts": f"{equal} of {batch}"}
+    return {
+        "batch": batch,
+        "tokens_per_second": speed,
+        "ratio": speed["ours"] / speed["transformers"],
+        "seconds": seconds,
+        "equal_texts": f"{equal} of {batch}",
+    }
 
 
 def by_position(model: GPT2Model, batch: int, early: int, late: int, steps: int, rounds: int) -> dict[str, Any]:
@@ -122,8 +149,11 @@ def by_position(model: GPT2Model, batch: int, early: int, late: int, steps: int,
             ends = our_tokens(model, prompts, steps)[1][1:]  # without the reading of the prompt
             times[place] += [1e3 * (end - start) for start, end in zip(ends, ends[1:], strict=False)]
     medians = {place: statistics.median(values) for place, values in times.items()}
-    return {"batch": batch, "milliseconds": {str(place): value for place, value in medians.items()},
-            "ratio": medians[late] / medians[early]}
+    return {
+        "batch": batch,
+        "milliseconds": {str(place): value for place, value in medians.items()},
+        "ratio": medians[late] / medians[early],
+    }
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -137,10 +167,16 @@ def main(argv: list[str] | None = None) -> None:
     output = args.output or (None if args.smoke else report.RESULTS / "generation.json")
     config, length, new, places = (TINY, 8, 8, (8, 48)) if args.smoke else (GPT2, 64, 64, (100, 1000))
     mpu.initialize_model_parallel(1)
-    result: dict[str, Any] = {**report.header("generation"), "threads": torch.get_num_threads(),
-                              "onednn_max_cpu_isa": os.environ.get("ONEDNN_MAX_CPU_ISA", "default"),
-                              "model": dataclasses.asdict(config), "prompt_tokens": length, "new_tokens": new,
-                              "speed": [], "by_position": []}
+    result: dict[str, Any] = {
+        **report.header("generation"),
+        "threads": torch.get_num_threads(),
+        "onednn_max_cpu_isa": os.environ.get("ONEDNN_MAX_CPU_ISA", "default"),
+        "model": dataclasses.asdict(config),
+        "prompt_tokens": length,
+        "new_tokens": new,
+        "speed": [],
+        "by_position": [],
+    }
     ours, theirs = pair(config)
     print(f"{'':22}{'ours':>10}{'transformers':>14}{'ratio':>8}{'goal':>7}   tokens a second")
     for dtype, goal in GOALS.items():
@@ -151,13 +187,19 @@ def main(argv: list[str] | None = None) -> None:
         for batch in (1, 8):
             row = compare(ours, theirs, batch, length, new, args.rounds)
             result["speed"].append({"precision": PRECISIONS[dtype], "goal": goal, **row})
-            print(f"{PRECISIONS[dtype]}, batch {batch:<11}{row['tokens_per_second']['ours']:10.1f}"
-                  f"{row['tokens_per_second']['transformers']:14.1f}{row['ratio']:8.2f}{goal:7.2f}", flush=True)
+            print(
+                f"{PRECISIONS[dtype]}, batch {batch:<11}{row['tokens_per_second']['ours']:10.1f}"
+                f"{row['tokens_per_second']['transformers']:14.1f}{row['ratio']:8.2f}{goal:7.2f}",
+                flush=True,
+            )
         row = by_position(ours, 1, *places, 16, args.rounds)
         result["by_position"].append({"precision": PRECISIONS[dtype], "goal": FLAT, **row})
-        print(f"{PRECISIONS[dtype]}, a token at {' and '.join(row['milliseconds'])}: "
-              f"{' and '.join(f'{ms:.1f}' for ms in row['milliseconds'].values())} ms, ratio {row['ratio']:.2f} "
-              f"(at most {FLAT})", flush=True)
+        print(
+            f"{PRECISIONS[dtype]}, a token at {' and '.join(row['milliseconds'])}: "
+            f"{' and '.join(f'{ms:.1f}' for ms in row['milliseconds'].values())} ms, ratio {row['ratio']:.2f} "
+            f"(at most {FLAT})",
+            flush=True,
+        )
         if output:
             report.write(output, result)
 

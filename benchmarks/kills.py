@@ -57,9 +57,15 @@ def assert_whole(checkpoint: Checkpoint) -> None:
 def write(folder: Path, attempt: str, asynchronous: bool, committed: Connection) -> None:
     """Until it is killed: save, and say what is on the disk."""
     lock = lock_folder(folder, print)
-    saver = Saver(functools.partial(write_checkpoint, folder, rank=0, world_size=1, timeout_s=60, keep_last=3),
-                  rank=0, attempt=attempt, asynchronous=asynchronous, local_world_size=1, max_over_ranks=int,
-                  log=lambda line: None)
+    saver = Saver(
+        functools.partial(write_checkpoint, folder, rank=0, world_size=1, timeout_s=60, keep_last=3),
+        rank=0,
+        attempt=attempt,
+        asynchronous=asynchronous,
+        local_world_size=1,
+        max_over_ranks=int,
+        log=lambda line: None,
+    )
     iteration = loaded(folder, [])
     while not lock.closed:
         iteration += 1
@@ -97,25 +103,37 @@ def campaign(folder: Path, kills: int, seed: int = 1) -> dict[str, Any]:
         assert newest <= found <= newest + 2, (kill, newest, found, said)
         inside += any(folder.glob("iter_*.tmp-*"))
         fallbacks, newest = fallbacks + bool(said), found
-    return {"kills": kills, "seed": seed, "last_committed_loads": kills, "inside_of_a_save": inside,
-            "loads_with_a_warning": fallbacks, "newest_iteration": newest}
+    return {
+        "kills": kills,
+        "seed": seed,
+        "last_committed_loads": kills,
+        "inside_of_a_save": inside,
+        "loads_with_a_warning": fallbacks,
+        "newest_iteration": newest,
+    }
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--folder", metavar="DIR", help="where to save (default: temporary)")
     parser.add_argument("--output", metavar="DIR", help="folder of the result (default: benchmarks/results)")
     chosen = parser.parse_args(argv)
     start = time.monotonic()
     with tempfile.TemporaryDirectory(dir=chosen.folder) as folder:
-        result = {**report.header("kills"), **campaign(Path(folder), chosen.kills),
-                  "seconds": round(time.monotonic() - start, 1)}
+        result = {
+            **report.header("kills"),
+            **campaign(Path(folder), chosen.kills),
+            "seconds": round(time.monotonic() - start, 1),
+        }
     output = Path(chosen.output) if chosen.output else report.RESULTS
     report.write(output / "kills.json", result)
-    print(f"{report.machine_line(result)}: {result['kills']} kills in {result['seconds']} s, after each of which the "
-          f"last committed iteration was loaded; {result['inside_of_a_save']} left a half-written one behind")
+    print(
+        f"{report.machine_line(result)}: {result['kills']} kills in {result['seconds']} s, after each of which the "
+        f"last committed iteration was loaded; {result['inside_of_a_save']} left a half-written one behind"
+    )
     return 0
 
 

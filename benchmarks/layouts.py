@@ -61,7 +61,7 @@ def measure(folder: str, layouts: list[Layout]) -> dict[str, dict[str, float]]:
     for world_size in worlds:
         moves = [(source, target) for source in layouts for target in layouts if target.world_size == world_size]
         for start in range(0, len(moves), MOVES_OF_A_WORLD):
-            some = moves[start:start + MOVES_OF_A_WORLD]
+            some = moves[start : start + MOVES_OF_A_WORLD]
             seen = run_ranks(move, world_size, folder, some, timeout=600)
             for (source, target), of_ranks in zip(some, zip(*seen, strict=True), strict=True):
                 same = torch.equal(global_batch(of_ranks, target), global_batch(unmoved[source], source))
@@ -100,17 +100,38 @@ def losses(folder: str, smoke: bool) -> dict[str, Any]:
             one = reference[layout.layers]
             results = [of_rank[0] for of_rank in run_ranks(train, world_size, folder, [layout], STEPS, timeout=900)]
             apart = max(abs(a - b) / b for seen in results for a, b in zip(seen["loss"], one["loss"], strict=True))
-            same = all(torch.equal(weight, one["initial"][name]) for seen in results
-                       for name, weight in seen["initial"].items())
-            rows.append({**layout._asdict(), "flags": " ".join(layout.flags), "greatest": apart, "same_start": same,
-                         "tied_equal": all(all(seen["tied"]) for seen in results)})
-            print(f"{len(rows):>4} of {len(layouts)}  {layout.layers} layers, {layout.tensor}x{layout.pipeline}x"
-                  f"{layout.data}, micro-batch {layout.micro} {' '.join(layout.flags)}: {apart:.1e}", flush=True)
+            same = all(
+                torch.equal(weight, one["initial"][name])
+                for seen in results
+                for name, weight in seen["initial"].items()
+            )
+            rows.append(
+                {
+                    **layout._asdict(),
+                    "flags": " ".join(layout.flags),
+                    "greatest": apart,
+                    "same_start": same,
+                    "tied_equal": all(all(seen["tied"]) for seen in results),
+                }
+            )
+            print(
+                f"{len(rows):>4} of {len(layouts)}  {layout.layers} layers, {layout.tensor}x{layout.pipeline}x"
+                f"{layout.data}, micro-batch {layout.micro} {' '.join(layout.flags)}: {apart:.1e}",
+                flush=True,
+            )
     within = sum(row["greatest"] < LIMIT and row["same_start"] and row["tied_equal"] for row in rows)
-    print(f"\n{within} of {len(rows)} layouts (tensor x pipeline x data) within {LIMIT:g} of one process over {STEPS} "
-          f"steps; the greatest difference is {max(row['greatest'] for row in rows):.1e}")
-    return {"steps": STEPS, "limit": LIMIT, "layouts": len(rows), "within": within,
-            "greatest": max(row["greatest"] for row in rows), "rows": rows}
+    print(
+        f"\n{within} of {len(rows)} layouts (tensor x pipeline x data) within {LIMIT:g} of one process over {STEPS} "
+        f"steps; the greatest difference is {max(row['greatest'] for row in rows):.1e}"
+    )
+    return {
+        "steps": STEPS,
+        "limit": LIMIT,
+        "layouts": len(rows),
+        "within": within,
+        "greatest": max(row["greatest"] for row in rows),
+        "rows": rows,
+    }
 
 
 def main() -> int:
@@ -134,14 +155,28 @@ def moves(output: Path, smoke: bool) -> bool:
     layouts = [layout for layout in LAYOUTS + PIPELINES if layout.world_size <= 2 or not smoke]
     with tempfile.TemporaryDirectory() as folder:
         differences = measure(folder, layouts)
-    print("\n" + report.table(["from \\ to", *map(str, layouts)], [
-        [source, *(f"{value:.1e}" for value in row.values())] for source, row in differences.items()]))
+    print(
+        "\n"
+        + report.table(
+            ["from \\ to", *map(str, layouts)],
+            [[source, *(f"{value:.1e}" for value in row.values())] for source, row in differences.items()],
+        )
+    )
     found = [value for row in differences.values() for value in row.values()]
     within = sum(value < LIMIT for value in found)
     print(f"\n{within} of {len(found)} moves within {LIMIT:g}; the greatest difference is {max(found):.1e}")
-    report.write(output / "layouts.json", {
-        **report.header("training moved between layouts"), "steps": {"before": BEFORE, "after": AFTER}, "limit": LIMIT,
-        "moves": len(found), "within": within, "greatest": max(found), "differences": differences})
+    report.write(
+        output / "layouts.json",
+        {
+            **report.header("training moved between layouts"),
+            "steps": {"before": BEFORE, "after": AFTER},
+            "limit": LIMIT,
+            "moves": len(found),
+            "within": within,
+            "greatest": max(found),
+            "differences": differences,
+        },
+    )
     return within < len(found)
 
 

@@ -35,23 +35,33 @@ PLAIN_SIGNS = ".,;:!?'\"()-‘’“”"
 # 4 layers, bytes; every byte of the last tenth is scored once, in windows that do not overlap. Measured on the way, at
 # equal time: width 192 beats 256 and sequences of 256 beat 512; initial weights of 0.06 instead of 0.02 save some 200
 # steps; dropout of 0.1 costs more than it gains in 4 minutes.
-SHAKESPEARE = ("--tokenizer-type bytes --split 90,10 --num-layers 4 --hidden-size 192 --num-attention-heads 3 "
-               "--gelu erf --seq-length 256 --max-position-embeddings 256 --micro-batch-size 8 --attention-dropout 0 "
-               "--hidden-dropout 0 --init-method-std 0.06 --lr 2.5e-3 --min-lr 0 --lr-decay-style cosine --warmup 0.02 "
-               "--weight-decay 0.3 --adam-beta2 0.99 --train-iters 3800 --eval-interval 1900 --eval-iters 1000000 "
-               "--log-interval 100")
+SHAKESPEARE = (
+    "--tokenizer-type bytes --split 90,10 --num-layers 4 --hidden-size 192 --num-attention-heads 3 "
+    "--gelu erf --seq-length 256 --max-position-embeddings 256 --micro-batch-size 8 --attention-dropout 0 "
+    "--hidden-dropout 0 --init-method-std 0.06 --lr 2.5e-3 --min-lr 0 --lr-decay-style cosine --warmup 0.02 "
+    "--weight-decay 0.3 --adam-beta2 0.99 --train-iters 3800 --eval-interval 1900 --eval-iters 1000000 "
+    "--log-interval 100"
+)
 
 
 def machine() -> dict[str, Any]:
     """What the figures were measured on."""
     import torch
 
-    names = re.findall(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE) \
-        if Path("/proc/cpuinfo").exists() else [platform.processor()]
-    return {"cpu": names[0], "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity")
-            else os.cpu_count(), "python": platform.python_version(), "torch": torch.__version__,
-            "commit": subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True,
-                                     text=True).stdout.strip()}
+    names = (
+        re.findall(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+        if Path("/proc/cpuinfo").exists()
+        else [platform.processor()]
+    )
+    return {
+        "cpu": names[0],
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "commit": subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True
+        ).stdout.strip(),
+    }
 
 
 def share_of_plain_characters(text: str) -> float:
@@ -82,15 +92,27 @@ def measure(name: str, flags: list[str], results: Path) -> dict[str, Any]:
     trained = [record for record in records if "split" not in record]
     evaluated = {record["split"]: record for record in records if "split" in record}
     baselines = dict(re.findall(r"^  (unigram entropy|xz -9).*?  ([\d.]+)$", run.stdout, re.MULTILINE))
-    return {"name": name, "date": date.today().isoformat(), "machine": machine(), "flags": shlex.join(flags),
-            "seconds": round(seconds, 1), "iterations": trained[-1]["iteration"],
-            "training_seconds": round(sum(
+    return {
+        "name": name,
+        "date": date.today().isoformat(),
+        "machine": machine(),
+        "flags": shlex.join(flags),
+        "seconds": round(seconds, 1),
+        "iterations": trained[-1]["iteration"],
+        "training_seconds": round(
+            sum(
                 record["ms_per_iteration"] * (record["iteration"] - before["iteration"]) / 1000
-                for before, record in zip([{"iteration": 0}, *trained], trained, strict=False)), 1),
-            "tokens_per_second": trained[-1]["tokens_per_second"], "mfu": trained[-1]["mfu"],
-            "sample": sample, "plain_share_of_sample": round(share_of_plain_characters(sample), 4),
-            "valid_bits_per_byte": evaluated["valid"]["bits_per_byte"],
-            "baselines_bits_per_byte": {key: float(value) for key, value in baselines.items()}}
+                for before, record in zip([{"iteration": 0}, *trained], trained, strict=False)
+            ),
+            1,
+        ),
+        "tokens_per_second": trained[-1]["tokens_per_second"],
+        "mfu": trained[-1]["mfu"],
+        "sample": sample,
+        "plain_share_of_sample": round(share_of_plain_characters(sample), 4),
+        "valid_bits_per_byte": evaluated["valid"]["bits_per_byte"],
+        "baselines_bits_per_byte": {key: float(value) for key, value in baselines.items()},
+    }
 
 
 def main() -> None:

@@ -41,8 +41,9 @@ from megatron.gpt2.optimizer.flat_state import FlatState
 
 KINDS = ("master", "exp_avg", "exp_avg_sq")
 RANDOM = {"cpu": 5056, "cuda": 16, "tracker.model-parallel-rng": 16}  # bytes of the states
-SHAPE = ModelConfig(num_layers=72, hidden_size=3072, num_attention_heads=32, max_position_embeddings=1024,
-                    vocab_size=50257)
+SHAPE = ModelConfig(
+    num_layers=72, hidden_size=3072, num_attention_heads=32, max_position_embeddings=1024, vocab_size=50257
+)
 
 
 class Layout(NamedTuple):
@@ -68,12 +69,16 @@ class SimulatedRanks:
     def __init__(self, shape: ModelConfig, layout: Layout, bucket_size: int) -> None:
         self.layout, self.specs = layout, parameter_specs(shape, layout.model_parallel)
         group: Any = Group(layout.model_parallel)
-        state = mpu.ParallelState(tensor_model_parallel_group=group, tensor_model_parallel_size=layout.model_parallel,
-                                  data_parallel_size=layout.data_parallel)
+        state = mpu.ParallelState(
+            tensor_model_parallel_group=group,
+            tensor_model_parallel_size=layout.model_parallel,
+            data_parallel_size=layout.data_parallel,
+        )
         with mock.patch("mpu.initialize._default", state):
             model = GPT2Model(shape, device="meta")
-        self.flat = FlatParameters(model, torch.bfloat16, bucket_size=bucket_size, ranks=(0, layout.data_parallel),
-                                   sharded=True)
+        self.flat = FlatParameters(
+            model, torch.bfloat16, bucket_size=bucket_size, ranks=(0, layout.data_parallel), sharded=True
+        )
 
     def states(self, dp_rank: int) -> Iterator[FlatState]:
         """What the optimizer of a data-parallel rank owns: its share of each bucket."""
@@ -93,18 +98,29 @@ class SimulatedRanks:
         place = {"mp_rank": mp_rank, "mp_size": self.layout.model_parallel}
         folder, files = f"mp_rank_{mp_rank:02d}", {}
         if dp_rank == 0:
-            weights = (FlatState("model", name, torch.empty(spec.local_shape(self.layout.model_parallel),
-                                                            dtype=torch.bfloat16, device="meta").view(-1))
-                       for name, spec in self.specs.items())
+            weights = (
+                FlatState(
+                    "model",
+                    name,
+                    torch.empty(spec.local_shape(self.layout.model_parallel), dtype=torch.bfloat16, device="meta").view(
+                        -1
+                    ),
+                )
+                for name, spec in self.specs.items()
+            )
             files[f"{folder}/model.safetensors"] = state_pieces(weights, self.specs, **place)
         own = (state for state in self.states(dp_rank) if state.values.numel())
         pieces = state_pieces(own, self.specs, **place)
         for kind in KINDS:
             files[f"{folder}/{kind}_dp_{dp_rank:02d}.safetensors"] = {
-                key: piece for key, piece in pieces.items() if key.startswith(f"{kind}.")}
+                key: piece for key, piece in pieces.items() if key.startswith(f"{kind}.")
+            }
         files[f"{folder}/rng_dp_{dp_rank:02d}.safetensors"] = {
             f"rng.mp_{mp_rank:02d}.dp_{dp_rank:02d}.{name}": Piece(
-                torch.empty(size, dtype=torch.uint8, device="meta"), (size,), (0,)) for name, size in RANDOM.items()}
+                torch.empty(size, dtype=torch.uint8, device="meta"), (size,), (0,)
+            )
+            for name, size in RANDOM.items()
+        }
         return files
 
 
@@ -135,8 +151,13 @@ def simulate(save: Path, shape: ModelConfig, layout: Layout, other: Layout, buck
     def write(rank: int) -> None:
         dp_rank, mp_rank = divmod(rank, layout.model_parallel)
         files = ranks.files(mp_rank, dp_rank)
-        seconds.append(timed(lambda: write_checkpoint(
-            save, 1, facts={}, files=files, rank=rank, world_size=size, attempt="a", timeout_s=60)))
+        seconds.append(
+            timed(
+                lambda: write_checkpoint(
+                    save, 1, facts={}, files=files, rank=rank, world_size=size, attempt="a", timeout_s=60
+                )
+            )
+        )
 
     with mock.patch.object(folders, "write_tensors", write_hole):
         for rank in range(1, size):
@@ -148,12 +169,22 @@ def simulate(save: Path, shape: ModelConfig, layout: Layout, other: Layout, buck
     tables = sorted(table.stat().st_size for table in (path / "boxes").iterdir())
     boxes = sum(table.read_bytes().count(b'"offset"') for table in (path / "boxes").iterdir())
     found: dict[str, Any] = {
-        "shape": shape.__dict__ | {}, "layout": layout._asdict(), "bucket_size": bucket_size,
-        "bytes": {"manifest": (path / MANIFEST).stat().st_size, "tables": sum(tables), "largest_table": tables[-1],
-                  "smallest_table": tables[0],
-                  "tensors": sum(file.stat().st_size for file in path.rglob("*.safetensors"))},
-        "boxes": boxes, "files": sum(1 for file in path.rglob("*.safetensors")),
-        "other_rank_writes_s": report.spread(seconds[:-1]), "commit_s": seconds[-1], "commit_memory_bytes": commit_grew}
+        "shape": shape.__dict__ | {},
+        "layout": layout._asdict(),
+        "bucket_size": bucket_size,
+        "bytes": {
+            "manifest": (path / MANIFEST).stat().st_size,
+            "tables": sum(tables),
+            "largest_table": tables[-1],
+            "smallest_table": tables[0],
+            "tensors": sum(file.stat().st_size for file in path.rglob("*.safetensors")),
+        },
+        "boxes": boxes,
+        "files": sum(1 for file in path.rglob("*.safetensors")),
+        "other_rank_writes_s": report.spread(seconds[:-1]),
+        "commit_s": seconds[-1],
+        "commit_memory_bytes": commit_grew,
+    }
     opened: list[Checkpoint] = []
     found["open_s"] = timed(lambda: opened.append(Checkpoint(path)))
     found["find_s"] = timed(lambda: find_checkpoint(save, log=print, share=(0, size), verify=False))
@@ -168,8 +199,12 @@ def load(checkpoint: Checkpoint, ranks: SimulatedRanks) -> dict[str, Any]:
     states, layout = list(ranks.states(ranks.layout.data_parallel // 3)), ranks.layout
     place = {"mp_rank": layout.model_parallel // 2, "mp_size": layout.model_parallel}
     seconds = timed(lambda: load_state(states, ranks.specs, checkpoint, **place))
-    return {"layout": layout._asdict(), "seconds": seconds, "tables_read": len(checkpoint.tables_read),
-            "of": len(list((checkpoint.path / "boxes").iterdir()))}
+    return {
+        "layout": layout._asdict(),
+        "seconds": seconds,
+        "tables_read": len(checkpoint.tables_read),
+        "of": len(list((checkpoint.path / "boxes").iterdir())),
+    }
 
 
 def complain(problem: str) -> None:
@@ -178,8 +213,9 @@ def complain(problem: str) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model-parallel-size", type=int, default=8)
     parser.add_argument("--data-parallel-size", type=int, default=512)
     parser.add_argument("--folder", metavar="DIR", help="where to save (default: temporary)")
@@ -187,17 +223,24 @@ def main(argv: list[str] | None = None) -> int:
     chosen = parser.parse_args(argv)
     layout = Layout(chosen.model_parallel_size, chosen.data_parallel_size)
     with tempfile.TemporaryDirectory(dir=chosen.folder) as scratch:
-        result = {**report.header("many_ranks"), **simulate(
-            Path(scratch) / "save", SHAPE, layout, Layout(4, 64), ParallelConfig().ddp_bucket_size)}
+        result = {
+            **report.header("many_ranks"),
+            **simulate(Path(scratch) / "save", SHAPE, layout, Layout(4, 64), ParallelConfig().ddp_bucket_size),
+        }
     output = Path(chosen.output) if chosen.output else report.RESULTS
     report.write(output / "many_ranks.json", result)
     rows = [[name, f"{size:,}"] for name, size in result["bytes"].items()]
     rows += [["boxes", f"{result['boxes']:,}"], ["files", f"{result['files']:,}"]]
     times = [[name, f"{result[name]:.2f}"] for name in ("commit_s", "open_s", "find_s", "check_all_tables_s")]
-    times += [[f"{name}, {result[name]['tables_read']} tables of {result[name]['of']}",
-               f"{result[name]['seconds']:.2f}"] for name in ("load", "load_otherwise")]
-    print("\n\n".join([report.machine_line(result), report.table(["bytes of", ""], rows),
-                       report.table(["seconds", ""], times)]))
+    times += [
+        [f"{name}, {result[name]['tables_read']} tables of {result[name]['of']}", f"{result[name]['seconds']:.2f}"]
+        for name in ("load", "load_otherwise")
+    ]
+    print(
+        "\n\n".join(
+            [report.machine_line(result), report.table(["bytes of", ""], rows), report.table(["seconds", ""], times)]
+        )
+    )
     return 0
 
 

@@ -32,16 +32,19 @@ from megatron.gpt2.config import Config, ModelConfig
 from megatron.gpt2.model.parameters import parameter_specs
 
 TOOL = Path(__file__).resolve().parent.parent / "tools" / "checkpoint.py"
-SHAPES = {False: ModelConfig(num_layers=24, hidden_size=1024, num_attention_heads=16, max_position_embeddings=1024,
-                             vocab_size=50257),
-          True: ModelConfig(num_layers=2, hidden_size=64, num_attention_heads=2, max_position_embeddings=64,
-                            vocab_size=1000)}
+SHAPES = {
+    False: ModelConfig(
+        num_layers=24, hidden_size=1024, num_attention_heads=16, max_position_embeddings=1024, vocab_size=50257
+    ),
+    True: ModelConfig(num_layers=2, hidden_size=64, num_attention_heads=2, max_position_embeddings=64, vocab_size=1000),
+}
 KINDS = {"model": torch.bfloat16, "master": torch.float32, "exp_avg": torch.float32, "exp_avg_sq": torch.float32}
 LIMIT = 1e9  # bytes of anonymous memory
 
 
 def save_source(folder: Path, model: ModelConfig) -> None:
     """As two model-parallel ranks would save it. A tensor is drawn when it is written, masters and weights alike."""
+
     def draw(seed: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return torch.rand(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
@@ -55,11 +58,21 @@ def save_source(folder: Path, model: ModelConfig) -> None:
                     box = spec.box(rank, 2)
                     seed = 10 * number + 4 * rank + max(list(KINDS).index(kind) - 1, 0)
                     pieces[f"{kind}.{parameter}"] = Piece(
-                        torch.empty(box.shape, dtype=dtype, device="meta"), spec.global_shape, box.offset,
-                        functools.partial(draw, seed, box.shape, dtype))
-    facts = {"config": Config(model=model).as_dict(), "vocab_size": model.vocab_size, "iteration": 1, "tokenizer": None,
-             "train_iters": 1, "consumed_samples": 8, "layout": {"model_parallel_size": 2, "data_parallel_size": 1},
-             "optimizer": {"good_steps": 1, "skipped_steps": 0, "adam_steps": 1, "loss_scaler": {"scale": 1.0}}}
+                        torch.empty(box.shape, dtype=dtype, device="meta"),
+                        spec.global_shape,
+                        box.offset,
+                        functools.partial(draw, seed, box.shape, dtype),
+                    )
+    facts = {
+        "config": Config(model=model).as_dict(),
+        "vocab_size": model.vocab_size,
+        "iteration": 1,
+        "tokenizer": None,
+        "train_iters": 1,
+        "consumed_samples": 8,
+        "layout": {"model_parallel_size": 2, "data_parallel_size": 1},
+        "optimizer": {"good_steps": 1, "skipped_steps": 0, "adam_steps": 1, "loss_scaler": {"scale": 1.0}},
+    }
     write_checkpoint(folder, 1, facts=facts, files=files, rank=0, world_size=1, attempt="a", timeout_s=60)
 
 
@@ -92,18 +105,32 @@ def main() -> int:
         measured["merge"] = run("merge", str(source), str(merged))
         run("diff", str(source), str(merged))
         shutil.rmtree(merged)
-        measured["convert --to megatron-2019"] = run("convert", str(source), str(theirs), "--to", "megatron-2019",
-                                                     "--model-parallel-size", "2")
+        measured["convert --to megatron-2019"] = run(
+            "convert", str(source), str(theirs), "--to", "megatron-2019", "--model-parallel-size", "2"
+        )
         measured["merge, Megatron 2019's files"] = run("merge", str(theirs), str(merged), *heads)
         run("diff", str(source), str(merged), *heads)
-    print(report.table(["", "seconds", "anonymous memory, MB"], [
-        [name, f"{figures['seconds']:.1f}", f"{figures['anonymous_bytes'] / 1e6:,.0f}"]
-        for name, figures in measured.items()]))
+    print(
+        report.table(
+            ["", "seconds", "anonymous memory, MB"],
+            [
+                [name, f"{figures['seconds']:.1f}", f"{figures['anonymous_bytes'] / 1e6:,.0f}"]
+                for name, figures in measured.items()
+            ],
+        )
+    )
     greatest = max(figures["anonymous_bytes"] for figures in measured.values())
     print(f"\nat most {greatest / 1e6:,.0f} MB; asked: at most {LIMIT / 1e6:,.0f}")
     output = Path(chosen.output) if chosen.output else report.RESULTS
-    report.write(output / "merge.json", {**report.header("merging a checkpoint of two ranks"),
-                                         "model": dataclasses.asdict(model), "limit_bytes": LIMIT, "runs": measured})
+    report.write(
+        output / "merge.json",
+        {
+            **report.header("merging a checkpoint of two ranks"),
+            "model": dataclasses.asdict(model),
+            "limit_bytes": LIMIT,
+            "runs": measured,
+        },
+    )
     return int(greatest > LIMIT)
 
 

@@ -88,13 +88,25 @@ def kind(kernel: Kernel) -> str:
         return "head products" if any(VOCABULARY in shape for shape in kernel.shapes) else "layer products"
     if kernel.name.startswith("_scaled_dot_product"):
         return "attention"
-    of_file = {"cross_entropy": "cross-entropy", "optimizer/optimizer": "optimizer", "loss_scaler": "optimizer",
-               "gradient_reducer": "gradient buckets", "flat_parameters": "optimizer"}
-    of_name = {"triton": "compiled layer", "sum": "bias sums", "stack": "copies of qkv's gradient",
-               "clone": "copies of qkv's gradient", "native_layer_norm": "layer norm", "gelu": "GELU",
-               "native_dropout": "dropout"}
+    of_file = {
+        "cross_entropy": "cross-entropy",
+        "optimizer/optimizer": "optimizer",
+        "loss_scaler": "optimizer",
+        "gradient_reducer": "gradient buckets",
+        "flat_parameters": "optimizer",
+    }
+    of_name = {
+        "triton": "compiled layer",
+        "sum": "bias sums",
+        "stack": "copies of qkv's gradient",
+        "clone": "copies of qkv's gradient",
+        "native_layer_norm": "layer norm",
+        "gelu": "GELU",
+        "native_dropout": "dropout",
+    }
     return next((part for file, part in of_file.items() if file in kernel.place), None) or of_name.get(
-        kernel.name.removesuffix("_backward"), "other element-wise")
+        kernel.name.removesuffix("_backward"), "other element-wise"
+    )
 
 
 def model(name: str, *, compiled: bool, num_layers: int | None = None) -> dict[str, Any]:
@@ -102,10 +114,25 @@ def model(name: str, *, compiled: bool, num_layers: int | None = None) -> dict[s
     layers, h, heads = MODELS[name]
     b, accumulation = STEPS[name]
     assumed = Assumptions()
-    flags = ["--num-layers", str(num_layers or layers), "--hidden-size", str(h), "--num-attention-heads", str(heads),
-             "--seq-length", "1024", "--max-position-embeddings", "1024", "--make-vocab-size-divisible-by",
-             str(VOCABULARY), "--micro-batch-size", str(b), "--global-batch-size", str(b * accumulation),
-             *(["--compile"] if compiled else [])]
+    flags = [
+        "--num-layers",
+        str(num_layers or layers),
+        "--hidden-size",
+        str(h),
+        "--num-attention-heads",
+        str(heads),
+        "--seq-length",
+        "1024",
+        "--max-position-embeddings",
+        "1024",
+        "--make-vocab-size-divisible-by",
+        str(VOCABULARY),
+        "--micro-batch-size",
+        str(b),
+        "--global-batch-size",
+        str(b * accumulation),
+        *(["--compile"] if compiled else []),
+    ]
     with tempfile.TemporaryDirectory() as folder:
         write_documents(Path(folder))
         with running(Path(folder), Path(folder) / "save", flags) as (run, gpu):
@@ -116,11 +143,18 @@ def model(name: str, *, compiled: bool, num_layers: int | None = None) -> dict[s
         parts[kind(kernel)].append(seconds(kernel, assumed))
     whole = sum(map(sum, parts.values()))
     tokens = b * accumulation * 1024
-    return {"micro_batch_size": b, "micro_batches": accumulation, "compiled": compiled,
-            "milliseconds": {part: round(1e3 * sum(taken), 2) for part, taken in sorted(
-                parts.items(), key=lambda item: -sum(item[1]))},
-            "kernels": len(gpu.kernels), "step_ms": round(1e3 * whole, 1), "tokens_per_s": round(tokens / whole),
-            "mfu": round(tokens / whole * config.flops_per_token(1024) / assumed.peak, 4)}
+    return {
+        "micro_batch_size": b,
+        "micro_batches": accumulation,
+        "compiled": compiled,
+        "milliseconds": {
+            part: round(1e3 * sum(taken), 2) for part, taken in sorted(parts.items(), key=lambda item: -sum(item[1]))
+        },
+        "kernels": len(gpu.kernels),
+        "step_ms": round(1e3 * whole, 1),
+        "tokens_per_s": round(tokens / whole),
+        "mfu": round(tokens / whole * config.flops_per_token(1024) / assumed.peak, 4),
+    }
 
 
 def main() -> int:
@@ -130,18 +164,32 @@ def main() -> int:
     chosen = parser.parse_args()
     if torch.version.cuda is None:
         parser.error("this needs torch's CUDA build: bash scripts/test_fake_cuda.sh --collect-only -q makes .venv-cuda")
-    result: dict[str, Any] = {**report.header("modelled step of one H200: nothing here is measured"),
-                              "assumptions": dataclasses.asdict(Assumptions()), "steps": {}}
+    result: dict[str, Any] = {
+        **report.header("modelled step of one H200: nothing here is measured"),
+        "assumptions": dataclasses.asdict(Assumptions()),
+        "steps": {},
+    }
     head, rows = ["model", "", "step, ms", "tokens/s", "MFU, modelled", "kernels"], []
     for name in chosen.models:
         for compiled in (False, True):
             step = model(name, compiled=compiled)
             result["steps"][f"{name} {'compiled' if compiled else 'eager'}"] = step
             report.write(chosen.output, result)
-            rows.append([name, "compiled" if compiled else "eager", f"{step['step_ms']:,.1f}",
-                         f"{step['tokens_per_s']:,}", f"{step['mfu']:.1%}", f"{step['kernels']:,}"])
-            print(f"{name} {rows[-1][1]}: {step['step_ms']:,.1f} ms = " + " + ".join(
-                f"{part} {ms}" for part, ms in step["milliseconds"].items()), flush=True)
+            rows.append(
+                [
+                    name,
+                    "compiled" if compiled else "eager",
+                    f"{step['step_ms']:,.1f}",
+                    f"{step['tokens_per_s']:,}",
+                    f"{step['mfu']:.1%}",
+                    f"{step['kernels']:,}",
+                ]
+            )
+            print(
+                f"{name} {rows[-1][1]}: {step['step_ms']:,.1f} ms = "
+                + " + ".join(f"{part} {ms}" for part, ms in step["milliseconds"].items()),
+                flush=True,
+            )
     print(report.table(head, rows))
     return 0
 

@@ -23,8 +23,14 @@ import mpu
 from megatron.gpt2.config import ModelConfig
 from megatron.gpt2.model.gpt2 import GPT2Model
 
-NAMES = {"input_layernorm": "ln_1", "post_attention_layernorm": "ln_2", "attention.query_key_value": "attn.c_attn",
-         "attention.dense": "attn.c_proj", "mlp.dense_h_to_4h": "mlp.c_fc", "mlp.dense_4h_to_h": "mlp.c_proj"}
+NAMES = {
+    "input_layernorm": "ln_1",
+    "post_attention_layernorm": "ln_2",
+    "attention.query_key_value": "attn.c_attn",
+    "attention.dense": "attn.c_proj",
+    "mlp.dense_h_to_4h": "mlp.c_fc",
+    "mlp.dense_4h_to_h": "mlp.c_proj",
+}
 NANOGPT_VOCAB = 50304  # what nanoGPT gives a model of 50,257 words
 LossOf = Callable[[nn.Module, Tensor, Tensor], Tensor]
 
@@ -32,25 +38,30 @@ LossOf = Callable[[nn.Module, Tensor, Tensor], Tensor]
 def as_peer(ours: dict[str, Tensor], *, heads: int, vocab_size: int, conv1d: bool) -> dict[str, Tensor]:
     """Our tensors (weights, or gradients) by the peers' names and in their layout: fused QKV is [n, 3, d] rows here and
     [3, n, d] there; Hugging Face's Conv1D keeps [in, out]. Padding rows of the vocabulary are dropped."""
+
     def qkv(x: Tensor) -> Tensor:
         return x.view(heads, 3, x.size(0) // 3 // heads, *x.shape[1:]).transpose(0, 1).reshape(x.shape)
 
-    theirs = {"transformer.wte.weight": ours["word_embeddings.weight"][:vocab_size],
-              "transformer.wpe.weight": ours["position_embeddings.weight"],
-              "transformer.ln_f.weight": ours["transformer.final_layernorm.weight"],
-              "transformer.ln_f.bias": ours["transformer.final_layernorm.bias"]}
+    theirs = {
+        "transformer.wte.weight": ours["word_embeddings.weight"][:vocab_size],
+        "transformer.wpe.weight": ours["position_embeddings.weight"],
+        "transformer.ln_f.weight": ours["transformer.final_layernorm.weight"],
+        "transformer.ln_f.bias": ours["transformer.final_layernorm.bias"],
+    }
     for name, value in ours.items():
         if name.startswith("transformer.layers."):
             _, _, layer, rest = name.split(".", 3)
             module, kind = rest.rsplit(".", 1)
             value = qkv(value) if module.endswith("query_key_value") else value
-            theirs[f"transformer.h.{layer}.{NAMES[module]}.{kind}"] = \
+            theirs[f"transformer.h.{layer}.{NAMES[module]}.{kind}"] = (
                 value.t() if conv1d and value.dim() == 2 else value
+            )
     return theirs
 
 
-def build(kind: str, config: ModelConfig, *, nanogpt: str, device: torch.device, seed: int, padded: bool = True
-          ) -> tuple[nn.Module, LossOf, int]:
+def build(
+    kind: str, config: ModelConfig, *, nanogpt: str, device: torch.device, seed: int, padded: bool = True
+) -> tuple[nn.Module, LossOf, int]:
     """The peer's model with the weights that ours starts from, its loss over tokens and labels [b, s], and its
     vocabulary size. padded: nanoGPT's vocabulary as it ships; its extra rows, zero at first, are in its softmax."""
     mpu.initialize_model_parallel(1)
@@ -89,11 +100,22 @@ def huggingface(config: ModelConfig, _: str, __: bool) -> tuple[nn.Module, LossO
 
     assert config.vocab_size is not None
     p = config.hidden_dropout
-    model = GPT2LMHeadModel(GPT2Config(
-        vocab_size=config.vocab_size, n_positions=config.max_position_embeddings, n_embd=config.hidden_size,
-        n_layer=config.num_layers, n_head=config.num_attention_heads, resid_pdrop=p, embd_pdrop=p,
-        attn_pdrop=config.attention_dropout, layer_norm_epsilon=config.layernorm_epsilon, use_cache=False,
-        activation_function={"tanh": "gelu_new", "erf": "gelu"}[config.gelu], attn_implementation="sdpa"))
+    model = GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=config.vocab_size,
+            n_positions=config.max_position_embeddings,
+            n_embd=config.hidden_size,
+            n_layer=config.num_layers,
+            n_head=config.num_attention_heads,
+            resid_pdrop=p,
+            embd_pdrop=p,
+            attn_pdrop=config.attention_dropout,
+            layer_norm_epsilon=config.layernorm_epsilon,
+            use_cache=False,
+            activation_function={"tanh": "gelu_new", "erf": "gelu"}[config.gelu],
+            attn_implementation="sdpa",
+        )
+    )
 
     def loss_of(called: nn.Module, tokens: Tensor, labels: Tensor) -> Tensor:
         # Its own loss; labels that are shifted already keep the last one, which it would drop.
@@ -115,9 +137,17 @@ def nano(config: ModelConfig, folder: str, padded: bool) -> tuple[nn.Module, Los
     finally:
         sys.path.remove(folder)
     assert Path(theirs.__file__ or "").resolve().parent == Path(folder).resolve(), "another module is named model"
-    model: nn.Module = theirs.GPT(theirs.GPTConfig(
-        block_size=config.max_position_embeddings, vocab_size=vocab, n_layer=config.num_layers,
-        n_head=config.num_attention_heads, n_embd=config.hidden_size, dropout=config.hidden_dropout, bias=True))
+    model: nn.Module = theirs.GPT(
+        theirs.GPTConfig(
+            block_size=config.max_position_embeddings,
+            vocab_size=vocab,
+            n_layer=config.num_layers,
+            n_head=config.num_attention_heads,
+            n_embd=config.hidden_size,
+            dropout=config.hidden_dropout,
+            bias=True,
+        )
+    )
 
     def loss_of(called: nn.Module, tokens: Tensor, labels: Tensor) -> Tensor:
         loss: Tensor = called(tokens, labels.contiguous())[1]
@@ -126,17 +156,25 @@ def nano(config: ModelConfig, folder: str, padded: bool) -> tuple[nn.Module, Los
     return model, loss_of, vocab
 
 
-def adamw(model: nn.Module, shipped: bool, *, lr: float, betas: tuple[float, float], weight_decay: float
-          ) -> torch.optim.Optimizer:
+def adamw(
+    model: nn.Module, shipped: bool, *, lr: float, betas: tuple[float, float], weight_decay: float
+) -> torch.optim.Optimizer:
     """AdamW, decay on matrices alone: fused, or as nanoGPT's own `configure_optimizers` makes it on a CPU."""
     if shipped:
         optimizer: torch.optim.Optimizer = model.configure_optimizers(  # type: ignore[operator]
-            weight_decay, lr, betas, "cpu")
+            weight_decay, lr, betas, "cpu"
+        )
         return optimizer
     parameters = list(model.parameters())
-    return torch.optim.AdamW([{"params": [p for p in parameters if p.dim() >= 2], "weight_decay": weight_decay},
-                              {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0}],
-                             lr=lr, betas=betas, fused=True)
+    return torch.optim.AdamW(
+        [
+            {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": weight_decay},
+            {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+        ],
+        lr=lr,
+        betas=betas,
+        fused=True,
+    )
 
 
 def gate(config: ModelConfig, device: str, kind: str, *, nanogpt: str) -> dict[str, float]:
@@ -153,7 +191,7 @@ def gate(config: ModelConfig, device: str, kind: str, *, nanogpt: str) -> dict[s
             # Large, so that loss and gradients depend on every layer; around 1 where they scale.
             parameter.normal_(1.0 if name.endswith("layernorm.weight") else 0.0, 0.1, generator=generator)
             if name == "word_embeddings.weight":
-                parameter[config.vocab_size:].zero_()
+                parameter[config.vocab_size :].zero_()
     text = torch.randint(0, config.vocab_size, (2, config.max_position_embeddings + 1), generator=generator).to(device)
     tokens, labels = text[:, :-1], text[:, 1:]
     ours.to(device)
@@ -171,5 +209,8 @@ def gate(config: ModelConfig, device: str, kind: str, *, nanogpt: str) -> dict[s
     grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     expected = as_peer(mine, heads=config.num_attention_heads, vocab_size=config.vocab_size, conv1d=conv1d)
     their_norm = torch.stack([g.double().norm() for g in grads.values()]).norm()
-    return {"loss": abs(theirs.item() / loss.item() - 1), "grad_norm": abs((their_norm / norm).item() - 1),
-            "gradient": max(((grads[name] - g).abs().max() / g.abs().max()).item() for name, g in expected.items())}
+    return {
+        "loss": abs(theirs.item() / loss.item() - 1),
+        "grad_norm": abs((their_norm / norm).item() - 1),
+        "gradient": max(((grads[name] - g).abs().max() / g.abs().max()).item() for name, g in expected.items()),
+    }

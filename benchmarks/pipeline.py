@@ -58,8 +58,12 @@ class Case:
 
 
 def cases(smoke: bool) -> list[Case]:
-    return [Case(name, p, 2 if name == "interleaved" else 1, m) for p in ((2,) if smoke else (2, 4))
-            for m in ((4,) if smoke else (4, 8, 16)) for name in SCHEDULES]
+    return [
+        Case(name, p, 2 if name == "interleaved" else 1, m)
+        for p in ((2,) if smoke else (2, 4))
+        for m in ((4,) if smoke else (4, 8, 16))
+        for name in SCHEDULES
+    ]
 
 
 class SleepingStage(nn.Module):
@@ -74,8 +78,9 @@ class SleepingStage(nn.Module):
         super().__init__()
         stages = [schedule.stage(rank, chunk) for chunk in range(schedule.chunks)]
         self.chunks = [range(stage, stage + 1) for stage in stages]
-        self.layers = nn.ModuleDict({str(stage): mpu.ColumnParallelLinear(HIDDEN, HIDDEN, bias=False)
-                                     for stage in stages})
+        self.layers = nn.ModuleDict(
+            {str(stage): mpu.ColumnParallelLinear(HIDDEN, HIDDEN, bias=False) for stage in stages}
+        )
         self._seconds = SECONDS / schedule.chunks
         self._is_last = stages[-1] == schedule.stages - 1
         self.slept, self.kept, self.most_kept = 0.0, 0, 0
@@ -157,16 +162,29 @@ def found_of(case: Case, ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """What the ranks of one case measured, beside what is published. A step is from the beginning of rank 0, which
     alone has something to do then, to the end of the last rank."""
     schedule = case.build()
-    lengths = report.spread([max(rank["times"][step][1] for rank in ranks) - ranks[0]["times"][step][0]
-                             for step in range(len(ranks[0]["times"]))])
+    lengths = report.spread(
+        [
+            max(rank["times"][step][1] for rank in ranks) - ranks[0]["times"][step][0]
+            for step in range(len(ranks[0]["times"]))
+        ]
+    )
     published = published_length(schedule, SECONDS, SECONDS, SECONDS)
     asked = 3 * SECONDS * case.m
-    return {"schedule": case.schedule, "p": case.p, "v": case.v, "m": case.m, "seconds": lengths,
-            "published_s": published, "ratio": lengths["median"] / published,
-            "bubble": 1 - asked / lengths["median"], "published_bubble": 1 - asked / published,
-            "slept_over_asked": max(rank["slept"] for rank in ranks) / asked,
-            "kept": [rank["kept"] for rank in ranks], "expected_kept": [most / case.v for most in kept(schedule)],
-            "load": os.getloadavg()[0]}
+    return {
+        "schedule": case.schedule,
+        "p": case.p,
+        "v": case.v,
+        "m": case.m,
+        "seconds": lengths,
+        "published_s": published,
+        "ratio": lengths["median"] / published,
+        "bubble": 1 - asked / lengths["median"],
+        "published_bubble": 1 - asked / published,
+        "slept_over_asked": max(rank["slept"] for rank in ranks) / asked,
+        "kept": [rank["kept"] for rank in ranks],
+        "expected_kept": [most / case.v for most in kept(schedule)],
+        "load": os.getloadavg()[0],
+    }
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -178,8 +196,13 @@ def main(argv: list[str] | None = None) -> int:
     if chosen.smoke and not chosen.output:
         parser.error("--smoke needs --output DIR: its figures are no results")
     path = (Path(chosen.output) if chosen.output else report.RESULTS) / "pipeline.json"
-    result: dict[str, Any] = {**report.header("pipeline"), "smoke": chosen.smoke, "stage_seconds": SECONDS,
-                              "real_time": os.sched_getscheduler(0) == os.SCHED_FIFO, "runs": []}
+    result: dict[str, Any] = {
+        **report.header("pipeline"),
+        "smoke": chosen.smoke,
+        "stage_seconds": SECONDS,
+        "real_time": os.sched_getscheduler(0) == os.SCHED_FIFO,
+        "runs": [],
+    }
     every, steps = cases(chosen.smoke), 2 if chosen.smoke else chosen.steps
     for p in sorted({case.p for case in every}):
         of_p = [case for case in every if case.p == p]
@@ -194,13 +217,31 @@ def main(argv: list[str] | None = None) -> int:
             while not ranks.join():
                 pass
     print(report.machine_line(result))
-    print(report.table(["schedule", "p", "m", "step, s", "published", "ratio", "bubble", "published", "kept", "load"], [
-        [run["schedule"], str(run["p"]), str(run["m"]), f"{run['seconds']['median']:.3f}", f"{run['published_s']:.3f}",
-         f"{run['ratio']:.3f}", f"{run['bubble']:.1%}", f"{run['published_bubble']:.1%}",
-         " ".join(f"{most:g}" for most in run["kept"]), f"{run['load']:.1f}"] for run in result["runs"]]))
+    print(
+        report.table(
+            ["schedule", "p", "m", "step, s", "published", "ratio", "bubble", "published", "kept", "load"],
+            [
+                [
+                    run["schedule"],
+                    str(run["p"]),
+                    str(run["m"]),
+                    f"{run['seconds']['median']:.3f}",
+                    f"{run['published_s']:.3f}",
+                    f"{run['ratio']:.3f}",
+                    f"{run['bubble']:.1%}",
+                    f"{run['published_bubble']:.1%}",
+                    " ".join(f"{most:g}" for most in run["kept"]),
+                    f"{run['load']:.1f}",
+                ]
+                for run in result["runs"]
+            ],
+        )
+    )
     far = [run for run in result["runs"] if abs(run["ratio"] - 1) > BOUND[run["schedule"]]]
-    print(f"{len(result['runs']) - len(far)} of {len(result['runs'])} within 5 % of the published length "
-          "(zero-bubble: 10 %)")
+    print(
+        f"{len(result['runs']) - len(far)} of {len(result['runs'])} within 5 % of the published length "
+        "(zero-bubble: 10 %)"
+    )
     return 0
 
 

@@ -41,8 +41,22 @@ from tests.faults import state_faults
 from tests.faults.injector import FAULTS, inject
 from tests.megatron.gpt2.launch.started_ranks import Rank
 
-FLAGS = ("--num-layers", "2", "--hidden-size", "32", "--micro-batch-size", "1", "--global-batch-size", "4",
-         "--nproc-per-node", "2", "--save-interval", "2", "--exit-interval", "12")
+FLAGS = (
+    "--num-layers",
+    "2",
+    "--hidden-size",
+    "32",
+    "--micro-batch-size",
+    "1",
+    "--global-batch-size",
+    "4",
+    "--nproc-per-node",
+    "2",
+    "--save-interval",
+    "2",
+    "--exit-interval",
+    "12",
+)
 TENSOR, STAGES = ("--model-parallel-size", "2"), ("--pipeline-model-parallel-size", "2")
 SHARDED, CHECKED = ("--use-distributed-optimizer",), ("--check-replicas-interval", "1")
 SHORT = ("--distributed-timeout-minutes", "0.1")
@@ -123,42 +137,87 @@ def power(run: Run) -> None:
         os.kill(process, signal.SIGKILL)
 
 
-OWN: dict[str, Callable[..., None]] = {"crash": crash, "bug": bug, "memory": memory, "fill": fill, "damage": damage,
-                                       "no_answer": no_answer, "power": power}
+OWN: dict[str, Callable[..., None]] = {
+    "crash": crash,
+    "bug": bug,
+    "memory": memory,
+    "fill": fill,
+    "damage": damage,
+    "no_answer": no_answer,
+    "power": power,
+}
 SAID = r"rank {rank} \(\S+\)"
 DEATHS: dict[str, Death] = {
     "kill": Death((f"kill:{WHERE}",), (), "killed rank", f"^{SAID} was ended by SIGKILL"),
-    "kill inside a save": Death((f"kill:{WHERE}:inside=save:event=2",), TENSOR, "killed rank",
-                                f"^{SAID} was ended by SIGKILL"),
+    "kill inside a save": Death(
+        (f"kill:{WHERE}:inside=save:event=2",), TENSOR, "killed rank", f"^{SAID} was ended by SIGKILL"
+    ),
     "stop": Death((f"stop:{WHERE}",), SHORT, "hang", "^rank {rank} did not come to a collective"),
-    "hang": Death((f"hang:{WHERE}",), (*SHORT, *STAGES), "hang",
-                  r"^rank {rank} did not come to .* at megatron/gpt2/training/loop\.py:\d+"),
-    "hang in data loading": Death((f"no_answer:{WHERE}",), SHORT, "hang in data loading",
-                                  r"^rank {rank} did not come to .* at data_utils/\w+\.py:\d+"),
-    "NaN": Death((f"nan:{WHERE}:name={UP}",), ("--max-skipped-steps", "2"), "not finite",
-                 f"first of all {SAID} had a gradient of {UP}"),
-    "infinite weight": Death((f"break_weight:{WHERE}:name={UP}",), (*TENSOR, "--max-skipped-steps", "2"), "not finite",
-                             f"first of all {SAID} had a weight of {UP}"),
-    "flipped weight": Death((f"flip:{WHERE}:name={UP}",), CHECKED, "replica drift",
-                            f"{SAID} holds another weight of {UP}"),
-    "flipped moment": Death((f"flip:{WHERE}:kind=exp_avg",), (*CHECKED, *SHARDED), "replica drift",
-                            f"{SAID} holds another exp_avg of "),
+    "hang": Death(
+        (f"hang:{WHERE}",),
+        (*SHORT, *STAGES),
+        "hang",
+        r"^rank {rank} did not come to .* at megatron/gpt2/training/loop\.py:\d+",
+    ),
+    "hang in data loading": Death(
+        (f"no_answer:{WHERE}",),
+        SHORT,
+        "hang in data loading",
+        r"^rank {rank} did not come to .* at data_utils/\w+\.py:\d+",
+    ),
+    "NaN": Death(
+        (f"nan:{WHERE}:name={UP}",),
+        ("--max-skipped-steps", "2"),
+        "not finite",
+        f"first of all {SAID} had a gradient of {UP}",
+    ),
+    "infinite weight": Death(
+        (f"break_weight:{WHERE}:name={UP}",),
+        (*TENSOR, "--max-skipped-steps", "2"),
+        "not finite",
+        f"first of all {SAID} had a weight of {UP}",
+    ),
+    "flipped weight": Death(
+        (f"flip:{WHERE}:name={UP}",), CHECKED, "replica drift", f"{SAID} holds another weight of {UP}"
+    ),
+    "flipped moment": Death(
+        (f"flip:{WHERE}:kind=exp_avg",), (*CHECKED, *SHARDED), "replica drift", f"{SAID} holds another exp_avg of "
+    ),
     "full disk": Death((f"fill:{WHERE}",), TENSOR, "full disk", "cannot write|not saved|File too large"),
-    "damaged data": Death((f"damage:{WHERE}:folder={{save}}/cache",), ("--data-cache-path", "{save}/cache"),
-                          "damaged data", "holds the token id 65535"),
-    "SIGTERM twice": Death((f"slow:{WHERE}:seconds=100",), (), "SIGTERM", "ended by SIGTERM before they could save",
-                           twice),
-    "crash loop": Death((f"kill:{WHERE}:attempt=any",), ("--max-restarts", "5"), "crash loop: killed rank",
-                        f"^{SAID} was ended by SIGKILL"),
-    "hang after a restart": Death((f"kill:{WHERE}", "hang:rank={rank}:step=5:attempt=1"),
-                                  (*SHORT, "--max-restarts", "1"), "hang", "^rank {rank} did not come to"),
-    "cut": Death((f"cut:{WHERE}",), (), "lost link",
-                 "^ranks 0 and {rank} lost each other|^rank {rank} lost the others"),
+    "damaged data": Death(
+        (f"damage:{WHERE}:folder={{save}}/cache",),
+        ("--data-cache-path", "{save}/cache"),
+        "damaged data",
+        "holds the token id 65535",
+    ),
+    "SIGTERM twice": Death(
+        (f"slow:{WHERE}:seconds=100",), (), "SIGTERM", "ended by SIGTERM before they could save", twice
+    ),
+    "crash loop": Death(
+        (f"kill:{WHERE}:attempt=any",),
+        ("--max-restarts", "5"),
+        "crash loop: killed rank",
+        f"^{SAID} was ended by SIGKILL",
+    ),
+    "hang after a restart": Death(
+        (f"kill:{WHERE}", "hang:rank={rank}:step=5:attempt=1"),
+        (*SHORT, "--max-restarts", "1"),
+        "hang",
+        "^rank {rank} did not come to",
+    ),
+    "cut": Death(
+        (f"cut:{WHERE}",), (), "lost link", "^ranks 0 and {rank} lost each other|^rank {rank} lost the others"
+    ),
     "bug": Death((f"bug:{WHERE}",), (), "an error of the program", f"^{SAID}.*KeyError: 'learning_rate'"),
     "out of memory": Death((f"memory:{WHERE}",), (), "out of memory", f"^{SAID}.*memory"),
     "crash": Death((f"crash:{WHERE}",), (), "crashed rank", f"^{SAID} was ended by SIGSEGV"),
-    "Ctrl-C twice": Death((f"slow:{WHERE}:seconds=100",), (), "Ctrl-C", "a person pressed Ctrl-C twice",
-                          functools.partial(twice, number=signal.SIGINT)),
+    "Ctrl-C twice": Death(
+        (f"slow:{WHERE}:seconds=100",),
+        (),
+        "Ctrl-C",
+        "a person pressed Ctrl-C twice",
+        functools.partial(twice, number=signal.SIGINT),
+    ),
     "no power": Death((f"power:{WHERE}",), (), "without a word", "^no process has noted how it ended"),
 }
 
@@ -175,32 +234,50 @@ def die(kind: str, folder: Path, seed: int) -> Trial:
     save = folder / f"death_{seed}"
     facts = {"rank": chance.randrange(2), "step": chance.choice((2, 4)), "save": save}
     faults = [fault.format(**facts) for fault in death.faults]
-    rank = Rank(folder, [*FLAGS, *(flag.format(**facts) for flag in death.flags), "--save", str(save)], {},
-                before=functools.partial(plant, faults))
+    rank = Rank(
+        folder,
+        [*FLAGS, *(flag.format(**facts) for flag in death.flags), "--save", str(save)],
+        {},
+        before=functools.partial(plant, faults),
+    )
     if death.outside:
         death.outside(rank, save)
     code, output = rank.end()
     found, lines = post_mortem.report(save)
     good = not found.well and found.kind == death.kind and bool(re.search(death.what.format(**facts), found.what))
-    wrong: dict[str, Any] = {} if good else {"expected": [death.kind, death.what.format(**facts)], "lines": lines,
-                                             "output": output[-800:]}
-    return {"kind": kind, "faults": [fault.replace(str(folder), "…") for fault in faults], "exit_code": code,
-            "found": found.kind, "what": found.what, **wrong, "good": good}
+    wrong: dict[str, Any] = (
+        {} if good else {"expected": [death.kind, death.what.format(**facts)], "lines": lines, "output": output[-800:]}
+    )
+    return {
+        "kind": kind,
+        "faults": [fault.replace(str(folder), "…") for fault in faults],
+        "exit_code": code,
+        "found": found.kind,
+        "what": found.what,
+        **wrong,
+        "good": good,
+    }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--trials", type=int, default=len(DEATHS), help=f"how many (default: {len(DEATHS)})")
     parser.add_argument("--kind", choices=tuple(DEATHS), help="of this kind alone (default: of each in turn)")
     parser.add_argument("--smoke", action="store_true", help="two trials: proves the script")
     parser.add_argument("--output", metavar="DIR", type=Path, default=report.RESULTS)
     chosen = parser.parse_args(argv)
     kinds = list(DEATHS)
-    seeds = [seed for seed in range(2 if chosen.smoke else chosen.trials)
-             if chosen.kind in (None, kinds[seed % len(kinds)])]
-    good = campaign("post mortem", chosen.output / "post_mortem.json", [[seed] for seed in seeds],
-                    of_each(lambda folder, seed: die(kinds[seed % len(kinds)], folder, seed)))
+    seeds = [
+        seed for seed in range(2 if chosen.smoke else chosen.trials) if chosen.kind in (None, kinds[seed % len(kinds)])
+    ]
+    good = campaign(
+        "post mortem",
+        chosen.output / "post_mortem.json",
+        [[seed] for seed in seeds],
+        of_each(lambda folder, seed: die(kinds[seed % len(kinds)], folder, seed)),
+    )
     return int(not good)
 
 

@@ -37,9 +37,16 @@ class Problem:
 
     @property
     def model(self) -> ModelConfig:
-        return ModelConfig(num_layers=self.num_layers, hidden_size=self.hidden_size, gelu=self.gelu,
-                           num_attention_heads=self.num_attention_heads, max_position_embeddings=self.seq_length,
-                           vocab_size=self.vocab_size, attention_dropout=self.dropout, hidden_dropout=self.dropout)
+        return ModelConfig(
+            num_layers=self.num_layers,
+            hidden_size=self.hidden_size,
+            gelu=self.gelu,
+            num_attention_heads=self.num_attention_heads,
+            max_position_embeddings=self.seq_length,
+            vocab_size=self.vocab_size,
+            attention_dropout=self.dropout,
+            hidden_dropout=self.dropout,
+        )
 
     @property
     def tokens_per_step(self) -> int:
@@ -81,13 +88,27 @@ ALONE = [
     Arm("ours dropout 0.1", "ours", compiled=True, changes={"dropout": 0.1}),
     Arm("ours recompute full", "ours", compiled=True, flags=("--recompute-granularity", "full")),
     Arm("ours recompute selective", "ours", compiled=True, flags=("--recompute-granularity", "selective")),
-    Arm("ours fp16 as in 2019", "ours", precision="fp16", flags=("--checkpoint-activations", "--loss-scale", "1024"),
-        changes={"dropout": 0.1, "micro_batch_size": 8, "accumulation": 1}, note="b 8, dropout 0.1, every layer "
+    Arm(
+        "ours fp16 as in 2019",
+        "ours",
+        precision="fp16",
+        flags=("--checkpoint-activations", "--loss-scale", "1024"),
+        changes={"dropout": 0.1, "micro_batch_size": 8, "accumulation": 1},
+        note="b 8, dropout 0.1, every layer "
         "recomputed, eager; the published run of these settings: 6,785 MiB (7.11 GB) allocated after 100 iterations, "
-        "11,927 MiB (12.51 GB) at the peak"),
-    *(Arm(f"ours 1 of 8 ranks of 8.3B{how}", "rank", compiled=not how, ranks=8, changes=SHAPE_8_3B,
-          note="empty initial weights; communication excluded: collectives of a fake process group move nothing")
-      for how in ("", " eager")),
+        "11,927 MiB (12.51 GB) at the peak",
+    ),
+    *(
+        Arm(
+            f"ours 1 of 8 ranks of 8.3B{how}",
+            "rank",
+            compiled=not how,
+            ranks=8,
+            changes=SHAPE_8_3B,
+            note="empty initial weights; communication excluded: collectives of a fake process group move nothing",
+        )
+        for how in ("", " eager")
+    ),
 ]
 SMOKE_COMPILER = "eager"
 MODELS = {"124M": (12, 768, 12), "345M": (24, 1024, 16), "774M": (36, 1280, 20), "1.5B": (48, 1600, 25)}

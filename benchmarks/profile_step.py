@@ -32,11 +32,13 @@ from megatron.gpt2.training.run import Run
 from megatron.gpt2.training.train_step import train_step
 
 # The first part whose sign stands in the name of an operator or of one that called it; matrix products apart.
-PARTS = {"optimizer: norm, AdamW, rounding": ("our optimizer",),
-         "head and loss": ("_LinearCrossEntropy",),
-         "attention": ("blockwise_attention", "_BlockwiseBackward", "scaled_dot_product"),
-         "gradients into buckets": ("AccumulateGrad",),
-         "layers and embeddings": ("",)}
+PARTS = {
+    "optimizer: norm, AdamW, rounding": ("our optimizer",),
+    "head and loss": ("_LinearCrossEntropy",),
+    "attention": ("blockwise_attention", "_BlockwiseBackward", "scaled_dot_product"),
+    "gradients into buckets": ("AccumulateGrad",),
+    "layers and embeddings": ("",),
+}
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::addmm_")
 
 
@@ -67,10 +69,15 @@ def profiled(run: Run, device: torch.device) -> tuple[dict[str, float], list[dic
     for event in recorded.events():
         if event.device_type.name == "CPU":  # what its kernels take counts for the operator that has started them
             times[part_of(event)] += (event.self_device_time_total if on_gpu else event.self_cpu_time_total) / 1000
-    kernels = [{"name": event.key[:200], "calls": event.count,
-                "ms": (event.self_device_time_total if on_gpu else event.self_cpu_time_total) / 1000}
-               for event in recorded.key_averages()
-               if event.device_type.name == ("CUDA" if on_gpu else "CPU") and not event.is_user_annotation]
+    kernels = [
+        {
+            "name": event.key[:200],
+            "calls": event.count,
+            "ms": (event.self_device_time_total if on_gpu else event.self_cpu_time_total) / 1000,
+        }
+        for event in recorded.key_averages()
+        if event.device_type.name == ("CUDA" if on_gpu else "CPU") and not event.is_user_annotation
+    ]
     return dict(sorted(times.items())), sorted(kernels, key=lambda kernel: -kernel["ms"])
 
 
@@ -81,8 +88,16 @@ def main() -> None:
     chosen = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         layers, hidden, heads = (2, 64, 4) if chosen.smoke else MODELS["124M"]
-        problem = Problem(layers, hidden, heads, 64 if chosen.smoke else 1024, 2, scratch=folder,
-                          tokens=f"{folder}/tokens", vocab_size=500 if chosen.smoke else 50257)
+        problem = Problem(
+            layers,
+            hidden,
+            heads,
+            64 if chosen.smoke else 1024,
+            2,
+            scratch=folder,
+            tokens=f"{folder}/tokens",
+            vocab_size=500 if chosen.smoke else 50257,
+        )
         write_tokens(problem, 16)
         set_threads(Ranks())
         run = build_run(our_run(problem, Arm("ours eager", "ours")), lambda line: None)
@@ -99,8 +114,9 @@ def main() -> None:
         print(f"{part:42}{ms:9.1f}{ms / whole:8.1%}")
     print(f"{'all operators':42}{whole:9.1f}")
     output = Path(chosen.output) if chosen.output else report.RESULTS
-    report.write(output / "profile_cpu.json",
-                 {**report.header("profile of a step, 124M on a CPU"), "milliseconds": times})
+    report.write(
+        output / "profile_cpu.json", {**report.header("profile of a step, 124M on a CPU"), "milliseconds": times}
+    )
 
 
 if __name__ == "__main__":

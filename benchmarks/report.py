@@ -25,9 +25,11 @@ def machine() -> dict[str, Any]:
 
     path = Path("/proc/cpuinfo")
     names = re.findall(r"^model name\s*: (.*)$", path.read_text(), re.MULTILINE) if path.exists() else []
-    return {"cpu": names[0] if names else platform.processor() or platform.machine(),
-            "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-            "gpu": torch.cuda.get_device_name(0) if torch.cuda.is_available() else None}
+    return {
+        "cpu": names[0] if names else platform.processor() or platform.machine(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "gpu": torch.cuda.get_device_name(0) if torch.cuda.is_available() else None,
+    }
 
 
 def versions() -> dict[str, str | None]:
@@ -38,12 +40,17 @@ def versions() -> dict[str, str | None]:
         transformers: str | None = metadata.version("transformers")
     except metadata.PackageNotFoundError:
         transformers = None
-    return {"python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda,
-            "transformers": transformers}
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "transformers": transformers,
+    }
 
 
 def commit(folder: Path | str = ROOT) -> str | None:
     """The short commit that `folder` is at, with + where tracked files differ from it; None outside git."""
+
     def git(*words: str) -> str | None:
         try:
             run = subprocess.run(["git", *words], cwd=folder, capture_output=True, text=True, timeout=30)
@@ -58,14 +65,21 @@ def commit(folder: Path | str = ROOT) -> str | None:
 def machine_line(result: Mapping[str, Any]) -> str:
     """Machine, torch and date of a result in a few words."""
     found = result["machine"]
-    return f"{found['gpu'] or found['cpu']}, {found['cores']} cores, torch {result['versions']['torch']}, " \
-           f"{result['date'][:10]}"
+    return (
+        f"{found['gpu'] or found['cpu']}, {found['cores']} cores, torch {result['versions']['torch']}, "
+        f"{result['date'][:10]}"
+    )
 
 
 def header(what: str) -> dict[str, Any]:
     """The head of every result: what was measured, when, on what, of which state of the code."""
-    return {"what": what, "date": datetime.now(timezone.utc).isoformat(timespec="minutes"), "machine": machine(),
-            "versions": versions(), "commit": commit()}
+    return {
+        "what": what,
+        "date": datetime.now(timezone.utc).isoformat(timespec="minutes"),
+        "machine": machine(),
+        "versions": versions(),
+        "commit": commit(),
+    }
 
 
 def earlier(path: Path, result: Mapping[str, Any], *keys: str) -> dict[str, Any] | None:
@@ -75,13 +89,16 @@ def earlier(path: Path, result: Mapping[str, Any], *keys: str) -> dict[str, Any]
         return None
     found: dict[str, Any] = json.loads(path.read_text())
     now = json.loads(json.dumps(result))
-    if found["machine"]["gpu"] == now["machine"]["gpu"] and all(found.get(key) == now[key] for key in (
-            "versions", *keys)):
+    if found["machine"]["gpu"] == now["machine"]["gpu"] and all(
+        found.get(key) == now[key] for key in ("versions", *keys)
+    ):
         return found
     aside = path.with_suffix(".other.json")
     path.replace(aside)
-    print(f"{path.name} is of another machine, of other versions or of another problem: it is {aside.name} now",
-          flush=True)
+    print(
+        f"{path.name} is of another machine, of other versions or of another problem: it is {aside.name} now",
+        flush=True,
+    )
     return None
 
 
@@ -122,8 +139,10 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
 
     def line(row: Sequence[str]) -> str:
-        return "  ".join(cell.ljust(width) if i == 0 else cell.rjust(width)
-                         for i, (cell, width) in enumerate(zip(row, widths, strict=True))).rstrip()
+        return "  ".join(
+            cell.ljust(width) if i == 0 else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
 
     return "\n".join([line(head), "  ".join("-" * width for width in widths), *map(line, rows)])
 
@@ -144,8 +163,15 @@ def plot(path: Path, title: str, panels: Sequence[tuple[str, Sequence[tuple[str,
         names = [name for name, *_ in bars]
         values = [value for _, value, _, _ in bars]
         errors = [[value - low for _, value, low, _ in bars], [high - value for _, value, _, high in bars]]
-        axes.barh(range(len(bars)), values, xerr=errors if any(map(any, errors)) else None, height=0.6, capsize=2,
-                  ecolor="#404040", color=[OURS if name.startswith("ours") else PEER for name in names])
+        axes.barh(
+            range(len(bars)),
+            values,
+            xerr=errors if any(map(any, errors)) else None,
+            height=0.6,
+            capsize=2,
+            ecolor="#404040",
+            color=[OURS if name.startswith("ours") else PEER for name in names],
+        )
         axes.set_yticks(range(len(bars)), [f"{name}   {value:,.4g}" for name, value, _, _ in bars], fontsize=8)
         axes.invert_yaxis()
         axes.set_xlabel(label, fontsize=9)

@@ -61,9 +61,24 @@ class Server:
         self.log = folder / "log"
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
-                [sys.executable, str(program), "--load", str(folder / "tiny"), "--device", "cpu", "--precision", "fp32",
-                 "--port", "0", "--max-seconds", "30"], stderr=log, stdout=log,
-                env={**os.environ, "OMP_NUM_THREADS": "1"})
+                [
+                    sys.executable,
+                    str(program),
+                    "--load",
+                    str(folder / "tiny"),
+                    "--device",
+                    "cpu",
+                    "--precision",
+                    "fp32",
+                    "--port",
+                    "0",
+                    "--max-seconds",
+                    "30",
+                ],
+                stderr=log,
+                stdout=log,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )
         self.port = 0
         deadline = time.monotonic() + 120
         while not self.port:
@@ -106,18 +121,32 @@ class Client:
     def ask(self, seed: int) -> tuple[str, str]:
         """Kind and outcome."""
         chance = random.Random(seed)
-        kind: Callable[[random.Random], str] = chance.choice((
-            self.good, self.good, self.streamed, self.megatron, self.scored, self.leaves_early, self.leaves_a_stream,
-            self.stalls, self.changed, self.garbage, self.elsewhere))
+        kind: Callable[[random.Random], str] = chance.choice(
+            (
+                self.good,
+                self.good,
+                self.streamed,
+                self.megatron,
+                self.scored,
+                self.leaves_early,
+                self.leaves_a_stream,
+                self.stalls,
+                self.changed,
+                self.garbage,
+                self.elsewhere,
+            )
+        )
         try:
             return kind.__name__, kind(chance)
         except (OSError, http.client.HTTPException) as error:
-            return kind.__name__, "closed" if isinstance(error, (ConnectionError, http.client.HTTPException)) \
-                else type(error).__name__
+            return kind.__name__, "closed" if isinstance(error, (ConnectionError, http.client.HTTPException)) else type(
+                error
+            ).__name__
 
     @contextlib.contextmanager
-    def posted(self, body: bytes, method: str = "POST",
-               address: str = "/v1/completions") -> Iterator[http.client.HTTPResponse]:
+    def posted(
+        self, body: bytes, method: str = "POST", address: str = "/v1/completions"
+    ) -> Iterator[http.client.HTTPResponse]:
         """The response to a request."""
         with contextlib.closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=WAIT)) as connection:
             connection.request(method, address, body, {"Content-Type": "application/json"})
@@ -138,8 +167,10 @@ class Client:
         body = {"prompt": prompt, "max_tokens": 8, "temperature": 0, "stream": True}
         with self.posted(json.dumps(body).encode()) as response:
             lines = [line[6:] for line in response.read().decode().splitlines() if line.startswith("data: ")]
-            if response.status == 200 and (lines[-1] != "[DONE]" or self.right[prompt] != "".join(
-                    json.loads(line)["choices"][0]["text"] for line in lines[:-1])):
+            if response.status == 200 and (
+                lines[-1] != "[DONE]"
+                or self.right[prompt] != "".join(json.loads(line)["choices"][0]["text"] for line in lines[:-1])
+            ):
                 return "wrong"
             return str(response.status)
 
@@ -163,8 +194,12 @@ class Client:
                 choice = answer["choices"][0]
                 found = choice["logprobs"]["token_logprobs"]
                 read = answer["usage"]["prompt_tokens"]
-                if not choice["text"].startswith(prompt) or len(found) != read + body["max_tokens"] or found[0] \
-                        is not None or not all(value <= 0 for value in found[1:]):
+                if (
+                    not choice["text"].startswith(prompt)
+                    or len(found) != read + body["max_tokens"]
+                    or found[0] is not None
+                    or not all(value <= 0 for value in found[1:])
+                ):
                     return "wrong"
             return str(response.status)
 
@@ -186,7 +221,7 @@ class Client:
         """Sends a part of a request, waits, and goes away."""
         data = HEAD.format(1000).encode() + b'{"prompt": "a", '
         with socket.create_connection(("127.0.0.1", self.port), WAIT) as connection:
-            connection.sendall(data[:chance.randrange(1, len(data))])
+            connection.sendall(data[: chance.randrange(1, len(data))])
             time.sleep(STALL)
         return "gone"
 
@@ -198,8 +233,11 @@ class Client:
 
     def garbage(self, chance: random.Random) -> str:
         """Bytes that are no HTTP, or nearly are."""
-        data = chance.randbytes(chance.randrange(1, 4000)) if chance.random() < 0.5 else \
-            mutate(HEAD.format(10).encode() + b"0123456789", chance)
+        data = (
+            chance.randbytes(chance.randrange(1, 4000))
+            if chance.random() < 0.5
+            else mutate(HEAD.format(10).encode() + b"0123456789", chance)
+        )
         with socket.create_connection(("127.0.0.1", self.port), WAIT) as connection:
             connection.sendall(data + b"\r\n\r\n")
             connection.settimeout(STALL)
@@ -212,8 +250,10 @@ class Client:
     def elsewhere(self, chance: random.Random) -> str:
         """Another address or method."""
         with contextlib.closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=WAIT)) as connection:
-            connection.request(chance.choice(("GET", "POST", "DELETE", "PUT")),
-                               chance.choice(("/", "/v1/models", "/v1/x", "/health", "/../etc", "/%00")))
+            connection.request(
+                chance.choice(("GET", "POST", "DELETE", "PUT")),
+                chance.choice(("/", "/v1/models", "/v1/x", "/health", "/../etc", "/%00")),
+            )
             response = connection.getresponse()
             response.read()
             return str(response.status)
@@ -264,9 +304,17 @@ def soak(folder: Path, requests: int, clients: int, seed: int) -> dict[str, Any]
     for (kind, outcome), count in sorted(outcomes.items()):
         kinds.setdefault(kind, {})[outcome] = count
     later = memory[WARM:]
-    return {"requests": requests, "clients": clients, "seed": seed, "outcomes": kinds, "memory_bytes": memory,
-            "growth": round(max(later) / later[0] - 1, 4), "alive": alive, "exit_code": code,
-            "tracebacks": log.count("Traceback")}
+    return {
+        "requests": requests,
+        "clients": clients,
+        "seed": seed,
+        "outcomes": kinds,
+        "memory_bytes": memory,
+        "growth": round(max(later) / later[0] - 1, 4),
+        "alive": alive,
+        "exit_code": code,
+        "tracebacks": log.count("Traceback"),
+    }
 
 
 def problems(result: dict[str, Any]) -> list[str]:
@@ -276,8 +324,10 @@ def problems(result: dict[str, Any]) -> list[str]:
     for of_kind in result["outcomes"].values():
         statuses.update(of_kind)
     if statuses["wrong"] or statuses["500"] or result["tracebacks"]:
-        found.append(f"{statuses['wrong']} wrong answers, {statuses['500']} errors of the server's own, "
-                     f"{result['tracebacks']} tracebacks in its log")
+        found.append(
+            f"{statuses['wrong']} wrong answers, {statuses['500']} errors of the server's own, "
+            f"{result['tracebacks']} tracebacks in its log"
+        )
     if not result["outcomes"].get("good", {}).get("200"):
         found.append("no good request was answered")
     if result["growth"] > GROWTH:
@@ -288,8 +338,9 @@ def problems(result: dict[str, Any]) -> list[str]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--requests", type=int, default=100_000, metavar="N")
     parser.add_argument("--clients", type=int, default=CLIENTS, metavar="N")
     parser.add_argument("--seed", type=int, default=1)
@@ -297,12 +348,17 @@ def main(argv: list[str] | None = None) -> int:
     chosen = parser.parse_args(argv)
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        result = {**report.header("server soak"), **soak(Path(folder), chosen.requests, chosen.clients, chosen.seed),
-                  "seconds": round(time.monotonic() - start, 1)}
+        result = {
+            **report.header("server soak"),
+            **soak(Path(folder), chosen.requests, chosen.clients, chosen.seed),
+            "seconds": round(time.monotonic() - start, 1),
+        }
     result["problems"] = problems(result)
     report.write((Path(chosen.output) if chosen.output else report.RESULTS) / "server_soak.json", result)
-    print(f"{report.machine_line(result)}: {chosen.requests:,} requests of {chosen.clients} clients in "
-          f"{result['seconds']:,.0f} s; memory {result['growth']:+.1%}; {'; '.join(result['problems']) or 'all well'}")
+    print(
+        f"{report.machine_line(result)}: {chosen.requests:,} requests of {chosen.clients} clients in "
+        f"{result['seconds']:,.0f} s; memory {result['growth']:+.1%}; {'; '.join(result['problems']) or 'all well'}"
+    )
     return 1 if result["problems"] else 0
 
 

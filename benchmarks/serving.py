@@ -82,8 +82,9 @@ class StaticBatch(Batch):
                         del text.context[1:]  # computed along with the others, as cheaply as possible
                 if all(text.c.finish for text in texts):
                     break
-                logits = self._model.step([text.context[-1] for text in texts],
-                                          [len(text.context) - 1 for text in texts], rows)
+                logits = self._model.step(
+                    [text.context[-1] for text in texts], [len(text.context) - 1 for text in texts], rows
+                )
 
 
 class StaticGenerator(Generator):
@@ -136,10 +137,16 @@ def serve(generator: Generator, load: Load) -> tuple[dict[str, Any], list[list[i
     texts = [c.ids for _, c in requests]
     assert all(len(ids) == c.sampling.max_new_tokens for ids, (_, c) in zip(texts, requests, strict=True))
     tokens, seconds = sum(map(len, texts)), max(last.values())
-    return {"tokens_per_second": tokens / seconds, "seconds": seconds, "tokens": tokens, "token_steps": steps,
-            "texts_per_step": (tokens - len(texts)) / steps, "cache_bytes": cache_bytes,
-            "seconds_to_first_token": report.spread([first[i] - arrived[i] for i in first]),
-            "seconds_to_last_token": report.spread([last[i] - arrived[i] for i in last])}, texts
+    return {
+        "tokens_per_second": tokens / seconds,
+        "seconds": seconds,
+        "tokens": tokens,
+        "token_steps": steps,
+        "texts_per_step": (tokens - len(texts)) / steps,
+        "cache_bytes": cache_bytes,
+        "seconds_to_first_token": report.spread([first[i] - arrived[i] for i in first]),
+        "seconds_to_last_token": report.spread([last[i] - arrived[i] for i in last]),
+    }, texts
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -152,27 +159,41 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--output", type=Path, help="default: benchmarks/results/serving.json")
     args = parser.parse_args(argv)
     output = args.output or (None if args.smoke else report.RESULTS / "serving.json")
-    config, load = (TINY, Load(12, 0.001, (6, 30), (8, 30), 4)) if args.smoke else (
-        GPT2, Load(args.requests, 0.1, (32, 256), (64, 512), args.rows))
+    config, load = (
+        (TINY, Load(12, 0.001, (6, 30), (8, 30), 4))
+        if args.smoke
+        else (GPT2, Load(args.requests, 0.1, (32, 256), (64, 512), args.rows))
+    )
     mpu.initialize_model_parallel(1)
     model = GPT2Model(config).eval().to({name: dtype for dtype, name in PRECISIONS.items()}[args.precision])
     store_by_column(model)
-    result: dict[str, Any] = {**report.header("serving"), "threads": torch.get_num_threads(), "goal": GOAL,
-                              "model": dataclasses.asdict(config), "precision": args.precision,
-                              "load": dataclasses.asdict(load), "runs": []}
+    result: dict[str, Any] = {
+        **report.header("serving"),
+        "threads": torch.get_num_threads(),
+        "goal": GOAL,
+        "model": dataclasses.asdict(config),
+        "precision": args.precision,
+        "load": dataclasses.asdict(load),
+        "runs": [],
+    }
     texts: dict[str, list[list[int]]] = {}
     for number in range(args.rounds):
         for arm in (list(ARMS), list(ARMS)[::-1])[number % 2]:
             row, texts[arm] = serve(ARMS[arm](model, Ids(model.vocab_size)), load)  # type: ignore[arg-type]
             result["runs"].append({"arm": arm, **row})
             waits = [row[f"seconds_to_{end}_token"]["median"] for end in ("first", "last")]
-            print(f"{arm:11}{row['tokens_per_second']:8.1f} tokens/s, {row['texts_per_step']:5.2f} texts a step; "
-                  f"seconds to the first token {waits[0]:.2f}, to the last {waits[1]:.2f} (medians)", flush=True)
+            print(
+                f"{arm:11}{row['tokens_per_second']:8.1f} tokens/s, {row['texts_per_step']:5.2f} texts a step; "
+                f"seconds to the first token {waits[0]:.2f}, to the last {waits[1]:.2f} (medians)",
+                flush=True,
+            )
         speeds = {arm: [run["tokens_per_second"] for run in result["runs"] if run["arm"] == arm] for arm in ARMS}
         equal = sum(map(list.__eq__, *texts.values()))
-        result |= {"tokens_per_second": {arm: statistics.median(found) for arm, found in speeds.items()},
-                   "ratio": statistics.median(b / a for a, b in zip(*speeds.values(), strict=True)),  # of each round
-                   "equal_texts": f"{equal} of {load.requests}"}
+        result |= {
+            "tokens_per_second": {arm: statistics.median(found) for arm, found in speeds.items()},
+            "ratio": statistics.median(b / a for a, b in zip(*speeds.values(), strict=True)),  # of each round
+            "equal_texts": f"{equal} of {load.requests}",
+        }
         if output:
             report.write(output, result)
     print(f"continuous / static: {result['ratio']:.2f} (goal {GOAL}); equal texts: {result['equal_texts']}")

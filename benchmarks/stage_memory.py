@@ -38,23 +38,41 @@ from megatron.gpt2.training.prepare import prepare_run
 from megatron.gpt2.training.train_step import train_step
 
 BOUND, STEPS = 0.1, 2
-SHAPE = ("--num-layers 8 --hidden-size 384 --num-attention-heads 6 --seq-length 256 --micro-batch-size 4 "
-         "--make-vocab-size-divisible-by 16384 --global-batch-size 24")
-SCHEDULES = {"1f1b": "", "interleaved": "--num-layers-per-virtual-pipeline-stage 1",
-             "zero-bubble": "--pipeline-schedule zero-bubble"}
-COMMON = ("--tokenizer-type bytes --device cpu --attention-dropout 0 --hidden-dropout 0 --train-iters 10 "
-          "--eval-iters 0 --max-position-embeddings 1024")
+SHAPE = (
+    "--num-layers 8 --hidden-size 384 --num-attention-heads 6 --seq-length 256 --micro-batch-size 4 "
+    "--make-vocab-size-divisible-by 16384 --global-batch-size 24"
+)
+SCHEDULES = {
+    "1f1b": "",
+    "interleaved": "--num-layers-per-virtual-pipeline-stage 1",
+    "zero-bubble": "--pipeline-schedule zero-bubble",
+}
+COMMON = (
+    "--tokenizer-type bytes --device cpu --attention-dropout 0 --hidden-dropout 0 --train-iters 10 "
+    "--eval-iters 0 --max-position-embeddings 1024"
+)
 
 
 def cases(smoke: bool) -> Iterator[dict[str, Any]]:
     if smoke:
-        yield {"schedule": "1f1b", "p": 2, "precision": "fp32", "recompute": "none",
-               "flags": f"{SMOKE} --global-batch-size 12"}
+        yield {
+            "schedule": "1f1b",
+            "p": 2,
+            "precision": "fp32",
+            "recompute": "none",
+            "flags": f"{SMOKE} --global-batch-size 12",
+        }
         return
     for p, schedule, (precision, recompute) in itertools.product(
-            (2, 4), SCHEDULES, (("fp32", "none"), ("bf16", "full"))):
-        yield {"schedule": schedule, "p": p, "precision": precision, "recompute": recompute,
-               "flags": f"{SHAPE} {SCHEDULES[schedule]}"}
+        (2, 4), SCHEDULES, (("fp32", "none"), ("bf16", "full"))
+    ):
+        yield {
+            "schedule": schedule,
+            "p": p,
+            "precision": precision,
+            "recompute": recompute,
+            "flags": f"{SHAPE} {SCHEDULES[schedule]}",
+        }
 
 
 def run_rank(rank: int, case: dict[str, Any], folder: str, results: Any) -> None:
@@ -62,9 +80,24 @@ def run_rank(rank: int, case: dict[str, Any], folder: str, results: Any) -> None
     torch.set_num_threads(1)
     p = case["p"]
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=p)
-    arguments = parse([*COMMON.split(), *case["flags"].split(), "--precision", case["precision"],
-                       "--recompute-granularity", case["recompute"], "--pipeline-model-parallel-size", str(p),
-                       "--train-data", f"{folder}/text.txt", "--data-cache-path", folder, "--save", f"{folder}/save"])
+    arguments = parse(
+        [
+            *COMMON.split(),
+            *case["flags"].split(),
+            "--precision",
+            case["precision"],
+            "--recompute-granularity",
+            case["recompute"],
+            "--pipeline-model-parallel-size",
+            str(p),
+            "--train-data",
+            f"{folder}/text.txt",
+            "--data-cache-path",
+            folder,
+            "--save",
+            f"{folder}/save",
+        ]
+    )
     prepared = prepare_run(arguments, Ranks(rank, p, rank, p), lambda line: None)
     run = build_run(prepared, lambda line: None)
     run.engine.model.train()
@@ -82,8 +115,15 @@ def measure(case: dict[str, Any]) -> list[dict[str, Any]]:
         (Path(folder) / "text.txt").write_text("any text: nothing of it changes what is held. " * 4000)
         spawn(run_rank, (case, folder, results), nprocs=case["p"])
     found = sorted(results.get() for _ in range(case["p"]))
-    return [{"stage": stage, "expected_mb": round(asked / 2**20, 1), "measured_mb": round(peak / 2**20, 1),
-             "ratio": round(asked / peak, 3)} for stage, asked, peak in found]
+    return [
+        {
+            "stage": stage,
+            "expected_mb": round(asked / 2**20, 1),
+            "measured_mb": round(peak / 2**20, 1),
+            "ratio": round(asked / peak, 3),
+        }
+        for stage, asked, peak in found
+    ]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -100,9 +140,13 @@ def main(argv: list[str] | None = None) -> int:
         stages = measure(case)
         result["runs"].append({**case, "stages": stages})
         report.write(path, result)
-        print(f"{case['schedule']:<11}  p {case['p']}  {case['precision']}  {case['recompute']:<4}  " + "  ".join(
-            f"{stage['expected_mb']:,.0f}/{stage['measured_mb']:,.0f} MB {stage['ratio']:.2f}" for stage in stages),
-            flush=True)
+        print(
+            f"{case['schedule']:<11}  p {case['p']}  {case['precision']}  {case['recompute']:<4}  "
+            + "  ".join(
+                f"{stage['expected_mb']:,.0f}/{stage['measured_mb']:,.0f} MB {stage['ratio']:.2f}" for stage in stages
+            ),
+            flush=True,
+        )
     ratios = [stage["ratio"] for run in result["runs"] for stage in run["stages"]]
     near = sum(abs(ratio - 1) <= BOUND for ratio in ratios)
     print(f"expected/measured: {near} of {len(ratios)} stages within 10 %, from {min(ratios)} to {max(ratios)}")

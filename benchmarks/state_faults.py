@@ -58,23 +58,32 @@ TINY = ("--num-layers", "2", "--hidden-size", "32", "--micro-batch-size", "1", "
 
 # Where a rank hangs, alive: the line of the program that it never leaves.
 PLACES: dict[str, tuple[ModuleType, str]] = {
-    "step": (loop, "train_step(run)"), "data": (train_step, "run.data.to_device("),
-    "optimizer": (train_step, "optimizer.step()")}
+    "step": (loop, "train_step(run)"),
+    "data": (train_step, "run.data.to_device("),
+    "optimizer": (train_step, "optimizer.step()"),
+}
 # Name, ranks, flags.
-HANGS = (("2 replicas", 2, ()), ("3 replicas", 3, ()), ("2 tensor-parallel", 2, TENSOR), ("2 stages", 2, STAGES),
-         ("2 sharded", 2, SHARDED))
+HANGS = (
+    ("2 replicas", 2, ()),
+    ("3 replicas", 3, ()),
+    ("2 tensor-parallel", 2, TENSOR),
+    ("2 stages", 2, STAGES),
+    ("2 sharded", 2, SHARDED),
+)
 NANS = (("2 replicas", 2, ()), ("2 sharded", 2, SHARDED), ("2 tensor-parallel", 2, TENSOR), ("2 stages", 2, STAGES))
 # Name, ranks, flags, and how a bit may flip.
 FLIPS: tuple[tuple[str, int, tuple[str, ...], tuple[str, ...]], ...] = (
-    ("3 replicas", 3, (), ("between", "window", "interval")), ("2 replicas", 2, (), ("between", "window", "interval")),
-    ("2 tensor-parallel", 2, TENSOR, ("between", "window")), ("2 sharded", 2, SHARDED, ("between", "window")),
-    ("2 stages", 2, STAGES, ("between",)))
+    ("3 replicas", 3, (), ("between", "window", "interval")),
+    ("2 replicas", 2, (), ("between", "window", "interval")),
+    ("2 tensor-parallel", 2, TENSOR, ("between", "window")),
+    ("2 sharded", 2, SHARDED, ("between", "window")),
+    ("2 stages", 2, STAGES, ("between",)),
+)
 PRECISIONS = ("fp32", "bf16")
 
 
 def watched(place: str, rank: int, step: int) -> None:
-    """In the process of the launcher, before its ranks: one of them does not come, and each notes when it began a step.
-    """
+    """In the process of the launcher, before its ranks: one of them does not come, and each notes when it began a step."""
     inject([f"{'stop' if place == 'stop' else 'hang'}:rank={rank}:step={step}"] * (place in ("stop", "step")))
     do_step = vars(loop)["train_step"]  # the injector's, where there is one
 
@@ -89,7 +98,7 @@ def watched(place: str, rank: int, step: int) -> None:
 
 
 def line_of(place: str) -> str:
-    """"megatron/gpt2/training/loop.py:31"."""
+    """ "megatron/gpt2/training/loop.py:31"."""
     module, text = PLACES[place]
     path = Path(str(module.__file__))
     lines = path.read_text().splitlines()
@@ -110,9 +119,25 @@ def hang(folder: Path, seed: int) -> Trial:
     name, world, flags = HANGS[seed % len(HANGS)]
     place = chance.choice(("stop", "stop", *PLACES))
     bad, step, save = chance.randrange(world), chance.randint(1, 4), folder / f"hang_{seed}"
-    rank = Rank(folder, [*TINY, *flags, "--nproc-per-node", str(world), "--distributed-timeout-minutes",
-                         str(TIMEOUT / 60), "--exit-interval", "9", "--log-interval", "100", "--save", str(save)],
-                {}, before=functools.partial(watched, place, bad, step))
+    rank = Rank(
+        folder,
+        [
+            *TINY,
+            *flags,
+            "--nproc-per-node",
+            str(world),
+            "--distributed-timeout-minutes",
+            str(TIMEOUT / 60),
+            "--exit-interval",
+            "9",
+            "--log-interval",
+            "100",
+            "--save",
+            str(save),
+        ],
+        {},
+        before=functools.partial(watched, place, bad, step),
+    )
     code, output = rank.end()
     noted = read_incidents(save)
     began = {one["who"]: one["time"] for one in noted if one["kind"] == "step"}
@@ -121,11 +146,24 @@ def hang(folder: Path, seed: int) -> Trial:
     said, where = line["text"] if line else output[-400:], "" if place == "stop" else line_of(place)
     seconds = line["time"] - waits_since if line else None
     left = [one["who"] for one in noted if one["kind"] == "start" and lives(one["process"])]
-    names_it = line is not None and line["ranks"] == [bad] and (
-        f"rank {bad} is at {where} (" in said if where else bool(re.match(rf"rank {bad} \(\S+\) gave no sign", said)))
-    return {"layout": name, "fault": f"{place}:rank={bad}:step={step}", "exit_code": code, "line": said,
-            "seconds": seconds and round(seconds, 2), "left": left,
-            "good": names_it and code == 1 and not left and seconds is not None and seconds < TIMEOUT + LATE}
+    names_it = (
+        line is not None
+        and line["ranks"] == [bad]
+        and (
+            f"rank {bad} is at {where} (" in said
+            if where
+            else bool(re.match(rf"rank {bad} \(\S+\) gave no sign", said))
+        )
+    )
+    return {
+        "layout": name,
+        "fault": f"{place}:rank={bad}:step={step}",
+        "exit_code": code,
+        "line": said,
+        "seconds": seconds and round(seconds, 2),
+        "left": left,
+        "good": names_it and code == 1 and not left and seconds is not None and seconds < TIMEOUT + LATE,
+    }
 
 
 def with_a_nan(rank: int, world: int, folder: str, flags: Sequence[str], seeds: Sequence[int]) -> list[Trial]:
@@ -136,8 +174,9 @@ def with_a_nan(rank: int, world: int, folder: str, flags: Sequence[str], seeds: 
         bad, at, share = chance.randrange(world), chance.randint(1, 4), chance.random()
         precision = ("fp16", "bf16")[seed // len(NANS) % 2]
         scale = ("--initial-loss-scale", "1024", "--hysteresis", "1") * (precision == "fp16")
-        run = start(rank, world, folder, [*TINY, *flags, "--precision", precision, *scale, "--save",
-                                          f"{folder}/nan_{seed}"])
+        run = start(
+            rank, world, folder, [*TINY, *flags, "--precision", precision, *scale, "--save", f"{folder}/nan_{seed}"]
+        )
         seen, name = steps(run, at), ""
         if rank == bad:
             parameters = {name: one for name, one in run.engine.model.named_parameters() if "embeddings" not in name}
@@ -158,10 +197,17 @@ def with_a_nan(rank: int, world: int, folder: str, flags: Sequence[str], seeds: 
             poisoned = steps(run, 1)
         later = steps(run, 4)
         finite = all(bool(torch.isfinite(tensor).all()) for tensor in state(run).values())
-        trials.append({"seed": seed, "precision": precision, "fault": f"nan:rank={bad}:step={at}", "tensor": name,
-                       "finite": finite, "skips": [number == at for number in range(at + 5)],
-                       "seen": {key: seen[key] + poisoned[key] + later[key]
-                                for key in ("loss", "scale", "skipped", "rate")}})
+        trials.append(
+            {
+                "seed": seed,
+                "precision": precision,
+                "fault": f"nan:rank={bad}:step={at}",
+                "tensor": name,
+                "finite": finite,
+                "skips": [number == at for number in range(at + 5)],
+                "seen": {key: seen[key] + poisoned[key] + later[key] for key in ("loss", "scale", "skipped", "rate")},
+            }
+        )
         finish(run)
     return trials
 
@@ -174,16 +220,28 @@ def nans(folder: Path, seeds: Sequence[int]) -> list[Trial]:
         first = of_ranks[0]
         agree = all(one["seen"] == first["seen"] for one in of_ranks)
         finite = all(one["finite"] for one in of_ranks) and bool(torch.tensor(first["seen"]["loss"]).isfinite().all())
-        trials.append({"seed": first["seed"], "layout": name, "precision": first["precision"], "fault": first["fault"],
-                       "tensor": "".join(one["tensor"] for one in of_ranks), "ranks_agree": agree, "finite": finite,
-                       "scales": (scales := first["seen"]["scale"]),
-                       "good": agree and finite and first["seen"]["skipped"] == first["skips"]
-                       and scales[-1] == scales[0] / (2 if first["precision"] == "fp16" else 1)})
+        trials.append(
+            {
+                "seed": first["seed"],
+                "layout": name,
+                "precision": first["precision"],
+                "fault": first["fault"],
+                "tensor": "".join(one["tensor"] for one in of_ranks),
+                "ranks_agree": agree,
+                "finite": finite,
+                "scales": (scales := first["seen"]["scale"]),
+                "good": agree
+                and finite
+                and first["seen"]["skipped"] == first["skips"]
+                and scales[-1] == scales[0] / (2 if first["precision"] == "fp16" else 1),
+            }
+        )
     return trials
 
 
-def flipped(rank: int, world: int, folder: str, flags: Sequence[str], ways: Sequence[str], precision: str,
-            seeds: Sequence[int]) -> list[Trial]:
+def flipped(
+    rank: int, world: int, folder: str, flags: Sequence[str], ways: Sequence[str], precision: str, seeds: Sequence[int]
+) -> list[Trial]:
     """On each rank, of each seed: which bit flipped there, and the line that the run said, with its iteration."""
     trials = []
     for seed in seeds:
@@ -191,14 +249,29 @@ def flipped(rank: int, world: int, folder: str, flags: Sequence[str], ways: Sequ
         way = ways[(seed // (len(FLIPS) * len(PRECISIONS))) % len(ways)] if len(ways) > 1 else ways[0]
         bad, shares, bit = chance.randrange(world), [chance.random() for _ in range(3)], chance.randrange(32)
         after = chance.choice((1, 2, 4, 5)) if way == "interval" else chance.randint(1, 4)
-        run = start(rank, world, folder, [*TINY, *flags, "--precision", precision, "--check-replicas-interval",
-                                          "3" if way == "interval" else "1", "--save", f"{folder}/flip_{seed}"])
+        run = start(
+            rank,
+            world,
+            folder,
+            [
+                *TINY,
+                *flags,
+                "--precision",
+                precision,
+                "--check-replicas-interval",
+                "3" if way == "interval" else "1",
+                "--save",
+                f"{folder}/flip_{seed}",
+            ],
+        )
         fault, line = {}, ""
         if rank == bad:
             fault = place_of_flip(run, way, shares, precision) | {"bit": bit}
         # The method after which it happens: before the forward, when the gradients are there, or inside the update.
         owner, method = {"window": (run.engine.optimizer, "step")}.get(way) or (
-            (run.data, "to_device"), (run.engine.reducer, "finish"))[chance.randrange(2)]
+            (run.data, "to_device"),
+            (run.engine.reducer, "finish"),
+        )[chance.randrange(2)]
         do, waiting = getattr(owner, method), [fault] if rank == bad else []
 
         def then(*inputs: Any, run: Run = run, do: Any = do, waiting: Any = waiting, after: int = after) -> Any:
@@ -213,8 +286,18 @@ def flipped(rank: int, world: int, folder: str, flags: Sequence[str], ways: Sequ
                     one_step(run)
         except StateChanged as error:
             line = str(error)
-        trials.append({"seed": seed, "way": way, "moment": method, "rank": bad, "after": after, **fault,
-                       "found_after": run.progress.iteration, "line": line.partition(": the memory")[0]})
+        trials.append(
+            {
+                "seed": seed,
+                "way": way,
+                "moment": method,
+                "rank": bad,
+                "after": after,
+                **fault,
+                "found_after": run.progress.iteration,
+                "line": line.partition(": the memory")[0],
+            }
+        )
         finish(run)
     return trials
 
@@ -229,11 +312,21 @@ def place_of_flip(run: Run, way: str, shares: Sequence[float], precision: str) -
     elif way == "window" and optimizer.flat.is_sharded:
         kinds = ["weight"]
     kind = kinds[int(shares[0] * len(kinds))]
-    sizes = {name: one.numel() for name, one in parameters.items()} if kind == "weight" else {
-        one.name: one.values.numel() for one in optimizer.tensors() if one.kind == kind}
-    tensors = [name for name, size in sizes.items() if size and not (
-        way == "window" and run.parallel.tensor_model_parallel_size > 1
-        and getattr(parameters[name], "model_parallel", False))]
+    sizes = (
+        {name: one.numel() for name, one in parameters.items()}
+        if kind == "weight"
+        else {one.name: one.values.numel() for one in optimizer.tensors() if one.kind == kind}
+    )
+    tensors = [
+        name
+        for name, size in sizes.items()
+        if size
+        and not (
+            way == "window"
+            and run.parallel.tensor_model_parallel_size > 1
+            and getattr(parameters[name], "model_parallel", False)
+        )
+    ]
     name = tensors[int(shares[1] * len(tensors))]
     return {"kind": kind, "name": name, "element": int(shares[2] * sizes[name])}
 
@@ -243,8 +336,9 @@ def flips(folder: Path, seeds: Sequence[int]) -> list[Trial]:
     name, world, flags, ways = FLIPS[seeds[0] % len(FLIPS)]
     precision = PRECISIONS[seeds[0] // len(FLIPS) % len(PRECISIONS)]
     trials = []
-    for of_ranks in zip(*run_ranks(flipped, world, str(folder), flags, ways, precision, seeds, timeout=900),
-                        strict=True):
+    for of_ranks in zip(
+        *run_ranks(flipped, world, str(folder), flags, ways, precision, seeds, timeout=900), strict=True
+    ):
         one = of_ranks[of_ranks[0]["rank"]]
         after, what = one["after"], f"another {one['kind']} of {re.escape(one['name'])}"
         expected, found_after = rf"rank {one['rank']} holds {what} than the update of iteration {after} left", after
@@ -256,20 +350,30 @@ def flips(folder: Path, seeds: Sequence[int]) -> list[Trial]:
                 what, found_after = rf"another \w+ of {re.escape(one['name'])}( and 1 other)?", -(-after // 3) * 3
             expected = rf"{who} {what} than {of_whom}, since iteration \d+"
         agree = all((other["line"], other["found_after"]) == (one["line"], one["found_after"]) for other in of_ranks)
-        trials.append({**one, "layout": name, "precision": precision, "ranks_agree": agree,
-                       "good": agree and one["found_after"] == found_after and bool(re.match(expected, one["line"]))})
+        trials.append(
+            {
+                **one,
+                "layout": name,
+                "precision": precision,
+                "ranks_agree": agree,
+                "good": agree and one["found_after"] == found_after and bool(re.match(expected, one["line"])),
+            }
+        )
     return trials
 
 
 # Of each part its chunks, how many of them share the seeds (None: one seed each), and the trials in all.
 PARTS: dict[str, tuple[Callable[[Path, Sequence[int]], list[Trial]], int | None, int]] = {
-    "hangs": (of_each(hang), None, 20), "nan": (nans, len(NANS), 20),
-    "flips": (flips, len(FLIPS) * len(PRECISIONS), 60)}
+    "hangs": (of_each(hang), None, 20),
+    "nan": (nans, len(NANS), 20),
+    "flips": (flips, len(FLIPS) * len(PRECISIONS), 60),
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--trials", type=int, help="how many, and pairs of steps of `cost` (default: all; 40)")
     parser.add_argument("--smoke", action="store_true", help="one trial of each, and a tiny model: proves the script")
     parser.add_argument("--output", metavar="DIR", type=Path, default=report.RESULTS)

@@ -14,8 +14,14 @@ from megatron.gpt2.training.train_step import train_step
 from tests.megatron.gpt2.pipeline.test_communication import BytesSent
 
 
-def steps_in_turns(rank: int, world_size: int, problem: Problem, ways: Mapping[str, tuple[str, ...]], pairs: int,
-                   precision: str = "bf16") -> dict[str, dict[str, list[float]]]:
+def steps_in_turns(
+    rank: int,
+    world_size: int,
+    problem: Problem,
+    ways: Mapping[str, tuple[str, ...]],
+    pairs: int,
+    precision: str = "bf16",
+) -> dict[str, dict[str, list[float]]]:
     """Of each of two `ways`, a name and its flags: "clock" and "processor", the seconds of `pairs` steps by the clock
     and of this rank's processors, and "sent", the bytes that this rank sends in one step."""
     steps, found = {}, {}
@@ -27,7 +33,7 @@ def steps_in_turns(rank: int, world_size: int, problem: Problem, ways: Mapping[s
             train_step(run)
         found[name] = {"clock": [], "processor": [], "sent": [float(sum(counted.sent.values()))]}
     for number in range(pairs):
-        for name in list(ways)[::(1, -1)[number % 2]]:
+        for name in list(ways)[:: (1, -1)[number % 2]]:
             used, clock = time.process_time(), time.perf_counter()
             steps[name]()
             found[name]["clock"].append(time.perf_counter() - clock)
@@ -39,5 +45,9 @@ def beside(found: Mapping[str, Mapping[str, list[float]]], kind: str) -> dict[st
     """The second way's steps over the first one's, pair by pair, and the fastest of each. kind: "clock" or
     "processor"."""
     (first, a), (second, b) = ((name, values[kind]) for name, values in found.items())
-    return {f"{first}_seconds": report.spread(a), f"{second}_seconds": report.spread(b),
-            "ratio": report.spread([y / x for x, y in zip(a, b, strict=True)]), "of_best": min(b) / min(a)}
+    return {
+        f"{first}_seconds": report.spread(a),
+        f"{second}_seconds": report.spread(b),
+        "ratio": report.spread([y / x for x, y in zip(a, b, strict=True)]),
+        "of_best": min(b) / min(a),
+    }

@@ -16,8 +16,9 @@ from tests.megatron.gpt2.training.training_runs import write_text
 Trial = dict[str, Any]
 
 
-def campaign(what: str, path: Path, chunks: Sequence[Sequence[int]],
-             do: Callable[[Path, Sequence[int]], list[Trial]]) -> bool:
+def campaign(
+    what: str, path: Path, chunks: Sequence[Sequence[int]], do: Callable[[Path, Sequence[int]], list[Trial]]
+) -> bool:
     """The trials of all seeds in `chunks`, from where an earlier call was interrupted; whether all are good.
 
     do: the trials of a chunk, given a folder with a text in it; what it returns is written after each chunk.

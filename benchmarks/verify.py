@@ -30,28 +30,72 @@ from megatron.gpt2.verification.table import Result
 from tests.conftest import TEST_DATA
 from tests.megatron.gpt2.training.training_runs import write_text
 
-MODEL = ["--num-layers", "4", "--hidden-size", "128", "--num-attention-heads", "4", "--seq-length", "128",
-         "--max-position-embeddings", "128", "--tokenizer-type", "bytes", "--train-iters", "100",
-         "--hidden-dropout", "0.1", "--attention-dropout", "0.1", "--micro-batch-size", "4", "--device", "cpu"]
+MODEL = [
+    "--num-layers",
+    "4",
+    "--hidden-size",
+    "128",
+    "--num-attention-heads",
+    "4",
+    "--seq-length",
+    "128",
+    "--max-position-embeddings",
+    "128",
+    "--tokenizer-type",
+    "bytes",
+    "--train-iters",
+    "100",
+    "--hidden-dropout",
+    "0.1",
+    "--attention-dropout",
+    "0.1",
+    "--micro-batch-size",
+    "4",
+    "--device",
+    "cpu",
+]
 SPLIT, SEQUENCE = "--model-parallel-size 2", "--model-parallel-size 2 --sequence-parallel"
 SHARDED = "--data-parallel-size 2 --micro-batch-size 2 --use-distributed-optimizer"
 ACCUMULATED, RECOMPUTED = "--micro-batch-size 1", "--recompute-granularity full"
 # By the flags of both sides, the layouts that are compared with one rank. At a learning rate of 2e-3 AdamW moves
 # weights by a tenth of their size.
 CLEAN = {
-    "fp32": [ACCUMULATED, RECOMPUTED, SPLIT, SEQUENCE, SHARDED, f"{SEQUENCE} {ACCUMULATED} {RECOMPUTED}",
-             "--model-parallel-size 4", "--data-parallel-size 2 --micro-batch-size 1 --DDP-impl torch",
-             "--model-parallel-size 2 --data-parallel-size 2 --micro-batch-size 2 --use-distributed-optimizer "
-             "--recompute-granularity selective", f"{SPLIT} --cpu-offload-optimizer",
-             "--data-parallel-size 4 --micro-batch-size 1 --grad-reduce-in-bf16"],
+    "fp32": [
+        ACCUMULATED,
+        RECOMPUTED,
+        SPLIT,
+        SEQUENCE,
+        SHARDED,
+        f"{SEQUENCE} {ACCUMULATED} {RECOMPUTED}",
+        "--model-parallel-size 4",
+        "--data-parallel-size 2 --micro-batch-size 1 --DDP-impl torch",
+        "--model-parallel-size 2 --data-parallel-size 2 --micro-batch-size 2 --use-distributed-optimizer "
+        "--recompute-granularity selective",
+        f"{SPLIT} --cpu-offload-optimizer",
+        "--data-parallel-size 4 --micro-batch-size 1 --grad-reduce-in-bf16",
+    ],
     "fp32 --lr 2e-3": [SEQUENCE],
     "bf16": [ACCUMULATED, SEQUENCE, SHARDED, "--model-parallel-size 4"],
     "fp16 --initial-loss-scale 4096": [ACCUMULATED, SEQUENCE, SHARDED, SPLIT],
 }
-LARGE = ["--model", "117m", "--micro-batch-size", "1",  # its recipe has dropout 0.1
-         "--global-batch-size", "2", "--precision", "fp32", "--train-iters", "10", "--split", "100,0,0",
-         "--vocab-file", str(TEST_DATA / "gpt2" / "encoder.json"),
-         "--merge-file", str(TEST_DATA / "gpt2" / "vocab.bpe")]
+LARGE = [
+    "--model",
+    "117m",
+    "--micro-batch-size",
+    "1",  # its recipe has dropout 0.1
+    "--global-batch-size",
+    "2",
+    "--precision",
+    "fp32",
+    "--train-iters",
+    "10",
+    "--split",
+    "100,0,0",
+    "--vocab-file",
+    str(TEST_DATA / "gpt2" / "encoder.json"),
+    "--merge-file",
+    str(TEST_DATA / "gpt2" / "vocab.bpe"),
+]
 
 
 def compared(command: Sequence[str], layouts: Sequence[str], steps: int) -> list[Result]:
@@ -64,10 +108,19 @@ def row(precision: str, result: Result) -> dict[str, Any]:
     """A comparison as JSON."""
     verdict, computed = result.verdict, result.verdict.computed
     share, nearest = verdict.share_of_bound
-    return {"precision": precision.split()[0], "layout": result.layout.flags, "ranks": result.layout.world_size,
-            "verdict": verdict.word, "tensors": len(verdict.worst), "equal": computed.equal / computed.count,
-            "median": computed.quantile(0.5), "quantile_99": computed.quantile(0.99), "greatest": computed.greatest,
-            "share_of_bound": share, "nearest": nearest and f"{nearest.key.name}, step {nearest.key.step}"}
+    return {
+        "precision": precision.split()[0],
+        "layout": result.layout.flags,
+        "ranks": result.layout.world_size,
+        "verdict": verdict.word,
+        "tensors": len(verdict.worst),
+        "equal": computed.equal / computed.count,
+        "median": computed.quantile(0.5),
+        "quantile_99": computed.quantile(0.99),
+        "greatest": computed.greatest,
+        "share_of_bound": share,
+        "nearest": nearest and f"{nearest.key.name}, step {nearest.key.step}",
+    }
 
 
 class Memory(threading.Thread):
@@ -89,8 +142,11 @@ class Memory(threading.Thread):
 
 def _descendants(process: int) -> list[int]:
     try:
-        own = [int(number) for path in Path(f"/proc/{process}/task").glob("*/children")
-               for number in path.read_text().split()]
+        own = [
+            int(number)
+            for path in Path(f"/proc/{process}/task").glob("*/children")
+            for number in path.read_text().split()
+        ]
     except OSError:
         return []
     return own + [number for child in own for number in _descendants(child)]
@@ -110,8 +166,13 @@ def large(text: str) -> dict[str, Any]:
     memory.start()
     (result,) = compared([*LARGE, "--train-data", text, "--data-cache-path", str(Path(text).parent)], [SEQUENCE], 2)
     seconds = time.perf_counter() - began
-    return {**row("fp32", result), "seconds": seconds, "most_memory_bytes": memory.stop(),
-            "parameters": 124_439_808, "load_before": os.getloadavg()[0]}
+    return {
+        **row("fp32", result),
+        "seconds": seconds,
+        "most_memory_bytes": memory.stop(),
+        "parameters": 124_439_808,
+        "load_before": os.getloadavg()[0],
+    }
 
 
 def main() -> int:
@@ -130,14 +191,28 @@ def main() -> int:
             report.write(output, result)
         if not chosen.smoke and (TEST_DATA / "gpt2").is_dir():
             result["large"] = large(text)
-    print(report.table(["precision", "layout", "verdict", "median", "99 %", "greatest", "of bound", "nearest"], [
-        [each["precision"], each["layout"], each["verdict"], *(f"{each[name]:.2g}" for name in (
-            "median", "quantile_99", "greatest", "share_of_bound")), str(each["nearest"])] for each in rows]))
+    print(
+        report.table(
+            ["precision", "layout", "verdict", "median", "99 %", "greatest", "of bound", "nearest"],
+            [
+                [
+                    each["precision"],
+                    each["layout"],
+                    each["verdict"],
+                    *(f"{each[name]:.2g}" for name in ("median", "quantile_99", "greatest", "share_of_bound")),
+                    str(each["nearest"]),
+                ]
+                for each in rows
+            ],
+        )
+    )
     same = sum(each["verdict"] != "DIFFERS" for each in rows)
     print(f"\n{same} of {len(rows)} comparisons find nothing")
     if "large" in result:
-        print(f"124M: {result['large']['verdict']}, {result['large']['seconds']:.0f} s, "
-              f"{result['large']['most_memory_bytes'] / 2**30:.1f} GiB")
+        print(
+            f"124M: {result['large']['verdict']}, {result['large']['seconds']:.0f} s, "
+            f"{result['large']['most_memory_bytes'] / 2**30:.1f} GiB"
+        )
     report.write(output, result)
     return int(same < len(rows))
 

@@ -53,7 +53,7 @@ def both_ways(rank: int, world: int, shape: Problem, flags: Sequence[str], pairs
         one_step(runs[name])
     found: dict[str, Any] = {name: {"clock": [], "processor": []} for name in runs}
     for number in range(pairs):
-        for name in list(runs)[::(1, -1)[number % 2]]:
+        for name in list(runs)[:: (1, -1)[number % 2]]:
             work_class.wait = waits[list(runs).index(name)]
             used, clock = time.process_time(), time.perf_counter()
             one_step(runs[name])
@@ -103,8 +103,13 @@ def cost(path: Path, smoke: bool, pairs: int) -> bool:
     """The short steps in turns show what is done in each step. A hundredth of a hash, the log line's part of comparing
     ranks, and a sign of life per second are measured by themselves and added. The step that all of it is compared with
     has 2 x 1,024 tokens, few for a model of this size."""
-    result: dict[str, Any] = {**report.header("state faults: cost"), "threads": torch.get_num_threads(), "goal": GOAL,
-                              "beat_seconds": beat_seconds(), "rows": {}}
+    result: dict[str, Any] = {
+        **report.header("state faults: cost"),
+        "threads": torch.get_num_threads(),
+        "goal": GOAL,
+        "beat_seconds": beat_seconds(),
+        "rows": {},
+    }
     with tempfile.TemporaryDirectory() as scratch:
         shape = dataclasses.replace(problem(Path(scratch), smoke), micro_batch_size=2)
         short = dataclasses.replace(shape, seq_length=16)
@@ -112,16 +117,28 @@ def cost(path: Path, smoke: bool, pairs: int) -> bool:
         for name, world, flags in (("1 rank", 1, ()), ("2 replicas", 2, ("--micro-batch-size", "1"))):
             one = run_ranks(both_ways, world, short, flags, pairs, timeout=3000)[0]
             step = run_ranks(whole_step, world, shape, flags, timeout=3000)[0]
-            in_each = {kind: report.spread([b - a for a, b in zip(*(way[kind] for way in one["steps"].values()),
-                                                                  strict=True)]) for kind in ("clock", "processor")}
-            at_times = one["parts"]["hash"] / 100 + one["parts"]["slow ranks"] / one["log_interval"] \
+            in_each = {
+                kind: report.spread([b - a for a, b in zip(*(way[kind] for way in one["steps"].values()), strict=True)])
+                for kind in ("clock", "processor")
+            }
+            at_times = (
+                one["parts"]["hash"] / 100
+                + one["parts"]["slow ranks"] / one["log_interval"]
                 + result["beat_seconds"] / BEAT * step
+            )
             ratio = 1 + (in_each["clock"]["median"] + at_times) / step
             result["rows"][name] = {
-                "step_seconds": step, "short_step_seconds": report.spread(one["steps"]["without"]["clock"]),
-                "added_to_each_step_seconds": in_each, "parts_seconds": one["parts"],
-                "added_at_times_seconds_per_step": at_times, "ratio": ratio}
+                "step_seconds": step,
+                "short_step_seconds": report.spread(one["steps"]["without"]["clock"]),
+                "added_to_each_step_seconds": in_each,
+                "parts_seconds": one["parts"],
+                "added_at_times_seconds_per_step": at_times,
+                "ratio": ratio,
+            }
             report.write(path, result)
-            print(f"{name}: {ratio:.4f} of a step of {step:.2f} s: {1000 * in_each['clock']['median']:.2f} ms in each "
-                  f"step, and {1000 * at_times:.2f} ms of what comes every so many steps", flush=True)
+            print(
+                f"{name}: {ratio:.4f} of a step of {step:.2f} s: {1000 * in_each['clock']['median']:.2f} ms in each "
+                f"step, and {1000 * at_times:.2f} ms of what comes every so many steps",
+                flush=True,
+            )
     return smoke or all(row["ratio"] <= GOAL for row in result["rows"].values())

@@ -6,8 +6,9 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 
 
-def unigram_bits_per_byte(train_tokens: np.ndarray, valid_tokens: np.ndarray, byte_lengths: np.ndarray,
-                          vocab_size: int) -> float:
+def unigram_bits_per_byte(
+    train_tokens: np.ndarray, valid_tokens: np.ndarray, byte_lengths: np.ndarray, vocab_size: int
+) -> float:
     """The cost of the held-out tokens under the frequencies of the training tokens, in bits per byte of their text.
 
     train_tokens, valid_tokens: integers [tokens]. byte_lengths: int64 [vocab_size], of each id's text. Every id is
@@ -26,6 +27,7 @@ def xz_bits_per_byte(train_text: bytes, valid_text: bytes) -> float:
     window = min(64 << 20, max(1 << 16, 1 << (len(train_text) + len(valid_text)).bit_length()))
     filters = [{"id": lzma.FILTER_LZMA2, "preset": 9, "dict_size": window}]
     with ThreadPoolExecutor(2) as threads:  # lzma lets other threads run
-        with_held, without = threads.map(lambda text: len(lzma.compress(text, filters=filters)),
-                                         (train_text + valid_text, train_text))
+        with_held, without = threads.map(
+            lambda text: len(lzma.compress(text, filters=filters)), (train_text + valid_text, train_text)
+        )
     return (with_held - without) * 8 / max(len(valid_text), 1)

@@ -30,8 +30,10 @@ def parse_blend(words: Sequence[str], flag: str) -> tuple[list[str], list[float]
         return list(words), None
     found = [weight for weight in weights if weight is not None and math.isfinite(weight) and weight > 0]
     if len(found) < len(weights):
-        raise ValueError(f"{flag} {' '.join(words)}: give prefixes alone, or a weight above 0 before each of them, "
-                         "such as 0.7 a 0.3 b")
+        raise ValueError(
+            f"{flag} {' '.join(words)}: give prefixes alone, or a weight above 0 before each of them, "
+            "such as 0.7 a 0.3 b"
+        )
     return list(words[1::2]), found
 
 
@@ -42,11 +44,13 @@ def block_counts(weights: Sequence[float], names: Sequence[str], flag: str) -> n
     shares *= BLOCK / shares.sum()
     counts = np.floor(shares).astype(np.int64)
     most_left = np.argsort(counts - shares, kind="stable")
-    counts[most_left[:BLOCK - counts.sum()]] += 1
+    counts[most_left[: BLOCK - counts.sum()]] += 1
     for name, weight, count in zip(names, weights, counts, strict=True):
         if count == 0:
-            raise ValueError(f"{flag}: {name} has so small a part, {weight:g}, that it gets none of {BLOCK:,} samples: "
-                             "leave it out or give it more")
+            raise ValueError(
+                f"{flag}: {name} has so small a part, {weight:g}, that it gets none of {BLOCK:,} samples: "
+                "leave it out or give it more"
+            )
     return counts
 
 
@@ -79,8 +83,10 @@ class BlendedOrder:
     def until_one_repeats(self) -> int:
         """How many samples there are before a component begins its second epoch."""
         blocks, left = np.divmod(self._sizes, self._counts)
-        return min(int(block) * BLOCK + int(np.flatnonzero(self._component == which)[rest])
-                   for which, (block, rest) in enumerate(zip(blocks, left, strict=True)))
+        return min(
+            int(block) * BLOCK + int(np.flatnonzero(self._component == which)[rest])
+            for which, (block, rest) in enumerate(zip(blocks, left, strict=True))
+        )
 
 
 class BlendedDataset:

@@ -12,9 +12,12 @@ from typing import Any, NoReturn
 
 ROOT = Path(__file__).resolve().parents[1]
 # The commands of the package that are not called "gpt2-" and the name of their module.
-COMMANDS = {"evaluate_gpt2": "gpt2-evaluate", "pretrain_gpt2": "gpt2-pretrain",
-            "pretrain_gpt2_distributed": "gpt2-pretrain --nproc-per-node 2",
-            "run_text_generation_server": "gpt2-serve"}
+COMMANDS = {
+    "evaluate_gpt2": "gpt2-evaluate",
+    "pretrain_gpt2": "gpt2-pretrain",
+    "pretrain_gpt2_distributed": "gpt2-pretrain --nproc-per-node 2",
+    "run_text_generation_server": "gpt2-serve",
+}
 
 
 def how_to_call(program: str) -> str:
@@ -45,8 +48,14 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, *, description: str | None = None, **options: Any) -> None:
         described = re.sub(r"python tools/(\w+)\.py", lambda found: how_to_call(found[1]), description or "")
-        super().__init__(**{"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False,
-                            "description": described, **options})
+        super().__init__(
+            **{
+                "formatter_class": argparse.RawDescriptionHelpFormatter,
+                "allow_abbrev": False,
+                "description": described,
+                **options,
+            }
+        )
 
     def error(self, message: str) -> NoReturn:
         """ValueError with argparse's message, without the word that it puts before it."""
@@ -60,6 +69,7 @@ def program(main: Callable[[], int | None]) -> Callable[[], NoReturn]:
     Where the reader of the output ends first, as `| head` does, the program exits with 141, the code of SIGPIPE, and
     prints nothing.
     """
+
     def cli() -> NoReturn:
         try:
             code = main()

@@ -20,8 +20,17 @@ class GPT2Dataset:
     there is one: every token of the split is then the label of exactly one window. source: the file's name in errors.
     """
 
-    def __init__(self, tokens: np.ndarray, start: int, stop: int, seq_length: int, tokenizer: Tokenizer, *,
-                 wrap: bool, source: str = "the data") -> None:
+    def __init__(
+        self,
+        tokens: np.ndarray,
+        start: int,
+        stop: int,
+        seq_length: int,
+        tokenizer: Tokenizer,
+        *,
+        wrap: bool,
+        source: str = "the data",
+    ) -> None:
         assert 0 <= start < stop <= len(tokens) and seq_length > 0
         self.seq_length = seq_length
         self.num_tokens = stop - start
@@ -36,8 +45,9 @@ class GPT2Dataset:
         # A view of one row a window: picked by an array of indices, numpy copies row by row without Python.
         whole, step = (len(own) - 1) // seq_length, own.strides[0]
         self._windows = np.lib.stride_tricks.as_strided(
-            own, (whole, seq_length + 1), (seq_length * step, step), writeable=False)
-        self._rest = own[whole * seq_length:]  # an input without a label, or evaluation's last window
+            own, (whole, seq_length + 1), (seq_length * step, step), writeable=False
+        )
+        self._rest = own[whole * seq_length :]  # an input without a label, or evaluation's last window
         self._len = whole + (not wrap and len(self._rest) > 1)
 
     def __len__(self) -> int:
@@ -52,7 +62,7 @@ class GPT2Dataset:
         assert self._len > len(self._windows), "training has whole windows alone"
         rows = np.full((len(indices), self.seq_length + 1), MISSING, dtype=np.int64)
         rows[~last] = self.rows(indices[~last])
-        rows[last, :len(self._rest)] = checked(self._rest[None], self.tokenizer.vocab_size, self.source)
+        rows[last, : len(self._rest)] = checked(self._rest[None], self.tokenizer.vocab_size, self.source)
         return rows
 
     def __getitem__(self, index: int) -> np.ndarray:
@@ -76,6 +86,8 @@ def checked(rows: np.ndarray, vocab_size: int, source: str) -> np.ndarray:
     # Seen as unsigned a negative id is a large one, so that one pass finds both.
     if rows.size and int(rows.view(f"u{rows.dtype.itemsize}").max()) >= vocab_size:
         wrong = rows[(rows < 0) | (rows >= vocab_size)][0]
-        raise DamagedData(f"{source} holds the token id {wrong}, but the vocabulary has {vocab_size:,}: the file is "
-                          f"damaged, or of another tokenizer ({how_to_call('inspect_data')} --verify tells)")
+        raise DamagedData(
+            f"{source} holds the token id {wrong}, but the vocabulary has {vocab_size:,}: the file is "
+            f"damaged, or of another tokenizer ({how_to_call('inspect_data')} --verify tells)"
+        )
     return rows.astype(np.int64)

@@ -32,7 +32,8 @@ MAGIC = b"MMIDIDX\0\0"
 HEADER = struct.Struct("<9sQBQQ")
 DTYPES: dict[int, np.dtype] = {
     code: np.dtype(name).newbyteorder("<")
-    for code, name in {1: "u1", 2: "i1", 3: "i2", 4: "i4", 5: "i8", 6: "f8", 7: "f4", 8: "u2"}.items()}
+    for code, name in {1: "u1", 2: "i1", 3: "i2", 4: "i4", 5: "i8", 6: "f8", 7: "f4", 8: "u2"}.items()
+}
 
 BUFFERED = 1 << 18  # tokens between two writes
 
@@ -68,7 +69,7 @@ class _PairWriter:
             start = 0
             for lengths, _ in blocks():
                 stops = np.cumsum(lengths, dtype=np.int64) * dtype.itemsize
-                index.write((start + np.concatenate([[0], stops])[:len(lengths)]).astype("<i8").data)
+                index.write((start + np.concatenate([[0], stops])[: len(lengths)]).astype("<i8").data)
                 start += int(stops[-1]) if len(stops) else 0
             index.write(bytes(8))
             before = 0
@@ -111,7 +112,7 @@ class IndexedDatasetBuilder(_PairWriter):
                 self._write(np.asarray(tokens).astype(self._dtype))
                 self._open_length += count
                 return
-        self._buffer[self._filled:end] = tokens
+        self._buffer[self._filled : end] = tokens
         self._filled = end
         self._open_length += count
 
@@ -138,7 +139,7 @@ class IndexedDatasetBuilder(_PairWriter):
         self._finish(self._dtype, lambda: [(lengths, np.arange(1, len(lengths) + 1))])
 
     def _flush(self) -> None:
-        self._write(self._buffer[:self._filled])
+        self._write(self._buffer[: self._filled])
         self._filled = 0
 
     def _write(self, tokens: np.ndarray) -> None:
@@ -171,6 +172,7 @@ class PairMerger(_PairWriter):
 
     def finish(self) -> None:
         """Write the index of all that was appended and put both files on the disk."""
+
         def blocks() -> Iterator[tuple[np.ndarray, np.ndarray]]:
             for source in self._sources:
                 index = read_index(source)
@@ -192,8 +194,11 @@ class IndexedDataset:
         self.dtype = index.dtype
         self.document_starts = index.starts[index.firsts]
         # A plain array over the map: slices of np.memmap itself cost several times more.
-        self.tokens: np.ndarray = np.zeros(0, self.dtype) if index.starts[-1] == 0 else \
-            np.asarray(np.memmap(f"{prefix}.bin", dtype=self.dtype, mode="r")).view(np.ndarray)
+        self.tokens: np.ndarray = (
+            np.zeros(0, self.dtype)
+            if index.starts[-1] == 0
+            else np.asarray(np.memmap(f"{prefix}.bin", dtype=self.dtype, mode="r")).view(np.ndarray)
+        )
         if len(self.tokens) != index.starts[-1]:
             raise ValueError(f"{prefix}.bin changed while it was opened")
 
@@ -203,7 +208,7 @@ class IndexedDataset:
 
     def __getitem__(self, index: int) -> np.ndarray:
         """The tokens of one document."""
-        return self.tokens[self.document_starts[index]:self.document_starts[index + 1]]
+        return self.tokens[self.document_starts[index] : self.document_starts[index + 1]]
 
 
 class Index(NamedTuple):
@@ -219,6 +224,7 @@ class Index(NamedTuple):
 def read_index(prefix: str | Path) -> Index:
     """The index of the pair at `prefix`. FileNotFoundError where a file is missing. ValueError says what is wrong with
     the index."""
+
     def check(holds: bool, reason: str) -> None:
         if not holds:
             raise ValueError(f"{name} is damaged: {reason}")
@@ -247,6 +253,8 @@ def read_index(prefix: str | Path) -> Index:
     np.cumsum(lengths, dtype=np.int64, out=starts[1:])
     check(bool(np.array_equal(pointers, starts[:-1] * width)), "its pointers are not the sums of its lengths")
     check(int(starts[-1]) * width == bin_size, f"{int(starts[-1]) * width} bytes of tokens, but .bin has {bin_size}")
-    check(documents > 0 and int(firsts[0]) == 0 and int(firsts[-1]) == sequences and bool((np.diff(firsts) >= 0).all()),
-          f"its documents do not run from 0 to {sequences}")
+    check(
+        documents > 0 and int(firsts[0]) == 0 and int(firsts[-1]) == sequences and bool((np.diff(firsts) >= 0).all()),
+        f"its documents do not run from 0 to {sequences}",
+    )
     return Index(DTYPES[code], lengths, starts, firsts)

@@ -42,8 +42,12 @@ class MegatronSamples:
             random.shuffle(values)
             return values
 
-        self._documents = np.concatenate([shuffled(np.tile(np.arange(len(lengths)), repeated))
-                                          for repeated in ((epochs - 1, 1) if separate else (epochs,))])
+        self._documents = np.concatenate(
+            [
+                shuffled(np.tile(np.arange(len(lengths)), repeated))
+                for repeated in ((epochs - 1, 1) if separate else (epochs,))
+            ]
+        )
         self._ends = np.cumsum(lengths[self._documents])
         border = before_last if separate else samples
         self._shuffle = np.concatenate([shuffled(np.arange(border)), shuffled(np.arange(border, samples))])
@@ -61,8 +65,8 @@ class MegatronSamples:
             while filled < size:
                 stop = int(self._starts[self._documents[place] + 1])
                 first = stop - (int(self._ends[place]) - begin - filled)
-                part = tokens[first:min(stop, first + size - filled)]
-                row[filled:filled + len(part)] = part
+                part = tokens[first : min(stop, first + size - filled)]
+                row[filled : filled + len(part)] = part
                 filled += len(part)
                 place += 1
         return checked(rows, self._dataset.tokenizer.vocab_size, self._dataset.source)

@@ -38,19 +38,24 @@ def find_corpora(flags: Mapping[str, Sequence[str]], text_key: str | None) -> tu
                 paths, keys[name] = entries[name]
                 for path in paths:
                     if not Path(path).exists():
-                        raise FileNotFoundError(f"{flag} {name}: there is no file {path}, which {listed} names: put it "
-                                                f"there, or write {_line(name)} into {listed}")
+                        raise FileNotFoundError(
+                            f"{flag} {name}: there is no file {path}, which {listed} names: put it "
+                            f"there, or write {_line(name)} into {listed}"
+                        )
                 files += paths
             elif name != BUILTIN and not Path(name).exists() and not {"/", "."} & set(name):
-                raise FileNotFoundError(f"{flag}: no such file: {name}; nor is it a corpus, which {_line(name)} in "
-                                        f"{listed} would make it")
+                raise FileNotFoundError(
+                    f"{flag}: no such file: {name}; nor is it a corpus, which {_line(name)} in {listed} would make it"
+                )
             else:
                 files.append(name)
         found.append(tuple(files))
     if text_key is None and keys:
         if len(set(keys.values())) > 1:
-            raise ValueError(f"{' and '.join(keys)} have their text in different fields: give --text-key, or make a "
-                             f".bin/.idx pair of each with {how_to_call('preprocess_data')} for --data-path")
+            raise ValueError(
+                f"{' and '.join(keys)} have their text in different fields: give --text-key, or make a "
+                f".bin/.idx pair of each with {how_to_call('preprocess_data')} for --data-path"
+            )
         text_key = next(iter(keys.values()))
     return found, text_key
 
@@ -65,8 +70,7 @@ def corpora_file() -> Path:
 
 
 def read_corpora(path: Path) -> dict[str, Entry]:
-    """The corpora in the file `path`, by name. ValueError or FileNotFoundError, in one line, where it is no such file.
-    """
+    """The corpora in the file `path`, by name. ValueError or FileNotFoundError, in one line, where it is no such file."""
     try:
         entries = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -80,8 +84,13 @@ def read_corpora(path: Path) -> dict[str, Entry]:
 
 def _entry(path: Path, name: str, entry: object) -> Entry:
     files = entry.get("files") if isinstance(entry, dict) else None
-    if not isinstance(entry, dict) or not isinstance(files, list) or not files or entry.keys() - {"files", "text_key"} \
-            or not all(isinstance(value, str) for value in [*files, entry.get("text_key", "")]):
+    if (
+        not isinstance(entry, dict)
+        or not isinstance(files, list)
+        or not files
+        or entry.keys() - {"files", "text_key"}
+        or not all(isinstance(value, str) for value in [*files, entry.get("text_key", "")])
+    ):
         raise ValueError(f"{path}: the entry {reprlib.repr(name)} is not of the form {_line('name')}")
     return tuple(files), entry.get("text_key")
 

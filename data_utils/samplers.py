@@ -85,8 +85,7 @@ def permute(indices: np.ndarray, size: int, key: np.ndarray) -> np.ndarray:
 
 
 class SampleOrder:
-    """Global sample number -> index in a dataset of `size` samples: a new permutation in every epoch, without an end.
-    """
+    """Global sample number -> index in a dataset of `size` samples: a new permutation in every epoch, without an end."""
 
     def __init__(self, size: int, seed: int, shuffle: bool = True) -> None:
         assert size > 0
@@ -122,10 +121,20 @@ class BatchLoader:
     `wait_seconds` is the time in seconds for which `next` has kept its caller.
     """
 
-    def __init__(self, dataset: Samples, order: Order, *, micro_batch_size: int, schedule: BatchSchedule,
-                 data_parallel_rank: int, data_parallel_size: int, consumed_samples: int = 0, prefetch: int = 2,
-                 contiguous: bool = False,
-                 finish: Callable[[np.ndarray, np.ndarray], Any] = lambda batch, numbers: batch) -> None:
+    def __init__(
+        self,
+        dataset: Samples,
+        order: Order,
+        *,
+        micro_batch_size: int,
+        schedule: BatchSchedule,
+        data_parallel_rank: int,
+        data_parallel_size: int,
+        consumed_samples: int = 0,
+        prefetch: int = 2,
+        contiguous: bool = False,
+        finish: Callable[[np.ndarray, np.ndarray], Any] = lambda batch, numbers: batch,
+    ) -> None:
         assert 0 <= data_parallel_rank < data_parallel_size
         self._dataset, self._order, self._finish = dataset, order, finish
         self._schedule, self._micro_batch_size = schedule, micro_batch_size
@@ -170,14 +179,20 @@ class BatchLoader:
     def _batch(self, first: int) -> Any:
         offsets = self._offsets(self._schedule.size(first))
         if not self._ordered:  # of steps of this size
-            steps = next(self._schedule.spans(first))[:-(-ORDERED_AT_ONCE // len(offsets))]
+            steps = next(self._schedule.spans(first))[: -(-ORDERED_AT_ONCE // len(offsets))]
             numbers = (np.array(steps)[:, None] + offsets).ravel()
             self._ordered.extend(self._order(numbers).reshape(len(steps), -1))
         return self._finish(self._dataset.rows(self._ordered.popleft()), first + offsets)
 
 
-def evaluation_batches(dataset: Samples, *, micro_batch_size: int, data_parallel_rank: int,
-                       data_parallel_size: int, max_samples: int | None = None) -> Iterator[np.ndarray]:
+def evaluation_batches(
+    dataset: Samples,
+    *,
+    micro_batch_size: int,
+    data_parallel_rank: int,
+    data_parallel_size: int,
+    max_samples: int | None = None,
+) -> Iterator[np.ndarray]:
     """Samples 0 to max_samples - 1 in order, once: int64 [micro_batch_size, seq_length + 1] each, the ranks in turn.
 
     All ranks get equally many batches; rows past the last sample are MISSING throughout.
@@ -187,5 +202,5 @@ def evaluation_batches(dataset: Samples, *, micro_batch_size: int, data_parallel
     for first in range(data_parallel_rank * micro_batch_size, -(-count // step) * step, step):
         batch = np.full((micro_batch_size, dataset.seq_length + 1), MISSING, dtype=np.int64)
         there = np.arange(first, min(first + micro_batch_size, count))
-        batch[:len(there)] = dataset.rows(there)
+        batch[: len(there)] = dataset.rows(there)
         yield batch

@@ -72,8 +72,10 @@ def parse_split(split: str) -> tuple[Fraction, Fraction, Fraction]:
     except (ValueError, ZeroDivisionError):
         parts = []
     if not 1 <= len(parts) <= 3 or min(parts) < 0 or not parts[0]:
-        raise ValueError(f"--split {split!r}: give up to three proportions of training, validation and test, such as "
-                         "969,30,1, the first above 0")
+        raise ValueError(
+            f"--split {split!r}: give up to three proportions of training, validation and test, such as "
+            "969,30,1, the first above 0"
+        )
     train, valid, test = parts + [Fraction(0)] * (3 - len(parts))
     return train, valid, test
 
@@ -88,15 +90,20 @@ def cut(document_starts: np.ndarray, shares: Sequence[Fraction], closed: bool) -
     anywhere.
     """
     total = int(document_starts[-1])
-    ends = [sum(shares[:number + 1], Fraction(0)) for number in range(len(shares) - 1)]
+    ends = [sum(shares[: number + 1], Fraction(0)) for number in range(len(shares) - 1)]
     anywhere = [0, *(int(end * (total - closed)) if end < 1 else total for end in ends), total]
     if len(document_starts) - 1 < sum(share > 0 for share in shares):
         return anywhere
     between = _cut_between(document_starts, shares, ends)
-    close = all(abs(stop - start - share * total) <= max(share / 10, Fraction(1, 100)) * total
-                for share, start, stop in zip(shares, between, between[1:], strict=False))
-    filled = all(stop - start >= LEAST_TOKENS
-                 for share, start, stop in zip(shares, anywhere, anywhere[1:], strict=False) if share)
+    close = all(
+        abs(stop - start - share * total) <= max(share / 10, Fraction(1, 100)) * total
+        for share, start, stop in zip(shares, between, between[1:], strict=False)
+    )
+    filled = all(
+        stop - start >= LEAST_TOKENS
+        for share, start, stop in zip(shares, anywhere, anywhere[1:], strict=False)
+        if share
+    )
     return between if close or not filled else anywhere
 
 
@@ -108,28 +115,45 @@ def _cut_between(document_starts: np.ndarray, shares: Sequence[Fraction], ends: 
         if not wanted[number]:
             borders.append(borders[-1])
             continue
-        least, most = borders[-1] + 1, count - sum(wanted[number + 1:])
+        least, most = borders[-1] + 1, count - sum(wanted[number + 1 :])
         after = int(np.searchsorted(document_starts, int(end * total)))
-        nearest = min((border for border in (after - 1, after) if border >= 0),
-                      key=lambda border: abs(int(document_starts[border]) - end * total))
+        nearest = min(
+            (border for border in (after - 1, after) if border >= 0),
+            key=lambda border: abs(int(document_starts[border]) - end * total),
+        )
         borders.append(min(max(nearest, least), most))
     return [int(document_starts[border]) for border in [*borders, count]]
 
 
-def build_splits(*, train_data: Sequence[str], valid_data: Sequence[str] = (), test_data: Sequence[str] = (),
-                 data_path: Sequence[str] = (), valid_data_path: Sequence[str] = (),
-                 test_data_path: Sequence[str] = (), data_order: str = "shuffled", split: str,
-                 text_key: str | None = None, max_bad_fraction: float = MOST_BAD_LINES, tokenizer: Tokenizer,
-                 seq_length: int, cache_path: str | None = None, need_valid: bool = True, need_test: bool = True,
-                 log: Log) -> Splits:
+def build_splits(
+    *,
+    train_data: Sequence[str],
+    valid_data: Sequence[str] = (),
+    test_data: Sequence[str] = (),
+    data_path: Sequence[str] = (),
+    valid_data_path: Sequence[str] = (),
+    test_data_path: Sequence[str] = (),
+    data_order: str = "shuffled",
+    split: str,
+    text_key: str | None = None,
+    max_bad_fraction: float = MOST_BAD_LINES,
+    tokenizer: Tokenizer,
+    seq_length: int,
+    cache_path: str | None = None,
+    need_valid: bool = True,
+    need_test: bool = True,
+    log: Log,
+) -> Splits:
     """Tokenise the files that are not tokenised yet, and open the splits. No data at all means the built-in corpus.
 
     Files in `valid_data` and `test_data`, or prefixes in `valid_data_path` and `test_data_path`, are those splits;
     `split` divides the rest, each pair of a blend by itself. A split that is needed and has a share is never empty:
     ValueError names --split or the file instead. log: gets a line at a time.
     """
-    files = {name: [file for path in paths for file in files_of(path, f"--{name}-data")]
-             for name, paths in zip(NAMES, (train_data, valid_data, test_data), strict=True)}
+    files = {
+        name: [file for path in paths for file in files_of(path, f"--{name}-data")]
+        for name, paths in zip(NAMES, (train_data, valid_data, test_data), strict=True)
+    }
     prefixes = dict(zip(NAMES, (data_path, valid_data_path, test_data_path), strict=True))
     own = {name for name in NAMES[1:] if files[name] or prefixes[name]}
     shares = [Fraction(0) if name in own else share for name, share in zip(NAMES, parse_split(split), strict=True)]
@@ -139,8 +163,14 @@ def build_splits(*, train_data: Sequence[str], valid_data: Sequence[str] = (), t
             found, weights = parse_blend(prefixes[name], flag)
             return [_open_prefix(prefix, flag, tokenizer) for prefix in found], weights
         paths = files[name] or [BUILTIN]
-        data, key = tokenise(paths, text_key=text_key, max_bad_fraction=max_bad_fraction, tokenizer=tokenizer,
-                             cache_path=cache_path, log=log)
+        data, key = tokenise(
+            paths,
+            text_key=text_key,
+            max_bad_fraction=max_bad_fraction,
+            tokenizer=tokenizer,
+            cache_path=cache_path,
+            log=log,
+        )
         return [_Tokens(", ".join(paths), data, key)], None
 
     opened, weights = open_all("train", "--data-path")
@@ -151,8 +181,9 @@ def build_splits(*, train_data: Sequence[str], valid_data: Sequence[str] = (), t
         between = megatron_cut(len(opened[0].data), [float(share) for share in shares])
         borders = [opened[0].data.document_starts[between].tolist()]
     else:
-        borders = [cut(part.data.document_starts, asked_shares, tokenizer.eod in part.data.tokens[-1:])
-                   for part in opened]
+        borders = [
+            cut(part.data.document_starts, asked_shares, tokenizer.eod in part.data.tokens[-1:]) for part in opened
+        ]
     made: dict[str, Dataset] = {}
     description = []
     for number, (name, needed) in enumerate(zip(NAMES, (True, need_valid, need_test), strict=True)):
@@ -176,31 +207,48 @@ def build_splits(*, train_data: Sequence[str], valid_data: Sequence[str] = (), t
         fingerprints.append(data_order)
     fingerprint = fingerprints[0] if len(fingerprints) == 1 else fingerprint_of(*fingerprints)
     description.append(f"fingerprint of the training data: {fingerprint[:16]}")
-    documents = opened[0].data.document_starts[:between[1] + 1] if data_order == "megatron" else None
+    documents = opened[0].data.document_starts[: between[1] + 1] if data_order == "megatron" else None
     return Splits(made["train"], made.get("valid"), made.get("test"), fingerprint, tuple(description), documents)
 
 
-def _combine(name: str, parts: Sequence[_Tokens], weights: Sequence[float] | None, ranges: Sequence[tuple[int, int]],
-             asked: str, split: str, seq_length: int, tokenizer: Tokenizer) -> tuple[Dataset, list[str]]:
+def _combine(
+    name: str,
+    parts: Sequence[_Tokens],
+    weights: Sequence[float] | None,
+    ranges: Sequence[tuple[int, int]],
+    asked: str,
+    split: str,
+    seq_length: int,
+    tokenizer: Tokenizer,
+) -> tuple[Dataset, list[str]]:
     """The dataset of one split, and a line about each of its parts. `asked`: what --split asks for, empty where the
     files are the split."""
     for part, (start, stop) in zip(parts, ranges, strict=True):
         if stop - start < LEAST_TOKENS:
-            raise ValueError(f"--split {split}: {part.name} has only {stop - start} tokens for the {name} split: give "
-                             "it a greater share, more text, or a share of 0")
-    components = [GPT2Dataset(part.data.tokens, *borders, seq_length, tokenizer, wrap=name == "train",
-                              source=part.name) for part, borders in zip(parts, ranges, strict=True)]
-    counts = block_counts(weights or [len(component) for component in components], [part.name for part in parts],
-                          "--data-path" if asked else f"--{name}-data-path")
+            raise ValueError(
+                f"--split {split}: {part.name} has only {stop - start} tokens for the {name} split: give "
+                "it a greater share, more text, or a share of 0"
+            )
+    components = [
+        GPT2Dataset(part.data.tokens, *borders, seq_length, tokenizer, wrap=name == "train", source=part.name)
+        for part, borders in zip(parts, ranges, strict=True)
+    ]
+    counts = block_counts(
+        weights or [len(component) for component in components],
+        [part.name for part in parts],
+        "--data-path" if asked else f"--{name}-data-path",
+    )
     lines = []
     for part, component, (start, stop), count in zip(parts, components, ranges, counts, strict=True):
         mixed = f"{100 * count / BLOCK:.2f} % of the samples out of " if len(parts) > 1 else ""
         starts = part.data.document_starts
         between = starts[np.searchsorted(starts, (start, stop))] == (start, stop)
         by_position = "" if between.all() else ", cut by position, not between documents"
-        lines.append(f"{name}: {mixed}{stop - start:,} tokens, {len(component):,} samples, "
-                     f"{100 * (stop - start) / len(part.data.tokens):.2f} % of {part.name}"
-                     + (f" ({asked}{by_position})" if asked else ""))
+        lines.append(
+            f"{name}: {mixed}{stop - start:,} tokens, {len(component):,} samples, "
+            f"{100 * (stop - start) / len(part.data.tokens):.2f} % of {part.name}"
+            + (f" ({asked}{by_position})" if asked else "")
+        )
     return components[0] if len(parts) == 1 else BlendedDataset(components, counts, wrap=name == "train"), lines
 
 
@@ -215,13 +263,17 @@ def _open_prefix(path: str, flag: str, tokenizer: Tokenizer) -> _Tokens:
         raise type(error)(f"{flag}: {error}") from None
     made_by = manifest["tokenizer"] if manifest else None
     if made_by and made_by["fingerprint"] != tokenizer.fingerprint:
-        raise ValueError(f"{flag} {prefix} was made by another tokenizer, {made_by['kind']} of "
-                         f"{made_by['vocab_size']:,} tokens, than {tokenizer.kind} of {tokenizer.vocab_size:,}: give "
-                         "its --tokenizer-type and files")
+        raise ValueError(
+            f"{flag} {prefix} was made by another tokenizer, {made_by['kind']} of "
+            f"{made_by['vocab_size']:,} tokens, than {tokenizer.kind} of {tokenizer.vocab_size:,}: give "
+            "its --tokenizer-type and files"
+        )
     part = dataset.tokens[:CHECKED_TOKENS]
     if len(part) and not 0 <= int(part.min()) <= int(part.max()) < tokenizer.vocab_size:
-        raise ValueError(f"{flag} {prefix} holds ids from {part.min()} to {part.max()}, but the tokenizer "
-                         f"{tokenizer.kind} has {tokenizer.vocab_size}: see --tokenizer-type")
+        raise ValueError(
+            f"{flag} {prefix} holds ids from {part.min()} to {part.max()}, but the tokenizer "
+            f"{tokenizer.kind} has {tokenizer.vocab_size}: see --tokenizer-type"
+        )
     with open(f"{prefix}.bin", "rb") as file:
         first = file.read(HASHED_BYTES)
         size = file.seek(0, os.SEEK_END)

@@ -33,8 +33,15 @@ Identity = list[str | int]
 Content = tuple[str, str | None]  # sha256, and the field that is read where no text key is given
 
 
-def tokenise(paths: Sequence[str], *, text_key: str | None, tokenizer: Tokenizer, cache_path: str | None, log: Log,
-             max_bad_fraction: float = MOST_BAD_LINES) -> tuple[IndexedDataset, str]:
+def tokenise(
+    paths: Sequence[str],
+    *,
+    text_key: str | None,
+    tokenizer: Tokenizer,
+    cache_path: str | None,
+    log: Log,
+    max_bad_fraction: float = MOST_BAD_LINES,
+) -> tuple[IndexedDataset, str]:
     """The documents of `paths` in order, each with an EOD at its end, and the key of their content.
 
     They come from the cache, or the first process that asks tokenises them into it. `tokenizer` belongs to the key.
@@ -61,8 +68,11 @@ def tokenise(paths: Sequence[str], *, text_key: str | None, tokenizer: Tokenizer
     with contextlib.ExitStack() as stack:
         with _cache_errors(folder):
             (folder / "hashes").mkdir(parents=True, exist_ok=True)
-            stack.enter_context(file_lock(folder / "locks" / name, lambda: log(
-                "another rank or run is tokenising this data: waiting for it")))
+            stack.enter_context(
+                file_lock(
+                    folder / "locks" / name, lambda: log("another rank or run is tokenising this data: waiting for it")
+                )
+            )
         if found := find():  # another process may have done it meanwhile
             return found
         begun = time.time_ns()
@@ -78,13 +88,24 @@ def tokenise(paths: Sequence[str], *, text_key: str | None, tokenizer: Tokenizer
             for identity, (sha256, field) in zip(before, contents, strict=True):
                 # A file just written may have changed within one tick of its clock: it is hashed again next time.
                 if identity[0] == BUILTIN or begun - int(identity[2]) > YOUNG_NS:
-                    replace_text(_record(folder, identity),
-                                 json.dumps({"identity": identity, "sha256": sha256, "default_key": field}))
+                    replace_text(
+                        _record(folder, identity),
+                        json.dumps({"identity": identity, "sha256": sha256, "default_key": field}),
+                    )
         return dataset, key
 
 
-def _write(folder: Path, key: str, name: str, paths: Sequence[str], hashed: Sequence[Identity], text_key: str | None,
-           max_bad_fraction: float, tokenizer: Tokenizer, log: Log) -> None:
+def _write(
+    folder: Path,
+    key: str,
+    name: str,
+    paths: Sequence[str],
+    hashed: Sequence[Identity],
+    text_key: str | None,
+    max_bad_fraction: float,
+    tokenizer: Tokenizer,
+    log: Log,
+) -> None:
     """Tokenise into `<name>.tmp`, then rename. ValueError where the files are no longer as they were `hashed`. A
     process that was killed may have left a file of that name: it is overwritten."""
     started = time.monotonic()
@@ -153,13 +174,20 @@ def _hash(path: str) -> str:
     return digest.hexdigest()
 
 
-def _key(paths: Sequence[str], contents: Sequence[Content], text_key: str | None, tokenizer: Tokenizer,
-         max_bad_fraction: float) -> str:
+def _key(
+    paths: Sequence[str],
+    contents: Sequence[Content],
+    text_key: str | None,
+    tokenizer: Tokenizer,
+    max_bad_fraction: float,
+) -> str:
     """The name of a pair in the cache. Of each file the field that is read counts, however it was chosen, or False for
     plain text. A higher `max_bad_fraction` than the default counts as well: text that passed only under it is not used
     where it would be refused."""
-    fields = [(field if text_key is None else text_key) if is_json(path) else False
-              for path, (_, field) in zip(paths, contents, strict=True)]
+    fields = [
+        (field if text_key is None else text_key) if is_json(path) else False
+        for path, (_, field) in zip(paths, contents, strict=True)
+    ]
     hashes = [sha256 for sha256, _ in contents]
     # Empty as a rule, as in the keys that caches and checkpoints have.
     lenient = str(max_bad_fraction) if max_bad_fraction > MOST_BAD_LINES else ""
@@ -172,5 +200,7 @@ def _cache_errors(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise ValueError(f"--data-cache-path: tokenised data cannot be written to {folder} ({error.strerror}): "
-                         "name a folder with room that can be written") from None
+        raise ValueError(
+            f"--data-cache-path: tokenised data cannot be written to {folder} ({error.strerror}): "
+            "name a folder with room that can be written"
+        ) from None

@@ -39,25 +39,31 @@ class ForeignBin:
         self.dtype = np.dtype("<u2")
         size = os.path.getsize(path)
         with open(path, "rb") as file:
-            head = np.frombuffer(file.read(LLM_C_HEADER)[:size // 4 * 4], dtype="<i4")
+            head = np.frombuffer(file.read(LLM_C_HEADER)[: size // 4 * 4], dtype="<i4")
         offset, self.kind = 0, "nanoGPT"
         if len(head) and head[0] == LLM_C_MAGIC:
             offset, self.kind = LLM_C_HEADER, "llm.c"
             if size < offset or head[1] != 1 or size - offset != 2 * int(head[2]):
-                raise ValueError(f"{path} is damaged: it begins as one of llm.c's, but its header does not fit its "
-                                 f"{size} bytes")
+                raise ValueError(
+                    f"{path} is damaged: it begins as one of llm.c's, but its header does not fit its {size} bytes"
+                )
         elif size == 0 or size % 2:
             raise ValueError(f"{path} has no .idx beside it, and its {size} bytes are no uint16 tokens either")
         elif len(head) >= 16 and head.min() >= 0 and head.max() < 1 << 16:
             raise ValueError(f"{path} holds 32-bit tokens, not the uint16 ones of nanoGPT: its .idx is missing")
-        self.tokens: np.ndarray = np.zeros(0, self.dtype) if size == offset else \
-            np.asarray(np.memmap(path, dtype=self.dtype, mode="r", offset=offset)).view(np.ndarray)
+        self.tokens: np.ndarray = (
+            np.zeros(0, self.dtype)
+            if size == offset
+            else np.asarray(np.memmap(path, dtype=self.dtype, mode="r", offset=offset)).view(np.ndarray)
+        )
 
     @cached_property
     def document_starts(self) -> np.ndarray:
         """int64 [documents + 1], from 0 to `len(tokens)`. All tokens are read for it, once."""
-        blocks = [np.flatnonzero(self.tokens[first:first + SEARCHED_AT_ONCE] == self._eod) + first + 1
-                  for first in range(0, len(self.tokens), SEARCHED_AT_ONCE)]
+        blocks = [
+            np.flatnonzero(self.tokens[first : first + SEARCHED_AT_ONCE] == self._eod) + first + 1
+            for first in range(0, len(self.tokens), SEARCHED_AT_ONCE)
+        ]
         starts = np.concatenate([[0], *blocks])
         return starts if starts[-1] == len(self.tokens) else np.append(starts, len(self.tokens))
 
@@ -66,7 +72,7 @@ class ForeignBin:
 
     def __getitem__(self, index: int) -> np.ndarray:
         """The tokens of one document."""
-        return self.tokens[self.document_starts[index]:self.document_starts[index + 1]]
+        return self.tokens[self.document_starts[index] : self.document_starts[index + 1]]
 
 
 def open_tokens(path: str | Path, eod: int) -> IndexedDataset | ForeignBin:
@@ -99,8 +105,10 @@ def read_manifest(prefix: str | Path) -> dict[str, Any] | None:
         if not all(isinstance(entry["file"], str) for entry in manifest["inputs"]):
             raise ValueError("its inputs are not of the form file and more")
         if (made_by := manifest["tokenizer"]) is not None and not (
-                _is_count(made_by["vocab_size"]) and isinstance(made_by["kind"], str)
-                and isinstance(made_by["fingerprint"], str)):
+            _is_count(made_by["vocab_size"])
+            and isinstance(made_by["kind"], str)
+            and isinstance(made_by["fingerprint"], str)
+        ):
             raise ValueError("its tokenizer is not of the form kind, vocab_size and fingerprint")
         of_text = ("text_bytes", "append_eod", "bad_lines", "empty_documents")  # a merged pair has none of them
         for name in ("documents", "tokens", *of_text * ("text_bytes" in manifest)):
@@ -117,6 +125,12 @@ def describe(prefix: str | Path, facts: dict[str, Any], bin_parts: Sequence[Part
     """The manifest of the pair at `prefix`: `facts`, and what its files show, counts, dtype and hashes. bin_parts: the
     hashes of `.bin`, where they are known already."""
     index = read_index(prefix)
-    return {"format": PAIR_MANIFEST_VERSION, **facts,
-            "documents": len(index.firsts) - 1, "tokens": int(index.starts[-1]), "dtype": index.dtype.name,
-            ".bin": list(bin_parts or hash_parts(f"{prefix}.bin")), ".idx": hash_parts(f"{prefix}.idx")}
+    return {
+        "format": PAIR_MANIFEST_VERSION,
+        **facts,
+        "documents": len(index.firsts) - 1,
+        "tokens": int(index.starts[-1]),
+        "dtype": index.dtype.name,
+        ".bin": list(bin_parts or hash_parts(f"{prefix}.bin")),
+        ".idx": hash_parts(f"{prefix}.idx"),
+    }

@@ -36,9 +36,16 @@ def _start_worker(counters: Any) -> None:
     threading.Thread(target=follow, daemon=True).start()
 
 
-def by_processes(work: Callable[..., Result], items: Sequence[tuple[Any, ...]], *, workers: int, counted: int,
-                 progress: Callable[..., object], finished: Callable[[int], object] = lambda number: None,
-                 start: str | None = None) -> list[Result]:
+def by_processes(
+    work: Callable[..., Result],
+    items: Sequence[tuple[Any, ...]],
+    *,
+    workers: int,
+    counted: int,
+    progress: Callable[..., object],
+    finished: Callable[[int], object] = lambda number: None,
+    start: str | None = None,
+) -> list[Result]:
     """`work(*item)` of every item, in order, by `workers` processes at most.
 
     progress: is called with the `counted` amounts that workers gave to `count_work` since its last call. finished: is
@@ -65,8 +72,10 @@ def by_processes(work: Callable[..., Result], items: Sequence[tuple[Any, ...]], 
                     results.append(futures[len(results)].result())
                     finished(len(results) - 1)
         except BrokenProcessPool:
-            raise OSError("a worker process died, most likely for want of memory: the same command with fewer "
-                          "--workers goes on with the shards that are finished") from None
+            raise OSError(
+                "a worker process died, most likely for want of memory: the same command with fewer "
+                "--workers goes on with the shards that are finished"
+            ) from None
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise

@@ -1,9 +1,9 @@
 """What the cells of distributed.ipynb call. A notebook is one process, so ranks are started beside it, from a file:
 
-    show("ranks.py")                                # the text of an example
-    start("examples/collectives.py")                # python with these words
-    change("ring_all_reduce.py", "=3)", "=4)")      # a changed copy of an example
-    on_ranks(function, 4)                           # function(rank, world_size), as it stands in a cell
+show("ranks.py")                                # the text of an example
+start("examples/collectives.py")                # python with these words
+change("ring_all_reduce.py", "=3)", "=4)")      # a changed copy of an example
+on_ranks(function, 4)                           # function(rank, world_size), as it stands in a cell
 """
 
 import contextlib
@@ -41,9 +41,15 @@ def start(*words: str, seconds: float = 600) -> None:
     ended after so many seconds, and when the cell is interrupted."""
     paths = [str(EXAMPLES), *filter(None, [os.environ.get("PYTHONPATH")])]
     with tempfile.TemporaryFile("w+") as errors:
-        process = subprocess.Popen([sys.executable, *words], cwd=EXAMPLES.parent, stdout=subprocess.PIPE, stderr=errors,
-                                   text=True, start_new_session=True,
-                                   env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)})
+        process = subprocess.Popen(
+            [sys.executable, *words],
+            cwd=EXAMPLES.parent,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            start_new_session=True,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        )
         ended = threading.Event()
 
         def end() -> None:

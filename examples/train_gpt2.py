@@ -31,8 +31,9 @@ class GPT2(nn.Module):
         padded = mpu.padded_vocab_size(vocab_size, 2, mpu.get_tensor_model_parallel_world_size())
         self.words = mpu.VocabParallelEmbedding(vocab_size, HIDDEN, init, padded_size=padded)
         self.positions = mpu.PositionEmbedding(LENGTH, HIDDEN, init)
-        self.layers = nn.ModuleList(mpu.ParallelTransformerLayer(config, init_method_for=lambda name: init)
-                                    for _ in range(LAYERS))
+        self.layers = nn.ModuleList(
+            mpu.ParallelTransformerLayer(config, init_method_for=lambda name: init) for _ in range(LAYERS)
+        )
         self.norm = nn.LayerNorm(HIDDEN)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -40,14 +41,14 @@ class GPT2(nn.Module):
         for layer in self.layers:
             x = layer(x)
         x = mpu.copy_to_model_parallel_region(self.norm(x))  # f: each rank goes on with its own columns
-        return nn.functional.linear(x, self.words.weight)    # the head is the table of embeddings
+        return nn.functional.linear(x, self.words.weight)  # the head is the table of embeddings
 
 
 def batch_of(ids: Tensor, step: int) -> Tensor:
     """[s + 1, b], the same on every rank."""
     generator = torch.Generator().manual_seed(step)
     starts = torch.randint(len(ids) - LENGTH, (BATCH,), generator=generator)
-    return torch.stack([ids[start:start + LENGTH + 1] for start in starts.tolist()], dim=1)
+    return torch.stack([ids[start : start + LENGTH + 1] for start in starts.tolist()], dim=1)
 
 
 def average_gradients(model: nn.Module) -> None:

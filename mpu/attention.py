@@ -51,8 +51,9 @@ def document_attention(qkv: Tensor, dropout_p: float, documents: Documents | Non
     return y.reshape(b, s, n * d).transpose(0, 1)  # [t, 1, n·d] -> [b, s, n·d] -> [s, b, n·d]
 
 
-def keyed_attention(qkv: Tensor, dropout_p: float, documents: Documents | None, keys: Tensor,
-                    first_head: int) -> Tensor:
+def keyed_attention(
+    qkv: Tensor, dropout_p: float, documents: Documents | None, keys: Tensor, first_head: int
+) -> Tensor:
     """`document_attention` with masks that follow from `keys`, int64 [b, 3]. first_head: of this rank."""
     s, b, n, _, d = qkv.shape
     if documents is None:
@@ -61,14 +62,16 @@ def keyed_attention(qkv: Tensor, dropout_p: float, documents: Documents | None, 
     tokens = qkv.transpose(0, 1).reshape(b * s, 1, n, 3, d)  # [s, b, n, 3, d] -> [b, s, n, 3, d] -> [t, 1, n, 3, d]
     for part in tokens.split(documents.lengths):
         sample, first = divmod(start, s)
-        parts.append(kernels.keyed_attention(part, dropout_p, keys[sample:sample + 1], OF_PROBABILITIES, first_head,
-                                             first))
+        parts.append(
+            kernels.keyed_attention(part, dropout_p, keys[sample : sample + 1], OF_PROBABILITIES, first_head, first)
+        )
         start += part.size(0)
     return torch.cat(parts).view(b, s, n * d).transpose(0, 1)  # [t, 1, n·d] -> [b, s, n·d] -> [s, b, n·d]
 
 
-def core_attention(qkv: Tensor, dropout_p: float, documents: Documents | None = None, keys: Tensor | None = None,
-                   first_head: int = 0) -> Tensor:
+def core_attention(
+    qkv: Tensor, dropout_p: float, documents: Documents | None = None, keys: Tensor | None = None, first_head: int = 0
+) -> Tensor:
     """[s, b, n, 3, d] -> [s, b, n·d]. keys, first_head: see `keyed_attention`.
 
     Without keys, and on a GPU, whose kernels draw for themselves, dropout draws from the tracker: each rank has other
@@ -90,24 +93,43 @@ class ParallelSelfAttention(nn.Module):
     contiguous. column, row: make the linear layers. Raises ValueError where p does not divide n.
     """
 
-    def __init__(self, config: TransformerConfig, *, init_method: InitMethod, output_init_method: InitMethod,
-                 column: Callable[..., ColumnParallelLinear] = ColumnParallelLinear,
-                 row: Callable[..., RowParallelLinear] = RowParallelLinear) -> None:
+    def __init__(
+        self,
+        config: TransformerConfig,
+        *,
+        init_method: InitMethod,
+        output_init_method: InitMethod,
+        column: Callable[..., ColumnParallelLinear] = ColumnParallelLinear,
+        row: Callable[..., RowParallelLinear] = RowParallelLinear,
+    ) -> None:
         super().__init__()
         h = config.hidden_size
         self.head_size, self.attention_dropout = config.head_size, config.attention_dropout
         self.query_key_value = column(
-            h, 3 * h, gather_output=False, sequence_parallel=config.sequence_parallel, init_method=init_method,
-            group=config.group, device=config.device)
+            h,
+            3 * h,
+            gather_output=False,
+            sequence_parallel=config.sequence_parallel,
+            init_method=init_method,
+            group=config.group,
+            device=config.device,
+        )
         self.dense = row(
-            h, h, input_is_parallel=True, sequence_parallel=config.sequence_parallel, init_method=output_init_method,
-            group=config.group, device=config.device)
+            h,
+            h,
+            input_is_parallel=True,
+            sequence_parallel=config.sequence_parallel,
+            init_method=output_init_method,
+            group=config.group,
+            device=config.device,
+        )
         divide(config.num_attention_heads, self.dense.world_size)
         # An attribute, which the layer's `compile` replaces by a function that is left out of compiled graphs.
         self.core_attention = core_attention
 
-    def forward(self, x: Tensor, documents: Documents | None = None, attend: Attend | None = None,
-                keys: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, documents: Documents | None = None, attend: Attend | None = None, keys: Tensor | None = None
+    ) -> Tensor:
         """[s, b, h] -> [s, b, h].
 
         documents: of the whole sequence; None lets every token see all before it. attend: replaces causal attention,
@@ -122,8 +144,9 @@ class ParallelSelfAttention(nn.Module):
         """[s, b, 3h/p] -> [s, b, n/p, 3, d]."""
         return qkv.view(*qkv.shape[:2], -1, 3, self.head_size)
 
-    def of_heads(self, qkv: Tensor, documents: Documents | None, attend: Attend | None, keys: Tensor | None,
-                 first_head: int) -> Tensor:
+    def of_heads(
+        self, qkv: Tensor, documents: Documents | None, attend: Attend | None, keys: Tensor | None, first_head: int
+    ) -> Tensor:
         """Attention of some heads, of which first_head is the first: [s, b, n/p, 3, d] -> [s, b, h/p]."""
         dropout_p = self.attention_dropout if self.training else 0.0
         if attend is not None:

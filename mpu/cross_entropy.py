@@ -49,7 +49,7 @@ class VocabShard:
 
     def exponentials(self, logits: Tensor) -> Tensor:
         """[..., k, v/pk] float32, which become exp(logits - peak) -> [3, ..., k]: peak, sum, and the target's logit."""
-        logits.flatten(-2)[..., self.columns:] = -torch.inf
+        logits.flatten(-2)[..., self.columns :] = -torch.inf
         target_logit = logits.gather(-1, self.target.unsqueeze(-1)).squeeze(-1)  # [..., k] -> [..., k, 1] -> [..., k]
         target_logit = target_logit.masked_fill(~self.is_here, 0.0)
         # A part of padding alone has -inf everywhere; clamped, its sum is 0 instead of NaN.
@@ -155,8 +155,9 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         return (d_logits * grad.unsqueeze(-1)).to(d_logits.dtype), None, None, None
 
 
-def vocab_parallel_cross_entropy(logits: Tensor, target: Tensor, group: ProcessGroup | None = None, *,
-                                 vocab_size: int | None = None) -> Tensor:
+def vocab_parallel_cross_entropy(
+    logits: Tensor, target: Tensor, group: ProcessGroup | None = None, *, vocab_size: int | None = None
+) -> Tensor:
     """-log softmax(logits)[target] [...] in float32, the same on every rank. Forward: one all-gather; backward:
     nothing.
 
@@ -168,15 +169,25 @@ def vocab_parallel_cross_entropy(logits: Tensor, target: Tensor, group: ProcessG
     check_ids(target, vocab_size or logits.size(-1) * group_rank_and_size(group)[1], "target")
     # Inside of `forward` gradients are always off, and needs_input_grad does not know of no_grad.
     return _VocabParallelCrossEntropy.apply(  # type: ignore[no-any-return]
-        logits, target, VocabSums(logits.size(-1), group, vocab_size), torch.is_grad_enabled())
+        logits, target, VocabSums(logits.size(-1), group, vocab_size), torch.is_grad_enabled()
+    )
 
 
 class LinearCrossEntropy(torch.autograd.Function):
     """The gradients are made in the forward pass, chunk by chunk, and scaled by d loss in backward."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, target: Tensor, token_weight: Tensor, sums: VocabSums,
-                chunk_size: int, weight_grad_hook: Callable[[Tensor], object] | None, grad_enabled: bool) -> Tensor:
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        target: Tensor,
+        token_weight: Tensor,
+        sums: VocabSums,
+        chunk_size: int,
+        weight_grad_hook: Callable[[Tensor], object] | None,
+        grad_enabled: bool,
+    ) -> Tensor:
         """See `vocab_parallel_linear_cross_entropy`."""
         needs_grad = grad_enabled and any(ctx.needs_input_grad)
         hidden, shard = sums.all_tokens(hidden), sums.shard(target)
@@ -188,8 +199,9 @@ class LinearCrossEntropy(torch.autograd.Function):
             rows = slice(start, min(start + chunk_size, hidden.size(0)))
             logits = [hidden[rows] @ part.t() for part in weights]  # [chunk, v/p]
             # The weights (loss scale, 1 / tokens of the global batch) enter before anything is rounded.
-            whole = kernels.vocab_parallel_softmax(logits, shard[rows], token_weight[rows] if needs_grad else None,
-                                                   sums)
+            whole = kernels.vocab_parallel_softmax(
+                logits, shard[rows], token_weight[rows] if needs_grad else None, sums
+            )
             loss += torch.dot(_loss(whole), token_weight[rows])
             if needs_grad:
                 d_logits = logits  # which the softmax has left in their place
@@ -224,10 +236,18 @@ def chunk_size_for(tokens: int) -> int:
     return max(512, tokens // 16)
 
 
-def vocab_parallel_linear_cross_entropy(hidden: Tensor, weight: Tensor, target: Tensor, token_weight: Tensor,
-                                        group: ProcessGroup | None = None, *, vocab_size: int,
-                                        sequence_parallel: bool = False, chunk_size: int | None = None,
-                                        weight_grad_hook: Callable[[Tensor], object] | None = None) -> Tensor:
+def vocab_parallel_linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    token_weight: Tensor,
+    group: ProcessGroup | None = None,
+    *,
+    vocab_size: int,
+    sequence_parallel: bool = False,
+    chunk_size: int | None = None,
+    weight_grad_hook: Callable[[Tensor], object] | None = None,
+) -> Tensor:
     """Σ token_weight · -log softmax(hidden @ weightᵀ)[target], a float32 scalar, the same on every rank.
 
     The logits exist for `chunk_size` tokens at a time (default: `chunk_size_for`). Forward: one all-gather for each
@@ -246,5 +266,12 @@ def vocab_parallel_linear_cross_entropy(hidden: Tensor, weight: Tensor, target: 
     to_every_rank = gather_from_sequence_parallel_region if sequence_parallel else copy_to_model_parallel_region
     hidden = to_every_rank(hidden, group)
     return LinearCrossEntropy.apply(  # type: ignore[no-any-return]
-        hidden, weight, target, token_weight, VocabSums(weight.size(0), group, vocab_size),
-        chunk_size or chunk_size_for(hidden.size(0)), weight_grad_hook, torch.is_grad_enabled())
+        hidden,
+        weight,
+        target,
+        token_weight,
+        VocabSums(weight.size(0), group, vocab_size),
+        chunk_size or chunk_size_for(hidden.size(0)),
+        weight_grad_hook,
+        torch.is_grad_enabled(),
+    )

@@ -11,9 +11,14 @@ from mpu.initialize import get_parallel_state
 _MAX_DIMS = 4
 
 
-def broadcast_data(keys: Sequence[str], data: Mapping[str, Tensor] | None, dtype: torch.dtype,
-                   device: torch.device | str | None = None, *,
-                   shapes: Sequence[tuple[int, ...]] | None = None) -> dict[str, Tensor]:
+def broadcast_data(
+    keys: Sequence[str],
+    data: Mapping[str, Tensor] | None,
+    dtype: torch.dtype,
+    device: torch.device | str | None = None,
+    *,
+    shapes: Sequence[tuple[int, ...]] | None = None,
+) -> dict[str, Tensor]:
     """The tensors `data[key]`, all of `dtype`, of the group's first rank, on every rank of the group.
 
     keys: the same on every rank. data: is read on the first rank alone and may be None elsewhere.
@@ -37,14 +42,18 @@ def broadcast_data(keys: Sequence[str], data: Mapping[str, Tensor] | None, dtype
     if shapes is None:
         shapes = _broadcast_shapes(keys, data, device, problem)
     lengths = [torch.Size(shape).numel() for shape in shapes]
-    flat = torch.cat([data[key].to(device, non_blocking=True).reshape(-1) for key in keys]) if first else \
-        torch.empty(sum(lengths), dtype=dtype, device=device)  # [...] of each -> [elements of all]
+    flat = (
+        torch.cat([data[key].to(device, non_blocking=True).reshape(-1) for key in keys])
+        if first
+        else torch.empty(sum(lengths), dtype=dtype, device=device)
+    )  # [...] of each -> [elements of all]
     dist.broadcast(flat, state.tensor_model_parallel_src_rank, group=state.tensor_model_parallel_group)
     return {key: part.view(shape) for key, part, shape in zip(keys, flat.split(lengths), shapes, strict=True)}
 
 
-def _problem(keys: Sequence[str], data: Mapping[str, Tensor], dtype: torch.dtype,
-             shapes: Sequence[tuple[int, ...]] | None) -> str:
+def _problem(
+    keys: Sequence[str], data: Mapping[str, Tensor], dtype: torch.dtype, shapes: Sequence[tuple[int, ...]] | None
+) -> str:
     """Why the first rank cannot send its data, or ""."""
     for number, key in enumerate(keys):
         if key not in data:
@@ -58,14 +67,15 @@ def _problem(keys: Sequence[str], data: Mapping[str, Tensor], dtype: torch.dtype
     return ""
 
 
-def _broadcast_shapes(keys: Sequence[str], data: Mapping[str, Tensor], device: torch.device | str,
-                      problem: str) -> list[tuple[int, ...]]:
+def _broadcast_shapes(
+    keys: Sequence[str], data: Mapping[str, Tensor], device: torch.device | str, problem: str
+) -> list[tuple[int, ...]]:
     """The shapes of the first rank's data, which is empty elsewhere. Where that rank has a problem, it sends -2, and
     every rank raises."""
     sizes = torch.full((len(keys), _MAX_DIMS), -2 if problem else -1, dtype=torch.int64)
     if data and not problem:
         for row, key in zip(sizes, keys, strict=True):
-            row[:data[key].dim()] = torch.tensor(data[key].shape)
+            row[: data[key].dim()] = torch.tensor(data[key].shape)
     sizes, state = sizes.to(device), get_parallel_state()
     dist.broadcast(sizes, state.tensor_model_parallel_src_rank, group=state.tensor_model_parallel_group)
     rows = sizes.tolist()

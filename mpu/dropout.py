@@ -32,8 +32,9 @@ def dropout_keys(seed: int, samples: Tensor, num_layers: int) -> Tensor:
     return keys
 
 
-def hidden_dropout(x: Tensor, p: float, sequence_parallel: bool, *, keys: Tensor | None = None, site: int = 0,
-                   rank: int = 0) -> Tensor:
+def hidden_dropout(
+    x: Tensor, p: float, sequence_parallel: bool, *, keys: Tensor | None = None, site: int = 0, rank: int = 0
+) -> Tensor:
     """Dropout of hidden states [s, b, h], or [s/p, b, h] with sequence_parallel.
 
     keys: int64 [b, 3], a layer's of `dropout_keys`. Without them it draws from the default generator where the ranks

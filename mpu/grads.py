@@ -49,8 +49,9 @@ def sum_over_group(tensors: Sequence[Tensor], group: ProcessGroup | None = None)
         tensor.copy_(total.view(tensor.shape))
 
 
-def squared_norm(split: Iterable[Tensor], replicated: Iterable[Tensor], device: torch.device, *,
-                 sharded: bool = False) -> Tensor:
+def squared_norm(
+    split: Iterable[Tensor], replicated: Iterable[Tensor], device: torch.device, *, sharded: bool = False
+) -> Tensor:
     """Σ g² over the model-parallel group, as a float32 scalar on `device`. The host does not wait for it.
 
     split, replicated: the gradients of parameters that are split over the tensor-parallel group, and of those that are
@@ -83,8 +84,15 @@ def clip_grad_norm(parameters: Tensor | Iterable[Tensor], max_norm: float, norm_
     device = parameters[0].device if parameters else torch.device("cpu")  # the same kind on ranks without a gradient
     if norm_type == 2:
         is_split = [getattr(p, "model_parallel", False) for p in with_grad]
-        norm = squared_norm((g for g, s in zip(grads, is_split, strict=True) if s),
-                            (g for g, s in zip(grads, is_split, strict=True) if not s), device).sqrt().item()
+        norm = (
+            squared_norm(
+                (g for g, s in zip(grads, is_split, strict=True) if s),
+                (g for g, s in zip(grads, is_split, strict=True) if not s),
+                device,
+            )
+            .sqrt()
+            .item()
+        )
     elif norm_type == torch.inf:
         largest = torch.zeros((), device=device)
         for grad in grads:

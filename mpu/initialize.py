@@ -49,8 +49,9 @@ class ParallelState:
     def rank(self) -> int:
         """The global rank."""
         stages_before = self.pipeline_model_parallel_rank * self.data_parallel_size
-        return (stages_before + self.data_parallel_rank) * self.tensor_model_parallel_size \
-            + self.tensor_model_parallel_rank
+        return (
+            stages_before + self.data_parallel_rank
+        ) * self.tensor_model_parallel_size + self.tensor_model_parallel_rank
 
     @property
     def model_parallel_rank(self) -> int:
@@ -86,8 +87,9 @@ class ParallelState:
 _default: ParallelState | None = None
 
 
-def initialize_model_parallel(tensor_model_parallel_size: int = 1, pipeline_model_parallel_size: int = 1, *,
-                              timeout: timedelta | None = None) -> ParallelState:
+def initialize_model_parallel(
+    tensor_model_parallel_size: int = 1, pipeline_model_parallel_size: int = 1, *, timeout: timedelta | None = None
+) -> ParallelState:
     """Make the groups, install the state as the default and return it.
 
     Every rank of the world calls it. Without torch.distributed only size 1 is possible, and no group is made.
@@ -100,11 +102,14 @@ def initialize_model_parallel(tensor_model_parallel_size: int = 1, pipeline_mode
     rank = dist.get_rank() if dist.is_initialized() else 0
     t, p = tensor_model_parallel_size, pipeline_model_parallel_size
     if t < 1 or p < 1 or world_size % (t * p):
-        raise ValueError(f"a world of {world_size} ranks is not divisible by the model-parallel size {t}"
-                         + (f" x {p} pipeline stages" if p != 1 else ""))
+        raise ValueError(
+            f"a world of {world_size} ranks is not divisible by the model-parallel size {t}"
+            + (f" x {p} pipeline stages" if p != 1 else "")
+        )
     d = world_size // (t * p)
-    numbers = [[[(stage * d + replica) * t + shard for shard in range(t)] for replica in range(d)]
-               for stage in range(p)]  # [pipeline][data][tensor]
+    numbers = [
+        [[(stage * d + replica) * t + shard for shard in range(t)] for replica in range(d)] for stage in range(p)
+    ]  # [pipeline][data][tensor]
     tensor, pipeline, data, model, embedding = (None,) * 5
     if dist.is_initialized():
         # Every rank takes part in making every group, in the same order, and gets the one that it is in.
@@ -114,17 +119,27 @@ def initialize_model_parallel(tensor_model_parallel_size: int = 1, pipeline_mode
         tensor = model = own_group([shards for replicas in numbers for shards in replicas])
         data = own_group([[shards[shard] for shards in replicas] for replicas in numbers for shard in range(t)])
         if p > 1:
-            columns = [[numbers[stage][replica][shard] for stage in range(p)] for replica in range(d)
-                       for shard in range(t)]
-            model = own_group([[number for stage in range(p) for number in numbers[stage][replica]]
-                               for replica in range(d)])
+            columns = [
+                [numbers[stage][replica][shard] for stage in range(p)] for replica in range(d) for shard in range(t)
+            ]
+            model = own_group(
+                [[number for stage in range(p) for number in numbers[stage][replica]] for replica in range(d)]
+            )
             pipeline = own_group(columns)
             embedding = own_group([[column[0], column[-1]] for column in columns])
     _default = ParallelState(
-        tensor_model_parallel_group=tensor, pipeline_model_parallel_group=pipeline, data_parallel_group=data,
-        model_parallel_group=model, embedding_group=embedding, tensor_model_parallel_rank=rank % t,
-        tensor_model_parallel_size=t, pipeline_model_parallel_rank=rank // (t * d), pipeline_model_parallel_size=p,
-        data_parallel_rank=rank // t % d, data_parallel_size=d)
+        tensor_model_parallel_group=tensor,
+        pipeline_model_parallel_group=pipeline,
+        data_parallel_group=data,
+        model_parallel_group=model,
+        embedding_group=embedding,
+        tensor_model_parallel_rank=rank % t,
+        tensor_model_parallel_size=t,
+        pipeline_model_parallel_rank=rank // (t * d),
+        pipeline_model_parallel_size=p,
+        data_parallel_rank=rank // t % d,
+        data_parallel_size=d,
+    )
     return _default
 
 

@@ -43,11 +43,11 @@ def own_part(x: Tensor, group: ProcessGroup) -> Tensor:
     dtype."""
     length = -(-x.numel() // group.size())
     part = x.new_zeros(length)
-    own = x.detach().reshape(-1)[group.rank() * length:(group.rank() + 1) * length]
-    part[:own.numel()] = own
+    own = x.detach().reshape(-1)[group.rank() * length : (group.rank() + 1) * length]
+    part[: own.numel()] = own
     return part
 
 
 def gather_parts(part: Tensor, shape: torch.Size, group: ProcessGroup) -> Tensor:
     """The inverse of `own_part`: a contiguous tensor of `shape`, on every rank."""
-    return all_gather_first_dim(part, group)[0][:shape.numel()].view(shape)
+    return all_gather_first_dim(part, group)[0][: shape.numel()].view(shape)

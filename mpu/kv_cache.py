@@ -20,8 +20,9 @@ class KeyValueCache:
     differ in length: the padding behind a prompt is masked until the row's own tokens are written over it.
     """
 
-    def __init__(self, num_layers: int, rows: int, n: int, capacity: int, d: int, *, dtype: torch.dtype,
-                 device: torch.device) -> None:
+    def __init__(
+        self, num_layers: int, rows: int, n: int, capacity: int, d: int, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
         # Zeros: a position that is masked counts 0 times what it holds, which must not be NaN.
         self._store = torch.zeros(num_layers, rows, n, 2, capacity, d, dtype=dtype, device=device)
         self._layers = self._store.unbind(0)
@@ -40,7 +41,7 @@ class KeyValueCache:
         if not 0 < s <= self._store.size(4) or not set(rows) <= set(range(len(self._written))):
             raise ValueError(f"prompts of {s} tokens for the rows {list(rows)} in a cache of {self._size}")
         for row in rows:
-            self._store[:, row, :, :, :self._written[row]] = 0  # a text that went wrong would leave NaN to the next
+            self._store[:, row, :, :, : self._written[row]] = 0  # a text that went wrong would leave NaN to the next
             self._written[row] = s
         self._positions: Tensor | None = None
         self._rows, self._longest, self._next_layer = self._all_rows[list(rows)], s, 0
@@ -51,15 +52,17 @@ class KeyValueCache:
         b = len(positions)
         if not 0 < b <= len(self._written) or min(positions) < 0 or max(positions) >= self._store.size(4):
             raise ValueError(f"positions {list(positions)} in a cache of {self._size}")
-        self._written[:b] = [max(position + 1, before)
-                             for position, before in zip(positions, self._written, strict=False)]
+        self._written[:b] = [
+            max(position + 1, before) for position, before in zip(positions, self._written, strict=False)
+        ]
         self._positions = torch.tensor(positions, device=self._store.device)
         self._rows, self._longest, self._next_layer = self._all_rows[:b], max(positions) + 1, 0
         self._mask: Tensor | None = None
         if min(positions) + 1 < self._longest:
             later = torch.arange(self._longest, device=self._store.device) > self._positions.unsqueeze(1)
             self._mask = torch.zeros(later.shape, dtype=self._store.dtype, device=self._store.device).masked_fill_(
-                later, -torch.inf)[:, None, None]  # [b, longest] -> [b, 1, 1, longest]
+                later, -torch.inf
+            )[:, None, None]  # [b, longest] -> [b, 1, 1, longest]
         return self._positions.unsqueeze(1)
 
     def move(self, source: int, row: int) -> None:
@@ -86,7 +89,7 @@ class KeyValueCache:
             store[:b, :, :, self._longest - 1] = qkv[0, :, :, 1:]  # [b, n, 2, d]; faster than by index
         else:
             store[self._rows, :, :, self._positions] = qkv[0, :, :, 1:]
-        k, v = store[:b, :, :, :self._longest].unbind(2)  # [b, n, 2, longest, d] -> two of [b, n, longest, d]
+        k, v = store[:b, :, :, : self._longest].unbind(2)  # [b, n, 2, longest, d] -> two of [b, n, longest, d]
         y = F.scaled_dot_product_attention(qkv[0, :, :, :1], k, v, attn_mask=self._mask)  # [b, n, 1, d]
         return y.reshape(1, b, n * d)  # [b, n, 1, d] -> [1, b, n·d]
 

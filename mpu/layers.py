@@ -60,8 +60,9 @@ class _ParallelLayer(nn.Module):
         """The spec of each parameter of this layer, by name."""
         return self._specs
 
-    def make_parameter(self, name: str, spec: PartitionSpec, init_method: InitMethod,
-                       device: torch.device | str | None) -> Tensor:
+    def make_parameter(
+        self, name: str, spec: PartitionSpec, init_method: InitMethod, device: torch.device | str | None
+    ) -> Tensor:
         """Register this rank's slice of a float32 weight as the parameter `name`, and return the whole weight."""
         full = initial_weight(spec.global_shape, init_method, device)
         parameter = nn.Parameter(spec.split(full, self.rank, self.world_size).to(device))
@@ -79,13 +80,24 @@ class _ParallelLinear(_ParallelLayer):
     weight: Tensor
     bias: Tensor | None
 
-    def __init__(self, input_size: int, output_size: int, dim: int, bias: bool, init_method: InitMethod, stride: int,
-                 keep_master_weight_for_test: bool, group: ProcessGroup | None,
-                 device: torch.device | str | None) -> None:
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        dim: int,
+        bias: bool,
+        init_method: InitMethod,
+        stride: int,
+        keep_master_weight_for_test: bool,
+        group: ProcessGroup | None,
+        device: torch.device | str | None,
+    ) -> None:
         super().__init__(group)
         if stride != 1:  # 2019 cut a fused weight into `stride` blocks and gave each rank a part of every block
-            raise ValueError(f"stride={stride}: a rank's part of a weight is contiguous here, so stride must be 1; "
-                             "order a fused query-key-value weight [heads, 3, head size] as ParallelSelfAttention does")
+            raise ValueError(
+                f"stride={stride}: a rank's part of a weight is contiguous here, so stride must be 1; "
+                "order a fused query-key-value weight [heads, 3, head size] as ParallelSelfAttention does"
+            )
         full = self.make_parameter("weight", PartitionSpec((output_size, input_size), dim), init_method, device)
         self.master_weight = full if keep_master_weight_for_test else None
         # Takes the factors of the weight gradient. A schedule that computes it later puts a function here.
@@ -107,8 +119,15 @@ class _ColumnParallelLinear(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: ProcessGroup,
-                sequence_parallel: bool, sink: kernels.WeightGradientSink) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        group: ProcessGroup,
+        sequence_parallel: bool,
+        sink: kernels.WeightGradientSink,
+    ) -> Tensor:
         ctx.group, ctx.sequence_parallel, ctx.sink = group, sequence_parallel, sink
         ctx.save_for_backward(x, weight)
         return F.linear(all_gather_first_dim(x, group)[0] if sequence_parallel else x, weight, bias)
@@ -150,12 +169,23 @@ class ColumnParallelLinear(_ParallelLinear):
     output_size is not divisible by p, or stride is not 1.
     """
 
-    def __init__(self, input_size: int, output_size: int, bias: bool = True, gather_output: bool = True,
-                 init_method: InitMethod = nn.init.xavier_normal_, stride: int = 1,
-                 keep_master_weight_for_test: bool = False, *, sequence_parallel: bool = False,
-                 group: ProcessGroup | None = None, device: torch.device | str | None = None) -> None:
-        super().__init__(input_size, output_size, 0, bias, init_method, stride, keep_master_weight_for_test, group,
-                         device)
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        bias: bool = True,
+        gather_output: bool = True,
+        init_method: InitMethod = nn.init.xavier_normal_,
+        stride: int = 1,
+        keep_master_weight_for_test: bool = False,
+        *,
+        sequence_parallel: bool = False,
+        group: ProcessGroup | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__(
+            input_size, output_size, 0, bias, init_method, stride, keep_master_weight_for_test, group, device
+        )
         self.gather_output, self.sequence_parallel = gather_output, sequence_parallel
 
     def forward(self, x: Tensor) -> Tensor:
@@ -165,8 +195,9 @@ class ColumnParallelLinear(_ParallelLinear):
             y = kernels.linear(x, self.weight, self.bias, self.weight_gradient_sink)  # XAᵀ + b
         else:
             operands = kernels.cast_for_autocast(x, self.weight, self.bias)
-            y = _ColumnParallelLinear.apply(*operands, self.group, self.sequence_parallel,
-                                            self.weight_gradient_sink or self.weight_gradient)
+            y = _ColumnParallelLinear.apply(
+                *operands, self.group, self.sequence_parallel, self.weight_gradient_sink or self.weight_gradient
+            )
         return gather_from_model_parallel_region(y, self.group) if self.gather_output else y
 
 
@@ -179,15 +210,27 @@ class RowParallelLinear(_ParallelLinear):
     input_size is not divisible by p, or stride is not 1.
     """
 
-    def __init__(self, input_size: int, output_size: int, bias: bool = True, input_is_parallel: bool = False,
-                 init_method: InitMethod = nn.init.xavier_normal_, stride: int = 1,
-                 keep_master_weight_for_test: bool = False, *, sequence_parallel: bool = False,
-                 group: ProcessGroup | None = None, device: torch.device | str | None = None) -> None:
-        super().__init__(input_size, output_size, 1, bias, init_method, stride, keep_master_weight_for_test, group,
-                         device)
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        bias: bool = True,
+        input_is_parallel: bool = False,
+        init_method: InitMethod = nn.init.xavier_normal_,
+        stride: int = 1,
+        keep_master_weight_for_test: bool = False,
+        *,
+        sequence_parallel: bool = False,
+        group: ProcessGroup | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__(
+            input_size, output_size, 1, bias, init_method, stride, keep_master_weight_for_test, group, device
+        )
         self.input_is_parallel = input_is_parallel
-        self.reduce = reduce_scatter_to_sequence_parallel_region if sequence_parallel else \
-            reduce_from_model_parallel_region
+        self.reduce = (
+            reduce_scatter_to_sequence_parallel_region if sequence_parallel else reduce_from_model_parallel_region
+        )
         if bias and sequence_parallel:
             mark_sequence_parallel([self.get_parameter("bias")])
 
@@ -228,17 +271,27 @@ class VocabParallelEmbedding(_ParallelLayer):
 
     weight: Tensor
 
-    def __init__(self, num_embeddings: int, embedding_dim: int, init_method: InitMethod = nn.init.xavier_normal_, *,
-                 padded_size: int | None = None, sequence_parallel: bool = False, group: ProcessGroup | None = None,
-                 device: torch.device | str | None = None) -> None:
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        init_method: InitMethod = nn.init.xavier_normal_,
+        *,
+        padded_size: int | None = None,
+        sequence_parallel: bool = False,
+        group: ProcessGroup | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
         super().__init__(group)
-        self.reduce = reduce_scatter_to_sequence_parallel_region if sequence_parallel else \
-            reduce_from_model_parallel_region
+        self.reduce = (
+            reduce_scatter_to_sequence_parallel_region if sequence_parallel else reduce_from_model_parallel_region
+        )
         padded_size = padded_size or num_embeddings
         self.num_embeddings = num_embeddings
         self.vocab_start_index, self.vocab_end_index = vocab_range(padded_size, self.rank, self.world_size)
-        self.make_parameter("weight", PartitionSpec((num_embeddings, embedding_dim), 0, padded_size), init_method,
-                            device)
+        self.make_parameter(
+            "weight", PartitionSpec((num_embeddings, embedding_dim), 0, padded_size), init_method, device
+        )
 
     def forward(self, ids: Tensor, grad_hook: Callable[[Tensor, Tensor], object] | None = None) -> Tensor:
         """[...] int64 -> [..., h].
@@ -250,8 +303,11 @@ class VocabParallelEmbedding(_ParallelLayer):
         is_here = None
         if self.world_size > 1:
             ids, is_here = local_ids(ids, self.vocab_start_index, self.vocab_end_index)
-        rows: Tensor = F.embedding(ids, self.weight) if grad_hook is None else \
-            _EmbeddingWithGradHook.apply(ids, self.weight, grad_hook)
+        rows: Tensor = (
+            F.embedding(ids, self.weight)
+            if grad_hook is None
+            else _EmbeddingWithGradHook.apply(ids, self.weight, grad_hook)
+        )
         if is_here is None:
             return rows
         return self.reduce(rows.masked_fill(~is_here.unsqueeze(-1), 0.0), self.group)  # mask [...] -> [..., 1]
@@ -266,9 +322,16 @@ class PositionEmbedding(_ParallelLayer):
 
     weight: Tensor
 
-    def __init__(self, num_embeddings: int, embedding_dim: int, init_method: InitMethod = nn.init.xavier_normal_, *,
-                 sequence_parallel: bool = False, group: ProcessGroup | None = None,
-                 device: torch.device | str | None = None) -> None:
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        init_method: InitMethod = nn.init.xavier_normal_,
+        *,
+        sequence_parallel: bool = False,
+        group: ProcessGroup | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
         super().__init__(group)
         self.sequence_parallel = sequence_parallel
         self.make_parameter("weight", PartitionSpec((num_embeddings, embedding_dim)), init_method, device)
@@ -284,8 +347,9 @@ class PositionEmbedding(_ParallelLayer):
         """[s, b, h] -> [s, b, h]. positions: [b, s] int64, where they are not 0 to s - 1."""
         own = self.own_part(x)
         # [s, h] -> [s, 1, h], or [b, s] -> [s, b] -> [s, b, h]; s/p with sequence_parallel
-        return x + (self.weight[own].unsqueeze(1) if positions is None else
-                    F.embedding(positions.t()[own], self.weight))
+        return x + (
+            self.weight[own].unsqueeze(1) if positions is None else F.embedding(positions.t()[own], self.weight)
+        )
 
 
 class ParallelEmbedding(_ParallelLayer):
@@ -296,9 +360,16 @@ class ParallelEmbedding(_ParallelLayer):
 
     weight: Tensor
 
-    def __init__(self, num_embeddings: int, embedding_dim: int, init_method: InitMethod = nn.init.xavier_normal_,
-                 keep_master_weight_for_test: bool = False, *, group: ProcessGroup | None = None,
-                 device: torch.device | str | None = None) -> None:
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        init_method: InitMethod = nn.init.xavier_normal_,
+        keep_master_weight_for_test: bool = False,
+        *,
+        group: ProcessGroup | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
         super().__init__(group)
         full = self.make_parameter("weight", PartitionSpec((num_embeddings, embedding_dim), 1), init_method, device)
         self.master_weight = full if keep_master_weight_for_test else None

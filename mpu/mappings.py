@@ -45,8 +45,9 @@ def all_gather_first_dim(x: Tensor, group: ProcessGroup, *, async_op: bool = Fal
     return whole, all_gather_single(whole, x.contiguous(), group=group, async_op=async_op)
 
 
-def reduce_scatter_first_dim(x: Tensor, group: ProcessGroup, *,
-                             async_op: bool = False) -> tuple[Tensor, dist.Work | None]:
+def reduce_scatter_first_dim(
+    x: Tensor, group: ProcessGroup, *, async_op: bool = False
+) -> tuple[Tensor, dist.Work | None]:
     """[s, ...] -> this rank's [s/p, ...] of the sum over the ranks, and with async_op the work to wait for. It has no
     gradient. Raises ValueError where s is not divisible by p."""
     part = x.new_empty((divide(x.size(0), group.size()), *x.shape[1:]))

@@ -30,14 +30,18 @@ class Transfer:
         return self.tensor
 
 
-def exchange(sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]],
-             group: ProcessGroup) -> tuple[list[Transfer], list[Transfer]]:
+def exchange(
+    sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], group: ProcessGroup
+) -> tuple[list[Transfer], list[Transfer]]:
     """Begin to send and receive contiguous tensors, each with its peer: the transfers of both, in their order.
 
     NCCL runs them as one: all of them proceed at once, and they match those of a peer by their order.
     """
-    operations = [dist.P2POp(what, tensor, group=group, group_peer=peer)
-                  for what, pairs in ((dist.isend, sends), (dist.irecv, receives)) for tensor, peer in pairs]
+    operations = [
+        dist.P2POp(what, tensor, group=group, group_peer=peer)
+        for what, pairs in ((dist.isend, sends), (dist.irecv, receives))
+        for tensor, peer in pairs
+    ]
     if not operations:
         return [], []
     works = dist.batch_isend_irecv(operations)
@@ -46,7 +50,7 @@ def exchange(sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tenso
     else:  # NCCL: all together
         each = [list(works) for _ in operations]
     transfers = [Transfer(tensor, of_it) for (tensor, _), of_it in zip((*sends, *receives), each, strict=True)]
-    return transfers[:len(sends)], transfers[len(sends):]
+    return transfers[: len(sends)], transfers[len(sends) :]
 
 
 def send_to_next_stage(x: Tensor, group: ProcessGroup | None = None) -> None:

@@ -148,8 +148,13 @@ def partition_activations_in_checkpoint(partition_activation: bool) -> None:
     _partition_activations = partition_activation
 
 
-def checkpoint(function: Callable[..., Any], *args: Any, distribute_saved_activations: bool | None = None,
-               host_memory: HostMemory | None = None, group: ProcessGroup | None = None) -> Any:
+def checkpoint(
+    function: Callable[..., Any],
+    *args: Any,
+    distribute_saved_activations: bool | None = None,
+    host_memory: HostMemory | None = None,
+    group: ProcessGroup | None = None,
+) -> Any:
     """`function(*args)`, which keeps the arguments alone for backward and computes everything else again there.
 
     torch's non-reentrant checkpoint repeats the default generator. The tracker is repeated here, so that dropout drops
@@ -166,5 +171,5 @@ def checkpoint(function: Callable[..., Any], *args: Any, distribute_saved_activa
         split = group if group is not None else get_tensor_model_parallel_group()
     with keeping_arguments(split, host_memory):
         return torch.utils.checkpoint.checkpoint(
-            function, *args, use_reentrant=False,
-            context_fn=lambda: (contextlib.nullcontext(), _tracker_states(states)))
+            function, *args, use_reentrant=False, context_fn=lambda: (contextlib.nullcontext(), _tracker_states(states))
+        )

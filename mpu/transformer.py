@@ -29,8 +29,15 @@ class LayerNorm(nn.LayerNorm):
     """torch's layer norm over [..., normalized_shape], replicated. With sequence_parallel its parameters are marked,
     since their gradients are partial sums. Arguments by position are those of Apex's layer norm in 2019."""
 
-    def __init__(self, normalized_shape: int | Sequence[int], eps: float = 1e-5, elementwise_affine: bool = True, *,
-                 sequence_parallel: bool = False, device: torch.device | str | None = None) -> None:
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int],
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        *,
+        sequence_parallel: bool = False,
+        device: torch.device | str | None = None,
+    ) -> None:
         super().__init__(normalized_shape, eps, elementwise_affine, device=device)
         if sequence_parallel:
             mark_sequence_parallel(self.parameters())
@@ -44,24 +51,45 @@ class ParallelMLP(nn.Module):
     column, row: make the linear layers.
     """
 
-    def __init__(self, config: TransformerConfig, *, init_method: InitMethod, output_init_method: InitMethod,
-                 column: Callable[..., ColumnParallelLinear] = ColumnParallelLinear,
-                 row: Callable[..., RowParallelLinear] = RowParallelLinear) -> None:
+    def __init__(
+        self,
+        config: TransformerConfig,
+        *,
+        init_method: InitMethod,
+        output_init_method: InitMethod,
+        column: Callable[..., ColumnParallelLinear] = ColumnParallelLinear,
+        row: Callable[..., RowParallelLinear] = RowParallelLinear,
+    ) -> None:
         super().__init__()
         self.gelu: Callable[[Tensor], Tensor] = kernels.gelu_tanh if config.gelu == "tanh" else F.gelu
         self.recompute = config.recompute_granularity == "selective"
         self.dense_h_to_4h = column(
-            config.hidden_size, config.ffn_hidden_size, gather_output=False, init_method=init_method,
-            sequence_parallel=config.sequence_parallel, group=config.group, device=config.device)
+            config.hidden_size,
+            config.ffn_hidden_size,
+            gather_output=False,
+            init_method=init_method,
+            sequence_parallel=config.sequence_parallel,
+            group=config.group,
+            device=config.device,
+        )
         self.dense_4h_to_h = row(
-            config.ffn_hidden_size, config.hidden_size, input_is_parallel=True, init_method=output_init_method,
-            sequence_parallel=config.sequence_parallel, group=config.group, device=config.device)
+            config.ffn_hidden_size,
+            config.hidden_size,
+            input_is_parallel=True,
+            init_method=output_init_method,
+            sequence_parallel=config.sequence_parallel,
+            group=config.group,
+            device=config.device,
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """[s, b, h] -> [s, b, h]."""
         inside = self.dense_h_to_4h(x)  # [s, b, f/p]
-        out: Tensor = checkpoint_without_output(self.gelu, self.dense_4h_to_h, inside) if self.recompute else \
-            self.dense_4h_to_h(self.gelu(inside))
+        out: Tensor = (
+            checkpoint_without_output(self.gelu, self.dense_4h_to_h, inside)
+            if self.recompute
+            else self.dense_4h_to_h(self.gelu(inside))
+        )
         return out
 
 
@@ -88,21 +116,32 @@ class ParallelTransformerLayer(nn.Module):
     of what the layer is made.
     """
 
-    def __init__(self, config: TransformerConfig, *, init_method_for: Callable[[str], InitMethod],
-                 modules: Modules | None = None) -> None:
+    def __init__(
+        self, config: TransformerConfig, *, init_method_for: Callable[[str], InitMethod], modules: Modules | None = None
+    ) -> None:
         super().__init__()
         self.hidden_dropout, self.sequence_parallel = config.hidden_dropout, config.sequence_parallel
         self.recompute = config.recompute_granularity == "selective"
         modules = modules or PLAIN_MODULES
-        norm = functools.partial(modules.layer_norm, config.hidden_size, config.layernorm_epsilon,
-                                 sequence_parallel=config.sequence_parallel, device=config.device)
+        norm = functools.partial(
+            modules.layer_norm,
+            config.hidden_size,
+            config.layernorm_epsilon,
+            sequence_parallel=config.sequence_parallel,
+            device=config.device,
+        )
         self.input_layernorm = norm()
         self.attention = modules.attention(
-            config, init_method=init_method_for("attention.query_key_value.weight"),
-            output_init_method=init_method_for("attention.dense.weight"))
+            config,
+            init_method=init_method_for("attention.query_key_value.weight"),
+            output_init_method=init_method_for("attention.dense.weight"),
+        )
         self.post_attention_layernorm = norm()
-        self.mlp = modules.mlp(config, init_method=init_method_for("mlp.dense_h_to_4h.weight"),
-                               output_init_method=init_method_for("mlp.dense_4h_to_h.weight"))
+        self.mlp = modules.mlp(
+            config,
+            init_method=init_method_for("mlp.dense_h_to_4h.weight"),
+            output_init_method=init_method_for("mlp.dense_4h_to_h.weight"),
+        )
         # An attribute, which `compile` replaces.
         self.dropout_of_own_part = dropout_of_own_part
 
@@ -116,11 +155,15 @@ class ParallelTransformerLayer(nn.Module):
         self.dropout_of_own_part = _left_out_of_graphs(dropout_of_own_part)
         super().compile(*args, **kwargs)
 
-    def forward(self, x: Tensor, documents: Documents | None = None, attend: Attend | None = None,
-                keys: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, documents: Documents | None = None, attend: Attend | None = None, keys: Tensor | None = None
+    ) -> Tensor:
         """[s, b, h] -> [s, b, h]. documents, attend, keys: see `ParallelSelfAttention.forward`."""
-        attention = self.attention if documents is None and attend is None and keys is None else functools.partial(
-            self.attention, documents=documents, attend=attend, keys=keys)
+        attention = (
+            self.attention
+            if documents is None and attend is None and keys is None
+            else functools.partial(self.attention, documents=documents, attend=attend, keys=keys)
+        )
         # Neither a loop nor a `with` around the branches: torch.compile leaves out a layer that has a break in one.
         norm = self.input_layernorm
         branch = checkpoint_without_output(norm, attention, x) if self.recompute else attention(norm(x))
@@ -141,4 +184,5 @@ def _left_out_of_graphs(function: Callable[..., Tensor]) -> Callable[..., Tensor
     """One function for all layers, which share a graph. As a decorator this would load the compiler: 0.9 s of each
     start."""
     return torch.compiler.disable(  # type: ignore[no-any-return]
-        function, reason="a change of random stream, or the lengths of documents")
+        function, reason="a change of random stream, or the lengths of documents"
+    )

@@ -21,12 +21,18 @@ CONTEXT = mp.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["pytest", "megatron.gpt2.programs.pretrain_gpt2", "torch._dynamo", "tests.freeze"])
 
 
-def _worker(rank: int, world_size: int, folder: str, timeout: float, fn: Callable[..., Any],
-            args: tuple[Any, ...]) -> None:
+def _worker(
+    rank: int, world_size: int, folder: str, timeout: float, fn: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
     torch.set_num_threads(1)
     try:
-        dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world_size,
-                                timeout=timedelta(seconds=timeout))
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{folder}/rendezvous",
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=timeout),
+        )
         assert dist.get_world_size() == world_size, "the world did not really run"
         result = fn(rank, world_size, *args)
         torch.save(result, f"{folder}/result_{rank}")
@@ -47,8 +53,10 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
     if world_size == 1:  # as a run of one process does: no process group at all
         return [fn(0, 1, *args)]
     with tempfile.TemporaryDirectory() as folder:
-        processes = [CONTEXT.Process(target=_worker, args=(rank, world_size, folder, timeout, fn, args), daemon=True)
-                     for rank in range(world_size)]
+        processes = [
+            CONTEXT.Process(target=_worker, args=(rank, world_size, folder, timeout, fn, args), daemon=True)
+            for rank in range(world_size)
+        ]
         for process in processes:
             process.start()
         for process in processes:
@@ -58,8 +66,11 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
             process.kill()
             process.join()
         # The first is what failed; the others report its lost connection.
-        errors = sorted((int(at), path.name, said) for path in Path(folder).glob("error_*")
-                        for at, _, said in [path.read_text().partition("\n")])
+        errors = sorted(
+            (int(at), path.name, said)
+            for path in Path(folder).glob("error_*")
+            for at, _, said in [path.read_text().partition("\n")]
+        )
         assert not errors, f"{errors[0][1]} of {world_size} ranks:\n{errors[0][2]}"
         assert not hung, f"ranks {hung} of {world_size} hung for {timeout} s"
         codes = [process.exitcode for process in processes]

@@ -18,14 +18,32 @@ from tests.megatron.gpt2.training.training_runs import write_text
 from tests.warm_python import WarmPython
 
 ROOT = Path(__file__).resolve().parent.parent
-TINY = ["--num-layers", "1", "--hidden-size", "16", "--num-attention-heads", "2", "--seq-length", "16",
-        "--max-position-embeddings", "16", "--tokenizer-type", "bytes", "--train-iters", "2", "--device", "cpu"]
+TINY = [
+    "--num-layers",
+    "1",
+    "--hidden-size",
+    "16",
+    "--num-attention-heads",
+    "2",
+    "--seq-length",
+    "16",
+    "--max-position-embeddings",
+    "16",
+    "--tokenizer-type",
+    "bytes",
+    "--train-iters",
+    "2",
+    "--device",
+    "cpu",
+]
 
 # name: (flags, what the line must say); {folder} is the test's
 CASES: dict[str, tuple[list[str], str]] = {
     "unknown flag": (["--num-layer", "3"], r"unknown flag --num-layer: did you mean --num-layers\?"),
-    "heads": (["--num-attention-heads", "1", "--model-parallel-size", "2"],
-              r"--num-attention-heads 1 is not divisible by --model-parallel-size 2"),
+    "heads": (
+        ["--num-attention-heads", "1", "--model-parallel-size", "2"],
+        r"--num-attention-heads 1 is not divisible by --model-parallel-size 2",
+    ),
     "positions": (["--seq-length", "32"], r"--seq-length 32 is longer than --max-position-embeddings 16"),
     "missing file": (["--train-data", "{folder}/nowhere.jsonl"], r"--train-data.*nowhere\.jsonl"),
     "wrong key": (["--train-data", "{folder}/good.jsonl", "--text-key", "body"], r"good\.jsonl.*'body'.*--text-key"),
@@ -34,26 +52,41 @@ CASES: dict[str, tuple[list[str], str]] = {
     "tracker": (["--load", "{folder}/lost"], r"lost.*latest_checkpointed_iteration\.txt|latest_checkpointed.*lost"),
     "nccl": (["--distributed-backend", "nccl"], r"--distributed-backend nccl needs a GPU.*gloo"),
     "mpi": (["--distributed-backend", "mpi"], r"--distributed-backend mpi.*gloo"),
-    "world": (["--model-parallel-size", "3", "--num-attention-heads", "3", "--hidden-size", "12",
-               "--ffn-hidden-size", "12"], r"2 ranks is not divisible by --model-parallel-size 3"),
+    "world": (
+        ["--model-parallel-size", "3", "--num-attention-heads", "3", "--hidden-size", "12", "--ffn-hidden-size", "12"],
+        r"2 ranks is not divisible by --model-parallel-size 3",
+    ),
     "accumulation": (["--micro-batch-size", "3", "--global-batch-size", "8"], r"--global-batch-size 8 .*3 × 2"),
-    "vocabulary": (["--tokenizer-type", "GPT2BPETokenizer", "--cache-dir", "{folder}"],
-                   r"scripts/download_gpt2_vocab\.sh"),
+    "vocabulary": (
+        ["--tokenizer-type", "GPT2BPETokenizer", "--cache-dir", "{folder}"],
+        r"scripts/download_gpt2_vocab\.sh",
+    ),
     "finetune": (["--finetune", "--load", "{folder}/nothing", "--save", "{folder}/x"], r"--load .*nothing"),
 }
 
 
 def run_cases(rank: int, world_size: int, folder: str) -> dict[str, tuple[int, str]]:
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size),
-                      LOCAL_WORLD_SIZE=str(world_size), XDG_CACHE_HOME=f"{folder}/cache")
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world_size),
+        LOCAL_WORLD_SIZE=str(world_size),
+        XDG_CACHE_HOME=f"{folder}/cache",
+    )
     from megatron.gpt2.launch import errors
     from megatron.gpt2.programs import pretrain_gpt2
 
     errors.LAUNCHER_GRACE = errors.SILENT_GRACE = 0.0
     results = {}
     for name, (flags, _) in CASES.items():
-        words = [*TINY, "--save", f"{folder}/save", "--init-method", f"file://{folder}/ranks meet here, {name}",
-                 *(flag.format(folder=folder) for flag in flags)]
+        words = [
+            *TINY,
+            "--save",
+            f"{folder}/save",
+            "--init-method",
+            f"file://{folder}/ranks meet here, {name}",
+            *(flag.format(folder=folder) for flag in flags),
+        ]
         with contextlib.redirect_stderr(io.StringIO()) as said:
             code = pretrain_gpt2.main(words)
         results[name] = code, said.getvalue()
@@ -76,13 +109,32 @@ def test_bad_input(tmp_path: Path):
     assert not (tmp_path / "save").exists(), "a refused run left something behind"
 
 
-def torchrun(python: WarmPython, folder: Path, *flags: str, program: Sequence[str] = ("-m", "megatron.pretrain_gpt2"),
-             on_line: Callable[[str, subprocess.Popen[str]], None] | None = None) -> tuple[int, str]:
+def torchrun(
+    python: WarmPython,
+    folder: Path,
+    *flags: str,
+    program: Sequence[str] = ("-m", "megatron.pretrain_gpt2"),
+    on_line: Callable[[str, subprocess.Popen[str]], None] | None = None,
+) -> tuple[int, str]:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(folder)}
     process = subprocess.Popen(
-        [python.python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-         *program, *TINY, *flags], cwd=folder, env=environment, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        [
+            python.python,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            "2",
+            *program,
+            *TINY,
+            *flags,
+        ],
+        cwd=folder,
+        env=environment,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
     assert process.stdout is not None
     lines = []
     for line in process.stdout:
@@ -92,8 +144,9 @@ def torchrun(python: WarmPython, folder: Path, *flags: str, program: Sequence[st
     return process.wait(timeout=240), "".join(lines)
 
 
-def test_an_id_beyond_the_vocabulary_ends_a_run_that_meets_it(tmp_path: Path, capfd: pytest.CaptureFixture[str],
-                                                              monkeypatch: pytest.MonkeyPatch):
+def test_an_id_beyond_the_vocabulary_ends_a_run_that_meets_it(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
     """Far behind what is looked at when a file is opened."""
     from data_utils import IndexedDatasetBuilder
     from megatron.gpt2.programs.pretrain_gpt2 import main
@@ -103,16 +156,19 @@ def test_an_id_beyond_the_vocabulary_ends_a_run_that_meets_it(tmp_path: Path, ca
     builder.end_document()
     builder.finish()
     monkeypatch.setattr("data_utils.splits.CHECKED_TOKENS", 100)
-    code = main([*TINY, "--data-path", f"{tmp_path}/pair", "--split", "1", "--save", f"{tmp_path}/save",
-                 "--train-iters", "100"])
+    code = main(
+        [*TINY, "--data-path", f"{tmp_path}/pair", "--split", "1", "--save", f"{tmp_path}/save", "--train-iters", "100"]
+    )
     errors = capfd.readouterr().err
     assert code == 2 and errors.count("\n") == 1 and "pair holds the token id 300, but the vocabulary has 257" in errors
 
 
 def test_torchrun_reports_exit_code_2_of_each_worker(python: WarmPython, tmp_path: Path):
     """Also where the rank that prints is the last to find the error."""
-    (tmp_path / "late.py").write_text("import os, runpy, time\ntime.sleep(4 * (os.environ['RANK'] == '0'))\n"
-                                      "runpy.run_module('megatron.pretrain_gpt2', run_name='__main__')\n")
+    (tmp_path / "late.py").write_text(
+        "import os, runpy, time\ntime.sleep(4 * (os.environ['RANK'] == '0'))\n"
+        "runpy.run_module('megatron.pretrain_gpt2', run_name='__main__')\n"
+    )
     code, said = torchrun(python, tmp_path, "--hidden-sise", "3", program=["late.py"])
     assert code != 0
     ours = [line for line in said.splitlines() if line.startswith("error")]

@@ -18,14 +18,57 @@ from tests.test_packaging import run, wheel
 __all__ = ["wheel"]  # the fixture
 
 # What stands directly under megatron/ in NVIDIA's wheels and repository, of today and of earlier releases.
-THEIRS = {"core", "training", "inference", "legacy", "post_training", "rl", "elastification", "bridge", "energon",
-          "model", "mpu", "data", "fp16", "optimizer", "tokenizer", "text_generation", "fused_kernels", "schedules",
-          "arguments", "checkpointing", "global_vars", "initialize", "learning_rates", "memory", "microbatches",
-          "p2p_communication", "utils", "fp16_deprecated", "timers", "dist_signal_handler", "log_handler",
-          "optimizer_param_scheduler", "text_generation_server", "theoretical_memory_usage", "testing_utils"}
+THEIRS = {
+    "core",
+    "training",
+    "inference",
+    "legacy",
+    "post_training",
+    "rl",
+    "elastification",
+    "bridge",
+    "energon",
+    "model",
+    "mpu",
+    "data",
+    "fp16",
+    "optimizer",
+    "tokenizer",
+    "text_generation",
+    "fused_kernels",
+    "schedules",
+    "arguments",
+    "checkpointing",
+    "global_vars",
+    "initialize",
+    "learning_rates",
+    "memory",
+    "microbatches",
+    "p2p_communication",
+    "utils",
+    "fp16_deprecated",
+    "timers",
+    "dist_signal_handler",
+    "log_handler",
+    "optimizer_param_scheduler",
+    "text_generation_server",
+    "theoretical_memory_usage",
+    "testing_utils",
+}
 # The newest of their wheels has `training` beside `core`. Which Python it was built for does not matter here.
-DOWNLOAD = ("download", "megatron-core>=0.17", "--quiet", "--no-deps", "--only-binary=:all:", "--python-version",
-            "3.12", "--platform", "manylinux_2_28_x86_64", "--platform", "manylinux_2_24_x86_64")
+DOWNLOAD = (
+    "download",
+    "megatron-core>=0.17",
+    "--quiet",
+    "--no-deps",
+    "--only-binary=:all:",
+    "--python-version",
+    "3.12",
+    "--platform",
+    "manylinux_2_28_x86_64",
+    "--platform",
+    "manylinux_2_24_x86_64",
+)
 # Their packages are found, not run: they import what a machine without a GPU lacks.
 LOOK = """
 import importlib.util, sys
@@ -46,8 +89,14 @@ def test_no_module_of_ours_has_a_name_of_theirs():
 def theirs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with NVIDIA's newest wheel, unpacked."""
     folder = tmp_path_factory.mktemp("theirs")
-    done = subprocess.run([sys.executable, "-m", "pip", *DOWNLOAD, "--dest", str(folder)], text=True, check=False,
-                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=240)
+    done = subprocess.run(
+        [sys.executable, "-m", "pip", *DOWNLOAD, "--dest", str(folder)],
+        text=True,
+        check=False,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        timeout=240,
+    )
     if done.returncode != 0:
         pytest.skip(f"the package index gives no wheel of megatron-core: {done.stdout.strip().splitlines()[-1]}")
     (built,) = folder.glob("*.whl")
@@ -59,8 +108,9 @@ def theirs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def look(python: Path | str, cwd: Path, *path: Path) -> dict[str, Path]:
     """Where an interpreter finds core and training of theirs, and our config."""
-    lines = run([str(python), "-c", LOOK, "core", "training"], cwd, PYTHONPATH=os.pathsep.join(map(str, path))
-                ).splitlines()
+    lines = run(
+        [str(python), "-c", LOOK, "core", "training"], cwd, PYTHONPATH=os.pathsep.join(map(str, path))
+    ).splitlines()
     return {name: Path(file) for name, _, file in (line.partition(" ") for line in lines)}
 
 
@@ -68,9 +118,11 @@ def look(python: Path | str, cwd: Path, *path: Path) -> dict[str, Path]:
 def test_on_the_path(theirs: Path, tmp_path: Path, ours_first: bool):
     """As where a checkout of theirs stands before or behind ours."""
     found = look(sys.executable, tmp_path, *((ROOT, theirs) if ours_first else (theirs, ROOT)))
-    assert found == {"core": theirs / "megatron" / "core" / "__init__.py",
-                     "training": theirs / "megatron" / "training" / "__init__.py",
-                     "ours": ROOT / "megatron" / "gpt2" / "config" / "__init__.py"}
+    assert found == {
+        "core": theirs / "megatron" / "core" / "__init__.py",
+        "training": theirs / "megatron" / "training" / "__init__.py",
+        "ours": ROOT / "megatron" / "gpt2" / "config" / "__init__.py",
+    }
 
 
 def environment(folder: Path) -> tuple[Path, Path]:
@@ -95,9 +147,11 @@ def test_installed_as_wheels(wheel: Path, theirs: Path, tmp_path: Path, ours_fir
     for one in wheels if ours_first else wheels[::-1]:
         unpack(one, site)
     found = look(python, tmp_path)
-    assert found == {"core": site / "megatron" / "core" / "__init__.py",
-                     "training": site / "megatron" / "training" / "__init__.py",
-                     "ours": site / "megatron" / "gpt2" / "config" / "__init__.py"}
+    assert found == {
+        "core": site / "megatron" / "core" / "__init__.py",
+        "training": site / "megatron" / "training" / "__init__.py",
+        "ours": site / "megatron" / "gpt2" / "config" / "__init__.py",
+    }
 
 
 @pytest.mark.wide
@@ -106,9 +160,26 @@ def test_ours_editable(wheel: Path, theirs: Path, tmp_path: Path):
     python, site = environment(tmp_path / "environment")
     unpack(next(theirs.parent.glob("*.whl")), site)
     source = wheel.parent / "source"
-    run([sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-deps",
-         "--no-build-isolation", "--no-index", "-e", str(source)], tmp_path)
+    run(
+        [
+            sys.executable,
+            "-m",
+            "pip",
+            "--python",
+            str(python),
+            "install",
+            "--quiet",
+            "--no-deps",
+            "--no-build-isolation",
+            "--no-index",
+            "-e",
+            str(source),
+        ],
+        tmp_path,
+    )
     found = look(python, tmp_path)
-    assert found == {"core": site / "megatron" / "core" / "__init__.py",
-                     "training": site / "megatron" / "training" / "__init__.py",
-                     "ours": source / "megatron" / "gpt2" / "config" / "__init__.py"}
+    assert found == {
+        "core": site / "megatron" / "core" / "__init__.py",
+        "training": site / "megatron" / "training" / "__init__.py",
+        "ours": source / "megatron" / "gpt2" / "config" / "__init__.py",
+    }

@@ -21,9 +21,30 @@ from tests.test_bad_input import torchrun
 from tests.warm_python import WarmPython
 
 # A run of a few seconds.
-FLAGS = ["--num-layers", "1", "--hidden-size", "32", "--num-attention-heads", "2", "--seq-length", "16",
-         "--max-position-embeddings", "16", "--tokenizer-type", "bytes", "--micro-batch-size", "4", "--lr", "1e-3",
-         "--device", "cpu", "--precision", "fp32", "--split", "80,10,10"]
+FLAGS = [
+    "--num-layers",
+    "1",
+    "--hidden-size",
+    "32",
+    "--num-attention-heads",
+    "2",
+    "--seq-length",
+    "16",
+    "--max-position-embeddings",
+    "16",
+    "--tokenizer-type",
+    "bytes",
+    "--micro-batch-size",
+    "4",
+    "--lr",
+    "1e-3",
+    "--device",
+    "cpu",
+    "--precision",
+    "fp32",
+    "--split",
+    "80,10,10",
+]
 
 
 @pytest.fixture
@@ -41,20 +62,47 @@ def metrics(folder: Path) -> list[dict]:
 
 
 def test_a_run_from_beginning_to_end_and_on(work: Path, capfd: pytest.CaptureFixture[str]):
-    flags = [*FLAGS, "--train-data", "text.txt", "--save", "runs/a", "--log-interval", "4", "--eval-interval", "6",
-             "--eval-iters", "1000"]
+    flags = [
+        *FLAGS,
+        "--train-data",
+        "text.txt",
+        "--save",
+        "runs/a",
+        "--log-interval",
+        "4",
+        "--eval-interval",
+        "6",
+        "--eval-iters",
+        "1000",
+    ]
     assert pretrain_gpt2.main([*flags, "--train-iters", "10"]) == 0
     said, warned = capfd.readouterr()
     assert "arn" not in warned, warned  # no warning of a library
-    assert re.search(r"^iteration        4/      10 \| elapsed time per iteration \(ms\): [\d.]+ \| learning rate: "
-                     r"\d\.\d{3}E-\d\d \| lm loss: \d\.\d{6}E\+00 \| loss scale: 1\.0 \| grad norm: [\d.]+ \| "
-                     r"tokens/s: [\d,]+ \| MFU: [\d.]+% \| time to go: 0:00:\d\d \|$", said, re.MULTILINE)
-    assert re.search(r"^time \(ms\) \| forward: [\d.]+ \| backward: [\d.]+ \| allreduce: [\d.]+ \| optimizer: [\d.]+ "
-                     r"\| batch generator: [\d.]+ \| data loader: [\d.]+", said, re.MULTILINE)
+    assert re.search(
+        r"^iteration        4/      10 \| elapsed time per iteration \(ms\): [\d.]+ \| learning rate: "
+        r"\d\.\d{3}E-\d\d \| lm loss: \d\.\d{6}E\+00 \| loss scale: 1\.0 \| grad norm: [\d.]+ \| "
+        r"tokens/s: [\d,]+ \| MFU: [\d.]+% \| time to go: 0:00:\d\d \|$",
+        said,
+        re.MULTILINE,
+    )
+    assert re.search(
+        r"^time \(ms\) \| forward: [\d.]+ \| backward: [\d.]+ \| allreduce: [\d.]+ \| optimizer: [\d.]+ "
+        r"\| batch generator: [\d.]+ \| data loader: [\d.]+",
+        said,
+        re.MULTILINE,
+    )
     assert said.count("memory (MB)") == 1
-    for line in ("parameters", "FLOPs per token", "--hidden-size", "validation loss at iteration 6",
-                 "validation loss at the end of training for val data | LM loss:",
-                 "at the end of training for test data", "unigram entropy of the tokens", "xz -9", "next:"):
+    for line in (
+        "parameters",
+        "FLOPs per token",
+        "--hidden-size",
+        "validation loss at iteration 6",
+        "validation loss at the end of training for val data | LM loss:",
+        "at the end of training for test data",
+        "unigram entropy of the tokens",
+        "xz -9",
+        "next:",
+    ):
         assert line in said, line
 
     folder = work / "runs/a"
@@ -65,8 +113,18 @@ def test_a_run_from_beginning_to_end_and_on(work: Path, capfd: pytest.CaptureFix
     records = metrics(folder)
     trained = [r for r in records if "lm_loss" in r and "split" not in r]
     assert [r["iteration"] for r in trained] == [4, 8, 10]
-    assert trained[-1].keys() == {"iteration", "consumed_samples", "lm_loss", "learning_rate", "loss_scale",
-                                  "grad_norm", "ms_per_iteration", "tokens_per_second", "mfu", "memory_bytes"}
+    assert trained[-1].keys() == {
+        "iteration",
+        "consumed_samples",
+        "lm_loss",
+        "learning_rate",
+        "loss_scale",
+        "grad_norm",
+        "ms_per_iteration",
+        "tokens_per_second",
+        "mfu",
+        "memory_bytes",
+    }
     assert trained[-1]["consumed_samples"] == 40
     evaluated = [r for r in records if "split" in r]
     assert [(r["split"], r["iteration"]) for r in evaluated] == [("valid", 6), ("valid", 10), ("test", 10)]
@@ -105,8 +163,10 @@ def test_a_run_from_beginning_to_end_and_on(work: Path, capfd: pytest.CaptureFix
     # The first way on, but into a folder of its own and not longer: another --save would be no way on.
     for save, way in (("runs/d", "--finetune for"), ("runs/a", "--finetune and a new --save for")):
         assert pretrain_gpt2.main(["--load", "runs/a", "--save", save, "--train-iters", "14"]) == 0
-        assert (f"runs/a is finished: it is at iteration 14 of 14. Give a greater --train-iters to train on, or {way} "
-                "another run that begins with its weights.") in capfd.readouterr().out
+        assert (
+            f"runs/a is finished: it is at iteration 14 of 14. Give a greater --train-iters to train on, or {way} "
+            "another run that begins with its weights."
+        ) in capfd.readouterr().out
     assert not (work / "runs/d").exists()
 
     # --load X --save Y, stopped and given again, goes on in Y.
@@ -139,7 +199,12 @@ def test_no_save_and_no_load_of_optimizer_and_random_states(work: Path, capfd: p
     assert pretrain_gpt2.main([*flags, "--train-iters", "6", "--no-load-optim", "--no-load-rng"]) == 0
     assert "holds no optimizer" not in capfd.readouterr().out
     assert sorted(p.name.partition(".")[0] for p in (work / "s/iter_0000006/mp_rank_00").iterdir()) == [
-        "exp_avg_dp_00", "exp_avg_sq_dp_00", "master_dp_00", "model", "rng_dp_00"]
+        "exp_avg_dp_00",
+        "exp_avg_sq_dp_00",
+        "master_dp_00",
+        "model",
+        "rng_dp_00",
+    ]
 
 
 def test_exit_interval_and_duration_save_and_exit(work: Path, capfd: pytest.CaptureFixture[str]):
@@ -171,8 +236,12 @@ def test_tokenizers_by_flag(work: Path, capfd: pytest.CaptureFixture[str]):
     base += ["--train-data", "text.txt", "--train-iters", "1", "--eval-iters", "0"]
     assert pretrain_gpt2.main([*base, "--save", "bpe"]) == 0
     assert "builtin, 4,096 ids" in capfd.readouterr().out
-    assert pretrain_gpt2.main([*base, "--save", "sp", "--tokenizer-type", "SentencePieceTokenizer",
-                               "--tokenizer-vocab-size", "300"]) == 0
+    assert (
+        pretrain_gpt2.main(
+            [*base, "--save", "sp", "--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-vocab-size", "300"]
+        )
+        == 0
+    )
     assert "SentencePieceTokenizer, 300 ids" in capfd.readouterr().out
     assert pretrain_gpt2.main([*base, "--save", "sp", "--train-iters", "2"]) == 0, "its tokenizer is in the folder"
 
@@ -180,8 +249,20 @@ def test_tokenizers_by_flag(work: Path, capfd: pytest.CaptureFixture[str]):
 def test_gpt2_vocabulary(work: Path, test_data: Path, capfd: pytest.CaptureFixture[str]):
     base = [flag for flag in FLAGS if flag not in ("--tokenizer-type", "bytes")]
     base += ["--train-data", "text.txt", "--eval-iters", "0", "--save", "gpt2"]
-    assert pretrain_gpt2.main([*base, "--train-iters", "1", "--tokenizer-type", "GPT2BPETokenizer", "--cache-dir",
-                               str(test_data / "gpt2")]) == 0
+    assert (
+        pretrain_gpt2.main(
+            [
+                *base,
+                "--train-iters",
+                "1",
+                "--tokenizer-type",
+                "GPT2BPETokenizer",
+                "--cache-dir",
+                str(test_data / "gpt2"),
+            ]
+        )
+        == 0
+    )
     assert "GPT2BPETokenizer, 50,257 ids" in capfd.readouterr().out
 
 
@@ -189,8 +270,9 @@ def process_of_rank(rank: int, folder: Path) -> int:
     """The process that torchrun started for this rank, in `folder`."""
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # of another user, or gone
-            if (process / "cwd").samefile(folder) and f"RANK={rank}".encode() in (process / "environ").read_bytes(
-                    ).split(b"\0"):
+            if (process / "cwd").samefile(folder) and f"RANK={rank}".encode() in (
+                process / "environ"
+            ).read_bytes().split(b"\0"):
                 return int(process.name)
     raise AssertionError(f"no process of rank {rank} runs in {folder}")
 
@@ -233,6 +315,9 @@ def test_the_commands_at_the_end_name_files_that_exist(work: Path, monkeypatch: 
             assert not word.endswith((".sh", ".py")) or (work / word).resolve().is_file(), word
     # Installed without the checkout there are no scripts to name.
     monkeypatch.setattr(command_line, "ROOT", work)
-    assert [re.split(" --load| merge", command)[0]
-            for _, command in next_commands("a", 10, in_parts=True)] == [
-        "gpt2-pretrain", "gpt2-pretrain --nproc-per-node 2", "gpt2-generate-text", "gpt2-checkpoint"]
+    assert [re.split(" --load| merge", command)[0] for _, command in next_commands("a", 10, in_parts=True)] == [
+        "gpt2-pretrain",
+        "gpt2-pretrain --nproc-per-node 2",
+        "gpt2-generate-text",
+        "gpt2-checkpoint",
+    ]

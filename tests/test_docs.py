@@ -21,18 +21,23 @@ from tests.conftest import ROOT, TEST_DATA, made_once
 from tests.megatron.gpt2.training.training_runs import write_text
 from tests.warm_python import WarmPython
 
-PAGES = {str(path.relative_to(ROOT)): path.read_text()
-         for path in (ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md")))}
+PAGES = {
+    str(path.relative_to(ROOT)): path.read_text() for path in (ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md")))
+}
 
 
 def blocks(language: str) -> list[tuple[str, str]]:
     """(page, block) for each fenced block of a language."""
-    return [(page, block) for page, text in PAGES.items()
-            for block in re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)]
+    return [
+        (page, block)
+        for page, text in PAGES.items()
+        for block in re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    ]
 
 
-COMMANDS = [(page, line) for page, block in blocks("bash") for line in block.splitlines()
-            if line and not line.startswith("#")]
+COMMANDS = [
+    (page, line) for page, block in blocks("bash") for line in block.splitlines() if line and not line.startswith("#")
+]
 
 # What is appended to commands that nobody can wait for in a test: a pattern of them, the flags, and why.
 SHAPE = "--num-layers 1 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64"
@@ -40,11 +45,17 @@ STEPS = "--train-iters 2 --eval-iters 1"
 SMALL = f"--model quickstart {SHAPE} --micro-batch-size 2 --eval-iters 1"
 NEW_RUN = r"pretrain_gpt2\w*\.(?:sh|py)(?!.*(?:--load|--model|--config|--num-layers))"
 SHORTENED = [
-    (r"^bash scripts/pretrain_gpt2.sh$", f"{SMALL} --train-iters 2 --save checkpoints/gpt2_quickstart",
-     "700 iterations of the quickstart's model; a model of another shape has another default folder"),
+    (
+        r"^bash scripts/pretrain_gpt2.sh$",
+        f"{SMALL} --train-iters 2 --save checkpoints/gpt2_quickstart",
+        "700 iterations of the quickstart's model; a model of another shape has another default folder",
+    ),
     (rf"{NEW_RUN}(?!.*--train-iters)", f"{SMALL} --train-iters 2", "700 iterations of the quickstart's model"),
-    (r"--nproc-per-node 2 --pipeline-model-parallel-size 2 .*--train-iters 10$", f"{SMALL} --num-layers 2",
-     "the quickstart's model takes seconds an iteration beside other tests"),
+    (
+        r"--nproc-per-node 2 --pipeline-model-parallel-size 2 .*--train-iters 10$",
+        f"{SMALL} --num-layers 2",
+        "the quickstart's model takes seconds an iteration beside other tests",
+    ),
     (rf"{NEW_RUN}.*--train-iters 1\d$", SMALL, "the quickstart's model takes seconds an iteration beside other tests"),
     (r"--load checkpoints/\w+ .*--train-iters 2000$", "--train-iters 4", "goes on far beyond the quickstart's length"),
     (r"--save checkpoints/shakespeare_char$", STEPS, "2,000 iterations"),
@@ -54,10 +65,16 @@ SHORTENED = [
     # The tutorial's page says what to append for a look at each; these are its flags, of a smaller model.
     (r"--model 345m .*--save checkpoints/medium$", f"{SHAPE} --micro-batch-size 1 --train-iters 3", "345M parameters"),
     (r"--load checkpoints/medium --save ", "--micro-batch-size 1 --train-iters 6", "goes on from that"),
-    (r"convert megatron_345m ", "--num-attention-heads 4 --vocab-size 130",
-     "a smaller file stands in the place of the published one"),
-    (r"convert .* --pipeline-model-parallel-size 2$", "--pipeline-model-parallel-size 1",
-     "the small model has one layer, for one stage"),
+    (
+        r"convert megatron_345m ",
+        "--num-attention-heads 4 --vocab-size 130",
+        "a smaller file stands in the place of the published one",
+    ),
+    (
+        r"convert .* --pipeline-model-parallel-size 2$",
+        "--pipeline-model-parallel-size 1",
+        "the small model has one layer, for one stage",
+    ),
 ]
 
 
@@ -74,6 +91,7 @@ FIRST = [line for page, line in COMMANDS if page == "README.md" and "scripts/pre
 def reader(shared_folder: Path, python: WarmPython) -> Path:
     """A clone with what a reader of any page has: texts, models from elsewhere, and the README's two checkpoints.
     The test processes make it once and copy it."""
+
     def make(folder: Path) -> None:
         make_project(folder)
         for line in FIRST:
@@ -85,8 +103,14 @@ def reader(shared_folder: Path, python: WarmPython) -> Path:
 def make_project(folder: Path) -> None:
     for name in ("mpu", "data_utils", "megatron", "scripts", "tools", "tasks", "benchmarks", "data", "examples"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pretrain_gpt2.py", "generate_samples.py", "evaluate_gpt2.py", "constraints.txt", "pyproject.toml",
-                 "LICENSE"):
+    for name in (
+        "pretrain_gpt2.py",
+        "generate_samples.py",
+        "evaluate_gpt2.py",
+        "constraints.txt",
+        "pyproject.toml",
+        "LICENSE",
+    ):
         shutil.copy(ROOT / name, folder / name)
     write_text(folder, 3000).rename(folder / "my_text.txt")
     write_text(folder, 300).rename(folder / "other_text.txt")
@@ -101,19 +125,35 @@ def write_gpt2(folder: Path) -> None:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     tokens = [*byte_alphabet(), END_OF_TEXT]
-    GPT2LMHeadModel(GPT2Config(vocab_size=len(tokens), n_positions=64, n_embd=32, n_layer=2, n_head=2,
-                               bos_token_id=256, eos_token_id=256)).save_pretrained(folder)
+    GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=len(tokens), n_positions=64, n_embd=32, n_layer=2, n_head=2, bos_token_id=256, eos_token_id=256
+        )
+    ).save_pretrained(folder)
     (folder / "vocab.json").write_text(json.dumps({token: number for number, token in enumerate(tokens)}))
     (folder / "merges.txt").write_text("#version: 0.2\n")
 
 
 def run(line: str, folder: Path, python: WarmPython) -> str:
     """One command, shortened where SHORTENED says so, in a folder; returns what it printed."""
-    environment = {**os.environ, "PATH": python.path, "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(folder / "cache"),
-                   "GPT2_VOCAB_URL": f"file://{TEST_DATA / 'gpt2'}"}
+    environment = {
+        **os.environ,
+        "PATH": python.path,
+        "OMP_NUM_THREADS": "1",
+        "XDG_CACHE_HOME": str(folder / "cache"),
+        "GPT2_VOCAB_URL": f"file://{TEST_DATA / 'gpt2'}",
+    }
     environment.pop("PYTHONPATH", None)
-    ran = subprocess.run(["bash", "-c", f"{line} {appended(line)}"], cwd=folder, env=environment, text=True,
-                         timeout=240, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    ran = subprocess.run(
+        ["bash", "-c", f"{line} {appended(line)}"],
+        cwd=folder,
+        env=environment,
+        text=True,
+        timeout=240,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
     assert ran.returncode == 0, f"{line}\n{ran.stdout}"
     assert " is finished: " not in ran.stdout, f"{line}\nhas nothing left to train\n{ran.stdout}"
     return ran.stdout
@@ -125,8 +165,13 @@ LONG = {"docs/tutorials/gpt2-345m.md"}
 PRINTED = {"docs/tutorials/distributed.md", "docs/tutorials/scaling.md"}
 
 
-@pytest.mark.parametrize("page", [pytest.param(page, marks=[pytest.mark.wide] if page in LONG else [])
-                                  for page in dict.fromkeys(page for page, _ in COMMANDS)])
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, marks=[pytest.mark.wide] if page in LONG else [])
+        for page in dict.fromkeys(page for page, _ in COMMANDS)
+    ],
+)
 def test_commands_run_in_the_order_of_each_page(page: str, reader: Path, python: WarmPython, tmp_path: Path):
     """Each page by itself: it needs nothing of another page but what the README's first two runs left."""
     shutil.copytree(reader, tmp_path / "project", ignore=shutil.ignore_patterns("__pycache__"))
@@ -154,15 +199,21 @@ def check_printed(block: str, output: str) -> None:
     for shown in block.splitlines():
         words = re.split(f"({number}|…)", shown)
         values = [float(word) for word in words if re.fullmatch(number, word)]
-        pattern = "".join(".*" if word == "…" else f"({number})" if re.fullmatch(number, word) else re.escape(word)
-                          for word in words)
-        assert any(found is not None and all(abs(float(now) - then) <= 1e-3 * abs(then) for now, then
-                                             in zip(found.groups(), values, strict=True))
-                   for found in (re.fullmatch(pattern, line) for line in rest)), f"{shown}\nis not in\n{output}"
+        pattern = "".join(
+            ".*" if word == "…" else f"({number})" if re.fullmatch(number, word) else re.escape(word) for word in words
+        )
+        assert any(
+            found is not None
+            and all(
+                abs(float(now) - then) <= 1e-3 * abs(then) for now, then in zip(found.groups(), values, strict=True)
+            )
+            for found in (re.fullmatch(pattern, line) for line in rest)
+        ), f"{shown}\nis not in\n{output}"
 
 
-def test_the_notebook_prints_what_it_shows(reader: Path, python: WarmPython, tmp_path: Path,
-                                           monkeypatch: pytest.MonkeyPatch):
+def test_the_notebook_prints_what_it_shows(
+    reader: Path, python: WarmPython, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     """Its cells are plain Python, so a test needs no Jupyter to run them from top to bottom."""
     shutil.copytree(reader, tmp_path / "project", ignore=shutil.ignore_patterns("__pycache__"))
     folder = tmp_path / "project" / "examples"
@@ -212,28 +263,51 @@ def test_what_is_shortened_is_printed_and_takes_long():
 
 @pytest.mark.parametrize(("page", "block"), blocks("python"))
 def test_python_examples_run(page: str, block: str, python: WarmPython):
-    ran = subprocess.run(["python", "-c", block], env={**os.environ, "PATH": python.path}, text=True, timeout=240,
-                         stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    ran = subprocess.run(
+        ["python", "-c", block],
+        env={**os.environ, "PATH": python.path},
+        text=True,
+        timeout=240,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
     assert ran.returncode == 0, f"{page}:\n{ran.stdout}"
 
 
 def test_every_link_and_flag_that_is_named_exists():
     from megatron.gpt2.command_line.flags import flag_table
 
-    known = {row[0] for row in flag_table()} | {"--help", "--index-url", "--local-dir", "--ntasks-per-node",
-                                                  # of torchrun, sbatch, docker and apptainer
-                                                  "--master-addr", "--nodes", "--gpus", "--ipc", "--ulimit",
-                                                  "--network", "--nv", "--signal", "--gpu-bind", "--gpus-per-task",
-                                                  "--collect-only",  # of pytest
-                                                  "--model_args",  # of lm-eval
-                                                  # of Megatron
-                                                  "--dist-ckpt-optim-fully-reshardable",
-                                                  "--use-checkpoint-opt_param-scheduler",
-                                                  "--out_dir", "--init_from"}  # of nanoGPT's sample.py
-    for program in (*(ROOT / "megatron" / "gpt2" / "programs").rglob("*.py"), *(ROOT / "benchmarks").glob("*.py"),
-                    *(ROOT / "examples").glob("*.py"),
-                    ROOT / "megatron" / "gpt2" / "verification" / "layouts.py",
-                    ROOT / "data_utils" / "curation" / "command_line.py"):
+    known = {row[0] for row in flag_table()} | {
+        "--help",
+        "--index-url",
+        "--local-dir",
+        "--ntasks-per-node",
+        # of torchrun, sbatch, docker and apptainer
+        "--master-addr",
+        "--nodes",
+        "--gpus",
+        "--ipc",
+        "--ulimit",
+        "--network",
+        "--nv",
+        "--signal",
+        "--gpu-bind",
+        "--gpus-per-task",
+        "--collect-only",  # of pytest
+        "--model_args",  # of lm-eval
+        # of Megatron
+        "--dist-ckpt-optim-fully-reshardable",
+        "--use-checkpoint-opt_param-scheduler",
+        "--out_dir",
+        "--init_from",
+    }  # of nanoGPT's sample.py
+    for program in (
+        *(ROOT / "megatron" / "gpt2" / "programs").rglob("*.py"),
+        *(ROOT / "benchmarks").glob("*.py"),
+        *(ROOT / "examples").glob("*.py"),
+        ROOT / "megatron" / "gpt2" / "verification" / "layouts.py",
+        ROOT / "data_utils" / "curation" / "command_line.py",
+    ):
         for names in re.findall(r'add_argument\(((?:"--[\w-]+",? ?)+)', program.read_text()):
             known |= set(re.findall(r"--[\w-]+", names))
     known |= set(re.findall(r"^ +(--[\w-]+)\)", (ROOT / "scripts/prepare_openwebtext.sh").read_text(), re.MULTILINE))
@@ -252,10 +326,18 @@ def test_every_path_that_is_named_exists():
     rooms = "|".join(ROOMS)
     pages = {ROOT / page: text for page, text in PAGES.items()}
     pages[ROOT / "CONTRIBUTING.md"] = (ROOT / "CONTRIBUTING.md").read_text()
-    named = [(page, path) for page, text in pages.items()
-             for path in re.findall(rf"`((?:{rooms})/[\w/.-]*)(?:::\w+)?`", text)]
-    sources = [path for room in ROOMS if room not in ("tests", "docs") for path in (ROOT / room).rglob("*")
-               if path.suffix in (".py", ".sh", ".slurm")]
+    named = [
+        (page, path)
+        for page, text in pages.items()
+        for path in re.findall(rf"`((?:{rooms})/[\w/.-]*)(?:::\w+)?`", text)
+    ]
+    sources = [
+        path
+        for room in ROOMS
+        if room not in ("tests", "docs")
+        for path in (ROOT / room).rglob("*")
+        if path.suffix in (".py", ".sh", ".slurm")
+    ]
     in_source = re.compile(rf"(?<![\w/.<{{$-])((?:{rooms})/[\w/.-]*\w\.(?:py|sh|slurm|md|html|txt|json))\b")
     named += [(source, path) for source in sources for path in in_source.findall(source.read_text())]
     assert len(named) > 300

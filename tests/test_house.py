@@ -26,7 +26,8 @@ FLOORS: dict[str, list[str]] = {
         "dropout layers cross_entropy",
         "attention",
         "transformer",
-        "exact"],
+        "exact",
+    ],
     "data_utils": [
         "files command_line progress worker_processes baselines batch_schedule",
         "indexed_dataset corpora",
@@ -34,7 +35,8 @@ FLOORS: dict[str, list[str]] = {
         "token_files gpt2_dataset",
         "samplers megatron_order token_cache preprocessing curation",
         "blending",
-        "splits"],
+        "splits",
+    ],
     "megatron/gpt2": [
         "pipeline",
         "config",
@@ -45,7 +47,8 @@ FLOORS: dict[str, list[str]] = {
         "text",
         "training",
         "verification",
-        "programs"],
+        "programs",
+    ],
 }
 
 
@@ -102,9 +105,16 @@ def imported_at_load(path: Path) -> set[str]:
     return set(imports(Strip().visit(tree), path))
 
 
-@pytest.mark.parametrize(("room", "friends"), [
-    ("mpu", {"mpu"}), ("data_utils", {"data_utils"}), ("megatron", {"mpu", "data_utils", "megatron"}),
-    ("tools", {"mpu", "data_utils", "megatron"}), ("tasks", {"megatron"})])
+@pytest.mark.parametrize(
+    ("room", "friends"),
+    [
+        ("mpu", {"mpu"}),
+        ("data_utils", {"data_utils"}),
+        ("megatron", {"mpu", "data_utils", "megatron"}),
+        ("tools", {"mpu", "data_utils", "megatron"}),
+        ("tasks", {"megatron"}),
+    ],
+)
 def test_rooms_import_only_their_friends(room: str, friends: set[str]) -> None:
     for path in sources(room):
         strangers = roots(imported(path)) & OURS - friends
@@ -195,6 +205,7 @@ def module_name(path: Path) -> str:
 
 def circles(graph: dict[str, set[str]]) -> list[str]:
     """Modules from which an import leads back to themselves."""
+
     def reachable(start: str) -> set[str]:
         seen: set[str] = set()
         waiting = [start]
@@ -238,13 +249,18 @@ def test_doors_are_of_a_few_lines() -> None:
     for path in (*sources("tools"), *sources("tasks"), *ROOT.glob("*.py")):
         assert len(path.read_text(encoding="utf-8").splitlines()) <= 13, f"{path.relative_to(ROOT)} is no door"
         assert imported(path) - {"sys", "pathlib.Path", "setuptools.setup"} <= {
-            f"{module}.cli" for module in programs()}, f"{path.relative_to(ROOT)} imports more than a program"
+            f"{module}.cli" for module in programs()
+        }, f"{path.relative_to(ROOT)} imports more than a program"
 
 
 def programs() -> set[str]:
     """Modules that end with `cli`, by their dotted names."""
-    return {".".join(path.relative_to(ROOT).with_suffix("").parts) for room in ("megatron", "data_utils")
-            for path in sources(room) if "\ncli = " in path.read_text(encoding="utf-8")}
+    return {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        for room in ("megatron", "data_utils")
+        for path in sources(room)
+        if "\ncli = " in path.read_text(encoding="utf-8")
+    }
 
 
 def public_definitions(tree: ast.Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef]:
@@ -260,9 +276,12 @@ def public_definitions(tree: ast.Module) -> Iterator[ast.FunctionDef | ast.Async
 @pytest.mark.parametrize("room", ROOMS)
 def test_what_is_public_has_a_docstring(room: str) -> None:
     """But for `main`, whose program says what it does at its top, and what only fills in a method of a base class."""
-    without = [f"{path.relative_to(ROOT)}: {node.name}" for path in sources(room)
-               for node in public_definitions(tree_of(path))
-               if node.name not in WITHOUT_DOCSTRING and not ast.get_docstring(node)]
+    without = [
+        f"{path.relative_to(ROOT)}: {node.name}"
+        for path in sources(room)
+        for node in public_definitions(tree_of(path))
+        if node.name not in WITHOUT_DOCSTRING and not ast.get_docstring(node)
+    ]
     assert not without
 
 
@@ -276,8 +295,10 @@ def test_the_rules_catch_a_breach(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setitem(globals(), "ROOT", tmp_path)
     path = tmp_path / "mpu" / "inner" / "module.py"
     path.parent.mkdir(parents=True)
-    path.write_text("import numpy\nfrom megatron.gpt2 import config\nfrom ..layers import Linear\n"
-                    "from . import sibling\ndef f():\n    import tqdm\n")
+    path.write_text(
+        "import numpy\nfrom megatron.gpt2 import config\nfrom ..layers import Linear\n"
+        "from . import sibling\ndef f():\n    import tqdm\n"
+    )
     assert imported(path) == {"numpy", "megatron.gpt2.config", "mpu.layers.Linear", "mpu.inner.sibling", "tqdm"}
     assert imported_at_load(path) == {"numpy", "megatron.gpt2.config", "mpu.layers.Linear", "mpu.inner.sibling"}
     floors = ["layers", "inner"]
@@ -285,7 +306,9 @@ def test_the_rules_catch_a_breach(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert breaches("mpu", floors) == []
     (tmp_path / "mpu" / "layers.py").write_text("def f():\n    from mpu.inner.module import f\n")
     (tmp_path / "mpu" / "new.py").write_text("")
-    assert breaches("mpu", floors) == ["mpu/layers.py imports mpu.inner.module.f, which is on no floor below it",
-                                       "mpu/new.py is on no floor"]
+    assert breaches("mpu", floors) == [
+        "mpu/layers.py imports mpu.inner.module.f, which is on no floor below it",
+        "mpu/new.py is on no floor",
+    ]
     monkeypatch.setitem(globals(), "ROOMS", ("mpu",))
     assert circles(import_graph()) == ["mpu.inner.module", "mpu.layers"]

@@ -17,17 +17,49 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS = ("mpu", "data_utils", "megatron")
-OPTIONAL = ("tiktoken", "sentencepiece", "tokenizers", "tqdm", "matplotlib", "transformers", "tensorboard", "ftfy",
-            "regex")
-TINY = ("--num-layers", "1", "--hidden-size", "16", "--num-attention-heads", "2", "--seq-length", "32",
-        "--max-position-embeddings", "32", "--train-iters", "2", "--device", "cpu", "--precision", "fp32")
+OPTIONAL = (
+    "tiktoken",
+    "sentencepiece",
+    "tokenizers",
+    "tqdm",
+    "matplotlib",
+    "transformers",
+    "tensorboard",
+    "ftfy",
+    "regex",
+)
+TINY = (
+    "--num-layers",
+    "1",
+    "--hidden-size",
+    "16",
+    "--num-attention-heads",
+    "2",
+    "--seq-length",
+    "32",
+    "--max-position-embeddings",
+    "32",
+    "--train-iters",
+    "2",
+    "--device",
+    "cpu",
+    "--precision",
+    "fp32",
+)
 
 
 def run(command: list[str], cwd: Path, timeout: int = 200, **variables: str) -> str:
     environment = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "PYTHONSAFEPATH")}
-    done = subprocess.run(command, cwd=cwd, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False,
-                          env={**environment, "HOME": str(cwd), "XDG_CACHE_HOME": str(cwd / "cache"), **variables},
-                          timeout=timeout)
+    done = subprocess.run(
+        command,
+        cwd=cwd,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        check=False,
+        env={**environment, "HOME": str(cwd), "XDG_CACHE_HOME": str(cwd / "cache"), **variables},
+        timeout=timeout,
+    )
     assert done.returncode == 0, done.stdout
     return done.stdout
 
@@ -41,8 +73,22 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for path in ROOT.iterdir():
         if path.is_file():
             shutil.copy(path, folder / "source")
-    run([sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index",
-         "--wheel-dir", str(folder), str(folder / "source")], folder)
+    run(
+        [
+            sys.executable,
+            "-m",
+            "pip",
+            "wheel",
+            "--quiet",
+            "--no-deps",
+            "--no-build-isolation",
+            "--no-index",
+            "--wheel-dir",
+            str(folder),
+            str(folder / "source"),
+        ],
+        folder,
+    )
     (built,) = folder.glob("*.whl")
     return built
 
@@ -55,8 +101,23 @@ def installed(wheel: Path) -> Path:
     venv.create(folder, with_pip=False, symlinks=True)
     python = folder / "bin" / "python"
     site = Path(run([str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], folder).strip())
-    run([sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-deps", "--no-index",
-         "--no-compile", "--disable-pip-version-check", str(wheel)], folder)
+    run(
+        [
+            sys.executable,
+            "-m",
+            "pip",
+            "--python",
+            str(python),
+            "install",
+            "--quiet",
+            "--no-deps",
+            "--no-index",
+            "--no-compile",
+            "--disable-pip-version-check",
+            str(wheel),
+        ],
+        folder,
+    )
     (site / "libraries.pth").write_text(sysconfig.get_path("purelib") + "\n")
     return python
 
@@ -65,8 +126,11 @@ def test_wheel_holds_every_package_and_data_file(wheel: Path) -> None:
     assert wheel.name.startswith("gpt2_model_parallel-")
     names = set(zipfile.ZipFile(wheel).namelist())
     for room in ROOMS:
-        files = [path.relative_to(ROOT).as_posix() for path in (ROOT / room).rglob("*")
-                 if path.is_file() and path.suffix != ".pyc"]
+        files = [
+            path.relative_to(ROOT).as_posix()
+            for path in (ROOT / room).rglob("*")
+            if path.is_file() and path.suffix != ".pyc"
+        ]
         assert files
         assert not set(files) - names, "missing in the wheel: see [tool.setuptools] in pyproject.toml"
     tops = {name.split("/")[0] for name in names if not name.split("/")[0].endswith(".dist-info")}
@@ -74,8 +138,9 @@ def test_wheel_holds_every_package_and_data_file(wheel: Path) -> None:
 
 
 def test_installed_program_trains_outside_the_checkout(installed: Path, tmp_path: Path) -> None:
-    output = run([str(installed), "-m", "megatron.pretrain_gpt2", *TINY, "--eval-iters", "1", "--log-interval", "1"],
-                 tmp_path)
+    output = run(
+        [str(installed), "-m", "megatron.pretrain_gpt2", *TINY, "--eval-iters", "1", "--log-interval", "1"], tmp_path
+    )
     assert "iteration        2/       2 |" in output
     assert "validation loss at the end of training for val data | LM loss:" in output
     (tracker,) = tmp_path.glob("checkpoints/*/latest_checkpointed_iteration.txt")
@@ -108,15 +173,44 @@ def test_installed_packages_and_commands_work_outside_the_checkout(installed: Pa
     """From training on two model-parallel ranks on, by the lines that the run itself prints at its end."""
     commands = {path.name for path in installed.parent.glob("gpt2-*")}
     (tmp_path / "text.txt").write_text("It was a dark night. " * 400)
-    said = run([str(installed.parent / "gpt2-pretrain"), *TINY, "--train-data", "text.txt", "--eval-iters",
-                "1", "--nproc-per-node", "2", "--model-parallel-size", "2", "--save", "it"], tmp_path)
+    said = run(
+        [
+            str(installed.parent / "gpt2-pretrain"),
+            *TINY,
+            "--train-data",
+            "text.txt",
+            "--eval-iters",
+            "1",
+            "--nproc-per-node",
+            "2",
+            "--model-parallel-size",
+            "2",
+            "--save",
+            "it",
+        ],
+        tmp_path,
+    )
     printed = re.findall(r"^ +(gpt2-.*)$", said.partition("next:")[2], re.MULTILINE)
-    assert [line.split()[0] for line in printed] == ["gpt2-pretrain", "gpt2-pretrain", "gpt2-generate-text",
-                                                     "gpt2-checkpoint"]
+    assert [line.split()[0] for line in printed] == [
+        "gpt2-pretrain",
+        "gpt2-pretrain",
+        "gpt2-generate-text",
+        "gpt2-checkpoint",
+    ]
     assert "--nproc-per-node 2" in printed[1] and printed[3] == "gpt2-checkpoint merge it it_merged"
-    again = run([str(installed), "-c", COMMANDS, printed[3], "gpt2-checkpoint inspect it_merged",
-                 "gpt2-evaluate --load it_merged --valid-data text.txt", "gpt2-plan --model 345m --device cpu",
-                 f"{printed[2]} --max-new-tokens 3"], tmp_path).splitlines()
+    again = run(
+        [
+            str(installed),
+            "-c",
+            COMMANDS,
+            printed[3],
+            "gpt2-checkpoint inspect it_merged",
+            "gpt2-evaluate --load it_merged --valid-data text.txt",
+            "gpt2-plan --model 345m --device cpu",
+            f"{printed[2]} --max-new-tokens 3",
+        ],
+        tmp_path,
+    ).splitlines()
     paths, text, names, lines = again[:3], again[3], again[4], again[5:]
     assert all(path.startswith(str(installed.parents[1])) for path in paths), paths
     assert text == "It was a dark night."
@@ -131,7 +225,8 @@ def test_training_with_torch_numpy_and_safetensors_alone(tmp_path: Path) -> None
     (tmp_path / "alone.py").write_text(
         f"import sys\nfor name in {OPTIONAL}: sys.modules[name] = None\n"
         f"sys.path.insert(0, {str(ROOT)!r})\n"
-        "from megatron.gpt2.programs.pretrain_gpt2 import main\nraise SystemExit(main())\n")
+        "from megatron.gpt2.programs.pretrain_gpt2 import main\nraise SystemExit(main())\n"
+    )
     output = run([sys.executable, "alone.py", *TINY, "--eval-iters", "1", "--save", "run"], tmp_path)
     assert "iteration        2/       2 |" in output
     assert (tmp_path / "run" / "metrics.jsonl").exists()

@@ -28,33 +28,63 @@ from tests.warm_python import WarmPython
 ROOT = Path(__file__).resolve().parent.parent
 PASTED = ROOT / "tests" / "pasted"
 
-SMALL = ("--num-layers 1 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --max-position-embeddings 16 "
-         "--train-iters 40 --log-interval 10 --eval-iters 1 --lr 1e-2 --device cpu ")
+SMALL = (
+    "--num-layers 1 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --max-position-embeddings 16 "
+    "--train-iters 40 --log-interval 10 --eval-iters 1 --lr 1e-2 --device cpu "
+)
 GLOO = "--distributed-backend gloo "
 
 # What the files of DeepSpeedExamples ask for that the lines name; the rest of them is what is logged.
 FP16 = {"enabled": True, "loss_scale": 0, "loss_scale_window": 1000, "hysteresis": 2, "min_loss_scale": 1}
 ADAM = {"type": "Adam", "params": {"lr": 0.00015, "max_grad_norm": 1.0, "betas": [0.9, 0.95]}}
-OFFLOAD = {"zero_optimization": {"stage": 2, "cpu_offload": True, "reduce_bucket_size": 50000000}, "fp16": FP16,
-           "activation_checkpointing": {"partition_activations": True, "contiguous_memory_optimization": True,
-                                        "cpu_checkpointing": True}}
+OFFLOAD = {
+    "zero_optimization": {"stage": 2, "cpu_offload": True, "reduce_bucket_size": 50000000},
+    "fp16": FP16,
+    "activation_checkpointing": {
+        "partition_activations": True,
+        "contiguous_memory_optimization": True,
+        "cpu_checkpointing": True,
+    },
+}
 STAGE_2: dict[str, Any] = {
-    "train_batch_size": 2048, "gradient_accumulation_steps": 1, "optimizer": ADAM, "gradient_clipping": 1.0,
-    "zero_optimization": {"stage": 2, "allgather_partitions": True, "reduce_scatter": True,
-                          "allgather_bucket_size": 50000000, "reduce_bucket_size": 50000000, "overlap_comm": True},
-    "fp16": FP16}
+    "train_batch_size": 2048,
+    "gradient_accumulation_steps": 1,
+    "optimizer": ADAM,
+    "gradient_clipping": 1.0,
+    "zero_optimization": {
+        "stage": 2,
+        "allgather_partitions": True,
+        "reduce_scatter": True,
+        "allgather_bucket_size": 50000000,
+        "reduce_bucket_size": 50000000,
+        "overlap_comm": True,
+    },
+    "fp16": FP16,
+}
 DEEPSPEED_FILES: dict[str, dict[str, Any]] = {
-    "ds_config.json": {"train_batch_size": 256, "train_micro_batch_size_per_gpu": 4, "gradient_clipping": 1.0,
-                       "fp16": FP16},
+    "ds_config.json": {
+        "train_batch_size": 256,
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_clipping": 1.0,
+        "fp16": FP16,
+    },
     "ds_zero_stage_2_config.json": STAGE_2,
     "ds_zero_stage_2_config_baseline.json": {**STAGE_2, "train_batch_size": 512},
-    "ds_zero_stage_3_config.json": {"train_batch_size": 64, "zero_optimization": {
-        "stage": 3, "stage3_max_live_parameters": 1e9, "reduce_bucket_size": 1e7}, "fp16": FP16},
+    "ds_zero_stage_3_config.json": {
+        "train_batch_size": 64,
+        "zero_optimization": {"stage": 3, "stage3_max_live_parameters": 1e9, "reduce_bucket_size": 1e7},
+        "fp16": FP16,
+    },
     "ds_zero-offload_config.json": {**OFFLOAD, "train_micro_batch_size_per_gpu": 12, "gradient_accumulation_steps": 5},
     "ds_zero-offload_10B_config.json": {**OFFLOAD, "train_micro_batch_size_per_gpu": 10},
 }
-EARLY_2020 = {"train_batch_size": 16, "gradient_accumulation_steps": 1, "zero_optimization": True,
-              "optimizer": {"type": "Adam", "params": {"lr": 0.00015, "max_grad_norm": 1.0}}, "fp16": FP16}
+EARLY_2020 = {
+    "train_batch_size": 16,
+    "gradient_accumulation_steps": 1,
+    "zero_optimization": True,
+    "optimizer": {"type": "Adam", "params": {"lr": 0.00015, "max_grad_norm": 1.0}},
+    "fp16": FP16,
+}
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +96,7 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     text = write_text(folder, 3000).read_text()
     for corpus in ("wikipedia/wikidump_lines.json", "webtext/data.json"):
         (folder / "data" / corpus).parent.mkdir(parents=True)
-        lines = (json.dumps({"text": text[start:start + 200]}) for start in range(0, len(text), 200))
+        lines = (json.dumps({"text": text[start : start + 200]}) for start in range(0, len(text), 200))
         (folder / "data" / corpus).write_text("\n".join(lines) + "\n")
     for cache in (folder / "cache", folder / "users_cache" / "gpt2-model-parallel"):
         cache.mkdir(parents=True)
@@ -103,7 +133,7 @@ def words(script: str, appended: str, *parameters: str) -> list[str]:
     line = stubs + pasted(script, appended)
     done = subprocess.run(["bash", "-c", line, "script", *parameters], capture_output=True, text=True, check=True)
     made = done.stdout.splitlines()
-    return made[next(number for number, word in enumerate(made) if word.endswith(".py")):]
+    return made[next(number for number, word in enumerate(made) if word.endswith(".py")) :]
 
 
 def pasted(script: str, appended: str) -> str:
@@ -122,20 +152,31 @@ def launched(python: WarmPython, work: Path, script: str, appended: str) -> subp
     line = pasted(script, appended).replace("GPUS_PER_NODE=8", "GPUS_PER_NODE=2").replace("=6000", f"={free_port()}")
     environment = {**os.environ, "PATH": python.path, "OMP_NUM_THREADS": "1"}
     environment.pop("PYTHONPATH", None)
-    return subprocess.run(["bash", "-c", line], cwd=work, env=environment, text=True, timeout=240,
-                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    return subprocess.run(
+        ["bash", "-c", line],
+        cwd=work,
+        env=environment,
+        text=True,
+        timeout=240,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
 
 
 def learned(folder: Path, below: float = 4.0) -> None:
     """The run was finished, and its loss fell from that of the uniform guess among 257, which is 5.55."""
     assert (folder / "latest_checkpointed_iteration.txt").read_text().strip() == "40"
-    losses = [record["lm_loss"] for record in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-              if "split" not in record]
+    losses = [
+        record["lm_loss"]
+        for record in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+        if "split" not in record
+    ]
     assert losses[-1] < below
 
 
-def test_2019_on_one_device_and_what_follows_it_then_and_in_v1_and_v2(work: Path, monkeypatch: pytest.MonkeyPatch,
-                                               capfd: pytest.CaptureFixture[str]):
+def test_2019_on_one_device_and_what_follows_it_then_and_in_v1_and_v2(
+    work: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
     assert run(words("pretrain_gpt2.sh", SMALL + GLOO), monkeypatch) == 0
     said = capfd.readouterr().out
     learned(work / "checkpoints/gpt2_345m")
@@ -162,24 +203,34 @@ def test_2019_on_one_device_and_what_follows_it_then_and_in_v1_and_v2(work: Path
     assert refused[0].startswith("error: --task: invalid choice: 'RACE' (choose from ") and len(refused) == 1
 
 
-def test_without_a_gpu_nccl_is_an_error_that_names_gloo(monkeypatch: pytest.MonkeyPatch,
-                                                        capfd: pytest.CaptureFixture[str]):
+def test_without_a_gpu_nccl_is_an_error_that_names_gloo(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
     assert run(words("pretrain_gpt2.sh", SMALL), monkeypatch) == 2
     assert "--distributed-backend gloo" in capfd.readouterr().err
 
 
 def test_2019_on_two_data_parallel_ranks(python: WarmPython, work: Path):
-    done = launched(python, work, "pretrain_gpt2_distributed.sh",
-                    SMALL + GLOO + "--save checkpoints/dp --load checkpoints/dp")
+    done = launched(
+        python, work, "pretrain_gpt2_distributed.sh", SMALL + GLOO + "--save checkpoints/dp --load checkpoints/dp"
+    )
     assert done.returncode == 0, done.stdout
     assert re.search(r"2 ranks: model-parallel 1 × data-parallel 2", done.stdout)
     learned(work / "checkpoints/dp")
 
 
 def test_2019_model_parallel_with_deepspeed(python: WarmPython, work: Path):
-    (work / "ds_config.json").write_text(json.dumps({
-        "train_micro_batch_size_per_gpu": 8, "train_batch_size": 16, "zero_optimization": {"stage": 1},
-        "fp16": {"enabled": True, "initial_scale_power": 14}, "steps_per_print": 5}))
+    (work / "ds_config.json").write_text(
+        json.dumps(
+            {
+                "train_micro_batch_size_per_gpu": 8,
+                "train_batch_size": 16,
+                "zero_optimization": {"stage": 1},
+                "fp16": {"enabled": True, "initial_scale_power": 14},
+                "steps_per_print": 5,
+            }
+        )
+    )
     done = launched(python, work, "pretrain_gpt2_model_parallel.sh", SMALL + GLOO + "--deepspeed_config ds_config.json")
     assert done.returncode == 0, done.stdout
     assert re.search(r"2 ranks: model-parallel 2 × data-parallel 1", done.stdout)
@@ -191,8 +242,10 @@ def test_2019_model_parallel_with_deepspeed(python: WarmPython, work: Path):
 def test_deepspeeds_own_line(work: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]):
     """At stage 2 of ZeRO, with activations that it partitions."""
     shutil.copy(PASTED / "ds_zero2_config.json", work)
-    argv = words("ds_zero2_pretrain_gpt2_model_parallel.sh", SMALL + GLOO + "--model-parallel-size 1 --save ds "
-                 "--global-batch-size 8")
+    argv = words(
+        "ds_zero2_pretrain_gpt2_model_parallel.sh",
+        SMALL + GLOO + "--model-parallel-size 1 --save ds --global-batch-size 8",
+    )
     assert run(argv, monkeypatch) == 0
     said = capfd.readouterr().out
     assert "train_batch_size 16: without effect, since --global-batch-size 8 is given" in said
@@ -200,12 +253,16 @@ def test_deepspeeds_own_line(work: Path, monkeypatch: pytest.MonkeyPatch, capfd:
     learned(work / "ds")
 
 
-@pytest.mark.parametrize("script, asked", [
-    ("ZeRO3_ds_pretrain_gpt2-zero3", ["--zero-stage 3", "zero_optimization.stage: 3"]),
-    ("ZeRO3_curriculum_ds_pretrain_gpt2", ["--lr-decay-tokens"]),
-])
+@pytest.mark.parametrize(
+    "script, asked",
+    [
+        ("ZeRO3_ds_pretrain_gpt2-zero3", ["--zero-stage 3", "zero_optimization.stage: 3"]),
+        ("ZeRO3_curriculum_ds_pretrain_gpt2", ["--lr-decay-tokens"]),
+    ],
+)
 def test_what_deepspeed_examples_ask_for_and_is_not_built_is_said_in_one_line(
-        work: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], script: str, asked: list[str]):
+    work: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], script: str, asked: list[str]
+):
     for name, content in DEEPSPEED_FILES.items():
         (work / name).write_text(json.dumps(content))
     argv = words(f"{script}.sh", SMALL + GLOO)
@@ -226,9 +283,12 @@ def test_deepspeed_examples_lines_run(work: Path, monkeypatch: pytest.MonkeyPatc
     assert "unknown here" not in said and "--zero-contigious-gradients, --zero-reduce-scatter" in said
     assert "--checkpoint-in-cpu: without effect, since the device's memory is the host's" in said
     learned(work / "ds_z")
-    for script in ("3D_parallelism_ds_pretrain_gpt2", "ZeRO3_ds_pretrain_gpt2",
-                   "ds_zero-offload_pretrain_gpt2_model_parallel",
-                   "ds_zero-offload_10B_pretrain_gpt2_model_parallel"):
+    for script in (
+        "3D_parallelism_ds_pretrain_gpt2",
+        "ZeRO3_ds_pretrain_gpt2",
+        "ds_zero-offload_pretrain_gpt2_model_parallel",
+        "ds_zero-offload_10B_pretrain_gpt2_model_parallel",
+    ):
         parallel = parse(words(f"{script}.sh", small)[1:]).config.parallel
         assert parallel.shard_gradients
         assert parallel.cpu_offload_optimizer == parallel.checkpoint_in_cpu == ("offload" in script)
@@ -268,6 +328,8 @@ def test_todays_gpt_example(work: Path, monkeypatch: pytest.MonkeyPatch, capfd: 
     said = capfd.readouterr().out
     assert "WARNING: the batch grows in another way than in the checkpoint: --step-batch-size-schedule 0:16 10" in said
     assert re.findall(r"the batch grows: (\d+) samples a step from iteration (\d+) on", said) == [
-        ("32", "42"), ("64", "43")]
+        ("32", "42"),
+        ("64", "43"),
+    ]
     state = json.loads(next((work / "ckpt").glob("iter_0000050/manifest.json")).read_text())["facts"]
     assert state["consumed_samples"] == 41 * 16 + 32 + 8 * 64

@@ -22,8 +22,11 @@ from megatron.gpt2.training.train_step import train_step
 from tests.test_command_line import FLAGS, metrics, work  # noqa: F401
 
 
-def test_a_stop_in_the_last_step_leaves_the_end_as_it_is(work: Path, monkeypatch: pytest.MonkeyPatch,  # noqa: F811
-                                                         capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_stop_in_the_last_step_leaves_the_end_as_it_is(
+    work: Path,
+    monkeypatch: pytest.MonkeyPatch,  # noqa: F811
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     """Evaluations, report and exit code, whatever asks for the stop."""
     flags = [*FLAGS, "--train-data", "text.txt", "--eval-iters", "1", "--train-iters", "2"]
 
@@ -49,8 +52,11 @@ def test_a_disk_that_fills_at_the_last_save(work: Path, capfd: pytest.CaptureFix
     assert "  checkpoint  a run/iter_0000002\n" in said.replace("loss curve", "")
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     ends = []
-    for more in (["a run", "--train-iters", "4"], ["new", "--train-iters", "2"],
-                 ["other", "--train-iters", "2", "--exit-interval", "1"]):
+    for more in (
+        ["a run", "--train-iters", "4"],
+        ["new", "--train-iters", "2"],
+        ["other", "--train-iters", "2", "--exit-interval", "1"],
+    ):
         resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, limits[1]))  # less than the weights, more than the records
         try:
             code = pretrain_gpt2.main([*flags, "--save", *more])
@@ -61,20 +67,36 @@ def test_a_disk_that_fills_at_the_last_save(work: Path, capfd: pytest.CaptureFix
         ends.append((said, warned.strip().splitlines()))
     (said, errors), (said_new, errors_new), (said_stopped, errors_stopped) = ends
     assert "  checkpoint  a run/iter_0000002 (iteration 4 is not saved)\n" in said and "--load 'a run' --save" in said
-    assert len(errors) == 1 and re.match(r"error: iteration 4 is not saved: a run/iter_0000004\.tmp.*: cannot write "
-                                         r"its [\d,]+ bytes: File too large", errors[0]), errors
+    assert len(errors) == 1 and re.match(
+        r"error: iteration 4 is not saved: a run/iter_0000004\.tmp.*: cannot write "
+        r"its [\d,]+ bytes: File too large",
+        errors[0],
+    ), errors
     assert "  checkpoint  none (iteration 2 is not saved)\n" in said_new and len(errors_new) == 1
     assert not re.search("next:|--load", said_new), said_new
     assert "stopped by --exit-interval at iteration 1: iteration 1 is not saved: the same command begins before it" in (
-        said_stopped) and errors_stopped[0].startswith("error: iteration 1 is not saved: other/")
+        said_stopped
+    ) and errors_stopped[0].startswith("error: iteration 1 is not saved: other/")
     assert "finished, but iteration 4 is not saved" in (work / "a run/history.jsonl").read_text()
 
 
-def test_a_run_that_fails_leaves_nothing_in_its_process(work: Path,  # noqa: F811
-                                                        monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_fails_leaves_nothing_in_its_process(
+    work: Path,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """No thread, no handler of signals, no lock."""
-    flags = [*FLAGS, "--train-data", "text.txt", "--save", "s", "--eval-iters", "0", "--train-iters", "2",
-             "--async-save"]
+    flags = [
+        *FLAGS,
+        "--train-data",
+        "text.txt",
+        "--save",
+        "s",
+        "--eval-iters",
+        "0",
+        "--train-iters",
+        "2",
+        "--async-save",
+    ]
     handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
 
     def fail(run: Run) -> None:
@@ -93,8 +115,21 @@ def test_a_run_that_fails_leaves_nothing_in_its_process(work: Path,  # noqa: F81
 
 
 def test_a_window_of_skipped_steps_says_so(work: Path, capfd: pytest.CaptureFixture[str]) -> None:  # noqa: F811
-    flags = [*FLAGS, "--train-data", "text.txt", "--save", "s", "--eval-iters", "1", "--train-iters", "6",
-             "--log-interval", "2", "--tensorboard-dir", "events"]
+    flags = [
+        *FLAGS,
+        "--train-data",
+        "text.txt",
+        "--save",
+        "s",
+        "--eval-iters",
+        "1",
+        "--train-iters",
+        "6",
+        "--log-interval",
+        "2",
+        "--tensorboard-dir",
+        "events",
+    ]
     assert pretrain_gpt2.main([*flags, "--precision", "fp16", "--loss-scale", "2e9"]) == 0
     said, _ = capfd.readouterr()
     assert said.count("| lm loss: skipped | loss scale: 2000000000.0 | grad norm: skipped |") == 3

@@ -21,9 +21,11 @@ from tests.warm_python import WarmPython
 ROOT = Path(__file__).resolve().parents[1]
 LEAST = "torch numpy safetensors"
 TRAINING = f"{LEAST} tiktoken sentencepiece regex ftfy tokenizers tqdm matplotlib"
-TESTING = (f"{TRAINING} transformers pytest pytest_timeout xdist ruff mypy setuptools tensorboard wandb "
-           "hypothesis megatron.core zstandard pyarrow gigatoken orjson xxhash tldextract trafilatura "
-           "lxml_html_clean py3langid datatrove lm_eval starlette uvicorn openai playwright")
+TESTING = (
+    f"{TRAINING} transformers pytest pytest_timeout xdist ruff mypy setuptools tensorboard wandb "
+    "hypothesis megatron.core zstandard pyarrow gigatoken orjson xxhash tldextract trafilatura "
+    "lxml_html_clean py3langid datatrove lm_eval starlette uvicorn openai playwright"
+)
 
 STUB = r"""#!/bin/bash
 case "$0" in */.venv/*) STUB_HAS=$(cat "$0.installed" 2>/dev/null) ;; esac
@@ -72,8 +74,15 @@ class Project:
 
     def run(self, script: str, *flags: str, **variables: str) -> subprocess.CompletedProcess[str]:
         environment = {"PATH": str(self.bin), "REAL_PYTHON": sys.executable, "STUB_HAS": TRAINING, **variables}
-        return subprocess.run([str(self.bin / "bash"), str(self.root / "scripts" / script), *flags], text=True,
-                              capture_output=True, env=environment, cwd=self.elsewhere, timeout=240, check=False)
+        return subprocess.run(
+            [str(self.bin / "bash"), str(self.root / "scripts" / script), *flags],
+            text=True,
+            capture_output=True,
+            env=environment,
+            cwd=self.elsewhere,
+            timeout=240,
+            check=False,
+        )
 
     def words(self, script: str, *flags: str, **variables: str) -> list[str]:
         """The words of the command that the script ended in."""
@@ -108,7 +117,12 @@ def test_the_active_environment_is_used_and_the_folder_kept(project: Project) ->
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [
         f"run by {project.bin}/python in {project.elsewhere} with OMP_NUM_THREADS=",
-        f"<{project.root}/pretrain_gpt2.py>", "<--train-data>", "<my file.jsonl>", "<--lr>", "<1e-3>"]
+        f"<{project.root}/pretrain_gpt2.py>",
+        "<--train-data>",
+        "<my file.jsonl>",
+        "<--lr>",
+        "<1e-3>",
+    ]
     assert not (project.root / ".venv").exists()
 
 
@@ -138,7 +152,8 @@ def test_without_a_network_or_torch_it_is_an_error(project: Project) -> None:
     assert done.returncode == 1
     assert done.stdout == ""
     assert done.stderr.splitlines()[-1] == (
-        "error: the installation failed, see above. Without a network, activate an environment that has: " + TRAINING)
+        "error: the installation failed, see above. Without a network, activate an environment that has: " + TRAINING
+    )
 
 
 def test_without_python(project: Project) -> None:
@@ -152,15 +167,26 @@ def test_tools_run_in_the_environment(project: Project) -> None:
     done = project.run("python.sh", "-c", "import os; print(os.environ['PYTHONPATH'])", "-x", PYTHONPATH="/theirs")
     assert done.stdout == f"{project.root}:/theirs\n", done.stderr
     assert project.words("python.sh", "tools/generate_text.py", "--load", "a b") == [
-        "tools/generate_text.py", "--load", "a b"]
+        "tools/generate_text.py",
+        "--load",
+        "a b",
+    ]
 
 
 def test_data_parallel_defaults(project: Project) -> None:
     done = project.run("pretrain_gpt2_distributed.sh", "--lr", "1e-3")
     assert done.stdout.splitlines() == [
         f"run by {project.bin}/python in {project.elsewhere} with OMP_NUM_THREADS=",
-        f"<{project.root}/pretrain_gpt2.py>", "<--nproc-per-node>", "<0>", "<--nnodes>", "<1>", "<--node-rank>", "<0>",
-        "<--lr>", "<1e-3>"]
+        f"<{project.root}/pretrain_gpt2.py>",
+        "<--nproc-per-node>",
+        "<0>",
+        "<--nnodes>",
+        "<1>",
+        "<--node-rank>",
+        "<0>",
+        "<--lr>",
+        "<1e-3>",
+    ]
 
 
 def test_several_nodes(project: Project) -> None:
@@ -168,27 +194,43 @@ def test_several_nodes(project: Project) -> None:
     assert words == [f"{project.root}/pretrain_gpt2.py", "--nproc-per-node", "8", "--nnodes", "2", "--node-rank", "1"]
 
 
-@pytest.mark.parametrize(("variables", "size"), [
-    ({}, "2"), ({"MP_SIZE": "4"}, "4"), ({"MPSIZE": "4"}, "4"), ({"MP_SIZE": "8", "MPSIZE": "4"}, "8")])
+@pytest.mark.parametrize(
+    ("variables", "size"),
+    [({}, "2"), ({"MP_SIZE": "4"}, "4"), ({"MPSIZE": "4"}, "4"), ({"MP_SIZE": "8", "MPSIZE": "4"}, "8")],
+)
 def test_model_parallel_size(project: Project, variables: dict[str, str], size: str) -> None:
     words = project.words("pretrain_gpt2_model_parallel.sh", "--model-parallel-size", "1", **variables)
     # A flag of the user comes later, and so wins.
-    assert words == [f"{project.root}/pretrain_gpt2.py", "--nproc-per-node", "0", "--nnodes", "1", "--node-rank", "0",
-                     "--model-parallel-size", size, "--model-parallel-size", "1"]
+    assert words == [
+        f"{project.root}/pretrain_gpt2.py",
+        "--nproc-per-node",
+        "0",
+        "--nnodes",
+        "1",
+        "--node-rank",
+        "0",
+        "--model-parallel-size",
+        size,
+        "--model-parallel-size",
+        "1",
+    ]
 
 
-@pytest.mark.parametrize(("line", "message"), [
-    ("GPUS_PER_NODE=0", "GPUS_PER_NODE=0 is not a whole number from 1 to 99999: give the ranks"),
-    ("GPUS_PER_NODE=two", "GPUS_PER_NODE=two is not a whole number"),
-    ("GPUS_PER_NODE=99999999999999999999", "GPUS_PER_NODE=99999999999999999999 is not a whole number"),
-    ("NNODES=0", "NNODES=0 is not a whole number from 1 to 99999: give the number of nodes"),
-    ("NNODES=1.5", "NNODES=1.5 is not"),
-    ("NODE_RANK=1", "NODE_RANK=1 is not a whole number from 0 to 0: give this node's own number, below NNODES=1"),
-    ("NNODES=2 NODE_RANK=2", "NODE_RANK=2 is not a whole number from 0 to 1: "),
-    ("NNODES=2 NODE_RANK=-1", "NODE_RANK=-1 is not"),
-    ("MP_SIZE=0", "MP_SIZE=0 is not a whole number from 1 to 99999: give the ranks that share each layer"),
-    ("MPSIZE=-2", "MPSIZE=-2 is not"),
-])
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("GPUS_PER_NODE=0", "GPUS_PER_NODE=0 is not a whole number from 1 to 99999: give the ranks"),
+        ("GPUS_PER_NODE=two", "GPUS_PER_NODE=two is not a whole number"),
+        ("GPUS_PER_NODE=99999999999999999999", "GPUS_PER_NODE=99999999999999999999 is not a whole number"),
+        ("NNODES=0", "NNODES=0 is not a whole number from 1 to 99999: give the number of nodes"),
+        ("NNODES=1.5", "NNODES=1.5 is not"),
+        ("NODE_RANK=1", "NODE_RANK=1 is not a whole number from 0 to 0: give this node's own number, below NNODES=1"),
+        ("NNODES=2 NODE_RANK=2", "NODE_RANK=2 is not a whole number from 0 to 1: "),
+        ("NNODES=2 NODE_RANK=-1", "NODE_RANK=-1 is not"),
+        ("MP_SIZE=0", "MP_SIZE=0 is not a whole number from 1 to 99999: give the ranks that share each layer"),
+        ("MPSIZE=-2", "MPSIZE=-2 is not"),
+    ],
+)
 def test_a_layout_that_cannot_be_ends_in_one_line(project: Project, line: str, message: str) -> None:
     variables = dict(word.split("=") for word in line.split())
     scripts = ["pretrain_gpt2_model_parallel.sh"]
@@ -236,7 +278,10 @@ def test_ci_runs_the_test_script() -> None:
     assert os.access(ROOT / ".ci" / "run", os.X_OK)
     lines = (ROOT / ".ci" / "run").read_text().splitlines()
     assert [line.partition("scripts/")[2] for line in lines if "scripts/" in line] == [
-        'test.sh"', 'test.sh" -m wide', 'test_fake_cuda.sh" --quiet']
+        'test.sh"',
+        'test.sh" -m wide',
+        'test_fake_cuda.sh" --quiet',
+    ]
 
 
 def test_slurm(project: Project) -> None:
@@ -244,8 +289,9 @@ def test_slurm(project: Project) -> None:
     (project.bin / "srun").chmod(0o755)
     variables = {"SLURM_SUBMIT_DIR": str(project.root), "SLURM_JOB_ID": "123456", "SLURM_CPUS_PER_TASK": "8"}
     done = project.run("pretrain_gpt2.slurm", "--model", "345m", **variables)
-    assert done.stdout == (f"8 8 --kill-on-bad-exit=1 {project.bin}/python {project.root}/pretrain_gpt2.py "
-                           "--model 345m\n"), done.stderr
+    assert done.stdout == (
+        f"8 8 --kill-on-bad-exit=1 {project.bin}/python {project.root}/pretrain_gpt2.py --model 345m\n"
+    ), done.stderr
     done = project.run("pretrain_gpt2.slurm", **{**variables, "SLURM_SUBMIT_DIR": str(project.elsewhere)})
     assert done.returncode == 2
     assert "call sbatch in the project's folder" in done.stderr
@@ -253,36 +299,67 @@ def test_slurm(project: Project) -> None:
 
 def test_slurm_queues_an_unfinished_run_again(project: Project) -> None:
     """Where it died and where it was stopped; not where it is finished or refused, and not for ever."""
-    srun = ('[ -z "$REASON" ] || echo "{\\"reason\\": \\"$REASON\\"}" > ended.json\n'
-            '[ "$REASON" != cancelled ] || kill -TERM $PPID\nexit "$CODE"')
+    srun = (
+        '[ -z "$REASON" ] || echo "{\\"reason\\": \\"$REASON\\"}" > ended.json\n'
+        '[ "$REASON" != cancelled ] || kill -TERM $PPID\nexit "$CODE"'
+    )
     for name, lines in (("srun", srun), ("scontrol", 'echo "$@"')):
         (project.bin / name).write_text(f"#!/bin/bash\n{lines}\n")
         (project.bin / name).chmod(0o755)
     for reason, code, restarts, words, queued in (
-            ("", 1, 0, ("--save", "."), True), ("SIGTERM", 0, 3, ("--save=.",), True),
-            ("finished", 0, 3, ("--save", "."), False), ("cancelled", 0, 0, ("--save", "."), False),
-            ("", 2, 0, ("--save", "."), False), ("", 1, 10, ("--save", "."), False), ("", 1, 0, (), False)):
+        ("", 1, 0, ("--save", "."), True),
+        ("SIGTERM", 0, 3, ("--save=.",), True),
+        ("finished", 0, 3, ("--save", "."), False),
+        ("cancelled", 0, 0, ("--save", "."), False),
+        ("", 2, 0, ("--save", "."), False),
+        ("", 1, 10, ("--save", "."), False),
+        ("", 1, 0, (), False),
+    ):
         (project.root / "ended.json").unlink(missing_ok=True)
-        done = project.run("pretrain_gpt2.slurm", *words, SLURM_SUBMIT_DIR=str(project.root), SLURM_JOB_ID="123456",
-                           REASON=reason, CODE=str(code), SLURM_RESTART_COUNT=str(restarts))
+        done = project.run(
+            "pretrain_gpt2.slurm",
+            *words,
+            SLURM_SUBMIT_DIR=str(project.root),
+            SLURM_JOB_ID="123456",
+            REASON=reason,
+            CODE=str(code),
+            SLURM_RESTART_COUNT=str(restarts),
+        )
         assert (done.returncode, done.stdout) == (code, "requeue 123456\n" if queued else ""), (reason, done.stderr)
 
 
 def test_two_ranks_train_for_real(python: WarmPython, tmp_path: Path) -> None:
     """No stub: the model-parallel script with this environment, and gloo."""
     write_text(tmp_path)
-    environment = {**os.environ, "PATH": python.path, "GPUS_PER_NODE": "2", "OMP_NUM_THREADS": "1",
-                   "XDG_CACHE_HOME": str(tmp_path / "cache")}
-    flags = ("--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 32 --max-position-embeddings 32 "
-             "--train-iters 2 --eval-iters 1 --device cpu --precision fp32 --tokenizer-type bytes --save run "
-             "--train-data text.txt")
+    environment = {
+        **os.environ,
+        "PATH": python.path,
+        "GPUS_PER_NODE": "2",
+        "OMP_NUM_THREADS": "1",
+        "XDG_CACHE_HOME": str(tmp_path / "cache"),
+    }
+    flags = (
+        "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 32 --max-position-embeddings 32 "
+        "--train-iters 2 --eval-iters 1 --device cpu --precision fp32 --tokenizer-type bytes --save run "
+        "--train-data text.txt"
+    )
     script = ROOT / "scripts" / "pretrain_gpt2_model_parallel.sh"
-    done = subprocess.run(["bash", str(script), *flags.split()], text=True, stdout=subprocess.PIPE,
-                          stderr=subprocess.STDOUT, cwd=tmp_path, env=environment, timeout=240, check=False)
+    done = subprocess.run(
+        ["bash", str(script), *flags.split()],
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        cwd=tmp_path,
+        env=environment,
+        timeout=240,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout
     assert done.stdout.count("iteration        2/       2 |") == 1  # one rank speaks
     assert sorted(path.name for path in (tmp_path / "run" / "iter_0000002").glob("mp_rank_*")) == [
-        "mp_rank_00", "mp_rank_01"]
+        "mp_rank_00",
+        "mp_rank_01",
+    ]
 
 
 def test_generate_text_takes_the_newest_checkpoint(project: Project) -> None:
@@ -296,13 +373,40 @@ def test_generate_text_takes_the_newest_checkpoint(project: Project) -> None:
         os.utime(tracker, (1e9 - age, 1e9 - age))
     program = f"{project.root}/tools/generate_text.py"
     assert project.words("generate_text.sh", "--prompt", "a b") == [
-        program, "--nproc-per-node", "1", "--load", "checkpoints/new one", "--prompt", "a b"]
-    assert project.words("generate_text.sh", CHECKPOINT_PATH="my run", TEMP="0.9", TOPK="5", TOPP="0.5",
-                         MAXSEQLEN="64") == [program, "--nproc-per-node", "1", "--load", "my run", "--temperature",
-                                             "0.9", "--top-k", "5", "--top-p", "0.5", "--max-new-tokens", "64"]
+        program,
+        "--nproc-per-node",
+        "1",
+        "--load",
+        "checkpoints/new one",
+        "--prompt",
+        "a b",
+    ]
+    assert project.words(
+        "generate_text.sh", CHECKPOINT_PATH="my run", TEMP="0.9", TOPK="5", TOPP="0.5", MAXSEQLEN="64"
+    ) == [
+        program,
+        "--nproc-per-node",
+        "1",
+        "--load",
+        "my run",
+        "--temperature",
+        "0.9",
+        "--top-k",
+        "5",
+        "--top-p",
+        "0.5",
+        "--max-new-tokens",
+        "64",
+    ]
     assert project.words("generate_text.sh", "--load=x", MPSIZE="1") == [program, "--nproc-per-node", "1", "--load=x"]
     assert project.words("generate_text.sh", "--greedy", MPSIZE="4", CHECKPOINT_PATH="x") == [
-        program, "--nproc-per-node", "4", "--load", "x", "--greedy"]
+        program,
+        "--nproc-per-node",
+        "4",
+        "--load",
+        "x",
+        "--greedy",
+    ]
     assert "MPSIZE=two is not a whole number" in project.run("generate_text.sh", MPSIZE="two").stderr
 
 

@@ -39,9 +39,39 @@ PAGE = (ROOT / "docs" / "how-to" / "troubleshooting.md").read_text()
 ENTRIES = re.findall(r"^### (.+)\n((?:(?!#{2,3} ).*\n)*)", PAGE, re.MULTILINE)
 # The threads of other projects that the page answers.
 THREADS = {
-    "Megatron-LM": (5, 18, 43, 51, 64, 82, 85, 102, 176, 188, 227, 232, 293, 296, 305, 415, 525, 732, 838, 1050, 1239,
-                    1298, 1511, 1736, 1754, 2369, 7452),
-    "gpt-neox": (612, 1158), "torchtitan": (816, 1232, 1661), "transformers": (12004, 39048)}
+    "Megatron-LM": (
+        5,
+        18,
+        43,
+        51,
+        64,
+        82,
+        85,
+        102,
+        176,
+        188,
+        227,
+        232,
+        293,
+        296,
+        305,
+        415,
+        525,
+        732,
+        838,
+        1050,
+        1239,
+        1298,
+        1511,
+        1736,
+        1754,
+        2369,
+        7452,
+    ),
+    "gpt-neox": (612, 1158),
+    "torchtitan": (816, 1232, 1661),
+    "transformers": (12004, 39048),
+}
 
 
 def functions(path: Path) -> set[str]:
@@ -68,8 +98,12 @@ def test_every_thread_has_its_entry():
 
 # ----------------------------------------------------------------------------------------------- install and launch
 
-PROGRAM = [path for room in ("mpu", "data_utils", "megatron", "tools") for path in sorted((ROOT / room).rglob("*"))
-           if "__pycache__" not in path.parts]
+PROGRAM = [
+    path
+    for room in ("mpu", "data_utils", "megatron", "tools")
+    for path in sorted((ROOT / room).rglob("*"))
+    if "__pycache__" not in path.parts
+]
 
 
 def test_nothing_has_to_be_built():
@@ -100,12 +134,27 @@ def test_the_launchers_local_rank_changes_nothing(words: list[str]):
 def test_one_document_for_more_steps_than_it_has_samples(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     """And a validation split of fewer samples than --eval-iters asks for."""
     (tmp_path / "one.json").write_text(json.dumps({"text": write_text(tmp_path, 300).read_text(), "url": "0"}) + "\n")
-    flags = ["--train-data", f"{tmp_path}/one.json", "--split", "80,10,10", "--train-iters", "120", "--eval-iters",
-             "1000", "--data-cache-path", f"{tmp_path}/cache", "--save", f"{tmp_path}/save", "--log-interval", "60"]
+    flags = [
+        "--train-data",
+        f"{tmp_path}/one.json",
+        "--split",
+        "80,10,10",
+        "--train-iters",
+        "120",
+        "--eval-iters",
+        "1000",
+        "--data-cache-path",
+        f"{tmp_path}/cache",
+        "--save",
+        f"{tmp_path}/save",
+        "--log-interval",
+        "60",
+    ]
     assert main([*TINY, *flags]) == 0
     said = capsys.readouterr().out
-    samples = {name: int(re.search(rf"{name}: [\d,]+ tokens, (\d+) samples", said)[1])
-               for name in ("train", "valid", "test")}
+    samples = {
+        name: int(re.search(rf"{name}: [\d,]+ tokens, (\d+) samples", said)[1]) for name in ("train", "valid", "test")
+    }
     assert 0 < 2 * samples["train"] < 120 * 4 and 0 < samples["valid"] < 1000 * 4 and samples["test"] > 0
     assert "iteration      120/     120 |" in said
     assert all(f"end of training for {name} data" in said for name in ("val", "test"))
@@ -116,8 +165,19 @@ def test_one_document_for_more_steps_than_it_has_samples(tmp_path: Path, capsys:
 
 def odd_vocabulary(rank: int, world_size: int, folder: str) -> list[float]:
     """257 ids, padded to no more than the ranks need."""
-    run = start(rank, world_size, folder, ["--model-parallel-size", str(world_size), "--save", f"{folder}/{world_size}",
-                                           "--make-vocab-size-divisible-by", "1"])
+    run = start(
+        rank,
+        world_size,
+        folder,
+        [
+            "--model-parallel-size",
+            str(world_size),
+            "--save",
+            f"{folder}/{world_size}",
+            "--make-vocab-size-divisible-by",
+            "1",
+        ],
+    )
     assert run.engine.model.word_embeddings.weight.shape[0] == -(-257 // world_size)
     losses = steps(run, 10)["loss"]
     finish(run)
@@ -152,13 +212,22 @@ def test_ranks_with_a_sharded_optimizer_merge_into_one(tmp_path: Path):
         fill(rank, state, padding=torch.nan)
         files.update(checkpoint_files(rank, rank.parallel, CONFIG, CPU))
     assert len([name for name in files if "master_dp" in name]) == 8
-    facts = {"config": {"model": dataclasses.asdict(SHAPE)}, "vocab_size": VOCAB, "consumed_samples": 24,
-             "optimizer": rank.optimizer.state_dict(), "tokenizer": None}
+    facts = {
+        "config": {"model": dataclasses.asdict(SHAPE)},
+        "vocab_size": VOCAB,
+        "consumed_samples": 24,
+        "optimizer": rank.optimizer.state_dict(),
+        "tokenizer": None,
+    }
     write_checkpoint(tmp_path / "eight", 3, facts=facts, files=files, rank=0, world_size=1, attempt="a", timeout_s=0)
     assert tool("checkpoint").main(["merge", str(tmp_path / "eight"), str(tmp_path / "one")]) == 0
     merged = open_source(tmp_path / "one")
     assert sorted(path.stem for path in tmp_path.glob("one/iter_*/mp_rank_*/*")) == [
-        "exp_avg_dp_00", "exp_avg_sq_dp_00", "master_dp_00", "model"]
+        "exp_avg_dp_00",
+        "exp_avg_sq_dp_00",
+        "master_dp_00",
+        "model",
+    ]
     assert all(torch.equal(merged.read(f"{kind}.{name}"), whole) for (kind, name), whole in state.items())
 
 
@@ -190,8 +259,10 @@ def test_a_vocabulary_file_of_another_size_is_refused(tmp_path: Path, vocabulary
     assert not (tmp_path / "a").exists()
     assert checkpoint.main(["convert", *words[:1], str(tmp_path / "b"), *words[1:]]) == 0
     load = ["--load", str(tmp_path / "b"), "--save", str(tmp_path / "c"), "--device", "cpu"]
-    for flags, message in (([], "came without a tokenizer: give --vocab-file"),
-                           (vocabulary, "has 101 tokens and the tokenizer 257")):
+    for flags, message in (
+        ([], "came without a tokenizer: give --vocab-file"),
+        (vocabulary, "has 101 tokens and the tokenizer 257"),
+    ):
         with pytest.raises(ValueError, match=message):
             prepare_run(parse([*load, *flags]), Ranks(), lambda line: None)
 
@@ -199,25 +270,52 @@ def test_a_vocabulary_file_of_another_size_is_refused(tmp_path: Path, vocabulary
 # -------------------------------------------------------------------------------------------------------- generation
 
 
-def test_what_16_ranks_wrote_writes_the_same_text_on_one(tmp_path: Path, vocabulary: list[str],
-                                                         monkeypatch: pytest.MonkeyPatch,
-                                                         capsys: pytest.CaptureFixture[str]):
+def test_what_16_ranks_wrote_writes_the_same_text_on_one(
+    tmp_path: Path, vocabulary: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
     """16 ranks' files of ours, and the same as Megatron 2019 writes them."""
     tokenizer = build_tokenizer("GPT2BPETokenizer", vocab_file=vocabulary[1], merge_file=vocabulary[3])
     monkeypatch.setattr(test_generation, "TOKENIZER", tokenizer)
     mpu.initialize_model_parallel(1)
     try:
-        test_generation.save(GPT2Model(ModelConfig(
-            num_layers=2, hidden_size=64, num_attention_heads=16, max_position_embeddings=32,
-            vocab_size=tokenizer.vocab_size, init_method_std=0.2)), tmp_path / "one")
+        test_generation.save(
+            GPT2Model(
+                ModelConfig(
+                    num_layers=2,
+                    hidden_size=64,
+                    num_attention_heads=16,
+                    max_position_embeddings=32,
+                    vocab_size=tokenizer.vocab_size,
+                    init_method_std=0.2,
+                )
+            ),
+            tmp_path / "one",
+        )
     finally:
         mpu.destroy_model_parallel()
     checkpoint, generate_text = tool("checkpoint"), tool("generate_text")
 
     def text(folder: str) -> str:
         capsys.readouterr()
-        assert generate_text.main(["--load", str(tmp_path / folder), "--device", "cpu", "--precision", "fp32",
-                                   "--prompt", "Once", "--seed", "1", "--max-new-tokens", "20"]) == 0
+        assert (
+            generate_text.main(
+                [
+                    "--load",
+                    str(tmp_path / folder),
+                    "--device",
+                    "cpu",
+                    "--precision",
+                    "fp32",
+                    "--prompt",
+                    "Once",
+                    "--seed",
+                    "1",
+                    "--max-new-tokens",
+                    "20",
+                ]
+            )
+            == 0
+        )
         return capsys.readouterr().out
 
     def convert(command: str, source: str, target: str, *flags: str) -> None:
@@ -227,7 +325,8 @@ def test_what_16_ranks_wrote_writes_the_same_text_on_one(tmp_path: Path, vocabul
     convert("convert", "one", "theirs", "--to", "megatron-2019", "--model-parallel-size", "16")
     for folder in ("sixteen", "theirs"):
         assert len(list((tmp_path / folder).glob("iter_*/mp_rank_*"))) == 16
-    convert("convert", "theirs", "back", "--to", "native", "--num-attention-heads", "16", "--vocab-size", "257",
-            *vocabulary)
+    convert(
+        "convert", "theirs", "back", "--to", "native", "--num-attention-heads", "16", "--vocab-size", "257", *vocabulary
+    )
     assert len(text("one")) > 10
     assert text("one") == text("sixteen") == text("back")

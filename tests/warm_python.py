@@ -26,8 +26,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PROGRAMS = ("pretrain_gpt2", "generate_text", "evaluate_gpt2", "checkpoint", "plan", "preprocess_data", "inspect_data")
-LIBRARIES = ("matplotlib.backends.backend_agg", "tiktoken", "torch.distributed.run",
-             "transformers.models.gpt2.modeling_gpt2")
+LIBRARIES = (
+    "matplotlib.backends.backend_agg",
+    "tiktoken",
+    "torch.distributed.run",
+    "transformers.models.gpt2.modeling_gpt2",
+)
 
 # It hands over its standard streams, arguments, folder and environment, passes on the signals that programs know, and
 # ends as the command did. Of the modules that it could import none is quick.
@@ -73,8 +77,14 @@ class WarmPython:
                 torchrun.chmod(0o755)
             while not self._hold(address):
                 environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-                started = subprocess.Popen([sys.executable, "-m", "tests.warm_python", address], cwd=ROOT, text=True,
-                                           env=environment, stdout=subprocess.PIPE, start_new_session=True)
+                started = subprocess.Popen(
+                    [sys.executable, "-m", "tests.warm_python", address],
+                    cwd=ROOT,
+                    text=True,
+                    env=environment,
+                    stdout=subprocess.PIPE,
+                    start_new_session=True,
+                )
                 assert started.stdout is not None and started.stdout.readline() == "listening\n"
                 started.stdout.close()
 
@@ -200,13 +210,13 @@ class Server:
         folder, count, *words = map(os.fsdecode, request.split(b"\0"))
         os.chdir(folder)
         os.environ.clear()
-        os.environ.update({name: value for name, _, value in (word.partition("=") for word in words[:int(count)])})
-        return words[int(count):]
+        os.environ.update({name: value for name, _, value in (word.partition("=") for word in words[: int(count)])})
+        return words[int(count) :]
 
 
 def run(argv: list[str]) -> None:
     """`python ARGV`: a file, `-m MODULE` or `-c CODE`, with the arguments after it. -u, torchrun's, changes nothing."""
-    argv = argv[argv[0] == "-u":]
+    argv = argv[argv[0] == "-u" :]
     given = [entry for entry in os.environ.get("PYTHONPATH", "").split(":") if entry]
     sys.path[:] = [*given, *(entry for entry in sys.path if entry != str(ROOT))]
     if argv[0] == "-c":

@@ -53,8 +53,10 @@ class Cases:
             broken = is_broken(error)
             found = {"failed": report.last_line(text), "traceback": report.without_paths(text).splitlines()}
             del error
-        self._record(name, {**found, "seconds": round(time.monotonic() - began, 2), "call": self._call,
-                            "commit": report.commit()})
+        self._record(
+            name,
+            {**found, "seconds": round(time.monotonic() - began, 2), "call": self._call, "commit": report.commit()},
+        )
         print(f"{self._stage}: {name}: {line_of(found)}", flush=True)
         if broken:
             raise BrokenContext
@@ -94,5 +96,11 @@ def line_of(found: dict[str, Any]) -> str:
     if "failed" in found:
         return f"FAILED: {found['failed']}"
     plain = {key: value for key, value in found.items() if isinstance(value, (int, float, str))}
-    return ", ".join(f"{key} {value:,.4g}" if isinstance(value, float) else f"{key} {value}"
-                     for key, value in plain.items() if len(str(value)) < 80) or f"{len(found)} entries"
+    return (
+        ", ".join(
+            f"{key} {value:,.4g}" if isinstance(value, float) else f"{key} {value}"
+            for key, value in plain.items()
+            if len(str(value)) < 80
+        )
+        or f"{len(found)} entries"
+    )

@@ -28,16 +28,23 @@ def versions() -> dict[str, Any]:
     found: dict[str, Any] = {**report.versions(), "cudnn": torch.backends.cudnn.version()}
     if torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(0)
-        found |= {"nccl": ".".join(map(str, torch.cuda.nccl.version())), "gpu": properties.name,
-                  "datasheet_tflops": datasheet(properties.name), "processors": properties.multi_processor_count,
-                  "memory_gb": properties.total_memory / 1e9}
+        found |= {
+            "nccl": ".".join(map(str, torch.cuda.nccl.version())),
+            "gpu": properties.name,
+            "datasheet_tflops": datasheet(properties.name),
+            "processors": properties.multi_processor_count,
+            "memory_gb": properties.total_memory / 1e9,
+        }
     try:
         table = subprocess.run(["nvidia-smi"], capture_output=True, text=True, timeout=20).stdout.splitlines()
     except (OSError, subprocess.TimeoutExpired) as error:
         table = [f"nvidia-smi: {type(error).__name__}"]
     prefixes = ("CUDA_", "NCCL_", "TORCH_NCCL_", "PYTORCH_", "NVIDIA_TF32", "CUBLAS")
-    return {**found, "nvidia_smi": table,
-            "environment": {name: value for name, value in os.environ.items() if name.startswith(prefixes)}}
+    return {
+        **found,
+        "nvidia_smi": table,
+        "environment": {name: value for name, value in os.environ.items() if name.startswith(prefixes)},
+    }
 
 
 def product(setting: Setting) -> dict[str, Any]:
@@ -53,11 +60,14 @@ def copies(setting: Setting) -> dict[str, Any]:
     there = torch.zeros(1 << (16 if setting.smoke else 30), dtype=torch.uint8, device=setting.device)
     other = torch.empty_like(there)
     host = torch.zeros(1 << (16 if setting.smoke else 28), dtype=torch.uint8, pin_memory=not setting.smoke)
-    part, gigabytes = there[:host.numel()], 1e-6  # of bytes per ms
+    part, gigabytes = there[: host.numel()], 1e-6  # of bytes per ms
 
     def rate(target: torch.Tensor, source: torch.Tensor) -> float:
         ms = milliseconds(lambda: target.copy_(source, non_blocking=True), setting.device, setting.repeats)
         return gigabytes * source.numel() / ms
 
-    return {"device_gb_per_s": 2 * rate(other, there), "to_device_gb_per_s": rate(part, host),
-            "to_host_gb_per_s": rate(host, part)}
+    return {
+        "device_gb_per_s": 2 * rate(other, there),
+        "to_device_gb_per_s": rate(part, host),
+        "to_host_gb_per_s": rate(host, part),
+    }

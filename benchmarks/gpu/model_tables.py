@@ -34,24 +34,37 @@ def step(setting: Setting, name: str) -> dict[str, Any]:
     device = setting.device
     model = model_of(setting, name)
     flat = FlatParameters(model, torch.bfloat16, bucket_size=bucket_size(ParallelConfig().ddp_bucket_size, 1))
-    optimizer = AdamWOptimizer(flat, ParameterGatherer(flat, model, None), OptimizerConfig(),
-                               build_loss_scaler(OptimizerConfig(), torch.bfloat16, device), torch.tensor([1e-4, 1e-4]))
+    optimizer = AdamWOptimizer(
+        flat,
+        ParameterGatherer(flat, model, None),
+        OptimizerConfig(),
+        build_loss_scaler(OptimizerConfig(), torch.bfloat16, device),
+        torch.tensor([1e-4, 1e-4]),
+    )
     for index in range(len(flat.buckets)):
         flat.bucket_grads(index).fill_(1e-3)
     grads = flat.owned_grads()
 
     def norm() -> torch.Tensor:
-        return mpu.squared_norm([g for g, owned in zip(grads, flat.owned, strict=True) if owned.is_split],
-                                [g for g, owned in zip(grads, flat.owned, strict=True) if not owned.is_split], device)
+        return mpu.squared_norm(
+            [g for g, owned in zip(grads, flat.owned, strict=True) if owned.is_split],
+            [g for g, owned in zip(grads, flat.owned, strict=True) if not owned.is_split],
+            device,
+        )
 
     with mock.patch.object(flat, "free_grads"):  # the same ones for every step
         whole = milliseconds(optimizer.step, device, setting.repeats)
     count = flat.params.numel()
-    found = {"parameters": count, "ranges": len(flat.owned), "step_ms": whole,
-             "norm_ms": milliseconds(norm, device, setting.repeats),
-             "norm_by_foreach_ms": milliseconds(lambda: torch.stack(torch._foreach_norm(grads)).norm(), device,
-                                                setting.repeats),
-             "write_back_ms": milliseconds(optimizer.write_back, device, setting.repeats)}
+    found = {
+        "parameters": count,
+        "ranges": len(flat.owned),
+        "step_ms": whole,
+        "norm_ms": milliseconds(norm, device, setting.repeats),
+        "norm_by_foreach_ms": milliseconds(
+            lambda: torch.stack(torch._foreach_norm(grads)).norm(), device, setting.repeats
+        ),
+        "write_back_ms": milliseconds(optimizer.write_back, device, setting.repeats),
+    }
     # Read and written: 28 bytes by AdamW and 4 by gradients that it writes back, 4 by the norm, 6 by the rounding.
     return {**found, "bytes_per_parameter": 42, "gb_per_s": 42e-6 * count / whole}
 
@@ -79,12 +92,16 @@ def decoding(setting: Setting, name: str, backends: Mapping[str, SDPBackend]) ->
 @contextlib.contextmanager
 def only(backend: SDPBackend | None) -> Iterator[None]:
     """Inside, generation's attention is by this kernel; by torch's choice where it is None."""
+
     @contextlib.contextmanager
     def inference(model: nn.Module) -> Iterator[None]:
         assert backend is not None
         with sdpa_kernel([backend]):
             yield
 
-    with contextlib.nullcontext() if backend is None else mock.patch(
-            "megatron.gpt2.text.generation.inference", inference):
+    with (
+        contextlib.nullcontext()
+        if backend is None
+        else mock.patch("megatron.gpt2.text.generation.inference", inference)
+    ):
         yield

@@ -27,7 +27,9 @@ DROPOUT = ["--attention-dropout", "0.1", "--hidden-dropout", "0.1"]
 DOCUMENTS = ["--reset-position-ids", "--reset-attention-mask", "--eod-mask-loss"]
 # Flags after those of a run in bf16 without dropout, of micro-batches of 2. tests/fake_cuda runs the same ones.
 MODES: dict[str, list[str]] = {
-    "bf16": [], "fp16": ["--precision", "fp16"], "fp32": ["--precision", "fp32"],
+    "bf16": [],
+    "fp16": ["--precision", "fp16"],
+    "fp32": ["--precision", "fp32"],
     "constant scale": ["--precision", "fp16", "--loss-scale", "1024"],
     "selective": ["--recompute-granularity", "selective"],
     "full": ["--recompute-granularity", "full"],
@@ -35,13 +37,18 @@ MODES: dict[str, list[str]] = {
     "full, inputs on the host": ["--recompute-granularity", "full", "--checkpoint-in-cpu"],
     "a layer on the host": ["--cpu-offloading-num-layers", "1"],
     "accumulation": ["--global-batch-size", "6"],
-    "dropout": DROPOUT, "dropout, full": [*DROPOUT, "--recompute-granularity", "full"],
+    "dropout": DROPOUT,
+    "dropout, full": [*DROPOUT, "--recompute-granularity", "full"],
     "dropout, fp16, accumulation": [*DROPOUT, "--precision", "fp16", "--global-batch-size", "4"],
-    "documents": DOCUMENTS, "documents, dropout": [*DOCUMENTS, *DROPOUT],
+    "documents": DOCUMENTS,
+    "documents, dropout": [*DOCUMENTS, *DROPOUT],
     "documents, fp32": [*DOCUMENTS, "--precision", "fp32"],
-    "offload": ["--cpu-offload-optimizer"], "no clipping": ["--clip-grad", "0"],
+    "offload": ["--cpu-offload-optimizer"],
+    "no clipping": ["--clip-grad", "0"],
     "exact layouts": ["--exact-layouts", "4", "--global-batch-size", "4"],
-    "compiled": ["--compile"], "compiled, dropout": ["--compile", *DROPOUT]}
+    "compiled": ["--compile"],
+    "compiled, dropout": ["--compile", *DROPOUT],
+}
 # With the optimizer in the host's memory each step waits for its gradients, once.
 MAY_WAIT = {"offload": "megatron/gpt2/optimizer/optimizer.py"}
 STEPS = 3
@@ -66,9 +73,15 @@ def step_of(arm: Arm, setting: Setting) -> dict[str, Any]:
             training.step()
     ms = [1000 * seconds for seconds in call_seconds(training.step, setting.device, STEPS)]
     peak = torch.cuda.max_memory_allocated() if setting.device.type == "cuda" else None
-    found: dict[str, Any] = {"loss": loss, "grad_norm": norm, "ms": sorted(ms)[len(ms) // 2],
-             "peak_allocated_mb": None if peak is None else peak / 2**20,
-             "expected_peak_mb": (training.expected_peak or 0) / 2**20, "waits": waits, "warnings": other}
+    found: dict[str, Any] = {
+        "loss": loss,
+        "grad_norm": norm,
+        "ms": sorted(ms)[len(ms) // 2],
+        "peak_allocated_mb": None if peak is None else peak / 2**20,
+        "expected_peak_mb": (training.expected_peak or 0) / 2**20,
+        "waits": waits,
+        "warnings": other,
+    }
     try:
         found["kernels"] = count_kernels(training.step, setting.device)
     except RuntimeError as error:  # the profiler may not be allowed on a machine; the rest was measured

@@ -29,8 +29,18 @@ def run(setting: Setting, cases: Cases, timeout: float = ALL) -> None:
 def command(setting: Setting) -> list[str]:
     """Without a GPU every test is skipped, which is quick."""
     has_timeout = importlib.util.find_spec("pytest_timeout") is not None
-    return [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "-o", f"faulthandler_timeout={LIMIT}",
-            *([f"--timeout={LIMIT}"] if has_timeout else []), FOLDER]
+    return [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-v",
+        "-p",
+        "no:cacheprovider",
+        "-o",
+        f"faulthandler_timeout={LIMIT}",
+        *([f"--timeout={LIMIT}"] if has_timeout else []),
+        FOLDER,
+    ]
 
 
 def own_tests(words: list[str], log: Path, timeout: float) -> dict[str, Any]:
@@ -38,8 +48,13 @@ def own_tests(words: list[str], log: Path, timeout: float) -> dict[str, Any]:
     code = run_limited(words, log, timeout)
     text = log.read_text(errors="replace")
     outcomes = dict(OUTCOME.findall(text))
-    found: dict[str, Any] = {"exit_code": code, "log": log.name, "counts": dict(Counter(outcomes.values())),
-                             "outcomes": outcomes, "last_line": report.last_line(text)}
+    found: dict[str, Any] = {
+        "exit_code": code,
+        "log": log.name,
+        "counts": dict(Counter(outcomes.values())),
+        "outcomes": outcomes,
+        "last_line": report.last_line(text),
+    }
     if code is None:
         found["failed"] = f"no end after {timeout:.0f} s; last: {found['last_line']}"
     elif code:

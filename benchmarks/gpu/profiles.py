@@ -43,5 +43,12 @@ def profile_of(setting: Setting, arm: Arm) -> dict[str, Any]:
     training.stop.close()
     training.close()
     device_ms = sum(kernel["ms"] for kernel in kernels)
-    return {"step_ms": ms, "first_step_s": first, "device_ms": device_ms, "busy": device_ms / ms,
-            "launches": sum(kernel["calls"] for kernel in kernels), "parts_ms": parts, "kernels": kernels[:KERNELS]}
+    return {
+        "step_ms": ms,
+        "first_step_s": first,
+        "device_ms": device_ms,
+        "busy": device_ms / ms,
+        "launches": sum(kernel["calls"] for kernel in kernels),
+        "parts_ms": parts,
+        "kernels": kernels[:KERNELS],
+    }

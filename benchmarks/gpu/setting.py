@@ -45,12 +45,25 @@ class Setting:
         """A training problem of the model `name`, with the tokens that it reads. changes: other fields of it."""
         layers, hidden, heads = (2, 64, 4) if self.smoke else MODELS[name]
         shape: dict[str, Any] = {
-            "num_layers": layers, "hidden_size": hidden, "num_attention_heads": heads, "seq_length": 1024,
-            "micro_batch_size": micro_batch_size, "accumulation": accumulation, "device": self.device.type,
-            "scratch": self.scratch, "tokens": f"{self.scratch}/tokens", **changes}
+            "num_layers": layers,
+            "hidden_size": hidden,
+            "num_attention_heads": heads,
+            "seq_length": 1024,
+            "micro_batch_size": micro_batch_size,
+            "accumulation": accumulation,
+            "device": self.device.type,
+            "scratch": self.scratch,
+            "tokens": f"{self.scratch}/tokens",
+            **changes,
+        }
         if self.smoke:
-            shape |= {"num_layers": 2, "seq_length": 32, "micro_batch_size": 2, "vocab_size": 300,
-                      "compiler": SMOKE_COMPILER}
+            shape |= {
+                "num_layers": 2,
+                "seq_length": 32,
+                "micro_batch_size": 2,
+                "vocab_size": 300,
+                "compiler": SMOKE_COMPILER,
+            }
         problem = Problem(**shape)
         write_tokens(problem, 16 * problem.micro_batch_size * problem.accumulation)
         return problem
@@ -59,5 +72,12 @@ class Setting:
         """The shape of the model `name`, without dropout."""
         layers, hidden, heads = (2, 64, 4) if self.smoke else MODELS[name]
         s, vocab_size = (32, 300) if self.smoke else (1024, 50257)
-        return ModelConfig(num_layers=layers, hidden_size=hidden, num_attention_heads=heads, vocab_size=vocab_size,
-                           max_position_embeddings=s, attention_dropout=0.0, hidden_dropout=0.0)
+        return ModelConfig(
+            num_layers=layers,
+            hidden_size=hidden,
+            num_attention_heads=heads,
+            vocab_size=vocab_size,
+            max_position_embeddings=s,
+            attention_dropout=0.0,
+            hidden_dropout=0.0,
+        )

@@ -31,9 +31,18 @@ def steps_of(setting: Setting, name: str) -> dict[str, Any]:
     """Five steps in a process of their own. `visit` is what `benchmarks/arms.py` gives."""
     problem = setting.problem(name, 32, 4)
     arm = Arm("ours compiled", "ours", compiled=True)
-    visit = run_arm({"task": "measure", "problem": dataclasses.asdict(problem), "arm": dataclasses.asdict(arm),
-                     "nanogpt": "", "warmup": WARM_UP, "steps": 1 if setting.smoke else STEPS},
-                    Path(setting.scratch), TIMEOUT)
+    visit = run_arm(
+        {
+            "task": "measure",
+            "problem": dataclasses.asdict(problem),
+            "arm": dataclasses.asdict(arm),
+            "nanogpt": "",
+            "warmup": WARM_UP,
+            "steps": 1 if setting.smoke else STEPS,
+        },
+        Path(setting.scratch),
+        TIMEOUT,
+    )
     if "failed" in visit:
         return visit
     seconds = report.spread(visit["step_s"])
@@ -41,9 +50,14 @@ def steps_of(setting: Setting, name: str) -> dict[str, Any]:
     gpu = report.machine()["gpu"]
     teraflops = None if gpu is None else datasheet(gpu)
     peak = 1e12 * teraflops if teraflops else None  # of a GPU that is not known there is no MFU
-    found = {"tokens_per_s": speed, "step_s": seconds, "first_step_s": visit["first_step_s"],
-             **utilisation(speed, visit, peak), "mfu_of_flops_per_s": peak,
-             "expected_peak_gb": visit["expected_peak_bytes"] / 1e9}
+    found = {
+        "tokens_per_s": speed,
+        "step_s": seconds,
+        "first_step_s": visit["first_step_s"],
+        **utilisation(speed, visit, peak),
+        "mfu_of_flops_per_s": peak,
+        "expected_peak_gb": visit["expected_peak_bytes"] / 1e9,
+    }
     if measured := visit["memory_bytes"].get("peak_allocated"):
         found |= {"peak_allocated_gb": measured / 1e9, "expected_over_peak": visit["expected_peak_bytes"] / measured}
     return {**found, "visit": visit}

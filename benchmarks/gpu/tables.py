@@ -26,12 +26,18 @@ from mpu.cross_entropy import chunk_size_for
 
 Arms = dict[str, Callable[[], Any]]
 
-BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "fused": SDPBackend.CUDNN_ATTENTION,
-            "efficient": SDPBackend.EFFICIENT_ATTENTION, "formula": SDPBackend.MATH}
+BACKENDS = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "fused": SDPBackend.CUDNN_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "formula": SDPBackend.MATH,
+}
 # hidden [t, h], weight [v, h], target [t] int64, token_weight [t], size of the vocabulary, tokens of a chunk -> loss
 LOSSES: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor, int, int], Tensor]] = {
     "ours": lambda hidden, weight, target, token_weight, vocab_size, chunk: mpu.vocab_parallel_linear_cross_entropy(
-        hidden, weight, target, token_weight, vocab_size=vocab_size, chunk_size=chunk)}
+        hidden, weight, target, token_weight, vocab_size=vocab_size, chunk_size=chunk
+    )
+}
 
 
 def run(setting: Setting, cases: Cases) -> None:
@@ -42,11 +48,9 @@ def run(setting: Setting, cases: Cases) -> None:
         cases.run(f"attention, {name}", partial(attention, setting, name))
     for tokens in reversed(setting.tokens):
         for name in setting.names:
-            cases.run(f"products, {name}, {tokens} tokens",
-                      partial(products, setting, name, tokens))
+            cases.run(f"products, {name}, {tokens} tokens", partial(products, setting, name, tokens))
     for name in setting.names:
-        cases.run(f"gradient of the embedding, {name}",
-                  partial(embedding_gradient, setting, name))
+        cases.run(f"gradient of the embedding, {name}", partial(embedding_gradient, setting, name))
         cases.run(f"optimizer, {name}", partial(model_tables.step, setting, name))
     cases.run("decoding, 345M", partial(model_tables.decoding, setting, "345M", BACKENDS))
 
@@ -65,10 +69,12 @@ def table(setting: Setting, arms: Arms, flops: float = 0.0, moved: float = 0.0) 
             found[name] = {"failed": report.without_paths(f"{type(error).__name__}: {error}".splitlines()[0])}
             free()
             continue
-        found[name] = {"ms": ms, **({"tflops": 1e-9 * flops / ms} if flops else {}),
-                       **({"gb_per_s": 1e-6 * moved / ms} if moved else {}),
-                       **({"peak_mb": (peak_of(setting, since=before)) / 2**20} if setting.device.type == "cuda"
-                          else {})}
+        found[name] = {
+            "ms": ms,
+            **({"tflops": 1e-9 * flops / ms} if flops else {}),
+            **({"gb_per_s": 1e-6 * moved / ms} if moved else {}),
+            **({"peak_mb": (peak_of(setting, since=before)) / 2**20} if setting.device.type == "cuda" else {}),
+        }
     return found
 
 
@@ -104,8 +110,13 @@ def products(setting: Setting, name: str, t: int) -> dict[str, Any]:
     """Each product of a layer and of the head: forward, input gradient and weight gradient, with the result in bf16, in
     float32, and added to a float32 sum."""
     h = setting.model(name).hidden_size
-    shapes = {"query_key_value": (3 * h, h), "dense": (h, h), "h_to_4h": (4 * h, h), "4h_to_h": (h, 4 * h),
-              "head": (padded(setting, name), h)}
+    shapes = {
+        "query_key_value": (3 * h, h),
+        "dense": (h, h),
+        "h_to_4h": (4 * h, h),
+        "4h_to_h": (h, 4 * h),
+        "head": (padded(setting, name), h),
+    }
     found = {}
     for layer, (rows, columns) in shapes.items():
         x, weight, dy = random(setting, t, columns), random(setting, rows, columns), random(setting, t, rows)
@@ -134,6 +145,7 @@ def attention(setting: Setting, name: str) -> dict[str, Any]:
     q, k, v = qkv.permute(3, 1, 2, 0, 4).unbind(0)  # [s, b, n, 3, d] -> three of [b, n, s, d]
     found = {}
     for p in (0.0, 0.1):
+
         def forward(backend: SDPBackend, p: float = p) -> Tensor:
             with sdpa_kernel([backend]):
                 return F.scaled_dot_product_attention(q, k, v, dropout_p=p, is_causal=True)
@@ -144,13 +156,15 @@ def attention(setting: Setting, name: str) -> dict[str, Any]:
 
         flops = 4.0 * b * n * s * s * d
         for which, call, times in (("forward", forward, 1), ("forward and backward", both, 3)):
-            found[f"{which}, dropout {p}"] = table(setting, {
-                backend: partial(call, kind) for backend, kind in BACKENDS.items()}, flops=times * flops)
+            found[f"{which}, dropout {p}"] = table(
+                setting, {backend: partial(call, kind) for backend, kind in BACKENDS.items()}, flops=times * flops
+            )
     lengths = [s // 4] * (4 * b)
     ends = torch.arange(0, b * s + 1, s // 4, dtype=torch.int32, device=setting.device)
     packed = random(setting, b * s, 1, n, 3, d)
-    found["forward, documents of a quarter of the sequence"] = table(setting, {
-        "ours": lambda: kernels.document_attention(packed, 0.0, lengths, ends)})
+    found["forward, documents of a quarter of the sequence"] = table(
+        setting, {"ours": lambda: kernels.document_attention(packed, 0.0, lengths, ends)}
+    )
     return found
 
 
@@ -166,6 +180,7 @@ def losses(setting: Setting, name: str) -> dict[str, Any]:
     chunks = (16,) if setting.smoke else (1024, 2048, 4096, 8192)
     found: dict[str, Any] = {"default chunk": chunk_size_for(t)}
     for arm, loss in LOSSES.items():
+
         def both(chunk: int, loss: Any = loss) -> object:
             return torch.autograd.grad(loss(hidden, weight, target, token_weight, vocab_size, chunk), [hidden, weight])
 
@@ -174,9 +189,11 @@ def losses(setting: Setting, name: str) -> dict[str, Any]:
                 return loss(hidden, weight, target, token_weight, vocab_size, chunk)
 
         for which, call, products_of in (("with gradients", both, 3), ("without gradients", alone, 1)):
-            found[f"{arm}, {which}"] = table(setting, {
-                f"chunks of {chunk}": partial(call, chunk) for chunk in chunks},
-                flops=products_of * 2.0 * t * v * model.hidden_size)
+            found[f"{arm}, {which}"] = table(
+                setting,
+                {f"chunks of {chunk}": partial(call, chunk) for chunk in chunks},
+                flops=products_of * 2.0 * t * v * model.hidden_size,
+            )
     return found
 
 
@@ -185,12 +202,23 @@ def embedding_gradient(setting: Setting, name: str) -> dict[str, Any]:
     model, t = setting.model(name), setting.tokens[-1]
     assert model.vocab_size is not None
     v, rows = padded(setting, name), ids(setting, model.vocab_size, t)
-    gradients, total = random(setting, t, model.hidden_size), torch.zeros(
-        padded(setting, name), model.hidden_size, device=setting.device)
-    return {"distinct tokens": rows.unique().numel(), "arms": table(setting, {
-        "index_put_": lambda: total.index_put_((rows,), gradients.float(), accumulate=True),
-        "embedding_dense_backward": lambda: total.add_(
-            torch.ops.aten.embedding_dense_backward(gradients, rows, v, -1, False)),
-        "embedding_dense_backward in float32": lambda: total.add_(
-            torch.ops.aten.embedding_dense_backward(gradients.float(), rows, v, -1, False)),
-        "index_add_, in any order": lambda: total.index_add_(0, rows, gradients.float())})}
+    gradients, total = (
+        random(setting, t, model.hidden_size),
+        torch.zeros(padded(setting, name), model.hidden_size, device=setting.device),
+    )
+    return {
+        "distinct tokens": rows.unique().numel(),
+        "arms": table(
+            setting,
+            {
+                "index_put_": lambda: total.index_put_((rows,), gradients.float(), accumulate=True),
+                "embedding_dense_backward": lambda: total.add_(
+                    torch.ops.aten.embedding_dense_backward(gradients, rows, v, -1, False)
+                ),
+                "embedding_dense_backward in float32": lambda: total.add_(
+                    torch.ops.aten.embedding_dense_backward(gradients.float(), rows, v, -1, False)
+                ),
+                "index_add_, in any order": lambda: total.index_add_(0, rows, gradients.float()),
+            },
+        ),
+    }

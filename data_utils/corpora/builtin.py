@@ -33,10 +33,17 @@ PLAIN_SHARE = 0.85  # of a paragraph's words
 # A blank line ends a paragraph; so does the beginning of a list's next item.
 BORDER = re.compile(r"\n[ \t]*\n\s*|\n(?=[ \t]*(?:[-*+•]|\(?\d+[.)])[ \t])")
 BULLET = re.compile(r"^(?:[-*+•]|\(?\d+[.)])[ \t]+")
-MARKS = tuple((re.compile(pattern), plain) for pattern, plain in (
-    (r"(?::[a-zA-Z:+-]+:)?`+~?([^`]+?)(?:\s+<[^`>]*>)?`+_{0,2}", r"\1"),  # :role:`name`, ``literal``, `text <link>`_
-    (r"(?<![\w*])(\*\*?)([^\s*](?:[^*]*[^\s*])?)\1(?![\w*])", r"\2"),  # *emphasis*, **strong**
-    (r"::(?=\s|$)", ":")))  # before a literal block
+MARKS = tuple(
+    (re.compile(pattern), plain)
+    for pattern, plain in (
+        (
+            r"(?::[a-zA-Z:+-]+:)?`+~?([^`]+?)(?:\s+<[^`>]*>)?`+_{0,2}",
+            r"\1",
+        ),  # :role:`name`, ``literal``, `text <link>`_
+        (r"(?<![\w*])(\*\*?)([^\s*](?:[^*]*[^\s*])?)\1(?![\w*])", r"\2"),  # *emphasis*, **strong**
+        (r"::(?=\s|$)", ":"),
+    )
+)  # before a literal block
 BEGINS = re.compile(r"""["'“‘(]?[A-Z]""")
 ENDS = re.compile(r"""[.!?:]["'”’)]*$""")
 FOREIGN = re.compile(r"[\\|{}<>=~^$@#`*+]|--|\.\.|X{3}")  # code, tables, grammar, remarks marked with XXX
@@ -50,8 +57,10 @@ def builtin_documents() -> tuple[str, ...]:
     the source of the standard library is missing."""
     found = dict(_sources())
     if not found:
-        raise ValueError(f"the built-in corpus needs the source of Python's standard library, which is not in "
-                         f"{sysconfig.get_path('stdlib')}: name files with --train-data")
+        raise ValueError(
+            f"the built-in corpus needs the source of Python's standard library, which is not in "
+            f"{sysconfig.get_path('stdlib')}: name files with --train-data"
+        )
     names = sorted(found, key=lambda name: hashlib.sha256(name.encode()).digest())
     documents = ("".join(f"{line}\n" for text in found[name] if (line := " ".join(prose(text)))) for name in names)
     return tuple(filter(None, documents))
@@ -99,5 +108,6 @@ def is_prose(paragraph: str) -> bool:
     if not BEGINS.match(paragraph) or not ENDS.search(paragraph) or FOREIGN.search(paragraph):
         return False
     words = paragraph.split(" ")
-    return len(words) >= LEAST_WORDS and \
-        sum(PLAIN_WORD.match(word) is not None for word in words) >= PLAIN_SHARE * len(words)
+    return len(words) >= LEAST_WORDS and sum(PLAIN_WORD.match(word) is not None for word in words) >= PLAIN_SHARE * len(
+        words
+    )

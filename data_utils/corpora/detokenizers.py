@@ -12,14 +12,25 @@ from functools import partial
 _WIKITEXT = (
     ("s '", "s'"),
     # numbers and punctuation, which WikiText sets apart
-    (" @-@ ", "-"), (" @,@ ", ","), (r" @\.@ ", "."),
+    (" @-@ ", "-"),
+    (" @,@ ", ","),
+    (r" @\.@ ", "."),
     *((f" {re.escape(mark)} ", f"{mark} ") for mark in ":;.!?,"),
     # the space inside of brackets and quotation marks
-    (r"\(\s*([^\)]*?)\s*\)", r"(\1)"), (r"\[\s*([^\]]*?)\s*\]", r"[\1]"), (r"{\s*([^}]*?)\s*}", r"{\1}"),
-    (r'"\s*([^"]*?)\s*"', r'"\1"'), (r"'\s*([^']*?)\s*'", r"'\1'"),
+    (r"\(\s*([^\)]*?)\s*\)", r"(\1)"),
+    (r"\[\s*([^\]]*?)\s*\]", r"[\1]"),
+    (r"{\s*([^}]*?)\s*}", r"{\1}"),
+    (r'"\s*([^"]*?)\s*"', r'"\1"'),
+    (r"'\s*([^']*?)\s*'", r"'\1'"),
     # headings, degrees, lines, numbers that were replaced, and the genitive
-    ("= = = =", "===="), ("= = =", "==="), ("= =", "=="), (" \N{DEGREE SIGN} ", "\N{DEGREE SIGN}"),
-    (" \n", "\n"), ("\n ", "\n"), (" N ", " 1 "), (" 's", "'s"),
+    ("= = = =", "===="),
+    ("= = =", "==="),
+    ("= =", "=="),
+    (" \N{DEGREE SIGN} ", "\N{DEGREE SIGN}"),
+    (" \n", "\n"),
+    ("\n ", "\n"),
+    (" N ", " 1 "),
+    (" 's", "'s"),
 )
 _PTB = ((" '", "'"), (" \n", "\n"), ("\n ", "\n"), (" n't", "n't"), (" N ", "1 "), (r"\$ 1", "$1"), ("# 1", "#1"))
 

@@ -44,8 +44,13 @@ def files_of(path: str, flag: str) -> list[str]:
 
 def documents_in(folder: Path) -> list[Path]:
     """The files of JSON lines or text in a folder, sorted by name. A hidden file is left out: it may be unfinished."""
-    return sorted(file for file in folder.iterdir() if file.is_file() and not file.name.startswith(".")
-                  and uncompressed(file.name).endswith((*JSON_SUFFIXES, TEXT_SUFFIX)))
+    return sorted(
+        file
+        for file in folder.iterdir()
+        if file.is_file()
+        and not file.name.startswith(".")
+        and uncompressed(file.name).endswith((*JSON_SUFFIXES, TEXT_SUFFIX))
+    )
 
 
 def uncompressed(name: str) -> str:
@@ -89,10 +94,15 @@ class Lines:
         """After the last line: ValueError where too many lines are bad or none holds text, else a line to the log."""
         lines = self.good + self.empty + self.bad
         if self.bad > self.max_bad_fraction * lines:
-            advice = "name the field that holds the text with --text-key, or mend the file" if is_json(self.path) \
+            advice = (
+                "name the field that holds the text with --text-key, or mend the file"
+                if is_json(self.path)
                 else "convert the file to UTF-8"
-            raise ValueError(f"{self.first_bad}; {self.bad} of {lines} lines are unusable, more than "
-                             f"--max-bad-fraction {self.max_bad_fraction:g}: {advice}")
+            )
+            raise ValueError(
+                f"{self.first_bad}; {self.bad} of {lines} lines are unusable, more than "
+                f"--max-bad-fraction {self.max_bad_fraction:g}: {advice}"
+            )
         if not self.good:
             raise ValueError(f"{self.path} holds no text")
         if self.bad or self.empty:
@@ -182,8 +192,9 @@ def utf8(text: str) -> bytes:
     try:
         return text.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise ValueError(f"text with a lone surrogate {text[error.start]!r} at character {error.start} "
-                         "is not Unicode") from None
+        raise ValueError(
+            f"text with a lone surrogate {text[error.start]!r} at character {error.start} is not Unicode"
+        ) from None
 
 
 def _default_key(item: dict[str, Any]) -> str | None:

@@ -36,7 +36,7 @@ class Index:
             if len(ids) < WORDS:
                 self.too_short += 1
                 continue
-            self.runs.update(ids[start:start + WORDS].tobytes() for start in range(len(ids) - WORDS + 1))
+            self.runs.update(ids[start : start + WORDS].tobytes() for start in range(len(ids) - WORDS + 1))
             found.append(hashes(ids))
         if not found:
             raise ValueError(f"the evaluation sets hold no text of {WORDS} words")
@@ -52,8 +52,8 @@ class Index:
         places = np.searchsorted(self.hashes, found)
         places[places == len(self.hashes)] = 0
         for start in np.flatnonzero(self.hashes[places] == found).tolist():
-            if ids[start:start + WORDS].tobytes() in self.runs:  # no matter what the hash says
-                return " ".join(words[start:start + WORDS])
+            if ids[start : start + WORDS].tobytes() in self.runs:  # no matter what the hash says
+                return " ".join(words[start : start + WORDS])
         return None
 
 
@@ -62,13 +62,14 @@ def hashes(ids: np.ndarray) -> np.ndarray:
     count = len(ids) - WORDS + 1
     values = np.zeros(count, np.uint64)
     for start in range(WORDS):
-        values = values * FACTOR + ids[start:start + count]
+        values = values * FACTOR + ids[start : start + count]
     return values
 
 
 @functools.lru_cache(1)  # a process does many shards
 def index_of(paths: Sequence[Path], text_key: str) -> Index:
     """The index of the evaluation sets at `paths`. ValueError names a line that holds no text under `text_key`."""
+
     def skip(reason: str, sample: str) -> None:
         if reason != "empty":
             raise ValueError(sample)

@@ -67,8 +67,9 @@ def find_files(given: Sequence[str]) -> list[Path]:
             files = [path] if path.exists() else [Path(name) for name in glob.glob(entry, recursive=True)]
             files = [file for file in files if file.is_file()]
         if not files:
-            raise FileNotFoundError(f"{entry}: there is no file of JSON lines or text" + (
-                " in this folder" if path.is_dir() else ""))
+            raise FileNotFoundError(
+                f"{entry}: there is no file of JSON lines or text" + (" in this folder" if path.is_dir() else "")
+            )
         found.update(files)
     return sorted(found)
 
@@ -78,8 +79,10 @@ def document_shards(given: Sequence[str]) -> list[Shard]:
     files = find_files(given)
     shards = [Shard(stem(path), (path,)) for path in files if not is_text(path)]
     texts = [path for path in files if is_text(path)]
-    shards += [Shard(f"texts_{number:05d}", tuple(texts[first:first + TEXTS_A_SHARD]))
-               for number, first in enumerate(range(0, len(texts), TEXTS_A_SHARD))]
+    shards += [
+        Shard(f"texts_{number:05d}", tuple(texts[first : first + TEXTS_A_SHARD]))
+        for number, first in enumerate(range(0, len(texts), TEXTS_A_SHARD))
+    ]
     return distinct(shards)
 
 
@@ -101,12 +104,13 @@ def distinct(shards: list[Shard]) -> list[Shard]:
 def label(document: Document) -> str:
     """A document's name and first words, for a report."""
     name = document.get("url") or document.get("id")
-    words = " ".join(document["text"][:2 * LABEL_CHARACTERS].split())
+    words = " ".join(document["text"][: 2 * LABEL_CHARACTERS].split())
     return (f"{name}: {words}" if name else words)[:LABEL_CHARACTERS]
 
 
-def read_documents(files: Sequence[Path], text_key: str, skip: Skip, read: Callable[[int], object]
-                   ) -> Iterator[tuple[int, Document]]:
+def read_documents(
+    files: Sequence[Path], text_key: str, skip: Skip, read: Callable[[int], object]
+) -> Iterator[tuple[int, Document]]:
     """(offset in its decompressed file, document) of each document that holds text.
 
     skip: is called for each other one, with "empty" and its place, or with "unreadable" and file, line and reason.
@@ -133,8 +137,9 @@ def _entries(path: Path, read: Callable[[int], object]) -> Iterator[tuple[str, i
         read(len(content))
         yield str(path), 0, content
     else:
-        yield from ((f"{path}:{number}", offset, line) for number, offset, line in read_lines(path, read)
-                    if line.strip())
+        yield from (
+            (f"{path}:{number}", offset, line) for number, offset, line in read_lines(path, read) if line.strip()
+        )
 
 
 def read_lines(path: Path, read: Callable[[int], object]) -> Iterator[tuple[int, int, bytes]]:

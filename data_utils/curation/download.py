@@ -26,8 +26,17 @@ TOO_LATE, ENDED = "text not found in time", "its reading ended a process"
 Result = tuple[dict[str, Any], str | None]  # the record of an address, and its text
 
 
-def download(run: ShardRun, *, max_bytes: int, page_seconds: float, extract_seconds: float, threads: int, per_host: int,
-             processes: int, blacklist: str) -> None:
+def download(
+    run: ShardRun,
+    *,
+    max_bytes: int,
+    page_seconds: float,
+    extract_seconds: float,
+    threads: int,
+    per_host: int,
+    processes: int,
+    blacklist: str,
+) -> None:
     """The stage: the pages that have a text, as {"url", "text"}; and records/<shard>.jsonl with what became of each
     address. blacklist: its sha256, recorded in the manifest."""
     refusal = urls.refusal()
@@ -64,8 +73,9 @@ def download(run: ShardRun, *, max_bytes: int, page_seconds: float, extract_seco
         raise OSError(f"no address of {run.shard.files[0]} could be reached: is there a network?")
 
 
-def in_order(pool: ThreadPoolExecutor, function: Callable[[str], Result], items: Iterator[str], ahead: int
-             ) -> Iterator[Result]:
+def in_order(
+    pool: ThreadPoolExecutor, function: Callable[[str], Result], items: Iterator[str], ahead: int
+) -> Iterator[Result]:
     """pool.map, except that at most `ahead` items are taken before their turn: memory stays small, and the progress bar
     follows."""
     waiting: deque[Future[Result]] = deque()

@@ -78,8 +78,16 @@ def _get(url: str, max_bytes: int, seconds: float) -> Page | str:
     try:
         connection.connect()
         sockets.append(connection.sock)
-        connection.request("GET", target, headers={"User-Agent": AGENT, "Accept": "text/html, text/plain;q=0.5",
-                                                   "Accept-Encoding": "gzip", "Connection": "close"})
+        connection.request(
+            "GET",
+            target,
+            headers={
+                "User-Agent": AGENT,
+                "Accept": "text/html, text/plain;q=0.5",
+                "Accept-Encoding": "gzip",
+                "Connection": "close",
+            },
+        )
         response = connection.getresponse()
         if response.status in REDIRECT_CODES and (location := response.headers.get("Location")):
             return location
@@ -116,8 +124,9 @@ def _connection(url: str, seconds: float) -> tuple[http.client.HTTPConnection, s
     parts = urlsplit(url)
     host = parts.hostname or ""
     kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-    path = quote(parts.path or "/", safe="/%:@!$&'()*+,;=~-._") + ("?" + quote(parts.query, safe="/?%:@!$&'()*+,;=~-._")
-                                                                 if parts.query else "")
+    path = quote(parts.path or "/", safe="/%:@!$&'()*+,;=~-._") + (
+        "?" + quote(parts.query, safe="/?%:@!$&'()*+,;=~-._") if parts.query else ""
+    )
     proxy = None if urllib.request.proxy_bypass(host) else urllib.request.getproxies().get(parts.scheme)
     if not proxy:
         return kind(host, parts.port, timeout=seconds), path

@@ -74,7 +74,7 @@ def sketches(texts: Sequence[str]) -> np.ndarray:
     rows[::2] = np.arange(len(codes))
     counts = np.full(2 * len(codes), SHINGLE - 1)
     counts[::2] = [len(code) - SHINGLE + 1 for code in codes]
-    owners = np.repeat(rows, counts)[:len(values)]
+    owners = np.repeat(rows, counts)[: len(values)]
     filled = np.full((len(texts) + 1, VALUES), EMPTY)
     fill(filled, values, owners, 0)
     for number in range(1, 2 * VALUES):

@@ -82,11 +82,12 @@ def buckets(keys: np.ndarray) -> Iterator[list[int]]:
     starts = np.flatnonzero(np.concatenate(([True], ordered[1:] != ordered[:-1])))
     stops = np.append(starts[1:], len(keys))
     for bucket in np.flatnonzero(stops - starts > 1):
-        yield order[starts[bucket]:stops[bucket]].tolist()
+        yield order[starts[bucket] : stops[bucket]].tolist()
 
 
-def joining_pairs(signatures: Sequence[np.ndarray], shingles_of: Callable[[int], np.ndarray], min_jaccard: float
-                  ) -> Iterator[tuple[int, int, float]]:
+def joining_pairs(
+    signatures: Sequence[np.ndarray], shingles_of: Callable[[int], np.ndarray], min_jaccard: float
+) -> Iterator[tuple[int, int, float]]:
     """(number, number, Jaccard index) of pairs that share a band and whose 5-grams are compared in full.
 
     A pair of a set that others have joined already is not looked at: what is found are the edges of a forest.
@@ -118,8 +119,10 @@ def joining_pairs(signatures: Sequence[np.ndarray], shingles_of: Callable[[int],
 
 def search(run: ShardRun, *, shards: Table, min_jaccard: float, sources: Sequence[Path], text_key: str) -> None:
     """Pairs out of all signatures. `sources` are the files that the signatures' offsets are of, one a shard."""
-    signatures = [np.memmap(path, "<u8", "r").reshape(-1, COLUMNS) if path.stat().st_size
-                  else np.empty((0, COLUMNS), "<u8") for path in run.shard.files]
+    signatures = [
+        np.memmap(path, "<u8", "r").reshape(-1, COLUMNS) if path.stat().st_size else np.empty((0, COLUMNS), "<u8")
+        for path in run.shard.files
+    ]
     firsts = first_numbers(shards)
 
     def document(number: int) -> Document:
@@ -154,7 +157,7 @@ def read_table(path: Path) -> Table:
 
 def group(run: ShardRun) -> None:
     """Groups out of pairs: documents that a chain of pairs connects, the one with the least number first."""
-    path, = run.shard.files
+    (path,) = run.shard.files
     table = read_table(path)
     forest = Forest(sum(shard["documents"] for shard in table))
     members: dict[int, list[int]] = {}
@@ -189,15 +192,22 @@ def remove(run: ShardRun, *, groups: str, path: Path) -> None:
     """The documents of a shard but those that a group holds an earlier one of. `groups` is the sha256 of `path`."""
     table, kept = to_remove(path)
     facts = run.shard.facts()
-    place = next((number for number, shard in enumerate(table)
-                  if (shard["name"], shard["sha256"]) == (facts["name"], facts["sha256"])), None)
+    place = next(
+        (
+            number
+            for number, shard in enumerate(table)
+            if (shard["name"], shard["sha256"]) == (facts["name"], facts["sha256"])
+        ),
+        None,
+    )
     if place is None:
         raise ValueError(f"{path} is not of {run.shard.files[0]}, as it is now: search it for duplicates first")
     first, count = first_numbers(table)[place], table[place]["documents"]
     for number, document in enumerate(run.documents()):
         if number >= count:
-            raise ValueError(f"{run.shard.files[0]} was searched for duplicates up to document {count} alone: give "
-                             "the same --limit")
+            raise ValueError(
+                f"{run.shard.files[0]} was searched for duplicates up to document {count} alone: give the same --limit"
+            )
         if first + number in kept:
             run.drop("near-duplicate of an earlier document", document)
         else:

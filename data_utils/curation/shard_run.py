@@ -42,9 +42,14 @@ class Stage:
 
     def recorded(self, limit: int | None) -> dict[str, Any]:
         """What a manifest must say for its outputs to be those of today."""
-        return {"format": STAGE_MANIFEST_VERSION, "stage": self.name, "parameters": dict(self.parameters),
-                "limit": limit, "text_key": self.text_key,
-                "libraries": {name: version(name) for name in self.libraries}}
+        return {
+            "format": STAGE_MANIFEST_VERSION,
+            "stage": self.name,
+            "parameters": dict(self.parameters),
+            "limit": limit,
+            "text_key": self.text_key,
+            "libraries": {name: version(name) for name in self.libraries},
+        }
 
 
 def version(library: str) -> str:
@@ -52,15 +57,22 @@ def version(library: str) -> str:
     try:
         return metadata.version(library)
     except metadata.PackageNotFoundError:
-        raise ValueError(f"this stage needs {library}: python -m pip install -c constraints.txt -e '.[curate]'"
-                         ) from None
+        raise ValueError(
+            f"this stage needs {library}: python -m pip install -c constraints.txt -e '.[curate]'"
+        ) from None
 
 
 class ShardRun:
     """One shard at work: what its stage reads, writes and drops."""
 
-    def __init__(self, stage: Stage, shard: Shard, output: Path, limit: int | None = None,
-                 read: Callable[[int], object] = lambda count: None) -> None:
+    def __init__(
+        self,
+        stage: Stage,
+        shard: Shard,
+        output: Path,
+        limit: int | None = None,
+        read: Callable[[int], object] = lambda count: None,
+    ) -> None:
         self.stage, self.shard, self.output, self.limit = stage, shard, output, limit
         self.entered = self.left = 0
         self.dropped: dict[str, dict[str, Any]] = {}
@@ -90,8 +102,9 @@ class ShardRun:
         self.entered += 1
         self.drop(reason, sample)
         if self.entered == self.dropped[reason]["count"] == HOPELESS_LINES:  # rather now than after hours
-            raise ValueError(f"{self.dropped[reason]['samples'][0]}; and so are all of the first {HOPELESS_LINES} "
-                             "entries")
+            raise ValueError(
+                f"{self.dropped[reason]['samples'][0]}; and so are all of the first {HOPELESS_LINES} entries"
+            )
 
     def drop(self, reason: str, what: Document | str) -> None:
         """Count a document that does not go on; the first ones are kept as samples."""
@@ -140,8 +153,13 @@ class ShardRun:
             temporary(self.output / name).unlink(missing_ok=True)
 
 
-def run_shard(stage: Stage, shard: Shard, output: Path, limit: int | None = None,
-             read: Callable[[int], object] = lambda count: None) -> dict[str, Any]:
+def run_shard(
+    stage: Stage,
+    shard: Shard,
+    output: Path,
+    limit: int | None = None,
+    read: Callable[[int], object] = lambda count: None,
+) -> dict[str, Any]:
     """The manifest of the shard's outputs, which are made where they are not there. What fails leaves nothing."""
     wanted = {**stage.recorded(limit), "input": shard.facts()}
     found = finished(output, shard, wanted)
@@ -166,8 +184,15 @@ def finished(output: Path, shard: Shard, wanted: Mapping[str, Any]) -> dict[str,
         found = json.loads(manifest_path(output, shard).read_text(encoding="utf-8"))
         outputs = {output / entry["name"]: entry for entry in found["outputs"]}
         same = {key: found.get(key) for key in wanted} == json.loads(json.dumps(wanted))
-        return found if same and all(path.stat().st_size == entry["bytes"] and hash_file(path) == entry["sha256"]
-                                     for path, entry in outputs.items()) else None
+        return (
+            found
+            if same
+            and all(
+                path.stat().st_size == entry["bytes"] and hash_file(path) == entry["sha256"]
+                for path, entry in outputs.items()
+            )
+            else None
+        )
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 

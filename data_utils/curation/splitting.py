@@ -18,7 +18,7 @@ def merge(run: ShardRun, *, name: str) -> None:
 def split(run: ShardRun, *, shares: Sequence[str], seed: int) -> None:
     """Each document goes where the hash of its text and the seed says: it stays there when the corpus grows, and equal
     texts stay together."""
-    ends = [sum(map(Fraction, shares[:number + 1])) for number in range(len(shares))]  # the last is their sum
+    ends = [sum(map(Fraction, shares[: number + 1])) for number in range(len(shares))]  # the last is their sum
     for document in run.documents():
         digest = hashlib.blake2b(document["text"].encode("utf-8"), digest_size=8, key=str(seed).encode()).digest()
         place = Fraction(int.from_bytes(digest, "little"), 2**64) * ends[-1]

@@ -23,8 +23,18 @@ from data_utils.worker_processes import by_processes, count_work
 UNREADABLE = "unreadable"
 EXECUTORS = ("local", "slurm", "ray")
 
-def run_stage(stage: Stage, shards: Sequence[Shard], output: Path, *, limit: int | None = None, workers: int = 1,
-              max_bad_fraction: float = MOST_BAD_LINES, alone: bool = True, log: Log) -> list[dict[str, Any]]:
+
+def run_stage(
+    stage: Stage,
+    shards: Sequence[Shard],
+    output: Path,
+    *,
+    limit: int | None = None,
+    workers: int = 1,
+    max_bad_fraction: float = MOST_BAD_LINES,
+    alone: bool = True,
+    log: Log,
+) -> list[dict[str, Any]]:
     """Every shard's manifest, in order; `log` gets the lines of the closing report.
 
     ValueError where nothing came in or nothing went out, where too much was unreadable, and where `output`, if it is
@@ -36,13 +46,15 @@ def run_stage(stage: Stage, shards: Sequence[Shard], output: Path, *, limit: int
     with file_lock(output / ".lock", lambda: log(f"{output}: another process is writing there: waiting for it")):
         strangers = {path.stem for path in (output / MANIFESTS).glob("*.json")} - {shard.name for shard in shards}
         if strangers and alone and limit is None:
-            raise ValueError(f"{output} holds {min(strangers)}, which is not in the input now: delete the folder, or "
-                             "name another")
+            raise ValueError(
+                f"{output} holds {min(strangers)}, which is not in the input now: delete the folder, or name another"
+            )
         size = sum(shard.bytes for shard in shards)
         with progress_bar(total=size, unit="B", unit_scale=True, desc=stage.name, leave=False) as bar:
             if limit is None and workers > 1 and len(shards) > 1:
-                manifests = by_processes(_work, [(stage, shard, output) for shard in shards], workers=workers,
-                                         counted=1, progress=bar.update)
+                manifests = by_processes(
+                    _work, [(stage, shard, output) for shard in shards], workers=workers, counted=1, progress=bar.update
+                )
             else:
                 manifests = []
                 for shard in shards:
@@ -67,8 +79,10 @@ def check(manifests: Sequence[dict[str, Any]], max_bad_fraction: float) -> None:
     unreadable = [manifest["dropped"][UNREADABLE] for manifest in manifests if UNREADABLE in manifest["dropped"]]
     bad = sum(entry["count"] for entry in unreadable)
     if bad > max_bad_fraction * entered:
-        raise ValueError(f"{unreadable[0]['samples'][0]}; {bad} of {entered} entries are unreadable, more than "
-                         f"--max-bad-fraction {max_bad_fraction:g}: mend the files, or allow more")
+        raise ValueError(
+            f"{unreadable[0]['samples'][0]}; {bad} of {entered} entries are unreadable, more than "
+            f"--max-bad-fraction {max_bad_fraction:g}: mend the files, or allow more"
+        )
     if not left:
         raise ValueError(f"all of {entered} entries were dropped and nothing is left: see the reasons above")
 
@@ -130,8 +144,16 @@ class ShardStep:
             run_shard(self.stage, shard, self.output)
 
 
-def launch(executor: str, stage: Stage, shards: Sequence[Shard], output: Path, *, tasks: int, workers: int,
-           slurm: Sequence[str]) -> None:
+def launch(
+    executor: str,
+    stage: Stage,
+    shards: Sequence[Shard],
+    output: Path,
+    *,
+    tasks: int,
+    workers: int,
+    slurm: Sequence[str],
+) -> None:
     """Run the shards as `tasks` tasks, on this machine `workers` at once, or hand them to Slurm: `slurm` holds the time
     and the partition.
 
@@ -144,17 +166,30 @@ def launch(executor: str, stage: Stage, shards: Sequence[Shard], output: Path, *
     try:
         if executor == "local":
             from datatrove.executor import LocalPipelineExecutor
+
             LocalPipelineExecutor([step], workers=workers, **common).run()
         elif executor == "ray":
             import ray  # noqa: F401
             from datatrove.executor import RayPipelineExecutor
+
             RayPipelineExecutor([step], **common).run()
         else:
             from datatrove.executor import SlurmPipelineExecutor
+
             time, partition = slurm
             path = f"export PATH={Path(sys.executable).parent}:$PATH PYTHONPATH={os.environ['PYTHONPATH']}"
-            SlurmPipelineExecutor([step], time=time, partition=partition, job_name=stage.name.split(",")[0],
-                                  env_command=path, slurm_logs_folder=f"{logs}/slurm", qos="", **common).run()
+            SlurmPipelineExecutor(
+                [step],
+                time=time,
+                partition=partition,
+                job_name=stage.name.split(",")[0],
+                env_command=path,
+                slurm_logs_folder=f"{logs}/slurm",
+                qos="",
+                **common,
+            ).run()
     except ImportError as error:
-        raise ValueError(f"--executor {executor} needs {error.name}: python -m pip install -c constraints.txt -e "
-                         "'.[curate]'" + (" ray" if error.name == "ray" else "")) from None
+        raise ValueError(
+            f"--executor {executor} needs {error.name}: python -m pip install -c constraints.txt -e "
+            "'.[curate]'" + (" ray" if error.name == "ray" else "")
+        ) from None

@@ -45,8 +45,13 @@ def read_sealed(path: Path) -> dict[str, Any] | None:
 
 def sealed_lines(entries: Mapping[str, Any]) -> bytes:
     """`entries`, a line each, sealed."""
-    return sealed_body(("{" + "".join(f"{json.dumps(key)}: {json.dumps(value)},\n" for key, value in entries.items())
-                 + '"sha256": "').encode())
+    return sealed_body(
+        (
+            "{"
+            + "".join(f"{json.dumps(key)}: {json.dumps(value)},\n" for key, value in entries.items())
+            + '"sha256": "'
+        ).encode()
+    )
 
 
 def sealed_body(body: bytes) -> bytes:
@@ -56,10 +61,10 @@ def sealed_body(body: bytes) -> bytes:
 
 def check_seal(data: bytes) -> str:
     """The hash at the end of what `sealed_lines` made. ValueError where the bytes before it have another."""
-    body = data[:-len(sealed_body(b""))]
+    body = data[: -len(sealed_body(b""))]
     if sealed_body(body) != data:
         raise ValueError("damaged: it does not end in the sha256 of its own bytes")
-    return data[len(body):len(data) - len(END)].decode()
+    return data[len(body) : len(data) - len(END)].decode()
 
 
 def parse_json(data: bytes | str) -> Any:

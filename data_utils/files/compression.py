@@ -47,8 +47,10 @@ def _zstd_blocks(path: str | Path) -> Iterator[bytes]:
     try:
         import zstandard
     except ImportError:
-        raise ValueError(f"{path} is compressed by zstd, which needs the package zstandard: pip install "
-                         "zstandard, or decompress it first") from None
+        raise ValueError(
+            f"{path} is compressed by zstd, which needs the package zstandard: pip install "
+            "zstandard, or decompress it first"
+        ) from None
     new_frame = zstandard.ZstdDecompressor().decompressobj
     frame, begun = new_frame(), False  # begun: whether it has been given bytes
     with open(path, "rb") as file:
@@ -79,6 +81,6 @@ class _Joined(io.RawIOBase):
         view = memoryview(buffer).cast("B")  # type: ignore[arg-type]
         while not self._left and (block := next(self._blocks, None)) is not None:
             self._left = memoryview(block)
-        part, self._left = self._left[:len(view)], self._left[len(view):]
-        view[:len(part)] = part
+        part, self._left = self._left[: len(view)], self._left[len(view) :]
+        view[: len(part)] = part
         return len(part)

@@ -57,7 +57,7 @@ def _parts(stream: FileIO) -> Iterator[memoryview]:
     with mapped, memoryview(mapped) as view:
         for start in range(0, len(view), MAPPED):
             mapped.madvise(POPULATE_READ, start, min(MAPPED, len(view) - start))
-            with view[start:start + MAPPED] as part:
+            with view[start : start + MAPPED] as part:
                 yield part
 
 
@@ -68,6 +68,7 @@ class ContentHash:
     def __init__(self) -> None:
         try:
             import xxhash
+
             digest: Any = xxhash.xxh3_128()
         except ImportError:
             digest = hashlib.sha256()

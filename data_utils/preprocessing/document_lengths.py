@@ -10,8 +10,10 @@ BAR = 40
 def summary(lengths: np.ndarray) -> str:
     """One line; lengths in tokens, at least one."""
     p10, median, p90, p99 = np.percentile(lengths, [10, 50, 90, 99])
-    return (f"length in tokens: mean {lengths.mean():,.0f}, p10 {p10:,.0f}, median {median:,.0f}, p90 {p90:,.0f}, "
-            f"p99 {p99:,.0f}, longest {lengths.max():,}")
+    return (
+        f"length in tokens: mean {lengths.mean():,.0f}, p10 {p10:,.0f}, median {median:,.0f}, p90 {p90:,.0f}, "
+        f"p99 {p99:,.0f}, longest {lengths.max():,}"
+    )
 
 
 def histogram(lengths: np.ndarray) -> list[str]:
@@ -21,8 +23,10 @@ def histogram(lengths: np.ndarray) -> list[str]:
     first = next(number for number, count in enumerate(counts) if count)
     labels = ["0", "1", *(f"{1 << number:,}-{(2 << number) - 1:,}" for number in range(1, len(counts) - 1))]
     width = len(labels[len(counts) - 1])
-    return [f"{label:>{width}}  {count:>13,}  {'#' * -(-BAR * count // max(counts))}"
-            for label, count in zip(labels[first:], counts[first:], strict=False)]
+    return [
+        f"{label:>{width}}  {count:>13,}  {'#' * -(-BAR * count // max(counts))}"
+        for label, count in zip(labels[first:], counts[first:], strict=False)
+    ]
 
 
 def plot(lengths: np.ndarray, path: Path, title: str) -> None:

@@ -45,14 +45,20 @@ def expand(inputs: Sequence[str]) -> list[str]:
     found: list[str] = []
     for name in inputs:
         if os.path.isdir(name):
-            paths = sorted(str(path) for path in Path(name).rglob("*") if path.is_file()
-                           and not any(part.startswith(".") or part == MANIFESTS
-                                       for part in path.relative_to(name).parts))
+            paths = sorted(
+                str(path)
+                for path in Path(name).rglob("*")
+                if path.is_file()
+                and not any(part.startswith(".") or part == MANIFESTS for part in path.relative_to(name).parts)
+            )
         else:
             paths = [name] if os.path.exists(name) else sorted(glob.glob(name))
         if not paths:
-            raise FileNotFoundError(f"--input {name}: no such file" if not os.path.isdir(name) else
-                                    f"--input {name}: the folder holds no file")
+            raise FileNotFoundError(
+                f"--input {name}: no such file"
+                if not os.path.isdir(name)
+                else f"--input {name}: the folder holds no file"
+            )
         found += paths
     for path in found:
         if not os.access(path, os.R_OK):
@@ -114,8 +120,9 @@ def _parts(span: FileRange, least: int) -> Iterator[FileRange]:
             start = stop
 
 
-def records(span: FileRange, keys: tuple[str, ...], see: Callable[[bytes], object] = len
-            ) -> Iterator[tuple[int, Record]]:
+def records(
+    span: FileRange, keys: tuple[str, ...], see: Callable[[bytes], object] = len
+) -> Iterator[tuple[int, Record]]:
     """The documents in a range of a file, each with the number of its (last) line or row. Some may be unreadable; of
     plain text they are the lines that are not UTF-8.
 

@@ -42,16 +42,24 @@ def merge(sources: Sequence[str], output_prefix: str, eod: int) -> dict[str, Any
         for prefix in prefixes:
             merger.append(prefix)
         merger.finish()
-        known = [manifest[".bin"] if manifest else [{"bytes": os.path.getsize(f"{prefix}.bin")}]
-                 for prefix, manifest in zip(prefixes, manifests, strict=True)]
+        known = [
+            manifest[".bin"] if manifest else [{"bytes": os.path.getsize(f"{prefix}.bin")}]
+            for prefix, manifest in zip(prefixes, manifests, strict=True)
+        ]
         parts = iter(hash_parts(f"{temporary}.bin", [part["bytes"] for of_one in known for part in of_one]))
         for source, manifest, of_one in zip(sources, manifests, known, strict=True):
             if list(itertools.islice(parts, len(of_one))) != of_one and manifest:
                 raise ValueError(f"{source} is damaged: its tokens are not those of its manifest")
-        merged = describe(temporary, {
-            "tokenizer": tokenizers[0] if len(tokenizers) == len(sources) else None,
-            "inputs": [{"file": source, "bytes": sum(part["bytes"] for part in of_one)}
-                       for source, of_one in zip(sources, known, strict=True)]})
+        merged = describe(
+            temporary,
+            {
+                "tokenizer": tokenizers[0] if len(tokenizers) == len(sources) else None,
+                "inputs": [
+                    {"file": source, "bytes": sum(part["bytes"] for part in of_one)}
+                    for source, of_one in zip(sources, known, strict=True)
+                ],
+            },
+        )
         os.replace(f"{temporary}.bin", f"{output_prefix}.bin")
         write_sealed(Path(f"{output_prefix}.json"), merged)
         os.replace(f"{temporary}.idx", f"{output_prefix}.idx")

@@ -66,8 +66,9 @@ class Job:
         return f"{self.output_prefix}_{key}_document"
 
 
-def preprocess(job: Job, *, log: Log, progress: Callable[[int], contextlib.AbstractContextManager[Progress]]
-               ) -> dict[str, dict[str, Any]]:
+def preprocess(
+    job: Job, *, log: Log, progress: Callable[[int], contextlib.AbstractContextManager[Progress]]
+) -> dict[str, dict[str, Any]]:
     """Make the pairs, unless they are there and were made from the same input in the same way. Returns each key's
     manifest.
 
@@ -94,13 +95,22 @@ def preprocess(job: Job, *, log: Log, progress: Callable[[int], contextlib.Abstr
             _check_room(job, folder, spans, tokenizer)
             mergers = {key: PairMerger(_merged(folder, key)) for key in job.keys}
             try:
+
                 def append(number: int) -> None:
                     for key, merger in mergers.items():
                         merger.append(folder / f"{number:05d}_{key}")
 
                 with progress(sum(span.stop - span.start for span in spans)) as bar:
-                    facts = make_shards(folder, shards, recipe, tokenizer, job.tokenizer, workers=job.workers,
-                                        progress=bar, finished=append)
+                    facts = make_shards(
+                        folder,
+                        shards,
+                        recipe,
+                        tokenizer,
+                        job.tokenizer,
+                        workers=job.workers,
+                        progress=bar,
+                        finished=append,
+                    )
                 _judge(job, folder, facts, log)
                 manifests = _publish(job, folder, facts, tokenizer, mergers)
             except BaseException:
@@ -110,8 +120,10 @@ def preprocess(job: Job, *, log: Log, progress: Callable[[int], contextlib.Abstr
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
-        raise OSError(f"no room left on the disk of {job.output_prefix}: nothing is half written; {folder} keeps the "
-                      "shards that are finished, and the same command goes on with them") from None
+        raise OSError(
+            f"no room left on the disk of {job.output_prefix}: nothing is half written; {folder} keeps the "
+            "shards that are finished, and the same command goes on with them"
+        ) from None
     shutil.rmtree(folder)
     return manifests
 
@@ -129,19 +141,26 @@ def _made_before(job: Job, recipe: Recipe, spans: Sequence[FileRange]) -> dict[s
         if not os.path.exists(f"{output}.idx"):
             continue
         manifest = read_manifest(output)
-        if manifest is None or manifest["recipe"] != recipe.fingerprint \
-                or [entry["file"] for entry in manifest["inputs"]] != [span.path for span in spans] \
-                or not all(_unchanged(entry, span) for entry, span in zip(manifest["inputs"], spans, strict=True)):
-            raise ValueError(f"{output}.idx exists and was made of other input or in another way: remove it, or take "
-                             "another --output-prefix")
+        if (
+            manifest is None
+            or manifest["recipe"] != recipe.fingerprint
+            or [entry["file"] for entry in manifest["inputs"]] != [span.path for span in spans]
+            or not all(_unchanged(entry, span) for entry, span in zip(manifest["inputs"], spans, strict=True))
+        ):
+            raise ValueError(
+                f"{output}.idx exists and was made of other input or in another way: remove it, or take "
+                "another --output-prefix"
+            )
         found[key] = manifest
     return found if len(found) == len(job.keys) else None
 
 
 def _unchanged(entry: Mapping[str, Any], span: FileRange) -> bool:
     stops = itertools.accumulate(size for size, _ in entry["parts"])
-    return entry["bytes"] == span.stop and all(content_hash(span.path, stop - size, stop) == written
-                                               for stop, (size, written) in zip(stops, entry["parts"], strict=True))
+    return entry["bytes"] == span.stop and all(
+        content_hash(span.path, stop - size, stop) == written
+        for stop, (size, written) in zip(stops, entry["parts"], strict=True)
+    )
 
 
 def _check_room(job: Job, folder: Path, spans: Sequence[FileRange], tokenizer: Tokenizer) -> None:
@@ -156,14 +175,19 @@ def _check_room(job: Job, folder: Path, spans: Sequence[FileRange], tokenizer: T
                 tokens += len(tokenizer.encode(text[:SAMPLE_CHARACTERS])) * max(1, len(text) // SAMPLE_CHARACTERS)
         if characters > SAMPLE_CHARACTERS:
             break
-    text = sum((span.stop - span.start) * (1 if compression_of(span.path) is None and span.kind != "parquet"
-                                             else COMPRESSED_TEXT) for span in spans)
+    text = sum(
+        (span.stop - span.start)
+        * (1 if compression_of(span.path) is None and span.kind != "parquet" else COMPRESSED_TEXT)
+        for span in spans
+    )
     pair = int(text * tokens / max(1, characters)) * token_dtype(tokenizer.vocab_size).itemsize
     there = sum(path.stat().st_size for path in folder.iterdir())
     needed, free = 2 * pair - there, shutil.disk_usage(folder).free
     if needed > free:
-        raise OSError(f"--output-prefix {job.output_prefix}: about {needed / 1e9:,.2f} GB are needed, shards and "
-                      f"result, but only {free / 1e9:,.2f} GB are free on that disk")
+        raise OSError(
+            f"--output-prefix {job.output_prefix}: about {needed / 1e9:,.2f} GB are needed, shards and "
+            f"result, but only {free / 1e9:,.2f} GB are free on that disk"
+        )
 
 
 def _judge(job: Job, folder: Path, facts: Sequence[Mapping[str, Any]], log: Log) -> None:
@@ -173,8 +197,10 @@ def _judge(job: Job, folder: Path, facts: Sequence[Mapping[str, Any]], log: Log)
     path.unlink(missing_ok=True)  # an earlier run's
     first = _gather_bad_lines(path, folder, facts) if bad else ""
     if bad > job.max_bad_fraction * (bad + usable):
-        raise ValueError(f"{first}; {bad:,} of {bad + usable:,} lines are unusable, more than --max-bad-fraction "
-                         f"{job.max_bad_fraction:g}: see {path}; --json-keys names the fields that hold text")
+        raise ValueError(
+            f"{first}; {bad:,} of {bad + usable:,} lines are unusable, more than --max-bad-fraction "
+            f"{job.max_bad_fraction:g}: see {path}; --json-keys names the fields that hold text"
+        )
     for key in job.keys:
         if not any(shard["outputs"][key]["documents"] for shard in facts):
             raise ValueError(f"--input {' '.join(job.inputs)} holds no text under the key {key!r}")
@@ -203,21 +229,33 @@ def _gather_bad_lines(path: Path, folder: Path, facts: Sequence[Mapping[str, Any
     return first
 
 
-def _publish(job: Job, folder: Path, facts: Sequence[Mapping[str, Any]], tokenizer: Tokenizer,
-             mergers: Mapping[str, PairMerger]) -> dict[str, dict[str, Any]]:
+def _publish(
+    job: Job, folder: Path, facts: Sequence[Mapping[str, Any]], tokenizer: Tokenizer, mergers: Mapping[str, PairMerger]
+) -> dict[str, dict[str, Any]]:
     """The pairs and manifests of all keys in their place."""
     manifests = {}
     for key, merger in mergers.items():
         merger.finish()
         outputs = [shard["outputs"][key] for shard in facts]
-        manifests[key] = describe(_merged(folder, key), {
-            "key": key, "append_eod": job.append_eod, "recipe": facts[0]["recipe"],
-            "tokenizer": {"kind": tokenizer.kind, "fingerprint": tokenizer.fingerprint,
-                          "vocab_size": tokenizer.vocab_size, "eod": tokenizer.eod},
-            "text_bytes": sum(output["text_bytes"] for output in outputs),
-            "empty_documents": sum(output["empty"] for output in outputs),
-            "bad_lines": sum(shard["bad"] for shard in facts), "inputs": _inputs(facts),
-        }, [part for output in outputs for part in output[".bin"]])
+        manifests[key] = describe(
+            _merged(folder, key),
+            {
+                "key": key,
+                "append_eod": job.append_eod,
+                "recipe": facts[0]["recipe"],
+                "tokenizer": {
+                    "kind": tokenizer.kind,
+                    "fingerprint": tokenizer.fingerprint,
+                    "vocab_size": tokenizer.vocab_size,
+                    "eod": tokenizer.eod,
+                },
+                "text_bytes": sum(output["text_bytes"] for output in outputs),
+                "empty_documents": sum(output["empty"] for output in outputs),
+                "bad_lines": sum(shard["bad"] for shard in facts),
+                "inputs": _inputs(facts),
+            },
+            [part for output in outputs for part in output[".bin"]],
+        )
         write_sealed(Path(f"{_merged(folder, key)}.json"), manifests[key])
     for key in mergers:
         for suffix in (".bin", ".json", ".idx"):
@@ -252,8 +290,11 @@ def report(job: Job, manifest: Mapping[str, Any], seconds: float) -> list[str]:
     text, tokens = manifest["text_bytes"], manifest["tokens"]
     size = sum(entry["bytes"] for entry in manifest["inputs"])
     plain_tokens = tokens - manifest["documents"] * manifest["append_eod"]
-    return [f"{output}.bin, .idx, .json: {manifest['documents']:,} documents, {tokens:,} tokens ({manifest['dtype']}), "
-            f"{text:,} bytes of text, {text / plain_tokens:.2f} bytes per token",
-            summary(lengths), *histogram(lengths),
-            f"{manifest['bad_lines']:,} bad lines and {manifest['empty_documents']:,} empty documents left out",
-            f"{seconds:.1f} s, {size / 1e6 / seconds:.1f} MB/s of input, {tokens / 1e6 / seconds:.2f} M tokens/s"]
+    return [
+        f"{output}.bin, .idx, .json: {manifest['documents']:,} documents, {tokens:,} tokens ({manifest['dtype']}), "
+        f"{text:,} bytes of text, {text / plain_tokens:.2f} bytes per token",
+        summary(lengths),
+        *histogram(lengths),
+        f"{manifest['bad_lines']:,} bad lines and {manifest['empty_documents']:,} empty documents left out",
+        f"{seconds:.1f} s, {size / 1e6 / seconds:.1f} MB/s of input, {tokens / 1e6 / seconds:.2f} M tokens/s",
+    ]

@@ -44,13 +44,22 @@ class Recipe:
     @property
     def fingerprint(self) -> str:
         """A hash of all that decides the tokens of a text."""
-        return fingerprint_of(str(PREPROCESSING_SHARD_VERSION), json.dumps([self.keys, self.append_eod]),
-                              self.tokenizer)
+        return fingerprint_of(
+            str(PREPROCESSING_SHARD_VERSION), json.dumps([self.keys, self.append_eod]), self.tokenizer
+        )
 
 
-def make_shards(folder: Path, shards: Sequence[Shard], recipe: Recipe, tokenizer: Tokenizer,
-                arguments: Mapping[str, Any], *, workers: int, progress: Progress, finished: Callable[[int], object]
-                ) -> list[dict[str, Any]]:
+def make_shards(
+    folder: Path,
+    shards: Sequence[Shard],
+    recipe: Recipe,
+    tokenizer: Tokenizer,
+    arguments: Mapping[str, Any],
+    *,
+    workers: int,
+    progress: Progress,
+    finished: Callable[[int], object],
+) -> list[dict[str, Any]]:
     """The manifests of all shards. One process makes them itself; each of several builds its own tokenizer from
     `arguments`.
 
@@ -60,8 +69,15 @@ def make_shards(folder: Path, shards: Sequence[Shard], recipe: Recipe, tokenizer
     if workers > 1 and len(shards) > 1:
         work = functools.partial(_make_in_worker, folder, recipe, tuple(arguments.items()))
         # Spawned, not forked: the tokenizers' libraries start threads.
-        return by_processes(work, list(enumerate(shards)), workers=workers, counted=2, progress=progress,
-                            finished=finished, start="spawn")
+        return by_processes(
+            work,
+            list(enumerate(shards)),
+            workers=workers,
+            counted=2,
+            progress=progress,
+            finished=finished,
+            start="spawn",
+        )
     facts = []
     for number, spans in enumerate(shards):
         facts.append(make_shard(folder, number, spans, recipe, tokenizer, progress))
@@ -74,13 +90,15 @@ def _tokenizer_of(arguments: tuple[tuple[str, Any], ...]) -> Tokenizer:
     return build_tokenizer(**dict(arguments))
 
 
-def _make_in_worker(folder: Path, recipe: Recipe, arguments: tuple[tuple[str, Any], ...], number: int, spans: Shard
-                    ) -> dict[str, Any]:
+def _make_in_worker(
+    folder: Path, recipe: Recipe, arguments: tuple[tuple[str, Any], ...], number: int, spans: Shard
+) -> dict[str, Any]:
     return make_shard(folder, number, spans, recipe, _tokenizer_of(arguments), count_work)
 
 
-def make_shard(folder: Path, number: int, spans: Shard, recipe: Recipe, tokenizer: Tokenizer, progress: Progress
-               ) -> dict[str, Any]:
+def make_shard(
+    folder: Path, number: int, spans: Shard, recipe: Recipe, tokenizer: Tokenizer, progress: Progress
+) -> dict[str, Any]:
     """The manifest of shard `number`, which is made unless it is there.
 
     progress: is called with bytes of input and tokens since its last call. ValueError where nothing of the input can be
@@ -89,8 +107,9 @@ def make_shard(folder: Path, number: int, spans: Shard, recipe: Recipe, tokenize
     stem = folder / f"{number:05d}"
     before = [os.stat(span.path).st_mtime_ns for span in spans]
     if (found := _finished(stem, spans, recipe)) is not None:
-        progress(sum(span.stop - span.start for span in spans),
-                 sum(output["tokens"] for output in found["outputs"].values()))
+        progress(
+            sum(span.stop - span.start for span in spans), sum(output["tokens"] for output in found["outputs"].values())
+        )
         return found
     writer = _Writer(f"{stem}.{os.getpid()}.tmp", recipe, tokenizer)
     try:
@@ -109,13 +128,21 @@ def _finished(stem: Path, spans: Shard, recipe: Recipe) -> dict[str, Any] | None
     """The manifest of a shard that is there as it was written and made of what is wanted."""
     try:
         facts = read_sealed(Path(f"{stem}.json"))
-        if facts is None or facts["recipe"] != recipe.fingerprint \
-                or [FileRange(*entry["piece"]) for entry in facts["pieces"]] != list(spans) \
-                or any(content_hash(span.path, span.start, span.stop) != entry["hash"]
-                       for span, entry in zip(spans, facts["pieces"], strict=True)):
+        if (
+            facts is None
+            or facts["recipe"] != recipe.fingerprint
+            or [FileRange(*entry["piece"]) for entry in facts["pieces"]] != list(spans)
+            or any(
+                content_hash(span.path, span.start, span.stop) != entry["hash"]
+                for span, entry in zip(spans, facts["pieces"], strict=True)
+            )
+        ):
             return None
-        same = not any(damaged_parts(f"{stem}_{key}{suffix}", output[suffix])
-                       for key, output in facts["outputs"].items() for suffix in SUFFIXES)
+        same = not any(
+            damaged_parts(f"{stem}_{key}{suffix}", output[suffix])
+            for key, output in facts["outputs"].items()
+            for suffix in SUFFIXES
+        )
         bad_lines = bad_lines_of(stem)
         bad = bad_lines.read_bytes().count(b"\n") if bad_lines.exists() else 0
         return facts if same and facts["bad"] == bad else None
@@ -196,9 +223,14 @@ class _Writer:
         for key, output in zip(self._keys, self._outputs, strict=True):
             output.finish()
             size = os.path.getsize(f"{output.prefix}.bin")
-            outputs[key] = {"documents": len(output), "tokens": output.num_tokens, "empty": output.empty,
-                            "text_bytes": output.text_bytes, ".idx": hash_parts(f"{output.prefix}.idx"),
-                            ".bin": [{"bytes": size, "sha256": output.sha256.hexdigest()}]}
+            outputs[key] = {
+                "documents": len(output),
+                "tokens": output.num_tokens,
+                "empty": output.empty,
+                "text_bytes": output.text_bytes,
+                ".idx": hash_parts(f"{output.prefix}.idx"),
+                ".bin": [{"bytes": size, "sha256": output.sha256.hexdigest()}],
+            }
             for suffix in SUFFIXES:
                 os.replace(f"{output.prefix}{suffix}", f"{stem}_{key}{suffix}")
         bad_lines_of(stem).unlink(missing_ok=True)
@@ -223,8 +255,10 @@ class _Writer:
         reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
         self._bad_count += 1
         if self._bad_count == HOPELESS_LINES and not self._records:  # rather now than after hours
-            raise ValueError(f"{span.path}: {reason}; nor is any other of {HOPELESS_LINES} lines usable: --json-keys "
-                             "names the fields that hold text")
+            raise ValueError(
+                f"{span.path}: {reason}; nor is any other of {HOPELESS_LINES} lines usable: --json-keys "
+                "names the fields that hold text"
+            )
         content = record.decode("utf-8", "backslashreplace") if isinstance(record, bytes) else repr(record)
         if self._bad is None:
             self._bad = open(f"{self._temporary}.bad.jsonl", "wb")  # noqa: SIM115  closed by `finish` or `abandon`

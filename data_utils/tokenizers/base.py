@@ -49,8 +49,9 @@ class Tokenizer(ABC):
 
     engine = ""
 
-    def __init__(self, kind: str, token_bytes: Sequence[bytes], eod: int, fingerprint: str,
-                 files: Mapping[str, bytes]) -> None:
+    def __init__(
+        self, kind: str, token_bytes: Sequence[bytes], eod: int, fingerprint: str, files: Mapping[str, bytes]
+    ) -> None:
         self.kind = kind
         self.token_bytes = token_bytes
         self.vocab_size = len(token_bytes)
@@ -67,8 +68,11 @@ class Tokenizer(ABC):
     @property
     def start(self) -> int:
         """The id after which a text begins: the end of a document, else a new line, else 0."""
-        return self.eod if self.has_eod else next(
-            (number for number, data in enumerate(self.token_bytes) if data == b"\n"), 0)
+        return (
+            self.eod
+            if self.has_eod
+            else next((number for number, data in enumerate(self.token_bytes) if data == b"\n"), 0)
+        )
 
     @abstractmethod
     def encode(self, text: str) -> np.ndarray | list[int]:
@@ -99,8 +103,12 @@ class Tokenizer(ABC):
         directory.mkdir(parents=True, exist_ok=True)
         for name, content in self.files.items():
             (directory / name).write_bytes(content)
-        facts = {"kind": self.kind, "fingerprint": self.fingerprint, "vocab_size": self.vocab_size,
-                 "files": sorted(self.files)}
+        facts = {
+            "kind": self.kind,
+            "fingerprint": self.fingerprint,
+            "vocab_size": self.vocab_size,
+            "files": sorted(self.files),
+        }
         (directory / FACTS_FILE).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
 
 

@@ -25,8 +25,11 @@ GIGATOKEN_RELEASE = "0.10."
 # gigatoken knows the letters and digits that Unicode 17 added, tiktoken 0.14 those of Unicode 16; whether a character
 # is a letter decides where text is cut. These bytes begin all 4,657 characters on which they differ, and of those
 # beyond U+FFFF many more; only U+1F000 to U+1FFFF, emoji above all, are common, and they agree.
-NEW_LETTER_BYTES = {b"\xe0": re.compile(rb"\xe0(?:\xa2\x8f|\xb1\x9c|\xb3\x9c)"),
-                    b"\xea": re.compile(rb"\xea\x9f[\x8e\x8f\x92\x94\xb1]"), b"\xf0": re.compile(rb"\xf0(?!\x9f)")}
+NEW_LETTER_BYTES = {
+    b"\xe0": re.compile(rb"\xe0(?:\xa2\x8f|\xb1\x9c|\xb3\x9c)"),
+    b"\xea": re.compile(rb"\xea\x9f[\x8e\x8f\x92\x94\xb1]"),
+    b"\xf0": re.compile(rb"\xf0(?!\x9f)"),
+}
 # gigatoken remembers every distinct word, about 100 bytes each, and forgets none: it is made anew after so much text.
 REMEMBERED_BYTES = 1 << 29
 

@@ -14,8 +14,14 @@ from data_utils.tokenizers.sentencepiece import SentencePieceTokenizer
 KINDS = ("GPT2BPETokenizer", "SentencePieceTokenizer", "bytes", "builtin", "characters")
 
 
-def build_tokenizer(kind: str, *, vocab_file: str | None = None, merge_file: str | None = None,
-                    cache_dir: str | None = None, model_file: str | None = None) -> Tokenizer:
+def build_tokenizer(
+    kind: str,
+    *,
+    vocab_file: str | None = None,
+    merge_file: str | None = None,
+    cache_dir: str | None = None,
+    model_file: str | None = None,
+) -> Tokenizer:
     """The tokenizer of this `kind`, one of KINDS.
 
     vocab_file: of characters, and with merge_file of GPT2BPETokenizer; without them both are looked for in `cache_dir`
@@ -34,8 +40,10 @@ def build_tokenizer(kind: str, *, vocab_file: str | None = None, merge_file: str
         return gpt2_tokenizer(*find_gpt2_files(vocab_file, merge_file, cache_dir))
     if kind == "SentencePieceTokenizer":
         if model_file is None:
-            raise ValueError("--tokenizer-type SentencePieceTokenizer needs --tokenizer-model: the model file, "
-                             "trained there on the data if it is missing")
+            raise ValueError(
+                "--tokenizer-type SentencePieceTokenizer needs --tokenizer-model: the model file, "
+                "trained there on the data if it is missing"
+            )
         if not Path(model_file).is_file():
             raise FileNotFoundError(f"--tokenizer-model: no such file: {model_file}")
         return SentencePieceTokenizer(Path(model_file).read_bytes(), model_file)
@@ -64,9 +72,12 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
         tokenizer: Tokenizer = builtin_tokenizer(directory / BUILTIN_FILE)
     else:
         vocabulary = CHARACTERS_FILE if kind == "characters" else "encoder.json"
-        tokenizer = build_tokenizer(kind, vocab_file=str(directory / vocabulary),
-                                    merge_file=str(directory / "vocab.bpe"),
-                                    model_file=str(directory / "sentencepiece.model"))
+        tokenizer = build_tokenizer(
+            kind,
+            vocab_file=str(directory / vocabulary),
+            merge_file=str(directory / "vocab.bpe"),
+            model_file=str(directory / "sentencepiece.model"),
+        )
     if tokenizer.fingerprint != fingerprint:
         raise ValueError(f"{directory}: the tokenizer's files are not those that were saved there")
     return tokenizer
@@ -80,17 +91,24 @@ def default_tokenizer_kind() -> str:
 def find_gpt2_files(vocab_file: str | None, merge_file: str | None, cache_dir: str | None) -> tuple[Path, Path]:
     """GPT-2's vocabulary and merges: the files named, else a pair in `cache_dir`, else one in the user's cache."""
     if vocab_file or merge_file:
-        for flag, name, other in (("--vocab-file", vocab_file, "--merge-file"),
-                                  ("--merge-file", merge_file, "--vocab-file")):
+        for flag, name, other in (
+            ("--vocab-file", vocab_file, "--merge-file"),
+            ("--merge-file", merge_file, "--vocab-file"),
+        ):
             if not name:
                 raise ValueError(f"{other} needs {flag} beside it")
             if not Path(name).is_file():
                 raise FileNotFoundError(f"{flag}: no such file: {name}")
         return Path(str(vocab_file)), Path(str(merge_file))
     for folder in [Path(cache_dir), user_cache()] if cache_dir else [user_cache()]:
-        for vocab, merges in (("encoder.json", "vocab.bpe"), ("gpt2-vocab.json", "gpt2-merges.txt"),
-                              ("vocab.json", "merges.txt")):
+        for vocab, merges in (
+            ("encoder.json", "vocab.bpe"),
+            ("gpt2-vocab.json", "gpt2-merges.txt"),
+            ("vocab.json", "merges.txt"),
+        ):
             if (folder / vocab).is_file() and (folder / merges).is_file():
                 return folder / vocab, folder / merges
-    raise ValueError("the GPT-2 vocabulary is not on this machine: run scripts/download_gpt2_vocab.sh, or name its "
-                     "files with --vocab-file and --merge-file")
+    raise ValueError(
+        "the GPT-2 vocabulary is not on this machine: run scripts/download_gpt2_vocab.sh, or name its "
+        "files with --vocab-file and --merge-file"
+    )

@@ -19,14 +19,22 @@ class CharacterTokenizer(Tokenizer):
     """characters: that of each id. ValueError where one is none or occurs twice."""
 
     def __init__(self, characters: Sequence[str]) -> None:
-        if not isinstance(characters, Sequence) or not characters or any(
-                not isinstance(c, str) or len(c) != 1 for c in characters):
+        if (
+            not isinstance(characters, Sequence)
+            or not characters
+            or any(not isinstance(c, str) or len(c) != 1 for c in characters)
+        ):
             raise ValueError("a vocabulary of characters holds one character for each id")
         if len(set(characters)) < len(characters):
             raise ValueError("a character has two ids")
         content = utf8(json.dumps(list(characters), ensure_ascii=False) + "\n")
-        super().__init__("characters", [utf8(c) for c in characters], NO_EOD, fingerprint_of("characters", content),
-                         {CHARACTERS_FILE: content})
+        super().__init__(
+            "characters",
+            [utf8(c) for c in characters],
+            NO_EOD,
+            fingerprint_of("characters", content),
+            {CHARACTERS_FILE: content},
+        )
         self.characters = tuple(characters)
         codes = [ord(c) for c in characters]
         self._ids = np.full(max(codes) + 2, -1, dtype=np.int32)  # by code point; the last one stands for all above
@@ -42,8 +50,10 @@ class CharacterTokenizer(Tokenizer):
         ids: np.ndarray = self._ids[np.minimum(codes, len(self._ids) - 1)]
         if (ids < 0).any():
             missing = chr(codes[np.argmax(ids < 0)])
-            raise ValueError(f"the text holds {missing!r} (U+{ord(missing):04X}), which is none of the "
-                             f"{self.vocab_size:,} characters of the vocabulary")
+            raise ValueError(
+                f"the text holds {missing!r} (U+{ord(missing):04X}), which is none of the "
+                f"{self.vocab_size:,} characters of the vocabulary"
+            )
         return ids
 
 

@@ -56,18 +56,30 @@ class BytePairTokenizer(Tokenizer):
     installed.
     """
 
-    def __init__(self, kind: str, ranked: Sequence[bytes], ids: Sequence[int], token_bytes: Sequence[bytes], eod: int,
-                 files: dict[str, bytes]) -> None:
+    def __init__(
+        self,
+        kind: str,
+        ranked: Sequence[bytes],
+        ids: Sequence[int],
+        token_bytes: Sequence[bytes],
+        eod: int,
+        files: dict[str, bytes],
+    ) -> None:
         engine = bpe_engine()
         if engine is None:
-            raise ValueError(f"--tokenizer-type {kind} needs the package tiktoken or regex: pip install tiktoken, "
-                             "or take --tokenizer-type bytes")
+            raise ValueError(
+                f"--tokenizer-type {kind} needs the package tiktoken or regex: pip install tiktoken, "
+                "or take --tokenizer-type bytes"
+            )
         self.engine = engine.__name__
         self._ids = None if list(ids) == list(range(len(ranked))) else np.asarray(ids, dtype=np.int32)
         ranks = {token: rank for rank, token in enumerate(ranked)}
         # No special tokens are registered, so that no text can inject one.
-        self._encoding: Any = BytePairEncoding(PATTERN, ranks) if self.engine == "regex" else \
-            engine.Encoding(kind, pat_str=PATTERN, special_tokens={}, mergeable_ranks=ranks)
+        self._encoding: Any = (
+            BytePairEncoding(PATTERN, ranks)
+            if self.engine == "regex"
+            else engine.Encoding(kind, pat_str=PATTERN, special_tokens={}, mergeable_ranks=ranks)
+        )
         self._ranked = ranked
         fingerprint = fingerprint_of("byte-level BPE", PATTERN, json.dumps([list(ids), eod]), *ranked)
         super().__init__(kind, token_bytes, eod, fingerprint, files)
@@ -108,7 +120,7 @@ def _cut_white_space(text: str) -> Iterator[str]:
     last part is never empty, so that runs of one repeated character keep the ids they have uncut."""
     start = 0
     while found := LONG_WHITE_SPACE.search(text, start):
-        yield text[start:found.start() + WHITE_RUN]
+        yield text[start : found.start() + WHITE_RUN]
         start = found.start() + WHITE_RUN
     yield text[start:]
 
@@ -143,8 +155,9 @@ def builtin_tokenizer(path: Path | None = None) -> BytePairTokenizer:
 
 def gpt2_tokenizer(vocab_path: Path, merge_path: Path) -> BytePairTokenizer:
     """GPT-2's BPE, or another in its format, from a JSON of token to id and the merges in order."""
-    return gpt2_tokenizer_of(vocab_path.read_bytes(), merge_path.read_bytes(), f"--vocab-file {vocab_path}",
-                             f"--merge-file {merge_path}")
+    return gpt2_tokenizer_of(
+        vocab_path.read_bytes(), merge_path.read_bytes(), f"--vocab-file {vocab_path}", f"--merge-file {merge_path}"
+    )
 
 
 def gpt2_tokenizer_of(vocab_data: bytes, merge_data: bytes, vocab_name: str, merge_name: str) -> BytePairTokenizer:
@@ -156,8 +169,10 @@ def gpt2_tokenizer_of(vocab_data: bytes, merge_data: bytes, vocab_name: str, mer
     except (ValueError, TypeError, AttributeError, RecursionError):
         dense = False
     if not dense or END_OF_TEXT not in vocabulary:
-        raise ValueError(f"{vocab_name} is not a JSON object of token to id, the ids from 0 on without a "
-                         f"gap and {END_OF_TEXT} among them")
+        raise ValueError(
+            f"{vocab_name} is not a JSON object of token to id, the ids from 0 on without a "
+            f"gap and {END_OF_TEXT} among them"
+        )
     try:
         merges = [line.split() for line in merge_data.decode("utf-8").split("\n")]
     except ValueError:
@@ -176,5 +191,11 @@ def gpt2_tokenizer_of(vocab_data: bytes, merge_data: bytes, vocab_name: str, mer
     token_bytes = [b""] * len(vocabulary)
     for token, value in zip(tokens, ranked, strict=True):
         token_bytes[vocabulary[token]] = value
-    return BytePairTokenizer("GPT2BPETokenizer", ranked, [vocabulary[token] for token in tokens], token_bytes,
-                             vocabulary[END_OF_TEXT], {"encoder.json": vocab_data, "vocab.bpe": merge_data})
+    return BytePairTokenizer(
+        "GPT2BPETokenizer",
+        ranked,
+        [vocabulary[token] for token in tokens],
+        token_bytes,
+        vocabulary[END_OF_TEXT],
+        {"encoder.json": vocab_data, "vocab.bpe": merge_data},
+    )

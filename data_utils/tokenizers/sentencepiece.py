@@ -38,8 +38,13 @@ class SentencePieceTokenizer(Tokenizer):
         if eod < 0:
             eod = len(token_bytes)
             token_bytes.append(b"")
-        super().__init__("SentencePieceTokenizer", token_bytes, eod, fingerprint_of("sentencepiece", model),
-                         {"sentencepiece.model": model})
+        super().__init__(
+            "SentencePieceTokenizer",
+            token_bytes,
+            eod,
+            fingerprint_of("sentencepiece", model),
+            {"sentencepiece.model": model},
+        )
 
     def _bytes_of(self, index: int) -> bytes:
         """What a piece of the model stands for. ValueError where the model has no text or byte there."""
@@ -75,13 +80,23 @@ def train_sentencepiece(texts: Iterable[str], model_file: str | Path, vocab_size
         raise ValueError("there is no text to train a SentencePiece model on: see --train-data")
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=chain([first], sentences), model_writer=model, vocab_size=vocab_size,
-            model_type="bpe", byte_fallback=True, normalization_rule_name="identity", remove_extra_whitespaces=False,
-            add_dummy_prefix=False, max_sentence_length=1 << 24, character_coverage=1.0 - 5e-4, minloglevel=2)
+            sentence_iterator=chain([first], sentences),
+            model_writer=model,
+            vocab_size=vocab_size,
+            model_type="bpe",
+            byte_fallback=True,
+            normalization_rule_name="identity",
+            remove_extra_whitespaces=False,
+            add_dummy_prefix=False,
+            max_sentence_length=1 << 24,
+            character_coverage=1.0 - 5e-4,
+            minloglevel=2,
+        )
     except (RuntimeError, OSError) as error:
         reason = " ".join(str(error).split())
-        raise ValueError(f"no SentencePiece model of --tokenizer-vocab-size {vocab_size} can be trained on this text: "
-                         f"{reason}") from None
+        raise ValueError(
+            f"no SentencePiece model of --tokenizer-vocab-size {vocab_size} can be trained on this text: {reason}"
+        ) from None
     path = Path(model_file)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -91,8 +106,15 @@ def train_sentencepiece(texts: Iterable[str], model_file: str | Path, vocab_size
         raise ValueError(f"--tokenizer-model {path} cannot be written: {error.strerror}") from None
 
 
-def ensure_sentencepiece_model(model_file: str, *, train_data: Sequence[str], text_key: str | None, vocab_size: int,
-                               log: Log, max_bad_fraction: float = MOST_BAD_LINES) -> None:
+def ensure_sentencepiece_model(
+    model_file: str,
+    *,
+    train_data: Sequence[str],
+    text_key: str | None,
+    vocab_size: int,
+    log: Log,
+    max_bad_fraction: float = MOST_BAD_LINES,
+) -> None:
     """Train `model_file` on the files in `train_data`, or on the built-in corpus, if it is missing. One process trains,
     the others wait for it. ValueError or FileNotFoundError names a flag."""
     if Path(model_file).exists():
@@ -111,8 +133,12 @@ def ensure_sentencepiece_model(model_file: str, *, train_data: Sequence[str], te
     files = [file for path in train_data for file in files_of(path, "--train-data")]
     with contextlib.ExitStack() as stack:
         try:
-            stack.enter_context(file_lock(Path(f"{model_file}.lock"), lambda: log(
-                "another process is training the SentencePiece model: waiting for it")))
+            stack.enter_context(
+                file_lock(
+                    Path(f"{model_file}.lock"),
+                    lambda: log("another process is training the SentencePiece model: waiting for it"),
+                )
+            )
         except OSError as error:
             raise ValueError(f"--tokenizer-model {model_file} cannot be written: {error.strerror}") from None
         if not Path(model_file).exists():
@@ -124,6 +150,7 @@ def _import_sentencepiece():  # type: ignore[no-untyped-def]
     try:
         import sentencepiece
     except ImportError:
-        raise ValueError("--tokenizer-type SentencePieceTokenizer needs the package sentencepiece: "
-                         "pip install sentencepiece") from None
+        raise ValueError(
+            "--tokenizer-type SentencePieceTokenizer needs the package sentencepiece: pip install sentencepiece"
+        ) from None
     return sentencepiece

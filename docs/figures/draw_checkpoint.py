@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Draw how a checkpoint is committed, and how another layout reads it:
 
-    python docs/figures/draw_checkpoint.py > docs/figures/checkpoint.svg
+python docs/figures/draw_checkpoint.py > docs/figures/checkpoint.svg
 """
 
 from __future__ import annotations
@@ -22,24 +22,34 @@ ROW, BELOW = 36, 250  # height of two rows of the tensor, and top of the lower h
 
 def part(x: float, y: float, height: float, words: str, color: str, fill: str = PAPER) -> list[str]:
     """Rows of a tensor, with words in their middle."""
-    return [f'<rect x="{x:g}" y="{y:g}" width="210" height="{height:g}" fill="{fill}" stroke="{color}" '
-            'stroke-width="1.6"/>', text(x + 105, y + height / 2 + 4, words, size=12)]
+    return [
+        f'<rect x="{x:g}" y="{y:g}" width="210" height="{height:g}" fill="{fill}" stroke="{color}" '
+        'stroke-width="1.6"/>',
+        text(x + 105, y + height / 2 + 4, words, size=12),
+    ]
 
 
 def checkpoint() -> str:
     """The five steps in which a save is committed, and the boxes of a tensor that is loaded by other ranks."""
-    parts = [text(WIDTH / 2, 24, "A save is committed in five steps", size=16, bold=True),
-             text(WIDTH / 2, 44, "a crash before step 4 leaves the last checkpoint as it was", size=12, color=GREY)]
+    parts = [
+        text(WIDTH / 2, 24, "A save is committed in five steps", size=16, bold=True),
+        text(WIDTH / 2, 44, "a crash before step 4 leaves the last checkpoint as it was", size=12, color=GREY),
+    ]
     for index, words in enumerate(STEPS):
         x = LEFT + index * (WIDE + GAP)
         parts += box(x, TOP, WIDE, HIGH, words, edge=INK, fill=WHOLE)
         if index:
             parts.append(arrow(x - GAP, TOP + HIGH / 2, x))
-    parts += [text(WIDTH / 2, BELOW - 52, "Any layout reads it: boxes are cut out of boxes", size=16, bold=True),
-              text(WIDTH / 2, BELOW - 32, "one tensor of 8 rows, split by rows", size=12, color=GREY)]
+    parts += [
+        text(WIDTH / 2, BELOW - 52, "Any layout reads it: boxes are cut out of boxes", size=16, bold=True),
+        text(WIDTH / 2, BELOW - 32, "one tensor of 8 rows, split by rows", size=12, color=GREY),
+    ]
     saved, memory, wanted = 150, 440, 730
-    for x, words in ((saved, "saved by 2 model-parallel ranks"), (memory, "the tensor (global shape)"),
-                     (wanted, "read by 4 model-parallel ranks")):
+    for x, words in (
+        (saved, "saved by 2 model-parallel ranks"),
+        (memory, "the tensor (global shape)"),
+        (wanted, "read by 4 model-parallel ranks"),
+    ):
         parts.append(text(x + 105, BELOW - 8, words, size=12, bold=True))
     for rank, color in enumerate(RANKS):
         y = BELOW + 2 * rank * ROW
@@ -50,10 +60,23 @@ def checkpoint() -> str:
         y = BELOW + rank * ROW
         parts += part(wanted, y, ROW, f"rank {rank} wants rows {2 * rank} and {2 * rank + 1}", RANKS[rank // 2])
         parts.append(line(memory + 210, y + ROW / 2, wanted - 8, y + ROW / 2))
-    parts += [text(WIDTH / 2, BELOW + 4 * ROW + 34, "A rank reads from the files only the parts of the boxes that it "
-                   "wants.", size=12, color=GREY),
-              text(WIDTH / 2, BELOW + 4 * ROW + 54, "A range of a sharded optimizer is at most three boxes: a partial "
-                   "first row, whole rows, a partial last row.", size=12, color=GREY)]
+    parts += [
+        text(
+            WIDTH / 2,
+            BELOW + 4 * ROW + 34,
+            "A rank reads from the files only the parts of the boxes that it wants.",
+            size=12,
+            color=GREY,
+        ),
+        text(
+            WIDTH / 2,
+            BELOW + 4 * ROW + 54,
+            "A range of a sharded optimizer is at most three boxes: a partial "
+            "first row, whole rows, a partial last row.",
+            size=12,
+            color=GREY,
+        ),
+    ]
     return picture(WIDTH, HEIGHT, parts)
 
 

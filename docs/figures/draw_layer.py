@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Draw how a transformer layer is split over two ranks, and where the ranks communicate:
 
-    python docs/figures/draw_layer.py > docs/figures/layer.svg
+python docs/figures/draw_layer.py > docs/figures/layer.svg
 """
 
 from __future__ import annotations
@@ -21,44 +21,56 @@ def whole(x: float, width: float, lines: list[str]) -> list[str]:
 
 def split(x: float, width: float, of_rank: list[list[str]]) -> list[str]:
     """What each rank computes with its own part of the weights."""
-    return [line for top, edge, lines in zip(LANES, RANKS, of_rank, strict=True)
-            for line in box(x, top, width, LANE, lines, edge=edge)]
+    return [
+        line
+        for top, edge, lines in zip(LANES, RANKS, of_rank, strict=True)
+        for line in box(x, top, width, LANE, lines, edge=edge)
+    ]
 
 
 def operation(x: float, name: str, forward: str, backward: str) -> list[str]:
     """A conjugate pair of communications: a bar over both lanes with its two directions above and below."""
     top, bottom = LANES[0] - 6, LANES[1] + LANE + 6
-    return [f'<rect x="{x - 11:g}" y="{top}" width="22" height="{bottom - top}" rx="11" fill="{INK}"/>',
-            f'<text x="{x:g}" y="{(top + bottom) / 2 + 5:g}" font-size="16" font-style="italic" fill="#fff" '
-            f'text-anchor="middle">{name}</text>',
-            text(x, top - 26, "forward", size=11, color=GREY), text(x, top - 11, forward, size=12, bold=True),
-            text(x, bottom + 17, "backward", size=11, color=GREY), text(x, bottom + 32, backward, size=12, bold=True)]
+    return [
+        f'<rect x="{x - 11:g}" y="{top}" width="22" height="{bottom - top}" rx="11" fill="{INK}"/>',
+        f'<text x="{x:g}" y="{(top + bottom) / 2 + 5:g}" font-size="16" font-style="italic" fill="#fff" '
+        f'text-anchor="middle">{name}</text>',
+        text(x, top - 26, "forward", size=11, color=GREY),
+        text(x, top - 11, forward, size=12, bold=True),
+        text(x, bottom + 17, "backward", size=11, color=GREY),
+        text(x, bottom + 32, backward, size=12, bold=True),
+    ]
 
 
 def branch(x: float, first: list[str], second: list[str]) -> list[str]:
     """x + g(row-parallel(column-parallel(f(norm(x))))), `BRANCH` wide. The same on both ranks but for the weights."""
     middle = (LANES[0] + LANES[1] + LANE) / 2
-    parts = [f'<path d="M{x - 14:g} {middle:g} H{x + 452:g}" stroke="{GREY}" stroke-width="1.4" '
-             'stroke-dasharray="5 4" fill="none"/>']  # the residual path, behind what it passes
+    parts = [
+        f'<path d="M{x - 14:g} {middle:g} H{x + 452:g}" stroke="{GREY}" stroke-width="1.4" '
+        'stroke-dasharray="5 4" fill="none"/>'
+    ]  # the residual path, behind what it passes
     parts += whole(x, 66, ["norm", "[s, b, h]"]) + whole(x + 452, 40, ["+", "drop-", "out"])
     parts += operation(x + 105, "f", "identity", "all-reduce")
     parts += split(x + 138, 108, [first] * len(RANKS)) + split(x + 266, 100, [second] * len(RANKS))
     parts += operation(x + 406, "g", "all-reduce", "identity")
     for top in LANES:
         y = top + LANE / 2
-        parts += [arrow(x + start, y, x + end)
-                  for start, end in ((66, 94), (116, 138), (246, 266), (366, 395), (417, 452))]
+        parts += [
+            arrow(x + start, y, x + end) for start, end in ((66, 94), (116, 138), (246, 266), (366, 395), (417, 452))
+        ]
     return parts
 
 
 def layer() -> str:
     """A transformer layer on two model-parallel ranks: the branch of attention, then that of the MLP."""
-    parts = [text(34, top + LANE / 2 + 4, f"rank {rank}", color=color, bold=True)
-             for rank, (top, color) in enumerate(zip(LANES, RANKS, strict=True))]
-    parts += branch(76, ["QKV", "column-parallel", "h → 3h/p", "n/p heads"],
-                    ["dense", "row-parallel", "h/p → h"])
-    parts += branch(76 + BRANCH, ["MLP in", "column-parallel", "h → 4h/p", "GELU"],
-                    ["MLP out", "row-parallel", "4h/p → h"])
+    parts = [
+        text(34, top + LANE / 2 + 4, f"rank {rank}", color=color, bold=True)
+        for rank, (top, color) in enumerate(zip(LANES, RANKS, strict=True))
+    ]
+    parts += branch(76, ["QKV", "column-parallel", "h → 3h/p", "n/p heads"], ["dense", "row-parallel", "h/p → h"])
+    parts += branch(
+        76 + BRANCH, ["MLP in", "column-parallel", "h → 4h/p", "GELU"], ["MLP out", "row-parallel", "4h/p → h"]
+    )
     parts += [text(WIDTH / 2, 24, "One transformer layer on two model-parallel ranks", size=16, bold=True)]
     return picture(WIDTH, HEIGHT, parts)
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Draw one training step: what a rank computes, and what the two groups of ranks send meanwhile:
 
-    python docs/figures/draw_step.py > docs/figures/step.svg
+python docs/figures/draw_step.py > docs/figures/step.svg
 """
 
 from __future__ import annotations
@@ -39,8 +39,11 @@ def sent(top: float, first: int, last: int, words: list[str], color: str) -> lis
 def step() -> str:
     """What each rank computes in a training step, and below it what the groups send meanwhile."""
     parts = [text(WIDTH / 2, 24, "One training step", size=16, bold=True)]
-    for y, words in ((TOP + HIGH / 2, ("each rank", "computes")), (MODEL + SENT / 2, ("model-parallel", "group sends")),
-                     (DATA + SENT / 2, ("data-parallel", "group sends"))):
+    for y, words in (
+        (TOP + HIGH / 2, ("each rank", "computes")),
+        (MODEL + SENT / 2, ("model-parallel", "group sends")),
+        (DATA + SENT / 2, ("data-parallel", "group sends")),
+    ):
         parts += [text(56, y - 2, words[0], size=12, bold=True), text(56, y + 14, words[1], size=12, bold=True)]
     for index, (x, width, words) in enumerate(COMPUTED):
         parts += box(x, TOP, width, HIGH, words, edge=INK, fill=WHOLE)
@@ -48,19 +51,32 @@ def step() -> str:
             before = COMPUTED[index - 1]
             parts.append(arrow(before[0] + before[1], TOP + HIGH / 2, x))
     start, end = COMPUTED[FORWARD][0], COMPUTED[BACKWARD][0] + COMPUTED[BACKWARD][1]
-    parts += [f'<path d="M{start} {TOP - 8} V{TOP - 22} H{end} V{TOP - 8}" stroke="{GREY}" stroke-width="1.4" '
-              'fill="none"/>',
-              text((start + end) / 2, TOP - 28, "once for each micro-batch", size=12, color=GREY)]
+    parts += [
+        f'<path d="M{start} {TOP - 8} V{TOP - 22} H{end} V{TOP - 8}" stroke="{GREY}" stroke-width="1.4" fill="none"/>',
+        text((start + end) / 2, TOP - 28, "once for each micro-batch", size=12, color=GREY),
+    ]
     tensor, data = RANKS
     parts += [line(middle(index), TOP + HIGH, middle(index), MODEL - 7) for index in (FORWARD, BACKWARD, NORM)]
-    parts += sent(MODEL, FORWARD, FORWARD, ["all-reduce", "2 per layer, 1 embedding;", "all-gather: 1 per chunk"],
-                  tensor)
+    parts += sent(
+        MODEL, FORWARD, FORWARD, ["all-reduce", "2 per layer, 1 embedding;", "all-gather: 1 per chunk"], tensor
+    )
     parts += sent(MODEL, BACKWARD, BACKWARD, ["all-reduce", "2 per layer, 1 head"], tensor)
     parts += sent(MODEL, NORM, NORM, ["all-reduce", "1 squared norm"], tensor)
-    parts += [line(middle(WAIT), DATA, middle(WAIT), TOP + HIGH + 7),
-              line(middle(WEIGHTS), TOP + HIGH, middle(WEIGHTS), DATA - 7)]
-    parts += sent(DATA, BACKWARD, WAIT, ["all-reduce of each full bucket", "in the last micro-batch, while backward "
-                                         "runs", "(sharded optimizer: reduce-scatter)"], data)
+    parts += [
+        line(middle(WAIT), DATA, middle(WAIT), TOP + HIGH + 7),
+        line(middle(WEIGHTS), TOP + HIGH, middle(WEIGHTS), DATA - 7),
+    ]
+    parts += sent(
+        DATA,
+        BACKWARD,
+        WAIT,
+        [
+            "all-reduce of each full bucket",
+            "in the last micro-batch, while backward runs",
+            "(sharded optimizer: reduce-scatter)",
+        ],
+        data,
+    )
     parts += sent(DATA, WEIGHTS, WEIGHTS, ["sharded optimizer:", "all-gather while the", "next forward runs"], data)
     return picture(WIDTH, HEIGHT, parts)
 

@@ -33,9 +33,24 @@ CUBLAS_WORKSPACES = (":4096:8", ":16:8")
 
 # Dense 16-bit TFLOP/s of the datasheets, by a pattern of the device's name; the first that matches counts.
 DATASHEET = (
-    ("B200", 2250), ("GB200", 2500), ("H100 PCIe", 756), ("(H100|H200) NVL", 835), ("(H100|H200|H800|GH200)", 989),
-    ("(A100|A800)", 312), ("A30", 165), ("A40", 149.7), ("A10", 125), ("L40S", 362), ("L40", 181), ("L4", 121),
-    ("RTX 5090", 209.5), ("RTX 4090", 165.2), ("RTX 3090", 71), ("V100.PCIE?", 112), ("V100", 125), ("T4", 65),
+    ("B200", 2250),
+    ("GB200", 2500),
+    ("H100 PCIe", 756),
+    ("(H100|H200) NVL", 835),
+    ("(H100|H200|H800|GH200)", 989),
+    ("(A100|A800)", 312),
+    ("A30", 165),
+    ("A40", 149.7),
+    ("A10", 125),
+    ("L40S", 362),
+    ("L40", 181),
+    ("L4", 121),
+    ("RTX 5090", 209.5),
+    ("RTX 4090", 165.2),
+    ("RTX 3090", 71),
+    ("V100.PCIE?", 112),
+    ("V100", 125),
+    ("T4", 65),
     ("MI300X", 1307),
 )
 
@@ -56,9 +71,12 @@ def refuse_shared_gpus(gpus: Sequence[str], hosts: Mapping[int, str]) -> None:
     empty on a CPU."""
     for gpu in dict.fromkeys(filter(None, gpus)):
         together = [rank for rank, other in enumerate(gpus) if other == gpu]
-        require(len(together) == 1, f"{named(together, hosts)} are on one GPU (UUID {gpu}): show each rank a GPU of "
-                "its own (CUDA_VISIBLE_DEVICES, srun --gpu-bind), start fewer, or train on the CPU with --device cpu "
-                "--distributed-backend gloo")
+        require(
+            len(together) == 1,
+            f"{named(together, hosts)} are on one GPU (UUID {gpu}): show each rank a GPU of "
+            "its own (CUDA_VISIBLE_DEVICES, srun --gpu-bind), start fewer, or train on the CPU with --device cpu "
+            "--distributed-backend gloo",
+        )
 
 
 def _own_device(requested: str, ranks: Ranks, environ: Mapping[str, str]) -> tuple[torch.device, str]:
@@ -71,15 +89,18 @@ def _own_device(requested: str, ranks: Ranks, environ: Mapping[str, str]) -> tup
         visible = torch.cuda.device_count()
         if visible == 1 and ranks.local_world_size > 1:  # its own, or one for all: their UUIDs show it
             return torch.device("cuda", 0), f"cuda: {torch.cuda.get_device_name(0)}, the one that this rank sees"
-        require(ranks.local_world_size <= visible,
-                f"{ranks.local_world_size} ranks on this machine but {visible} visible GPUs: start "
-                f"at most {visible}, or train on the CPU with --device cpu --distributed-backend gloo")
+        require(
+            ranks.local_world_size <= visible,
+            f"{ranks.local_world_size} ranks on this machine but {visible} visible GPUs: start "
+            f"at most {visible}, or train on the CPU with --device cpu --distributed-backend gloo",
+        )
         return torch.device("cuda", ranks.local_rank), f"cuda: {torch.cuda.get_device_name(ranks.local_rank)}"
     problem = _why_no_cuda([str(w.message) for w in caught], environ)
     require(requested == "auto", f"--device cuda: {problem or 'this machine has no GPU'}; --device cpu trains without")
     if problem:
-        return torch.device("cpu"), (f"WARNING: THE GPU IS NOT USED, this run is on the CPU: {problem}; --device cpu "
-                                     "says that the CPU is meant")
+        return torch.device("cpu"), (
+            f"WARNING: THE GPU IS NOT USED, this run is on the CPU: {problem}; --device cpu says that the CPU is meant"
+        )
     if torch.backends.mps.is_available():
         return torch.device("cpu"), "cpu: Apple's GPU (MPS) is not supported"
     return torch.device("cpu"), "cpu: this machine has no GPU"
@@ -92,8 +113,10 @@ def _why_no_cuda(warned: list[str], environ: Mapping[str, str]) -> str:
     if torch.version.cuda is None:
         return f"torch {torch.__version__} is built without CUDA; install a CUDA build (https://pytorch.org)"
     detail = f" ({' '.join(warned[0].split())})" if warned else ""
-    return (f"the driver does not serve torch's CUDA {torch.version.cuda}; update it, or install a torch built for "
-            f"its CUDA (https://pytorch.org){detail}")
+    return (
+        f"the driver does not serve torch's CUDA {torch.version.cuda}; update it, or install a torch built for "
+        f"its CUDA (https://pytorch.org){detail}"
+    )
 
 
 def gpu_present(root: str = "/") -> bool:
@@ -110,8 +133,10 @@ def choose_precision(requested: str, device: torch.device) -> tuple[torch.dtype,
         dtype, why = choose_precision("auto", device)
         return dtype, f"notice: --fp16 on a CPU means --precision auto: {why}"
     if requested == "fp16" and device.type == "cpu":
-        return torch.float16, ("WARNING: --precision fp16 on a CPU: most CPUs have no fp16 arithmetic, and a step can "
-                               "take 40 times as long as with --precision auto")
+        return torch.float16, (
+            "WARNING: --precision fp16 on a CPU: most CPUs have no fp16 arithmetic, and a step can "
+            "take 40 times as long as with --precision auto"
+        )
     if requested != "auto":
         name = requested.removesuffix("-on-gpu")
         return DTYPES[name], f"{name}: --precision {requested}"
@@ -121,8 +146,11 @@ def choose_precision(requested: str, device: torch.device) -> tuple[torch.dtype,
             return torch.bfloat16, f"bf16: native on sm{major}{minor}"
         return torch.float16, f"fp16: sm{major}{minor} has no bf16, which starts with sm80"
     native = cpu_bf16()
-    return (torch.bfloat16, f"bf16: this CPU has {native}") if native else (
-        torch.float32, "fp32: this CPU has no bf16 arithmetic (AMX, avx512_bf16)")
+    return (
+        (torch.bfloat16, f"bf16: this CPU has {native}")
+        if native
+        else (torch.float32, "fp32: this CPU has no bf16 arithmetic (AMX, avx512_bf16)")
+    )
 
 
 def cpu_bf16(cpuinfo: str = "/proc/cpuinfo") -> str:
@@ -144,11 +172,16 @@ def choose_backend(requested: str | None, device: torch.device) -> tuple[str, st
         backend = "nccl" if device.type == "cuda" and dist.is_nccl_available() else "gloo"
         return backend, f"{backend}: the ranks are on {'GPUs' if device.type == 'cuda' else 'CPUs'}"
     if requested == "nccl":
-        require(device.type == "cuda", "--distributed-backend nccl needs a GPU for each rank and this run is on the "
-                                       "CPU: use --distributed-backend gloo")
+        require(
+            device.type == "cuda",
+            "--distributed-backend nccl needs a GPU for each rank and this run is on the "
+            "CPU: use --distributed-backend gloo",
+        )
         require(dist.is_nccl_available(), "--distributed-backend nccl: this torch is built without NCCL; use gloo")
-    require(requested != "mpi" or dist.is_mpi_available(),
-            "--distributed-backend mpi: this torch is built without MPI; use gloo, or nccl on GPUs")
+    require(
+        requested != "mpi" or dist.is_mpi_available(),
+        "--distributed-backend mpi: this torch is built without MPI; use gloo, or nccl on GPUs",
+    )
     return requested, f"{requested}: --distributed-backend {requested}"
 
 
@@ -214,16 +247,22 @@ def cgroup_folders(controller: str, root: str = "/") -> Iterator[Path]:
 def require_compiler(device: torch.device, environ: Mapping[str, str] = os.environ) -> None:
     """ValueError where torch.compile could not work: it writes C++ for a CPU and Triton for a GPU."""
     if device.type == "cuda":
-        require(importlib.util.find_spec("triton") is not None,
-                "--compile needs Triton on a GPU: pip install triton, or leave the flag out")
+        require(
+            importlib.util.find_spec("triton") is not None,
+            "--compile needs Triton on a GPU: pip install triton, or leave the flag out",
+        )
     else:
         compilers = [environ["CXX"]] if "CXX" in environ else ["g++", "clang++"]
-        require(any(shutil.which(name) for name in compilers), f"--compile needs a C++ compiler on a CPU, and there is "
-                f"no {' or '.join(compilers)}: install one, or leave the flag out")
+        require(
+            any(shutil.which(name) for name in compilers),
+            f"--compile needs a C++ compiler on a CPU, and there is "
+            f"no {' or '.join(compilers)}: install one, or leave the flag out",
+        )
 
 
-def set_cuda_variables(model_parallel_size: int, environ: MutableMapping[str, str] = os.environ, *,
-                       deterministic: bool = False) -> None:
+def set_cuda_variables(
+    model_parallel_size: int, environ: MutableMapping[str, str] = os.environ, *, deterministic: bool = False
+) -> None:
     """What CUDA, torch's allocator and NCCL read when they start, unless the user has set it. deterministic: also what
     `deterministic_algorithms` needs of cuBLAS; ValueError where the user has set that in another way.
 
@@ -239,8 +278,11 @@ def set_cuda_variables(model_parallel_size: int, environ: MutableMapping[str, st
         environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")
     if deterministic:
         workspace = environ.setdefault("CUBLAS_WORKSPACE_CONFIG", CUBLAS_WORKSPACES[0])
-        require(workspace in CUBLAS_WORKSPACES, f"CUBLAS_WORKSPACE_CONFIG={workspace} lets cuBLAS add up in any order: "
-                f"unset it, or set it to {' or '.join(CUBLAS_WORKSPACES)}")
+        require(
+            workspace in CUBLAS_WORKSPACES,
+            f"CUBLAS_WORKSPACE_CONFIG={workspace} lets cuBLAS add up in any order: "
+            f"unset it, or set it to {' or '.join(CUBLAS_WORKSPACES)}",
+        )
 
 
 @contextlib.contextmanager
@@ -253,9 +295,13 @@ def deterministic_algorithms() -> Iterator[None]:
     """
     blas = torch.backends.cuda.matmul
     fill: Any = torch.utils.deterministic  # a module with a property
-    before = (torch.get_deterministic_debug_mode(), fill.fill_uninitialized_memory,
-              torch.get_float32_matmul_precision(), blas.allow_bf16_reduced_precision_reduction,
-              blas.allow_fp16_reduced_precision_reduction)
+    before = (
+        torch.get_deterministic_debug_mode(),
+        fill.fill_uninitialized_memory,
+        torch.get_float32_matmul_precision(),
+        blas.allow_bf16_reduced_precision_reduction,
+        blas.allow_fp16_reduced_precision_reduction,
+    )
 
     def switch(mode: int | str, fills: bool, precision: str, in_bf16: bool, in_fp16: bool) -> None:
         torch.set_deterministic_debug_mode(mode)

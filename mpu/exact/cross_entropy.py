@@ -52,15 +52,30 @@ class ExactVocabSums(VocabSums):
         return complete(d_hidden, dtype)
 
 
-def exact_linear_cross_entropy(hidden: Tensor, weight: Tensor, target: Tensor, token_weight: Tensor,
-                               group: ProcessGroup | None = None, *, parts: int, vocab_size: int,
-                               sequence_parallel: bool = False,
-                               weight_grad_hook: Callable[[Tensor], object] | None = None) -> Tensor:
+def exact_linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    token_weight: Tensor,
+    group: ProcessGroup | None = None,
+    *,
+    parts: int,
+    vocab_size: int,
+    sequence_parallel: bool = False,
+    weight_grad_hook: Callable[[Tensor], object] | None = None,
+) -> Tensor:
     """`mpu.vocab_parallel_linear_cross_entropy` in V = `parts` parts of the vocabulary. Forward sums the gradient of
     hidden over the ranks; backward sends nothing."""
     group = group if group is not None else get_tensor_model_parallel_group()
     check_ids(target, vocab_size, "target")
     sums = ExactVocabSums(weight.size(0), Parts(parts, group), vocab_size, sequence_parallel=sequence_parallel)
     return LinearCrossEntropy.apply(  # type: ignore[no-any-return]
-        hidden, weight, target, token_weight, sums, chunk_size_for(target.numel()), weight_grad_hook,
-        torch.is_grad_enabled())
+        hidden,
+        weight,
+        target,
+        token_weight,
+        sums,
+        chunk_size_for(target.numel()),
+        weight_grad_hook,
+        torch.is_grad_enabled(),
+    )

@@ -33,8 +33,15 @@ class _ColumnParallelLinear(torch.autograd.Function):
     """Y = XAᵀ + b in parts of the output features, with f of the paper before it."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, parts: Parts, sequence_parallel: bool,
-                sink: kernels.WeightGradientSink) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        parts: Parts,
+        sequence_parallel: bool,
+        sink: kernels.WeightGradientSink,
+    ) -> tuple[Tensor, ...]:
         ctx.parts, ctx.sequence_parallel, ctx.sink = parts, sequence_parallel and parts.group is not None, sink
         ctx.save_for_backward(x, weight)
         if ctx.sequence_parallel:
@@ -70,8 +77,13 @@ class ExactColumnParallelLinear(ColumnParallelLinear):
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
         """[s, b, i] -> a tuple of [s, b, o/V]."""
         return _ColumnParallelLinear.apply(  # type: ignore[no-any-return]
-            x, self.weight, self.bias, self.parts, self.sequence_parallel,
-            self.weight_gradient_sink or self.weight_gradient)
+            x,
+            self.weight,
+            self.bias,
+            self.parts,
+            self.sequence_parallel,
+            self.weight_gradient_sink or self.weight_gradient,
+        )
 
     def weight_gradient(self, dy: Sequence[Tensor], x: Tensor) -> Tensor:
         """dYᵀX [o/p, i] of each part's dY [t, o/V]."""
@@ -168,7 +180,8 @@ class _LayerNorm(torch.autograd.Function):
 
         def of_part(part: slice) -> Tensor:
             dx[part], *of_parameters = torch.ops.aten.native_layer_norm_backward(
-                dy[part].contiguous(), x[part], weight.shape, mean[part], inverse_std[part], weight, bias, [True] * 3)
+                dy[part].contiguous(), x[part], weight.shape, mean[part], inverse_std[part], weight, bias, [True] * 3
+            )
             return torch.stack(of_parameters)
 
         d_weight, d_bias = sum_over_sequence(ctx.parts, of_part, x.size(0)).to(weight.dtype).unbind()
@@ -218,6 +231,9 @@ class ExactPositionEmbedding(PositionEmbedding):
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
         """[s, b, h] -> [s, b, h]. positions: [b, s] int64, where they are not 0 to s - 1."""
         own = self.own_part(x)
-        rows = torch.arange(own.start, own.stop, device=x.device).unsqueeze(1).expand(x.shape[:2]) \
-            if positions is None else positions.t()[own]
+        rows = (
+            torch.arange(own.start, own.stop, device=x.device).unsqueeze(1).expand(x.shape[:2])
+            if positions is None
+            else positions.t()[own]
+        )
         return _AddRows.apply(x, self.weight, rows, self.parts)  # type: ignore[no-any-return]

@@ -22,8 +22,14 @@ def block_of_norm(parts: int, *widths: int, device: torch.device) -> int:
     return 1 if device.type == "cuda" else math.gcd(BLOCK, *(width // parts for width in widths))
 
 
-def exact_squared_norm(split: Iterable[Tensor], replicated: Iterable[Tensor], device: torch.device, *,
-                       sharded: bool = False, block: int = 1) -> Tensor:
+def exact_squared_norm(
+    split: Iterable[Tensor],
+    replicated: Iterable[Tensor],
+    device: torch.device,
+    *,
+    sharded: bool = False,
+    block: int = 1,
+) -> Tensor:
     """`mpu.squared_norm` as a float64 scalar, with sums of integers, whose order decides nothing.
 
     The norms of blocks of `block` successive gradients, of which a rank has all or none, are formed first, in float32.
@@ -52,5 +58,5 @@ def exact_squared_norm(split: Iterable[Tensor], replicated: Iterable[Tensor], de
             sums[1] += square.sub_(whole).mul_(1 << _DIGITS).sum(dtype=torch.int64)
     if not alone:
         dist.all_reduce(sums, group=group)
-    fraction = (sums[0].double() + sums[1].double() * 2.0 ** -_DIGITS) * 2.0 ** -_DIGITS
+    fraction = (sums[0].double() + sums[1].double() * 2.0**-_DIGITS) * 2.0**-_DIGITS
     return torch.where(greatest.isfinite(), fraction / shift.double() ** 2, torch.inf)

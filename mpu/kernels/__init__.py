@@ -32,18 +32,33 @@ from mpu.kernels.linear_weight_gradient import (
 from mpu.kernels.processor import HAS_AMX, HAS_BF16_PRODUCTS
 from mpu.kernels.recomputed_output import checkpoint_without_output
 
-__all__ = ["HAS_AMX", "HAS_BF16_PRODUCTS", "SumOfProducts", "WeightGradientSink", "attention_kernel",
-           "attention_takes_keys", "cast_for_autocast", "causal_attention", "checkpoint_without_output",
-           "document_attention", "dropout", "gelu_tanh", "keyed_attention", "keyed_dropout", "linear",
-           "linear_without_gradient", "vocab_parallel_softmax", "weight_gradient"]
+__all__ = [
+    "HAS_AMX",
+    "HAS_BF16_PRODUCTS",
+    "SumOfProducts",
+    "WeightGradientSink",
+    "attention_kernel",
+    "attention_takes_keys",
+    "cast_for_autocast",
+    "causal_attention",
+    "checkpoint_without_output",
+    "document_attention",
+    "dropout",
+    "gelu_tanh",
+    "keyed_attention",
+    "keyed_dropout",
+    "linear",
+    "linear_without_gradient",
+    "vocab_parallel_softmax",
+    "weight_gradient",
+]
 
 MATERIALISED_UP_TO = 512  # tokens of a sequence; for longer ones the scores cost more memory than they save time
 MANY_ROWS = 17  # from here on F.linear is the fastest, in float32 and where the processor has AMX
 FLOAT32_ROWS = 4  # from here on blocks in float32 are faster where the processor has no products in bf16
 
 
-def cast_for_autocast(x: Tensor, weight: Tensor,
-                      bias: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
+def cast_for_autocast(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
     """The operands of a linear layer in the dtype that torch.autocast gives to its products; as they are without it.
 
     torch casts inside of its own products. An autograd function that had saved uncast operands would find the gradient
@@ -120,8 +135,9 @@ def causal_attention(qkv: Tensor, dropout_p: float) -> Tensor:
     return kernel(qkv, dropout_p)
 
 
-def attention_kernel(device: str, dtype: torch.dtype, s: int, dropout_p: float, *,
-                     gradient: bool) -> Callable[[Tensor, float], Tensor]:
+def attention_kernel(
+    device: str, dtype: torch.dtype, s: int, dropout_p: float, *, gradient: bool
+) -> Callable[[Tensor, float], Tensor]:
     """The function that `causal_attention` calls. device: "cpu" or "cuda"."""
     if device == "cpu" and dtype == torch.bfloat16:
         if dropout_p > 0 and s <= MATERIALISED_UP_TO:
@@ -142,8 +158,9 @@ def document_attention(qkv: Tensor, dropout_p: float, lengths: Sequence[int], cu
     return torch.cat([causal_attention(document, dropout_p) for document in qkv.split(list(lengths))])
 
 
-def vocab_parallel_softmax(logits: Sequence[Tensor], shard: VocabShard, weight: Tensor | None,
-                           sums: VocabSums) -> Tensor:
+def vocab_parallel_softmax(
+    logits: Sequence[Tensor], shard: VocabShard, weight: Tensor | None, sums: VocabSums
+) -> Tensor:
     """The logits of each of this rank's k parts of the vocabulary, [t, v/pk] -> [3, t] float32 of the whole vocabulary:
     peak, sum of exponentials, the target's logit.
 

@@ -62,7 +62,7 @@ class _BlockwiseBackward(torch.autograd.Function):
 def _blockwise_backward(qkv: Tensor, dy: Tensor) -> Tensor:
     """[s, b, n, 3, d], [s, b, n·d] -> the gradient of qkv, [s, b, n, 3, d]."""
     s, b, n, _, d = qkv.shape
-    scale = d ** -0.5
+    scale = d**-0.5
     q, k, v = (batch_of_heads(x) for x in split_heads(qkv))  # [b·n, s, d]
     q = q * scale
     dy = heads_of_output(dy, n)
@@ -74,10 +74,11 @@ def _blockwise_backward(qkv: Tensor, dy: Tensor) -> Tensor:
         for start in range(0, s, BLOCK):
             end = min(start + BLOCK, s)
             # Contiguous once, where each product would copy them for itself.
-            block_q, block_dy, block_k = (x.contiguous() for x in (q[some, start:end], dy[some, start:end],
-                                                                   k[some, :end]))
+            block_q, block_dy, block_k = (
+                x.contiguous() for x in (q[some, start:end], dy[some, start:end], k[some, :end])
+            )
             p = torch.bmm(block_q, block_k.transpose(1, 2))  # [heads, block, end]
-            p[:, :, start:] += later[:end - start, :end - start]
+            p[:, :, start:] += later[: end - start, : end - start]
             p = torch.softmax(p, dim=-1)
             dp = torch.bmm(block_dy, v[some, :end].transpose(1, 2))
             d_scores = torch._softmax_backward_data(dp, p, -1, p.dtype)
@@ -88,8 +89,7 @@ def _blockwise_backward(qkv: Tensor, dy: Tensor) -> Tensor:
 
 
 # An operator of its own: a compiler that sees inside makes it slower than its parts are.
-_blockwise_operator = torch.library.custom_op("mpu::blockwise_attention_backward", _blockwise_backward,
-                                              mutates_args=())
+_blockwise_operator = torch.library.custom_op("mpu::blockwise_attention_backward", _blockwise_backward, mutates_args=())
 
 
 @_blockwise_operator.register_fake

@@ -51,8 +51,12 @@ def fused_attention(qkv: Tensor, dropout_p: float) -> Tensor:
 
 def has_varlen_kernel(qkv: Tensor) -> bool:
     """Whether `varlen_attention` takes this device, dtype and head size (the last dimension)."""
-    return qkv.device.type == "cuda" and qkv.dtype in (torch.float16, torch.bfloat16) and qkv.size(-1) % 8 == 0 \
+    return (
+        qkv.device.type == "cuda"
+        and qkv.dtype in (torch.float16, torch.bfloat16)
+        and qkv.size(-1) % 8 == 0
         and torch.cuda.get_device_capability(qkv.device) >= (8, 0)
+    )
 
 
 def varlen_attention(qkv: Tensor, cu_seqlens: Tensor, longest: int) -> Tensor:

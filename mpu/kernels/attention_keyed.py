@@ -23,8 +23,9 @@ BLOCK = 128
 KEPT_UP_TO = 512  # tokens of a sequence; for longer ones the probabilities cost more memory than they save time
 
 
-def keyed_attention(qkv: Tensor, p: float, keys: Tensor, site: int, first_head: int = 0,
-                    first_position: int = 0) -> Tensor:
+def keyed_attention(
+    qkv: Tensor, p: float, keys: Tensor, site: int, first_head: int = 0, first_position: int = 0
+) -> Tensor:
     """softmax(QKᵀ/√d, keys up to the query's own position), dropped with probability p, times V: [s, b, n, 3, d] ->
     [s, b, n·d].
 
@@ -90,7 +91,7 @@ class _KeyedAttention(torch.autograd.Function):
         for first, some, start, end in _blocks(s, b * n):
             # Products of contiguous matrices, and factors while a block is in the cache, take half the time.
             block_q, block_k, block_v = (x.contiguous() for x in (q[some, start:end], k[some, :end], v[some, :end]))
-            scores = _probabilities(block_q * d ** -0.5, block_k, start)
+            scores = _probabilities(block_q * d**-0.5, block_k, start)
             masked = torch.empty_like(scores)
             for part, draws in masks.parts(scores, first, start):
                 zero_dropped(scores[part], draws, p, out=masked[part])
@@ -111,9 +112,10 @@ class _KeyedAttention(torch.autograd.Function):
         dq, *d_kv = _heads(d_qkv)
         dk, dv = torch.zeros(2, b * n, s, d, dtype=q.dtype)
         for first, some, start, end in _blocks(s, b * n):
-            block_q, block_dy, block_k, block_v = (x.contiguous() for x in (
-                q[some, start:end], dy[some, start:end], k[some, :end], v[some, :end]))
-            block_q, block_dy = block_q * d ** -0.5, block_dy * factor(p)
+            block_q, block_dy, block_k, block_v = (
+                x.contiguous() for x in (q[some, start:end], dy[some, start:end], k[some, :end], v[some, :end])
+            )
+            block_q, block_dy = block_q * d**-0.5, block_dy * factor(p)
             scores = again.pop(0) if again else _probabilities(block_q, block_k, start)
             masked, d_masked = torch.empty_like(scores), torch.bmm(block_dy, block_v.transpose(1, 2))
             for part, draws in masks.parts(scores, first, start):
@@ -122,7 +124,7 @@ class _KeyedAttention(torch.autograd.Function):
             dv[some, :end].baddbmm_(masked.transpose(1, 2), block_dy)
             d_scores = torch._softmax_backward_data(d_masked, scores, -1, scores.dtype)
             dk[some, :end].baddbmm_(d_scores.transpose(1, 2), block_q)
-            dq[some, start:end] = torch.bmm(d_scores, block_k).mul_(d ** -0.5)
+            dq[some, start:end] = torch.bmm(d_scores, block_k).mul_(d**-0.5)
         for out, grad in zip(d_kv, (dk, dv), strict=True):
             out.copy_(grad)
         return d_qkv, None, None, None, None, None

@@ -19,7 +19,7 @@ def materialised_attention(qkv: Tensor, dropout_p: float) -> Tensor:
     s, b, n, _, d = qkv.shape
     q, k, v = (batch_of_heads(x) for x in split_heads(qkv))  # [b·n, s, d]
     mask = torch.full((s, s), -torch.inf, dtype=q.dtype).triu_(1)
-    scores = torch.baddbmm(mask, q, k.transpose(1, 2), alpha=d ** -0.5)  # [b·n, s, s]
+    scores = torch.baddbmm(mask, q, k.transpose(1, 2), alpha=d**-0.5)  # [b·n, s, s]
     y = torch.bmm(dropout_16_bits(torch.softmax(scores, dim=-1), dropout_p), v)
     return merge_heads(y.view(b, n, s, d))  # [b·n, s, d] -> [b, n, s, d] -> [s, b, n·d]
 

@@ -67,7 +67,7 @@ def softmax_in_rows(logits: Sequence[Tensor], shard: VocabShard, weight: Tensor 
     whole = torch.empty(3, tokens, dtype=torch.float32)
 
     def exponentials(rows: slice) -> None:
-        x = room[:rows.stop - rows.start]
+        x = room[: rows.stop - rows.start]
         for number, part in enumerate(logits):
             x[:, number] = part[rows]
         local[:, rows] = shard[rows].exponentials(x)
@@ -75,7 +75,7 @@ def softmax_in_rows(logits: Sequence[Tensor], shard: VocabShard, weight: Tensor 
     def finish(rows: slice, everyone: Tensor) -> None:
         whole[:, rows] = sums.whole(everyone[..., rows, :])
         if weight is not None:
-            x = shard[rows].d_logits(room[:rows.stop - rows.start], local[:, rows], whole[:, rows], weight[rows])
+            x = shard[rows].d_logits(room[: rows.stop - rows.start], local[:, rows], whole[:, rows], weight[rows])
             for number, part in enumerate(logits):
                 part[rows] = x[:, number]
 

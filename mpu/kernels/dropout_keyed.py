@@ -50,13 +50,14 @@ def _by_device(x: Tensor, p: float, keys: Tensor, site: int, first_position: int
     x = x.contiguous()
     if x.device.type == "cuda":
         from mpu.kernels.philox_triton import dropped_on_gpu
+
         return dropped_on_gpu(x, p, keys, site, first_position)
     s, _, h = x.shape
     blocks, rows = -(-h // ELEMENTS), max(_AT_ONCE // h, 1)  # blocks: of a position
     out = x * factor(p)
     for number, (philox, stream) in enumerate(mask_streams(keys, site)):
         for first in range(0, s, rows):
-            part = out[first:first + rows, number]  # [rows, h]
+            part = out[first : first + rows, number]  # [rows, h]
             draws = philox.draws(stream, (first_position + first) * blocks, len(part) * blocks).view(len(part), -1)
             zero_dropped(part, draws[:, :h], p, out=part)
     return out

@@ -24,7 +24,7 @@ def dropout_16_bits(x: Tensor, p: float) -> Tensor:
         return F.dropout(x, p)
     dropped = min(round(p * 65536), 65535)
     draws = torch.empty(-(-x.numel() // 4), dtype=torch.int64).random_(-(1 << 63), None)
-    kept = draws.view(torch.int16)[:x.numel()].view(x.shape) >= dropped - 32768  # [elements] -> the shape of x
+    kept = draws.view(torch.int16)[: x.numel()].view(x.shape) >= dropped - 32768  # [elements] -> the shape of x
     return x * kept.to(x.dtype).mul_(65536 / (65536 - dropped))
 
 

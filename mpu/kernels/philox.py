@@ -70,7 +70,8 @@ def zero_dropped(x: Tensor, draws: Tensor, p: float, out: Tensor) -> None:
     are two passes: 4 % more time of the whole dropout in bf16."""
     bits = _OF_SIZE[x.element_size()]
     if highest := dropped_draws(p):  # else nothing is dropped
-        torch.ops.aten.threshold_backward.grad_input(x.view(bits), draws.to(bits), highest - 32769,
-                                                     grad_input=out.view(bits))
+        torch.ops.aten.threshold_backward.grad_input(
+            x.view(bits), draws.to(bits), highest - 32769, grad_input=out.view(bits)
+        )
     else:
         out.copy_(x)

@@ -14,7 +14,7 @@ from torch import Tensor
 from mpu.kernels.philox import ELEMENTS, dropped_draws, factor
 
 BLOCKS = 64  # of the counter that a program of the kernel takes, 1,024 elements
-WARPS = 2    # so that each thread makes one block
+WARPS = 2  # so that each thread makes one block
 
 
 @triton.jit
@@ -30,8 +30,7 @@ def philox_4x64(c0, c1, c2, c3, k0, k1):
 
 
 @triton.jit
-def dropout_kernel(
-        x, out, keys, b, h, first_position, dropped, factor, SITE: tl.constexpr, BLOCKS: tl.constexpr):
+def dropout_kernel(x, out, keys, b, h, first_position, dropped, factor, SITE: tl.constexpr, BLOCKS: tl.constexpr):
     """A row is a position of a sample, [h]; program_id is (row, part of the row)."""
     row = tl.program_id(0)
     key = keys + row % b * 3
@@ -40,11 +39,19 @@ def dropout_kernel(
     position = (first_position + row // b).to(tl.int64)
     number = (position * tl.cdiv(h, 16) + block + 1).to(tl.uint64)
     same = tl.zeros_like(number)
-    w0, w1, w2, w3 = philox_4x64(number, same + sample.to(tl.uint64), same + (layer << 8 | SITE).to(tl.uint64), same,
-                                 same + seed.to(tl.uint64), same)
+    w0, w1, w2, w3 = philox_4x64(
+        number,
+        same + sample.to(tl.uint64),
+        same + (layer << 8 | SITE).to(tl.uint64),
+        same,
+        same + seed.to(tl.uint64),
+        same,
+    )
     word = tl.join(tl.join(w0, w2), tl.join(w1, w3)).reshape(BLOCKS * 4)  # w0, w1, w2, w3 of each block
-    draw = tl.join(tl.join(word.to(tl.int16), (word >> 32).to(tl.int16)),
-                   tl.join((word >> 16).to(tl.int16), (word >> 48).to(tl.int16))).reshape(BLOCKS * 16)
+    draw = tl.join(
+        tl.join(word.to(tl.int16), (word >> 32).to(tl.int16)),
+        tl.join((word >> 16).to(tl.int16), (word >> 48).to(tl.int16)),
+    ).reshape(BLOCKS * 16)
     column = tl.program_id(1) * BLOCKS * 16 + tl.arange(0, BLOCKS * 16)
     at = row.to(tl.int64) * h + column
     value = tl.load(x + at, mask=column < h)
@@ -57,6 +64,16 @@ def dropped_on_gpu(x: Tensor, p: float, keys: Tensor, site: int, first_position:
     s, b, h = x.shape
     out = torch.empty_like(x)
     dropout_kernel[(s * b, triton.cdiv(h, ELEMENTS * BLOCKS))](
-        x, out, keys, b, h, first_position, dropped_draws(p) - 32768, factor(p), SITE=site, BLOCKS=BLOCKS,
-        num_warps=WARPS)
+        x,
+        out,
+        keys,
+        b,
+        h,
+        first_position,
+        dropped_draws(p) - 32768,
+        factor(p),
+        SITE=site,
+        BLOCKS=BLOCKS,
+        num_warps=WARPS,
+    )
     return out

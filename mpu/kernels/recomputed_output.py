@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 
-def checkpoint_without_output(function: Callable[[Tensor], Tensor], consumer: Callable[..., Tensor],
-                              *xs: Tensor) -> Tensor:
+def checkpoint_without_output(
+    function: Callable[[Tensor], Tensor], consumer: Callable[..., Tensor], *xs: Tensor
+) -> Tensor:
     """consumer(function(x)), which keeps x for backward in the place of function(x). x and function(x) have the same
     shape, for example [s, b, h]. Of several xs the consumer is given each one's.
 

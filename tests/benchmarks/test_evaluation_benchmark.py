@@ -19,7 +19,8 @@ def test_smoke(test_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert result["met"] and list(result["scores"]) == ["transformers", "ours, mp 1 dp 1"]
 
 
-@pytest.mark.parametrize(("perplexity", "lambada", "equal"), [
-    (30.001, 0.25, True), (30.01, 0.25, False), (30.0, 0.2502, False)])
+@pytest.mark.parametrize(
+    ("perplexity", "lambada", "equal"), [(30.001, 0.25, True), (30.01, 0.25, False), (30.0, 0.2502, False)]
+)
 def test_what_counts_as_equal(perplexity: float, lambada: float, equal: bool) -> None:
     assert agrees({"perplexity": perplexity, "lambada": lambada}, {"perplexity": 30.0, "lambada": 0.25}) is equal

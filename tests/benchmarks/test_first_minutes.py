@@ -42,8 +42,14 @@ def test_every_stage_in_one_process(path: Path, tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(own_tests, "command", lambda setting: ["echo", "tests/gpu/test_x.py::test_y PASSED [100%]"])
     setting = Setting(True, str(tmp_path))
     try:
-        for stage, module in {"machine": machine, "modes": modes, "tables": tables, "kernels": profiles,
-                              "steps": steps, "tests": own_tests}.items():
+        for stage, module in {
+            "machine": machine,
+            "modes": modes,
+            "tables": tables,
+            "kernels": profiles,
+            "steps": steps,
+            "tests": own_tests,
+        }.items():
             assert first_minutes.STAGES[stage].module == module.__name__.rsplit(".", 1)[1]
             cases = Cases(path, stage, "this call")
             module.run(setting, cases)
@@ -73,8 +79,10 @@ def test_every_stage_in_one_process(path: Path, tmp_path: Path, monkeypatch: pyt
 
 
 def test_output_survives_a_test_that_never_ends(tmp_path: Path):
-    program = "echo 'tests/gpu/test_x.py::test_a PASSED'; echo 'tests/gpu/test_x.py::test_b FAILED'; " \
-              "printf 'tests/gpu/test_x.py::test_c '; sleep 600"
+    program = (
+        "echo 'tests/gpu/test_x.py::test_a PASSED'; echo 'tests/gpu/test_x.py::test_b FAILED'; "
+        "printf 'tests/gpu/test_x.py::test_c '; sleep 600"
+    )
     found = own_tests.own_tests(["sh", "-c", program], tmp_path / "gpu_tests.log", 2.0)
     assert found["outcomes"] == {"tests/gpu/test_x.py::test_a": "PASSED", "tests/gpu/test_x.py::test_b": "FAILED"}
     assert found["failed"].startswith("no end after 2 s") and "test_c" in found["failed"]
@@ -153,8 +161,10 @@ def test_results_of_other_versions_are_put_aside(path: Path, monkeypatch: pytest
 def test_two_counts_of_flops():
     """Of 1.5B: llm.c's published 48.6 % are 50.9 % by Megatron's formula."""
     (published,) = [entry["mfu"] for entry in flops.published("1.5B") if "mfu" in entry]
-    visit = {"flops_per_token": MODEL_1_5B.flops_per_token(1024),
-             "flops_per_token_llm_c": flops.by_llm_c(count_parameters(MODEL_1_5B)[1], 48, 1600, 1024)}
+    visit = {
+        "flops_per_token": MODEL_1_5B.flops_per_token(1024),
+        "flops_per_token_llm_c": flops.by_llm_c(count_parameters(MODEL_1_5B)[1], 48, 1600, 1024),
+    }
     speed = published * flops.PEAK / visit["flops_per_token_llm_c"]
     found = flops.utilisation(speed, visit, flops.PEAK)
     assert found["mfu_by_llm_c"] == pytest.approx(published) and round(found["mfu"], 3) == 0.509

@@ -20,6 +20,10 @@ def test_smoke(tmp_path: Path) -> None:
         mpu.destroy_model_parallel()
     result = json.loads(output.read_text())
     assert [(row["precision"], row["batch"]) for row in result["speed"]] == [
-        ("bf16", 1), ("bf16", 8), ("fp32", 1), ("fp32", 8)]
+        ("bf16", 1),
+        ("bf16", 8),
+        ("fp32", 1),
+        ("fp32", 8),
+    ]
     assert [row["equal_texts"] for row in result["speed"][2:]] == ["1 of 1", "8 of 8"]
     assert all(row["ratio"] > 0 for row in result["speed"] + result["by_position"])

@@ -83,9 +83,13 @@ class GPT(nn.Module):
 
 
 def run(folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, str(ROOT / "benchmarks" / "train.py"), "--smoke", "--output", str(folder),
-                           *flags], capture_output=True, text=True, timeout=240,
-                          env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"})
+    return subprocess.run(
+        [sys.executable, str(ROOT / "benchmarks" / "train.py"), "--smoke", "--output", str(folder), *flags],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"},
+    )
 
 
 @pytest.mark.slow
@@ -130,24 +134,54 @@ def test_blocks_agree_and_are_compared(tmp_path: Path):
 
 
 def visit(seconds: float = 0.5, loss: float = 10.0) -> dict[str, Any]:
-    return {"step_s": [seconds] * 3, "first_step_s": 1.0, "loss": loss, "grad_norm": 2.0, "padding_nats": 0.0,
-            "tokens_per_step": 100, "flops_per_token": 10, "flops_per_token_llm_c": 8, "expected_peak_bytes": None,
-            "memory_bytes": {"peak_resident": 10**9}, "computes": ""}
+    return {
+        "step_s": [seconds] * 3,
+        "first_step_s": 1.0,
+        "loss": loss,
+        "grad_norm": 2.0,
+        "padding_nats": 0.0,
+        "tokens_per_step": 100,
+        "flops_per_token": 10,
+        "flops_per_token_llm_c": 8,
+        "expected_peak_bytes": None,
+        "memory_bytes": {"peak_resident": 10**9},
+        "computes": "",
+    }
 
 
 def entries(arms: list[Arm]) -> dict[str, Any]:
-    return {"arms": {arm.name: {"kind": arm.kind, "compiled": arm.compiled, "precision": arm.precision,
-                                "changes": arm.changes, "visits": []} for arm in arms}}
+    return {
+        "arms": {
+            arm.name: {
+                "kind": arm.kind,
+                "compiled": arm.compiled,
+                "precision": arm.precision,
+                "changes": arm.changes,
+                "visits": [],
+            }
+            for arm in arms
+        }
+    }
 
 
-FOUR = [Arm("ours eager", "ours"), Arm("HF eager", "huggingface"), Arm("nanoGPT as shipped", "nanogpt", shipped=True),
-        Arm("nanoGPT eager", "nanogpt")]
+FOUR = [
+    Arm("ours eager", "ours"),
+    Arm("HF eager", "huggingface"),
+    Arm("nanoGPT as shipped", "nanogpt", shipped=True),
+    Arm("nanoGPT eager", "nanogpt"),
+]
 
 
 def test_a_failing_arm_spoils_no_other(tmp_path: Path):
     result = entries(FOUR)
-    bad = visit_all(FOUR, result, tmp_path / "x.json", 1, lambda: 1e9,
-                    lambda arm: {"failed": "why"} if arm.name == "HF eager" else visit())
+    bad = visit_all(
+        FOUR,
+        result,
+        tmp_path / "x.json",
+        1,
+        lambda: 1e9,
+        lambda arm: {"failed": "why"} if arm.name == "HF eager" else visit(),
+    )
     assert bad == ["HF eager"]
     assert [len(entry["visits"]) for entry in result["arms"].values()] == [2, 1, 2, 2]
     assert json.loads((tmp_path / "x.json").read_text()) == result
@@ -155,8 +189,14 @@ def test_a_failing_arm_spoils_no_other(tmp_path: Path):
 
 def test_a_wrong_loss_fails_the_gate(tmp_path: Path):
     result = entries(FOUR)
-    bad = visit_all(FOUR, result, tmp_path / "x.json", 1, lambda: 1e9,
-                    lambda arm: visit(loss=10.02 if arm.name == "nanoGPT eager" else 10.0))
+    bad = visit_all(
+        FOUR,
+        result,
+        tmp_path / "x.json",
+        1,
+        lambda: 1e9,
+        lambda arm: visit(loss=10.02 if arm.name == "nanoGPT eager" else 10.0),
+    )
     assert set(bad) == {"nanoGPT eager"}
     assert close_to(result, FOUR[3]).startswith("FAILED")
 
@@ -206,8 +246,10 @@ def test_summary_and_goals():
 
 
 def test_report_keeps_no_paths_and_lines_up():
-    assert report.without_paths("File '/home/a/b.py', at /x/y/z: 3/4 of https://pytorch.org/a/b") == \
-        "File 'b.py', at z: 3/4 of https://pytorch.org/a/b"
+    assert (
+        report.without_paths("File '/home/a/b.py', at /x/y/z: 3/4 of https://pytorch.org/a/b")
+        == "File 'b.py', at z: 3/4 of https://pytorch.org/a/b"
+    )
     lines = report.table(["arm", "tokens/s"], [["ours", "1,000"], ["another", "9"]]).splitlines()
     assert len({len(line) for line in lines}) == 1
     spread = report.spread([1.0, 2.0, 3.0, 4.0, 5.0])

@@ -44,9 +44,16 @@ def test_a_ramp_has_the_sizes_of_megatron_core(ramp: tuple[int, int, int, int]) 
         assert ours.size(consumed) == theirs.get_current_global_batch_size(), consumed
 
 
-@pytest.mark.parametrize("schedule", [
-    BatchSchedule.constant(5), BatchSchedule.rampup(4, 2, 50, 12), BatchSchedule.rampup(1, 1, 4, 9),
-    BatchSchedule(((0, 7), (2, 9), (5, 11), (100, 64)))], ids=str)
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        BatchSchedule.constant(5),
+        BatchSchedule.rampup(4, 2, 50, 12),
+        BatchSchedule.rampup(1, 1, 4, 9),
+        BatchSchedule(((0, 7), (2, 9), (5, 11), (100, 64))),
+    ],
+    ids=str,
+)
 def test_what_follows_is_what_one_step_after_another_gives(schedule: BatchSchedule) -> None:
     assert schedule.before_steps(0).tolist() == [0]
     for begin in (0, 3, 60, 1000):
@@ -67,11 +74,21 @@ def test_a_loader_follows_it_at_every_width_and_after_a_resume() -> None:
     whole = SampleOrder(3000, 5)(np.arange(first[-1]))
     for ranks, micro, prefetch, begin in ((1, 4, 3, 0), (2, 2, 2, 0), (4, 1, 0, 0), (2, 4, 2, 5), (4, 2, 1, 6)):
         steps = range(begin, 120)
-        loaders = [BatchLoader(Numbered(), SampleOrder(3000, 5), micro_batch_size=micro, schedule=schedule,
-                               data_parallel_rank=rank, data_parallel_size=ranks, prefetch=prefetch,
-                               consumed_samples=int(first[begin])) for rank in range(ranks)]
+        loaders = [
+            BatchLoader(
+                Numbered(),
+                SampleOrder(3000, 5),
+                micro_batch_size=micro,
+                schedule=schedule,
+                data_parallel_rank=rank,
+                data_parallel_size=ranks,
+                prefetch=prefetch,
+                consumed_samples=int(first[begin]),
+            )
+            for rank in range(ranks)
+        ]
         for step in steps:
             parts = [next(loader).reshape(-1, micro) for loader in loaders]
-            assert np.stack(parts, axis=1).ravel().tolist() == whole[first[step]:first[step + 1]].tolist()
+            assert np.stack(parts, axis=1).ravel().tolist() == whole[first[step] : first[step + 1]].tolist()
         for loader in loaders:
             loader.close()

@@ -24,16 +24,32 @@ from data_utils.blending import BLOCK, BlendedOrder, block_counts, parse_blend
 BYTES = build_tokenizer("bytes")
 
 
-@pytest.mark.parametrize(("words", "prefixes", "weights"), [
-    (["a"], ["a"], None), (["a", "b"], ["a", "b"], None), (["a", "b", "c"], ["a", "b", "c"], None),
-    (["0.7", "a", "0.3", "b"], ["a", "b"], [0.7, 0.3]), (["30", "1", "70", "2"], ["1", "2"], [30, 70]),
-    (["1", "a"], ["a"], [1.0]), (["1", "2", "3"], ["1", "2", "3"], None)])
+@pytest.mark.parametrize(
+    ("words", "prefixes", "weights"),
+    [
+        (["a"], ["a"], None),
+        (["a", "b"], ["a", "b"], None),
+        (["a", "b", "c"], ["a", "b", "c"], None),
+        (["0.7", "a", "0.3", "b"], ["a", "b"], [0.7, 0.3]),
+        (["30", "1", "70", "2"], ["1", "2"], [30, 70]),
+        (["1", "a"], ["a"], [1.0]),
+        (["1", "2", "3"], ["1", "2", "3"], None),
+    ],
+)
 def test_a_blend_is_read_as_megatron_reads_it(words: list[str], prefixes: list[str], weights: Any) -> None:
     assert parse_blend(words, "--data-path") == (prefixes, weights)
 
 
-@pytest.mark.parametrize("words", [["0.7", "a", "b", "c"], ["0", "a", "1", "b"], ["-1", "a", "1", "b"],
-                                   ["nan", "a", "1", "b"], ["inf", "a", "1", "b"]])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["0.7", "a", "b", "c"],
+        ["0", "a", "1", "b"],
+        ["-1", "a", "1", "b"],
+        ["nan", "a", "1", "b"],
+        ["inf", "a", "1", "b"],
+    ],
+)
 def test_weights_that_are_none_are_refused(words: list[str]) -> None:
     with pytest.raises(ValueError, match="--data-path .*a weight above 0 before each"):
         parse_blend(words, "--data-path")
@@ -65,7 +81,7 @@ def test_every_block_has_its_counts_and_every_part_its_own_epochs() -> None:
     other = BlendedOrder(sizes, counts, seed=4)(np.arange(BLOCK))
     assert not np.array_equal(other, indices[:BLOCK])
     for place in (0, 1, 777, BLOCK, 3 * BLOCK + 5):  # any number leads to its sample at once
-        assert order(np.arange(place, place + 3)).tolist() == indices[place:place + 3].tolist()
+        assert order(np.arange(place, place + 3)).tolist() == indices[place : place + 3].tolist()
 
 
 def part(value: int, samples: int, *, wrap: bool) -> GPT2Dataset:
@@ -80,9 +96,19 @@ def test_a_loader_reads_the_same_blend_under_every_layout_and_after_a_resume() -
     assert (len(blend), blend.num_tokens, blend.seq_length) == (90, 362, 4)
 
     def load(size: int, micro: int, steps: int, consumed: int = 0) -> np.ndarray:
-        loaders = [BatchLoader(blend, blend.order(5), micro_batch_size=micro, data_parallel_rank=rank,
-                               schedule=BatchSchedule.constant(micro * size), data_parallel_size=size,
-                               consumed_samples=consumed, prefetch=0) for rank in range(size)]
+        loaders = [
+            BatchLoader(
+                blend,
+                blend.order(5),
+                micro_batch_size=micro,
+                data_parallel_rank=rank,
+                schedule=BatchSchedule.constant(micro * size),
+                data_parallel_size=size,
+                consumed_samples=consumed,
+                prefetch=0,
+            )
+            for rank in range(size)
+        ]
         return np.concatenate([next(loader) for _ in range(steps) for loader in loaders])
 
     whole = load(1, 8, 1250)  # 10,000 samples: one block
@@ -112,16 +138,18 @@ def pair(folder: Path, name: str, value: int, documents: int) -> str:
 
 
 def splits(**more: Any) -> Any:
-    return build_splits(**{"train_data": (), "split": "80,20", "tokenizer": BYTES, "seq_length": 8,
-                           "log": lambda line: None, **more})
+    return build_splits(
+        **{"train_data": (), "split": "80,20", "tokenizer": BYTES, "seq_length": 8, "log": lambda line: None, **more}
+    )
 
 
 def test_the_command_line_of_a_blend(tmp_path: Path) -> None:
     a, b, c = pair(tmp_path, "a", 1, 50), pair(tmp_path, "b", 2, 100), pair(tmp_path, "c", 3, 10)
     made = splits(data_path=["0.7", a, "0.3", b])
     assert len(made.train) == 99 + 199 and made.train.num_tokens == 800 + 1600  # of each pair four fifths of documents
-    assert made.description[0] == (f"train: 70.00 % of the samples out of 800 tokens, 99 samples, 80.00 % of {a} "
-                                   "(asked: 80.00 %)")
+    assert made.description[0] == (
+        f"train: 70.00 % of the samples out of 800 tokens, 99 samples, 80.00 % of {a} (asked: 80.00 %)"
+    )
     dataset, order = made.training_samples(seed=1, num_samples=10)
     rows = dataset.rows(order(np.arange(BLOCK)))
     assert [(rows == value).any(axis=1).sum() for value in (1, 2)] == [7000, 3000]

@@ -27,8 +27,14 @@ program(main)()
 def end(main: str, head: bool = False) -> tuple[int, str, str]:
     """Exit code, output and errors of a program with this `main`; head: beside a reader that reads one character and
     leaves before the program's own input ends."""
-    with subprocess.Popen([sys.executable, "-c", PROGRAM.format(main=main)], cwd=ROOT, text=True,
-                          stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", PROGRAM.format(main=main)],
+        cwd=ROOT,
+        text=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    ) as process:
         assert process.stdin is not None and process.stdout is not None and process.stderr is not None
         if head:
             process.stdout.read(1)
@@ -40,8 +46,13 @@ def end(main: str, head: bool = False) -> tuple[int, str, str]:
         return process.returncode, out, err
 
 
-@pytest.mark.parametrize("main", ["print('a line\\n' * 1_000_000); return 0",
-                                  "print('x' * 70_000, flush=True); sys.stdin.read(); print('the rest'); return 0"])
+@pytest.mark.parametrize(
+    "main",
+    [
+        "print('a line\\n' * 1_000_000); return 0",
+        "print('x' * 70_000, flush=True); sys.stdin.read(); print('the rest'); return 0",
+    ],
+)
 def test_a_reader_that_ends_first_is_no_error(main: str) -> None:
     """In the middle of what is printed, and in what is still buffered when the program ends."""
     assert end(main, head=True) == (141, "", "")
@@ -60,8 +71,13 @@ def test_how_a_program_is_called(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     assert how_to_call("checkpoint") == "bash ../scripts/python.sh ../tools/checkpoint.py"
     assert how_to_call("pretrain_gpt2") == "bash ../scripts/pretrain_gpt2.sh"
     monkeypatch.setattr(command_line, "ROOT", tmp_path)
-    commands = dict(re.findall(r'^(gpt2-\S+) = "megatron.gpt2.programs.(\w+):cli"$',
-                               (ROOT / "pyproject.toml").read_text(encoding="utf-8"), re.MULTILINE))
+    commands = dict(
+        re.findall(
+            r'^(gpt2-\S+) = "megatron.gpt2.programs.(\w+):cli"$',
+            (ROOT / "pyproject.toml").read_text(encoding="utf-8"),
+            re.MULTILINE,
+        )
+    )
     assert len(commands) > 10
     for command, module in commands.items():
         assert how_to_call(module) == command

@@ -34,8 +34,13 @@ def test_what_is_written_is_read(tmp_path: Path, vocab_size: int) -> None:
 
 def test_the_bytes_are_those_of_the_format(tmp_path: Path) -> None:
     write(tmp_path / "a")
-    expected = (b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, 8, 4, 5) + struct.pack("<4i", 3, 0, 1, 7)
-                + struct.pack("<4q", 0, 6, 6, 8) + struct.pack("<5q", 0, 1, 2, 3, 4))
+    expected = (
+        b"MMIDIDX\0\0"
+        + struct.pack("<QBQQ", 1, 8, 4, 5)
+        + struct.pack("<4i", 3, 0, 1, 7)
+        + struct.pack("<4q", 0, 6, 6, 8)
+        + struct.pack("<5q", 0, 1, 2, 3, 4)
+    )
     assert (tmp_path / "a.idx").read_bytes() == expected
     assert (tmp_path / "a.bin").read_bytes() == struct.pack("<11H", *sum(DOCUMENTS, []))
 
@@ -79,7 +84,7 @@ def test_changed_bytes_of_the_index_are_refused_or_harmless(tmp_path: Path) -> N
     refused = 0
     for position in range(len(whole)):
         for value in draw.sample([byte for byte in range(256) if byte != whole[position]], 6):
-            (tmp_path / "a.idx").write_bytes(whole[:position] + bytes([value]) + whole[position + 1:])
+            (tmp_path / "a.idx").write_bytes(whole[:position] + bytes([value]) + whole[position + 1 :])
             try:
                 dataset = IndexedDataset(tmp_path / "a")
             except ValueError as error:

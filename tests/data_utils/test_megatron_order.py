@@ -30,9 +30,16 @@ def theirs(prefix: str, seq_length: int, seed: int, split: str, sizes: list[int]
     builder = pytest.importorskip("megatron.core.datasets.blended_megatron_dataset_builder")
     gpt = pytest.importorskip("megatron.core.datasets.gpt_dataset")
     config = gpt.GPTDatasetConfig(
-        random_seed=seed, sequence_length=seq_length, blend=([prefix], None), split=split, reset_position_ids=False,
-        reset_attention_mask=False, eod_mask_loss=False, create_attention_mask=False,
-        tokenizer=SimpleNamespace(vocab_size=257, eod=256, pad=300, unique_identifiers={"class": "bytes"}))
+        random_seed=seed,
+        sequence_length=seq_length,
+        blend=([prefix], None),
+        split=split,
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=False,
+        create_attention_mask=False,
+        tokenizer=SimpleNamespace(vocab_size=257, eod=256, pad=300, unique_identifiers={"class": "bytes"}),
+    )
     built = builder.BlendedMegatronDatasetBuilder(gpt.GPTDataset, sizes, lambda: True, config).build()
     return list(built)
 
@@ -43,15 +50,33 @@ def row(sample: dict[str, Any]) -> list[int]:
 
 # Two epochs, of which the second is shuffled with the first where the run needs four fifths of it; documents that span
 # many samples; and an epoch shorter than a sample.
-@pytest.mark.parametrize(("documents", "longest", "seq_length", "split", "epochs"), [
-    (200, 60, 16, "80,15,5", 2.0), (200, 60, 16, "80,15,5", 1.85), (200, 60, 16, "80,15,5", 1.75),
-    (200, 60, 16, "80,15,5", 1.2), (200, 60, 16, "80,15,5", 0.3), (12, 4000, 64, "0.7,0.2,0.1", 6.3),
-    (9, 4, 64, "90,10", 9.0)])
-def test_samples_are_those_of_megatron_core(tmp_path: Path, documents: int, longest: int, seq_length: int, split: str,
-                                            epochs: float) -> None:
+@pytest.mark.parametrize(
+    ("documents", "longest", "seq_length", "split", "epochs"),
+    [
+        (200, 60, 16, "80,15,5", 2.0),
+        (200, 60, 16, "80,15,5", 1.85),
+        (200, 60, 16, "80,15,5", 1.75),
+        (200, 60, 16, "80,15,5", 1.2),
+        (200, 60, 16, "80,15,5", 0.3),
+        (12, 4000, 64, "0.7,0.2,0.1", 6.3),
+        (9, 4, 64, "90,10", 9.0),
+    ],
+)
+def test_samples_are_those_of_megatron_core(
+    tmp_path: Path, documents: int, longest: int, seq_length: int, split: str, epochs: float
+) -> None:
     prefix = write(tmp_path, documents, longest, seed=documents)
-    ours = build_splits(train_data=(), data_path=[prefix], split=split, tokenizer=BYTES, seq_length=seq_length,
-                        data_order="megatron", need_valid=documents > 9, need_test=documents > 9, log=print)
+    ours = build_splits(
+        train_data=(),
+        data_path=[prefix],
+        split=split,
+        tokenizer=BYTES,
+        seq_length=seq_length,
+        data_order="megatron",
+        need_valid=documents > 9,
+        need_test=documents > 9,
+        log=print,
+    )
     samples = int(epochs * ours.train.num_tokens / seq_length)
     expected = theirs(prefix, seq_length, 1234, split, [samples, 3, 3])
     dataset, order = ours.training_samples(1234, samples)
@@ -66,16 +91,32 @@ def test_samples_are_those_of_megatron_core(tmp_path: Path, documents: int, long
 
 def test_a_loader_reads_it_under_every_layout(tmp_path: Path) -> None:
     prefix = write(tmp_path, 200, 60, seed=1)
-    made = build_splits(train_data=(), data_path=[prefix], split="80,15,5", tokenizer=BYTES, seq_length=16,
-                        data_order="megatron", log=print)
+    made = build_splits(
+        train_data=(),
+        data_path=[prefix],
+        split="80,15,5",
+        tokenizer=BYTES,
+        seq_length=16,
+        data_order="megatron",
+        log=print,
+    )
     plain = build_splits(train_data=(), data_path=[prefix], split="80,15,5", tokenizer=BYTES, seq_length=16, log=print)
     assert made.fingerprint != plain.fingerprint
     dataset, order = made.training_samples(7, 520)
     whole = dataset.rows(np.arange(520))
     for size, micro in ((1, 8), (2, 4), (4, 2)):
-        loaders = [BatchLoader(dataset, order, micro_batch_size=micro, schedule=BatchSchedule.constant(8),
-                               data_parallel_rank=rank, data_parallel_size=size, consumed_samples=40)
-                   for rank in range(size)]
+        loaders = [
+            BatchLoader(
+                dataset,
+                order,
+                micro_batch_size=micro,
+                schedule=BatchSchedule.constant(8),
+                data_parallel_rank=rank,
+                data_parallel_size=size,
+                consumed_samples=40,
+            )
+            for rank in range(size)
+        ]
         found = np.concatenate([next(loader) for _ in range(60) for loader in loaders])
         for loader in loaders:
             loader.close()

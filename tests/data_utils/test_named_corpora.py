@@ -32,18 +32,23 @@ def train(*names: str, text_key: str | None = None) -> tuple[tuple[str, ...], st
 def test_the_corpora_of_2019_have_its_paths():
     assert read_corpora(ROOT / "data" / "corpora.json") == {
         "wikipedia": (("data/wikipedia/wikidump_lines.json",), "text"),
-        "webtext": (("data/webtext/data.json",), "text")}
+        "webtext": (("data/webtext/data.json",), "text"),
+    }
 
 
 def test_a_name_stands_for_its_files_in_their_place(tmp_path: Path):
     write(tmp_path / "data/wikipedia/wikidump_lines.json", {"text": "a"})
     write(tmp_path / "own.json", {"text": "a"})
     assert train("own.json", "wikipedia", "builtin") == (
-        ("own.json", "data/wikipedia/wikidump_lines.json", "builtin"), "text")
+        ("own.json", "data/wikipedia/wikidump_lines.json", "builtin"),
+        "text",
+    )
     assert train("wikipedia", text_key="body")[1] == "body"
     assert train("own.json") == (("own.json",), None)
     assert find_corpora({"--train-data": (), "--test-data": ("wikipedia",)}, None) == (
-        [(), ("data/wikipedia/wikidump_lines.json",)], "text")
+        [(), ("data/wikipedia/wikidump_lines.json",)],
+        "text",
+    )
 
 
 def test_a_missing_file_names_the_entry_and_the_line_to_write():
@@ -58,8 +63,10 @@ def test_a_missing_file_names_the_entry_and_the_line_to_write():
 
 def test_the_current_folders_file_and_the_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     text = write(tmp_path / "a.jsonl", {"body": "a"})
-    write(tmp_path / "data/corpora.json", {"mine": {"files": ["a.jsonl"], "text_key": "body"},
-                                           "plain": {"files": [str(text)]}})
+    write(
+        tmp_path / "data/corpora.json",
+        {"mine": {"files": ["a.jsonl"], "text_key": "body"}, "plain": {"files": [str(text)]}},
+    )
     assert train("mine") == (("a.jsonl",), "body")
     assert train("plain") == ((str(text),), None)
     with pytest.raises(ValueError, match="mine and plain have their text in different fields: give --text-key"):
@@ -72,9 +79,18 @@ def test_the_current_folders_file_and_the_variables(tmp_path: Path, monkeypatch:
         train("a.jsonl")
 
 
-@pytest.mark.parametrize("content", [
-    [], {"x": []}, {"x": {"files": "a"}}, {"x": {"files": []}}, {"x": {"files": ["a"], "key": "b"}},
-    {"x": {"files": ["a"], "text_key": 1}}, {"x": {"text_key": "a"}}])
+@pytest.mark.parametrize(
+    "content",
+    [
+        [],
+        {"x": []},
+        {"x": {"files": "a"}},
+        {"x": {"files": []}},
+        {"x": {"files": ["a"], "key": "b"}},
+        {"x": {"files": ["a"], "text_key": 1}},
+        {"x": {"text_key": "a"}},
+    ],
+)
 def test_a_file_that_is_not_of_this_form(tmp_path: Path, content: object):
     with pytest.raises(ValueError) as error:
         read_corpora(write(tmp_path / "c.json", content))

@@ -100,13 +100,23 @@ def test_every_epoch_holds_all_samples_in_an_order_of_its_own() -> None:
     assert SampleOrder(3, seed=4, shuffle=False)(np.arange(7)).tolist() == [0, 1, 2, 0, 1, 2, 0]
 
 
-def load(dataset: Samples, steps: int, *, consumed: int = 0, size: int = 1, accumulation: int, micro: int,
-         prefetch: int = 2) -> np.ndarray:
+def load(
+    dataset: Samples, steps: int, *, consumed: int = 0, size: int = 1, accumulation: int, micro: int, prefetch: int = 2
+) -> np.ndarray:
     """[steps, global batch, seq_length + 1], put together from all ranks."""
-    loaders = [BatchLoader(dataset, SampleOrder(len(dataset), 5), micro_batch_size=micro,
-                           schedule=BatchSchedule.constant(size * accumulation * micro), data_parallel_rank=rank,
-                           data_parallel_size=size, consumed_samples=consumed, prefetch=prefetch)
-               for rank in range(size)]
+    loaders = [
+        BatchLoader(
+            dataset,
+            SampleOrder(len(dataset), 5),
+            micro_batch_size=micro,
+            schedule=BatchSchedule.constant(size * accumulation * micro),
+            data_parallel_rank=rank,
+            data_parallel_size=size,
+            consumed_samples=consumed,
+            prefetch=prefetch,
+        )
+        for rank in range(size)
+    ]
     made = []
     for _ in range(steps):
         parts = [next(loader).reshape(accumulation, micro, -1) for loader in loaders]
@@ -152,7 +162,7 @@ def test_the_first_ten_thousand_samples_at_every_width_and_after_a_resume() -> N
     for size, accumulation, micro in ((1, 1, 13), (4, 1, 4)):
         steps = (10_000 - 7777) // (size * accumulation * micro)
         found = load(Numbered(), steps, consumed=7777, size=size, accumulation=accumulation, micro=micro).ravel()
-        assert (found == whole[7777:7777 + len(found)]).all() and len(found) > 2200
+        assert (found == whole[7777 : 7777 + len(found)]).all() and len(found) > 2200
 
 
 def test_errors_of_the_thread_reach_the_caller() -> None:
@@ -162,8 +172,14 @@ def test_errors_of_the_thread_reach_the_caller() -> None:
                 raise OSError("the disk is gone")
             return super().rows(indices)
 
-    loader = BatchLoader(Failing(), SampleOrder(3000, 0, shuffle=False), micro_batch_size=2,
-                         schedule=BatchSchedule.constant(2), data_parallel_rank=0, data_parallel_size=1)
+    loader = BatchLoader(
+        Failing(),
+        SampleOrder(3000, 0, shuffle=False),
+        micro_batch_size=2,
+        schedule=BatchSchedule.constant(2),
+        data_parallel_rank=0,
+        data_parallel_size=1,
+    )
     assert [next(loader).ravel().tolist() for _ in range(2)] == [[0, 1], [2, 3]]
     for _ in range(2):
         with pytest.raises(OSError, match="the disk is gone"):
@@ -199,8 +215,15 @@ def test_the_thread_works_ahead_and_ends(prefetch: int, monkeypatch: pytest.Monk
     """It reads `prefetch` steps before they are asked for, and one more for each that is taken."""
     data = Gated()
     monkeypatch.setattr(samplers, "time", SimpleNamespace(perf_counter=lambda: data.seconds))
-    loader = BatchLoader(data, SampleOrder(3000, 0), micro_batch_size=1, schedule=BatchSchedule.constant(1),
-                         data_parallel_rank=0, data_parallel_size=1, prefetch=prefetch)
+    loader = BatchLoader(
+        data,
+        SampleOrder(3000, 0),
+        micro_batch_size=1,
+        schedule=BatchSchedule.constant(1),
+        data_parallel_rank=0,
+        data_parallel_size=1,
+        prefetch=prefetch,
+    )
     data.let_read(prefetch)
     for step in range(1, 6):
         if prefetch == 0:
@@ -236,8 +259,19 @@ def test_evaluation_reads_each_sample_once(dataset: GPT2Dataset, max_samples: in
     count = min(len(dataset), max_samples or len(dataset))
     expected = np.stack([dataset[index] for index in range(count)])
     for size, micro in ((1, 4), (2, 4), (4, 1), (3, 5)):
-        ranks = [np.stack(list(evaluation_batches(dataset, micro_batch_size=micro, data_parallel_rank=rank,
-                                                  data_parallel_size=size, max_samples=max_samples)))
-                 for rank in range(size)]
+        ranks = [
+            np.stack(
+                list(
+                    evaluation_batches(
+                        dataset,
+                        micro_batch_size=micro,
+                        data_parallel_rank=rank,
+                        data_parallel_size=size,
+                        max_samples=max_samples,
+                    )
+                )
+            )
+            for rank in range(size)
+        ]
         rows = np.stack(ranks, axis=1).reshape(-1, dataset.seq_length + 1)
         assert (rows[:count] == expected).all() and (rows[count:] == MISSING).all() and len(rows) < count + size * micro

@@ -17,8 +17,17 @@ BYTES = build_tokenizer("bytes")
 
 
 def splits(folder: Path, files: list[Path] | tuple[()], **more: Any) -> Any:
-    return build_splits(**{"train_data": [str(path) for path in files], "split": "90,10", "tokenizer": BYTES,
-                           "seq_length": 8, "cache_path": str(folder / "cache"), "log": lambda line: None, **more})
+    return build_splits(
+        **{
+            "train_data": [str(path) for path in files],
+            "split": "90,10",
+            "tokenizer": BYTES,
+            "seq_length": 8,
+            "cache_path": str(folder / "cache"),
+            "log": lambda line: None,
+            **more,
+        }
+    )
 
 
 def write(path: Path, text: str) -> Path:
@@ -133,8 +142,12 @@ def test_missing_files_are_named_before_anything_is_tokenised(tmp_path: Path) ->
 
 def test_the_fingerprint_is_that_of_the_training_data(tmp_path: Path) -> None:
     a, b = write(tmp_path / "a.txt", "x" * 1000), write(tmp_path / "b.txt", "y" * 1000)
-    prints = [splits(tmp_path, [a]), splits(tmp_path, [a], need_valid=False), splits(tmp_path, [b]),
-              splits(tmp_path, [a], split="8,2")]
+    prints = [
+        splits(tmp_path, [a]),
+        splits(tmp_path, [a], need_valid=False),
+        splits(tmp_path, [b]),
+        splits(tmp_path, [a], split="8,2"),
+    ]
     assert prints[0].fingerprint == prints[1].fingerprint
     assert len({made.fingerprint for made in prints}) == 3
 
@@ -189,10 +202,19 @@ def test_a_prepared_pair_of_another_tokenizer(tmp_path: Path) -> None:
     builder.end_document()
     builder.finish()
     for fingerprint in (BYTES.fingerprint, "another"):
-        write_sealed(Path(f"{prefix}.json"), {
-            **{suffix: [{"bytes": Path(prefix + suffix).stat().st_size, "sha256": ""}] for suffix in (".bin", ".idx")},
-            "inputs": [], "documents": 1, "tokens": 100,
-            "tokenizer": {"kind": "GPT2BPETokenizer", "vocab_size": 50257, "fingerprint": fingerprint}})
+        write_sealed(
+            Path(f"{prefix}.json"),
+            {
+                **{
+                    suffix: [{"bytes": Path(prefix + suffix).stat().st_size, "sha256": ""}]
+                    for suffix in (".bin", ".idx")
+                },
+                "inputs": [],
+                "documents": 1,
+                "tokens": 100,
+                "tokenizer": {"kind": "GPT2BPETokenizer", "vocab_size": 50257, "fingerprint": fingerprint},
+            },
+        )
         if fingerprint == BYTES.fingerprint:
             assert len(splits(tmp_path, (), data_path=[prefix]).train)
     with pytest.raises(ValueError, match="--data-path .*pair was made by another tokenizer, GPT2BPETok.* 50,257"):

@@ -45,7 +45,8 @@ def run(paths: list[str], folder: Path, said: Said, **more: Any) -> str:
 
 
 def test_tokenised_once_and_hashed_only_where_the_file_looks_new(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     hashed: list[str] = []
     hash_file = token_cache._hash
 

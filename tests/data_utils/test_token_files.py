@@ -34,8 +34,11 @@ def test_nanogpt_and_llm_c(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_what_is_neither_is_refused(tmp_path: Path) -> None:
-    for name, content, reason in (("empty", b"", "0 bytes are no uint16"), ("odd", b"abc", "3 bytes are no uint16"),
-                                  ("wide", np.arange(40, dtype="<i4").tobytes(), "32-bit tokens.*its .idx is missing")):
+    for name, content, reason in (
+        ("empty", b"", "0 bytes are no uint16"),
+        ("odd", b"abc", "3 bytes are no uint16"),
+        ("wide", np.arange(40, dtype="<i4").tobytes(), "32-bit tokens.*its .idx is missing"),
+    ):
         (tmp_path / f"{name}.bin").write_bytes(content)
         with pytest.raises(ValueError, match=reason):
             open_tokens(tmp_path / f"{name}.bin", EOD)

@@ -34,10 +34,36 @@ COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 ALLOCATION = 512  # bytes: what CUDA's caching allocator rounds each tensor up to
 
 # Operators that start no kernel: views, and what only makes room.
-FREE = ("view", "_unsafe_view", "t", "transpose", "permute", "select", "slice", "unbind", "detach", "expand", "alias",
-        "unsqueeze", "squeeze", "as_strided", "split", "split_with_sizes", "lift_fresh", "empty", "empty_like",
-        "new_empty", "empty_strided", "new_empty_strided", "record_stream", "unfold", "_reshape_alias", "is_pinned",
-        "resize_", "set_")
+FREE = (
+    "view",
+    "_unsafe_view",
+    "t",
+    "transpose",
+    "permute",
+    "select",
+    "slice",
+    "unbind",
+    "detach",
+    "expand",
+    "alias",
+    "unsqueeze",
+    "squeeze",
+    "as_strided",
+    "split",
+    "split_with_sizes",
+    "lift_fresh",
+    "empty",
+    "empty_like",
+    "new_empty",
+    "empty_strided",
+    "new_empty_strided",
+    "record_stream",
+    "unfold",
+    "_reshape_alias",
+    "is_pinned",
+    "resize_",
+    "set_",
+)
 
 
 @dataclass(frozen=True)
@@ -173,8 +199,11 @@ class FakeGPU(TorchDispatchMode):
             return 0.0 if args[0].is_floating_point() else 0
         if name in ("_to_copy", "copy_") and (copied := self._between(name, args, kwargs)) is not None:
             return copied
-        if not on_gpu and "cuda" not in str(kwargs.get("device", "")) and not any(
-                isinstance(x, FakeTensor) for x in given):
+        if (
+            not on_gpu
+            and "cuda" not in str(kwargs.get("device", ""))
+            and not any(isinstance(x, FakeTensor) for x in given)
+        ):
             return self._on_host(func, args, kwargs)
         # AdamW's kernel works in place, and torch knows no shapes for it.
         out = None if name == "_fused_adamw_" else func(*args, **kwargs)
@@ -232,8 +261,11 @@ class FakeGPU(TorchDispatchMode):
             with unset_fake_temporarily():
                 made = torch.zeros(source.shape, dtype=kwargs.get("dtype") or source.dtype)
                 return made if target is None else target.zero_()
-        sent: Tensor = target if target is not None else torch.empty(
-            source.shape, dtype=kwargs.get("dtype") or source.dtype, device="cuda")
+        sent: Tensor = (
+            target
+            if target is not None
+            else torch.empty(source.shape, dtype=kwargs.get("dtype") or source.dtype, device="cuda")
+        )
         self.memory.add(sent)
         return sent
 
@@ -241,7 +273,7 @@ class FakeGPU(TorchDispatchMode):
         group = next(dist.ProcessGroup.unbox(x) for x in args if isinstance(x, torch.ScriptObject))
         ranks = tuple(dist.get_process_group_ranks(group))
         if name in ("send", "recv_"):  # (tensors, group, peer, tag)
-            ranks = (dist.get_rank(), ranks[args[2]])[::1 if name == "send" else -1]
+            ranks = (dist.get_rank(), ranks[args[2]])[:: 1 if name == "send" else -1]
         self.collectives.append(Collective(name, ranks, tuple(f"{tuple(x.shape)} {x.dtype}" for x in given), where()))
         for x in given:
             if x.device.type != "cuda" and x.numel() > 1:  # single numbers go over groups of gloo
@@ -254,8 +286,13 @@ def written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     """The CUDA tensors among the arguments that the operator writes into."""
     given = itertools.zip_longest(func._schema.arguments, args)
     named = [(argument, kwargs.get(argument.name) if value is None else value) for argument, value in given]
-    return [x for argument, value in named if argument.alias_info is not None and argument.alias_info.is_write
-            for x in tree_leaves(value) if isinstance(x, Tensor) and x.device.type == "cuda"]
+    return [
+        x
+        for argument, value in named
+        if argument.alias_info is not None and argument.alias_info.is_write
+        for x in tree_leaves(value)
+        if isinstance(x, Tensor) and x.device.type == "cuda"
+    ]
 
 
 def traffic(name: str, given: list[Tensor], made: list[Tensor]) -> tuple[int, int]:
@@ -283,6 +320,6 @@ def where() -> str:
     while frame is not None:
         file = frame.f_code.co_filename
         if file.startswith(ROOT) and "/tests/fake_cuda/" not in file and "/.venv" not in file:
-            return f"{file[len(ROOT) + 1:]}:{frame.f_lineno}"
+            return f"{file[len(ROOT) + 1 :]}:{frame.f_lineno}"
         frame = frame.f_back  # type: ignore[assignment]
     return "autograd"

@@ -1,10 +1,10 @@
 """torch.compile for a GPU that is not there: Inductor writes the code for an H200, and nothing runs it.
 
-    with FakeGPU() as gpu, fake_inductor(gpu):
-        layer.compile()
-        layer(x).sum().backward()
-    gpu.kernels             # those of the graphs among them
-    gpu.sources[0]          # Python, each Triton kernel as a string in it: for `ptxas.py`
+with FakeGPU() as gpu, fake_inductor(gpu):
+    layer.compile()
+    layer(x).sum().backward()
+gpu.kernels             # those of the graphs among them
+gpu.sources[0]          # Python, each Triton kernel as a string in it: for `ptxas.py`
 """
 
 from __future__ import annotations
@@ -32,12 +32,17 @@ from tests.fake_cuda.fake_gpu import FakeGPU, Kernel
 class Driver:
     """Triton's driver of an H200."""
 
-    utils = types.SimpleNamespace(get_device_properties=lambda device: {
-        "max_shared_mem": H200.shared_memory_per_block_optin, "multiprocessor_count": H200.multi_processor_count})
+    utils = types.SimpleNamespace(
+        get_device_properties=lambda device: {
+            "max_shared_mem": H200.shared_memory_per_block_optin,
+            "multiprocessor_count": H200.multi_processor_count,
+        }
+    )
 
     def get_current_target(self) -> Any:
         """The processor that code is made for."""
         from triton.backends.compiler import GPUTarget
+
         return GPUTarget("cuda", 10 * H200.major + H200.minor, H200.warp_size)
 
     def get_current_device(self) -> int:
@@ -89,20 +94,34 @@ def fake_inductor(gpu: FakeGPU) -> Iterator[None]:
             return made
 
         name = f"graph_{len(gpu.sources)}"
-        return types.SimpleNamespace(call=call, runner=None, __file__=f"{name}.py", key=name, path="",
-                                     print_performance=None)
+        return types.SimpleNamespace(
+            call=call, runner=None, __file__=f"{name}.py", key=name, path="", print_performance=None
+        )
 
     interface: dict[str, Any] = {
-        "Worker": Worker, "get_compute_capability": lambda device=None: "90", "is_available": lambda: True,
-        "get_device_properties": lambda device=None: H200, "current_device": lambda: 0,
-        "get_raw_stream": lambda index: 0, "synchronize": lambda device=None: None}
+        "Worker": Worker,
+        "get_compute_capability": lambda device=None: "90",
+        "is_available": lambda: True,
+        "get_device_properties": lambda device=None: H200,
+        "current_device": lambda: 0,
+        "get_raw_stream": lambda index: 0,
+        "synchronize": lambda device=None: None,
+    }
     with contextlib.ExitStack() as stack:
-        stack.enter_context(inductor_config.patch({  # type: ignore[no-untyped-call]
-            "fx_graph_cache": False, "compile_threads": 1, "triton.autotune_at_compile_time": False}))
+        stack.enter_context(
+            inductor_config.patch(
+                {  # type: ignore[no-untyped-call]
+                    "fx_graph_cache": False,
+                    "compile_threads": 1,
+                    "triton.autotune_at_compile_time": False,
+                }
+            )
+        )
         stack.enter_context(functorch_config.patch(enable_autograd_cache=False))  # type: ignore[no-untyped-call]
         for name, value in interface.items():
-            stack.enter_context(mock.patch.object(
-                CudaInterface, name, value if isinstance(value, type) else staticmethod(value)))
+            stack.enter_context(
+                mock.patch.object(CudaInterface, name, value if isinstance(value, type) else staticmethod(value))
+            )
         stack.enter_context(mock.patch("torch.utils._triton.has_triton", lambda: True))
         stack.enter_context(mock.patch.object(GraphLowering, "compile_to_module", compile_to_module))
         triton.runtime.driver.set_active(Driver())
@@ -128,14 +147,20 @@ def kernels_of(nodes: list[Any]) -> tuple[Kernel, ...]:
     for node in nodes:
         if isinstance(node.node, MultiOutput) or isinstance(node, NopKernelSchedulerNode):  # a part of what there is
             continue
-        written = sum(int(output.node.get_layout().storage_size()) * output.node.get_dtype().itemsize
-                      for output in node.get_outputs() if not isinstance(output.node.layout, MultiOutputLayout))
+        written = sum(
+            int(output.node.get_layout().storage_size()) * output.node.get_dtype().itemsize
+            for output in node.get_outputs()
+            if not isinstance(output.node.layout, MultiOutputLayout)
+        )
         moved = int(node.get_read_write_buffers_sizes())
         name: str = "triton"
         shapes: tuple[tuple[int, ...], ...] = ()
         if node.is_extern():
             name = re.sub(r"extern_kernels\.|torch\.ops\.|aten\.|mpu\.", "", node.node.python_kernel_name).split(".")[0]
-            shapes = tuple(tuple(map(int, given.get_size())) for given in node.node.inputs
-                           if not isinstance(given.layout, MultiOutputLayout))
+            shapes = tuple(
+                tuple(map(int, given.get_size()))
+                for given in node.node.inputs
+                if not isinstance(given.layout, MultiOutputLayout)
+            )
         kernels.append(Kernel(name, max(moved - written, 0), written, "compiled layer", shapes))
     return tuple(kernels)

@@ -115,8 +115,11 @@ class MemoryOrder:
             use.read[stream.number] = now
         for tensor in written:
             use = self._uses[tensor.untyped_storage()._cdata]
-            self._require(stream, [use.written, *use.read.items()],
-                          f"{place} writes {tuple(tensor.shape)} while another stream uses it")
+            self._require(
+                stream,
+                [use.written, *use.read.items()],
+                f"{place} writes {tuple(tensor.shape)} while another stream uses it",
+            )
             use.written, use.read = (stream.number, now), {}
 
     def _require(self, stream: FakeStream, moments: Sequence[Moment], fault: str) -> None:

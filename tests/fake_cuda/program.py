@@ -31,9 +31,32 @@ from tests.fake_cuda.fake_gpu import Collective, FakeGPU
 BUDGETS = Path(__file__).with_name("budgets.json")
 
 # Layers of GPT-2 345M. In bf16, the precision that a GPU gets unless a flag says another.
-FLAGS = ["--num-layers", "2", "--hidden-size", "1024", "--num-attention-heads", "16", "--seq-length", "256",
-         "--max-position-embeddings", "256", "--micro-batch-size", "2", "--tokenizer-type", "bytes", "--train-iters",
-         "1000", "--eval-iters", "1", "--attention-dropout", "0", "--hidden-dropout", "0", "--split", "90,10"]
+FLAGS = [
+    "--num-layers",
+    "2",
+    "--hidden-size",
+    "1024",
+    "--num-attention-heads",
+    "16",
+    "--seq-length",
+    "256",
+    "--max-position-embeddings",
+    "256",
+    "--micro-batch-size",
+    "2",
+    "--tokenizer-type",
+    "bytes",
+    "--train-iters",
+    "1000",
+    "--eval-iters",
+    "1",
+    "--attention-dropout",
+    "0",
+    "--hidden-dropout",
+    "0",
+    "--split",
+    "90,10",
+]
 
 
 def write_documents(folder: Path) -> None:
@@ -43,21 +66,36 @@ def write_documents(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def running(text: Path, save: Path, flags: Sequence[str] = (), *, rank: int = 0,
-            world_size: int = 1) -> Iterator[tuple[Run, FakeGPU]]:
+def running(
+    text: Path, save: Path, flags: Sequence[str] = (), *, rank: int = 0, world_size: int = 1
+) -> Iterator[tuple[Run, FakeGPU]]:
     """A run of `FLAGS` and `flags`, built on a fake GPU, and that GPU. text: the folder of documents.jsonl."""
     with FakeGPU() as gpu, contextlib.ExitStack() as stack:
         if "--compile" in flags:
             from tests.fake_cuda.fake_inductor import fake_inductor
+
             stack.enter_context(fake_inductor(gpu))
         if world_size > 1:
             dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
             stack.callback(dist.destroy_process_group)
             new_group = dist.new_group
-            stack.enter_context(mock.patch.object(  # of whatever backend it is asked
-                dist, "new_group", lambda ranks=None, **options: new_group(ranks, backend="fake")))
-        arguments = parse([*FLAGS, "--train-data", f"{text}/documents.jsonl", "--data-cache-path", f"{text}/cache",
-                           "--save", f"{save}/{rank}", *flags])
+            stack.enter_context(
+                mock.patch.object(  # of whatever backend it is asked
+                    dist, "new_group", lambda ranks=None, **options: new_group(ranks, backend="fake")
+                )
+            )
+        arguments = parse(
+            [
+                *FLAGS,
+                "--train-data",
+                f"{text}/documents.jsonl",
+                "--data-cache-path",
+                f"{text}/cache",
+                "--save",
+                f"{save}/{rank}",
+                *flags,
+            ]
+        )
         prepared = prepare_run(arguments, Ranks(rank, world_size, 0, 1), lambda line: None)
         run = build_run(prepared, lambda line: None)
         run.engine.model.train()
@@ -91,8 +129,9 @@ def check_same_order(text: Path, save: Path, flags: Sequence[str], world_size: i
     `check_step`."""
     seen: list[list[Collective]] = []
     for rank in range(world_size):
-        with running(text, save, [*flags, "--model-parallel-size", str(model_parallel_size)], rank=rank,
-                     world_size=world_size) as (run, gpu):
+        with running(
+            text, save, [*flags, "--model-parallel-size", str(model_parallel_size)], rank=rank, world_size=world_size
+        ) as (run, gpu):
             check_step(run, gpu, OFFLOAD if "--cpu-offload-optimizer" in flags else ())
             seen.append(list(gpu.collectives))
     assert all(seen)
@@ -101,8 +140,10 @@ def check_same_order(text: Path, save: Path, flags: Sequence[str], world_size: i
         together = [[call for call in calls if call.name not in ("send", "recv_")] for calls in (of_a, of_b)]
         assert together[0] == together[1], f"ranks {a} and {b}"
         for source, destination, sends, receives in ((a, b, of_a, of_b), (b, a, of_b, of_a)):
-            sent, received = ([call.tensors for call in calls if call.name == name and call.ranks[0] == source]
-                              for calls, name in ((sends, "send"), (receives, "recv_")))
+            sent, received = (
+                [call.tensors for call in calls if call.name == name and call.ranks[0] == source]
+                for calls, name in ((sends, "send"), (receives, "recv_"))
+            )
             assert sent == received, f"what rank {source} sends to rank {destination}"
 
 
@@ -129,15 +170,21 @@ def check_budget(mode: str, gpu: FakeGPU) -> None:
     now, granted = cost(gpu), known.get(version, {}).get(mode)
     if "RECORD_BUDGETS" in os.environ:
         known.setdefault(version, {})[mode] = now
-        lines = ",\n".join(f' {json.dumps(version)}: {{\n' + ",\n".join(
-            f"  {json.dumps(mode)}: {json.dumps(of_mode)}" for mode, of_mode in modes.items()) + "}"
-            for version, modes in known.items())  # a line for each mode
+        lines = ",\n".join(
+            f" {json.dumps(version)}: {{\n"
+            + ",\n".join(f"  {json.dumps(mode)}: {json.dumps(of_mode)}" for mode, of_mode in modes.items())
+            + "}"
+            for version, modes in known.items()
+        )  # a line for each mode
         BUDGETS.write_text(f"{{\n{lines}\n}}\n")
         return
     if version not in known:
         pytest.skip(f"budgets.json has none for torch {version}: RECORD_BUDGETS=1 bash scripts/test_fake_cuda.sh")
-    changed = {name: f"{now.get(name, 0)}, granted {granted.get(name, 0)}"
-               for name in now.keys() | granted.keys() if now.get(name, 0) != granted.get(name, 0)}
+    changed = {
+        name: f"{now.get(name, 0)}, granted {granted.get(name, 0)}"
+        for name in now.keys() | granted.keys()
+        if now.get(name, 0) != granted.get(name, 0)
+    }
     assert not changed, f"{changed}: if that is meant, RECORD_BUDGETS=1 bash scripts/test_fake_cuda.sh -k budget"
 
 

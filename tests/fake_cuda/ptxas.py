@@ -44,14 +44,32 @@ def assemble(kernel: Any, architecture: str, most_registers: int = 255) -> list[
     found = []
     for config in kernel.configs:
         meta = kernel._create_compile_meta(config)
-        found.append(assembled(f"{kernel.inductor_meta['kernel_name']} {config}", kernel.fn, meta["signature"],
-                               meta["constants"], architecture, attributes=meta["configs"][0],
-                               options=kernel._create_compile_options(config, meta), most_registers=most_registers))
+        found.append(
+            assembled(
+                f"{kernel.inductor_meta['kernel_name']} {config}",
+                kernel.fn,
+                meta["signature"],
+                meta["constants"],
+                architecture,
+                attributes=meta["configs"][0],
+                options=kernel._create_compile_options(config, meta),
+                most_registers=most_registers,
+            )
+        )
     return found
 
 
-def assembled(name: str, function: Any, signature: dict[str, str], constants: dict[Any, Any], architecture: str, *,
-              attributes: Any = None, options: Any = None, most_registers: int = 255) -> Assembled:
+def assembled(
+    name: str,
+    function: Any,
+    signature: dict[str, str],
+    constants: dict[Any, Any],
+    architecture: str,
+    *,
+    attributes: Any = None,
+    options: Any = None,
+    most_registers: int = 255,
+) -> Assembled:
     """A function of Triton, whose arguments have these types and constants. most_registers: of a thread."""
     import triton
     from triton.backends.compiler import GPUTarget
@@ -61,11 +79,20 @@ def assembled(name: str, function: Any, signature: dict[str, str], constants: di
     target = GPUTarget("cuda", int(architecture.strip("sm_a")), 32)
     binary = triton.compile(ASTSource(function, signature, constants, attributes), target=target, options=options)
     code = binary.asm["ptx"].replace(".reqntid", f".maxnreg {most_registers}\n.reqntid")
-    said = subprocess.run([get_ptxas(target.arch).path, "-v", f"--gpu-name={architecture}", "-", "-o", "/dev/null"],
-                          input=code, capture_output=True, text=True, check=True).stderr
-    return Assembled(name, architecture, number(r"Used (\d+) registers", said),
-                     number(r"(\d+) bytes spill stores", said) + number(r"(\d+) bytes spill loads", said),
-                     number(r"(\d+) bytes stack frame", said))
+    said = subprocess.run(
+        [get_ptxas(target.arch).path, "-v", f"--gpu-name={architecture}", "-", "-o", "/dev/null"],
+        input=code,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stderr
+    return Assembled(
+        name,
+        architecture,
+        number(r"Used (\d+) registers", said),
+        number(r"(\d+) bytes spill stores", said) + number(r"(\d+) bytes spill loads", said),
+        number(r"(\d+) bytes stack frame", said),
+    )
 
 
 def number(pattern: str, text: str) -> int:

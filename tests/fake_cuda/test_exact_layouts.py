@@ -16,8 +16,15 @@ from tests.fake_cuda.program import running, steps
 PARTS = 4
 FLAGS = ["--exact-layouts", str(PARTS), "--hidden-dropout", "0.1"]
 # Operators whose kernel adds up several elements of a sum that a layout could split, or that come in parts.
-SPLIT = ("mm", "addmm", "bmm", "_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_backward",
-         "gelu", "gelu_backward")
+SPLIT = (
+    "mm",
+    "addmm",
+    "bmm",
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_flash_attention_backward",
+    "gelu",
+    "gelu_backward",
+)
 SUMS = (*SPLIT, "native_layer_norm_backward", "sum", "dot", "index_add_")
 
 
@@ -33,8 +40,9 @@ def test_each_rank_runs_its_parts_in_one_order(text: Path, tmp_path: Path):
             assert whole in [count * share for share in shares], f"{kernel}: {count} of {whole}, {size} ranks, {flags}"
 
 
-def test_torch_has_one_algorithm_for_each_shape_while_the_run_lasts(text: Path, tmp_path: Path,
-                                                                   monkeypatch: pytest.MonkeyPatch):
+def test_torch_has_one_algorithm_for_each_shape_while_the_run_lasts(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     for flags in (FLAGS, ["--deterministic"]):
         monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
         with running(text, tmp_path, flags):
@@ -43,23 +51,37 @@ def test_torch_has_one_algorithm_for_each_shape_while_the_run_lasts(text: Path, 
         assert not torch.are_deterministic_algorithms_enabled()
 
 
-@pytest.mark.parametrize("flags, line", [
-    (["--attention-dropout", "0.1"], "--exact-layouts and --attention-dropout 0.1: .* give --attention-dropout 0, or"),
-    (["--attention-backend", "fused"], "--exact-layouts and --attention-backend fused: .* --attention-backend flash")])
+@pytest.mark.parametrize(
+    "flags, line",
+    [
+        (
+            ["--attention-dropout", "0.1"],
+            "--exact-layouts and --attention-dropout 0.1: .* give --attention-dropout 0, or",
+        ),
+        (
+            ["--attention-backend", "fused"],
+            "--exact-layouts and --attention-backend fused: .* --attention-backend flash",
+        ),
+    ],
+)
 def test_attention_without_a_fixed_order_is_refused(text: Path, tmp_path: Path, flags: list[str], line: str):
     with pytest.raises(ValueError, match=line), running(text, tmp_path, [*FLAGS, *flags]):
         pass
     if "fused" in flags:
-        with pytest.raises(ValueError, match="--deterministic and --attention-backend fused: "), \
-                running(text, tmp_path, ["--deterministic-mode", *flags]):
+        with (
+            pytest.raises(ValueError, match="--deterministic and --attention-backend fused: "),
+            running(text, tmp_path, ["--deterministic-mode", *flags]),
+        ):
             pass
     assert not torch.are_deterministic_algorithms_enabled()
 
 
 def traced(text: Path, save: Path, flags: list[str], size: int, rank: int) -> list[Kernel]:
     """What a step of one of `size` tensor-parallel ranks runs."""
-    with running(text, save, [*FLAGS, "--model-parallel-size", str(size), *flags], rank=rank,
-                 world_size=size) as (run, gpu):
+    with running(text, save, [*FLAGS, "--model-parallel-size", str(size), *flags], rank=rank, world_size=size) as (
+        run,
+        gpu,
+    ):
         steps(run, gpu)
         assert not gpu.waits and not gpu.faults
         return list(gpu.kernels)
@@ -68,6 +90,9 @@ def traced(text: Path, save: Path, flags: list[str], size: int, rank: int) -> li
 def runs(kernels: list[Kernel]) -> list[tuple[tuple[str, tuple[tuple[int, ...], ...]], int]]:
     """The sums among `kernels` by name and shapes, with how many equal ones follow each other. The gradients' norm adds
     up integers, whose order decides nothing."""
-    sums = [(kernel.name, kernel.shapes) for kernel in kernels
-            if kernel.name in SUMS and not kernel.place.startswith("mpu/exact/norm.py")]
+    sums = [
+        (kernel.name, kernel.shapes)
+        for kernel in kernels
+        if kernel.name in SUMS and not kernel.place.startswith("mpu/exact/norm.py")
+    ]
     return [(key, len(list(equal))) for key, equal in itertools.groupby(sums)]

@@ -19,10 +19,14 @@ WAYS: dict[str, tuple[int, list[str], int]] = {  # ranks, flags, bytes that leav
     "inputs": (1, [*FULL, "--checkpoint-in-cpu"], LAYERS * INPUT),
     "in pairs": (1, [*FULL, "--recompute-num-layers", "2", "--checkpoint-in-cpu"], LAYERS // 2 * INPUT),
     "accumulation": (1, [*FULL, "--checkpoint-in-cpu", "--global-batch-size", "4"], 2 * LAYERS * INPUT),
-    "parts of inputs": (2, [*FULL, "--checkpoint-in-cpu", "--partition-activations", "--model-parallel-size", "2"],
-                        LAYERS * INPUT // 2),
+    "parts of inputs": (
+        2,
+        [*FULL, "--checkpoint-in-cpu", "--partition-activations", "--model-parallel-size", "2"],
+        LAYERS * INPUT // 2,
+    ),
     # Inputs of both layer norms, their outputs, queries, keys and values, attention's output; twice 4h of the MLP
-    "of layers": (1, ["--cpu-offloading-num-layers", "3"], 3 * (8 + 8) * INPUT)}
+    "of layers": (1, ["--cpu-offloading-num-layers", "3"], 3 * (8 + 8) * INPUT),
+}
 
 
 def between(gpu: FakeGPU, to: str) -> list[int]:

@@ -18,9 +18,12 @@ def test_the_committed_figures_are_of_these_assumptions_and_of_this_program():
     committed = json.loads((RESULTS / "modelled_step.json").read_text())
     assert committed["assumptions"] == dataclasses.asdict(Assumptions())
     assert {name: 100 * committed["steps"][f"{name} compiled"]["mfu"] for name in AUDITED} == pytest.approx(
-        AUDITED, abs=0.25)
-    whole, two_layers = (committed["steps"]["345M compiled"]["milliseconds"],
-                         model("345M", compiled=True, num_layers=2)["milliseconds"])
+        AUDITED, abs=0.25
+    )
+    whole, two_layers = (
+        committed["steps"]["345M compiled"]["milliseconds"],
+        model("345M", compiled=True, num_layers=2)["milliseconds"],
+    )
     for part in ("layer products", "attention", "compiled layer"):
         assert two_layers[part] * 12 == pytest.approx(whole[part], rel=0.01), part
     for part in ("cross-entropy", "head products"):

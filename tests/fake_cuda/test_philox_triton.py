@@ -25,8 +25,13 @@ for s, b, h, dtype in ((5, 3, 96, torch.float32), (3, 2, 100, torch.bfloat16), (
 
 
 def test_it_drops_what_the_cpu_drops():
-    done = subprocess.run([sys.executable, "-c", SAME], env={**os.environ, "TRITON_INTERPRET": "1"}, text=True,
-                          capture_output=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", SAME],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        text=True,
+        capture_output=True,
+        timeout=120,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -35,8 +40,24 @@ def test_it_drops_what_the_cpu_drops():
 def test_it_spills_nothing(architecture: str, element: str):
     from mpu.kernels.philox_triton import BLOCKS, WARPS, dropout_kernel
 
-    types = {"x": f"*{element}", "out": f"*{element}", "keys": "*i64", "b": "i32", "h": "i32", "first_position": "i32",
-             "dropped": "i32", "factor": "fp32", "SITE": "constexpr", "BLOCKS": "constexpr"}
-    found = assembled("keyed dropout", dropout_kernel, types, {"SITE": 2, "BLOCKS": BLOCKS}, architecture,
-                      options={"num_warps": WARPS})
+    types = {
+        "x": f"*{element}",
+        "out": f"*{element}",
+        "keys": "*i64",
+        "b": "i32",
+        "h": "i32",
+        "first_position": "i32",
+        "dropped": "i32",
+        "factor": "fp32",
+        "SITE": "constexpr",
+        "BLOCKS": "constexpr",
+    }
+    found = assembled(
+        "keyed dropout",
+        dropout_kernel,
+        types,
+        {"SITE": 2, "BLOCKS": BLOCKS},
+        architecture,
+        options={"num_warps": WARPS},
+    )
     assert not found.spilled and not found.stack and found.registers <= 64, found

@@ -41,6 +41,7 @@ def step(text: Path, tmp_path: Path) -> Callable[[], None]:
         with running(text, tmp_path) as (run, gpu):
             check_step(run, gpu)
             check_budget("bf16", gpu)
+
     return check
 
 
@@ -105,29 +106,30 @@ def test_8_a_cpu_tensor_in_a_collective(ranks: Callable[[], None], monkeypatch: 
 
 
 def test_9_a_tensor_in_a_collective_that_is_not_contiguous(ranks: Callable[[], None], monkeypatch: Plant):
-    before(monkeypatch, AdamWOptimizer, "step",
-           lambda self: dist.all_reduce(torch.zeros(4, 4, device="cuda").t()))
+    before(monkeypatch, AdamWOptimizer, "step", lambda self: dist.all_reduce(torch.zeros(4, 4, device="cuda").t()))
     with pytest.raises(AssertionError, match="not contiguous"):
         ranks()
 
 
 def test_10_a_collective_that_one_rank_calls_alone(ranks: Callable[[], None], monkeypatch: Plant):
-    before(monkeypatch, AdamWOptimizer, "step",
-           lambda self: dist.all_reduce(self.found_inf) if dist.get_rank() == 1 else None)
+    before(
+        monkeypatch,
+        AdamWOptimizer,
+        "step",
+        lambda self: dist.all_reduce(self.found_inf) if dist.get_rank() == 1 else None,
+    )
     with pytest.raises(AssertionError, match="ranks 0 and 1"):
         ranks()
 
 
 def test_11_another_order_on_one_rank(ranks: Callable[[], None], monkeypatch: Plant):
     def sums(self: AdamWOptimizer) -> None:
-        for size in ((2, 3) if dist.get_rank() == 0 else (3, 2)):
+        for size in (2, 3) if dist.get_rank() == 0 else (3, 2):
             dist.all_reduce(torch.zeros(size, device="cuda"))
 
     before(monkeypatch, AdamWOptimizer, "step", sums)
     with pytest.raises(AssertionError, match="ranks 0 and 1"):
         ranks()
-
-
 
 
 @pytest.fixture
@@ -137,6 +139,7 @@ def parked(text: Path, tmp_path: Path) -> Callable[[], None]:
     def check() -> None:
         with running(text, tmp_path, flags) as (run, gpu):
             check_step(run, gpu)
+
     return check
 
 

@@ -27,13 +27,17 @@ def test_a_step_waits_for_nothing_and_keeps_to_its_budget(text: Path, tmp_path: 
 def test_training_waits_at_log_lines_alone(text: Path, tmp_path: Path):
     """Ten iterations with a log line after every fifth, an evaluation and a sample after the last."""
     with running(text, tmp_path, ["--train-iters", "10", "--log-interval", "5", "--eval-interval", "100"]) as (
-            run, gpu):
+        run,
+        gpu,
+    ):
         steps(run, gpu)
         gpu.clear()
         assert train(run) == ""
         assert gpu.waits
         assert {wait.split(":")[0] for wait in gpu.waits} <= {
-            "megatron/gpt2/training/log_lines.py", "megatron/gpt2/training/evaluate.py"}
+            "megatron/gpt2/training/log_lines.py",
+            "megatron/gpt2/training/evaluate.py",
+        }
 
 
 def test_an_evaluation_waits_once_for_its_sums(text: Path, tmp_path: Path):

@@ -53,8 +53,13 @@ class Fault:
         own: dict[str, Any] = {}
         details = []
         for name, _, text_of in (setting.partition("=") for setting in settings):
-            value = next((read(text_of) for read, form in ((int, r"-?\d+"), (float, r"[\d.]+"), (str, ".*"))
-                          if re.fullmatch(form, text_of)))
+            value = next(
+                (
+                    read(text_of)
+                    for read, form in ((int, r"-?\d+"), (float, r"[\d.]+"), (str, ".*"))
+                    if re.fullmatch(form, text_of)
+                )
+            )
             if name in ("rank", "step", "attempt", "inside", "event"):
                 own[name] = None if name in ("attempt", "rank") and value == "any" else value
             else:
@@ -104,7 +109,8 @@ def cut(run: Run | None) -> None:
                 continue
             with socket.socket(fileno=os.dup(int(name))) as one:
                 if one.family in (socket.AF_INET, socket.AF_INET6) and not one.getsockopt(
-                        socket.SOL_SOCKET, socket.SO_ACCEPTCONN):  # no network ends the listening
+                    socket.SOL_SOCKET, socket.SO_ACCEPTCONN
+                ):  # no network ends the listening
                     one.shutdown(socket.SHUT_RDWR)
         except OSError:  # closed meanwhile
             continue
@@ -115,8 +121,14 @@ def full(run: Run | None) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
 
 
-FAULTS: dict[str, Callable[..., None]] = {"kill": kill, "machine": machine, "hold": hold, "stop": stop, "cut": cut,
-                                         "full": full}
+FAULTS: dict[str, Callable[..., None]] = {
+    "kill": kill,
+    "machine": machine,
+    "hold": hold,
+    "stop": stop,
+    "cut": cut,
+    "full": full,
+}
 if find_spec("tests.faults.state_faults"):
     FAULTS |= import_module("tests.faults.state_faults").KINDS
 
@@ -154,7 +166,7 @@ def main(argv: Sequence[str]) -> int:
         faults.append(words[1])
         del words[:2]
     inject(faults)
-    return train(words[words[:1] == ["--"]:])  # torchrun takes a "--" that comes first for its own
+    return train(words[words[:1] == ["--"] :])  # torchrun takes a "--" that comes first for its own
 
 
 if __name__ == "__main__":

@@ -37,7 +37,8 @@ def nan(run: Run, name: str = "") -> None:
 def flip(run: Run, kind: str = "weight", name: str = "", element: int = 0, bit: int = 20) -> None:
     """One bit of a weight, a master or a moment is another one; by default of the largest that this rank has."""
     tensors = {"weight": {n: p.detach() for n, p in run.engine.model.named_parameters()}}.get(kind) or {
-        state.name: state.values for state in run.engine.optimizer.tensors() if state.kind == kind}
+        state.name: state.values for state in run.engine.optimizer.tensors() if state.kind == kind
+    }
     run.engine.gatherer.wait()
     values = tensors[name or max(tensors, key=lambda name: tensors[name].numel())].view(-1)
     bits = values.view(torch.int16 if values.element_size() == 2 else torch.int32)
@@ -84,8 +85,14 @@ def hang(run: Run) -> None:
         time.sleep(3600)
 
 
-KINDS: dict[str, Callable[..., None]] = {"nan": nan, "flip": flip, "break_weight": break_weight,
-                                       "spike": spike, "slow": slow, "hang": hang}
+KINDS: dict[str, Callable[..., None]] = {
+    "nan": nan,
+    "flip": flip,
+    "break_weight": break_weight,
+    "spike": spike,
+    "slow": slow,
+    "hang": hang,
+}
 
 
 def plant(kind: str, rank: int, iteration: int, **details: Any) -> None:

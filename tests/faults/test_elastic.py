@@ -38,8 +38,24 @@ def alone(folder: Path) -> list[float]:
 
 def machine(folder: Path, save: Path, number: int, place: str, *faults: str) -> Rank:
     """The launcher of one of two machines, which starts a rank."""
-    words = ("--save", str(save), *WORDS, "--nproc-per-node", "1", "--nnodes", "2", "--node-rank", f"{number}",
-             "--init-method", place, "--init-timeout", "8", "--elastic", "--max-restarts", "2")
+    words = (
+        "--save",
+        str(save),
+        *WORDS,
+        "--nproc-per-node",
+        "1",
+        "--nnodes",
+        "2",
+        "--node-rank",
+        f"{number}",
+        "--init-method",
+        place,
+        "--init-timeout",
+        "8",
+        "--elastic",
+        "--max-restarts",
+        "2",
+    )
     return Rank(folder, words, {"SLURMD_NODENAME": f"127.0.0.{number + 1}"}, before=partial(inject, faults))
 
 

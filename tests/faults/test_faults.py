@@ -18,8 +18,20 @@ from tests.faults.injector import inject
 from tests.megatron.gpt2.launch.started_ranks import Rank, losses
 from tests.megatron.gpt2.training.training_runs import write_text
 
-FLAGS = ("--model-parallel-size", "2", "--nproc-per-node", "2", "--save-interval", "2", "--exit-interval", "5",
-         "--distributed-timeout-minutes", "0.1", "--log-interval", "1")
+FLAGS = (
+    "--model-parallel-size",
+    "2",
+    "--nproc-per-node",
+    "2",
+    "--save-interval",
+    "2",
+    "--exit-interval",
+    "5",
+    "--distributed-timeout-minutes",
+    "0.1",
+    "--log-interval",
+    "1",
+)
 HOST = os.uname().nodename
 ENDS = "the run ends here; the same command continues from the last checkpoint"
 Ended = dict[str, tuple[int | None, list[str], Path]]
@@ -38,8 +50,10 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Ended:
     they mostly wait."""
     folder = tmp_path_factory.mktemp("faults")
     os.utime(write_text(folder, 1000), (1e9, 1e9))
-    runs = {fault: Rank(folder, ["--save", f"{folder}/{fault}", *FLAGS], {}, before=partial(plant, fault))
-            for fault in ("cut", "full", "stop")}
+    runs = {
+        fault: Rank(folder, ["--save", f"{folder}/{fault}", *FLAGS], {}, before=partial(plant, fault))
+        for fault in ("cut", "full", "stop")
+    }
     outputs = {fault: run.end() for fault, run in runs.items()}
     return {fault: (code, output.splitlines(), folder / fault) for fault, (code, output) in outputs.items()}
 
@@ -59,8 +73,12 @@ def test_cut(ended: Ended) -> None:
     hears both."""
     code, lines, save = ended["cut"]
     of_rank_1 = [line for line in lines if line.startswith(f"error ({HOST}): rank 0 ({HOST}) ")]
-    check(save, code, [line for line in lines if line not in of_rank_1],
-          rf"error \({HOST}\): rank 1 \({HOST}\) (gave no sign of life for \d+ s|left): {ENDS}")
+    check(
+        save,
+        code,
+        [line for line in lines if line not in of_rank_1],
+        rf"error \({HOST}\): rank 1 \({HOST}\) (gave no sign of life for \d+ s|left): {ENDS}",
+    )
     assert len(of_rank_1) <= 1 and all(line.endswith(ENDS) for line in of_rank_1)
     death, _ = report(save)
     assert (death.kind, death.what) == ("lost link", "ranks 0 and 1 lost each other at iteration 3")
@@ -69,9 +87,11 @@ def test_cut(ended: Ended) -> None:
 def test_full(ended: Ended) -> None:
     """Rank 1 can write nothing, not even that it failed. The run goes on, and says why at each save and at its end."""
     code, lines, save = ended["full"]
-    wrong = (rf"rank 1 could not write its part: {save}/iter_\d+\.tmp-\S+: cannot write its [\d,]+ bytes: "
-             r"File too large \([\d,]+ bytes are free there\); earlier checkpoints are untouched: "
-             "make room or give another --save")
+    wrong = (
+        rf"rank 1 could not write its part: {save}/iter_\d+\.tmp-\S+: cannot write its [\d,]+ bytes: "
+        r"File too large \([\d,]+ bytes are free there\); earlier checkpoints are untouched: "
+        "make room or give another --save"
+    )
     check(save, code, lines, f"error: iteration 5 is not saved: {wrong}")
     assert len(losses(save)) == 5
     assert any(re.fullmatch(f"WARNING: no checkpoint at iteration 4: {wrong}", line) for line in lines), lines
@@ -82,8 +102,15 @@ def test_full(ended: Ended) -> None:
 def test_stop(ended: Ended) -> None:
     """SIGSTOP."""
     code, lines, save = ended["stop"]
-    check(save, code, lines, rf"error \({HOST}\): rank 1 \({HOST}\) gave no sign of life for \d+ s and did not come to "
-          rf"all_reduce \(\S+:\d+, called at \S+:\d+\) within 6 s, where rank 0 \({HOST}\) waits: {ENDS}")
+    check(
+        save,
+        code,
+        lines,
+        rf"error \({HOST}\): rank 1 \({HOST}\) gave no sign of life for \d+ s and did not come to "
+        rf"all_reduce \(\S+:\d+, called at \S+:\d+\) within 6 s, where rank 0 \({HOST}\) waits: {ENDS}",
+    )
     death, _ = report(save)
     assert (death.kind, death.what) == (
-        "hang", "rank 1 did not come to a collective that the others had entered at iteration 3")
+        "hang",
+        "rank 1 did not come to a collective that the others had entered at iteration 3",
+    )

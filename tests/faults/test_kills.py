@@ -50,8 +50,15 @@ def test_kills_at_a_step_and_inside_a_save(folder: Path, alone: list[float]) -> 
     """The run is started again from its newest checkpoint, a local one, twice, and ends with the same losses."""
     save = folder / "killed"
     near = ("--local-checkpoint-dir", f"{folder}/memory", "--local-checkpoint-interval", "1")
-    code, output = started(folder, "killed", *MP2, *near, "--max-restarts", "3", faults=(
-        "kill:rank=1:step=3", "kill:rank=0:step=4:attempt=1:inside=save:event=3")).end()
+    code, output = started(
+        folder,
+        "killed",
+        *MP2,
+        *near,
+        "--max-restarts",
+        "3",
+        faults=("kill:rank=1:step=3", "kill:rank=0:step=4:attempt=1:inside=save:event=3"),
+    ).end()
     assert code == 0, output
     assert losses(save) == alone
     assert "restart: rank 1 was ended by SIGKILL: restart 1 of 3, from iteration 3\n" in output
@@ -59,23 +66,37 @@ def test_kills_at_a_step_and_inside_a_save(folder: Path, alone: list[float]) -> 
     ended = json.loads((save / "ended.json").read_text())
     assert (ended["reason"], ended["iteration"], ended["exit_code"]) == ("--exit-interval", 7, 0)
     found = kinds(save)
-    assert [found.count(("launcher", kind, attempt)) for kind, attempt in (
-        ("rank ended", 0), ("rank ended", 1), ("rank ended", 2), ("restart", 0), ("restart", 1))] == [2, 2, 0, 1, 1]
-    assert [found.count(("rank", kind, attempt)) for kind, attempt in (
-        ("start", 0), ("start", 2), ("lost", 0), ("lost", 1), ("end", 2))] == [2, 2, 1, 1, 2]
+    assert [
+        found.count(("launcher", kind, attempt))
+        for kind, attempt in (("rank ended", 0), ("rank ended", 1), ("rank ended", 2), ("restart", 0), ("restart", 1))
+    ] == [2, 2, 0, 1, 1]
+    assert [
+        found.count(("rank", kind, attempt))
+        for kind, attempt in (("start", 0), ("start", 2), ("lost", 0), ("lost", 1), ("end", 2))
+    ] == [2, 2, 1, 1, 2]
     lost = next(one for one in read_incidents(save) if one["kind"] == "lost")
     assert (lost["iteration"], lost["ranks"]) == (3, [1])
 
 
 def test_a_crash_loop_ends(folder: Path) -> None:
     """One rank, which starts another process for itself under --max-restarts, is killed in the same step each time."""
-    code, output = started(folder, "loop", "--nproc-per-node", "1", "--max-restarts", "10", "--save-interval", "2",
-                           faults=("kill:rank=0:step=3:attempt=any",)).end()
+    code, output = started(
+        folder,
+        "loop",
+        "--nproc-per-node",
+        "1",
+        "--max-restarts",
+        "10",
+        "--save-interval",
+        "2",
+        faults=("kill:rank=0:step=3:attempt=any",),
+    ).end()
     assert code == 1, output
     assert output.count("restart: ") == LOOP - 1
     assert output.splitlines()[-1] == (
         "error: crash loop: rank 0 was ended by SIGKILL; the ranks have failed at iteration 3 3 times in a row; "
-        f"{how_to_call('post_mortem')} {folder}/loop says what failed first")
+        f"{how_to_call('post_mortem')} {folder}/loop says what failed first"
+    )
     assert not (folder / "loop" / "ended.json").exists()
 
 
@@ -115,11 +136,31 @@ def test_machines_restart_their_ranks_by_themselves(folder: Path, alone: list[fl
     that comes first waits until the store of the round before is gone. The first rank is lost inside a save, before it
     has written its part: rank 0, whose part is written, does not wait for it until the time-out of ten minutes."""
     save, place = folder / "nodes", f"tcp://localhost:{free_port()}"
-    words = ("--save-interval", "2", "--exit-interval", "7", "--model-parallel-size", "2", "--nproc-per-node", "1",
-             "--nnodes", "2", "--init-method", place, "--max-restarts", "2")
-    nodes = [Rank(folder, ["--save", str(save), *words, "--node-rank", str(node)], {"SLURMD_NODENAME": f"node{node}"},
-                  before=partial(inject, ("kill:rank=1:step=4:inside=save:event=2", "kill:rank=0:step=5:attempt=1")))
-             for node in range(2)]
+    words = (
+        "--save-interval",
+        "2",
+        "--exit-interval",
+        "7",
+        "--model-parallel-size",
+        "2",
+        "--nproc-per-node",
+        "1",
+        "--nnodes",
+        "2",
+        "--init-method",
+        place,
+        "--max-restarts",
+        "2",
+    )
+    nodes = [
+        Rank(
+            folder,
+            ["--save", str(save), *words, "--node-rank", str(node)],
+            {"SLURMD_NODENAME": f"node{node}"},
+            before=partial(inject, ("kill:rank=1:step=4:inside=save:event=2", "kill:rank=0:step=5:attempt=1")),
+        )
+        for node in range(2)
+    ]
     ended = [node.end() for node in nodes]
     assert [code for code, _ in ended] == [0, 0], ended
     assert losses(save) == alone
@@ -127,4 +168,8 @@ def test_machines_restart_their_ranks_by_themselves(folder: Path, alone: list[fl
     assert "rank 0 ended with exit code 1: restart 1 of 2, from iteration 2" in ended[0][1]
     assert "error (node0): rank 1 (node1) gave no sign of life for " in ended[0][1]
     assert {one["who"] for one in read_incidents(save)} == {
-        "rank_00000", "rank_00001", "launcher_node0", "launcher_node1"}
+        "rank_00000",
+        "rank_00001",
+        "launcher_node0",
+        "launcher_node1",
+    }

@@ -87,8 +87,10 @@ def reseal_tables(files: Files) -> None:
 def read_foreign(folder: Path, hints: Hints = NO_HINTS) -> None:
     """Every tensor has the shape that the model of the facts asks for."""
     source: Source = open_source(folder, hints, log=lambda line: None)
-    shapes = {name: spec.global_shape for name, spec in parameter_specs(
-        ModelConfig(**source.facts["config"]["model"])).items()}
+    shapes = {
+        name: spec.global_shape
+        for name, spec in parameter_specs(ModelConfig(**source.facts["config"]["model"])).items()
+    }
     for name in source.names():
         assert source.read(name).shape == source.tensors[name].shape == shapes[name.partition(".")[2]], name
 
@@ -102,18 +104,30 @@ def huggingface_shards(folder: Path) -> None:
     write_huggingface(folder)
     (folder / "model.safetensors").rename(folder / "model-1.safetensors")
     names = openai_state(random_weights(), transposed=True)
-    (folder / "model.safetensors.index.json").write_text(json.dumps(
-        {"metadata": {"total_size": 1}, "weight_map": dict.fromkeys(names, "model-1.safetensors")}))
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {"total_size": 1}, "weight_map": dict.fromkeys(names, "model-1.safetensors")})
+    )
 
 
 def pickled(folder: Path, legacy: bool) -> None:
     """All kinds of things that genuine files hold."""
     base = torch.arange(48.0).view(6, 8)
-    torch.save({"model": core({"transformer.final_layernorm.bias": torch.ones(4)}, False), 5: {0.5: None},
-                "views": (base, base.t(), base[2:4, 1:3], torch.empty(0, 3), torch.tensor(3.5)), "set": {1, 2},
-                "args": argparse.Namespace(lr=1.0, dtype=torch.float16), "numpy": np.arange(3), "long": -2**70,
-                "parameter": torch.nn.Parameter(base), "text": "é\n", "flags": [None, True, 1, 255, 65535, 2**31]},
-               folder / "x.pt", _use_new_zipfile_serialization=not legacy)
+    torch.save(
+        {
+            "model": core({"transformer.final_layernorm.bias": torch.ones(4)}, False),
+            5: {0.5: None},
+            "views": (base, base.t(), base[2:4, 1:3], torch.empty(0, 3), torch.tensor(3.5)),
+            "set": {1, 2},
+            "args": argparse.Namespace(lr=1.0, dtype=torch.float16),
+            "numpy": np.arange(3),
+            "long": -(2**70),
+            "parameter": torch.nn.Parameter(base),
+            "text": "é\n",
+            "flags": [None, True, 1, 255, 65535, 2**31],
+        },
+        folder / "x.pt",
+        _use_new_zipfile_serialization=not legacy,
+    )
 
 
 def read_pickled(folder: Path) -> None:
@@ -154,12 +168,27 @@ def megatron(form: str, version: int, legacy: bool = False) -> Callable[[Path], 
 
 TARGETS = [
     Target("checkpoint", lambda folder: save(folder, 7), read_saved),
-    Target("checkpoint: manifest behind its seal", lambda folder: save(folder, 7), read_any, f"{ITERATION}/{MANIFEST}",
-           reseal),
-    Target("checkpoint: tables behind their hashes", lambda folder: save(folder, 7), read_any, f"{ITERATION}/boxes/*",
-           reseal_tables),
-    Target("checkpoint: manifest of version 1", lambda folder: shutil.copytree(VERSION_1, folder, dirs_exist_ok=True),
-           read_any, f"iter_0000003/{MANIFEST}", reseal),
+    Target(
+        "checkpoint: manifest behind its seal",
+        lambda folder: save(folder, 7),
+        read_any,
+        f"{ITERATION}/{MANIFEST}",
+        reseal,
+    ),
+    Target(
+        "checkpoint: tables behind their hashes",
+        lambda folder: save(folder, 7),
+        read_any,
+        f"{ITERATION}/boxes/*",
+        reseal_tables,
+    ),
+    Target(
+        "checkpoint: manifest of version 1",
+        lambda folder: shutil.copytree(VERSION_1, folder, dirs_exist_ok=True),
+        read_any,
+        f"iter_0000003/{MANIFEST}",
+        reseal,
+    ),
     Target("checkpoint: safetensors without hashes", lambda folder: save(folder, 7), read_any, "**/*.safetensors"),
     Target("Hugging Face: config.json", write_huggingface, read_foreign, "config.json"),
     Target("Hugging Face: safetensors", write_huggingface, read_foreign, "*.safetensors"),
@@ -171,7 +200,9 @@ TARGETS = [
     Target("Megatron v2, legacy .pt", megatron("v2", 3, legacy=True), read_foreign),
     Target("Megatron Core", megatron("fused", 3), read_foreign),
     Target("torch_dist", functools.partial(unpack, "plain-0.16.1"), read_foreign),
-    Target("torch_dist: .metadata", functools.partial(unpack, "fully_reshardable_dp2-0.16.1"), read_foreign,
-           "**/.metadata"),
+    Target(
+        "torch_dist: .metadata", functools.partial(unpack, "fully_reshardable_dp2-0.16.1"), read_foreign, "**/.metadata"
+    ),
     Target("DCP", plain_dcp, read_with_heads, "**/*"),
-    Target("DCP: .metadata", plain_dcp, read_with_heads, ".metadata")]
+    Target("DCP: .metadata", plain_dcp, read_with_heads, ".metadata"),
+]

@@ -30,8 +30,13 @@ from tests.data_utils.preprocessing.jobs import run, some_texts, write
 from tests.fuzz.target import Files, Target
 
 SAMPLE = "Once upon a time,\n there were  12 foxes; éàü \N{SNOWMAN} — don't!\t"
-LINES = [{"text": "a document"}, {"text": ""}, {"text": SAMPLE, "meta": {"pile": [1, 2.5, None, True]}},
-         {"url": "https://example.org/é", "text": "\N{PILE OF POO} text\n" * 5}, {"sentence": "other"}]
+LINES = [
+    {"text": "a document"},
+    {"text": ""},
+    {"text": SAMPLE, "meta": {"pile": [1, 2.5, None, True]}},
+    {"url": "https://example.org/é", "text": "\N{PILE OF POO} text\n" * 5},
+    {"sentence": "other"},
+]
 
 
 def jsonl(name: str, pack: Callable[[bytes], bytes] = bytes, array: bool = False) -> Callable[[Path], object]:
@@ -142,8 +147,10 @@ def small_bpe() -> dict[str, bytes]:
     vocabulary, pairs = json.loads(files["vocab.json"]), ["t h", "th e", "\u0120 t", "\u0120t h", "i n", "e r"]
     for merge in pairs:
         vocabulary[merge.replace(" ", "")] = len(vocabulary)
-    return {"vocab.json": json.dumps(vocabulary).encode(),
-            "merges.txt": "\n".join(["#version: 0.2", *pairs, ""]).encode()}
+    return {
+        "vocab.json": json.dumps(vocabulary).encode(),
+        "merges.txt": "\n".join(["#version: 0.2", *pairs, ""]).encode(),
+    }
 
 
 def gpt2_files(folder: Path) -> None:
@@ -152,19 +159,33 @@ def gpt2_files(folder: Path) -> None:
 
 
 def read_gpt2(folder: Path) -> None:
-    check_tokenizer(build_tokenizer("GPT2BPETokenizer", vocab_file=str(folder / "vocab.json"),
-                                    merge_file=str(folder / "merges.txt")))
+    check_tokenizer(
+        build_tokenizer(
+            "GPT2BPETokenizer", vocab_file=str(folder / "vocab.json"), merge_file=str(folder / "merges.txt")
+        )
+    )
 
 
 def huggingface_tokenizer(folder: Path) -> None:
     files = small_bpe()
     vocabulary = json.loads(files["vocab.json"])
     eod = vocabulary.pop("<|endoftext|>")
-    model = {"type": "BPE", "dropout": None, "vocab": vocabulary,
-             "merges": [line.split() for line in files["merges.txt"].decode().splitlines()[1:]]}
-    (folder / "tokenizer.json").write_text(json.dumps({
-        "added_tokens": [{"id": eod, "content": "<|endoftext|>", "special": True}], "normalizer": None,
-        "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}, "model": model}))
+    model = {
+        "type": "BPE",
+        "dropout": None,
+        "vocab": vocabulary,
+        "merges": [line.split() for line in files["merges.txt"].decode().splitlines()[1:]],
+    }
+    (folder / "tokenizer.json").write_text(
+        json.dumps(
+            {
+                "added_tokens": [{"id": eod, "content": "<|endoftext|>", "special": True}],
+                "normalizer": None,
+                "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True},
+                "model": model,
+            }
+        )
+    )
 
 
 def sentencepiece_model(folder: Path) -> None:
@@ -177,20 +198,40 @@ TARGETS = [
     Target("JSONL, gzip", jsonl("a.jsonl.gz", lambda data: gzip.compress(data, mtime=0)), read_text),
     Target("JSONL, zstd", jsonl("a.jsonl.zst", zstd), read_text),
     Target("text", jsonl("a.txt"), read_text),
-    Target("named corpora", lambda folder: (folder / "corpora.json").write_text(
-        '{"small": {"files": ["a.txt", "b.jsonl"], "text_key": "text"}, "other": {"files": ["c"]}}'),
-        lambda folder: read_corpora(folder / "corpora.json")),
+    Target(
+        "named corpora",
+        lambda folder: (folder / "corpora.json").write_text(
+            '{"small": {"files": ["a.txt", "b.jsonl"], "text_key": "text"}, "other": {"files": ["c"]}}'
+        ),
+        lambda folder: read_corpora(folder / "corpora.json"),
+    ),
     Target(".idx", pair, read_pair, "*.idx"),
     Target(".bin", pair, read_pair, "*.bin"),
     Target(".bin of llm.c", llm_c, read_bin),
     Target("pair's manifest behind its seal", preprocessed, inspect, "*_document.json", reseal),
     Target("vocabulary and merges", gpt2_files, read_gpt2),
-    Target("tokenizer.json", huggingface_tokenizer,
-           lambda folder: check_tokenizer(open_tokenizer({"tokenizer.json": str(folder / "tokenizer.json")}))),
-    Target("builtin_bpe.json", lambda folder: builtin_tokenizer().save(folder),
-           lambda folder: check_tokenizer(builtin_tokenizer(folder / BUILTIN_FILE)), BUILTIN_FILE),
+    Target(
+        "tokenizer.json",
+        huggingface_tokenizer,
+        lambda folder: check_tokenizer(open_tokenizer({"tokenizer.json": str(folder / "tokenizer.json")})),
+    ),
+    Target(
+        "builtin_bpe.json",
+        lambda folder: builtin_tokenizer().save(folder),
+        lambda folder: check_tokenizer(builtin_tokenizer(folder / BUILTIN_FILE)),
+        BUILTIN_FILE,
+    ),
     Target("meta.pkl", characters, read_meta),
-    Target("tokenizer of a checkpoint", lambda folder: builtin_tokenizer().save(folder),
-           lambda folder: check_tokenizer(load_tokenizer(folder))),
-    Target("SentencePiece model", sentencepiece_model, lambda folder: check_tokenizer(build_tokenizer(
-        "SentencePieceTokenizer", model_file=str(folder / "sp.model")), lossless=False))]
+    Target(
+        "tokenizer of a checkpoint",
+        lambda folder: builtin_tokenizer().save(folder),
+        lambda folder: check_tokenizer(load_tokenizer(folder)),
+    ),
+    Target(
+        "SentencePiece model",
+        sentencepiece_model,
+        lambda folder: check_tokenizer(
+            build_tokenizer("SentencePieceTokenizer", model_file=str(folder / "sp.model")), lossless=False
+        ),
+    ),
+]

@@ -43,8 +43,9 @@ class Tried:
         found["seeds"] = [*found["seeds"], seed][:EXAMPLES]
 
 
-def try_inputs(find_target: Callable[[str], Target], name: str, first: int, count: int,
-               silence: float = SILENCE) -> Tried:
+def try_inputs(
+    find_target: Callable[[str], Target], name: str, first: int, count: int, silence: float = SILENCE
+) -> Tried:
     """Try the inputs `first` to before `first` + `count` of the target. find_target: at the top level of a module; it
     is called with `name` in the worker."""
     tried, end = Tried(first, first), first + count
@@ -88,8 +89,9 @@ def _listen(tried: Tried, receive: Connection, numbers: Any, silence: float) -> 
             return False
 
 
-def _work(find_target: Callable[[str], Target], name: str, end: int, folder: str, numbers: Any,
-          send: Connection) -> None:
+def _work(
+    find_target: Callable[[str], Target], name: str, end: int, folder: str, numbers: Any, send: Connection
+) -> None:
     torch.set_num_threads(1)
     sys.stdout = open(os.devnull, "w")  # noqa: SIM115  of a process that ends with it
     given = Input(find_target(name), Path(folder) / "input")

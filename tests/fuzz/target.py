@@ -50,8 +50,9 @@ class Input:
         self.target, self.folder = target, folder
         folder.mkdir(parents=True, exist_ok=True)
         target.make(folder)
-        self.valid: Files = {str(path.relative_to(folder)): path.read_bytes()
-                             for path in sorted(folder.rglob("*")) if path.is_file()}
+        self.valid: Files = {
+            str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()
+        }
         self.chosen = [str(path.relative_to(folder)) for path in sorted(folder.glob(target.files)) if path.is_file()]
         assert self.chosen, f"{target.name}: no file is of the form {target.files}"
         target.read(folder)  # it is taken; and what is imported or kept on the first call is no memory of a later one
@@ -73,8 +74,12 @@ class Input:
             (self.folder / name).write_bytes(data)
         size = sum(map(len, {**self.valid, **changed}.values()))
         try:
-            return attempt(lambda: self.target.read(self.folder), size, self.target.refusals,
-                           str(self.folder) if self.target.named else "")
+            return attempt(
+                lambda: self.target.read(self.folder),
+                size,
+                self.target.refusals,
+                str(self.folder) if self.target.named else "",
+            )
         finally:
             for path in self.folder.rglob("*"):
                 if path.is_file() and str(path.relative_to(self.folder)) not in self.valid:
@@ -87,8 +92,9 @@ class Input:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def attempt(read: Callable[[], object], size: int, refusals: tuple[type[Exception], ...],
-            place: str) -> tuple[str, str]:
+def attempt(
+    read: Callable[[], object], size: int, refusals: tuple[type[Exception], ...], place: str
+) -> tuple[str, str]:
     """What `read` does with an input of `size` bytes, as `Input.attempt`. place: what an error has to name, a flag
     apart; "": nothing."""
     outcome = "taken", ""
@@ -118,8 +124,11 @@ def attempt(read: Callable[[], object], size: int, refusals: tuple[type[Exceptio
 
 def origin(error: BaseException) -> str:
     """The kind of an error, and file and function of the last frame of the project's own."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "/site-packages/" not in frame.filename
-              and "/lib/python" not in frame.filename]
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if "/site-packages/" not in frame.filename and "/lib/python" not in frame.filename
+    ]
     place = f"{'/'.join(Path(frames[-1].filename).parts[-3:])}, {frames[-1].name}" if frames else "?"
     return f"{type(error).__name__} in {place}"
 

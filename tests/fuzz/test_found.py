@@ -43,10 +43,21 @@ def pair(tmp_path: Path) -> Path:
     return tmp_path / "a"
 
 
-@pytest.mark.parametrize(("name", "value"), [
-    (".bin", None), (".idx", [{"bytes": "3", "sha256": ""}]), (".bin", [{"sha256": ""}]), ("inputs", [{}]),
-    ("inputs", 3), ("tokenizer", {"kind": "bytes"}), ("tokenizer", 7), ("documents", "1"), ("tokens", -1),
-    ("text_bytes", "many")])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        (".bin", None),
+        (".idx", [{"bytes": "3", "sha256": ""}]),
+        (".bin", [{"sha256": ""}]),
+        ("inputs", [{}]),
+        ("inputs", 3),
+        ("tokenizer", {"kind": "bytes"}),
+        ("tokenizer", 7),
+        ("documents", "1"),
+        ("tokens", -1),
+        ("text_bytes", "many"),
+    ],
+)
 def test_a_pair_whose_manifest_is_of_another_form(pair: Path, name: str, value: Any) -> None:
     """Its seal is right."""
     facts = describe(pair, {"inputs": [{"file": "a.txt"}], "tokenizer": None})
@@ -135,9 +146,19 @@ def test_records_with_damaged_lines_are_read_without_them(tmp_path: Path) -> Non
     assert "finished" in page(tmp_path)
 
 
-@pytest.mark.parametrize("content", ["{", NESTED, '{"config": {"parallel": {"x": 1}}}', '{"config": {"train": 7}}',
-                                     '{"config": {"train": {"train_iters": "9"}}}', '{"environment": 7}',
-                                     '{"train_iters": []}', '{"config": {"%s": 1}}' % ("x" * 9000)])
+@pytest.mark.parametrize(
+    "content",
+    [
+        "{",
+        NESTED,
+        '{"config": {"parallel": {"x": 1}}}',
+        '{"config": {"train": 7}}',
+        '{"config": {"train": {"train_iters": "9"}}}',
+        '{"environment": 7}',
+        '{"train_iters": []}',
+        '{"config": {"%s": 1}}' % ("x" * 9000),
+    ],
+)
 def test_a_page_of_a_run_whose_settings_are_damaged(tmp_path: Path, content: str) -> None:
     (tmp_path / "config.json").write_text(content)
     if '"xxxx' in content:  # a section that nobody knows is left out

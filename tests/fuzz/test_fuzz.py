@@ -16,23 +16,39 @@ from tests.fuzz.targets import TARGETS
 
 # Inputs of each target, from seed 0; all together take some seconds. Those with whole models take longest.
 INPUTS, OF_MODELS = 40, 8
-MODELS = ("nanoGPT", "Megatron, flat", "Megatron v2, legacy .pt", "Megatron Core", "Hugging Face: safetensors",
-          "torch_dist", "torch_dist: .metadata", "DCP", "DCP: .metadata")
+MODELS = (
+    "nanoGPT",
+    "Megatron, flat",
+    "Megatron v2, legacy .pt",
+    "Megatron Core",
+    "Hugging Face: safetensors",
+    "torch_dist",
+    "torch_dist: .metadata",
+    "DCP",
+    "DCP: .metadata",
+)
 # Seeds at which a defect was found once: they are tried again.
 FOUND: dict[str, tuple[int, ...]] = {
     "pair's manifest behind its seal": (9, 108, 123, 147, 201, 205, 4552),
-    "DeepSpeed's file": (1580, 4009, 6591, 7120), "Hugging Face: index": (6062,), "named corpora": (11202,),
-    "vocabulary and merges": (131,), "builtin_bpe.json": (120,), "tokenizer of a checkpoint": (103,),
-    "SentencePiece model": (109,), "records of a run": (13, 54, 165, 228, 392, 20900),
+    "DeepSpeed's file": (1580, 4009, 6591, 7120),
+    "Hugging Face: index": (6062,),
+    "named corpora": (11202,),
+    "vocabulary and merges": (131,),
+    "builtin_bpe.json": (120,),
+    "tokenizer of a checkpoint": (103,),
+    "SentencePiece model": (109,),
+    "records of a run": (13, 54, 165, 228, 392, 20900),
     "config.json": (75, 126, 6033, 7330),
-    "config.json of a report": (9, 14, 86, 107, 132, 167)}
+    "config.json of a report": (9, 14, 86, 107, 132, 167),
+}
 
 
 @pytest.mark.parametrize("name", TARGETS)
 def test_inputs_are_taken_or_refused(tmp_path: Path, name: str) -> None:
     given = Input(TARGETS[name], tmp_path / "input")
-    outcomes = {seed: given.attempt(seed) for seed in (
-        *range(OF_MODELS if name in MODELS else INPUTS), *FOUND.get(name, ()))}
+    outcomes = {
+        seed: given.attempt(seed) for seed in (*range(OF_MODELS if name in MODELS else INPUTS), *FOUND.get(name, ()))
+    }
     findings = {seed: outcome for seed, outcome in outcomes.items() if outcome[0] not in ("taken", "refused")}
     assert not findings
     assert len({given.changed(seed)[file] for seed in outcomes for file in given.changed(seed)}) > len(outcomes) // 3

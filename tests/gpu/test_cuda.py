@@ -68,10 +68,17 @@ def test_selective_recompute_changes_nothing():
     assert all(torch.equal(grad, grads_s[name]) for name, grad in grads.items() if "embeddings" not in name)
 
 
-@pytest.mark.parametrize("flags", [
-    ["--precision", "bf16"], ["--precision", "fp16", "--initial-loss-scale", "1024"],
-    ["--precision", "bf16", "--recompute-granularity", "full"], ["--precision", "bf16", "--cpu-offload-optimizer"],
-    ["--precision", "bf16", "--compile"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--precision", "bf16"],
+        ["--precision", "fp16", "--initial-loss-scale", "1024"],
+        ["--precision", "bf16", "--recompute-granularity", "full"],
+        ["--precision", "bf16", "--cpu-offload-optimizer"],
+        ["--precision", "bf16", "--compile"],
+    ],
+    ids=" ".join,
+)
 def test_losses_stay_near_fp32_on_the_cpu(folder: Path, flags: list[str]):
     seen: list[dict[str, Any]] = []
     for name, where in (("cpu", []), ("gpu", [*GPU, *flags])):
@@ -90,9 +97,15 @@ def test_fp16_finds_its_scale_from_an_overflow(folder: Path):
     assert seen["skipped"][0] and not seen["skipped"][-1] and seen["scale"][-1] < 2.0**40
 
 
-@pytest.mark.parametrize("flags", [[], ["--attention-dropout", "0.1", "--hidden-dropout", "0.1"],
-                                   ["--precision", "fp16", "--micro-batch-size", "2", "--global-batch-size", "4"],
-                                   ["--reset-position-ids", "--reset-attention-mask"]])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        [],
+        ["--attention-dropout", "0.1", "--hidden-dropout", "0.1"],
+        ["--precision", "fp16", "--micro-batch-size", "2", "--global-batch-size", "4"],
+        ["--reset-position-ids", "--reset-attention-mask"],
+    ],
+)
 def test_nothing_waits_for_the_device_between_log_lines(folder: Path, flags: list[str]):
     run = start(0, 1, str(folder), [*GPU, "--precision", "bf16", *flags])
     for _ in range(3):
@@ -110,8 +123,9 @@ def test_nothing_waits_for_the_device_between_log_lines(folder: Path, flags: lis
 
 @pytest.mark.parametrize("dropout_p", [0.0, 0.1])
 def test_the_attention_kernel_is_measured(dropout_p: float):
-    reason = choose_attention("auto", torch.device("cuda", 0), torch.bfloat16, b=2, s=256, n=4, d=64,
-                              dropout_p=dropout_p)
+    reason = choose_attention(
+        "auto", torch.device("cuda", 0), torch.bfloat16, b=2, s=256, n=4, d=64, dropout_p=dropout_p
+    )
     assert "the fastest" in reason and sum(name in reason for name in SWITCHES) >= 2, reason
 
 
@@ -158,11 +172,39 @@ def test_attention_by_document_equals_the_cpu(dtype: torch.dtype, dropout_p: flo
 
 def test_a_launcher_starts_one_rank(folder: Path):
     """The program under torchrun, whose one rank makes no group; NCCL itself is in test_nccl.py."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1", str(ROOT / "pretrain_gpt2.py"),
-               "--train-iters", "3", "--eval-iters", "1", "--log-interval", "1", "--save", f"{folder}/launched",
-               "--distributed-backend", "nccl", "--use-distributed-optimizer", "--tokenizer-type", "bytes",
-               "--train-data", f"{folder}/text.txt", "--num-layers", "2", "--hidden-size", "128",
-               "--num-attention-heads", "4", "--seq-length", "32", "--max-position-embeddings", "32"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "1",
+        str(ROOT / "pretrain_gpt2.py"),
+        "--train-iters",
+        "3",
+        "--eval-iters",
+        "1",
+        "--log-interval",
+        "1",
+        "--save",
+        f"{folder}/launched",
+        "--distributed-backend",
+        "nccl",
+        "--use-distributed-optimizer",
+        "--tokenizer-type",
+        "bytes",
+        "--train-data",
+        f"{folder}/text.txt",
+        "--num-layers",
+        "2",
+        "--hidden-size",
+        "128",
+        "--num-attention-heads",
+        "4",
+        "--seq-length",
+        "32",
+        "--max-position-embeddings",
+        "32",
+    ]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stdout + done.stderr
 

@@ -10,13 +10,31 @@ import torch
 from tests.megatron.gpt2.training.training_runs import finish, start, steps, write_text
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-LARGE = ["--device", "cuda", "--num-layers", "4", "--hidden-size", "1024", "--num-attention-heads", "16",
-         "--seq-length", "1024", "--max-position-embeddings", "1024", "--micro-batch-size", "2", "--precision", "bf16"]
+LARGE = [
+    "--device",
+    "cuda",
+    "--num-layers",
+    "4",
+    "--hidden-size",
+    "1024",
+    "--num-attention-heads",
+    "16",
+    "--seq-length",
+    "1024",
+    "--max-position-embeddings",
+    "1024",
+    "--micro-batch-size",
+    "2",
+    "--precision",
+    "bf16",
+]
 INPUT = 2 * 1024 * 1024 * 2  # bytes of a layer's
 
 
-@pytest.mark.parametrize("flags, on_host", [
-    (["--recompute-granularity", "full"], ["--checkpoint-in-cpu"]), ([], ["--cpu-offloading-num-layers", "3"])])
+@pytest.mark.parametrize(
+    "flags, on_host",
+    [(["--recompute-granularity", "full"], ["--checkpoint-in-cpu"]), ([], ["--cpu-offloading-num-layers", "3"])],
+)
 def test_losses_are_the_same_with_less_on_the_gpu(tmp_path: Path, flags: list[str], on_host: list[str]):
     write_text(tmp_path, 60_000)
     seen, kept = [], []

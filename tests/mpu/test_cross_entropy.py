@@ -41,13 +41,13 @@ def check(rank: int, world_size: int) -> bool:
 
     # Without a true size every column counts, as in 2019.
     everything = F.cross_entropy(hidden @ weight.t(), target, reduction="none")
-    torch.testing.assert_close(mpu.vocab_parallel_cross_entropy(mine.detach(), target), everything,
-                               rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        mpu.vocab_parallel_cross_entropy(mine.detach(), target), everything, rtol=1e-5, atol=1e-5
+    )
 
     for chunk in (TOKENS, 16):
         h2, w2 = hidden.clone().requires_grad_(), weight[own].clone().requires_grad_()
-        loss = mpu.vocab_parallel_linear_cross_entropy(h2, w2, target, token_weight, vocab_size=VOCAB,
-                                                       chunk_size=chunk)
+        loss = mpu.vocab_parallel_linear_cross_entropy(h2, w2, target, token_weight, vocab_size=VOCAB, chunk_size=chunk)
         (3 * loss).backward()
         torch.testing.assert_close(loss.double(), (losses * token_weight).sum(), rtol=1e-6, atol=0)
         for grad, expected in ((h2.grad, 3 * h.grad), (w2.grad, 3 * w.grad[own])):
@@ -170,8 +170,9 @@ def test_without_gradients_none_are_made():
     logits, target = torch.randn(256, 4096, requires_grad=True), torch.randint(0, 4096, (256,))
 
     def fused() -> torch.Tensor:
-        return mpu.vocab_parallel_linear_cross_entropy(hidden, weight, target, torch.ones(256), vocab_size=4096,
-                                                       chunk_size=64)
+        return mpu.vocab_parallel_linear_cross_entropy(
+            hidden, weight, target, torch.ones(256), vocab_size=4096, chunk_size=64
+        )
 
     def plain() -> torch.Tensor:
         return mpu.vocab_parallel_cross_entropy(logits, target).sum()

@@ -15,15 +15,27 @@ from megatron.gpt2.model.gpt2 import GPT2Model
 from mpu.exact.sums import sum_of_products
 from tests.distributed import run_ranks
 
-SHAPE = ModelConfig(num_layers=2, hidden_size=64, num_attention_heads=4, max_position_embeddings=32, vocab_size=500,
-                    hidden_dropout=0.1, attention_dropout=0.1, gelu="erf")
-CASES = [(dtype, sequence_parallel, recompute, by_document) for dtype in (torch.float32, torch.bfloat16)
-         for sequence_parallel in (False, True)
-         for recompute, by_document in (("none", True), ("selective", False), ("full", True))]
+SHAPE = ModelConfig(
+    num_layers=2,
+    hidden_size=64,
+    num_attention_heads=4,
+    max_position_embeddings=32,
+    vocab_size=500,
+    hidden_dropout=0.1,
+    attention_dropout=0.1,
+    gelu="erf",
+)
+CASES = [
+    (dtype, sequence_parallel, recompute, by_document)
+    for dtype in (torch.float32, torch.bfloat16)
+    for sequence_parallel in (False, True)
+    for recompute, by_document in (("none", True), ("selective", False), ("full", True))
+]
 
 
-def gradients(rank: int, world_size: int, cases: list[tuple[torch.dtype, bool, str, bool]],
-              parts: int | None = 4) -> list[tuple[float, dict[str, tuple[Tensor, int | None]]]]:
+def gradients(
+    rank: int, world_size: int, cases: list[tuple[torch.dtype, bool, str, bool]], parts: int | None = 4
+) -> list[tuple[float, dict[str, tuple[Tensor, int | None]]]]:
     """Of each case the loss, and of each parameter this rank's gradient and the dimension that is split."""
     mpu.initialize_model_parallel(world_size)
     modules = mpu.exact_modules(parts) if parts else mpu.PLAIN_MODULES
@@ -31,26 +43,40 @@ def gradients(rank: int, world_size: int, cases: list[tuple[torch.dtype, bool, s
     tokens, labels = (torch.randint(0, 500, (3, 32), generator=draw) for _ in range(2))
     found = []
     for dtype, sequence_parallel, recompute, by_document in cases:
-        model = GPT2Model(SHAPE, sequence_parallel=sequence_parallel, dropout_seed=7, recompute=recompute,
-                          modules=modules).to(dtype).train()
+        model = (
+            GPT2Model(SHAPE, sequence_parallel=sequence_parallel, dropout_seed=7, recompute=recompute, modules=modules)
+            .to(dtype)
+            .train()
+        )
         more: dict[str, Any] = {}
         if by_document:
-            more = {"documents": mpu.Documents(tokens, int(tokens[0, 11]), "cpu"),
-                    "positions": torch.randint(0, 32, (3, 32), generator=torch.Generator().manual_seed(4))}
+            more = {
+                "documents": mpu.Documents(tokens, int(tokens[0, 11]), "cpu"),
+                "positions": torch.randint(0, 32, (3, 32), generator=torch.Generator().manual_seed(4)),
+            }
         loss = model(tokens, labels, torch.full((3, 32), 1 / 96), samples=torch.arange(3), **more)
         loss.backward()
         if not parts:
             mpu.sum_sequence_parallel_grads(model.parameters())
         specs = mpu.partition_specs(model)
-        found.append((loss.item(), {name: (parameter.grad.clone(), specs[name].dim)
-                                    for name, parameter in model.named_parameters() if parameter.grad is not None}))
+        found.append(
+            (
+                loss.item(),
+                {
+                    name: (parameter.grad.clone(), specs[name].dim)
+                    for name, parameter in model.named_parameters()
+                    if parameter.grad is not None
+                },
+            )
+        )
     return found
 
 
 def test_no_bit_depends_on_the_tensor_parallel_size() -> None:
     one = gradients(0, 1, CASES)
-    for (dtype, *_), (loss, grads), (plain_loss, plain_grads) in zip(CASES, one, gradients(0, 1, CASES, None),
-                                                                     strict=True):
+    for (dtype, *_), (loss, grads), (plain_loss, plain_grads) in zip(
+        CASES, one, gradients(0, 1, CASES, None), strict=True
+    ):
         bound = 1e-6 if dtype == torch.float32 else 1e-2
         assert loss == pytest.approx(plain_loss, rel=bound)
         for name, (grad, _) in grads.items():
@@ -61,8 +87,11 @@ def test_no_bit_depends_on_the_tensor_parallel_size() -> None:
             assert all(theirs == loss for theirs, _ in of_ranks), case
             for name, (grad, dim) in grads.items():
                 shards = [theirs[name][0] for _, theirs in of_ranks]
-                same = [torch.equal(shard, grad) for shard in shards] if dim is None else \
-                    [torch.equal(torch.cat(shards, dim), grad)]
+                same = (
+                    [torch.equal(shard, grad) for shard in shards]
+                    if dim is None
+                    else [torch.equal(torch.cat(shards, dim), grad)]
+                )
                 assert all(same), f"{world_size} ranks, {case}: {name}"
 
 
@@ -75,13 +104,13 @@ def test_a_sum_is_that_of_its_subtrees() -> None:
         ranks = 1
         while count % ranks == 0:
             size = count // ranks
-            parts = [mpu.tree_sum(terms[n * size:(n + 1) * size]) for n in range(ranks)]
+            parts = [mpu.tree_sum(terms[n * size : (n + 1) * size]) for n in range(ranks)]
             assert torch.equal(mpu.tree_sum(parts), whole), (count, ranks)
             ranks *= 2
         assert (whole - torch.stack(terms).double().sum(0)).norm() <= 1e-6 * torch.stack(terms).norm()
     for term in terms:
         assert mpu.tree_sum([term]) is term  # and so nothing may write into it
-    halves = [torch.tensor([1.0, 2 ** -9], dtype=torch.bfloat16)] * 2
+    halves = [torch.tensor([1.0, 2**-9], dtype=torch.bfloat16)] * 2
     assert mpu.tree_sum(halves).dtype == torch.float32
 
 
@@ -106,7 +135,7 @@ def test_the_norm_is_the_same_however_the_gradients_are_cut(block: int) -> None:
         assert one.item() == pytest.approx(grads.double().square().sum().item(), rel=1e-6)
         for _ in range(5):
             cuts = sorted(draw.sample(range(1, 500), 6))
-            parts = [grads[64 * a:64 * b].clone() for a, b in zip([0, *cuts], [*cuts, 500], strict=True)]
+            parts = [grads[64 * a : 64 * b].clone() for a, b in zip([0, *cuts], [*cuts, 500], strict=True)]
             draw.shuffle(parts)
             assert torch.equal(mpu.exact_squared_norm(parts[:3], parts[3:], cpu, block=block), one)
     assert mpu.exact_squared_norm([torch.zeros(64)], [torch.zeros(0)], cpu, block=block) == 0

@@ -20,18 +20,18 @@ def groups(rank: int, world_size: int) -> list[tuple[int, ...]]:
         assert mpu.get_model_parallel_world_size() * mpu.get_data_parallel_world_size() == world_size
         assert mpu.get_model_parallel_group().size() == size
         assert mpu.get_model_parallel_src_rank() == dist.get_process_group_ranks(mpu.get_model_parallel_group())[0]
-        found += [tuple(dist.get_process_group_ranks(mpu.get_model_parallel_group())),
-                  tuple(dist.get_process_group_ranks(mpu.get_data_parallel_group())),
-                  (mpu.get_model_parallel_rank(), mpu.get_data_parallel_rank())]
+        found += [
+            tuple(dist.get_process_group_ranks(mpu.get_model_parallel_group())),
+            tuple(dist.get_process_group_ranks(mpu.get_data_parallel_group())),
+            (mpu.get_model_parallel_rank(), mpu.get_data_parallel_rank()),
+        ]
         mpu.destroy_model_parallel()
     return found
 
 
 def test_neighbours_share_layers():
     by_rank = run_ranks(groups, 4)
-    assert by_rank[1] == [(1,), (0, 1, 2, 3), (0, 1),
-                          (0, 1), (1, 3), (1, 0),
-                          (0, 1, 2, 3), (1,), (1, 0)]
+    assert by_rank[1] == [(1,), (0, 1, 2, 3), (0, 1), (0, 1), (1, 3), (1, 0), (0, 1, 2, 3), (1,), (1, 0)]
     assert by_rank[2][3:6] == [(2, 3), (0, 2), (0, 1)]
 
 

@@ -81,11 +81,14 @@ def test_a_step_is_the_same_with_what_it_keeps_on_the_host(recompute: str):
 
     def two_passes(host: mpu.HostMemory | None) -> list[Tensor]:
         """Losses and gradients of two forward passes, whose backward comes after both, as in a pipeline."""
-        model = GPT2Model(shape, dropout_seed=1, recompute=recompute,
-                          cpu_offloading_num_layers=3 if recompute == "none" else 0)
+        model = GPT2Model(
+            shape, dropout_seed=1, recompute=recompute, cpu_offloading_num_layers=3 if recompute == "none" else 0
+        )
         model.transformer.host_memory = host
-        losses = [model(tokens, tokens, torch.full((2, 32), 1 / 64), samples=torch.tensor([2 * n, 2 * n + 1]))
-                  for n in range(2)]
+        losses = [
+            model(tokens, tokens, torch.full((2, 32), 1 / 64), samples=torch.tensor([2 * n, 2 * n + 1]))
+            for n in range(2)
+        ]
         for loss in losses:
             loss.backward()
         return [*(loss.detach() for loss in losses), *(p.grad for p in model.parameters() if p.grad is not None)]

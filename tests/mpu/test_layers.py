@@ -74,7 +74,8 @@ class PlainAttention(nn.Module):
         s, b, h = x.shape
         q, k, v = self.qkv(x).view(s, b, HEADS, 3, h // HEADS).permute(3, 1, 2, 0, 4)
         scores = (q @ k.transpose(-1, -2) / (h // HEADS) ** 0.5).masked_fill(
-            torch.ones(s, s, dtype=torch.bool).triu(1), -torch.inf)
+            torch.ones(s, s, dtype=torch.bool).triu(1), -torch.inf
+        )
         return self.out((scores.softmax(-1) @ v).permute(2, 0, 1, 3).reshape(s, b, h))
 
 
@@ -91,8 +92,9 @@ def check_layers(rank: int, world_size: int) -> bool:
     ids = torch.randint(0, VOCAB, (4, 6))
     ids[0, :2] = torch.tensor([0, VOCAB - 1])
     padded = mpu.padded_vocab_size(VOCAB, 8, world_size)
-    compare(mpu.VocabParallelEmbedding(VOCAB, IN, padded_size=padded), nn.Embedding(VOCAB, IN), ids,
-            {"weight": "weight"})
+    compare(
+        mpu.VocabParallelEmbedding(VOCAB, IN, padded_size=padded), nn.Embedding(VOCAB, IN), ids, {"weight": "weight"}
+    )
     compare(mpu.ParallelEmbedding(VOCAB, IN), nn.Embedding(VOCAB, IN), ids, {"weight": "weight"})
 
     def init(weight: Tensor) -> object:
@@ -100,12 +102,30 @@ def check_layers(rank: int, world_size: int) -> bool:
 
     config = mpu.TransformerConfig(IN, HEADS, 4 * IN)
     attention = mpu.ParallelSelfAttention(config, init_method=init, output_init_method=init)
-    compare(attention, PlainAttention(), x, {"query_key_value.weight": "qkv.weight", "query_key_value.bias": "qkv.bias",
-                                             "dense.weight": "out.weight", "dense.bias": "out.bias"})
+    compare(
+        attention,
+        PlainAttention(),
+        x,
+        {
+            "query_key_value.weight": "qkv.weight",
+            "query_key_value.bias": "qkv.bias",
+            "dense.weight": "out.weight",
+            "dense.bias": "out.bias",
+        },
+    )
     mlp = mpu.ParallelMLP(config, init_method=init, output_init_method=init)
     plain = nn.Sequential(nn.Linear(IN, 4 * IN), nn.GELU(approximate="tanh"), nn.Linear(4 * IN, IN))
-    compare(mlp, plain, x, {"dense_h_to_4h.weight": "0.weight", "dense_h_to_4h.bias": "0.bias",
-                            "dense_4h_to_h.weight": "2.weight", "dense_4h_to_h.bias": "2.bias"})
+    compare(
+        mlp,
+        plain,
+        x,
+        {
+            "dense_h_to_4h.weight": "0.weight",
+            "dense_h_to_4h.bias": "0.bias",
+            "dense_4h_to_h.weight": "2.weight",
+            "dense_4h_to_h.bias": "2.bias",
+        },
+    )
     return True
 
 
@@ -137,8 +157,11 @@ def check_ids(rank: int, world_size: int) -> bool:
 def check_initial_weights(rank: int, world_size: int) -> bool:
     """A parallel layer built after manual_seed(s) holds the weight that the plain call would draw."""
     mpu.initialize_model_parallel(world_size)
-    for make, spec_shape in ((mpu.ColumnParallelLinear, (OUT, IN)), (mpu.RowParallelLinear, (OUT, IN)),
-                             (mpu.ParallelEmbedding, (IN, OUT))):
+    for make, spec_shape in (
+        (mpu.ColumnParallelLinear, (OUT, IN)),
+        (mpu.RowParallelLinear, (OUT, IN)),
+        (mpu.ParallelEmbedding, (IN, OUT)),
+    ):
         torch.manual_seed(3)
         layer = make(IN, OUT, keep_master_weight_for_test=True)
         torch.manual_seed(3)
@@ -187,9 +210,17 @@ def check_2019s_arguments(rank: int, world_size: int) -> bool:
 
 
 def check_all(rank: int, world_size: int) -> list[bool]:
-    return [check(rank, world_size)
-            for check in (check_layers, check_autocast, check_ids, check_initial_weights,
-                          check_gather_and_parallel_input, check_2019s_arguments)]
+    return [
+        check(rank, world_size)
+        for check in (
+            check_layers,
+            check_autocast,
+            check_ids,
+            check_initial_weights,
+            check_gather_and_parallel_input,
+            check_2019s_arguments,
+        )
+    ]
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])

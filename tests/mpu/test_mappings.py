@@ -32,7 +32,7 @@ def check_mappings(rank: int, world_size: int) -> bool:
 
     whole = torch.arange(2.0 * 4 * world_size).view(2, -1)
     y, dx = run(mpu.scatter_to_model_parallel_region, whole, rank + 1)
-    assert torch.equal(y, whole[:, 4 * rank:4 * (rank + 1)])
+    assert torch.equal(y, whole[:, 4 * rank : 4 * (rank + 1)])
     assert torch.equal(dx, torch.cat([torch.full((2, 4), r + 1.0) for r in range(world_size)], -1))
     if world_size > 1:
         with pytest.raises(ValueError, match="not divisible"):
@@ -47,8 +47,10 @@ def check_broadcast(rank: int, world_size: int) -> bool:
         got = mpu.broadcast_data(["text", "ids"], data, torch.int64, shapes=shapes)
         assert torch.equal(got["text"], torch.arange(12).view(3, 4)) and torch.equal(got["ids"], torch.tensor([7, 8]))
     # What the first rank cannot send is an error on every rank: the others do not wait for it.
-    for keys, dtype, reason in ((["text"], torch.int32, "'text' is torch.int64, expected torch.int32"),
-                                (["none"], torch.int64, "the first rank has no 'none'")):
+    for keys, dtype, reason in (
+        (["text"], torch.int32, "'text' is torch.int64, expected torch.int32"),
+        (["none"], torch.int64, "the first rank has no 'none'"),
+    ):
         with pytest.raises(ValueError, match=reason if rank == 0 else "first rank cannot send its data"):
             mpu.broadcast_data(keys, data, dtype)
     if rank == 0:

@@ -20,10 +20,17 @@ def test_divide_refuses_a_remainder():
         divide(12, 5)
 
 
-@pytest.mark.parametrize("spec", [
-    PartitionSpec((12, 5), 0), PartitionSpec((5, 12), 1), PartitionSpec((12,), 0), PartitionSpec((7, 3)),
-    PartitionSpec((13, 4), 0, 16), PartitionSpec((3, 2), 0, 16),  # the last: ranks that hold padding alone
-])
+@pytest.mark.parametrize(
+    "spec",
+    [
+        PartitionSpec((12, 5), 0),
+        PartitionSpec((5, 12), 1),
+        PartitionSpec((12,), 0),
+        PartitionSpec((7, 3)),
+        PartitionSpec((13, 4), 0, 16),
+        PartitionSpec((3, 2), 0, 16),  # the last: ranks that hold padding alone
+    ],
+)
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_split_and_merge_are_inverse(spec: PartitionSpec, world_size: int):
     full = torch.randn(spec.global_shape)
@@ -58,8 +65,10 @@ def test_an_id_outside_the_vocabulary(bad: int):
     ids = torch.tensor([[0, 9], [bad, 5]])
     with pytest.raises(IndexError, match=f"^the target {bad} is not in the vocabulary, 0 to 9; to leave a token out, "):
         check_ids(ids, 10, "target")
-    with mock.patch("torch.compiler.is_compiling", return_value=True), \
-            pytest.raises(RuntimeError, match="a target is not in the vocabulary, 0 to 9; to leave a token out, "):
+    with (
+        mock.patch("torch.compiler.is_compiling", return_value=True),
+        pytest.raises(RuntimeError, match="a target is not in the vocabulary, 0 to 9; to leave a token out, "),
+    ):
         check_ids(ids, 10, "target")
     check_ids(ids.clamp(0, 9), 10, "target")
     check_ids(ids.to("meta"), 10, "target")

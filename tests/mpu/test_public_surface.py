@@ -12,15 +12,37 @@ import mpu
 ROOT = Path(__file__).resolve().parents[2]
 # Megatron-LM 72c5f666b9 (2019), mpu/__init__.py.
 OF_2019 = {
-    "vocab_parallel_cross_entropy", "broadcast_data", "clip_grad_norm", "destroy_model_parallel",
-    "get_data_parallel_group", "get_data_parallel_rank", "get_data_parallel_world_size", "get_model_parallel_group",
-    "get_model_parallel_rank", "get_model_parallel_src_rank", "get_model_parallel_world_size",
-    "initialize_model_parallel", "model_parallel_is_initialized", "ColumnParallelLinear", "ParallelEmbedding",
-    "RowParallelLinear", "VocabParallelEmbedding", "copy_to_model_parallel_region",
-    "gather_from_model_parallel_region", "reduce_from_model_parallel_region", "scatter_to_model_parallel_region",
-    "checkpoint", "partition_activations_in_checkpoint", "get_cuda_rng_tracker", "model_parallel_cuda_manual_seed",
-    "BertParallelSelfAttention", "BertParallelTransformerLayer", "BertParallelTransformerOutput",
-    "GPT2ParallelTransformer", "LayerNorm"}
+    "vocab_parallel_cross_entropy",
+    "broadcast_data",
+    "clip_grad_norm",
+    "destroy_model_parallel",
+    "get_data_parallel_group",
+    "get_data_parallel_rank",
+    "get_data_parallel_world_size",
+    "get_model_parallel_group",
+    "get_model_parallel_rank",
+    "get_model_parallel_src_rank",
+    "get_model_parallel_world_size",
+    "initialize_model_parallel",
+    "model_parallel_is_initialized",
+    "ColumnParallelLinear",
+    "ParallelEmbedding",
+    "RowParallelLinear",
+    "VocabParallelEmbedding",
+    "copy_to_model_parallel_region",
+    "gather_from_model_parallel_region",
+    "reduce_from_model_parallel_region",
+    "scatter_to_model_parallel_region",
+    "checkpoint",
+    "partition_activations_in_checkpoint",
+    "get_cuda_rng_tracker",
+    "model_parallel_cuda_manual_seed",
+    "BertParallelSelfAttention",
+    "BertParallelTransformerLayer",
+    "BertParallelTransformerOutput",
+    "GPT2ParallelTransformer",
+    "LayerNorm",
+}
 ABSENT = {name for name in OF_2019 if name.startswith(("Bert", "GPT2"))}
 
 
@@ -59,8 +81,12 @@ def undocumented(tree: ast.Module) -> Iterator[str]:
 
 def test_every_public_name_has_a_docstring() -> None:
     paths = [*(ROOT / "mpu").rglob("*.py"), *(ROOT / "megatron" / "gpt2" / "model").rglob("*.py")]
-    missing = [f"{path.relative_to(ROOT)}: {name}" for path in paths if path.stat().st_size
-               for name in undocumented(ast.parse(path.read_text(encoding="utf-8")))]
+    missing = [
+        f"{path.relative_to(ROOT)}: {name}"
+        for path in paths
+        if path.stat().st_size
+        for name in undocumented(ast.parse(path.read_text(encoding="utf-8")))
+    ]
     assert len(paths) > 20 and not missing, "\n".join(missing)
 
 

@@ -9,9 +9,14 @@ import pytest
 from mpu import TransformerConfig
 
 
-@pytest.mark.parametrize(("fields", "message"), [
-    ({"num_attention_heads": 3}, "64 is not divisible by 3"), ({"gelu": "relu"}, "'relu' is none of tanh, erf"),
-    ({"recompute_granularity": "some"}, "'some' is none of none, selective, full")])
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"num_attention_heads": 3}, "64 is not divisible by 3"),
+        ({"gelu": "relu"}, "'relu' is none of tanh, erf"),
+        ({"recompute_granularity": "some"}, "'some' is none of none, selective, full"),
+    ],
+)
 def test_wrong_descriptions_are_refused(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         TransformerConfig(**{"hidden_size": 64, "num_attention_heads": 4, "ffn_hidden_size": 256, **fields})

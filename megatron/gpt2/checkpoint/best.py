@@ -38,5 +38,7 @@ def set_best_aside(save: Path, log: Callable[[str], None]) -> None:
 def refuse_best_folder(save: Path) -> None:
     """ValueError where `save` is the folder in which another run keeps its best checkpoint."""
     if save.name == BEST and (save.parent / METRICS).exists():
-        raise ValueError(f"--save {save} is where the run in {save.parent} keeps its best checkpoint: give another "
-                         "--save to train on from it")
+        raise ValueError(
+            f"--save {save} is where the run in {save.parent} keeps its best checkpoint: give another "
+            "--save to train on from it"
+        )

@@ -32,8 +32,12 @@ def extent(boxes: Sequence[Box]) -> tuple[int, int, int]:
 
 def check_inside(name: str, shape: tuple[int, ...], box: Box) -> None:
     """Raise ValueError unless `box` is a part, and not an empty one, of a tensor of `shape`."""
-    if not box.numel or len(box.shape) != len(shape) or len(box.offset) != len(shape) or any(
-            start + size > whole for start, size, whole in zip(box.offset, box.shape, shape, strict=True)):
+    if (
+        not box.numel
+        or len(box.shape) != len(shape)
+        or len(box.offset) != len(shape)
+        or any(start + size > whole for start, size, whole in zip(box.offset, box.shape, shape, strict=True))
+    ):
         raise ValueError(f"{name}: {box} is empty or outside of the shape {shape}")
 
 

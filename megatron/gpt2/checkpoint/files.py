@@ -21,8 +21,15 @@ from data_utils.files.atomic import flush_to_disk
 from data_utils.files.safetensors import header_bytes
 from mpu.partition import Box
 
-DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-          "I64": torch.int64, "I32": torch.int32, "U8": torch.uint8}
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "U8": torch.uint8,
+}
 DTYPE_CODES = {dtype: code for code, dtype in DTYPES.items()}
 CHUNK = 1 << 20  # hashed while it still lies in the processor's cache
 WRITE_BACK = 16 << 20
@@ -62,8 +69,9 @@ def tensor_name(key: str) -> str:
     return key.partition("#")[0]
 
 
-def file_header(file: str, iteration: int, boxes: Mapping[str, Box],
-                dtypes: Mapping[str, torch.dtype]) -> tuple[bytes, dict[str, int], int]:
+def file_header(
+    file: str, iteration: int, boxes: Mapping[str, Box], dtypes: Mapping[str, torch.dtype]
+) -> tuple[bytes, dict[str, int], int]:
     """The safetensors header of `file`; the byte at which each key's values start, in the order of the file; the file's
     size.
 
@@ -75,8 +83,11 @@ def file_header(file: str, iteration: int, boxes: Mapping[str, Box],
     end = 0
     for key in sorted(boxes, key=lambda key: (-size[key], key)):
         starts[key], end = end, end + boxes[key].numel * size[key]
-        entries[key] = {"dtype": DTYPE_CODES[dtypes[tensor_name(key)]], "shape": boxes[key].shape,
-                        "data_offsets": [starts[key], end]}
+        entries[key] = {
+            "dtype": DTYPE_CODES[dtypes[tensor_name(key)]],
+            "shape": boxes[key].shape,
+            "data_offsets": [starts[key], end],
+        }
     header = header_bytes(entries)
     return header, {key: len(header) + start for key, start in starts.items()}, len(header) + end
 
@@ -84,8 +95,10 @@ def file_header(file: str, iteration: int, boxes: Mapping[str, Box],
 def write_error(path: Path, size: int, error: OSError) -> OSError:
     """An OSError in one line: `error` happened while `size` bytes were written to `path`."""
     free = shutil.disk_usage(next(p for p in path.parents if p.exists())).free
-    return OSError(f"{path}: cannot write its {size:,} bytes: {error.strerror or error} ({free:,} bytes are free "
-                   f"there); earlier checkpoints are untouched: make room or give another --save")
+    return OSError(
+        f"{path}: cannot write its {size:,} bytes: {error.strerror or error} ({free:,} bytes are free "
+        f"there); earlier checkpoints are untouched: make room or give another --save"
+    )
 
 
 def write_synced(path: Path, data: bytes) -> None:
@@ -123,7 +136,7 @@ def write_tensors(folder: Path, file: str, iteration: int, pieces: Mapping[str, 
                 flat = (make() if make else tensor).detach().cpu().contiguous().reshape(-1)
                 data = flat.view(torch.uint8).numpy().data
                 for start in range(0, len(data), CHUNK):
-                    chunk = data[start:start + CHUNK]
+                    chunk = data[start : start + CHUNK]
                     stream.write(chunk)
                     sha.update(chunk)
                     started = _write_back(stream, started)
@@ -136,17 +149,26 @@ def write_tensors(folder: Path, file: str, iteration: int, pieces: Mapping[str, 
 def header_of(file: str, iteration: int, pieces: Mapping[str, Piece]) -> tuple[bytes, dict[str, int], int]:
     """`file_header` of the file that is to hold `pieces`, none of them empty."""
     boxes = {key: Box(tuple(piece.offset), tuple(piece.tensor.shape)) for key, piece in pieces.items()}
-    return file_header(file, iteration, boxes,
-                       {tensor_name(key): piece.tensor.dtype for key, piece in pieces.items()})
+    return file_header(file, iteration, boxes, {tensor_name(key): piece.tensor.dtype for key, piece in pieces.items()})
 
 
 def file_entry(file: str, pieces: Mapping[str, Piece], size: int, sha256: str) -> dict[str, Any]:
     """The entry of `file`, which holds `pieces`, in a table: as `write_tensors` returns it."""
-    return {"tensors": {tensor_name(key): {"dtype": DTYPE_CODES[piece.tensor.dtype], "shape": piece.global_shape}
-                        for key, piece in pieces.items()},
-            "files": {file: {"bytes": size, "sha256": sha256,
-                             "boxes": {key: {"offset": piece.offset, "shape": tuple(piece.tensor.shape)}
-                                       for key, piece in pieces.items()}}}}
+    return {
+        "tensors": {
+            tensor_name(key): {"dtype": DTYPE_CODES[piece.tensor.dtype], "shape": piece.global_shape}
+            for key, piece in pieces.items()
+        },
+        "files": {
+            file: {
+                "bytes": size,
+                "sha256": sha256,
+                "boxes": {
+                    key: {"offset": piece.offset, "shape": tuple(piece.tensor.shape)} for key, piece in pieces.items()
+                },
+            }
+        },
+    }
 
 
 def _write_back(stream: BinaryIO, started: int) -> int:

@@ -28,18 +28,39 @@ from megatron.gpt2.checkpoint.manifest import MANIFEST
 from megatron.gpt2.checkpoint.reader import Checkpoint
 from megatron.gpt2.checkpoint.state import load_model, load_rng, load_state, model_pieces, rng_pieces, state_pieces
 
-__all__ = ["TRACKER", "Checkpoint", "Piece", "find_checkpoint", "load_model", "load_rng", "load_state", "model_pieces",
-           "rng_pieces", "state_pieces", "write_checkpoint"]
+__all__ = [
+    "TRACKER",
+    "Checkpoint",
+    "Piece",
+    "find_checkpoint",
+    "load_model",
+    "load_rng",
+    "load_state",
+    "model_pieces",
+    "rng_pieces",
+    "state_pieces",
+    "write_checkpoint",
+]
 
 TRACKER = "latest_checkpointed_iteration.txt"
 _OLD = 1000  # an iteration is renamed aside fewer times than this
 _ITERATION = re.compile(r"iter_(\d{7,12})(?:\.old-(\d{1,3}))?", re.ASCII)
 
 
-def write_checkpoint(directory: str | Path, iteration: int, *, facts: Mapping[str, Any],
-                     files: Mapping[str, Mapping[str, Piece]], rank: int, world_size: int, attempt: str,
-                     timeout_s: float, log: Callable[[str], None] = print, keep_last: int | None = None,
-                     parts: Parts | None = None) -> Path:
+def write_checkpoint(
+    directory: str | Path,
+    iteration: int,
+    *,
+    facts: Mapping[str, Any],
+    files: Mapping[str, Mapping[str, Piece]],
+    rank: int,
+    world_size: int,
+    attempt: str,
+    timeout_s: float,
+    log: Callable[[str], None] = print,
+    keep_last: int | None = None,
+    parts: Parts | None = None,
+) -> Path:
     """Write this rank's `files` ({path in the iteration's folder: {tensor name: piece}}); rank 0 commits.
 
     All ranks call it at the same step. Rank 0 returns once the checkpoint is committed, each other rank once its part
@@ -61,8 +82,9 @@ def write_checkpoint(directory: str | Path, iteration: int, *, facts: Mapping[st
         listed: dict[str, Any] = {}
         # What is made when it is written may be as large as memory: one at a time.
         streamed = any(piece.make for pieces in files.values() for piece in pieces.values())
-        for written in in_threads(lambda file: write_tensors(folder, file, iteration, files[file]), files,
-                                  1 if streamed else THREADS):
+        for written in in_threads(
+            lambda file: write_tensors(folder, file, iteration, files[file]), files, 1 if streamed else THREADS
+        ):
             tensors.update(written["tensors"])
             listed.update(written["files"])
         write_table(folder, rank, tensors, listed)
@@ -117,7 +139,7 @@ def _remove_older(directory: Path, iteration: int, keep_last: int, log: Callable
     found = [match for match in map(_ITERATION.fullmatch, os.listdir(directory)) if match and match[2] is None]
     older = sorted(int(match[1]) for match in found if int(match[1]) < iteration)
     try:
-        for number in older[:max(0, len(older) - keep_last + 1)]:
+        for number in older[: max(0, len(older) - keep_last + 1)]:
             folder = _path(directory, number * _OLD)
             removed = folder.rename(f"{folder}.tmp-removed")
             sync_folder(directory)
@@ -130,15 +152,16 @@ def set_newer_aside(directory: str | Path, iteration: int, log: Callable[[str], 
     """Rename the checkpoints beyond `iteration` aside, and let the tracker name the newest of the others: its
     iteration, or -1, with nothing changed, where there is none. Rank 0 calls it, while no save is under way."""
     directory = Path(directory)
-    found = sorted(int(match[1]) for match in map(_ITERATION.fullmatch, os.listdir(directory))
-                   if match and match[2] is None)
+    found = sorted(
+        int(match[1]) for match in map(_ITERATION.fullmatch, os.listdir(directory)) if match and match[2] is None
+    )
     if not (older := [number for number in found if number <= iteration]):
         return -1
     # First: a crash after it leaves a tracker that is right.
     successor = directory / f"{TRACKER}.tmp"
     write_synced(successor, f"{older[-1]}\n".encode())
     successor.replace(directory / TRACKER)
-    for number in found[len(older):]:
+    for number in found[len(older) :]:
         folder = _path(directory, number * _OLD)
         log(f"{folder} is now {folder.rename(_aside(folder))}")
     sync_folder(directory)
@@ -150,9 +173,14 @@ def _aside(folder: Path) -> Path:
     return next(path for old in range(1, _OLD) if not (path := Path(f"{folder}.old-{old}")).exists())
 
 
-def find_checkpoint(directory: str | Path, *, log: Callable[[str], None],
-                    max_over_ranks: Callable[[int], int] = lambda n: n,
-                    share: tuple[int, int] = (0, 1), verify: bool = True) -> Checkpoint | None:
+def find_checkpoint(
+    directory: str | Path,
+    *,
+    log: Callable[[str], None],
+    max_over_ranks: Callable[[int], int] = lambda n: n,
+    share: tuple[int, int] = (0, 1),
+    verify: bool = True,
+) -> Checkpoint | None:
     """The checkpoint to load: the tracker's, or where that is damaged or missing the newest valid one, loudly.
 
     All ranks call it, with `share` = (rank, world size) and `max_over_ranks` = the largest of all ranks' numbers (a
@@ -177,19 +205,24 @@ def find_checkpoint(directory: str | Path, *, log: Callable[[str], None],
         log(f"WARNING: {problem}")
         refused.append(problem)
     else:
-        raise ValueError(f"{directory}: holds no valid checkpoint: {next(iter(refused), 'see rank 0')}; give a --load "
-                         "that holds one, or none and a new --save to start from random weights")
+        raise ValueError(
+            f"{directory}: holds no valid checkpoint: {next(iter(refused), 'see rank 0')}; give a --load "
+            "that holds one, or none and a new --save to start from random weights"
+        )
     if refused:
         log(f"WARNING: {checkpoint.path} is loaded, the newest valid checkpoint there")
     for proposal in proposals:
         if tracked is not None and checkpoint.iteration == tracked < proposal // _OLD and not proposal % _OLD:
-            log(f"WARNING: {_path(directory, proposal)} is newer than iteration {tracked}, which {TRACKER} names and "
-                "which is loaded; it will be renamed aside when its number is saved again")
+            log(
+                f"WARNING: {_path(directory, proposal)} is newer than iteration {tracked}, which {TRACKER} names and "
+                "which is loaded; it will be renamed aside when its number is saved again"
+            )
     return checkpoint
 
 
-def _open_together(path: Path, max_over_ranks: Callable[[int], int], share: tuple[int, int],
-                   verify: bool) -> tuple[Checkpoint | None, str]:
+def _open_together(
+    path: Path, max_over_ranks: Callable[[int], int], share: tuple[int, int], verify: bool
+) -> tuple[Checkpoint | None, str]:
     """The checkpoint at `path` if every rank finds it valid, else why not. The branches depend on shared numbers."""
     rank, world_size = share
     checkpoint, problem = None, ""

@@ -88,9 +88,11 @@ def gather_tables(folder: Path, world_size: int, timeout_s: float, parts: Parts)
         if time.monotonic() > deadline:
             missing = sorted(paths.values())
             more = f" and {len(missing) - _NAMED:,} more" if len(missing) > _NAMED else ""
-            raise TimeoutError(f"{folder}: nothing came from rank {', '.join(map(str, missing[:_NAMED]))}{more} within "
-                               f"{deadline - began:.3g} s; earlier checkpoints are untouched: do all nodes share the "
-                               "folder?")
+            raise TimeoutError(
+                f"{folder}: nothing came from rank {', '.join(map(str, missing[:_NAMED]))}{more} within "
+                f"{deadline - began:.3g} s; earlier checkpoints are untouched: do all nodes share the "
+                "folder?"
+            )
         time.sleep(_PAUSE)
     contents = Contents()
     for rank in range(world_size):
@@ -106,5 +108,5 @@ def share_line(line: str, rank: int, max_over_ranks: Callable[[int], int]) -> st
     data = line.encode() if rank + 1 == speaker else b""
     size = max_over_ranks(len(data))
     # 7 bytes fit into 64 bits
-    numbers = [max_over_ranks(int.from_bytes(data[at:at + 7], "big")) for at in range(0, size, 7)]
+    numbers = [max_over_ranks(int.from_bytes(data[at : at + 7], "big")) for at in range(0, size, 7)]
     return b"".join(number.to_bytes(min(7, size - 7 * i), "big") for i, number in enumerate(numbers)).decode()

@@ -49,8 +49,15 @@ class LocalCheckpoints:
     attempt: a word that all ranks share and no other start of a run.
     """
 
-    def __init__(self, folder: Path, hosts: Sequence[str], rank: int, group: ProcessGroup | None, attempt: str,
-                 log: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        hosts: Sequence[str],
+        rank: int,
+        group: ProcessGroup | None,
+        attempt: str,
+        log: Callable[[str], None],
+    ) -> None:
         self._folder, self._rank, self._group, self._attempt, self._log = folder, rank, group, attempt, log
         machines = [[other for other, host in enumerate(hosts) if host == name] for name in dict.fromkeys(hosts)]
         here = next(number for number, ranks in enumerate(machines) if rank in ranks)
@@ -60,7 +67,7 @@ class LocalCheckpoints:
         # The rank of the next machine that takes this rank's files, and those whose files this one takes. A machine
         # with fewer ranks takes several ranks' files by one.
         self._to = after[place % len(after)] if len(machines) > 1 else None
-        self._from = before[place::len(own)] if len(machines) > 1 else []
+        self._from = before[place :: len(own)] if len(machines) > 1 else []
 
     def save(self, iteration: int, files: Files, facts: Mapping[str, Any]) -> bool:
         """Write and copy this rank's `files`; whether the checkpoint is there on all machines. facts: what the manifest
@@ -83,8 +90,9 @@ class LocalCheckpoints:
         if self._failed(problem, iteration):
             return False
         tables = gather_bytes(table, HOST, self._group)
-        manifest = gather_bytes(self._manifest(iteration, tables, facts) if self._rank == 0 else b"", HOST,
-                                self._group)[0]
+        manifest = gather_bytes(
+            self._manifest(iteration, tables, facts) if self._rank == 0 else b"", HOST, self._group
+        )[0]
         try:
             self._copy(folder, tables)
             if self._is_first:
@@ -110,8 +118,11 @@ class LocalCheckpoints:
     def _copy(self, folder: Path, tables: Sequence[bytes]) -> None:
         """Send this rank's files to the next machine, and write those that the machine before sends."""
         sent = send(folder, files_of(tables[self._rank]), self._to, self._group) if self._to is not None else []
-        problems = [receive(folder / file, size, other, self._group) for other in self._from
-                    for file, size in files_of(tables[other]).items()]
+        problems = [
+            receive(folder / file, size, other, self._group)
+            for other in self._from
+            for file, size in files_of(tables[other]).items()
+        ]
         for work in sent:
             work.wait()
         if any(problems):
@@ -136,10 +147,13 @@ class LocalCheckpoints:
     def _remove_others(self, iteration: int) -> None:
         """Leave this checkpoint and KEPT - 1 before it. Later ones are of a course that the run has left. Another rank
         may have begun to write the next one."""
-        found = sorted(path for path in self._folder.glob("iter_*")
-                       if path.name != f"iter_{iteration:07d}" and not path.name.endswith(f".tmp-{self._attempt}"))
+        found = sorted(
+            path
+            for path in self._folder.glob("iter_*")
+            if path.name != f"iter_{iteration:07d}" and not path.name.endswith(f".tmp-{self._attempt}")
+        )
         before = [path for path in found if ".tmp-" not in path.name and path.name < f"iter_{iteration:07d}"]
-        for path in set(found) - set(before[-(KEPT - 1):]):
+        for path in set(found) - set(before[-(KEPT - 1) :]):
             shutil.rmtree(path, ignore_errors=True)
 
 
@@ -150,8 +164,11 @@ def files_of(table: bytes) -> dict[str, int]:
 
 def send(folder: Path, files: Mapping[str, int], destination: int, group: ProcessGroup | None) -> list[dist.Work]:
     """Begin to send files, with their sizes in bytes, to a rank that receives them in this order."""
-    works = [dist.isend(part, destination, group) for file, size in files.items()
-             for part in torch.from_file(str(folder / file), shared=True, size=size, dtype=torch.uint8).split(AT_ONCE)]
+    works = [
+        dist.isend(part, destination, group)
+        for file, size in files.items()
+        for part in torch.from_file(str(folder / file), shared=True, size=size, dtype=torch.uint8).split(AT_ONCE)
+    ]
     return [work for work in works if work is not None]
 
 

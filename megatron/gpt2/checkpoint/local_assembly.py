@@ -37,8 +37,12 @@ def assemble(save: str, directory: str, newest: int, ranks: Ranks, log: Callable
     own = held(Path(directory) / run) if run and ranks.local_rank == 0 else {}
     said = [(run, newest, own)]
     if ranks.meeting is not None:
-        said = [(run, newest, {int(number): Held(*one) for number, one in own.items()}) for run, newest, own in
-                map(json.loads, ranks.meeting.gather("local checkpoints", ranks.rank, json.dumps(said[0])))]
+        said = [
+            (run, newest, {int(number): Held(*one) for number, one in own.items()})
+            for run, newest, own in map(
+                json.loads, ranks.meeting.gather("local checkpoints", ranks.rank, json.dumps(said[0]))
+            )
+        ]
     (run, newest, _), everywhere = said[0], [own for _, _, own in said]
     number = newest_whole(everywhere)
     if not run or number is None or number <= newest:
@@ -58,16 +62,19 @@ def fetch(path: Path, by_rank: Sequence[Held | None], ranks: Ranks, log: Callabl
     files = next(one.files for one in by_rank if one is not None)
     hosts = ranks.meeting.hosts if ranks.meeting is not None else {0: ""}
     machines = {host: rank for rank, host in reversed(hosts.items())}.values()  # the first rank of each
-    having = {file: [rank for rank in machines if (one := by_rank[rank]) is not None and file in one.there]
-              for file in files}
+    having = {
+        file: [rank for rank in machines if (one := by_rank[rank]) is not None and file in one.there] for file in files
+    }
     moves = [(file, having[file][0], rank) for file in files for rank in machines if rank not in having[file]]
     if moves:
         began = time.monotonic()
         with temporary_group(ranks) as group:
             if problem := move(path, moves, files, ranks.rank, group):
                 return problem
-        log(f"a local checkpoint lacked {len(moves)} files, which came from other machines in "
-            f"{time.monotonic() - began:.1f} s")
+        log(
+            f"a local checkpoint lacked {len(moves)} files, which came from other machines in "
+            f"{time.monotonic() - began:.1f} s"
+        )
     try:
         return Checkpoint(path).damage(ranks.local_rank, ranks.local_world_size)
     except ValueError as error:
@@ -84,8 +91,9 @@ def held(folder: Path) -> dict[int, Held]:
             checkpoint = Checkpoint(path)
             files = {file: info.bytes for file, info in checkpoint.files.items()}
             files |= {file: (path / file).stat().st_size for file in (*checkpoint.tables_read, MANIFEST)}
-            there = [file for file, size in files.items()
-                     if (path / file).is_file() and (path / file).stat().st_size == size]
+            there = [
+                file for file, size in files.items() if (path / file).is_file() and (path / file).stat().st_size == size
+            ]
             found[checkpoint.iteration] = Held(checkpoint.digest, files, there)
     return found
 
@@ -107,8 +115,9 @@ def newest_whole(everywhere: Sequence[Mapping[int, Held]]) -> int | None:
     return None
 
 
-def move(path: Path, moves: Sequence[tuple[str, int, int]], sizes: Mapping[str, int], rank: int,
-         group: ProcessGroup) -> str:
+def move(
+    path: Path, moves: Sequence[tuple[str, int, int]], sizes: Mapping[str, int], rank: int, group: ProcessGroup
+) -> str:
     """Send files of `path` between ranks: (file, from, to). Returns what is wrong with this rank's disk."""
     sent: list[dist.Work] = []
     problem = ""

@@ -49,8 +49,12 @@ def table_bytes(files: Mapping[str, Any], tensors: Mapping[str, Any]) -> bytes:
     for info in files.values():
         for key, box in info["boxes"].items():
             parts.setdefault(tensor_name(key), []).append(Box(tuple(box["offset"]), tuple(box["shape"])))
-    first = {"files": len(files), "tensors": {
-        name: [tensors[name]["dtype"], tensors[name]["shape"], *extent(boxes)] for name, boxes in parts.items()}}
+    first = {
+        "files": len(files),
+        "tensors": {
+            name: [tensors[name]["dtype"], tensors[name]["shape"], *extent(boxes)] for name, boxes in parts.items()
+        },
+    }
     return f"{json.dumps(first)}\n{json.dumps(files)}\n".encode()
 
 
@@ -74,7 +78,17 @@ class Contents:
     def manifest_bytes(self, iteration: int, facts: Mapping[str, Any]) -> bytes:
         """The manifest, sealed. facts: whatever the writer says about the run, in JSON's types."""
         places: dict[tuple[tuple[int, ...], ...], int] = {}
-        tensors = {name: {**info, "held": places.setdefault(tuple(self._held[name]), len(places))}
-                   for name, info in self._tensors.items()}
-        return sealed_lines({"version": CHECKPOINT_VERSION, "iteration": iteration, "facts": facts, "tensors": tensors,
-                             "held": list(places), "tables": self._tables})
+        tensors = {
+            name: {**info, "held": places.setdefault(tuple(self._held[name]), len(places))}
+            for name, info in self._tensors.items()
+        }
+        return sealed_lines(
+            {
+                "version": CHECKPOINT_VERSION,
+                "iteration": iteration,
+                "facts": facts,
+                "tensors": tensors,
+                "held": list(places),
+                "tables": self._tables,
+            }
+        )

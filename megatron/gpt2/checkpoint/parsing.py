@@ -123,13 +123,16 @@ def parse_manifest(data: bytes) -> Manifest:
     manifest = parse_json(data)
     (version,) = _naturals([manifest["version"]])
     if version > CHECKPOINT_VERSION:
-        raise ValueError(f"format version {version} is newer than {CHECKPOINT_VERSION}, the newest that this "
-                         "program reads: update the program")
+        raise ValueError(
+            f"format version {version} is newer than {CHECKPOINT_VERSION}, the newest that this "
+            "program reads: update the program"
+        )
     if version < OLDEST_CHECKPOINT_VERSION:
         raise ValueError(f"format version {version} never was")
     (iteration,) = _naturals([manifest["iteration"]])
-    tensors = {name: TensorInfo(DTYPES[info["dtype"]], _naturals(info["shape"]))
-               for name, info in manifest["tensors"].items()}
+    tensors = {
+        name: TensorInfo(DTYPES[info["dtype"]], _naturals(info["shape"])) for name, info in manifest["tensors"].items()
+    }
     held: dict[str, list[TablePart]] = {}
     tables: dict[str, TableInfo] = {}
     inside = None
@@ -150,7 +153,8 @@ def _held(manifest: Any, tensors: Mapping[str, TensorInfo]) -> tuple[dict[str, l
     for entries in manifest["held"]:
         held = [TablePart(*_naturals(entry, 4)) for entry in entries]
         if any(a.table >= b.table for a, b in zip(held, held[1:], strict=False)) or (
-                held and held[-1].table >= len(paths)):
+            held and held[-1].table >= len(paths)
+        ):
             raise ValueError(f"{reprlib.repr(entries)} are no tables of it in their order")
         lists.append(held)
     found, users = {}, [0] * len(lists)
@@ -184,8 +188,10 @@ def parse_table(data: bytes, number: int, info: TableInfo, manifest: Manifest) -
         raise ValueError(f"damaged: its sha256 is not the one in {MANIFEST}")
     table = parse_files(parse_json(data.partition(b"\n")[2]), manifest.tensors)
     if (len(table.files), len(table.parts)) != (info.files, info.tensors):
-        raise ValueError(f"lists {len(table.files)} files and {len(table.parts)} tensors: {MANIFEST} says {info.files} "
-                         f"and {info.tensors}")
+        raise ValueError(
+            f"lists {len(table.files)} files and {len(table.parts)} tensors: {MANIFEST} says {info.files} "
+            f"and {info.tensors}"
+        )
     for name, parts in table.parts.items():
         held = manifest.held[name]
         at = bisect.bisect_left(held, (number,))

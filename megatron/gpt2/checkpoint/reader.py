@@ -180,10 +180,17 @@ class Checkpoint(NamedTensors):
         if common(target, whole) != target and target.numel:
             raise ValueError(f"{self.path}: {name} has shape {whole.shape}, which does not contain {target}")
         top, bottom = rows(target)
-        numbers = [held.table for held in self._manifest.held[name] if held.top < bottom and top < held.bottom] \
-            if self._manifest.inside is None else [0]
-        parts = [(part, shared) for number in numbers for part in self._table(number).parts.get(name, ())
-                 if (shared := common(part.box, target)).numel]
+        numbers = (
+            [held.table for held in self._manifest.held[name] if held.top < bottom and top < held.bottom]
+            if self._manifest.inside is None
+            else [0]
+        )
+        parts = [
+            (part, shared)
+            for number in numbers
+            for part in self._table(number).parts.get(name, ())
+            if (shared := common(part.box, target)).numel
+        ]
         with errors_named(self.path / MANIFEST):
             check_cover(name, target.shape, [within(shared, target) for _, shared in parts])
         return parts
@@ -192,17 +199,22 @@ class Checkpoint(NamedTensors):
         """The saved box itself, mapped from the file."""
         if part.file not in self._maps:
             boxes = self._infos[part.file].boxes
-            header, starts, size = file_header(part.file, self.iteration, boxes, {
-                tensor_name(key): self.tensors[tensor_name(key)].dtype for key in boxes})
+            header, starts, size = file_header(
+                part.file,
+                self.iteration,
+                boxes,
+                {tensor_name(key): self.tensors[tensor_name(key)].dtype for key in boxes},
+            )
             where = self.path / part.file
             check_size(where, self._infos[part.file].bytes)
             with errors_named(where):
                 with open(where, "rb") as stream:
                     # A private mapping: torch warns about memory that it could not write to.
                     mapped = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
-                if len(mapped) != size or mapped[:len(header)] != header:
+                if len(mapped) != size or mapped[: len(header)] != header:
                     raise ValueError("its header is not the one that its boxes have")
             self._maps[part.file] = mapped, starts
         mapped, starts = self._maps[part.file]
-        return torch.frombuffer(mapped, dtype=self.tensors[tensor_name(part.key)].dtype, count=part.box.numel,
-                                offset=starts[part.key]).view(part.box.shape)
+        return torch.frombuffer(
+            mapped, dtype=self.tensors[tensor_name(part.key)].dtype, count=part.box.numel, offset=starts[part.key]
+        ).view(part.box.shape)

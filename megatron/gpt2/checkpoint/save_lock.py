@@ -9,8 +9,9 @@ from typing import BinaryIO
 from data_utils.files.atomic import take_lock
 
 
-def lock_together(directory: str | Path, *, rank: int, max_over_ranks: Callable[[int], int],
-                  log: Callable[[str], None]) -> BinaryIO | None:
+def lock_together(
+    directory: str | Path, *, rank: int, max_over_ranks: Callable[[int], int], log: Callable[[str], None]
+) -> BinaryIO | None:
     """Rank 0 locks `directory` and returns the open lock; the others return None.
 
     Every rank calls it. max_over_ranks: a collective, the largest of all ranks' numbers. ValueError on every rank where
@@ -48,8 +49,9 @@ def lock_folder(folder: Path, log: Callable[[str], None]) -> BinaryIO:
         file.seek(0)
         holder = file.read(200).decode(errors="replace").strip() or "another process"
         file.close()
-        raise ValueError(f"--save {folder} is in use by {holder}: wait for that run, end it, or give this one another "
-                         "--save")
+        raise ValueError(
+            f"--save {folder} is in use by {holder}: wait for that run, end it, or give this one another --save"
+        )
     file.truncate(0)
     file.write(f"process {os.getpid()} on {socket.gethostname()}\n".encode())
     file.flush()

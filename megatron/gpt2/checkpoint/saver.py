@@ -34,8 +34,17 @@ class Saver:
     numbers.
     """
 
-    def __init__(self, write: Callable[..., Path], *, rank: int, attempt: str, asynchronous: bool,
-                 local_world_size: int, max_over_ranks: Callable[[int], int], log: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        write: Callable[..., Path],
+        *,
+        rank: int,
+        attempt: str,
+        asynchronous: bool,
+        local_world_size: int,
+        max_over_ranks: Callable[[int], int],
+        log: Callable[[str], None],
+    ) -> None:
         self._write_checkpoint, self._attempt, self._asynchronous, self._rank = write, attempt, asynchronous, rank
         self._local_world_size, self._max_over_ranks, self._log = local_world_size, max_over_ranks, log
         self._thread = ThreadPoolExecutor(1, "saver")
@@ -51,8 +60,10 @@ class Saver:
         if not self._asynchronous or self._copy.is_ready:
             return
         if lacking := self._max_over_ranks(self._copy.prepare(files, self._local_world_size)):
-            self._log(f"WARNING: --async-save is left out, training waits for every save: its copy lacks {lacking:,} "
-                      "bytes of host memory")
+            self._log(
+                f"WARNING: --async-save is left out, training waits for every save: its copy lacks {lacking:,} "
+                "bytes of host memory"
+            )
             self._asynchronous = False
 
     def save(self, iteration: int, files: Files, facts: Mapping[str, Any], **elsewhere: Any) -> Path | None:
@@ -69,12 +80,26 @@ class Saver:
         self._saves += 1
         return None if self._asynchronous else self.finish()
 
-    def _write(self, iteration: int, files: Files, facts: Mapping[str, Any], number: int, parts: Parts,
-               elsewhere: Mapping[str, Any]) -> Path:
+    def _write(
+        self,
+        iteration: int,
+        files: Files,
+        facts: Mapping[str, Any],
+        number: int,
+        parts: Parts,
+        elsewhere: Mapping[str, Any],
+    ) -> Path:
         """Write in the thread. The result on rank 0 counts, since rank 0 learns of every other rank's failure."""
         try:
-            path = self._write_checkpoint(iteration=iteration, files=files, facts=facts, log=self._log,
-                                          attempt=f"{self._attempt}-{number}", parts=parts, **elsewhere)
+            path = self._write_checkpoint(
+                iteration=iteration,
+                files=files,
+                facts=facts,
+                log=self._log,
+                attempt=f"{self._attempt}-{number}",
+                parts=parts,
+                **elsewhere,
+            )
         except BaseException as error:
             if not parts.own.done():
                 parts.own.set_exception(error)
@@ -154,7 +179,7 @@ class HostCopy:
             copies[file] = dict(pieces)
             for key, piece in pieces.items():
                 tensor = piece.tensor
-                copy = self._room[at:at + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+                copy = self._room[at : at + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
                 copies[file][key] = dataclasses.replace(piece, tensor=copy.copy_(tensor, non_blocking=True))
                 at += _room_of(piece)
         if torch.cuda.is_initialized():

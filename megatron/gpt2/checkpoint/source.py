@@ -46,8 +46,7 @@ class Source(Protocol):
         """The shape of the whole tensor, without padding."""
         ...
 
-    def read(self, name: str, offset: tuple[int, ...] | None = None,
-             shape: tuple[int, ...] | None = None) -> Tensor:
+    def read(self, name: str, offset: tuple[int, ...] | None = None, shape: tuple[int, ...] | None = None) -> Tensor:
         """The box of `name` at `offset` with `shape` (default: the whole tensor): a new CPU tensor, dtype as saved."""
         ...
 

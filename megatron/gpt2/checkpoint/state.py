@@ -18,8 +18,9 @@ from megatron.gpt2.optimizer.flat_state import FlatState
 from mpu import Box, PartitionSpec
 
 
-def state_pieces(states: Iterable[FlatState], specs: Mapping[str, PartitionSpec], *, mp_rank: int,
-                 mp_size: int) -> dict[str, Piece]:
+def state_pieces(
+    states: Iterable[FlatState], specs: Mapping[str, PartitionSpec], *, mp_rank: int, mp_size: int
+) -> dict[str, Piece]:
     """What this rank saves of `states`. Padding is left out; what is replicated is saved by model-parallel rank 0."""
     pieces = {}
     for kind, name, values, start in states:
@@ -32,8 +33,9 @@ def state_pieces(states: Iterable[FlatState], specs: Mapping[str, PartitionSpec]
 
 
 @torch.no_grad()
-def load_state(states: Iterable[FlatState], specs: Mapping[str, PartitionSpec], checkpoint: Source, *,
-               mp_rank: int, mp_size: int) -> None:
+def load_state(
+    states: Iterable[FlatState], specs: Mapping[str, PartitionSpec], checkpoint: Source, *, mp_rank: int, mp_size: int
+) -> None:
     """The inverse of `state_pieces`, from a checkpoint of any layout, into `states`; padding becomes 0.
 
     specs: of the whole model, of which `states` may be the part of one stage of a pipeline. ValueError unless the
@@ -45,26 +47,32 @@ def load_state(states: Iterable[FlatState], specs: Mapping[str, PartitionSpec], 
         spec, full_name = specs[name], f"{kind}.{name}"
         kinds.add(kind)
         if full_name not in checkpoint.tensors:
-            raise ValueError(f"{checkpoint.path}: holds no {full_name}: " + (
-                "the model has another shape" if kind == "model" else "give --no-load-optim if it was left out"))
+            raise ValueError(
+                f"{checkpoint.path}: holds no {full_name}: "
+                + ("the model has another shape" if kind == "model" else "give --no-load-optim if it was left out")
+            )
         if checkpoint.global_shape(full_name) != spec.global_shape:
-            raise ValueError(f"{checkpoint.path}: {full_name} has shape {checkpoint.global_shape(full_name)} there and "
-                             f"{spec.global_shape} in this run: give the shape that was saved, or no shape flags")
+            raise ValueError(
+                f"{checkpoint.path}: {full_name} has shape {checkpoint.global_shape(full_name)} there and "
+                f"{spec.global_shape} in this run: give the shape that was saved, or no shape flags"
+            )
         filled = 0
         for box, part in _boxes(spec, mp_rank, mp_size, start, values):
             parts.append((part, full_name, box.offset))
             filled += box.numel
         values[filled:].zero_()
-    left = [name for name in checkpoint.names()
-            if name.partition(".")[0] in kinds and name.partition(".")[2] not in specs]
+    left = [
+        name for name in checkpoint.names() if name.partition(".")[0] in kinds and name.partition(".")[2] not in specs
+    ]
     if left:
-        raise ValueError(f"{checkpoint.path}: holds {left[0]}, which this run does not have: give the shape that was "
-                         "saved, or no shape flags")
+        raise ValueError(
+            f"{checkpoint.path}: holds {left[0]}, which this run does not have: give the shape that was "
+            "saved, or no shape flags"
+        )
     in_threads(lambda part: checkpoint.read_into(*part), parts)
 
 
-def _boxes(spec: PartitionSpec, mp_rank: int, mp_size: int, start: int,
-           values: Tensor) -> Iterator[tuple[Box, Tensor]]:
+def _boxes(spec: PartitionSpec, mp_rank: int, mp_size: int, start: int, values: Tensor) -> Iterator[tuple[Box, Tensor]]:
     """The true part of `values`, the elements from `start` on of a rank's tensor, as boxes of the global tensor, each
     with its view: a partial first row, whole rows, a partial last row, of which any may be absent."""
     held, shape = spec.box(mp_rank, mp_size), spec.local_shape(mp_size)
@@ -78,8 +86,8 @@ def _boxes(spec: PartitionSpec, mp_rank: int, mp_size: int, start: int,
         else:
             height, width = (stop - at) // row, row
         offset = tuple(a + b for a, b in zip(held.offset, (top, left), strict=False))
-        box = Box(offset, (height, width)[:len(shape)])
-        yield box, values[at - start:at - start + box.numel].view(box.shape)
+        box = Box(offset, (height, width)[: len(shape)])
+        yield box, values[at - start : at - start + box.numel].view(box.shape)
         at += box.numel
 
 
@@ -87,14 +95,21 @@ def _whole(named_parameters: Iterable[tuple[str, Tensor]]) -> Iterator[FlatState
     return (FlatState("model", name, parameter.detach().view(-1)) for name, parameter in named_parameters)
 
 
-def model_pieces(named_parameters: Iterable[tuple[str, Tensor]], specs: Mapping[str, PartitionSpec], *, mp_rank: int,
-                 mp_size: int) -> dict[str, Piece]:
+def model_pieces(
+    named_parameters: Iterable[tuple[str, Tensor]], specs: Mapping[str, PartitionSpec], *, mp_rank: int, mp_size: int
+) -> dict[str, Piece]:
     """`state_pieces` of whole parameters, as kind "model"."""
     return state_pieces(_whole(named_parameters), specs, mp_rank=mp_rank, mp_size=mp_size)
 
 
-def load_model(named_parameters: Iterable[tuple[str, Tensor]], specs: Mapping[str, PartitionSpec],
-               checkpoint: Source, *, mp_rank: int, mp_size: int) -> None:
+def load_model(
+    named_parameters: Iterable[tuple[str, Tensor]],
+    specs: Mapping[str, PartitionSpec],
+    checkpoint: Source,
+    *,
+    mp_rank: int,
+    mp_size: int,
+) -> None:
     """`load_state` of whole parameters, of kind "model"; padding becomes 0."""
     load_state(_whole(named_parameters), specs, checkpoint, mp_rank=mp_rank, mp_size=mp_size)
 
@@ -105,25 +120,38 @@ def place_name(mp_rank: int, pp_rank: int, pp_size: int) -> str:
     return f"{mp_rank:02d}" + (f"_{pp_rank:03d}" if pp_size > 1 else "")
 
 
-def rng_pieces(*, mp_rank: int, dp_rank: int, device: torch.device, pp_rank: int = 0,
-               pp_size: int = 1) -> dict[str, Piece]:
+def rng_pieces(
+    *, mp_rank: int, dp_rank: int, device: torch.device, pp_rank: int = 0, pp_size: int = 1
+) -> dict[str, Piece]:
     """The states of this rank's random generators: the CPU's, the GPU's where it computes on one, mpu's streams."""
     states = {"cpu": torch.get_rng_state()}
     if device.type == "cuda":
         states["cuda"] = torch.cuda.get_rng_state(device)
     states.update((f"tracker.{name}", state) for name, state in mpu.get_cuda_rng_tracker().get_states().items())
     place = f"rng.mp_{place_name(mp_rank, pp_rank, pp_size)}.dp_{dp_rank:02d}"
-    return {f"{place}.{name}": Piece(state, tuple(state.shape), (0,))
-            for name, state in states.items()}
+    return {f"{place}.{name}": Piece(state, tuple(state.shape), (0,)) for name, state in states.items()}
 
 
-def load_rng(checkpoint: Checkpoint, *, mp_rank: int, dp_rank: int, mp_size: int, dp_size: int,
-             device: torch.device, pp_rank: int = 0, pp_size: int = 1) -> bool:
+def load_rng(
+    checkpoint: Checkpoint,
+    *,
+    mp_rank: int,
+    dp_rank: int,
+    mp_size: int,
+    dp_size: int,
+    device: torch.device,
+    pp_rank: int = 0,
+    pp_size: int = 1,
+) -> bool:
     """Set what `rng_pieces` saved. False, on every rank and with nothing changed, where the checkpoint has no states
     or has those of another layout or kind of device."""
     saved = [name.split(".", 3)[1:] for name in checkpoint.names() if name.startswith("rng.")]
-    ranks = {(f"mp_{place_name(mp, pp, pp_size)}", f"dp_{dp:02d}")
-             for mp in range(mp_size) for pp in range(pp_size) for dp in range(dp_size)}
+    ranks = {
+        (f"mp_{place_name(mp, pp, pp_size)}", f"dp_{dp:02d}")
+        for mp in range(mp_size)
+        for pp in range(pp_size)
+        for dp in range(dp_size)
+    }
     on_gpu = any(name == "cuda" for _, _, name in saved)
     if {(mp, dp) for mp, dp, _ in saved} != ranks or on_gpu != (device.type == "cuda"):
         return False
@@ -133,5 +161,6 @@ def load_rng(checkpoint: Checkpoint, *, mp_rank: int, dp_rank: int, mp_size: int
     if on_gpu:
         torch.cuda.set_rng_state(states["cuda"], device)
     mpu.get_cuda_rng_tracker().set_states(
-        {name.removeprefix("tracker."): state for name, state in states.items() if name.startswith("tracker.")})
+        {name.removeprefix("tracker."): state for name, state in states.items() if name.startswith("tracker.")}
+    )
     return True

@@ -25,23 +25,62 @@ from megatron.gpt2.config.flag_names import by_key, fields, flag
 
 LENGTHS = ("train.train_iters", "train.train_samples", "train.train_tokens", "train.train_epochs")
 # What the checkpoint decides unless a flag does. The others of ModelConfig do not change what the weights mean.
-SAVED = tuple(f"model.{name}" for name in ("num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size",
-              "max_position_embeddings", "vocab_size", "layernorm_epsilon", "gelu")) + ("data.tokenizer_type",)
-SCHEDULE = tuple(f"optimizer.{name}" for name in ("lr", "min_lr", "lr_decay_style", "lr_decay_iters",
-                 "lr_decay_samples", "warmup", "lr_warmup_iters", "lr_warmup_samples", "lr_wsd_decay_iters"))
+SAVED = tuple(
+    f"model.{name}"
+    for name in (
+        "num_layers",
+        "hidden_size",
+        "num_attention_heads",
+        "ffn_hidden_size",
+        "max_position_embeddings",
+        "vocab_size",
+        "layernorm_epsilon",
+        "gelu",
+    )
+) + ("data.tokenizer_type",)
+SCHEDULE = tuple(
+    f"optimizer.{name}"
+    for name in (
+        "lr",
+        "min_lr",
+        "lr_decay_style",
+        "lr_decay_iters",
+        "lr_decay_samples",
+        "warmup",
+        "lr_warmup_iters",
+        "lr_warmup_samples",
+        "lr_wsd_decay_iters",
+    )
+)
 WARMUPS = ("optimizer.warmup", "optimizer.lr_warmup_iters", "optimizer.lr_warmup_samples")
 
 # One flag of a group replaces the whole group: a recipe's value for one must not meet a given value for another.
-ALTERNATIVES = (LENGTHS, WARMUPS, ("optimizer.lr_decay_iters", "optimizer.lr_decay_samples"),
-                ("train.global_batch_size", "train.gradient_accumulation_steps", "train.step_batch_size_schedule"),
-                ("train.rampup_batch_size", "train.step_batch_size_schedule"),
-                tuple(f"data.{name}" for name in ("train_data", "valid_data", "test_data", "data_path",
-                                                  "valid_data_path", "test_data_path")))
+ALTERNATIVES = (
+    LENGTHS,
+    WARMUPS,
+    ("optimizer.lr_decay_iters", "optimizer.lr_decay_samples"),
+    ("train.global_batch_size", "train.gradient_accumulation_steps", "train.step_batch_size_schedule"),
+    ("train.rampup_batch_size", "train.step_batch_size_schedule"),
+    tuple(
+        f"data.{name}"
+        for name in ("train_data", "valid_data", "test_data", "data_path", "valid_data_path", "test_data_path")
+    ),
+)
 # What a run that continues a checkpoint never takes from it.
-OF_THIS_START = ("train.device", "train.exit_interval", "train.exit_duration_in_mins", "train.tensorboard_dir",
-                 "train.wandb_project", "train.wandb_entity", "train.wandb_exp_name", "train.wandb_save_dir",
-                 "train.profile", "train.profile_ranks",
-                 "optimizer.override_opt_param_scheduler", "optimizer.use_checkpoint_opt_param_scheduler")
+OF_THIS_START = (
+    "train.device",
+    "train.exit_interval",
+    "train.exit_duration_in_mins",
+    "train.tensorboard_dir",
+    "train.wandb_project",
+    "train.wandb_entity",
+    "train.wandb_exp_name",
+    "train.wandb_save_dir",
+    "train.profile",
+    "train.profile_ranks",
+    "optimizer.override_opt_param_scheduler",
+    "optimizer.use_checkpoint_opt_param_scheduler",
+)
 
 
 @dataclass(frozen=True)
@@ -72,8 +111,9 @@ class Arguments:
     @property
     def checkpoint(self) -> CheckpointConfig:
         """That section alone, for the time before the checkpoint is found."""
-        return CheckpointConfig(**{key.split(".")[1]: value for key, value in self.values.items()
-                                   if key.startswith("checkpoint.")})
+        return CheckpointConfig(
+            **{key.split(".")[1]: value for key, value in self.values.items() if key.startswith("checkpoint.")}
+        )
 
 
 def parse(argv: Sequence[str] | None = None) -> Arguments:
@@ -90,13 +130,16 @@ def parse(argv: Sequence[str] | None = None) -> Arguments:
     read = vars(namespace)
     named, rerun = read.pop("preset", None), read.pop("rerun", None)
     require(not (named and rerun), "give --model or --config, not both")
-    command_line = {key: tuple(value) if isinstance(value, list) else value
-                    for key, value in read.items()
-                    if not key.startswith(("--", "launch."))}  # how the ranks start is no part of the run
+    command_line = {
+        key: tuple(value) if isinstance(value, list) else value
+        for key, value in read.items()
+        if not key.startswith(("--", "launch."))
+    }  # how the ranks start is no part of the run
     notes = _alias_notes(words)
     problems: list[str] = []
-    notes += _apply_foreign({name: value for name, value in read.items() if name.startswith("--")}, command_line,
-                            problems)
+    notes += _apply_foreign(
+        {name: value for name, value in read.items() if name.startswith("--")}, command_line, problems
+    )
     for file in {read[name] for name in ("--deepspeed-config", "--deepscale-config") if name in read}:
         try:
             translated, lines = deepspeed_config.translate(file, command_line)
@@ -152,8 +195,10 @@ def _apply_foreign(read: Mapping[str, Any], command_line: dict[str, Any], proble
         spelled = f"{name} {value}" if isinstance(value, str) else name
         try:
             require(row.status != "refused", f"{spelled} is not supported: {row.text}")
-            require(not row.accepts or value in row.accepts,
-                    f"{spelled} is not supported, only {' or '.join(row.accepts)}: {row.text}")
+            require(
+                not row.accepts or value in row.accepts,
+                f"{spelled} is not supported, only {' or '.join(row.accepts)}: {row.text}",
+            )
             text = row.text if row.status == "translated" else f"without effect here: {row.text}"
             for key, meant in (row.sets(value) if row.sets else {}).items():
                 given = command_line.setdefault(key, meant)
@@ -180,18 +225,25 @@ def _recipe_under(recipe: Mapping[str, Any], command_line: Mapping[str, Any]) ->
 
 def _refuse_pairs(command_line: Mapping[str, Any]) -> None:
     """Two flags for one thing, of which a default of the other may not be blamed."""
-    require(len(command_line.keys() & set(WARMUPS)) < 2,
-            "give --warmup (a fraction), --lr-warmup-iters or --lr-warmup-samples, not two")
+    require(
+        len(command_line.keys() & set(WARMUPS)) < 2,
+        "give --warmup (a fraction), --lr-warmup-iters or --lr-warmup-samples, not two",
+    )
 
 
 def _implied_tokenizer(command_line: Mapping[str, Any]) -> dict[str, Any]:
     gpt2 = "data.vocab_file" in command_line or "data.merge_file" in command_line
     sentencepiece = "data.tokenizer_model" in command_line
-    require(not (gpt2 and sentencepiece), "--vocab-file and --tokenizer-model are of two tokenizers: "
-                                          "say which with --tokenizer-type")
+    require(
+        not (gpt2 and sentencepiece),
+        "--vocab-file and --tokenizer-model are of two tokenizers: say which with --tokenizer-type",
+    )
     if gpt2 or sentencepiece:
-        return {"data.tokenizer_type": kind_of_vocabulary(str(command_line.get("data.vocab_file", ""))) if gpt2
-                else "SentencePieceTokenizer"}
+        return {
+            "data.tokenizer_type": kind_of_vocabulary(str(command_line.get("data.vocab_file", "")))
+            if gpt2
+            else "SentencePieceTokenizer"
+        }
     return {}
 
 
@@ -205,8 +257,9 @@ def _default_save(values: Mapping[str, Any], preset: str | None, *, own_shape: b
     return f"checkpoints/gpt2_{layers}x{hidden}"
 
 
-def merge_checkpoint(arguments: Arguments, saved: Mapping[str, Mapping[str, Any]],
-                     saved_iterations: int | None = None) -> Arguments:
+def merge_checkpoint(
+    arguments: Arguments, saved: Mapping[str, Mapping[str, Any]], saved_iterations: int | None = None
+) -> Arguments:
     """Fill in what the checkpoint decides. `saved` is the `Config.as_dict()` that it holds, with the vocabulary size
     and the tokenizer resolved; `saved_iterations` the length of its schedule (default: its train_iters).
 
@@ -235,27 +288,39 @@ def merge_checkpoint(arguments: Arguments, saved: Mapping[str, Mapping[str, Any]
             differing.append(f"{flag(key)}: here {values[key]}, checkpoint {then}")
         values[key] = then
     if differing:
-        problems.append("; ".join(differing) + ": leave out what differs, or start afresh with another --save and "
-                                               "--load")
+        problems.append(
+            "; ".join(differing) + ": leave out what differs, or start afresh with another --save and --load"
+        )
     if arguments.preset is None and "data.seq_length" not in arguments.given:
         values["data.seq_length"] = old["data.seq_length"]
     if not (values.get("checkpoint.finetune") or values.get("checkpoint.no_load_optim")):
-        notes += _merge_schedule(values, arguments.given, old, saved_iterations or old.get("train.train_iters"),
-                                 problems)
+        notes += _merge_schedule(
+            values, arguments.given, old, saved_iterations or old.get("train.train_iters"), problems
+        )
     require(not problems, "; ".join(problems))
-    return dataclasses.replace(arguments, values=values, notes=tuple(notes),
-                               preset=None if arguments.continues else arguments.preset)
+    return dataclasses.replace(
+        arguments, values=values, notes=tuple(notes), preset=None if arguments.continues else arguments.preset
+    )
 
 
 def _own_recipe(arguments: Arguments, old: Mapping[str, Any]) -> dict[str, Any]:
     """The values of a run that goes on as the checkpoint's did, under the command line."""
     fresh = arguments.values.get("checkpoint.finetune") or arguments.values.get("checkpoint.no_load_optim")
     override = arguments.values.get("optimizer.override_opt_param_scheduler")
-    left = OF_THIS_START + (LENGTHS if arguments.values.get("checkpoint.finetune") else ()) + (
-        ("optimizer.lr_decay_iters", "optimizer.lr_decay_samples", "optimizer.lr_wsd_decay_iters")
-        if fresh or override else ())
-    recipe = {key: tuple(value) if isinstance(value, list) else value for key, value in old.items()
-              if key.split(".")[0] not in ("parallel", "checkpoint") and key not in left}
+    left = (
+        OF_THIS_START
+        + (LENGTHS if arguments.values.get("checkpoint.finetune") else ())
+        + (
+            ("optimizer.lr_decay_iters", "optimizer.lr_decay_samples", "optimizer.lr_wsd_decay_iters")
+            if fresh or override
+            else ()
+        )
+    )
+    recipe = {
+        key: tuple(value) if isinstance(value, list) else value
+        for key, value in old.items()
+        if key.split(".")[0] not in ("parallel", "checkpoint") and key not in left
+    }
     command_line = {key: arguments.values[key] for key in arguments.given}
     values = _recipe_under(recipe, command_line)
     if not any(values.get(key) or key in command_line for key in LENGTHS):
@@ -263,8 +328,13 @@ def _own_recipe(arguments: Arguments, old: Mapping[str, Any]) -> dict[str, Any]:
     return values | command_line | {"checkpoint.save": arguments.values["checkpoint.save"]}
 
 
-def _merge_schedule(values: dict[str, Any], given: frozenset[str], old: Mapping[str, Any],
-                    saved_iterations: int | None, problems: list[str]) -> list[str]:
+def _merge_schedule(
+    values: dict[str, Any],
+    given: frozenset[str],
+    old: Mapping[str, Any],
+    saved_iterations: int | None,
+    problems: list[str],
+) -> list[str]:
     """Bring the schedule of the checkpoint into `values`, and what contradicts it into `problems`; see
     `merge_checkpoint`."""
     if values.get("optimizer.override_opt_param_scheduler"):
@@ -289,13 +359,21 @@ def _merge_schedule(values: dict[str, Any], given: frozenset[str], old: Mapping[
         values[key] = then
         taken.append(f"{flag(key)} {then}")
     if differing:
-        problems.append("; ".join(differing) + ": --override-opt-param-scheduler takes the schedule of this "
-                                               "run, --use-checkpoint-opt-param-scheduler that of the checkpoint")
+        problems.append(
+            "; ".join(differing) + ": --override-opt-param-scheduler takes the schedule of this "
+            "run, --use-checkpoint-opt-param-scheduler that of the checkpoint"
+        )
     notes = [f"schedule from the checkpoint: {' '.join(taken)}"] if taken else []
     length = values.get("train.train_iters")
     grows = values.get("train.rampup_batch_size") or values.get("train.step_batch_size_schedule")
-    if values.get("optimizer.lr_decay_iters") is None and None not in (horizon, length) and horizon != length \
-            and not grows:  # a longer run has more iterations than its schedule then
-        notes.append(f"the learning rate now decays over {length} iterations, not the checkpoint's {horizon}: "
-                     f"--lr-decay-iters {horizon} would keep that")
+    if (
+        values.get("optimizer.lr_decay_iters") is None
+        and None not in (horizon, length)
+        and horizon != length
+        and not grows
+    ):  # a longer run has more iterations than its schedule then
+        notes.append(
+            f"the learning rate now decays over {length} iterations, not the checkpoint's {horizon}: "
+            f"--lr-decay-iters {horizon} would keep that"
+        )
     return notes

@@ -32,8 +32,10 @@ def _shown(value: Any) -> str:
 
 def _number(key: str, kind: type = float) -> Callable[[Any], dict[str, Any]]:
     def read(value: Any) -> dict[str, Any]:
-        require(isinstance(value, (int, float)) and not isinstance(value, bool) and kind(value) == value,
-                f"{_shown(value)} is not a {'whole ' if kind is int else ''}number")
+        require(
+            isinstance(value, (int, float)) and not isinstance(value, bool) and kind(value) == value,
+            f"{_shown(value)} is not a {'whole ' if kind is int else ''}number",
+        )
         return {key: kind(value)}
 
     return read
@@ -64,11 +66,17 @@ LOGGED = "what is logged is fixed, every --log-interval iterations"
 KEYS = (
     translated("train_batch_size", "read as --global-batch-size", _number("train.global_batch_size", int)),
     translated("train_micro_batch_size_per_gpu", "read as --micro-batch-size", _number("train.micro_batch_size", int)),
-    translated("gradient_accumulation_steps", "read as --gradient-accumulation-steps, unless there is a batch size",
-               _number("train.gradient_accumulation_steps", int)),
+    translated(
+        "gradient_accumulation_steps",
+        "read as --gradient-accumulation-steps, unless there is a batch size",
+        _number("train.gradient_accumulation_steps", int),
+    ),
     translated("gradient_clipping", "read as --clip-grad", _number("optimizer.clip_grad")),
-    inert("steps_per_print wall_clock_breakdown dump_state memory_breakdown tensorboard wandb csv_monitor comms_logger "
-          "flops_profiler", LOGGED),
+    inert(
+        "steps_per_print wall_clock_breakdown dump_state memory_breakdown tensorboard wandb csv_monitor comms_logger "
+        "flops_profiler",
+        LOGGED,
+    ),
     # Precision
     translated("fp16.enabled", "read as --precision fp16-on-gpu, which is auto on a CPU", lambda _: FP16),
     translated("bf16.enabled bfloat16.enabled", "read as --precision bf16", lambda _: {"train.precision": "bf16"}),
@@ -78,33 +86,58 @@ KEYS = (
     translated("fp16.hysteresis", "read as --hysteresis", _number("optimizer.hysteresis", int)),
     translated("fp16.min_loss_scale", "read as --min-loss-scale", _number("optimizer.min_loss_scale")),
     inert("fp32_allreduce prescale_gradients", "gradients are reduced in fp32"),
-    translated("communication_data_type", "read as --grad-reduce-in-bf16",
-               lambda kind: {} if kind == "fp32" else {"parallel.grad_reduce_in_bf16": True},
-               accepts=("fp32", "bf16", "bfp16")),
+    translated(
+        "communication_data_type",
+        "read as --grad-reduce-in-bf16",
+        lambda kind: {} if kind == "fp32" else {"parallel.grad_reduce_in_bf16": True},
+        accepts=("fp32", "bf16", "bfp16"),
+    ),
     refused("fp16.auto_cast fp16.consecutive_hysteresis amp", "--precision fp16 and bf16 are the two ways"),
     # Memory
     translated("zero_optimization.stage", STAGE, _stage),
     translated("zero_optimization.cpu_offload", "read as --cpu-offload-optimizer", lambda _: OFFLOAD),
-    translated("zero_optimization.offload_optimizer.device", "read as --cpu-offload-optimizer",
-               lambda device: OFFLOAD if device == "cpu" else {}, accepts=("cpu", "none")),
-    inert("zero_optimization.offload_optimizer.pin_memory zero_optimization.cpu_offload_use_pin_memory",
-          "what moves between host and GPU is pinned"),
-    translated("zero_optimization.reduce_bucket_size", "read as --ddp-bucket-size",
-               _number("parallel.ddp_bucket_size", int)),
-    inert("zero_optimization.overlap_comm zero_optimization.allgather_partitions zero_optimization.reduce_scatter "
-          "zero_optimization.allgather_bucket_size zero_optimization.contiguous_gradients "
-          "zero_optimization.round_robin_gradients", OVERLAPS),
-    inert("zero_optimization.load_from_fp32_weights zero_optimization.elastic_checkpoint",
-          "checkpoints hold fp32 weights, for every layout"),
-    refused("zero_optimization.offload_param zero_optimization.cpu_offload_params",
-            "--model-parallel-size divides the weights, --cpu-offload-optimizer moves the optimizer"),
-    translated("activation_checkpointing.partition_activations", "read as --partition-activations",
-               lambda _: {"parallel.partition_activations": True}),
-    translated("activation_checkpointing.cpu_checkpointing", "read as --checkpoint-in-cpu",
-               lambda _: {"parallel.checkpoint_in_cpu": True}),
-    inert("activation_checkpointing.contiguous_memory_optimization activation_checkpointing.number_checkpoints "
-          "activation_checkpointing.synchronize_checkpoint_boundary activation_checkpointing.profile",
-          "--checkpoint-activations recomputes, with one implementation"),
+    translated(
+        "zero_optimization.offload_optimizer.device",
+        "read as --cpu-offload-optimizer",
+        lambda device: OFFLOAD if device == "cpu" else {},
+        accepts=("cpu", "none"),
+    ),
+    inert(
+        "zero_optimization.offload_optimizer.pin_memory zero_optimization.cpu_offload_use_pin_memory",
+        "what moves between host and GPU is pinned",
+    ),
+    translated(
+        "zero_optimization.reduce_bucket_size", "read as --ddp-bucket-size", _number("parallel.ddp_bucket_size", int)
+    ),
+    inert(
+        "zero_optimization.overlap_comm zero_optimization.allgather_partitions zero_optimization.reduce_scatter "
+        "zero_optimization.allgather_bucket_size zero_optimization.contiguous_gradients "
+        "zero_optimization.round_robin_gradients",
+        OVERLAPS,
+    ),
+    inert(
+        "zero_optimization.load_from_fp32_weights zero_optimization.elastic_checkpoint",
+        "checkpoints hold fp32 weights, for every layout",
+    ),
+    refused(
+        "zero_optimization.offload_param zero_optimization.cpu_offload_params",
+        "--model-parallel-size divides the weights, --cpu-offload-optimizer moves the optimizer",
+    ),
+    translated(
+        "activation_checkpointing.partition_activations",
+        "read as --partition-activations",
+        lambda _: {"parallel.partition_activations": True},
+    ),
+    translated(
+        "activation_checkpointing.cpu_checkpointing",
+        "read as --checkpoint-in-cpu",
+        lambda _: {"parallel.checkpoint_in_cpu": True},
+    ),
+    inert(
+        "activation_checkpointing.contiguous_memory_optimization activation_checkpointing.number_checkpoints "
+        "activation_checkpointing.synchronize_checkpoint_boundary activation_checkpointing.profile",
+        "--checkpoint-activations recomputes, with one implementation",
+    ),
     # Optimizer and schedule
     inert("zero_allow_untested_optimizer zero_force_ds_cpu_optimizer", "the optimizer is AdamW"),
     inert("optimizer.params.max_grad_norm", "gradient_clipping is what clips, in DeepSpeed as well"),
@@ -113,13 +146,19 @@ KEYS = (
     translated("optimizer.params.betas", "read as --adam-beta1 and --adam-beta2", _betas),
     translated("optimizer.params.eps", "read as --adam-eps", _number("optimizer.adam_eps")),
     translated("optimizer.params.weight_decay", "read as --weight-decay", _number("optimizer.weight_decay")),
-    inert("optimizer.params.adam_w_mode optimizer.params.bias_correction optimizer.params.torch_adam",
-          "the optimizer is AdamW", accepts=(True,)),
+    inert(
+        "optimizer.params.adam_w_mode optimizer.params.bias_correction optimizer.params.torch_adam",
+        "the optimizer is AdamW",
+        accepts=(True,),
+    ),
     refused("scheduler", "--lr-decay-style, --lr-decay-iters, --lr-warmup-iters and --min-lr are the schedule"),
     # What would be another run
     refused("sparse_gradients sparse_attention", "gradients and attention are dense"),
-    refused("progressive_layer_drop curriculum_learning data_efficiency compression_training quantize_training "
-            "eigenvalue elasticity autotuning pipeline", "not built; take it out"),
+    refused(
+        "progressive_layer_drop curriculum_learning data_efficiency compression_training quantize_training "
+        "eigenvalue elasticity autotuning pipeline",
+        "not built; take it out",
+    ),
 )
 ROWS: dict[str, Foreign] = {key: row for row in KEYS for key in row.flags}
 # DeepSpeed takes these without "true" asking for something.

@@ -31,8 +31,10 @@ class _Help(argparse.HelpFormatter):
         return textwrap.wrap(text, width, break_on_hyphens=False)
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
-        return "\n".join(textwrap.fill(line, width, initial_indent=indent, subsequent_indent=indent,
-                                       break_on_hyphens=False) for line in text.splitlines())
+        return "\n".join(
+            textwrap.fill(line, width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
+            for line in text.splitlines()
+        )
 
 
 def _whole(text: str) -> int:
@@ -75,22 +77,39 @@ def _how_to_read(hint: Any) -> dict[str, Any]:
 def build_parser() -> argparse.ArgumentParser:
     """The parser of the training program: the flags of all sections and Megatron's other flags. It sets only what the
     command line gives, under "section.field" or, for a foreign flag, its own name."""
-    parser = Parser(prog="pretrain_gpt2", add_help=False, argument_default=argparse.SUPPRESS, formatter_class=_Help,
-                    usage="%(prog)s [--model NAME] [--flag VALUE | --flag=VALUE] ...",
-                    description="Pretrain GPT-2. Without flags a small model is trained on the built-in corpus.")
+    parser = Parser(
+        prog="pretrain_gpt2",
+        add_help=False,
+        argument_default=argparse.SUPPRESS,
+        formatter_class=_Help,
+        usage="%(prog)s [--model NAME] [--flag VALUE | --flag=VALUE] ...",
+        description="Pretrain GPT-2. Without flags a small model is trained on the built-in corpus.",
+    )
     parser.add_argument("--help", action="store_true", help="print this and exit")
-    parser.add_argument("--model", type=str.lower, choices=tuple(PRESETS), dest="preset",
-                        help="a named run, every value of which a flag overrides (default: quickstart, unless "
-                             "--num-layers, --hidden-size or --num-attention-heads is given)")
+    parser.add_argument(
+        "--model",
+        type=str.lower,
+        choices=tuple(PRESETS),
+        dest="preset",
+        help="a named run, every value of which a flag overrides (default: quickstart, unless "
+        "--num-layers, --hidden-size or --num-attention-heads is given)",
+    )
     parser.add_argument("--config", dest="rerun", metavar="FILE", help=RERUN)
     for section, kind in {**SECTIONS, "launch": LaunchConfig}.items():
         add_section(parser, section, kind)
-    group = parser.add_argument_group("Megatron's other flags", "\n".join(
-        f"{status}: {' '.join(name for row in FOREIGN if row.status == status for name in row.flags)}."
-        for status in ("translated", "inert", "refused")))
+    group = parser.add_argument_group(
+        "Megatron's other flags",
+        "\n".join(
+            f"{status}: {' '.join(name for row in FOREIGN if row.status == status for name in row.flags)}."
+            for status in ("translated", "inert", "refused")
+        ),
+    )
     for row in FOREIGN:
-        how = {"action": "store_const", "const": None} if row.values == 0 else {
-            "nargs": None if row.values == 1 else row.values}
+        how = (
+            {"action": "store_const", "const": None}
+            if row.values == 0
+            else {"nargs": None if row.values == 1 else row.values}
+        )
         for name in row.flags:
             group.add_argument(name, dest=name, help=argparse.SUPPRESS, **how)
     return parser
@@ -108,8 +127,13 @@ def add_section(parser: argparse.ArgumentParser, section: str, kind: Any) -> Non
             how["choices"] = f.metadata["choices"]
         elif f.metadata["metavar"] or "type" in how:
             how["metavar"] = f.metadata["metavar"] or {_whole: "N", _number: "X"}.get(how["type"], "TEXT")
-        group.add_argument(flag(f"{section}.{f.name}"), *f.metadata["aliases"], dest=f"{section}.{f.name}",
-                           help=_told(f).replace("%", "%%"), **how)
+        group.add_argument(
+            flag(f"{section}.{f.name}"),
+            *f.metadata["aliases"],
+            dest=f"{section}.{f.name}",
+            help=_told(f).replace("%", "%%"),
+            **how,
+        )
 
 
 def _told(f: dataclasses.Field[Any]) -> str:

@@ -23,5 +23,16 @@ from megatron.gpt2.config.parallel import ParallelConfig
 from megatron.gpt2.config.sections import SECTIONS, Config
 from megatron.gpt2.config.train import PRECISION_CHOICES, TrainConfig
 
-__all__ = ["PRECISION_CHOICES", "SECTIONS", "CheckpointConfig", "Config", "DataConfig", "LaunchConfig", "ModelConfig",
-           "OptimizerConfig", "ParallelConfig", "TrainConfig", "require"]
+__all__ = [
+    "PRECISION_CHOICES",
+    "SECTIONS",
+    "CheckpointConfig",
+    "Config",
+    "DataConfig",
+    "LaunchConfig",
+    "ModelConfig",
+    "OptimizerConfig",
+    "ParallelConfig",
+    "TrainConfig",
+    "require",
+]

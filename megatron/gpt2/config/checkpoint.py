@@ -16,13 +16,16 @@ class CheckpointConfig:
     no_save_rng: bool = option(False, "leave the random states out of checkpoints")
     no_load_optim: bool = option(False, "start with a fresh optimizer")
     no_load_rng: bool = option(False, "start with fresh random states")
-    async_save: bool = option(False, "train on while a thread writes a copy of what is saved, which is in host "
-                                     "memory")
+    async_save: bool = option(False, "train on while a thread writes a copy of what is saved, which is in host memory")
     local_checkpoint_dir: str | None = option(
-        None, "folder in the memory or on the disk of each machine, for further checkpoints from which a run goes on "
-              "that died", "--non-persistent-local-ckpt-dir")
+        None,
+        "folder in the memory or on the disk of each machine, for further checkpoints from which a run goes on "
+        "that died",
+        "--non-persistent-local-ckpt-dir",
+    )
     local_checkpoint_interval: int | None = option(
-        None, "iterations between checkpoints in --local-checkpoint-dir", "--non-persistent-save-interval")
+        None, "iterations between checkpoints in --local-checkpoint-dir", "--non-persistent-save-interval"
+    )
     keep_last: int | None = option(None, "checkpoints that are kept, the newest ones (default: all)")
     keep_best: bool = option(False, "keep the checkpoint with the lowest validation loss as well, in the folder best")
     no_verify: bool = option(False, "load without hashing every byte; sizes, headers and the manifest are checked")
@@ -31,6 +34,8 @@ class CheckpointConfig:
 
     def __post_init__(self) -> None:
         require(not self.finetune or self.load is not None, "--finetune needs --load: the folder to take weights from")
-        require((self.local_checkpoint_dir is None) == (self.local_checkpoint_interval is None),
-                "--local-checkpoint-dir and --local-checkpoint-interval go together: give both, or neither")
+        require(
+            (self.local_checkpoint_dir is None) == (self.local_checkpoint_interval is None),
+            "--local-checkpoint-dir and --local-checkpoint-interval go together: give both, or neither",
+        )
         require_positive(self, "save_interval", "keep_last", "local_checkpoint_interval")

@@ -36,8 +36,10 @@ def read_config(path: str) -> dict[str, Any]:
     try:
         settings = json.loads(Path(path).read_text(encoding="utf-8"))
         version, sections = settings.get("version", RUN_SETTINGS_VERSION), settings["config"]
-        require(version == RUN_SETTINGS_VERSION,
-                f"--config {path} is of version {version}, and this program reads {RUN_SETTINGS_VERSION}")
+        require(
+            version == RUN_SETTINGS_VERSION,
+            f"--config {path} is of version {version}, and this program reads {RUN_SETTINGS_VERSION}",
+        )
         unknown = sections.keys() - SECTIONS.keys()
         require(not unknown, f"unknown section {', '.join(sorted(unknown))} (written by a newer version?)")
         config, default = by_key(Config.from_dict(sections).as_dict()), by_key(Config().as_dict())
@@ -45,8 +47,9 @@ def read_config(path: str) -> dict[str, Any]:
     except OSError as error:
         raise FileNotFoundError(f"--config {path}: {error.strerror}") from None
     except (KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
-        raise ValueError(f"--config {path} is not the {FILE} of a run: {type(error).__name__}: {one_line(error)}"
-                         ) from None
+        raise ValueError(
+            f"--config {path} is not the {FILE} of a run: {type(error).__name__}: {one_line(error)}"
+        ) from None
     except ValueError as error:
         named = "" if str(error).startswith("--config") else f"--config {path}: "
         raise ValueError(named + one_line(error)) from None

@@ -12,9 +12,15 @@ def without_effect(config: Config, device: str) -> Iterator[str]:
     recomputes = config.train.recompute_granularity == "full"
     not_recomputed = "no layer is recomputed (--recompute-granularity full)"
     on_host = "the device's memory is the host's"
-    if parallel.partition_activations and (reason := not_recomputed if not recomputes else
-                                           "there is one model-parallel rank" if parallel.model_parallel_size == 1 else
-                                           "--sequence-parallel has split it" if parallel.sequence_parallel else ""):
+    if parallel.partition_activations and (
+        reason := not_recomputed
+        if not recomputes
+        else "there is one model-parallel rank"
+        if parallel.model_parallel_size == 1
+        else "--sequence-parallel has split it"
+        if parallel.sequence_parallel
+        else ""
+    ):
         yield f"--partition-activations: without effect, since {reason}"
     if parallel.checkpoint_in_cpu and (not recomputes or device == "cpu"):
         yield f"--checkpoint-in-cpu: without effect, since {on_host if recomputes else not_recomputed}"

@@ -16,7 +16,8 @@ class ModelConfig:
     max_position_embeddings: int = option(512, "learned positions; at least --seq-length")
     vocab_size: int | None = option(None, "true vocabulary size (default: the tokenizer's)")
     make_vocab_size_divisible_by: int = option(
-        128, "pad the vocabulary to a multiple of this and of the model-parallel size")
+        128, "pad the vocabulary to a multiple of this and of the model-parallel size"
+    )
     attention_dropout: float = option(0.1, "dropout of the attention probabilities")
     hidden_dropout: float = option(0.1, "dropout of embeddings and of both residual branches")
     layernorm_epsilon: float = option(1e-5, "added to the variance in layer norms", "--norm-epsilon")
@@ -24,18 +25,29 @@ class ModelConfig:
     init_method_std: float = option(0.02, "standard deviation of the initial weights")
 
     def __post_init__(self) -> None:
-        require_positive(self, "num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size",
-                         "max_position_embeddings", "make_vocab_size_divisible_by", "layernorm_epsilon",
-                         "init_method_std")
-        require(self.hidden_size % self.num_attention_heads == 0,
-                f"--hidden-size {self.hidden_size} is not divisible by "
-                f"--num-attention-heads {self.num_attention_heads}")
+        require_positive(
+            self,
+            "num_layers",
+            "hidden_size",
+            "num_attention_heads",
+            "ffn_hidden_size",
+            "max_position_embeddings",
+            "make_vocab_size_divisible_by",
+            "layernorm_epsilon",
+            "init_method_std",
+        )
+        require(
+            self.hidden_size % self.num_attention_heads == 0,
+            f"--hidden-size {self.hidden_size} is not divisible by --num-attention-heads {self.num_attention_heads}",
+        )
         require_fraction(self, "attention_dropout", "hidden_dropout")
         # A damaged file may ask for more, and torch would answer with an error of its own.
         for name in ("hidden_size", "ffn_hidden_size", "max_position_embeddings", "vocab_size"):
             width = getattr(self, name)
-            require(width is None or width * self.hidden_size < 1 << 58,
-                    f"no memory holds a matrix of {width} x {self.hidden_size} numbers (--{name.replace('_', '-')})")
+            require(
+                width is None or width * self.hidden_size < 1 << 58,
+                f"no memory holds a matrix of {width} x {self.hidden_size} numbers (--{name.replace('_', '-')})",
+            )
 
     @property
     def ffn_size(self) -> int:

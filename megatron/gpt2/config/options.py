@@ -4,14 +4,16 @@ from dataclasses import field
 from typing import Any
 
 
-def option(default: Any, help: str, *aliases: str, choices: tuple[str, ...] = (), metavar: str | None = None,
-           alone: Any = None) -> Any:
+def option(
+    default: Any, help: str, *aliases: str, choices: tuple[str, ...] = (), metavar: str | None = None, alone: Any = None
+) -> Any:
     """A dataclass field that is also a flag. help: its text for --help and docs/reference/flags.md. aliases: other
     spellings of the flag, written as on the command line. choices: the values that it takes; empty: any. metavar: what
     stands for its value in --help. alone: the value where the flag is given without one."""
-    return field(default=default,
-                 metadata={"help": help, "aliases": aliases, "choices": choices, "metavar": metavar,
-                           "alone": alone})
+    return field(
+        default=default,
+        metadata={"help": help, "aliases": aliases, "choices": choices, "metavar": metavar, "alone": alone},
+    )
 
 
 def require(condition: bool, message: str) -> None:

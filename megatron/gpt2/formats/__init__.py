@@ -19,8 +19,19 @@ __all__ = ["FORMATS", "Hints", "Source", "open_source", "recognise", "refuse_for
 
 # megatron-2019 is flat (NVIDIA's release and DeepSpeedExamples' too), v1 to v3 are nested, megatron-core and torch_dist
 # are today's --ckpt-format torch and torch_dist.
-FORMATS = ("native", "huggingface", "megatron-2019", "megatron-v1", "megatron-v2", "megatron-v3", "megatron-core",
-           "torch_dist", "deepspeed", "nanogpt", "dcp")
+FORMATS = (
+    "native",
+    "huggingface",
+    "megatron-2019",
+    "megatron-v1",
+    "megatron-v2",
+    "megatron-v3",
+    "megatron-core",
+    "torch_dist",
+    "deepspeed",
+    "nanogpt",
+    "dcp",
+)
 
 
 def recognise(path: str | Path, iteration: int | None = None) -> tuple[str, Path] | None:
@@ -66,8 +77,11 @@ def _iterations(path: Path, iteration: int | None) -> Iterator[Path]:
         if re.fullmatch(r"\w[\w.-]*", name, re.ASCII):  # no way out of the folder
             yield from (path / f"iter_{int(name):07d}", path / name) if name.isdigit() else (path / name,)
     if iteration is None and path.is_dir():
-        yield from sorted((p for p in path.glob("iter_*") if re.fullmatch(r"iter_\d{7,12}", p.name)),
-                          key=lambda p: int(p.name[5:]), reverse=True)
+        yield from sorted(
+            (p for p in path.glob("iter_*") if re.fullmatch(r"iter_\d{7,12}", p.name)),
+            key=lambda p: int(p.name[5:]),
+            reverse=True,
+        )
 
 
 def refuse_foreign(load: str | Path, *, num_attention_heads: int | None = None, with_tokenizer: bool = False) -> None:
@@ -83,8 +97,10 @@ def refuse_foreign(load: str | Path, *, num_attention_heads: int | None = None, 
     if with_tokenizer and format != "huggingface":
         flags += " --vocab-file FILE --merge-file FILE"
     folder = shlex.quote(str(load).rstrip("/"))
-    raise ValueError(f"--load {load} is a checkpoint in the format {format}: {how_to_call('checkpoint')} convert "
-                     f"{folder} {folder}_native --to native{flags} converts it; then --load {folder}_native")
+    raise ValueError(
+        f"--load {load} is a checkpoint in the format {format}: {how_to_call('checkpoint')} convert "
+        f"{folder} {folder}_native --to native{flags} converts it; then --load {folder}_native"
+    )
 
 
 def open_source(path: str | Path, hints: Hints | None = None, *, log: Callable[[str], None] = print) -> Source:
@@ -121,10 +137,12 @@ def open_source(path: str | Path, hints: Hints | None = None, *, log: Callable[[
     else:
         source = megatron.open_megatron(where, format, hints, log=log)
     model = source.facts["config"]["model"]
-    for flag, asked, said in (("--num-attention-heads", hints.num_attention_heads, model.get("num_attention_heads")),
-                              ("--vocab-size", hints.vocab_size, source.facts["vocab_size"]),
-                              ("--gelu", hints.gelu, model.get("gelu")),
-                              ("--iteration", hints.iteration, source.iteration)):
+    for flag, asked, said in (
+        ("--num-attention-heads", hints.num_attention_heads, model.get("num_attention_heads")),
+        ("--vocab-size", hints.vocab_size, source.facts["vocab_size"]),
+        ("--gelu", hints.gelu, model.get("gelu")),
+        ("--iteration", hints.iteration, source.iteration),
+    ):
         if asked is not None and asked != said:
             raise ValueError(f"{source.path}: {flag} {asked} is not the {said} that the checkpoint says: leave it out")
     return source

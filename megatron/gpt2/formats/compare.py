@@ -53,11 +53,15 @@ def diff(a: Source, b: Source) -> Difference:
     """Compare every value of `a` with that of `b`, whatever their dtypes and layouts. One tensor of each is in memory
     at a time."""
     kinds_a, kinds_b = ({name.partition(".")[0] for name in source.names()} - {"rng"} for source in (a, b))
-    names_a, names_b = ([name for name in source.names() if name.partition(".")[0] in kinds_a & kinds_b]
-                        for source in (a, b))
-    return Difference([_row(a, b, name) for name in names_a if name in b.tensors],
-                      [name for name in names_a if name not in b.tensors],
-                      [name for name in names_b if name not in a.tensors], sorted(kinds_a ^ kinds_b))
+    names_a, names_b = (
+        [name for name in source.names() if name.partition(".")[0] in kinds_a & kinds_b] for source in (a, b)
+    )
+    return Difference(
+        [_row(a, b, name) for name in names_a if name in b.tensors],
+        [name for name in names_a if name not in b.tensors],
+        [name for name in names_b if name not in a.tensors],
+        sorted(kinds_a ^ kinds_b),
+    )
 
 
 def _row(a: Source, b: Source, name: str) -> Row:
@@ -95,8 +99,10 @@ def table(difference: Difference) -> list[str]:
     cells += [(name, "", "in the first alone", "") for name in difference.only_in_a]
     cells += [(name, "", "in the second alone", "") for name in difference.only_in_b]
     widths = [max(len(row[column]) for row in cells) for column in range(3)]
-    lines = [f"{name:{widths[0]}}  {shape:>{widths[1]}}  {greatest:>{widths[2]}}  {note}".rstrip()
-             for name, shape, greatest, note in cells]
+    lines = [
+        f"{name:{widths[0]}}  {shape:>{widths[1]}}  {greatest:>{widths[2]}}  {note}".rstrip()
+        for name, shape, greatest, note in cells
+    ]
     if difference.not_compared:
         lines.append(f"in one of them alone, and not compared: {', '.join(difference.not_compared)}")
     return lines
@@ -114,8 +120,10 @@ def check(a: Source, b: Source, *, kind: str = "model", log: Callable[[str], Non
     first. One model is in memory at a time. ValueError where the vocabularies differ.
     """
     if a.facts["vocab_size"] != b.facts["vocab_size"]:
-        raise ValueError(f"{a.path} has {a.facts['vocab_size']} tokens and {b.path} {b.facts['vocab_size']}: give the "
-                         "true number with --vocab-size")
+        raise ValueError(
+            f"{a.path} has {a.facts['vocab_size']} tokens and {b.path} {b.facts['vocab_size']}: give the "
+            "true number with --vocab-size"
+        )
     length = min(LENGTH, *(source.facts["config"]["model"]["max_position_embeddings"] for source in (a, b)))
     tokens = torch.randint(a.facts["vocab_size"], (SEQUENCES, length), generator=torch.Generator().manual_seed(0))
     dtype = b.tensors["model.word_embeddings.weight"].dtype
@@ -135,4 +143,4 @@ def _logits(source: Source, tokens: Tensor, kind: str = "model", dtype: torch.dt
     load_state(weights, parameter_specs(config), source, mp_rank=0, mp_size=1)
     for weight in weights:
         weight.values.copy_(weight.values.to(dtype))
-    return model(tokens)[..., :config.vocab_size]  # type: ignore[no-any-return]
+    return model(tokens)[..., : config.vocab_size]  # type: ignore[no-any-return]

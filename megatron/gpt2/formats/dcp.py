@@ -48,8 +48,10 @@ class DcpFolder(NamedTensors):
             where = self.path / file
             require(where.is_file(), f"{where}: missing; {METADATA} says what lies in it")
             size = where.stat().st_size
-            require(max(end, held[file]) <= size, f"{where}: has {size:,} bytes, and {METADATA} tells of "
-                    f"{max(end, held[file]):,}")
+            require(
+                max(end, held[file]) <= size,
+                f"{where}: has {size:,} bytes, and {METADATA} tells of {max(end, held[file]):,}",
+            )
 
     def read_into(self, out: Tensor, name: str, offset: tuple[int, ...]) -> None:
         """Fill `out`, of any dtype and device, with the box of `name` that is at `offset` and has its shape."""
@@ -58,8 +60,10 @@ class DcpFolder(NamedTensors):
             if (part := boxes.common(box, wanted)).numel:
                 held = load_pickle(self.path / place.file, place.start, place.length)
                 if not isinstance(held, Tensor) or held.dtype != dtype or tuple(held.shape) != box.shape:
-                    raise ValueError(f"{self.path / place.file}: byte {place.start:,} begins no part of {name[:120]} "
-                                     f"of shape {box.shape} and {dtype}")
+                    raise ValueError(
+                        f"{self.path / place.file}: byte {place.start:,} begins no part of {name[:120]} "
+                        f"of shape {box.shape} and {dtype}"
+                    )
                 out[boxes.within(part, wanted).slices()] = held[boxes.within(part, box).slices()]
 
     def object(self, name: str) -> Any:
@@ -73,8 +77,9 @@ class DcpFolder(NamedTensors):
         if row is None:
             return LazyTensor(info, lambda: self.read(name))
         shape = info.shape[1:]
-        return LazyTensor(TensorInfo(info.dtype, shape),
-                          lambda: self.read(name, (row,) + (0,) * len(shape), (1, *shape))[0])
+        return LazyTensor(
+            TensorInfo(info.dtype, shape), lambda: self.read(name, (row,) + (0,) * len(shape), (1, *shape))[0]
+        )
 
 
 def check_cover(name: str, shape: tuple[int, ...], parts: Sequence[Box], budget: list[int] | None = None) -> None:
@@ -99,4 +104,3 @@ def check_cover(name: str, shape: tuple[int, ...], parts: Sequence[Box], budget:
         budget[0] -= len(here)
         require(budget[0] >= 0, f"{name}: its boxes form no grid")
         check_cover(name, shape[1:], [Box(part.offset[1:], part.shape[1:]) for part in here], budget)
-

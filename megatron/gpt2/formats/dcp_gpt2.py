@@ -23,9 +23,14 @@ STATE = re.compile(r"(?:.+\.)?optim(?:izer)?\.state\.(.+)\.(exp_avg|exp_avg_sq|s
 NUMBER = re.compile(r"(?:.+\.)?optim(?:izer)?\.param_groups\.\d+\.(weight_decay|betas|eps)", re.ASCII)
 WRAPPERS = re.compile(r"(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.", re.ASCII)
 # What the names of other architectures look like.
-OTHERS = ((r"self_attn\.q_proj|attention\.wq\.|attn\.wq\.", "Llama or one of its kin"), (r"gpt_neox\.", "GPT-NeoX"),
-          (r"decoder\.layers\.self_attention|\.linear_qkv\.", "Megatron Core's, without its metadata.json"),
-          (r"encoder\.layer\.|bert\.", "BERT"), (r"(encoder|decoder)\.block\.", "T5"), (r"word_embeddings\.", "BLOOM"))
+OTHERS = (
+    (r"self_attn\.q_proj|attention\.wq\.|attn\.wq\.", "Llama or one of its kin"),
+    (r"gpt_neox\.", "GPT-NeoX"),
+    (r"decoder\.layers\.self_attention|\.linear_qkv\.", "Megatron Core's, without its metadata.json"),
+    (r"encoder\.layer\.|bert\.", "BERT"),
+    (r"(encoder|decoder)\.block\.", "T5"),
+    (r"word_embeddings\.", "BLOOM"),
+)
 
 
 def open_dcp(path: Path, hints: Hints, *, log: Callable[[str], None]) -> ForeignSource:
@@ -57,8 +62,15 @@ def open_dcp(path: Path, hints: Hints, *, log: Callable[[str], None]) -> Foreign
             held, iteration = _adam(folder, states, found)
             for kind, tensors in held.items():
                 lazy |= openai_tensors(path, model, tensors, transposed=transposed, biases=biases, prefix=f"{kind}.")
-            facts = {"optimizer": {"good_steps": iteration, "skipped_steps": 0, "adam_steps": iteration,
-                                   "loss_scaler": {"scale": 1.0}}, "config": {"optimizer": _numbers(folder)}}
+            facts = {
+                "optimizer": {
+                    "good_steps": iteration,
+                    "skipped_steps": 0,
+                    "adam_steps": iteration,
+                    "loss_scaler": {"scale": 1.0},
+                },
+                "config": {"optimizer": _numbers(folder)},
+            }
         except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, RuntimeError) as error:
             left_out.append(f"the optimizer's state ({type(error).__name__}: {str(error)[:200]})")
             lazy = {name: tensor for name, tensor in lazy.items() if name.startswith("model.")}
@@ -78,9 +90,11 @@ def _prefix(path: Path, names: list[str]) -> str:
     return tables[0].removesuffix(TABLE)
 
 
-def _model(path: Path, found: Mapping[str, LazyTensor], hints: Hints,
-           log: Callable[[str], None]) -> tuple[ModelConfig, bool]:
+def _model(
+    path: Path, found: Mapping[str, LazyTensor], hints: Hints, log: Callable[[str], None]
+) -> tuple[ModelConfig, bool]:
     """The shape, and whether the linear layers are [in, out]."""
+
     def shape(name: str) -> tuple[int, int]:
         if name not in found or len(found[name].info.shape) != 2:
             raise ValueError(f"{path}: holds no matrix {name}: is it no GPT-2?")
@@ -93,15 +107,22 @@ def _model(path: Path, found: Mapping[str, LazyTensor], hints: Hints,
     check_layers(path, found, layers)
     gelu = hints.gelu or ("tanh" if transposed else "erf")
     try:
-        return ModelConfig(num_layers=layers, hidden_size=h, num_attention_heads=heads_of(path, h, 1, {}, hints),
-                           ffn_hidden_size=None if ffn == 4 * h else ffn, max_position_embeddings=positions,
-                           vocab_size=true_vocabulary(path, rows, hints, log), gelu=gelu), transposed
+        return ModelConfig(
+            num_layers=layers,
+            hidden_size=h,
+            num_attention_heads=heads_of(path, h, 1, {}, hints),
+            ffn_hidden_size=None if ffn == 4 * h else ffn,
+            max_position_embeddings=positions,
+            vocab_size=true_vocabulary(path, rows, hints, log),
+            gelu=gelu,
+        ), transposed
     except ValueError as error:
         raise ValueError(f"{path}: {str(error).removeprefix(f'{path}: ')}") from error
 
 
-def _adam(folder: DcpFolder, states: Mapping[str, re.Match[str]],
-          found: Mapping[str, LazyTensor]) -> tuple[dict[str, dict[str, LazyTensor]], int]:
+def _adam(
+    folder: DcpFolder, states: Mapping[str, re.Match[str]], found: Mapping[str, LazyTensor]
+) -> tuple[dict[str, dict[str, LazyTensor]], int]:
     """Masters and moments under OpenAI's names, and Adam's steps."""
     held: dict[str, dict[str, LazyTensor]] = {"master": dict(found), "exp_avg": {}, "exp_avg_sq": {}}
     steps = set()
@@ -112,9 +133,13 @@ def _adam(folder: DcpFolder, states: Mapping[str, re.Match[str]],
         elif match[1] != prefix.removesuffix("transformer.") + HEAD:  # tied: a copy of the table's
             held[match[2]][WRAPPERS.sub("", match[1].removeprefix(prefix))] = folder.lazy(name)
     for tensors in held.values():
-        require(tensors.keys() == found.keys() and all(
-            tensors[name].info == found[name].info and found[name].info.dtype == torch.float32 for name in found),
-            "its names, shapes or types are not those of the parameters, in fp32")
+        require(
+            tensors.keys() == found.keys()
+            and all(
+                tensors[name].info == found[name].info and found[name].info.dtype == torch.float32 for name in found
+            ),
+            "its names, shapes or types are not those of the parameters, in fp32",
+        )
     require(len(steps) == 1, f"steps {sorted(steps)[:5]}")
     return held, steps.pop()
 
@@ -128,7 +153,11 @@ def _numbers(folder: DcpFolder) -> dict[str, Any]:
     if not all(said.values()):
         return {}
     first, second = said["betas"][0]
-    config: dict[str, Any] = {"weight_decay": max(map(float, said["weight_decay"])), "adam_beta1": float(first),
-                              "adam_beta2": float(second), "adam_eps": float(said["eps"][0])}
+    config: dict[str, Any] = {
+        "weight_decay": max(map(float, said["weight_decay"])),
+        "adam_beta1": float(first),
+        "adam_beta2": float(second),
+        "adam_eps": float(said["eps"][0]),
+    }
     OptimizerConfig(**config)  # a ValueError for what cannot be
     return config

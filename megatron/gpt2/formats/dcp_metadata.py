@@ -31,7 +31,9 @@ NAMES = re.compile(
     r"|MetadataIndex|StorageMeta|_MEM_FORMAT_ENCODING)|torch\.distributed\.checkpoint\.filesystem\.(_StorageInfo"
     r"|_StoragePrefix)|torch\.distributed\.checkpoint\.planner\.(SavePlan|WriteItem|WriteItemType|TensorWriteData)"
     r"|megatron\.core\.dist_checkpointing\.strategies\.torch\.MCore(Metadata|SavePlan)"
-    r"|torch\.(Size|device|serialization\._get_layout)|pathlib\.(_local\.)?PosixPath", re.ASCII)
+    r"|torch\.(Size|device|serialization\._get_layout)|pathlib\.(_local\.)?PosixPath",
+    re.ASCII,
+)
 FILE = re.compile(r"\w[\w.-]*", re.ASCII)  # no way out of the folder
 
 
@@ -72,7 +74,7 @@ class MetadataMachine(Machine):
                 stack.append(kept[data[at]])
                 at += 1
             elif code == 0x6A:
-                stack.append(kept[int.from_bytes(data[at:at + 4], "little")])
+                stack.append(kept[int.from_bytes(data[at : at + 4], "little")])
                 at += 4
             elif code == 0x4B:
                 stack.append(data[at])
@@ -104,11 +106,15 @@ def _without(table: dict[int, Callable[[Machine], Any]], codes: bytes) -> dict[i
 
 # Protocol 2's, without what refers to storages (Q), names in lines (c) or numbers what it keeps (h j q r).
 PUSHES_4: dict[int, Callable[[Any], Any]] = _without(PUSHES, b"Qchj") | {
-    0x8C: lambda m: str(m.text(m.number(1)), "utf-8", "surrogatepass"), 0x93: MetadataMachine.named_by_stack}
+    0x8C: lambda m: str(m.text(m.number(1)), "utf-8", "surrogatepass"),
+    0x93: MetadataMachine.named_by_stack,
+}
 # A `MetadataIndex` is a key; as an `Opaque` it equals itself alone.
 OTHERS_4: dict[int, Callable[[Any], object]] = _without(OTHERS, b"qr") | {
-    0x95: lambda m: m.text(8), ord("s"): lambda m: update(m.stack, m.last(2), (*PLAIN, Opaque)),
-    ord("u"): lambda m: update(m.stack, m.above_mark(), (*PLAIN, Opaque))}
+    0x95: lambda m: m.text(8),
+    ord("s"): lambda m: update(m.stack, m.last(2), (*PLAIN, Opaque)),
+    ord("u"): lambda m: update(m.stack, m.above_mark(), (*PLAIN, Opaque)),
+}
 
 
 @dataclass(frozen=True)
@@ -150,12 +156,16 @@ def _metadata(top: Any) -> Metadata:
     for index, info in held["storage_data"].items():
         key, said = index.attributes(), info.attributes()
         require(index.name == f"{MODULE}MetadataIndex" and info.name == STORAGE_INFO, "says of no file where it lies")
-        require("transform_descriptors" not in said, "its files are compressed, or changed by another extension of "
-                "torch's writer, which is not supported")
+        require(
+            "transform_descriptors" not in said,
+            "its files are compressed, or changed by another extension of torch's writer, which is not supported",
+        )
         offset = key.get("offset")
         place = Place(said["relative_path"], *_naturals((said["offset"], said["length"])))
-        require(type(place.file) is str and FILE.fullmatch(place.file) is not None,
-                f"names the file {str(place.file)[:80]!r}, which is none of its folder")
+        require(
+            type(place.file) is str and FILE.fullmatch(place.file) is not None,
+            f"names the file {str(place.file)[:80]!r}, which is none of its folder",
+        )
         places[_text(key["fqn"]), None if offset is None else _size(offset)] = place
     require(len(places) == len(held["storage_data"]), "names a box twice")
     tensors, objects = {}, {}
@@ -168,8 +178,10 @@ def _metadata(top: Any) -> Metadata:
         dtype = said["properties"].state[0]
         require(isinstance(dtype, torch.dtype), f"{_text(name)[:120]} is of an unknown type")
         boxes = [Box(_size(box["offsets"]), _size(box["sizes"])) for box in map(Opaque.attributes, said["chunks"])]
-        tensors[_text(name)] = TensorInfo(dtype, _size(said["size"])), [
-            (box, places[name, box.offset]) for box in boxes if box.numel]
+        tensors[_text(name)] = (
+            TensorInfo(dtype, _size(said["size"])),
+            [(box, places[name, box.offset]) for box in boxes if box.numel],
+        )
     return Metadata(tensors, objects)
 
 

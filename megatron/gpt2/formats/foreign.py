@@ -39,8 +39,7 @@ class Hints:
 
 @dataclass(frozen=True)
 class LazyTensor:
-    """A tensor that is made when it is read. info: its dtype and shape. make: returns it; it may be a view of the file.
-    """
+    """A tensor that is made when it is read. info: its dtype and shape. make: returns it; it may be a view of the file."""
 
     info: TensorInfo
     make: Callable[[], Tensor]
@@ -65,14 +64,27 @@ class ForeignSource(NamedTensors):
     not. ValueError for a tensor that is no floating-point one.
     """
 
-    def __init__(self, path: Path, format: str, iteration: int, model: ModelConfig, facts: Mapping[str, Any],
-                 lazy: Mapping[str, LazyTensor], left_out: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        path: Path,
+        format: str,
+        iteration: int,
+        model: ModelConfig,
+        facts: Mapping[str, Any],
+        lazy: Mapping[str, LazyTensor],
+        left_out: Sequence[str] = (),
+    ) -> None:
         self.path, self.format, self.iteration, self.left_out = path, format, iteration, tuple(left_out)
         self.tensors = {name: tensor.info for name, tensor in lazy.items()}
         self._lazy = lazy
         config = {**facts.get("config", {}), "model": dataclasses.asdict(model)}
-        self.facts = {"tokenizer": None, **facts, "config": config, "vocab_size": model.vocab_size,
-                      "iteration": iteration}
+        self.facts = {
+            "tokenizer": None,
+            **facts,
+            "config": config,
+            "vocab_size": model.vocab_size,
+            "iteration": iteration,
+        }
         for name, info in self.tensors.items():
             require(info.dtype in FLOATS, f"{path}: {name} is of {info.dtype}, which is no type of weights")
 

@@ -23,8 +23,12 @@ from megatron.gpt2.formats.pickles import load_pickle
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 GELU = {"gelu_new": "tanh", "gelu_pytorch_tanh": "tanh", "gelu_fast": "tanh", "gelu": "erf"}
 # What changes the formula, and the value under which it is GPT-2's.
-PLAIN = {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "reorder_and_upcast_attn": False,
-         "add_cross_attention": False}
+PLAIN = {
+    "scale_attn_weights": True,
+    "scale_attn_by_inverse_layer_idx": False,
+    "reorder_and_upcast_attn": False,
+    "add_cross_attention": False,
+}
 BUFFERS = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)", re.ASCII)  # the causal mask
 # What holds a tokenizer: transformers 4 writes both of them, transformers 5 the second.
 TOKENIZER_FILES = (("vocab.json", "merges.txt"), ("tokenizer.json",))
@@ -50,13 +54,15 @@ def open_huggingface(folder: Path, hints: Hints) -> ForeignSource:
     head, table = found.pop("lm_head.weight", None), found.get("wte.weight")
     if head is None and table is not None and config.get("tie_word_embeddings", True) is not True:
         raise ValueError(f"{weights}: holds no lm_head.weight, though config.json says that it is not tied")
-    if head is not None and table is not None and not (
-            head.info == table.info and torch.equal(head.make(), table.make())):
+    if (
+        head is not None
+        and table is not None
+        and not (head.info == table.info and torch.equal(head.make(), table.make()))
+    ):
         raise ValueError(f"{weights}: lm_head.weight is not wte.weight, and the head of this program's GPT-2 is tied")
     files = next((names for names in TOKENIZER_FILES if all((folder / name).is_file() for name in names)), ())
     facts = {"tokenizer_files": {name: str(folder / name) for name in files}} if files else {}
-    return ForeignSource(folder, "huggingface", 0, model, facts,
-                         openai_tensors(weights, model, found, transposed=True))
+    return ForeignSource(folder, "huggingface", 0, model, facts, openai_tensors(weights, model, found, transposed=True))
 
 
 def _model(path: Path, config: dict[str, Any], hints: Hints) -> ModelConfig:
@@ -64,12 +70,14 @@ def _model(path: Path, config: dict[str, Any], hints: Hints) -> ModelConfig:
         raise ValueError(f"{path}: model_type is {short_repr(config.get('model_type'))}, and this program knows gpt2")
     for name, plain in PLAIN.items():
         if config.get(name, plain) is not plain:
-            raise ValueError(f"{path}: {name} is {short_repr(config[name])}, which this program's GPT-2 does not "
-                             "compute")
+            raise ValueError(
+                f"{path}: {name} is {short_repr(config[name])}, which this program's GPT-2 does not compute"
+            )
     activation = config.get("activation_function", "gelu_new")
     if not isinstance(activation, str) or activation not in GELU:
-        raise ValueError(f"{path}: activation_function is {short_repr(activation)}, and this program knows "
-                         f"{', '.join(GELU)}")
+        raise ValueError(
+            f"{path}: activation_function is {short_repr(activation)}, and this program knows {', '.join(GELU)}"
+        )
 
     def size(name: str) -> int:
         require(name in config, f"{path}: says nothing of {name}")
@@ -86,12 +94,18 @@ def _model(path: Path, config: dict[str, Any], hints: Hints) -> ModelConfig:
         vocab_size = hints.vocab_size  # the rest is padding
     try:
         return ModelConfig(
-            num_layers=size("n_layer"), hidden_size=size("n_embd"), num_attention_heads=size("n_head"),
+            num_layers=size("n_layer"),
+            hidden_size=size("n_embd"),
+            num_attention_heads=size("n_head"),
             ffn_hidden_size=None if config.get("n_inner") is None else size("n_inner"),
-            max_position_embeddings=size("n_positions"), vocab_size=vocab_size, gelu=GELU[activation],
-            attention_dropout=fraction("attn_pdrop", 0.1), hidden_dropout=fraction("resid_pdrop", 0.1),
+            max_position_embeddings=size("n_positions"),
+            vocab_size=vocab_size,
+            gelu=GELU[activation],
+            attention_dropout=fraction("attn_pdrop", 0.1),
+            hidden_dropout=fraction("resid_pdrop", 0.1),
             layernorm_epsilon=fraction("layer_norm_epsilon", 1e-5),
-            init_method_std=fraction("initializer_range", 0.02))
+            init_method_std=fraction("initializer_range", 0.02),
+        )
     except ValueError as error:
         raise ValueError(f"{path}: {str(error).removeprefix(f'{path}: ')}") from error
 
@@ -102,15 +116,18 @@ def _tensors(weights: Path) -> dict[str, LazyTensor]:
         return _load(weights)
     where = read_object(weights, MAX_JSON_BYTES).get("weight_map")
     kind = weights.name.split(".")[-3]
-    if not isinstance(where, dict) or not all(isinstance(file, str) and re.fullmatch(
-            rf"[\w-][\w.-]*\.{kind}", file, re.ASCII) for file in where.values()):
+    if not isinstance(where, dict) or not all(
+        isinstance(file, str) and re.fullmatch(rf"[\w-][\w.-]*\.{kind}", file, re.ASCII) for file in where.values()
+    ):
         raise ValueError(f"{weights}: weight_map should name files of this folder that end in .{kind}")
     found: dict[str, LazyTensor] = {}
     for file in sorted(set(where.values())):
         for name, tensor in _load(weights.parent / file).items():
             if where.get(name) != file:
-                raise ValueError(f"{weights.parent / file}: holds {short_repr(name)}, which {weights.name} "
-                                 f"looks for in {short_repr(where.get(name))}")
+                raise ValueError(
+                    f"{weights.parent / file}: holds {short_repr(name)}, which {weights.name} "
+                    f"looks for in {short_repr(where.get(name))}"
+                )
             found[name] = tensor
     if missing := where.keys() - found.keys():
         raise ValueError(f"{weights}: names {short_repr(min(missing))}, which is in none of the files")

@@ -47,10 +47,20 @@ def open_megatron(path: Path, format: str, hints: Hints, *, log: Callable[[str],
     ranks = open_ranks(path)
     args = attributes(ranks.top.get("args"))
     shards = ranks.shards()
-    model, padded = model_of(path, ranks.top, {name: tuple(parts[0].shape) for name, parts in shards.items()}, hints, {
-        "num_layers": ranks.num_layers, "tensor_model_parallel_size": ranks.size, "model_parallel_size": ranks.size,
-        "pipeline_model_parallel_size": ranks.stages,
-        "virtual_pipeline_model_parallel_size": len(ranks.parts) // ranks.stages}, ranks.size)
+    model, padded = model_of(
+        path,
+        ranks.top,
+        {name: tuple(parts[0].shape) for name, parts in shards.items()},
+        hints,
+        {
+            "num_layers": ranks.num_layers,
+            "tensor_model_parallel_size": ranks.size,
+            "model_parallel_size": ranks.size,
+            "pipeline_model_parallel_size": ranks.stages,
+            "virtual_pipeline_model_parallel_size": len(ranks.parts) // ranks.stages,
+        },
+        ranks.size,
+    )
     number = ranks.top.get("checkpoint_version", 0)
     if type(number) not in (int, float) or number not in (0, 1, 2, 3):
         raise ValueError(f"{path}: its checkpoint_version is unknown; those from 0 to 3 are known")
@@ -61,8 +71,12 @@ def open_megatron(path: Path, format: str, hints: Hints, *, log: Callable[[str],
 
     def joined(kind: str, parts: Mapping[str, list[Tensor]]) -> dict[str, LazyTensor]:
         assert model.vocab_size is not None
-        return {f"{kind}.{name}": join(name, spec, parts[name], version=order, heads=model.num_attention_heads,
-                                       vocab_size=model.vocab_size) for name, spec in held.items()}
+        return {
+            f"{kind}.{name}": join(
+                name, spec, parts[name], version=order, heads=model.num_attention_heads, vocab_size=model.vocab_size
+            )
+            for name, spec in held.items()
+        }
 
     lazy = joined("model", shards)
     facts, states, left_out = optimizer_state(ranks, args, held)
@@ -91,15 +105,20 @@ def _check_parts(ranks: RankFiles, held: Mapping[str, PartitionSpec]) -> None:
             for name, tensor in part.tensors.items():
                 spec = held["word_embeddings.weight" if name == HEAD else name]
                 if tuple(tensor.shape) != spec.local_shape(ranks.size):
-                    raise ValueError(f"{part.path}: {name} has shape {tuple(tensor.shape)} instead of "
-                                     f"{spec.local_shape(ranks.size)}")
+                    raise ValueError(
+                        f"{part.path}: {name} has shape {tuple(tensor.shape)} instead of {spec.local_shape(ranks.size)}"
+                    )
                 first = stage[0].tensors[name]
                 if tensor.dtype != first.dtype or (spec.dim is None and not torch.equal(tensor, first)):
-                    raise ValueError(f"{part.path}: {name} should be the same on all ranks and is another one in "
-                                     f"{stage[0].path.relative_to(ranks.path)}: are two runs mixed?")
+                    raise ValueError(
+                        f"{part.path}: {name} should be the same on all ranks and is another one in "
+                        f"{stage[0].path.relative_to(ranks.path)}: are two runs mixed?"
+                    )
     for begin, *others in zip(*ranks.parts, strict=True):
         for part in (begin, *others):
             if HEAD in part.tensors and not torch.equal(part.tensors[HEAD], begin.tensors["word_embeddings.weight"]):
-                raise ValueError(f"{part.path}: {HEAD} is not the word embeddings of "
-                                 f"{begin.path.relative_to(ranks.path)}, and the head of this program's GPT-2 is tied "
-                                 "to them")
+                raise ValueError(
+                    f"{part.path}: {HEAD} is not the word embeddings of "
+                    f"{begin.path.relative_to(ranks.path)}, and the head of this program's GPT-2 is tied "
+                    "to them"
+                )

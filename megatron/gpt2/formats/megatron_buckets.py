@@ -28,38 +28,71 @@ from mpu.partition import PartitionSpec
 
 GROUP = "optimizer.distributed.dp_group_idx_"  # one for each model-parallel rank, those of the first stage first
 # A rank has a buffer for each of its chunks of layers.
-BUCKET = re.compile(re.escape(GROUP) + r"(\d{1,6})\.gbuf_idx_(\d{1,3})\.dtype_.{1,80}\.bucket_idx_(\d{1,6})\.param",
-                    re.ASCII)
+BUCKET = re.compile(
+    re.escape(GROUP) + r"(\d{1,6})\.gbuf_idx_(\d{1,3})\.dtype_.{1,80}\.bucket_idx_(\d{1,6})\.param", re.ASCII
+)
 KINDS = {"master": "param", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 ALIGNMENT = 64
 TABLE = "word_embeddings.weight"
 # A layer's modules in the order of Megatron Core's own layers, and of those with Transformer Engine's.
-ORDERS = (("input_layernorm", "attention.dense", "attention.query_key_value", "post_attention_layernorm",
-           "mlp.dense_h_to_4h", "mlp.dense_4h_to_h"),
-          ("attention.dense", "input_layernorm", "attention.query_key_value", "post_attention_layernorm",
-           "mlp.dense_h_to_4h", "mlp.dense_4h_to_h"))
+ORDERS = (
+    (
+        "input_layernorm",
+        "attention.dense",
+        "attention.query_key_value",
+        "post_attention_layernorm",
+        "mlp.dense_h_to_4h",
+        "mlp.dense_4h_to_h",
+    ),
+    (
+        "attention.dense",
+        "input_layernorm",
+        "attention.query_key_value",
+        "post_attention_layernorm",
+        "mlp.dense_h_to_4h",
+        "mlp.dense_4h_to_h",
+    ),
+)
 Buckets = dict[int, str]  # a buffer's, by number: the name without the kind
 States = dict[str, dict[str, LazyTensor]]  # by kind and by our names
 
 
-def bucket_states(folder: DcpFolder, args: Mapping[str, Any], model: ModelConfig,
-                  weights: Mapping[str, LazyTensor]) -> States:
+def bucket_states(
+    folder: DcpFolder, args: Mapping[str, Any], model: ModelConfig, weights: Mapping[str, LazyTensor]
+) -> States:
     """Masters and moments, fp32. model: with the padded vocabulary. args: the run's, which say its layout. ValueError,
     one line, where the buckets are not those of the model in an order that is known here."""
+
     def said(name: str) -> int | None:
         return args[name] if type(args.get(name)) is int and args[name] > 0 else None
 
     p, pipeline = said("tensor_model_parallel_size") or 1, said("pipeline_model_parallel_size") or 1
     virtual = said("virtual_pipeline_model_parallel_size")
-    stages = chunks_of_stages(model, Layout(
-        p, pipeline, virtual and model.num_layers // (pipeline * virtual), said("decoder_first_pipeline_num_layers"),
-        said("decoder_last_pipeline_num_layers")), "megatron-core")
+    stages = chunks_of_stages(
+        model,
+        Layout(
+            p,
+            pipeline,
+            virtual and model.num_layers // (pipeline * virtual),
+            said("decoder_first_pipeline_num_layers"),
+            said("decoder_last_pipeline_num_layers"),
+        ),
+        "megatron-core",
+    )
     buffers: dict[tuple[int, int], Buckets] = {}
     for name in folder.tensors:
         if match := BUCKET.fullmatch(name):
             buffers.setdefault((int(match[1]), int(match[2])), {})[int(match[3])] = name.removesuffix(".param")
-    chunks = {(stage * p + rank, number): chunk for stage, held in enumerate(stages) for rank in range(p)
-              for number, chunk in enumerate(held)} if len(stages) * p <= len(buffers) else {}
+    chunks = (
+        {
+            (stage * p + rank, number): chunk
+            for stage, held in enumerate(stages)
+            for rank in range(p)
+            for number, chunk in enumerate(held)
+        }
+        if len(stages) * p <= len(buffers)
+        else {}
+    )
     require(chunks.keys() == buffers.keys(), "its buffers are not those of the layout that its arguments tell of")
     specs = parameter_specs(model, p)
     specs |= {HEAD: specs[TABLE]} if len(stages) > 1 else {}
@@ -70,8 +103,9 @@ def bucket_states(folder: DcpFolder, args: Mapping[str, Any], model: ModelConfig
             for key, chunk in chunks.items():
                 for name, bucket, start in _places(folder, buffers[key], _in_order(chunk, order), specs, p):
                     for kind, theirs in KINDS.items():
-                        parts[kind][name][key[0] % p] = _part(folder, f"{bucket}.{theirs}", start,
-                                                              specs[name].local_shape(p))
+                        parts[kind][name][key[0] % p] = _part(
+                            folder, f"{bucket}.{theirs}", start, specs[name].local_shape(p)
+                        )
             states = _joined(parts, specs, p)
             check_masters(states["master"], weights)
             return states
@@ -82,6 +116,7 @@ def bucket_states(folder: DcpFolder, args: Mapping[str, Any], model: ModelConfig
 
 def _in_order(chunk: Mapping[str, str], order: Sequence[str]) -> list[str]:
     """Our names, and `HEAD`, in the order of the rank's modules. chunk: {the rank's name: ours}, layer by layer."""
+
     def place(name: str) -> tuple[int, ...]:
         if match := LAYER.fullmatch(name):
             return 1, int(match[1]), order.index(match[2].rpartition(".")[0])
@@ -90,8 +125,9 @@ def _in_order(chunk: Mapping[str, str], order: Sequence[str]) -> list[str]:
     return [HEAD if name == HEAD else chunk[name] for name in sorted(chunk, key=place)]
 
 
-def _places(folder: DcpFolder, buckets: Buckets, names: Sequence[str], specs: Mapping[str, PartitionSpec],
-            p: int) -> Iterator[tuple[str, str, int]]:
+def _places(
+    folder: DcpFolder, buckets: Buckets, names: Sequence[str], specs: Mapping[str, PartitionSpec], p: int
+) -> Iterator[tuple[str, str, int]]:
     """Of each parameter of a buffer its bucket and the first value there. A bucket ends where a parameter does, or
     where the next one would begin. ValueError where the lengths do not fit."""
     number = at = 0
@@ -117,9 +153,11 @@ def _part(folder: DcpFolder, name: str, start: int, shape: tuple[int, ...]) -> L
     return LazyTensor(TensorInfo(torch.float32, shape), read)
 
 
-def _joined(parts: Mapping[str, Mapping[str, Mapping[int, LazyTensor]]], specs: Mapping[str, PartitionSpec],
-            p: int) -> States:
+def _joined(
+    parts: Mapping[str, Mapping[str, Mapping[int, LazyTensor]]], specs: Mapping[str, PartitionSpec], p: int
+) -> States:
     """Every parameter's state, whole. ValueError where ranks differ in what all of them hold."""
+
     def whole(ranks: Sequence[LazyTensor], dim: int) -> Tensor:
         return torch.cat([part.make() for part in ranks], dim)
 
@@ -129,15 +167,20 @@ def _joined(parts: Mapping[str, Mapping[str, Mapping[int, LazyTensor]]], specs: 
             ranks = [held[rank] for rank in range(p)]
             spec = specs[name]
             if spec.dim is not None:
-                states[kind][name] = LazyTensor(TensorInfo(torch.float32, spec.global_shape),
-                                                partial(whole, ranks, spec.dim))
+                states[kind][name] = LazyTensor(
+                    TensorInfo(torch.float32, spec.global_shape), partial(whole, ranks, spec.dim)
+                )
             else:
-                require(all(torch.equal(ranks[0].make(), other.make()) for other in ranks[1:]),
-                        f"{kind} of {name} differs between ranks")
+                require(
+                    all(torch.equal(ranks[0].make(), other.make()) for other in ranks[1:]),
+                    f"{kind} of {name} differs between ranks",
+                )
                 states[kind][name] = ranks[0]
         if HEAD in specs:
-            require(torch.equal(states[kind].pop(HEAD).make(), states[kind][TABLE].make()),
-                    f"{kind} of {HEAD} is not that of the word embeddings")
+            require(
+                torch.equal(states[kind].pop(HEAD).make(), states[kind][TABLE].make()),
+                f"{kind} of {HEAD} is not that of the word embeddings",
+            )
     return states
 
 
@@ -146,5 +189,7 @@ def check_masters(masters: Mapping[str, LazyTensor], weights: Mapping[str, LazyT
     the weights are their own masters."""
     for name, weight in weights.items() if masters is not weights else ():
         value = weight.make()
-        require(torch.equal(masters[name].make().to(value.dtype), value),
-                f"the master of {name}, rounded, is not the weight")
+        require(
+            torch.equal(masters[name].make().to(value.dtype), value),
+            f"the master of {name}, rounded, is not the weight",
+        )

@@ -33,8 +33,10 @@ COMMON, CONFIG = "common.pt", "metadata.json"
 STACKED = re.compile(r"decoder\.layers\.(?!\d)(.+)", re.ASCII)
 STATE = re.compile(r"optimizer\.state\.(fp32_param|param|exp_avg|exp_avg_sq)\.(.+)", re.ASCII)
 KINDS = {"fp32_param": "master", "param": "master", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
-NO_BUCKETS = ("the optimizer's state: its form dp_reshardable holds flat buckets of its writer's ranks, in an order "
-              "that is not known here; with --dist-ckpt-optim-fully-reshardable Megatron saves it by name")
+NO_BUCKETS = (
+    "the optimizer's state: its form dp_reshardable holds flat buckets of its writer's ranks, in an order "
+    "that is not known here; with --dist-ckpt-optim-fully-reshardable Megatron saves it by name"
+)
 Held = dict[str, dict[str, LazyTensor]]  # by kind and by our names, the vocabulary padded
 
 
@@ -51,14 +53,18 @@ def open_torch_dist(path: Path, hints: Hints, *, log: Callable[[str], None]) -> 
     layers = {match[1] for name in weights if (match := LAYER.fullmatch(name))}
     p = args.get("tensor_model_parallel_size")
     p = p if type(p) is int and p > 0 else 1
-    model, padded = model_of(path, top, {name: tensor.info.shape for name, tensor in weights.items()}, hints,
-                             {"num_layers": len(layers)}, 1)
+    model, padded = model_of(
+        path, top, {name: tensor.info.shape for name, tensor in weights.items()}, hints, {"num_layers": len(layers)}, 1
+    )
     tell_of_padding(path, top, model, padded, hints, p, log)
     _check(path, weights, model, padded)
-    facts: dict[str, Any] = {**run_facts(args), "layout": {
-        "model_parallel_size": p, "pipeline_parallel_size": args.get("pipeline_model_parallel_size") or 1}}
+    facts: dict[str, Any] = {
+        **run_facts(args),
+        "layout": {"model_parallel_size": p, "pipeline_parallel_size": args.get("pipeline_model_parallel_size") or 1},
+    }
     left_out = ["random states: another program's generators"] * any(
-        name.startswith("rng_state") for name in folder.objects)
+        name.startswith("rng_state") for name in folder.objects
+    )
     flat = any(name.startswith(GROUP) for name in folder.tensors)
     if held or flat:
         if "master" not in held and all(tensor.info.dtype == torch.float32 for tensor in weights.values()):
@@ -66,22 +72,33 @@ def open_torch_dist(path: Path, hints: Hints, *, log: Callable[[str], None]) -> 
         try:
             if flat:
                 held = bucket_states(folder, args, with_padding(model, padded), weights)
-                top = {**top, "optimizer": {name: folder.object(f"{GROUP}0.{name}/shard_0_1")[0] for name in (
-                    "optimizer", "grad_scaler") if f"{GROUP}0.{name}/shard_0_1" in folder.objects}}
+                top = {
+                    **top,
+                    "optimizer": {
+                        name: folder.object(f"{GROUP}0.{name}/shard_0_1")[0]
+                        for name in ("optimizer", "grad_scaler")
+                        if f"{GROUP}0.{name}/shard_0_1" in folder.objects
+                    },
+                }
             said, config, missing = _optimizer(top, args, held, weights)
             if not flat:
                 check_masters(held["master"], weights)
         except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, RuntimeError) as error:
-            left_out.append((NO_BUCKETS if flat else "the optimizer's state: its form is not one that is known here")
-                            + f" ({type(error).__name__}: {str(error)[:200]})")
+            left_out.append(
+                (NO_BUCKETS if flat else "the optimizer's state: its form is not one that is known here")
+                + f" ({type(error).__name__}: {str(error)[:200]})"
+            )
             held = {}
         else:
             facts |= {"optimizer": said, "config": {"optimizer": config}}
             left_out += missing
     assert model.vocab_size is not None
     rows = first_rows(model.vocab_size)
-    lazy = {f"{kind}.{name}": tensors[name].then(rows) if name == "word_embeddings.weight" else tensors[name]
-            for kind, tensors in {"model": weights, **held}.items() for name in parameter_specs(model)}
+    lazy = {
+        f"{kind}.{name}": tensors[name].then(rows) if name == "word_embeddings.weight" else tensors[name]
+        for kind, tensors in {"model": weights, **held}.items()
+        for name in parameter_specs(model)
+    }
     return ForeignSource(path, "torch_dist", iteration_of(path / COMMON, top), model, facts, lazy, left_out)
 
 
@@ -142,8 +159,9 @@ def _check(path: Path, weights: Mapping[str, LazyTensor], model: ModelConfig, pa
         require(shape == spec.global_shape, f"{path}: {name} has shape {shape} instead of {spec.global_shape}")
 
 
-def _optimizer(top: Mapping[str, Any], args: Mapping[str, Any], held: Held,
-               weights: Mapping[str, LazyTensor]) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
+def _optimizer(
+    top: Mapping[str, Any], args: Mapping[str, Any], held: Held, weights: Mapping[str, LazyTensor]
+) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
     """The facts of Adam, its flags and what these cannot say. ValueError where a tensor is missing or is not fp32."""
     for kind in ("master", "exp_avg", "exp_avg_sq"):
         for name, weight in weights.items():

@@ -28,17 +28,23 @@ DEEPSPEED_FILE = re.compile(r"mp_rank_(\d{2,3})_model_states\.pt", re.ASCII)
 FOLDER = re.compile(r"mp_rank_(\d{2,3})(?:_(\d{3}))?", re.ASCII)
 HEAD = "word_embeddings_for_head.weight"  # the last stage's copy of the tied matrix; Core calls it output_layer.weight
 # From the names of every version to those of 2019, one after the other.
-RENAMES = [(re.compile(old), new) for old, new in (
-    (r"^(module\.)*(language_model\.)?(embedding\.)?", ""),
-    (r"^(encoder|decoder)\.", "transformer."),
-    (r"^output_layer\.", "word_embeddings_for_head."),
-    (r"\.self_attention\.", ".attention."),
-    (r"\.attention\.linear_qkv\.layer_norm_", ".input_layernorm."),
-    (r"\.mlp\.linear_fc1\.layer_norm_", ".post_attention_layernorm."),
-    (r"\.linear_qkv\.", ".query_key_value."), (r"\.linear_proj\.", ".dense."),
-    (r"\.linear_fc1\.", ".dense_h_to_4h."), (r"\.linear_fc2\.", ".dense_4h_to_h."),
-    (r"\.pre_mlp_layernorm\.", ".post_attention_layernorm."),
-    (r"\.(input|post_attention|final)_norm\.", r".\1_layernorm."))]
+RENAMES = [
+    (re.compile(old), new)
+    for old, new in (
+        (r"^(module\.)*(language_model\.)?(embedding\.)?", ""),
+        (r"^(encoder|decoder)\.", "transformer."),
+        (r"^output_layer\.", "word_embeddings_for_head."),
+        (r"\.self_attention\.", ".attention."),
+        (r"\.attention\.linear_qkv\.layer_norm_", ".input_layernorm."),
+        (r"\.mlp\.linear_fc1\.layer_norm_", ".post_attention_layernorm."),
+        (r"\.linear_qkv\.", ".query_key_value."),
+        (r"\.linear_proj\.", ".dense."),
+        (r"\.linear_fc1\.", ".dense_h_to_4h."),
+        (r"\.linear_fc2\.", ".dense_4h_to_h."),
+        (r"\.pre_mlp_layernorm\.", ".post_attention_layernorm."),
+        (r"\.(input|post_attention|final)_norm\.", r".\1_layernorm."),
+    )
+]
 MAX_TENSORS = 20_000  # twelve in a layer
 LAYER = re.compile(r"transformer\.layers\.(\d{1,5})\.(.+)", re.ASCII)
 
@@ -86,13 +92,20 @@ class RankFiles:
 
     def files(self) -> list[list[Part]]:
         """Of each file its chunks: stage by stage, within a stage rank by rank."""
-        return [[parts[rank] for parts in self.parts[stage::self.stages]]
-                for stage in range(self.stages) for rank in range(self.size)]
+        return [
+            [parts[rank] for parts in self.parts[stage :: self.stages]]
+            for stage in range(self.stages)
+            for rank in range(self.size)
+        ]
 
     def shards(self) -> dict[str, list[Tensor]]:
         """Every parameter's parts, by rank."""
-        return {name: [part.tensors[name] for part in stage] for stage in self.parts
-                for name in stage[0].names if name != HEAD}
+        return {
+            name: [part.tensors[name] for part in stage]
+            for stage in self.parts
+            for name in stage[0].names
+            if name != HEAD
+        }
 
 
 def open_ranks(path: Path) -> RankFiles:
@@ -106,15 +119,19 @@ def open_ranks(path: Path) -> RankFiles:
     iterations = {key: iteration_of(files[key], top) for key, top in held.items()}
     if len(set(iterations.values())) > 1:
         other = next(key for key in iterations if iterations[key] != iterations[0, 0])
-        raise ValueError(f"{path}: ranks of two iterations are mixed: {files[0, 0].relative_to(path)} is of "
-                         f"{iterations[0, 0]}, {files[other].relative_to(path)} of {iterations[other]}")
+        raise ValueError(
+            f"{path}: ranks of two iterations are mixed: {files[0, 0].relative_to(path)} is of "
+            f"{iterations[0, 0]}, {files[other].relative_to(path)} of {iterations[other]}"
+        )
     size, stages = (1 + max(key[i] for key in files) for i in (0, 1))
     ranks = RankFiles(path, held[0, 0], iterations[0, 0], size, stages)
     chunks = _chunks(held[0, 0])
     for key, file in files.items():
         if _chunks(held[key]) != chunks:
-            raise ValueError(f"{file}: holds {', '.join(_chunks(held[key])) or 'no model'}, and "
-                             f"{files[0, 0].relative_to(path)} holds {', '.join(chunks)}: are two runs mixed?")
+            raise ValueError(
+                f"{file}: holds {', '.join(_chunks(held[key])) or 'no model'}, and "
+                f"{files[0, 0].relative_to(path)} holds {', '.join(chunks)}: are two runs mixed?"
+            )
     for chunk in chunks:
         for stage in range(stages):
             parts = [_part(files[rank, stage], held[rank, stage], chunk, ranks.num_layers) for rank in range(size)]
@@ -133,8 +150,9 @@ def _require_all(path: Path, files: Mapping[tuple[int, int], Path]) -> None:
     top = load_pickle(files[first])
     args = attributes(top.get("args")) if isinstance(top, dict) else {}
     sizes = []
-    for i, flags in enumerate((("tensor_model_parallel_size", "model_parallel_size"),
-                               ("pipeline_model_parallel_size",))):
+    for i, flags in enumerate(
+        (("tensor_model_parallel_size", "model_parallel_size"), ("pipeline_model_parallel_size",))
+    ):
         said = [args[flag] for flag in flags if type(args.get(flag)) is int]
         sizes.append(max(1 + max(key[i] for key in files), *said[:1], 1))
     for rank, stage in itertools.product(*map(range, sizes)):
@@ -143,8 +161,10 @@ def _require_all(path: Path, files: Mapping[tuple[int, int], Path]) -> None:
             pipelined = here.parent.name.count("_") == 3 or sizes[1] > 1
             name = f"mp_rank_{rank:02d}" + (f"_{stage:03d}" if pipelined else "")
             missing = f"{name}_model_states.pt" if here.parent == path else f"{name}/{here.name}"
-            raise ValueError(f"{path}: {missing} is missing; every rank's file is needed, for {sizes[0]} "
-                             f"model-parallel ranks and {sizes[1]} pipeline stages")
+            raise ValueError(
+                f"{path}: {missing} is missing; every rank's file is needed, for {sizes[0]} "
+                f"model-parallel ranks and {sizes[1]} pipeline stages"
+            )
 
 
 def _chunks(top: Mapping[str, Any]) -> list[str]:
@@ -166,8 +186,10 @@ def _part(path: Path, top: Mapping[str, Any], key: str, first_layer: int) -> Par
     part = Part(path, top.get("optimizer"), [], {})
     local: set[int] = set()
     if not isinstance(top.get(key), dict):
-        raise ValueError(f"{path}: holds no weights under {key!r} (DeepSpeed's pipeline keeps them in layer_* files, "
-                         "which are not supported)")
+        raise ValueError(
+            f"{path}: holds no weights under {key!r} (DeepSpeed's pipeline keeps them in layer_* files, "
+            "which are not supported)"
+        )
     for theirs, tensor in flatten(path, top[key]).items():
         name = name_of_2019(theirs)
         if layer := LAYER.fullmatch(name):
@@ -206,8 +228,9 @@ def flatten(path: Path, tree: Mapping[str, Any]) -> dict[str, Tensor]:
     return found
 
 
-def join(name: str, spec: PartitionSpec, shards: list[Tensor], *, version: int, heads: int,
-         vocab_size: int) -> LazyTensor:
+def join(
+    name: str, spec: PartitionSpec, shards: list[Tensor], *, version: int, heads: int, vocab_size: int
+) -> LazyTensor:
     """The global tensor `name`, out of `shards`, the tensors of the ranks in their order.
 
     version: Megatron's `checkpoint_version`, which says how the rows of QKV are ordered. heads: n, of all ranks
@@ -218,6 +241,7 @@ def join(name: str, spec: PartitionSpec, shards: list[Tensor], *, version: int, 
         change, dim = head_major(heads // len(shards), version if ".query_key_value." in name else 2), spec.dim
         shape = list(shards[0].shape)
         shape[dim] *= len(shards)
-        tensor = LazyTensor(TensorInfo(shards[0].dtype, tuple(shape)),
-                            lambda: torch.cat([change(shard) for shard in shards], dim))
+        tensor = LazyTensor(
+            TensorInfo(shards[0].dtype, tuple(shape)), lambda: torch.cat([change(shard) for shard in shards], dim)
+        )
     return tensor.then(first_rows(vocab_size)) if name == "word_embeddings.weight" else tensor

@@ -42,12 +42,17 @@ def chunks_of_stages(model: ModelConfig, layout: Layout, format: str) -> list[li
     _check(model.num_layers, layout, format)
     layers = layers_of_stages(model.num_layers, p, v, layout.first, layout.last)
     sizes = [len(chunk) for chunk in layers]
-    middle = {sizes[chunk] for chunk in range(p * v) if not (chunk % p == 0 and layout.first is not None
-                                                             or chunk % p == p - 1 and layout.last is not None)}
+    middle = {
+        sizes[chunk]
+        for chunk in range(p * v)
+        if not (chunk % p == 0 and layout.first is not None or chunk % p == p - 1 and layout.last is not None)
+    }
     if len(middle) > 1 or any(len(set(sizes[stage::p])) > 1 for stage in range(p)):
-        raise ValueError(f"{PIPELINE} {p}{f' with {v} chunks of layers each ({VIRTUAL})' if v > 1 else ''} does not "
-                         f"divide the {model.num_layers} layers, and Megatron asks for that"
-                         + (f": {FIRST} and {LAST} set some apart" if format == "megatron-core" else ""))
+        raise ValueError(
+            f"{PIPELINE} {p}{f' with {v} chunks of layers each ({VIRTUAL})' if v > 1 else ''} does not "
+            f"divide the {model.num_layers} layers, and Megatron asks for that"
+            + (f": {FIRST} and {LAST} set some apart" if format == "megatron-core" else "")
+        )
     chunks: list[dict[str, str]] = [{} for _ in layers]
     for name in parameter_specs(model):
         words = name.split(".")
@@ -67,10 +72,16 @@ def _check(num_layers: int, layout: Layout, format: str) -> None:
     """ValueError, which names the flag, for what the format's Megatron does not have."""
     p, v = layout.pipeline, layout.virtual(num_layers)
     require(p > 0, f"{PIPELINE} must be positive, not {p}")
-    require(p == 1 or format in WITH_PIPELINE,
-            f"{PIPELINE} {p}: {format} has no pipeline; {', '.join(WITH_PIPELINE)} have one")
-    require(v == 1 or p > (1 if format == "megatron-core" else 2),
-            f"{VIRTUAL} needs {PIPELINE} of at least {2 if format == 'megatron-core' else 3} in {format}")
+    require(
+        p == 1 or format in WITH_PIPELINE,
+        f"{PIPELINE} {p}: {format} has no pipeline; {', '.join(WITH_PIPELINE)} have one",
+    )
+    require(
+        v == 1 or p > (1 if format == "megatron-core" else 2),
+        f"{VIRTUAL} needs {PIPELINE} of at least {2 if format == 'megatron-core' else 3} in {format}",
+    )
     for flag, given in ((FIRST, layout.first), (LAST, layout.last)):
-        require(given is None or format == "megatron-core",
-                f"{flag}: the stages of {format} all hold as many layers; megatron-core has this flag")
+        require(
+            given is None or format == "megatron-core",
+            f"{flag}: the stages of {format} all hold as many layers; megatron-core has this flag",
+        )

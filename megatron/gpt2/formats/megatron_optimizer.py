@@ -22,8 +22,9 @@ States = dict[str, dict[str, list[Tensor]]]
 Heads = dict[str, list[tuple[Path, Tensor]]]  # by kind: each rank's file and tensor
 
 
-def optimizer_state(ranks: RankFiles, args: Mapping[str, Any],
-                    specs: Mapping[str, PartitionSpec]) -> tuple[dict[str, Any], States, list[str]]:
+def optimizer_state(
+    ranks: RankFiles, args: Mapping[str, Any], specs: Mapping[str, PartitionSpec]
+) -> tuple[dict[str, Any], States, list[str]]:
     """The run's facts; the optimizer's tensors; and what is left out, a line each.
 
     specs: of the parameters as the ranks hold them. The tensors are {"master", "exp_avg", "exp_avg_sq": {parameter: its
@@ -38,21 +39,35 @@ def optimizer_state(ranks: RankFiles, args: Mapping[str, Any],
         states, heads, step = _states(ranks, specs)
         optimizer_facts, config, left_out = adam_facts(ranks.top, args, optimizer, _adam(ranks.parts[0][0])[2], step)
     except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, RuntimeError) as error:
-        return facts, {}, ["the optimizer's state: its form is not one that is known here "
-                           f"({type(error).__name__}: {str(error)[:200]})"]
+        return (
+            facts,
+            {},
+            [
+                "the optimizer's state: its form is not one that is known here "
+                f"({type(error).__name__}: {str(error)[:200]})"
+            ],
+        )
     for kind, copies in heads.items():
         for rank, (path, copy) in enumerate(copies):
             if not torch.equal(copy, states[kind]["word_embeddings.weight"][rank]):
-                raise ValueError(f"{path}: {kind} of {HEAD} is not that of the word embeddings in "
-                                 f"{ranks.parts[0][rank].path.relative_to(ranks.path)}: are two runs mixed?")
+                raise ValueError(
+                    f"{path}: {kind} of {HEAD} is not that of the word embeddings in "
+                    f"{ranks.parts[0][rank].path.relative_to(ranks.path)}: are two runs mixed?"
+                )
     return {**facts, "optimizer": optimizer_facts, "config": {"optimizer": config}}, states, left_out
 
 
 def run_facts(args: Mapping[str, Any]) -> dict[str, Any]:
     """What the arguments say of the run's progress, under our manifest's names."""
-    return {name: args[theirs] for name, theirs in (
-        ("consumed_samples", "consumed_train_samples"), ("train_iters", "train_iters"),
-        ("global_batch_size", "global_batch_size")) if type(args.get(theirs)) is int}
+    return {
+        name: args[theirs]
+        for name, theirs in (
+            ("consumed_samples", "consumed_train_samples"),
+            ("train_iters", "train_iters"),
+            ("global_batch_size", "global_batch_size"),
+        )
+        if type(args.get(theirs)) is int
+    }
 
 
 def _states(ranks: RankFiles, specs: Mapping[str, PartitionSpec]) -> tuple[States, Heads, int]:
@@ -64,15 +79,20 @@ def _states(ranks: RankFiles, specs: Mapping[str, PartitionSpec]) -> tuple[State
         file = chunks[0].path
         masters, moments, groups = _adam(chunks[0])
         weights = [(name, part.tensors[name]) for part in chunks for name in part.names]
-        left = {decays: [(name, weight) for name, weight in weights if (weight.dim() > 1) == decays]
-                for decays in (True, False)}
+        left = {
+            decays: [(name, weight) for name, weight in weights if (weight.dim() > 1) == decays]
+            for decays in (True, False)
+        }
         for group, own in zip(groups, masters or [None] * len(groups), strict=True):
             numbers = group["params"]
             decays = moments[operator.index(numbers[0])]["exp_avg"].dim() > 1
             named, left[decays] = left[decays], []
             for index, ((name, weight), number) in enumerate(zip(named, map(operator.index, numbers), strict=True)):
-                found = {"master": weight if own is None else own[index],
-                         "exp_avg": moments[number]["exp_avg"], "exp_avg_sq": moments[number]["exp_avg_sq"]}
+                found = {
+                    "master": weight if own is None else own[index],
+                    "exp_avg": moments[number]["exp_avg"],
+                    "exp_avg_sq": moments[number]["exp_avg_sq"],
+                }
                 for kind, tensor in found.items():
                     if tensor.shape != weight.shape or tensor.dtype != torch.float32:
                         raise ValueError(f"{kind} {number} of {file} is no {name}")
@@ -100,16 +120,20 @@ def _adam(part: Part) -> tuple[list[Any] | None, Mapping[int, Any], list[Any]]:
     return masters, inner["state"], inner["param_groups"]
 
 
-def adam_facts(top: Mapping[str, Any], args: Mapping[str, Any], held: Mapping[str, Any], groups: Sequence[Any],
-               step: int) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
+def adam_facts(
+    top: Mapping[str, Any], args: Mapping[str, Any], held: Mapping[str, Any], groups: Sequence[Any], step: int
+) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
     """What `AdamWOptimizer.state_dict` says; our flags of the schedule, the scale and AdamW; what those cannot say.
 
     top: what stands beside the weights. held: the optimizer's part of it. groups: of parameters, with Adam's numbers.
     """
     first, second = groups[0]["betas"]
     config: dict[str, Any] = {
-        "weight_decay": max(float(group["weight_decay"]) for group in groups), "adam_beta1": float(first),
-        "adam_beta2": float(second), "adam_eps": float(groups[0]["eps"])}
+        "weight_decay": max(float(group["weight_decay"]) for group in groups),
+        "adam_beta1": float(first),
+        "adam_beta2": float(second),
+        "adam_eps": float(groups[0]["eps"]),
+    }
     if type(args.get("clip_grad")) is float:
         config["clip_grad"] = args["clip_grad"]
     scaler: dict[str, float] = {"scale": 1.0}
@@ -117,23 +141,38 @@ def adam_facts(top: Mapping[str, Any], args: Mapping[str, Any], held: Mapping[st
         said = attributes(held["loss_scaler"])
         scaler = {"scale": float(said["cur_scale"])}
         if held.get("dynamic_loss_scale"):
-            scaler |= {"clean_steps": float(said["cur_iter"] - said["last_overflow_iter"] - 1),
-                       "hysteresis_left": float(said["cur_hysteresis"])}
-            config |= {"loss_scale_window": int(said["scale_window"]), "hysteresis": int(said["delayed_shift"]),
-                       "min_loss_scale": float(said["min_scale"])}
+            scaler |= {
+                "clean_steps": float(said["cur_iter"] - said["last_overflow_iter"] - 1),
+                "hysteresis_left": float(said["cur_hysteresis"]),
+            }
+            config |= {
+                "loss_scale_window": int(said["scale_window"]),
+                "hysteresis": int(said["delayed_shift"]),
+                "min_loss_scale": float(said["min_scale"]),
+            }
     elif held.get("grad_scaler"):
         said = held["grad_scaler"]
         scaler = {"scale": float(said["scale"])}
         if "growth_tracker" in said:
             # Theirs goes on below 1, where ours stays: both halve at every overflow from there on.
-            scaler |= {"clean_steps": float(said["growth_tracker"]),
-                       "hysteresis_left": float(max(1, said["hysteresis_tracker"]))}
+            scaler |= {
+                "clean_steps": float(said["growth_tracker"]),
+                "hysteresis_left": float(max(1, said["hysteresis_tracker"])),
+            }
     good_steps, schedule, left_out = _schedule(top, args, step)
     config |= schedule
     OptimizerConfig(**config)  # a ValueError for what cannot be
     iteration = top.get("iteration", top.get("total_iters", good_steps))
-    return {"good_steps": good_steps, "skipped_steps": max(0, iteration - good_steps), "adam_steps": step,
-            "loss_scaler": scaler}, config, left_out
+    return (
+        {
+            "good_steps": good_steps,
+            "skipped_steps": max(0, iteration - good_steps),
+            "adam_steps": step,
+            "loss_scaler": scaler,
+        },
+        config,
+        left_out,
+    )
 
 
 def _schedule(top: Mapping[str, Any], args: Mapping[str, Any], step: int) -> tuple[int, dict[str, Any], list[str]]:
@@ -149,8 +188,9 @@ def _schedule(top: Mapping[str, Any], args: Mapping[str, Any], step: int) -> tup
             left_out.append(f"2019's form of the {style} schedule: today's, which is close to it, takes its place")
     elif "max_lr" in said and type(batch) is int:  # later ones samples
         old = "decay_style" in said
-        style, end, warmup = (said[name if old else f"lr_{name}"] for name in ("decay_style", "decay_steps",
-                                                                               "warmup_steps"))
+        style, end, warmup = (
+            said[name if old else f"lr_{name}"] for name in ("decay_style", "decay_steps", "warmup_steps")
+        )
         unit, done, peak = batch, said["num_steps"], said["max_lr"]
     else:
         return step, {}, ["the schedule"]
@@ -158,5 +198,14 @@ def _schedule(top: Mapping[str, Any], args: Mapping[str, Any], step: int) -> tup
     if style not in OptimizerConfig.__dataclass_fields__["lr_decay_style"].metadata["choices"]:
         return good_steps, {}, [f"the schedule: its style {short_repr(style)} is unknown here"]
     decay = {"lr_decay_samples": int(end)} if int(end) % unit else {"lr_decay_iters": int(end) // unit}
-    return good_steps, {"lr": float(peak), "min_lr": float(said.get("min_lr", 0.0)), "lr_decay_style": style, **decay,
-                        "warmup": float(warmup) / int(end)}, left_out
+    return (
+        good_steps,
+        {
+            "lr": float(peak),
+            "min_lr": float(said.get("min_lr", 0.0)),
+            "lr_decay_style": style,
+            **decay,
+            "warmup": float(warmup) / int(end),
+        },
+        left_out,
+    )

@@ -20,8 +20,14 @@ from megatron.gpt2.optimizer.optimizer import MOMENTS
 OPTIMIZER = ("master", *MOMENTS)
 
 
-def write_native(source: Source, out: str | Path, *, model_parallel_size: int, tokenizer: Tokenizer | None = None,
-                 log: Callable[[str], None] = print) -> Path:
+def write_native(
+    source: Source,
+    out: str | Path,
+    *,
+    model_parallel_size: int,
+    tokenizer: Tokenizer | None = None,
+    log: Callable[[str], None] = print,
+) -> Path:
     """Write the iteration of `source` into the new folder `out`; returns the iteration's folder.
 
     model_parallel_size: any that the model's shape allows. tokenizer: the one that the vocabulary belongs to, if it is
@@ -45,13 +51,24 @@ def write_native(source: Source, out: str | Path, *, model_parallel_size: int, t
                     full_name, box = f"{kind}.{name}", spec.box(rank, model_parallel_size)
                     pieces[full_name] = Piece(
                         torch.empty(box.shape, dtype=source.tensors[full_name].dtype, device="meta"),
-                        spec.global_shape, box.offset,
-                        functools.partial(source.read, full_name, box.offset, box.shape))
+                        spec.global_shape,
+                        box.offset,
+                        functools.partial(source.read, full_name, box.offset, box.shape),
+                    )
     with new_folder(out) as folder:
         if tokenizer is not None:
             tokenizer.save(folder / "tokenizer")
-        path = write_checkpoint(folder, source.iteration, facts=facts, files=files, rank=0, world_size=1,
-                                attempt=secrets.token_hex(8), timeout_s=60.0, log=log)
+        path = write_checkpoint(
+            folder,
+            source.iteration,
+            facts=facts,
+            files=files,
+            rank=0,
+            world_size=1,
+            attempt=secrets.token_hex(8),
+            timeout_s=60.0,
+            log=log,
+        )
     taken = {f"{kind}.{name}" for kind in kinds for name in specs}
     if left := [name for name in names if name not in taken and not name.startswith("rng.")]:
         log(f"left out: {len(left)} tensors, {left[0]} among them")
@@ -64,23 +81,40 @@ def native_facts(source: Source, model_parallel_size: int, tokenizer: Tokenizer 
     given: dict[str, Any] = {"tokenizer": None, **source.facts}
     sections = {name: dict(values) for name, values in given["config"].items()}
     model = sections["model"] = {**sections["model"], "vocab_size": given["vocab_size"]}
-    sections["parallel"] = {**sections.get("parallel", {}), "model_parallel_size": model_parallel_size,
-                            "sequence_parallel": False}
+    sections["parallel"] = {
+        **sections.get("parallel", {}),
+        "model_parallel_size": model_parallel_size,
+        "sequence_parallel": False,
+    }
     data = sections.setdefault("data", {})
     data.setdefault("seq_length", model["max_position_embeddings"])
     config = Config.from_dict(sections)
     if tokenizer is not None:
         if tokenizer.vocab_size != given["vocab_size"]:
-            raise ValueError(f"{source.path}: has {given['vocab_size']:,} tokens and the tokenizer "
-                             f"{tokenizer.vocab_size:,}: give the files that it was trained with, or its true "
-                             "--vocab-size")
-        given["tokenizer"] = {"kind": tokenizer.kind, "fingerprint": tokenizer.fingerprint,
-                              "vocab_size": tokenizer.vocab_size}
+            raise ValueError(
+                f"{source.path}: has {given['vocab_size']:,} tokens and the tokenizer "
+                f"{tokenizer.vocab_size:,}: give the files that it was trained with, or its true "
+                "--vocab-size"
+            )
+        given["tokenizer"] = {
+            "kind": tokenizer.kind,
+            "fingerprint": tokenizer.fingerprint,
+            "vocab_size": tokenizer.vocab_size,
+        }
     started = {"good_steps": source.iteration, "skipped_steps": 0, "adam_steps": 0, "loss_scaler": {}}
-    unknown = {"train_iters": source.iteration, "consumed_samples": 0, "optimizer": started,
-               "converted_from": source.format}
-    facts = {**unknown, **given, "config": config.as_dict(), "iteration": source.iteration, "torch": torch.__version__,
-             "layout": {"model_parallel_size": model_parallel_size, "data_parallel_size": 1,
-                        "optimizer_is_sharded": False}}
+    unknown = {
+        "train_iters": source.iteration,
+        "consumed_samples": 0,
+        "optimizer": started,
+        "converted_from": source.format,
+    }
+    facts = {
+        **unknown,
+        **given,
+        "config": config.as_dict(),
+        "iteration": source.iteration,
+        "torch": torch.__version__,
+        "layout": {"model_parallel_size": model_parallel_size, "data_parallel_size": 1, "optimizer_is_sharded": False},
+    }
     facts.pop("tokenizer_files", None)
     return facts

@@ -17,9 +17,14 @@ from megatron.gpt2.model.parameters import parameter_specs
 
 PADDED_VOCABULARY = 50304  # GPT-2's, to a multiple of 64
 MODULES = {"word_embeddings": "wte", "position_embeddings": "wpe", "transformer.final_layernorm": "ln_f"}
-LAYER_MODULES = {"input_layernorm": "ln_1", "post_attention_layernorm": "ln_2",
-                 "attention.query_key_value": "attn.c_attn", "attention.dense": "attn.c_proj",
-                 "mlp.dense_h_to_4h": "mlp.c_fc", "mlp.dense_4h_to_h": "mlp.c_proj"}
+LAYER_MODULES = {
+    "input_layernorm": "ln_1",
+    "post_attention_layernorm": "ln_2",
+    "attention.query_key_value": "attn.c_attn",
+    "attention.dense": "attn.c_proj",
+    "mlp.dense_h_to_4h": "mlp.c_fc",
+    "mlp.dense_4h_to_h": "mlp.c_proj",
+}
 
 
 def openai_name(name: str) -> str:
@@ -35,8 +40,10 @@ def is_linear(name: str) -> bool:
 def true_vocabulary(path: Path, rows: int, hints: Hints, log: Callable[[str], None]) -> int:
     """The tokens of a table of `rows`, which may hold padding: nanoGPT pads GPT-2's vocabulary, and says so nowhere."""
     if hints.vocab_size is None and rows == PADDED_VOCABULARY:
-        log(f"{path}: the vocabulary is taken to be its padded size, {rows}: --vocab-size {GPT2_VOCABULARY} "
-            "(GPT-2's) leaves out the rows that are padding")
+        log(
+            f"{path}: the vocabulary is taken to be its padded size, {rows}: --vocab-size {GPT2_VOCABULARY} "
+            "(GPT-2's) leaves out the rows that are padding"
+        )
     return min(rows, hints.vocab_size or rows)
 
 
@@ -46,8 +53,15 @@ def check_layers(path: Path, names: Iterable[str], num_layers: int) -> None:
     require(found == num_layers, f"{path}: holds {found} layers instead of {num_layers}")
 
 
-def openai_tensors(path: Path, model: ModelConfig, found: Mapping[str, LazyTensor], *, transposed: bool,
-                   biases: bool = True, prefix: str = "model.") -> dict[str, LazyTensor]:
+def openai_tensors(
+    path: Path,
+    model: ModelConfig,
+    found: Mapping[str, LazyTensor],
+    *,
+    transposed: bool,
+    biases: bool = True,
+    prefix: str = "model.",
+) -> dict[str, LazyTensor]:
     """Our tensors, made of `found`, which has OpenAI's names. ValueError unless `found` is a GPT-2 of the shape
     `model`.
 

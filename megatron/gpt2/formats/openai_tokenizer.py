@@ -17,11 +17,24 @@ from megatron.gpt2.formats.foreign import short_repr
 MAX_TOKENIZER_BYTES = 64 << 20  # GPT-2's takes 3.5 MB
 # What changes the ids of a text, and the values under which they are those of GPT-2's rules.
 _PLAIN: dict[str, dict[str, tuple[Any, ...]]] = {
-    "model": {"type": ("BPE",), "dropout": (None, 0.0), "continuing_subword_prefix": ("", None),
-              "end_of_word_suffix": ("", None), "byte_fallback": (False,), "ignore_merges": (False,)},
-    "pre_tokenizer": {"type": ("ByteLevel",), "add_prefix_space": (False,), "use_regex": (True,)}}
-_DEFAULTS = {"dropout": None, "continuing_subword_prefix": None, "end_of_word_suffix": None, "byte_fallback": False,
-             "ignore_merges": False, "use_regex": True}  # what files of older versions do not say
+    "model": {
+        "type": ("BPE",),
+        "dropout": (None, 0.0),
+        "continuing_subword_prefix": ("", None),
+        "end_of_word_suffix": ("", None),
+        "byte_fallback": (False,),
+        "ignore_merges": (False,),
+    },
+    "pre_tokenizer": {"type": ("ByteLevel",), "add_prefix_space": (False,), "use_regex": (True,)},
+}
+_DEFAULTS = {
+    "dropout": None,
+    "continuing_subword_prefix": None,
+    "end_of_word_suffix": None,
+    "byte_fallback": False,
+    "ignore_merges": False,
+    "use_regex": True,
+}  # what files of older versions do not say
 
 
 def tokenizer_files(tokenizer: Tokenizer, max_length: int) -> tuple[dict[str, bytes], str]:
@@ -34,17 +47,24 @@ def tokenizer_files(tokenizer: Tokenizer, max_length: int) -> tuple[dict[str, by
         def written(piece: bytes) -> str:
             return "".join(alphabet[value] for value in piece)
 
-        ranked = list(tokenizer.token_bytes[:tokenizer.eod])
+        ranked = list(tokenizer.token_bytes[: tokenizer.eod])
         names = [*map(written, ranked), END_OF_TEXT]
         vocabulary = json.dumps({name: number for number, name in enumerate(names)}, ensure_ascii=False).encode()
         merges = "\n".join(["#version: 0.2", *(f"{written(a)} {written(b)}" for a, b in merges_of(ranked))]).encode()
         merges += b"\n"
     else:
         return {}, f"transformers has none that is equal to {tokenizer.kind}; ours is in tokenizer/"
-    config = {"tokenizer_class": "GPT2Tokenizer", "model_max_length": max_length, "add_prefix_space": False,
-              **dict.fromkeys(("bos_token", "eos_token", "unk_token"), END_OF_TEXT)}
-    return {"vocab.json": vocabulary, "merges.txt": merges,
-            "tokenizer_config.json": (json.dumps(config, indent=2) + "\n").encode()}, ""
+    config = {
+        "tokenizer_class": "GPT2Tokenizer",
+        "model_max_length": max_length,
+        "add_prefix_space": False,
+        **dict.fromkeys(("bos_token", "eos_token", "unk_token"), END_OF_TEXT),
+    }
+    return {
+        "vocab.json": vocabulary,
+        "merges.txt": merges,
+        "tokenizer_config.json": (json.dumps(config, indent=2) + "\n").encode(),
+    }, ""
 
 
 def merges_of(ranked: Sequence[bytes]) -> list[tuple[bytes, bytes]]:
@@ -55,13 +75,13 @@ def merges_of(ranked: Sequence[bytes]) -> list[tuple[bytes, bytes]]:
     for rank, token in enumerate(ranked):
         if len(token) < 2:
             continue
-        parts = [token[i:i + 1] for i in range(len(token))]
+        parts = [token[i : i + 1] for i in range(len(token))]
         while len(parts) > 2:
             joined = [ranks.get(a + b, len(ranked)) for a, b in zip(parts, parts[1:], strict=False)]
             at = joined.index(min(joined))
             if joined[at] >= rank:
                 raise ValueError(f"the tokenizer's token {rank} does not come about by merges")
-            parts[at:at + 2] = [parts[at] + parts[at + 1]]
+            parts[at : at + 2] = [parts[at] + parts[at + 1]]
         merges.append((parts[0], parts[1]))
     return merges
 
@@ -80,8 +100,10 @@ def open_tokenizer(files: Mapping[str, str]) -> Tokenizer:
         for name, values in plain.items():
             value = held.get(name, _DEFAULTS.get(name, "")) if isinstance(held, dict) else held
             if not any(type(value) is type(known) and value == known for known in values):
-                raise ValueError(f"{path}: {name} of its {part} is {short_repr(value)}: it is no byte-level BPE of "
-                                 "GPT-2's kind, the only one that is read from here")
+                raise ValueError(
+                    f"{path}: {name} of its {part} is {short_repr(value)}: it is no byte-level BPE of "
+                    "GPT-2's kind, the only one that is read from here"
+                )
     vocabulary, merges, added = found["model"].get("vocab"), found["model"].get("merges"), found.get("added_tokens")
     try:
         vocabulary = dict(vocabulary)
@@ -92,7 +114,13 @@ def open_tokenizer(files: Mapping[str, str]) -> Tokenizer:
         # Older files have "a b" in the place of ["a", "b"].
         lines = "".join(f"{pair if isinstance(pair, str) else ' '.join(pair)}\n" for pair in merges)
     except (TypeError, KeyError, AttributeError, ValueError) as error:
-        raise ValueError(f"{path}: its vocabulary, merges or added tokens are not as GPT-2's are: "
-                         f"{' '.join(str(error)[:200].split())}") from error
-    return gpt2_tokenizer_of(json.dumps(vocabulary, ensure_ascii=False).encode("utf-8", "surrogatepass"),
-                             f"#version: 0.2\n{lines}".encode("utf-8", "surrogatepass"), str(path), str(path))
+        raise ValueError(
+            f"{path}: its vocabulary, merges or added tokens are not as GPT-2's are: "
+            f"{' '.join(str(error)[:200].split())}"
+        ) from error
+    return gpt2_tokenizer_of(
+        json.dumps(vocabulary, ensure_ascii=False).encode("utf-8", "surrogatepass"),
+        f"#version: 0.2\n{lines}".encode("utf-8", "surrogatepass"),
+        str(path),
+        str(path),
+    )

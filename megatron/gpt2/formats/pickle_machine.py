@@ -21,10 +21,22 @@ MAX_PICKLE_BYTES = 16 << 20
 ORDERED_DICT, REBUILD_TENSOR = "collections.OrderedDict", "torch._utils._rebuild_tensor_v2"
 PARAMETERS = ("torch._utils._rebuild_parameter", "torch._utils._rebuild_parameter_with_state")
 WITH_ATTRIBUTES = "torch._tensor._rebuild_from_type_v2"
-STORAGES = {f"{module}.{kind}Storage": dtype for module in ("torch", "torch.cuda") for kind, dtype in {
-    "Half": torch.float16, "BFloat16": torch.bfloat16, "Float": torch.float32, "Double": torch.float64,
-    "Long": torch.int64, "Int": torch.int32, "Short": torch.int16, "Char": torch.int8, "Byte": torch.uint8,
-    "Bool": torch.bool}.items()}
+STORAGES = {
+    f"{module}.{kind}Storage": dtype
+    for module in ("torch", "torch.cuda")
+    for kind, dtype in {
+        "Half": torch.float16,
+        "BFloat16": torch.bfloat16,
+        "Float": torch.float32,
+        "Double": torch.float64,
+        "Long": torch.int64,
+        "Int": torch.int32,
+        "Short": torch.int16,
+        "Char": torch.int8,
+        "Byte": torch.uint8,
+        "Bool": torch.bool,
+    }.items()
+}
 Data = bytes | memoryview
 KNOWN = {*STORAGES, ORDERED_DICT, REBUILD_TENSOR, *PARAMETERS, WITH_ATTRIBUTES}
 PLAIN = (str, int, float, bool, type(None))  # types of a dictionary's keys
@@ -37,7 +49,8 @@ OPAQUE = re.compile(
     r"|numpy\.(_?core\.multiarray\.(_reconstruct|scalar)|ndarray|dtype|dtypes\.\w+DType)"
     r"|_codecs\.encode|_io\.BytesIO|argparse\.Namespace|types\.SimpleNamespace|pathlib\.(Pure)?PosixPath|signal\.(Signals|SIG[A-Z0-9]+)"
     r"|(__builtin__|builtins)\.set|torch\.(Size|device|Tensor|nn\.parameter\.Parameter|torch_version\.TorchVersion)",
-    re.ASCII)
+    re.ASCII,
+)
 
 
 @dataclass(eq=False, repr=False, slots=True)
@@ -111,14 +124,14 @@ class Machine:
     def number(self, size: int) -> int:
         """The next `size` bytes, an unsigned number."""
         self.at += size
-        return int.from_bytes(self.data[self.at - size:self.at], "little")
+        return int.from_bytes(self.data[self.at - size : self.at], "little")
 
     def text(self, size: int) -> bytes:
         """The next `size` bytes. ValueError where the pickle ends before."""
         self.at += size
         if self.at > self.end:
             raise ValueError(f"ends in the middle of a string, or its pickle is larger than {MAX_PICKLE_BYTES:,} bytes")
-        return bytes(self.data[self.at - size:self.at])
+        return bytes(self.data[self.at - size : self.at])
 
     def signed(self, size: int) -> int:
         """The next `size` bytes, a signed number."""
@@ -126,7 +139,7 @@ class Machine:
 
     def line(self) -> str:
         """The text up to the end of the line, "" where that is far."""
-        size = bytes(self.data[self.at:self.at + 200]).find(b"\n")
+        size = bytes(self.data[self.at : self.at + 200]).find(b"\n")
         return self.text(size + 1)[:-1].decode("ascii") if size >= 0 else ""
 
     def known(self) -> Any:
@@ -137,8 +150,9 @@ class Machine:
         """What `name` stands for. ValueError for a name that is not known here."""
         if name not in self.named:
             if name not in DTYPES and not self.knows(name):
-                raise ValueError(f"names {name[:120]!r}, which no checkpoint that is known here needs; nothing was "
-                                 "executed")
+                raise ValueError(
+                    f"names {name[:120]!r}, which no checkpoint that is known here needs; nothing was executed"
+                )
             self.named[name] = DTYPES.get(name) or Opaque(name)
             if len(self.named) > MAX_NAMES:
                 raise ValueError(f"names more than {MAX_NAMES} things")
@@ -165,25 +179,48 @@ class Machine:
 
 
 # The instructions that push a value, by their byte.
-PUSHES: dict[int, Callable[[Machine], Any]] = {code[0]: push for code, push in {
-    b"N": lambda m: None, b"\x88": lambda m: True, b"\x89": lambda m: False,
-    b")": lambda m: (), b"]": lambda m: [], b"}": lambda m: {},
-    b"K": lambda m: m.number(1), b"M": lambda m: m.number(2), b"J": lambda m: m.signed(4),
-    b"\x8a": lambda m: m.signed(m.number(1)), b"G": lambda m: struct.unpack(">d", m.text(8))[0],
-    b"X": lambda m: str(m.text(m.number(4)), "utf-8", "surrogatepass"),
-    b"h": lambda m: m.memo[m.number(1)], b"j": lambda m: m.memo[m.number(4)],
-    b"t": lambda m: tuple(m.above_mark()), b"\x85": lambda m: m.last(1), b"\x86": lambda m: m.last(2),
-    b"\x87": lambda m: m.last(3),
-    b"c": Machine.known, b"R": Machine.make, b"\x81": Machine.make,
-    b"Q": lambda m: _storage(m.stack.pop(), m.find)}.items()}
+PUSHES: dict[int, Callable[[Machine], Any]] = {
+    code[0]: push
+    for code, push in {
+        b"N": lambda m: None,
+        b"\x88": lambda m: True,
+        b"\x89": lambda m: False,
+        b")": lambda m: (),
+        b"]": lambda m: [],
+        b"}": lambda m: {},
+        b"K": lambda m: m.number(1),
+        b"M": lambda m: m.number(2),
+        b"J": lambda m: m.signed(4),
+        b"\x8a": lambda m: m.signed(m.number(1)),
+        b"G": lambda m: struct.unpack(">d", m.text(8))[0],
+        b"X": lambda m: str(m.text(m.number(4)), "utf-8", "surrogatepass"),
+        b"h": lambda m: m.memo[m.number(1)],
+        b"j": lambda m: m.memo[m.number(4)],
+        b"t": lambda m: tuple(m.above_mark()),
+        b"\x85": lambda m: m.last(1),
+        b"\x86": lambda m: m.last(2),
+        b"\x87": lambda m: m.last(3),
+        b"c": Machine.known,
+        b"R": Machine.make,
+        b"\x81": Machine.make,
+        b"Q": lambda m: _storage(m.stack.pop(), m.find),
+    }.items()
+}
 # Those that mark a place, keep the last item, or change it.
-OTHERS: dict[int, Callable[[Machine], object]] = {code[0]: act for code, act in {
-    b"\x80": lambda m: m.number(1),  # the protocol
-    b"(": lambda m: m.marks.append(len(m.stack)),
-    b"q": lambda m: m.memorise(m.number(1)), b"r": lambda m: m.memorise(m.number(4)),
-    b"b": Machine.set_state,
-    b"a": lambda m: _extend(m.stack, m.last(1)), b"e": lambda m: _extend(m.stack, m.above_mark()),
-    b"s": lambda m: update(m.stack, m.last(2)), b"u": lambda m: update(m.stack, m.above_mark())}.items()}
+OTHERS: dict[int, Callable[[Machine], object]] = {
+    code[0]: act
+    for code, act in {
+        b"\x80": lambda m: m.number(1),  # the protocol
+        b"(": lambda m: m.marks.append(len(m.stack)),
+        b"q": lambda m: m.memorise(m.number(1)),
+        b"r": lambda m: m.memorise(m.number(4)),
+        b"b": Machine.set_state,
+        b"a": lambda m: _extend(m.stack, m.last(1)),
+        b"e": lambda m: _extend(m.stack, m.above_mark()),
+        b"s": lambda m: update(m.stack, m.last(2)),
+        b"u": lambda m: update(m.stack, m.above_mark()),
+    }.items()
+}
 
 
 def _extend(stack: list[Any], items: Sequence[Any]) -> None:
@@ -226,13 +263,17 @@ def _make(data: Data, name: str, args: Any) -> Any:
 
 def _tensor(data: Data, storage: Storage, offset: int, shape: tuple[int, ...], stride: tuple[int, ...]) -> Tensor:
     """A view of the file, of at most as many elements as the storage has."""
-    if len(shape) > 8 or len(stride) != len(shape) or any(
-            type(n) is not int or not 0 <= n <= len(data) for n in (offset, *shape, *stride)):
+    if (
+        len(shape) > 8
+        or len(stride) != len(shape)
+        or any(type(n) is not int or not 0 <= n <= len(data) for n in (offset, *shape, *stride))
+    ):
         raise ValueError("damaged: a tensor of an unknown form")
     if not (numel := math.prod(shape)):
         return torch.empty(shape, dtype=storage.dtype)
     last = offset + sum((n - 1) * s for n, s in zip(shape, stride, strict=True))
     if last >= storage.numel or numel > storage.numel:
         raise ValueError(f"a tensor of shape {shape} does not fit into its storage of {storage.numel} elements")
-    return torch.frombuffer(data, dtype=storage.dtype, count=last + 1 - offset,
-                            offset=storage.start + offset * storage.dtype.itemsize).as_strided(shape, stride)
+    return torch.frombuffer(
+        data, dtype=storage.dtype, count=last + 1 - offset, offset=storage.start + offset * storage.dtype.itemsize
+    ).as_strided(shape, stride)

@@ -36,8 +36,9 @@ def load_pickle(path: str | Path, start: int = 0, length: int | None = None) -> 
         skip = start % mmap.ALLOCATIONGRANULARITY
         with open(path, "rb") as stream:
             # A private mapping: torch warns about memory that it could not write to.
-            mapped = mmap.mmap(stream.fileno(), 0 if length is None else skip + length, access=mmap.ACCESS_COPY,
-                               offset=start - skip)
+            mapped = mmap.mmap(
+                stream.fileno(), 0 if length is None else skip + length, access=mmap.ACCESS_COPY, offset=start - skip
+            )
         data = memoryview(mapped)[skip:]
         return _load_zip(data) if bytes(data[:4]) == ZIP else _load_legacy(data)
     except (ValueError, zipfile.BadZipFile) as error:
@@ -45,8 +46,9 @@ def load_pickle(path: str | Path, start: int = 0, length: int | None = None) -> 
     except OSError as error:
         raise ValueError(f"{path}: cannot be read: {error.strerror or error}") from error
     except (TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError, struct.error) as error:
-        raise ValueError(f"{path}: damaged, or not written by torch.save "
-                         f"({type(error).__name__}: {str(error)[:80]!r})") from error
+        raise ValueError(
+            f"{path}: damaged, or not written by torch.save ({type(error).__name__}: {str(error)[:80]!r})"
+        ) from error
 
 
 class _Directory(io.RawIOBase):
@@ -74,7 +76,7 @@ class _Directory(io.RawIOBase):
         """The next `size` bytes, or all."""
         if size is not None and size > MAX_DIRECTORY_BYTES:
             raise ValueError(f"its list of records is longer than {MAX_DIRECTORY_BYTES:,} bytes")
-        found = bytes(self.data[self.at:None if size is None or size < 0 else self.at + size])
+        found = bytes(self.data[self.at : None if size is None or size < 0 else self.at + size])
         self.at += len(found)
         return found
 
@@ -87,7 +89,7 @@ def _load_zip(data: memoryview) -> Any:
                 raise ValueError(f"the record {info.filename[:80]!r} is compressed or encrypted")
             if not set(info.filename.split("/")).isdisjoint(("", "..")) or info.filename in records:
                 raise ValueError(f"the record {info.filename[:80]!r} occurs twice or leads out of its folder")
-            header = data[info.header_offset:info.header_offset + 30]
+            header = data[info.header_offset : info.header_offset + 30]
             start = info.header_offset + 30 + sum(struct.unpack("<26x2H", header))
             if header[:4] != ZIP or info.file_size != info.compress_size or start + info.file_size > len(data):
                 raise ValueError(f"the record {info.filename[:80]!r} is not where the list of records says")
@@ -98,7 +100,7 @@ def _load_zip(data: memoryview) -> Any:
         raise ValueError("a zip file that torch.save did not write: it has no data.pkl")
     if root + "byteorder" in records:
         start, size = records[root + "byteorder"]
-        if bytes(data[start:start + min(size, 8)]) != b"little":
+        if bytes(data[start : start + min(size, 8)]) != b"little":
             raise ValueError("written on a big-endian machine, which is not supported")
 
     def find(dtype: torch.dtype, key: str, numel: int) -> int:
@@ -138,7 +140,7 @@ def _load_legacy(data: memoryview) -> Any:
     keys, at = pickle(at)
     for key in keys:
         dtype, numel = sizes.pop(key if type(key) is str else "")
-        if data[at:at + 8] != numel.to_bytes(8, "little"):
+        if data[at : at + 8] != numel.to_bytes(8, "little"):
             raise ValueError(f"storage {key[:20]!r} of {numel} elements is not where it should be")
         starts[key], at = at + 8, at + 8 + numel * dtype.itemsize
     require(not sizes and at <= len(data), "ends before its last storage")

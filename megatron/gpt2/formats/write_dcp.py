@@ -32,6 +32,7 @@ def write_dcp(source: Source, out: str | Path) -> Path:
     specs = parameter_specs(model)
     names = {name: f"transformer.{openai_name(name)}" for name in specs}
     with new_folder(out) as folder:
+
         def held(kind: str, name: str) -> Tensor:
             return on_disk(huggingface_tensor(source, model, kind, name), folder)
 
@@ -43,8 +44,9 @@ def write_dcp(source: Source, out: str | Path) -> Path:
                 state |= {f"optimizer.state.{theirs}.{moment}": held(moment, name) for moment in MOMENTS}
                 state[f"optimizer.state.{theirs}.step"] = step
             for number, group in enumerate(adamw_groups(source)):
-                group["params"] = [theirs for name, theirs in names.items()
-                                   if (len(specs[name].global_shape) == 1) == number]
+                group["params"] = [
+                    theirs for name, theirs in names.items() if (len(specs[name].global_shape) == 1) == number
+                ]
                 state |= {f"optimizer.param_groups.{number}.{key}": value for key, value in group.items()}
         save_folder(folder, state)
     return Path(out)
@@ -66,5 +68,9 @@ def save_folder(folder: Path, state: Mapping[str, Any]) -> None:
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that there is no process group
-        save(dict(state), storage_writer=FileSystemWriter(folder), planner=Planner(flatten_state_dict=False),
-             no_dist=True)
+        save(
+            dict(state),
+            storage_writer=FileSystemWriter(folder),
+            planner=Planner(flatten_state_dict=False),
+            no_dist=True,
+        )

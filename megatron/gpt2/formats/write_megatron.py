@@ -27,17 +27,26 @@ from megatron.gpt2.formats.write_megatron_optimizer import optimizer_2019, optim
 from megatron.gpt2.model.parameters import parameter_specs
 from megatron.gpt2.optimizer.optimizer import MOMENTS
 
-CORE_MODULES = {"word_embeddings": "embedding.word_embeddings", "position_embeddings": "embedding.position_embeddings",
-                "transformer.final_layernorm": "decoder.final_layernorm", "word_embeddings_for_head": "output_layer"}
+CORE_MODULES = {
+    "word_embeddings": "embedding.word_embeddings",
+    "position_embeddings": "embedding.position_embeddings",
+    "transformer.final_layernorm": "decoder.final_layernorm",
+    "word_embeddings_for_head": "output_layer",
+}
 CORE_LAYER_MODULES = {
-    "input_layernorm": "input_layernorm", "attention.query_key_value": "self_attention.linear_qkv",
-    "attention.dense": "self_attention.linear_proj", "post_attention_layernorm": "pre_mlp_layernorm",
-    "mlp.dense_h_to_4h": "mlp.linear_fc1", "mlp.dense_4h_to_h": "mlp.linear_fc2"}
+    "input_layernorm": "input_layernorm",
+    "attention.query_key_value": "self_attention.linear_qkv",
+    "attention.dense": "self_attention.linear_proj",
+    "post_attention_layernorm": "pre_mlp_layernorm",
+    "mlp.dense_h_to_4h": "mlp.linear_fc1",
+    "mlp.dense_4h_to_h": "mlp.linear_fc2",
+}
 MASTERS = ("master", *MOMENTS)
 
 
-def write_megatron(source: Source, out: str | Path, format: str, layout: Layout | None = None, *,
-                   log: Callable[[str], None] = print) -> Path:
+def write_megatron(
+    source: Source, out: str | Path, format: str, layout: Layout | None = None, *, log: Callable[[str], None] = print
+) -> Path:
     """Write `source` into the new folder `out`, in the format "megatron-2019", "megatron-v2", "megatron-v3" or
     "megatron-core", in files for the ranks of `layout`; returns the iteration's folder.
 
@@ -67,19 +76,28 @@ def write_megatron(source: Source, out: str | Path, format: str, layout: Layout 
             source.read_into(own, full_name, spec.box(rank, p).offset)
             if len(own) < len(local) and kind not in MOMENTS:
                 rows, width = spec.global_shape
-                local[len(own):] = source.read(full_name, (rows - 1, 0), (1, width))
+                local[len(own) :] = source.read(full_name, (rows - 1, 0), (1, width))
             if format == "megatron-2019" and ".query_key_value." in name:
                 local = by_part(model.num_attention_heads // p)(local)
             return on_disk(local, folder)
 
         chunks = [{theirs: shard("model", name) for theirs, name in names.items()} for names in stages[stage]]
-        models = {"model" if len(chunks) == 1 else f"model{number}": in_form(format, chunk)
-                  for number, chunk in enumerate(chunks)}
+        models = {
+            "model" if len(chunks) == 1 else f"model{number}": in_form(format, chunk)
+            for number, chunk in enumerate(chunks)
+        }
         if not with_optimizer:
             return {**top, **models}
         # Without names, in the order of the model: what decays, then what does not.
-        groups = [[{kind: shard(kind, name) for kind in MASTERS} for names in stages[stage] for name in names.values()
-                   if (len(specs[name].global_shape) > 1) == decays] for decays in (True, False)]
+        groups = [
+            [
+                {kind: shard(kind, name) for kind in MASTERS}
+                for names in stages[stage]
+                for name in names.values()
+                if (len(specs[name].global_shape) > 1) == decays
+            ]
+            for decays in (True, False)
+        ]
         optimizer = optimizer_2019(source, groups) if format == "megatron-2019" else optimizer_later(source, groups)
         return {**top, **models, "optimizer": optimizer}
 
@@ -125,22 +143,37 @@ def arguments(source: Source, model: ModelConfig, layout: Layout, format: str) -
     facts, p = source.facts, layout.tensor
     chunks = layout.virtual(model.num_layers)
     said: dict[str, Any] = {
-        "num_layers": model.num_layers, "hidden_size": model.hidden_size, "ffn_hidden_size": model.ffn_size,
-        "num_attention_heads": model.num_attention_heads, "kv_channels": model.hidden_size // model.num_attention_heads,
-        "group_query_attention": False, "seq_length": model.max_position_embeddings,
-        "max_position_embeddings": model.max_position_embeddings, "position_embedding_type": "learned_absolute",
-        "normalization": "LayerNorm", "norm_epsilon": model.layernorm_epsilon,
-        "layernorm_epsilon": model.layernorm_epsilon, "add_bias_linear": True, "swiglu": False, "openai_gelu": False,
-        "bias_gelu_fusion": model.gelu == "tanh", "untie_embeddings_and_output_weights": False,
-        "hidden_dropout": model.hidden_dropout, "attention_dropout": model.attention_dropout,
-        "init_method_std": model.init_method_std, "tokenizer_type": "GPT2BPETokenizer",
+        "num_layers": model.num_layers,
+        "hidden_size": model.hidden_size,
+        "ffn_hidden_size": model.ffn_size,
+        "num_attention_heads": model.num_attention_heads,
+        "kv_channels": model.hidden_size // model.num_attention_heads,
+        "group_query_attention": False,
+        "seq_length": model.max_position_embeddings,
+        "max_position_embeddings": model.max_position_embeddings,
+        "position_embedding_type": "learned_absolute",
+        "normalization": "LayerNorm",
+        "norm_epsilon": model.layernorm_epsilon,
+        "layernorm_epsilon": model.layernorm_epsilon,
+        "add_bias_linear": True,
+        "swiglu": False,
+        "openai_gelu": False,
+        "bias_gelu_fusion": model.gelu == "tanh",
+        "untie_embeddings_and_output_weights": False,
+        "hidden_dropout": model.hidden_dropout,
+        "attention_dropout": model.attention_dropout,
+        "init_method_std": model.init_method_std,
+        "tokenizer_type": "GPT2BPETokenizer",
         "make_vocab_size_divisible_by": model.make_vocab_size_divisible_by // p,
         "padded_vocab_size": parameter_specs(model, p)["word_embeddings.weight"].padded_size,
-        "tensor_model_parallel_size": p, "pipeline_model_parallel_size": layout.pipeline,
+        "tensor_model_parallel_size": p,
+        "pipeline_model_parallel_size": layout.pipeline,
         "virtual_pipeline_model_parallel_size": chunks if chunks > 1 else None,
         "num_layers_per_virtual_pipeline_stage": layout.virtual_layers if chunks > 1 else None,
-        "params_dtype": source.tensors["model.word_embeddings.weight"].dtype, "iteration": source.iteration,
-        "consumed_train_samples": facts.get("consumed_samples") or 0}
+        "params_dtype": source.tensors["model.word_embeddings.weight"].dtype,
+        "iteration": source.iteration,
+        "consumed_train_samples": facts.get("consumed_samples") or 0,
+    }
     if format == "megatron-core":
         said |= {"decoder_first_pipeline_num_layers": layout.first, "decoder_last_pipeline_num_layers": layout.last}
     if format == "megatron-v3":
@@ -154,9 +187,11 @@ def padded_model(source: Source, p: int) -> ModelConfig:
     """The shape, with the padding of the vocabulary that Megatron takes: a multiple of the product, where ours is of
     both numbers."""
     model = check_facts(source)
-    require(model.num_attention_heads % p == 0 and model.ffn_size % p == 0,
-            f"{source.path}: --model-parallel-size {p} does not divide its {model.num_attention_heads} heads and MLP "
-            f"width of {model.ffn_size}")
+    require(
+        model.num_attention_heads % p == 0 and model.ffn_size % p == 0,
+        f"{source.path}: --model-parallel-size {p} does not divide its {model.num_attention_heads} heads and MLP "
+        f"width of {model.ffn_size}",
+    )
     return dataclasses.replace(model, make_vocab_size_divisible_by=model.make_vocab_size_divisible_by * p)
 
 
@@ -169,8 +204,9 @@ def on_disk(x: Tensor, folder: Path) -> Tensor:
     return mapped
 
 
-def _write(source: Source, out: str | Path, rank_file: Callable[[int, int, Path], dict[str, Any]],
-           layout: Layout) -> Path:
+def _write(
+    source: Source, out: str | Path, rank_file: Callable[[int, int, Path], dict[str, Any]], layout: Layout
+) -> Path:
     """All ranks' files and the tracker, or nothing. rank_file: what a file holds, by model-parallel rank, pipeline
     stage and a folder to work in."""
     with new_folder(out) as folder:

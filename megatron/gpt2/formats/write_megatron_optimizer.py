@@ -23,14 +23,22 @@ def optimizer_2019(source: Source, groups: Groups) -> dict[str, Any]:
     clean_steps = int(scaler.get("clean_steps", 0))
     return {
         "loss_scaler": {
-            "cur_scale": float(scaler["scale"]), "cur_iter": source.iteration,
-            "last_overflow_iter": source.iteration - clean_steps - 1, "scale_factor": 2.0,
-            "scale_window": config.loss_scale_window, "min_scale": config.min_loss_scale,
-            "delayed_shift": config.hysteresis, "consecutive_hysteresis": False,
-            "cur_hysteresis": int(scaler.get("hysteresis_left", config.hysteresis))},
-        "dynamic_loss_scale": "clean_steps" in scaler, "overflow": False, "first_closure_call_this_step": True,
+            "cur_scale": float(scaler["scale"]),
+            "cur_iter": source.iteration,
+            "last_overflow_iter": source.iteration - clean_steps - 1,
+            "scale_factor": 2.0,
+            "scale_window": config.loss_scale_window,
+            "min_scale": config.min_loss_scale,
+            "delayed_shift": config.hysteresis,
+            "consecutive_hysteresis": False,
+            "cur_hysteresis": int(scaler.get("hysteresis_left", config.hysteresis)),
+        },
+        "dynamic_loss_scale": "clean_steps" in scaler,
+        "overflow": False,
+        "first_closure_call_this_step": True,
         "optimizer_state_dict": _adam(source, groups),
-        "fp32_from_fp16": [[states["master"] for states in group] for group in groups]}
+        "fp32_from_fp16": [[states["master"] for states in group] for group in groups],
+    }
 
 
 def optimizer_later(source: Source, groups: Groups) -> dict[str, Any]:
@@ -38,8 +46,10 @@ def optimizer_later(source: Source, groups: Groups) -> dict[str, Any]:
     dtype = source.tensors["model.word_embeddings.weight"].dtype
     if dtype == torch.float32:
         return _adam(source, groups)
-    state = {"optimizer": _adam(source, groups),
-             "fp32_from_fp16_params": [[states["master"] for states in group] for group in groups]}
+    state = {
+        "optimizer": _adam(source, groups),
+        "fp32_from_fp16_params": [[states["master"] for states in group] for group in groups],
+    }
     return {**state, **grad_scaler(source)}
 
 
@@ -59,21 +69,38 @@ def _adam(source: Source, groups: Groups) -> dict[str, Any]:
     numbers = iter(range(sum(map(len, groups))))
     numbered = [[(next(numbers), states) for states in group] for group in groups]
     return {
-        "state": {number: {moment: states[moment] for moment in MOMENTS} for group in numbered
-                  for number, states in group},
-        "param_groups": [{"params": [number for number, _ in group], **said}
-                         for group, said in zip(numbered, param_groups(source), strict=True)]}
+        "state": {
+            number: {moment: states[moment] for moment in MOMENTS} for group in numbered for number, states in group
+        },
+        "param_groups": [
+            {"params": [number for number, _ in group], **said}
+            for group, said in zip(numbered, param_groups(source), strict=True)
+        ],
+    }
 
 
 def param_groups(source: Source) -> list[dict[str, Any]]:
     """Adam's numbers of the parameters that decay, and of those that do not. Since v2 Megatron multiplies the rate and
     the decay by a number of each group; Megatron Core knows the groups by these and by two names more."""
     config = optimizer_config(source)
-    return [{"weight_decay": config.weight_decay * decays, "lr": config.lr, "max_lr": config.lr,
-             "min_lr": config.min_lr, "betas": (config.adam_beta1, config.adam_beta2), "eps": config.adam_eps,
-             "bias_correction": True, "step": source.facts["optimizer"]["adam_steps"], "wd_mult": decays,
-             "lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False, "default_config": True}
-            for decays in (1.0, 0.0)]
+    return [
+        {
+            "weight_decay": config.weight_decay * decays,
+            "lr": config.lr,
+            "max_lr": config.lr,
+            "min_lr": config.min_lr,
+            "betas": (config.adam_beta1, config.adam_beta2),
+            "eps": config.adam_eps,
+            "bias_correction": True,
+            "step": source.facts["optimizer"]["adam_steps"],
+            "wd_mult": decays,
+            "lr_mult": 1.0,
+            "is_expert_parallel": False,
+            "is_decoupled_lr": False,
+            "default_config": True,
+        }
+        for decays in (1.0, 0.0)
+    ]
 
 
 def optimizer_config(source: Source) -> OptimizerConfig:
@@ -94,18 +121,37 @@ def schedule(source: Source, format: str, log: Callable[[str], None]) -> dict[st
             return None
         if style not in ("constant", "cosine-2019"):
             log(f"the {style} schedule travels by its name and numbers: 2019's formula is close to today's, not equal")
-        return {"start_lr": config.lr, "warmup_iter": warmup, "num_iters": done,
-                "decay_style": style.removesuffix("-2019"), "end_iter": end, "min_lr": config.min_lr}
+        return {
+            "start_lr": config.lr,
+            "warmup_iter": warmup,
+            "num_iters": done,
+            "decay_style": style.removesuffix("-2019"),
+            "end_iter": end,
+            "min_lr": config.min_lr,
+        }
     if style not in ("linear", "cosine", "constant") or not batch:
-        log(f"left out: the schedule: {format} has no {style}" if batch else
-            "left out: the schedule: the source does not say its global batch size")
+        log(
+            f"left out: the schedule: {format} has no {style}"
+            if batch
+            else "left out: the schedule: the source does not say its global batch size"
+        )
         return None
     train = facts["config"].get("train", {})
     grows = train.get("rampup_batch_size") or train.get("step_batch_size_schedule")
-    said: dict[str, Any] = {"max_lr": config.lr, "min_lr": config.min_lr,
-                            "num_steps": facts["consumed_samples"] if grows else done * batch}
+    said: dict[str, Any] = {
+        "max_lr": config.lr,
+        "min_lr": config.min_lr,
+        "num_steps": facts["consumed_samples"] if grows else done * batch,
+    }
     if format == "megatron-v2":
         return {**said, "warmup_steps": warmup * batch, "decay_style": style, "decay_steps": round(end * batch)}
-    return {**said, "lr_warmup_steps": warmup * batch, "lr_decay_style": style, "lr_decay_steps": round(end * batch),
-            "start_wd": config.weight_decay, "end_wd": config.weight_decay, "wd_incr_style": "constant",
-            "wd_incr_steps": round((length or end) * batch)}
+    return {
+        **said,
+        "lr_warmup_steps": warmup * batch,
+        "lr_decay_style": style,
+        "lr_decay_steps": round(end * batch),
+        "start_wd": config.weight_decay,
+        "end_wd": config.weight_decay,
+        "wd_incr_style": "constant",
+        "wd_incr_steps": round((length or end) * batch),
+    }

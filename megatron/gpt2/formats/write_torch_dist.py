@@ -27,11 +27,18 @@ from megatron.gpt2.optimizer.optimizer import MOMENTS
 
 FORM = "fully_reshardable"
 # Transformer Engine's names, which Megatron Core's other layers take in this format too.
-FUSED = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_", "pre_mlp_layernorm.":
-         "mlp.linear_fc1.layer_norm_"}
+FUSED = {
+    "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
+    "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+}
 # Modules whose state of FP8 the loader looks for, of each layer; it is none.
-WITH_EXTRA_STATE = ("self_attention.linear_proj", "self_attention.linear_qkv", "self_attention.core_attention",
-                    "mlp.linear_fc1", "mlp.linear_fc2")
+WITH_EXTRA_STATE = (
+    "self_attention.linear_proj",
+    "self_attention.linear_qkv",
+    "self_attention.core_attention",
+    "mlp.linear_fc1",
+    "mlp.linear_fc2",
+)
 LAYERS = "decoder.layers."
 
 
@@ -49,16 +56,22 @@ def write_torch_dist(source: Source, out: str | Path, layout: Layout, *, log: Ca
     torch.save([None], none)
     prefixes = {"model": ""}
     top: dict[str, Any] = {
-        "args": arguments(source, model, layout, "megatron-core"), "checkpoint_version": 3.0,
-        "iteration": source.iteration, TRUE_VOCABULARY: source.facts["vocab_size"],
-        "content_metadata": {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}}
+        "args": arguments(source, model, layout, "megatron-core"),
+        "checkpoint_version": 3.0,
+        "iteration": source.iteration,
+        TRUE_VOCABULARY: source.facts["vocab_size"],
+        "content_metadata": {"singleton_local_shards": False, "chained_optim_avoid_prefix": True},
+    }
     if has_optimizer(source):
         prefixes |= {kind: f"optimizer.state.{'param' if kind == 'master' else kind}." for kind in MASTERS}
         top["args"].use_distributed_optimizer = True
         top["content_metadata"]["distrib_optim_sharding_type"] = FORM
         top["opt_param_scheduler"] = schedule(source, "megatron-v3", log)
-        top["optimizer"] = {"optimizer": {"param_groups": param_groups(source)}, "param_state_sharding_type": FORM,
-                            **grad_scaler(source)}
+        top["optimizer"] = {
+            "optimizer": {"param_groups": param_groups(source)},
+            "param_state_sharding_type": FORM,
+            **grad_scaler(source),
+        }
     with new_folder(out) as folder:
         path = folder / f"iter_{source.iteration:07d}"
         path.mkdir()
@@ -79,14 +92,28 @@ def write_torch_dist(source: Source, out: str | Path, layout: Layout, *, log: Ca
             (path / "tensor").unlink()
             return mapped.view(shape)
 
-        state: dict[str, Any] = {prefix + theirs: stacked(kind, theirs, names) for kind, prefix in prefixes.items()
-                                 for theirs, names in stacks.items()}
-        state |= {f"{LAYERS}{module}._extra_state/shard_{layer}_{model.num_layers}": io.BytesIO(none.getvalue())
-                  for module in WITH_EXTRA_STATE for layer in range(model.num_layers)}
+        state: dict[str, Any] = {
+            prefix + theirs: stacked(kind, theirs, names)
+            for kind, prefix in prefixes.items()
+            for theirs, names in stacks.items()
+        }
+        state |= {
+            f"{LAYERS}{module}._extra_state/shard_{layer}_{model.num_layers}": io.BytesIO(none.getvalue())
+            for module in WITH_EXTRA_STATE
+            for layer in range(model.num_layers)
+        }
         save_folder(path, state)
         torch.save(top, path / COMMON)
-        (path / CONFIG).write_text(json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1,
-                                               "common_backend": "torch", "common_backend_version": 1}))
+        (path / CONFIG).write_text(
+            json.dumps(
+                {
+                    "sharded_backend": "torch_dist",
+                    "sharded_backend_version": 1,
+                    "common_backend": "torch",
+                    "common_backend_version": 1,
+                }
+            )
+        )
         (folder / TRACKER).write_text(f"{source.iteration}")
     return Path(out) / path.name
 

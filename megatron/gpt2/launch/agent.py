@@ -70,8 +70,13 @@ def keep_running(start: Callable[[int], Round], max_restarts: int, host: str, ke
         ended = start(attempt)
         for rank, code in ended.codes.items():
             if incidents and ended.code not in (0, REFUSED):
-                incidents.note("rank ended", how_it_ended(rank, code), rank=rank, first=rank == ended.first,
-                               **({"exit_code": code} if code >= 0 else {"signal": signal_name(-code)}))
+                incidents.note(
+                    "rank ended",
+                    how_it_ended(rank, code),
+                    rank=rank,
+                    first=rank == ended.first,
+                    **({"exit_code": code} if code >= 0 else {"signal": signal_name(-code)}),
+                )
         if ended.first is None or ended.code in FINAL:
             return ended.code
         if ended.code == AGAIN and not ended.stopped:
@@ -89,8 +94,10 @@ def keep_running(start: Callable[[int], Round], max_restarts: int, host: str, ke
             incidents.iteration = kept.reached(began)
             reached.append(incidents.iteration)
             if reached[-LOOP:] == [reached[-1]] * LOOP:
-                line = (f"crash loop: {why}; the ranks have failed at iteration {reached[-1]} {LOOP} times in a row; "
-                        f"{how_to_call('post_mortem')} {kept.folder} says what failed first")
+                line = (
+                    f"crash loop: {why}; the ranks have failed at iteration {reached[-1]} {LOOP} times in a row; "
+                    f"{how_to_call('post_mortem')} {kept.folder} says what failed first"
+                )
                 incidents.note("crash loop", line)
                 say(line)
                 return 1

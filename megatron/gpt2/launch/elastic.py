@@ -41,7 +41,7 @@ def seats(hosts: Mapping[int, str], server: int, usable: Usable) -> list[int]:
     is rank 0, and those of its machine come next.
     """
     host = hosts.get(server)
-    return sorted(hosts, key=lambda rank: (rank != server, hosts[rank] != host, rank))[:usable(len(hosts))]
+    return sorted(hosts, key=lambda rank: (rank != server, hosts[rank] != host, rank))[: usable(len(hosts))]
 
 
 def stand_by(store: Store, rank: int, host: str, who: str) -> int:

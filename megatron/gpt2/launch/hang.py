@@ -54,12 +54,12 @@ class Place:
 
     @property
     def waiting(self) -> str:
-        """"all_reduce (mpu/mappings.py:61, called at mpu/layers.py:210)"."""
+        """ "all_reduce (mpu/mappings.py:61, called at mpu/layers.py:210)"."""
         return f"{self.waits} ({', called at '.join(self.lines[:2])})"
 
     @property
     def here(self) -> str:
-        """"data_utils/samplers.py:88 (next_batch)"."""
+        """ "data_utils/samplers.py:88 (next_batch)"."""
         return f"{self.lines[0]} ({self.function})" if self.lines else self.stack[-1]
 
 
@@ -86,8 +86,7 @@ def place_of(frames: Sequence[tuple[FrameType, int]], *, has_failed: bool = Fals
 
 
 def place_of_main_thread() -> Place:
-    """Seen from another thread. On a GPU a thread of autograd, which Python has not started, may run backward for it.
-    """
+    """Seen from another thread. On a GPU a thread of autograd, which Python has not started, may run backward for it."""
     frames, main = sys._current_frames(), threading.main_thread().ident
     known = {thread.ident for thread in threading.enumerate()}
     found = list(traceback.walk_stack(frames[main] if main is not None else None))[::-1]
@@ -156,8 +155,9 @@ class Hang:
         if not self._has_written.acquire(blocking=False):
             return False
         store.set(f"place/{self._ranks.rank}", json.dumps(asdict(place)))
-        self._incidents.note("hang", f"waits in {place.waiting}" if place.waits else f"is at {place.here}",
-                             stack=place.stack)
+        self._incidents.note(
+            "hang", f"waits in {place.waiting}" if place.waits else f"is at {place.here}", stack=place.stack
+        )
         return True
 
     def _end(self, store: Store) -> None:
@@ -173,11 +173,14 @@ class Hang:
         places, gone = self._collect(store)
         if store.add(f"told/{host}", 1) == 1:
             first = int(store.get("hang"))
-            line = (f"{words(places, gone, self._hosts, first, self._seconds)}: the run ends here; the same command "
-                    "continues from the last checkpoint")
+            line = (
+                f"{words(places, gone, self._hosts, first, self._seconds)}: the run ends here; the same command "
+                "continues from the last checkpoint"
+            )
             print(f"error ({host}): {line}", file=sys.stderr, flush=True)
-            self._incidents.note("hang", line, ranks=[*gone, *(r for r, place in places.items() if not place.waits)],
-                                 found_by=rank)
+            self._incidents.note(
+                "hang", line, ranks=[*gone, *(r for r, place in places.items() if not place.waits)], found_by=rank
+            )
         return len(gone)
 
     def _collect(self, store: Store) -> tuple[dict[int, Place], dict[int, float | None]]:
@@ -189,17 +192,20 @@ class Hang:
                 for rank in self._hosts.keys() - places.keys():
                     if store.check([key := f"place/{rank}"]):
                         found = json.loads(store.get(key))
-                        places[rank] = Place(found["waits"], tuple(found["lines"]), found["function"],
-                                             tuple(found["stack"]))
+                        places[rank] = Place(
+                            found["waits"], tuple(found["lines"]), found["function"], tuple(found["stack"])
+                        )
                 missing = self._hosts.keys() - places.keys()
                 if missing <= set(heartbeat.silent(PATIENCE)) or time.monotonic() > end:
-                    return places, {rank: None if heartbeat.has_left(rank) else heartbeat.silence(rank)
-                                    for rank in sorted(missing)}
+                    return places, {
+                        rank: None if heartbeat.has_left(rank) else heartbeat.silence(rank) for rank in sorted(missing)
+                    }
                 time.sleep(POLL)
 
 
-def words(places: Mapping[int, Place], gone: Mapping[int, float | None], hosts: Mapping[int, str], first: int,
-          seconds: float) -> str:
+def words(
+    places: Mapping[int, Place], gone: Mapping[int, float | None], hosts: Mapping[int, str], first: int, seconds: float
+) -> str:
     """Who waits where, for whom. first: the rank whose collective timed out first, after so many seconds."""
     waiting: dict[str, list[int]] = {}
     for rank, place in sorted(places.items(), key=lambda item: (item[0] != first, item[0])):
@@ -207,13 +213,19 @@ def words(places: Mapping[int, Place], gone: Mapping[int, float | None], hosts: 
             waiting.setdefault(place.waiting, []).append(rank)
     elsewhere = [rank for rank, place in places.items() if not place.waits]
     where = next(iter(waiting), "the end of the step")
-    wait = [f"where {named(ranks, hosts)} wait{'s' * (len(ranks) == 1)}" if at == where else
-            f"{named(ranks, hosts)} wait{'s' * (len(ranks) == 1)} in {at}" for at, ranks in waiting.items()]
+    wait = [
+        f"where {named(ranks, hosts)} wait{'s' * (len(ranks) == 1)}"
+        if at == where
+        else f"{named(ranks, hosts)} wait{'s' * (len(ranks) == 1)} in {at}"
+        for at, ranks in waiting.items()
+    ]
     late = [*gone, *elsewhere]
     if not late:
         places_apart = " and ".join(f"{named(ranks, hosts)} in {where}" for where, ranks in waiting.items())
-        return (f"a collective took longer than {seconds:g} s (--distributed-timeout-minutes), and every rank waits in "
-                f"one, {places_apart}: the network is slow, or the ranks run different programs")
+        return (
+            f"a collective took longer than {seconds:g} s (--distributed-timeout-minutes), and every rank waits in "
+            f"one, {places_apart}: the network is slow, or the ranks run different programs"
+        )
     facts = [gone_words(gone, hosts)] if gone else []
     facts += [f"{named([rank], {})} is at {places[rank].here}" for rank in sorted(elsewhere)]
     missing = f"did not come to {', '.join([f'{where} within {seconds:g} s', *wait])}"

@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterable, Iterator
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-BEAT = 1.0       # seconds between two signs
-PATIENCE = 3.0   # seconds without one after which, where something has failed, a rank is gone
-SILENCE = 30.0   # seconds without one that are worth a warning where nothing has failed yet
-LOST = 25.0      # seconds without one after which a run ends whose collectives would not notice
+BEAT = 1.0  # seconds between two signs
+PATIENCE = 3.0  # seconds without one after which, where something has failed, a rank is gone
+SILENCE = 30.0  # seconds without one that are worth a warning where nothing has failed yet
+LOST = 25.0  # seconds without one after which a run ends whose collectives would not notice
 LEFT = b"left"
 
 
@@ -30,14 +30,21 @@ class Heartbeat(threading.Thread):
     that hangs on a GPU is that NCCL's watchdog ends the process.
     """
 
-    def __init__(self, store: Store, rank: int, world_size: int, *, watched: Iterable[int],
-                 warn: Callable[[list[int]], None] | None) -> None:
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        world_size: int,
+        *,
+        watched: Iterable[int],
+        warn: Callable[[list[int]], None] | None,
+    ) -> None:
         super().__init__(name="heartbeat", daemon=True)
         self.store, self._mine, self._warn = store, f"beat/{rank}", warn
         self._watched, self._all = tuple(watched), tuple(range(world_size))
         self._beats = 0
         self._heard: dict[int, tuple[bytes, float]] = {}  # the last beat of each rank, and when it was new
-        self._looked = -math.inf     # when this process looked last
+        self._looked = -math.inf  # when this process looked last
         self._unanswered = math.inf  # since when the store owes an answer
         self._warned: set[int] = set()
         self._stopped, self._watches_all = threading.Event(), threading.Event()
@@ -71,8 +78,10 @@ class Heartbeat(threading.Thread):
 
     def _hear(self, beats: dict[int, bytes]) -> None:
         now, before = time.monotonic(), self._heard
-        self._heard = {rank: before[rank] if rank in before and before[rank][0] == beat else (beat, now)
-                       for rank, beat in beats.items()}
+        self._heard = {
+            rank: before[rank] if rank in before and before[rank][0] == beat else (beat, now)
+            for rank, beat in beats.items()
+        }
         self._looked = now
         if self._warn is None:
             return

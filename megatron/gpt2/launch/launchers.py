@@ -27,8 +27,10 @@ from megatron.gpt2.launch.ranks import Ranks
 FIRST_SPECIAL_STEP = 0xFFFFFFF0
 DEFAULT_PORT = "29500"  # torchrun's
 # Rank, ranks, and the same on this machine: of Open MPI, and of MPICH, Intel MPI and what else speaks PMI.
-MPI = (tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
-       ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"))
+MPI = (
+    tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+)
 # What names an allocation, and what starts ranks in it.
 ALLOCATIONS = (("SLURM_JOB_ID", "srun"), ("PBS_JOBID", "mpirun"), ("LSB_JOBID", "mpirun"))
 
@@ -40,16 +42,16 @@ class Launch:
     rank: int = 0
     world_size: int = 1
     local: tuple[int, int] | None = None  # rank on this machine, ranks on it; None where it shows when they meet
-    where: str = ""                       # the meeting place, as --init-method spells it
-    served: bool = False                  # by the launcher, and not by rank 0
-    host: str = ""                        # this machine's name
-    hosts: tuple[str, ...] = ()           # of each rank, where the launcher gives them
+    where: str = ""  # the meeting place, as --init-method spells it
+    served: bool = False  # by the launcher, and not by rank 0
+    host: str = ""  # this machine's name
+    hosts: tuple[str, ...] = ()  # of each rank, where the launcher gives them
     timeout: float = LaunchConfig.init_timeout
-    starts: int = 0                       # ranks that this process is to start, from `rank` on
-    max_restarts: int = 0                 # how often it starts them again
-    elastic: bool = False                 # go on with the ranks that come
-    attempt: int = 0                      # how often this rank's launcher has started its ranks again
-    notice: str = ""                      # a line for the user
+    starts: int = 0  # ranks that this process is to start, from `rank` on
+    max_restarts: int = 0  # how often it starts them again
+    elastic: bool = False  # go on with the ranks that come
+    attempt: int = 0  # how often this rank's launcher has started its ranks again
+    notice: str = ""  # a line for the user
 
     def __post_init__(self) -> None:
         self.ranks()  # raises where the numbers cannot be
@@ -70,8 +72,11 @@ def read_launch(argv: Sequence[str], environ: Mapping[str, str] = os.environ) ->
     said = next(filter(None, (reads(flags, environ) for reads in (_by_hand, _torchrun, _mpi, _slurm))), None)
     started = _started_here(flags, environ)
     if started and said:
-        require(said.world_size == 1, "--nproc-per-node starts the ranks itself, but a launcher has started this "
-                f"process as one of {said.world_size} already: leave out the one or the other")
+        require(
+            said.world_size == 1,
+            "--nproc-per-node starts the ranks itself, but a launcher has started this "
+            f"process as one of {said.world_size} already: leave out the one or the other",
+        )
     found = started or said or Launch()
     found = replace(found, where=flags.init_method or found.where)
     if found.world_size > max(found.starts, 1):  # others are elsewhere
@@ -80,8 +85,7 @@ def read_launch(argv: Sequence[str], environ: Mapping[str, str] = os.environ) ->
         require(flags.init_method is None, "--init-method needs --rank and --world-size, or a launcher that knows them")
         found = replace(found, notice=_notice(environ))
     host = environ.get("SLURMD_NODENAME") or socket.gethostname()
-    return replace(found, host=host, timeout=flags.init_timeout, elastic=flags.elastic,
-                   attempt=attempt(environ)), words
+    return replace(found, host=host, timeout=flags.init_timeout, elastic=flags.elastic, attempt=attempt(environ)), words
 
 
 def _started_here(flags: LaunchConfig, environ: Mapping[str, str]) -> Launch | None:
@@ -92,8 +96,14 @@ def _started_here(flags: LaunchConfig, environ: Mapping[str, str]) -> Launch | N
     starts = here if here > 1 or flags.max_restarts or flags.elastic else 0
     if here * flags.nnodes == 1 and not starts:
         return None
-    return Launch(flags.node_rank * here, flags.nnodes * here, (0, here), starts=starts,
-                  max_restarts=flags.max_restarts, where=_place(environ, "", DEFAULT_PORT) if flags.nnodes > 1 else "")
+    return Launch(
+        flags.node_rank * here,
+        flags.nnodes * here,
+        (0, here),
+        starts=starts,
+        max_restarts=flags.max_restarts,
+        where=_place(environ, "", DEFAULT_PORT) if flags.nnodes > 1 else "",
+    )
 
 
 def _by_hand(flags: LaunchConfig, environ: Mapping[str, str]) -> Launch | None:
@@ -105,9 +115,13 @@ def _by_hand(flags: LaunchConfig, environ: Mapping[str, str]) -> Launch | None:
 def _torchrun(flags: LaunchConfig, environ: Mapping[str, str]) -> Launch | None:
     if not {"RANK", "WORLD_SIZE"} <= environ.keys():
         return None
-    return Launch(_number(environ, "RANK"), _number(environ, "WORLD_SIZE"),
-                  _pair(environ, "LOCAL_RANK", "LOCAL_WORLD_SIZE"), _place(environ, "", ""),
-                  served=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True")
+    return Launch(
+        _number(environ, "RANK"),
+        _number(environ, "WORLD_SIZE"),
+        _pair(environ, "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+        _place(environ, "", ""),
+        served=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+    )
 
 
 def _mpi(flags: LaunchConfig, environ: Mapping[str, str]) -> Launch | None:
@@ -124,18 +138,25 @@ def _slurm(flags: LaunchConfig, environ: Mapping[str, str]) -> Launch | None:
     if not in_slurm_step(environ):
         return None
     hosts, counts = _slurm_hosts(environ), _slurm_counts(environ)
-    sizes = (_number(environ, name) for name in ("SLURM_NTASKS", "SLURM_STEP_NUM_TASKS", "SLURM_NPROCS")
-             if name in environ)
+    sizes = (
+        _number(environ, name) for name in ("SLURM_NTASKS", "SLURM_STEP_NUM_TASKS", "SLURM_NPROCS") if name in environ
+    )
     world = next(sizes, sum(counts))
-    require(world > 0, "srun started this process, but neither SLURM_NTASKS nor SLURM_STEP_TASKS_PER_NODE gives the "
-                       "number of tasks")
+    require(
+        world > 0,
+        "srun started this process, but neither SLURM_NTASKS nor SLURM_STEP_TASKS_PER_NODE gives the number of tasks",
+    )
     node = int(environ.get("SLURM_NODEID", 0))
     known = sum(counts) == world and node < len(counts)
     here = counts[node] if known else -(-world // max(1, len(hosts)))
     of_ranks = [host for host, count in zip(hosts, counts, strict=False) for _ in range(count)]
-    return Launch(_number(environ, "SLURM_PROCID"), world, (_number(environ, "SLURM_LOCALID"), here),
-                  _place(environ, next(iter(hosts), ""), _job_port(environ)),
-                  hosts=tuple(of_ranks) if len(of_ranks) == world else ())
+    return Launch(
+        _number(environ, "SLURM_PROCID"),
+        world,
+        (_number(environ, "SLURM_LOCALID"), here),
+        _place(environ, next(iter(hosts), ""), _job_port(environ)),
+        hosts=tuple(of_ranks) if len(of_ranks) == world else (),
+    )
 
 
 def attempt(environ: Mapping[str, str] = os.environ) -> int:
@@ -160,8 +181,10 @@ def in_slurm_step(environ: Mapping[str, str]) -> bool:
 def _notice(environ: Mapping[str, str]) -> str:
     for name, starter in ALLOCATIONS:
         if name in environ:
-            return (f"notice: this process runs alone: it is inside the allocation {name}={environ[name]}, but not "
-                    f"started by {starter}, torchrun or --nproc-per-node")
+            return (
+                f"notice: this process runs alone: it is inside the allocation {name}={environ[name]}, but not "
+                f"started by {starter}, torchrun or --nproc-per-node"
+            )
     return ""
 
 
@@ -188,17 +211,26 @@ def host_port(host: str, port: object) -> str:
 
 def _check_place(launch: Launch) -> None:
     """ValueError unless `launch` says where its ranks meet, in a form that can be read."""
-    require(launch.where != "", f"nothing says where the {launch.world_size} ranks meet: set MASTER_ADDR (the host of "
-            "rank 0) and MASTER_PORT for each, or give --init-method tcp://HOST:PORT or file:///PATH; torchrun and "
-            "srun set them by themselves")
+    require(
+        launch.where != "",
+        f"nothing says where the {launch.world_size} ranks meet: set MASTER_ADDR (the host of "
+        "rank 0) and MASTER_PORT for each, or give --init-method tcp://HOST:PORT or file:///PATH; torchrun and "
+        "srun set them by themselves",
+    )
     try:
         place = urlsplit(launch.where)
-        good = place.hostname and place.port if place.scheme == "tcp" else (
-            place.scheme == "file" and not place.netloc and place.path)
+        good = (
+            place.hostname and place.port
+            if place.scheme == "tcp"
+            else (place.scheme == "file" and not place.netloc and place.path)
+        )
     except ValueError:  # a port that is none, or half a bracket
         good = False
-    require(bool(good), f"the ranks cannot meet at {launch.where}: tcp://HOST:PORT of rank 0 (tcp://[ADDRESS]:PORT for "
-            "IPv6) or file:///PATH would do")
+    require(
+        bool(good),
+        f"the ranks cannot meet at {launch.where}: tcp://HOST:PORT of rank 0 (tcp://[ADDRESS]:PORT for "
+        "IPv6) or file:///PATH would do",
+    )
 
 
 def _job_port(environ: Mapping[str, str]) -> str:
@@ -219,8 +251,9 @@ def _job_port(environ: Mapping[str, str]) -> str:
 def _slurm_counts(environ: Mapping[str, str]) -> list[int]:
     """Tasks of each node, from a list such as "4(x2),3": two nodes of 4 and one of 3."""
     counts: list[int] = []
-    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?",
-                                   environ.get("SLURM_STEP_TASKS_PER_NODE", environ.get("SLURM_TASKS_PER_NODE", ""))):
+    for count, times in re.findall(
+        r"(\d+)(?:\(x(\d+)\))?", environ.get("SLURM_STEP_TASKS_PER_NODE", environ.get("SLURM_TASKS_PER_NODE", ""))
+    ):
         counts += [int(count)] * int(times or 1)
     return counts
 

@@ -15,7 +15,7 @@ from megatron.gpt2.launch.elastic import MORE_RANKS, Newcomers
 from megatron.gpt2.launch.heartbeat import BEAT, PATIENCE, SILENCE, Heartbeat
 from megatron.gpt2.records.incidents import Incidents
 
-POLL = 0.05     # seconds between two looks into the store
+POLL = 0.05  # seconds between two looks into the store
 FAREWELL = 5.0  # seconds that the server of the store waits for the others to leave it
 
 
@@ -87,16 +87,20 @@ class Meeting:
             end = time.monotonic() + PATIENCE + BEAT
             while time.monotonic() < end and heartbeat.published is None and not heartbeat.silent(PATIENCE + BEAT):
                 time.sleep(POLL)
-            gone = {rank: None if heartbeat.has_left(rank) else heartbeat.silence(rank)
-                    for rank in heartbeat.silent(PATIENCE)}
+            gone = {
+                rank: None if heartbeat.has_left(rank) else heartbeat.silence(rank)
+                for rank in heartbeat.silent(PATIENCE)
+            }
         published = heartbeat.published
         if published is None and gone and heartbeat.is_answered(PATIENCE):
             published = self.store.compare_set("lost", "", json.dumps(gone)).decode()
         if published is None:
             return gone
         # Another machine may have heard a rank later than this one did.
-        return {int(rank): seconds if seconds is None else max(seconds, heartbeat.silence(int(rank)))
-                for rank, seconds in json.loads(published).items()}
+        return {
+            int(rank): seconds if seconds is None else max(seconds, heartbeat.silence(int(rank)))
+            for rank, seconds in json.loads(published).items()
+        }
 
     def leave(self, gone: int = 0) -> None:
         """Leave the store. Whoever serves it waits for the others, but for the `gone` ones, or for FAREWELL seconds."""
@@ -121,9 +125,11 @@ class Ranks:
     incidents: Incidents | None = field(default=None, compare=False, repr=False)  # of a program that trains
 
     def __post_init__(self) -> None:
-        require(0 <= self.rank < self.world_size and 0 <= self.local_rank < self.local_world_size <= self.world_size,
-                f"the launcher's variables contradict each other: rank {self.rank} of {self.world_size}, "
-                f"local rank {self.local_rank} of {self.local_world_size}")
+        require(
+            0 <= self.rank < self.world_size and 0 <= self.local_rank < self.local_world_size <= self.world_size,
+            f"the launcher's variables contradict each other: rank {self.rank} of {self.world_size}, "
+            f"local rank {self.local_rank} of {self.local_world_size}",
+        )
 
     def note(self, kind: str, text: str = "", **details: Any) -> None:
         """Note an incident of this rank, if it keeps them, as `Incidents.note` does."""
@@ -171,7 +177,9 @@ def named(ranks: Iterable[int], hosts: Mapping[int, str]) -> str:
             runs[-1] = runs[-1][0], rank, host
         else:
             runs.append((rank, rank, host))
-    words = [(f"{first}-{last}" if first < last else f"{first}") + (f" ({host})" if host else "")
-             for first, last, host in runs]
+    words = [
+        (f"{first}-{last}" if first < last else f"{first}") + (f" ({host})" if host else "")
+        for first, last, host in runs
+    ]
     several = len(runs) > 1 or runs[0][0] < runs[0][1]
     return f"rank{'s' * several} " + " and ".join(filter(None, (", ".join(words[:-1]), words[-1])))

@@ -57,8 +57,9 @@ def meet(launch: Launch, usable: Usable | None = None) -> Ranks:
         with contextlib.suppress(EarlierRound):
             return _meet(launch, deadline, usable)
         time.sleep(POLL)
-    raise MissingRanks(f"the ranks of the round before have not left {launch.where} within {launch.timeout:g} s "
-                       "(--init-timeout)")
+    raise MissingRanks(
+        f"the ranks of the round before have not left {launch.where} within {launch.timeout:g} s (--init-timeout)"
+    )
 
 
 def _meet(launch: Launch, deadline: float, usable: Usable | None) -> Ranks:
@@ -75,8 +76,11 @@ def _meet(launch: Launch, deadline: float, usable: Usable | None) -> Ranks:
                 time.sleep(POLL)  # until the store is gone
             who = Peer(launch.host, address_towards(tcp.host)).as_text()
             # A run that is under way has its verdict.
-            numbers = [] if may_be_earlier and store.check(["verdict"]) else _come(
-                store, launch, who, deadline, usable, serves=server is not None)
+            numbers = (
+                []
+                if may_be_earlier and store.check(["verdict"])
+                else _come(store, launch, who, deadline, usable, serves=server is not None)
+            )
             if launch.rank not in numbers:
                 code = stand_by(store, launch.rank, launch.host, who)
                 if code == AGAIN and not launch.served:
@@ -98,16 +102,16 @@ def _meet(launch: Launch, deadline: float, usable: Usable | None) -> Ranks:
 
     first = local[0] == 0
     newcomers = Newcomers(launch.world_size, world_size, usable) if usable and rank == 0 else None
-    heartbeat = Heartbeat(own_connection, rank, world_size, warn=warn if first else None,
-                          watched=range(world_size) if first else together)
+    heartbeat = Heartbeat(
+        own_connection, rank, world_size, warn=warn if first else None, watched=range(world_size) if first else together
+    )
     if newcomers is not None:
         heartbeat.at_each_beat.append(newcomers.look)
     meeting = Meeting(store, server, peers, heartbeat, newcomers)
     return Ranks(rank, world_size, *local, meeting=meeting)
 
 
-def _come(store: Store, launch: Launch, who: str, deadline: float, usable: Usable | None, *,
-          serves: bool) -> list[int]:
+def _come(store: Store, launch: Launch, who: str, deadline: float, usable: Usable | None, *, serves: bool) -> list[int]:
     """Enter this rank into the store, and wait for the verdict that all ranks share: those that take part, in the order
     of their numbers in the run.
 
@@ -118,8 +122,10 @@ def _come(store: Store, launch: Launch, who: str, deadline: float, usable: Usabl
     store.add("here", 1)
     world_of_first = int(store.compare_set("world", "", str(world)))
     if world_of_first != world:
-        problem = (f"rank {rank} ({launch.host}) is one of {world}, and the first that came one of {world_of_first}: "
-                   "each needs the same world size")
+        problem = (
+            f"rank {rank} ({launch.host}) is one of {world}, and the first that came one of {world_of_first}: "
+            "each needs the same world size"
+        )
     elif store.add(f"came/{rank}", 1) > 1:
         if usable is not None:
             raise EarlierRound  # what came as this rank before may have died since
@@ -148,8 +154,11 @@ def _come(store: Store, launch: Launch, who: str, deadline: float, usable: Usabl
 
 def _hosts(store: Store, launch: Launch) -> dict[int, str]:
     """The machines of those that have come, by the numbers that their launchers gave them."""
-    return {rank: json.loads(store.get(key))["host"] for rank, key in enumerate(keys("who", launch.world_size))
-            if store.check([key])}
+    return {
+        rank: json.loads(store.get(key))["host"]
+        for rank, key in enumerate(keys("who", launch.world_size))
+        if store.check([key])
+    }
 
 
 def _seated(store: Store, launch: Launch, usable: Usable) -> str:
@@ -165,8 +174,10 @@ def _missing(store: Store, launch: Launch) -> str:
     # Slurm's list goes by blocks of ranks, unless it was told otherwise.
     fits = launch.hosts and all(launch.hosts[rank] == host for rank, host in hosts.items())
     of_gone: Mapping[int, str] = dict(enumerate(launch.hosts)) if fits else {}
-    return (f"{named(gone, of_gone)} of {launch.world_size} did not come within {launch.timeout:g} s "
-            f"(--init-timeout); {named(hosts, hosts)} did")
+    return (
+        f"{named(gone, of_gone)} of {launch.world_size} did not come within {launch.timeout:g} s "
+        f"(--init-timeout); {named(hosts, hosts)} did"
+    )
 
 
 def initialize_distributed(ranks: Ranks, backend: str, device: torch.device, timeout_minutes: float) -> None:
@@ -182,14 +193,22 @@ def initialize_distributed(ranks: Ranks, backend: str, device: torch.device, tim
     devices = meeting.gather("device", ranks.rank, _describe(device))
     together = [rank for rank, place in meeting.hosts.items() if place == host]
     if ranks.local_rank == 0:
-        print(node_line(host, together, ranks.world_size, [devices[rank] for rank in together]), flush=True,
-              file=sys.stderr)
+        print(
+            node_line(host, together, ranks.world_size, [devices[rank] for rank in together]),
+            flush=True,
+            file=sys.stderr,
+        )
     use_interface(ranks)
     timeout = timedelta(minutes=timeout_minutes)
     meeting.store.set_timeout(timeout)
-    dist.init_process_group(backend, store=PrefixStore("group", meeting.store), rank=ranks.rank,
-                            world_size=ranks.world_size, timeout=timeout,
-                            device_id=device if backend == "nccl" else None)
+    dist.init_process_group(
+        backend,
+        store=PrefixStore("group", meeting.store),
+        rank=ranks.rank,
+        world_size=ranks.world_size,
+        timeout=timeout,
+        device_id=device if backend == "nccl" else None,
+    )
     if backend == "nccl":
         threading.Thread(target=end_with_lost_rank, args=(ranks,), name="lost ranks", daemon=True).start()
 
@@ -237,8 +256,11 @@ def name_lost(ranks: Ranks) -> bool:
     ranks.note("lost", gone_words(gone, hosts), ranks=sorted(gone), silences={str(rank): gone[rank] for rank in gone})
     left = [rank for rank, host in hosts.items() if host == hosts[ranks.rank] and rank not in gone]
     if left[:1] == [ranks.rank]:
-        print(f"error ({hosts[ranks.rank]}): {gone_words(gone, hosts)}: the run ends here; the same command continues "
-              "from the last checkpoint", file=sys.stderr)
+        print(
+            f"error ({hosts[ranks.rank]}): {gone_words(gone, hosts)}: the run ends here; the same command continues "
+            "from the last checkpoint",
+            file=sys.stderr,
+        )
     ranks.leave(len(gone))
     return True
 
@@ -267,8 +289,9 @@ def temporary_group(ranks: Ranks) -> Iterator[ProcessGroup]:
     """Inside, a process group of all ranks on the host, before the one of the run is made."""
     assert ranks.meeting is not None and dist.group.WORLD is None
     use_interface(ranks)
-    dist.init_process_group("gloo", store=PrefixStore("temporary group", ranks.meeting.store), rank=ranks.rank,
-                            world_size=ranks.world_size)
+    dist.init_process_group(
+        "gloo", store=PrefixStore("temporary group", ranks.meeting.store), rank=ranks.rank, world_size=ranks.world_size
+    )
     try:
         assert dist.group.WORLD is not None
         yield dist.group.WORLD

@@ -73,8 +73,9 @@ class StopSignal:
                     after = f" after {echo:g} s or more" if echo else ""
                     self._print(f"{name}: the step is finished and saved first; {name} again{after} quits at once")
                 elif time.monotonic() - first[number] >= echo:
-                    self._print(f"{name} again: the run ends at once; the same command continues from the last "
-                              "checkpoint")
+                    self._print(
+                        f"{name} again: the run ends at once; the same command continues from the last checkpoint"
+                    )
                     os._exit(128 + number)
 
     def _print(self, line: str) -> None:
@@ -121,8 +122,9 @@ class StopSignal:
     def __enter__(self) -> StopSignal:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if kind is None:
             self.close()
         else:

@@ -33,8 +33,11 @@ def start_ranks(program: Program, argv: Sequence[str], launch: Launch, kept: Kep
 
 def _round(program: Program, argv: Sequence[str], launch: Launch, attempt: int) -> Round:
     """Start the ranks, and return when all of them have ended."""
-    variables = {"WORLD_SIZE": f"{launch.world_size}", "LOCAL_WORLD_SIZE": f"{launch.starts}",
-                 "TORCHELASTIC_RESTART_COUNT": f"{attempt}"}
+    variables = {
+        "WORLD_SIZE": f"{launch.world_size}",
+        "LOCAL_WORLD_SIZE": f"{launch.starts}",
+        "TORCHELASTIC_RESTART_COUNT": f"{attempt}",
+    }
     listener = None
     words = [*argv, f"--init-timeout={launch.timeout}"]
     if launch.elastic:
@@ -43,8 +46,11 @@ def _round(program: Program, argv: Sequence[str], launch: Launch, attempt: int) 
         words.append(f"--init-method={launch.where}")
     else:
         listener = listen("127.0.0.1", 0)
-        variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{listener.getsockname()[1]}",
-                      "TORCHELASTIC_USE_AGENT_STORE": "True"}
+        variables |= {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": f"{listener.getsockname()[1]}",
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+        }
     before = {number: signal.getsignal(number) for number in (*PASSED_ON, signal.SIGINT)}
     asked: list[int] = []  # signals that came to this process
     signal.signal(signal.SIGINT, lambda number, frame: asked.append(number))
@@ -53,8 +59,13 @@ def _round(program: Program, argv: Sequence[str], launch: Launch, attempt: int) 
     method = "fork" if sys.platform == "linux" and torch.cuda.device_count() == 0 else "spawn"
     first = None
     try:
-        context = start_processes(_rank, (launch.rank, program, words, variables, before[signal.SIGINT]),
-                                  nprocs=launch.starts, join=False, start_method=method)
+        context = start_processes(
+            _rank,
+            (launch.rank, program, words, variables, before[signal.SIGINT]),
+            nprocs=launch.starts,
+            join=False,
+            start_method=method,
+        )
         _store = serve(listener) if listener else None  # has threads, so after the fork; it outlives each of the ranks
 
         def forward(number: int, frame: FrameType | None) -> None:
@@ -79,8 +90,9 @@ def _round(program: Program, argv: Sequence[str], launch: Launch, attempt: int) 
     return Round(codes, None if first is None else launch.rank + first, bool(asked))
 
 
-def _rank(number: int, first: int, program: Program, argv: Sequence[str], variables: dict[str, str],
-          interrupt: Any) -> None:
+def _rank(
+    number: int, first: int, program: Program, argv: Sequence[str], variables: dict[str, str], interrupt: Any
+) -> None:
     os.environ.update(variables, RANK=f"{first + number}", LOCAL_RANK=f"{number}")
     signal.signal(signal.SIGINT, interrupt)
     if first + number == 0:  # somebody may type; multiprocessing has put the null device in the place of every rank's

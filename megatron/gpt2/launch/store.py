@@ -26,7 +26,7 @@ from megatron.gpt2.config import require
 from megatron.gpt2.launch.launchers import Launch, host_port
 from megatron.gpt2.launch.ranks import FAREWELL, POLL, EarlierRound, MissingRanks
 
-ANSWER = 10.0   # seconds that a machine has to answer before its store counts as gone
+ANSWER = 10.0  # seconds that a machine has to answer before its store counts as gone
 CONNECT = 0.25  # of --init-timeout, after which a connection is tried anew: torch would knock at a port that is closed,
 # because an earlier round has ended meanwhile, for all of it
 
@@ -96,15 +96,18 @@ def listen(host: str, port: int) -> socket.socket:
     try:  # by Python, for a message of one line
         return socket.create_server(("", port), family=family, dualstack_ipv6=both, backlog=2048)
     except OSError as error:
-        raise ValueError(f"rank 0 cannot listen on port {port} ({os.strerror(error.errno or 0)}): another run may have "
-                         "it; name another in MASTER_PORT or --init-method") from error
+        raise ValueError(
+            f"rank 0 cannot listen on port {port} ({os.strerror(error.errno or 0)}): another run may have "
+            "it; name another in MASTER_PORT or --init-method"
+        ) from error
 
 
 def serve(listener: socket.socket) -> TCPStore:
     """The server of a store, which takes `listener` over. Its threads must not be there when a process is forked: the
     child could inherit a lock that one of them holds."""
-    return TCPStore("localhost", listener.getsockname()[1], None, True, wait_for_workers=False,
-                    master_listen_fd=listener.detach())
+    return TCPStore(
+        "localhost", listener.getsockname()[1], None, True, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
 
 
 @contextlib.contextmanager
@@ -131,8 +134,10 @@ def _read_card(path: str, launch: Launch, deadline: float) -> tuple[str, int]:
             if (line := file.read()).endswith("\n"):
                 break
         if time.monotonic() > deadline:
-            raise MissingRanks(f"rank 0 did not come within {launch.timeout:g} s (--init-timeout): it has not made the "
-                               f"file {path}, as seen from {launch.host}")
+            raise MissingRanks(
+                f"rank 0 did not come within {launch.timeout:g} s (--init-timeout): it has not made the "
+                f"file {path}, as seen from {launch.host}"
+            )
         time.sleep(POLL)
     return _place(line, path, launch)
 
@@ -153,13 +158,18 @@ def _connect(host: str, port: int, launch: Launch, deadline: float, *, stale: st
             if stale and isinstance(error, ConnectionRefusedError):
                 raise ValueError(_stale(stale)) from error
             if time.monotonic() > deadline:
-                silence = (f"nothing answers at {host_port(host, port)}, as seen from {launch.host} "
-                           f"({error.strerror or error})")
+                silence = (
+                    f"nothing answers at {host_port(host, port)}, as seen from {launch.host} "
+                    f"({error.strerror or error})"
+                )
                 if launch.rank == 0 and not launch.served:
-                    raise ValueError(f"rank 0 listens on port {port} of {launch.host}, but {silence}: MASTER_ADDR or "
-                                     "--init-method has to name the machine of rank 0") from error
+                    raise ValueError(
+                        f"rank 0 listens on port {port} of {launch.host}, but {silence}: MASTER_ADDR or "
+                        "--init-method has to name the machine of rank 0"
+                    ) from error
                 raise MissingRanks(
-                    f"rank 0 did not come within {launch.timeout:g} s (--init-timeout): {silence}") from error
+                    f"rank 0 did not come within {launch.timeout:g} s (--init-timeout): {silence}"
+                ) from error
             time.sleep(POLL)
     if serves or not launch.follows_a_round:
         return connected(host, port, launch.timeout)

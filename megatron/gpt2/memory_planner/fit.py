@@ -93,8 +93,14 @@ def layouts(setting: Setting) -> Iterator[Candidate]:
     together = batch * setting.data_parallel_size * setting.micro_batches
     sizes = [batch >> shift for shift in range(batch.bit_length()) if (batch >> shift) << shift == batch]
     local, on_gpu = asked.parallel.DDP_impl == "local", setting.device == "cuda"
-    means = {"sequence_parallel": True, "use_distributed_optimizer": local, "shard_gradients": local,
-             "cpu_offload_optimizer": on_gpu, "partition_activations": True, "checkpoint_in_cpu": on_gpu}
+    means = {
+        "sequence_parallel": True,
+        "use_distributed_optimizer": local,
+        "shard_gradients": local,
+        "cpu_offload_optimizer": on_gpu,
+        "partition_activations": True,
+        "checkpoint_in_cpu": on_gpu,
+    }
     choices = [_choices(getattr(asked.parallel, name), possible) for name, possible in means.items()]
     recomputes = _from(asked.train.recompute_granularity)
     for shared, flags in itertools.product(_shared(setting), itertools.product(*choices)):
@@ -103,26 +109,41 @@ def layouts(setting: Setting) -> Iterator[Candidate]:
         data_parallel = setting.world_size // (p * stages)
         for b, recompute in itertools.product(sizes, recomputes):
             full, sharded = recompute == "full", data_parallel > 1
-            helps = {"use_distributed_optimizer": sharded, "sequence_parallel": p > 1, "checkpoint_in_cpu": full,
-                     "shard_gradients": sharded and changed["use_distributed_optimizer"] and stages == 1,
-                     "partition_activations": full and asked.data.seq_length % p > 0}
+            helps = {
+                "use_distributed_optimizer": sharded,
+                "sequence_parallel": p > 1,
+                "checkpoint_in_cpu": full,
+                "shard_gradients": sharded and changed["use_distributed_optimizer"] and stages == 1,
+                "partition_activations": full and asked.data.seq_length % p > 0,
+            }
             if together % (b * data_parallel) or any(
-                    changed[name] and not getattr(asked.parallel, name) and not useful
-                    for name, useful in helps.items()):
+                changed[name] and not getattr(asked.parallel, name) and not useful for name, useful in helps.items()
+            ):
                 continue
-            train: dict[str, Any] = {"micro_batch_size": b, "global_batch_size": together,
-                                     "recompute_granularity": recompute}
+            train: dict[str, Any] = {
+                "micro_batch_size": b,
+                "global_batch_size": together,
+                "recompute_granularity": recompute,
+            }
             try:
-                candidate = dataclasses.replace(setting, config=dataclasses.replace(
-                    asked, train=dataclasses.replace(asked.train, gradient_accumulation_steps=None, **train),
-                    parallel=dataclasses.replace(asked.parallel, **shared, **changed)))
+                candidate = dataclasses.replace(
+                    setting,
+                    config=dataclasses.replace(
+                        asked,
+                        train=dataclasses.replace(asked.train, gradient_accumulation_steps=None, **train),
+                        parallel=dataclasses.replace(asked.parallel, **shared, **changed),
+                    ),
+                )
             except ValueError:  # what does not divide
                 continue
             if b == batch and data_parallel == setting.data_parallel_size:
                 del train["global_batch_size"]  # it is the same without the flag
-            yield Candidate(candidate, cost(candidate, batch=batch), (
-                *_flags("parallel", asked.parallel, {**shared, **changed}), *_flags("train", asked.train, train)),
-                at_rest(candidate))
+            yield Candidate(
+                candidate,
+                cost(candidate, batch=batch),
+                (*_flags("parallel", asked.parallel, {**shared, **changed}), *_flags("train", asked.train, train)),
+                at_rest(candidate),
+            )
 
 
 def _shared(setting: Setting) -> Iterator[dict[str, Any]]:
@@ -132,8 +153,11 @@ def _shared(setting: Setting) -> Iterator[dict[str, Any]]:
     powers = {1 << n for n in range(setting.world_size.bit_length())}
     own_schedule = asked.pipeline_schedule or setting.config.virtual_stages > 1
     for shared, further in itertools.product(sorted({p, *powers & set(_MODEL_PARALLEL)}), sorted({stages, *powers})):
-        if shared * further < p * stages or setting.world_size % (shared * further) or (
-                model.num_attention_heads % shared or model.ffn_size % shared or further > model.num_layers):
+        if (
+            shared * further < p * stages
+            or setting.world_size % (shared * further)
+            or (model.num_attention_heads % shared or model.ffn_size % shared or further > model.num_layers)
+        ):
             continue
         sizes = {"model_parallel_size": shared, "pipeline_model_parallel_size": further}
         if not (own_schedule and further == 1 < stages):
@@ -151,15 +175,20 @@ def _shared(setting: Setting) -> Iterator[dict[str, Any]]:
 def cheapest(setting: Setting, budget: int, count: int) -> list[Candidate]:
     """Up to `count` layouts that need at most `budget` bytes, the cheapest first. First those that use other means than
     the ones before them, then those that use other values of the same means. None only adds a flag to another."""
+
     def place(candidate: Candidate) -> tuple[float, int]:
         return candidate.cost, len(candidate.flags)
 
     order = sorted(layouts(setting), key=place)
     found: list[Candidate] = []
     for part in (_means, _flags_of):
+
         def is_new(candidate: Candidate, part: Callable[[Candidate], set[str]] = part) -> bool:
-            return len(found) < count and candidate.at_least <= budget and not any(
-                part(other) <= part(candidate) for other in found)
+            return (
+                len(found) < count
+                and candidate.at_least <= budget
+                and not any(part(other) <= part(candidate) for other in found)
+            )
 
         for _, alike in itertools.groupby(order, place):
             # Memory is computed of those alone that may be offered.
@@ -183,7 +212,9 @@ def smallest(setting: Setting) -> Candidate:
     least = order[0]
     for candidate in order:
         if candidate.at_least <= least.memory.total and (candidate.memory.total, candidate.cost) < (
-                least.memory.total, least.cost):
+            least.memory.total,
+            least.cost,
+        ):
             least = candidate
     return least
 
@@ -191,11 +222,20 @@ def smallest(setting: Setting) -> Candidate:
 def largest_micro_batch(setting: Setting, budget: int) -> int:
     """The largest --micro-batch-size that needs at most `budget` bytes, with all other flags as they are and without
     accumulation; 0 where not even one sample fits."""
+
     def fits(b: int) -> bool:
-        train = dataclasses.replace(setting.config.train, micro_batch_size=b, global_batch_size=None,
-                                    gradient_accumulation_steps=None, rampup_batch_size=(), step_batch_size_schedule=())
-        return expected(dataclasses.replace(setting, config=dataclasses.replace(
-            setting.config, train=train))).total <= budget
+        train = dataclasses.replace(
+            setting.config.train,
+            micro_batch_size=b,
+            global_batch_size=None,
+            gradient_accumulation_steps=None,
+            rampup_batch_size=(),
+            step_batch_size_schedule=(),
+        )
+        return (
+            expected(dataclasses.replace(setting, config=dataclasses.replace(setting.config, train=train))).total
+            <= budget
+        )
 
     if not fits(1):
         return 0
@@ -209,7 +249,7 @@ def largest_micro_batch(setting: Setting, budget: int) -> int:
 
 
 def _from(recompute: str) -> Iterable[str]:
-    return ("none", "selective", "full")[("none", "selective", "full").index(recompute):]
+    return ("none", "selective", "full")[("none", "selective", "full").index(recompute) :]
 
 
 def _choices(asked: bool, possible: bool) -> tuple[bool, ...]:

@@ -44,7 +44,11 @@ def megatron_2019(config: Config) -> Memory:
         kept = model.num_layers * layer_activations(s=s, b=b, h=h, n=model.num_attention_heads, p=p)
     # The last layer's output, the norm's and the mask of the embeddings' dropout, a byte an element.
     kept += 2 * hidden + hidden // 2
-    parts = {"weights": 2 * parameters, "gradients": 2 * parameters,
-             "optimizer": (BYTES_PER_PARAMETER - 4) * parameters, "activations": kept,
-             "logits and loss": 3 * 4 * s * b * rows}
+    parts = {
+        "weights": 2 * parameters,
+        "gradients": 2 * parameters,
+        "optimizer": (BYTES_PER_PARAMETER - 4) * parameters,
+        "activations": kept,
+        "logits and loss": 3 * 4 * s * b * rows,
+    }
     return Memory("the loss", {**dict.fromkeys(PARTS, 0), **parts})

@@ -28,8 +28,14 @@ class Beside(NamedTuple):
 
     def covers(self, other: "Beside") -> bool:
         """Whether it is at least as much everywhere."""
-        return all(a >= b for mine, theirs in zip(self[:4], other[:4], strict=True)
-                   for a, b in zip(mine, theirs, strict=True)) and self.transfers >= other.transfers
+        return (
+            all(
+                a >= b
+                for mine, theirs in zip(self[:4], other[:4], strict=True)
+                for a, b in zip(mine, theirs, strict=True)
+            )
+            and self.transfers >= other.transfers
+        )
 
 
 @dataclass(frozen=True)
@@ -50,8 +56,13 @@ def situations(config: Config, micro_batches: int, stage: int) -> list[Situation
 def bubble(config: Config, micro_batches: int) -> float:
     """The share of the ranks' time in which they wait, where F, B and W of each layer take the same time."""
     schedule = config.schedule(1)
-    return _bubble(schedule.name, schedule.p, schedule.chunks, micro_batches,
-                   tuple(len(layers) for layers in config.layers_of_stages()))
+    return _bubble(
+        schedule.name,
+        schedule.p,
+        schedule.chunks,
+        micro_batches,
+        tuple(len(layers) for layers in config.layers_of_stages()),
+    )
 
 
 def _fewer(schedule: Schedule, m: int) -> int:
@@ -92,13 +103,33 @@ def _situations(name: str, p: int, v: int, m: int) -> list[list[Situation]]:
             queued[chunk] -= kind == "W"
             begun = tuple(number > 0 for number in done)
             done[chunk] += kind == last
-            of_rank.add(Situation(kind, chunk, Beside(
-                tuple(kept), tuple(queued), begun, tuple(number == m for number in done), leaving + sent + arriving)))
+            of_rank.add(
+                Situation(
+                    kind,
+                    chunk,
+                    Beside(
+                        tuple(kept),
+                        tuple(queued),
+                        begun,
+                        tuple(number == m for number in done),
+                        leaving + sent + arriving,
+                    ),
+                )
+            )
             kept[chunk] += kind == "F"
             queued[chunk] += kind == "B" and schedule.splits_backward
             if (kind == "F" and ahead) or (kind == "B" and behind):
                 leaving += 1
-        found.append([one for one in of_rank if not any(
-            one != other and (one.kind, one.chunk) == (other.kind, other.chunk) and other.beside.covers(one.beside)
-            for other in of_rank)])
+        found.append(
+            [
+                one
+                for one in of_rank
+                if not any(
+                    one != other
+                    and (one.kind, one.chunk) == (other.kind, other.chunk)
+                    and other.beside.covers(one.beside)
+                    for other in of_rank
+                )
+            ]
+        )
     return found

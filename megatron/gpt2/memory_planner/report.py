@@ -33,10 +33,17 @@ def start_rows(setting: Setting) -> list[tuple[str, str]]:
     """The rows (name, text) of the start table about memory."""
     memory = expected(setting)
     host = [("", f"{in_mb(memory.on_host)} MB of the host's memory beside it")] if memory.on_host else []
-    stages = [("", f"stage {stage}: {in_mb(of_stage.total)} MB")
-              for stage, of_stage in enumerate(of_stages(setting)) if setting.stages > 1]
-    return [("expected memory", f"{in_mb(memory.total)} MB per rank, fullest in {memory.moment}"),
-            ("", parts_of(memory)), *host, *stages]
+    stages = [
+        ("", f"stage {stage}: {in_mb(of_stage.total)} MB")
+        for stage, of_stage in enumerate(of_stages(setting))
+        if setting.stages > 1
+    ]
+    return [
+        ("expected memory", f"{in_mb(memory.total)} MB per rank, fullest in {memory.moment}"),
+        ("", parts_of(memory)),
+        *host,
+        *stages,
+    ]
 
 
 def expected_peak(setting: Setting) -> int:
@@ -50,9 +57,14 @@ def warning(setting: Setting, device: torch.device, local_world_size: int) -> st
     """Before the first step: what is expected and not there, and the ways out; empty where it fits. local_world_size:
     the ranks that share this machine's memory."""
     memory, (there, where) = expected(setting), available(device, local_world_size)
-    return "" if memory.total <= there else (
-        f"WARNING: about {in_mb(memory.total)} MB are expected per rank and {in_mb(there)} MB are there ({where}): "
-        + ways_out(setting, there))
+    return (
+        ""
+        if memory.total <= there
+        else (
+            f"WARNING: about {in_mb(memory.total)} MB are expected per rank and {in_mb(there)} MB are there ({where}): "
+            + ways_out(setting, there)
+        )
+    )
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -65,9 +77,11 @@ def out_of_memory(setting: Setting, device: torch.device, local_world_size: int,
     """The line in which `rank` ends: the expected parts beside what was there, and the cheapest changes. Where the run
     was expected to fit, the changes need clearly less than what was expected."""
     memory, (there, where) = expected(setting, setting.stage_of(rank)), available(device, local_world_size)
-    return (f"out of memory on rank {rank}: expected {in_mb(memory.total)} MB in {memory.moment} "
-            f"({parts_of(memory)}), and {in_mb(there)} MB were there ({where}); "
-            + ways_out(setting, min(there, memory.total)))
+    return (
+        f"out of memory on rank {rank}: expected {in_mb(memory.total)} MB in {memory.moment} "
+        f"({parts_of(memory)}), and {in_mb(there)} MB were there ({where}); "
+        + ways_out(setting, min(there, memory.total))
+    )
 
 
 def ways_out(setting: Setting, budget: int) -> str:
@@ -76,8 +90,10 @@ def ways_out(setting: Setting, budget: int) -> str:
     now = cost(setting, batch=setting.config.train.micro_batch_size)
     if found:
         return "cheapest changes: " + "; ".join(_offer(candidate, now) for candidate in found)
-    return (f"no layout on {setting.world_size} rank{'s' * (setting.world_size > 1)} fits: the least is "
-            f"{_offer(smallest(setting), now)}; more ranks that share a model, or a smaller one, need less")
+    return (
+        f"no layout on {setting.world_size} rank{'s' * (setting.world_size > 1)} fits: the least is "
+        f"{_offer(smallest(setting), now)}; more ranks that share a model, or a smaller one, need less"
+    )
 
 
 def _offer(candidate: Candidate, now: float) -> str:

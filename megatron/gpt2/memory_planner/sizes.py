@@ -40,7 +40,7 @@ class Sizes:
         self.on_gpu = setting.device == "cuda"
         p = self._p = parallel.model_parallel_size
         self.element = e = setting.dtype.itemsize
-        self.chunks = config.layers_of_stages()[stage::setting.stages]
+        self.chunks = config.layers_of_stages()[stage :: setting.stages]
         self._num_layers, self._s = model.num_layers, config.data.seq_length
         self._tokens = train.micro_batch_size * self._s
         self._heads, self._dropout = model.num_attention_heads // p, (model.attention_dropout, model.hidden_dropout)
@@ -136,8 +136,9 @@ class Sizes:
     def _scores(self) -> int:
         """One matrix of attention's scores [b, n/p, s, s], where they are materialised; 0 where a kernel makes them
         piece by piece. torch's plain formulas take them in float32, ours for a CPU in bf16."""
-        materialised = self._train.attention_backend == "unfused" if self.on_gpu else \
-            self._dropout[0] > 0 and not self._keyed
+        materialised = (
+            self._train.attention_backend == "unfused" if self.on_gpu else self._dropout[0] > 0 and not self._keyed
+        )
         elements = self._tokens * self._heads * self._s
         return elements * (self.element if self._by_our_formulas else 4) if materialised else 0
 
@@ -152,8 +153,9 @@ class Sizes:
 
     @property
     def _by_our_formulas(self) -> bool:
-        kernel = kernels.attention_kernel(self._setting.device, self._setting.dtype, self._s, self._dropout[0],
-                                          gradient=True)
+        kernel = kernels.attention_kernel(
+            self._setting.device, self._setting.dtype, self._s, self._dropout[0], gradient=True
+        )
         return kernel is materialised_attention
 
     @property
@@ -206,8 +208,9 @@ class Sizes:
     @property
     def _inputs_are_split(self) -> bool:
         parallel = self._setting.config.parallel
-        return (parallel.partition_activations and not parallel.sequence_parallel and self._p > 1
-                and self._recomputes_all)
+        return (
+            parallel.partition_activations and not parallel.sequence_parallel and self._p > 1 and self._recomputes_all
+        )
 
     @property
     def _inputs_are_parked(self) -> bool:
@@ -226,7 +229,8 @@ class Sizes:
         """What backward has of the inputs of a step of full recomputation beside what is kept: it, gathered, and where
         they are parked, those of `steps`."""
         return (self.residual if self._inputs_are_split else 0) + (
-            steps * self.input_part if self._inputs_are_parked else 0)
+            steps * self.input_part if self._inputs_are_parked else 0
+        )
 
     def layers_brought_back(self, chunk: range) -> int:
         """What backward has of a layer that was parked and of the one before it."""
@@ -253,8 +257,7 @@ class Sizes:
         """Beside what it kept: the gradients of its output, of what is between the MLP's products, and of a weight; and
         GELU's output where that is made again. Or those of the scores, or of attention by blocks."""
         again = self._wide if self._train.recompute_granularity == "selective" else 0
-        return max(self.residual + self._wide + again + self.a_weight_gradient, self._scores,
-                   self._attention_by_blocks)
+        return max(self.residual + self._wide + again + self.a_weight_gradient, self._scores, self._attention_by_blocks)
 
     @property
     def _attention_by_blocks(self) -> int:

@@ -16,8 +16,17 @@ from megatron.gpt2.memory_planner.pipelines import Beside, Situation, situations
 from megatron.gpt2.memory_planner.setting import Setting
 from megatron.gpt2.memory_planner.sizes import Sizes
 
-PARTS = ("weights", "gradients", "optimizer", "activations", "logits and loss", "communication", "--async-save", "heap",
-         "fixed")
+PARTS = (
+    "weights",
+    "gradients",
+    "optimizer",
+    "activations",
+    "logits and loss",
+    "communication",
+    "--async-save",
+    "heap",
+    "fixed",
+)
 
 # What a CPU's process takes beside what is resident before the model is made, without the pages of files (torch 2.13):
 # buffers of the matrix libraries; and the compiler's Python objects, which torch makes for its checkpoint as well.
@@ -59,14 +68,26 @@ def expected(setting: Setting, stage: int | None = None) -> Memory:
     in_order, passing = min(large["activations"], kept), sum(large.values())
     passing -= large["weights"] + large["optimizer"] + large["gradients"] + in_order
     holes = sum(share * held for share, held in zip(HOLES, (in_order, large["gradients"], passing), strict=True))
-    parts = {**dict.fromkeys(PARTS, 0), **large, "--async-save": 0 if on_gpu else size.checkpoint,
-             "heap": int(holes) if setting.keeps_freed and not on_gpu else 0,
-             "fixed": setting.fixed + _libraries(setting)}
+    parts = {
+        **dict.fromkeys(PARTS, 0),
+        **large,
+        "--async-save": 0 if on_gpu else size.checkpoint,
+        "heap": int(holes) if setting.keeps_freed and not on_gpu else 0,
+        "fixed": setting.fixed + _libraries(setting),
+    }
     # Beside a GPU's: the offloaded optimizer, what is parked, and the copy that is written while training goes on.
-    parked = max(sum((count + (chunk == now.chunk)) * size.parked(layers) for chunk, (layers, count) in enumerate(
-        zip(size.chunks, now.beside.kept, strict=True))) for now in found)
-    return Memory(moment + (f" of stage {stage}" if setting.stages > 1 else ""), parts,
-                  size.state - size.optimizer + parked + size.checkpoint if on_gpu else 0)
+    parked = max(
+        sum(
+            (count + (chunk == now.chunk)) * size.parked(layers)
+            for chunk, (layers, count) in enumerate(zip(size.chunks, now.beside.kept, strict=True))
+        )
+        for now in found
+    )
+    return Memory(
+        moment + (f" of stage {stage}" if setting.stages > 1 else ""),
+        parts,
+        size.state - size.optimizer + parked + size.checkpoint if on_gpu else 0,
+    )
 
 
 def at_rest(setting: Setting) -> int:
@@ -91,10 +112,16 @@ def _moments(setting: Setting, size: Sizes, found: list[Situation]) -> Iterator[
         for moment, parts in of_action(size, now, 2 * size.element if by_torch else 4, by_torch).items():
             yield moment, {**state, **parts}, kept
     gradients = 4 * size.parameters + (size.second_tied if setting.data_parallel_size > 1 else 0)
-    yield "the optimizer", {
-        **state, "gradients": gradients // size.shards + (2 * size.element * size.parameters if by_torch else 0),
-        "communication": 0 if by_torch or size.shards > 1 else size.communication(gradients),
-        "activations": size.batch}, sum(map(size.kept_by, size.chunks))
+    yield (
+        "the optimizer",
+        {
+            **state,
+            "gradients": gradients // size.shards + (2 * size.element * size.parameters if by_torch else 0),
+            "communication": 0 if by_torch or size.shards > 1 else size.communication(gradients),
+            "activations": size.batch,
+        },
+        sum(map(size.kept_by, size.chunks)),
+    )
 
 
 def _kept(size: Sizes, beside: Beside) -> int:
@@ -107,8 +134,10 @@ def _gradients(size: Sizes, now: Situation, each: int, made: int, largest: int =
     """Those that exist during an action, of `each` bytes, when it has made `made` bytes of its chunk's. ZeRO stage 2
     has a rank's part of them, and two whole buckets. largest: a bucket, where that is larger than the others. Under
     --exact-layouts sums of earlier micro-batches wait beside them."""
-    sizes = [each * size.parameters_of(chunk) * begun // size.shards
-             for chunk, begun in zip(size.chunks, now.beside.begun, strict=True)]
+    sizes = [
+        each * size.parameters_of(chunk) * begun // size.shards
+        for chunk, begun in zip(size.chunks, now.beside.begun, strict=True)
+    ]
     whole = 0 if size.shards == 1 else min(made, size.bucket + max(size.bucket, largest))
     waiting = size.waiting_sums * sum(sizes)
     second = size.second_tied * (1 + size.waiting_sums) if all(now.beside.begun) else 0
@@ -118,10 +147,17 @@ def _gradients(size: Sizes, now: Situation, each: int, made: int, largest: int =
 def _of_forward(size: Sizes, now: Situation, each: int, by_torch: bool) -> dict[str, dict[str, int]]:
     """Nothing where there is no loss: the backward of as many micro-batches is fuller."""
     chunk = size.chunks[now.chunk]
-    return {} if not size.is_last(chunk) else {"the loss": {
-        "gradients": _gradients(size, now, each, 0),
-        "activations": _held(size, now) + size.kept_by(chunk),
-        "logits and loss": size.residual + size.gathered + size.hidden + max(size.loss, size.head)}}
+    return (
+        {}
+        if not size.is_last(chunk)
+        else {
+            "the loss": {
+                "gradients": _gradients(size, now, each, 0),
+                "activations": _held(size, now) + size.kept_by(chunk),
+                "logits and loss": size.residual + size.gathered + size.hidden + max(size.loss, size.head),
+            }
+        }
+    )
 
 
 def _of_backward(size: Sizes, now: Situation, each: int, by_torch: bool) -> dict[str, dict[str, int]]:
@@ -135,8 +171,11 @@ def _of_backward(size: Sizes, now: Situation, each: int, by_torch: bool) -> dict
     bucket = min(size.bucket, 4 * size.parameters) if size.on_gpu else 4 * size.of_a_layer
     if later:
         bucket = 0
-    complete = sum(4 * size.of_a_layer * len(layers) for layers, is_complete in zip(
-        size.chunks, now.beside.complete, strict=True) if is_complete)
+    complete = sum(
+        4 * size.of_a_layer * len(layers)
+        for layers, is_complete in zip(size.chunks, now.beside.complete, strict=True)
+        if is_complete
+    )
     complete = complete // size.bucket * size.bucket
     # Of buckets that are complete, of which stage 2 waits for each. torch's DDP sends its own.
     in_flight = 0 if by_torch else size.communication(complete if size.shards == 1 else min(complete, size.bucket))
@@ -152,40 +191,65 @@ def _of_backward(size: Sizes, now: Situation, each: int, by_torch: bool) -> dict
     moments = {
         "backward of the last layer": {
             "gradients": gradients(0, bucket),
-            "activations": held + kept + group + size.brought_back(min(steps, 2)) + size.backward_of_a_layer + (
-                0 if size.layers_that_stay(chunk) else size.layers_brought_back(chunk)), "logits and loss": head},
+            "activations": held
+            + kept
+            + group
+            + size.brought_back(min(steps, 2))
+            + size.backward_of_a_layer
+            + (0 if size.layers_that_stay(chunk) else size.layers_brought_back(chunk)),
+            "logits and loss": head,
+        },
         "backward of the last layer that was parked": {
-            "communication": in_flight, "logits and loss": head,
+            "communication": in_flight,
+            "logits and loss": head,
             "gradients": gradients(size.layers_that_stay(chunk), bucket),
-            "activations": held + size.residual + size.layers_brought_back(chunk) + size.backward_of_a_layer},
+            "activations": held + size.residual + size.layers_brought_back(chunk) + size.backward_of_a_layer,
+        },
         "backward of the first layer": {
-            "gradients": gradients(len(chunk), bucket), "communication": in_flight,
+            "gradients": gradients(len(chunk), bucket),
+            "communication": in_flight,
             "activations": held + queued(1) + size.kept_by_the_first_layer(chunk) + size.backward_of_a_layer,
-            "logits and loss": head},
+            "logits and loss": head,
+        },
         "backward of the first layers that are recomputed together": {
-            "communication": in_flight, "logits and loss": head,
+            "communication": in_flight,
+            "logits and loss": head,
             "gradients": gradients(len(chunk) - together, bucket),
-            "activations": held + queued(together) + size.input_part + size.brought_back(0) + group
-            + size.backward_of_a_layer}}
+            "activations": held
+            + queued(together)
+            + size.input_part
+            + size.brought_back(0)
+            + group
+            + size.backward_of_a_layer,
+        },
+    }
     if size.is_first(chunk):
         made = each * size.parameters_of(chunk) - (each * size.of_a_layer * len(chunk) if later else 0)
         second = 0 if now.beside.begun[now.chunk] else size.second_tied  # else it is there already
         moments["backward of the embeddings"] = {
             "gradients": _gradients(size, now, each, made, size.embedding_gradient) + second,
-            "communication": in_flight, "logits and loss": head,
-            "activations": held + queued(0) + size.residual + (0 if size.element == 4 else 2 * size.residual)}
+            "communication": in_flight,
+            "logits and loss": head,
+            "activations": held + queued(0) + size.residual + (0 if size.element == 4 else 2 * size.residual),
+        }
     if size.head_comes_first(chunk):
         moments["backward of the head"] = {
-            "gradients": gradients(0, 0), "activations": held + kept, "logits and loss": size.hidden + size.head}
+            "gradients": gradients(0, 0),
+            "activations": held + kept,
+            "logits and loss": size.hidden + size.head,
+        }
     return moments
 
 
 def _of_weights(size: Sizes, now: Situation, each: int, by_torch: bool) -> dict[str, dict[str, int]]:
     """The weights' gradients of one chunk, where they come after its backward."""
     chunk = size.chunks[now.chunk]
-    return {"the gradients of weights": {
-        "gradients": _gradients(size, now, each, each * size.parameters_of(chunk)),
-        "activations": _held(size, now) + size.queued_by(chunk) + size.a_weight_gradient}}
+    return {
+        "the gradients of weights": {
+            "gradients": _gradients(size, now, each, each * size.parameters_of(chunk)),
+            "activations": _held(size, now) + size.queued_by(chunk) + size.a_weight_gradient,
+        }
+    }
 
 
 def _held(size: Sizes, now: Situation) -> int:

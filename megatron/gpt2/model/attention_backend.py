@@ -24,8 +24,9 @@ MARGIN = 1.05
 REPEATS = 10
 
 
-def choose_attention(requested: str, device: torch.device, dtype: torch.dtype, *, b: int, s: int, n: int, d: int,
-                     dropout_p: float) -> str:
+def choose_attention(
+    requested: str, device: torch.device, dtype: torch.dtype, *, b: int, s: int, n: int, d: int, dropout_p: float
+) -> str:
     """Switch torch to one kernel for attention over [s, b, n, d] on this device, and return a line that says which and
     why.
 

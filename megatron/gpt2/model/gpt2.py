@@ -50,28 +50,48 @@ class Transformer(nn.Module):
     init_method_for: gives the init_method of a weight by its name in the whole model. modules: of what a layer is made.
     """
 
-    def __init__(self, num_layers: int, numbers: Sequence[int], config: mpu.TransformerConfig,
-                 init_method_for: Callable[[str], InitMethod], modules: mpu.Modules) -> None:
+    def __init__(
+        self,
+        num_layers: int,
+        numbers: Sequence[int],
+        config: mpu.TransformerConfig,
+        init_method_for: Callable[[str], InitMethod],
+        modules: mpu.Modules,
+    ) -> None:
         super().__init__()
         self.config, self._numbers = config, numbers
         self.layer_pre_hook: Callable[[int], object] = lambda number: None  # is called before each layer computes
 
         def layer(number: int) -> mpu.ParallelTransformerLayer:
             return mpu.ParallelTransformerLayer(
-                config, init_method_for=lambda name: init_method_for(f"transformer.layers.{number}.{name}"),
-                modules=modules)
+                config,
+                init_method_for=lambda name: init_method_for(f"transformer.layers.{number}.{name}"),
+                modules=modules,
+            )
 
-        self.layers = nn.ModuleList(layer(number) if number in numbers else None  # type: ignore[misc]
-                                    for number in range(num_layers))
+        self.layers = nn.ModuleList(
+            layer(number) if number in numbers else None  # type: ignore[misc]
+            for number in range(num_layers)
+        )
         if num_layers - 1 in numbers:
-            self.final_layernorm = modules.layer_norm(config.hidden_size, config.layernorm_epsilon,
-                                                 sequence_parallel=config.sequence_parallel, device=config.device)
+            self.final_layernorm = modules.layer_norm(
+                config.hidden_size,
+                config.layernorm_epsilon,
+                sequence_parallel=config.sequence_parallel,
+                device=config.device,
+            )
         device = torch.device(config.device or "cpu")
         to_host = device.type == "cuda" and (config.checkpoint_in_cpu or config.cpu_offloading_num_layers > 0)
         self.host_memory = mpu.HostMemory(device) if to_host else None
 
-    def forward(self, x: Tensor, documents: mpu.Documents | None = None, cache: mpu.KeyValueCache | None = None,
-                keys: Tensor | None = None, chunk: range | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        documents: mpu.Documents | None = None,
+        cache: mpu.KeyValueCache | None = None,
+        keys: Tensor | None = None,
+        chunk: range | None = None,
+    ) -> Tensor:
         """[s, b, h] -> [s, b, h]. documents: of this micro-batch. cache: reads and keeps the keys and values. keys: of
         dropout, see `mpu.dropout_keys`. chunk: the layers that compute (default: all)."""
         chunk = chunk if chunk is not None else range(len(self.layers))
@@ -116,8 +136,9 @@ class Transformer(nn.Module):
         return self.host_memory.of_layer(self.layers[number])
 
 
-def _run_layers(layers: nn.ModuleList, documents: mpu.Documents | None, keys: Sequence[Tensor | None],
-                x: Tensor) -> Tensor:
+def _run_layers(
+    layers: nn.ModuleList, documents: mpu.Documents | None, keys: Sequence[Tensor | None], x: Tensor
+) -> Tensor:
     for layer, of_layer in zip(layers, keys, strict=True):
         x = layer(x, documents, None, of_layer)
     return x
@@ -151,11 +172,23 @@ class GPT2Model(nn.Module):
     word_embeddings: mpu.VocabParallelEmbedding  # on the first and the last stage of a pipeline
     position_embeddings: mpu.PositionEmbedding  # on the first one
 
-    def __init__(self, config: ModelConfig, *, chunks: Sequence[range] | None = None, seed: int = 1234,
-                 dropout_seed: int | None = None, recompute: str = "none", recompute_num_layers: int = 1,
-                 distribute_saved_activations: bool = False, checkpoint_in_cpu: bool = False,
-                 cpu_offloading_num_layers: int = 0, sequence_parallel: bool = False, group: ProcessGroup | None = None,
-                 device: torch.device | str | None = None, modules: mpu.Modules = mpu.PLAIN_MODULES) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        chunks: Sequence[range] | None = None,
+        seed: int = 1234,
+        dropout_seed: int | None = None,
+        recompute: str = "none",
+        recompute_num_layers: int = 1,
+        distribute_saved_activations: bool = False,
+        checkpoint_in_cpu: bool = False,
+        cpu_offloading_num_layers: int = 0,
+        sequence_parallel: bool = False,
+        group: ProcessGroup | None = None,
+        device: torch.device | str | None = None,
+        modules: mpu.Modules = mpu.PLAIN_MODULES,
+    ) -> None:
         super().__init__()
         if config.vocab_size is None:
             raise ValueError("the model needs the tokenizer's vocabulary size (--vocab-size)")
@@ -174,32 +207,68 @@ class GPT2Model(nn.Module):
             return seeded_normal(seed, name, output_std if is_output else config.init_method_std)
 
         self.padded_vocab_size = mpu.padded_vocab_size(
-            config.vocab_size, config.make_vocab_size_divisible_by, self.world_size)
+            config.vocab_size, config.make_vocab_size_divisible_by, self.world_size
+        )
         if self.has_embeddings or self.has_head:
             self.word_embeddings = mpu.VocabParallelEmbedding(
-                config.vocab_size, config.hidden_size, padded_size=self.padded_vocab_size,
-                sequence_parallel=self.sequence_parallel, init_method=init_method_for(TIED), group=self.group,
-                device=device)
+                config.vocab_size,
+                config.hidden_size,
+                padded_size=self.padded_vocab_size,
+                sequence_parallel=self.sequence_parallel,
+                init_method=init_method_for(TIED),
+                group=self.group,
+                device=device,
+            )
         if self.has_embeddings:
             self.position_embeddings = modules.position_embedding(
-                config.max_position_embeddings, config.hidden_size, init_method_for("position_embeddings.weight"),
-                sequence_parallel=self.sequence_parallel, group=self.group, device=device)
+                config.max_position_embeddings,
+                config.hidden_size,
+                init_method_for("position_embeddings.weight"),
+                sequence_parallel=self.sequence_parallel,
+                group=self.group,
+                device=device,
+            )
         numbers = [number for chunk in self.chunks for number in chunk]
-        self.transformer = Transformer(config.num_layers, numbers, mpu.TransformerConfig(
-            config.hidden_size, config.num_attention_heads, config.ffn_size,
-            attention_dropout=config.attention_dropout, hidden_dropout=config.hidden_dropout,
-            layernorm_epsilon=config.layernorm_epsilon, gelu=config.gelu, recompute_granularity=recompute,
-            recompute_num_layers=recompute_num_layers, distribute_saved_activations=distribute_saved_activations,
-            checkpoint_in_cpu=checkpoint_in_cpu, cpu_offloading_num_layers=cpu_offloading_num_layers,
-            sequence_parallel=self.sequence_parallel, group=self.group, device=device), init_method_for, modules)
+        self.transformer = Transformer(
+            config.num_layers,
+            numbers,
+            mpu.TransformerConfig(
+                config.hidden_size,
+                config.num_attention_heads,
+                config.ffn_size,
+                attention_dropout=config.attention_dropout,
+                hidden_dropout=config.hidden_dropout,
+                layernorm_epsilon=config.layernorm_epsilon,
+                gelu=config.gelu,
+                recompute_granularity=recompute,
+                recompute_num_layers=recompute_num_layers,
+                distribute_saved_activations=distribute_saved_activations,
+                checkpoint_in_cpu=checkpoint_in_cpu,
+                cpu_offloading_num_layers=cpu_offloading_num_layers,
+                sequence_parallel=self.sequence_parallel,
+                group=self.group,
+                device=device,
+            ),
+            init_method_for,
+            modules,
+        )
         self.dropout_seed = dropout_seed
         self._cross_entropy = modules.linear_cross_entropy
         self.tied_gradient: TiedGradient | None = None  # None: autograd does it
         self.is_compiled = False
 
-    def forward(self, tokens: Tensor, labels: Tensor | None = None, token_weight: Tensor | None = None,
-                positions: Tensor | None = None, documents: mpu.Documents | None = None,
-                samples: Tensor | None = None, *, chunk: range | None = None, hidden: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        tokens: Tensor,
+        labels: Tensor | None = None,
+        token_weight: Tensor | None = None,
+        positions: Tensor | None = None,
+        documents: mpu.Documents | None = None,
+        samples: Tensor | None = None,
+        *,
+        chunk: range | None = None,
+        hidden: Tensor | None = None,
+    ) -> Tensor:
         """tokens [b, s] int64 -> this rank's logits [s, b, v/p]. With labels [b, s] int64 and weights [b, s] float32:
         the scalar Σ token_weight · cross-entropy in float32, the same on every rank of the group.
 
@@ -220,18 +289,27 @@ class GPT2Model(nn.Module):
         if chunk.stop < self.config.num_layers:
             return x
         if labels is None:
-            whole = mpu.gather_from_sequence_parallel_region(x, self.group) if self.sequence_parallel else \
-                mpu.copy_to_model_parallel_region(x, self.group)
+            whole = (
+                mpu.gather_from_sequence_parallel_region(x, self.group)
+                if self.sequence_parallel
+                else mpu.copy_to_model_parallel_region(x, self.group)
+            )
             return F.linear(whole, self.word_embeddings.weight)
         assert token_weight is not None
         return self._cross_entropy(
-            x.flatten(0, 1), self.word_embeddings.weight,  # [s, b, h] -> [t, h]
-            labels.t().reshape(-1), token_weight.t().reshape(-1), self.group,  # [b, s] -> [s, b] -> [t]
-            vocab_size=self.vocab_size, sequence_parallel=self.sequence_parallel,
-            weight_grad_hook=tied.add if tied else None)
+            x.flatten(0, 1),
+            self.word_embeddings.weight,  # [s, b, h] -> [t, h]
+            labels.t().reshape(-1),
+            token_weight.t().reshape(-1),
+            self.group,  # [b, s] -> [s, b] -> [t]
+            vocab_size=self.vocab_size,
+            sequence_parallel=self.sequence_parallel,
+            weight_grad_hook=tied.add if tied else None,
+        )
 
-    def hidden_states(self, tokens: Tensor, positions: Tensor | None = None,
-                      cache: mpu.KeyValueCache | None = None) -> Tensor:
+    def hidden_states(
+        self, tokens: Tensor, positions: Tensor | None = None, cache: mpu.KeyValueCache | None = None
+    ) -> Tensor:
         """tokens [b, s] int64 -> the input of the head, [s, b, h], the same on every rank that has the head. Without
         gradient. Every rank of the pipeline calls it.
 
@@ -261,10 +339,16 @@ class GPT2Model(nn.Module):
         """What `hidden_states` gives, some of it, [t, h] -> this rank's logits [t, v/p]. Without gradient. Every rank
         of the pipeline calls it."""
         return mpu.broadcast_from_last_stage(
-            self.logits(x) if self.has_head else x.new_empty(len(x), self.padded_vocab_size // self.world_size))
+            self.logits(x) if self.has_head else x.new_empty(len(x), self.padded_vocab_size // self.world_size)
+        )
 
-    def _embed(self, tokens: Tensor, positions: Tensor | None,
-               grad_hook: Callable[[Tensor, Tensor], object] | None = None, keys: Tensor | None = None) -> Tensor:
+    def _embed(
+        self,
+        tokens: Tensor,
+        positions: Tensor | None,
+        grad_hook: Callable[[Tensor, Tensor], object] | None = None,
+        keys: Tensor | None = None,
+    ) -> Tensor:
         """[b, s] -> [s, b, h], or [s/p, b, h]."""
         x = self.position_embeddings(self.word_embeddings(tokens.t(), grad_hook), positions)
         p = self.config.hidden_dropout if self.training else 0.0

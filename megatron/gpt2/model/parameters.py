@@ -21,8 +21,12 @@ def parameter_specs(config: ModelConfig, model_parallel_size: int = 1) -> dict[s
     alone = ProcessGroup(0, 1)  # type: ignore[call-arg]  # rank and size, without a store
     model = GPT2Model(replace(config, num_layers=1, make_vocab_size_divisible_by=multiple), group=alone, device="meta")
     of_one_layer, first = mpu.partition_specs(model), "transformer.layers.0."
-    layers = {name.replace(first, f"transformer.layers.{number}."): spec for number in range(config.num_layers)
-              for name, spec in of_one_layer.items() if name.startswith(first)}
+    layers = {
+        name.replace(first, f"transformer.layers.{number}."): spec
+        for number in range(config.num_layers)
+        for name, spec in of_one_layer.items()
+        if name.startswith(first)
+    }
     specs: dict[str, mpu.PartitionSpec] = {}
     for name, spec in of_one_layer.items():
         specs.update(layers if name in layers else {name: spec})  # in the order of the model's own parameters
@@ -32,5 +36,7 @@ def parameter_specs(config: ModelConfig, model_parallel_size: int = 1) -> dict[s
 def count_parameters(config: ModelConfig, model_parallel_size: int = 1) -> tuple[int, int]:
     """Parameters in all (true vocabulary) and in the memory of each rank (padded). No weight is drawn."""
     specs = parameter_specs(config, model_parallel_size).values()
-    return (sum(math.prod(spec.global_shape) for spec in specs),
-            sum(math.prod(spec.local_shape(model_parallel_size)) for spec in specs))
+    return (
+        sum(math.prod(spec.global_shape) for spec in specs),
+        sum(math.prod(spec.local_shape(model_parallel_size)) for spec in specs),
+    )

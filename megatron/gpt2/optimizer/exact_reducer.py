@@ -135,7 +135,7 @@ class ExactGradientReducer(GradientReducer):
     def _in_bucket(self, name: str, bucket: Tensor) -> Tensor:
         """The part of the parameter `name` in a tensor of its bucket's length."""
         start, own = self._flat.buckets[self._flat.bucket_of[name]].range.start, self._flat.ranges[name]
-        return bucket[own.start - start:own.stop - start].view_as(self._flat.parameters[name])
+        return bucket[own.start - start : own.stop - start].view_as(self._flat.parameters[name])
 
     def _bucket(self, index: int) -> Tensor:
         """The gradients of a bucket; past the last one those of the embedding, which are as long as the head's."""
@@ -160,8 +160,9 @@ class ExactGradientReducer(GradientReducer):
         sent = own[0] if len(own) == 1 else torch.stack([x.view(self._ranks, part) for x in own], dim=1).view(-1)
         counts = [part * len(sums) for sums in self._sums]
         terms = sent.new_empty(sum(counts))
-        work = dist.all_to_all_single(terms, sent, counts, [part * len(own)] * self._ranks, group=self._group,
-                                      async_op=True)
+        work = dist.all_to_all_single(
+            terms, sent, counts, [part * len(own)] * self._ranks, group=self._group, async_op=True
+        )
         assert work is not None
         return work, terms
 

@@ -65,17 +65,30 @@ class FlatParameters:
     backward has used by then make room for them. `keep_owned` leaves of a bucket only what is owned: ZeRO stage 2.
     """
 
-    def __init__(self, module: nn.Module, dtype: torch.dtype, *, bucket_size: int, ranks: tuple[int, int] = (0, 1),
-                 sharded: bool = False, offloaded: bool = False, shared: str | None = None,
-                 is_copy: bool = False) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        dtype: torch.dtype,
+        *,
+        bucket_size: int,
+        ranks: tuple[int, int] = (0, 1),
+        sharded: bool = False,
+        offloaded: bool = False,
+        shared: str | None = None,
+        is_copy: bool = False,
+    ) -> None:
         size = ranks[1]
         self._shard, self._shards = ranks if sharded else (0, 1)
         self.is_sharded, self.offloaded = self._shards > 1, offloaded
 
         def treatment(item: tuple[str, nn.Parameter]) -> tuple[bool, bool, bool, bool]:
             # False sorts first: what is split before what is replicated, which has its decayed parameters last.
-            return (not _is_split(item[1]), _is_split(item[1]) != _decays(item[1]), is_sequence_parallel(item[1]),
-                    item[0] == shared)
+            return (
+                not _is_split(item[1]),
+                _is_split(item[1]) != _decays(item[1]),
+                is_sequence_parallel(item[1]),
+                item[0] == shared,
+            )
 
         named = sorted(reversed(list(module.named_parameters())), key=treatment)
         self.parameters, self.shared = dict(named), shared if shared in dict(named) else None
@@ -96,11 +109,22 @@ class FlatParameters:
 
         firsts = [next(members) for _, members in itertools.groupby(named, treatment)]
         stops = [self.ranges[name].start for name, _ in firsts[1:]] + [end]
-        segments = [Segment(slice(self.ranges[name].start, stop), _is_split(parameter),
-                            is_sequence_parallel(parameter), _decays(parameter), name == shared and is_copy)
-                    for (name, parameter), stop in zip(firsts, stops, strict=True)]
-        found = [(index, replace(s, range=common)) for index, bucket in enumerate(self.buckets) for s in segments
-                 if (common := _overlap(self.owned_part(bucket), s.range))]
+        segments = [
+            Segment(
+                slice(self.ranges[name].start, stop),
+                _is_split(parameter),
+                is_sequence_parallel(parameter),
+                _decays(parameter),
+                name == shared and is_copy,
+            )
+            for (name, parameter), stop in zip(firsts, stops, strict=True)
+        ]
+        found = [
+            (index, replace(s, range=common))
+            for index, bucket in enumerate(self.buckets)
+            for s in segments
+            if (common := _overlap(self.owned_part(bucket), s.range))
+        ]
         self.owned = [segment for _, segment in found]
         self._bucket_of_owned = [index for index, _ in found]
         self._owned_stops = [segment.range.stop for segment in self.owned]  # ascending
@@ -122,7 +146,7 @@ class FlatParameters:
             values = parameter.detach().reshape(-1)
             self.params[self.ranges[name]].copy_(values)
             index, part, start = self.owned_part_of(name)
-            self.masters[index][part].copy_(values[start:start + part.stop - part.start])
+            self.masters[index][part].copy_(values[start : start + part.stop - part.start])
             parameter.data = self.view(self.params, name)
 
     def view(self, buffer: Tensor, name: str) -> Tensor:
@@ -138,7 +162,7 @@ class FlatParameters:
             for name, following in itertools.zip_longest(names, names[1:]):
                 stop = self.ranges[following].start if following else whole.stop
                 if self.ranges[name].stop < stop:
-                    grads[self.ranges[name].stop - whole.start:stop - whole.start].zero_()
+                    grads[self.ranges[name].stop - whole.start : stop - whole.start].zero_()
             self._grads[index] = grads
         return grads
 
@@ -146,14 +170,14 @@ class FlatParameters:
         """The gradient of the parameter `name`, in its shape, float32; not initialised before the first use."""
         index = self.bucket_of[name]
         start, part = self.buckets[index].range.start, self.ranges[name]
-        return self.bucket_grads(index)[part.start - start:part.stop - start].view(self.parameters[name].shape)
+        return self.bucket_grads(index)[part.start - start : part.stop - start].view(self.parameters[name].shape)
 
     def owned_grads(self) -> list[Tensor]:
         """The gradients of each range in `owned`."""
         parts = []
         for index, segment in zip(self._bucket_of_owned, self.owned, strict=True):
             start = self.owned_part(self.buckets[index]).start
-            parts.append(self.owned_bucket_grads(index)[segment.range.start - start:segment.range.stop - start])
+            parts.append(self.owned_bucket_grads(index)[segment.range.start - start : segment.range.stop - start])
         return parts
 
     def owned_bucket_grads(self, index: int) -> Tensor:
@@ -161,7 +185,7 @@ class FlatParameters:
         if (kept := self._owned_grads[index]) is not None:
             return kept
         part, start = self.owned_part(self.buckets[index]), self.buckets[index].range.start
-        return self.bucket_grads(index)[part.start - start:part.stop - start]
+        return self.bucket_grads(index)[part.start - start : part.stop - start]
 
     def keep_owned(self, index: int, reduced: Tensor) -> None:
         """Free the gradients of bucket `index`, and add `reduced`, their sum over the ranks in any dtype, to what this

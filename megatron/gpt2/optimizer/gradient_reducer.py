@@ -32,8 +32,14 @@ class GradientReducer:
     the part that it owns.
     """
 
-    def __init__(self, flat: FlatParameters, group: ProcessGroup | None, *, in_bf16: bool = False,
-                 embedding_group: ProcessGroup | None = None) -> None:
+    def __init__(
+        self,
+        flat: FlatParameters,
+        group: ProcessGroup | None,
+        *,
+        in_bf16: bool = False,
+        embedding_group: ProcessGroup | None = None,
+    ) -> None:
         self._flat = flat
         self._group = group if group is not None and group.size() > 1 else None
         self._in_bf16, self._embedding_group = in_bf16, embedding_group
@@ -182,8 +188,9 @@ def sum_partial(flat: FlatParameters) -> None:
     """Sum the gradients that sequence parallelism leaves partial, over the tensor-parallel group. Each rank sums what
     it owns; the ranks of the group own the same ranges."""
     if any(segment.is_partial for segment in flat.owned):
-        sum_over_group([grad for grad, segment in zip(flat.owned_grads(), flat.owned, strict=True)
-                        if segment.is_partial])
+        sum_over_group(
+            [grad for grad, segment in zip(flat.owned_grads(), flat.owned, strict=True) if segment.is_partial]
+        )
 
 
 def bucket_size(asked: int, data_parallel_size: int) -> int:

@@ -29,12 +29,16 @@ class LearningRate:
         self.peak, self.floor, self.style = config.lr, config.min_lr, config.lr_decay_style
         self.warmup_iters, self.decay_iters = config.warmup_and_decay(train_iters, batch)
         self.wsd_iters = config.lr_wsd_decay_iters or max(1, int(self.decay_iters) // 10)
-        require(self.warmup_iters <= self.decay_iters,
-                f"the warm-up of {self.warmup_iters:g} iterations (--lr-warmup-iters) is more than the "
-                f"{self.decay_iters:g} of the decay (--lr-decay-iters, else the length of the run)")
-        require(self.style != "WSD" or self.wsd_iters <= self.decay_iters - self.warmup_iters,
-                f"--lr-wsd-decay-iters {self.wsd_iters} does not fit between the warm-up of {self.warmup_iters:g} and "
-                f"the end of the decay at {self.decay_iters:g}")
+        require(
+            self.warmup_iters <= self.decay_iters,
+            f"the warm-up of {self.warmup_iters:g} iterations (--lr-warmup-iters) is more than the "
+            f"{self.decay_iters:g} of the decay (--lr-decay-iters, else the length of the run)",
+        )
+        require(
+            self.style != "WSD" or self.wsd_iters <= self.decay_iters - self.warmup_iters,
+            f"--lr-wsd-decay-iters {self.wsd_iters} does not fit between the warm-up of {self.warmup_iters:g} and "
+            f"the end of the decay at {self.decay_iters:g}",
+        )
 
     def __call__(self, n: float) -> float:
         """The rate after n steps that were not skipped."""

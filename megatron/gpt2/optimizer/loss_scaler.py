@@ -37,8 +37,15 @@ class DynamicLossScaler(LossScaler):
     halving one included.
     """
 
-    def __init__(self, initial: float = 2.0**32, *, minimum: float = 1.0, window: int = 1000, hysteresis: int = 2,
-                 device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self,
+        initial: float = 2.0**32,
+        *,
+        minimum: float = 1.0,
+        window: int = 1000,
+        hysteresis: int = 2,
+        device: torch.device | str = "cpu",
+    ) -> None:
         super().__init__(initial, device)
         self.minimum, self.window, self.hysteresis = minimum, window, hysteresis
         self._clean_steps = torch.zeros((), dtype=torch.float32, device=device)
@@ -53,14 +60,19 @@ class DynamicLossScaler(LossScaler):
         factor = torch.where(halve, 0.5, torch.where(double, 2.0, 1.0))
         # In place: whoever was given `scale` sees the new value.
         self.scale.copy_(torch.where(halve, (self.scale * factor).clamp_min(self.minimum), self.scale * factor))
-        self._hysteresis_left = torch.where(double, float(self.hysteresis),
-                                            torch.where(overflow & ~halve, self._hysteresis_left - 1,
-                                                        self._hysteresis_left))
+        self._hysteresis_left = torch.where(
+            double,
+            float(self.hysteresis),
+            torch.where(overflow & ~halve, self._hysteresis_left - 1, self._hysteresis_left),
+        )
 
     def state_dict(self) -> dict[str, float]:
         """The scale and the two counters behind it."""
-        return {"scale": self.scale.item(), "clean_steps": self._clean_steps.item(),
-                "hysteresis_left": self._hysteresis_left.item()}
+        return {
+            "scale": self.scale.item(),
+            "clean_steps": self._clean_steps.item(),
+            "hysteresis_left": self._hysteresis_left.item(),
+        }
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
         """Take over what `state_dict` gave. A state without the counters (of a constant scale, or of bf16) leaves the

@@ -30,8 +30,13 @@ def build_loss_scaler(config: OptimizerConfig, dtype: torch.dtype, device: torch
         return LossScaler(1.0, device)
     if config.loss_scale is not None:
         return LossScaler(config.loss_scale, device)
-    return DynamicLossScaler(config.initial_loss_scale, minimum=config.min_loss_scale,
-                             window=config.loss_scale_window, hysteresis=config.hysteresis, device=device)
+    return DynamicLossScaler(
+        config.initial_loss_scale,
+        minimum=config.min_loss_scale,
+        window=config.loss_scale_window,
+        hysteresis=config.hysteresis,
+        device=device,
+    )
 
 
 class AdamWOptimizer:
@@ -51,8 +56,15 @@ class AdamWOptimizer:
     scalars that AdamW needs arrive behind the gradients.
     """
 
-    def __init__(self, flat: FlatParameters, gatherer: ParameterGatherer, config: OptimizerConfig, scaler: LossScaler,
-                 rates: Tensor, squared_norm: Callable[..., Tensor] = mpu.squared_norm) -> None:
+    def __init__(
+        self,
+        flat: FlatParameters,
+        gatherer: ParameterGatherer,
+        config: OptimizerConfig,
+        scaler: LossScaler,
+        rates: Tensor,
+        squared_norm: Callable[..., Tensor] = mpu.squared_norm,
+    ) -> None:
         device = flat.params.device
         self.flat, self.gatherer, self.scaler, self.squared_norm = flat, gatherer, scaler, squared_norm
         self._rates = rates.to(device=device, dtype=torch.float32)
@@ -87,11 +99,17 @@ class AdamWOptimizer:
 
     def _unscaled_norm(self, grads: Sequence[Tensor]) -> Tensor:
         """The norm of the gradients of all ranks, without the loss scale."""
-        counted = [(grad, segment.is_split) for grad, segment in zip(grads, self.flat.owned, strict=True)
-                   if not segment.is_copy]
-        squared = self.squared_norm((g for g, is_split in counted if is_split),
-                                    (g for g, is_split in counted if not is_split),
-                                    self.flat.params.device, sharded=self.flat.is_sharded)
+        counted = [
+            (grad, segment.is_split)
+            for grad, segment in zip(grads, self.flat.owned, strict=True)
+            if not segment.is_copy
+        ]
+        squared = self.squared_norm(
+            (g for g, is_split in counted if is_split),
+            (g for g, is_split in counted if not is_split),
+            self.flat.params.device,
+            sharded=self.flat.is_sharded,
+        )
         return (squared.sqrt() / self.scaler.scale).float()
 
     def _clip_factor(self, norm: Tensor) -> Tensor:
@@ -125,10 +143,26 @@ class AdamWOptimizer:
             chosen = [index for index, segment in enumerate(self.flat.owned) if segment.decays == decays]
             masters, gradients, exp_avgs, exp_avg_sqs, steps = (
                 [tensors[index] for index in chosen]
-                for tensors in (self.flat.masters, grads, *self.moments.values(), self._adam_steps))
-            adamw(masters, gradients, exp_avgs, exp_avg_sqs, [], steps, fused=True, grad_scale=grad_scale,
-                  found_inf=found_inf, amsgrad=False, beta1=config.adam_beta1, beta2=config.adam_beta2, lr=rate,
-                  weight_decay=weight_decay, eps=config.adam_eps, maximize=False)
+                for tensors in (self.flat.masters, grads, *self.moments.values(), self._adam_steps)
+            )
+            adamw(
+                masters,
+                gradients,
+                exp_avgs,
+                exp_avg_sqs,
+                [],
+                steps,
+                fused=True,
+                grad_scale=grad_scale,
+                found_inf=found_inf,
+                amsgrad=False,
+                beta1=config.adam_beta1,
+                beta2=config.adam_beta2,
+                lr=rate,
+                weight_decay=weight_decay,
+                eps=config.adam_eps,
+                maximize=False,
+            )
 
     def write_back(self) -> None:
         """Bring the masters into the model: round this rank's own, and start to fetch what others own."""
@@ -146,9 +180,12 @@ class AdamWOptimizer:
 
     def state_dict(self) -> dict[str, Any]:
         """The scalars that a resume needs (JSON), beside what `tensors` gives. Reading them waits for the device."""
-        return {"good_steps": int(self.good_steps), "skipped_steps": int(self.skipped_steps),
-                "adam_steps": int(self._adam_steps[0]),
-                "loss_scaler": self.scaler.state_dict()}
+        return {
+            "good_steps": int(self.good_steps),
+            "skipped_steps": int(self.skipped_steps),
+            "adam_steps": int(self._adam_steps[0]),
+            "loss_scaler": self.scaler.state_dict(),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what `state_dict` gave, after `tensors` were filled, and round the masters into the model."""

@@ -39,8 +39,11 @@ class ParameterGatherer:
         if self._flat.is_sharded:
             for index, bucket in reversed(list(enumerate(self._flat.buckets))):
                 work = all_gather_single(
-                    self._flat.params[bucket.range], self._flat.params[self._flat.owned_part(bucket)],
-                    group=self._group, async_op=True)
+                    self._flat.params[bucket.range],
+                    self._flat.params[self._flat.owned_part(bucket)],
+                    group=self._group,
+                    async_op=True,
+                )
                 assert work is not None
                 self._works[index] = work
 

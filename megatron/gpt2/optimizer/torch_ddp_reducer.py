@@ -18,7 +18,8 @@ class TorchDDPReducer:
         self._size = group.size()
         element = flat.params.element_size()
         self.module = nn.parallel.DistributedDataParallel(
-            module, process_group=group, broadcast_buffers=False, bucket_cap_mb=max(bucket_size * element >> 20, 1))
+            module, process_group=group, broadcast_buffers=False, bucket_cap_mb=max(bucket_size * element >> 20, 1)
+        )
 
     def begin(self, micro_batches: int) -> None:
         """As `GradientReducer.begin`."""

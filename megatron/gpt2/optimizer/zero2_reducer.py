@@ -1,6 +1,5 @@
 """Gradients that are sharded between micro-batches too (--shard-gradients)."""
 
-
 from megatron.gpt2.optimizer.gradient_reducer import GradientReducer
 
 

@@ -20,15 +20,18 @@ def check(schedule: Schedule, steps: Sequence[Sequence[Step]] | None = None) -> 
     """
     kinds = "F" + "B" * schedule.trains + "W" * schedule.splits_backward
     for rank, actions in enumerate(schedule.ranks):
-        expected = {(kind, chunk): list(range(schedule.micro_batches))
-                    for kind in kinds for chunk in range(schedule.chunks)}
+        expected = {
+            (kind, chunk): list(range(schedule.micro_batches)) for kind in kinds for chunk in range(schedule.chunks)
+        }
         found: dict[tuple[str, int], list[int]] = defaultdict(list)
         for action in actions:
             found[action.kind, action.chunk].append(action.micro_batch)
         for kind, chunk in {**expected, **found}:
             if expected.get((kind, chunk)) != found.get((kind, chunk)):
-                raise ValueError(f"rank {rank} does {kind} in chunk {chunk} for the micro-batches "
-                                 f"{found.get((kind, chunk))}, and not for {expected.get((kind, chunk))}")
+                raise ValueError(
+                    f"rank {rank} does {kind} in chunk {chunk} for the micro-batches "
+                    f"{found.get((kind, chunk))}, and not for {expected.get((kind, chunk))}"
+                )
     steps = program(schedule) if steps is None else steps
     for rank, actions in enumerate(schedule.ranks):
         if tuple(step.action for step in steps[rank] if step.action) != actions:
@@ -36,8 +39,9 @@ def check(schedule: Schedule, steps: Sequence[Sequence[Step]] | None = None) -> 
     synchronous(schedule, steps, [Costs(1, 1, 1)] * schedule.stages)
 
 
-def synchronous(schedule: Schedule, steps: Sequence[Sequence[Step]], costs: Sequence[Costs],
-                transfer: float = 0.0) -> Timetable:
+def synchronous(
+    schedule: Schedule, steps: Sequence[Sequence[Step]], costs: Sequence[Costs], transfer: float = 0.0
+) -> Timetable:
     """When each action runs if a rank awaits all that it has posted, as NCCL does with what is posted together.
 
     costs: one per stage. transfer: time that an exchange takes. ValueError, which names rank and action, where ranks
@@ -81,8 +85,10 @@ def synchronous(schedule: Schedule, steps: Sequence[Sequence[Step]], costs: Sequ
     for rank, own in enumerate(steps):
         if places[rank] < len(own):
             waits = ", ".join(str(message) for message, posted, number in awaited[rank] if len(posted) <= number)
-            raise ValueError(f"rank {rank} waits forever before {own[places[rank]].action or 'its end'}: nobody posts "
-                             f"the other side of {waits}")
+            raise ValueError(
+                f"rank {rank} waits forever before {own[places[rank]].action or 'its end'}: nobody posts "
+                f"the other side of {waits}"
+            )
     return Timetable(tuple(map(tuple, spans)))
 
 

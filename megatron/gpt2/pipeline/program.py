@@ -36,8 +36,10 @@ class Message:
     destination: int
 
     def __str__(self) -> str:
-        return (f"the {self.kind} of micro-batch {self.micro_batch} for stage {self.stage} from rank {self.source} to "
-                f"rank {self.destination}")
+        return (
+            f"the {self.kind} of micro-batch {self.micro_batch} for stage {self.stage} from rank {self.source} to "
+            f"rank {self.destination}"
+        )
 
 
 @dataclass(frozen=True)
@@ -70,8 +72,13 @@ def program(schedule: Schedule, ticks: Costs | None = None) -> list[list[Step]]:
 
     def waits_for_partner(rank: int, end: float) -> bool:
         """Whether a partner would wait longer for this rank, busy until `end`, than this rank for the partner."""
-        return any(now < free[one.destination] < (now + end) / 2 for one in under_way if one.source == rank
-                   and (action := next_of(one.destination)) and needed_by(schedule, one.destination, action) == one)
+        return any(
+            now < free[one.destination] < (now + end) / 2
+            for one in under_way
+            if one.source == rank
+            and (action := next_of(one.destination))
+            and needed_by(schedule, one.destination, action) == one
+        )
 
     while True:
         for message in [one for one in under_way if max(free[one.source], free[one.destination]) <= now]:
@@ -97,9 +104,13 @@ def program(schedule: Schedule, ticks: Costs | None = None) -> list[list[Step]]:
     for rank, actions in enumerate(schedule.ranks):
         if len(sends[rank]) <= len(actions):
             raise ValueError(f"rank {rank} of the pipeline never gets what it needs for {next_of(rank)}")
-    steps = [[Step(tuple(sent), tuple(received), action)
-              for sent, received, action in zip(sends[rank], receives[rank], (*actions, None), strict=True)]
-             for rank, actions in enumerate(schedule.ranks)]
+    steps = [
+        [
+            Step(tuple(sent), tuple(received), action)
+            for sent, received, action in zip(sends[rank], receives[rank], (*actions, None), strict=True)
+        ]
+        for rank, actions in enumerate(schedule.ranks)
+    ]
     return [of if of[-1].sends else of[:-1] for of in steps]
 
 
@@ -116,6 +127,7 @@ def needed_by(schedule: Schedule, rank: int, action: Action) -> Message | None:
     stage = schedule.stage(rank, action.chunk)
     for kind, source in needs(schedule, stage, action):
         if source % schedule.p != rank:
-            return Message("activation" if kind == "F" else "gradient", stage, action.micro_batch, source % schedule.p,
-                           rank)
+            return Message(
+                "activation" if kind == "F" else "gradient", stage, action.micro_batch, source % schedule.p, rank
+            )
     return None

@@ -71,8 +71,9 @@ class Schedule:
 def one_forward_one_backward(p: int, m: int) -> Schedule:
     """1F1B, also called PipeDream-flush (arXiv:2104.04473): rank r begins with p − 1 − r forwards and then does one
     forward and one backward in turn, so that it keeps at most p − r micro-batches. With p = 1: F0 B0 F1 B1 ..."""
-    return Schedule("1f1b", tuple(_in_turn(_forwards(p, 1, m), _backwards(p, 1, m), p - 1 - rank)
-                                  for rank in range(p)), 1, m)
+    return Schedule(
+        "1f1b", tuple(_in_turn(_forwards(p, 1, m), _backwards(p, 1, m), p - 1 - rank) for rank in range(p)), 1, m
+    )
 
 
 def interleaved(p: int, v: int, m: int) -> Schedule:
@@ -122,11 +123,15 @@ def build_schedule(name: str, p: int, v: int, m: int) -> Schedule:
     if m < 1:
         raise ValueError(f"a pipeline needs at least one micro-batch per step, not {m}: raise --global-batch-size")
     if v > 1 and name != "interleaved":
-        raise ValueError(f"--num-layers-per-virtual-pipeline-stage gives each rank {v} virtual stages, and "
-                         f"--pipeline-schedule {name} runs one: use --pipeline-schedule interleaved")
+        raise ValueError(
+            f"--num-layers-per-virtual-pipeline-stage gives each rank {v} virtual stages, and "
+            f"--pipeline-schedule {name} runs one: use --pipeline-schedule interleaved"
+        )
     if v < 2 and name == "interleaved":
-        raise ValueError("--pipeline-schedule interleaved needs two or more virtual stages per rank: lower "
-                         "--num-layers-per-virtual-pipeline-stage, or use --pipeline-schedule 1f1b")
+        raise ValueError(
+            "--pipeline-schedule interleaved needs two or more virtual stages per rank: lower "
+            "--num-layers-per-virtual-pipeline-stage, or use --pipeline-schedule 1f1b"
+        )
     if name == "interleaved":
         return interleaved(p, v, m)
     return one_forward_one_backward(p, m) if name == "1f1b" else zero_bubble(p, m)
@@ -134,8 +139,12 @@ def build_schedule(name: str, p: int, v: int, m: int) -> Schedule:
 
 def _forwards(p: int, v: int, m: int) -> Iterator[Action]:
     """Each group of p micro-batches passes chunk by chunk."""
-    return (Action("F", chunk, micro_batch) for first in range(0, m, p) for chunk in range(v)
-            for micro_batch in range(first, min(first + p, m)))
+    return (
+        Action("F", chunk, micro_batch)
+        for first in range(0, m, p)
+        for chunk in range(v)
+        for micro_batch in range(first, min(first + p, m))
+    )
 
 
 def _backwards(p: int, v: int, m: int) -> Iterator[Action]:
@@ -147,4 +156,4 @@ def _in_turn(forwards: Iterable[Action], backwards: Iterable[Action], ahead: int
     """`ahead` forwards, then one forward and one backward in turn, then the backwards that are left."""
     first, second = list(forwards), list(backwards)
     pairs = zip(first[ahead:], second, strict=False)
-    return (*first[:ahead], *chain.from_iterable(pairs), *second[max(len(first) - ahead, 0):])
+    return (*first[:ahead], *chain.from_iterable(pairs), *second[max(len(first) - ahead, 0) :])

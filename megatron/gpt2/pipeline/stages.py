@@ -10,8 +10,9 @@ from collections.abc import Sequence
 FIRST, LAST = "--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"
 
 
-def layers_of_stages(num_layers: int, p: int, v: int = 1, first: int | None = None,
-                     last: int | None = None) -> list[range]:
+def layers_of_stages(
+    num_layers: int, p: int, v: int = 1, first: int | None = None, last: int | None = None
+) -> list[range]:
     """The layers of each of the p·v stages; stage c·p + r is chunk c of rank r.
 
     first, last: how many layers the first and the last rank of the pipeline hold, in all their chunks together.
@@ -19,8 +20,10 @@ def layers_of_stages(num_layers: int, p: int, v: int = 1, first: int | None = No
     """
     if num_layers < p * v:
         chunks = f" with {v} virtual stages each (--num-layers-per-virtual-pipeline-stage)" if v > 1 else ""
-        raise ValueError(f"--pipeline-model-parallel-size {p}{chunks} needs at least {p * v} layers, one per stage, "
-                         f"and --num-layers is {num_layers}")
+        raise ValueError(
+            f"--pipeline-model-parallel-size {p}{chunks} needs at least {p * v} layers, one per stage, "
+            f"and --num-layers is {num_layers}"
+        )
     given: dict[int, int] = {}
     for flag, rank, count in ((FIRST, 0, first), (LAST, p - 1, last)):
         if count is None:
@@ -33,13 +36,15 @@ def layers_of_stages(num_layers: int, p: int, v: int = 1, first: int | None = No
     left, others = num_layers - sum(given.values()), [rank for rank in range(p) if rank not in given]
     if left < len(others) * v or (left and not others):
         flags = " and ".join(flag for flag, rank in ((FIRST, 0), (LAST, p - 1)) if rank in given)
-        raise ValueError(f"{flags} leave {left} of {num_layers} layers for the other {len(others) * v} stages: "
-                         f"{'each of them needs one' if others else 'they must add up to --num-layers'}")
+        raise ValueError(
+            f"{flags} leave {left} of {num_layers} layers for the other {len(others) * v} stages: "
+            f"{'each of them needs one' if others else 'they must add up to --num-layers'}"
+        )
     sizes = [0] * (p * v)
     _deal(sizes, [stage for stage in range(p * v) if stage % p in others], left)
     for rank, count in given.items():
         _deal(sizes, range(rank, p * v, p), count)
-    ends = [sum(sizes[:stage + 1]) for stage in range(p * v)]
+    ends = [sum(sizes[: stage + 1]) for stage in range(p * v)]
     return [range(end - size, end) for end, size in zip(ends, sizes, strict=True)]
 
 

@@ -37,7 +37,7 @@ TIMEOUT_MINUTES = 5  # until a rank that hangs ends the others; far above any on
 
 
 def size_of(text: str) -> int:
-    """"64K" -> 65536: a number of bytes, or of K, M or G (powers of 1024)."""
+    """ "64K" -> 65536: a number of bytes, or of K, M or G (powers of 1024)."""
     found = re.fullmatch(r"(\d+)([KMG]?)", text.upper().removesuffix("IB").removesuffix("B"))
     if not found or not int(found[1]):
         raise argparse.ArgumentTypeError(f"{text} is not a size: write 1024, 64K, 256M or 1G")
@@ -49,22 +49,41 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     names = [*OPERATIONS, "pairs"]
     parser = Parser(description=__doc__)
     parser.add_argument("--min-bytes", type=size_of, default=size_of("1K"), metavar="SIZE", help="default 1K")
-    parser.add_argument("--max-bytes", type=size_of, default=size_of("256M"), metavar="SIZE",
-                        help=f"default 256M; sizes grow {FACTOR} times each, up to this one")
-    parser.add_argument("--operations", nargs="+", default=names, choices=names, metavar="NAME",
-                        help=f"default all: {', '.join(names)}")
+    parser.add_argument(
+        "--max-bytes",
+        type=size_of,
+        default=size_of("256M"),
+        metavar="SIZE",
+        help=f"default 256M; sizes grow {FACTOR} times each, up to this one",
+    )
+    parser.add_argument(
+        "--operations", nargs="+", default=names, choices=names, metavar="NAME", help=f"default all: {', '.join(names)}"
+    )
     parser.add_argument("--dtype", default="fp32", choices=tuple(DTYPES))
-    parser.add_argument("--iters", type=int, metavar="N", help="runs of each operation at each size (default: for "
-                        f"{measuring.RUNS_SECONDS} s, {measuring.LEAST_RUNS} to {measuring.MOST_RUNS})")
-    parser.add_argument("--limit", type=float, default=900.0, metavar="SECONDS", help="of the whole measurement, "
-                        "shared among the operations, which make fewer runs to keep it; what does not fit is "
-                        "named (default 900)")
+    parser.add_argument(
+        "--iters",
+        type=int,
+        metavar="N",
+        help="runs of each operation at each size (default: for "
+        f"{measuring.RUNS_SECONDS} s, {measuring.LEAST_RUNS} to {measuring.MOST_RUNS})",
+    )
+    parser.add_argument(
+        "--limit",
+        type=float,
+        default=900.0,
+        metavar="SECONDS",
+        help="of the whole measurement, "
+        "shared among the operations, which make fewer runs to keep it; what does not fit is "
+        "named (default 900)",
+    )
     parser.add_argument("--output", type=Path, metavar="FOLDER", help="for collectives.json and collectives.png")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
     parser.add_argument("--distributed-backend", choices=("nccl", "gloo"))
     options = parser.parse_args(argv)
-    require(options.min_bytes <= options.max_bytes, f"--min-bytes {size_name(options.min_bytes)} is above --max-bytes "
-                                                    f"{size_name(options.max_bytes)}")
+    require(
+        options.min_bytes <= options.max_bytes,
+        f"--min-bytes {size_name(options.min_bytes)} is above --max-bytes {size_name(options.max_bytes)}",
+    )
     require(options.iters is None or options.iters >= 1, f"--iters must be at least 1, not {options.iters}")
     require(options.limit > 0, f"--limit must be above 0, not {options.limit:g}")
     return options
@@ -89,8 +108,10 @@ def bench(options: argparse.Namespace, world: World, where: str) -> int:
             bar.clear()
             print(line, flush=True)
 
-    log(f"{world.size} ranks on {len(set(hosts))} host{'s' * (len(set(hosts)) > 1)}; {where}; {options.dtype}; "
-         f"torch {torch.__version__}")
+    log(
+        f"{world.size} ranks on {len(set(hosts))} host{'s' * (len(set(hosts)) > 1)}; {where}; {options.dtype}; "
+        f"torch {torch.__version__}"
+    )
     log(f"\n{report.HEADER}")
     sizes = sizes_between(options.min_bytes, options.max_bytes)
     rows: list[Row] = []
@@ -106,8 +127,9 @@ def bench(options: argparse.Namespace, world: World, where: str) -> int:
             if pairs:
                 log("\n" + "\n".join(report.pairs_table(pairs)))
         else:
-            more, without = measuring.measure_sizes(name, OPERATIONS[name], world, sizes, iters=options.iters,
-                                                    deadline=deadline, log=log)
+            more, without = measuring.measure_sizes(
+                name, OPERATIONS[name], world, sizes, iters=options.iters, deadline=deadline, log=log
+            )
             rows += more
         if without:
             missing.append(without)
@@ -117,10 +139,18 @@ def bench(options: argparse.Namespace, world: World, where: str) -> int:
     lines = list(report.verdict(rows, missing, pairs, hosts))
     log("\n" + "\n".join(lines))
     if world.rank == 0 and options.output:
-        record = {"backend": dist.get_backend(), "device": world.device.type, "dtype": options.dtype,
-                  "torch": torch.__version__, "world_size": world.size, "hosts": hosts,
-                  "rows": [asdict(row) for row in rows], "missing": [asdict(one) for one in missing],
-                  "pairs": pairs and asdict(pairs), "verdict": lines}
+        record = {
+            "backend": dist.get_backend(),
+            "device": world.device.type,
+            "dtype": options.dtype,
+            "torch": torch.__version__,
+            "world_size": world.size,
+            "hosts": hosts,
+            "rows": [asdict(row) for row in rows],
+            "missing": [asdict(one) for one in missing],
+            "pairs": pairs and asdict(pairs),
+            "verdict": lines,
+        }
         title = f"{world.size} ranks, {dist.get_backend()} on {world.device.type}, {options.dtype}"
         (options.output / "collectives.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
         log(report.plot(rows, options.output / "collectives.png", title))
@@ -130,8 +160,11 @@ def bench(options: argparse.Namespace, world: World, where: str) -> int:
 def measure(argv: Sequence[str], ranks: Ranks, log: Log) -> int:
     """Measure what the flags ask for on all ranks; returns the exit code."""
     options = parse(argv)
-    require(ranks.world_size > 1, "one rank has nobody to talk to, at least two are needed: "
-                                  f"{how_to_call('bench_collectives')} --nproc-per-node 2")
+    require(
+        ranks.world_size > 1,
+        "one rank has nobody to talk to, at least two are needed: "
+        f"{how_to_call('bench_collectives')} --nproc-per-node 2",
+    )
     set_threads(ranks)
     device, device_line = choose_device(options.device, ranks)
     backend, _ = choose_backend(options.distributed_backend, device)

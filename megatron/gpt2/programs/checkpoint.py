@@ -65,14 +65,24 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
         return made
 
     def writes(made: argparse.ArgumentParser) -> None:
-        made.add_argument("--vocab-file", metavar="FILE",
-                          help="for a source without a tokenizer: GPT-2's vocabulary, or nanoGPT's meta.pkl")
+        made.add_argument(
+            "--vocab-file",
+            metavar="FILE",
+            help="for a source without a tokenizer: GPT-2's vocabulary, or nanoGPT's meta.pkl",
+        )
         made.add_argument("--merge-file", metavar="FILE")
         made.add_argument("--tokenizer-model", metavar="FILE", help="a SentencePiece model, likewise")
 
     def pipelined(made: argparse.ArgumentParser) -> None:
-        made.add_argument(PIPELINE, "--target-pipeline-model-parallel-size", dest="pipeline", type=int, default=1,
-                          metavar="N", help="stages to write Megatron's files for (default: 1)")
+        made.add_argument(
+            PIPELINE,
+            "--target-pipeline-model-parallel-size",
+            dest="pipeline",
+            type=int,
+            default=1,
+            metavar="N",
+            help="stages to write Megatron's files for (default: 1)",
+        )
         made.add_argument(VIRTUAL, dest="virtual_layers", type=int, metavar="N", help="of interleaved stages")
         made.add_argument(FIRST, dest="first", type=int, metavar="N", help="layers of the first stage (megatron-core)")
         made.add_argument(LAST, dest="last", type=int, metavar="N", help="of the last stage, likewise")
@@ -86,11 +96,13 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     writes(split)
     convert = command("convert", "to another format", "IN", "OUT")
     convert.add_argument("--to", choices=TARGETS, required=True)
-    convert.add_argument("--model-parallel-size", type=int, default=1, metavar="N",
-                         help="ranks to write for (default: 1)")
+    convert.add_argument(
+        "--model-parallel-size", type=int, default=1, metavar="N", help="ranks to write for (default: 1)"
+    )
     pipelined(convert)
-    convert.add_argument("--dtype", choices=("source", "fp32", "bf16", "fp16"), default="source",
-                         help="of a Hugging Face export")
+    convert.add_argument(
+        "--dtype", choices=("source", "fp32", "bf16", "fp16"), default="source", help="of a Hugging Face export"
+    )
     convert.add_argument("--check", action="store_true", help="compare the logits of both")
     writes(convert)
     command("diff", "tensor by tensor", "A", "B")
@@ -115,10 +127,12 @@ def tokenizer_of(args: argparse.Namespace, source: Source) -> Tokenizer | None:
     if args.tokenizer_model:
         return build_tokenizer("SentencePieceTokenizer", model_file=args.tokenizer_model)
     if args.vocab_file or args.merge_file:
-        return build_tokenizer(kind_of_vocabulary(str(args.vocab_file)), vocab_file=args.vocab_file,
-                               merge_file=args.merge_file)
+        return build_tokenizer(
+            kind_of_vocabulary(str(args.vocab_file)), vocab_file=args.vocab_file, merge_file=args.merge_file
+        )
     if files := source.facts.get("tokenizer_files"):
         from megatron.gpt2.formats.openai_tokenizer import open_tokenizer
+
         return open_tokenizer(files)
     if source.facts.get("tokenizer") is None:
         report("no tokenizer is with the source: --vocab-file and --merge-file, or --tokenizer-model, would give it")
@@ -139,9 +153,11 @@ def write(args: argparse.Namespace, source: Source, to: str, layout: Layout) -> 
     ranks = layout.tensor
     require(ranks > 0, f"--model-parallel-size must be positive, not {ranks}")
     require(to not in OTHERS or ranks == 1, f"--model-parallel-size {ranks}: {to} has no model parallelism")
-    require(to in MEGATRON or layout == Layout(ranks),
-            f"{PIPELINE}, {VIRTUAL}, {FIRST} and {LAST} are for Megatron's formats, and this writes {to}"
-            + ", which loads under any of them" * (to == "native"))
+    require(
+        to in MEGATRON or layout == Layout(ranks),
+        f"{PIPELINE}, {VIRTUAL}, {FIRST} and {LAST} are for Megatron's formats, and this writes {to}"
+        + ", which loads under any of them" * (to == "native"),
+    )
     kinds = {name.partition(".")[0] for name in source.names()}
     left_out = list(source.left_out)
     if "rng" in kinds:
@@ -153,21 +169,27 @@ def write(args: argparse.Namespace, source: Source, to: str, layout: Layout) -> 
     for line in left_out:
         report(f"left out: {line}")
     if to == "native":
-        return write_native(source, args.out, model_parallel_size=ranks, tokenizer=tokenizer_of(args, source),
-                            log=report)
+        return write_native(
+            source, args.out, model_parallel_size=ranks, tokenizer=tokenizer_of(args, source), log=report
+        )
     if to == "huggingface":
         from megatron.gpt2.formats.write_huggingface import write_huggingface
+
         return write_huggingface(source, args.out, dtype=args.dtype, tokenizer=tokenizer_of(args, source), log=report)
     if to == "nanogpt":
         from megatron.gpt2.formats.write_nanogpt import write_nanogpt
+
         return write_nanogpt(source, args.out, tokenizer=tokenizer_of(args, source), log=report)
     if to == "dcp":
         from megatron.gpt2.formats.write_dcp import write_dcp
+
         return write_dcp(source, args.out)
     if to == "torch_dist":
         from megatron.gpt2.formats.write_torch_dist import write_torch_dist
+
         return write_torch_dist(source, args.out, layout, log=report)
     from megatron.gpt2.formats.write_megatron import write_megatron
+
     return write_megatron(source, args.out, to, layout, log=report)
 
 
@@ -182,6 +204,7 @@ def main(argv: list[str] | None = None) -> int:
         return verify(args)
     if args.command == "diff":
         from megatron.gpt2.formats.compare import diff, table
+
         difference = diff(verified(args, args.a), verified(args, args.b))
         print("\n".join(table(difference)))
         print("equal" if difference.equal else "NOT EQUAL")
@@ -198,12 +221,18 @@ def main(argv: list[str] | None = None) -> int:
     if args.command == "convert" and args.check:
         from megatron.gpt2.formats.compare import check
         from megatron.gpt2.formats.write_huggingface import exported_kind
+
         # Megatron's files of 2019 do not say their heads, those of DCP neither heads nor formula.
         model = source.facts["config"]["model"]
-        hints = Hints(model["num_attention_heads"] if to in ("megatron-2019", "dcp") else None,
-                      gelu=model["gelu"] if to == "dcp" else None)
-        kind = exported_kind(source, args.dtype) if to == "huggingface" else (
-            exported_kind(source, "fp32") if to in OTHERS else "model")
+        hints = Hints(
+            model["num_attention_heads"] if to in ("megatron-2019", "dcp") else None,
+            gelu=model["gelu"] if to == "dcp" else None,
+        )
+        kind = (
+            exported_kind(source, args.dtype)
+            if to == "huggingface"
+            else (exported_kind(source, "fp32") if to in OTHERS else "model")
+        )
         greatest = check(source, open_source(args.out, hints, log=report), kind=kind, log=print)
         if not greatest <= CHECK_LIMIT:
             print(f"NOT EQUAL: more than {CHECK_LIMIT:g}")
@@ -220,8 +249,10 @@ def verify(args: argparse.Namespace) -> int:
             print(f"DAMAGED: {problem}")
             return 1
         whole = "" if known is None else ", the tokenizer is the run's own"
-        print(f"{source.path}: {len(source.files)} files, every byte as it was written; the boxes of "
-              f"{len(source.tensors)} tensors are complete{whole}")
+        print(
+            f"{source.path}: {len(source.files)} files, every byte as it was written; the boxes of "
+            f"{len(source.tensors)} tensors are complete{whole}"
+        )
         return 0
     for name in source.names():
         source.read(name)

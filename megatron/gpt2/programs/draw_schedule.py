@@ -26,24 +26,41 @@ from megatron.gpt2.pipeline.timetable import Costs, equal_costs, kept, published
 def options(argv: Sequence[str] | None) -> argparse.Namespace:
     """The flags. ValueError, which names the flag, where one cannot be."""
     parser = Parser(description=__doc__)
-    parser.add_argument("--pipeline-model-parallel-size", type=int, required=True, metavar="P",
-                        help="ranks of the pipeline")
+    parser.add_argument(
+        "--pipeline-model-parallel-size", type=int, required=True, metavar="P", help="ranks of the pipeline"
+    )
     parser.add_argument("--pipeline-schedule", default="1f1b", choices=SCHEDULES, help="default: 1f1b")
-    parser.add_argument("--micro-batches", type=int, default=8, metavar="M",
-                        help="micro-batches of a step (default: 8)")
-    parser.add_argument("--num-layers", type=int, metavar="L", help="layers of the model: a stage takes as long as its "
-                                                                    "share of them (default: all alike)")
-    parser.add_argument("--num-layers-per-virtual-pipeline-stage", type=int, metavar="N",
-                        help="layers of one chunk, for --pipeline-schedule interleaved; needs --num-layers")
+    parser.add_argument(
+        "--micro-batches", type=int, default=8, metavar="M", help="micro-batches of a step (default: 8)"
+    )
+    parser.add_argument(
+        "--num-layers",
+        type=int,
+        metavar="L",
+        help="layers of the model: a stage takes as long as its share of them (default: all alike)",
+    )
+    parser.add_argument(
+        "--num-layers-per-virtual-pipeline-stage",
+        type=int,
+        metavar="N",
+        help="layers of one chunk, for --pipeline-schedule interleaved; needs --num-layers",
+    )
     parser.add_argument("--decoder-first-pipeline-num-layers", type=int, metavar="N", help="layers of the first rank")
     parser.add_argument("--decoder-last-pipeline-num-layers", type=int, metavar="N", help="layers of the last rank")
-    parser.add_argument("--times", default="1,1,1", metavar="F,B,W",
-                        help="how long a rank's forward, its backward and its weights' gradients take for one "
-                             "micro-batch (default: 1,1,1)")
+    parser.add_argument(
+        "--times",
+        default="1,1,1",
+        metavar="F,B,W",
+        help="how long a rank's forward, its backward and its weights' gradients take for one "
+        "micro-batch (default: 1,1,1)",
+    )
     parser.add_argument("--svg", type=Path, metavar="FILE", help="draw it into FILE")
     chosen = parser.parse_args(argv)
-    for flag in ("num_layers_per_virtual_pipeline_stage", "decoder_first_pipeline_num_layers",
-                 "decoder_last_pipeline_num_layers"):
+    for flag in (
+        "num_layers_per_virtual_pipeline_stage",
+        "decoder_first_pipeline_num_layers",
+        "decoder_last_pipeline_num_layers",
+    ):
         if getattr(chosen, flag) is not None and chosen.num_layers is None:
             raise ValueError(f"--{flag.replace('_', '-')} needs --num-layers")
     return chosen
@@ -67,8 +84,9 @@ def plan(chosen: argparse.Namespace, times: tuple[float, float, float]) -> tuple
     schedule = build_schedule(chosen.pipeline_schedule, p, v, chosen.micro_batches)
     costs = equal_costs(schedule, *times)
     if chosen.num_layers is not None:
-        layers = layers_of_stages(chosen.num_layers, p, v, chosen.decoder_first_pipeline_num_layers,
-                                  chosen.decoder_last_pipeline_num_layers)
+        layers = layers_of_stages(
+            chosen.num_layers, p, v, chosen.decoder_first_pipeline_num_layers, chosen.decoder_last_pipeline_num_layers
+        )
         costs = [Costs(*(time * p * len(own) / chosen.num_layers for time in times)) for own in layers]
     return schedule, costs
 
@@ -77,12 +95,16 @@ def report(schedule: Schedule, costs: Sequence[Costs], times: tuple[float, float
     """The numbers below the lines of the ranks."""
     table = timetable(schedule, costs)
     work = schedule.micro_batches * sum(times)
-    lines = [f"step          {table.length:.4g}, of which each rank works {work:.4g} on the average: a bubble of "
-             f"{table.bubble:.1%}"]
+    lines = [
+        f"step          {table.length:.4g}, of which each rank works {work:.4g} on the average: a bubble of "
+        f"{table.bubble:.1%}"
+    ]
     if len(set(costs)) == 1 and (schedule.chunks == 1 or schedule.micro_batches % schedule.p == 0):
         lines.append(f"as published  {published_length(schedule, *times):.4g}")
-    lines.append(f"kept at most  {_listed(kept(schedule, queued=0))} micro-batches"
-                 f"{' of one chunk' * (schedule.chunks > 1)} between F and B, by rank")
+    lines.append(
+        f"kept at most  {_listed(kept(schedule, queued=0))} micro-batches"
+        f"{' of one chunk' * (schedule.chunks > 1)} between F and B, by rank"
+    )
     if schedule.splits_backward:
         lines.append(f"              {_listed(kept(schedule))} with those whose W is to come")
     return lines
@@ -99,8 +121,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     schedule, costs = plan(chosen, times)
     check(schedule)
     chunks = f" of {schedule.chunks} chunks" if schedule.chunks > 1 else ""
-    what = (f"{schedule.name}: {schedule.p} rank{'s' * (schedule.p > 1)}{chunks}, {schedule.micro_batches} "
-            f"micro-batch{'es' * (schedule.micro_batches > 1)}; F, B, W take {_listed(times)}")
+    what = (
+        f"{schedule.name}: {schedule.p} rank{'s' * (schedule.p > 1)}{chunks}, {schedule.micro_batches} "
+        f"micro-batch{'es' * (schedule.micro_batches > 1)}; F, B, W take {_listed(times)}"
+    )
     table = timetable(schedule, costs)
     print("\n".join([what, "", *as_text(schedule, table), "", *report(schedule, costs, times)]))
     if chosen.svg:

@@ -59,11 +59,12 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         """The ids of a text."""
         return [int(i) for i in self.own_tokenizer.encode(string)]
 
-    def _loglikelihood_tokens(self, requests: list[Pair], disable_tqdm: bool = False,
-                              **_: Any) -> list[tuple[float, bool]]:
+    def _loglikelihood_tokens(
+        self, requests: list[Pair], disable_tqdm: bool = False, **_: Any
+    ) -> list[tuple[float, bool]]:
         windows = []
         for _what, context, continuation in requests:
-            ids = np.array((context + continuation)[-self.max_length - 1:])  # long contexts lose their beginning
+            ids = np.array((context + continuation)[-self.max_length - 1 :])  # long contexts lose their beginning
             windows.append(Window(ids, min(len(continuation), self.max_length)))
         scores = score(self.model, windows, batch_size=self.batch_size)
         return list(zip((-scores.nats).tolist(), scores.greedy.tolist(), strict=True))
@@ -72,8 +73,12 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         """ln p of each whole text, in nats, in windows as long as the model reads."""
         pairs: list[Pair] = []
         for number, request in enumerate(requests):
-            rolling = get_rolling_token_windows(token_list=self.tok_encode(request.args[0]), context_len=1,
-                                                prefix_token=self.prefix_token_id, max_seq_len=self.max_length)
+            rolling = get_rolling_token_windows(
+                token_list=self.tok_encode(request.args[0]),
+                context_len=1,
+                prefix_token=self.prefix_token_id,
+                max_seq_len=self.max_length,
+            )
             pairs += [(number, *make_disjoint_window(window)) for window in rolling]
         totals = [0.0] * len(requests)
         for (number, _, _), (value, _) in zip(pairs, self._loglikelihood_tokens(pairs), strict=True):
@@ -84,10 +89,11 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         """The text that continues each request, up to one of its stop strings."""
         answers = []
         for start in range(0, len(requests), self.batch_size):
-            batch = [self._continuation(*request.args) for request in requests[start:start + self.batch_size]]
+            batch = [self._continuation(*request.args) for request in requests[start : start + self.batch_size]]
             generate(self.model, self.own_tokenizer, batch)  # only the first of a model-parallel group gets the text
-            answers += [postprocess_generated_text(self.own_tokenizer.decode(c.ids), [*c.sampling.stop], None)
-                        for c in batch]
+            answers += [
+                postprocess_generated_text(self.own_tokenizer.decode(c.ids), [*c.sampling.stop], None) for c in batch
+            ]
         return answers
 
     def _continuation(self, context: str, given: dict[str, Any]) -> Continuation:
@@ -95,9 +101,16 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         length, stops = wanted["max_gen_toks"], handle_stop_sequences(wanted["until"], eos=None)
         if length >= self.max_length:
             raise ValueError(f"a task asks for {length} new tokens; the model has {self.max_length} positions")
-        return Continuation(self.tok_encode(context)[length - self.max_length:], Sampling(
-            temperature=wanted["temperature"], top_k=wanted.get("top_k", 0), top_p=wanted.get("top_p", 0.0),
-            max_new_tokens=length, stop=tuple(filter(None, stops))))
+        return Continuation(
+            self.tok_encode(context)[length - self.max_length :],
+            Sampling(
+                temperature=wanted["temperature"],
+                top_k=wanted.get("top_k", 0),
+                top_p=wanted.get("top_p", 0.0),
+                max_new_tokens=length,
+                stop=tuple(filter(None, stops)),
+            ),
+        )
 
 
 def arguments(argv: Sequence[str]) -> argparse.Namespace:
@@ -107,8 +120,14 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--include-path", metavar="DIR", help="a folder with tasks of your own")
     parser.add_argument("--num-fewshot", type=int, metavar="N", help="examples before each question")
     parser.add_argument("--limit", type=int, metavar="N", help="only the first N examples of each task")
-    parser.add_argument("--micro-batch-size", "--batch-size", type=int, default=4, metavar="N",
-                        help="texts computed together (default: 4)")
+    parser.add_argument(
+        "--micro-batch-size",
+        "--batch-size",
+        type=int,
+        default=4,
+        metavar="N",
+        help="texts computed together (default: 4)",
+    )
     parser.add_argument("--output", metavar="FILE", help="write lm-eval's results there, as JSON")
     args = parser.parse_args(argv)
     if args.micro_batch_size < 1:
@@ -132,15 +151,26 @@ def evaluate(argv: Sequence[str], ranks: Ranks, log: Log) -> None:
             quiet.enter_context(contextlib.redirect_stdout(nowhere))
             quiet.enter_context(contextlib.redirect_stderr(nowhere))
         results = lm_eval.simple_evaluate(
-            "gpt2-model-parallel", {"model": loaded.model, "tokenizer": loaded.tokenizer},
-            tasks=[task for tasks in found.values() for task in tasks], num_fewshot=args.num_fewshot, limit=args.limit,
-            batch_size=args.micro_batch_size, task_manager=manager, log_samples=False)
+            "gpt2-model-parallel",
+            {"model": loaded.model, "tokenizer": loaded.tokenizer},
+            tasks=[task for tasks in found.values() for task in tasks],
+            num_fewshot=args.num_fewshot,
+            limit=args.limit,
+            batch_size=args.micro_batch_size,
+            task_manager=manager,
+            log_samples=False,
+        )
     if ranks.rank:
         return
     print(make_table(results))
     if args.output:
-        write_record(args.output, {**record(loaded, args.micro_batch_size),
-                                   **{key: results[key] for key in ("results", "n-shot", "versions")}})
+        write_record(
+            args.output,
+            {
+                **record(loaded, args.micro_batch_size),
+                **{key: results[key] for key in ("results", "n-shot", "versions")},
+            },
+        )
 
 
 def main(argv: Sequence[str] | None = None) -> int:

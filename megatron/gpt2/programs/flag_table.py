@@ -1,6 +1,6 @@
 """Print docs/reference/flags.md, which is made of the tables that the program reads flags with:
 
-    python tools/flag_table.py > docs/reference/flags.md
+python tools/flag_table.py > docs/reference/flags.md
 """
 
 from collections.abc import Iterable
@@ -32,18 +32,26 @@ def table(rows: Iterable[tuple[str, str, str]], first: str) -> list[str]:
 
 def page() -> str:
     """docs/reference/flags.md."""
-    return "\n".join([
-        "# Every flag", "",
-        "Made by `tools/flag_table.py` from the tables that the command line is read with. `_` may stand for `-` in a",
-        "flag. [from-megatron.md](../how-to/from-megatron.md) has files, habits and the rest.",
-        "A named run (`--model`) replaces some defaults; so does the quickstart, which runs where no shape is given.",
-        "",
-        *(f"- {status}: {text}" for status, text in STATUSES.items()), "",
-        *table(flag_table(), "flag"), "",
-        "## Keys of a --deepspeed-config", "",
-        'A key that is `false`, `null`, `"auto"` or `{}`, or in a section with `"enabled": false`, asks for nothing.',
-        "",
-        *table(((key, row.status, row.documented) for row in KEYS for key in row.flags), "key"), ""])
+    return "\n".join(
+        [
+            "# Every flag",
+            "",
+            "Made by `tools/flag_table.py` from the tables that the command line is read with. `_` may stand for `-` in a",
+            "flag. [from-megatron.md](../how-to/from-megatron.md) has files, habits and the rest.",
+            "A named run (`--model`) replaces some defaults; so does the quickstart, which runs where no shape is given.",
+            "",
+            *(f"- {status}: {text}" for status, text in STATUSES.items()),
+            "",
+            *table(flag_table(), "flag"),
+            "",
+            "## Keys of a --deepspeed-config",
+            "",
+            'A key that is `false`, `null`, `"auto"` or `{}`, or in a section with `"enabled": false`, asks for nothing.',
+            "",
+            *table(((key, row.status, row.documented) for row in KEYS for key in row.flags), "key"),
+            "",
+        ]
+    )
 
 
 def main() -> None:

@@ -41,32 +41,61 @@ def arguments(argv: Sequence[str], ranks: Ranks, log: Log) -> argparse.Namespace
     source.add_argument("--prompt", help="text to continue; empty: a new document (default: ask for prompts)")
     source.add_argument("--sample-input-file", metavar="FILE", help="a prompt on each line; answers are JSON lines")
     source.add_argument("--num-samples", type=int, default=0, metavar="N", help="write N new documents as JSON lines")
-    parser.add_argument("--sample-output-file", "--genfile", metavar="FILE", help="for the JSON lines (default: "
-                        "standard output)")
+    parser.add_argument(
+        "--sample-output-file", "--genfile", metavar="FILE", help="for the JSON lines (default: standard output)"
+    )
     parser.add_argument("--max-new-tokens", "--out-seq-length", type=int, default=200, metavar="N", help="default: 200")
-    parser.add_argument("--temperature", type=float, default=1.0, metavar="T", help="below 1 likely tokens "
-                        "become likelier; 0 takes the likeliest token")
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        default=1.0,
+        metavar="T",
+        help="below 1 likely tokens become likelier; 0 takes the likeliest token",
+    )
     parser.add_argument("--greedy", dest="temperature", action="store_const", const=0.0, help="--temperature 0")
     parser.add_argument("--top-k", type=int, default=0, metavar="K", help="draw among the K likeliest; 0: among all")
-    parser.add_argument("--top-p", type=float, default=0.0, metavar="P", help="draw among the likeliest that hold the "
-                        "probability P together; 0: among all")
-    parser.add_argument("--repetition-penalty", type=float, default=1.0, metavar="R", help="above 1 the "
-                        "tokens that are in the text already become less likely")
-    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end a text before TEXT; may be "
-                        "given several times")
-    parser.add_argument("--seed", type=int, default=1234, help="random seed of the first text; each further "
-                        "text has the next one")
-    parser.add_argument("--recompute", action="store_true", help="read the whole context for each token: slower, "
-                        "with less memory")
+    parser.add_argument(
+        "--top-p",
+        type=float,
+        default=0.0,
+        metavar="P",
+        help="draw among the likeliest that hold the probability P together; 0: among all",
+    )
+    parser.add_argument(
+        "--repetition-penalty",
+        type=float,
+        default=1.0,
+        metavar="R",
+        help="above 1 the tokens that are in the text already become less likely",
+    )
+    parser.add_argument(
+        "--stop", action="append", default=[], metavar="TEXT", help="end a text before TEXT; may be given several times"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=1234, help="random seed of the first text; each further text has the next one"
+    )
+    parser.add_argument(
+        "--recompute", action="store_true", help="read the whole context for each token: slower, with less memory"
+    )
     parser.add_argument("--batch-size", type=int, default=8, metavar="N", help="texts generated together (default: 8)")
     args, rest = parser.parse_known_args([dashed(word) for word in argv])
     given = parse(rest)
     if given.given:
         log(f"notice: {', '.join(sorted(map(flag, given.given)))}: not needed here")
-    args.sampling = Sampling(args.repetition_penalty, args.temperature, args.top_k, args.top_p, args.max_new_tokens,
-                             tuple(args.stop), args.seed)
-    for name, least, value in (("--num-samples", 0, args.num_samples), ("--batch-size", 1, args.batch_size),
-                               ("--max-new-tokens", 1, args.max_new_tokens)):
+    args.sampling = Sampling(
+        args.repetition_penalty,
+        args.temperature,
+        args.top_k,
+        args.top_p,
+        args.max_new_tokens,
+        tuple(args.stop),
+        args.seed,
+    )
+    for name, least, value in (
+        ("--num-samples", 0, args.num_samples),
+        ("--batch-size", 1, args.batch_size),
+        ("--max-new-tokens", 1, args.max_new_tokens),
+    ):
         if value < least:
             raise ValueError(f"{name} must be at least {least}, not {value}")
     check_shared(args, ranks)
@@ -75,11 +104,14 @@ def arguments(argv: Sequence[str], ranks: Ranks, log: Log) -> argparse.Namespace
     if args.sample_output_file and not (args.sample_input_file or args.num_samples):
         raise ValueError("--sample-output-file and --genfile need --sample-input-file or --num-samples")
     if args.sample_output_file and os.path.realpath(args.sample_output_file) == os.path.realpath(
-            args.sample_input_file or ""):
+        args.sample_input_file or ""
+    ):
         raise ValueError(f"--sample-output-file {args.sample_output_file}: is the file of the prompts")
     if args.sampling.is_full:
-        log("notice: top-k 0 with top-p 0 is full sampling: any token may be drawn, however unlikely; --top-k 40, "
-            "--top-p 0.9 or --greedy leave them out")
+        log(
+            "notice: top-k 0 with top-p 0 is full sampling: any token may be drawn, however unlikely; --top-k 40, "
+            "--top-p 0.9 or --greedy leave them out"
+        )
     return args
 
 
@@ -137,25 +169,34 @@ def prompts_of(path: str) -> Iterator[str | ValueError]:
                 yield ValueError(f"not UTF-8: byte {error.start + 1} of the line is 0x{error.object[error.start]:02x}")
 
 
-def answers(generator: Generator, prompts: Iterable[str | ValueError], sampling: Sampling,
-            batch_size: int) -> Iterator[dict[str, Any]]:
+def answers(
+    generator: Generator, prompts: Iterable[str | ValueError], sampling: Sampling, batch_size: int
+) -> Iterator[dict[str, Any]]:
     """An entry for each prompt, in order. The text of an entry depends on the seed and on its number alone.
 
     batch_size: texts generated together.
     """
     numbered = enumerate(prompts)
     while batch := list(itertools.islice(numbered, batch_size)):
-        made = {number: Continuation(generator.tokenizer.encode(prompt),
-                                     dataclasses.replace(sampling, seed=sampling.seed + number))
-                for number, prompt in batch if isinstance(prompt, str)}
+        made = {
+            number: Continuation(
+                generator.tokenizer.encode(prompt), dataclasses.replace(sampling, seed=sampling.seed + number)
+            )
+            for number, prompt in batch
+            if isinstance(prompt, str)
+        }
         texts = dict.fromkeys(made, "")
         running = list(made.values())
         for generated in generator.stream(running) if running else ():
             texts[list(made)[generated.row]] += generated.text
         for number, prompt in batch:
             if isinstance(prompt, str):
-                yield {"prompt": prompt, "text": texts[number], "length": len(made[number].ids),
-                       "finish": made[number].finish}
+                yield {
+                    "prompt": prompt,
+                    "text": texts[number],
+                    "length": len(made[number].ids),
+                    "finish": made[number].finish,
+                }
             else:
                 yield {"line": number + 1, "error": str(prompt)}
 
@@ -182,8 +223,11 @@ def generate_text(argv: Sequence[str], ranks: Ranks, log: Log) -> None:
     with generator.leading():
         if args.num_samples or args.sample_input_file:
             prompts = [""] * args.num_samples if args.num_samples else prompts_of(args.sample_input_file)
-            write_json_lines(answers(generator, prompts, args.sampling, args.batch_size), args.sample_output_file,
-                             args.num_samples or None)
+            write_json_lines(
+                answers(generator, prompts, args.sampling, args.batch_size),
+                args.sample_output_file,
+                args.num_samples or None,
+            )
         elif args.prompt is not None:
             stream(generator, args.prompt, args.sampling)
         else:

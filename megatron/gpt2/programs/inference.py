@@ -25,15 +25,24 @@ class ModelParser(Parser):
     def __init__(self, doc: str | None, *, precision: str, model_parallel_size: int | None = 1) -> None:
         super().__init__(description=doc)
         self.add_argument("--load", required=True, metavar="DIR", help="the --save folder of a training run")
-        self.add_argument("--model-parallel-size", "--tensor-model-parallel-size", type=int, metavar="N",
-                          default=model_parallel_size,
-                          help="ranks that share each layer, whatever the checkpoint's were (default: "
-                               f"{model_parallel_size or 'all'})")
-        self.add_argument("--pipeline-model-parallel-size", type=int, metavar="N", default=1,
-                          help="ranks that hold successive layers (default: 1)")
+        self.add_argument(
+            "--model-parallel-size",
+            "--tensor-model-parallel-size",
+            type=int,
+            metavar="N",
+            default=model_parallel_size,
+            help="ranks that share each layer, whatever the checkpoint's were (default: "
+            f"{model_parallel_size or 'all'})",
+        )
+        self.add_argument(
+            "--pipeline-model-parallel-size",
+            type=int,
+            metavar="N",
+            default=1,
+            help="ranks that hold successive layers (default: 1)",
+        )
         self.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
-        self.add_argument("--precision", default=precision, choices=PRECISION_CHOICES,
-                          help=f"default: {precision}")
+        self.add_argument("--precision", default=precision, choices=PRECISION_CHOICES, help=f"default: {precision}")
         for name, meant in (("fp16", "fp16-on-gpu"), ("bf16", "bf16")):
             self.add_argument(f"--{name}", dest="precision", action="store_const", const=meant, help=argparse.SUPPRESS)
         self.add_argument("--distributed-backend", choices=("nccl", "gloo"), help="default: by the device")
@@ -48,8 +57,10 @@ def check_shared(args: argparse.Namespace, ranks: Ranks) -> None:
     size = args.model_parallel_size
     if size * stages != ranks.world_size:
         given = f"--model-parallel-size {size}" + f" × --pipeline-model-parallel-size {stages}" * (stages > 1)
-        raise ValueError(f"{given}, but the ranks that hold the model are all that were started, {ranks.world_size}: "
-                         "leave --model-parallel-size out; --nproc-per-node starts ranks")
+        raise ValueError(
+            f"{given}, but the ranks that hold the model are all that were started, {ranks.world_size}: "
+            "leave --model-parallel-size out; --nproc-per-node starts ranks"
+        )
 
 
 def open_model(args: argparse.Namespace, ranks: Ranks, log: Log) -> LoadedModel:
@@ -65,8 +76,9 @@ def open_model(args: argparse.Namespace, ranks: Ranks, log: Log) -> LoadedModel:
             log(reason)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    initialize_distributed(ranks, choose_backend(args.distributed_backend, device)[0], device,
-                           ParallelConfig().distributed_timeout_minutes)
+    initialize_distributed(
+        ranks, choose_backend(args.distributed_backend, device)[0], device, ParallelConfig().distributed_timeout_minutes
+    )
     size, stages = args.model_parallel_size, args.pipeline_model_parallel_size
     if size < 1 or stages < 1 or ranks.world_size % (size * stages):
         product = f"--model-parallel-size {size}" + f" × --pipeline-model-parallel-size {stages}" * (stages != 1)

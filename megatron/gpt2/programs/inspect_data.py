@@ -44,14 +44,16 @@ def verify(prefix: str, data: IndexedDataset | ForeignBin, vocab_size: int | Non
     """What is wrong, one line for each damage. FileNotFoundError where there is nothing to compare with."""
     manifest = None if isinstance(data, ForeignBin) else read_manifest(prefix)
     if manifest is None and vocab_size is None:
-        raise FileNotFoundError(f"{prefix}.json is missing, so there are no hashes to compare with; --tokenizer-type "
-                                "would at least check that every id is of its vocabulary")
+        raise FileNotFoundError(
+            f"{prefix}.json is missing, so there are no hashes to compare with; --tokenizer-type "
+            "would at least check that every id is of its vocabulary"
+        )
     found = []
     if manifest is not None:
         found = [line for suffix in (".bin", ".idx") for line in damaged_parts(f"{prefix}{suffix}", manifest[suffix])]
         vocab_size = vocab_size or (manifest["tokenizer"] or {}).get("vocab_size")
     if vocab_size is not None and len(data.tokens):
-        blocks = [data.tokens[first:first + BLOCK] for first in range(0, len(data.tokens), BLOCK)]
+        blocks = [data.tokens[first : first + BLOCK] for first in range(0, len(data.tokens), BLOCK)]
         least, most = min(int(block.min()) for block in blocks), max(int(block.max()) for block in blocks)
         if not 0 <= least <= most < vocab_size:
             found.append(f"{prefix}.bin holds ids from {least} to {most}, but the vocabulary has {vocab_size:,}")
@@ -71,8 +73,9 @@ def main(argv: list[str] | None = None) -> int:
     args = arguments(argv)
     tokenizer = None
     if args.tokenizer_type:
-        tokenizer = build_tokenizer(args.tokenizer_type, vocab_file=args.vocab_file, merge_file=args.merge_file,
-                                    model_file=args.tokenizer_model)
+        tokenizer = build_tokenizer(
+            args.tokenizer_type, vocab_file=args.vocab_file, merge_file=args.merge_file, model_file=args.tokenizer_model
+        )
     elif args.documents:
         raise ValueError("--documents needs --tokenizer-type, and its files where they are not in the user's cache")
     prefix = prefix_of(args.path)
@@ -80,26 +83,40 @@ def main(argv: list[str] | None = None) -> int:
     manifest = None if isinstance(data, ForeignBin) else read_manifest(prefix)
     made_by = manifest["tokenizer"] if manifest else None
     if made_by and tokenizer and made_by["fingerprint"] != tokenizer.fingerprint:
-        raise ValueError(f"--tokenizer-type {tokenizer.kind}: {prefix}.json names another tokenizer, a "
-                         f"{made_by['kind']} of {made_by['vocab_size']:,} ids")
+        raise ValueError(
+            f"--tokenizer-type {tokenizer.kind}: {prefix}.json names another tokenizer, a "
+            f"{made_by['kind']} of {made_by['vocab_size']:,} ids"
+        )
     if args.verify:
         found = verify(prefix, data, tokenizer.vocab_size if tokenizer else None)
-        print("\n".join(f"DAMAGED: {line}" for line in found) or
-              f"{prefix}: " + ("every byte as it was written" if manifest else "every id is of the vocabulary"))
+        print(
+            "\n".join(f"DAMAGED: {line}" for line in found)
+            or f"{prefix}: " + ("every byte as it was written" if manifest else "every id is of the vocabulary")
+        )
         return 1 if found else 0
     lengths = np.diff(data.document_starts)
     kind = data.kind if isinstance(data, ForeignBin) else "indexed"
-    print(f"{prefix}: {kind}, {len(data):,} documents, {len(data.tokens):,} tokens ({data.dtype.name}), "
-          f"{data.tokens.nbytes:,} bytes")
+    print(
+        f"{prefix}: {kind}, {len(data):,} documents, {len(data.tokens):,} tokens ({data.dtype.name}), "
+        f"{data.tokens.nbytes:,} bytes"
+    )
     if manifest:
-        print(f"tokenizer: {made_by['kind']} of {made_by['vocab_size']:,} ids, {made_by['fingerprint'][:16]}"
-              if made_by else "tokenizer: unknown")
-        print(f"made of {len(manifest['inputs'])} files: " + ", ".join(
-            entry["file"] for entry in manifest["inputs"][:3]) + ", ..." * (len(manifest["inputs"]) > 3))
+        print(
+            f"tokenizer: {made_by['kind']} of {made_by['vocab_size']:,} ids, {made_by['fingerprint'][:16]}"
+            if made_by
+            else "tokenizer: unknown"
+        )
+        print(
+            f"made of {len(manifest['inputs'])} files: "
+            + ", ".join(entry["file"] for entry in manifest["inputs"][:3])
+            + ", ..." * (len(manifest["inputs"]) > 3)
+        )
         if manifest.get("text_bytes"):
             plain = manifest["tokens"] - manifest["documents"] * manifest["append_eod"]
-            print(f"{manifest['text_bytes']:,} bytes of text, {manifest['text_bytes'] / max(plain, 1):.2f} a token; "
-                  f"{manifest['bad_lines']:,} bad lines and {manifest['empty_documents']:,} empty documents left out")
+            print(
+                f"{manifest['text_bytes']:,} bytes of text, {manifest['text_bytes'] / max(plain, 1):.2f} a token; "
+                f"{manifest['bad_lines']:,} bad lines and {manifest['empty_documents']:,} empty documents left out"
+            )
     if len(data):
         print("\n".join([summary(lengths), *histogram(lengths)]))
     for number in args.documents:

@@ -34,13 +34,20 @@ def main(argv: list[str] | None = None) -> int:
     parser = Parser(description=__doc__)
     parser.add_argument("--input", nargs="+", required=True, metavar="PATH", help="prefixes, .bin files or folders")
     parser.add_argument("--output-prefix", required=True, metavar="PREFIX")
-    parser.add_argument("--eod", type=int, default=GPT2_EOD, metavar="ID",
-                        help="the id that ends a document in files without .idx (default: %(default)s, GPT-2's)")
+    parser.add_argument(
+        "--eod",
+        type=int,
+        default=GPT2_EOD,
+        metavar="ID",
+        help="the id that ends a document in files without .idx (default: %(default)s, GPT-2's)",
+    )
     args = parser.parse_args(argv)
     names = sources(args.input)
     manifest = merge(names, args.output_prefix, args.eod)
-    print(f"{args.output_prefix}.bin, .idx, .json: {manifest['documents']:,} documents and {manifest['tokens']:,} "
-          f"tokens ({manifest['dtype']}) of {len(names)} files")
+    print(
+        f"{args.output_prefix}.bin, .idx, .json: {manifest['documents']:,} documents and {manifest['tokens']:,} "
+        f"tokens ({manifest['dtype']}) of {len(names)} files"
+    )
     return 0
 
 

@@ -28,12 +28,29 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--load", required=True, metavar="DIR", help="what Megatron, or this project, saved")
     parser.add_argument("--save", metavar="DIR", help="a new folder (default: `merged` inside --load)")
     parser.add_argument("--model-type", default="GPT", help="GPT or GPT2")
-    parser.add_argument("--tensor-model-parallel-size", "--model-parallel-size", dest="ranks", type=int, metavar="N",
-                        help="compared with the ranks that are there")
-    parser.add_argument("--pipeline-model-parallel-size", dest="stages", type=int, metavar="N",
-                        help="compared with the stages that are there")
-    parser.add_argument("--target-tensor-parallel-size", "--target-pipeline-model-parallel-size", dest="target",
-                        type=int, default=1, metavar="1")
+    parser.add_argument(
+        "--tensor-model-parallel-size",
+        "--model-parallel-size",
+        dest="ranks",
+        type=int,
+        metavar="N",
+        help="compared with the ranks that are there",
+    )
+    parser.add_argument(
+        "--pipeline-model-parallel-size",
+        dest="stages",
+        type=int,
+        metavar="N",
+        help="compared with the stages that are there",
+    )
+    parser.add_argument(
+        "--target-tensor-parallel-size",
+        "--target-pipeline-model-parallel-size",
+        dest="target",
+        type=int,
+        default=1,
+        metavar="1",
+    )
     for name in COMPARED:
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N", help="compared with the files")
     for name in PASSED_ON:
@@ -52,8 +69,11 @@ def main(argv: list[str] | None = None) -> int:
     if args.target != 1:
         raise ValueError(f"this merges to one rank: {how_to_call('checkpoint')} split makes another number of them")
     passed_on = [f"--{name.replace('_', '-')}={getattr(args, name)}" for name in PASSED_ON if getattr(args, name)]
-    numbers: dict[str, Any] = {name: int(value) for name in ("num_attention_heads", "vocab_size", "iteration")
-               if (value := getattr(args, name)) is not None}
+    numbers: dict[str, Any] = {
+        name: int(value)
+        for name in ("num_attention_heads", "vocab_size", "iteration")
+        if (value := getattr(args, name)) is not None
+    }
     source = open_source(args.load, Hints(**numbers), log=lambda line: None)
     model: dict[str, Any] = source.facts["config"]["model"]
     for name in COMPARED:
@@ -61,8 +81,10 @@ def main(argv: list[str] | None = None) -> int:
         if given is not None and given != found:
             raise ValueError(f"--{name.replace('_', '-')} {given}: the files of {args.load} have {found}")
     layout = source.facts["layout"]
-    for flag, given, found in (("--tensor-model-parallel-size", args.ranks, layout["model_parallel_size"]),
-                               ("--pipeline-model-parallel-size", args.stages, layout.get("pipeline_parallel_size"))):
+    for flag, given, found in (
+        ("--tensor-model-parallel-size", args.ranks, layout["model_parallel_size"]),
+        ("--pipeline-model-parallel-size", args.stages, layout.get("pipeline_parallel_size")),
+    ):
         if given is not None and found not in (None, given):
             raise ValueError(f"{flag} {given}: {args.load} holds the files of {found}")
     checkpoint.map_tensors_apart()

@@ -57,8 +57,14 @@ def report(folder: Path, *, verify: bool = False) -> tuple[Death, list[str]]:
     death = cause_of(incidents, clean or None, notes)
     metrics = [one["iteration"] for one in read_records(folder / METRICS) if "split" not in one]
     reached = max([*metrics[-1:], *(one["iteration"] for one in found)], default=0)
-    rows = [("run", f"{folder}, {'ended well' if death.well else 'died'}, after iteration {max(reached, 0):,}"
-             f"{_of(settings)}{_attempts(found)}"), ("first", death.what)]
+    rows = [
+        (
+            "run",
+            f"{folder}, {'ended well' if death.well else 'died'}, after iteration {max(reached, 0):,}"
+            f"{_of(settings)}{_attempts(found)}",
+        ),
+        ("first", death.what),
+    ]
     if not death.well:
         rows += [("means", death.means), *_after(found, death), ("do", death.do)]
     rows += _going_on(folder, settings, found, reached, verify)
@@ -68,15 +74,19 @@ def report(folder: Path, *, verify: bool = False) -> tuple[Death, list[str]]:
 def _after(found: Sequence[Mapping[str, Any]], death: Death) -> list[tuple[str, str]]:
     """What the other processes noted, the earliest first."""
     telling = [one for one in found if one.get("kind") in TELLING]
-    lines = [f"{datetime.fromtimestamp(one['time']):%H:%M:%S} {place(one)}: {one['kind']}"
-             + f", {said(one)[:LINE]}" * bool(said(one)) for one in telling]
+    lines = [
+        f"{datetime.fromtimestamp(one['time']):%H:%M:%S} {place(one)}: {one['kind']}"
+        + f", {said(one)[:LINE]}" * bool(said(one))
+        for one in telling
+    ]
     more = len(lines) - MOST_AFTER
     shown = lines[:MOST_AFTER] + ([f"and {more} more in {FOLDER}/"] if more > 0 else [])
     return [("noted" if number == 0 else "", line) for number, line in enumerate(shown)]
 
 
-def _going_on(folder: Path, settings: Mapping[str, Any], found: Sequence[Mapping[str, Any]], reached: int,
-              verify: bool) -> list[tuple[str, str]]:
+def _going_on(
+    folder: Path, settings: Mapping[str, Any], found: Sequence[Mapping[str, Any]], reached: int, verify: bool
+) -> list[tuple[str, str]]:
     """The checkpoint that the same command would continue, and the command."""
     warnings: list[str] = []
     try:
@@ -90,8 +100,11 @@ def _going_on(folder: Path, settings: Mapping[str, Any], found: Sequence[Mapping
     if (near := _near(folder, settings)) > iteration:
         iteration, text = near, f"{text}, and of {near:,} this machine holds a local one"
     lost = max(0, reached - iteration)
-    text += f"; {lost:,} iteration{'s' * (lost != 1)} to be done again" if iteration and lost else \
-        ": the run begins anew" * (not iteration)
+    text += (
+        f"; {lost:,} iteration{'s' * (lost != 1)} to be done again"
+        if iteration and lost
+        else ": the run begins anew" * (not iteration)
+    )
     rows = [("checkpoint", text), *(("", line.removeprefix("WARNING: ")) for line in warnings[:1])]
     if command := _command(settings, found):
         rows += [("continue", command)]

@@ -59,8 +59,9 @@ def look(arguments: Arguments, ranks: Ranks) -> list[Row]:
         divides = ranks.world_size % (tensor * pipeline) == 0
         state = mpu.initialize_model_parallel(*((tensor, pipeline) if divides else (1, 1)))
         facts["groups"] = together.try_groups(state, device)
-    facts |= alone.facts_of_disk(Path(str(arguments.checkpoint.save)), first=ranks.rank == 0,
-                                 writes=ranks.local_rank == 0)
+    facts |= alone.facts_of_disk(
+        Path(str(arguments.checkpoint.save)), first=ranks.rank == 0, writes=ranks.local_rank == 0
+    )
     return rows(exchange(ranks, "run", facts))
 
 

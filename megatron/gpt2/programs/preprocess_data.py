@@ -28,16 +28,26 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = Parser(description=__doc__)
     parser.add_argument("--input", nargs="+", required=True, metavar="PATH", help="files, glob patterns or folders")
     parser.add_argument("--output-prefix", required=True, metavar="PREFIX")
-    parser.add_argument("--json-keys", nargs="+", default=["text"], metavar="KEY",
-                        help="fields or columns that hold text; each gives a pair of its own (default: text)")
+    parser.add_argument(
+        "--json-keys",
+        nargs="+",
+        default=["text"],
+        metavar="KEY",
+        help="fields or columns that hold text; each gives a pair of its own (default: text)",
+    )
     parser.add_argument("--tokenizer-type", choices=KINDS, required=True, help="as in training")
     parser.add_argument("--vocab-file", metavar="FILE", help="GPT-2 vocabulary (default: one in the user's cache)")
     parser.add_argument("--merge-file", metavar="FILE", help="GPT-2 merges")
     parser.add_argument("--tokenizer-model", metavar="FILE", help="SentencePiece model")
     parser.add_argument("--append-eod", action="store_true", help="end each document with the end-of-document token")
     parser.add_argument("--workers", type=int, default=1, metavar="N", help="processes; the result is the same")
-    parser.add_argument("--max-bad-fraction", type=float, default=MOST_BAD_LINES, metavar="F",
-                        help="fail where more of the lines are unusable (default: %(default)s)")
+    parser.add_argument(
+        "--max-bad-fraction",
+        type=float,
+        default=MOST_BAD_LINES,
+        metavar="F",
+        help="fail where more of the lines are unusable (default: %(default)s)",
+    )
     inert = parser.add_argument_group("Megatron's, accepted without effect")
     inert.add_argument("--partitions", type=int, metavar="N", help="the input is cut into shards by its size")
     inert.add_argument("--log-interval", type=int, metavar="N", help="a progress bar shows the rate")
@@ -54,6 +64,7 @@ def bar(total: int) -> Iterator[Progress]:
     """A progress bar over `total` bytes of input, with their rate, the time to go and tokens per second."""
     started, all_tokens = time.monotonic(), 0
     with progress_bar(total=total, unit="B", unit_scale=True, desc="tokenising") as shown:
+
         def progress(read: int, tokens: int) -> None:
             nonlocal all_tokens
             all_tokens += tokens
@@ -67,10 +78,20 @@ def bar(total: int) -> Iterator[Progress]:
 def main(argv: list[str] | None = None) -> int:
     """Run the command line `argv` (default: this process's); returns the exit code."""
     args = arguments(argv)
-    job = Job(inputs=tuple(args.input), output_prefix=args.output_prefix, keys=tuple(args.json_keys),
-              tokenizer={"kind": args.tokenizer_type, "vocab_file": args.vocab_file, "merge_file": args.merge_file,
-                         "model_file": args.tokenizer_model},
-              append_eod=args.append_eod, workers=args.workers, max_bad_fraction=args.max_bad_fraction)
+    job = Job(
+        inputs=tuple(args.input),
+        output_prefix=args.output_prefix,
+        keys=tuple(args.json_keys),
+        tokenizer={
+            "kind": args.tokenizer_type,
+            "vocab_file": args.vocab_file,
+            "merge_file": args.merge_file,
+            "model_file": args.tokenizer_model,
+        },
+        append_eod=args.append_eod,
+        workers=args.workers,
+        max_bad_fraction=args.max_bad_fraction,
+    )
     started = time.monotonic()
     manifests = preprocess(job, log=lambda line: print(line, file=sys.stderr), progress=bar)
     seconds = time.monotonic() - started

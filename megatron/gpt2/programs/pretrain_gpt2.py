@@ -102,11 +102,15 @@ def build(words: Sequence[str]) -> Run | int:
         ranks = noting(ranks, save, launch)
         usable = None
         if launch.elastic:
-            require(bool(arguments.config.train.global_batch_size or arguments.config.train.growth),
-                    "--elastic needs --global-batch-size: without it the batch would change with the number of ranks")
-            require("train.micro_batch_size" in arguments.given or not arguments.continues,
-                    "--elastic needs --micro-batch-size where no model is named: it decides how many ranks can take "
-                    "part, before there is a checkpoint to ask")
+            require(
+                bool(arguments.config.train.global_batch_size or arguments.config.train.growth),
+                "--elastic needs --global-batch-size: without it the batch would change with the number of ranks",
+            )
+            require(
+                "train.micro_batch_size" in arguments.given or not arguments.continues,
+                "--elastic needs --micro-batch-size where no model is named: it decides how many ranks can take "
+                "part, before there is a checkpoint to ask",
+            )
             usable = arguments.config.usable_ranks
         ranks = noting(meet(launch, usable), save, launch)  # among those that came it may have another number
         devices.set_threads(ranks)
@@ -120,8 +124,11 @@ def build(words: Sequence[str]) -> Run | int:
         log(launch.notice)
         prepared = prepare_run(arguments, ranks, log)
         if prepared.is_finished:
-            log(is_finished_line(arguments.checkpoint, prepared.source, prepared.start["iteration"],
-                                 prepared.train_iters))
+            log(
+                is_finished_line(
+                    arguments.checkpoint, prepared.source, prepared.start["iteration"], prepared.train_iters
+                )
+            )
             if ranks.rank == 0:
                 mark_ended(save, FINISHED, prepared.start["iteration"], 0)
             ranks.end(0)
@@ -130,11 +137,17 @@ def build(words: Sequence[str]) -> Run | int:
         run = build_run(prepared, log)
         if ranks.rank == 0:
             clear_ended(save)
-        run.incidents.note("start", f"on {ranks.world_size} ranks from iteration {run.progress.iteration}",
-                           command=[sys.executable, *sys.argv], layout={
-                               "world_size": ranks.world_size, "tensor": run.parallel.tensor_model_parallel_size,
-                               "pipeline": run.parallel.pipeline_model_parallel_size,
-                               "data": run.parallel.data_parallel_size})
+        run.incidents.note(
+            "start",
+            f"on {ranks.world_size} ranks from iteration {run.progress.iteration}",
+            command=[sys.executable, *sys.argv],
+            layout={
+                "world_size": ranks.world_size,
+                "tensor": run.parallel.tensor_model_parallel_size,
+                "pipeline": run.parallel.pipeline_model_parallel_size,
+                "data": run.parallel.data_parallel_size,
+            },
+        )
     except StoodBy as ended:
         return ended.code
     except (ValueError, OSError, RuntimeError, MemoryError) as error:

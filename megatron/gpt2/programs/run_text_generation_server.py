@@ -47,19 +47,40 @@ CONNECTIONS = 512  # beyond which new ones are refused
 def arguments(argv: Sequence[str], ranks: Ranks) -> argparse.Namespace:
     """The flags, checked. ValueError where one cannot be."""
     parser = ModelParser(__doc__, precision="auto", model_parallel_size=None)
-    parser.add_argument("--host", default="127.0.0.1", metavar="ADDRESS",
-                        help="address to listen at (default: 127.0.0.1, for this machine alone)")
+    parser.add_argument(
+        "--host",
+        default="127.0.0.1",
+        metavar="ADDRESS",
+        help="address to listen at (default: 127.0.0.1, for this machine alone)",
+    )
     parser.add_argument("--port", type=int, default=5000, metavar="N", help="default: 5000; 0: any that is free")
-    parser.add_argument("--max-tokens", type=positive, default=1024, metavar="N", help="most new tokens of a text "
-                        "(default: 1024)")
-    parser.add_argument("--batch-size", type=positive, default=32, metavar="N", help="most texts generated together, "
-                        "and most of one request (default: 32)")
-    parser.add_argument("--max-texts", type=positive, default=256, metavar="N", help="most texts that are generated "
-                        "or wait; a request for more is refused (default: 256)")
-    parser.add_argument("--max-seconds", type=positive, default=300, metavar="N", help="longest time for an answer, "
-                        "waiting included (default: 300)")
-    parser.add_argument("--max-body-bytes", type=positive, default=1 << 20, metavar="N", help="most bytes of a request "
-                        "(default: 1 MiB)")
+    parser.add_argument(
+        "--max-tokens", type=positive, default=1024, metavar="N", help="most new tokens of a text (default: 1024)"
+    )
+    parser.add_argument(
+        "--batch-size",
+        type=positive,
+        default=32,
+        metavar="N",
+        help="most texts generated together, and most of one request (default: 32)",
+    )
+    parser.add_argument(
+        "--max-texts",
+        type=positive,
+        default=256,
+        metavar="N",
+        help="most texts that are generated or wait; a request for more is refused (default: 256)",
+    )
+    parser.add_argument(
+        "--max-seconds",
+        type=positive,
+        default=300,
+        metavar="N",
+        help="longest time for an answer, waiting included (default: 300)",
+    )
+    parser.add_argument(
+        "--max-body-bytes", type=positive, default=1 << 20, metavar="N", help="most bytes of a request (default: 1 MiB)"
+    )
     args = parser.parse_args([dashed(word) for word in argv])
     if not 0 <= args.port < 2**16:
         raise ValueError(f"--port must be from 0 to 65535, not {args.port}")
@@ -102,19 +123,38 @@ def serve(argv: Sequence[str], ranks: Ranks, log: Log) -> None:
         answer_clients(args, loaded, generator, listener, log)
 
 
-def answer_clients(args: argparse.Namespace, loaded: LoadedModel, generator: Generator, listener: socket.socket,
-                   log: Log) -> None:
+def answer_clients(
+    args: argparse.Namespace, loaded: LoadedModel, generator: Generator, listener: socket.socket, log: Log
+) -> None:
     """Answer requests until Ctrl-C or SIGTERM.
 
     This thread, which gets the signals, owns the generator; another one owns the connections.
     """
     batcher = Batcher(args.batch_size)
     limits = Limits(args.max_tokens, args.batch_size, args.max_body_bytes)
-    service = Service(Path(args.load).resolve().name, loaded.tokenizer, generator.limit, batcher, limits,
-                      args.max_texts, args.max_seconds, log=log)
-    server = uvicorn.Server(uvicorn.Config(
-        service.app(), lifespan="off", log_config=None, log_level="critical", timeout_graceful_shutdown=GRACE,
-        limit_concurrency=CONNECTIONS, http="h11", ws="none", loop="asyncio"))
+    service = Service(
+        Path(args.load).resolve().name,
+        loaded.tokenizer,
+        generator.limit,
+        batcher,
+        limits,
+        args.max_texts,
+        args.max_seconds,
+        log=log,
+    )
+    server = uvicorn.Server(
+        uvicorn.Config(
+            service.app(),
+            lifespan="off",
+            log_config=None,
+            log_level="critical",
+            timeout_graceful_shutdown=GRACE,
+            limit_concurrency=CONNECTIONS,
+            http="h11",
+            ws="none",
+            loop="asyncio",
+        )
+    )
     connections = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
 
     def stop(number: int, frame: object) -> None:
@@ -139,13 +179,19 @@ def answer_clients(args: argparse.Namespace, loaded: LoadedModel, generator: Gen
 def print_start(args: argparse.Namespace, loaded: LoadedModel, listener: socket.socket, log: Log) -> None:
     """Print the model, the addresses, and how to end."""
     url, ranks = url_of(listener), args.model_parallel_size * args.pipeline_model_parallel_size
-    for line in aligned([
-            ("model", f"{args.load}, iteration {loaded.checkpoint.iteration:,}, "
-                      f"{count_parameters(loaded.model.config)[0]:,} parameters, {PRECISIONS[loaded.dtype]} on "
-                      f"{loaded.device.type}, {ranks} rank{'s' * (ranks > 1)}"),
+    for line in aligned(
+        [
+            (
+                "model",
+                f"{args.load}, iteration {loaded.checkpoint.iteration:,}, "
+                f"{count_parameters(loaded.model.config)[0]:,} parameters, {PRECISIONS[loaded.dtype]} on "
+                f"{loaded.device.type}, {ranks} rank{'s' * (ranks > 1)}",
+            ),
             ("page", f"{url}/"),
             ("OpenAI's base_url", f"{url}/v1"),
-            ("to end", "Ctrl-C")]):
+            ("to end", "Ctrl-C"),
+        ]
+    ):
         log(line)
     if notice := notice_of(args.host, listener):
         log(notice)
@@ -161,8 +207,10 @@ def notice_of(host: str, listener: socket.socket) -> str:
     """A notice where other machines can connect, else ""."""
     if ipaddress.ip_address(listener.getsockname()[0]).is_loopback:
         return ""
-    return (f"notice: --host {host}: whoever reaches this address can use the model; better listen at 127.0.0.1, "
-            "behind a proxy that asks for a password")
+    return (
+        f"notice: --host {host}: whoever reaches this address can use the model; better listen at 127.0.0.1, "
+        "behind a proxy that asks for a password"
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:

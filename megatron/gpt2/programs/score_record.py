@@ -21,13 +21,20 @@ def check_output(path: str | None) -> None:
 def record(loaded: LoadedModel, micro_batch_size: int) -> dict[str, Any]:
     """What every score of this model depends on, by name."""
     checkpoint, tokenizer = loaded.checkpoint, loaded.tokenizer
-    return {"checkpoint": str(checkpoint.path), "iteration": checkpoint.iteration,
-            "manifest_sha256": checkpoint.digest,  # which seals every file
-            "tokenizer": tokenizer.kind, "tokenizer_fingerprint": tokenizer.fingerprint,
-            "vocab_size": tokenizer.vocab_size, "precision": PRECISIONS[loaded.dtype], "device": loaded.device.type,
-            "model_parallel_size": mpu.get_model_parallel_world_size(),
-            "data_parallel_size": mpu.get_data_parallel_world_size(),
-            "micro_batch_size": micro_batch_size, "torch": torch.__version__}
+    return {
+        "checkpoint": str(checkpoint.path),
+        "iteration": checkpoint.iteration,
+        "manifest_sha256": checkpoint.digest,  # which seals every file
+        "tokenizer": tokenizer.kind,
+        "tokenizer_fingerprint": tokenizer.fingerprint,
+        "vocab_size": tokenizer.vocab_size,
+        "precision": PRECISIONS[loaded.dtype],
+        "device": loaded.device.type,
+        "model_parallel_size": mpu.get_model_parallel_world_size(),
+        "data_parallel_size": mpu.get_data_parallel_world_size(),
+        "micro_batch_size": micro_batch_size,
+        "torch": torch.__version__,
+    }
 
 
 def write_record(path: str, value: dict[str, Any]) -> None:

@@ -28,8 +28,12 @@ def learn(texts: Iterable[str], count: int) -> Any:
         raise ValueError(f"--vocab-size must be at least 257, 256 bytes and EOD, not {count + 1}")
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.train_from_iterator(texts, trainers.BpeTrainer(
-        vocab_size=count, show_progress=sys.stderr.isatty(), initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
+    tokenizer.train_from_iterator(
+        texts,
+        trainers.BpeTrainer(
+            vocab_size=count, show_progress=sys.stderr.isatty(), initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+        ),
+    )
     return tokenizer
 
 
@@ -48,7 +52,7 @@ def train_builtin(output: Path, vocab_size: int) -> None:
     """Learn `vocab_size` - 1 tokens and write them in the order in which they were learnt; the last id is EOD."""
     tokenizer = learn(builtin_documents(), vocab_size - 1)
     tokens = [tokenizer.id_to_token(index) for index in range(vocab_size - 1)]
-    lines = [json.dumps(tokens[first:first + 16])[1:-1] for first in range(0, len(tokens), 16)]
+    lines = [json.dumps(tokens[first : first + 16])[1:-1] for first in range(0, len(tokens), 16)]
     output.write_text("[" + ",\n ".join(lines) + "]\n", encoding="ascii")
     print(f"{output}: {len(tokens)} tokens and EOD")
 
@@ -78,8 +82,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         texts = (text for path in files for text in documents(path, given.text_key, print))
         train_bpe(given.vocab_file, given.merge_file, given.vocab_size, texts)
     else:
-        ensure_sentencepiece_model(given.model, train_data=given.train_data, text_key=given.text_key,
-                                   vocab_size=given.vocab_size, log=print)
+        ensure_sentencepiece_model(
+            given.model, train_data=given.train_data, text_key=given.text_key, vocab_size=given.vocab_size, log=print
+        )
 
 
 cli = program(main)

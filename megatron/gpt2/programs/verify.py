@@ -44,36 +44,67 @@ class Failed(Exception):
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """The flags, checked; `command` is what follows "--". ValueError where one cannot be."""
     parser = Parser(prog="verify", description=__doc__)
-    parser.add_argument("--layout", action="append", default=[], metavar="FLAGS", help="flags of pretrain_gpt2, and "
-                        "--data-parallel-size N; the first layout is the one with which the others are compared. "
-                        "Without --nproc-per-node and --data-parallel-size it takes --model-parallel-size ranks")
-    parser.add_argument("--steps", type=int, metavar="N", help=f"training steps of each layout (default: {STEPS}, or "
-                        "those of the trace)")
-    parser.add_argument("--against", metavar="TRACE", help="compare all layouts with the trace in this folder, or with "
-                        f"transformers' GPT-2 of the same weights ({HUGGINGFACE}; one step, without its update)")
-    parser.add_argument("--save-trace", type=Path, metavar="FOLDER", help="keep the trace of the first layout, for "
-                        "--against on another machine or with another version")
+    parser.add_argument(
+        "--layout",
+        action="append",
+        default=[],
+        metavar="FLAGS",
+        help="flags of pretrain_gpt2, and "
+        "--data-parallel-size N; the first layout is the one with which the others are compared. "
+        "Without --nproc-per-node and --data-parallel-size it takes --model-parallel-size ranks",
+    )
+    parser.add_argument(
+        "--steps",
+        type=int,
+        metavar="N",
+        help=f"training steps of each layout (default: {STEPS}, or those of the trace)",
+    )
+    parser.add_argument(
+        "--against",
+        metavar="TRACE",
+        help="compare all layouts with the trace in this folder, or with "
+        f"transformers' GPT-2 of the same weights ({HUGGINGFACE}; one step, without its update)",
+    )
+    parser.add_argument(
+        "--save-trace",
+        type=Path,
+        metavar="FOLDER",
+        help="keep the trace of the first layout, for --against on another machine or with another version",
+    )
     parser.add_argument("--html", type=Path, metavar="FILE", help="write the comparison as a page")
-    parser.add_argument("--scratch", type=Path, metavar="FOLDER", help="where the trace lies meanwhile: about 16 bytes "
-                        "for each parameter and step, and the activations (default: the folder of temporary files)")
-    own = list(argv[:argv.index("--")]) if "--" in argv else list(argv)
+    parser.add_argument(
+        "--scratch",
+        type=Path,
+        metavar="FOLDER",
+        help="where the trace lies meanwhile: about 16 bytes "
+        "for each parameter and step, and the activations (default: the folder of temporary files)",
+    )
+    own = list(argv[: argv.index("--")]) if "--" in argv else list(argv)
     for place, word in enumerate(own[:-1]):
         if word == "--layout":  # its value may look like a flag of this program
-            own[place:place + 2] = [f"--layout={own[place + 1]}", ""]
+            own[place : place + 2] = [f"--layout={own[place + 1]}", ""]
     options = parser.parse_args([word for word in own if word])
-    options.command = list(argv[len(own) + 1:])  # behind "--"
+    options.command = list(argv[len(own) + 1 :])  # behind "--"
     require(options.steps is None or options.steps >= 1, f"--steps must be at least 1, not {options.steps}")
-    require(not (options.against and options.save_trace), "--save-trace keeps the trace of the first layout, which "
-            "--against does not make: give one of the two")
+    require(
+        not (options.against and options.save_trace),
+        "--save-trace keeps the trace of the first layout, which --against does not make: give one of the two",
+    )
     alone = options.against or options.save_trace
-    require(len(options.layout) >= (1 if alone else 2), "give at least " + (
-        "one --layout FLAGS" if alone else "two layouts to compare, each by --layout FLAGS") + "; --layout \"\" is the "
-            "command line as it is")
+    require(
+        len(options.layout) >= (1 if alone else 2),
+        "give at least "
+        + ("one --layout FLAGS" if alone else "two layouts to compare, each by --layout FLAGS")
+        + '; --layout "" is the '
+        "command line as it is",
+    )
     if options.against == HUGGINGFACE:
         require(options.steps in (None, 1), "--against huggingface compares one step: leave --steps out")
     if options.save_trace:
-        require(not options.save_trace.exists() or not any(options.save_trace.iterdir()),
-                f"--save-trace {options.save_trace} is not empty: give a new folder")
+        require(
+            not options.save_trace.exists() or not any(options.save_trace.iterdir()),
+            f"--save-trace {options.save_trace} is not empty: give a new folder",
+        )
     return options
 
 
@@ -92,8 +123,9 @@ def on_rank(does: Program, before: Before | None, flags: str, argv: Sequence[str
     return run_program(does, argv)
 
 
-def reference(options: argparse.Namespace, layouts: Sequence[Layout], folder: Path,
-              before: Before | None) -> tuple[str, Trace]:
+def reference(
+    options: argparse.Namespace, layouts: Sequence[Layout], folder: Path, before: Before | None
+) -> tuple[str, Trace]:
     """What the layouts are compared with, in words and as a trace."""
     if options.against and options.against != HUGGINGFACE:
         return f"the trace {options.against}", Trace(Path(options.against))
@@ -130,8 +162,9 @@ def compare_layouts(options: argparse.Namespace, before: Before | None = None) -
             task = Task(str(trace.folder), str(Path(folder, f"layout_{number}")), steps, records=False)
             start(layout, task, run_task, before)
             facts = json.loads(Path(task.out, FACTS).read_text(encoding="utf-8"))
-            verdict = read_verdict(Path(task.out), layout.world_size, trace, Rounding(trace, facts),
-                                   facts["pipeline_parallel_size"])
+            verdict = read_verdict(
+                Path(task.out), layout.world_size, trace, Rounding(trace, facts), facts["pipeline_parallel_size"]
+            )
             results.append(Result(layout, facts, verdict))
     return Comparison(name, trace, results)
 

@@ -21,12 +21,19 @@ def describe_environment(device: torch.device, *, world_size: int, local_world_s
     if device.type == "cuda":
         memory = torch.cuda.get_device_properties(device).total_memory
         devices = f"{torch.cuda.get_device_name(device)}, {memory / 2**30:.0f} GiB"
-        versions += f", CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}, NCCL " + \
-            ".".join(map(str, torch.cuda.nccl.version()))
-    return {"command": shlex.join(sys.orig_argv), "commit": source_commit(ROOT),
-            "hosts": f"{max(1, world_size // local_world_size)}, rank 0 on {platform.node()}",
-            "ranks": f"{world_size}", "devices": devices, "python": platform.python_version(),
-            "versions": versions, "system": platform.platform()}
+        versions += f", CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}, NCCL " + ".".join(
+            map(str, torch.cuda.nccl.version())
+        )
+    return {
+        "command": shlex.join(sys.orig_argv),
+        "commit": source_commit(ROOT),
+        "hosts": f"{max(1, world_size // local_world_size)}, rank 0 on {platform.node()}",
+        "ranks": f"{world_size}",
+        "devices": devices,
+        "python": platform.python_version(),
+        "versions": versions,
+        "system": platform.platform(),
+    }
 
 
 def source_commit(root: Path) -> str:
@@ -35,8 +42,14 @@ def source_commit(root: Path) -> str:
         return "none: no git checkout"
 
     def git(*arguments: str) -> str:
-        return subprocess.run(["git", "-C", str(root), *arguments], check=True, capture_output=True, text=True,
-                              stdin=subprocess.DEVNULL, timeout=10).stdout.strip()
+        return subprocess.run(
+            ["git", "-C", str(root), *arguments],
+            check=True,
+            capture_output=True,
+            text=True,
+            stdin=subprocess.DEVNULL,
+            timeout=10,
+        ).stdout.strip()
 
     try:
         changed = git("status", "--porcelain", "--untracked-files=no")

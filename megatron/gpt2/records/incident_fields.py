@@ -70,21 +70,28 @@ def ranks_in(one: Incident, *names: str) -> list[int]:
         if isinstance(value, int):
             return [value]
     found = re.search(r"ranks? ([\d\-, and()\w]*)", str(one.get("text", "")))
-    return [rank for first, last in re.findall(r"\b(\d+)(?:-(\d+))?\b(?![^(]*\))", found[1] if found else "")
-            for rank in range(int(first), min(int(last or first), int(first) + 4096) + 1)]
+    return [
+        rank
+        for first, last in re.findall(r"\b(\d+)(?:-(\d+))?\b(?![^(]*\))", found[1] if found else "")
+        for rank in range(int(first), min(int(last or first), int(first) + 4096) + 1)
+    ]
 
 
 def ranks_in_words(ranks: Iterable[int]) -> str:
-    """"rank 3", "ranks 1, 2 and 5"; "" of none."""
+    """ "rank 3", "ranks 1, 2 and 5"; "" of none."""
     words = [f"{rank}" for rank in sorted(set(ranks))]
-    return "" if not words else f"rank {words[0]}" if len(words) == 1 else \
-        f"ranks {', '.join(words[:-1])} and {words[-1]}"
+    return (
+        "" if not words else f"rank {words[0]}" if len(words) == 1 else f"ranks {', '.join(words[:-1])} and {words[-1]}"
+    )
 
 
 def at_iteration(one: Incident, found: Sequence[Incident]) -> str:
     """The furthest iteration that is known, beyond where the ranks started: a launcher may know none."""
-    known = [value for other in (one, *found) if other.get("kind") != "start"
-             and isinstance(value := other.get("iteration"), int) and value >= 0]
+    known = [
+        value
+        for other in (one, *found)
+        if other.get("kind") != "start" and isinstance(value := other.get("iteration"), int) and value >= 0
+    ]
     return f" at iteration {max(known):,}" if known else ""
 
 

@@ -36,9 +36,14 @@ class Incidents:
     def note(self, kind: str, text: str = "", *, iteration: int | None = None, **details: Any) -> None:
         """Add a line: `kind` in a word or two, `text` as a person reads it, `details` in JSON's types. iteration: None
         takes `self.iteration`."""
-        record: Mapping[str, Any] = {"time": time.time(), **self._always,
-                                     "iteration": self.iteration if iteration is None else iteration, "kind": kind,
-                                     "text": text, **details}
+        record: Mapping[str, Any] = {
+            "time": time.time(),
+            **self._always,
+            "iteration": self.iteration if iteration is None else iteration,
+            "kind": kind,
+            "text": text,
+            **details,
+        }
         line = (json.dumps(record) + "\n").encode()
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -60,6 +65,10 @@ def rank_name(rank: int) -> str:
 
 def read_incidents(save_directory: str | Path) -> list[dict[str, Any]]:
     """The lines of all files, by time; what is damaged is left out."""
-    found = [record for path in sorted((Path(save_directory) / FOLDER).glob("*.jsonl")) for record in read_records(path)
-             if isinstance(record.get("time"), int | float)]
+    found = [
+        record
+        for path in sorted((Path(save_directory) / FOLDER).glob("*.jsonl"))
+        for record in read_records(path)
+        if isinstance(record.get("time"), int | float)
+    ]
     return sorted(found, key=lambda record: record["time"])

@@ -27,8 +27,11 @@ def read_records(path: str | Path) -> list[dict[str, Any]]:
 
 def points(records: list[dict[str, Any]], key: str, split: str | None = None) -> list[tuple[int, float]]:
     """(iteration, value) of the training records, or of the evaluations of `split`; null values are left out."""
-    return [(record["iteration"], float(record[key])) for record in records
-            if record.get("split") == split and record.get(key) is not None]
+    return [
+        (record["iteration"], float(record[key]))
+        for record in records
+        if record.get("split") == split and record.get(key) is not None
+    ]
 
 
 def loss_curve(metrics_path: str | Path, png_path: str | Path, title: str) -> str:
@@ -51,11 +54,17 @@ def loss_curve(metrics_path: str | Path, png_path: str | Path, title: str) -> st
     figure = Figure(figsize=(8, 5.5), dpi=120, layout="constrained")
     top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
     if training:
-        top.plot(*zip(*training, strict=True), color=TRAINING, linewidth=1.4, label="training",
-                 marker="o" if len(training) == 1 else None)
+        top.plot(
+            *zip(*training, strict=True),
+            color=TRAINING,
+            linewidth=1.4,
+            label="training",
+            marker="o" if len(training) == 1 else None,
+        )
     if validation:
-        top.plot(*zip(*validation, strict=True), color=VALIDATION, linewidth=1, marker="o", markersize=5,
-                 label="validation")
+        top.plot(
+            *zip(*validation, strict=True), color=VALIDATION, linewidth=1, marker="o", markersize=5, label="validation"
+        )
         x, y = validation[-1]
         top.annotate(f"{y:.3f}", (x, y), textcoords="offset points", xytext=(0, 8), ha="right", color=VALIDATION)
     top.legend(frameon=False)

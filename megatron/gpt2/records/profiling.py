@@ -32,8 +32,11 @@ class Profiler:
         if self._profile is None:
             activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (self._device.type == "cuda")
             warmup = int(iteration < self._first)
-            self._profile = profile(activities=activities, acc_events=True,
-                                    schedule=schedule(wait=0, warmup=warmup, active=1 + self._last - self._first))
+            self._profile = profile(
+                activities=activities,
+                acc_events=True,
+                schedule=schedule(wait=0, warmup=warmup, active=1 + self._last - self._first),
+            )
             self._profile.start()
         else:
             self._profile.step()
@@ -56,8 +59,17 @@ class Profiler:
         self._profile = None
 
 
-def profiler_for(iterations: tuple[int, ...], ranks: tuple[int, ...], *, rank: int, start: int, end: int,
-                 device: torch.device, folder: Path, log: Callable[[str], None]) -> Profiler:
+def profiler_for(
+    iterations: tuple[int, ...],
+    ranks: tuple[int, ...],
+    *,
+    rank: int,
+    start: int,
+    end: int,
+    device: torch.device,
+    folder: Path,
+    log: Callable[[str], None],
+) -> Profiler:
     """The profiler of this rank in a run from iteration `start` + 1 to `end`.
 
     iterations: (first, last) of --profile, or () for none. ranks: those of --profile-ranks. folder: for the trace.
@@ -68,8 +80,13 @@ def profiler_for(iterations: tuple[int, ...], ranks: tuple[int, ...], *, rank: i
         log(f"WARNING: --profile {iterations[0]} {iterations[1]}: this run goes from iteration {start + 1} to {end}")
     if first > last or rank not in ranks:
         first, last = 0, -2
-    return Profiler(first, last, device=device, trace=folder / f"profile_{first}-{last}_rank_{rank}.json.gz",
-                    log=log if rank == 0 else lambda text: print(text, flush=True))
+    return Profiler(
+        first,
+        last,
+        device=device,
+        trace=folder / f"profile_{first}-{last}_rank_{rank}.json.gz",
+        log=log if rank == 0 else lambda text: print(text, flush=True),
+    )
 
 
 def operation_table(averages: Any, iterations: int, device_type: str) -> str:
@@ -78,15 +95,20 @@ def operation_table(averages: Any, iterations: int, device_type: str) -> str:
     averages: of `torch.profiler.profile.key_averages`. On a GPU the time is that of the kernels that an operation
     starts, on a CPU the processor's.
     """
+
     def own(event: Any) -> float:  # µs
         return event.self_device_time_total if device_type == "cuda" else event.self_cpu_time_total
 
     events = [event for event in averages if event.device_type.name == "CPU" and own(event) > 0]
     total = sum(map(own, events)) or 1.0
-    lines = [f"the costliest operations of {iterations} iterations, by their own time on the {device_type}:",
-             f"  {'ms an iteration':>15}  {'share':>6}  {'calls':>8}  operation"]
+    lines = [
+        f"the costliest operations of {iterations} iterations, by their own time on the {device_type}:",
+        f"  {'ms an iteration':>15}  {'share':>6}  {'calls':>8}  operation",
+    ]
     for event in sorted(events, key=own, reverse=True)[:OPERATIONS]:
         name = "(between operations)" if event.key.startswith("ProfilerStep") else event.key
-        lines.append(f"  {own(event) / 1000 / iterations:15.3f}  {own(event) / total:6.1%}  "
-                     f"{event.count / iterations:8.1f}  {name}")
+        lines.append(
+            f"  {own(event) / 1000 / iterations:15.3f}  {own(event) / total:6.1%}  "
+            f"{event.count / iterations:8.1f}  {name}"
+        )
     return "\n".join(lines)

@@ -24,13 +24,13 @@ class IterationRecord:
 
     iteration: int
     consumed_samples: int
-    lm_loss: float | None       # nats per token, mean over the steps that were not skipped; None where all were
+    lm_loss: float | None  # nats per token, mean over the steps that were not skipped; None where all were
     learning_rate: float
     loss_scale: float
-    grad_norm: float | None     # of the last step, before clipping; None where that was skipped
-    ms_per_iteration: float     # mean
-    tokens_per_second: float    # of all ranks together
-    mfu: float | None           # fraction of the devices' peak; None where the peak is not known
+    grad_norm: float | None  # of the last step, before clipping; None where that was skipped
+    ms_per_iteration: float  # mean
+    tokens_per_second: float  # of all ranks together
+    mfu: float | None  # fraction of the devices' peak; None where the peak is not known
     memory_bytes: int | None = None  # this rank's peak, see `peak_memory`
 
     def metrics(self) -> dict[str, Any]:
@@ -44,7 +44,7 @@ class EvaluationRecord:
 
     iteration: int
     split: str
-    lm_loss: float              # nats per token
+    lm_loss: float  # nats per token
     bits_per_byte: float | None = None
 
     @property
@@ -119,9 +119,11 @@ def memory_line(device: torch.device, expected: int | None = None) -> str:
     expected: bytes that were expected at the peak, which the line begins with.
     """
     if device.type == "cuda":
-        sizes = {"allocated": torch.cuda.memory_allocated(device),
-                 "max allocated": torch.cuda.max_memory_allocated(device),
-                 "reserved": torch.cuda.memory_reserved(device)}
+        sizes = {
+            "allocated": torch.cuda.memory_allocated(device),
+            "max allocated": torch.cuda.max_memory_allocated(device),
+            "reserved": torch.cuda.memory_reserved(device),
+        }
     else:
         sizes = resident_memory()
     if expected is not None:
@@ -130,7 +132,7 @@ def memory_line(device: torch.device, expected: int | None = None) -> str:
 
 
 def resident_memory() -> dict[str, int]:
-    """"resident" and "peak resident": bytes of this process, now and at most so far, as far as the system has them,
+    """ "resident" and "peak resident": bytes of this process, now and at most so far, as far as the system has them,
     without the pages of files (libraries, memory-mapped data).
 
     The system can drop such pages and read them again, and counts them for a process once it has touched them: a
@@ -139,8 +141,11 @@ def resident_memory() -> dict[str, int]:
     """
     status = Path("/proc/self/status")
     if status.exists():
-        sizes = {name: 1024 * int(text.split()[0]) for name, _, text in (
-            line.partition(":") for line in status.read_text().splitlines()) if name.startswith(("Vm", "Rss"))}
+        sizes = {
+            name: 1024 * int(text.split()[0])
+            for name, _, text in (line.partition(":") for line in status.read_text().splitlines())
+            if name.startswith(("Vm", "Rss"))
+        }
         of_files = sizes.get("RssFile", 0)
         return {"resident": sizes["VmRSS"] - of_files, "peak resident": sizes["VmHWM"] - of_files}
     import resource  # not on Windows, hence here
@@ -157,14 +162,22 @@ def peak_memory(device: torch.device) -> int:
 UNIGRAM = "unigram entropy of the tokens"  # a baseline that any model should beat
 
 
-def closing_report(*, bits_per_byte: float | None, baselines: Mapping[str, float | None], sample: str,
-                   checkpoint: str, plot: str, next_commands: Sequence[tuple[str, str]]) -> str:
+def closing_report(
+    *,
+    bits_per_byte: float | None,
+    baselines: Mapping[str, float | None],
+    sample: str,
+    checkpoint: str,
+    plot: str,
+    next_commands: Sequence[tuple[str, str]],
+) -> str:
     """The end of a run: the model beside its baselines, a sample, where the files are and what to run next.
 
     bits_per_byte: of the model on the validation split, None without an evaluation. baselines: description to bits per
     byte, None where it was not computed. plot: the path of the PNG, a text curve, or "". next_commands: (what it does,
     command).
     """
+
     def figure(value: float | None) -> str:
         return "not computed" if value is None else f"{value:.3f}"
 
@@ -173,9 +186,16 @@ def closing_report(*, bits_per_byte: float | None, baselines: Mapping[str, float
     unigram = baselines.get(UNIGRAM)
     if bits_per_byte is not None and unigram is not None and bits_per_byte >= unigram:
         lines.append("  It knows no more than how often each token comes: give it more --train-iters or a higher --lr.")
-    lines += ["", "a sample: from held-out text the words in brackets, from the model the rest:",
-              *(part for line in sample.splitlines() for part in textwrap.wrap(
-                  line, WIDTH, initial_indent="  ", subsequent_indent="  ") or [""]), ""]
+    lines += [
+        "",
+        "a sample: from held-out text the words in brackets, from the model the rest:",
+        *(
+            part
+            for line in sample.splitlines()
+            for part in textwrap.wrap(line, WIDTH, initial_indent="  ", subsequent_indent="  ") or [""]
+        ),
+        "",
+    ]
     paths = [("checkpoint", checkpoint)]
     if "\n" in plot:
         lines += [*plot.splitlines(), ""]

@@ -31,8 +31,15 @@ class RunLog:
     records of another run that it finds. trackers: get the numbers too, and are closed at the end.
     """
 
-    def __init__(self, save_directory: str | Path, *, train_iters: int, start_iteration: int = 0,
-                 trackers: Sequence[Tracker] = (), active: bool = True) -> None:
+    def __init__(
+        self,
+        save_directory: str | Path,
+        *,
+        train_iters: int,
+        start_iteration: int = 0,
+        trackers: Sequence[Tracker] = (),
+        active: bool = True,
+    ) -> None:
         self.active = active
         self.directory = Path(save_directory)
         self.metrics_path = self.directory / METRICS
@@ -76,8 +83,10 @@ class RunLog:
         """Keep numbers in metrics.jsonl and the trackers."""
         if not self.active:
             return
-        metrics = {key: None if isinstance(value, float) and not math.isfinite(value) else value
-                   for key, value in record.metrics().items()}  # JSON has no NaN
+        metrics = {
+            key: None if isinstance(value, float) and not math.isfinite(value) else value
+            for key, value in record.metrics().items()
+        }  # JSON has no NaN
         self._append(METRICS, metrics)
         prefix = f"{metrics.pop('split')}/" if "split" in metrics else ""
         numbers = {prefix + key: value for key, value in metrics.items() if key != "iteration" and value is not None}
@@ -90,8 +99,14 @@ class RunLog:
 
     def note(self, text: str) -> None:
         """Keep what happened at this iteration: a start, a warning, the end."""
-        self._append(HISTORY, {"iteration": self._iteration,
-                               "time": datetime.now().astimezone().isoformat(timespec="seconds"), "text": text})
+        self._append(
+            HISTORY,
+            {
+                "iteration": self._iteration,
+                "time": datetime.now().astimezone().isoformat(timespec="seconds"),
+                "text": text,
+            },
+        )
 
     def _append(self, name: str, record: Mapping[str, Any]) -> None:
         if not self.active:

@@ -41,28 +41,37 @@ def page(folder: Path) -> str:
     """The whole page as HTML, of the run that saves in `folder`. ValueError where config.json is not of this
     project."""
     metrics = [record for record in read_records(folder / METRICS) if _is_of_numbers(record)]
-    samples, history = ([record for record in read_records(folder / name) if "text" in record]
-                        for name in (SAMPLES, HISTORY))
+    samples, history = (
+        [record for record in read_records(folder / name) if "text" in record] for name in (SAMPLES, HISTORY)
+    )
     settings, config = _settings(folder / "config.json")
-    trained = [record for record in metrics if "split" not in record and all(
-        record.get(key) is not None for key in TRAINED)]
+    trained = [
+        record for record in metrics if "split" not in record and all(record.get(key) is not None for key in TRAINED)
+    ]
     title = folder.resolve().name
     parts = [
         f"<header><h1>{escape(title)}</h1>{status(history)}</header>",
         figures(metrics, trained, settings, config),
         f'<h2>Curves</h2><div class="charts">{"".join(charts(metrics))}</div>',
-        "<h2>Samples</h2>", sample_table(samples),
-        "<h2>Warnings, starts and ends</h2>", history_table(history),
-        "<h2>Settings</h2>", settings_tables(settings, config),
-        "<h2>Environment</h2>", environment_table(settings),
+        "<h2>Samples</h2>",
+        sample_table(samples),
+        "<h2>Warnings, starts and ends</h2>",
+        history_table(history),
+        "<h2>Settings</h2>",
+        settings_tables(settings, config),
+        "<h2>Environment</h2>",
+        environment_table(settings),
     ]
     return whole_page(title, parts)
 
 
 def _is_of_numbers(record: Mapping[str, Any]) -> bool:
     """Whether a record of metrics has numbers alone that can be drawn, as every one that is not damaged."""
-    return all(value is None or isinstance(value, int | float) and abs(value) < GREATEST
-               for name, value in record.items() if name != "split")
+    return all(
+        value is None or isinstance(value, int | float) and abs(value) < GREATEST
+        for name, value in record.items()
+        if name != "split"
+    )
 
 
 def _settings(path: Path) -> tuple[dict[str, Any], Config]:
@@ -79,8 +88,10 @@ def _settings(path: Path) -> tuple[dict[str, Any], Config]:
 def status(history: Records) -> str:
     """The last event of the run, and when the page was written."""
     last = str(history[-1]["text"]) if history else "no start is on record"
-    return (f'<p class="status">{escape(last)}<br>this page was written on '
-            f'{datetime.now().astimezone():%Y-%m-%d at %H:%M:%S %Z}</p>')
+    return (
+        f'<p class="status">{escape(last)}<br>this page was written on '
+        f"{datetime.now().astimezone():%Y-%m-%d at %H:%M:%S %Z}</p>"
+    )
 
 
 def figures(metrics: Records, trained: Records, settings: Mapping[str, Any], config: Config) -> str:
@@ -88,9 +99,10 @@ def figures(metrics: Records, trained: Records, settings: Mapping[str, Any], con
     if not trained:
         return remark("no iteration was logged yet")
     last = trained[-1]
-    rows = [("iteration", f"{last['iteration']:,}",
-             f"of {settings['train_iters']:,}" if "train_iters" in settings else ""),
-            ("training loss", _or_dash(last.get("lm_loss")), "nats per token")]
+    rows = [
+        ("iteration", f"{last['iteration']:,}", f"of {settings['train_iters']:,}" if "train_iters" in settings else ""),
+        ("training loss", _or_dash(last.get("lm_loss")), "nats per token"),
+    ]
     evaluated = [r for r in metrics if r.get("split") == "valid" and r.get("lm_loss") is not None]
     if evaluated:
         best = min(evaluated, key=lambda record: record["lm_loss"])
@@ -106,22 +118,35 @@ def figures(metrics: Records, trained: Records, settings: Mapping[str, Any], con
     rows.append(("tokens a second", f"{last['tokens_per_second']:,.0f}", mfu))
     if last.get("memory_bytes"):
         rows.append(("peak memory", f"{last['memory_bytes'] / 2**30:.2f} GiB", "of rank 0"))
-    return '<dl class="figures">' + "".join(
-        f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd><span>{escape(more)}</span></div>"
-        for name, value, more in rows) + "</dl>"
+    return (
+        '<dl class="figures">'
+        + "".join(
+            f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd><span>{escape(more)}</span></div>"
+            for name, value, more in rows
+        )
+        + "</dl>"
+    )
 
 
 def charts(metrics: Records) -> list[str]:
     """The curves of the loss, the learning rate, the gradient norm, the speed and the memory over the iterations."""
-    loss = [Curve("training", "blue", points(metrics, "lm_loss")),
-            Curve("validation", "orange", points(metrics, "lm_loss", "valid"), dots=True)]
-    others = {"learning rate": points(metrics, "learning_rate"),
-              "gradient norm, before clipping": points(metrics, "grad_norm"),
-              "tokens a second, all ranks": points(metrics, "tokens_per_second"),
-              "peak memory of rank 0, GiB": [(x, y / 2**30) for x, y in points(metrics, "memory_bytes")]}
-    return [chart("loss, nats per token", loss, width=970, height=330), *(
-        chart(title, [Curve("", "green", curve)], width=480, height=210, from_zero=True)
-        for title, curve in others.items())]
+    loss = [
+        Curve("training", "blue", points(metrics, "lm_loss")),
+        Curve("validation", "orange", points(metrics, "lm_loss", "valid"), dots=True),
+    ]
+    others = {
+        "learning rate": points(metrics, "learning_rate"),
+        "gradient norm, before clipping": points(metrics, "grad_norm"),
+        "tokens a second, all ranks": points(metrics, "tokens_per_second"),
+        "peak memory of rank 0, GiB": [(x, y / 2**30) for x, y in points(metrics, "memory_bytes")],
+    }
+    return [
+        chart("loss, nats per token", loss, width=970, height=330),
+        *(
+            chart(title, [Curve("", "green", curve)], width=480, height=210, from_zero=True)
+            for title, curve in others.items()
+        ),
+    ]
 
 
 def sample_table(samples: Records) -> str:
@@ -131,17 +156,23 @@ def sample_table(samples: Records) -> str:
     shown = spread(samples, MOST_SAMPLES)
     rows = [cell(f"{s['iteration']:,}", "number") + cell(s["text"], "sample") for s in shown]
     left_out = remark(f"{len(shown)} of {len(samples)}: all are in {SAMPLES}") if len(shown) < len(samples) else ""
-    return remark("what the model writes after the words in brackets, by the same random numbers each time") + \
-        scrolling(("iteration", "text"), rows) + left_out
+    return (
+        remark("what the model writes after the words in brackets, by the same random numbers each time")
+        + scrolling(("iteration", "text"), rows)
+        + left_out
+    )
 
 
 def history_table(history: Records) -> str:
     """Warnings, starts and ends with their time and iteration; the last MOST_EVENTS of them."""
     if not history:
         return remark("none is on record")
-    rows = [cell(event.get("time", "")) + cell(f"{event['iteration']:,}", "number")
-            + cell(event["text"], "alarm" if str(event["text"]).startswith("WARNING") else "")
-            for event in history[-MOST_EVENTS:]]
+    rows = [
+        cell(event.get("time", ""))
+        + cell(f"{event['iteration']:,}", "number")
+        + cell(event["text"], "alarm" if str(event["text"]).startswith("WARNING") else "")
+        for event in history[-MOST_EVENTS:]
+    ]
     return scrolling(("time", "iteration", ""), rows)
 
 
@@ -150,8 +181,11 @@ def settings_tables(settings: Mapping[str, Any], config: Config) -> str:
     if "config" not in settings:
         return remark("config.json is missing")
     every = [(flag(key), value) for key, value in by_key(config.as_dict()).items()]
-    return (remark("flags that differ from their defaults") + pairs(differing_flags(config))
-            + f"<details><summary>all {len(every)} flags</summary>{pairs(every)}</details>")
+    return (
+        remark("flags that differ from their defaults")
+        + pairs(differing_flags(config))
+        + f"<details><summary>all {len(every)} flags</summary>{pairs(every)}</details>"
+    )
 
 
 def environment_table(settings: Mapping[str, Any]) -> str:

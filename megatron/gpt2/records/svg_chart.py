@@ -38,9 +38,16 @@ class Place:
 def thinned(points: Sequence[tuple[int, float]], places: int = PLACES) -> list[Place]:
     """`points` in at most `places` groups of neighbours, each placed at its last iteration."""
     size = max(1, -(-len(points) // places))
-    groups = [points[start:start + size] for start in range(0, len(points), size)]
-    return [Place(group[-1][0], math.fsum(y for _, y in group) / len(group), min(y for _, y in group),
-                  max(y for _, y in group)) for group in groups]
+    groups = [points[start : start + size] for start in range(0, len(points), size)]
+    return [
+        Place(
+            group[-1][0],
+            math.fsum(y for _, y in group) / len(group),
+            min(y for _, y in group),
+            max(y for _, y in group),
+        )
+        for group in groups
+    ]
 
 
 def round_steps(low: float, high: float, most: int = 5) -> list[float]:
@@ -88,8 +95,10 @@ def chart(title: str, curves: Iterable[Curve], *, width: int, height: int, from_
 
     parts = []
     for y in round_steps(low, high):
-        parts.append(f'<path class="grid" d="M{LEFT} {at_y(y)}H{right}"/>'
-                     f'<text x="{LEFT - 6}" y="{at_y(y) + 4}" text-anchor="end">{number(y)}</text>')
+        parts.append(
+            f'<path class="grid" d="M{LEFT} {at_y(y)}H{right}"/>'
+            f'<text x="{LEFT - 6}" y="{at_y(y) + 4}" text-anchor="end">{number(y)}</text>'
+        )
     for x in round_steps(x0, x1):
         if x == int(x):
             parts.append(f'<text x="{at_x(x)}" y="{height - 6}" text-anchor="middle">{x:,.0f}</text>')
@@ -97,10 +106,12 @@ def chart(title: str, curves: Iterable[Curve], *, width: int, height: int, from_
     parts.append(f'<path class="pointer" d="M0 {TOP}V{bottom}"/>')
     numbers = json.dumps([[curve.label, [[p.x, p.mean] for p in places]] for curve, places in drawn])
     legend = "".join(f'<span class="{curve.colour}">{escape(curve.label)}</span>' for curve, _ in drawn)
-    return (f'<figure><figcaption>{escape(title)} {legend if len(drawn) > 1 else ""}<output></output></figcaption>'
-            f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{escape(title)}" '
-            f'data-curves="{escape(numbers)}" data-scale="{escape(json.dumps([x0, x1, LEFT, right, width]))}">'
-            f'{"".join(parts)}</svg></figure>')
+    return (
+        f"<figure><figcaption>{escape(title)} {legend if len(drawn) > 1 else ''}<output></output></figcaption>"
+        f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{escape(title)}" '
+        f'data-curves="{escape(numbers)}" data-scale="{escape(json.dumps([x0, x1, LEFT, right, width]))}">'
+        f"{''.join(parts)}</svg></figure>"
+    )
 
 
 def _line(curve: Curve, places: Sequence[Place], at_x: Callable[[float], float], at_y: Callable[[float], float]) -> str:
@@ -112,6 +123,7 @@ def _line(curve: Curve, places: Sequence[Place], at_x: Callable[[float], float],
     line = "L".join(f"{at_x(place.x)} {at_y(place.mean)}" for place in places)
     parts.append(f'<path class="line {curve.colour}" d="M{line}"/>')
     if curve.dots or len(places) == 1:
-        parts += [f'<circle class="{curve.colour}" cx="{at_x(place.x)}" cy="{at_y(place.mean)}" r="3"/>'
-                  for place in places]
+        parts += [
+            f'<circle class="{curve.colour}" cx="{at_x(place.x)}" cy="{at_y(place.mean)}" r="3"/>' for place in places
+        ]
     return "".join(parts)

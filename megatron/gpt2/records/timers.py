@@ -57,8 +57,11 @@ class DeviceTimer:
         self._free: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []  # reused: making one costs more than recording
 
     def __enter__(self) -> None:
-        pair = self._free.pop() if self._free else (
-            torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
+        pair = (
+            self._free.pop()
+            if self._free
+            else (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
+        )
         pair[0].record()
         self._pending.append(pair)
 

@@ -13,6 +13,7 @@ WANDB_ID = "wandb_run_id.txt"
 
 class Tracker(Protocol):
     """A program that draws the numbers of a run."""
+
     def log(self, numbers: Mapping[str, float], iteration: int) -> None:
         """Give it numbers by name, of this iteration."""
 
@@ -26,8 +27,10 @@ def open_trackers(config: Config, *, start_iteration: int, active: bool) -> list
     Raises ValueError on every rank alike where one is not installed, and on the active rank where it cannot begin.
     """
     train, trackers = config.train, list[Tracker]()
-    for flag, wanted, module in (("--tensorboard-dir", train.tensorboard_dir, "tensorboard"),
-                                 ("--wandb-project", train.wandb_project, "wandb")):
+    for flag, wanted, module in (
+        ("--tensorboard-dir", train.tensorboard_dir, "tensorboard"),
+        ("--wandb-project", train.wandb_project, "wandb"),
+    ):
         if wanted is not None and importlib.util.find_spec(module) is None:
             raise ValueError(f"{flag} needs {module}: pip install {module}")
     if active and train.tensorboard_dir is not None:
@@ -72,11 +75,18 @@ class WeightsAndBiases:
             known.write_text(secrets.token_hex(4) + "\n", encoding="ascii")
         try:
             self._run: Any = wandb.init(
-                project=train.wandb_project, entity=train.wandb_entity, name=train.wandb_exp_name or save.name,
-                dir=folder, id=known.read_text(encoding="ascii").strip(), resume="allow", config=config.as_dict())
+                project=train.wandb_project,
+                entity=train.wandb_entity,
+                name=train.wandb_exp_name or save.name,
+                dir=folder,
+                id=known.read_text(encoding="ascii").strip(),
+                resume="allow",
+                config=config.as_dict(),
+            )
         except wandb.Error as error:
-            raise ValueError(f"--wandb-project {train.wandb_project}: {error} (WANDB_MODE=offline needs neither "
-                             "network nor account)") from error
+            raise ValueError(
+                f"--wandb-project {train.wandb_project}: {error} (WANDB_MODE=offline needs neither network nor account)"
+            ) from error
 
     def log(self, numbers: Mapping[str, float], iteration: int) -> None:
         """Send the `numbers` as those of this step."""

@@ -49,14 +49,19 @@ class Looker:
 def looking(model: nn.Module, reducer: Any, looker: Looker) -> Iterator[None]:
     """Inside, `looker` sees what the modules of `model` return, and the gradients that `reducer` is given, or autograd
     where it is torch's DDP. Layers that torch.compile has taken are seen from outside."""
-    hooks = [module.register_forward_hook(lambda module, args, out, name=name: looker.look("output", name, out))
-             for name, module in model.named_modules() if name]
+    hooks = [
+        module.register_forward_hook(lambda module, args, out, name=name: looker.look("output", name, out))
+        for name, module in model.named_modules()
+        if name
+    ]
     methods = [name for name in ("add", "add_rows") if hasattr(reducer, name)]
     for method in methods:
         setattr(reducer, method, _seen(getattr(reducer, method), looker))
     if not methods:
-        hooks += [parameter.register_hook(lambda grad, name=name: looker.look("gradient", name, grad))
-                  for name, parameter in model.named_parameters()]
+        hooks += [
+            parameter.register_hook(lambda grad, name=name: looker.look("gradient", name, grad))
+            for name, parameter in model.named_parameters()
+        ]
     try:
         yield
     finally:
@@ -74,9 +79,17 @@ def _seen(method: Callable[..., None], looker: Looker) -> Callable[..., None]:
     return see
 
 
-def explain(run_again: Callable[[], object], *, model: nn.Module, reducer: Any, optimizer: AdamWOptimizer,
-            parallel: mpu.ParallelState, hosts: Mapping[int, str], save_directory: Path,
-            facts: Mapping[str, Any]) -> str:
+def explain(
+    run_again: Callable[[], object],
+    *,
+    model: nn.Module,
+    reducer: Any,
+    optimizer: AdamWOptimizer,
+    parallel: mpu.ParallelState,
+    hosts: Mapping[int, str],
+    save_directory: Path,
+    facts: Mapping[str, Any],
+) -> str:
     """Run forward and backward of the last step again, and say where numbers first are not finite; empty where they
     are. Every rank calls it, and writes what it has into a file of its own beside the incidents, with `facts`.
 
@@ -89,17 +102,25 @@ def explain(run_again: Callable[[], object], *, model: nn.Module, reducer: Any, 
     with looking(model, reducer, looker):
         run_again()
     first = looker.first()
-    norms = {name: {"weight": _number(parameter.detach()), "summed gradient": _number(flat.owned_grad(name))}
-             for name, parameter in flat.parameters.items()}
+    norms = {
+        name: {"weight": _number(parameter.detach()), "summed gradient": _number(flat.owned_grad(name))}
+        for name, parameter in flat.parameters.items()
+    }
     flat.free_grads()
-    state = {**facts, "loss_scale": optimizer.scaler.scale.item(), "learning_rate": optimizer.learning_rate.item(),
-             "first": first[:2] if first else None, "norms": norms}
+    state = {
+        **facts,
+        "loss_scale": optimizer.scaler.scale.item(),
+        "learning_rate": optimizer.learning_rate.item(),
+        "first": first[:2] if first else None,
+        "norms": norms,
+    }
     path = save_directory / FOLDER / f"not_finite_{facts['iteration']:07d}_{rank_name(parallel.rank)}.json"
     with contextlib.suppress(OSError):  # a full disk must not hide the reason
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(state, indent=1))
-    return _first_of_all(gather_texts(json.dumps(first and [*first, parallel.pipeline_model_parallel_rank]),
-                                      flat.params.device), hosts)
+    return _first_of_all(
+        gather_texts(json.dumps(first and [*first, parallel.pipeline_model_parallel_rank]), flat.params.device), hosts
+    )
 
 
 def _first_of_all(texts: Sequence[str], hosts: Mapping[int, str]) -> str:

@@ -29,16 +29,21 @@ class StateChanged(Exception):
 class ReplicaCheck:
     """Hashes every `interval` steps. Every rank has one and calls its methods at the same steps."""
 
-    def __init__(self, optimizer: AdamWOptimizer, parallel: mpu.ParallelState, interval: int, iteration: int,
-                 hosts: Mapping[int, str]) -> None:
+    def __init__(
+        self,
+        optimizer: AdamWOptimizer,
+        parallel: mpu.ParallelState,
+        interval: int,
+        iteration: int,
+        hosts: Mapping[int, str],
+    ) -> None:
         self._optimizer, self._parallel, self._interval, self._hosts = optimizer, parallel, interval, hosts
         flat = optimizer.flat
         self._names = list(flat.ranges)
-        self._is_split = torch.tensor([getattr(flat.parameters[name], "model_parallel", False)
-                                       for name in self._names])
+        self._is_split = torch.tensor([getattr(flat.parameters[name], "model_parallel", False) for name in self._names])
         self._after: Tensor | None = None  # the hashes after the last update, where it was their turn
-        self._iteration = iteration        # of the last update
-        self._alike_at = ""                # when the replicas were last known to be alike
+        self._iteration = iteration  # of the last update
+        self._alike_at = ""  # when the replicas were last known to be alike
         self.restart(iteration)
 
     def restart(self, iteration: int) -> None:
@@ -74,14 +79,15 @@ class ReplicaCheck:
             texts = gather_texts(self._changed(before, now), now.device)
             if not any(texts):
                 texts = gather_texts(self._differs(now), now.device)
-            raise StateChanged("; ".join(filter(None, dict.fromkeys(texts))) + ": the memory of a rank has changed by "
-                               "itself. The run ends before that is used or saved; the same command continues from the "
-                               "last checkpoint. If it is the same rank again, replace its machine")
+            raise StateChanged(
+                "; ".join(filter(None, dict.fromkeys(texts))) + ": the memory of a rank has changed by "
+                "itself. The run ends before that is used or saved; the same command continues from the "
+                "last checkpoint. If it is the same rank again, replace its machine"
+            )
         self._alike_at = f"iteration {self._iteration}, the last clean hash"
 
     def hashes(self) -> Tensor:
-        """[kinds, parameters] int64: of what this rank holds of each parameter, of each kind (weight, master, moments).
-        """
+        """[kinds, parameters] int64: of what this rank holds of each parameter, of each kind (weight, master, moments)."""
         device = self._optimizer.flat.params.device  # masters may be on the host
         return torch.stack([hash_of_parts(buffer, parts).to(device) for _, buffer, parts in self._buffers()])
 
@@ -114,8 +120,11 @@ class ReplicaCheck:
     def _replicas(self, split: bool, kind: int) -> list[list[int]]:
         """The ranks that hold the same split parameters, or the same others: groups of the whole world."""
         parallel, is_sharded = self._parallel, self._optimizer.flat.is_sharded and kind > 0
-        t, d, p = (parallel.tensor_model_parallel_size, parallel.data_parallel_size,
-                   parallel.pipeline_model_parallel_size)
+        t, d, p = (
+            parallel.tensor_model_parallel_size,
+            parallel.data_parallel_size,
+            parallel.pipeline_model_parallel_size,
+        )
         groups: dict[tuple[int, ...], list[int]] = {}
         for rank in range(t * d * p):
             stage, replica, shard = rank // (t * d), rank // t % d, rank % t
@@ -124,22 +133,33 @@ class ReplicaCheck:
 
     def _unlike(self, everyone: Tensor) -> bool:
         """Whether replicas differ. everyone: [ranks, kinds, 3]."""
-        return any(len({int(everyone[rank, kind, column]) for rank in ranks}) > 1
-                   for kind in range(everyone.shape[1]) for column in (1, 2)
-                   for ranks in self._replicas(column == 1, kind))
+        return any(
+            len({int(everyone[rank, kind, column]) for rank in ranks}) > 1
+            for kind in range(everyone.shape[1])
+            for column in (1, 2)
+            for ranks in self._replicas(column == 1, kind)
+        )
 
     def _changed(self, before: Tensor, now: Tensor) -> str:
         """What of this rank has changed since its last update."""
-        places = [(kind, name) for kind, row in zip(self.kinds, (before != now).tolist(), strict=True)
-                  for name, changed in zip(self._names, row, strict=True) if changed]
-        return (f"{named([self._parallel.rank], self._hosts)} holds another {and_more(places)} than the update of "
-                f"iteration {self._iteration} left, the last clean hash" if places else "")
+        places = [
+            (kind, name)
+            for kind, row in zip(self.kinds, (before != now).tolist(), strict=True)
+            for name, changed in zip(self._names, row, strict=True)
+            if changed
+        ]
+        return (
+            f"{named([self._parallel.rank], self._hosts)} holds another {and_more(places)} than the update of "
+            f"iteration {self._iteration} left, the last clean hash"
+            if places
+            else ""
+        )
 
     def _differs(self, now: Tensor) -> str:
         """What of this rank is not as on its replicas. A collective."""
         most = int(gather_rows(torch.tensor([now.numel()], device=now.device)).max())
         padded = torch.zeros(most, dtype=torch.int64, device=now.device)
-        padded[:now.numel()] = now.view(-1)
+        padded[: now.numel()] = now.view(-1)
         everyone, found = gather_rows(padded), dict[tuple[int, ...], list[tuple[str, str]]]()
         for index, kind in enumerate(self.kinds):
             for number, name in enumerate(self._names):
@@ -148,9 +168,11 @@ class ReplicaCheck:
                 values = [int(everyone[rank, index * len(self._names) + number]) for rank in ranks]
                 if odd := minority(values):
                     found.setdefault(tuple(ranks[place] for place in odd), []).append((kind, name))
-        return "; ".join(f"{named(ranks, self._hosts)} hold{'s' * (len(ranks) == 1)} another {and_more(places)} than "
-                         f"{'each other' if len(ranks) > 1 else 'the other replicas'}, since {self._alike_at}"
-                         for ranks, places in found.items())
+        return "; ".join(
+            f"{named(ranks, self._hosts)} hold{'s' * (len(ranks) == 1)} another {and_more(places)} than "
+            f"{'each other' if len(ranks) > 1 else 'the other replicas'}, since {self._alike_at}"
+            for ranks, places in found.items()
+        )
 
 
 def hash_of_parts(buffer: Tensor, parts: Sequence[tuple[int, int]]) -> Tensor:
@@ -173,6 +195,6 @@ def minority(values: Sequence[int]) -> list[int]:
 
 
 def and_more(places: Sequence[tuple[str, str]]) -> str:
-    """"exp_avg of transformer.layers.0.mlp.up.weight and 3 others"."""
+    """ "exp_avg of transformer.layers.0.mlp.up.weight and 3 others"."""
     (kind, name), *others = places
     return f"{kind} of {name}" + (f" and {len(others)} other{'s' * (len(others) > 1)}" if others else "")

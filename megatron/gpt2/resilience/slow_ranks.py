@@ -20,9 +20,9 @@ from megatron.gpt2.launch.gathering import gather_rows
 from megatron.gpt2.launch.ranks import named
 from megatron.gpt2.records.timers import NAMES, Waiting
 
-RATIO = 1.5   # times the median of the other ranks
+RATIO = 1.5  # times the median of the other ranks
 SHARE = 0.05  # of a step by which a part has to be longer at least: a part can be short
-LINES = 2     # log lines in a row: once may be chance
+LINES = 2  # log lines in a row: once may be chance
 
 
 @contextlib.contextmanager
@@ -61,20 +61,28 @@ class SlowRanks:
         """
         mine = torch.tensor([round(1000 * own_ms.get(name, 0.0)) for name in NAMES], device=self._device)
         everyone = (gather_rows(mine).double() / 1000).tolist()  # [ranks][parts] ms
-        slow = {(rank, NAMES[part]): (ms, median) for ranks in self._stages  # other stages have other work
-                for part in range(len(NAMES)) for rank, ms, median in _outliers(ranks, part, everyone)
-                if ms - median > SHARE * step_ms}
+        slow = {
+            (rank, NAMES[part]): (ms, median)
+            for ranks in self._stages  # other stages have other work
+            for part in range(len(NAMES))
+            for rank, ms, median in _outliers(ranks, part, everyone)
+            if ms - median > SHARE * step_ms
+        }
         for rank, _ in list(slow):
             if (rank, "data loader") in slow:
                 slow.pop((rank, "batch generator"), None)  # of which it is a part
         self._in_a_row = {key: self._in_a_row.get(key, 0) + 1 for key in slow}
-        return [f"WARNING: {named([rank], self._hosts)} takes {ms - median:.0f} ms longer in \"{part}\" than the other "
-                f"ranks of its stage, {ms:.0f} ms a step for {median:.0f}, since {LINES} log lines: look at its machine"
-                for (rank, part), (ms, median) in slow.items() if self._in_a_row[rank, part] == LINES]
+        return [
+            f'WARNING: {named([rank], self._hosts)} takes {ms - median:.0f} ms longer in "{part}" than the other '
+            f"ranks of its stage, {ms:.0f} ms a step for {median:.0f}, since {LINES} log lines: look at its machine"
+            for (rank, part), (ms, median) in slow.items()
+            if self._in_a_row[rank, part] == LINES
+        ]
 
 
-def _outliers(ranks: Sequence[int], part: int,
-              everyone: Sequence[Sequence[float]]) -> Iterator[tuple[int, float, float]]:
+def _outliers(
+    ranks: Sequence[int], part: int, everyone: Sequence[Sequence[float]]
+) -> Iterator[tuple[int, float, float]]:
     """The ranks whose part is RATIO times the median of the others, with both in ms."""
     for rank in ranks:
         if others := [everyone[other][part] for other in ranks if other != rank]:

@@ -10,8 +10,8 @@ import statistics
 from collections import deque
 
 MEMORY = 10  # log lines whose median counts
-LEAST = 3    # lines without which there is none
-MOST = 3     # rewinds of a process: a loss that jumps again and again has another cause than its samples
+LEAST = 3  # lines without which there is none
+MOST = 3  # rewinds of a process: a loss that jumps again and again has another cause than its samples
 
 
 class LossSpike(Exception):

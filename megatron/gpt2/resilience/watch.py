@@ -57,15 +57,26 @@ class Watch:
         return self.hang is not None and self.hang.names(error)
 
 
-def build_watch(config: Config, ranks: Ranks, backend: str, optimizer: AdamWOptimizer, parallel: mpu.ParallelState,
-                incidents: Incidents, settings: contextlib.ExitStack) -> Watch:
+def build_watch(
+    config: Config,
+    ranks: Ranks,
+    backend: str,
+    optimizer: AdamWOptimizer,
+    parallel: mpu.ParallelState,
+    incidents: Incidents,
+    settings: contextlib.ExitStack,
+) -> Watch:
     """What the flags and the number of ranks ask for. incidents: of this rank, at the iteration at which it starts.
     settings: end with the run."""
     hang = replicas = slow_ranks = None
     hosts = ranks.meeting.hosts if ranks.meeting is not None else {}
     if ranks.meeting is not None:
-        hang = Hang(ranks, timedelta(minutes=config.parallel.distributed_timeout_minutes), incidents,
-                    watches_steps=backend == "nccl")
+        hang = Hang(
+            ranks,
+            timedelta(minutes=config.parallel.distributed_timeout_minutes),
+            incidents,
+            watches_steps=backend == "nccl",
+        )
     if config.train.check_replicas_interval is not None:
         replicas = ReplicaCheck(optimizer, parallel, config.train.check_replicas_interval, incidents.iteration, hosts)
     if config.train.log_straggler and parallel.world_size > 1:

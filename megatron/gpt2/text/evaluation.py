@@ -50,7 +50,7 @@ class Task:
     @property
     def targets(self) -> np.ndarray:
         """Every id that is scored, int64."""
-        return np.concatenate([window.ids[-window.targets:] for window in self.windows])
+        return np.concatenate([window.ids[-window.targets :] for window in self.windows])
 
 
 def task_of(path: str) -> str:
@@ -61,9 +61,18 @@ def task_of(path: str) -> str:
     return next((task for pattern, task in _BY_NAME if re.search(pattern, name)), "TEXT")
 
 
-def read_task(name: str, path: str, tokenizer: Tokenizer, *, length: int, overlapping_eval: int | None = None,
-              strict_lambada: bool = False, text_key: str | None = None, max_bad_fraction: float = 0.0,
-              log: Log) -> Task:
+def read_task(
+    name: str,
+    path: str,
+    tokenizer: Tokenizer,
+    *,
+    length: int,
+    overlapping_eval: int | None = None,
+    strict_lambada: bool = False,
+    text_key: str | None = None,
+    max_bad_fraction: float = 0.0,
+    log: Log,
+) -> Task:
     """Read the file `path` as windows of up to `length` ids and the one after them, for the task `name`.
 
     overlapping_eval: targets of each window after the first (default: 32 for WIKITEXT103 and PTB; all for TEXT).
@@ -83,13 +92,20 @@ def read_task(name: str, path: str, tokenizer: Tokenizer, *, length: int, overla
         cut = sum(len(passage.ids) > length + 1 for passage in passages)
         if cut:
             log(f"{path}: the beginnings of {cut} passages longer than {length} tokens are left out")
-        return Task(name, [_fitting(passage, length, path) for passage in passages],
-                    {"seq_length": length, "strict_lambada": strict_lambada}, cut=cut)
+        return Task(
+            name,
+            [_fitting(passage, length, path) for passage in passages],
+            {"seq_length": length, "strict_lambada": strict_lambada},
+            cut=cut,
+        )
     stride = overlapping_eval or (min(OVERLAPPING_EVAL, length) if name in DETOKENIZERS else length)
     settings = {"seq_length": length, "overlapping_eval": stride}
     if name == "TEXT":  # a document begins after the end of another
-        windows = [window for text in texts
-                   for window in windows_over(_ids(tokenizer, text, before=[tokenizer.start]), length, stride)]
+        windows = [
+            window
+            for text in texts
+            for window in windows_over(_ids(tokenizer, text, before=[tokenizer.start]), length, stride)
+        ]
         return Task(name, windows, settings)
     (text,) = texts
     windows = windows_over(_ids(tokenizer, DETOKENIZERS[name](text)), length, stride)
@@ -108,7 +124,7 @@ def _passage(text: str, number: int, path: str, tokenizer: Tokenizer, strict: bo
     if strict:
         word = text.split()[-1]
         target = _ids(tokenizer, " " + word)
-        context = _ids(tokenizer, text[:text.rindex(word)].strip())
+        context = _ids(tokenizer, text[: text.rindex(word)].strip())
     else:
         ids = _ids(tokenizer, text)
         context, target = ids[:-1], ids[-1:]
@@ -120,7 +136,7 @@ def _passage(text: str, number: int, path: str, tokenizer: Tokenizer, strict: bo
 def _fitting(passage: Window, length: int, path: str) -> Window:
     if passage.targets > length:
         raise ValueError(f"{path}: a last word has {passage.targets} tokens, more than a window of {length}")
-    return Window(passage.ids[-length - 1:], passage.targets)
+    return Window(passage.ids[-length - 1 :], passage.targets)
 
 
 def evaluate_task(model: GPT2Model, task: Task, tokenizer: Tokenizer, *, batch_size: int) -> Metrics:
@@ -133,13 +149,20 @@ def evaluate_task(model: GPT2Model, task: Task, tokenizer: Tokenizer, *, batch_s
     metrics: Metrics = {"tokens": tokens, "loss": nats / tokens, "perplexity": perplexity(nats / tokens)}
     if task.name == "LAMBADA":
         correct, examples = int(scores.greedy.sum()), len(task.windows)
-        return {"accuracy": correct / examples, "correct": correct, "examples": examples,
-                "examples_cut": task.cut, **metrics}
+        return {
+            "accuracy": correct / examples,
+            "correct": correct,
+            "examples": examples,
+            "examples_cut": task.cut,
+            **metrics,
+        }
     if task.words is not None:
         metrics |= {"words": task.words}
         if task.words > 1:
-            metrics |= {"token_ratio": tokens / (task.words - 1),
-                        "adjusted_perplexity": perplexity(nats / (task.words - 1))}
+            metrics |= {
+                "token_ratio": tokens / (task.words - 1),
+                "adjusted_perplexity": perplexity(nats / (task.words - 1)),
+            }
         return metrics
     size = int(tokenizer.byte_lengths[task.targets].sum())
     return {**metrics, "bytes": size, "bits_per_byte": nats / math.log(2) / size}
@@ -157,5 +180,7 @@ def plausibility_warning(task: Task, metrics: Metrics, vocab_size: int) -> str |
     least = min(counting / n, math.log(vocab_size))
     if metrics["loss"] < least:
         return None
-    return (f"{metrics['loss']:.2f} nats per token are no better than counting the text's own tokens ({least:.2f}): "
-            "the checkpoint and its tokenizer do not belong together, or the model is hardly trained")
+    return (
+        f"{metrics['loss']:.2f} nats per token are no better than counting the text's own tokens ({least:.2f}): "
+        "the checkpoint and its tokenizer do not belong together, or the model is hardly trained"
+    )

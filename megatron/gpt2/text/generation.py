@@ -81,8 +81,15 @@ EventStream = collections.abc.Generator[Event, None, None]
 class Generator:
     """Continues prompts with `model`. The leader calls `stream` or `batch`, inside `leading`; the others `follow`."""
 
-    def __init__(self, model: GPT2Model, tokenizer: Tokenizer, *, recompute: bool = False,
-                 orders: dist.ProcessGroup | None = None, log: Callable[[str], None] = lambda line: None) -> None:
+    def __init__(
+        self,
+        model: GPT2Model,
+        tokenizer: Tokenizer,
+        *,
+        recompute: bool = False,
+        orders: dist.ProcessGroup | None = None,
+        log: Callable[[str], None] = lambda line: None,
+    ) -> None:
         """recompute: read the whole context for each token, without a key-value cache. orders: the group through which
         the leader gives orders (default: the model-parallel one). log: takes the notices.
         """
@@ -136,10 +143,12 @@ class Batch:
 
     def add(self, c: Continuation) -> int:
         """Gives the number that the events of `c` have: 0, 1, 2, … May be called while `events` runs."""
-        context = c.prompt[-self._limit:] or [self._generator.tokenizer.start]
+        context = c.prompt[-self._limit :] or [self._generator.tokenizer.start]
         if len(c.prompt) > self._limit:
-            self._generator.log(f"notice: of a prompt of {len(c.prompt):,} tokens the last {self._limit:,} are read, "
-                                "which is the context of the model")
+            self._generator.log(
+                f"notice: of a prompt of {len(c.prompt):,} tokens the last {self._limit:,} are read, "
+                "which is the context of the model"
+            )
         text = _Text(next(self._numbers), c, context, self._generator)
         self._waiting.append(text)
         return text.number
@@ -158,15 +167,16 @@ class Batch:
                 yield from self._read(range(len(sources)))
             elif sources:
                 contexts = [text.context for text in self._rows.values()]
-                logits = self._model.step([context[-1] for context in contexts],
-                                          [len(context) - 1 for context in contexts], sources)
+                logits = self._model.step(
+                    [context[-1] for context in contexts], [len(context) - 1 for context in contexts], sources
+                )
                 yield from self._draw(range(len(sources)), logits)
 
     def _admit(self) -> list[int]:
         """Give free rows to those that wait, the first ones first; returns these rows."""
         rows: list[int] = []
         width = 0
-        for row in [row for row in range(self._size) if row not in self._rows][:len(self._waiting)]:
+        for row in [row for row in range(self._size) if row not in self._rows][: len(self._waiting)]:
             width = max(width, len(self._waiting[0].context))
             if rows and width * (len(rows) + 1) > self._limit:
                 break
@@ -179,7 +189,7 @@ class Batch:
         taken = sorted(self._rows)
         sources = list(range(len(taken)))
         free = [row for row in sources if row not in self._rows]
-        for row, source in zip(free, taken[len(taken) - len(free):], strict=True):
+        for row, source in zip(free, taken[len(taken) - len(free) :], strict=True):
             sources[row] = source
         self._rows = {row: self._rows[source] for row, source in enumerate(sources)}
         return sources
@@ -188,8 +198,12 @@ class Batch:
         """Read the contexts of these rows, and draw the next token of each."""
         texts = [self._rows[row] for row in rows]
         alternatives = max((text.c.sampling.alternatives for text in texts if text.to_score), default=0)
-        logits, scores = self._model.read([text.context for text in texts], rows, [text.to_score for text in texts],
-                                          min(alternatives, self._generator.tokenizer.vocab_size))
+        logits, scores = self._model.read(
+            [text.context for text in texts],
+            rows,
+            [text.to_score for text in texts],
+            min(alternatives, self._generator.tokenizer.vocab_size),
+        )
         found = iter(scores.tolist())
         for text in texts:
             if text.to_score:
@@ -199,7 +213,7 @@ class Batch:
 
     def _draw(self, rows: Sequence[int], logits: Tensor) -> EventStream:
         """logits [b, v]: of these rows, whose texts leave where they end."""
-        logits = logits[:, :self._generator.tokenizer.vocab_size]
+        logits = logits[:, : self._generator.tokenizer.vocab_size]
         totals = logits.logsumexp(1)
         for i, row in enumerate(rows):
             text = self._rows[row]
@@ -215,8 +229,10 @@ class Batch:
     def _halve(self, text: "_Text") -> None:
         half = max(1, self._limit // 2)
         if not self._told:
-            self._generator.log(f"notice: the context of {self._limit:,} tokens is full; the text goes on with its "
-                                f"last {half:,}, each time that it is")
+            self._generator.log(
+                f"notice: the context of {self._limit:,} tokens is full; the text goes on with its "
+                f"last {half:,}, each time that it is"
+            )
         self._told = True
         del text.context[:-half]
 
@@ -266,11 +282,12 @@ def _scored(text: _Text, token: int, scores: list[float]) -> GeneratedToken:
     """scores: of `token_scores`, for at least as many alternatives as the text asks for."""
     middle = len(scores) // 2 + 1
     likeliest = tuple((int(i), math.exp(value)) for i, value in zip(scores[1:middle], scores[middle:], strict=True))
-    return GeneratedToken(text.number, token, math.exp(scores[0]), "", likeliest[:text.c.sampling.alternatives])
+    return GeneratedToken(text.number, token, math.exp(scores[0]), "", likeliest[: text.c.sampling.alternatives])
 
 
-def generate(model: GPT2Model, tokenizer: Tokenizer, continuations: Sequence[Continuation], *,
-             recompute: bool = False) -> None:
+def generate(
+    model: GPT2Model, tokenizer: Tokenizer, continuations: Sequence[Continuation], *, recompute: bool = False
+) -> None:
     """Complete all continuations. Every rank of the model-parallel group calls it; the leader's are filled."""
     generator = Generator(model, tokenizer, recompute=recompute)
     if not generator.leads:

@@ -30,8 +30,9 @@ class LoadedModel:
     dtype: torch.dtype
 
 
-def load_for_inference(directory: str | Path, device: torch.device, dtype: torch.dtype, *,
-                       log: Callable[[str], None]) -> LoadedModel:
+def load_for_inference(
+    directory: str | Path, device: torch.device, dtype: torch.dtype, *, log: Callable[[str], None]
+) -> LoadedModel:
     """Load the newest checkpoint of the --save folder `directory`, split over the default model-parallel group,
     its layers over the stages of a pipeline too.
 
@@ -45,22 +46,34 @@ def load_for_inference(directory: str | Path, device: torch.device, dtype: torch
         raise FileNotFoundError(f"--load {directory}: holds no checkpoint; give the --save folder of a training run")
     config = check_facts(checkpoint)
     if checkpoint.facts.get("tokenizer") is None:
-        raise ValueError(f"{checkpoint.path} came without a tokenizer: convert it again with --vocab-file and "
-                         "--merge-file, or --tokenizer-model")
+        raise ValueError(
+            f"{checkpoint.path} came without a tokenizer: convert it again with --vocab-file and "
+            "--merge-file, or --tokenizer-model"
+        )
     tokenizer = load_tokenizer(Path(directory) / "tokenizer")
     if tokenizer.fingerprint != checkpoint.facts["tokenizer"]["fingerprint"]:
-        raise ValueError(f"{Path(directory) / 'tokenizer'}: is not the tokenizer that {checkpoint.path} was trained "
-                         "with; put that one back")
+        raise ValueError(
+            f"{Path(directory) / 'tokenizer'}: is not the tokenizer that {checkpoint.path} was trained "
+            "with; put that one back"
+        )
     parallel, heads = mpu.get_parallel_state(), config.num_attention_heads
     ranks = parallel.tensor_model_parallel_size
     if heads % ranks:
-        raise ValueError(f"--load {directory}: {ranks} ranks cannot share its {heads} attention heads: give a number "
-                         "that divides them (--nproc-per-node; the scripts: MP_SIZE)")
+        raise ValueError(
+            f"--load {directory}: {ranks} ranks cannot share its {heads} attention heads: give a number "
+            "that divides them (--nproc-per-node; the scripts: MP_SIZE)"
+        )
     stage = layers_of_stages(config.num_layers, parallel.pipeline_model_parallel_size)[
-        parallel.pipeline_model_parallel_rank]
+        parallel.pipeline_model_parallel_rank
+    ]
     model = GPT2Model(config, chunks=[stage], device=device)
-    load_model(model.named_parameters(), parameter_specs(config, ranks), checkpoint,
-               mp_rank=parallel.tensor_model_parallel_rank, mp_size=ranks)
+    load_model(
+        model.named_parameters(),
+        parameter_specs(config, ranks),
+        checkpoint,
+        mp_rank=parallel.tensor_model_parallel_rank,
+        mp_size=ranks,
+    )
     model = model.to(dtype).eval()
     store_by_column(model)
     return LoadedModel(model, tokenizer, checkpoint, device, dtype)

@@ -54,14 +54,20 @@ class OrderedModel:
         """On every rank, in the place of an earlier one."""
         self._command(_CACHE, [[rows, capacity]])
 
-    def read(self, contexts: Sequence[Sequence[int]], rows: Sequence[int], scored: Sequence[bool],
-             alternatives: int) -> tuple[Tensor, Tensor]:
+    def read(
+        self, contexts: Sequence[Sequence[int]], rows: Sequence[int], scored: Sequence[bool], alternatives: int
+    ) -> tuple[Tensor, Tensor]:
         """The logits after these contexts, float32 [b, v]. rows: of the cache, where there is one, that keep their keys
         and values. Of the contexts that are scored, one after the other, also what `token_scores` gives."""
         width = max(map(len, contexts))
-        return self._command(_CONTEXTS, [
-            [row, flag, *context, *[_NO_TOKEN] * (width - len(context))]
-            for row, flag, context in zip(rows, scored, contexts, strict=True)], alternatives)
+        return self._command(
+            _CONTEXTS,
+            [
+                [row, flag, *context, *[_NO_TOKEN] * (width - len(context))]
+                for row, flag, context in zip(rows, scored, contexts, strict=True)
+            ],
+            alternatives,
+        )
 
     def step(self, tokens: Sequence[int], places: Sequence[int], sources: Sequence[int]) -> Tensor:
         """The logits after one more token of each of the first b texts, float32 [b, v]. places: of the tokens in their
@@ -125,15 +131,20 @@ class OrderedModel:
         with torch.compiler.set_stance("force_eager") if self.model.is_compiled else contextlib.nullcontext():
             last, scores = self._read(order, rows) if order.kind == _CONTEXTS else (self._step(rows), torch.empty(0))
         logits = mpu.gather_from_model_parallel_region(self.model.logits_on_every_stage(last))
-        return logits[:, :self.model.vocab_size].float(), scores
+        return logits[:, : self.model.vocab_size].float(), scores
 
     def _make_cache(self, rows: int, capacity: int) -> None:
         config, p = self.model.config, self.model.world_size
         self.cache = None  # first: there is no room for two
         self.cache = mpu.KeyValueCache(
-            sum(map(len, self.model.chunks)), rows, config.num_attention_heads // p, capacity,
-            config.hidden_size // config.num_attention_heads, dtype=next(self.model.parameters()).dtype,
-            device=self.device)
+            sum(map(len, self.model.chunks)),
+            rows,
+            config.num_attention_heads // p,
+            capacity,
+            config.hidden_size // config.num_attention_heads,
+            dtype=next(self.model.parameters()).dtype,
+            device=self.device,
+        )
 
     def _step(self, rows: Tensor) -> Tensor:
         """rows [b, 3] on the host -> [b, h]."""
@@ -157,8 +168,11 @@ class OrderedModel:
         tokens = rows.clamp(min=0).to(self.device)
         hidden = self.model.hidden_states(tokens, cache=self.cache)  # [s, b, h]
         row, place = follows[:, scored[follows[0]]].to(self.device)
-        scores = token_scores(self.model, hidden[place, row], tokens[row, place + 1], order.alternatives) \
-            if scored.any() else torch.empty(0)
+        scores = (
+            token_scores(self.model, hidden[place, row], tokens[row, place + 1], order.alternatives)
+            if scored.any()
+            else torch.empty(0)
+        )
         return hidden[last.to(self.device), range(len(rows))], scores
 
     def _broadcast(self, numbers: Tensor) -> Tensor:

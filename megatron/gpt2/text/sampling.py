@@ -32,13 +32,18 @@ class Sampling:
 
     def __post_init__(self) -> None:
         for flag, good, value, meant in (
-                ("--repetition-penalty", 0 < self.repetition_penalty < math.inf, self.repetition_penalty, "above 0"),
-                ("--temperature", self.temperature == 0 or 1e-5 <= self.temperature < math.inf, self.temperature,
-                 "0, or at least 0.00001"),
-                ("--top-k", self.top_k >= 0, self.top_k, "at least 0"),
-                ("--top-p", 0 <= self.top_p <= 1, self.top_p, "from 0 to 1"),
-                ("--max-new-tokens", self.max_new_tokens >= 0, self.max_new_tokens, "at least 0"),
-                ("--seed", -2**63 <= self.seed < 2**63, self.seed, "below 2^63")):
+            ("--repetition-penalty", 0 < self.repetition_penalty < math.inf, self.repetition_penalty, "above 0"),
+            (
+                "--temperature",
+                self.temperature == 0 or 1e-5 <= self.temperature < math.inf,
+                self.temperature,
+                "0, or at least 0.00001",
+            ),
+            ("--top-k", self.top_k >= 0, self.top_k, "at least 0"),
+            ("--top-p", 0 <= self.top_p <= 1, self.top_p, "from 0 to 1"),
+            ("--max-new-tokens", self.max_new_tokens >= 0, self.max_new_tokens, "at least 0"),
+            ("--seed", -(2**63) <= self.seed < 2**63, self.seed, "below 2^63"),
+        ):
             require(good, f"{flag} must be {meant}, not {value}")
         require(all(self.stop), "--stop must not be empty")
 
@@ -95,8 +100,11 @@ def filter_logits(logits: Tensor, sampling: Sampling, seen: Tensor | None = None
     logits = (logits - logits.max()) / sampling.temperature
     if 0 < sampling.top_k < logits.numel():
         logits = logits.masked_fill(logits < logits.topk(sampling.top_k).values[-1], -torch.inf)
-    return logits.masked_fill(logits < _least_of_nucleus(logits, sampling.top_p), -torch.inf) \
-        if 0 < sampling.top_p < 1 else logits
+    return (
+        logits.masked_fill(logits < _least_of_nucleus(logits, sampling.top_p), -torch.inf)
+        if 0 < sampling.top_p < 1
+        else logits
+    )
 
 
 def _least_of_nucleus(logits: Tensor, p: float) -> Tensor:

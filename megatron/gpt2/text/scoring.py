@@ -52,7 +52,7 @@ def windows_over(ids: np.ndarray, length: int, stride: int) -> list[Window]:
     before it in its window (Megatron's --overlapping-eval).
     """
     shared = length - stride
-    parts = ((start, ids[start:start + length + 1]) for start in range(0, max(len(ids) - 1 - shared, 1), stride))
+    parts = ((start, ids[start : start + length + 1]) for start in range(0, max(len(ids) - 1 - shared, 1), stride))
     return [Window(part, len(part) - 1 - (shared if start else 0)) for start, part in parts if len(part) > 1]
 
 
@@ -65,22 +65,25 @@ def score(model: GPT2Model, windows: Sequence[Window], *, batch_size: int) -> Sc
     """
     device = next(model.parameters()).device
     order = sorted(range(len(windows)), key=lambda i: -len(windows[i].ids))  # little padding; the largest comes first
-    own = range(mpu.get_data_parallel_rank() * batch_size, len(order),
-                mpu.get_data_parallel_world_size() * batch_size)
+    own = range(mpu.get_data_parallel_rank() * batch_size, len(order), mpu.get_data_parallel_world_size() * batch_size)
     scores = torch.zeros(2, len(windows), dtype=torch.float64, device=device)
     first = not dist.is_initialized() or dist.get_rank() == 0
     with inference(model):
         for start in progress_bar(own, seen=first, desc="scoring", unit="batch", leave=False):
-            batch = order[start:start + batch_size]
+            batch = order[start : start + batch_size]
             text = np.zeros((len(batch), len(windows[batch[0]].ids)), dtype=np.int64)
             for row, i in enumerate(batch):
-                text[row, :len(windows[i].ids)] = windows[i].ids  # padding comes after all that counts
+                text[row, : len(windows[i].ids)] = windows[i].ids  # padding comes after all that counts
             counts = [windows[i].targets for i in batch]
             # Of each target [t]: its row, and the place of the token that it follows.
             rows = torch.tensor(np.repeat(range(len(batch)), counts), device=device)
-            places = torch.tensor(np.concatenate([
-                np.arange(len(windows[i].ids) - windows[i].targets, len(windows[i].ids)) for i in batch]) - 1,
-                device=device)
+            places = torch.tensor(
+                np.concatenate(
+                    [np.arange(len(windows[i].ids) - windows[i].targets, len(windows[i].ids)) for i in batch]
+                )
+                - 1,
+                device=device,
+            )
             tokens = torch.from_numpy(text).to(device)
             hidden = model.hidden_states(tokens[:, :-1])
             if not model.has_head:
@@ -111,7 +114,7 @@ def token_scores(model: GPT2Model, hidden: Tensor, targets: Tensor, alternatives
     scores = hidden.new_empty(len(hidden), 1 + 2 * alternatives, dtype=torch.float64)
     if model.has_head:
         for x, target, score_of in zip(hidden.split(ROWS), targets.split(ROWS), scores.split(ROWS), strict=True):
-            logits = mpu.gather_from_model_parallel_region(model.logits(x))[:, :model.vocab_size].float()
+            logits = mpu.gather_from_model_parallel_region(model.logits(x))[:, : model.vocab_size].float()
             values, ids = logits.topk(alternatives)  # [t, a]
             known = torch.cat([logits.gather(1, target.unsqueeze(1)), values], dim=1)  # [t, 1 + a]
             known = (known - logits.logsumexp(1, keepdim=True)).double()

@@ -22,7 +22,7 @@ class TextStream:
         found = [place for text in self._stop if (place := held.find(text)) >= 0]
         if found:
             self.stopped = True
-            return held[:min(found)]
+            return held[: min(found)]
         sure = len(held) if last else len(held) - max((_beginning(held, text) for text in self._stop), default=0)
         self._held = held[sure:]
         return held[:sure]

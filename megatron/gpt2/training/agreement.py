@@ -16,12 +16,33 @@ from megatron.gpt2.training.prepare import PreparedRun
 # Flags that may differ: paths, which machines may name in their own way, and what concerns one rank alone. What is in
 # the files is compared by the fingerprints of data and tokenizer.
 MAY_DIFFER = {
-    *(f"data.{name}" for name in (
-        "train_data", "valid_data", "test_data", "data_path", "valid_data_path", "test_data_path", "split", "text_key",
-        "data_cache_path", "vocab_file", "merge_file", "tokenizer_model", "cache_dir", "num_workers")),
-    *(f"train.{name}" for name in (
-        "device", "tensorboard_dir", "wandb_project", "wandb_entity", "wandb_exp_name", "wandb_save_dir")),
-    "checkpoint.save", "checkpoint.load", "checkpoint.local_checkpoint_dir"}
+    *(
+        f"data.{name}"
+        for name in (
+            "train_data",
+            "valid_data",
+            "test_data",
+            "data_path",
+            "valid_data_path",
+            "test_data_path",
+            "split",
+            "text_key",
+            "data_cache_path",
+            "vocab_file",
+            "merge_file",
+            "tokenizer_model",
+            "cache_dir",
+            "num_workers",
+        )
+    ),
+    *(
+        f"train.{name}"
+        for name in ("device", "tensorboard_dir", "wandb_project", "wandb_entity", "wandb_exp_name", "wandb_save_dir")
+    ),
+    "checkpoint.save",
+    "checkpoint.load",
+    "checkpoint.local_checkpoint_dir",
+}
 
 
 def check_ranks_agree(prepared: PreparedRun) -> None:
@@ -33,9 +54,11 @@ def check_ranks_agree(prepared: PreparedRun) -> None:
         numbers = gather_over_ranks(_number(value), prepared.device)
         others = [rank for rank, number in enumerate(numbers) if number != numbers[0]]
         if others:
-            raise ValueError(f"rank {others[0]} has another {name} than rank 0 (on rank {prepared.ranks.rank} it is "
-                             f"{value}): start every rank with the same command line and environment, and let all "
-                             "machines see the same files")
+            raise ValueError(
+                f"rank {others[0]} has another {name} than rank 0 (on rank {prepared.ranks.rank} it is "
+                f"{value}): start every rank with the same command line and environment, and let all "
+                "machines see the same files"
+            )
 
 
 def check_data_is_the_same(prepared: PreparedRun) -> None:
@@ -55,11 +78,12 @@ def decisions(prepared: PreparedRun) -> dict[str, str]:
         "kind of device": prepared.device.type,
         "backend": prepared.backend,
         "checkpoint to start from": f"iteration {prepared.start.get('iteration', 0)}, "
-                                    f"{'none' if prepared.source is None else 'found'}",
+        f"{'none' if prepared.source is None else 'found'}",
         "length in iterations": str(prepared.train_iters),
         "tokenizer": prepared.tokenizer.fingerprint,
         "version of torch": torch.__version__,
-        **({"number of threads (OMP_NUM_THREADS)": str(torch.get_num_threads())} if orders_sums else {})}
+        **({"number of threads (OMP_NUM_THREADS)": str(torch.get_num_threads())} if orders_sums else {}),
+    }
 
 
 def _number(text: str) -> int:

@@ -42,13 +42,25 @@ def build_run(prepared: PreparedRun, log: Log) -> Run:
         checkpoints = Checkpointing(prepared, parallel, engine, lock=lock, log=run_log.info)
         timers = Timers(device)
         schedule = ScheduleRunner(prepared.config.schedule, engine, parallel, timers)
-        watch = build_watch(prepared.config, prepared.ranks, prepared.backend, engine.optimizer, parallel,
-                            prepared.incidents, settings)
-        return Run(prepared=prepared, parallel=parallel, engine=engine, schedule=schedule, data=data,
-                   checkpoints=checkpoints, log=run_log, timers=timers, stop=StopSignal(prepared.timeout),
-                   progress=Progress.at(iteration, consumed, skipped, device), incidents=prepared.incidents,
-                   peak=devices.peak_flops(device, prepared.dtype), settings=settings.pop_all(),
-                   watch=watch)
+        watch = build_watch(
+            prepared.config, prepared.ranks, prepared.backend, engine.optimizer, parallel, prepared.incidents, settings
+        )
+        return Run(
+            prepared=prepared,
+            parallel=parallel,
+            engine=engine,
+            schedule=schedule,
+            data=data,
+            checkpoints=checkpoints,
+            log=run_log,
+            timers=timers,
+            stop=StopSignal(prepared.timeout),
+            progress=Progress.at(iteration, consumed, skipped, device),
+            incidents=prepared.incidents,
+            peak=devices.peak_flops(device, prepared.dtype),
+            settings=settings.pop_all(),
+            watch=watch,
+        )
 
 
 def make_groups(prepared: PreparedRun) -> mpu.ParallelState:
@@ -60,5 +72,6 @@ def make_groups(prepared: PreparedRun) -> mpu.ParallelState:
     if not dist.is_initialized():
         initialize_distributed(prepared.ranks, prepared.backend, prepared.device, parallel.distributed_timeout_minutes)
     check_ranks_agree(prepared)
-    return mpu.initialize_model_parallel(parallel.model_parallel_size, parallel.pipeline_model_parallel_size,
-                                         timeout=prepared.timeout)
+    return mpu.initialize_model_parallel(
+        parallel.model_parallel_size, parallel.pipeline_model_parallel_size, timeout=prepared.timeout
+    )

@@ -47,18 +47,30 @@ class Checkpointing:
     lock: on rank 0, what it holds the folder by. saver: writes the files, with --async-save from a thread.
     """
 
-    def __init__(self, prepared: PreparedRun, parallel: mpu.ParallelState, engine: Engine, *, lock: BinaryIO | None,
-                 log: Log) -> None:
+    def __init__(
+        self, prepared: PreparedRun, parallel: mpu.ParallelState, engine: Engine, *, lock: BinaryIO | None, log: Log
+    ) -> None:
         self._prepared, self._parallel, self._engine = prepared, parallel, engine
         self._lock, self._log = lock, log
         shared = functools.partial(max_over_ranks, device=prepared.device)
         write = functools.partial(
-            write_checkpoint, directory=prepared.save_directory, rank=parallel.rank, world_size=parallel.world_size,
-            keep_last=prepared.config.checkpoint.keep_last, timeout_s=prepared.timeout.total_seconds())
+            write_checkpoint,
+            directory=prepared.save_directory,
+            rank=parallel.rank,
+            world_size=parallel.world_size,
+            keep_last=prepared.config.checkpoint.keep_last,
+            timeout_s=prepared.timeout.total_seconds(),
+        )
         attempt = f"{shared(secrets.randbits(62) if parallel.rank == 0 else 0):x}"
-        self.saver = Saver(write, rank=parallel.rank, attempt=attempt,
-                           asynchronous=prepared.config.checkpoint.async_save,
-                           local_world_size=prepared.ranks.local_world_size, max_over_ranks=shared, log=log)
+        self.saver = Saver(
+            write,
+            rank=parallel.rank,
+            attempt=attempt,
+            asynchronous=prepared.config.checkpoint.async_save,
+            local_world_size=prepared.ranks.local_world_size,
+            max_over_ranks=shared,
+            log=log,
+        )
         self.saver.prepare(self.files())
         self._local = local_checkpoints(prepared, parallel, attempt, log)
 
@@ -89,8 +101,13 @@ class Checkpointing:
         lower = self._parallel.rank == 0 and valid_loss < best_loss(folder, data, self._log)
         if self.saver.any_rank(lower):
             self._engine.gatherer.wait()
-            self.saver.save(progress.iteration, self.files(), self.facts(progress) | {"valid_loss": valid_loss},
-                            directory=folder, keep_last=1)
+            self.saver.save(
+                progress.iteration,
+                self.files(),
+                self.facts(progress) | {"valid_loss": valid_loss},
+                directory=folder,
+                keep_last=1,
+            )
 
     def files(self) -> Files:
         """What this rank writes of a checkpoint, see `checkpoint_files`."""
@@ -103,8 +120,11 @@ class Checkpointing:
         return {
             **what_decides(prepared, parallel, sharded=engine.flat.is_sharded),
             "vocab_size": tokenizer.vocab_size,
-            "tokenizer": {"kind": tokenizer.kind, "fingerprint": tokenizer.fingerprint,
-                          "vocab_size": tokenizer.vocab_size},
+            "tokenizer": {
+                "kind": tokenizer.kind,
+                "fingerprint": tokenizer.fingerprint,
+                "vocab_size": tokenizer.vocab_size,
+            },
             "iteration": progress.iteration,
             "consumed_samples": progress.consumed_samples,
             "skipped_samples": progress.skipped_samples,
@@ -135,8 +155,9 @@ def lock_save_folder(prepared: PreparedRun, rank: int, log: Log) -> BinaryIO | N
     return lock_together(str(prepared.config.checkpoint.save), rank=rank, max_over_ranks=shared, log=log)
 
 
-def local_checkpoints(prepared: PreparedRun, parallel: mpu.ParallelState, attempt: str,
-                      log: Log) -> LocalCheckpoints | None:
+def local_checkpoints(
+    prepared: PreparedRun, parallel: mpu.ParallelState, attempt: str, log: Log
+) -> LocalCheckpoints | None:
     """Those of the run, which get another name where it begins; None without --local-checkpoint-dir. A collective."""
     config = prepared.config.checkpoint
     if config.local_checkpoint_dir is None:
@@ -150,8 +171,9 @@ def local_checkpoints(prepared: PreparedRun, parallel: mpu.ParallelState, attemp
     return LocalCheckpoints(Path(config.local_checkpoint_dir) / f"{run:x}", hosts, parallel.rank, group, attempt, log)
 
 
-def checkpoint_files(engine: Engine, parallel: mpu.ParallelState, config: CheckpointConfig,
-                     device: torch.device) -> Files:
+def checkpoint_files(
+    engine: Engine, parallel: mpu.ParallelState, config: CheckpointConfig, device: torch.device
+) -> Files:
     """What this rank writes of a checkpoint, {path in its folder: {tensor name: piece}}, of the tensors as they are
     now."""
     specs = mpu.partition_specs(engine.model)
@@ -170,24 +192,32 @@ def checkpoint_files(engine: Engine, parallel: mpu.ParallelState, config: Checkp
         pieces = state_pieces(states, specs, **layout)
         for kind in ("master", *MOMENTS):  # a file of each: they are written and hashed side by side
             files[f"{folder}/{kind}_dp_{parallel.data_parallel_rank:02d}.safetensors"] = {
-                key: piece for key, piece in pieces.items() if key.startswith(f"{kind}.")}
+                key: piece for key, piece in pieces.items() if key.startswith(f"{kind}.")
+            }
     if not config.no_save_rng:
         files[f"{folder}/rng_dp_{parallel.data_parallel_rank:02d}.safetensors"] = rng_pieces(
-            mp_rank=rank, dp_rank=parallel.data_parallel_rank, device=device, pp_rank=stage,
-            pp_size=parallel.pipeline_model_parallel_size)
+            mp_rank=rank,
+            dp_rank=parallel.data_parallel_rank,
+            device=device,
+            pp_rank=stage,
+            pp_size=parallel.pipeline_model_parallel_size,
+        )
     return files
 
 
-def load_run(prepared: PreparedRun, parallel: mpu.ParallelState, engine: Engine,
-             log: Log) -> tuple[int, int, int]:
+def load_run(prepared: PreparedRun, parallel: mpu.ParallelState, engine: Engine, log: Log) -> tuple[int, int, int]:
     """Fill model, optimizer and random states from the checkpoint that the run starts from, if there is one. Returns
     its iteration, consumed and skipped samples, 0 for a run that begins. ValueError where it does not fit this run."""
     if prepared.source is None:
         return 0, 0, 0
     wanted = prepared.config.checkpoint
-    checkpoint = find_checkpoint(prepared.source, log=log, share=(parallel.rank, parallel.world_size),
-                                 max_over_ranks=functools.partial(max_over_ranks, device=prepared.device),
-                                 verify=not wanted.no_verify)
+    checkpoint = find_checkpoint(
+        prepared.source,
+        log=log,
+        share=(parallel.rank, parallel.world_size),
+        max_over_ranks=functools.partial(max_over_ranks, device=prepared.device),
+        verify=not wanted.no_verify,
+    )
     if checkpoint is None:
         raise ValueError(f"--load {prepared.source}: the checkpoint vanished while the run was starting")
     specs = parameter_specs(prepared.config.model, parallel.tensor_model_parallel_size)
@@ -213,9 +243,15 @@ def load_run(prepared: PreparedRun, parallel: mpu.ParallelState, engine: Engine,
         load_state(engine.optimizer.tensors(), specs, checkpoint, **layout)
         engine.optimizer.load_state_dict(checkpoint.facts["optimizer"])
     has_streams = not wanted.no_load_rng and load_rng(
-        checkpoint, mp_rank=parallel.tensor_model_parallel_rank, dp_rank=parallel.data_parallel_rank,
-        mp_size=parallel.tensor_model_parallel_size, dp_size=parallel.data_parallel_size, device=prepared.device,
-        pp_rank=parallel.pipeline_model_parallel_rank, pp_size=parallel.pipeline_model_parallel_size)
+        checkpoint,
+        mp_rank=parallel.tensor_model_parallel_rank,
+        dp_rank=parallel.data_parallel_rank,
+        mp_size=parallel.tensor_model_parallel_size,
+        dp_size=parallel.data_parallel_size,
+        device=prepared.device,
+        pp_rank=parallel.pipeline_model_parallel_rank,
+        pp_size=parallel.pipeline_model_parallel_size,
+    )
     if not wanted.no_load_rng and not has_streams:
         # Not the seed itself: dropout would repeat the masks of the first steps.
         seed_random_streams(prepared.config.train.seed + checkpoint.iteration, parallel, prepared.device)
@@ -224,8 +260,11 @@ def load_run(prepared: PreparedRun, parallel: mpu.ParallelState, engine: Engine,
     if draws_other_masks(prepared, checkpoint.facts, has_streams=has_streams):
         lost.append("dropout draws other masks")
     log(f"continuing {checkpoint.path}: {how_it_goes_on(checkpoint.facts, here, lost=lost)}")
-    return checkpoint.iteration, int(checkpoint.facts["consumed_samples"]), int(
-        checkpoint.facts.get("skipped_samples", 0))
+    return (
+        checkpoint.iteration,
+        int(checkpoint.facts["consumed_samples"]),
+        int(checkpoint.facts.get("skipped_samples", 0)),
+    )
 
 
 def draws_other_masks(prepared: PreparedRun, facts: Mapping[str, Any], *, has_streams: bool) -> bool:
@@ -238,7 +277,8 @@ def draws_other_masks(prepared: PreparedRun, facts: Mapping[str, Any], *, has_st
     if train.dropout_rng != then.get("dropout_rng", "torch"):  # a checkpoint from before there was a choice
         return True
     by_counter = train.dropout_rng == "counter" and (
-        shape.attention_dropout == 0 or kernels.attention_takes_keys(prepared.device.type))
+        shape.attention_dropout == 0 or kernels.attention_takes_keys(prepared.device.type)
+    )
     # A stream draws the masks of a micro-batch at once, so that they depend on its size.
     return not by_counter and not (has_streams and then.get("micro_batch_size") == train.micro_batch_size)
 
@@ -251,11 +291,20 @@ def write_config_and_tokenizer(prepared: PreparedRun) -> None:
     if prepared.config.checkpoint.keep_best:
         prepared.tokenizer.save(folder / BEST / "tokenizer")
     ranks = prepared.ranks
-    facts = {"environment": describe_environment(prepared.device, world_size=ranks.world_size,
-                                                 local_world_size=ranks.local_world_size),
-             "world_size": ranks.world_size, "train_iters": prepared.train_iters,
-             "global_batch_size": prepared.global_batch_size,
-             "device": str(prepared.device), "precision": str(prepared.dtype).removeprefix("torch."),
-             "torch": torch.__version__}
-    write_config(folder, prepared.config, facts,
-                 goes_on=prepared.source is not None and prepared.config.checkpoint.load in (None, str(folder)))
+    facts = {
+        "environment": describe_environment(
+            prepared.device, world_size=ranks.world_size, local_world_size=ranks.local_world_size
+        ),
+        "world_size": ranks.world_size,
+        "train_iters": prepared.train_iters,
+        "global_batch_size": prepared.global_batch_size,
+        "device": str(prepared.device),
+        "precision": str(prepared.dtype).removeprefix("torch."),
+        "torch": torch.__version__,
+    }
+    write_config(
+        folder,
+        prepared.config,
+        facts,
+        goes_on=prepared.source is not None and prepared.config.checkpoint.load in (None, str(folder)),
+    )

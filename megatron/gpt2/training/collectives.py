@@ -11,7 +11,7 @@ import mpu
 from megatron.gpt2.launch.gathering import gather_rows
 
 # To what losses are rounded before they are added up: a loss in nats per token, and the nats of a micro-batch.
-LOSS_STEP, NATS_STEP = 2.0 ** -32, 2.0 ** -20
+LOSS_STEP, NATS_STEP = 2.0**-32, 2.0**-20
 
 
 def exact_sum(values: Tensor, step: float) -> Tensor:

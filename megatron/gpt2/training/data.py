@@ -37,14 +37,21 @@ class Batch:
 
     def micro_batches(self, size: int, token_weight: Tensor) -> list[dict[str, Tensor | mpu.Documents | None]]:
         """The arguments of the model for each micro-batch of `size` samples. token_weight: [n, s] float32."""
-        def arguments(number: int, part: slice) -> dict[str, Tensor | mpu.Documents | None]:
-            return {"tokens": self.tokens[part], "labels": self.labels[part], "token_weight": token_weight[part],
-                    "samples": None if self.samples is None else self.samples[part],
-                    "positions": None if self.positions is None else self.positions[part],
-                    "documents": None if self.documents is None else self.documents[number]}
 
-        return [arguments(number, slice(start, start + size))
-                for number, start in enumerate(range(0, len(self.tokens), size))]
+        def arguments(number: int, part: slice) -> dict[str, Tensor | mpu.Documents | None]:
+            return {
+                "tokens": self.tokens[part],
+                "labels": self.labels[part],
+                "token_weight": token_weight[part],
+                "samples": None if self.samples is None else self.samples[part],
+                "positions": None if self.positions is None else self.positions[part],
+                "documents": None if self.documents is None else self.documents[number],
+            }
+
+        return [
+            arguments(number, slice(start, start + size))
+            for number, start in enumerate(range(0, len(self.tokens), size))
+        ]
 
 
 class TrainingData:
@@ -54,8 +61,9 @@ class TrainingData:
     thread. on_host: makes such a tensor of an array, where the device can read it by itself.
     """
 
-    def __init__(self, prepared: PreparedRun, parallel: mpu.ParallelState, consumed_samples: int,
-                 skipped_samples: int = 0) -> None:
+    def __init__(
+        self, prepared: PreparedRun, parallel: mpu.ParallelState, consumed_samples: int, skipped_samples: int = 0
+    ) -> None:
         config, device = prepared.config, prepared.device
         self.tokenizer: Tokenizer = prepared.tokenizer
         self.splits: Splits = prepared.splits
@@ -76,19 +84,31 @@ class TrainingData:
         count = schedule.after_steps(self._prepared.train_iters) + skipped
         samples, order = self.splits.training_samples(config.train.seed, count)
         return BatchLoader(
-            samples, lambda numbers: order(numbers + skipped), micro_batch_size=config.train.micro_batch_size,
-            schedule=schedule, data_parallel_rank=parallel.data_parallel_rank,
-            data_parallel_size=parallel.data_parallel_size, consumed_samples=consumed_samples,
-            prefetch=config.data.num_workers, contiguous=bool(config.parallel.exact_layouts),
-            finish=lambda text, numbers: (self.on_host(text), self.on_host(numbers + skipped)))
+            samples,
+            lambda numbers: order(numbers + skipped),
+            micro_batch_size=config.train.micro_batch_size,
+            schedule=schedule,
+            data_parallel_rank=parallel.data_parallel_rank,
+            data_parallel_size=parallel.data_parallel_size,
+            consumed_samples=consumed_samples,
+            prefetch=config.data.num_workers,
+            contiguous=bool(config.parallel.exact_layouts),
+            finish=lambda text, numbers: (self.on_host(text), self.on_host(numbers + skipped)),
+        )
 
     def to_device(self, text: Tensor, samples: Tensor | None = None) -> Batch:
         """text [n, s + 1] int64 on the host, and the samples' numbers [n] -> the batch. From pinned memory the copy
         waits for nothing."""
         if self._parallel.model_parallel_size > 1:
             self._digest = zlib.crc32(text.numpy().tobytes(), self._digest)
-        return batch_of(text, self._config, eod=self.tokenizer.eod, micro_batch_size=self._micro_batch_size,
-                        device=self._device, samples=samples)
+        return batch_of(
+            text,
+            self._config,
+            eod=self.tokenizer.eod,
+            micro_batch_size=self._micro_batch_size,
+            device=self._device,
+            samples=samples,
+        )
 
     def check_ranks_agree(self, iteration: int) -> None:
         """Raise DamagedData, on every rank, where ranks that hold one model together have read different text so far.
@@ -96,19 +116,30 @@ class TrainingData:
         parallel = self._parallel
         if parallel.model_parallel_size == 1:
             return
-        size, of_a_stage = parallel.tensor_model_parallel_size, parallel.world_size // \
-            parallel.pipeline_model_parallel_size
+        size, of_a_stage = (
+            parallel.tensor_model_parallel_size,
+            parallel.world_size // parallel.pipeline_model_parallel_size,
+        )
         digests = gather_over_ranks(self._digest, self._device)
         for rank, digest in enumerate(digests):
             first = rank % of_a_stage // size * size  # of the ranks that hold one model with it
             if digest != digests[first]:
-                raise DamagedData(f"rank {rank} has read other data than rank {first}, with which it holds one model, "
-                                  f"by iteration {iteration}: every machine needs the same files, and none may change "
-                                  "while a run reads it; the same command continues from the last checkpoint")
+                raise DamagedData(
+                    f"rank {rank} has read other data than rank {first}, with which it holds one model, "
+                    f"by iteration {iteration}: every machine needs the same files, and none may change "
+                    "while a run reads it; the same command continues from the last checkpoint"
+                )
 
 
-def batch_of(text: Tensor, config: DataConfig, *, eod: int, micro_batch_size: int, device: torch.device,
-             samples: Tensor | None = None) -> Batch:
+def batch_of(
+    text: Tensor,
+    config: DataConfig,
+    *,
+    eod: int,
+    micro_batch_size: int,
+    device: torch.device,
+    samples: Tensor | None = None,
+) -> Batch:
     """text [n, s + 1] int64 on the host -> the batch on `device`. An entry of -1 is no token: as a label it has no
     weight."""
     documents = None

@@ -11,20 +11,20 @@ from typing import Any
 # changes the course of the run; the others change rounding and chance alone.
 LINES = {
     "data_fingerprint": "WARNING: the training data or --split are not those of the checkpoint: the run goes on with "
-                        "the new data, in which part of what was held out may have been seen",
+    "the new data, in which part of what was held out may have been seen",
     "global_batch_size": "WARNING: a step takes {here} samples here and took {then} in the checkpoint: "
-                         "--global-batch-size {then} (with a --micro-batch-size that divides it) goes on as before",
+    "--global-batch-size {then} (with a --micro-batch-size that divides it) goes on as before",
     "batch_growth": "WARNING: the batch grows in another way than in the checkpoint: {here} here, {then} there",
     "config.train.seed": "WARNING: --seed {here} here, {then} in the checkpoint: samples come in another order from "
-                         "here on, so that this epoch reads some of them twice and leaves others out",
+    "here on, so that this epoch reads some of them twice and leaves others out",
     "config.model.hidden_dropout": "WARNING: --hidden-dropout {here} here, {then} in the checkpoint: the training loss "
-                                   "jumps, and is not comparable with the one before",
+    "jumps, and is not comparable with the one before",
     "config.model.attention_dropout": "WARNING: --attention-dropout {here} here, {then} in the checkpoint: the "
-                                      "training loss jumps, and is not comparable with the one before",
+    "training loss jumps, and is not comparable with the one before",
     "precision": "--precision {here} here, {then} in the checkpoint: masters and moments go on in fp32; what is "
-                 "computed is rounded in another way",
+    "computed is rounded in another way",
     "config.train.micro_batch_size": "--micro-batch-size {here} here, {then} in the checkpoint: speed, memory and "
-                                     "rounding change",
+    "rounding change",
 }
 _SPELLINGS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}  # of torch's names, which a checkpoint has
 

@@ -56,51 +56,79 @@ def build_engine(prepared: PreparedRun, parallel: mpu.ParallelState, log: Log) -
     seed_random_streams(config.train.seed, parallel, device)
     shape = config.model
     if reason := choose_attention(
-            config.train.attention_backend, device, prepared.dtype,
-            b=config.train.micro_batch_size, s=config.data.seq_length,
-            n=shape.num_attention_heads // (parts or parallel.tensor_model_parallel_size),
-            d=shape.hidden_size // shape.num_attention_heads, dropout_p=shape.attention_dropout):
+        config.train.attention_backend,
+        device,
+        prepared.dtype,
+        b=config.train.micro_batch_size,
+        s=config.data.seq_length,
+        n=shape.num_attention_heads // (parts or parallel.tensor_model_parallel_size),
+        d=shape.hidden_size // shape.num_attention_heads,
+        dropout_p=shape.attention_dropout,
+    ):
         log(reason)
-    if (config.train.dropout_rng == "counter" and shape.attention_dropout > 0
-            and not kernels.attention_takes_keys(device.type)):
-        log("attention dropout: the kernel draws its own masks, which change with the layout; with "
-            "--attention-dropout 0 layouts are comparable")
+    if (
+        config.train.dropout_rng == "counter"
+        and shape.attention_dropout > 0
+        and not kernels.attention_takes_keys(device.type)
+    ):
+        log(
+            "attention dropout: the kernel draws its own masks, which change with the layout; with "
+            "--attention-dropout 0 layouts are comparable"
+        )
     for line in without_effect(config, device.type):
         log(line)
     stages = config.layers_of_stages()
-    model = GPT2Model(config.model, seed=config.train.seed, device=device,
-                      chunks=stages[parallel.pipeline_model_parallel_rank::parallel.pipeline_model_parallel_size],
-                      dropout_seed=config.train.seed if config.train.dropout_rng == "counter" else None,
-                      recompute=config.train.recompute_granularity,
-                      recompute_num_layers=config.train.recompute_num_layers,
-                      distribute_saved_activations=config.parallel.partition_activations,
-                      checkpoint_in_cpu=config.parallel.checkpoint_in_cpu,
-                      cpu_offloading_num_layers=config.parallel.cpu_offloading_num_layers,
-                      sequence_parallel=config.parallel.sequence_parallel,
-                      modules=mpu.exact_modules(parts) if parts else mpu.PLAIN_MODULES)
+    model = GPT2Model(
+        config.model,
+        seed=config.train.seed,
+        device=device,
+        chunks=stages[parallel.pipeline_model_parallel_rank :: parallel.pipeline_model_parallel_size],
+        dropout_seed=config.train.seed if config.train.dropout_rng == "counter" else None,
+        recompute=config.train.recompute_granularity,
+        recompute_num_layers=config.train.recompute_num_layers,
+        distribute_saved_activations=config.parallel.partition_activations,
+        checkpoint_in_cpu=config.parallel.checkpoint_in_cpu,
+        cpu_offloading_num_layers=config.parallel.cpu_offloading_num_layers,
+        sequence_parallel=config.parallel.sequence_parallel,
+        modules=mpu.exact_modules(parts) if parts else mpu.PLAIN_MODULES,
+    )
     if config.train.compile:
         model.compile_layers(by_document=config.data.reset_attention_mask)
-    flat = FlatParameters(model, prepared.dtype,
-                          bucket_size=bucket_size(config.parallel.ddp_bucket_size, parallel.data_parallel_size),
-                          ranks=(parallel.data_parallel_rank, parallel.data_parallel_size),
-                          sharded=config.parallel.use_distributed_optimizer,
-                          offloaded=config.parallel.cpu_offload_optimizer,
-                          shared=TIED if parallel.embedding_group is not None or parts else None,
-                          is_copy=not model.has_embeddings)
+    flat = FlatParameters(
+        model,
+        prepared.dtype,
+        bucket_size=bucket_size(config.parallel.ddp_bucket_size, parallel.data_parallel_size),
+        ranks=(parallel.data_parallel_rank, parallel.data_parallel_size),
+        sharded=config.parallel.use_distributed_optimizer,
+        offloaded=config.parallel.cpu_offload_optimizer,
+        shared=TIED if parallel.embedding_group is not None or parts else None,
+        is_copy=not model.has_embeddings,
+    )
     reducer, forward = reducer_for(prepared, flat, model, parallel)
     gatherer = ParameterGatherer(flat, model, parallel.data_parallel_group)
     before = prepared.batch_schedule.before_steps(prepared.train_iters) / prepared.global_batch_size
     rates = LearningRate(config.optimizer, prepared.decay_iters, prepared.global_batch_size).table(before)
-    squared_norm = mpu.squared_norm if not parts else functools.partial(
-        mpu.exact_squared_norm, block=block_of_norm(parts, shape.hidden_size, shape.ffn_size, device=device))
-    optimizer = AdamWOptimizer(flat, gatherer, config.optimizer,
-                               build_loss_scaler(config.optimizer, prepared.dtype, device), torch.from_numpy(rates),
-                               squared_norm)
+    squared_norm = (
+        mpu.squared_norm
+        if not parts
+        else functools.partial(
+            mpu.exact_squared_norm, block=block_of_norm(parts, shape.hidden_size, shape.ffn_size, device=device)
+        )
+    )
+    optimizer = AdamWOptimizer(
+        flat,
+        gatherer,
+        config.optimizer,
+        build_loss_scaler(config.optimizer, prepared.dtype, device),
+        torch.from_numpy(rates),
+        squared_norm,
+    )
     return Engine(model=model, forward=forward, flat=flat, reducer=reducer, gatherer=gatherer, optimizer=optimizer)
 
 
-def reducer_for(prepared: PreparedRun, flat: FlatParameters, model: GPT2Model,
-                parallel: mpu.ParallelState) -> tuple[GradientReducer | TorchDDPReducer, nn.Module]:
+def reducer_for(
+    prepared: PreparedRun, flat: FlatParameters, model: GPT2Model, parallel: mpu.ParallelState
+) -> tuple[GradientReducer | TorchDDPReducer, nn.Module]:
     """The reducer that the flags ask for, and the module to call forward on."""
     config, group = prepared.config.parallel, parallel.data_parallel_group
     if config.DDP_impl == "torch" and group is not None and group.size() > 1:
@@ -122,5 +150,9 @@ def reducer_for(prepared: PreparedRun, flat: FlatParameters, model: GPT2Model,
 def seed_random_streams(seed: int, parallel: mpu.ParallelState, device: torch.device) -> None:
     """Seed mpu's random streams for a model on `device`, with other seeds on every data-parallel rank, whose samples
     differ (Megatron seeded them alike in 2019), and, as in Megatron, on every stage of a pipeline."""
-    mpu.model_parallel_cuda_manual_seed(seed + DATA_PARALLEL_STRIDE * parallel.data_parallel_rank
-                                        + PIPELINE_STRIDE * parallel.pipeline_model_parallel_rank, device)
+    mpu.model_parallel_cuda_manual_seed(
+        seed
+        + DATA_PARALLEL_STRIDE * parallel.data_parallel_rank
+        + PIPELINE_STRIDE * parallel.pipeline_model_parallel_rank,
+        device,
+    )

@@ -30,9 +30,13 @@ def evaluate(run: Run, dataset: Samples, split: str, max_samples: int) -> Evalua
     byte_lengths = torch.from_numpy(data.tokenizer.byte_lengths).to(run.device)
     nats, tokens, size = (torch.zeros((), dtype=torch.float64, device=run.device) for _ in range(3))
     micro_batch_size = run.config.train.micro_batch_size
-    for text in evaluation_batches(dataset, micro_batch_size=micro_batch_size,
-                                   data_parallel_rank=parallel.data_parallel_rank,
-                                   data_parallel_size=parallel.data_parallel_size, max_samples=max_samples):
+    for text in evaluation_batches(
+        dataset,
+        micro_batch_size=micro_batch_size,
+        data_parallel_rank=parallel.data_parallel_rank,
+        data_parallel_size=parallel.data_parallel_size,
+        max_samples=max_samples,
+    ):
         batch = data.to_device(data.on_host(text))
         (whole,) = batch.micro_batches(micro_batch_size, batch.mask)
         nats += exact_sum(run.schedule.evaluate(whole), NATS_STEP)
@@ -42,8 +46,12 @@ def evaluate(run: Run, dataset: Samples, split: str, max_samples: int) -> Evalua
     model.train()
     data.check_ranks_agree(run.progress.iteration)
     nats_all, tokens_all, size_all = sum_over_replicas((nats, tokens, size), parallel).tolist()
-    return EvaluationRecord(run.progress.iteration, split, nats_all / max(tokens_all, 1.0),
-                            nats_all / math.log(2) / size_all if size_all else None)
+    return EvaluationRecord(
+        run.progress.iteration,
+        split,
+        nats_all / max(tokens_all, 1.0),
+        nats_all / math.log(2) / size_all if size_all else None,
+    )
 
 
 def evaluate_and_log(run: Run, split: str, *, final: bool = False) -> EvaluationRecord | None:
@@ -65,8 +73,7 @@ def sample_text(run: Run) -> str:
     """The first words of held-out text, in brackets, and how the model goes on. Every rank calls it. The first rank of
     each model-parallel group gets the text; the others get the prompt alone. The log keeps the text."""
     tokenizer, prompt = run.data.tokenizer, first_words(run)
-    sample = Continuation([tokenizer.start, *tokenizer.encode(prompt)],
-                          replace(SAMPLING, seed=run.config.train.seed))
+    sample = Continuation([tokenizer.start, *tokenizer.encode(prompt)], replace(SAMPLING, seed=run.config.train.seed))
     run.engine.gatherer.wait()  # generation does not call the model itself, whose hooks would wait
     generate(run.engine.model, tokenizer, [sample])
     text = f"[{prompt}]{tokenizer.decode(sample.ids)}"

@@ -45,7 +45,8 @@ class LogLines:
                 f"{in_a_row} step{'s' * (in_a_row > 1)} in a row had a gradient that is not finite (loss scale "
                 f"{scale:g}, learning rate {optimizer.learning_rate.item():.3g}): "
                 f"{where}lower --lr, or look at the data of samples before {run.progress.consumed_samples}; "
-                "--max-skipped-steps sets the limit")
+                "--max-skipped-steps sets the limit"
+            )
 
     def _where_not_finite(self) -> str:
         """The first place of all ranks, and what each of them has of it in a file."""
@@ -57,10 +58,16 @@ class LogLines:
             run.engine.reducer.finish()
 
         meeting = run.prepared.ranks.meeting
-        first = explain(again, model=run.engine.model, reducer=run.engine.reducer, optimizer=run.engine.optimizer,
-                        parallel=run.parallel, hosts=meeting.hosts if meeting else {},
-                        save_directory=run.prepared.save_directory,
-                        facts={"iteration": run.progress.iteration, "samples": samples})
+        first = explain(
+            again,
+            model=run.engine.model,
+            reducer=run.engine.reducer,
+            optimizer=run.engine.optimizer,
+            parallel=run.parallel,
+            hosts=meeting.hosts if meeting else {},
+            save_directory=run.prepared.save_directory,
+            facts={"iteration": run.progress.iteration, "samples": samples},
+        )
         run.incidents.note("not finite", first)
         return f"{first} (the state is in {run.prepared.save_directory}/{FOLDER}); " if first else ""
 
@@ -84,16 +91,29 @@ class LogLines:
         samples = progress.consumed_samples - self._consumed
         tokens_per_second = samples * run.config.data.seq_length / seconds
         record = IterationRecord(
-            progress.iteration, progress.consumed_samples,
+            progress.iteration,
+            progress.consumed_samples,
             loss / (iterations - skipped) if iterations > skipped else None,
-            optimizer.learning_rate.item(), optimizer.scaler.scale.item(),
+            optimizer.learning_rate.item(),
+            optimizer.scaler.scale.item(),
             None if optimizer.found_inf.item() else optimizer.grad_norm.item(),
-            1000 * seconds / iterations, tokens_per_second, run.mfu(tokens_per_second), peak_memory(run.device))
-        end = run.prepared.batch_schedule.after_steps(run.prepared.train_iters - progress.iteration,
-                                                      progress.consumed_samples)
+            1000 * seconds / iterations,
+            tokens_per_second,
+            run.mfu(tokens_per_second),
+            peak_memory(run.device),
+        )
+        end = run.prepared.batch_schedule.after_steps(
+            run.prepared.train_iters - progress.iteration, progress.consumed_samples
+        )
         run.log.record(record)
-        run.log.info(iteration_line(record, train_iters=run.prepared.train_iters, skipped=skipped,
-                                    seconds_to_go=(end - progress.consumed_samples) * seconds / samples))
+        run.log.info(
+            iteration_line(
+                record,
+                train_iters=run.prepared.train_iters,
+                skipped=skipped,
+                seconds_to_go=(end - progress.consumed_samples) * seconds / samples,
+            )
+        )
         run.log.info(run.timers.line(iterations))
         before = self._iteration
         for warning in run.watch.slow(run.timers.own_ms, 1000 * seconds / iterations):
@@ -112,8 +132,13 @@ def open_log(prepared: PreparedRun, iteration: int, *, active: bool) -> RunLog:
     """The log of a run that continues at `iteration`. The active rank also puts aside what an earlier run left, and
     writes config.json and the tokenizer."""
     trackers = open_trackers(prepared.config, start_iteration=iteration, active=active)
-    log = RunLog(str(prepared.config.checkpoint.save), train_iters=prepared.train_iters, start_iteration=iteration,
-                 trackers=trackers, active=active)
+    log = RunLog(
+        str(prepared.config.checkpoint.save),
+        train_iters=prepared.train_iters,
+        start_iteration=iteration,
+        trackers=trackers,
+        active=active,
+    )
     if active:
         if iteration == 0:
             set_best_aside(prepared.save_directory, log.info)

@@ -17,8 +17,16 @@ def train(run: Run) -> str:
     config, progress, train_iters = run.config.train, run.progress, run.prepared.train_iters
     run.engine.model.train()
     lines = LogLines(run)
-    profiler = profiler_for(config.profile, config.profile_ranks, rank=run.parallel.rank, start=progress.iteration,
-                            end=train_iters, device=run.device, folder=run.prepared.save_directory, log=run.log.info)
+    profiler = profiler_for(
+        config.profile,
+        config.profile_ranks,
+        rank=run.parallel.rank,
+        start=progress.iteration,
+        end=train_iters,
+        device=run.device,
+        folder=run.prepared.save_directory,
+        log=run.log.info,
+    )
     while progress.iteration < train_iters:
         with profiler(progress.iteration + 1):
             run.watch.before_step()
@@ -31,8 +39,9 @@ def train(run: Run) -> str:
         if progress.iteration == train_iters:
             break  # whatever asks for a stop in the last step: all that is left is to save and to evaluate
         if run.samples_of_step != samples:
-            run.log.info(f"the batch grows: {run.samples_of_step} samples a step from iteration "
-                         f"{progress.iteration + 1} on")
+            run.log.info(
+                f"the batch grows: {run.samples_of_step} samples a step from iteration {progress.iteration + 1} on"
+            )
         if progress.iteration % config.eval_interval == 0:
             with lines.paused():
                 if evaluate_and_log(run, "valid"):
@@ -57,8 +66,10 @@ def train(run: Run) -> str:
 def stop_reason(run: Run) -> str:
     """What asks for a stop after this step, agreed on by all ranks; empty where nothing does."""
     config, iteration = run.config.train, run.progress.iteration
-    out_of_time = (config.exit_duration_in_mins is not None
-                   and time.monotonic() - run.progress.started > 60 * config.exit_duration_in_mins)
+    out_of_time = (
+        config.exit_duration_in_mins is not None
+        and time.monotonic() - run.progress.started > 60 * config.exit_duration_in_mins
+    )
     reason = run.stop.agreed(OUT_OF_TIME if out_of_time else run.prepared.ranks.newcomers)
     if reason in ("", MORE_RANKS) and config.exit_interval and iteration % config.exit_interval == 0:
         return "--exit-interval"

@@ -121,8 +121,15 @@ class PreparedRun:
     def memory(self) -> Setting:
         """What the memory of this rank depends on. On a CPU its fixed part is what was resident before any model."""
         fixed = CUDA_CONTEXT if self.device.type == "cuda" else self.resident
-        return Setting(self.config, self.ranks.world_size, self.device.type, self.dtype, fixed, self.keeps_freed,
-                       self.start.get("consumed_samples", 0))
+        return Setting(
+            self.config,
+            self.ranks.world_size,
+            self.device.type,
+            self.dtype,
+            fixed,
+            self.keeps_freed,
+            self.start.get("consumed_samples", 0),
+        )
 
 
 def prepare_run(arguments: Arguments, ranks: Ranks, log: Log) -> PreparedRun:
@@ -143,26 +150,52 @@ def prepare_run(arguments: Arguments, ranks: Ranks, log: Log) -> PreparedRun:
     data = _with_files(config.data)
     tokenizer = _tokenizer(dataclasses.replace(config, data=data), arguments, checkpoint, log)
     if config.model.vocab_size not in (None, tokenizer.vocab_size):
-        raise ValueError(f"--vocab-size {config.model.vocab_size} is not the {tokenizer.vocab_size} of the tokenizer "
-                         f"{tokenizer.kind}: leave the flag out")
+        raise ValueError(
+            f"--vocab-size {config.model.vocab_size} is not the {tokenizer.vocab_size} of the tokenizer "
+            f"{tokenizer.kind}: leave the flag out"
+        )
     splits = _splits(data, tokenizer, evaluates=config.train.eval_iters > 0)
     config = dataclasses.replace(
-        config, model=dataclasses.replace(config.model, vocab_size=tokenizer.vocab_size),
-        data=dataclasses.replace(config.data, tokenizer_type=tokenizer.kind))
+        config,
+        model=dataclasses.replace(config.model, vocab_size=tokenizer.vocab_size),
+        data=dataclasses.replace(config.data, tokenizer_type=tokenizer.kind),
+    )
     train_iters = config.train.iterations(
-        schedule=schedule, seq_length=data.seq_length, samples_per_epoch=len(splits.train), iteration=iteration,
-        consumed_samples=consumed_samples)
+        schedule=schedule,
+        seq_length=data.seq_length,
+        samples_per_epoch=len(splits.train),
+        iteration=iteration,
+        consumed_samples=consumed_samples,
+    )
     if iteration >= train_iters and source is not None:
         # Before a run is called finished, every byte of what it left is checked.
         checkpoint = find_checkpoint(source, log=log, verify=not config.checkpoint.no_verify)
         assert checkpoint is not None
         start = checkpoint.facts
-    prepared = PreparedRun(arguments=arguments, config=config, ranks=ranks, device=device, dtype=dtype,
-                           backend=backend, tokenizer=tokenizer, splits=splits, source=source,
-                           train_iters=train_iters, start=dict(start), keeps_freed=keeps_freed)
-    for line in differences(start, {"config": config.as_dict(), "precision": devices.PRECISIONS[dtype],
-                                    "global_batch_size": schedule.final, "batch_growth": prepared.batch_growth,
-                                    "data_fingerprint": splits.fingerprint}):
+    prepared = PreparedRun(
+        arguments=arguments,
+        config=config,
+        ranks=ranks,
+        device=device,
+        dtype=dtype,
+        backend=backend,
+        tokenizer=tokenizer,
+        splits=splits,
+        source=source,
+        train_iters=train_iters,
+        start=dict(start),
+        keeps_freed=keeps_freed,
+    )
+    for line in differences(
+        start,
+        {
+            "config": config.as_dict(),
+            "precision": devices.PRECISIONS[dtype],
+            "global_batch_size": schedule.final,
+            "batch_growth": prepared.batch_growth,
+            "data_fingerprint": splits.fingerprint,
+        },
+    ):
         log(line)
     return prepared
 
@@ -190,27 +223,44 @@ def _hardware(config: Config, ranks: Ranks, log: Log) -> tuple[torch.device, tor
 def _require_one_order_of_attention(config: Config, device: torch.device) -> None:
     """ValueError where the attention of a GPU would give other numbers in another layout, or in another run."""
     dropout, is_exact = config.model.attention_dropout, config.parallel.exact_layouts is not None
-    require(not is_exact or dropout == 0 or kernels.attention_takes_keys(device.type),
-            f"--exact-layouts and --attention-dropout {dropout:g}: a GPU's attention draws masks that change with the "
-            "layout; give --attention-dropout 0, or train on the CPU with --device cpu")
-    require(config.train.attention_backend != "fused",
-            f"--{'exact-layouts' if is_exact else 'deterministic'} and --attention-backend fused: the backward of "
-            "cuDNN's attention has no fixed order; give --attention-backend flash, or leave it out")
+    require(
+        not is_exact or dropout == 0 or kernels.attention_takes_keys(device.type),
+        f"--exact-layouts and --attention-dropout {dropout:g}: a GPU's attention draws masks that change with the "
+        "layout; give --attention-dropout 0, or train on the CPU with --device cpu",
+    )
+    require(
+        config.train.attention_backend != "fused",
+        f"--{'exact-layouts' if is_exact else 'deterministic'} and --attention-backend fused: the backward of "
+        "cuDNN's attention has no fixed order; give --attention-backend flash, or leave it out",
+    )
 
 
 def _splits(data: DataConfig, tokenizer: Tokenizer, *, evaluates: bool) -> Splits:
     return build_splits(
-        train_data=data.train_data, valid_data=data.valid_data, test_data=data.test_data, data_path=data.data_path,
-        valid_data_path=data.valid_data_path, test_data_path=data.test_data_path, data_order=data.data_order,
-        split=data.split, text_key=data.text_key, max_bad_fraction=data.max_bad_fraction, tokenizer=tokenizer,
-        seq_length=data.seq_length, cache_path=data.data_cache_path, need_valid=evaluates, need_test=evaluates,
-        log=print)
+        train_data=data.train_data,
+        valid_data=data.valid_data,
+        test_data=data.test_data,
+        data_path=data.data_path,
+        valid_data_path=data.valid_data_path,
+        test_data_path=data.test_data_path,
+        data_order=data.data_order,
+        split=data.split,
+        text_key=data.text_key,
+        max_bad_fraction=data.max_bad_fraction,
+        tokenizer=tokenizer,
+        seq_length=data.seq_length,
+        cache_path=data.data_cache_path,
+        need_valid=evaluates,
+        need_test=evaluates,
+        log=print,
+    )
 
 
 def _with_files(data: DataConfig) -> DataConfig:
     """`data` with the files of named corpora in the place of their names."""
-    (train, valid, test), text_key = find_corpora({
-        "--train-data": data.train_data, "--valid-data": data.valid_data, "--test-data": data.test_data}, data.text_key)
+    (train, valid, test), text_key = find_corpora(
+        {"--train-data": data.train_data, "--valid-data": data.valid_data, "--test-data": data.test_data}, data.text_key
+    )
     return dataclasses.replace(data, train_data=train, valid_data=valid, test_data=test, text_key=text_key)
 
 
@@ -232,20 +282,27 @@ def _source(arguments: Arguments, ranks: Ranks, log: Log) -> tuple[Arguments, Ch
         newest = begun.iteration if begun is not None else 0
         if near := assemble(where.save, where.local_checkpoint_dir, newest, ranks, log):
             begun, holder = find_checkpoint(near, log=_ignored, verify=False), str(near)
-    if begun is not None and (holder != where.save or where.load not in (None, where.save)) and (
-            where.finetune or checkpoint is None or begun.iteration > checkpoint.iteration):
+    if (
+        begun is not None
+        and (holder != where.save or where.load not in (None, where.save))
+        and (where.finetune or checkpoint is None or begun.iteration > checkpoint.iteration)
+    ):
         values = {**arguments.values, "checkpoint.finetune": False}
         if where.load is not None and where.load != where.save:
-            log(f"--save {where.save} holds iteration {begun.iteration} of this run already, which is continued; "
-                f"another --save starts from {where.load} again")
+            log(
+                f"--save {where.save} holds iteration {begun.iteration} of this run already, which is continued; "
+                f"another --save starts from {where.load} again"
+            )
             values["checkpoint.load"] = where.save
         return dataclasses.replace(arguments, values=values), begun, holder
     if checkpoint is not None:
         return arguments, checkpoint, where.load or where.save
     if where.load is not None:
         if where.finetune or where.exit_on_missing_checkpoint or where.load != where.save:
-            raise ValueError(f"--load {where.load} holds no checkpoint: give the --save folder of another run, or "
-                             "leave it out to start from random weights")
+            raise ValueError(
+                f"--load {where.load} holds no checkpoint: give the --save folder of another run, or "
+                "leave it out to start from random weights"
+            )
         log(f"WARNING: --load {where.load} holds no checkpoint: the run starts from random weights")
     return arguments, None, None
 
@@ -259,9 +316,11 @@ def _tokenizer(config: Config, arguments: Arguments, checkpoint: Checkpoint | No
     files_given = any(f"data.{name}" in arguments.given for name in ("vocab_file", "merge_file", "tokenizer_model"))
     known = checkpoint.facts.get("tokenizer") if checkpoint is not None else None
     if checkpoint is not None and known is None and not files_given and "data.tokenizer_type" not in arguments.given:
-        raise ValueError(f"{checkpoint.path} came without a tokenizer: give --vocab-file and --merge-file, "
-                         "--tokenizer-model, or --tokenizer-type of one that needs no files, of its "
-                         f"{checkpoint.facts['vocab_size']:,} tokens")
+        raise ValueError(
+            f"{checkpoint.path} came without a tokenizer: give --vocab-file and --merge-file, "
+            "--tokenizer-model, or --tokenizer-type of one that needs no files, of its "
+            f"{checkpoint.facts['vocab_size']:,} tokens"
+        )
     if known is not None and not files_given:
         folder = arguments.checkpoint.load or arguments.checkpoint.save  # also where a local checkpoint is loaded
         tokenizer = load_tokenizer(Path(str(folder)) / "tokenizer")
@@ -274,18 +333,34 @@ def _tokenizer(config: Config, arguments: Arguments, checkpoint: Checkpoint | No
         model_file = data.tokenizer_model
         if kind == "SentencePieceTokenizer":
             model_file = model_file or f"{config.checkpoint.save}/sentencepiece.model"
-            ensure_sentencepiece_model(model_file, train_data=data.train_data, text_key=data.text_key,
-                                       max_bad_fraction=data.max_bad_fraction,
-                                       vocab_size=data.tokenizer_vocab_size, log=print)
-        tokenizer = build_tokenizer(kind, vocab_file=data.vocab_file, merge_file=data.merge_file,
-                                    cache_dir=data.cache_dir, model_file=model_file)
+            ensure_sentencepiece_model(
+                model_file,
+                train_data=data.train_data,
+                text_key=data.text_key,
+                max_bad_fraction=data.max_bad_fraction,
+                vocab_size=data.tokenizer_vocab_size,
+                log=print,
+            )
+        tokenizer = build_tokenizer(
+            kind,
+            vocab_file=data.vocab_file,
+            merge_file=data.merge_file,
+            cache_dir=data.cache_dir,
+            model_file=model_file,
+        )
     for name in ("eod_mask_loss", "reset_position_ids", "reset_attention_mask"):
-        require(tokenizer.has_eod or not getattr(data, name), f"{flag(f'data.{name}')}: the tokenizer "
-                f"{tokenizer.kind} has no end of document; leave the flag out")
+        require(
+            tokenizer.has_eod or not getattr(data, name),
+            f"{flag(f'data.{name}')}: the tokenizer {tokenizer.kind} has no end of document; leave the flag out",
+        )
     if checkpoint is not None and known is None and tokenizer.vocab_size != checkpoint.facts["vocab_size"]:
-        raise ValueError(f"{checkpoint.path} has {checkpoint.facts['vocab_size']:,} tokens and the tokenizer "
-                         f"{tokenizer.vocab_size:,}: give the files that it was trained with")
+        raise ValueError(
+            f"{checkpoint.path} has {checkpoint.facts['vocab_size']:,} tokens and the tokenizer "
+            f"{tokenizer.vocab_size:,}: give the files that it was trained with"
+        )
     if checkpoint is not None and known is not None and tokenizer.fingerprint != known["fingerprint"]:
-        raise ValueError(f"the tokenizer's files are not those of {checkpoint.path}: leave --vocab-file, --merge-file "
-                         "and --tokenizer-model out to take the checkpoint's own")
+        raise ValueError(
+            f"the tokenizer's files are not those of {checkpoint.path}: leave --vocab-file, --merge-file "
+            "and --tokenizer-model out to take the checkpoint's own"
+        )
     return tokenizer

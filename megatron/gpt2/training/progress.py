@@ -27,8 +27,12 @@ class Progress:
     @staticmethod
     def at(iteration: int, consumed_samples: int, skipped_samples: int, device: torch.device) -> Progress:
         """The beginning of a run that continues there; (0, 0, 0) for a new one."""
-        return Progress(iteration=iteration, consumed_samples=consumed_samples, skipped_samples=skipped_samples,
-                        loss_sum=torch.zeros((), dtype=torch.float64, device=device))
+        return Progress(
+            iteration=iteration,
+            consumed_samples=consumed_samples,
+            skipped_samples=skipped_samples,
+            loss_sum=torch.zeros((), dtype=torch.float64, device=device),
+        )
 
     def step(self, samples: int) -> None:
         """One more iteration is done, which took `samples` samples over all ranks."""

@@ -30,13 +30,17 @@ def rewind(run: Run, spike: LossSpike) -> None:
     found = set_newer_aside(prepared.save_directory, spike.clean, run.log.info) if run.parallel.rank == 0 else -1
     if max_over_ranks(found, run.device) < 0:
         run.watch.spikes.rewinds = MOST
-        tell(run, f"WARNING: at iteration {at} {spike}, and no checkpoint from before is there to go back to: the run "
-                  "goes on as it is, and no further spike is looked for")
+        tell(
+            run,
+            f"WARNING: at iteration {at} {spike}, and no checkpoint from before is there to go back to: the run "
+            "goes on as it is, and no further spike is looked for",
+        )
         return
     # Whatever the flags said of the checkpoint that the run began with.
     own = dataclasses.replace(prepared.config.checkpoint, finetune=False, no_load_optim=False, no_load_rng=False)
-    source = dataclasses.replace(prepared, source=str(prepared.save_directory),
-                                 config=dataclasses.replace(prepared.config, checkpoint=own))
+    source = dataclasses.replace(
+        prepared, source=str(prepared.save_directory), config=dataclasses.replace(prepared.config, checkpoint=own)
+    )
     iteration, consumed, _ = load_run(source, run.parallel, run.engine, run.log.info)
     run.checkpoints.remove_local()
     run.engine.optimizer.skipped_in_a_row.zero_()
@@ -51,8 +55,11 @@ def rewind(run: Run, spike: LossSpike) -> None:
     if run.timers.own_ms:
         run.timers.take_ms(1)
     left = MOST - run.watch.spikes.rewinds
-    tell(run, f"WARNING: at iteration {at} {spike}: the run is back at iteration {iteration} and skips "
-              f"{end - consumed} samples (--rewind-on-spike; {left} more rewind{'s' * (left != 1)}, then none)")
+    tell(
+        run,
+        f"WARNING: at iteration {at} {spike}: the run is back at iteration {iteration} and skips "
+        f"{end - consumed} samples (--rewind-on-spike; {left} more rewind{'s' * (left != 1)}, then none)",
+    )
 
 
 def tell(run: Run, line: str) -> None:

@@ -27,8 +27,9 @@ class ScheduleRunner:
     """Runs, on this rank of a pipeline, the schedule of so many micro-batches as a step has: `schedules` makes it.
     Every rank has one and calls its methods at the same steps. micro_batches: of the last step."""
 
-    def __init__(self, schedules: Callable[[int], Schedule], engine: Engine, parallel: mpu.ParallelState,
-                 timers: Timers) -> None:
+    def __init__(
+        self, schedules: Callable[[int], Schedule], engine: Engine, parallel: mpu.ParallelState, timers: Timers
+    ) -> None:
         self._engine, self._timers, self._group = engine, timers, parallel.pipeline_model_parallel_group
         self._rank, self._size = parallel.pipeline_model_parallel_rank, parallel.pipeline_model_parallel_size
         schedule = schedules(1)
@@ -87,8 +88,10 @@ class ScheduleRunner:
         assert self._group is not None
         self._await_sent()
         shape = self.micro_batches[0]["tokens"].shape
-        sends = [(self._leaving.pop((message.kind, message.stage, message.micro_batch)), message.destination)
-                 for message in step.sends]
+        sends = [
+            (self._leaving.pop((message.kind, message.stage, message.micro_batch)), message.destination)
+            for message in step.sends
+        ]
         receives = [(self._engine.model.empty_hidden(*shape), message.source) for message in step.receives]
         sent, received = mpu.exchange(sends, receives, self._group)
         self._sent += sent

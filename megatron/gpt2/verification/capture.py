@@ -27,8 +27,14 @@ from mpu.partition import Box
 
 # Of a layer, its modules whose output is captured. True: of each rank's own part of the width, over all of the
 # sequence.
-OUTPUTS = {"input_layernorm": False, "attention.query_key_value": True, "attention.dense": False,
-           "post_attention_layernorm": False, "mlp.dense_h_to_4h": True, "mlp.dense_4h_to_h": False}
+OUTPUTS = {
+    "input_layernorm": False,
+    "attention.query_key_value": True,
+    "attention.dense": False,
+    "post_attention_layernorm": False,
+    "mlp.dense_h_to_4h": True,
+    "mlp.dense_4h_to_h": False,
+}
 # What these modules are given: the output of a function between two modules, split by the width.
 INPUTS = {"attention.dense": "attention.core", "mlp.dense_4h_to_h": "mlp.gelu"}
 PER_LAYER = len(OUTPUTS) + len(INPUTS) + 1  # with its own output
@@ -86,13 +92,22 @@ class Capture:
     def _parameters(self) -> None:
         """Take the weights that the model computes with."""
         self._run.engine.gatherer.wait()
-        self._states("parameter", "", (FlatState("model", name, parameter.detach().view(-1))
-                                       for name, parameter in self._model.named_parameters()), replicated=True)
+        self._states(
+            "parameter",
+            "",
+            (
+                FlatState("model", name, parameter.detach().view(-1))
+                for name, parameter in self._model.named_parameters()
+            ),
+            replicated=True,
+        )
 
     def _watch(self) -> None:
         model = self._model
-        self._handles += [model.register_forward_pre_hook(self._begin, with_kwargs=True),
-                          model.register_forward_hook(self._end)]
+        self._handles += [
+            model.register_forward_pre_hook(self._begin, with_kwargs=True),
+            model.register_forward_hook(self._end),
+        ]
         self._on_input(model.transformer, "embeddings", gradient=True)
         for number, layer in enumerate(model.transformer.layers):
             if layer is None:
@@ -111,12 +126,18 @@ class Capture:
             self._on_output(model.transformer.final_layernorm, "transformer.final_layernorm", gradient=True)
 
     def _on_input(self, module: nn.Module, name: str, *, split: bool = False, gradient: bool = False) -> None:
-        self._handles.append(module.register_forward_pre_hook(
-            lambda module, args: self._activation(name, args[0], split=split, gradient=gradient)))
+        self._handles.append(
+            module.register_forward_pre_hook(
+                lambda module, args: self._activation(name, args[0], split=split, gradient=gradient)
+            )
+        )
 
     def _on_output(self, module: nn.Module, name: str, *, split: bool = False, gradient: bool = False) -> None:
-        self._handles.append(module.register_forward_hook(
-            lambda module, args, out: self._activation(name, out, split=split, gradient=gradient)))
+        self._handles.append(
+            module.register_forward_hook(
+                lambda module, args, out: self._activation(name, out, split=split, gradient=gradient)
+            )
+        )
 
     def _after(self, compiled: Any, name: str) -> Callable[..., Tensor]:
         def call(*args: Any, **kwargs: Any) -> Tensor:
@@ -147,13 +168,18 @@ class Capture:
     def _first_sample(self) -> int:
         """The place of this micro-batch's first sample in the global batch."""
         run, parallel = self._run, self._parallel
-        places = first_samples(run.prepared.batch_schedule.size(run.progress.consumed_samples), self._size,
-                               parallel.data_parallel_rank, parallel.data_parallel_size,
-                               contiguous=bool(run.config.parallel.exact_layouts))
+        places = first_samples(
+            run.prepared.batch_schedule.size(run.progress.consumed_samples),
+            self._size,
+            parallel.data_parallel_rank,
+            parallel.data_parallel_size,
+            contiguous=bool(run.config.parallel.exact_layouts),
+        )
         return int(places[self._micro_batch])
 
-    def _activation(self, name: str, x: Tensor | Sequence[Tensor], *, split: bool = False,
-                    gradient: bool = False) -> None:
+    def _activation(
+        self, name: str, x: Tensor | Sequence[Tensor], *, split: bool = False, gradient: bool = False
+    ) -> None:
         """Take x, [s, b, w] or a part of it; with `gradient` also its gradient, once backward has it."""
         if not self._is_forward or (name == "embeddings" and self._first_layer > 0):
             return
@@ -163,6 +189,7 @@ class Capture:
         first, place, scale = self._first_sample(), self._place, self._scale
         self._hidden("activation", name, x.detach(), first, place, split)
         if gradient and x.requires_grad:
+
             def hook(grad: Tensor) -> None:
                 unscaled = grad if scale == 1 else grad.float() / scale
                 self._hidden("activation gradient", f"gradient of {name}", unscaled, first, -place, split)
@@ -175,24 +202,56 @@ class Capture:
         of_sequence = self._model.sequence_parallel and not split
         x = x.transpose(0, 1)  # [s, b, w] -> [b, s, w]
         s, w = x.shape[1:]
-        self._samples(kind, name, x, first, (rank * s * of_sequence, rank * w * split), place=place,
-                      whole=(s * (p if of_sequence else 1), w * (p if split else 1)), is_part=of_sequence or split)
+        self._samples(
+            kind,
+            name,
+            x,
+            first,
+            (rank * s * of_sequence, rank * w * split),
+            place=place,
+            whole=(s * (p if of_sequence else 1), w * (p if split else 1)),
+            is_part=of_sequence or split,
+        )
 
-    def _samples(self, kind: str, name: str, x: Tensor, first: int, offset: tuple[int, ...] = (), *, place: int,
-                 whole: tuple[int, ...] = (), is_part: bool = False) -> None:
+    def _samples(
+        self,
+        kind: str,
+        name: str,
+        x: Tensor,
+        first: int,
+        offset: tuple[int, ...] = (),
+        *,
+        place: int,
+        whole: tuple[int, ...] = (),
+        is_part: bool = False,
+    ) -> None:
         """Take x, [b, ...], of the samples from `first` on. offset, whole: of its other dimensions, where it begins and
         how large it is over all ranks; without them it has all of them."""
         parallel = self._parallel
         whole, offset = whole or tuple(x.shape[1:]), offset or (0,) * (x.dim() - 1)
-        self._take(Part(Key(self._step, kind, place, name), x, Box((first, *offset), tuple(x.shape)),
-                        (self._run.samples_of_step, *whole),
-                        writes=is_part or parallel.tensor_model_parallel_rank == 0,
-                        share=parallel.data_parallel_size * (parallel.tensor_model_parallel_size if is_part else 1)))
+        self._take(
+            Part(
+                Key(self._step, kind, place, name),
+                x,
+                Box((first, *offset), tuple(x.shape)),
+                (self._run.samples_of_step, *whole),
+                writes=is_part or parallel.tensor_model_parallel_rank == 0,
+                share=parallel.data_parallel_size * (parallel.tensor_model_parallel_size if is_part else 1),
+            )
+        )
 
     def _scalar(self, kind: str, name: str, value: Tensor | float, place: int = 0) -> None:
         number = torch.as_tensor(value, dtype=torch.float32).detach().clone().view(1)
-        self._take(Part(Key(self._step, kind, place, name), number, Box((0,), (1,)), (1,),
-                        writes=self._parallel.rank == 0, share=1))
+        self._take(
+            Part(
+                Key(self._step, kind, place, name),
+                number,
+                Box((0,), (1,)),
+                (1,),
+                writes=self._parallel.rank == 0,
+                share=1,
+            )
+        )
 
     def _optimizer_step(self) -> None:
         """In the place of the optimizer's: gradients before it, norm and rate after it."""
@@ -210,8 +269,11 @@ class Capture:
         rate = optimizer.learning_rate.clone()
         self._updates()
         numbers: dict[str, Tensor | float] = {
-            "gradient norm": optimizer.grad_norm, "skipped": optimizer.found_inf, "learning rate": rate,
-            "steps of the optimizer": float(optimizer.state_dict()["adam_steps"])}
+            "gradient norm": optimizer.grad_norm,
+            "skipped": optimizer.found_inf,
+            "learning rate": rate,
+            "steps of the optimizer": float(optimizer.state_dict()["adam_steps"]),
+        }
         for place, (name, value) in enumerate(numbers.items()):
             self._scalar("scalar", name, value, place)
 
@@ -229,7 +291,14 @@ class Capture:
             pieces = state_pieces([state], self._specs, mp_rank=rank, mp_size=parallel.tensor_model_parallel_size)
             for piece in pieces.values():
                 if piece.tensor.numel():
-                    self._take(Part(Key(self._step, kind, place, prefix + state.name), piece.tensor,
-                                    Box(piece.offset, tuple(piece.tensor.shape)), piece.global_shape,
-                                    writes=alone and not is_copy and (
-                                        spec.dim is not None or parallel.tensor_model_parallel_rank == 0)))
+                    self._take(
+                        Part(
+                            Key(self._step, kind, place, prefix + state.name),
+                            piece.tensor,
+                            Box(piece.offset, tuple(piece.tensor.shape)),
+                            piece.global_shape,
+                            writes=alone
+                            and not is_copy
+                            and (spec.dim is not None or parallel.tensor_model_parallel_rank == 0),
+                        )
+                    )

@@ -43,8 +43,17 @@ class Comparer:
             own = part.values[rows].detach().cpu()
             allowed = self._rounding.allowed(row, [(step, next(chunks)[1]) for step, chunks in moments])
             offset = (part.box.offset[0] + rows.start, *part.box.offset[1:])
-            found.add(difference(measured(row.key, reference), measured(row.key, own), offset, allowed=allowed,
-                                 roundoff=unit, rms=row.rms, bound=bound))
+            found.add(
+                difference(
+                    measured(row.key, reference),
+                    measured(row.key, own),
+                    offset,
+                    allowed=allowed,
+                    roundoff=unit,
+                    rms=row.rms,
+                    bound=bound,
+                )
+            )
 
     def _second_moments(self, row: Row, box: Box) -> list[tuple[int, Iterator[tuple[slice, Tensor]]]]:
         """Of a parameter or master: the chunks of its second moment in the trace after each step so far."""

@@ -84,8 +84,16 @@ class Difference:
         return dict(vars(self))
 
 
-def difference(reference: Tensor, own: Tensor, offset: tuple[int, ...], *, roundoff: float, rms: float, bound: float,
-               allowed: Tensor | float = 0.0) -> Difference:
+def difference(
+    reference: Tensor,
+    own: Tensor,
+    offset: tuple[int, ...],
+    *,
+    roundoff: float,
+    rms: float,
+    bound: float,
+    allowed: Tensor | float = 0.0,
+) -> Difference:
     """Compare `own` with `reference`, of the same shape, which begins at `offset` of the whole tensor.
 
     rms: of the whole reference. bound: the excess that rounding explains. allowed: a difference in the tensor's own
@@ -109,11 +117,20 @@ def difference(reference: Tensor, own: Tensor, offset: tuple[int, ...], *, round
         a, b = reference.double(), own.double()
         units = excess = torch.where(reference == own, 0.0, math.inf)
     found = torch.bincount(units.reshape(-1).view(torch.int32).bitwise_right_shift(_SHIFT), minlength=512).tolist()
-    histogram = [sum(found[1:_ZERO + 1]), *found[_ZERO + 1:_ZERO + BINS - 1], sum(found[_ZERO + BINS - 1:])]
+    histogram = [sum(found[1 : _ZERO + 1]), *found[_ZERO + 1 : _ZERO + BINS - 1], sum(found[_ZERO + BINS - 1 :])]
     greatest, most = float(units.max()), float(excess.max())
     place = int((excess if most > 0 else units).argmax())
     at = tuple(int(i) for i in np.unravel_index(place, own.shape))
     a, b = a.view(-1), b.view(-1)
     squares = (float(a.dot(a)), float(a.dot(b)), float(b.dot(b))) if most > bound else (0.0, 0.0, 0.0)
-    return Difference(count, found[0], histogram, greatest, most,
-                      tuple(i + j for i, j in zip(at, offset, strict=True)), float(a[place]), float(b[place]), squares)
+    return Difference(
+        count,
+        found[0],
+        histogram,
+        greatest,
+        most,
+        tuple(i + j for i, j in zip(at, offset, strict=True)),
+        float(a[place]),
+        float(b[place]),
+        squares,
+    )

@@ -55,15 +55,21 @@ def huggingface_model(run: Run, folder: Path) -> nn.Module:
         from transformers.utils import logging
     except ImportError as error:
         raise ValueError("--against huggingface needs transformers: pip install transformers") from error
-    require(config.model.hidden_dropout == config.model.attention_dropout == 0,
-            "--against huggingface: transformers draws other masks: give --hidden-dropout 0 --attention-dropout 0")
-    for flag, given in (("--reset-attention-mask", config.data.reset_attention_mask),
-                        ("--reset-position-ids", config.data.reset_position_ids)):
+    require(
+        config.model.hidden_dropout == config.model.attention_dropout == 0,
+        "--against huggingface: transformers draws other masks: give --hidden-dropout 0 --attention-dropout 0",
+    )
+    for flag, given in (
+        ("--reset-attention-mask", config.data.reset_attention_mask),
+        ("--reset-position-ids", config.data.reset_position_ids),
+    ):
         require(not given, f"--against huggingface: transformers' GPT-2 has no {flag}: leave it out")
     logging.disable_progress_bar()  # type: ignore[no-untyped-call, unused-ignore]
     specs = mpu.partition_specs(run.engine.model)
-    lazy = {f"model.{name}": LazyTensor.of(specs[name].true_part(parameter.detach().cpu(), 0, 1))
-            for name, parameter in run.engine.model.named_parameters()}
+    lazy = {
+        f"model.{name}": LazyTensor.of(specs[name].true_part(parameter.detach().cpu(), 0, 1))
+        for name, parameter in run.engine.model.named_parameters()
+    }
     source = ForeignSource(folder, "run", 0, config.model, {"config": json.loads(json.dumps(config.as_dict()))}, lazy)
     write_huggingface(source, folder / "huggingface", log=lambda line: None)
     model: nn.Module = GPT2LMHeadModel.from_pretrained(folder / "huggingface", dtype=run.prepared.dtype)
@@ -85,7 +91,8 @@ class _Step:
                 module = layer.get_submodule(theirs)
                 if ours in INPUTS:
                     module.register_forward_pre_hook(
-                        lambda module, args, name=f"{name}.{INPUTS[ours]}": self._activation(name, args[0]))
+                        lambda module, args, name=f"{name}.{INPUTS[ours]}": self._activation(name, args[0])
+                    )
                 self._on_output(module, f"{name}.{ours}", gradient=ours in WITH_GRADIENT)
             self._on_output(layer, name, gradient=True)
         self._on_output(body.ln_f, "transformer.final_layernorm", gradient=True)
@@ -99,8 +106,8 @@ class _Step:
         for number in range(len(batch.tokens)):
             self._first, self._place = number, 0
             for place, (name, ids) in enumerate((("tokens", batch.tokens), ("labels", batch.labels))):
-                self._put("input", name, place, ids[number:number + 1])
-            logits = self._model(batch.tokens[number:number + 1]).logits[0].float()  # [1, s, v] -> [s, v]
+                self._put("input", name, place, ids[number : number + 1])
+            logits = self._model(batch.tokens[number : number + 1]).logits[0].float()  # [1, s, v] -> [s, v]
             loss = (F.cross_entropy(logits, batch.labels[number], reduction="none") * weight[number]).sum()
             loss.backward()
             total += loss.detach().double().cpu()
@@ -123,8 +130,11 @@ class _Step:
 
     def _on_output(self, module: nn.Module, name: str, *, gradient: bool) -> None:
         # A layer of older versions returns a tuple.
-        module.register_forward_hook(lambda module, args, out: self._activation(
-            name, out[0] if isinstance(out, tuple) else out, gradient=gradient))
+        module.register_forward_hook(
+            lambda module, args, out: self._activation(
+                name, out[0] if isinstance(out, tuple) else out, gradient=gradient
+            )
+        )
 
     def _activation(self, name: str, x: Tensor, *, gradient: bool = False) -> None:
         self._place += 1
@@ -137,8 +147,14 @@ class _Step:
 
     def _put(self, kind: str, name: str, place: int, x: Tensor) -> None:
         """Take x, [1, s, ...], of the present sample."""
-        self._take(Part(Key(1, kind, place, name), x, Box((self._first, *(0,) * (x.dim() - 1)), tuple(x.shape)),
-                        (self._run.prepared.global_batch_size, *x.shape[1:])))
+        self._take(
+            Part(
+                Key(1, kind, place, name),
+                x,
+                Box((self._first, *(0,) * (x.dim() - 1)), tuple(x.shape)),
+                (self._run.prepared.global_batch_size, *x.shape[1:]),
+            )
+        )
 
     def _whole(self, kind: str, name: str, place: int, x: Tensor) -> None:
         self._take(Part(Key(1, kind, place, name), x, Box((0,) * x.dim(), tuple(x.shape)), tuple(x.shape)))

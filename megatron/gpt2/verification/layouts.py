@@ -42,9 +42,10 @@ def read_layout(common: Sequence[str], flags: str) -> Layout:
     model-parallel size, tensor × pipeline.
     """
     launch, rest = launch_flags([*common, *shlex.split(flags)])
-    require(launch.rank is None and launch.nnodes == 1,
-            f"--layout {flags!r}: all ranks of a layout start on this machine: leave out --rank, --world-size and "
-            "--nnodes")
+    require(
+        launch.rank is None and launch.nnodes == 1,
+        f"--layout {flags!r}: all ranks of a layout start on this machine: leave out --rank, --world-size and --nnodes",
+    )
     own = Parser(add_help=False, argument_default=argparse.SUPPRESS)
     own.add_argument("--data-parallel-size", type=int)
     given, words = own.parse_known_args(rest)
@@ -56,8 +57,10 @@ def read_layout(common: Sequence[str], flags: str) -> Layout:
             world_size = p * (1 if dp is None else dp)
         else:
             world_size = launch.nproc_per_node or torch.cuda.device_count() or 2
-            require(dp is None or p * dp == world_size,
-                    f"--nproc-per-node {world_size} is not the model-parallel size {p} × --data-parallel-size {dp}")
+            require(
+                dp is None or p * dp == world_size,
+                f"--nproc-per-node {world_size} is not the model-parallel size {p} × --data-parallel-size {dp}",
+            )
         require(world_size >= 1, f"--data-parallel-size must be at least 1, not {dp}")
         require(world_size % p == 0, f"--nproc-per-node {world_size} is not divisible by the model-parallel size {p}")
     except ValueError as error:
@@ -72,11 +75,14 @@ def with_one_batch(layouts: Sequence[Layout]) -> list[Layout]:
     whole = []
     for layout in layouts:
         given = parse(layout.words).values.get("train.global_batch_size")
-        require(given in (None, together),
-                f"--layout {layout.flags!r}: its --global-batch-size is {given}, and that of the first layout "
-                f"{together}: a step must take the same samples in each")
-        with_batch = replace(layout, words=layout.words if given else (*layout.words, "--global-batch-size",
-                                                                       str(together)))
+        require(
+            given in (None, together),
+            f"--layout {layout.flags!r}: its --global-batch-size is {given}, and that of the first layout "
+            f"{together}: a step must take the same samples in each",
+        )
+        with_batch = replace(
+            layout, words=layout.words if given else (*layout.words, "--global-batch-size", str(together))
+        )
         try:
             _arguments(with_batch).config.batch_schedule(layout.world_size)
         except ValueError as error:

@@ -18,11 +18,17 @@ MOST = 300  # tensors of a table
 
 def page(first_line: str, command: str, trace: Trace, results: Sequence[Result]) -> str:
     """The whole page. first_line: what everything is compared with. command: the command line without the layouts."""
-    parts = [f'<header><h1>Is it the same training?</h1><p class="status">{escape(first_line)}</p></header>',
-             "<h2>Verdicts</h2>", remark("differences are in units of roundoff of each tensor's own scale; the last "
-                                         "column is the greatest share of what rounding explains"),
-             scrolling(HEAD, ["".join(cell(text, "alarm" if text == "DIFFERS" else "") for text in row)
-                              for row in rows(results)])]
+    parts = [
+        f'<header><h1>Is it the same training?</h1><p class="status">{escape(first_line)}</p></header>',
+        "<h2>Verdicts</h2>",
+        remark(
+            "differences are in units of roundoff of each tensor's own scale; the last "
+            "column is the greatest share of what rounding explains"
+        ),
+        scrolling(
+            HEAD, ["".join(cell(text, "alarm" if text == "DIFFERS" else "") for text in row) for row in rows(results)]
+        ),
+    ]
     for result in results:
         parts += [f"<h2>{escape(result.layout.name)}</h2>", *_of_layout(result)]
     parts += ["<h2>The reference</h2>", remark(command), pairs(_settings(trace))]
@@ -33,17 +39,32 @@ def _of_layout(result: Result) -> list[str]:
     verdict = result.verdict
     told = "<br>".join(escape(line) for line in explanation(result)) if verdict.findings else escape(verdict.word)
     left = f"{verdict.left_out:,} tensors of the reference are not in this run" if verdict.left_out else ""
-    return [f'<p class="{"alarm" if verdict.findings else "status"}">{told}</p>', remark(left) if left else "",
-            _kinds(result), f'<div class="charts">{_chart(result)}</div>', _tensors(result)]
+    return [
+        f'<p class="{"alarm" if verdict.findings else "status"}">{told}</p>',
+        remark(left) if left else "",
+        _kinds(result),
+        f'<div class="charts">{_chart(result)}</div>',
+        _tensors(result),
+    ]
 
 
 def _kinds(result: Result) -> str:
     head = ("what", "numbers", "equal", "median", "99 %", "greatest")
-    return scrolling(head, [
-        "".join(cell(text, kind) for text, kind in (
-            (name, ""), (f"{d.count:,}", "number"), (f"{d.equal / d.count:.1%}", "number"),
-            *((units(value), "number") for value in (d.quantile(0.5), d.quantile(0.99), d.greatest))))
-        for name, d in result.verdict.by_kind.items()])
+    return scrolling(
+        head,
+        [
+            "".join(
+                cell(text, kind)
+                for text, kind in (
+                    (name, ""),
+                    (f"{d.count:,}", "number"),
+                    (f"{d.equal / d.count:.1%}", "number"),
+                    *((units(value), "number") for value in (d.quantile(0.5), d.quantile(0.99), d.greatest)),
+                )
+            )
+            for name, d in result.verdict.by_kind.items()
+        ],
+    )
 
 
 def _chart(result: Result) -> str:
@@ -54,24 +75,36 @@ def _chart(result: Result) -> str:
             bounds.append((number, math.log10(bound)))
         if 0 < difference.excess < math.inf:
             found.append((number, math.log10(difference.excess)))
-    return chart("greatest difference of each tensor in the order of the steps, log10 of units",
-                 [Curve("difference", "blue", found), Curve("explained by rounding", "orange", bounds)],
-                 width=970, height=330)
+    return chart(
+        "greatest difference of each tensor in the order of the steps, log10 of units",
+        [Curve("difference", "blue", found), Curve("explained by rounding", "orange", bounds)],
+        width=970,
+        height=330,
+    )
 
 
 def _tensors(result: Result) -> str:
     """The tensors that rounding does not explain, and those that come nearest to that."""
     differing = [finding.row.key for finding in result.verdict.findings]
-    worst = sorted(result.verdict.worst, reverse=True,
-                   key=lambda each: each[1].excess / each[2] if 0 < each[2] < math.inf else 0.0)
+    worst = sorted(
+        result.verdict.worst, reverse=True, key=lambda each: each[1].excess / each[2] if 0 < each[2] < math.inf else 0.0
+    )
     body = []
     for row, difference, bound in worst[:MOST]:
         kind = "alarm" if row.key in differing else "number"
-        body.append("".join((cell(row.key.name, "alarm" if kind == "alarm" else ""), cell(row.key.step, "number"),
-                             cell(units(difference.quantile(0.5)), "number"),
-                             cell(units(difference.quantile(0.99)), "number"),
-                             cell(units(difference.greatest), kind), cell(units(difference.excess), kind),
-                             cell(units(bound), "number"))))
+        body.append(
+            "".join(
+                (
+                    cell(row.key.name, "alarm" if kind == "alarm" else ""),
+                    cell(row.key.step, "number"),
+                    cell(units(difference.quantile(0.5)), "number"),
+                    cell(units(difference.quantile(0.99)), "number"),
+                    cell(units(difference.greatest), kind),
+                    cell(units(difference.excess), kind),
+                    cell(units(bound), "number"),
+                )
+            )
+        )
     head = ("tensor", "step", "median", "99 %", "greatest", "to explain", "bound")
     shown = f"the {MOST} of {len(worst):,} tensors that differ most" if len(worst) > MOST else "all tensors"
     return f"<details><summary>{shown}</summary>{scrolling(head, body)}</details>"

@@ -43,10 +43,10 @@ from megatron.gpt2.verification.trace import Row, Trace
 
 PEAK = 8.0
 SUMS_OF_16_BITS = 64
-NOISE = 32.0    # relative noise of a gradient, in units
-BULK = 1000     # elements
+NOISE = 32.0  # relative noise of a gradient, in units
+BULK = 1000  # elements
 ONE_ROUNDING = 2.0  # of weights that are in two precisions
-EXACT = 4.0     # units of fp32: a number that no sum over ranks makes
+EXACT = 4.0  # units of fp32: a number that no sum over ranks makes
 
 
 class Rounding:
@@ -90,8 +90,11 @@ class Rounding:
             return EXACT
         if kind in ("parameter", "master"):
             return PEAK * math.sqrt(key.step) if key.step else ONE_ROUNDING
-        bound = PEAK * math.sqrt(self._depth(key.name, kind)) * (
-            math.sqrt(self._longest_sum(row)) + self._by_adam(key.step))
+        bound = (
+            PEAK
+            * math.sqrt(self._depth(key.name, kind))
+            * (math.sqrt(self._longest_sum(row)) + self._by_adam(key.step))
+        )
         if kind == "moment" or key.name == "gradient norm":
             bound += self._of_norm()
         return bound
@@ -142,13 +145,16 @@ class Rounding:
     def _by_adam(self, step: int) -> float:
         if step == 1:
             return 0.0
-        weights = [row.rms for row in self._trace.rows.values()
-                   if row.key.kind == "parameter" and row.key.step == 0 and len(row.shape) == 2 and row.rms]
+        weights = [
+            row.rms
+            for row in self._trace.rows.values()
+            if row.key.kind == "parameter" and row.key.step == 0 and len(row.shape) == 2 and row.rms
+        ]
         noise = min(NOISE * roundoff(self._of_gradients), 1.0)
         return self._rates(step - 1) / min(weights, default=math.inf) * math.sqrt(noise) / roundoff(self._dtype)
 
     def _of_norm(self) -> float:
-        parameters = 12 * self._layers * self._h ** 2 + self._vocabulary * self._h
+        parameters = 12 * self._layers * self._h**2 + self._vocabulary * self._h
         return PEAK * math.sqrt(parameters) * roundoff(torch.float32) / roundoff(self._of_gradients)
 
     def _longest_sum(self, row: Row) -> int:
@@ -161,8 +167,13 @@ class Rounding:
         """Layers that lie behind a tensor."""
         layer = re.search(r"layers\.(\d+)", name)
         before = int(layer[1]) + 1 if layer else 0 if "embeddings" in name else self._layers
-        return before + 1 if kind == "activation" else self._layers + 1 if kind == "loss" else \
-            2 * self._layers + 1 - min(before, self._layers)
+        return (
+            before + 1
+            if kind == "activation"
+            else self._layers + 1
+            if kind == "loss"
+            else 2 * self._layers + 1 - min(before, self._layers)
+        )
 
     def _number(self, step: int, name: str, otherwise: float) -> float:
         row = self._trace.find(step, name)

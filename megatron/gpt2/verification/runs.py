@@ -28,11 +28,25 @@ from megatron.gpt2.verification.trace import Trace, TraceWriter
 
 FACTS = "facts.json"
 # What a run leaves to its user, and what it does beside its steps.
-OUTSIDE = ("train.tensorboard_dir", "train.wandb_project", "train.profile", "checkpoint.async_save",
-           "checkpoint.keep_best")
+OUTSIDE = (
+    "train.tensorboard_dir",
+    "train.wandb_project",
+    "train.profile",
+    "checkpoint.async_save",
+    "checkpoint.keep_best",
+)
 # What decides which numbers a run computes, whatever its layout.
-SAME = ("num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size", "vocab_size", "gelu",
-        "layernorm_epsilon", "attention_dropout", "hidden_dropout")
+SAME = (
+    "num_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "ffn_hidden_size",
+    "vocab_size",
+    "gelu",
+    "layernorm_epsilon",
+    "attention_dropout",
+    "hidden_dropout",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,8 +89,11 @@ def built(argv: Sequence[str], ranks: Ranks, task: Task, log: Log) -> Run:
     warn: Callable[[str], None] = lambda line: log(line) if line.startswith("WARNING") else None  # noqa: E731
     prepared = prepare_run(dataclasses.replace(arguments, values=values), ranks, warn)
     left = prepared.train_iters - prepared.start.get("iteration", 0)
-    require(task.steps <= left, f"--steps {task.steps}: the run has {max(left, 0)} iterations to go: give a greater "
-                                "--train-iters or fewer steps")
+    require(
+        task.steps <= left,
+        f"--steps {task.steps}: the run has {max(left, 0)} iterations to go: give a greater "
+        "--train-iters or fewer steps",
+    )
     return build_run(prepared, warn)
 
 
@@ -84,13 +101,22 @@ def facts(run: Run, steps: int) -> dict[str, Any]:
     """What a trace says of its run, as JSON: what must be the same in a run that is compared with it, and where it was
     made."""
     prepared, parallel = run.prepared, run.parallel
-    return {"config": prepared.config.as_dict(), "model_parallel_size": parallel.tensor_model_parallel_size,
-            "pipeline_parallel_size": parallel.pipeline_model_parallel_size,
-            "data_parallel_size": parallel.data_parallel_size, "global_batch_size": prepared.global_batch_size,
-            "micro_batches": prepared.micro_batches, "iteration": run.progress.iteration, "steps": steps,
-            "data_fingerprint": prepared.splits.fingerprint, "tokenizer": prepared.tokenizer.fingerprint,
-            "precision": devices.PRECISIONS[prepared.dtype], "device": prepared.device.type,
-            "torch": torch.__version__, "threads": torch.get_num_threads()}
+    return {
+        "config": prepared.config.as_dict(),
+        "model_parallel_size": parallel.tensor_model_parallel_size,
+        "pipeline_parallel_size": parallel.pipeline_model_parallel_size,
+        "data_parallel_size": parallel.data_parallel_size,
+        "global_batch_size": prepared.global_batch_size,
+        "micro_batches": prepared.micro_batches,
+        "iteration": run.progress.iteration,
+        "steps": steps,
+        "data_fingerprint": prepared.splits.fingerprint,
+        "tokenizer": prepared.tokenizer.fingerprint,
+        "precision": devices.PRECISIONS[prepared.dtype],
+        "device": prepared.device.type,
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+    }
 
 
 def check_same(then: Mapping[str, Any], here: Mapping[str, Any]) -> None:
@@ -99,12 +125,18 @@ def check_same(then: Mapping[str, Any], here: Mapping[str, Any]) -> None:
     for key in (*(f"model.{name}" for name in SAME), "data.seq_length", "train.seed"):
         before, now = by_key(then["config"]).get(key), by_key(here["config"])[key]
         require(before == now, f"the trace is of another run: {flag(key)} is {before} there and {now} here")
-    for name, words in (("global_batch_size", "the samples of a step"), ("iteration", "the iteration of its start"),
-                        ("tokenizer", "the tokenizer"), ("data_fingerprint", "the training data or --split")):
+    for name, words in (
+        ("global_batch_size", "the samples of a step"),
+        ("iteration", "the iteration of its start"),
+        ("tokenizer", "the tokenizer"),
+        ("data_fingerprint", "the training data or --split"),
+    ):
         before, now = then.get(name), here[name]
         told = f" ({before} there, {now} here)" if isinstance(now, int) else ""
-        require(before == now, f"the trace is of another run: {words} differ{told}: give the flags and files that it "
-                               "was made with")
+        require(
+            before == now,
+            f"the trace is of another run: {words} differ{told}: give the flags and files that it was made with",
+        )
     require(here["steps"] <= then["steps"], f"--steps {here['steps']}: the trace has {then['steps']}")
 
 

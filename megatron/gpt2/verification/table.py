@@ -34,8 +34,10 @@ def first_line(reference: str, trace: Trace) -> str:
     """What everything is compared with."""
     facts, size = trace.facts, sum(row.dtype.itemsize * _numel(row.shape) for row in trace.rows.values())
     samples, steps = facts["global_batch_size"], facts["steps"]
-    return (f"compared with {reference}: {steps} step{'s' * (steps > 1)} of {samples} samples, {facts['precision']} on "
-            f"{facts['device']}, {len(trace.rows):,} tensors, {size / 2**20:,.1f} MiB")
+    return (
+        f"compared with {reference}: {steps} step{'s' * (steps > 1)} of {samples} samples, {facts['precision']} on "
+        f"{facts['device']}, {len(trace.rows):,} tensors, {size / 2**20:,.1f} MiB"
+    )
 
 
 def skipped(trace: Trace) -> str:
@@ -43,8 +45,10 @@ def skipped(trace: Trace) -> str:
     steps = [key.step for key, row in trace.rows.items() if key.name == "skipped" and row.rms > 0]
     if not steps:
         return ""
-    return (f"WARNING: the gradients of step {', '.join(map(str, steps))} of the reference are not finite, and it was "
-            "skipped: with a smaller --initial-loss-scale more is compared")
+    return (
+        f"WARNING: the gradients of step {', '.join(map(str, steps))} of the reference are not finite, and it was "
+        "skipped: with a smaller --initial-loss-scale more is compared"
+    )
 
 
 def _numel(shape: Sequence[int]) -> int:
@@ -60,8 +64,15 @@ def rows(results: Sequence[Result]) -> list[tuple[str, ...]]:
     for result in results:
         computed = result.verdict.computed
         numbers = (computed.quantile(0.5), computed.quantile(0.99), computed.greatest, result.verdict.share_of_bound[0])
-        found.append((result.layout.name, str(result.layout.world_size), result.verdict.word,
-                      f"{computed.equal / max(computed.count, 1):.1%}", *map(units, numbers)))
+        found.append(
+            (
+                result.layout.name,
+                str(result.layout.world_size),
+                result.verdict.word,
+                f"{computed.equal / max(computed.count, 1):.1%}",
+                *map(units, numbers),
+            )
+        )
     return found
 
 
@@ -72,8 +83,10 @@ def table(results: Sequence[Result]) -> str:
     sizes = [max(len(row[column]) for row, _ in cells) for column in range(1, len(HEAD))]
     lines = []
     for row, name in cells:
-        others = [f"{text:<{size}}" if column == "verdict" else f"{text:>{size}}"
-                  for text, size, column in zip(row[1:], sizes, HEAD[1:], strict=True)]
+        others = [
+            f"{text:<{size}}" if column == "verdict" else f"{text:>{size}}"
+            for text, size, column in zip(row[1:], sizes, HEAD[1:], strict=True)
+        ]
         lines.append("  ".join([f"{name[0]:<{width}}", *others]).rstrip())
         lines += name[1:]
     return "\n".join(lines)
@@ -92,8 +105,9 @@ def explanation(result: Result) -> list[str]:
     finding = verdict.findings[0]
     key, found = finding.row.key, finding.found
     when = f"in step {key.step}" if key.step else "before the first step"
-    lines = [f"{result.layout.name}: the first difference is {when}, {key.name} ({key.kind}), on "
-             f"{named(finding.ranks, {})}"]
+    lines = [
+        f"{result.layout.name}: the first difference is {when}, {key.name} ({key.kind}), on {named(finding.ranks, {})}"
+    ]
     if finding.missing:
         lines.append(f"{finding.missing:,} of its numbers were not computed there, once each")
     else:
@@ -102,8 +116,11 @@ def explanation(result: Result) -> list[str]:
             lines.append(f"all of it is {factor:.4g} times what it was")
     lines.append(f"made by {operation(key, result.facts)}")
     count = len(verdict.findings)
-    lines.append(f"{count:,} of {len(verdict.worst):,} tensors differ by more than rounding; those before this one do "
-                 "not" if count > 1 else "no other tensor differs by more than rounding")
+    lines.append(
+        f"{count:,} of {len(verdict.worst):,} tensors differ by more than rounding; those before this one do not"
+        if count > 1
+        else "no other tensor differs by more than rounding"
+    )
     return [lines[0], *(f"    {line}" for line in lines[1:])]
 
 
@@ -112,5 +129,7 @@ def how_far(finding: Finding) -> str:
     found, key = finding.found, finding.row.key
     if key.kind in ("scalar", "loss"):
         return f"it is {found.own:.9g} and was {found.reference:.9g}"
-    return (f"by {units(found.greatest)} units of roundoff, where rounding explains {units(finding.bound)}: at "
-            f"{place(key, found.at)} it is {found.own:.6g} and was {found.reference:.6g}")
+    return (
+        f"by {units(found.greatest)} units of roundoff, where rounding explains {units(finding.bound)}: at "
+        f"{place(key, found.at)} it is {found.own:.6g} and was {found.reference:.6g}"
+    )

@@ -54,8 +54,12 @@ def file_of(folder: Path, key: Key) -> Path:
 
 def _header(key: Key, dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:
     size = math.prod(shape) * dtype.itemsize
-    return header_bytes({"__metadata__": {"step": str(key.step), "kind": key.kind}, key.name: {
-        "dtype": DTYPE_CODES[dtype], "shape": shape, "data_offsets": [0, size]}})
+    return header_bytes(
+        {
+            "__metadata__": {"step": str(key.step), "kind": key.kind},
+            key.name: {"dtype": DTYPE_CODES[dtype], "shape": shape, "data_offsets": [0, size]},
+        }
+    )
 
 
 def _mapped(path: Path, key: Key, dtype: torch.dtype, shape: tuple[int, ...], mode: Any) -> np.ndarray:
@@ -78,8 +82,13 @@ class TraceWriter:
         key, dtype, path = part.key, part.values.dtype, file_of(self._folder, part.key)
         row = self._rows.get(key)
         if row is None:
-            row = self._rows[key] = {"key": key, "dtype": DTYPE_CODES[dtype], "shape": part.global_shape,
-                                     "count": 0, "squares": 0.0}
+            row = self._rows[key] = {
+                "key": key,
+                "dtype": DTYPE_CODES[dtype],
+                "shape": part.global_shape,
+                "count": 0,
+                "squares": 0.0,
+            }
             header = _header(key, dtype, part.global_shape)
             # Whichever rank comes first makes the file; the others write the same bytes.
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
@@ -112,10 +121,14 @@ def merge(folder: Path, world_size: int, facts: Mapping[str, Any]) -> None:
         path.unlink()
     for key, row in rows.items():
         if row["count"] != math.prod(row["shape"]):
-            raise ValueError(f"the ranks of the first layout made {row['count']:,} of the {math.prod(row['shape']):,} "
-                             f"numbers of {key.name} in step {key.step}: not every sample was computed once")
-    table = [{"key": key, "dtype": row["dtype"], "shape": row["shape"], "rms": math.sqrt(row["squares"] / row["count"])}
-             for key, row in sorted(rows.items(), key=lambda item: item[0].order)]
+            raise ValueError(
+                f"the ranks of the first layout made {row['count']:,} of the {math.prod(row['shape']):,} "
+                f"numbers of {key.name} in step {key.step}: not every sample was computed once"
+            )
+    table = [
+        {"key": key, "dtype": row["dtype"], "shape": row["shape"], "rms": math.sqrt(row["squares"] / row["count"])}
+        for key, row in sorted(rows.items(), key=lambda item: item[0].order)
+    ]
     index = {"format": FORMAT, "facts": facts, "tensors": table}
     (folder / INDEX).write_text(json.dumps(index), encoding="utf-8")
 
@@ -130,8 +143,10 @@ class Trace:
             if index["format"] != FORMAT:
                 raise ValueError(f"its format is {index['format']}, and this program reads {FORMAT}")
             self.facts: dict[str, Any] = index["facts"]
-            self.rows = {Key(*row["key"]): Row(Key(*row["key"]), DTYPES[row["dtype"]], tuple(row["shape"]), row["rms"])
-                         for row in index["tensors"]}
+            self.rows = {
+                Key(*row["key"]): Row(Key(*row["key"]), DTYPES[row["dtype"]], tuple(row["shape"]), row["rms"])
+                for row in index["tensors"]
+            }
         except FileNotFoundError as error:
             raise ValueError(f"{folder} holds no trace: --save-trace writes one") from error
         except (KeyError, TypeError, ValueError) as error:

@@ -72,8 +72,7 @@ class Verdict:
     @property
     def share_of_bound(self) -> tuple[float, Row | None]:
         """The tensor that comes nearest to what rounding explains, and how near: 1 is at the bound."""
-        shares = [(found.excess / bound, row) for row, found, bound in self.worst
-                  if 0 < bound < math.inf]
+        shares = [(found.excess / bound, row) for row, found, bound in self.worst if 0 < bound < math.inf]
         return max(shares, key=lambda share: share[0], default=(0.0, None))
 
 
@@ -84,8 +83,9 @@ def read_verdict(folder: Path, world_size: int, trace: Trace, rounding: Rounding
     for rank in range(world_size):
         for name, difference, share in json.loads((folder / f"rank_{rank}.json").read_text(encoding="utf-8")):
             key = Key(*name)
-            found.setdefault(key, {})[rank] = Difference(**{**difference, "at": tuple(difference["at"]),
-                                                            "squares": tuple(difference["squares"])})
+            found.setdefault(key, {})[rank] = Difference(
+                **{**difference, "at": tuple(difference["at"]), "squares": tuple(difference["squares"])}
+            )
             shares[key] = share
     by_kind = {kind: Difference() for kind in KINDS}
     worst, findings = [], []
@@ -104,8 +104,11 @@ def read_verdict(folder: Path, world_size: int, trace: Trace, rounding: Rounding
         elif share := shares[key]:
             expected, of_a_stage = math.prod(row.shape) // share, world_size // stages
             holders = {rank // of_a_stage for rank in of_ranks}  # the stages that compute it
-            if short := [rank for rank in range(world_size) if rank // of_a_stage in holders
-                         and (of_ranks[rank].count if rank in of_ranks else 0) != expected]:
+            if short := [
+                rank
+                for rank in range(world_size)
+                if rank // of_a_stage in holders and (of_ranks[rank].count if rank in of_ranks else 0) != expected
+            ]:
                 first = of_ranks.get(short[0], Difference())
                 findings.append(Finding(row, tuple(short), first, bound, missing=expected - first.count))
     return Verdict({kind: d for kind, d in by_kind.items() if d.count}, worst, findings, len(trace.rows) - len(found))

@@ -28,22 +28,31 @@ def read(path: str, text_key: str | None = None) -> tuple[list[str], list[str]]:
 def test_loose_json_in_all_its_forms(tmp_path: Path) -> None:
     expected = [f"document {number}" for number in range(3)]
     items = [{"id": number, "text": text} for number, text in enumerate(expected)]
-    for name, content in (("a.jsonl", lines(3)), ("a.json", lines(3).rstrip()), ("b.json", json.dumps(items, indent=1)),
-                          ("c.jsonl", "\ufeff\n" + lines(3) + "\n\n"), ("d.json", lines(3, "sentence"))):
+    for name, content in (
+        ("a.jsonl", lines(3)),
+        ("a.json", lines(3).rstrip()),
+        ("b.json", json.dumps(items, indent=1)),
+        ("c.jsonl", "\ufeff\n" + lines(3) + "\n\n"),
+        ("d.json", lines(3, "sentence")),
+    ):
         assert read(write(tmp_path / name, content))[0] == expected
     assert read(write(tmp_path / "a.jsonl.gz", gzip.compress(lines(3).encode())))[0] == expected
     zstandard = pytest.importorskip("zstandard")
-    frames = [b"\x50\x2a\x4d\x18\x03\0\0\0abc", *(zstandard.compress(lines(3).encode()[part])
-                                                 for part in (slice(20), slice(20, None)))]
+    frames = [
+        b"\x50\x2a\x4d\x18\x03\0\0\0abc",
+        *(zstandard.compress(lines(3).encode()[part]) for part in (slice(20), slice(20, None))),
+    ]
     assert read(write(tmp_path / "a.jsonl.zst", b"".join(frames)))[0] == expected
     assert read(write(tmp_path / "e.jsonl", lines(3, "body")), "body")[0] == expected
     assert any("'sentence'" in line for line in read(str(tmp_path / "d.json"))[1])
 
 
 def test_the_default_key_is_the_one_that_is_read(tmp_path: Path) -> None:
-    for name, content in (("a.jsonl", "\n \n{\n[]\n" + '{"id": 1}\n' + lines(5000, "sentence") + lines(1)),
-                          ("a.json", json.dumps([1, {"sentence": "a"}])),
-                          ("a.jsonl.gz", gzip.compress(lines(1, "sentence").encode()))):
+    for name, content in (
+        ("a.jsonl", "\n \n{\n[]\n" + '{"id": 1}\n' + lines(5000, "sentence") + lines(1)),
+        ("a.json", json.dumps([1, {"sentence": "a"}])),
+        ("a.jsonl.gz", gzip.compress(lines(1, "sentence").encode())),
+    ):
         assert default_key(write(tmp_path / name, content)) == "sentence"
     assert read(str(tmp_path / "a.jsonl"))[0][0] == "document 0"
     assert default_key(write(tmp_path / "b.jsonl", lines(1000, "body") + lines(1))) is None  # refused, so not read on
@@ -51,13 +60,21 @@ def test_the_default_key_is_the_one_that_is_read(tmp_path: Path) -> None:
 
 
 def test_plain_text_is_one_document_byte_for_byte(tmp_path: Path) -> None:
-    text = "\ufeffa\r\nb\n\n\x00\u2028{\"text\": 1}\n"
+    text = '\ufeffa\r\nb\n\n\x00\u2028{"text": 1}\n'
     assert read(write(tmp_path / "a.txt", text))[0] == [text]
     assert read(write(tmp_path / "b.text.gz", gzip.compress(text.encode())))[0] == [text]
 
 
-BAD_LINES = [b'{"text": "half', b'{"id": 1}', b'{"text": 5}', b'["text"]', b'{"text": "\\ud800"}', b'{"text": "\xff"}',
-             b"[" * 100_000, b'{"text": ' + b"9" * 10_000 + b"}"]
+BAD_LINES = [
+    b'{"text": "half',
+    b'{"id": 1}',
+    b'{"text": 5}',
+    b'["text"]',
+    b'{"text": "\\ud800"}',
+    b'{"text": "\xff"}',
+    b"[" * 100_000,
+    b'{"text": ' + b"9" * 10_000 + b"}",
+]
 
 
 @pytest.mark.parametrize("bad", BAD_LINES, ids=range(len(BAD_LINES)))
@@ -85,8 +102,10 @@ def test_a_wrong_key_is_an_error_that_names_the_right_ones(tmp_path: Path) -> No
         read(write(tmp_path / "b.jsonl", lines(5, "body")))
 
 
-@pytest.mark.parametrize(("name", "content"), [
-    ("a.txt", b""), ("a.jsonl", b""), ("a.jsonl", b"\n\n"), ("a.json", b"[]"), ("a.jsonl", b'{"text": ""}\n')])
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [("a.txt", b""), ("a.jsonl", b""), ("a.jsonl", b"\n\n"), ("a.json", b"[]"), ("a.jsonl", b'{"text": ""}\n')],
+)
 def test_an_empty_corpus_is_an_error(tmp_path: Path, name: str, content: bytes) -> None:
     with pytest.raises(ValueError, match="holds no text"):
         read(write(tmp_path / name, content))
@@ -140,8 +159,10 @@ def test_the_builtin_corpus() -> None:
     found, said = read("builtin")
     assert len(found) > 300 and 8e5 < sum(map(len, found)) < 2e6 and not said
     assert all(found) and tuple(found) == builtin_documents()
-    for part in ("Collapse and truncate the given text to fit in the given width.",  # a docstring
-                 "There are three types of numeric literals"):  # a topic
+    for part in (
+        "Collapse and truncate the given text to fit in the given width.",  # a docstring
+        "There are three types of numeric literals",
+    ):  # a topic
         assert any(part in text for text in found)
 
 
@@ -153,8 +174,10 @@ def test_the_builtin_corpus_is_prose() -> None:
 
 
 def test_prose_of_docstrings() -> None:
-    kept = ["Return a new dictionary with the same keys, as the other one has them: see copy_of for more.",
-            "A list's item is a paragraph of its own (with its sign taken away), if it is long enough."]
+    kept = [
+        "Return a new dictionary with the same keys, as the other one has them: see copy_of for more.",
+        "A list's item is a paragraph of its own (with its sign taken away), if it is long enough.",
+    ]
     docstring = """Make it.
 
     Return a new *dictionary* with the **same** keys, as

@@ -12,9 +12,30 @@ from data_utils.curation.cleanup import SUSPECT, at_least, language_of, mend
 ftfy = pytest.importorskip("ftfy", reason="the extra [curate] is not installed")
 pytest.importorskip("py3langid", reason="the extra [curate] is not installed")
 
-TEXT = st.lists(st.one_of(st.text(max_size=20), st.sampled_from(
-    ["&amp;", "<b>", "\n", "\r\n", "\r", "Ã©", "â€œ", "â€™", "\x1b[31m", "ﬁ", "“", "plain words ", "\u2028", "é"])),
-    max_size=12).map("".join)
+TEXT = st.lists(
+    st.one_of(
+        st.text(max_size=20),
+        st.sampled_from(
+            [
+                "&amp;",
+                "<b>",
+                "\n",
+                "\r\n",
+                "\r",
+                "Ã©",
+                "â€œ",
+                "â€™",
+                "\x1b[31m",
+                "ﬁ",
+                "“",
+                "plain words ",
+                "\u2028",
+                "é",
+            ]
+        ),
+    ),
+    max_size=12,
+).map("".join)
 
 
 @settings(max_examples=500, deadline=None)
@@ -24,7 +45,7 @@ def test_mend_is_ftfy(text: str):
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.text(st.characters(max_codepoint=0x7e), max_size=60))
+@given(st.text(st.characters(max_codepoint=0x7E), max_size=60))
 def test_plain_text_is_left_alone(text: str):
     if not SUSPECT.search(text):
         assert mend(text) is text and ftfy.fix_text(text) == text
@@ -41,9 +62,13 @@ def test_token_counts(text: str, tokens: int):
     assert at_least(tokenizer, tokens)(text) == (len(tokenizer.encode(text)) >= tokens)
 
 
-@pytest.mark.parametrize(("code", "text"), [
-    ("en", "The quick brown fox jumps over the lazy dog, and nobody knows why it does so every morning."),
-    ("de", "Der Fuchs springt jeden Morgen über den faulen Hund, und niemand weiß, warum er das tut."),
-    ("fr", "Le renard saute chaque matin par-dessus le chien paresseux et personne ne sait pourquoi.")])
+@pytest.mark.parametrize(
+    ("code", "text"),
+    [
+        ("en", "The quick brown fox jumps over the lazy dog, and nobody knows why it does so every morning."),
+        ("de", "Der Fuchs springt jeden Morgen über den faulen Hund, und niemand weiß, warum er das tut."),
+        ("fr", "Le renard saute chaque matin par-dessus le chien paresseux et personne ne sait pourquoi."),
+    ],
+)
 def test_languages(code: str, text: str):
     assert language_of(text) == code

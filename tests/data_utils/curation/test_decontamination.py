@@ -21,15 +21,21 @@ WORD_LISTS = st.lists(st.sampled_from("ab"), max_size=40)
 @settings(max_examples=300, deadline=None)
 @given(st.lists(WORD_LISTS, min_size=1, max_size=3), st.lists(st.sampled_from("abc"), max_size=60))
 def test_runs_are_found_and_no_others(evaluation: list[list[str]], words: list[str]):
-    runs = {tuple(text[start:start + WORDS]) for text in evaluation for start in range(len(text) - WORDS + 1)}
+    runs = {tuple(text[start : start + WORDS]) for text in evaluation for start in range(len(text) - WORDS + 1)}
     if not runs:
         with pytest.raises(ValueError, match="hold no text of 13 words"):
             Index(map(" ".join, evaluation))
         return
     index = Index(map(" ".join, evaluation))
     assert index.too_short == sum(len(text) < WORDS for text in evaluation)
-    expected = next((" ".join(words[start:start + WORDS]) for start in range(len(words) - WORDS + 1)
-                     if tuple(words[start:start + WORDS]) in runs), None)
+    expected = next(
+        (
+            " ".join(words[start : start + WORDS])
+            for start in range(len(words) - WORDS + 1)
+            if tuple(words[start : start + WORDS]) in runs
+        ),
+        None,
+    )
     assert index.match(" ".join(words)) == expected
 
 
@@ -47,8 +53,9 @@ def test_the_split_is_stable_and_near_its_shares(tmp_path: Path):
         path = tmp_path / f"{name}.jsonl"
         path.write_bytes(b"".join(as_line({"text": text}) for text in texts))
         run_shard(stage, Shard("split", (path,)), tmp_path / name)
-        return {json.loads(line)["text"]: part.stem for part in (tmp_path / name).glob("*.jsonl")
-                for line in part.open()}
+        return {
+            json.loads(line)["text"]: part.stem for part in (tmp_path / name).glob("*.jsonl") for line in part.open()
+        }
 
     once = where(texts, "once")
     assert where(["another", *reversed(texts)], "grown") == {**once, "another": where(["another"], "one")["another"]}

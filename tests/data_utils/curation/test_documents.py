@@ -21,15 +21,30 @@ from data_utils.curation.documents import (
 def read(path: Path, text_key: str = "text") -> tuple[list[tuple[int, Document]], list[tuple[str, str]]]:
     skipped: list[tuple[str, str]] = []
     shards = document_shards([str(path)])
-    found = [item for shard in shards for item in read_documents(
-        shard.files, text_key, lambda reason, sample: skipped.append((reason, sample)), lambda count: None)]
+    found = [
+        item
+        for shard in shards
+        for item in read_documents(
+            shard.files, text_key, lambda reason, sample: skipped.append((reason, sample)), lambda count: None
+        )
+    ]
     return found, skipped
 
 
 def test_json_lines_with_bad_ones(tmp_path: Path):
     path = tmp_path / "a.jsonl"
-    lines = [b'{"text": "one", "url": "u"}', b"", b'{"text": ""}', b"{", b"[1]", b'{"body": "x"}', b'{"text": 3}',
-             b'{"text": "\\ud800"}', b'{"text": "\xff"}', '{"text": "zwei ü"}'.encode()]
+    lines = [
+        b'{"text": "one", "url": "u"}',
+        b"",
+        b'{"text": ""}',
+        b"{",
+        b"[1]",
+        b'{"body": "x"}',
+        b'{"text": 3}',
+        b'{"text": "\\ud800"}',
+        b'{"text": "\xff"}',
+        '{"text": "zwei ü"}'.encode(),
+    ]
     path.write_bytes(b"\n".join(lines) + b"\n")
     found, skipped = read(path)
     assert [document["text"] for _, document in found] == ["one", "zwei ü"]
@@ -49,7 +64,7 @@ def test_compressed_files(tmp_path: Path, packed: str):
     (tmp_path / f"b.jsonl.{packed}").write_bytes(content)
     found, skipped = read(tmp_path)
     assert [document["text"] for _, document in found] == ["packed"] * 3 and not skipped
-    shard, = document_shards([str(tmp_path)])
+    (shard,) = document_shards([str(tmp_path)])
     assert shard.name == "b" and not is_seekable(shard)
     (tmp_path / f"b.jsonl.{packed}").write_bytes(content[:-5])
     with pytest.raises(ValueError, match="is damaged"):
@@ -62,8 +77,9 @@ def test_a_folder_of_scraped_text(tmp_path: Path):
     (tmp_path / "12.txt").write_bytes(b"\xff")
     (tmp_path / "13.txt").write_text(" \n")
     found, skipped = read(tmp_path)
-    assert [document for _, document in found] == [{"id": f"{n:02d}.txt", "text": f"text {n}\nof two lines"}
-                                                   for n in range(12)]
+    assert [document for _, document in found] == [
+        {"id": f"{n:02d}.txt", "text": f"text {n}\nof two lines"} for n in range(12)
+    ]
     assert [reason for reason, _ in skipped] == ["unreadable", "empty"]
     assert len(document_shards([str(tmp_path)])) == 1 and len(document_shards([str(tmp_path / "*.txt")])) == 1
 

@@ -52,25 +52,31 @@ def get(url: str, max_bytes: int = 100_000, seconds: float = 60.0) -> Page:
 
 def test_a_page_and_redirects(server: tuple[str, list[bytes]]):
     address, answers = server
-    answers += [b"HTTP/1.1 301 Moved\r\nLocation: ../there?x=%20#end\r\n\r\n",
-                OK + b"Transfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n2\r\nd\xe9\r\n0\r\n\r\n"]
+    answers += [
+        b"HTTP/1.1 301 Moved\r\nLocation: ../there?x=%20#end\r\n\r\n",
+        OK + b"Transfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n2\r\nd\xe9\r\n0\r\n\r\n",
+    ]
     assert get(f"{address}/here/it is") == Page(f"{address}/there?x=%20#end", b"abcd\xe9", "latin-1")
 
 
-@pytest.mark.parametrize(("answer", "reason"), [
-    (b"HTTP/1.1 404 Not Found\r\n\r\n", "status 404"),
-    (b"HTTP/1.1 200 OK\r\nContent-Type: image/png\r\n\r\nx", "no page of text"),
-    (OK + b"Content-Length: 100001\r\n\r\n", "too large"),
-    (OK + b"\r\n" + 100_001 * b"x", "too large"),
-    (OK + b"Content-Length: 10\r\n\r\nabc", "broken answer"),
-    (OK + b"Transfer-Encoding: chunked\r\n\r\n30\r\nabc", "broken answer"),
-    (OK + b"Content-Encoding: gzip\r\n\r\nabc", "broken answer"),
-    (OK + b"Content-Encoding: br\r\n\r\nabc", "packed in an unknown way"),
-    (OK + b"Content-Length: many\r\n\r\nabc", "broken answer"),
-    (b"hello", "broken answer"),
-    (b"HTTP/1.1 200 OK\r\n" + b"X: " + 70_000 * b"y" + b"\r\n\r\n", "broken answer"),
-    (b"", "connection failed"),
-    (b"HTTP/1.1 302 Found\r\nLocation: http://[\r\n\r\n", "malformed address")])
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        (b"HTTP/1.1 404 Not Found\r\n\r\n", "status 404"),
+        (b"HTTP/1.1 200 OK\r\nContent-Type: image/png\r\n\r\nx", "no page of text"),
+        (OK + b"Content-Length: 100001\r\n\r\n", "too large"),
+        (OK + b"\r\n" + 100_001 * b"x", "too large"),
+        (OK + b"Content-Length: 10\r\n\r\nabc", "broken answer"),
+        (OK + b"Transfer-Encoding: chunked\r\n\r\n30\r\nabc", "broken answer"),
+        (OK + b"Content-Encoding: gzip\r\n\r\nabc", "broken answer"),
+        (OK + b"Content-Encoding: br\r\n\r\nabc", "packed in an unknown way"),
+        (OK + b"Content-Length: many\r\n\r\nabc", "broken answer"),
+        (b"hello", "broken answer"),
+        (b"HTTP/1.1 200 OK\r\n" + b"X: " + 70_000 * b"y" + b"\r\n\r\n", "broken answer"),
+        (b"", "connection failed"),
+        (b"HTTP/1.1 302 Found\r\nLocation: http://[\r\n\r\n", "malformed address"),
+    ],
+)
 def test_reasons(server: tuple[str, list[bytes]], answer: bytes, reason: str):
     address, answers = server
     answers.append(answer)

@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 def grams(text: str) -> set[str]:
     padded = text.ljust(5, "\0")
-    return {padded[start:start + 5] for start in range(len(padded) - 4)}
+    return {padded[start : start + 5] for start in range(len(padded) - 4)}
 
 
 @settings(max_examples=100, deadline=None)
@@ -56,8 +56,9 @@ def test_sketches_estimate_without_bias(length: int):
 @given(st.lists(st.integers(0, 5), max_size=30))
 def test_buckets(keys: list[int]):
     expected = {tuple(number for number, other in enumerate(keys) if other == key) for key in keys}
-    assert {tuple(bucket) for bucket in buckets(np.array(keys, np.uint64))} == \
-        {bucket for bucket in expected if len(bucket) > 1}
+    assert {tuple(bucket) for bucket in buckets(np.array(keys, np.uint64))} == {
+        bucket for bucket in expected if len(bucket) > 1
+    }
 
 
 def test_the_root_of_a_set_is_its_least():
@@ -68,8 +69,12 @@ def test_the_root_of_a_set_is_its_least():
 
 
 def program(name: str, *arguments: Path | str) -> str:
-    run = subprocess.run([sys.executable, str(ROOT / f"tools/openwebtext/{name}.py"), *map(str, arguments),
-                          "--workers", "1"], text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    run = subprocess.run(
+        [sys.executable, str(ROOT / f"tools/openwebtext/{name}.py"), *map(str, arguments), "--workers", "1"],
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
     assert run.returncode == 0, run.stdout
     return run.stdout
 
@@ -90,13 +95,17 @@ def test_search_group_and_removal(tmp_path: Path):
         chain = changed(words, range(12))
         families.append([words, chain, changed(chain, range(60, 72)), list(words)])
     singles = [text() for _ in range(40)]
-    documents = [(" ".join(words), (family, member)) for family, members in enumerate(families)
-                 for member, words in enumerate(members)] + [(" ".join(words), (99, 0)) for words in singles]
+    documents = [
+        (" ".join(words), (family, member))
+        for family, members in enumerate(families)
+        for member, words in enumerate(members)
+    ] + [(" ".join(words), (99, 0)) for words in singles]
     draw.shuffle(documents)
     (tmp_path / "in").mkdir()
     for shard, part in (("a", documents[:50]), ("b", documents[50:])):
-        (tmp_path / f"in/{shard}.jsonl").write_bytes(b"".join(
-            as_line({"text": text, "of": list(of)}) for text, of in part))
+        (tmp_path / f"in/{shard}.jsonl").write_bytes(
+            b"".join(as_line({"text": text, "of": list(of)}) for text, of in part)
+        )
     first, second = (" ".join(families[0][member]) for member in (0, 2))
     middle = " ".join(families[0][1])
     assert jaccard(shingles(first), shingles(second)) < 0.85 < jaccard(shingles(first), shingles(middle))
@@ -122,11 +131,21 @@ def test_search_group_and_removal(tmp_path: Path):
     for number, (content, _) in enumerate(documents):
         (folder / f"{number:03d}.txt").write_text(content)
     program("find_duplicates", folder, tmp_path / "found2", "--min-jaccard", "0.85")
-    one, two = ([json.loads(line)["pair"] for line in (tmp_path / f"{name}/pairs.jsonl").read_text().splitlines()[1:]]
-                for name in ("found", "found2"))
+    one, two = (
+        [json.loads(line)["pair"] for line in (tmp_path / f"{name}/pairs.jsonl").read_text().splitlines()[1:]]
+        for name in ("found", "found2")
+    )
     assert one == two
-    run = subprocess.run([sys.executable, str(ROOT / "tools/openwebtext/remove_group_duplicates.py"),
-                          str(tmp_path / "groups/groups.jsonl"), str(folder), str(tmp_path / "out2")],
-                         text=True, capture_output=True)
+    run = subprocess.run(
+        [
+            sys.executable,
+            str(ROOT / "tools/openwebtext/remove_group_duplicates.py"),
+            str(tmp_path / "groups/groups.jsonl"),
+            str(folder),
+            str(tmp_path / "out2"),
+        ],
+        text=True,
+        capture_output=True,
+    )
     assert run.returncode == 2 and "search it for duplicates first" in run.stderr
     assert run.stderr.count("\n") == 1

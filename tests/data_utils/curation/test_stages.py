@@ -43,8 +43,13 @@ class Setting:
         (self.input / f"{shard}.jsonl").write_bytes(b"".join(as_line({"text": text}) for text in texts))
 
     def run(self, **options: Any) -> list[dict[str, Any]]:
-        return run_stage(options.pop("stage", self.stage), document_shards([str(self.input)]), self.output,
-                         log=self.said.append, **options)
+        return run_stage(
+            options.pop("stage", self.stage),
+            document_shards([str(self.input)]),
+            self.output,
+            log=self.said.append,
+            **options,
+        )
 
     def ran(self) -> list[str]:
         """The shards that were worked on since this was asked last."""
@@ -53,8 +58,11 @@ class Setting:
         return found
 
     def bytes(self) -> dict[str, bytes]:
-        return {str(path.relative_to(self.output)): path.read_bytes() for path in self.output.rglob("*")
-                if path.is_file() and path.name != ".lock"}
+        return {
+            str(path.relative_to(self.output)): path.read_bytes()
+            for path in self.output.rglob("*")
+            if path.is_file() and path.name != ".lock"
+        }
 
 
 @pytest.fixture
@@ -70,8 +78,14 @@ def test_outputs_manifests_and_report(setting: Setting):
     assert (manifest["entered"], manifest["left"], manifest["parameters"]) == (4, 3, {"least": 3})
     assert manifest["dropped"] == {"short": {"count": 1, "samples": ["a0"]}}
     assert [entry["name"] for entry in manifest["outputs"]] == ["a.jsonl"]
-    assert sorted(setting.bytes()) == ["a.jsonl", "b.jsonl", "c.jsonl", "manifests/a.json", "manifests/b.json",
-                                       "manifests/c.json"]
+    assert sorted(setting.bytes()) == [
+        "a.jsonl",
+        "b.jsonl",
+        "c.jsonl",
+        "manifests/a.json",
+        "manifests/b.json",
+        "manifests/c.json",
+    ]
     assert setting.said[0].startswith("shorten: 12 in, 9 out (75.0%); 3 shards")
     assert setting.said[2].split() == ["short", "3", "25.0%", "a0"]
 
@@ -144,8 +158,10 @@ def test_unreadable_lines(setting: Setting):
 
 @pytest.mark.parametrize(("limit", "entered"), [(1, [1]), (4, [4]), (6, [4, 2]), (99, [4, 4, 4])])
 def test_limit(setting: Setting, limit: int, entered: list[int]):
-    assert [manifest["entered"] for manifest in setting.run(limit=limit, stage=replace(
-        setting.stage, parameters={"least": 1}))] == entered
+    assert [
+        manifest["entered"]
+        for manifest in setting.run(limit=limit, stage=replace(setting.stage, parameters={"least": 1}))
+    ] == entered
 
 
 def test_what_is_not_of_this_run_is_named(setting: Setting):

@@ -10,26 +10,30 @@ from tests.conftest import needs
 pytestmark = needs("tldextract", extra="curate")
 
 
-@pytest.mark.parametrize(("url", "reason"), [
-    ("https://www.bbc.co.uk/news/article-1", None),
-    ("http://blog.example.com/2019/01/a-post.html?page=2", None),
-    ("https://example.org/café", None),
-    ("https://de.wikipedia.org/wiki/C.H._Beck", None),
-    ("http://[2001:db8::1]/page", "malformed"),
-    ("http://a.b", "malformed"),
-    ("http://x.", "malformed"),
-    ("https://m.youtube.com/watch?v=1", "site without text"),
-    ("https://youtu.be/1", "site without text"),
-    ("https://cdn.example.com/a/photo.JPEG?width=3", "file that is no page"),
-    ("https://example.com/paper.pdf", "file that is no page"),
-    ("ftp://example.com/a", "neither http nor https"),
-    ("javascript:alert(1)", "malformed"),
-    ("http://example.com:99999/", "malformed"),
-    ("http://exa mple.com/", "malformed"),
-    ("http://127.0.0.1:8000/", "malformed"),
-    ("http://intranet/page", "malformed"),
-    ("http://a", "too short"),
-    ("http://example.com/" + "a" * 2100, "too long")])
+@pytest.mark.parametrize(
+    ("url", "reason"),
+    [
+        ("https://www.bbc.co.uk/news/article-1", None),
+        ("http://blog.example.com/2019/01/a-post.html?page=2", None),
+        ("https://example.org/café", None),
+        ("https://de.wikipedia.org/wiki/C.H._Beck", None),
+        ("http://[2001:db8::1]/page", "malformed"),
+        ("http://a.b", "malformed"),
+        ("http://x.", "malformed"),
+        ("https://m.youtube.com/watch?v=1", "site without text"),
+        ("https://youtu.be/1", "site without text"),
+        ("https://cdn.example.com/a/photo.JPEG?width=3", "file that is no page"),
+        ("https://example.com/paper.pdf", "file that is no page"),
+        ("ftp://example.com/a", "neither http nor https"),
+        ("javascript:alert(1)", "malformed"),
+        ("http://example.com:99999/", "malformed"),
+        ("http://exa mple.com/", "malformed"),
+        ("http://127.0.0.1:8000/", "malformed"),
+        ("http://intranet/page", "malformed"),
+        ("http://a", "too short"),
+        ("http://example.com/" + "a" * 2100, "too long"),
+    ],
+)
 def test_reasons(url: str, reason: str | None):
     assert refusal()(url) == reason
 

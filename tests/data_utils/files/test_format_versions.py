@@ -25,8 +25,11 @@ def test_what_is_written_has_the_version_of_the_table(tmp_path: Path) -> None:
 def test_the_table_has_a_row_for_each_version() -> None:
     """In the order of the constants, with their numbers."""
     assert format_versions.__doc__ is not None
-    rows = [[cell.strip() for cell in line.strip("|").split("|")]
-            for line in format_versions.__doc__.splitlines() if line.startswith("| ")][1:]
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in format_versions.__doc__.splitlines()
+        if line.startswith("| ")
+    ][1:]
     versions = {name: value for name, value in vars(format_versions).items() if re.fullmatch(r"[A-Z_]+_VERSION", name)}
     oldest = versions.pop("OLDEST_CHECKPOINT_VERSION")
     assert [int(row[2]) for row in rows] == [*versions.values()]

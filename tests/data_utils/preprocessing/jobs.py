@@ -16,8 +16,11 @@ BUILTIN = build_tokenizer("builtin")
 
 
 def write(path: Path, texts: list[str]) -> str:
-    path.write_bytes(b"".join(json.dumps({"id": 1, "text": text}, ensure_ascii=bool(len(text) % 2)).encode() + b"\n"
-                              for text in texts))
+    path.write_bytes(
+        b"".join(
+            json.dumps({"id": 1, "text": text}, ensure_ascii=bool(len(text) % 2)).encode() + b"\n" for text in texts
+        )
+    )
     return str(path)
 
 
@@ -29,10 +32,21 @@ def some_texts(count: int) -> list[str]:
 
 def run(inputs: Any, prefix: Path, kind: str = "bytes", said: list[str] | None = None, **more: Any) -> dict[str, Any]:
     inputs = (inputs,) if isinstance(inputs, str) else tuple(inputs)
-    job = Job(**{"inputs": inputs, "output_prefix": str(prefix), "keys": ("text",), "tokenizer": {"kind": kind},
-                 "append_eod": True, **more})
-    return preprocess(job, log=(said if said is not None else []).append,
-                      progress=lambda total: contextlib.nullcontext(lambda read, tokens: None))
+    job = Job(
+        **{
+            "inputs": inputs,
+            "output_prefix": str(prefix),
+            "keys": ("text",),
+            "tokenizer": {"kind": kind},
+            "append_eod": True,
+            **more,
+        }
+    )
+    return preprocess(
+        job,
+        log=(said if said is not None else []).append,
+        progress=lambda total: contextlib.nullcontext(lambda read, tokens: None),
+    )
 
 
 def texts_of(prefix: Path, key: str = "text", tokenizer: Any = BYTES) -> list[str]:

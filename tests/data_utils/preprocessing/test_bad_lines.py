@@ -12,14 +12,26 @@ import pytest
 from data_utils.preprocessing import shards
 from tests.data_utils.preprocessing.jobs import run, some_texts, texts_of, write
 
-BAD_LINES = [b'{"text": "half', b'{"id": 1}', b'{"text": 5}', b'["text"]', b'{"text": "\\ud800"}', b'{"text": "\xff"}',
-             b"[" * 100_000, b'{"text": "a", "n": ' + b"9" * 10_000 + b"}", b'{"text": null}', b"null", b'"text"',
-             b'{"text": "a"} {"text": "b"}']
+BAD_LINES = [
+    b'{"text": "half',
+    b'{"id": 1}',
+    b'{"text": 5}',
+    b'["text"]',
+    b'{"text": "\\ud800"}',
+    b'{"text": "\xff"}',
+    b"[" * 100_000,
+    b'{"text": "a", "n": ' + b"9" * 10_000 + b"}",
+    b'{"text": null}',
+    b"null",
+    b'"text"',
+    b'{"text": "a"} {"text": "b"}',
+]
 
 
 @pytest.mark.parametrize("with_orjson", [True, False])
-def test_bad_lines_are_skipped_counted_and_quarantined(tmp_path: Path, small_shards: None, with_orjson: bool,
-                                                       monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bad_lines_are_skipped_counted_and_quarantined(
+    tmp_path: Path, small_shards: None, with_orjson: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if not with_orjson:
         monkeypatch.setattr(shards, "fast_json", lambda: json.loads)
     texts = some_texts(1000)
@@ -31,15 +43,19 @@ def test_bad_lines_are_skipped_counted_and_quarantined(tmp_path: Path, small_sha
     content.append(b'{"text": ""}\n')
     (tmp_path / "a.jsonl").write_bytes(b"".join(content))
     said: list[str] = []
-    manifest = run([str(tmp_path / "good.jsonl"), str(tmp_path / "a.jsonl")], tmp_path / "out", said=said,
-                   max_bad_fraction=0.01)["text"]
+    manifest = run(
+        [str(tmp_path / "good.jsonl"), str(tmp_path / "a.jsonl")], tmp_path / "out", said=said, max_bad_fraction=0.01
+    )["text"]
     assert texts_of(tmp_path / "out") == texts * 2
     assert manifest["bad_lines"] == len(BAD_LINES) and manifest["empty_documents"] == 1
     quarantine = [json.loads(line) for line in (tmp_path / "out.bad.jsonl").read_text().splitlines()]
     assert [entry["file"] for entry in quarantine] == [str(tmp_path / "a.jsonl")] * len(BAD_LINES)
     lines = (tmp_path / "a.jsonl").read_bytes().split(b"\n")
-    assert [lines[entry["line"] - 1].decode("utf-8", "backslashreplace") for entry in quarantine] == \
-        [entry["content"] for entry in quarantine] == [bad.decode("utf-8", "backslashreplace") for bad in BAD_LINES]
+    assert (
+        [lines[entry["line"] - 1].decode("utf-8", "backslashreplace") for entry in quarantine]
+        == [entry["content"] for entry in quarantine]
+        == [bad.decode("utf-8", "backslashreplace") for bad in BAD_LINES]
+    )
     assert any("12 of 2,013 lines are unusable and left out" in line for line in said)
 
 
@@ -74,19 +90,26 @@ def test_damaged_and_missing_input(tmp_path: Path) -> None:
 
     plain = Path(write(tmp_path / "a.jsonl", some_texts(2000))).read_bytes()
     parquet.write_table(pyarrow.table({"text": some_texts(2000)}), tmp_path / "a.parquet")
-    whole = {"b.jsonl.gz": gzip.compress(plain), "c.jsonl.zst": zstandard.compress(plain),
-             "d.parquet": (tmp_path / "a.parquet").read_bytes()}
+    whole = {
+        "b.jsonl.gz": gzip.compress(plain),
+        "c.jsonl.zst": zstandard.compress(plain),
+        "d.parquet": (tmp_path / "a.parquet").read_bytes(),
+    }
     for name, packed in whole.items():
-        (tmp_path / name).write_bytes(packed[:len(packed) // 2])
+        (tmp_path / name).write_bytes(packed[: len(packed) // 2])
         with pytest.raises(ValueError, match=rf"{name} is damaged"):
             run(str(tmp_path / name), tmp_path / "out")
     with pytest.raises(ValueError, match="no column 'body', but text: --json-keys"):
         run(str(tmp_path / "a.parquet"), tmp_path / "out", keys=("body",))
     with pytest.raises(FileNotFoundError, match="--input .*nowhere.*: no such file"):
         run(str(tmp_path / "nowhere*.jsonl"), tmp_path / "out")
-    for bad, flag in (({"workers": 0}, "--workers"), ({"max_bad_fraction": 2.0}, "--max-bad-fraction"),
-                      ({"inputs": (str(tmp_path),)}, "--output-prefix .* lies in the folder"),
-                      ({"keys": ("a", "a")}, "--json-keys"), ({"keys": ("a/b",)}, "--json-keys")):
+    for bad, flag in (
+        ({"workers": 0}, "--workers"),
+        ({"max_bad_fraction": 2.0}, "--max-bad-fraction"),
+        ({"inputs": (str(tmp_path),)}, "--output-prefix .* lies in the folder"),
+        ({"keys": ("a", "a")}, "--json-keys"),
+        ({"keys": ("a/b",)}, "--json-keys"),
+    ):
         with pytest.raises(ValueError, match=flag):
             run(bad.pop("inputs", str(tmp_path / "a.jsonl")), tmp_path / "out", **bad)
     assert not list(tmp_path.glob("out_*")) and not list(tmp_path.glob("out.shards/*.tmp*"))

@@ -27,9 +27,14 @@ def test_what_is_written_is_what_the_tokenizer_gives(tmp_path: Path, kind: str) 
     assert manifest["documents"] == 300 and manifest["tokens"] == len(data.tokens)
     assert manifest["text_bytes"] == len("".join(texts).encode()) and manifest["inputs"][0]["lines"] == 300
     assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "a.jsonl", "out_text_document.bin", "out_text_document.idx", "out_text_document.json"]
-    lines = report(Job((str(tmp_path / "a.jsonl"),), str(tmp_path / "out"), ("text",), {"kind": kind}, True),
-                   manifest, 2.0)
+        "a.jsonl",
+        "out_text_document.bin",
+        "out_text_document.idx",
+        "out_text_document.json",
+    ]
+    lines = report(
+        Job((str(tmp_path / "a.jsonl"),), str(tmp_path / "out"), ("text",), {"kind": kind}, True), manifest, 2.0
+    )
     assert "300 documents" in lines[0] and "longest" in lines[1] and "0 bad lines" in lines[-2]
 
 
@@ -67,7 +72,7 @@ def test_shards_hold_every_line_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
         ranges = [(span.start, span.stop) for span in spans if span.path == path]
         assert ranges[0][0] == 0 and [stop for _, stop in ranges[:-1]] == [start for start, _ in ranges[1:]]
         data = Path(path).read_bytes()
-        assert ranges[-1][1] == len(data) and all(data[stop - 1:stop] == b"\n" for _, stop in ranges)
+        assert ranges[-1][1] == len(data) and all(data[stop - 1 : stop] == b"\n" for _, stop in ranges)
     run([first, second], tmp_path / "out")
     assert texts_of(tmp_path / "out") == some_texts(100) + some_texts(3)
 
@@ -78,9 +83,15 @@ def test_every_form_of_input(tmp_path: Path, small_shards: None) -> None:
 
     texts = some_texts(200)
     plain = Path(write(tmp_path / "a.jsonl", texts)).read_bytes()
-    forms = {"b.jsonl.gz": gzip.compress(plain), "c.jsonl.zst": zstandard.compress(plain), "f.part-0": plain,
-             "d.jsonl": b"\xef\xbb\xbf" + plain, "g.jsonl": plain.rstrip(), "h.jsonl": plain.replace(b"\n", b"\r\n\n"),
-             "e.json": json.dumps([{"text": text} for text in texts], indent=1).encode()}
+    forms = {
+        "b.jsonl.gz": gzip.compress(plain),
+        "c.jsonl.zst": zstandard.compress(plain),
+        "f.part-0": plain,
+        "d.jsonl": b"\xef\xbb\xbf" + plain,
+        "g.jsonl": plain.rstrip(),
+        "h.jsonl": plain.replace(b"\n", b"\r\n\n"),
+        "e.json": json.dumps([{"text": text} for text in texts], indent=1).encode(),
+    }
     for name, content in forms.items():
         (tmp_path / name).write_bytes(content)
     parquet.write_table(pyarrow.table({"text": texts, "other": range(200)}), tmp_path / "i.parquet", row_group_size=50)
@@ -127,5 +138,10 @@ def test_the_index_of_many_documents_is_written_in_blocks(tmp_path: Path, small_
     index = (tmp_path / "out_text_document.idx").read_bytes()
     lengths = [len(text) + 1 for text in texts]
     pointers = np.concatenate([[0], np.cumsum(lengths)[:-1]]) * 2
-    assert index == (b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, 8, 3000, 3001) + np.array(lengths, "<i4").tobytes()
-                     + pointers.astype("<i8").tobytes() + np.arange(3001, dtype="<i8").tobytes())
+    assert index == (
+        b"MMIDIDX\0\0"
+        + struct.pack("<QBQQ", 1, 8, 3000, 3001)
+        + np.array(lengths, "<i4").tobytes()
+        + pointers.astype("<i8").tobytes()
+        + np.arange(3001, dtype="<i8").tobytes()
+    )

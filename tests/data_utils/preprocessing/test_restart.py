@@ -14,7 +14,8 @@ from tests.data_utils.preprocessing.jobs import run, some_texts, texts_of, write
 
 
 def test_finished_shards_are_taken_up_and_damaged_or_stale_ones_made_again(
-        tmp_path: Path, small_shards: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    tmp_path: Path, small_shards: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     texts = some_texts(400)
     path = write(tmp_path / "a.jsonl", texts)
     expected = run(path, tmp_path / "expected")
@@ -47,8 +48,9 @@ def test_finished_shards_are_taken_up_and_damaged_or_stale_ones_made_again(
     assert (tmp_path / "out_text_document.idx").read_bytes() == (tmp_path / "expected_text_document.idx").read_bytes()
 
 
-def test_a_changed_input_makes_its_shards_again(tmp_path: Path, small_shards: None,
-                                                monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_changed_input_makes_its_shards_again(
+    tmp_path: Path, small_shards: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     texts = [f"text {number:04d}" for number in range(2000)]
     path = write(tmp_path / "a.jsonl", texts)
     with monkeypatch.context() as patch:

@@ -21,8 +21,11 @@ TEXT = "O, that this too too solid flesh would melt\nÄ 中 🙂"
 def meta_of(text: str) -> dict[str, object]:
     """As nanoGPT's data/shakespeare_char/prepare.py makes it."""
     characters = sorted(set(text))
-    return {"vocab_size": len(characters), "itos": dict(enumerate(characters)),
-            "stoi": {character: number for number, character in enumerate(characters)}}
+    return {
+        "vocab_size": len(characters),
+        "itos": dict(enumerate(characters)),
+        "stoi": {character: number for number, character in enumerate(characters)},
+    }
 
 
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
@@ -57,10 +60,18 @@ class Caller:
 
 def test_what_is_no_vocabulary(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "meta.pkl"
-    for meta, said in ((Caller(), "more than strings and numbers"), ({"itos": Caller()}, "more than strings and numb"),
-                       ([1], "more than strings"), ({"stoi": {}}, "no itos"), ({"itos": {0: "a", 2: "b"}}, "0, 1, 2"),
-                       ({"itos": {0: "ab"}}, "one character for each id"), ({"itos": {0: "a", 1: "a"}}, "two ids"),
-                       ({"itos": {}}, "one character"), ({"itos": {0: 7}}, "one character"), ("text", "no itos")):
+    for meta, said in (
+        (Caller(), "more than strings and numbers"),
+        ({"itos": Caller()}, "more than strings and numb"),
+        ([1], "more than strings"),
+        ({"stoi": {}}, "no itos"),
+        ({"itos": {0: "a", 2: "b"}}, "0, 1, 2"),
+        ({"itos": {0: "ab"}}, "one character for each id"),
+        ({"itos": {0: "a", 1: "a"}}, "two ids"),
+        ({"itos": {}}, "one character"),
+        ({"itos": {0: 7}}, "one character"),
+        ("text", "no itos"),
+    ):
         path.write_bytes(pickle.dumps(meta))
         with pytest.raises(ValueError, match=rf"meta.pkl: .*{said}"):
             read_characters(path)
@@ -77,9 +88,13 @@ def test_what_is_no_vocabulary(tmp_path: Path, capsys: pytest.CaptureFixture[str
 def test_damaged_pickles_are_refused_at_once() -> None:
     """Cut, changed, and with instructions that claim gigabytes."""
     whole, chance = pickle.dumps(meta_of(TEXT), 4), np.random.default_rng(1)
-    claims = [b"\x80\x04\x96" + b"\xff\xff\xff\x7f" + bytes(4) + b".", b"\x80\x04}" + b"r\xff\xff\xff\x7f.",
-              b"\x80\x04\x8d" + b"\xff" * 8 + b".", b"\x80\x04" + b"(" * 1000 + b".",
-              b"\x80\x04" + b"}" * 99_999 + b"."]
+    claims = [
+        b"\x80\x04\x96" + b"\xff\xff\xff\x7f" + bytes(4) + b".",
+        b"\x80\x04}" + b"r\xff\xff\xff\x7f.",
+        b"\x80\x04\x8d" + b"\xff" * 8 + b".",
+        b"\x80\x04" + b"(" * 1000 + b".",
+        b"\x80\x04" + b"}" * 99_999 + b".",
+    ]
     cut = [whole[:size] for size in range(0, len(whole), 7)]
     changed = []
     for _ in range(300):

@@ -14,8 +14,13 @@ pytestmark = pytest.mark.skipif(not shutil.which("curl"), reason="file: addresse
 
 
 def download(source: Path, folder: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(["bash", str(SCRIPT)], capture_output=True, text=True, timeout=240, env={
-        "PATH": "/usr/bin:/bin", "XDG_CACHE_HOME": str(folder), "GPT2_VOCAB_URL": source.resolve().as_uri()})
+    return subprocess.run(
+        ["bash", str(SCRIPT)],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env={"PATH": "/usr/bin:/bin", "XDG_CACHE_HOME": str(folder), "GPT2_VOCAB_URL": source.resolve().as_uri()},
+    )
 
 
 def test_what_is_downloaded_is_found_and_kept(test_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

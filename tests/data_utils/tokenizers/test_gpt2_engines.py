@@ -58,18 +58,47 @@ EVERY = pytest.mark.parametrize("every", [10, pytest.param(1, marks=pytest.mark.
 
 @EVERY
 def test_real_text(engines: Engines, test_data: Path, every: int) -> None:
-    texts = [(test_data / name).read_bytes().decode() for name in ("wikitext-2/valid.txt", "wikitext-2/test.txt",
-                                                                   "tinyshakespeare/input.txt")]
+    texts = [
+        (test_data / name).read_bytes().decode()
+        for name in ("wikitext-2/valid.txt", "wikitext-2/test.txt", "tinyshakespeare/input.txt")
+    ]
     lambada = (test_data / "lambada" / "lambada_test.jsonl").read_text(encoding="utf-8").splitlines()
     engines.check([part for text in texts[:2] for part in text.split("\n \n")][::every])
     engines.check([json.loads(line)["text"] for line in lambada[::every]])
-    engines.check([texts[2][:len(texts[2]) // every]])  # one of a megabyte, as a whole
+    engines.check([texts[2][: len(texts[2]) // every]])  # one of a megabyte, as a whole
 
 
 # Anything, and what GPT-2's pattern cuts by: contractions, white space, numbers, letters of all planes.
-PIECES = st.one_of(st.characters(exclude_categories=["Cs"]), st.sampled_from(
-    [" ", "  ", "\n", "\t", "\u00a0", "\u3000", "\u2028", "'s", "'ll", "'", "’", "<|endoftext|>", "the", " 20", "é",
-     "\u0301", "漢", "😀", "\U00018d89", "\U000325ee", "\ua7d2", "\u200d", "\x00"]))
+PIECES = st.one_of(
+    st.characters(exclude_categories=["Cs"]),
+    st.sampled_from(
+        [
+            " ",
+            "  ",
+            "\n",
+            "\t",
+            "\u00a0",
+            "\u3000",
+            "\u2028",
+            "'s",
+            "'ll",
+            "'",
+            "’",
+            "<|endoftext|>",
+            "the",
+            " 20",
+            "é",
+            "\u0301",
+            "漢",
+            "😀",
+            "\U00018d89",
+            "\U000325ee",
+            "\ua7d2",
+            "\u200d",
+            "\x00",
+        ]
+    ),
+)
 
 
 @EVERY
@@ -86,8 +115,9 @@ def test_ten_thousand_random_strings(engines: Engines, every: int) -> None:
 def test_every_character_is_of_the_same_class(every: int) -> None:
     """A vocabulary in which ids tell where text was cut: each byte is joined with what stands after or before it."""
     single = [bytes([value]) for value in range(256)]
-    pairs = [bytes([last, after]) for last in range(0xC0) for after in b"a1!\t"] + \
-        [bytes([32, first]) for first in range(0xC2, 0xF5)]
+    pairs = [bytes([last, after]) for last in range(0xC0) for after in b"a1!\t"] + [
+        bytes([32, first]) for first in range(0xC2, 0xF5)
+    ]
     ranked = list(dict.fromkeys(single + pairs))
     tokenizer = BytePairTokenizer("builtin", ranked, range(len(ranked)), [*ranked, b""], len(ranked), {})
     reference = reference_of(tokenizer)
@@ -99,7 +129,7 @@ def test_every_character_is_of_the_same_class(every: int) -> None:
         text = "".join(f"{one}a{one}1{one}!{one}\t {one}'s" for one in characters)
         assert list(tokenizer.encode(text)) == tokenizer._encoding.encode_ordinary(text), hex(first)
         if first < 0x34000 or not first % 0x1000:
-            short = "".join(f"{one}a{one}1" for one in characters[::1 if first < 0x20000 else 4])
+            short = "".join(f"{one}a{one}1" for one in characters[:: 1 if first < 0x20000 else 4])
             assert reference.encode_ordinary(short) == tokenizer._encoding.encode_ordinary(short), hex(first)
         skipped += first < 0x20000 and faster(text.encode()) is None
     assert 5 < skipped * every < 0x10000 / 32  # of the two planes in which text stands mostly; emoji are not skipped
@@ -126,8 +156,9 @@ def test_endless_words_and_texts_of_special_tokens_in_pure_python(engines: Engin
         assert ids == engines.ours._encoding.encode_ordinary(text) and engines.ours.eod not in ids
 
 
-def test_without_tiktoken_regex_gives_the_same_ids(engines: Engines, test_data: Path,
-                                                   monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_tiktoken_regex_gives_the_same_ids(
+    engines: Engines, test_data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "tiktoken", None)
     monkeypatch.setitem(sys.modules, "gigatoken.gigatoken_rs", None)
     assert default_tokenizer_kind() == "builtin"

@@ -18,15 +18,30 @@ from data_utils.tokenizers.build import find_gpt2_files
 from data_utils.tokenizers.gpt2 import WHITE_RUN, byte_alphabet
 
 ROOT = Path(__file__).resolve().parents[3]
-EXAMPLES = ["", " ", "  a\n\n b\t\r\n", "it's 3,14 isn't\u00a0it", "\u2581a \u2581\u2581b", "<|endoftext|>",
-            "</s><s><unk><0x41>", "\x00\x1c\x85", "é漢🙂\u0301", "a" * 5000, "\n \n" * 3000]
+EXAMPLES = [
+    "",
+    " ",
+    "  a\n\n b\t\r\n",
+    "it's 3,14 isn't\u00a0it",
+    "\u2581a \u2581\u2581b",
+    "<|endoftext|>",
+    "</s><s><unk><0x41>",
+    "\x00\x1c\x85",
+    "é漢🙂\u0301",
+    "a" * 5000,
+    "\n \n" * 3000,
+]
 
 
 def random_text(draw: random.Random) -> str:
     """Runs of characters of all sorts, lone surrogates excepted."""
-    kinds = [lambda: chr(draw.randrange(128)), lambda: draw.choice(" \n\t\r\u00a0\u2003\u2581'"),
-             lambda: chr(draw.randrange(0x80, 0xD800)), lambda: chr(draw.randrange(0xE000, 0x110000)),
-             lambda: draw.choice(["<|endoftext|>", "</s>", "<0xE2>", "don't", " the", "2019"])]
+    kinds = [
+        lambda: chr(draw.randrange(128)),
+        lambda: draw.choice(" \n\t\r\u00a0\u2003\u2581'"),
+        lambda: chr(draw.randrange(0x80, 0xD800)),
+        lambda: chr(draw.randrange(0xE000, 0x110000)),
+        lambda: draw.choice(["<|endoftext|>", "</s>", "<0xE2>", "don't", " the", "2019"]),
+    ]
     return "".join(draw.choice(kinds)() * draw.choice((1, 1, 1, 2, 9)) for _ in range(draw.randrange(60)))
 
 
@@ -75,8 +90,12 @@ def test_what_the_ids_mean_is_whole(tokenizer: Tokenizer) -> None:
 def test_a_saved_tokenizer_is_the_same_and_a_changed_one_is_refused(tokenizer: Tokenizer, tmp_path: Path) -> None:
     tokenizer.save(tmp_path / "tokenizer")
     again = load_tokenizer(tmp_path / "tokenizer")
-    assert (again.kind, again.fingerprint, again.vocab_size, again.eod) == \
-        (tokenizer.kind, tokenizer.fingerprint, tokenizer.vocab_size, tokenizer.eod)
+    assert (again.kind, again.fingerprint, again.vocab_size, again.eod) == (
+        tokenizer.kind,
+        tokenizer.fingerprint,
+        tokenizer.vocab_size,
+        tokenizer.eod,
+    )
     assert list(again.encode("some text")) == list(tokenizer.encode("some text"))
     facts_file = tmp_path / "tokenizer" / FACTS_FILE
     facts_file.rename(tmp_path / "tokenizer" / OLD_FACTS_FILE)  # as it was called once
@@ -92,8 +111,12 @@ def test_a_saved_tokenizer_is_the_same_and_a_changed_one_is_refused(tokenizer: T
 
 
 def test_kinds_have_different_fingerprints(gpt2: Tokenizer, sentencepiece: Tokenizer) -> None:
-    prints = {build_tokenizer("bytes").fingerprint, build_tokenizer("builtin").fingerprint, gpt2.fingerprint,
-              sentencepiece.fingerprint}
+    prints = {
+        build_tokenizer("bytes").fingerprint,
+        build_tokenizer("builtin").fingerprint,
+        gpt2.fingerprint,
+        sentencepiece.fingerprint,
+    }
     assert len(prints) == 4
 
 
@@ -145,10 +168,17 @@ def test_a_vocabulary_with_other_ids(tmp_path: Path) -> None:
     assert made.decode(made.encode("hello h\u00e9")) == "hello h\u00e9"
 
 
-@pytest.mark.parametrize(("vocabulary", "merges", "named"), [
-    ("[]", "h e", "--vocab-file"), ("{", "h e", "--vocab-file"), ('{"a": 0}', "", "endoftext"),
-    ('{"<|endoftext|>": 1}', "", "gap"), ('{"<|endoftext|>": 0}', "h e l", "two tokens"),
-    ('{"<|endoftext|>": 0}', "h e", "lacks the token")])
+@pytest.mark.parametrize(
+    ("vocabulary", "merges", "named"),
+    [
+        ("[]", "h e", "--vocab-file"),
+        ("{", "h e", "--vocab-file"),
+        ('{"a": 0}', "", "endoftext"),
+        ('{"<|endoftext|>": 1}', "", "gap"),
+        ('{"<|endoftext|>": 0}', "h e l", "two tokens"),
+        ('{"<|endoftext|>": 0}', "h e", "lacks the token"),
+    ],
+)
 def test_bad_vocabularies(tmp_path: Path, vocabulary: str, merges: str, named: str) -> None:
     (tmp_path / "v").write_text(vocabulary)
     (tmp_path / "m").write_text(merges)
@@ -195,8 +225,9 @@ def test_a_missing_sentencepiece_model_is_trained_once(tmp_path: Path) -> None:
     said: list[str] = []
     text.write_text(" ".join(builtin_documents()[:40]))
     for _ in range(2):
-        data_utils.ensure_sentencepiece_model(str(model), train_data=[str(text)], text_key=None, vocab_size=500,
-                                              log=said.append)
+        data_utils.ensure_sentencepiece_model(
+            str(model), train_data=[str(text)], text_key=None, vocab_size=500, log=said.append
+        )
     assert len(said) == 1 and "500 pieces" in said[0]
     assert build_tokenizer("SentencePieceTokenizer", model_file=str(model)).vocab_size == 500
 
@@ -226,6 +257,12 @@ splits = data_utils.build_splits(train_data=[sys.argv[1]], split="90,10", tokeni
 assert "torch" not in sys.modules and len(splits.train)
 """
     (tmp_path / "a.txt").write_text("some text " * 10)
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "a.txt"), str(tmp_path / "cache")], cwd=ROOT,
-                          env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "a.txt"), str(tmp_path / "cache")],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
     assert done.returncode == 0, done.stderr

@@ -29,8 +29,9 @@ def test_device(monkeypatch):
     gpus(monkeypatch, 2)
     assert on.choose_device("auto", Ranks(3, 4, 1, 2), {})[0] == torch.device("cuda", 1)
     assert on.choose_device("cpu", Ranks(0, 8, 0, 8), {})[0] == CPU
-    with pytest.raises(ValueError, match="3 ranks on this machine but 2 visible GPUs.*--device cpu "
-                                         "--distributed-backend gloo"):
+    with pytest.raises(
+        ValueError, match="3 ranks on this machine but 2 visible GPUs.*--device cpu --distributed-backend gloo"
+    ):
         on.choose_device("auto", Ranks(0, 3, 0, 3), {})
     gpus(monkeypatch, 1)  # each rank sees its own GPU as number 0
     assert on.choose_device("cuda", Ranks(1, 2, 1, 2), {"CUDA_VISIBLE_DEVICES": "1"})[0] == GPU
@@ -82,12 +83,15 @@ def test_precision(monkeypatch):
     assert on.choose_precision("fp16-on-gpu", GPU) == (torch.float16, "fp16: --precision fp16-on-gpu")
 
 
-@pytest.mark.parametrize("text, feature", [
-    ("processor : 0\nflags\t\t: fpu avx512_bf16 amx_bf16 amx_tile\n", "amx_bf16"),
-    ("flags : fpu avx512_bf16\n", "avx512_bf16"),
-    ("flags : fpu avx2\nbugs : bf16\n", ""),
-    ("Features\t: fp asimd bf16 i8mm\n", "bf16"),
-])
+@pytest.mark.parametrize(
+    "text, feature",
+    [
+        ("processor : 0\nflags\t\t: fpu avx512_bf16 amx_bf16 amx_tile\n", "amx_bf16"),
+        ("flags : fpu avx512_bf16\n", "avx512_bf16"),
+        ("flags : fpu avx2\nbugs : bf16\n", ""),
+        ("Features\t: fp asimd bf16 i8mm\n", "bf16"),
+    ],
+)
 def test_cpu_bf16(tmp_path, text, feature):
     (tmp_path / "cpuinfo").write_text(text)
     assert on.cpu_bf16(str(tmp_path / "cpuinfo")) == feature
@@ -159,10 +163,19 @@ print(min(counts))
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the allocator of glibc is what is set")
 def test_allocator_ends_the_page_faults_of_large_tensors():
-    clean = {name: value for name, value in os.environ.items()
-             if not name.startswith(("MALLOC_", "GLIBC_")) and name != "LD_PRELOAD"}
-    faults = [int(subprocess.run([sys.executable, "-c", FAULTS, how], text=True, check=True, capture_output=True,
-                                 timeout=240, env=clean).stdout) for how in ("leave", "set")]
+    clean = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("MALLOC_", "GLIBC_")) and name != "LD_PRELOAD"
+    }
+    faults = [
+        int(
+            subprocess.run(
+                [sys.executable, "-c", FAULTS, how], text=True, check=True, capture_output=True, timeout=240, env=clean
+            ).stdout
+        )
+        for how in ("leave", "set")
+    ]
     assert faults[0] > 40 and faults[1] < 5  # huge pages would be 48
 
 
@@ -191,9 +204,13 @@ def test_cublas_is_deterministic_where_that_is_asked():
 def test_deterministic_algorithms_end_with_their_block_and_load_nothing():
     def settings() -> list[object]:
         blas, fill = torch.backends.cuda.matmul, vars(torch.utils)["deterministic"]
-        return [torch.are_deterministic_algorithms_enabled(), fill.fill_uninitialized_memory,
-                torch.get_float32_matmul_precision(), blas.allow_bf16_reduced_precision_reduction,
-                blas.allow_fp16_reduced_precision_reduction]
+        return [
+            torch.are_deterministic_algorithms_enabled(),
+            fill.fill_uninitialized_memory,
+            torch.get_float32_matmul_precision(),
+            blas.allow_bf16_reduced_precision_reduction,
+            blas.allow_fp16_reduced_precision_reduction,
+        ]
 
     before, loaded = settings(), set(sys.modules)
     with contextlib.suppress(KeyError), on.deterministic_algorithms():
@@ -203,13 +220,28 @@ def test_deterministic_algorithms_end_with_their_block_and_load_nothing():
     assert settings() == before and set(sys.modules) == loaded
 
 
-@pytest.mark.parametrize("name, teraflops", [
-    ("NVIDIA H200", 989), ("NVIDIA H100 80GB HBM3", 989), ("NVIDIA H100 PCIe", 756), ("NVIDIA H100 NVL", 835),
-    ("NVIDIA GH200 480GB", 989), ("NVIDIA A100-SXM4-80GB", 312), ("Tesla V100-SXM2-16GB", 125), ("Tesla T4", 65),
-    ("Tesla V100-PCIE-32GB", 112),
-    ("NVIDIA L4", 121), ("NVIDIA L40S", 362), ("NVIDIA L40", 181), ("NVIDIA B200", 2250), ("NVIDIA A10", 125),
-    ("NVIDIA GeForce RTX 4090", 165.2), ("NVIDIA A10G", None), ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
-])
+@pytest.mark.parametrize(
+    "name, teraflops",
+    [
+        ("NVIDIA H200", 989),
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA H100 NVL", 835),
+        ("NVIDIA GH200 480GB", 989),
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("Tesla V100-SXM2-16GB", 125),
+        ("Tesla T4", 65),
+        ("Tesla V100-PCIE-32GB", 112),
+        ("NVIDIA L4", 121),
+        ("NVIDIA L40S", 362),
+        ("NVIDIA L40", 181),
+        ("NVIDIA B200", 2250),
+        ("NVIDIA A10", 125),
+        ("NVIDIA GeForce RTX 4090", 165.2),
+        ("NVIDIA A10G", None),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
+    ],
+)
 def test_datasheets(name, teraflops):
     assert on.datasheet(name) == teraflops
 

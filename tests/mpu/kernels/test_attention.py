@@ -42,8 +42,9 @@ def test_equals_the_formula(s: int, d: int, amx: bool, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize(("dtype", "amx"), [(torch.float32, True), (torch.bfloat16, True), (torch.bfloat16, False)])
 @pytest.mark.parametrize("s", [64, 600])
-def test_dropout_keeps_the_mean_and_repeats_its_masks_in_backward(s: int, dtype: torch.dtype, amx: bool,
-                                                                  monkeypatch: pytest.MonkeyPatch):
+def test_dropout_keeps_the_mean_and_repeats_its_masks_in_backward(
+    s: int, dtype: torch.dtype, amx: bool, monkeypatch: pytest.MonkeyPatch
+):
     """With values of one, an output is the share of the probabilities that was kept, over 1 - p; its gradient with
     respect to the values adds up to the same."""
     monkeypatch.setattr("mpu.kernels.HAS_AMX", amx)
@@ -52,7 +53,7 @@ def test_dropout_keeps_the_mean_and_repeats_its_masks_in_backward(s: int, dtype:
     qkv[:, :, :, 2] = 1.0
     x = qkv.to(dtype).requires_grad_()
     y = causal_attention(x, 0.3)
-    late = y.detach()[s // 2:].float()  # early queries see few keys
+    late = y.detach()[s // 2 :].float()  # early queries see few keys
     assert late.mean() == pytest.approx(1.0, abs=0.03) and late.std() > 0.01
     (dx,) = torch.autograd.grad(y, x, torch.ones_like(y))
     assert dx[:, :, :, 2].float().sum() == pytest.approx(y.detach().float().sum().item(), rel=1e-2)

@@ -20,8 +20,16 @@ def keys_of(samples: list[int], *, seed: int = 1, layer: int = 0) -> Tensor:
     return mpu.dropout_keys(seed, torch.tensor(samples), layer + 1)[layer]
 
 
-def mask(samples: list[int], s: int = 64, h: int = 96, site: int = AFTER_MLP, p: float = 0.5, *, seed: int = 1,
-         layer: int = 0) -> Tensor:
+def mask(
+    samples: list[int],
+    s: int = 64,
+    h: int = 96,
+    site: int = AFTER_MLP,
+    p: float = 0.5,
+    *,
+    seed: int = 1,
+    layer: int = 0,
+) -> Tensor:
     """bool [s, b, h]: what is dropped."""
     ones = torch.ones(s, len(samples), h)
     return keyed_dropout(ones, p, keys_of(samples, seed=seed, layer=layer), site) == 0
@@ -52,10 +60,16 @@ def test_masks_are_as_often_as_they_should_and_independent():
     for p in (0.1, 0.5):
         dropped = mask([0, 1], **shape, p=p).float().mean().item()
         assert abs(dropped - p) < 5 * (p * (1 - p) / first.numel()) ** 0.5
-    others = {"sample": mask([2, 3], **shape), "layer": mask([0, 1], **shape, layer=1),
-              "site": mask([0, 1], **shape, site=AFTER_ATTENTION), "seed": mask([0, 1], **shape, seed=2),
-              "neighbouring channel": first.roll(1, 2), "neighbouring position": first.roll(1, 0),
-              "the other sample": first.flip(1), "the word's neighbour": first.roll(4, 2)}
+    others = {
+        "sample": mask([2, 3], **shape),
+        "layer": mask([0, 1], **shape, layer=1),
+        "site": mask([0, 1], **shape, site=AFTER_ATTENTION),
+        "seed": mask([0, 1], **shape, seed=2),
+        "neighbouring channel": first.roll(1, 2),
+        "neighbouring position": first.roll(1, 0),
+        "the other sample": first.flip(1),
+        "the word's neighbour": first.roll(4, 2),
+    }
     for name, other in others.items():
         correlation = torch.corrcoef(torch.stack([first.flatten(), other.flatten()]).float())[0, 1].item()
         assert abs(correlation) < 5 * first.numel() ** -0.5, (name, correlation)
@@ -67,7 +81,7 @@ def attention_mask(s: int, b: int, n: int, p: float, keys: Tensor, first_head: i
     for start in range(0, s, 64):
         qkv = torch.zeros(s, b, n, 3, 64)
         count = min(64, s - start)
-        qkv[start:start + count, :, :, 2, :count] = torch.eye(count).view(count, 1, 1, count)
+        qkv[start : start + count, :, :, 2, :count] = torch.eye(count).view(count, 1, 1, count)
         columns.append(keyed_attention(qkv, p, keys, 1, first_head).view(s, b, n, 64)[..., :count])
     weights = torch.cat(columns, dim=-1).permute(1, 2, 0, 3)  # [s, b, n, s] -> [b, n, s, s]
     return (weights * torch.arange(1, s + 1).view(1, 1, s, 1)).round(decimals=3)

@@ -22,8 +22,12 @@ def test_linear_without_gradient(dtype: torch.dtype, amx: bool, bf16: bool, monk
                 y = kernels.linear_without_gradient(x.to(dtype), a, b)
                 expected = F.linear(x.to(dtype).double(), a.double(), None if b is None else b.double())
                 assert y.shape == expected.shape and y.dtype == dtype and y.is_contiguous()
-                torch.testing.assert_close(y.double(), expected, rtol=1e-5 if dtype == torch.float32 else 1e-2,
-                                           atol=1e-4 if dtype == torch.float32 else 1e-1)
+                torch.testing.assert_close(
+                    y.double(),
+                    expected,
+                    rtol=1e-5 if dtype == torch.float32 else 1e-2,
+                    atol=1e-4 if dtype == torch.float32 else 1e-1,
+                )
 
 
 @pytest.mark.parametrize("amx", [True, False])

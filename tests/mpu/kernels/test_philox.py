@@ -8,11 +8,13 @@ from mpu.kernels.philox import ELEMENTS, WORD, Philox, dropped_draws, factor, ze
 
 # Of Random123's known answers, philox4x64 with 10 rounds: counter, key, result.
 KNOWN = [
-    ((0, 0, 0, 0), (0, 0),
-     (0x16554D9ECA36314C, 0xDB20FE9D672D0FDC, 0xD7E772CEE186176B, 0x7E68B68AEC7BA23B)),
-    ((0x243F6A8885A308D3, 0x13198A2E03707344, 0xA4093822299F31D0, 0x082EFA98EC4E6C89),
-     (0x452821E638D01377, 0xBE5466CF34E90C6C),
-     (0xA528F45403E61D95, 0x38C72DBD566E9788, 0xA5A1610E72FD18B5, 0x57BD43B5E52B7FE6))]
+    ((0, 0, 0, 0), (0, 0), (0x16554D9ECA36314C, 0xDB20FE9D672D0FDC, 0xD7E772CEE186176B, 0x7E68B68AEC7BA23B)),
+    (
+        (0x243F6A8885A308D3, 0x13198A2E03707344, 0xA4093822299F31D0, 0x082EFA98EC4E6C89),
+        (0x452821E638D01377, 0xBE5466CF34E90C6C),
+        (0xA528F45403E61D95, 0x38C72DBD566E9788, 0xA5A1610E72FD18B5, 0x57BD43B5E52B7FE6),
+    ),
+]
 
 
 def philox(counter: tuple[int, ...], key: tuple[int, ...]) -> tuple[int, ...]:
@@ -45,7 +47,7 @@ def test_a_block_is_what_the_definition_says():
 def test_a_part_of_a_stream_is_the_same_by_itself_and_other_streams_are_not():
     philox_of = Philox.of(3)
     whole = philox_of.draws((1, 2, 3), 0, 64)
-    assert torch.equal(philox_of.draws((1, 2, 3), 20, 10), whole[20 * ELEMENTS:30 * ELEMENTS])
+    assert torch.equal(philox_of.draws((1, 2, 3), 20, 10), whole[20 * ELEMENTS : 30 * ELEMENTS])
     for other in ((2, 2, 3), (1, 3, 3), (1, 2, 4)):
         assert not torch.equal(philox_of.draws(other, 0, 64), whole)
     assert not torch.equal(Philox.of(4).draws((1, 2, 3), 0, 64), whole)

@@ -37,11 +37,19 @@ Facts = dict[str, Any]  # in JSON's types, since the ranks exchange them
 def facts_of_process(device: torch.device) -> Facts:
     """Versions, code, host and device. The same on all ranks, but for the host."""
     cuda = device.type == "cuda"
-    return {"host": platform.node(), "versions": {
-        "torch": torch.__version__, "Python": platform.python_version(), "CUDA": torch.version.cuda if cuda else None,
-        "NCCL": ".".join(map(str, torch.cuda.nccl.version())) if cuda else None, "numpy": np.__version__,
-        "safetensors": safetensors.__version__},
-        "code": code_hash(), "device": torch.cuda.get_device_name(device) if cuda else platform.machine()}
+    return {
+        "host": platform.node(),
+        "versions": {
+            "torch": torch.__version__,
+            "Python": platform.python_version(),
+            "CUDA": torch.version.cuda if cuda else None,
+            "NCCL": ".".join(map(str, torch.cuda.nccl.version())) if cuda else None,
+            "numpy": np.__version__,
+            "safetensors": safetensors.__version__,
+        },
+        "code": code_hash(),
+        "device": torch.cuda.get_device_name(device) if cuda else platform.machine(),
+    }
 
 
 @functools.cache
@@ -60,12 +68,19 @@ def facts_of_run(prepared: PreparedRun, local_world_size: int) -> Facts:
     there, where = available(prepared.device, local_world_size)
     schedule, start = prepared.batch_schedule, prepared.start
     used = schedule.after_steps(prepared.train_iters - start.get("iteration", 0), start.get("consumed_samples", 0))
-    return {"decisions": decisions(prepared), "data": prepared.splits.fingerprint,
-            "samples": len(prepared.splits.train), "used": used, "batch": schedule.final,
-            "train_iters": prepared.train_iters, "is_finished": prepared.is_finished,
-            "precision": PRECISIONS[prepared.dtype], "start": start.get("iteration", 0),
-            "memory": f"{in_mb(expected(setting).total)} MB of {in_mb(there)} MB ({where})",
-            "memory_problem": warning(setting, prepared.device, local_world_size).removeprefix("WARNING: ")}
+    return {
+        "decisions": decisions(prepared),
+        "data": prepared.splits.fingerprint,
+        "samples": len(prepared.splits.train),
+        "used": used,
+        "batch": schedule.final,
+        "train_iters": prepared.train_iters,
+        "is_finished": prepared.is_finished,
+        "precision": PRECISIONS[prepared.dtype],
+        "start": start.get("iteration", 0),
+        "memory": f"{in_mb(expected(setting).total)} MB of {in_mb(there)} MB ({where})",
+        "memory_problem": warning(setting, prepared.device, local_world_size).removeprefix("WARNING: "),
+    }
 
 
 def checkpoint_bytes(prepared: PreparedRun) -> int:

@@ -59,8 +59,11 @@ def code(found: Sequence[Facts], hosts: Hosts) -> Iterator[Row]:
     else:
         yield Row("code", f"{found[0]['code'][:12]}, {found[0].get('commit', '')}".rstrip(", "))
     if odd := others(found, lambda facts: facts["device"]):
-        yield Row("devices", f"{found[odd[0]]['device']} on {named(odd, hosts)}", "take machines of one kind: the "
-                  "slowest device sets the pace of all")
+        yield Row(
+            "devices",
+            f"{found[odd[0]]['device']} on {named(odd, hosts)}",
+            "take machines of one kind: the slowest device sets the pace of all",
+        )
     else:
         yield Row("devices", f"{len(found)} × {found[0]['device']}")
 
@@ -72,8 +75,11 @@ def flags(found: Sequence[Facts], hosts: Hosts) -> Iterator[Row]:
         return
     for name in found[0]["decisions"]:
         if odd := others(found, lambda facts, name=name: facts["decisions"].get(name)):  # type: ignore[misc]
-            yield Row("flags", f"{named(odd, hosts)} have another {name}: {found[odd[0]]['decisions'].get(name)}",
-                      "start every rank with the same command line, and let all machines see the same files")
+            yield Row(
+                "flags",
+                f"{named(odd, hosts)} have another {name}: {found[odd[0]]['decisions'].get(name)}",
+                "start every rank with the same command line, and let all machines see the same files",
+            )
             return
     start = f"continues iteration {found[0]['start']:,}" if found[0]["start"] else "from random weights"
     finished = ", which is finished: give a greater --train-iters" if found[0]["is_finished"] else ""
@@ -95,8 +101,12 @@ def clocks(found: Sequence[Facts], hosts: Hosts) -> Iterator[Row]:
     middle = sorted(offsets)[(len(offsets) - 1) // 2]
     if apart > CLOCKS:
         worst = max(range(len(found)), key=lambda rank: abs(offsets[rank] - middle))
-        yield Row("clocks", f"that of {named([worst], hosts)} is {abs(offsets[worst] - middle):.1f} s "
-                  f"{'before' if offsets[worst] > middle else 'behind'} most", "set its clock (chrony, ntpd)")
+        yield Row(
+            "clocks",
+            f"that of {named([worst], hosts)} is {abs(offsets[worst] - middle):.1f} s "
+            f"{'before' if offsets[worst] > middle else 'behind'} most",
+            "set its clock (chrony, ntpd)",
+        )
     elif len(found) > 1:
         yield Row("clocks", f"within {max(apart, 0.001):.3f} s")
 
@@ -107,8 +117,11 @@ def collectives(found: Sequence[Facts], hosts: Hosts) -> Iterator[Row]:
         of_ranks = {rank: facts["groups"][name] for rank, facts in enumerate(found) if name in facts.get("groups", {})}
         wrong = [rank for rank, one in of_ranks.items() if one["wrong"]]
         if wrong:
-            yield Row(f"{name} group", f"{', '.join(of_ranks[wrong[0]]['wrong'])} gave wrong values on "
-                      f"{named(wrong, hosts)}", "tools/bench_collectives.py says more: a link or a device is faulty")
+            yield Row(
+                f"{name} group",
+                f"{', '.join(of_ranks[wrong[0]]['wrong'])} gave wrong values on {named(wrong, hosts)}",
+                "tools/bench_collectives.py says more: a link or a device is faulty",
+            )
         else:
             slowest = {op: max(one["ms"][op] for one in of_ranks.values()) for op in of_ranks[min(of_ranks)]["ms"]}
             yield Row(f"{name} group", ", ".join(f"{op} {ms:.2f} ms" for op, ms in slowest.items()))
@@ -126,8 +139,10 @@ def disk(found: Sequence[Facts], hosts: Hosts) -> Iterator[Row]:
     seconds = one / len(speed) / min(speed)
     mend = f"make room, or keep fewer: --keep-last (a checkpoint has {_size(one)})" if wanted > free else ""
     if not mend and seconds > SLOW_SAVE:
-        text, mend = (f"{text}: a save takes {seconds:,.0f} s",
-                      "take a faster disk, or --async-save and a greater --save-interval")
+        text, mend = (
+            f"{text}: a save takes {seconds:,.0f} s",
+            "take a faster disk, or --async-save and a greater --save-interval",
+        )
     yield Row("save folder", text, mend)
 
 
@@ -141,8 +156,11 @@ def data(found: Sequence[Facts], hosts: Hosts) -> Iterator[Row]:
     samples, used, batch = found[0]["samples"], found[0]["used"], found[0]["batch"]
     text = f"{samples:,} samples, of which the run takes {used:,}: each {used / max(samples, 1):.2f} times"
     if samples < batch:
-        yield Row("data", f"{samples:,} samples, fewer than a batch of {batch:,}", "take more text, a smaller "
-                  "--global-batch-size or a shorter --seq-length")
+        yield Row(
+            "data",
+            f"{samples:,} samples, fewer than a batch of {batch:,}",
+            "take more text, a smaller --global-batch-size or a shorter --seq-length",
+        )
     else:
         yield Row("data", text)
 

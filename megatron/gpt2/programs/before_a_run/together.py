@@ -31,8 +31,12 @@ CLOCK_ROUNDS = 5
 
 def groups_of(state: mpu.ParallelState) -> dict[str, ProcessGroup]:
     """The groups of this rank that have more than one member, by their names in a table."""
-    named = {"world": dist.group.WORLD, "tensor": state.tensor_model_parallel_group, "data": state.data_parallel_group,
-             "pipeline": state.pipeline_model_parallel_group}
+    named = {
+        "world": dist.group.WORLD,
+        "tensor": state.tensor_model_parallel_group,
+        "data": state.data_parallel_group,
+        "pipeline": state.pipeline_model_parallel_group,
+    }
     return {name: group for name, group in named.items() if group is not None and group.size() > 1}
 
 
@@ -95,8 +99,12 @@ def broadcast(group: ProcessGroup, device: torch.device) -> Callable[[], bool]:
     return lambda: holds(buffer, moved(group.size() - 1))
 
 
-OPERATIONS = {"all_reduce": all_reduce, "all_gather": all_gather, "reduce_scatter": reduce_scatter,
-              "broadcast": broadcast}
+OPERATIONS = {
+    "all_reduce": all_reduce,
+    "all_gather": all_gather,
+    "reduce_scatter": reduce_scatter,
+    "broadcast": broadcast,
+}
 
 
 def clock_offset(device: torch.device) -> float:

@@ -62,8 +62,9 @@ def time_runs(trial: Trial, world: World, runs: int) -> torch.Tensor:
     return slowest.cpu()
 
 
-def measure(name: str, operation: Operation, world: World, size: int, *, iters: int | None,
-            deadline: float) -> Row | Missing:
+def measure(
+    name: str, operation: Operation, world: World, size: int, *, iters: int | None, deadline: float
+) -> Row | Missing:
     """Try, check, then time one operation at one size. Every rank calls it; the deadline is rank 0's.
 
     iters: runs to time, None for as many as fit into RUNS_SECONDS. An operation that the backend lacks raises on every
@@ -80,11 +81,15 @@ def measure(name: str, operation: Operation, world: World, size: int, *, iters: 
         refusal = f"{type(error).__name__}: {' '.join(str(error).split())}"
     refused = count_over_ranks(bool(refusal), world)
     if refused == world.size:
-        return Missing(name, f"not offered by {dist.get_backend()} for {PRECISIONS[world.dtype]} of "
-                             f"{size_name(size)}: {refusal[:120]}")
+        return Missing(
+            name,
+            f"not offered by {dist.get_backend()} for {PRECISIONS[world.dtype]} of {size_name(size)}: {refusal[:120]}",
+        )
     if refused:
-        raise RuntimeError(f"{name} of {size_name(size)} failed on {refused} of {world.size} ranks"
-                           + f", here with {refusal}" * bool(refusal))
+        raise RuntimeError(
+            f"{name} of {size_name(size)} failed on {refused} of {world.size} ranks"
+            + f", here with {refusal}" * bool(refusal)
+        )
     correct = count_over_ranks(trial.correct(), world) == world.size
     for buffer in trial.in_place:
         buffer.zero_()
@@ -92,15 +97,33 @@ def measure(name: str, operation: Operation, world: World, size: int, *, iters: 
     runs = iters or max(LEAST_RUNS, min(MOST_RUNS, int(RUNS_SECONDS / max(estimate, 1e-9))))
     within = (deadline - time.monotonic()) / max(estimate, 1e-9)  # the deadline may be infinite
     runs = from_rank_0(max(1, int(min(runs, within))), world)
-    p10, middle, p90 = time_runs(trial, world, runs).quantile(
-        torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64)).tolist()
+    p10, middle, p90 = (
+        time_runs(trial, world, runs).quantile(torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64)).tolist()
+    )
     bandwidth = trial.bytes / middle / 1e9 if trial.bytes else None
-    return Row(name, trial.bytes, runs, middle, p10, p90, bandwidth,
-               bandwidth and bandwidth * operation.bus_factor(world.size), correct)
+    return Row(
+        name,
+        trial.bytes,
+        runs,
+        middle,
+        p10,
+        p90,
+        bandwidth,
+        bandwidth and bandwidth * operation.bus_factor(world.size),
+        correct,
+    )
 
 
-def measure_sizes(name: str, operation: Operation, world: World, sizes: Sequence[int], *, iters: int | None,
-                  deadline: float, log: Callable[[str], None] = lambda line: None) -> tuple[list[Row], Missing | None]:
+def measure_sizes(
+    name: str,
+    operation: Operation,
+    world: World,
+    sizes: Sequence[int],
+    *,
+    iters: int | None,
+    deadline: float,
+    log: Callable[[str], None] = lambda line: None,
+) -> tuple[list[Row], Missing | None]:
     """One operation at every size, until one cannot be measured, and why that is. log: takes the line of each size."""
     rows: list[Row] = []
     lacking = lacks_messages(world) if operation.point_to_point else ""

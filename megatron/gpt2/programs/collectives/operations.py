@@ -22,14 +22,19 @@ from megatron.gpt2.programs.collectives.ring import ring_all_reduce
 
 PERIOD = 375  # elements; the least that holds both 3 and 125
 REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {  # of [members, n], by their names in `dist.ReduceOp`
-    "SUM": lambda x: x.sum(0), "PRODUCT": lambda x: x.prod(0), "MIN": lambda x: x.amin(0), "MAX": lambda x: x.amax(0)}
+    "SUM": lambda x: x.sum(0),
+    "PRODUCT": lambda x: x.prod(0),
+    "MIN": lambda x: x.amin(0),
+    "MAX": lambda x: x.amax(0),
+}
 TILES = 2048  # periods that are compared or written at once
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}  # relative; for the order of summation
 
 # torch 2.13 gave these two new names and warns of the old ones; 2.11 has the old ones alone.
 all_gather_single: Callable[..., object] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter_single: Callable[..., object] = (getattr(dist, "reduce_scatter_single", None)
-                                                or dist.reduce_scatter_tensor)
+reduce_scatter_single: Callable[..., object] = (
+    getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+)
 
 
 @dataclass(frozen=True)
@@ -154,6 +159,7 @@ def broadcast(world: World, size: int) -> Trial:
 
 def all_reduce(kind: str, subgroup: str = "") -> Prepare:
     """One buffer, combined over all ranks or over a `subgroup` ("half", "across"); kind: of `dist.ReduceOp`."""
+
     def prepare(world: World, size: int) -> Trial:
         n, half = world.size, world.size // 2
         members, group = range(n), None
@@ -162,16 +168,25 @@ def all_reduce(kind: str, subgroup: str = "") -> Prepare:
         elif subgroup == "across":
             members, group = range(world.rank % half, n, half), world.across
         buffer = filled(world, size, reduced(world.rank))
-        return Trial(buffer.nbytes, lambda: dist.all_reduce(buffer, getattr(dist.ReduceOp, kind), group=group),
-                     lambda: holds(buffer, combined(kind, members)), in_place=(buffer,))
+        return Trial(
+            buffer.nbytes,
+            lambda: dist.all_reduce(buffer, getattr(dist.ReduceOp, kind), group=group),
+            lambda: holds(buffer, combined(kind, members)),
+            in_place=(buffer,),
+        )
+
     return prepare
 
 
 def reduce(world: World, size: int) -> Trial:
     """One buffer, summed over all ranks on rank 0."""
     buffer = filled(world, size, reduced(world.rank))
-    return Trial(buffer.nbytes, lambda: dist.reduce(buffer, 0),
-                 lambda: world.rank != 0 or holds(buffer, combined("SUM", range(world.size))), in_place=(buffer,))
+    return Trial(
+        buffer.nbytes,
+        lambda: dist.reduce(buffer, 0),
+        lambda: world.rank != 0 or holds(buffer, combined("SUM", range(world.size))),
+        in_place=(buffer,),
+    )
 
 
 def ring(world: World, size: int) -> Trial:
@@ -179,17 +194,26 @@ def ring(world: World, size: int) -> Trial:
     buffer = filled(world, size, reduced(world.rank))
     reference = buffer.clone()
     dist.all_reduce(reference)
-    return Trial(buffer.nbytes, lambda: ring_all_reduce(buffer),
-                 lambda: all(close(ours, theirs) for ours, theirs in zip(
-                     buffer.split(TILES * PERIOD), reference.split(TILES * PERIOD), strict=True)), in_place=(buffer,))
+    return Trial(
+        buffer.nbytes,
+        lambda: ring_all_reduce(buffer),
+        lambda: all(
+            close(ours, theirs)
+            for ours, theirs in zip(buffer.split(TILES * PERIOD), reference.split(TILES * PERIOD), strict=True)
+        ),
+        in_place=(buffer,),
+    )
 
 
 def all_gather(world: World, size: int) -> Trial:
     """A block of each rank, all of them on every rank."""
     received = empty_blocks(world, size)
     sent = fill(torch.empty_like(received[0]), moved(world.rank))
-    return Trial(received.nbytes, lambda: all_gather_single(received.view(-1), sent),
-                 lambda: all(holds(block, moved(r)) for r, block in enumerate(received)))
+    return Trial(
+        received.nbytes,
+        lambda: all_gather_single(received.view(-1), sent),
+        lambda: all(holds(block, moved(r)) for r, block in enumerate(received)),
+    )
 
 
 def gather(world: World, size: int) -> Trial:
@@ -197,8 +221,11 @@ def gather(world: World, size: int) -> Trial:
     received = empty_blocks(world, size)
     sent = fill(torch.empty_like(received[0]), moved(world.rank))
     blocks = list(received) if world.rank == 0 else None
-    return Trial(received.nbytes, lambda: dist.gather(sent, blocks, 0),
-                 lambda: world.rank != 0 or all(holds(block, moved(r)) for r, block in enumerate(received)))
+    return Trial(
+        received.nbytes,
+        lambda: dist.gather(sent, blocks, 0),
+        lambda: world.rank != 0 or all(holds(block, moved(r)) for r, block in enumerate(received)),
+    )
 
 
 def scatter(world: World, size: int) -> Trial:
@@ -223,8 +250,11 @@ def all_to_all(world: World, size: int) -> Trial:
     sent, received, n = empty_blocks(world, size), empty_blocks(world, size), world.size
     for target, block in enumerate(sent):
         fill(block, moved(world.rank * n + target))
-    return Trial(sent.nbytes, lambda: dist.all_to_all_single(received.view(-1), sent.view(-1)),
-                 lambda: all(holds(block, moved(source * n + world.rank)) for source, block in enumerate(received)))
+    return Trial(
+        sent.nbytes,
+        lambda: dist.all_to_all_single(received.view(-1), sent.view(-1)),
+        lambda: all(holds(block, moved(source * n + world.rank)) for source, block in enumerate(received)),
+    )
 
 
 def barrier(world: World, size: int) -> Trial:
@@ -240,6 +270,7 @@ def partner(world: World) -> int | None:
 
 def between_partners(at_once: bool) -> Prepare:
     """There and back between partners, one message after the other, or both `at_once`."""
+
     def prepare(world: World, size: int) -> Trial:
         peer = partner(world)
         sent = filled(world, size, moved(world.rank))
@@ -258,8 +289,11 @@ def between_partners(at_once: bool) -> Prepare:
             else:
                 dist.recv(received, peer)
                 dist.send(sent, peer)
-        return Trial(sent.nbytes, run, lambda: peer is None or holds(received, moved(peer)),
-                     messages=1 if at_once else 2)
+
+        return Trial(
+            sent.nbytes, run, lambda: peer is None or holds(received, moved(peer)), messages=1 if at_once else 2
+        )
+
     return prepare
 
 

@@ -18,10 +18,18 @@ def main(argv: list[str] | None = None) -> None:
     parser = stage_parser(__doc__)
     parser.add_argument("--urls-per-file", type=positive, default=1000, metavar="N", help="default: %(default)s")
     args = parser.parse_args(argv)
-    stage = Stage("blacklist_urls", filter_urls, {"urls_per_file": args.urls_per_file,
-                                                   "blacklist": hash_file(BLACKLIST)}, libraries=("tldextract",))
-    run(args, stage, [Shard("urls", tuple(find_files([args.input])))],  # one: duplicates are looked for in all
-        one_file=(TEXT_SUFFIX,))
+    stage = Stage(
+        "blacklist_urls",
+        filter_urls,
+        {"urls_per_file": args.urls_per_file, "blacklist": hash_file(BLACKLIST)},
+        libraries=("tldextract",),
+    )
+    run(
+        args,
+        stage,
+        [Shard("urls", tuple(find_files([args.input])))],  # one: duplicates are looked for in all
+        one_file=(TEXT_SUFFIX,),
+    )
 
 
 cli = stage_program(main)

@@ -24,14 +24,20 @@ def main(argv: list[str] | None = None) -> None:
     manifests = run(args, Stage("find_duplicates, signatures", sign, text_key=args.text_key), shards)
     if not manifests:
         return
-    shards = shards[:len(manifests)]  # all, or those that --limit reached
-    table = [{"name": manifest["input"]["name"], "documents": manifest["left"],
-              "sha256": manifest["input"]["sha256"]} for manifest in manifests]
+    shards = shards[: len(manifests)]  # all, or those that --limit reached
+    table = [
+        {"name": manifest["input"]["name"], "documents": manifest["left"], "sha256": manifest["input"]["sha256"]}
+        for manifest in manifests
+    ]
     copies = [args.output / f"{shard.name}.jsonl" for shard in shards]
     sources = [shard.files[0] if is_seekable(shard) else copy for shard, copy in zip(shards, copies, strict=True)]
     signatures = tuple(args.output / f"{shard.name}.signatures" for shard in shards)
-    stage = Stage("find_duplicates", search, {"shards": table, "min_jaccard": args.min_jaccard},
-                  {"sources": sources, "text_key": args.text_key})
+    stage = Stage(
+        "find_duplicates",
+        search,
+        {"shards": table, "min_jaccard": args.min_jaccard},
+        {"sources": sources, "text_key": args.text_key},
+    )
     args.output, args.limit, args.executor = output, None, None  # all shards at once
     run(args, stage, [Shard("pairs", signatures)])
 

@@ -1,6 +1,6 @@
 """Put all documents in one file of JSON lines:
 
-    python tools/openwebtext/merge_jsons.py --data_path FOLDER --output_file OUTPUT/corpus.jsonl
+python tools/openwebtext/merge_jsons.py --data_path FOLDER --output_file OUTPUT/corpus.jsonl
 """
 
 from pathlib import Path
@@ -16,8 +16,7 @@ def main(argv: list[str] | None = None) -> None:
     """Run the command line `argv` (default: this process's). ValueError or FileNotFoundError for bad input."""
     parser = Parser(description=__doc__)
     parser.add_argument("--data_path", "--data-path", required=True, metavar="INPUT", help="a file, a folder or a glob")
-    parser.add_argument("--output_file", "--output-file", required=True, type=Path, metavar="FILE",
-                        help="to write")
+    parser.add_argument("--output_file", "--output-file", required=True, type=Path, metavar="FILE", help="to write")
     add_common(parser)
     args = parser.parse_args(argv)
     args.output = args.output_file.parent

@@ -23,8 +23,13 @@ def main(argv: list[str] | None = None) -> None:
     add_common(parser)
     args = parser.parse_args(argv)
     read_table(args.groups)
-    stage = Stage("remove_group_duplicates", remove, {"groups": hash_file(args.groups)}, {"path": args.groups},
-                  text_key=args.text_key)
+    stage = Stage(
+        "remove_group_duplicates",
+        remove,
+        {"groups": hash_file(args.groups)},
+        {"path": args.groups},
+        text_key=args.text_key,
+    )
     run(args, stage)
 
 

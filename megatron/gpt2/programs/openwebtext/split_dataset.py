@@ -21,8 +21,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=1234, metavar="N", help="default: %(default)s")
     args = parser.parse_args(argv)
     shares = parse_split(args.split)
-    stage = Stage("split_dataset", split, {"shares": list(map(str, shares)), "seed": args.seed},
-                  text_key=args.text_key)
+    stage = Stage("split_dataset", split, {"shares": list(map(str, shares)), "seed": args.seed}, text_key=args.text_key)
     run(args, stage, [Shard("split", tuple(find_files([args.input])))], one_file=())
     command = ["bash", "scripts/pretrain_gpt2.sh"]
     for name, share in zip(NAMES, shares, strict=True):

@@ -17,8 +17,7 @@ END_NAME = "<|endoftext|>"
 
 @dataclass(frozen=True)
 class Text:
-    """A continuation, and what came of it: its tokens, with the one that ended its document, or that it asked for none.
-    """
+    """A continuation, and what came of it: its tokens, with the one that ended its document, or that it asked for none."""
 
     c: Continuation
     events: list[Event] = field(default_factory=list)
@@ -64,8 +63,12 @@ class Choice:
         ready = []
         while self._held and (self._held[0][0] < self._certain or event.finish in ("end", "length")):
             ready.append(self._held.popleft())
-        return {"text": event.text, "index": self.index, "finish_reason": REASONS.get(event.finish),
-                "logprobs": self._logprobs(ready) if self.logprobs else None}
+        return {
+            "text": event.text,
+            "index": self.index,
+            "finish_reason": REASONS.get(event.finish),
+            "logprobs": self._logprobs(ready) if self.logprobs else None,
+        }
 
     def _placed(self, token: GeneratedToken) -> tuple[int, GeneratedToken]:
         start = self._decoded
@@ -75,12 +78,19 @@ class Choice:
     def _logprobs(self, tokens: list[tuple[int, GeneratedToken]]) -> dict[str, list[Any]]:
         names = [token_name(self._tokenizer, token.id) for _, token in tokens]
         own = [log(token.probability) for _, token in tokens]
-        likeliest = [{token_name(self._tokenizer, i): log(probability) for i, probability in token.likeliest}
-                     for _, token in tokens]
-        return {"tokens": names, "token_logprobs": own,
-                "top_logprobs": [{**others, name: value} if others else {}
-                                 for others, name, value in zip(likeliest, names, own, strict=True)],
-                "text_offset": [start for start, _ in tokens]}
+        likeliest = [
+            {token_name(self._tokenizer, i): log(probability) for i, probability in token.likeliest}
+            for _, token in tokens
+        ]
+        return {
+            "tokens": names,
+            "token_logprobs": own,
+            "top_logprobs": [
+                {**others, name: value} if others else {}
+                for others, name, value in zip(likeliest, names, own, strict=True)
+            ],
+            "text_offset": [start for start, _ in tokens],
+        }
 
 
 def token_name(tokenizer: Tokenizer, token: int) -> str:

@@ -36,8 +36,9 @@ from megatron.gpt2.text.generation import Event
 
 PAGE = Path(__file__).with_name("page.html")
 # The page brings all it needs, and asks nobody else.
-PAGE_POLICY = ("default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; "
-               "img-src data:")
+PAGE_POLICY = (
+    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; img-src data:"
+)
 LAST_WORDS = 1.0  # seconds to send the error that ends an answer: its client may have stopped reading
 
 
@@ -76,11 +77,17 @@ class Service:
     def app(self) -> Starlette:
         """The application with all addresses."""
         return Starlette(
-            routes=[Route("/", self.page), Route("/health", self.health), Route("/v1/models", self.models),
-                    Route("/v1/models/{name:path}", self.model_of_name),
-                    Route("/v1/completions", self.completions, methods=["POST"]),
-                    Route("/api", self.megatron, methods=["PUT"]), Route("/generate", self.megatron, methods=["PUT"])],
-            exception_handlers={ApiError: _refuse, HTTPException: _refuse_http, Exception: _fail})
+            routes=[
+                Route("/", self.page),
+                Route("/health", self.health),
+                Route("/v1/models", self.models),
+                Route("/v1/models/{name:path}", self.model_of_name),
+                Route("/v1/completions", self.completions, methods=["POST"]),
+                Route("/api", self.megatron, methods=["PUT"]),
+                Route("/generate", self.megatron, methods=["PUT"]),
+            ],
+            exception_handlers={ApiError: _refuse, HTTPException: _refuse_http, Exception: _fail},
+        )
 
     async def page(self, request: Request) -> Response:
         """GET /: the page for people."""
@@ -100,8 +107,14 @@ class Service:
         return json_response(self._model())
 
     def _model(self) -> dict[str, Any]:
-        return {"id": self.model, "object": "model", "created": self.started, "owned_by": "local",
-                "max_model_len": self.context, "max_tokens": self.limits.max_tokens}
+        return {
+            "id": self.model,
+            "object": "model",
+            "created": self.started,
+            "owned_by": "local",
+            "max_model_len": self.context,
+            "max_tokens": self.limits.max_tokens,
+        }
 
     async def completions(self, request: Request) -> Response:
         """POST /v1/completions: texts, at once or streamed. ApiError where the request cannot be served."""
@@ -116,12 +129,14 @@ class Service:
         if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
             raise ApiError("send the header Content-Type: application/json", status=415)
         body = await self._body(request)
-        wanted = await run_in_threadpool(read, body, model=self.model, tokenizer=self.tokenizer, context=self.context,
-                                         limits=self.limits)
+        wanted = await run_in_threadpool(
+            read, body, model=self.model, tokenizer=self.tokenizer, context=self.context, limits=self.limits
+        )
         count = len(wanted.prompts) * wanted.n
         if self.admitted + count > self.texts:
-            raise ApiError(f"{self.admitted} texts are being written or wait, and {self.texts} may be: try again later",
-                           status=503)
+            raise ApiError(
+                f"{self.admitted} texts are being written or wait, and {self.texts} may be: try again later", status=503
+            )
         return Completion(self, wanted, f"{request.client.host if request.client else '?'} {request.url.path}")
 
     async def _body(self, request: Request) -> bytes:
@@ -145,8 +160,12 @@ class Completion(Response):
         self.service, self.request, self.origin = service, request, origin
         self.started = time.monotonic()
         self.texts = [Text(c) for c in request.continuations()]
-        self.head = {"id": f"cmpl-{uuid.uuid4().hex}", "object": "text_completion", "created": int(time.time()),
-                     "model": service.model}
+        self.head = {
+            "id": f"cmpl-{uuid.uuid4().hex}",
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": service.model,
+        }
         service.admitted += len(self.texts)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -160,16 +179,25 @@ class Completion(Response):
             if deadline.cancelled_caught:
                 outcome = f"ended after {self.service.seconds:g} seconds"
                 with anyio.move_on_after(LAST_WORDS):
-                    await self._end(ApiError(f"the answer took longer than {self.service.seconds:g} seconds: ask for "
-                                             "fewer tokens", status=504), scope, receive, send)
+                    await self._end(
+                        ApiError(
+                            f"the answer took longer than {self.service.seconds:g} seconds: ask for fewer tokens",
+                            status=504,
+                        ),
+                        scope,
+                        receive,
+                        send,
+                    )
         finally:
             self.service.admitted -= len(self.texts)
             for text in self.texts:
                 text.c.cancel()
             seconds = time.monotonic() - self.started
             tokens = usage(self.request, self.texts)
-            self.service.log(f"{self.origin}: {tokens['prompt_tokens']} + {tokens['completion_tokens']} tokens in "
-                             f"{seconds:.2f} s, {outcome}")
+            self.service.log(
+                f"{self.origin}: {tokens['prompt_tokens']} + {tokens['completion_tokens']} tokens in "
+                f"{seconds:.2f} s, {outcome}"
+            )
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> str:
         """Gives the outcome for the log."""
@@ -195,8 +223,9 @@ class Completion(Response):
 
     async def _chunks(self) -> AsyncIterator[dict[str, Any]]:
         """Choices in OpenAI's form, as they come."""
-        choices = [Choice(number, self.service.tokenizer, logprobs=self.request.logprobs)
-                   for number in range(len(self.texts))]
+        choices = [
+            Choice(number, self.service.tokenizer, logprobs=self.request.logprobs) for number in range(len(self.texts))
+        ]
         unread = set(range(len(choices))) if self.request.echo else set()
         async for number, event in self._events():
             if number in unread:
@@ -230,9 +259,17 @@ class Completion(Response):
         """A server-sent event; the first brings the headers."""
         if not self._began:
             self._began = True
-            await send({"type": "http.response.start", "status": 200, "headers": [
-                (b"content-type", b"text/event-stream"), (b"cache-control", b"no-store"),
-                (b"x-accel-buffering", b"no")]})  # the last is for nginx
+            await send(
+                {
+                    "type": "http.response.start",
+                    "status": 200,
+                    "headers": [
+                        (b"content-type", b"text/event-stream"),
+                        (b"cache-control", b"no-store"),
+                        (b"x-accel-buffering", b"no"),
+                    ],
+                }
+            )  # the last is for nginx
         await send({"type": "http.response.body", "body": f"data: {data}\n\n".encode(), "more_body": more})
 
     async def _end(self, error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:

@@ -16,8 +16,10 @@ class ApiError(Exception):
     def json(self) -> dict[str, Any]:
         """The body of the answer, in OpenAI's form; `message` is for Megatron's client."""
         kind = "invalid_request_error" if self.status < 500 else "server_error"
-        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code},
-                "message": str(self)}
+        return {
+            "error": {"message": str(self), "type": kind, "param": self.param, "code": self.code},
+            "message": str(self),
+        }
 
 
 class Fields:

@@ -20,7 +20,11 @@ RENAMED = {"max_len": "tokens_to_generate", "sentences": "prompts"}
 # The values with which Megatron does nothing either. Without a decay the bound of the decay is never reached; only
 # beam search has a length penalty.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "beam_width": (), "top_p_decay": (0, 1), "prevent_newline_after_colon": (False,), "length_penalty": (1,)}
+    "beam_width": (),
+    "top_p_decay": (0, 1),
+    "prevent_newline_after_colon": (False,),
+    "length_penalty": (1,),
+}
 
 
 @dataclass(frozen=True)
@@ -32,11 +36,14 @@ class MegatronRequest(CompletionRequest):
         log-probabilities of all tokens but the first, where they were asked for. A newline that ended it belongs to it.
         """
         tokens = [[*text.c.prompt, *text.c.ids] for text in texts]
-        return {"text": [prompt.text + tokenizer.decode(text.c.ids)
-                         for prompt, text in zip(self.prompts, texts, strict=True)],
-                "tokens": tokens,
-                "segments": [[_segment(tokenizer, token) for token in ids] for ids in tokens],
-                "logprobs": [_logprobs(text) for text in texts] if self.logprobs else None}
+        return {
+            "text": [
+                prompt.text + tokenizer.decode(text.c.ids) for prompt, text in zip(self.prompts, texts, strict=True)
+            ],
+            "tokens": tokens,
+            "segments": [[_segment(tokenizer, token) for token in ids] for ids in tokens],
+            "logprobs": [_logprobs(text) for text in texts] if self.logprobs else None,
+        }
 
 
 def _segment(tokenizer: Tokenizer, token: int) -> str:
@@ -44,23 +51,32 @@ def _segment(tokenizer: Tokenizer, token: int) -> str:
 
 
 def _logprobs(text: Text) -> list[float]:
-    new = [event for event in text.events if isinstance(event, GeneratedToken)][:len(text.c.ids)]
+    new = [event for event in text.events if isinstance(event, GeneratedToken)][: len(text.c.ids)]
     return [log(token.probability) for token in (*text.c.prompt_tokens, *new)]
 
 
-def read_megatron_request(body: bytes, *, model: str, tokenizer: Tokenizer, context: int,
-                          limits: Limits) -> MegatronRequest:
+def read_megatron_request(
+    body: bytes, *, model: str, tokenizer: Tokenizer, context: int, limits: Limits
+) -> MegatronRequest:
     """The request that `body` holds, as `read_request` does it for OpenAI's form; this one names no model."""
     fields = Fields(body)
     take = fields.take
     for old, new in RENAMED.items():
         take(old, None, f"left out: it is {new} now", lambda value: False)
-    texts = take("prompts", [], "a list of texts", lambda value: isinstance(value, list) and all(
-        isinstance(text, str) for text in value))
+    texts = take(
+        "prompts",
+        [],
+        "a list of texts",
+        lambda value: isinstance(value, list) and all(isinstance(text, str) for text in value),
+    )
     if not 1 <= len(texts) <= limits.texts:
         raise ApiError(f"prompts must be 1 to {limits.texts} texts, not {len(texts)}", param="prompts")
-    length = take("tokens_to_generate", min(DEFAULT_TOKENS, limits.max_tokens),
-                  f"a whole number from 0 to {limits.max_tokens}", lambda value: whole(value, 0, limits.max_tokens))
+    length = take(
+        "tokens_to_generate",
+        min(DEFAULT_TOKENS, limits.max_tokens),
+        f"a whole number from 0 to {limits.max_tokens}",
+        lambda value: whole(value, 0, limits.max_tokens),
+    )
     logprobs = fields.switch("logprobs")
     if not length and not logprobs:
         raise ApiError("tokens_to_generate: 0 asks for nothing without logprobs: true", param="tokens_to_generate")
@@ -75,14 +91,27 @@ def read_megatron_request(body: bytes, *, model: str, tokenizer: Tokenizer, cont
     begins = fields.switch("add_BOS")
     if "" in texts and not begins:
         raise ApiError("an empty prompt needs add_BOS: true", param="prompts")
-    take("stop_token", None, f"{tokenizer.eod}, which ends a document",
-         lambda value: whole(value, tokenizer.eod, tokenizer.eod))
+    take(
+        "stop_token",
+        None,
+        f"{tokenizer.eod}, which ends a document",
+        lambda value: whole(value, tokenizer.eod, tokenizer.eod),
+    )
     fields.switch("no_log")  # no text is ever logged
     fields.refuse(NEUTRAL)
     fields.end()
     start = [tokenizer.start] if begins else []
     return MegatronRequest(
         [read_prompt(text, tokenizer, context, name="prompts", start=start) for text in texts],
-        Sampling(temperature=temperature, top_k=top_k, top_p=top_p, max_new_tokens=length, seed=seed or 0,
-                 stop=("\n\n",) if double_eol else ("\n",) if eol else ()),
-        seed is not None, echo=True, logprobs=logprobs)
+        Sampling(
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            max_new_tokens=length,
+            seed=seed or 0,
+            stop=("\n\n",) if double_eol else ("\n",) if eol else (),
+        ),
+        seed is not None,
+        echo=True,
+        logprobs=logprobs,
+    )

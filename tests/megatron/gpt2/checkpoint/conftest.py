@@ -15,8 +15,16 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A save folder of one iteration: a matrix of 8 x 6, a half of its rows in each of two files, of two ranks."""
     save = tmp_path_factory.mktemp("written") / "save"
     for rank in (1, 0):
-        write_checkpoint(save, 1, files={FILES[rank]: {"x": Piece(WHOLE[4 * rank:4 * rank + 4], (8, 6),
-                         (4 * rank, 0))}}, facts={}, rank=rank, world_size=2, attempt="a", timeout_s=5)
+        write_checkpoint(
+            save,
+            1,
+            files={FILES[rank]: {"x": Piece(WHOLE[4 * rank : 4 * rank + 4], (8, 6), (4 * rank, 0))}},
+            facts={},
+            rank=rank,
+            world_size=2,
+            attempt="a",
+            timeout_s=5,
+        )
     return save
 
 

@@ -29,11 +29,16 @@ NO_NUMBERS = [True, 1.0, -1, "1", None, [], {}, float("inf"), float("nan"), 1 <<
 
 
 IN_PLACE: dict[str, Callable[[Path], Any]] = {
-    "pipe": os.mkfifo, "folder": Path.mkdir, "endless": lambda path: path.symlink_to("/dev/zero"),
-    "empty": lambda path: path.symlink_to("/dev/null"), "loop": lambda path: path.symlink_to(path.name),
-    "dangling": lambda path: path.symlink_to("nowhere"), "elsewhere": lambda path: path.symlink_to("/proc/self/status"),
-    "other": lambda path: path.symlink_to(__file__), "sparse": lambda path: os.truncate(
-        os.open(path, os.O_CREAT | os.O_WRONLY), 1 << 40)}
+    "pipe": os.mkfifo,
+    "folder": Path.mkdir,
+    "endless": lambda path: path.symlink_to("/dev/zero"),
+    "empty": lambda path: path.symlink_to("/dev/null"),
+    "loop": lambda path: path.symlink_to(path.name),
+    "dangling": lambda path: path.symlink_to("nowhere"),
+    "elsewhere": lambda path: path.symlink_to("/proc/self/status"),
+    "other": lambda path: path.symlink_to(__file__),
+    "sparse": lambda path: os.truncate(os.open(path, os.O_CREAT | os.O_WRONLY), 1 << 40),
+}
 
 
 def seal(folder: Path, body: str | bytes) -> None:

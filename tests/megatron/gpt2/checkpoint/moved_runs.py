@@ -13,9 +13,24 @@ from tests.megatron.gpt2.training.training_runs import finish, start, steps
 
 BEFORE, AFTER = 5, 5  # steps
 # The bytes tokenizer's 257 ids are padded to 258 and 516 rows: of 4 ranks two hold padding alone.
-FLAGS = ["--num-layers", "4", "--hidden-size", "48", "--make-vocab-size-divisible-by", "129", "--ddp-bucket-size",
-         "10000", "--global-batch-size", "8", "--micro-batch-size", "2", "--attention-dropout", "0.1",
-         "--hidden-dropout", "0.1"]
+FLAGS = [
+    "--num-layers",
+    "4",
+    "--hidden-size",
+    "48",
+    "--make-vocab-size-divisible-by",
+    "129",
+    "--ddp-bucket-size",
+    "10000",
+    "--global-batch-size",
+    "8",
+    "--micro-batch-size",
+    "2",
+    "--attention-dropout",
+    "0.1",
+    "--hidden-dropout",
+    "0.1",
+]
 
 
 class Layout(NamedTuple):
@@ -35,14 +50,27 @@ class Layout(NamedTuple):
 
     @property
     def flags(self) -> list[str]:
-        return ["--model-parallel-size", str(self.model_parallel), *["--use-distributed-optimizer"] * self.sharded,
-                "--pipeline-model-parallel-size", str(self.pipeline),
-                *["--num-virtual-stages-per-pipeline-rank", str(self.chunks)] * (self.chunks > 1)]
+        return [
+            "--model-parallel-size",
+            str(self.model_parallel),
+            *["--use-distributed-optimizer"] * self.sharded,
+            "--pipeline-model-parallel-size",
+            str(self.pipeline),
+            *["--num-virtual-stages-per-pipeline-rank", str(self.chunks)] * (self.chunks > 1),
+        ]
 
 
 LAYOUTS = [Layout(mp, dp, sharded) for mp in (1, 2, 4) for dp in (1, 2) for sharded in (False, True)]
-PIPELINES = [Layout(1, 1, False, 2), Layout(1, 1, False, 2, 2), Layout(2, 1, False, 2), Layout(1, 2, True, 2),
-             Layout(1, 1, False, 4), Layout(2, 2, True, 2, 2), Layout(1, 1, False, 3), Layout(2, 1, False, 3)]
+PIPELINES = [
+    Layout(1, 1, False, 2),
+    Layout(1, 1, False, 2, 2),
+    Layout(2, 1, False, 2),
+    Layout(1, 2, True, 2),
+    Layout(1, 1, False, 4),
+    Layout(2, 2, True, 2, 2),
+    Layout(1, 1, False, 3),
+    Layout(2, 1, False, 3),
+]
 
 
 class Seen(NamedTuple):
@@ -68,8 +96,12 @@ def move(rank: int, world_size: int, folder: str, moves: Sequence[tuple[Layout, 
     """For each (source, target of this world): the steps after the source's checkpoint."""
     seen = []
     for source, target in moves:
-        run = start(rank, world_size, folder, [*FLAGS, *target.flags, "--load", f"{folder}/{source}",
-                                               "--save", f"{folder}/{source}-{target}", *more])
+        run = start(
+            rank,
+            world_size,
+            folder,
+            [*FLAGS, *target.flags, "--load", f"{folder}/{source}", "--save", f"{folder}/{source}-{target}", *more],
+        )
         seen.append(go_on(run, target))
     return seen
 
@@ -89,8 +121,8 @@ def go_on(run: Run, layout: Layout) -> Seen:
 
 def global_batch(seen: Sequence[Seen], layout: Layout) -> Tensor:
     """What all ranks would train on next, in the order of the global samples, [samples, s + 1]."""
-    first_stage = seen[:layout.model_parallel * layout.data_parallel]
-    return torch.stack([of_rank.tokens for of_rank in first_stage[::layout.model_parallel]], dim=1).flatten(0, 2)
+    first_stage = seen[: layout.model_parallel * layout.data_parallel]
+    return torch.stack([of_rank.tokens for of_rank in first_stage[:: layout.model_parallel]], dim=1).flatten(0, 2)
 
 
 def difference(moved: Sequence[Any], unmoved: Sequence[Any]) -> float:

@@ -34,18 +34,26 @@ KINDS = ("model", "master", "exp_avg", "exp_avg_sq")
 
 def full_state(seed: int) -> dict[tuple[str, str], Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    return {(kind, name): torch.randn(spec.global_shape, generator=generator).to(
-        torch.bfloat16 if kind == "model" else torch.float32) for kind in KINDS for name, spec in SPECS.items()}
+    return {
+        (kind, name): torch.randn(spec.global_shape, generator=generator).to(
+            torch.bfloat16 if kind == "model" else torch.float32
+        )
+        for kind in KINDS
+        for name, spec in SPECS.items()
+    }
 
 
 def rank_files(state: dict[tuple[str, str], Tensor], mp_rank: int, mp_size: int) -> dict[str, dict[str, Piece]]:
     local = [(kind, name, SPECS[name].split(full, mp_rank, mp_size)) for (kind, name), full in state.items()]
     folder = f"mp_rank_{mp_rank:02d}"
-    return {f"{folder}/model.safetensors": model_pieces([(n, t) for k, n, t in local if k == "model"], SPECS,
-                                                        mp_rank=mp_rank, mp_size=mp_size),
-            f"{folder}/optim_dp_00.safetensors": state_pieces(
-                [FlatState(k, n, t.view(-1)) for k, n, t in local if k != "model"], SPECS, mp_rank=mp_rank,
-                mp_size=mp_size)}
+    return {
+        f"{folder}/model.safetensors": model_pieces(
+            [(n, t) for k, n, t in local if k == "model"], SPECS, mp_rank=mp_rank, mp_size=mp_size
+        ),
+        f"{folder}/optim_dp_00.safetensors": state_pieces(
+            [FlatState(k, n, t.view(-1)) for k, n, t in local if k != "model"], SPECS, mp_rank=mp_rank, mp_size=mp_size
+        ),
+    }
 
 
 def save(folder: Path, iteration: int, mp_size: int = 2, seed: int | None = None, **options: Any) -> list[str]:
@@ -54,9 +62,20 @@ def save(folder: Path, iteration: int, mp_size: int = 2, seed: int | None = None
     said: list[str] = []
 
     def write(rank: int) -> Path:
-        return write_checkpoint(folder, iteration, **{
-            "facts": {"consumed_samples": iteration}, "files": rank_files(state, rank, mp_size), "rank": rank,
-            "world_size": mp_size, "attempt": "a", "timeout_s": 60.0, "log": said.append, **options})
+        return write_checkpoint(
+            folder,
+            iteration,
+            **{
+                "facts": {"consumed_samples": iteration},
+                "files": rank_files(state, rank, mp_size),
+                "rank": rank,
+                "world_size": mp_size,
+                "attempt": "a",
+                "timeout_s": 60.0,
+                "log": said.append,
+                **options,
+            },
+        )
 
     with ThreadPoolExecutor(mp_size) as ranks:
         assert set(ranks.map(write, range(mp_size))) == {folder / f"iter_{iteration:07d}"}

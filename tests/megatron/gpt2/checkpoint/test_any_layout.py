@@ -31,8 +31,14 @@ HEADS, WIDTH, VOCAB = 8, 24, 29  # no rank's part of a bucket, a multiple of 64,
 # The padding differs at every size; of 4 ranks the last holds padding alone, and of 8 the last three.
 PADDED = {1: 35, 2: 42, 4: 56, 8: 56}
 CONFIG = CheckpointConfig(no_save_rng=True, no_load_rng=True)
-SHAPE = ModelConfig(num_layers=4, hidden_size=WIDTH, num_attention_heads=HEADS, max_position_embeddings=6,
-                    vocab_size=VOCAB, make_vocab_size_divisible_by=7)
+SHAPE = ModelConfig(
+    num_layers=4,
+    hidden_size=WIDTH,
+    num_attention_heads=HEADS,
+    max_position_embeddings=6,
+    vocab_size=VOCAB,
+    make_vocab_size_divisible_by=7,
+)
 STATE = ("master", "exp_avg", "exp_avg_sq")
 CPU = torch.device("cpu")
 
@@ -66,17 +72,27 @@ def make_rank(layout: Layout, mp_rank: int, pp_rank: int, dp_rank: int, dtype: t
     """What `checkpoint_files` and `load_run` use of a run, for one rank of `layout`."""
     group: Any = Group(mp_rank, layout.model_parallel)
     parallel = mpu.ParallelState(
-        tensor_model_parallel_group=group, tensor_model_parallel_rank=mp_rank,
-        tensor_model_parallel_size=layout.model_parallel, pipeline_model_parallel_rank=pp_rank,
-        pipeline_model_parallel_size=layout.pipeline, data_parallel_rank=dp_rank,
-        data_parallel_size=layout.data_parallel)
+        tensor_model_parallel_group=group,
+        tensor_model_parallel_rank=mp_rank,
+        tensor_model_parallel_size=layout.model_parallel,
+        pipeline_model_parallel_rank=pp_rank,
+        pipeline_model_parallel_size=layout.pipeline,
+        data_parallel_rank=dp_rank,
+        data_parallel_size=layout.data_parallel,
+    )
     stages = layers_of_stages(SHAPE.num_layers, layout.pipeline, layout.chunks)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("mpu.initialize._default", parallel)
-        model = GPT2Model(SHAPE, chunks=stages[pp_rank::layout.pipeline])
-    flat = FlatParameters(model, dtype, bucket_size=1000 // layout.model_parallel, sharded=layout.sharded,
-                          ranks=(dp_rank, layout.data_parallel), shared=TIED if layout.pipeline > 1 else None,
-                          is_copy=pp_rank > 0)
+        model = GPT2Model(SHAPE, chunks=stages[pp_rank :: layout.pipeline])
+    flat = FlatParameters(
+        model,
+        dtype,
+        bucket_size=1000 // layout.model_parallel,
+        sharded=layout.sharded,
+        ranks=(dp_rank, layout.data_parallel),
+        shared=TIED if layout.pipeline > 1 else None,
+        is_copy=pp_rank > 0,
+    )
     gatherer: Any = Alone()
     adam = OptimizerConfig()
     optimizer = AdamWOptimizer(flat, gatherer, adam, build_loss_scaler(adam, dtype, CPU), torch.ones(10))
@@ -84,8 +100,12 @@ def make_rank(layout: Layout, mp_rank: int, pp_rank: int, dp_rank: int, dtype: t
 
 
 def ranks_of(layout: Layout, dtype: torch.dtype) -> list[Any]:
-    return [make_rank(layout, mp, pp, dp, dtype) for pp in range(layout.pipeline)
-            for dp in range(layout.data_parallel) for mp in range(layout.model_parallel)]
+    return [
+        make_rank(layout, mp, pp, dp, dtype)
+        for pp in range(layout.pipeline)
+        for dp in range(layout.data_parallel)
+        for mp in range(layout.model_parallel)
+    ]
 
 
 def global_state() -> dict[tuple[str, str], Tensor]:
@@ -102,13 +122,13 @@ def own_part(name: str, whole: Tensor, rank: int, size: int, padding: float) -> 
     if name == "word_embeddings.weight":
         rows = PADDED[size] // size
         own = torch.full((rows, WIDTH), padding)
-        true = whole[rank * rows:(rank + 1) * rows]
-        own[:len(true)] = true
+        true = whole[rank * rows : (rank + 1) * rows]
+        own[: len(true)] = true
         return own
     if "query_key_value" in name:  # query, key and value of a head are neighbours
         heads = HEADS // size
         by_head = whole.view(HEADS, 3 * WIDTH // HEADS, *whole.shape[1:])
-        return by_head[rank * heads:(rank + 1) * heads].flatten(0, 1)
+        return by_head[rank * heads : (rank + 1) * heads].flatten(0, 1)
     if "dense_h_to_4h" in name:
         return whole.chunk(size, dim=0)[rank]
     if name.endswith(("attention.dense.weight", "dense_4h_to_h.weight")):
@@ -121,7 +141,7 @@ def fill(rank: Any, state: dict[tuple[str, str], Tensor], padding: float) -> Non
     for name, parameter in rank.model.named_parameters():
         parameter.data.copy_(own_part(name, state["master", name], *place, padding))
     for kind, name, values, start in rank.optimizer.tensors():
-        values.copy_(own_part(name, state[kind, name], *place, padding).reshape(-1)[start:start + values.numel()])
+        values.copy_(own_part(name, state[kind, name], *place, padding).reshape(-1)[start : start + values.numel()])
 
 
 def save(folder: Path, ranks: Iterable[Any]) -> None:
@@ -142,15 +162,22 @@ def assert_loads(checkpoint: Checkpoint, rank: Any, state: dict[tuple[str, str],
     for values in (rank.flat.params, *(s.values for s in rank.optimizer.tensors())):
         values.fill_(torch.nan)
     prepared: Any = SimpleNamespace(
-        source=str(checkpoint.path.parent), device=CPU, dtype=rank.flat.params.dtype, train_iters=3,
-        decay_iters=3, global_batch_size=8, batch_growth="not at all", splits=SimpleNamespace(fingerprint=""),
-        config=Config(model=SHAPE, checkpoint=CONFIG, data=DataConfig(seq_length=6)))
+        source=str(checkpoint.path.parent),
+        device=CPU,
+        dtype=rank.flat.params.dtype,
+        train_iters=3,
+        decay_iters=3,
+        global_batch_size=8,
+        batch_growth="not at all",
+        splits=SimpleNamespace(fingerprint=""),
+        config=Config(model=SHAPE, checkpoint=CONFIG, data=DataConfig(seq_length=6)),
+    )
     with pytest.MonkeyPatch.context() as patch:  # found once: the ranks need not agree on what is there
         patch.setattr("megatron.gpt2.training.checkpointing.find_checkpoint", lambda source, **_: checkpoint)
         assert load_run(prepared, rank.parallel, rank, lambda line: None) == (3, 24, 0)
     owned = 0
     for kind, name, values, start in rank.optimizer.tensors():
-        expected = own_part(name, state[kind, name], *place, 0.0).reshape(-1)[start:start + values.numel()]
+        expected = own_part(name, state[kind, name], *place, 0.0).reshape(-1)[start : start + values.numel()]
         assert torch.equal(values, expected), (kind, name)
         owned += values.numel() if kind == "master" else 0
     for name in rank.flat.ranges:
@@ -159,18 +186,21 @@ def assert_loads(checkpoint: Checkpoint, rank: Any, state: dict[tuple[str, str],
         assert torch.equal(rounded, rank.flat.masters[index][part].to(rounded.dtype)), name
     # The weights that were saved beside them, as generation and fine-tuning without an optimizer read them.
     rank.flat.params.fill_(torch.nan)
-    load_model(rank.model.named_parameters(), parameter_specs(SHAPE, place[1]), checkpoint, mp_rank=place[0],
-               mp_size=place[1])
+    load_model(
+        rank.model.named_parameters(), parameter_specs(SHAPE, place[1]), checkpoint, mp_rank=place[0], mp_size=place[1]
+    )
     for name, parameter in rank.model.named_parameters():
         expected = own_part(name, state["master", name], *place, 0.0)
         assert torch.equal(parameter, expected.to(parameter.dtype)), name
     return owned
 
 
-@pytest.fixture(scope="module", params=[pytest.param(torch.float32, marks=pytest.mark.wide), torch.bfloat16],
-                ids=["fp32", "bf16"])
-def saved(request: pytest.FixtureRequest,
-          tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[dict[Layout, Path], Any, torch.dtype]]:
+@pytest.fixture(
+    scope="module", params=[pytest.param(torch.float32, marks=pytest.mark.wide), torch.bfloat16], ids=["fp32", "bf16"]
+)
+def saved(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[dict[Layout, Path], Any, torch.dtype]]:
     """The same state, saved under every layout."""
     state, folders = global_state(), {}
     for layout in LAYOUTS + PIPELINES + EIGHT:
@@ -191,9 +221,13 @@ def test_opens_every_other_layout(saved: Any, target: Layout, monkeypatch: pytes
     assert len(folders) == 22 and len(ranks) == target.world_size
     sources = BESIDE_EIGHT if target in EIGHT else LAYOUTS + PIPELINES + EIGHT * (target in BESIDE_EIGHT)
     if dtype != torch.float32:  # which has every pair, in the wide set
-        sources = sources[(LAYOUTS + PIPELINES + EIGHT).index(target) % 4::4]
-    in_memory = sum(parameter.numel() for rank in ranks if rank.parallel.data_parallel_rank == 0
-                    for parameter in rank.model.parameters())
+        sources = sources[(LAYOUTS + PIPELINES + EIGHT).index(target) % 4 :: 4]
+    in_memory = sum(
+        parameter.numel()
+        for rank in ranks
+        if rank.parallel.data_parallel_rank == 0
+        for parameter in rank.model.parameters()
+    )
     for source in sources:
         checkpoint = find_checkpoint(folders[source], log=pytest.fail)
         assert checkpoint is not None
@@ -210,8 +244,9 @@ def test_the_matrix_is_about_different_things(saved: Any) -> None:
         masters = [name for name in checkpoint.files if "/master" in name]
         split = layout.sharded and layout.data_parallel > 1
         assert len(masters) == layout.model_parallel * layout.pipeline * (layout.data_parallel if split else 1)
-        assert split == any("#1" in key for info in checkpoint.files.values() for key in info.boxes), \
+        assert split == any("#1" in key for info in checkpoint.files.values() for key in info.boxes), (
             "rows and part of a row"
+        )
         expected = torch.float32 if dtype == torch.float32 else torch.bfloat16
         assert checkpoint.read("model.word_embeddings.weight").dtype == expected
         for (kind, name), whole in state.items():

@@ -57,13 +57,25 @@ def straight_and_resumed(rank: int, world_size: int, folder: str, flags: list[st
     return results
 
 
-@pytest.mark.parametrize(("model_parallel", "data_parallel", "flags"), [
-    (1, 1, ["--precision", "bf16"]),
-    pytest.param(2, 2, ["--use-distributed-optimizer", "--precision", "bf16"], marks=pytest.mark.wide)])
+@pytest.mark.parametrize(
+    ("model_parallel", "data_parallel", "flags"),
+    [
+        (1, 1, ["--precision", "bf16"]),
+        pytest.param(2, 2, ["--use-distributed-optimizer", "--precision", "bf16"], marks=pytest.mark.wide),
+    ],
+)
 def test_resume_is_bit_identical(tmp_path: Path, model_parallel: int, data_parallel: int, flags: list[str]):
     write_text(tmp_path)
-    flags = [*ASYNC, *flags, "--model-parallel-size", str(model_parallel), "--global-batch-size", "8",
-             "--micro-batch-size", "2"]
+    flags = [
+        *ASYNC,
+        *flags,
+        "--model-parallel-size",
+        str(model_parallel),
+        "--global-batch-size",
+        "8",
+        "--micro-batch-size",
+        "2",
+    ]
     for results in run_ranks(straight_and_resumed, model_parallel * data_parallel, str(tmp_path), flags):
         (straight, tensors), (resumed, others) = results["straight"], results["resumed"]
         assert resumed == straight and straight[-1] < straight[0]
@@ -115,8 +127,9 @@ def saving(folder: Path, said: list[str], **options: Any) -> Saver:
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     folder = tmp_path / "disk"
     folder.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=96k", "tmpfs", str(folder)], capture_output=True,
-                      check=False).returncode:
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=96k", "tmpfs", str(folder)], capture_output=True, check=False
+    ).returncode:
         pytest.skip("a tmpfs cannot be mounted here")
     yield folder
     subprocess.run(["umount", str(folder)], check=True)
@@ -206,12 +219,27 @@ def flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(checkpointing, "write_tensors", slow)
     write_text(tmp_path)
-    return [*SMALL, "--train-data", f"{tmp_path}/text.txt", "--data-cache-path", f"{tmp_path}/cache", "--save",
-            f"{tmp_path}/save", "--async-save", "--save-interval", "2", "--train-iters", "3", "--keep-last", "2"]
+    return [
+        *SMALL,
+        "--train-data",
+        f"{tmp_path}/text.txt",
+        "--data-cache-path",
+        f"{tmp_path}/cache",
+        "--save",
+        f"{tmp_path}/save",
+        "--async-save",
+        "--save-interval",
+        "2",
+        "--train-iters",
+        "3",
+        "--keep-last",
+        "2",
+    ]
 
 
-@pytest.mark.parametrize(("more", "committed"), [([], [2, 3]), (["--exit-interval", "1"], [1]),
-                                                 (["--exit-interval", "2"], [2])])
+@pytest.mark.parametrize(
+    ("more", "committed"), [([], [2, 3]), (["--exit-interval", "1"], [1]), (["--exit-interval", "2"], [2])]
+)
 def test_the_end_of_a_run_waits(flags: list[str], tmp_path: Path, more: list[str], committed: list[int]):
     assert pretrain_gpt2.main([*flags, *more]) == 0
     assert sorted(path.name for path in (tmp_path / "save").glob("iter_*")) == [f"iter_000000{i}" for i in committed]
@@ -247,8 +275,9 @@ def test_an_error_waits(flags: list[str], tmp_path: Path, monkeypatch: pytest.Mo
     assert checkpoint is not None and checkpoint.iteration == 2
 
 
-def test_a_last_save_that_fails_is_exit_code_1(flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-                                               capsys: pytest.CaptureFixture[str]):
+def test_a_last_save_that_fails_is_exit_code_1(
+    flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
     def full(folder: Path, file: str, *rest: Any) -> dict[str, Any]:
         raise OSError(f"{folder / file}: cannot write")
 

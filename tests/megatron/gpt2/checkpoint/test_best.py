@@ -50,8 +50,13 @@ def losses(rank: int, world_size: int, folder: str, flags: list[str]) -> list[tu
 def test_the_lowest_loss_is_kept_over_a_restart(tmp_path: Path) -> None:
     write_text(tmp_path)
     for seen in run_ranks(losses, 2, str(tmp_path), ["--model-parallel-size", "2", "--async-save"]):
-        assert seen == [(2, 3.0, ["iter_0000002"]), (2, 3.0, ["iter_0000002"]), (4, 2.5, ["iter_0000004"]),
-                        (4, 2.5, ["iter_0000004"]), (6, 2.4, ["iter_0000006"])]
+        assert seen == [
+            (2, 3.0, ["iter_0000002"]),
+            (2, 3.0, ["iter_0000002"]),
+            (4, 2.5, ["iter_0000004"]),
+            (4, 2.5, ["iter_0000004"]),
+            (6, 2.4, ["iter_0000006"]),
+        ]
 
 
 def test_a_loss_on_other_data_is_no_measure(tmp_path: Path) -> None:
@@ -68,8 +73,20 @@ def test_a_loss_on_other_data_is_no_measure(tmp_path: Path) -> None:
 
 
 def test_a_run_with_its_best_checkpoint_to_the_end(work: Path, capfd: pytest.CaptureFixture[str]) -> None:  # noqa: F811
-    flags = [*FLAGS, "--train-data", "text.txt", "--save", "run", "--eval-interval", "2", "--eval-iters", "1",
-             "--keep-best", "--keep-last", "1"]
+    flags = [
+        *FLAGS,
+        "--train-data",
+        "text.txt",
+        "--save",
+        "run",
+        "--eval-interval",
+        "2",
+        "--eval-iters",
+        "1",
+        "--keep-best",
+        "--keep-last",
+        "1",
+    ]
     assert pretrain_gpt2.main([*flags, "--train-iters", "5"]) == 0
     assert "saved run/best/iter_0000002" in capfd.readouterr().out
     # Like any other folder: to load and to go on from, but not to go on in.

@@ -71,18 +71,27 @@ def test_headers_that_disagree(folder: Path) -> None:
     true = contents(folder)
     data = (folder / FILES[0]).read_bytes()
     length = int.from_bytes(data[:8], "little")
-    header, values = data[8:8 + length], data[8 + length:]
-    entry = header[header.index(b'"x"'):header.rindex(b"}")]
-    exchanges = [(b"F32", b"I32"), (b"[4,6]", b"[6,4]"), (b'"x"', b'"y"'), (b'"x"', b'"\x00"'), (b"[0,96]", b"[1,96]"),
-                 (b"[0,96]", b"[0,95]"), (b"[0,96]", b"[0,1152921504606846976]"), (b"mp_rank_00", b"mp_rank_01"),
-                 (b'"iteration":"1"', b'"iteration":"2"'), (entry, entry + b"," + entry),
-                 (entry, entry + b"," + entry.replace(b'"x"', b'"z"'))]
+    header, values = data[8 : 8 + length], data[8 + length :]
+    entry = header[header.index(b'"x"') : header.rindex(b"}")]
+    exchanges = [
+        (b"F32", b"I32"),
+        (b"[4,6]", b"[6,4]"),
+        (b'"x"', b'"y"'),
+        (b'"x"', b'"\x00"'),
+        (b"[0,96]", b"[1,96]"),
+        (b"[0,96]", b"[0,95]"),
+        (b"[0,96]", b"[0,1152921504606846976]"),
+        (b"mp_rank_00", b"mp_rank_01"),
+        (b'"iteration":"1"', b'"iteration":"2"'),
+        (entry, entry + b"," + entry),
+        (entry, entry + b"," + entry.replace(b'"x"', b'"z"')),
+    ]
     headers = [header.replace(*exchange) for exchange in exchanges]
     headers += [b"", b"{}", b"null", pickle.dumps(header), header + b" ", b" " * (17 << 20)]
     starts = [len(changed).to_bytes(8, "little") + changed for changed in headers]
     starts += [size.to_bytes(8, "little") + header for size in (1 << 60, (1 << 64) - 1)]
     for start in starts:
-        assert start != data[:8 + length]
+        assert start != data[: 8 + length]
         (folder / FILES[0]).write_bytes(start + values)
         true["files"][FILES[0]].update(bytes=len(start + values), sha256=hashlib.sha256(start + values).hexdigest())
         reseal(folder, true)

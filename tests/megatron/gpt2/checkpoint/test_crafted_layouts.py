@@ -21,8 +21,9 @@ from megatron.gpt2.checkpoint.manifest import MANIFEST
 from tests.megatron.gpt2.checkpoint.versions import reseal
 
 
-def craft(folder: Path, version: int, header: bytes | None = None, file: str = "mp_rank_00/model.safetensors",
-          **changes: Any) -> Path:
+def craft(
+    folder: Path, version: int, header: bytes | None = None, file: str = "mp_rank_00/model.safetensors", **changes: Any
+) -> Path:
     """A checkpoint whose hashes are all right, whatever else is changed in its manifest."""
     folder = folder / "iter_0000001"
     (folder / "mp_rank_00").mkdir(parents=True)
@@ -53,10 +54,21 @@ def test_crafted_files_are_refused_at_once(tmp_path: Path, version: int) -> None
     metadata = '"__metadata__":{"format":"pt","file":"mp_rank_00/model.safetensors","iteration":"1"}'
     box = {"offset": [0], "shape": [4]}
     crafted: dict[str, dict[str, Any]] = {
-        f"path {file!r}": {"file": file} for file in (
-            "/etc/passwd", "../iter_0000002/mp_rank_00/model.safetensors", "mp_rank_00/../../x.safetensors", "..",
-            "mp_rank_00//model.safetensors", "manifest.json", "mp_rank_00\\..\\x.safetensors", "", "mp_rank_00/a.pt",
-            "mp_rank_00/model.safetensors\n", "mp_rank_00/\x00.safetensors")}
+        f"path {file!r}": {"file": file}
+        for file in (
+            "/etc/passwd",
+            "../iter_0000002/mp_rank_00/model.safetensors",
+            "mp_rank_00/../../x.safetensors",
+            "..",
+            "mp_rank_00//model.safetensors",
+            "manifest.json",
+            "mp_rank_00\\..\\x.safetensors",
+            "",
+            "mp_rank_00/a.pt",
+            "mp_rank_00/model.safetensors\n",
+            "mp_rank_00/\x00.safetensors",
+        )
+    }
     crafted |= {
         "duplicate key in a header": {"header": f"{{{metadata},{entry},{entry}}}".encode()},
         "huge header": {"header": f"{{{metadata},{entry}}}".encode() + b" " * (17 << 20)},
@@ -75,8 +87,10 @@ def test_crafted_files_are_refused_at_once(tmp_path: Path, version: int) -> None
         "list": {"info": {"boxes": [box]}},
         "number": {"info": {"boxes": 3}},
         "bomb": {"tensors": {"x": {"dtype": "F32", "shape": [1 << 62, 1 << 62]}}},
-        "many boxes": {"tensors": {"x": {"dtype": "F32", "shape": [1, 30_000]}},
-                       "info": {"boxes": {f"x#{i}": {"offset": [0, i], "shape": [1, 1]} for i in range(30_000)}}},
+        "many boxes": {
+            "tensors": {"x": {"dtype": "F32", "shape": [1, 30_000]}},
+            "info": {"boxes": {f"x#{i}": {"offset": [0, i], "shape": [1, 1]} for i in range(30_000)}},
+        },
         "many dimensions": {"tensors": {"x": {"dtype": "F32", "shape": [1] * 1000}}},
         "dtype": {"tensors": {"x": {"dtype": "F33", "shape": [4]}}},
         "other dtype": {"tensors": {"x": {"dtype": "I32", "shape": [4]}}},
@@ -85,10 +99,15 @@ def test_crafted_files_are_refused_at_once(tmp_path: Path, version: int) -> None
         "iteration": {"iteration": 2},
         "iteration 2": {"iteration": "1"},
     }
-    texts = {"twice": f'{{{ONE}, "iteration": 1, "sha256": "', "deep": f'{{{ONE}, "x": {"[" * 100_000}"sha256": "',
-             "digits": f'{{{ONE}, "x": {"9" * 100_000}, "sha256": "',
-             "version": f'{{{ONE[15:]}, "version": 3, "sha256": "',
-             "none": '{"sha256": "', "array": '["', "surrogate": f'{{{ONE}, "\\ud800": 1, "\\ud800": 1, "sha256": "'}
+    texts = {
+        "twice": f'{{{ONE}, "iteration": 1, "sha256": "',
+        "deep": f'{{{ONE}, "x": {"[" * 100_000}"sha256": "',
+        "digits": f'{{{ONE}, "x": {"9" * 100_000}, "sha256": "',
+        "version": f'{{{ONE[15:]}, "version": 3, "sha256": "',
+        "none": '{"sha256": "',
+        "array": '["',
+        "surrogate": f'{{{ONE}, "\\ud800": 1, "\\ud800": 1, "sha256": "',
+    }
     for name, changes in crafted.items():
         folder = craft(tmp_path / hashlib.sha256(name.encode()).hexdigest()[:8], version, **changes)
         refused(folder, name)

@@ -25,8 +25,10 @@ def test_the_checkpoint_is_good_before(folder: Path) -> None:
 
 
 def text(tensors: str = "", files: str = "", more: str = "") -> str:
-    return (f'{{"version": 1, "iteration": 1, "facts": {{}}, "tensors": {{{tensors}}}, "files": {{{files}}}, '
-            f'{more}"sha256": "')
+    return (
+        f'{{"version": 1, "iteration": 1, "facts": {{}}, "tensors": {{{tensors}}}, "files": {{{files}}}, '
+        f'{more}"sha256": "'
+    )
 
 
 EMPTY, LONG = '{"dtype": "F32", "shape": [0]}', "x" * 10_000_000
@@ -48,8 +50,11 @@ TEXTS: dict[str, Callable[[], str]] = {  # some are megabytes: made when they ar
     "many dimensions": lambda: text(f'"x": {{"dtype": "F32", "shape": [{"1," * 5_000_000}1]}}'),
     "great dimensions": lambda: text(f'"x": {{"dtype": "F32", "shape": [{f"{10**4000}," * 3000}1]}}'),
     "a million boxes": lambda: text(
-        '"x": {"dtype": "U8", "shape": [1000000]}', f'"{FILES[0]}": {{"bytes": 1, "boxes": {{'
-        + ",".join(f'"x#{i}": {{"offset": [{i}], "shape": [1]}}' for i in range(1_000_000)) + "}}"),
+        '"x": {"dtype": "U8", "shape": [1000000]}',
+        f'"{FILES[0]}": {{"bytes": 1, "boxes": {{'
+        + ",".join(f'"x#{i}": {{"offset": [{i}], "shape": [1]}}' for i in range(1_000_000))
+        + "}}",
+    ),
     "white space": lambda: " " * (17 << 20),
 }
 
@@ -82,8 +87,19 @@ def test_what_is_no_size(folder: Path, place: str) -> None:
 
 
 FILE = f"files {FILES[0]}"
-WAYS = ["tensors", "tensors x", "tensors x dtype", "tensors x shape", "files", FILE, f"{FILE} sha256", f"{FILE} boxes",
-        f"{FILE} boxes x", f"{FILE} boxes x offset", f"{FILE} boxes x shape"]
+WAYS = [
+    "tensors",
+    "tensors x",
+    "tensors x dtype",
+    "tensors x shape",
+    "files",
+    FILE,
+    f"{FILE} sha256",
+    f"{FILE} boxes",
+    f"{FILE} boxes x",
+    f"{FILE} boxes x offset",
+    f"{FILE} boxes x shape",
+]
 
 
 @pytest.mark.parametrize("value", [None, True, 3, "x", [], [[]], [1, 2], {"x": []}, {"x": {}}, {"x": None}], ids=repr)
@@ -104,7 +120,9 @@ def boxes(*first: tuple[list[int], list[int]], shape: tuple[int, int] = (8, 6)) 
     def change(manifest: Manifest) -> None:
         manifest["tensors"]["x"]["shape"] = list(shape)
         manifest["files"][FILES[0]]["boxes"] = {
-            f"x#{i}": {"offset": offset, "shape": size} for i, (offset, size) in enumerate(first)}
+            f"x#{i}": {"offset": offset, "shape": size} for i, (offset, size) in enumerate(first)
+        }
+
     return change
 
 
@@ -128,10 +146,14 @@ BOXES: dict[str, Callable[[Manifest], Any]] = {
     "larger dtype": lambda m: m["tensors"]["x"].update(dtype="F64"),
     "a box of a stranger": lambda m: m["files"][FILES[0]]["boxes"].update(y={"offset": [0], "shape": [1]}),
     "a tensor without a box": lambda m: m["tensors"].update(y={"dtype": "F32", "shape": [4]}),
-    "three dimensions": lambda m: (m["tensors"]["x"]["shape"].append(1), [
-        numbers.append(end) for file in FILES for end, numbers in enumerate(m["files"][file]["boxes"]["x"].values())]),
-    "more than the file holds": lambda m: (m["tensors"].update(y={"dtype": "U8", "shape": [1000]}),
-                                           m["files"][FILES[0]]["boxes"].update(y={"offset": [0], "shape": [1000]})),
+    "three dimensions": lambda m: (
+        m["tensors"]["x"]["shape"].append(1),
+        [numbers.append(end) for file in FILES for end, numbers in enumerate(m["files"][file]["boxes"]["x"].values())],
+    ),
+    "more than the file holds": lambda m: (
+        m["tensors"].update(y={"dtype": "U8", "shape": [1000]}),
+        m["files"][FILES[0]]["boxes"].update(y={"offset": [0], "shape": [1000]}),
+    ),
     "a file of two ranks": lambda m: m["files"].update({"mp_rank_07/model.safetensors": m["files"][FILES[1]]}),
     "another version": lambda m: m.update(version=3),
     "a version of nobody": lambda m: m.update(version=0),
@@ -151,12 +173,33 @@ def test_boxes(folder: Path, name: str) -> None:
             Checkpoint(folder).read("x")
 
 
-@pytest.mark.parametrize("path", [
-    "/etc/passwd", "/dev/zero", "..", "../../secret", "../iter_0000002/mp_rank_00/model.safetensors", "", ".", MANIFEST,
-    "mp_rank_00/../../secret", "mp_rank_00/../mp_rank_00/model.safetensors", "mp_rank_00//model.safetensors",
-    "./mp_rank_00/model.safetensors", "mp_rank_00/model.safetensors/", "mp_rank_00/model.safetensors\n",
-    "mp_rank_00/mo\0del.safetensors", "mp_rank_00\\..\\x.safetensors", "mp_rank_٠٠/model.safetensors",
-    "mp_rank_00/x.pt", "~/x.safetensors", "$HOME/x.safetensors", "C:/x.safetensors", "file:///etc/passwd"])
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/etc/passwd",
+        "/dev/zero",
+        "..",
+        "../../secret",
+        "../iter_0000002/mp_rank_00/model.safetensors",
+        "",
+        ".",
+        MANIFEST,
+        "mp_rank_00/../../secret",
+        "mp_rank_00/../mp_rank_00/model.safetensors",
+        "mp_rank_00//model.safetensors",
+        "./mp_rank_00/model.safetensors",
+        "mp_rank_00/model.safetensors/",
+        "mp_rank_00/model.safetensors\n",
+        "mp_rank_00/mo\0del.safetensors",
+        "mp_rank_00\\..\\x.safetensors",
+        "mp_rank_٠٠/model.safetensors",
+        "mp_rank_00/x.pt",
+        "~/x.safetensors",
+        "$HOME/x.safetensors",
+        "C:/x.safetensors",
+        "file:///etc/passwd",
+    ],
+)
 def test_paths_elsewhere(folder: Path, path: str) -> None:
     (folder.parent / "secret").write_bytes((folder / FILES[0]).read_bytes())
     manifest = contents(folder)

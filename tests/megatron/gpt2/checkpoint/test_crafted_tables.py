@@ -21,8 +21,14 @@ from tests.megatron.gpt2.checkpoint.crafted import FILES, IN_PLACE, NO_NUMBERS, 
 def put_table(folder: Path, data: bytes, rank: int = 0) -> None:
     """A table of any bytes, of which the manifest says the right size and hash."""
     (folder / table_path(rank)).write_bytes(data)
-    change(folder, lambda m: m["tables"].setdefault(table_path(rank), {"files": 1}).update(
-        bytes=len(data), sha256=hashlib.sha256(data).hexdigest()))
+    change(
+        folder,
+        lambda m: (
+            m["tables"]
+            .setdefault(table_path(rank), {"files": 1})
+            .update(bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
+        ),
+    )
 
 
 SAID: dict[str, Callable[[Manifest], Any]] = {
@@ -48,8 +54,10 @@ SAID: dict[str, Callable[[Manifest], Any]] = {
     "more than is read": lambda m: m["tables"][table_path(0)].update(bytes=1 << 40),
     "a tensor of another table": lambda m: m["tensors"].update(y=m["tensors"]["x"]),
     "two tables with one file": lambda m: m["tables"].update({table_path(1): m["tables"][table_path(0)]}),
-    "2^60 entries": lambda m: (m["tensors"]["x"].update(shape=[1 << 30, 1 << 30]),
-                               m["held"].__setitem__(0, [[0, 0, 1 << 30, 1 << 60]])),
+    "2^60 entries": lambda m: (
+        m["tensors"]["x"].update(shape=[1 << 30, 1 << 30]),
+        m["held"].__setitem__(0, [[0, 0, 1 << 30, 1 << 60]]),
+    ),
     "parts of nothing": lambda m: m["held"].append([[i, 0, 1, 1] for i in range(100_000)]),
 }
 
@@ -60,8 +68,12 @@ def test_what_a_manifest_says_of_tables(newest: Path, name: str) -> None:
     refused(newest)
 
 
-@pytest.mark.parametrize("place", [("held", 0, 0, column) for column in range(4)] + [
-    ("tensors", "x", "held"), ("tables", table_path(0), "bytes"), ("tables", table_path(0), "files")], ids=str)
+@pytest.mark.parametrize(
+    "place",
+    [("held", 0, 0, column) for column in range(4)]
+    + [("tensors", "x", "held"), ("tables", table_path(0), "bytes"), ("tables", table_path(0), "files")],
+    ids=str,
+)
 def test_what_is_no_number_of_a_table(newest: Path, place: tuple[Any, ...]) -> None:
     true = json.loads((newest / MANIFEST).read_bytes())
     del true["sha256"]
@@ -73,8 +85,18 @@ def test_what_is_no_number_of_a_table(newest: Path, place: tuple[Any, ...]) -> N
 
 
 OTHER_THINGS = [
-    b"", b"\n", b"{}", b"{}\n", b"{}\n[]", b"{}\nnull", b"{}\n" + b"[" * 100_000, b"{}\n" + b'{"x":' * 100_000,
-    b"{}\n" + b" " * (17 << 20), b"\x80\x04cposix\nsystem\n.", b'{}\n{"a": 1, "a": 1}']
+    b"",
+    b"\n",
+    b"{}",
+    b"{}\n",
+    b"{}\n[]",
+    b"{}\nnull",
+    b"{}\n" + b"[" * 100_000,
+    b"{}\n" + b'{"x":' * 100_000,
+    b"{}\n" + b" " * (17 << 20),
+    b"\x80\x04cposix\nsystem\n.",
+    b'{}\n{"a": 1, "a": 1}',
+]
 
 
 @pytest.mark.parametrize("data", OTHER_THINGS, ids=lambda data: repr(data[:9]))
@@ -89,9 +111,19 @@ def test_a_file_of_two_tables(newest: Path) -> None:
     assert "another table lists too" in refused(newest)
 
 
-@pytest.mark.parametrize("path", [
-    "../boxes/rank_00000.jsonl", "/dev/zero", "boxes/../boxes/rank_00000.jsonl", MANIFEST, FILES[0],
-    "boxes/rank_00000.jsonl\n", "boxes/rank_٠٠٠٠٠.jsonl", "boxes//rank_00000.jsonl"])
+@pytest.mark.parametrize(
+    "path",
+    [
+        "../boxes/rank_00000.jsonl",
+        "/dev/zero",
+        "boxes/../boxes/rank_00000.jsonl",
+        MANIFEST,
+        FILES[0],
+        "boxes/rank_00000.jsonl\n",
+        "boxes/rank_٠٠٠٠٠.jsonl",
+        "boxes//rank_00000.jsonl",
+    ],
+)
 def test_tables_elsewhere(newest: Path, path: str) -> None:
     change(newest, lambda m: m["tables"].update({path: m["tables"].pop(table_path(0))}))
     assert "names the file" in refused(newest)
@@ -107,5 +139,7 @@ def test_tables_that_are_no_file(newest: Path, name: str) -> None:
 
 def test_a_newer_version_is_named(newest: Path) -> None:
     change(newest, lambda m: m.update(version=3))
-    assert f"{newest / MANIFEST}: format version 3 is newer than 2, the newest that this program reads: update the " \
+    assert (
+        f"{newest / MANIFEST}: format version 3 is newer than 2, the newest that this program reads: update the "
         "program" in refused(newest)
+    )

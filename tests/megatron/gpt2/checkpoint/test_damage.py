@@ -27,11 +27,34 @@ Files = dict[str, bytes]  # by path in the --save folder
 
 
 def train(rank: int, world_size: int, folder: str) -> None:
-    run = start(rank, world_size, folder, [
-        "--num-layers", "1", "--hidden-size", "16", "--num-attention-heads", "2", "--max-position-embeddings", "8",
-        "--seq-length", "8", "--model-parallel-size", "2", "--use-distributed-optimizer", "--ddp-bucket-size", "2000",
-        "--tokenizer-type", "GPT2BPETokenizer", "--vocab-file", f"{folder}/vocab.json", "--merge-file",
-        f"{folder}/merges.txt"])
+    run = start(
+        rank,
+        world_size,
+        folder,
+        [
+            "--num-layers",
+            "1",
+            "--hidden-size",
+            "16",
+            "--num-attention-heads",
+            "2",
+            "--max-position-embeddings",
+            "8",
+            "--seq-length",
+            "8",
+            "--model-parallel-size",
+            "2",
+            "--use-distributed-optimizer",
+            "--ddp-bucket-size",
+            "2000",
+            "--tokenizer-type",
+            "GPT2BPETokenizer",
+            "--vocab-file",
+            f"{folder}/vocab.json",
+            "--merge-file",
+            f"{folder}/merges.txt",
+        ],
+    )
     for count in (OLDER, NEWER - OLDER):
         steps(run, count)
         assert run.save() is not None
@@ -43,8 +66,12 @@ def save(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The --save folder of a run of 2 x 2 ranks with a sharded optimizer that saved twice."""
     folder = tmp_path_factory.mktemp("damage")
     write_text(folder, 300)
-    (folder / "vocab.json").write_text(json.dumps({token: number for number, token in enumerate(
-        [*byte_alphabet(), "th", "the", END_OF_TEXT])}, ensure_ascii=False))
+    (folder / "vocab.json").write_text(
+        json.dumps(
+            {token: number for number, token in enumerate([*byte_alphabet(), "th", "the", END_OF_TEXT])},
+            ensure_ascii=False,
+        )
+    )
     (folder / "merges.txt").write_text("#version: 0.2\nt h\nth e\n")
     run_ranks(train, 4, str(folder))
     (folder / "save" / "lock").unlink(missing_ok=True)  # nothing of a checkpoint, nor are the records
@@ -122,10 +149,11 @@ def flip(files: Files, path: str, bit: int) -> Files:
 
 def swap(files: Files, a: str, b: str) -> Files:
     """Exchange two files, or all that is in two folders."""
+
     def other(path: str) -> str:
         for old, new in ((a, b), (b, a)):
             if path == old or path.startswith(f"{old}/"):
-                return new + path[len(old):]
+                return new + path[len(old) :]
         return path
 
     return {other(path): data for path, data in files.items()}
@@ -165,8 +193,9 @@ def damages(files: Files, chance: random.Random) -> Iterator[tuple[str, Files]]:
         yield f"swap {a} {b}", swap(files, a, b)
 
 
-@pytest.mark.parametrize("share", [0.06, pytest.param(0.35, marks=pytest.mark.wide),
-                                   pytest.param(1.0, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "share", [0.06, pytest.param(0.35, marks=pytest.mark.wide), pytest.param(1.0, marks=pytest.mark.slow)]
+)
 def test_no_damage_is_silent(save: Path, share: float) -> None:
     files, chance, loader = read_files(save), random.Random(0), Loader(save)
     assert len(files) > 40 and max(map(len, files.values())) < 30_000
@@ -183,8 +212,11 @@ def test_no_damage_is_silent(save: Path, share: float) -> None:
         if TRACKER not in victims:
             damaged = damaged | {TRACKER: f"{asked}\n".encode()}
         if chance.random() < 0.3:  # nothing to fall back to
-            damaged = {path: data for path, data in damaged.items()
-                       if path.startswith(FOLDERS[asked]) or not path.startswith("iter_")}
+            damaged = {
+                path: data
+                for path, data in damaged.items()
+                if path.startswith(FOLDERS[asked]) or not path.startswith("iter_")
+            }
         loader.put(damaged)
         try:
             iteration, said = loader.load()
@@ -219,12 +251,32 @@ def named(path: str, line: str, folder: Path) -> bool:
 
 
 GARBAGE = {
-    "empty": b"", "newline": b"\n", "space": b" ", "word": b"abc", "release": b"release", "none": b"None",
-    "minus": b"-3", "plus": b"+3", "float": b"3.0", "exponent": b"3e0", "hexadecimal": b"0x3", "underscore": b"0_3",
-    "two lines": b"1\n3", "comma": b"1,3", "json": b"{}", "zeros": b"\0\0\0\0", "binary": b"\xff\xfe3\0",
-    "name": b"iter_0000003", "path": b"../iter_0000003", "digits of another script": "٣".encode(),
-    "fullwidth digit": "３".encode(), "byte order mark": "\ufeff3".encode(), "huge": b"9" * 70,
-    "a long file": b"9" * 5_000_000, "missing one": b"700"}
+    "empty": b"",
+    "newline": b"\n",
+    "space": b" ",
+    "word": b"abc",
+    "release": b"release",
+    "none": b"None",
+    "minus": b"-3",
+    "plus": b"+3",
+    "float": b"3.0",
+    "exponent": b"3e0",
+    "hexadecimal": b"0x3",
+    "underscore": b"0_3",
+    "two lines": b"1\n3",
+    "comma": b"1,3",
+    "json": b"{}",
+    "zeros": b"\0\0\0\0",
+    "binary": b"\xff\xfe3\0",
+    "name": b"iter_0000003",
+    "path": b"../iter_0000003",
+    "digits of another script": "٣".encode(),
+    "fullwidth digit": "３".encode(),
+    "byte order mark": "\ufeff3".encode(),
+    "huge": b"9" * 70,
+    "a long file": b"9" * 5_000_000,
+    "missing one": b"700",
+}
 
 
 def link_to(target: str) -> Callable[[Path], None]:
@@ -232,9 +284,15 @@ def link_to(target: str) -> Callable[[Path], None]:
 
 
 STRANGE: dict[str, Callable[[Path], None]] = {
-    "missing": lambda path: None, "a directory": Path.mkdir, "a pipe": os.mkfifo, "a loop": link_to(TRACKER),
-    "a dangling link": link_to("nowhere"), "a link to a folder": link_to(FOLDERS[OLDER]),
-    "an endless device": link_to("/dev/zero"), "an empty device": link_to("/dev/null")}
+    "missing": lambda path: None,
+    "a directory": Path.mkdir,
+    "a pipe": os.mkfifo,
+    "a loop": link_to(TRACKER),
+    "a dangling link": link_to("nowhere"),
+    "a link to a folder": link_to(FOLDERS[OLDER]),
+    "an endless device": link_to("/dev/zero"),
+    "an empty device": link_to("/dev/null"),
+}
 
 
 @pytest.fixture

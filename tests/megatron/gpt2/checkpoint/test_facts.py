@@ -25,15 +25,26 @@ from tests.megatron.gpt2.training.training_runs import finish, start, steps, wri
 GREAT, MODEL = 1 << 40, ["config", "model"]
 # Where in the facts, and what else may not stand there; each is also replaced by things of other types.
 PLACES: list[tuple[list[str], list[Any]]] = [
-    (["config"], [{}]), (MODEL, [{}]), (["config", "optimizer"], []), (["config", "data", "train_data"], ["x", [1]]),
-    (["config", "optimizer", "lr"], []), (["config", "train", "seed"], [1.0]),
-    *(([*MODEL, name], [0, -1, GREAT, 10**400, 1.0]) for name in (
-        "num_layers", "hidden_size", "max_position_embeddings", "make_vocab_size_divisible_by")),
-    ([*MODEL, "num_attention_heads"], [0, 3, GREAT]), ([*MODEL, "gelu"], []), (["vocab_size"], [0, 7, GREAT]),
+    (["config"], [{}]),
+    (MODEL, [{}]),
+    (["config", "optimizer"], []),
+    (["config", "data", "train_data"], ["x", [1]]),
+    (["config", "optimizer", "lr"], []),
+    (["config", "train", "seed"], [1.0]),
+    *(
+        ([*MODEL, name], [0, -1, GREAT, 10**400, 1.0])
+        for name in ("num_layers", "hidden_size", "max_position_embeddings", "make_vocab_size_divisible_by")
+    ),
+    ([*MODEL, "num_attention_heads"], [0, 3, GREAT]),
+    ([*MODEL, "gelu"], []),
+    (["vocab_size"], [0, 7, GREAT]),
     *(([name], [-1, 1.0, 1 << 62]) for name in ("iteration", "train_iters", "consumed_samples", "global_batch_size")),
-    (["tokenizer"], [{}]), (["tokenizer", "fingerprint"], [3]), (["optimizer"], [{}]),
+    (["tokenizer"], [{}]),
+    (["tokenizer", "fingerprint"], [3]),
+    (["optimizer"], [{}]),
     *((["optimizer", name], [-1, 1.0, 1 << 62]) for name in ("good_steps", "skipped_steps", "adam_steps")),
-    (["optimizer", "loss_scaler"], [{"scale": "1"}, {"scale": None}])]
+    (["optimizer", "loss_scaler"], [{"scale": "1"}, {"scale": None}]),
+]
 
 
 @pytest.fixture(scope="module")

@@ -28,8 +28,16 @@ REPOSITORY = Path(__file__).parents[4]
 def test_rank_0_names_the_rank_that_is_missing(tmp_path: Path) -> None:
     save(tmp_path, 100)
     with pytest.raises(TimeoutError, match="rank 1 within 0.2 s"):
-        write_checkpoint(tmp_path, 200, facts={}, files=rank_files(full_state(200), 0, 2), rank=0, world_size=2,
-                         attempt="b", timeout_s=0.2)
+        write_checkpoint(
+            tmp_path,
+            200,
+            facts={},
+            files=rank_files(full_state(200), 0, 2),
+            rank=0,
+            world_size=2,
+            attempt="b",
+            timeout_s=0.2,
+        )
     assert [path.name for path in tmp_path.glob("iter_*")] == ["iter_0000100"]
     assert find(tmp_path) == (100, "")
 
@@ -37,11 +45,27 @@ def test_rank_0_names_the_rank_that_is_missing(tmp_path: Path) -> None:
 def test_what_a_crashed_attempt_left_takes_no_part(tmp_path: Path) -> None:
     """Rank 1 had finished its part before the crash; its report must not stand for the new attempt."""
     save(tmp_path, 100)
-    write_checkpoint(tmp_path, 200, facts={}, files=rank_files(full_state(666), 1, 2), rank=1, world_size=2,
-                     attempt="crashed", timeout_s=5)
+    write_checkpoint(
+        tmp_path,
+        200,
+        facts={},
+        files=rank_files(full_state(666), 1, 2),
+        rank=1,
+        world_size=2,
+        attempt="crashed",
+        timeout_s=5,
+    )
     with pytest.raises(TimeoutError, match="rank 1"):
-        write_checkpoint(tmp_path, 200, facts={}, files=rank_files(full_state(200), 0, 2), rank=0, world_size=2,
-                         attempt="second", timeout_s=0.1)
+        write_checkpoint(
+            tmp_path,
+            200,
+            facts={},
+            files=rank_files(full_state(200), 0, 2),
+            rank=0,
+            world_size=2,
+            attempt="second",
+            timeout_s=0.1,
+        )
     save(tmp_path, 200, attempt="third")
     assert find(tmp_path) == (200, "")
     assert not list(tmp_path.glob("*.tmp*"))
@@ -83,8 +107,9 @@ def test_kill_9_leaves_the_last_one_loadable(python: WarmPython, tmp_path: Path)
     """Numbers are saved again on purpose: renaming aside is part of what is interrupted."""
     chance = random.Random(1)
     for kill in range(3):
-        writer = subprocess.Popen([python.python, "-c", WRITER, str(tmp_path), str(kill)], cwd=REPOSITORY,
-                                  stdout=subprocess.PIPE, text=True)
+        writer = subprocess.Popen(
+            [python.python, "-c", WRITER, str(tmp_path), str(kill)], cwd=REPOSITORY, stdout=subprocess.PIPE, text=True
+        )
         assert writer.stdout is not None
         writer.stdout.readline()
         time.sleep(chance.uniform(0.0, 0.2))

@@ -74,8 +74,28 @@ def test_tracker_that_names_a_missing_iteration(tmp_path: Path) -> None:
     assert "iter_0000700: missing" in said
 
 
-GARBAGE = [b"", b"\n", b" ", b"abc", b"-100", b"+100", b"1e2", b"100.0", b"0x64", b"release", b"100\n200", b"\0\0\0\0",
-           b"\xff\xfe", "١٠٠".encode(), b"9" * 70, b"9" * 5000, b"../iter_0000100", b"iter_0000100", b"None", b"{}"]
+GARBAGE = [
+    b"",
+    b"\n",
+    b" ",
+    b"abc",
+    b"-100",
+    b"+100",
+    b"1e2",
+    b"100.0",
+    b"0x64",
+    b"release",
+    b"100\n200",
+    b"\0\0\0\0",
+    b"\xff\xfe",
+    "١٠٠".encode(),
+    b"9" * 70,
+    b"9" * 5000,
+    b"../iter_0000100",
+    b"iter_0000100",
+    b"None",
+    b"{}",
+]
 
 
 @pytest.mark.parametrize("text", GARBAGE + [None, "folder"], ids=lambda text: repr(text)[:20])

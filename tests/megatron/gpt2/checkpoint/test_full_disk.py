@@ -29,11 +29,19 @@ def save_until_it_fits(folder: str) -> None:
         """What went wrong on either rank."""
         problems = []
         for rank in (1, 0):
-            pieces = {f"x#{rank}": Piece(state[iteration][1500 * rank:1500 * rank + 1500], (3000,), (1500 * rank,))}
+            pieces = {f"x#{rank}": Piece(state[iteration][1500 * rank : 1500 * rank + 1500], (3000,), (1500 * rank,))}
             try:
-                write_checkpoint(disk / "save", iteration, files={f"mp_rank_0{rank}/model.safetensors": pieces},
-                                 facts={"a manifest": "of three pages" * 600}, rank=rank, world_size=2, attempt="a",
-                                 timeout_s=0.2, log=pytest.fail)
+                write_checkpoint(
+                    disk / "save",
+                    iteration,
+                    files={f"mp_rank_0{rank}/model.safetensors": pieces},
+                    facts={"a manifest": "of three pages" * 600},
+                    rank=rank,
+                    world_size=2,
+                    attempt="a",
+                    timeout_s=0.2,
+                    log=pytest.fail,
+                )
             except OSError as error:
                 problems.append(str(error))
         return problems
@@ -47,8 +55,11 @@ def save_until_it_fits(folder: str) -> None:
         os.truncate(ballast, ballast.stat().st_size // 4096 * 4096 - 4096 * pages)
         if not (problems := save(2)):
             break
-        found = re.match(rf"{disk}/save/(\S+): cannot write its [\d,]+ bytes: No space left on device "
-                         r"\([\d,]+ bytes are free there\); earlier checkpoints are untouched", problems[0])
+        found = re.match(
+            rf"{disk}/save/(\S+): cannot write its [\d,]+ bytes: No space left on device "
+            r"\([\d,]+ bytes are free there\); earlier checkpoints are untouched",
+            problems[0],
+        )
         assert found, problems
         full[found[1].rpartition("/")[2]] += 1
         assert sorted(os.listdir(disk / "save")) == ["iter_0000001", TRACKER], pages
@@ -66,9 +77,19 @@ def test_a_full_disk(tmp_path: Path) -> None:
     if not shutil.which("unshare") or subprocess.run([*alone, mounted + "true"], capture_output=True).returncode:
         pytest.skip("no small filesystem can be mounted here; test_checkpointing.py limits the size of files instead")
     program = f"from {__name__} import save_until_it_fits; save_until_it_fits({str(tmp_path)!r})"
-    run = subprocess.run([*alone, f'{mounted} exec "$0" -c "$1"', sys.executable, program], cwd=ROOT,
-                         capture_output=True, text=True, timeout=240)
+    run = subprocess.run(
+        [*alone, f'{mounted} exec "$0" -c "$1"', sys.executable, program],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
     assert run.returncode == 0, run.stderr
     # The second rank's file and its table, then the first rank's, the manifest and the tracker.
     assert json.loads(run.stdout.splitlines()[-1]).keys() == {
-        "model.safetensors", "rank_00001.tmp", "rank_00000.tmp", MANIFEST, f"{TRACKER}.tmp"}
+        "model.safetensors",
+        "rank_00001.tmp",
+        "rank_00000.tmp",
+        MANIFEST,
+        f"{TRACKER}.tmp",
+    }

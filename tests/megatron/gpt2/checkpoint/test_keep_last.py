@@ -47,8 +47,17 @@ def test_keep_last(tmp_path: Path) -> None:
 def test_a_save_that_fails_removes_nothing(tmp_path: Path) -> None:
     save(tmp_path, 100)
     with pytest.raises(TimeoutError):
-        write_checkpoint(tmp_path, 200, facts={}, files=rank_files(full_state(200), 0, 2), rank=0, world_size=2,
-                         attempt="b", timeout_s=0.1, keep_last=1)
+        write_checkpoint(
+            tmp_path,
+            200,
+            facts={},
+            files=rank_files(full_state(200), 0, 2),
+            rank=0,
+            world_size=2,
+            attempt="b",
+            timeout_s=0.1,
+            keep_last=1,
+        )
     assert find(tmp_path) == (100, "")
 
 

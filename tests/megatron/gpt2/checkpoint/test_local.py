@@ -32,7 +32,7 @@ def save_lose_and_assemble(rank: int, world_size: int, folder: str) -> dict[str,
     local = LocalCheckpoints(own / "abc", HOSTS, rank, dist.group.WORLD, "word", said.append)
     saved = []
     for iteration in (1, 2, 3):
-        piece = Piece(ROWS[2 * rank:2 * rank + 2] * iteration, (8, 4), (2 * rank, 0))
+        piece = Piece(ROWS[2 * rank : 2 * rank + 2] * iteration, (8, 4), (2 * rank, 0))
         saved.append(local.save(iteration, {f"mp_rank_{rank:02d}/model.safetensors": {"w": piece}}, {"at": iteration}))
     found: dict[str, Any] = {"saved": saved}
     dist.barrier()
@@ -71,8 +71,9 @@ def test_a_machine_that_is_lost_gets_everything_from_the_others(tmp_path: Path) 
     # The last two; of each the files of the own ranks and of those of the machine before.
     by_machine = {"a": (0, 2, 3), "b": (1, 0), "c": (2, 3, 1)}
     for host, one in zip(HOSTS, found, strict=True):
-        assert one["files"] == sorted(f"iter_{number:07d}/mp_rank_{rank:02d}/model.safetensors" for number in (2, 3)
-                                      for rank in by_machine[host])
+        assert one["files"] == sorted(
+            f"iter_{number:07d}/mp_rank_{rank:02d}/model.safetensors" for number in (2, 3) for rank in by_machine[host]
+        )
     assert all(torch.equal(one["w"], 3 * ROWS) and one["at"] == 3 for one in found)
     assert "files, which came from other machines in" in found[0]["said"][0]
 

@@ -35,10 +35,15 @@ def test_the_simulated_ranks_own_what_real_ones_do() -> None:
     mpu.initialize_model_parallel(1)
     simulated = SimulatedRanks(SHAPE, Layout(1, 3), BUCKET)
     for dp_rank in range(3):
-        real = FlatParameters(GPT2Model(SHAPE, device="meta"), torch.bfloat16, bucket_size=BUCKET, ranks=(dp_rank, 3),
-                              sharded=True)
-        own = {name: (start, part.stop - part.start) for name in real.ranges
-               for _, part, start in [real.owned_part_of(name)] if part.stop > part.start}
+        real = FlatParameters(
+            GPT2Model(SHAPE, device="meta"), torch.bfloat16, bucket_size=BUCKET, ranks=(dp_rank, 3), sharded=True
+        )
+        own = {
+            name: (start, part.stop - part.start)
+            for name in real.ranges
+            for _, part, start in [real.owned_part_of(name)]
+            if part.stop > part.start
+        }
         states = [state for state in simulated.states(dp_rank) if state.values.numel()]
         assert {state.name: (state.start, state.values.numel()) for state in states} == own
         assert len(states) == len(KINDS) * len(own)
@@ -48,9 +53,17 @@ def test_a_load_opens_no_table_that_it_does_not_need(tmp_path: Path) -> None:
     """A table of other rows is not even looked at."""
     whole = torch.arange(32.0).view(8, 4)
     for rank in (3, 2, 1, 0):
-        piece = Piece(whole[2 * rank:2 * rank + 2], (8, 4), (2 * rank, 0))
-        write_checkpoint(tmp_path, 1, facts={}, files={f"mp_rank_00/x_dp_{rank:02d}.safetensors": {"x": piece}},
-                         rank=rank, world_size=4, attempt="a", timeout_s=5)
+        piece = Piece(whole[2 * rank : 2 * rank + 2], (8, 4), (2 * rank, 0))
+        write_checkpoint(
+            tmp_path,
+            1,
+            facts={},
+            files={f"mp_rank_00/x_dp_{rank:02d}.safetensors": {"x": piece}},
+            rank=rank,
+            world_size=4,
+            attempt="a",
+            timeout_s=5,
+        )
     checkpoint = Checkpoint(tmp_path / "iter_0000001")
     assert torch.equal(checkpoint.read("x", (3, 1), (2, 2)), whole[3:5, 1:3])
     assert checkpoint.tables_read == ["boxes/rank_00001.jsonl", "boxes/rank_00002.jsonl"]
@@ -62,7 +75,15 @@ def test_a_load_opens_no_table_that_it_does_not_need(tmp_path: Path) -> None:
 
 def test_masters_and_moments_share_what_is_said_of_them(tmp_path: Path) -> None:
     pieces = {f"{kind}.x": Piece(torch.ones(4), (4,), (0,)) for kind in KINDS}
-    write_checkpoint(tmp_path, 1, facts={}, files={"mp_rank_00/all.safetensors": pieces}, rank=0, world_size=1,
-                     attempt="a", timeout_s=5)
+    write_checkpoint(
+        tmp_path,
+        1,
+        facts={},
+        files={"mp_rank_00/all.safetensors": pieces},
+        rank=0,
+        world_size=1,
+        attempt="a",
+        timeout_s=5,
+    )
     manifest = json.loads((tmp_path / "iter_0000001" / MANIFEST).read_bytes())
     assert manifest["held"] == [[[0, 0, 4, 4]]] and {info["held"] for info in manifest["tensors"].values()} == {0}

@@ -14,9 +14,20 @@ from tests.megatron.gpt2.training.training_runs import write_text
 ONE, TWO, FOUR = Layout(1, 1), Layout(2, 1), Layout(4, 1)
 STAGES, STAGES_SHARDED = Layout(1, 1, False, 2), Layout(1, 2, True, 2)
 TWO_SHARDED, SQUARE, SQUARE_SHARDED = Layout(1, 2, True), Layout(2, 2), Layout(2, 2, True)
-MOVES = [(ONE, FOUR), (ONE, SQUARE_SHARDED), (TWO, ONE), (TWO, TWO_SHARDED), (TWO_SHARDED, TWO), (TWO_SHARDED, FOUR),
-         (SQUARE_SHARDED, ONE), (FOUR, SQUARE), (TWO_SHARDED, STAGES), (STAGES, ONE), (STAGES_SHARDED, TWO),
-         (ONE, STAGES_SHARDED)]
+MOVES = [
+    (ONE, FOUR),
+    (ONE, SQUARE_SHARDED),
+    (TWO, ONE),
+    (TWO, TWO_SHARDED),
+    (TWO_SHARDED, TWO),
+    (TWO_SHARDED, FOUR),
+    (SQUARE_SHARDED, ONE),
+    (FOUR, SQUARE),
+    (TWO_SHARDED, STAGES),
+    (STAGES, ONE),
+    (STAGES_SHARDED, TWO),
+    (ONE, STAGES_SHARDED),
+]
 
 
 @pytest.fixture(scope="module")
@@ -48,13 +59,19 @@ class Unmoved:
         return self._seen[layout]
 
 
-@pytest.mark.parametrize(("ranks_before", "ranks_after"), [
-    (1, 4), (2, 1), (2, 2), *(pytest.param(*ranks, marks=pytest.mark.wide) for ranks in ((2, 4), (4, 1), (4, 4)))])
-def test_the_losses_are_those_of_the_unmoved_run(folder: Path, unmoved: Unmoved, ranks_before: int,
-                                                 ranks_after: int) -> None:
+@pytest.mark.parametrize(
+    ("ranks_before", "ranks_after"),
+    [(1, 4), (2, 1), (2, 2), *(pytest.param(*ranks, marks=pytest.mark.wide) for ranks in ((2, 4), (4, 1), (4, 4)))],
+)
+def test_the_losses_are_those_of_the_unmoved_run(
+    folder: Path, unmoved: Unmoved, ranks_before: int, ranks_after: int
+) -> None:
     world_size = ranks_after
-    moves = [(source, target) for source, target in MOVES
-             if (source.world_size, target.world_size) == (ranks_before, ranks_after)]
+    moves = [
+        (source, target)
+        for source, target in MOVES
+        if (source.world_size, target.world_size) == (ranks_before, ranks_after)
+    ]
     assert moves and {source: unmoved[source] for source, _ in moves}
     by_rank = run_ranks(move, world_size, str(folder), moves)
     for (source, target), seen in zip(moves, map(list, zip(*by_rank, strict=True)), strict=True):

@@ -38,7 +38,7 @@ def test_no_mutation_is_silent(tmp_path: Path) -> None:
         if kind == "flip":
             data[chance.randrange(len(data))] ^= 1 << chance.randrange(8)
         elif kind == "cut":
-            del data[chance.randrange(len(data)):]
+            del data[chance.randrange(len(data)) :]
         elif kind == "grow":
             data += b"\0"
         elif kind == "swap":
@@ -92,16 +92,27 @@ def test_boxes_that_overlap_in_pairs() -> None:
 
 
 def test_header_matches_the_safetensors_library(tmp_path: Path) -> None:
-    tensors = {"b": torch.rand(3, 5), "a": torch.arange(7, dtype=torch.uint8), "c": torch.rand(2).half(),
-               "d": torch.tensor(2.0, dtype=torch.float64)}
+    tensors = {
+        "b": torch.rand(3, 5),
+        "a": torch.arange(7, dtype=torch.uint8),
+        "c": torch.rand(2).half(),
+        "d": torch.tensor(2.0, dtype=torch.float64),
+    }
     (tmp_path / "mp_rank_00").mkdir()
-    write_tensors(tmp_path, "mp_rank_00/x.safetensors", 1,
-                  {name: Piece(t, tuple(t.shape), (0,) * t.dim()) for name, t in tensors.items()})
+    write_tensors(
+        tmp_path,
+        "mp_rank_00/x.safetensors",
+        1,
+        {name: Piece(t, tuple(t.shape), (0,) * t.dim()) for name, t in tensors.items()},
+    )
     loaded = safetensors.torch.load_file(tmp_path / "mp_rank_00/x.safetensors")
     assert loaded.keys() == tensors.keys()
     assert all(torch.equal(loaded[name], t) for name, t in tensors.items())
-    header, starts, size = file_header("mp_rank_00/x.safetensors", 1, {n: Box((0,) * t.dim(), tuple(t.shape))
-                                                                        for n, t in tensors.items()},
-                                       {n: t.dtype for n, t in tensors.items()})
+    header, starts, size = file_header(
+        "mp_rank_00/x.safetensors",
+        1,
+        {n: Box((0,) * t.dim(), tuple(t.shape)) for n, t in tensors.items()},
+        {n: t.dtype for n, t in tensors.items()},
+    )
     assert size == (tmp_path / "mp_rank_00/x.safetensors").stat().st_size
     assert all(start % tensors[name].itemsize == 0 for name, start in starts.items())

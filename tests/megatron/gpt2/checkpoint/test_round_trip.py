@@ -46,8 +46,10 @@ def test_every_layout_opens_in_every_other(saved: int, tmp_path: Path) -> None:
     state = full_state(300)
     for size in (1, 2, 4, 8):
         for rank in range(size):
-            local = [(kind, name, torch.full(SPECS[name].local_shape(size), 7.0, dtype=full.dtype))
-                     for (kind, name), full in state.items()]
+            local = [
+                (kind, name, torch.full(SPECS[name].local_shape(size), 7.0, dtype=full.dtype))
+                for (kind, name), full in state.items()
+            ]
             states = [FlatState(kind, name, t.view(-1)) for kind, name, t in local if kind != "model"]
             load_model([(n, t) for k, n, t in local if k == "model"], SPECS, checkpoint, mp_rank=rank, mp_size=size)
             load_state(states, SPECS, checkpoint, mp_rank=rank, mp_size=size)
@@ -60,8 +62,10 @@ def test_what_is_on_the_disk(tmp_path: Path) -> None:
     assert (tmp_path / TRACKER).read_text().strip() == "300"
     folder = tmp_path / "iter_0000300"
     assert sorted(str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*") if p.is_file()) == sorted(
-        [TRACKER, "iter_0000300/manifest.json"] + [f"iter_0000300/boxes/rank_0000{r}.jsonl" for r in (0, 1)] +
-        [f"iter_0000300/mp_rank_0{r}/{n}.safetensors" for r in (0, 1) for n in ("model", "optim_dp_00")])
+        [TRACKER, "iter_0000300/manifest.json"]
+        + [f"iter_0000300/boxes/rank_0000{r}.jsonl" for r in (0, 1)]
+        + [f"iter_0000300/mp_rank_0{r}/{n}.safetensors" for r in (0, 1) for n in ("model", "optim_dp_00")]
+    )
     # Others read the files, and the padding of the vocabulary is not in them.
     shards = [safetensors.torch.load_file(folder / f"mp_rank_0{r}/model.safetensors") for r in (0, 1)]
     assert "model.norm" not in shards[1], "what is replicated is saved once"
@@ -70,8 +74,10 @@ def test_what_is_on_the_disk(tmp_path: Path) -> None:
     assert json.loads(data)["sha256"] == hashlib.sha256(data[:-67]).hexdigest()
     table = (folder / "boxes/rank_00000.jsonl").read_bytes()
     assert hashlib.sha256(table).hexdigest() == json.loads(data)["tables"]["boxes/rank_00000.jsonl"]["sha256"]
-    assert hashlib.sha256((folder / "mp_rank_00/model.safetensors").read_bytes()).hexdigest() == \
-        json.loads(table.splitlines()[1])["mp_rank_00/model.safetensors"]["sha256"]
+    assert (
+        hashlib.sha256((folder / "mp_rank_00/model.safetensors").read_bytes()).hexdigest()
+        == json.loads(table.splitlines()[1])["mp_rank_00/model.safetensors"]["sha256"]
+    )
 
 
 def test_several_boxes_of_one_tensor_in_a_file(tmp_path: Path) -> None:
@@ -79,8 +85,16 @@ def test_several_boxes_of_one_tensor_in_a_file(tmp_path: Path) -> None:
     full = torch.arange(24.0).view(4, 6)
     for rank, boxes in ((1, [(2, 3, 3, 6), (3, 4, 0, 6)]), (0, [(0, 2, 0, 6), (2, 3, 0, 3)])):
         pieces = {f"x#{i}" if i else "x": Piece(full[a:b, c:d], (4, 6), (a, c)) for i, (a, b, c, d) in enumerate(boxes)}
-        write_checkpoint(tmp_path, 1, facts={}, files={f"mp_rank_00/optim_dp_0{rank}.safetensors": pieces}, rank=rank,
-                         world_size=2, attempt="a", timeout_s=5)
+        write_checkpoint(
+            tmp_path,
+            1,
+            facts={},
+            files={f"mp_rank_00/optim_dp_0{rank}.safetensors": pieces},
+            rank=rank,
+            world_size=2,
+            attempt="a",
+            timeout_s=5,
+        )
     checkpoint = Checkpoint(tmp_path / "iter_0000001")
     assert checkpoint.names() == ["x"]
     assert checkpoint.global_shape("x") == (4, 6)
@@ -107,8 +121,12 @@ def test_flat_ranges_open_in_other_flat_ranges(tmp_path: Path) -> None:
         for mp in range(2):
             cuts = {name: ranges(spec.local_shape(2), chance) for name, spec in SPECS.items()}
             for dp in range(3):
-                states = [FlatState(kind, name, SPECS[name].split(tensor, mp, 2).view(-1)[slice(*cuts[name][dp])],
-                                    cuts[name][dp][0]) for (kind, name), tensor in full.items()]
+                states = [
+                    FlatState(
+                        kind, name, SPECS[name].split(tensor, mp, 2).view(-1)[slice(*cuts[name][dp])], cuts[name][dp][0]
+                    )
+                    for (kind, name), tensor in full.items()
+                ]
                 pieces = state_pieces(states, SPECS, mp_rank=mp, mp_size=2)
                 assert max(int(key.partition("#")[2] or 0) for key in pieces) <= 2, "at most three boxes"
                 files[f"mp_rank_0{mp}/optim_dp_0{dp}.safetensors"] = pieces
@@ -118,8 +136,10 @@ def test_flat_ranges_open_in_other_flat_ranges(tmp_path: Path) -> None:
             for rank in range(size):
                 local = {name: torch.full(spec.local_shape(size), 7.0) for name, spec in SPECS.items()}
                 for name, tensor in local.items():
-                    parts = [FlatState("master", name, tensor.view(-1)[start:stop], start)
-                             for start, stop in ranges(tensor.shape, chance)]
+                    parts = [
+                        FlatState("master", name, tensor.view(-1)[start:stop], start)
+                        for start, stop in ranges(tensor.shape, chance)
+                    ]
                     others = [FlatState("master", other, torch.empty(0)) for other in SPECS]
                     load_state([*parts, *others], SPECS, checkpoint, mp_rank=rank, mp_size=size)
                     assert torch.equal(tensor, SPECS[name].split(full["master", name], rank, size)), (name, rank, size)
@@ -130,8 +150,13 @@ def test_another_model_is_refused_with_both_shapes(tmp_path: Path) -> None:
     checkpoint = Checkpoint(tmp_path / "iter_0000001")
 
     def load(specs: dict[str, PartitionSpec], kind: str = "model") -> None:
-        load_state([FlatState(kind, name, torch.zeros(spec.local_shape(1)).view(-1)) for name, spec in specs.items()],
-                   specs, checkpoint, mp_rank=0, mp_size=1)
+        load_state(
+            [FlatState(kind, name, torch.zeros(spec.local_shape(1)).view(-1)) for name, spec in specs.items()],
+            specs,
+            checkpoint,
+            mp_rank=0,
+            mp_size=1,
+        )
 
     with pytest.raises(ValueError, match=r"model.row has shape \(8, 16\) there and \(8, 32\)"):
         load({**SPECS, "row": PartitionSpec((8, 32), 1)})
@@ -159,8 +184,16 @@ def test_random_generators_come_back(tmp_path: Path) -> None:
         first = drawn()
         assert not torch.equal(drawn(), first)
         for mp in (1, 0):
-            write_checkpoint(tmp_path, 1, facts={}, files={f"mp_rank_0{mp}/rng_dp_00.safetensors": pieces[mp]}, rank=mp,
-                             world_size=2, attempt="a", timeout_s=5)
+            write_checkpoint(
+                tmp_path,
+                1,
+                facts={},
+                files={f"mp_rank_0{mp}/rng_dp_00.safetensors": pieces[mp]},
+                rank=mp,
+                world_size=2,
+                attempt="a",
+                timeout_s=5,
+            )
         checkpoint = Checkpoint(tmp_path / "iter_0000001")
         assert load_rng(checkpoint, mp_rank=1, dp_rank=0, mp_size=2, dp_size=1, device=cpu)
         assert torch.equal(drawn(), first)

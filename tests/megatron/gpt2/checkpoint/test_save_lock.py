@@ -45,16 +45,29 @@ def holder(folder: Path) -> Iterator[subprocess.Popen[str]]:
 
 
 def second_run(rank: int, world_size: int, folder: str) -> tuple[int, str]:
-    os.environ.update({"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size),
-                       "LOCAL_WORLD_SIZE": str(world_size)})
+    os.environ.update(
+        {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
+    )
     errors.LAUNCHER_GRACE = errors.SILENT_GRACE = 0.0
     with contextlib.redirect_stderr(io.StringIO()) as said:
         return train(folder, "--init-method", f"file://{folder}/the ranks meet"), said.getvalue()
 
 
 def train(folder: str, *words: str) -> int:
-    return pretrain_gpt2.main([*SMALL, "--train-data", f"{folder}/text.txt", "--data-cache-path", f"{folder}/cache",
-                               "--save", f"{folder}/save", "--train-iters", "1", *words])
+    return pretrain_gpt2.main(
+        [
+            *SMALL,
+            "--train-data",
+            f"{folder}/text.txt",
+            "--data-cache-path",
+            f"{folder}/cache",
+            "--save",
+            f"{folder}/save",
+            "--train-iters",
+            "1",
+            *words,
+        ]
+    )
 
 
 def test_the_second_run_is_refused_on_all_its_ranks(tmp_path: Path):
@@ -63,8 +76,10 @@ def test_the_second_run_is_refused_on_all_its_ranks(tmp_path: Path):
         (code, said), second = run_ranks(second_run, 2, str(tmp_path))
         assert [path.name for path in (tmp_path / "save").iterdir()] == ["lock"], "it wrote something"
     assert (code, second) == (2, (2, ""))
-    assert said == (f"error: --save {tmp_path}/save is in use by process {process.pid} on {socket.gethostname()}: wait "
-                    "for that run, end it, or give this one another --save\n")
+    assert said == (
+        f"error: --save {tmp_path}/save is in use by process {process.pid} on {socket.gethostname()}: wait "
+        "for that run, end it, or give this one another --save\n"
+    )
     assert train(str(tmp_path)) == 0, "the holder is dead"
 
 

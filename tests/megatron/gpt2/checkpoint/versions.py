@@ -27,8 +27,11 @@ def contents(folder: Path) -> Contents:
         del found["held"]
         for info in found["tensors"].values():
             del info["held"]
-        found["files"] = {file: info for table in found.pop("tables")
-                          for file, info in json.loads((folder / table).read_bytes().partition(b"\n")[2]).items()}
+        found["files"] = {
+            file: info
+            for table in found.pop("tables")
+            for file, info in json.loads((folder / table).read_bytes().partition(b"\n")[2]).items()
+        }
     return found
 
 
@@ -56,8 +59,13 @@ def reseal(folder: Path, changed: Contents) -> None:
             with contextlib.suppress(Exception):
                 held[-1] = [[0, *extent(boxes[name])]]
             info["held"] = place
-    tables = {table_path(0): {"bytes": len(table), "sha256": hashlib.sha256(table).hexdigest(),
-                              "files": len(files) if isinstance(files, dict) else 0}}
+    tables = {
+        table_path(0): {
+            "bytes": len(table),
+            "sha256": hashlib.sha256(table).hexdigest(),
+            "files": len(files) if isinstance(files, dict) else 0,
+        }
+    }
     (folder / MANIFEST).write_bytes(sealed_lines({**changed, "held": held, "tables": tables}))
 
 

@@ -13,34 +13,60 @@ from megatron.gpt2.command_line.arguments import parse
 RAMP = ["--rampup-batch-size", "4", "4", "9", "--global-batch-size", "8"]
 
 
-@pytest.mark.parametrize("flags, stages", [
-    ("--global-batch-size 8", ((0, 8),)), ("--gradient-accumulation-steps 3", ((0, 12),)), ("", ((0, 4),)),
-    ("--rampup-batch-size 4 8 48 --global-batch-size 20", ((0, 4), (24, 12), (48, 20))),
-    ("--rampup-batch-size 4 4 1e2 --gradient-accumulation-steps 2", ((0, 4), (100, 8))),
-    ("--step-batch-size-schedule 0:16", ((0, 16),)),
-    ("--step-batch-size-schedule 0:4,1.6k:.8K 2M:1200 --global-batch-size 1200", ((0, 4), (50, 800), (62500, 1200))),
-])
+@pytest.mark.parametrize(
+    "flags, stages",
+    [
+        ("--global-batch-size 8", ((0, 8),)),
+        ("--gradient-accumulation-steps 3", ((0, 12),)),
+        ("", ((0, 4),)),
+        ("--rampup-batch-size 4 8 48 --global-batch-size 20", ((0, 4), (24, 12), (48, 20))),
+        ("--rampup-batch-size 4 4 1e2 --gradient-accumulation-steps 2", ((0, 4), (100, 8))),
+        ("--step-batch-size-schedule 0:16", ((0, 16),)),
+        (
+            "--step-batch-size-schedule 0:4,1.6k:.8K 2M:1200 --global-batch-size 1200",
+            ((0, 4), (50, 800), (62500, 1200)),
+        ),
+    ],
+)
 def test_both_flags_and_none_make_one_schedule(flags: str, stages: tuple[tuple[int, int], ...]):
     config = parse(f"--micro-batch-size 2 --seq-length 32 {flags}".split()).config
     assert config.batch_schedule(2) == BatchSchedule(stages)
 
 
-@pytest.mark.parametrize("flags, message", [
-    ("--rampup-batch-size 4 2", "--rampup-batch-size 4 2: it takes START, INCREMENT and SAMPLES, the first two above "),
-    ("--rampup-batch-size 4 3 9 --global-batch-size 8", "--rampup-batch-size 4 3 9: 3 samples at a time do not lead "
-                                                        "from 4 to --global-batch-size 8"),
-    ("--rampup-batch-size 4 2 9 --global-batch-size 8", "--rampup-batch-size 4 2 9: a batch of 6 is not divisible by "
-                                                        "--micro-batch-size 2 × 2 data-parallel ranks"),
-    ("--step-batch-size-schedule 0:4 1B:6", "--step-batch-size-schedule 0:4 1B:6: a batch of 6 is not divisible by "),
-    ("--step-batch-size-schedule 0:x", "--step-batch-size-schedule 0:x: 0:x is no further TOKENS:SIZE"),
-    ("--step-batch-size-schedule 0:4 31:8", "31:8 is no further TOKENS:SIZE"),  # the same sample
-    ("--step-batch-size-schedule 0:4 inf:8", "inf:8 is no further TOKENS:SIZE"),
-    ("--step-batch-size-schedule 1B:4", "1B:4: sizes go from 0 on, and never fall"),
-    ("--step-batch-size-schedule 0:8 1B:4", "0:8 1B:4: sizes go from 0 on, and never fall"),
-    ("--step-batch-size-schedule 0:4 1B:8 --global-batch-size 4", "--global-batch-size 4 is not the last size of "
-                                                                  "--step-batch-size-schedule 0:4 1B:8"),
-    ("--step-batch-size-schedule 0:4 --rampup-batch-size 4 4 9", "give --rampup-batch-size or --step-batch-size-sched"),
-])
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        (
+            "--rampup-batch-size 4 2",
+            "--rampup-batch-size 4 2: it takes START, INCREMENT and SAMPLES, the first two above ",
+        ),
+        (
+            "--rampup-batch-size 4 3 9 --global-batch-size 8",
+            "--rampup-batch-size 4 3 9: 3 samples at a time do not lead from 4 to --global-batch-size 8",
+        ),
+        (
+            "--rampup-batch-size 4 2 9 --global-batch-size 8",
+            "--rampup-batch-size 4 2 9: a batch of 6 is not divisible by --micro-batch-size 2 × 2 data-parallel ranks",
+        ),
+        (
+            "--step-batch-size-schedule 0:4 1B:6",
+            "--step-batch-size-schedule 0:4 1B:6: a batch of 6 is not divisible by ",
+        ),
+        ("--step-batch-size-schedule 0:x", "--step-batch-size-schedule 0:x: 0:x is no further TOKENS:SIZE"),
+        ("--step-batch-size-schedule 0:4 31:8", "31:8 is no further TOKENS:SIZE"),  # the same sample
+        ("--step-batch-size-schedule 0:4 inf:8", "inf:8 is no further TOKENS:SIZE"),
+        ("--step-batch-size-schedule 1B:4", "1B:4: sizes go from 0 on, and never fall"),
+        ("--step-batch-size-schedule 0:8 1B:4", "0:8 1B:4: sizes go from 0 on, and never fall"),
+        (
+            "--step-batch-size-schedule 0:4 1B:8 --global-batch-size 4",
+            "--global-batch-size 4 is not the last size of --step-batch-size-schedule 0:4 1B:8",
+        ),
+        (
+            "--step-batch-size-schedule 0:4 --rampup-batch-size 4 4 9",
+            "give --rampup-batch-size or --step-batch-size-sched",
+        ),
+    ],
+)
 def test_impossible_schedules_are_one_line(flags: str, message: str):
     with pytest.raises(ValueError) as error:
         parse(f"--micro-batch-size 2 --seq-length 32 {flags}".split()).config.batch_schedule(2)

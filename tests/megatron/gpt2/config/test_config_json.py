@@ -29,15 +29,30 @@ def test_a_run_again_from_its_config(work: Path, capfd: pytest.CaptureFixture[st
     assert "a is finished" in capfd.readouterr().out
     assert pretrain_gpt2.main(["--config", "a/config.json", "--save", "b"]) == 0
     assert [record["lm_loss"] for record in metrics(work / "b")] == before
-    assert pretrain_gpt2.main(["--config", "a/config.json", "--save", "c", "--micro-batch-size", "2", "--seed", "7",
-                               "--train-iters", "2"]) == 0
+    assert (
+        pretrain_gpt2.main(
+            ["--config", "a/config.json", "--save", "c", "--micro-batch-size", "2", "--seed", "7", "--train-iters", "2"]
+        )
+        == 0
+    )
     said = capfd.readouterr().out
     assert "2 samples × 1 data-parallel ranks × 2 accumulated = 4 a step" in said
     assert len(metrics(work / "c")) == 2 and metrics(work / "c")[0]["lm_loss"] != before[0]
 
     # A run that started from another one says so after it was continued as well.
-    tune = ["--finetune", "--load", "a", "--train-data", "text.txt", "--save", "d", "--eval-iters", "0",
-            "--log-interval", "1"]
+    tune = [
+        "--finetune",
+        "--load",
+        "a",
+        "--train-data",
+        "text.txt",
+        "--save",
+        "d",
+        "--eval-iters",
+        "0",
+        "--log-interval",
+        "1",
+    ]
     assert pretrain_gpt2.main([*tune, "--train-iters", "2"]) == 0
     first = metrics(work / "d")[0]["lm_loss"]
     assert pretrain_gpt2.main(["--load", "d", "--train-iters", "3", "--exit-interval", "3"]) == 0
@@ -56,8 +71,13 @@ def config(tmp_path: Path) -> Path:
 
 def test_the_values_are_those_that_differ(config: Path):
     assert read_config(str(config)) == {
-        "model.num_layers": 2, "optimizer.lr": 1e-3, "data.train_data": ("a",), "train.train_iters": 1_000_000,
-        "train.global_batch_size": 8, "checkpoint.save": "s"}
+        "model.num_layers": 2,
+        "optimizer.lr": 1e-3,
+        "data.train_data": ("a",),
+        "train.train_iters": 1_000_000,
+        "train.global_batch_size": 8,
+        "checkpoint.save": "s",
+    }
 
 
 def test_flags_beside_it_win(config: Path):
@@ -68,15 +88,18 @@ def test_flags_beside_it_win(config: Path):
     assert "model.num_layers" in arguments.given and arguments.preset is None
 
 
-@pytest.mark.parametrize("change, message", [
-    ({"version": 2}, "is of version 2, and this program reads 1"),
-    ({"config": {"model": {"depth": 3}}}, "unknown in the configuration's section 'model': depth"),
-    ({"config": {"modell": {}}}, "unknown section modell"),
-    ({"config": {"model": {"num_layers": "two"}}}, "is not the config.json of a run"),
-    ({"config": {"model": {"num_layers": 0}}}, "--num-layers must be positive"),
-    ({"config": None}, "is not the config.json of a run"),
-    ({"global_batch_size": None}, "is not the config.json of a run"),
-])
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"version": 2}, "is of version 2, and this program reads 1"),
+        ({"config": {"model": {"depth": 3}}}, "unknown in the configuration's section 'model': depth"),
+        ({"config": {"modell": {}}}, "unknown section modell"),
+        ({"config": {"model": {"num_layers": "two"}}}, "is not the config.json of a run"),
+        ({"config": {"model": {"num_layers": 0}}}, "--num-layers must be positive"),
+        ({"config": None}, "is not the config.json of a run"),
+        ({"global_batch_size": None}, "is not the config.json of a run"),
+    ],
+)
 def test_what_it_cannot_be(config: Path, change: dict[str, Any], message: str):
     config.write_text(json.dumps({**json.loads(config.read_text()), **change}))
     with pytest.raises(ValueError) as error:

@@ -47,6 +47,7 @@ def crafted(name: str) -> Callable[[Craft], Craft]:
     def keep(make: Craft) -> Craft:
         craft(name, make)
         return make
+
     return keep
 
 
@@ -123,6 +124,7 @@ def _(folder: Path) -> Path:
 
 # Streams of instructions, as ckpt.pt. `p` is what builds an object; `.` is added.
 
+
 def text(value: str) -> bytes:
     return b"X" + struct.pack("<I", len(value.encode())) + value.encode()
 
@@ -132,8 +134,16 @@ def call(module: str, name: str, args: bytes) -> bytes:
 
 
 def storage(kind: str = "Float", numel: bytes = b"K\x04", legacy: bool = False, key: bytes = b"") -> bytes:
-    return b"(" + text("storage") + f"ctorch\n{kind}Storage\n".encode() + (key or text("0")) + text("cpu") + numel + \
-        (b"N" if legacy else b"") + b"tQ"
+    return (
+        b"("
+        + text("storage")
+        + f"ctorch\n{kind}Storage\n".encode()
+        + (key or text("0"))
+        + text("cpu")
+        + numel
+        + (b"N" if legacy else b"")
+        + b"tQ"
+    )
 
 
 def tensor(of: bytes, offset: bytes = b"K\x00", shape: bytes = b"K\x04\x85", stride: bytes = b"K\x01\x85") -> bytes:
@@ -167,13 +177,22 @@ STREAMS: dict[str, bytes] = {
     "nested deeply in dictionaries": b"}" + b"K\x01}" * DEEP + b"s" * DEEP,
     "a string longer than the file": b"X" + struct.pack("<I", 2**32 - 1) + b"abc",
     "a string that is no UTF-8": b"X" + struct.pack("<I", 2) + b"\xff\xfe",
-    "an empty stack": b"a", "no mark": b"t", "a memo that nobody filled": b"h\x07", "an unknown instruction": b"\xff",
-    "protocol 4": pickle.dumps({"model": 1}, 4)[2:-1], "an instance of protocol 0": b"(cos\nsystem\no",
-    "a global without an end": b"c" + b"a" * 1000, "items for a number": b"K\x01K\x02a",
-    "items for a tuple": b")K\x02K\x03s", "a key twice": b"}(" + (text("a") + b"N") * 2 + b"u",
-    "an odd number of items": b"}(" + text("a") * 3 + b"u", "a list as a key": b"}]Ns",
-    "a call of a number": b"K\x01)R", "a call of a tensor": tensor(storage()) + b")R",
-    "too many instructions": b"N" * 600_000, "a name too often": b"cnumpy\ndtype\n" * 600_000,
+    "an empty stack": b"a",
+    "no mark": b"t",
+    "a memo that nobody filled": b"h\x07",
+    "an unknown instruction": b"\xff",
+    "protocol 4": pickle.dumps({"model": 1}, 4)[2:-1],
+    "an instance of protocol 0": b"(cos\nsystem\no",
+    "a global without an end": b"c" + b"a" * 1000,
+    "items for a number": b"K\x01K\x02a",
+    "items for a tuple": b")K\x02K\x03s",
+    "a key twice": b"}(" + (text("a") + b"N") * 2 + b"u",
+    "an odd number of items": b"}(" + text("a") * 3 + b"u",
+    "a list as a key": b"}]Ns",
+    "a call of a number": b"K\x01)R",
+    "a call of a tensor": tensor(storage()) + b")R",
+    "too many instructions": b"N" * 600_000,
+    "a name too often": b"cnumpy\ndtype\n" * 600_000,
     "too many names": b"".join(f"cnumpy.dtypes\nN{i}DType\n".encode() for i in range(100_000)),
     "endless memo": b"]" + b"r\0\0\0\0" * 300_000 + b"h\x09",
     "copies of a long list": b"](" + b"N" * 50_000 + b"eq\x00" + (b"cbuiltins\nset\nh\x00\x85R") * 50_000 + b"a",
@@ -191,19 +210,31 @@ STREAMS: dict[str, bytes] = {
     "a tensor of many equal elements": tensor(storage(), shape=b"K\xff\x85", stride=b"K\x00\x85"),
     "a tensor of negative stride": tensor(storage(), stride=b"J\xff\xff\xff\xff\x85"),
     "a tensor of negative size": tensor(storage(), shape=b"J\xff\xff\xff\xff\x85"),
-    "a tensor of a thousand dimensions": tensor(storage(), shape=b"(" + b"K\x01" * 1000 + b"t",
-                                                stride=b"(" + b"K\x00" * 1000 + b"t"),
-    "a tensor of no storage": tensor(b"N"), "a tensor with too few arguments": call(
-        "torch._utils", "_rebuild_tensor_v2", b"(" + storage() + b"t"),
+    "a tensor of a thousand dimensions": tensor(
+        storage(), shape=b"(" + b"K\x01" * 1000 + b"t", stride=b"(" + b"K\x00" * 1000 + b"t"
+    ),
+    "a tensor of no storage": tensor(b"N"),
+    "a tensor with too few arguments": call("torch._utils", "_rebuild_tensor_v2", b"(" + storage() + b"t"),
     "another type's memory": call("torch._utils", "_rebuild_wrapper_subclass", b")"),
     "a tensor of numpy's": call("torch._utils", "_rebuild_device_tensor_from_numpy", b")"),
     "a class with attributes": call("torch._tensor", "_rebuild_from_type_v2", b"(cos\nsystem\n)))t"),
-    "nothing": b"", "a number instead of a checkpoint": b"K\x07", "weights that are numbers": pickle.dumps(
+    "nothing": b"",
+    "a number instead of a checkpoint": b"K\x07",
+    "weights that are numbers": pickle.dumps(
         {"model": {"wte": 1}, "model_args": {"n_layer": 1, "n_embd": 8, "n_head": 1, "block_size": 8, "vocab_size": 9}},
-        2)[2:-1],
-    "sizes that take years to print": b"}(" + text("model") + b"}" + text("model_args") + b"}(" + text("n_layer") +
-    DOUBLED + b"uu",
+        2,
+    )[2:-1],
+    "sizes that take years to print": b"}("
+    + text("model")
+    + b"}"
+    + text("model_args")
+    + b"}("
+    + text("n_layer")
+    + DOUBLED
+    + b"uu",
 }
+
+
 def zip_of_stream(folder: Path, name: str) -> Path:
     return zip_of(folder, STREAMS[name], **{"data/0": b"\0" * 16})
 
@@ -214,22 +245,34 @@ def legacy_of_stream(folder: Path, name: str) -> Path:
 
 for _name in STREAMS:
     craft(f"zip: {_name}", zip_of_stream, _name)
-for _name in ("a storage of 2**45 elements", "a tensor past its storage", "a key that takes years to hash",
-              "a string longer than the file", "too many instructions", "nested deeply",
-              "a storage's key that takes years to hash"):
+for _name in (
+    "a storage of 2**45 elements",
+    "a tensor past its storage",
+    "a key that takes years to hash",
+    "a string longer than the file",
+    "too many instructions",
+    "nested deeply",
+    "a storage's key that takes years to hash",
+):
     craft(f"legacy: {_name}", legacy_of_stream, _name)
 
 
 @crafted("legacy: a key of a storage that takes years to hash")
 def _(folder: Path) -> Path:
-    (folder / "ckpt.pt").write_bytes(MAGIC + SYSTEM + b"\x80\x02" + tensor(storage(legacy=True)) + b".\x80\x02]" +
-                                     DOUBLED + b"a." + FOUR)
+    (folder / "ckpt.pt").write_bytes(
+        MAGIC + SYSTEM + b"\x80\x02" + tensor(storage(legacy=True)) + b".\x80\x02]" + DOUBLED + b"a." + FOUR
+    )
     return folder
 
 
-for _name, _keys, _after in (("no key", (), FOUR), ("a key twice", ("0", "0"), FOUR * 2), ("another key", ("1",), FOUR),
-                             ("a storage cut short", ("0",), FOUR[:-1]), ("no storage", ("0",), b""),
-                             ("another length", ("0",), struct.pack("<q", 5) + b"\0" * 20)):
+for _name, _keys, _after in (
+    ("no key", (), FOUR),
+    ("a key twice", ("0", "0"), FOUR * 2),
+    ("another key", ("1",), FOUR),
+    ("a storage cut short", ("0",), FOUR[:-1]),
+    ("no storage", ("0",), b""),
+    ("another length", ("0",), struct.pack("<q", 5) + b"\0" * 20),
+):
     craft(f"legacy: {_name}", legacy_of, tensor(storage(legacy=True)), _keys, _after)
 
 
@@ -247,6 +290,7 @@ def _(folder: Path) -> Path:
 
 
 # Zip files
+
 
 def valid_zip(folder: Path) -> Path:
     torch.save(nanogpt_checkpoint()[0], folder / "ckpt.pt")
@@ -317,7 +361,7 @@ def _(folder: Path) -> Path:
 def cut(folder: Path, make: Craft, part: float) -> Path:
     path = make(folder)
     data = path.read_bytes()
-    path.write_bytes(data[:int(part * len(data))])
+    path.write_bytes(data[: int(part * len(data))])
     return path
 
 

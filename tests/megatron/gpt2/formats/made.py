@@ -15,27 +15,37 @@ from megatron.gpt2.formats import Source
 from megatron.gpt2.formats.foreign import ForeignSource, LazyTensor
 from megatron.gpt2.model.parameters import parameter_specs
 
-SHAPE = ModelConfig(num_layers=4, hidden_size=48, num_attention_heads=4, ffn_hidden_size=80, vocab_size=101,
-                    max_position_embeddings=24)
+SHAPE = ModelConfig(
+    num_layers=4, hidden_size=48, num_attention_heads=4, ffn_hidden_size=80, vocab_size=101, max_position_embeddings=24
+)
 PADDED = 112
-CORE = {"attention.query_key_value": "self_attention.linear_qkv", "attention.dense": "self_attention.linear_proj",
-        "mlp.dense_h_to_4h": "mlp.linear_fc1", "mlp.dense_4h_to_h": "mlp.linear_fc2",
-        "post_attention_layernorm": "pre_mlp_layernorm", "input_layernorm": "input_layernorm"}
-FUSED = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_",
-         "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
+CORE = {
+    "attention.query_key_value": "self_attention.linear_qkv",
+    "attention.dense": "self_attention.linear_proj",
+    "mlp.dense_h_to_4h": "mlp.linear_fc1",
+    "mlp.dense_4h_to_h": "mlp.linear_fc2",
+    "post_attention_layernorm": "pre_mlp_layernorm",
+    "input_layernorm": "input_layernorm",
+}
+FUSED = {
+    "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
+    "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+}
 
 
 def random_weights(shape: ModelConfig = SHAPE, seed: int = 0) -> dict[str, Tensor]:
     """By our names; nothing is zero or one, so that nothing can be forgotten unseen."""
     generator = torch.Generator().manual_seed(seed)
-    return {name: 0.2 * torch.randn(spec.global_shape, generator=generator) + ("layernorm.weight" in name)
-            for name, spec in parameter_specs(shape).items()}
+    return {
+        name: 0.2 * torch.randn(spec.global_shape, generator=generator) + ("layernorm.weight" in name)
+        for name, spec in parameter_specs(shape).items()
+    }
 
 
 def parts(weights: dict[str, Tensor], version: int, tp: int) -> list[dict[str, Tensor]]:
     """Each rank's part, the vocabulary padded, QKV in the order of `version`."""
     table = weights["word_embeddings.weight"]
-    padded = {**weights, "word_embeddings.weight": torch.cat([table, table[:PADDED - len(table)]])}
+    padded = {**weights, "word_embeddings.weight": torch.cat([table, table[: PADDED - len(table)]])}
     specs = parameter_specs(replace(SHAPE, vocab_size=PADDED, make_vocab_size_divisible_by=1), tp)
     ranks = [{name: spec.split(padded[name], rank, tp) for name, spec in specs.items()} for rank in range(tp)]
     heads = SHAPE.num_attention_heads // tp
@@ -65,10 +75,16 @@ def stage(rank: dict[str, Tensor], number: int, of: int) -> dict[str, Tensor]:
 
 def nested(held: dict[str, Tensor], encoder: str, attention: str) -> dict[str, Any]:
     """As v1.0 ("transformer", "attention") and v2.6 ("encoder", "self_attention") keep it."""
-    embedding = {name: {"weight": held[f"{name}.weight"]} for name in ("word_embeddings", "position_embeddings")
-                 if f"{name}.weight" in held}
-    layers = {name.removeprefix("transformer.").replace(".attention.", f".{attention}."): value
-              for name, value in held.items() if name.startswith("transformer.")}
+    embedding = {
+        name: {"weight": held[f"{name}.weight"]}
+        for name in ("word_embeddings", "position_embeddings")
+        if f"{name}.weight" in held
+    }
+    layers = {
+        name.removeprefix("transformer.").replace(".attention.", f".{attention}."): value
+        for name, value in held.items()
+        if name.startswith("transformer.")
+    }
     first = {"embedding": embedding} if embedding else {}
     model: dict[str, Any] = {"language_model": {**first, encoder: layers}}
     if "word_embeddings_for_head.weight" in held:
@@ -94,10 +110,19 @@ def core(held: dict[str, Tensor], fused: bool) -> dict[str, Any]:
 
 
 def arguments(tp: int, pp: int = 1, **more: Any) -> argparse.Namespace:
-    return argparse.Namespace(**{
-        "num_layers": SHAPE.num_layers, "hidden_size": SHAPE.hidden_size, "padded_vocab_size": PADDED,
-        "num_attention_heads": SHAPE.num_attention_heads, "tensor_model_parallel_size": tp,
-        "pipeline_model_parallel_size": pp, "openai_gelu": False, "bias_gelu_fusion": True, **more})
+    return argparse.Namespace(
+        **{
+            "num_layers": SHAPE.num_layers,
+            "hidden_size": SHAPE.hidden_size,
+            "padded_vocab_size": PADDED,
+            "num_attention_heads": SHAPE.num_attention_heads,
+            "tensor_model_parallel_size": tp,
+            "pipeline_model_parallel_size": pp,
+            "openai_gelu": False,
+            "bias_gelu_fusion": True,
+            **more,
+        }
+    )
 
 
 def in_form(held: dict[str, Tensor], form: str) -> dict[str, Any]:
@@ -107,8 +132,19 @@ def in_form(held: dict[str, Tensor], form: str) -> dict[str, Any]:
     return dict(held) if form == "flat" else core(held, form == "fused")
 
 
-def write_megatron(folder: Path, weights: dict[str, Tensor], form: str, *, version: int = 0, tp: int = 1, pp: int = 1,
-                   iteration: int = 7, legacy: bool = False, args: bool = True, **top: Any) -> Path:
+def write_megatron(
+    folder: Path,
+    weights: dict[str, Tensor],
+    form: str,
+    *,
+    version: int = 0,
+    tp: int = 1,
+    pp: int = 1,
+    iteration: int = 7,
+    legacy: bool = False,
+    args: bool = True,
+    **top: Any,
+) -> Path:
     """A --save folder with one iteration."""
     for number in range(pp):
         for rank, whole in enumerate(parts(weights, version, tp)):
@@ -128,17 +164,41 @@ def write_megatron(folder: Path, weights: dict[str, Tensor], form: str, *, versi
 
 def made_source(num_layers: int, dtype: torch.dtype) -> Source:
     """A run's state in memory: weights of `dtype`, masters, moments and the facts that belong to them."""
-    shape = ModelConfig(num_layers=num_layers, hidden_size=16, num_attention_heads=4, vocab_size=101,
-                        max_position_embeddings=8, make_vocab_size_divisible_by=8)
+    shape = ModelConfig(
+        num_layers=num_layers,
+        hidden_size=16,
+        num_attention_heads=4,
+        vocab_size=101,
+        max_position_embeddings=8,
+        make_vocab_size_divisible_by=8,
+    )
     masters = random_weights(shape)
     lazy = {}
     for kind in ("model", "master", "exp_avg", "exp_avg_sq"):
         for name, master in masters.items():
-            lazy[f"{kind}.{name}"] = LazyTensor.of({"model": master.to(dtype), "master": master.to(dtype).float(),
-                                                    "exp_avg": master + 1, "exp_avg_sq": master**2}[kind])
+            lazy[f"{kind}.{name}"] = LazyTensor.of(
+                {
+                    "model": master.to(dtype),
+                    "master": master.to(dtype).float(),
+                    "exp_avg": master + 1,
+                    "exp_avg_sq": master**2,
+                }[kind]
+            )
     scaler = {"scale": 8.0, "clean_steps": 5.0, "hysteresis_left": 1.0} if dtype == torch.float16 else {"scale": 1.0}
-    facts = {"consumed_samples": 24, "global_batch_size": 4, "train_iters": 100, "optimizer": {
-        "good_steps": 6, "skipped_steps": 1, "adam_steps": 6, "loss_scaler": scaler},
-        "config": {"optimizer": {"lr": 0.2, "min_lr": 0.1, "lr_decay_style": "cosine", "lr_decay_iters": 100,
-                                 "warmup": 0.1, "weight_decay": 0.1}}}
+    facts = {
+        "consumed_samples": 24,
+        "global_batch_size": 4,
+        "train_iters": 100,
+        "optimizer": {"good_steps": 6, "skipped_steps": 1, "adam_steps": 6, "loss_scaler": scaler},
+        "config": {
+            "optimizer": {
+                "lr": 0.2,
+                "min_lr": 0.1,
+                "lr_decay_style": "cosine",
+                "lr_decay_iters": 100,
+                "warmup": 0.1,
+                "weight_decay": 0.1,
+            }
+        },
+    }
     return ForeignSource(Path("made"), "native", 7, shape, facts, lazy)

@@ -59,8 +59,10 @@ def test_one_element():
     assert len(lines) == 1 + len(changed)
     (line,) = [line for line in lines if NAME in line]
     assert line.split() == [NAME, "48", "x", "80", f"{row.greatest:.3g}"]
-    assert len({line.index("difference") + len("difference") if "difference" in line else len(line)
-                for line in lines}) == 1, "columns are aligned"
+    assert (
+        len({line.index("difference") + len("difference") if "difference" in line else len(line) for line in lines})
+        == 1
+    ), "columns are aligned"
 
 
 def test_the_least_difference_that_a_type_knows_is_one():
@@ -79,9 +81,19 @@ def test_every_entry_is_looked_at():
         assert greatest_difference(x, y) == 2
 
 
-@pytest.mark.parametrize(("a", "b", "expected"), [
-    ([NAN, 1], [NAN, 1], 0.0), ([NAN, 1], [NAN, 3], 2.0), ([NAN, 1], [1, NAN], NAN), ([1, 5], [NAN, 1], NAN),
-    ([INF, 1], [INF, 1], 0.0), ([INF], [-INF], INF), ([INF], [1], INF), ([NAN], [INF], NAN)])
+@pytest.mark.parametrize(
+    ("a", "b", "expected"),
+    [
+        ([NAN, 1], [NAN, 1], 0.0),
+        ([NAN, 1], [NAN, 3], 2.0),
+        ([NAN, 1], [1, NAN], NAN),
+        ([1, 5], [NAN, 1], NAN),
+        ([INF, 1], [INF, 1], 0.0),
+        ([INF], [-INF], INF),
+        ([INF], [1], INF),
+        ([NAN], [INF], NAN),
+    ],
+)
 def test_what_is_no_number(a: list[float], b: list[float], expected: float):
     x, y = torch.tensor(a), torch.tensor(b)
     for found in (greatest_difference(x, y), greatest_difference(y, x)):

@@ -53,6 +53,7 @@ def save(rank: int, world_size: int, folder: Path) -> None:
     from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
+
     mesh = init_device_mesh("cpu", (world_size,))
     for form, transposed in FORMS.items():
         model = Tied(openai_state(random_weights(), transposed=transposed))
@@ -85,11 +86,20 @@ def test_what_two_ranks_of_fsdp_saved(folders: Path, form: str, ending: str):
     assert source.facts["config"]["model"]["ffn_hidden_size"] == 80 and not source.left_out
     kinds: dict[str, Any] = {"model": lambda parameter: parameter}
     if not ending:
-        kinds |= {"master": kinds["model"], **{kind: lambda parameter, kind=kind: optimizer.state[parameter][kind]
-                                               for kind in ("exp_avg", "exp_avg_sq")}}
+        kinds |= {
+            "master": kinds["model"],
+            **{
+                kind: lambda parameter, kind=kind: optimizer.state[parameter][kind]
+                for kind in ("exp_avg", "exp_avg_sq")
+            },
+        }
         assert source.iteration == source.facts["optimizer"]["adam_steps"] == 2
-        assert source.facts["config"]["optimizer"] == {"weight_decay": 0.3, "adam_beta1": 0.8, "adam_beta2": 0.95,
-                                                       "adam_eps": 1e-7}
+        assert source.facts["config"]["optimizer"] == {
+            "weight_decay": 0.3,
+            "adam_beta1": 0.8,
+            "adam_beta2": 0.95,
+            "adam_eps": 1e-7,
+        }
     assert {name.partition(".")[0] for name in source.names()} == kinds.keys()
     for kind, of in kinds.items():
         held = {name: of(parameter).detach() for name, parameter in model.named_parameters()}
@@ -104,13 +114,22 @@ def load(rank: int, world_size: int, folder: Path, out: Path, tokens: Tensor) ->
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from transformers import GPT2Config, GPT2LMHeadModel
-    model = GPT2LMHeadModel(GPT2Config(
-        vocab_size=SHAPE.vocab_size, n_positions=SHAPE.max_position_embeddings, n_embd=SHAPE.hidden_size,
-        n_layer=SHAPE.num_layers, n_head=SHAPE.num_attention_heads, n_inner=SHAPE.ffn_size)).eval()
+
+    model = GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=SHAPE.vocab_size,
+            n_positions=SHAPE.max_position_embeddings,
+            n_embd=SHAPE.hidden_size,
+            n_layer=SHAPE.num_layers,
+            n_head=SHAPE.num_attention_heads,
+            n_inner=SHAPE.ffn_size,
+        )
+    ).eval()
     for module in (*model.transformer.h, model):
         fully_shard(module, mesh=init_device_mesh("cpu", (world_size,)))
-    optimizer = torch.optim.AdamW([{"params": [x for x in model.parameters() if (x.dim() > 1) == decays]}
-                                   for decays in (True, False)])
+    optimizer = torch.optim.AdamW(
+        [{"params": [x for x in model.parameters() if (x.dim() > 1) == decays]} for decays in (True, False)]
+    )
     weights, adam = get_state_dict(model, optimizer)
     load_dcp({"model": weights, "optimizer": adam}, checkpoint_id=folder)
     set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=adam)
@@ -122,8 +141,16 @@ def load(rank: int, world_size: int, folder: Path, out: Path, tokens: Tensor) ->
 
 def test_what_is_written_is_read_by_two_ranks_of_fsdp(folders: Path, tmp_path: Path):
     pytest.importorskip("transformers")
-    command = ["convert", str(folders / "huggingface"), str(tmp_path / "ours"), "--to", "dcp", "--check",
-               "--num-attention-heads", str(SHAPE.num_attention_heads)]
+    command = [
+        "convert",
+        str(folders / "huggingface"),
+        str(tmp_path / "ours"),
+        "--to",
+        "dcp",
+        "--check",
+        "--num-attention-heads",
+        str(SHAPE.num_attention_heads),
+    ]
     assert checkpoint.main(command) == 0
     tokens = torch.arange(2 * SHAPE.max_position_embeddings).view(2, -1) * 7 % SHAPE.vocab_size
     found = run_ranks(load, 2, tmp_path / "ours", tmp_path / "theirs", tokens)
@@ -152,12 +179,17 @@ def write(folder: Path, **tensors: Tensor) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(("name", "problem"), [
-    ("model/layers/0/self_attn/q_proj/weight", "a name of Llama or one of its kin, and this program knows GPT-2"),
-    ("layers/0/attention/wq/weight", "a name of Llama or one of its kin"),
-    ("gpt_neox/layers/0/attention/dense/weight", "a name of GPT-NeoX"),
-    ("bert/encoder/layer/0/x", "a name of BERT"), ("encoder/block/0/layer/0", "a name of T5"),
-    ("something", "is no GPT-2: holds something, and 0 tensors whose name ends in wte.weight")])
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("model/layers/0/self_attn/q_proj/weight", "a name of Llama or one of its kin, and this program knows GPT-2"),
+        ("layers/0/attention/wq/weight", "a name of Llama or one of its kin"),
+        ("gpt_neox/layers/0/attention/dense/weight", "a name of GPT-NeoX"),
+        ("bert/encoder/layer/0/x", "a name of BERT"),
+        ("encoder/block/0/layer/0", "a name of T5"),
+        ("something", "is no GPT-2: holds something, and 0 tensors whose name ends in wte.weight"),
+    ],
+)
 def test_another_architecture_is_refused_by_its_name(tmp_path: Path, name: str, problem: str):
     with pytest.raises(ValueError, match=problem) as caught:
         opened(write(tmp_path / "it", **{name: torch.ones(2, 2)}))
@@ -176,4 +208,5 @@ def test_a_head_of_its_own_and_other_tensors(tmp_path: Path):
     ours = {f"ema.{name}": value for name, value in state.items() if name.startswith("transformer.ln_f")}
     state = openai_state(random_weights(), transposed=False)
     assert opened(write(tmp_path / "ema", **state, **ours)).left_out == (
-        "2 other tensors, ema.transformer.ln_f.weight among them",)
+        "2 other tensors, ema.transformer.ln_f.weight among them",
+    )

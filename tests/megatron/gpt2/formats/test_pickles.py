@@ -51,15 +51,49 @@ def same(a: Any, b: Any) -> bool:
 def test_what_torch_saves_comes_back(tmp_path: Path, legacy: bool):
     base = torch.randn(6, 8)
     saved: dict[Any, Any] = {
-        "tensors": [torch.arange(5, dtype=dtype) for dtype in (
-            torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int64, torch.int32, torch.int16,
-            torch.int8, torch.uint8)],
+        "tensors": [
+            torch.arange(5, dtype=dtype)
+            for dtype in (
+                torch.float16,
+                torch.bfloat16,
+                torch.float32,
+                torch.float64,
+                torch.int64,
+                torch.int32,
+                torch.int16,
+                torch.int8,
+                torch.uint8,
+            )
+        ],
         "views": (base, base.t(), base[2:4, 1:3], base[5], torch.empty(0, 3), torch.tensor(3.5)),
-        "parameter": torch.nn.Parameter(base), "marked": base.clone(), "flag": torch.tensor([True, False]),
-        "plain": [None, True, 1, -1, 255, 65535, 2**31, -2**40, 10**30, 1.5, float("inf"), "é\n", (), (1,), (1, 2, 3)],
-        "args": argparse.Namespace(lr=1.0, dtype=torch.float16), "ordered": collections.OrderedDict(a=1),
-        "numpy": np.random.RandomState(0).get_state(), "signal": signal.SIGTERM, "set": {1, 2}, 5: {0.5: None},
-        "shared": [base, base]}
+        "parameter": torch.nn.Parameter(base),
+        "marked": base.clone(),
+        "flag": torch.tensor([True, False]),
+        "plain": [
+            None,
+            True,
+            1,
+            -1,
+            255,
+            65535,
+            2**31,
+            -(2**40),
+            10**30,
+            1.5,
+            float("inf"),
+            "é\n",
+            (),
+            (1,),
+            (1, 2, 3),
+        ],
+        "args": argparse.Namespace(lr=1.0, dtype=torch.float16),
+        "ordered": collections.OrderedDict(a=1),
+        "numpy": np.random.RandomState(0).get_state(),
+        "signal": signal.SIGTERM,
+        "set": {1, 2},
+        5: {0.5: None},
+        "shared": [base, base],
+    }
     for name in ("parameter", "marked"):
         saved[name].tensor_model_parallel = True  # as Megatron marks its masters
     path = tmp_path / "file with a space.pt"
@@ -85,13 +119,22 @@ def test_genuine_files_come_back():
     reconstruct: Any = np.zeros(1).__reduce__()[0]
     for path in files:
         loss_scaler = type("DynamicLossScaler", (), {})
-        with torch.serialization.safe_globals([
-                (loss_scaler, "fp16.loss_scaler.DynamicLossScaler"), argparse.Namespace, np.ndarray, np.dtype,
-                (reconstruct, "numpy.core.multiarray._reconstruct"), type(np.dtype("u4"))]):
+        with torch.serialization.safe_globals(
+            [
+                (loss_scaler, "fp16.loss_scaler.DynamicLossScaler"),
+                argparse.Namespace,
+                np.ndarray,
+                np.dtype,
+                (reconstruct, "numpy.core.multiarray._reconstruct"),
+                type(np.dtype("u4")),
+            ]
+        ):
             theirs = torch.load(path, map_location="cpu", weights_only=True)
         ours = load_pickle(path)
-        assert same({key: value for key, value in theirs.items() if key not in ("args", "np_rng_state")},
-                    {key: value for key, value in ours.items() if key not in ("args", "np_rng_state")}), path
+        assert same(
+            {key: value for key, value in theirs.items() if key not in ("args", "np_rng_state")},
+            {key: value for key, value in ours.items() if key not in ("args", "np_rng_state")},
+        ), path
         if "args" in theirs:
             assert ours["args"].attributes() == vars(theirs["args"])
         if "optimizer" in theirs:
@@ -120,9 +163,17 @@ def test_crafted(tmp_path: Path, name: str):
 
 
 # Data like any other, and no checkpoint.
-WELL_FORMED = {f"zip: {name}" for name in (
-    "nested deeply", "nested deeply in dictionaries", "a call of a tensor", "weights that are numbers",
-    "a number instead of a checkpoint", "sizes that take years to print")}
+WELL_FORMED = {
+    f"zip: {name}"
+    for name in (
+        "nested deeply",
+        "nested deeply in dictionaries",
+        "a call of a tensor",
+        "weights that are numbers",
+        "a number instead of a checkpoint",
+        "sizes that take years to print",
+    )
+}
 
 
 @pytest.mark.parametrize("name", [name for name in CRAFTED if name.startswith(("zip: ", "legacy: "))])
@@ -146,8 +197,11 @@ def test_what_was_crafted_is_right_but_for_one_thing(tmp_path: Path):
     """The bodies that the crafted files start from open."""
     names = openai_state(random_weights(), transposed=True)
     bodies: tuple[Callable[[Path], Path], ...] = (
-        valid_zip, write_huggingface, lambda folder: with_top(folder, lambda top: None),
-        lambda folder: with_index(folder, dict.fromkeys(names, "model-1.safetensors")))
+        valid_zip,
+        write_huggingface,
+        lambda folder: with_top(folder, lambda top: None),
+        lambda folder: with_index(folder, dict.fromkeys(names, "model-1.safetensors")),
+    )
     for number, make in enumerate(bodies):
         folder = tmp_path / str(number)
         folder.mkdir()
@@ -163,8 +217,15 @@ def test_no_mutation_is_taken_for_another_error(tmp_path: Path):
     numbers, refused = random.Random(7), 0
     for legacy in (False, True):
         stream = io.BytesIO()
-        torch.save({"model": core({"transformer.final_layernorm.bias": torch.ones(4)}, False), "args":
-                    argparse.Namespace(a=1), "numpy": np.arange(3)}, stream, _use_new_zipfile_serialization=not legacy)
+        torch.save(
+            {
+                "model": core({"transformer.final_layernorm.bias": torch.ones(4)}, False),
+                "args": argparse.Namespace(a=1),
+                "numpy": np.arange(3),
+            },
+            stream,
+            _use_new_zipfile_serialization=not legacy,
+        )
         for _ in range(250):
             data = bytearray(stream.getvalue())
             data[numbers.randrange(len(data))] = numbers.randrange(256)

@@ -52,8 +52,13 @@ def open_genuine(name: str, **more: Any) -> Source:
 def model_of(source: Source) -> GPT2Model:
     """In fp32, on this rank of the default model-parallel group."""
     model = GPT2Model(ModelConfig(**source.facts["config"]["model"])).eval()
-    load_model(model.named_parameters(), mpu.partition_specs(model), source, mp_rank=mpu.get_model_parallel_rank(),
-               mp_size=mpu.get_model_parallel_world_size())
+    load_model(
+        model.named_parameters(),
+        mpu.partition_specs(model),
+        source,
+        mp_rank=mpu.get_model_parallel_rank(),
+        mp_size=mpu.get_model_parallel_world_size(),
+    )
     return model
 
 
@@ -61,7 +66,7 @@ def model_of(source: Source) -> GPT2Model:
 def logits_of(source: Source, tokens: Tensor) -> Tensor:
     """[b, s, true vocabulary]."""
     logits = mpu.gather_from_model_parallel_region(model_of(source)(tokens))  # [s, b, padded vocabulary]
-    return logits[..., :source.facts["vocab_size"]].transpose(0, 1)
+    return logits[..., : source.facts["vocab_size"]].transpose(0, 1)
 
 
 def differences(rank: int, world_size: int, gelu: str | None = None) -> list[float]:
@@ -106,20 +111,24 @@ def test_merges_are_bit_identical(name: str):
 def test_without_a_flag_the_vocabulary_is_the_padded_size():
     lines: list[str] = []
     for name, padded in (("megatron-2019/tp4", 160), ("megatron-v2.6/tp2", 144)):
-        source = open_source(TEST_DATA / name / "checkpoint", replace(hints_for(name), vocab_size=None),
-                             log=lines.append)
+        source = open_source(
+            TEST_DATA / name / "checkpoint", replace(hints_for(name), vocab_size=None), log=lines.append
+        )
         assert source.facts["vocab_size"] == padded == source.global_shape("model.word_embeddings.weight")[0]
         assert "--vocab-size" in lines[-1] and str(padded) in lines[-1]
         cut = open_genuine(name)
         assert cut.global_shape("model.word_embeddings.weight") == (TRUE_VOCABULARY, 64)
-        assert torch.equal(source.read("model.word_embeddings.weight", (0, 0), (TRUE_VOCABULARY, 64)),
-                           cut.read("model.word_embeddings.weight"))
+        assert torch.equal(
+            source.read("model.word_embeddings.weight", (0, 0), (TRUE_VOCABULARY, 64)),
+            cut.read("model.word_embeddings.weight"),
+        )
 
 
 @genuine
 def test_formats_and_facts():
-    assert [recognise(TEST_DATA / name / "checkpoint")[0] for name in GENUINE] == \
-        ["megatron-2019"] * 3 + ["megatron-v2"] * 2
+    assert [recognise(TEST_DATA / name / "checkpoint")[0] for name in GENUINE] == ["megatron-2019"] * 3 + [
+        "megatron-v2"
+    ] * 2
     newer = open_genuine("megatron-v2.6/tp1")
     assert newer.facts["consumed_samples"] == 72
     assert newer.facts["config"]["model"]["num_attention_heads"] == 4
@@ -166,8 +175,13 @@ def step_once(rank: int, world_size: int) -> tuple[dict[str, Tensor], dict[str, 
     model = model_of(source)
     specs = mpu.partition_specs(model)
     flat = FlatParameters(model, torch.float16, bucket_size=10_000)
-    optimizer = AdamWOptimizer(flat, ParameterGatherer(flat, model, None), config, DynamicLossScaler(),
-                                        torch.from_numpy(LearningRate(config, 100, 1).table(np.arange(101.0))))
+    optimizer = AdamWOptimizer(
+        flat,
+        ParameterGatherer(flat, model, None),
+        config,
+        DynamicLossScaler(),
+        torch.from_numpy(LearningRate(config, 100, 1).table(np.arange(101.0))),
+    )
     load_state(optimizer.tensors(), specs, source, mp_rank=rank, mp_size=world_size)
     optimizer.load_state_dict(source.facts["optimizer"])
     restored = optimizer.state_dict()
@@ -175,8 +189,9 @@ def step_once(rank: int, world_size: int) -> tuple[dict[str, Tensor], dict[str, 
     for name, spec in specs.items():
         flat.grad(name).copy_(spec.split(gradient(name, spec.global_shape), rank, world_size) * optimizer.scaler.scale)
     optimizer.step()
-    after = {name: specs[name].true_part(flat.view(masters(flat), name), rank, world_size).clone()
-             for name in flat.ranges}
+    after = {
+        name: specs[name].true_part(flat.view(masters(flat), name), rank, world_size).clone() for name in flat.ranges
+    }
     return after, restored, rate
 
 
@@ -212,8 +227,12 @@ def test_the_optimizer_of_2019_goes_on(world_size: int):
         decay = 0.01 if gradients.dim() == 2 else 0.0
         expected[name] = joined("master", name) * (1 - rate * decay) - rate * update
     for number, (after, restored, _) in enumerate(results):
-        assert restored == {"good_steps": 3, "skipped_steps": 15, "adam_steps": 3,
-                            "loss_scaler": {"scale": 2.0**18, "clean_steps": 3.0, "hysteresis_left": 1.0}}
+        assert restored == {
+            "good_steps": 3,
+            "skipped_steps": 15,
+            "adam_steps": 3,
+            "loss_scaler": {"scale": 2.0**18, "clean_steps": 3.0, "hysteresis_left": 1.0},
+        }
         for name, spec in parameter_specs(ModelConfig(**source.facts["config"]["model"])).items():
             part = spec.box(number, world_size).slices()
             assert (after[name] - expected[name][part]).abs().max() < 1e-6, name

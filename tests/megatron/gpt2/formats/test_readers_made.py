@@ -19,20 +19,38 @@ from tests.megatron.gpt2.formats.made import SHAPE, arguments, random_weights, w
 from tests.megatron.gpt2.formats.test_readers import refused, silent
 
 # form, checkpoint_version, model-parallel size, pipeline stages, legacy stream
-MADE = [("flat", 0, 1, 1, True), ("flat", 0, 2, 1, True), ("flat", 0, 4, 1, False), ("v1", 0, 2, 1, True),
-        ("v1", 0, 2, 2, False), ("v1", 1, 1, 1, False), ("v1", 1, 2, 2, False), ("v1", 2, 4, 1, False),
-        ("v2", 3, 1, 1, False), ("v2", 3, 2, 4, False), ("core", 3, 1, 1, False), ("core", 3, 2, 2, False),
-        ("fused", 3, 1, 1, False), ("fused", 3, 4, 2, False)]
+MADE = [
+    ("flat", 0, 1, 1, True),
+    ("flat", 0, 2, 1, True),
+    ("flat", 0, 4, 1, False),
+    ("v1", 0, 2, 1, True),
+    ("v1", 0, 2, 2, False),
+    ("v1", 1, 1, 1, False),
+    ("v1", 1, 2, 2, False),
+    ("v1", 2, 4, 1, False),
+    ("v2", 3, 1, 1, False),
+    ("v2", 3, 2, 4, False),
+    ("core", 3, 1, 1, False),
+    ("core", 3, 2, 2, False),
+    ("fused", 3, 1, 1, False),
+    ("fused", 3, 4, 2, False),
+]
 
 
 @pytest.mark.parametrize(("form", "version", "tp", "pp", "legacy"), MADE)
-def test_every_version_is_read_to_the_last_bit(tmp_path: Path, form: str, version: int, tp: int, pp: int,
-                                               legacy: bool):
+def test_every_version_is_read_to_the_last_bit(tmp_path: Path, form: str, version: int, tp: int, pp: int, legacy: bool):
     weights = random_weights()
     write_megatron(tmp_path, weights, form, version=version, tp=tp, pp=pp, legacy=legacy)
     source = open_source(tmp_path, Hints(vocab_size=101))
-    assert source.format == ("megatron-2019" if form == "flat" else "megatron-core" if form in ("core", "fused") else
-                             "megatron-v2" if version >= 2 else "megatron-v1")
+    assert source.format == (
+        "megatron-2019"
+        if form == "flat"
+        else "megatron-core"
+        if form in ("core", "fused")
+        else "megatron-v2"
+        if version >= 2
+        else "megatron-v1"
+    )
     assert source.names() == [f"model.{name}" for name in weights]
     for name, value in weights.items():
         assert source.global_shape(f"model.{name}") == tuple(value.shape)
@@ -56,13 +74,19 @@ def test_interleaved_pipelining(tmp_path: Path):
     """Two stages of two runs each: layer 0 and 2 on the first, 1 and 3 on the second."""
     weights = random_weights()
     write_megatron(tmp_path / "plain", weights, "v2", version=3, pp=4)
-    runs = [torch.load(tmp_path / f"plain/iter_0000007/mp_rank_00_{number:03d}/model_optim_rng.pt", weights_only=False)
-            for number in range(4)]
+    runs = [
+        torch.load(tmp_path / f"plain/iter_0000007/mp_rank_00_{number:03d}/model_optim_rng.pt", weights_only=False)
+        for number in range(4)
+    ]
     for number in range(2):
         file = tmp_path / f"interleaved/iter_0000007/mp_rank_00_{number:03d}/model_optim_rng.pt"
         file.parent.mkdir(parents=True)
-        top = {**runs[number], "model0": runs[number]["model"], "model1": runs[number + 2]["model"],
-               "args": arguments(1, 2, virtual_pipeline_model_parallel_size=2)}
+        top = {
+            **runs[number],
+            "model0": runs[number]["model"],
+            "model1": runs[number + 2]["model"],
+            "args": arguments(1, 2, virtual_pipeline_model_parallel_size=2),
+        }
         del top["model"]
         torch.save(top, file)
     source = open_source(tmp_path / "interleaved", Hints(vocab_size=101))
@@ -76,9 +100,20 @@ def test_deepspeed(tmp_path: Path):
     folder.mkdir(parents=True)
     for rank in range(2):
         top = torch.load(tmp_path / f"plain/iter_0000007/mp_rank_{rank:02d}/model_optim_rng.pt", weights_only=False)
-        torch.save({"module": top["model"], "optimizer": None, "lr_scheduler": {"num_iters": 7}, "global_steps": 7,
-                    "csr_tensor_module_names": set(), "skipped_steps": 0, "dp_world_size": 1, "mp_world_size": 2,
-                    "iteration": 7}, folder / f"mp_rank_{rank:02d}_model_states.pt")
+        torch.save(
+            {
+                "module": top["model"],
+                "optimizer": None,
+                "lr_scheduler": {"num_iters": 7},
+                "global_steps": 7,
+                "csr_tensor_module_names": set(),
+                "skipped_steps": 0,
+                "dp_world_size": 1,
+                "mp_world_size": 2,
+                "iteration": 7,
+            },
+            folder / f"mp_rank_{rank:02d}_model_states.pt",
+        )
     (folder / "zero_pp_rank_0_mp_rank_00optim_states.pt").write_bytes(b"x")
     (tmp_path / "run/latest").write_text("global_step7")
     for path in (tmp_path / "run", folder, folder / "mp_rank_01_model_states.pt"):
@@ -106,12 +141,23 @@ def adam_of(weights: dict[str, Tensor], step: int) -> dict[str, Any]:
     """The state of v2's mixed-precision optimizer for the parameters of `weights` (a rank's, by our names)."""
     order = [[name for name in weights if (weights[name].dim() == 2) == decays] for decays in (True, False)]
     numbers = {name: number for number, name in enumerate([*order[0], *order[1]])}
-    groups = [{"params": [numbers[name] for name in names], "step": step, "lr": 0.1, "betas": (0.9, 0.95), "eps": 1e-8,
-               "weight_decay": 0.1 if names is order[0] else 0.0} for names in order]
+    groups = [
+        {
+            "params": [numbers[name] for name in names],
+            "step": step,
+            "lr": 0.1,
+            "betas": (0.9, 0.95),
+            "eps": 1e-8,
+            "weight_decay": 0.1 if names is order[0] else 0.0,
+        }
+        for names in order
+    ]
     state = {numbers[name]: {"exp_avg": value + 1, "exp_avg_sq": value**2} for name, value in weights.items()}
-    return {"optimizer": {"state": state, "param_groups": groups},
-            "grad_scaler": {"scale": torch.tensor([8.0]), "growth_tracker": 5, "hysteresis_tracker": -1},
-            "fp32_from_fp16_params": [[weights[name] for name in names] for names in order]}
+    return {
+        "optimizer": {"state": state, "param_groups": groups},
+        "grad_scaler": {"scale": torch.tensor([8.0]), "growth_tracker": 5, "hysteresis_tracker": -1},
+        "fp32_from_fp16_params": [[weights[name] for name in names] for names in order],
+    }
 
 
 def test_optimizer_of_v2(tmp_path: Path):
@@ -126,9 +172,22 @@ def test_optimizer_of_v2(tmp_path: Path):
         elif problem == "count":
             adam["fp32_from_fp16_params"][0].pop()
         folder = tmp_path / (problem or "right")
-        write_megatron(folder, weights, "v2", version=3, optimizer=adam, args=False, lr_scheduler={
-            "max_lr": 0.2, "min_lr": 0.1, "warmup_steps": 40, "num_steps": 12, "decay_style": "cosine",
-            "decay_steps": 400})
+        write_megatron(
+            folder,
+            weights,
+            "v2",
+            version=3,
+            optimizer=adam,
+            args=False,
+            lr_scheduler={
+                "max_lr": 0.2,
+                "min_lr": 0.1,
+                "warmup_steps": 40,
+                "num_steps": 12,
+                "decay_style": "cosine",
+                "decay_steps": 400,
+            },
+        )
         file = folder / "iter_0000007/mp_rank_00/model_optim_rng.pt"
         top = torch.load(file, weights_only=False)
         top["args"] = arguments(1, global_batch_size=4, clip_grad=0.5)
@@ -142,11 +201,22 @@ def test_optimizer_of_v2(tmp_path: Path):
             assert torch.equal(source.read(f"exp_avg.{name}"), value + 1)
             assert torch.equal(source.read(f"exp_avg_sq.{name}"), value**2)
         assert source.facts["optimizer"] == {
-            "good_steps": 3, "skipped_steps": 4, "adam_steps": 3,
-            "loss_scaler": {"scale": 8.0, "clean_steps": 5.0, "hysteresis_left": 1.0}}
+            "good_steps": 3,
+            "skipped_steps": 4,
+            "adam_steps": 3,
+            "loss_scaler": {"scale": 8.0, "clean_steps": 5.0, "hysteresis_left": 1.0},
+        }
         assert OptimizerConfig(**source.facts["config"]["optimizer"]) == OptimizerConfig(
-            lr=0.2, min_lr=0.1, lr_decay_style="cosine", lr_decay_iters=100, warmup=0.1, weight_decay=0.1,
-            adam_beta1=0.9, adam_beta2=0.95, clip_grad=0.5)
+            lr=0.2,
+            min_lr=0.1,
+            lr_decay_style="cosine",
+            lr_decay_iters=100,
+            warmup=0.1,
+            weight_decay=0.1,
+            adam_beta1=0.9,
+            adam_beta2=0.95,
+            clip_grad=0.5,
+        )
         # Where the batch has grown, 12 samples are not 3 steps of 4.
         top["args"] = arguments(1, global_batch_size=2, rampup_batch_size=[1, 1, 3], consumed_train_samples=5)
         torch.save(top, file)
@@ -186,8 +256,11 @@ def test_a_head_of_its_own_is_refused(tmp_path: Path):
 
 
 def test_gelu_by_version(tmp_path: Path):
-    cases = [({}, "tanh"), ({"bias_gelu_fusion": False}, "erf"),
-             ({"bias_gelu_fusion": False, "openai_gelu": True}, "tanh")]
+    cases = [
+        ({}, "tanh"),
+        ({"bias_gelu_fusion": False}, "erf"),
+        ({"bias_gelu_fusion": False, "openai_gelu": True}, "tanh"),
+    ]
     for number, (said, gelu) in enumerate(cases):
         folder = write_megatron(tmp_path / str(number), random_weights(), "v2", version=3, args=False)
         file = folder / "iter_0000007/mp_rank_00/model_optim_rng.pt"

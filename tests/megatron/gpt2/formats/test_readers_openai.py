@@ -19,16 +19,26 @@ from megatron.gpt2.formats import Hints, Source, open_source, recognise
 from tests.megatron.gpt2.formats.made import SHAPE, random_weights
 from tests.megatron.gpt2.formats.test_readers import logits_of, refused, silent
 
-NAMES = {"input_layernorm": "ln_1", "attention.query_key_value": "attn.c_attn", "attention.dense": "attn.c_proj",
-         "post_attention_layernorm": "ln_2", "mlp.dense_h_to_4h": "mlp.c_fc", "mlp.dense_4h_to_h": "mlp.c_proj"}
+NAMES = {
+    "input_layernorm": "ln_1",
+    "attention.query_key_value": "attn.c_attn",
+    "attention.dense": "attn.c_proj",
+    "post_attention_layernorm": "ln_2",
+    "mlp.dense_h_to_4h": "mlp.c_fc",
+    "mlp.dense_4h_to_h": "mlp.c_proj",
+}
 
 
 def openai_state(weights: dict[str, Tensor], *, transposed: bool) -> dict[str, Tensor]:
     """`weights`, ours, under OpenAI's names, QKV as [3, n, d]."""
     state = {}
     for name, value in weights.items():
-        theirs = name.replace("word_embeddings", "wte").replace("position_embeddings", "wpe").replace(
-            "transformer.final_layernorm", "ln_f").replace("transformer.layers", "h")
+        theirs = (
+            name.replace("word_embeddings", "wte")
+            .replace("position_embeddings", "wpe")
+            .replace("transformer.final_layernorm", "ln_f")
+            .replace("transformer.layers", "h")
+        )
         for ours, other in NAMES.items():
             theirs = theirs.replace(f".{ours}.", f".{other}.")
         if ".c_attn." in theirs:
@@ -46,11 +56,26 @@ def same(source: Source, weights: dict[str, Tensor], kind: str = "model") -> boo
 def huggingface_model(activation: str = "gelu_new") -> Any:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    model = GPT2LMHeadModel(GPT2Config(
-        vocab_size=101, n_positions=24, n_embd=48, n_layer=4, n_head=4, n_inner=80, activation_function=activation,
-        bos_token_id=100, eos_token_id=100, attn_implementation="eager")).eval()
-    model.load_state_dict({**openai_state(random_weights(), transposed=True),
-                           "lm_head.weight": random_weights()["word_embeddings.weight"]})
+    model = GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=101,
+            n_positions=24,
+            n_embd=48,
+            n_layer=4,
+            n_head=4,
+            n_inner=80,
+            activation_function=activation,
+            bos_token_id=100,
+            eos_token_id=100,
+            attn_implementation="eager",
+        )
+    ).eval()
+    model.load_state_dict(
+        {
+            **openai_state(random_weights(), transposed=True),
+            "lm_head.weight": random_weights()["word_embeddings.weight"],
+        }
+    )
     return model
 
 
@@ -58,8 +83,15 @@ def write_huggingface(folder: Path, **config: Any) -> Path:
     """By hand, so that it can be wrong."""
     folder.mkdir(exist_ok=True)
     save_file(openai_state(random_weights(), transposed=True), folder / "model.safetensors", metadata={"format": "pt"})
-    known = {"model_type": "gpt2", "vocab_size": 101, "n_positions": 24, "n_embd": 48, "n_layer": 4, "n_head": 4,
-             "n_inner": 80}
+    known = {
+        "model_type": "gpt2",
+        "vocab_size": 101,
+        "n_positions": 24,
+        "n_embd": 48,
+        "n_layer": 4,
+        "n_head": 4,
+        "n_inner": 80,
+    }
     (folder / "config.json").write_text(json.dumps({**known, **config}))
     return folder
 
@@ -79,16 +111,17 @@ def test_huggingface(tmp_path: Path, activation: str, shard_size: str):
     with torch.no_grad():
         assert (logits_of(source, tokens) - model(tokens).logits).abs().max() < 1e-5
     assert open_source(tmp_path / "config.json").path == tmp_path
-    assert torch.equal(source.read("model.transformer.layers.2.mlp.dense_4h_to_h.weight", (3, 4), (5, 6)),
-                       weights["transformer.layers.2.mlp.dense_4h_to_h.weight"][3:8, 4:10])
+    assert torch.equal(
+        source.read("model.transformer.layers.2.mlp.dense_4h_to_h.weight", (3, 4), (5, 6)),
+        weights["transformer.layers.2.mlp.dense_4h_to_h.weight"][3:8, 4:10],
+    )
 
 
 def test_huggingface_without_a_head_in_half_precision_and_as_pickle(tmp_path: Path):
     weights = {name: value.half() for name, value in random_weights().items()}
     write_huggingface(tmp_path)
     (tmp_path / "model.safetensors").unlink()
-    state = {name.removeprefix("transformer."): value
-             for name, value in openai_state(weights, transposed=True).items()}
+    state = {name.removeprefix("transformer."): value for name, value in openai_state(weights, transposed=True).items()}
     state["h.0.attn.bias"] = torch.ones(1, 1, 24, 24, dtype=torch.bool)
     state["h.0.attn.masked_bias"] = torch.tensor(-1e4)
     for legacy in (False, True):
@@ -104,18 +137,28 @@ def test_huggingface_tokenizer_and_padding(tmp_path: Path):
     (tmp_path / "merges.txt").write_text("")
     (tmp_path / "tokenizer.json").write_text("")
     source = open_source(tmp_path, Hints(vocab_size=99))
-    assert source.facts["tokenizer_files"] == {"vocab.json": str(tmp_path / "vocab.json"),
-                                               "merges.txt": str(tmp_path / "merges.txt")}
+    assert source.facts["tokenizer_files"] == {
+        "vocab.json": str(tmp_path / "vocab.json"),
+        "merges.txt": str(tmp_path / "merges.txt"),
+    }
     assert torch.equal(source.read("model.word_embeddings.weight"), random_weights()["word_embeddings.weight"][:99])
     refused(tmp_path, "--vocab-size 102", vocab_size=102)
     refused(tmp_path, "--num-attention-heads 8", num_attention_heads=8)
 
 
-@pytest.mark.parametrize(("config", "word"), [
-    ({"activation_function": "relu"}, "relu"), ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse"),
-    ({"scale_attn_weights": False}, "scale_attn_weights"), ({"add_cross_attention": True}, "add_cross_attention"),
-    ({"reorder_and_upcast_attn": True}, "reorder_and_upcast_attn"), ({"model_type": "gpt_neo"}, "gpt_neo"),
-    ({"tie_word_embeddings": False}, "lm_head.weight"), ({"n_head": 5}, "--num-attention-heads")])
+@pytest.mark.parametrize(
+    ("config", "word"),
+    [
+        ({"activation_function": "relu"}, "relu"),
+        ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse"),
+        ({"scale_attn_weights": False}, "scale_attn_weights"),
+        ({"add_cross_attention": True}, "add_cross_attention"),
+        ({"reorder_and_upcast_attn": True}, "reorder_and_upcast_attn"),
+        ({"model_type": "gpt_neo"}, "gpt_neo"),
+        ({"tie_word_embeddings": False}, "lm_head.weight"),
+        ({"n_head": 5}, "--num-attention-heads"),
+    ],
+)
 def test_another_model_is_refused(tmp_path: Path, config: dict[str, Any], word: str):
     refused(write_huggingface(tmp_path, **config), word)
 
@@ -135,22 +178,46 @@ def nanogpt_checkpoint(*, bias: bool = True, prefix: str = "_orig_mod.") -> tupl
     """As train.py writes it, and our weights; its MLP is 4h wide."""
     weights = random_weights(replace(SHAPE, ffn_hidden_size=None), seed=3)
     if not bias:
-        weights = {name: torch.zeros_like(value) if name.endswith(".bias") else value
-                   for name, value in weights.items()}
-    state = openai_state({name: value for name, value in weights.items() if bias or not name.endswith(".bias")},
-                         transposed=False)
+        weights = {
+            name: torch.zeros_like(value) if name.endswith(".bias") else value for name, value in weights.items()
+        }
+    state = openai_state(
+        {name: value for name, value in weights.items() if bias or not name.endswith(".bias")}, transposed=False
+    )
     matrices, vectors = ([name for name in state if (state[name].dim() == 2) == wanted] for wanted in (True, False))
-    adam = {"state": {number: {"step": torch.tensor(9.0), "exp_avg": state[name] + 1, "exp_avg_sq": state[name]**2}
-                      for number, name in enumerate([*matrices, *vectors])},
-            "param_groups": [{"params": list(range(len(matrices))), "weight_decay": 0.1, "betas": (0.9, 0.95),
-                              "eps": 1e-8, "lr": 1e-3},
-                             {"params": list(range(len(matrices), len(state))), "weight_decay": 0.0,
-                              "betas": (0.9, 0.95), "eps": 1e-8, "lr": 1e-3}]}
+    adam = {
+        "state": {
+            number: {"step": torch.tensor(9.0), "exp_avg": state[name] + 1, "exp_avg_sq": state[name] ** 2}
+            for number, name in enumerate([*matrices, *vectors])
+        },
+        "param_groups": [
+            {"params": list(range(len(matrices))), "weight_decay": 0.1, "betas": (0.9, 0.95), "eps": 1e-8, "lr": 1e-3},
+            {
+                "params": list(range(len(matrices), len(state))),
+                "weight_decay": 0.0,
+                "betas": (0.9, 0.95),
+                "eps": 1e-8,
+                "lr": 1e-3,
+            },
+        ],
+    }
     state["lm_head.weight"] = state["transformer.wte.weight"]
-    return {"model": {prefix + name: value for name, value in state.items()}, "optimizer": adam,
-            "model_args": {"n_layer": 4, "n_head": 4, "n_embd": 48, "block_size": 24, "bias": bias, "vocab_size": 101,
-                           "dropout": 0.2},
-            "iter_num": 9, "best_val_loss": torch.tensor(1.0), "config": {"out_dir": "out"}}, weights
+    return {
+        "model": {prefix + name: value for name, value in state.items()},
+        "optimizer": adam,
+        "model_args": {
+            "n_layer": 4,
+            "n_head": 4,
+            "n_embd": 48,
+            "block_size": 24,
+            "bias": bias,
+            "vocab_size": 101,
+            "dropout": 0.2,
+        },
+        "iter_num": 9,
+        "best_val_loss": torch.tensor(1.0),
+        "config": {"out_dir": "out"},
+    }, weights
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -162,8 +229,10 @@ def test_nanogpt(tmp_path: Path, bias: bool, prefix: str):
     source = open_source(tmp_path)
     assert source.iteration == 9 and source.facts["config"]["model"]["gelu"] == "erf"
     assert same(source, weights) and same(source, weights, "master") and not source.left_out
-    moments = {name: torch.zeros_like(value) if name.endswith("bias") and not bias else value + 1
-               for name, value in weights.items()}
+    moments = {
+        name: torch.zeros_like(value) if name.endswith("bias") and not bias else value + 1
+        for name, value in weights.items()
+    }
     # Moments come in QKV's order too.
     assert same(source, moments, "exp_avg") and same(source, {k: v**2 for k, v in weights.items()}, "exp_avg_sq")
     assert source.facts["optimizer"]["adam_steps"] == 9
@@ -204,8 +273,15 @@ def test_the_real_nanogpt(tmp_path: Path, bias: bool):
     spec = importlib.util.spec_from_file_location("nanogpt_model", Path(os.environ["NANOGPT"]) / "model.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    arguments = {"n_layer": 3, "n_head": 4, "n_embd": 48, "block_size": 24, "bias": bias, "vocab_size": 101,
-                 "dropout": 0.0}
+    arguments = {
+        "n_layer": 3,
+        "n_head": 4,
+        "n_embd": 48,
+        "block_size": 24,
+        "bias": bias,
+        "vocab_size": 101,
+        "dropout": 0.0,
+    }
     torch.manual_seed(5)
     model = module.GPT(module.GPTConfig(**arguments))
     with torch.no_grad():
@@ -217,8 +293,17 @@ def test_the_real_nanogpt(tmp_path: Path, bias: bool):
         model(tokens, tokens)[1].backward()
         optimizer.step()
     state = {f"_orig_mod.{name}": value for name, value in model.state_dict().items()}
-    torch.save({"model": state, "optimizer": optimizer.state_dict(), "model_args": arguments, "iter_num": 2,
-                "best_val_loss": torch.tensor(1e9), "config": {}}, tmp_path / "ckpt.pt")
+    torch.save(
+        {
+            "model": state,
+            "optimizer": optimizer.state_dict(),
+            "model_args": arguments,
+            "iter_num": 2,
+            "best_val_loss": torch.tensor(1e9),
+            "config": {},
+        },
+        tmp_path / "ckpt.pt",
+    )
     source = open_source(tmp_path)
     with torch.no_grad():
         theirs = model.eval()(tokens, tokens)[0]

@@ -21,8 +21,13 @@ from tests.conftest import TEST_DATA
 from tests.megatron.gpt2.formats.test_readers import GENUINE, TRUE_VOCABULARY, genuine, open_genuine, silent
 from tests.megatron.gpt2.training.training_runs import finish, start, steps, write_text
 
-TEXTS = ["Hello, world! It's 1,024 o'clock\n\n\tand   naïve café 日本語 🙂🙂 ", " leading\r\n", "", "a" * 300,
-         "\x00\x7f\ufeff"]
+TEXTS = [
+    "Hello, world! It's 1,024 o'clock\n\n\tand   naïve café 日本語 🙂🙂 ",
+    " leading\r\n",
+    "",
+    "a" * 300,
+    "\x00\x7f\ufeff",
+]
 
 
 @pytest.fixture(scope="module")

@@ -84,8 +84,10 @@ OTHERS: dict[str, Callable[[Any], Any]] = {
     "a number for merges": lambda t: t["model"].update(merges=3),
     "merges of three": lambda t: t["model"]["merges"].append(["a", "b", "c"]),
     "merges of numbers": lambda t: t["model"]["merges"].append([1, 2]),
-    "another end of text": lambda t: (t["model"]["vocab"].update(x=t["model"]["vocab"].pop(END_OF_TEXT)),
-                                      t.update(added_tokens=t["added_tokens"][1:])),
+    "another end of text": lambda t: (
+        t["model"]["vocab"].update(x=t["model"]["vocab"].pop(END_OF_TEXT)),
+        t.update(added_tokens=t["added_tokens"][1:]),
+    ),
 }
 
 

@@ -52,8 +52,12 @@ def test_tensors_are_those_that_megatron_core_held(folders: dict[str, Path], nam
             assert torch.equal(found.float(), rows), f"{kind}.{parameter}"
     assert without == ("master.word_embeddings.weight" not in source.tensors)
     if not without:
-        assert source.facts["optimizer"] == {"good_steps": 3, "skipped_steps": 0, "adam_steps": 1,
-                                             "loss_scaler": {"scale": 1.0}}
+        assert source.facts["optimizer"] == {
+            "good_steps": 3,
+            "skipped_steps": 0,
+            "adam_steps": 1,
+            "loss_scaler": {"scale": 1.0},
+        }
         assert source.facts["config"]["optimizer"]["lr_decay_iters"] == 100
 
 
@@ -68,9 +72,13 @@ def flat_buckets(folder: Path, out: Path, modules: tuple[str, ...], exchanged: d
     """The checkpoint in `folder` with the state in two buckets, as a rank lays it out whose layers have their `modules`
     in that order; with that of one parameter in the place of another's."""
     held, last = DcpFolder(folder), "transformer.final_layernorm"
-    names = ["word_embeddings.weight", "position_embeddings.weight", *(
-        f"transformer.layers.{n}.{module}.{x}" for n in range(2) for module in modules for x in ("weight", "bias")),
-        f"{last}.weight", f"{last}.bias"]
+    names = [
+        "word_embeddings.weight",
+        "position_embeddings.weight",
+        *(f"transformer.layers.{n}.{module}.{x}" for n in range(2) for module in modules for x in ("weight", "bias")),
+        f"{last}.weight",
+        f"{last}.bias",
+    ]
     state: dict[str, Any] = {name: held.read(name) for name in held.tensors if not name.startswith(GROUP)}
     state |= {name: held.object(name) for name in held.objects if name == f"{GROUP}0.optimizer/shard_0_1"}
     for kind, theirs in (("master", "param"), ("exp_avg", "exp_avg"), ("exp_avg_sq", "exp_avg_sq")):
@@ -80,7 +88,7 @@ def flat_buckets(folder: Path, out: Path, modules: tuple[str, ...], exchanged: d
             at = end = 0
             for name in part:
                 value = values[exchanged.get(name, name)]
-                bucket[at:at + value.numel()] = value.flatten()
+                bucket[at : at + value.numel()] = value.flatten()
                 end = at + value.numel()
                 at = -(-end // 64) * 64
             state[f"{GROUP}0.gbuf_idx_0.dtype_param_bf16.bucket_idx_{number}.{theirs}"] = bucket[:end].clone()
@@ -103,17 +111,22 @@ def test_flat_buckets_in_the_order_of_the_modules(folders: dict[str, Path], tmp_
     for kind in KINDS[1:]:
         for parameter, value in expected(kind).items():
             found = source.read(f"{kind}.{parameter}")
-            assert torch.equal(found, value[:len(found)]), f"{kind}.{parameter}"
+            assert torch.equal(found, value[: len(found)]), f"{kind}.{parameter}"
 
 
 def test_flat_buckets_in_another_order_are_left_out_in_one_line(folders: dict[str, Path], tmp_path: Path):
     folder = folders["dp_reshardable_dp2-0.16.1"] / "iter_0000003"
     layer = "transformer.layers.1."
-    norms = {f"{layer}{one}_layernorm.bias": f"{layer}{other}_layernorm.bias" for one, other in (
-        ("input", "post_attention"), ("post_attention", "input"))}
-    for number, (order, exchanged, problem) in enumerate((
+    norms = {
+        f"{layer}{one}_layernorm.bias": f"{layer}{other}_layernorm.bias"
+        for one, other in (("input", "post_attention"), ("post_attention", "input"))
+    }
+    for number, (order, exchanged, problem) in enumerate(
+        (
             (ORDERS[0][::-1], {}, "does not fit into bucket 0"),
-            (ORDERS[0], norms, "the master of .*layernorm.bias, rounded, is not the weight"))):
+            (ORDERS[0], norms, "the master of .*layernorm.bias, rounded, is not the weight"),
+        )
+    ):
         source = opened(flat_buckets(folder, tmp_path / str(number), order, exchanged))
         assert {name.partition(".")[0] for name in source.names()} == {"model"}
         (line,) = (line for line in source.left_out if "dp_reshardable" in line)
@@ -164,13 +177,17 @@ def test_another_backend_and_a_lost_file_are_one_line(folders: dict[str, Path]):
     file.write_bytes(data)
 
 
-@pytest.mark.parametrize(("parts", "problem"), [
-    ([((0, 0, 0), (1, 4, 3)), ((1, 0, 0), (1, 2, 3)), ((1, 2, 0), (1, 2, 3))], ""),
-    ([((0, 0, 0), (2, 2, 3)), ((0, 2, 0), (2, 2, 3))], ""),
-    ([((0, 0, 0), (1, 4, 3)), ((1, 0, 0), (1, 2, 3))], "hold 6 entries of 12"),
-    ([((0, 0, 0), (2, 4, 3)), ((1, 0, 0), (1, 2, 3))], "hold 18 entries of 12"),
-    ([((0, 0, 0), (1, 4, 3)), ((1, 0, 0), (1, 2, 3)), ((1, 1, 0), (1, 2, 3))], "overlap"),
-    ([((0, 0, 0), (3, 4, 3))], "outside")])
+@pytest.mark.parametrize(
+    ("parts", "problem"),
+    [
+        ([((0, 0, 0), (1, 4, 3)), ((1, 0, 0), (1, 2, 3)), ((1, 2, 0), (1, 2, 3))], ""),
+        ([((0, 0, 0), (2, 2, 3)), ((0, 2, 0), (2, 2, 3))], ""),
+        ([((0, 0, 0), (1, 4, 3)), ((1, 0, 0), (1, 2, 3))], "hold 6 entries of 12"),
+        ([((0, 0, 0), (2, 4, 3)), ((1, 0, 0), (1, 2, 3))], "hold 18 entries of 12"),
+        ([((0, 0, 0), (1, 4, 3)), ((1, 0, 0), (1, 2, 3)), ((1, 1, 0), (1, 2, 3))], "overlap"),
+        ([((0, 0, 0), (3, 4, 3))], "outside"),
+    ],
+)
 def test_boxes_of_three_dimensions(parts: list[Any], problem: str):
     boxes = [Box(*part) for part in parts]
     if problem:
@@ -187,21 +204,34 @@ def test_training_continues(folders: dict[str, Path], name: str):
     config = OptimizerConfig(**{**source.facts["config"]["optimizer"], "clip_grad": 0.0})
     model = gpt2_of(source)
     flat = FlatParameters(model, torch.bfloat16, bucket_size=10_000)
-    optimizer = AdamWOptimizer(flat, ParameterGatherer(flat, model, None), config, LossScaler(1.0),
-                               torch.from_numpy(LearningRate(config, 100, 1).table(np.arange(101.0))))
+    optimizer = AdamWOptimizer(
+        flat,
+        ParameterGatherer(flat, model, None),
+        config,
+        LossScaler(1.0),
+        torch.from_numpy(LearningRate(config, 100, 1).table(np.arange(101.0))),
+    )
     specs = mpu.partition_specs(model)
     load_state(optimizer.tensors(), specs, source, mp_rank=0, mp_size=1)
     optimizer.load_state_dict(source.facts["optimizer"])
     rate = optimizer.learning_rate.item()
     assert rate == pytest.approx(0.003), "which megatron-core had set for its next step"
     parameters = {parameter: torch.nn.Parameter(source.read(f"master.{parameter}")) for parameter in specs}
-    theirs = torch.optim.AdamW([{"params": [x for x in parameters.values() if (x.dim() > 1) == decays],
-                                 "weight_decay": 0.1 * decays} for decays in (True, False)],
-                               lr=rate, betas=(0.9, 0.95), eps=1e-8)
+    theirs = torch.optim.AdamW(
+        [
+            {"params": [x for x in parameters.values() if (x.dim() > 1) == decays], "weight_decay": 0.1 * decays}
+            for decays in (True, False)
+        ],
+        lr=rate,
+        betas=(0.9, 0.95),
+        eps=1e-8,
+    )
     for parameter, x in parameters.items():
         x.grad = gradient(parameter, tuple(x.shape))
-        theirs.state[x] = {"step": torch.tensor(1.0), **{kind: source.read(f"{kind}.{parameter}")
-                                                         for kind in ("exp_avg", "exp_avg_sq")}}
+        theirs.state[x] = {
+            "step": torch.tensor(1.0),
+            **{kind: source.read(f"{kind}.{parameter}") for kind in ("exp_avg", "exp_avg_sq")},
+        }
         flat.grad(parameter).copy_(specs[parameter].split(x.grad, 0, 1))
     optimizer.step()
     theirs.step()

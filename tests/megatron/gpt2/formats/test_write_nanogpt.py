@@ -49,16 +49,21 @@ def test_there_and_back(tmp_path: Path) -> None:
         assert found["step"] == 9 and all(torch.equal(found[kind], state[kind]) for kind in ("exp_avg", "exp_avg_sq"))
     for group, found in zip(written["optimizer"]["param_groups"], back["optimizer"]["param_groups"], strict=True):
         assert {name: found[name] for name in ("params", "weight_decay", "betas", "eps")} == {
-            name: group[name] for name in ("params", "weight_decay", "betas", "eps")}
+            name: group[name] for name in ("params", "weight_decay", "betas", "eps")
+        }
     with open(out / "meta.pkl", "rb") as file:
         meta = pickle.load(file)
     assert [meta["itos"][meta["stoi"][c]] for c in vocabulary] == vocabulary and meta["vocab_size"] == 101
 
 
-@pytest.mark.parametrize(("change", "said"), [
-    ({"gelu": "tanh"}, "its GELU is tanh, and nanoGPT's is erf"),
-    ({"ffn_hidden_size": 80}, "--ffn-hidden-size 80 is not 4 × 48"),
-    ({"layernorm_epsilon": 1e-6}, "--layernorm-epsilon 1e-06 is not 1e-05")])
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"gelu": "tanh"}, "its GELU is tanh, and nanoGPT's is erf"),
+        ({"ffn_hidden_size": 80}, "--ffn-hidden-size 80 is not 4 × 48"),
+        ({"layernorm_epsilon": 1e-6}, "--layernorm-epsilon 1e-06 is not 1e-05"),
+    ],
+)
 def test_what_nanogpt_has_not(tmp_path: Path, change: dict[str, Any], said: str) -> None:
     model = replace(SHAPE, **{"gelu": "erf", "ffn_hidden_size": None, **change})
     lazy = {f"model.{name}": LazyTensor.of(value) for name, value in random_weights(model).items()}
@@ -74,19 +79,36 @@ def characters(tmp_path_factory: pytest.TempPathFactory) -> Path:
     vocabulary = sorted(set(TEXT))
     stoi = {character: number for number, character in enumerate(vocabulary)}
     ids = np.array([stoi[c] for c in TEXT], dtype=np.uint16)
-    ids[:len(ids) * 9 // 10].tofile(folder / "train.bin")
-    ids[len(ids) * 9 // 10:].tofile(folder / "val.bin")
-    (folder / "meta.pkl").write_bytes(pickle.dumps({
-        "vocab_size": len(vocabulary), "itos": dict(enumerate(vocabulary)), "stoi": stoi}))
+    ids[: len(ids) * 9 // 10].tofile(folder / "train.bin")
+    ids[len(ids) * 9 // 10 :].tofile(folder / "val.bin")
+    (folder / "meta.pkl").write_bytes(
+        pickle.dumps({"vocab_size": len(vocabulary), "itos": dict(enumerate(vocabulary)), "stoi": stoi})
+    )
     return folder
 
 
 def test_a_model_of_characters(characters: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Trained on nanoGPT's files, continued, sampled, converted and converted back; the real nanoGPT samples it."""
     save, out = f"{characters}/save", characters / "chars"
-    words = [*SMALL, "--num-layers", "1", "--hidden-size", "32", "--gelu", "erf", "--save", save, "--eval-iters", "1",
-             "--data-path", f"{characters}/train.bin", "--valid-data-path", f"{characters}/val.bin",
-             "--micro-batch-size", "2"]
+    words = [
+        *SMALL,
+        "--num-layers",
+        "1",
+        "--hidden-size",
+        "32",
+        "--gelu",
+        "erf",
+        "--save",
+        save,
+        "--eval-iters",
+        "1",
+        "--data-path",
+        f"{characters}/train.bin",
+        "--valid-data-path",
+        f"{characters}/val.bin",
+        "--micro-batch-size",
+        "2",
+    ]
     words = [word for pair in zip(*[iter(words)] * 2, strict=True) if pair[0] != "--tokenizer-type" for word in pair]
     meta = ["--vocab-file", f"{characters}/meta.pkl"]
     assert pretrain_gpt2.main([*words, *meta, "--reset-position-ids"]) == 2
@@ -103,8 +125,10 @@ def test_a_model_of_characters(characters: Path, capsys: pytest.CaptureFixture[s
     assert checkpoint.main(["convert", str(out), f"{characters}/back", "--to", "native", *meta, "--check"]) == 0
     said = capsys.readouterr()
     assert "NOT EQUAL" not in said.out and "copy meta.pkl to data/chars/" in said.err
-    assert generate_text.main(["--load", f"{characters}/back", "--prompt", "Speak", "--max-new-tokens", "8",
-                               "--greedy"]) == 0
+    assert (
+        generate_text.main(["--load", f"{characters}/back", "--prompt", "Speak", "--max-new-tokens", "8", "--greedy"])
+        == 0
+    )
     assert capsys.readouterr().out == text and text.startswith("Speak")
     mpu.initialize_model_parallel(1)  # the programs have left
     tokens = torch.randint(len(set(TEXT)), (2, 32))
@@ -121,7 +145,7 @@ def test_the_real_nanogpt(characters: Path, tmp_path: Path) -> None:
     vocabulary = sorted(set(TEXT))
     size = len(vocabulary)
     written["model_args"]["vocab_size"] = size
-    for state in (written["model"], ):
+    for state in (written["model"],):
         state["transformer.wte.weight"] = state["lm_head.weight"] = state["transformer.wte.weight"][:size].clone()
     for kind in ("exp_avg", "exp_avg_sq"):
         written["optimizer"]["state"][0][kind] = written["optimizer"]["state"][0][kind][:size].clone()
@@ -141,14 +165,27 @@ def test_the_real_nanogpt(characters: Path, tmp_path: Path) -> None:
     assert (logits_of(source, tokens) - theirs).abs().max() < 5e-6
 
     def run(*words: str) -> str:
-        done = subprocess.run([sys.executable, *words, "--device=cpu", "--dtype=float32", "--compile=False",
-                               "--out_dir=chars"], cwd=home, capture_output=True, text=True, timeout=300, check=False)
+        done = subprocess.run(
+            [sys.executable, *words, "--device=cpu", "--dtype=float32", "--compile=False", "--out_dir=chars"],
+            cwd=home,
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
         assert done.returncode == 0, done.stderr
         return done.stdout
 
     assert "Loading meta from data/chars/meta.pkl" in run("sample.py", "--num_samples=1", "--max_new_tokens=20")
-    assert "step 10: train loss" in run("train.py", "--init_from=resume", "--dataset=chars", "--max_iters=10",
-                                        "--eval_iters=1", "--gradient_accumulation_steps=1", "--block_size=24",
-                                        "--batch_size=2", "--eval_interval=10", "--log_interval=1")
-
-
+    assert "step 10: train loss" in run(
+        "train.py",
+        "--init_from=resume",
+        "--dataset=chars",
+        "--max_iters=10",
+        "--eval_iters=1",
+        "--gradient_accumulation_steps=1",
+        "--block_size=24",
+        "--batch_size=2",
+        "--eval_interval=10",
+        "--log_interval=1",
+    )

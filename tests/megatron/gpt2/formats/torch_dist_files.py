@@ -37,8 +37,11 @@ def opened(folder: Path) -> Source:
 def expected(kind: str) -> dict[str, Tensor]:
     """What megatron-core held in memory when it wrote, by our names."""
     with np.load(FIXTURES / "expected.npz") as held:
-        return {name_of_2019(name.removeprefix(f"{kind}.")): torch.from_numpy(held[name])
-                for name in held.files if name.startswith(f"{kind}.")}
+        return {
+            name_of_2019(name.removeprefix(f"{kind}.")): torch.from_numpy(held[name])
+            for name in held.files
+            if name.startswith(f"{kind}.")
+        }
 
 
 def in_fp32(name: str) -> bool:

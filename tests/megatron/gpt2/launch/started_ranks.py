@@ -28,8 +28,9 @@ def clean_environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS)}
 
 
-def _run(argv: Sequence[str], environ: Mapping[str, str], output: str, machine: str,
-         before: Callable[[], object]) -> None:
+def _run(
+    argv: Sequence[str], environ: Mapping[str, str], output: str, machine: str, before: Callable[[], object]
+) -> None:
     os.environ.clear()
     os.environ.update({**clean_environment(), **environ, "OMP_NUM_THREADS": "1"})
     with open(output, "wb") as file:
@@ -48,11 +49,18 @@ def _run(argv: Sequence[str], environ: Mapping[str, str], output: str, machine: 
 class Rank:
     """One process under way."""
 
-    def __init__(self, folder: Path, argv: Sequence[str], environ: Mapping[str, str], machine: str = "",
-                 before: Callable[[], object] = int) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        argv: Sequence[str],
+        environ: Mapping[str, str],
+        machine: str = "",
+        before: Callable[[], object] = int,
+    ) -> None:
         self.output = folder / f"output_{time.monotonic_ns()}"
         self.process: ForkServerProcess = CONTEXT.Process(
-            target=_run, args=([*flags(folder), *argv], dict(environ), str(self.output), machine, before))
+            target=_run, args=([*flags(folder), *argv], dict(environ), str(self.output), machine, before)
+        )
         self.process.start()
 
     def end(self, timeout: float = 240) -> tuple[int | None, str]:
@@ -66,9 +74,25 @@ class Rank:
 
 def flags(folder: Path) -> list[str]:
     """A run of five steps of four samples on the text in `folder`."""
-    return [*SMALL, "--num-layers", "1", "--hidden-size", "32", "--train-data", f"{folder}/text.txt",
-            "--data-cache-path", f"{folder}/cache", "--micro-batch-size", "1", "--global-batch-size", "4",
-            "--log-interval", "1", "--exit-interval", "5"]
+    return [
+        *SMALL,
+        "--num-layers",
+        "1",
+        "--hidden-size",
+        "32",
+        "--train-data",
+        f"{folder}/text.txt",
+        "--data-cache-path",
+        f"{folder}/cache",
+        "--micro-batch-size",
+        "1",
+        "--global-batch-size",
+        "4",
+        "--log-interval",
+        "1",
+        "--exit-interval",
+        "5",
+    ]
 
 
 def losses(save: Path) -> list[float]:

@@ -29,8 +29,9 @@ def in_twos(ranks: int) -> int:
 
 
 def test_as_many_as_divide_the_batch() -> None:
-    config = Config(train=TrainConfig(micro_batch_size=1, global_batch_size=12),
-                    parallel=ParallelConfig(model_parallel_size=2))
+    config = Config(
+        train=TrainConfig(micro_batch_size=1, global_batch_size=12), parallel=ParallelConfig(model_parallel_size=2)
+    )
     assert [config.usable_ranks(ranks) for ranks in (1, 2, 3, 7, 8, 10, 12, 100)] == [0, 2, 2, 6, 8, 8, 12, 24]
 
 
@@ -44,8 +45,18 @@ def test_numbers_begin_at_the_machine_of_the_store() -> None:
 
 def meet_those(where: str, numbers: tuple[int, ...], timeout: float = 2.0) -> list[Ranks]:
     """Of two machines with two ranks each, those that come."""
-    launches = [Launch(number, 4, local=(number % 2, 2), where=where, host=(HERE, THERE)[number // 2], elastic=True,
-                       timeout=timeout) for number in numbers]
+    launches = [
+        Launch(
+            number,
+            4,
+            local=(number % 2, 2),
+            where=where,
+            host=(HERE, THERE)[number // 2],
+            elastic=True,
+            timeout=timeout,
+        )
+        for number in numbers
+    ]
     with ThreadPoolExecutor(len(launches)) as threads:
         met = list(threads.map(lambda launch: meet(launch, in_twos), launches))
         list(threads.map(leave, met))
@@ -117,15 +128,18 @@ def test_meeting_anew_counts_as_no_failure(capsys: pytest.CaptureFixture[str]) -
     assert keep_running(start, 1, "a", None) == 1
     assert attempts == [0, 1, 2, 3]
     assert capsys.readouterr().err.splitlines() == [
-        "restart: the ranks meet anew (--elastic)", "restart: rank 0 ended with exit code 1: restart 1 of 1",
         "restart: the ranks meet anew (--elastic)",
-        "error: rank 0 ended with exit code 1; no restart is left (--max-restarts 1)"]
+        "restart: rank 0 ended with exit code 1: restart 1 of 1",
+        "restart: the ranks meet anew (--elastic)",
+        "error: rank 0 ended with exit code 1; no restart is left (--max-restarts 1)",
+    ]
 
 
 def test_what_cannot_be(capsys: pytest.CaptureFixture[str]) -> None:
     assert pretrain_gpt2.main(["--elastic", "--train-data", "a.txt"]) == 2
-    assert capsys.readouterr().err == ("error: --elastic needs --global-batch-size: without it the batch would change "
-                                       "with the number of ranks\n")
+    assert capsys.readouterr().err == (
+        "error: --elastic needs --global-batch-size: without it the batch would change with the number of ranks\n"
+    )
     assert pretrain_gpt2.main(["--elastic", "--load", "a", "--global-batch-size", "8"]) == 2
     assert capsys.readouterr().err.startswith("error: --elastic needs --micro-batch-size where no model is named: ")
     assert generate_text.main(["--elastic", "--load", "somewhere"]) == 2

@@ -64,8 +64,12 @@ def finish(ranks: list[Rank]) -> list[str]:
 def test_by_hand(folder: Path, alone: list[float], scheme: str) -> None:
     save, path = folder / scheme, folder / "meet here"
     place = f"tcp://localhost:{free_port()}" if scheme == "tcp" else f"file://{path}"
-    outputs = finish([Rank(folder, ["--save", str(save), "--rank", str(rank), "--world_size=2", "--init-method", place],
-                           {}) for rank in (1, 0)])
+    outputs = finish(
+        [
+            Rank(folder, ["--save", str(save), "--rank", str(rank), "--world_size=2", "--init-method", place], {})
+            for rank in (1, 0)
+        ]
+    )
     assert losses(save) == pytest.approx(alone, rel=1e-5)
     assert f"{os.uname().nodename}: ranks 0-1 of 2 on cpu (1 threads)\n" in outputs[1]  # found out: nobody said it
     assert outputs[0] == "" and not path.exists()
@@ -73,16 +77,33 @@ def test_by_hand(folder: Path, alone: list[float], scheme: str) -> None:
 
 def test_open_mpi(folder: Path, alone: list[float]) -> None:
     save, port = folder / "mpi", str(free_port())
-    finish([Rank(folder, ["--save", str(save)], {
-        "OMPI_COMM_WORLD_RANK": str(rank), "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": str(rank),
-        "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "MASTER_PORT": port}) for rank in range(2)])
+    finish(
+        [
+            Rank(
+                folder,
+                ["--save", str(save)],
+                {
+                    "OMPI_COMM_WORLD_RANK": str(rank),
+                    "OMPI_COMM_WORLD_SIZE": "2",
+                    "OMPI_COMM_WORLD_LOCAL_RANK": str(rank),
+                    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+                    "MASTER_PORT": port,
+                },
+            )
+            for rank in range(2)
+        ]
+    )
     assert losses(save) == pytest.approx(alone, rel=1e-5)
 
 
 def program(folder: Path, *command: str, **variables: str) -> subprocess.Popen[bytes]:
     """A process of its own; what it writes goes to `folder`/output."""
-    environ = {**clean_environment(), "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-               "OMP_NUM_THREADS": "1", **variables}
+    environ = {
+        **clean_environment(),
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "OMP_NUM_THREADS": "1",
+        **variables,
+    }
     with open(folder / "output", "wb") as output:
         return subprocess.Popen(command, env=environ, cwd=folder, stdout=output, stderr=subprocess.STDOUT)
 
@@ -92,10 +113,21 @@ def test_srun(python: WarmPython, folder: Path, alone: list[float]) -> None:
     stub.parent.mkdir()
     stub.write_text(SRUN)
     stub.chmod(0o755)
-    job = program(folder, "bash", str(ROOT / "scripts" / "pretrain_gpt2.slurm"), *flags(folder), "--save", str(save),
-                  "--model-parallel-size", "2", SLURM_SUBMIT_DIR=str(ROOT), SLURM_JOB_ID=str(os.getpid()),
-                  MASTER_ADDR="localhost", MAX_REQUEUES="0",  # node003 is not to be found
-                  PATH=f"{stub.parent}:{python.path}")
+    job = program(
+        folder,
+        "bash",
+        str(ROOT / "scripts" / "pretrain_gpt2.slurm"),
+        *flags(folder),
+        "--save",
+        str(save),
+        "--model-parallel-size",
+        "2",
+        SLURM_SUBMIT_DIR=str(ROOT),
+        SLURM_JOB_ID=str(os.getpid()),
+        MASTER_ADDR="localhost",
+        MAX_REQUEUES="0",  # node003 is not to be found
+        PATH=f"{stub.parent}:{python.path}",
+    )
     job.wait(240)
     output = (folder / "output").read_text()
     assert job.returncode == 0, output
@@ -105,12 +137,13 @@ def test_srun(python: WarmPython, folder: Path, alone: list[float]) -> None:
 
 
 # Where there is a GPU ranks are not forked.
-WITH_CUDA = ("import sys, torch; from megatron.gpt2.programs.pretrain_gpt2 import main\n"
-             "torch.cuda.device_count = lambda: 2\nsys.exit(main(sys.argv[1:]))")
+WITH_CUDA = (
+    "import sys, torch; from megatron.gpt2.programs.pretrain_gpt2 import main\n"
+    "torch.cuda.device_count = lambda: 2\nsys.exit(main(sys.argv[1:]))"
+)
 
 
-@pytest.mark.parametrize(("way", "how"), [
-    ("Ctrl-C", "forked"), ("SIGTERM", "spawned"), ("a rank is killed", "forked")])
+@pytest.mark.parametrize(("way", "how"), [("Ctrl-C", "forked"), ("SIGTERM", "spawned"), ("a rank is killed", "forked")])
 def test_torch_multiprocessing(folder: Path, alone: list[float], way: str, how: str) -> None:
     """Trains the same, and ends in each of the ways. Lines can be read as they are written: nothing else tells when to
     act."""
@@ -150,9 +183,13 @@ def test_torch_multiprocessing(folder: Path, alone: list[float], way: str, how: 
         assert f"stopped by {way} at iteration" in output
 
 
-@pytest.mark.parametrize(("flags", "lines"), [
-    ("--train-data nothing.txt", ["error: --train-data: no such file: nothing.txt"]),
-    ("--hidden-sise 3", ["error: unknown flag --hidden-sise: did you mean --hidden-size?"])])
+@pytest.mark.parametrize(
+    ("flags", "lines"),
+    [
+        ("--train-data nothing.txt", ["error: --train-data: no such file: nothing.txt"]),
+        ("--hidden-sise 3", ["error: unknown flag --hidden-sise: did you mean --hidden-size?"]),
+    ],
+)
 def test_bad_input_of_several_ranks_is_one_line(folder: Path, flags: str, lines: list[str]) -> None:
     code, output = Rank(folder, ["--save", f"{folder}/bad", "--nproc-per-node", "2", *flags.split()], {}).end()
     assert code == 2
@@ -161,11 +198,13 @@ def test_bad_input_of_several_ranks_is_one_line(folder: Path, flags: str, lines:
 
 def as_on_a_mac() -> None:
     """Without what Linux and glibc alone have: /proc, /sys, and some functions of the operating system."""
+
     def without(real: Callable[..., Any]) -> Callable[..., Any]:
         def function(path: Any, *args: Any, **options: Any) -> Any:
             if str(path).startswith(("/proc", "/sys")):
                 raise FileNotFoundError(errno.ENOENT, "no such thing on a Mac", str(path))
             return real(path, *args, **options)
+
         return function
 
     io.open = builtins.open = without(open)
@@ -178,24 +217,45 @@ def as_on_a_mac() -> None:
 def test_without_linux(folder: Path, alone: list[float]) -> None:
     """macOS, as far as it can be shown here."""
     save, place = folder / "mac", f"tcp://localhost:{free_port()}"
-    outputs = finish([Rank(folder, ["--save", str(save), "--rank", str(rank), "--world-size", "2", "--init-method",
-                                    place], {}, before=as_on_a_mac) for rank in range(2)])
+    outputs = finish(
+        [
+            Rank(
+                folder,
+                ["--save", str(save), "--rank", str(rank), "--world-size", "2", "--init-method", place],
+                {},
+                before=as_on_a_mac,
+            )
+            for rank in range(2)
+        ]
+    )
     assert losses(save) == pytest.approx(alone, rel=1e-5)
     assert "glibc" not in outputs[0]
 
 
 def test_a_rank_that_never_comes_is_named_by_all(folder: Path) -> None:
-    words = ["--save", f"{folder}/missing", "--world-size", "4", "--init-method", f"tcp://localhost:{free_port()}",
-             "--init-timeout", "4"]
+    words = [
+        "--save",
+        f"{folder}/missing",
+        "--world-size",
+        "4",
+        "--init-method",
+        f"tcp://localhost:{free_port()}",
+        "--init-timeout",
+        "4",
+    ]
     ended = [rank.end() for rank in [Rank(folder, [*words, "--rank", str(rank)], {}) for rank in (0, 2)]]
     host = os.uname().nodename
     for (code, output), where in zip(ended, ("", f" ({host})"), strict=True):
-        assert (code, output) == (2, f"error{where}: ranks 1 and 3 of 4 did not come within 4 s (--init-timeout); "
-                                     f"ranks 0 ({host}) and 2 ({host}) did\n")
+        assert (code, output) == (
+            2,
+            f"error{where}: ranks 1 and 3 of 4 did not come within 4 s (--init-timeout); "
+            f"ranks 0 ({host}) and 2 ({host}) did\n",
+        )
 
 
 def test_ranks_are_forked_before_there_are_threads_of_a_store(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank would inherit the locks that they hold just then: one of 140 starts hung."""
+
     def threads() -> int:
         return len(os.listdir("/proc/self/task"))
 

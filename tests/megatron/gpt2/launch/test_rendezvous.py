@@ -35,6 +35,7 @@ from tests.megatron.gpt2.test_device import gpus
 
 def meet_together(launches: list[Launch]) -> list[Ranks | str]:
     """What each gets: ranks, or the message of its error."""
+
     def one(launch: Launch) -> Ranks | str:
         try:
             return meet(launch)
@@ -55,7 +56,11 @@ def launches(world_size: int, where: str, hosts: str, timeout: float = 60.0) -> 
 def test_ranks_find_out_who_is_where(tmp_path: Path) -> None:
     card = tmp_path / "card"
     assert meet_together(launches(4, f"tcp://localhost:{free_port()}", "abab")) == [
-        Ranks(0, 4, 0, 2), Ranks(1, 4, 0, 2), Ranks(2, 4, 1, 2), Ranks(3, 4, 1, 2)]
+        Ranks(0, 4, 0, 2),
+        Ranks(1, 4, 0, 2),
+        Ranks(2, 4, 1, 2),
+        Ranks(3, 4, 1, 2),
+    ]
     for _ in range(2):  # the file is free again
         assert meet_together(launches(2, f"file://{card}", "aa")) == [Ranks(0, 2, 0, 2), Ranks(1, 2, 1, 2)]
 
@@ -70,9 +75,12 @@ def lacks_ipv6() -> bool:
 def test_ranks_meet_over_ipv6_and_ipv4() -> None:
     """A name that resolves to both leads each rank to one of them."""
     port = free_port()
-    assert meet_together([Launch(rank, 3, where=f"tcp://{place}:{port}", host="a", timeout=60)
-                          for rank, place in enumerate(("[::1]", "127.0.0.1", "localhost"))]) == [
-        Ranks(0, 3, 0, 3), Ranks(1, 3, 1, 3), Ranks(2, 3, 2, 3)]
+    assert meet_together(
+        [
+            Launch(rank, 3, where=f"tcp://{place}:{port}", host="a", timeout=60)
+            for rank, place in enumerate(("[::1]", "127.0.0.1", "localhost"))
+        ]
+    ) == [Ranks(0, 3, 0, 3), Ranks(1, 3, 1, 3), Ranks(2, 3, 2, 3)]
     port = free_port()
     with pytest.raises(MissingRanks, match=rf"rank 0 did not come .*: nothing answers at \[::1\]:{port}, as seen "):
         meet(Launch(1, 2, where=f"tcp://[::1]:{port}", host="b", timeout=0.2))
@@ -80,8 +88,11 @@ def test_ranks_meet_over_ipv6_and_ipv4() -> None:
 
 def test_rank_0_on_another_machine_than_was_said() -> None:
     port = free_port()
-    with pytest.raises(ValueError, match=rf"rank 0 listens on port {port} of b, but nothing answers at no.such:{port},"
-                                         r" as seen from b \(.*\): MASTER_ADDR or --init-method has to name "):
+    with pytest.raises(
+        ValueError,
+        match=rf"rank 0 listens on port {port} of b, but nothing answers at no.such:{port},"
+        r" as seen from b \(.*\): MASTER_ADDR or --init-method has to name ",
+    ):
         meet(Launch(0, 2, where=f"tcp://no.such:{port}", host="b", timeout=0.2))
 
 
@@ -102,13 +113,16 @@ def test_each_rank_sees_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> Non
 
     def chosen(requested: str, of_ranks: str) -> list[str]:
         with ThreadPoolExecutor(4) as threads:
-            return list(threads.map(choose, launches(4, f"tcp://localhost:{free_port()}", "aabb"), [requested] * 4,
-                                    of_ranks))
+            return list(
+                threads.map(choose, launches(4, f"tcp://localhost:{free_port()}", "aabb"), [requested] * 4, of_ranks)
+            )
 
     assert chosen("cuda", "pqrs") == ["cuda:0"] * 4
     assert chosen("cpu", "pppp") == ["cpu"] * 4
-    way_out = (": show each rank a GPU of its own (CUDA_VISIBLE_DEVICES, srun --gpu-bind), start fewer, or train on "
-               "the CPU with --device cpu --distributed-backend gloo")
+    way_out = (
+        ": show each rank a GPU of its own (CUDA_VISIBLE_DEVICES, srun --gpu-bind), start fewer, or train on "
+        "the CPU with --device cpu --distributed-backend gloo"
+    )
     assert chosen("auto", "pqrr") == [f"ranks 2-3 (b) are on one GPU (UUID r){way_out}"] * 4
     assert chosen("cuda", "pqrp") == [f"ranks 0 (a) and 3 (b) are on one GPU (UUID p){way_out}"] * 4  # two containers
 
@@ -123,16 +137,18 @@ def test_one_alone_has_nobody_to_meet() -> None:
 def test_who_does_not_come_is_named_with_the_host_that_slurm_says() -> None:
     where = f"tcp://localhost:{free_port()}"
     came = [Launch(rank, 4, where=where, host="ab"[rank // 2], hosts=tuple("aabb"), timeout=2) for rank in (0, 1)]
-    assert meet_together(came) == [
-        "ranks 2-3 (b) of 4 did not come within 2 s (--init-timeout); ranks 0-1 (a) did"] * 2
+    assert meet_together(came) == ["ranks 2-3 (b) of 4 did not come within 2 s (--init-timeout); ranks 0-1 (a) did"] * 2
     elsewhere = [Launch(rank, 4, where=where, host="c", hosts=tuple("aabb"), timeout=2) for rank in (0, 1)]
     assert "ranks 2-3 of 4" in str(meet_together(elsewhere)[0])  # the list does not hold
 
 
 def test_rank_0_that_does_not_come() -> None:
     port = free_port()
-    with pytest.raises(MissingRanks, match=rf"rank 0 did not come within 0.2 s \(--init-timeout\): nothing answers at "
-                                           rf"localhost:{port}, as seen from b \(Connection refused\)"):
+    with pytest.raises(
+        MissingRanks,
+        match=rf"rank 0 did not come within 0.2 s \(--init-timeout\): nothing answers at "
+        rf"localhost:{port}, as seen from b \(Connection refused\)",
+    ):
         meet(Launch(1, 2, where=f"tcp://localhost:{port}", host="b", timeout=0.2))
     with pytest.raises(MissingRanks, match="it has not made the file /nowhere/card"):
         meet(Launch(1, 2, where="file:///nowhere/card", host="b", timeout=0.2))
@@ -158,8 +174,11 @@ def test_ranks_that_contradict_each_other() -> None:
     assert set(meet_together(twice)) <= {f"rank 1 was started twice, the second time on {host}" for host in "ab"}
     other_size = [*launches(2, where, "a"), Launch(1, 3, where=where, host="b", timeout=60)]
     found = meet_together(other_size)  # whoever comes second sees it
-    said = [f"rank {rank} ({host}) is one of {size}, and the first that came one of {5 - size}: each needs the same "
-            "world size" for rank, host, size in ((0, "a", 2), (1, "b", 3))]
+    said = [
+        f"rank {rank} ({host}) is one of {size}, and the first that came one of {5 - size}: each needs the same "
+        "world size"
+        for rank, host, size in ((0, "a", 2), (1, "b", 3))
+    ]
     assert found in ([said[0]] * 2, [said[1]] * 2)
 
 
@@ -170,9 +189,15 @@ def test_a_port_that_is_taken() -> None:
             meet(Launch(0, 2, where=f"tcp://localhost:{port}", timeout=1))
 
 
-@pytest.mark.parametrize(("ranks", "hosts", "text"), [
-    ([3], {}, "rank 3"), ([2, 3], {2: "b", 3: "b"}, "ranks 2-3 (b)"), ([0, 1, 2, 5], {5: "c"}, "ranks 0-2 and 5 (c)"),
-    ([1, 2, 4, 6], {1: "a", 2: "b"}, "ranks 1 (a), 2 (b), 4 and 6")])
+@pytest.mark.parametrize(
+    ("ranks", "hosts", "text"),
+    [
+        ([3], {}, "rank 3"),
+        ([2, 3], {2: "b", 3: "b"}, "ranks 2-3 (b)"),
+        ([0, 1, 2, 5], {5: "c"}, "ranks 0-2 and 5 (c)"),
+        ([1, 2, 4, 6], {1: "a", 2: "b"}, "ranks 1 (a), 2 (b), 4 and 6"),
+    ],
+)
 def test_names(ranks: list[int], hosts: dict[int, str], text: str) -> None:
     assert named(ranks, hosts) == text
 
@@ -231,8 +256,10 @@ def test_heartbeats(monkeypatch: pytest.MonkeyPatch) -> None:
     store = Store({f"beat/{rank}": b"0" for rank in range(4)})
     warned: list[list[int]] = []
     # 2 and 3 hang
-    heartbeats = [Heartbeat(cast(Any, store), rank, 4, watched=watched, warn=warn)
-              for rank, watched, warn in ((0, range(4), warned.append), (1, [0, 1], None))]
+    heartbeats = [
+        Heartbeat(cast(Any, store), rank, 4, watched=watched, warn=warn)
+        for rank, watched, warn in ((0, range(4), warned.append), (1, [0, 1], None))
+    ]
     clock.sleep(SILENCE)
     assert heartbeats[0].silent(20) == [2, 3] and not warned
     clock.sleep(2 * BEAT)
@@ -259,8 +286,9 @@ def test_heartbeats(monkeypatch: pytest.MonkeyPatch) -> None:
     assert heartbeats[0].silence(0) == pytest.approx(PATIENCE + 1, abs=POLL + 0.01)
 
 
-def test_a_rank_that_is_lost_ends_a_run_that_waits_for_a_gpu(monkeypatch: pytest.MonkeyPatch,
-                                                             capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_rank_that_is_lost_ends_a_run_that_waits_for_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Ranks 0, 1 and 2 are on machine a, rank 3 on b. Rank 1 has left in peace; then 3, which only rank 0 watches."""
     clock = Clock(monkeypatch)
     ended: list[tuple[int, float]] = []
@@ -268,9 +296,18 @@ def test_a_rank_that_is_lost_ends_a_run_that_waits_for_a_gpu(monkeypatch: pytest
     store = Store({f"beat/{rank}": b"0" for rank in range(4)})
     monkeypatch.setattr(store, "add", lambda key, count: 4, raising=False)
     peers = [Peer(host, "") for host in "aaab"]
-    alive = [Ranks(rank, 4, rank, 3, meeting=Meeting(cast(Any, store), None, peers, Heartbeat(
-        cast(Any, store), rank, 4, watched=watched, warn=None)))
-        for rank, watched in ((0, range(4)), (1, range(3)), (2, range(3)))]
+    alive = [
+        Ranks(
+            rank,
+            4,
+            rank,
+            3,
+            meeting=Meeting(
+                cast(Any, store), None, peers, Heartbeat(cast(Any, store), rank, 4, watched=watched, warn=None)
+            ),
+        )
+        for rank, watched in ((0, range(4)), (1, range(3)), (2, range(3)))
+    ]
     other = Heartbeat(cast(Any, store), 3, 4, watched=[3], warn=None)
     alive[1].leave()
     clock.sleep(2 * LOST)
@@ -291,9 +328,13 @@ def test_interfaces(monkeypatch: pytest.MonkeyPatch) -> None:
     assert lacks_ipv6() or interface_of("::1") == "lo"
     assert interface_of("2001:db8::1") == ""
     for own, elsewhere, named_before, expected in (
-            ("10.0.0.1", [], {}, "lo"), ("127.0.1.1", ["127.0.0.1"], {}, "lo"), ("::1", ["127.0.0.1"], {}, "lo"),
-            ("", ["192.0.2.2"], {}, None), ("192.0.2.1", ["192.0.2.2"], {}, None),
-            ("10.0.0.1", [], {"GLOO_SOCKET_IFNAME": "ib0"}, "ib0")):
+        ("10.0.0.1", [], {}, "lo"),
+        ("127.0.1.1", ["127.0.0.1"], {}, "lo"),
+        ("::1", ["127.0.0.1"], {}, "lo"),
+        ("", ["192.0.2.2"], {}, None),
+        ("192.0.2.1", ["192.0.2.2"], {}, None),
+        ("10.0.0.1", [], {"GLOO_SOCKET_IFNAME": "ib0"}, "ib0"),
+    ):
         environ = dict(named_before)
         set_gloo_interface(own, elsewhere, environ)
         assert environ.get("GLOO_SOCKET_IFNAME") == expected

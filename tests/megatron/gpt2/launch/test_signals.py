@@ -131,8 +131,9 @@ def test_ctrl_c(twice: bool) -> None:
     assert (code, "saved" in out) == ((-signal.SIGINT, False) if twice else (0, True)), out
 
 
-@pytest.mark.parametrize(("number", "name", "after"), [(signal.SIGTERM, "SIGTERM", " after 5 s or more"),
-                                                       (signal.SIGINT, "Ctrl-C", "")])
+@pytest.mark.parametrize(
+    ("number", "name", "after"), [(signal.SIGTERM, "SIGTERM", " after 5 s or more"), (signal.SIGINT, "Ctrl-C", "")]
+)
 def test_a_step_that_takes_minutes(number: signal.Signals, name: str, after: str) -> None:
     """Inside of one call the first signal is answered, and the second one obeyed."""
     clock = Clock()
@@ -141,8 +142,9 @@ def test_a_step_that_takes_minutes(number: signal.Signals, name: str, after: str
     began = time.monotonic()
     started.send_signal(number)
     assert started.err.readline() == "\n"
-    assert started.err.readline() == (f"{name}: the step is finished and saved first; {name} again{after} quits at "
-                                      "once\n")
+    assert started.err.readline() == (
+        f"{name}: the step is finished and saved first; {name} again{after} quits at once\n"
+    )
     assert time.monotonic() - began < 20, "after the call, which takes 30 s"
     assert clock.looks.acquire(timeout=240)
     if number == signal.SIGTERM:  # the launcher has passed it on as well
@@ -182,8 +184,12 @@ def step_without_end(folder: str) -> None:
 def test_a_long_step_of_two_ranks(tmp_path: Path) -> None:
     """--nproc-per-node passes SIGTERM on: one line at once, from rank 0, and after the second the exit code."""
     write_text(tmp_path, 1000)
-    rank = Rank(tmp_path, ["--nproc-per-node", "2", "--save", f"{tmp_path}/save"], {},
-                before=partial(step_without_end, str(tmp_path)))
+    rank = Rank(
+        tmp_path,
+        ["--nproc-per-node", "2", "--save", f"{tmp_path}/save"],
+        {},
+        before=partial(step_without_end, str(tmp_path)),
+    )
 
     def wait(for_what: Callable[[], bool], seconds: float) -> None:
         end = time.monotonic() + seconds

@@ -55,8 +55,9 @@ def test_the_known_sums():
     assert count_parameters(matrices)[0] - layer_matrices(24, 1024) < 0.01 * layer_matrices(24, 1024)
 
 
-@pytest.mark.parametrize(("p", "steady", "peak", "parameters"), [(1, 6785, 11927, 354_871_296),
-                                                                 (2, 3447, 6238, 178_100_224)])
+@pytest.mark.parametrize(
+    ("p", "steady", "peak", "parameters"), [(1, 6785, 11927, 354_871_296), (2, 3447, 6238, 178_100_224)]
+)
 def test_the_published_run(p: int, steady: int, peak: int, parameters: int):
     """MB after 100 iterations and at the peak: fp16, 8 × 1,024 tokens, activation checkpointing."""
     memory = megatron_2019(config("--model", "345m", "--checkpoint-activations", "--model-parallel-size", str(p)))
@@ -66,8 +67,18 @@ def test_the_published_run(p: int, steady: int, peak: int, parameters: int):
     assert memory.total / MB == pytest.approx(peak, rel=0.02)
 
 
-SHAPE = ["--num-layers", "3", "--hidden-size", "256", "--seq-length", "256", "--max-position-embeddings", "512",
-         "--micro-batch-size", "2"]
+SHAPE = [
+    "--num-layers",
+    "3",
+    "--hidden-size",
+    "256",
+    "--seq-length",
+    "256",
+    "--max-position-embeddings",
+    "512",
+    "--micro-batch-size",
+    "2",
+]
 
 
 def counted(rank: int, world_size: int, folder: str, flags: list[str]) -> tuple[int, int]:
@@ -91,16 +102,26 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-ALONE = [["--precision", "fp32"],
-         ["--precision", "bf16"],
-         ["--precision", "fp32", "--recompute-granularity", "selective", "--micro-batch-size", "8"],
-         ["--precision", "bf16", "--recompute-granularity", "full", "--micro-batch-size", "8"],
-         ["--precision", "bf16", "--micro-batch-size", "4", "--make-vocab-size-divisible-by", "20000"],
-         ["--precision", "fp32", "--global-batch-size", "6", "--hidden-dropout", "0.1"],
-         ["--precision", "fp32", "--attention-dropout", "0.1"],
-         ["--precision", "bf16", "--attention-dropout", "0.1", "--micro-batch-size", "4"],
-         ["--exact-layouts", "4", "--precision", "bf16", "--global-batch-size", "4", "--make-vocab-size-divisible-by",
-          "20000"]]
+ALONE = [
+    ["--precision", "fp32"],
+    ["--precision", "bf16"],
+    ["--precision", "fp32", "--recompute-granularity", "selective", "--micro-batch-size", "8"],
+    ["--precision", "bf16", "--recompute-granularity", "full", "--micro-batch-size", "8"],
+    ["--precision", "bf16", "--micro-batch-size", "4", "--make-vocab-size-divisible-by", "20000"],
+    ["--precision", "fp32", "--global-batch-size", "6", "--hidden-dropout", "0.1"],
+    ["--precision", "fp32", "--attention-dropout", "0.1"],
+    ["--precision", "bf16", "--attention-dropout", "0.1", "--micro-batch-size", "4"],
+    [
+        "--exact-layouts",
+        "4",
+        "--precision",
+        "bf16",
+        "--global-batch-size",
+        "4",
+        "--make-vocab-size-divisible-by",
+        "20000",
+    ],
+]
 
 
 @pytest.mark.parametrize("flags", ALONE, ids=" ".join)
@@ -109,12 +130,23 @@ def test_what_torch_allocates(folder: Path, flags: list[str]):
     assert computed == pytest.approx(allocated, rel=0.06), (computed / MB, allocated / MB)
 
 
-@pytest.mark.parametrize("flags", [["--use-distributed-optimizer", "--micro-batch-size", "8"],
-                                   ["--model-parallel-size", "2", "--sequence-parallel"],
-                                   ["--use-distributed-optimizer", "--shard-gradients", "--global-batch-size", "16",
-                                    "--ddp-bucket-size", "300000"],
-                                   ["--model-parallel-size", "2", "--recompute-granularity", "full",
-                                    "--partition-activations"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--use-distributed-optimizer", "--micro-batch-size", "8"],
+        ["--model-parallel-size", "2", "--sequence-parallel"],
+        [
+            "--use-distributed-optimizer",
+            "--shard-gradients",
+            "--global-batch-size",
+            "16",
+            "--ddp-bucket-size",
+            "300000",
+        ],
+        ["--model-parallel-size", "2", "--recompute-granularity", "full", "--partition-activations"],
+    ],
+    ids=" ".join,
+)
 def test_what_torch_allocates_on_a_rank_of_two(folder: Path, flags: list[str]):
     flags = ["--precision", "fp32", "--micro-batch-size", "4", "--make-vocab-size-divisible-by", "2048", *flags]
     for computed, allocated in run_ranks(counted, 2, str(folder), flags):
@@ -122,13 +154,15 @@ def test_what_torch_allocates_on_a_rank_of_two(folder: Path, flags: list[str]):
 
 
 # Two stages of unequal chunks, with 3 micro-batches or 4.
-PIPELINES = {"1F1B": "--micro-batch-size 4 --global-batch-size 12 --decoder-first-pipeline-num-layers 2",
-             "recompute": "--micro-batch-size 8 --global-batch-size 24 --recompute-granularity full",
-             "interleaved": "--num-layers 4 --num-layers-per-virtual-pipeline-stage 1 --micro-batch-size 2 "
-                            "--global-batch-size 8",
-             "zero bubble": "--pipeline-schedule zero-bubble --micro-batch-size 4 --global-batch-size 16",
-             "exact": "--exact-layouts 4 --micro-batch-size 4 --global-batch-size 12",
-             "bf16": "--precision bf16 --micro-batch-size 8 --global-batch-size 24"}
+PIPELINES = {
+    "1F1B": "--micro-batch-size 4 --global-batch-size 12 --decoder-first-pipeline-num-layers 2",
+    "recompute": "--micro-batch-size 8 --global-batch-size 24 --recompute-granularity full",
+    "interleaved": "--num-layers 4 --num-layers-per-virtual-pipeline-stage 1 --micro-batch-size 2 "
+    "--global-batch-size 8",
+    "zero bubble": "--pipeline-schedule zero-bubble --micro-batch-size 4 --global-batch-size 16",
+    "exact": "--exact-layouts 4 --micro-batch-size 4 --global-batch-size 12",
+    "bf16": "--precision bf16 --micro-batch-size 8 --global-batch-size 24",
+}
 
 
 def counted_in_turn(rank: int, world_size: int, folder: str, layouts: list[str]) -> list[tuple[int, int]]:
@@ -138,9 +172,11 @@ def counted_in_turn(rank: int, world_size: int, folder: str, layouts: list[str])
 AT_FIRST = ("interleaved", "exact")
 
 
-@pytest.mark.parametrize("names", [
-    AT_FIRST, pytest.param([name for name in PIPELINES if name not in AT_FIRST], marks=pytest.mark.wide)],
-    ids=["some", "others"])
+@pytest.mark.parametrize(
+    "names",
+    [AT_FIRST, pytest.param([name for name in PIPELINES if name not in AT_FIRST], marks=pytest.mark.wide)],
+    ids=["some", "others"],
+)
 def test_what_torch_allocates_on_a_stage_of_two(folder: Path, names: Sequence[str]):
     common = "--pipeline-model-parallel-size 2 --precision fp32 --make-vocab-size-divisible-by 2048 "
     found = run_ranks(counted_in_turn, 2, str(folder), [common + PIPELINES[name] for name in names])
@@ -150,10 +186,17 @@ def test_what_torch_allocates_on_a_stage_of_two(folder: Path, names: Sequence[st
     assert all(computed == pytest.approx(allocated, rel=0.08) for of_stage in found for computed, allocated in of_stage)
 
 
-@pytest.mark.parametrize("flags", [
-    "--precision bf16 --make-vocab-size-divisible-by 50304",
-    pytest.param("--precision fp32 --recompute-granularity full --micro-batch-size 8 --use-distributed-optimizer "
-                 "--nproc-per-node 2", marks=pytest.mark.wide)])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--precision bf16 --make-vocab-size-divisible-by 50304",
+        pytest.param(
+            "--precision fp32 --recompute-granularity full --micro-batch-size 8 --use-distributed-optimizer "
+            "--nproc-per-node 2",
+            marks=pytest.mark.wide,
+        ),
+    ],
+)
 def test_what_a_process_has_resident(tmp_path: Path, flags: str):
     """Of the training program, as its own log says it. `benchmarks/memory.py` has larger shapes, and all layouts."""
     shape = "--num-layers 2 --hidden-size 256 --num-attention-heads 4 --seq-length 256"
@@ -182,8 +225,9 @@ def test_a_pipeline_is_offered_where_it_is_the_cheapest():
     flags = ("--model", "1.5b", "--micro-batch-size", "1", "--global-batch-size", "64", "--use-distributed-optimizer")
     setting, budget = on_gpu(*flags, ranks=8), 9 * 2**30
     offers = cheapest(setting, budget, 3)
-    assert all("--pipeline-model-parallel-size" in str(offer.flags) or "offload" in str(offer.flags)
-               for offer in offers) and "--pipeline-model-parallel-size" in str(offers[0].flags)
+    assert all(
+        "--pipeline-model-parallel-size" in str(offer.flags) or "offload" in str(offer.flags) for offer in offers
+    ) and "--pipeline-model-parallel-size" in str(offers[0].flags)
     again = on_gpu(*flags, *" ".join(offers[0].flags).split(), ranks=8)
     assert expected(again) == offers[0].memory == max(of_stages(again), key=lambda memory: memory.total)
     assert bubble(again.config, again.micro_batches) / (1 - bubble(again.config, again.micro_batches)) < offers[0].cost
@@ -273,15 +317,47 @@ runpy.run_module("megatron.pretrain_gpt2", run_name="__main__", alter_sys=True)
 def test_out_of_memory_ends_in_one_line_whose_offer_helps(python: WarmPython, tmp_path: Path):
     """Under `ulimit -v`: the run warns at its start, ends in the line with exit code 2, and runs as that line says."""
     text = write_text(tmp_path)
-    base = [python.python, "-c", LIMITED, "--num-layers", "2", "--hidden-size", "256",
-            "--num-attention-heads", "4", "--max-position-embeddings", "256", "--seq-length", "256", "--tokenizer-type",
-            "bytes", "--train-data", str(text), "--data-cache-path", str(tmp_path), "--precision", "fp32", "--device",
-            "cpu", "--attention-dropout", "0", "--hidden-dropout", "0", "--micro-batch-size", "64", "--train-iters",
-            "1", "--eval-iters", "0", "--save"]
+    base = [
+        python.python,
+        "-c",
+        LIMITED,
+        "--num-layers",
+        "2",
+        "--hidden-size",
+        "256",
+        "--num-attention-heads",
+        "4",
+        "--max-position-embeddings",
+        "256",
+        "--seq-length",
+        "256",
+        "--tokenizer-type",
+        "bytes",
+        "--train-data",
+        str(text),
+        "--data-cache-path",
+        str(tmp_path),
+        "--precision",
+        "fp32",
+        "--device",
+        "cpu",
+        "--attention-dropout",
+        "0",
+        "--hidden-dropout",
+        "0",
+        "--micro-batch-size",
+        "64",
+        "--train-iters",
+        "1",
+        "--eval-iters",
+        "0",
+        "--save",
+    ]
 
     def start(save: str, *flags: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([*base, str(tmp_path / save), *flags], text=True, capture_output=True, cwd=ROOT,
-                              timeout=240)
+        return subprocess.run(
+            [*base, str(tmp_path / save), *flags], text=True, capture_output=True, cwd=ROOT, timeout=240
+        )
 
     run = start("first")
     assert run.returncode == 2, run.stdout + run.stderr

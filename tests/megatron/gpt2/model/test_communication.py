@@ -60,8 +60,9 @@ def count_chunks(rank: int, world_size: int) -> dict[str, int]:
     weight = torch.randn(20, 16, requires_grad=True)
     counter = CollectiveCounter()
     with counter:
-        mpu.vocab_parallel_linear_cross_entropy(hidden, weight, torch.arange(100) % 40, torch.ones(100), vocab_size=40,
-                                                chunk_size=25).backward()
+        mpu.vocab_parallel_linear_cross_entropy(
+            hidden, weight, torch.arange(100) % 40, torch.ones(100), vocab_size=40, chunk_size=25
+        ).backward()
     return dict(counter.calls)
 
 
@@ -69,8 +70,11 @@ def test_sequence_parallel_twins():
     """Each all-reduce becomes a reduce-scatter and an all-gather; backward gathers a column-parallel layer's input
     again, two a layer. The loss's own all-gather is of another kind (a list)."""
     for result in run_ranks(count_sequence_parallel, 2):
-        assert result == {"reduce_scatter_base": 4 * LAYERS + 2, "allgather_base": 4 * LAYERS + 2 + 2 * LAYERS,
-                          "allgather": 1}
+        assert result == {
+            "reduce_scatter_base": 4 * LAYERS + 2,
+            "allgather_base": 4 * LAYERS + 2 + 2 * LAYERS,
+            "allgather": 1,
+        }
 
 
 def count_sequence_parallel(rank: int, world_size: int) -> dict[str, int]:

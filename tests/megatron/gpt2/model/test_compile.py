@@ -34,14 +34,17 @@ def differences(rank: int, world_size: int) -> dict[str, float]:
     greatest = {}
     for name, how in {"plain": {}, "sequence_parallel": {"sequence_parallel": True}}.items():
         if name == "plain" or world_size > 1:
-            eager, compiled = (GPT2Model(replace(SHAPE, hidden_dropout=0.1), dropout_seed=5,
-                                         **how).train() for _ in range(2))  # type: ignore[arg-type]
+            eager, compiled = (
+                GPT2Model(replace(SHAPE, hidden_dropout=0.1), dropout_seed=5, **how).train() for _ in range(2)
+            )  # type: ignore[arg-type]
             # The C++ of one graph for each size takes long enough; this one differs by its collectives alone.
             compiled.compile_layers(backend="aot_eager" if name == "plain" and world_size > 1 else "inductor")
             (loss, grads), (loss_c, grads_c) = loss_and_gradients(eager), loss_and_gradients(compiled)
             assert grads.keys() == grads_c.keys()
-            greatest[name] = max(((loss_c - loss).abs() / loss.abs()).item(),
-                                 *(((grads_c[k] - g).abs().max() / g.abs().max()).item() for k, g in grads.items()))
+            greatest[name] = max(
+                ((loss_c - loss).abs() / loss.abs()).item(),
+                *(((grads_c[k] - g).abs().max() / g.abs().max()).item() for k, g in grads.items()),
+            )
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == len(greatest), "every layer shares one graph"
     return greatest
 
@@ -53,13 +56,17 @@ def test_compiled_equals_eager(world_size: int):
         assert all(difference < 1e-5 for difference in result.values()), result
 
 
-def breaks(rank: int, world_size: int, dropout: float, sequence_parallel: bool,
-           dropout_seed: int | None) -> dict[str, int]:
+def breaks(
+    rank: int, world_size: int, dropout: float, sequence_parallel: bool, dropout_seed: int | None
+) -> dict[str, int]:
     """How often dynamo leaves the graph, by the reason given, for one layer."""
     mpu.initialize_model_parallel(world_size)
     mpu.model_parallel_cuda_manual_seed(1)
-    model = GPT2Model(replace(SHAPE, attention_dropout=dropout, hidden_dropout=dropout, num_layers=1),
-                      sequence_parallel=sequence_parallel, dropout_seed=dropout_seed).train()
+    model = GPT2Model(
+        replace(SHAPE, attention_dropout=dropout, hidden_dropout=dropout, num_layers=1),
+        sequence_parallel=sequence_parallel,
+        dropout_seed=dropout_seed,
+    ).train()
     forget()
     model.compile_layers(backend="eager")
     loss_and_gradients(model)
@@ -67,13 +74,18 @@ def breaks(rank: int, world_size: int, dropout: float, sequence_parallel: bool,
     return dict(torch._dynamo.utils.counters["graph_break"])
 
 
-@pytest.mark.parametrize(("world_size", "dropout", "sequence_parallel", "dropout_seed", "expected"), [
-    (1, 0.0, False, 1, 0), pytest.param(2, 0.0, True, 1, 0, marks=pytest.mark.wide),
-    (2, 0.1, True, 1, 3),  # attention's dropout, counted in the layer, in its attention and in that of its heads
-    pytest.param(2, 0.1, True, None, 6, marks=pytest.mark.wide),  # and the hidden ones, which differ between shards
-])
-def test_the_graph_breaks_at_the_random_streams_alone(world_size: int, dropout: float, sequence_parallel: bool,
-                                                      dropout_seed: int | None, expected: int):
+@pytest.mark.parametrize(
+    ("world_size", "dropout", "sequence_parallel", "dropout_seed", "expected"),
+    [
+        (1, 0.0, False, 1, 0),
+        pytest.param(2, 0.0, True, 1, 0, marks=pytest.mark.wide),
+        (2, 0.1, True, 1, 3),  # attention's dropout, counted in the layer, in its attention and in that of its heads
+        pytest.param(2, 0.1, True, None, 6, marks=pytest.mark.wide),  # and the hidden ones, which differ between shards
+    ],
+)
+def test_the_graph_breaks_at_the_random_streams_alone(
+    world_size: int, dropout: float, sequence_parallel: bool, dropout_seed: int | None, expected: int
+):
     for result in run_ranks(breaks, world_size, dropout, sequence_parallel, dropout_seed):
         assert all("random stream" in reason for reason in result) and sum(result.values()) == expected, result
 
@@ -83,8 +95,10 @@ def test_a_compiled_layer_takes_the_kernels_of_its_processor(amx: bool, monkeypa
     """In bf16, where a CPU has a choice."""
     monkeypatch.setattr("mpu.kernels.HAS_AMX", amx)
     mpu.initialize_model_parallel(1)
-    eager, compiled = (GPT2Model(replace(SHAPE, attention_dropout=0.0, hidden_dropout=0.0,
-                                         num_layers=1)).bfloat16().train() for _ in range(2))
+    eager, compiled = (
+        GPT2Model(replace(SHAPE, attention_dropout=0.0, hidden_dropout=0.0, num_layers=1)).bfloat16().train()
+        for _ in range(2)
+    )
     forget()
     compiled.compile_layers(backend="eager")
     (loss, grads), (loss_c, grads_c) = loss_and_gradients(eager), loss_and_gradients(compiled)

@@ -50,7 +50,7 @@ class StandIn:
             if is_shared(x):
                 part = x.numel() // mpu.get_model_parallel_world_size()
                 start = part * mpu.get_model_parallel_rank()
-                x.data = x.detach().flatten()[start:start + part].clone()
+                x.data = x.detach().flatten()[start : start + part].clone()
             kept += [x, size]
         return kept
 
@@ -84,8 +84,10 @@ class _Reentrant(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         owner = ctx.owner
-        args = [x.detach().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x
-                for x in (owner.gathered(ctx.kept) if owner.partition else ctx.kept)]
+        args = [
+            x.detach().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x
+            for x in (owner.gathered(ctx.kept) if owner.partition else ctx.kept)
+        ]
         now = torch.get_rng_state(), owner.tracker.get_states()
         for state, states in (ctx.states, now):
             torch.set_rng_state(state)
@@ -108,8 +110,10 @@ def deepspeed(partition: bool) -> dict[str, Any]:
 
     deepspeed.init_distributed(dist_backend="gloo")
     deepspeed.checkpointing.configure(mpu, partition_activations=partition)
-    return {name: getattr(deepspeed.checkpointing, name)
-            for name in ("checkpoint", "get_cuda_rng_tracker", "model_parallel_cuda_manual_seed")}
+    return {
+        name: getattr(deepspeed.checkpointing, name)
+        for name in ("checkpoint", "get_cuda_rng_tracker", "model_parallel_cuda_manual_seed")
+    }
 
 
 def gradients(dtype: torch.dtype, recompute: str, of_documents: bool, sequence_parallel: bool) -> dict[str, Tensor]:
@@ -123,8 +127,7 @@ def gradients(dtype: torch.dtype, recompute: str, of_documents: bool, sequence_p
     return {"loss": loss.detach(), **{name: p.grad for name, p in model.named_parameters()}}
 
 
-def largest_differences(rank: int, world_size: int,
-                        replacement: Callable[[bool], dict[str, Any]]) -> dict[str, float]:
+def largest_differences(rank: int, world_size: int, replacement: Callable[[bool], dict[str, Any]]) -> dict[str, float]:
     """For each way of computing, the greatest difference of a gradient from the one without checkpointing, relative to
     the greatest of its tensor."""
     mpu.initialize_model_parallel(world_size)
@@ -139,7 +142,8 @@ def largest_differences(rank: int, world_size: int,
                         got = gradients(dtype, "full", of_documents, sequence_parallel)
                     found[f"{how}, partition {partition}"] = max(
                         ((got[name] - expected[name]).abs().max() / expected[name].abs().max()).item()
-                        for name in expected)
+                        for name in expected
+                    )
     return found
 
 
@@ -189,9 +193,17 @@ def losses_by_deepspeed(rank: int, world_size: int) -> dict[str, list[float]]:
             for parameter in model.parameters():
                 if getattr(parameter, "sequence_parallel", False):
                     parameter.register_hook(mpu.reduce_from_model_parallel_region)
-            engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, mpu=mpu, config={
-                "train_micro_batch_size_per_gpu": 4, "gradient_clipping": 1.0, "zero_allow_untested_optimizer": True,
-                "zero_optimization": {"stage": stage}})
+            engine, *_ = deepspeed.initialize(
+                model=model,
+                optimizer=optimizer,
+                mpu=mpu,
+                config={
+                    "train_micro_batch_size_per_gpu": 4,
+                    "gradient_clipping": 1.0,
+                    "zero_allow_untested_optimizer": True,
+                    "zero_optimization": {"stage": stage},
+                },
+            )
             losses = []
             for _ in range(5):
                 loss = engine(tokens, tokens, weight)

@@ -45,8 +45,8 @@ def masks_and_positions(data: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     for row in range(b):
         before = 0
         for index in torch.arange(s)[data[row] == EOD].tolist():
-            seen[row, index + 1:, :index + 1] = 0
-            positions[row, index + 1:] -= index + 1 - before
+            seen[row, index + 1 :, : index + 1] = 0
+            positions[row, index + 1 :] -= index + 1 - before
             before = index + 1
     return seen.bool(), weight, positions
 
@@ -87,8 +87,11 @@ def test_the_texts_of_these_tests_have_documents() -> None:
 
 def by_document(rank: int, world_size: int, b: int) -> dict[str, tuple[Tensor, dict[str, Tensor]]]:
     mpu.initialize_model_parallel(world_size)
-    layouts: dict[str, dict[str, Any]] = {"plain": {}, "selective": {"recompute": "selective"},
-                                          "full": {"recompute": "full"}}
+    layouts: dict[str, dict[str, Any]] = {
+        "plain": {},
+        "selective": {"recompute": "selective"},
+        "full": {"recompute": "full"},
+    }
     if world_size > 1:
         layouts["sequence parallel"] = {"sequence_parallel": True, "recompute": "full", "recompute_num_layers": 2}
     return {name: loss_and_gradients(GPT2Model(SHAPE, **how).train(), b) for name, how in layouts.items()}
@@ -108,8 +111,9 @@ def test_loss_and_gradients_equal_the_dense_masks(world_size: int, b: int) -> No
             assert abs(own_loss - loss) <= 1e-5 * loss
             for parameter, gradient in gradients.items():
                 if name == "sequence parallel" and specs[parameter].dim is None:  # the reducer adds up the ranks' parts
-                    own[parameter] = sum(each[name][1][parameter] for each in ranks) if rank == 0 else \
-                        ranks[0][name][1][parameter]
+                    own[parameter] = (
+                        sum(each[name][1][parameter] for each in ranks) if rank == 0 else ranks[0][name][1][parameter]
+                    )
                 expected = specs[parameter].split(whole[parameter].merge([gradient]), rank, world_size)
                 assert (own[parameter] - expected).abs().max() <= 1e-5 * gradient.abs().max(), (name, parameter)
 
@@ -130,12 +134,16 @@ def test_attention_by_document_equals_a_dense_mask_in_both_precisions(dtype: tor
 
 def test_the_kernel_that_takes_lengths_is_given_what_it_expects() -> None:
     """Its own signature, in the installed torch, around a stand-in that computes on a CPU by the ends alone."""
-    def by_ends(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, ends_k: Tensor, longest: int, longest_k: int,
-                **how: Any) -> Tensor:
+
+    def by_ends(
+        q: Tensor, k: Tensor, v: Tensor, ends: Tensor, ends_k: Tensor, longest: int, longest_k: int, **how: Any
+    ) -> Tensor:
         assert how == {"window_size": (-1, 0)} and ends_k is ends and longest_k == longest == ends.diff().max()
         q, k, v = (x.transpose(0, 1) for x in (q, k, v))  # [n, t, d]
-        parts = [F.scaled_dot_product_attention(q[:, i:j], k[:, i:j], v[:, i:j], is_causal=True)
-                 for i, j in zip(ends.tolist(), ends[1:].tolist(), strict=False)]
+        parts = [
+            F.scaled_dot_product_attention(q[:, i:j], k[:, i:j], v[:, i:j], is_causal=True)
+            for i, j in zip(ends.tolist(), ends[1:].tolist(), strict=False)
+        ]
         return torch.cat(parts, dim=1).transpose(0, 1)
 
     documents, qkv = Documents(texts(4)[0], EOD, "cpu"), torch.randn(32, 4, 2, 3, 16)
@@ -143,8 +151,10 @@ def test_the_kernel_that_takes_lengths_is_given_what_it_expects() -> None:
     from torch.nn.attention import varlen  # which brings all of torch's compiler
 
     kernel = mock.create_autospec(varlen.varlen_attn, side_effect=by_ends)
-    with mock.patch("mpu.kernels.has_varlen_kernel", return_value=True), \
-            mock.patch.object(varlen, "varlen_attn", kernel):
+    with (
+        mock.patch("mpu.kernels.has_varlen_kernel", return_value=True),
+        mock.patch.object(varlen, "varlen_attn", kernel),
+    ):
         assert torch.allclose(document_attention(qkv, 0.0, documents), expected, atol=1e-6)
         assert kernel.call_count == 1
         document_attention(qkv, 0.1, documents)  # with dropout the kernel is of no use
@@ -179,9 +189,22 @@ def write_documents(folder: Path) -> None:
 
 
 def train(rank: int, world_size: int, folder: str, flags: list[str]) -> tuple[list[float], float]:
-    run = start(rank, world_size, folder, ["--train-data", f"{folder}/text.jsonl", "--eval-iters", "2",
-                                           "--save", f"{folder}/save_{world_size}_{abs(hash(tuple(flags)))}",
-                                           "--global-batch-size", "8", *flags])
+    run = start(
+        rank,
+        world_size,
+        folder,
+        [
+            "--train-data",
+            f"{folder}/text.jsonl",
+            "--eval-iters",
+            "2",
+            "--save",
+            f"{folder}/save_{world_size}_{abs(hash(tuple(flags)))}",
+            "--global-batch-size",
+            "8",
+            *flags,
+        ],
+    )
     assert run.data.splits.valid is not None
     losses = steps(run, 3)["loss"]
     held_out = evaluate(run, run.data.splits.valid, "valid", 10).lm_loss
@@ -192,13 +215,14 @@ def train(rank: int, world_size: int, folder: str, flags: list[str]) -> tuple[li
 def test_training_is_the_same_under_every_layout(tmp_path: Path) -> None:
     write_documents(tmp_path)
     folder = str(tmp_path)
-    (expected, held_out), = run_ranks(train, 1, folder, ["--micro-batch-size", "8", *FLAGS])
-    (without, _), = run_ranks(train, 1, folder, ["--micro-batch-size", "8"])
+    ((expected, held_out),) = run_ranks(train, 1, folder, ["--micro-batch-size", "8", *FLAGS])
+    ((without, _),) = run_ranks(train, 1, folder, ["--micro-batch-size", "8"])
     assert all(abs(a - b) > 1e-4 for a, b in zip(expected, without, strict=True))
     for world_size, flags in (
-            (1, ["--micro-batch-size", "1"]),
-            (2, ["--micro-batch-size", "2", "--model-parallel-size", "2", "--sequence-parallel"]),
-            (2, ["--micro-batch-size", "4", "--recompute-granularity", "full", "--DDP-impl", "torch"])):
+        (1, ["--micro-batch-size", "1"]),
+        (2, ["--micro-batch-size", "2", "--model-parallel-size", "2", "--sequence-parallel"]),
+        (2, ["--micro-batch-size", "4", "--recompute-granularity", "full", "--DDP-impl", "torch"]),
+    ):
         for losses, loss in run_ranks(train, world_size, folder, [*flags, *FLAGS]):
             assert losses == pytest.approx(expected, rel=1e-5) and loss == pytest.approx(held_out, rel=1e-5)
 

@@ -18,23 +18,44 @@ from megatron.gpt2.model.gpt2 import GPT2Model, seeded_normal
 from megatron.gpt2.model.parameters import count_parameters, parameter_specs
 from tests.distributed import run_ranks
 
-SMALL = ModelConfig(num_layers=3, hidden_size=64, num_attention_heads=4, max_position_embeddings=24, vocab_size=101,
-                    attention_dropout=0.0, hidden_dropout=0.0)
-SHAPE_345M: dict[str, Any] = {"num_layers": 24, "hidden_size": 1024, "num_attention_heads": 16,
-                              "max_position_embeddings": 1024, "vocab_size": 50257}
+SMALL = ModelConfig(
+    num_layers=3,
+    hidden_size=64,
+    num_attention_heads=4,
+    max_position_embeddings=24,
+    vocab_size=101,
+    attention_dropout=0.0,
+    hidden_dropout=0.0,
+)
+SHAPE_345M: dict[str, Any] = {
+    "num_layers": 24,
+    "hidden_size": 1024,
+    "num_attention_heads": 16,
+    "max_position_embeddings": 1024,
+    "vocab_size": 50257,
+}
 
 
 def from_huggingface(state: dict[str, Tensor], heads: int) -> dict[str, Tensor]:
     """transformers' names and layout to ours: Conv1D stores [in, out]; fused QKV is [3, n, d] there, [n, 3, d] here."""
+
     def qkv(x: Tensor) -> Tensor:
         return x.view(3, heads, x.size(0) // 3 // heads, *x.shape[1:]).transpose(0, 1).reshape(x.shape)
 
-    ours = {"word_embeddings.weight": state["transformer.wte.weight"],
-            "position_embeddings.weight": state["transformer.wpe.weight"],
-            "transformer.final_layernorm.weight": state["transformer.ln_f.weight"],
-            "transformer.final_layernorm.bias": state["transformer.ln_f.bias"]}
-    names = {"ln_1": "input_layernorm", "ln_2": "post_attention_layernorm", "attn.c_attn": "attention.query_key_value",
-             "attn.c_proj": "attention.dense", "mlp.c_fc": "mlp.dense_h_to_4h", "mlp.c_proj": "mlp.dense_4h_to_h"}
+    ours = {
+        "word_embeddings.weight": state["transformer.wte.weight"],
+        "position_embeddings.weight": state["transformer.wpe.weight"],
+        "transformer.final_layernorm.weight": state["transformer.ln_f.weight"],
+        "transformer.final_layernorm.bias": state["transformer.ln_f.bias"],
+    }
+    names = {
+        "ln_1": "input_layernorm",
+        "ln_2": "post_attention_layernorm",
+        "attn.c_attn": "attention.query_key_value",
+        "attn.c_proj": "attention.dense",
+        "mlp.c_fc": "mlp.dense_h_to_4h",
+        "mlp.c_proj": "mlp.dense_4h_to_h",
+    }
     for name, value in state.items():
         if name.startswith("transformer.h."):
             _, _, layer, rest = name.split(".", 3)
@@ -61,10 +82,19 @@ def of_huggingface(gelu: str) -> Expected:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
-    theirs = GPT2LMHeadModel(GPT2Config(
-        vocab_size=SMALL.vocab_size, n_positions=SMALL.max_position_embeddings, n_embd=SMALL.hidden_size,
-        n_layer=SMALL.num_layers, n_head=SMALL.num_attention_heads, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0,
-        activation_function={"tanh": "gelu_new", "erf": "gelu"}[gelu])).train()
+    theirs = GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=SMALL.vocab_size,
+            n_positions=SMALL.max_position_embeddings,
+            n_embd=SMALL.hidden_size,
+            n_layer=SMALL.num_layers,
+            n_head=SMALL.num_attention_heads,
+            resid_pdrop=0,
+            embd_pdrop=0,
+            attn_pdrop=0,
+            activation_function={"tanh": "gelu_new", "erf": "gelu"}[gelu],
+        )
+    ).train()
     with torch.no_grad():
         for parameter in theirs.parameters():  # biases too: zeros would hide a bias added once a rank
             parameter.normal_(0, 0.15)
@@ -72,9 +102,10 @@ def of_huggingface(gelu: str) -> Expected:
     logits = theirs(text[:, :-1]).logits
     loss = F.cross_entropy(logits.flatten(0, 1), text[:, 1:].flatten())
     loss.backward()
-    weights, grads = (from_huggingface({name: tensor.detach() for name, tensor in tensors.items()},
-                                       SMALL.num_attention_heads)
-                      for tensors in (theirs.state_dict(), {name: p.grad for name, p in theirs.named_parameters()}))
+    weights, grads = (
+        from_huggingface({name: tensor.detach() for name, tensor in tensors.items()}, SMALL.num_attention_heads)
+        for tensors in (theirs.state_dict(), {name: p.grad for name, p in theirs.named_parameters()})
+    )
     return Expected(text, weights, logits.detach(), loss.detach(), grads)
 
 

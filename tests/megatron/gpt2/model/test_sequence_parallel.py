@@ -17,12 +17,26 @@ from tests.megatron.gpt2.training.training_runs import SHAPE, finish, merged, st
 STEPS = 30
 
 
-def first_step_then_train(rank: int, world_size: int, folder: str, model_parallel: int,
-                          flags: list[str]) -> dict[str, Any]:
+def first_step_then_train(
+    rank: int, world_size: int, folder: str, model_parallel: int, flags: list[str]
+) -> dict[str, Any]:
     """Loss and summed gradients of the first step, then the losses of STEPS steps."""
-    run = start(rank, world_size, folder, ["--model-parallel-size", str(model_parallel), "--clip-grad", "0",
-                                           "--micro-batch-size", str(8 * model_parallel // world_size),
-                                           "--save", f"{folder}/{model_parallel}_{world_size}_{len(flags)}", *flags])
+    run = start(
+        rank,
+        world_size,
+        folder,
+        [
+            "--model-parallel-size",
+            str(model_parallel),
+            "--clip-grad",
+            "0",
+            "--micro-batch-size",
+            str(8 * model_parallel // world_size),
+            "--save",
+            f"{folder}/{model_parallel}_{world_size}_{len(flags)}",
+            *flags,
+        ],
+    )
     gradients: dict[str, Tensor] = {}
     step = run.engine.optimizer.step
 
@@ -51,11 +65,18 @@ def reference(folder: Path) -> dict[str, Any]:
     return alone
 
 
-@pytest.mark.parametrize(("ranks", "model_parallel", "flags"), [
-    (2, 2, []), pytest.param(4, 2, [], marks=pytest.mark.wide), pytest.param(4, 4, [], marks=pytest.mark.wide),
-    pytest.param(4, 2, ["--use-distributed-optimizer"], marks=pytest.mark.wide)])
-def test_first_step_and_the_layout(folder: Path, reference: dict[str, Any], ranks: int, model_parallel: int,
-                                   flags: list[str]):
+@pytest.mark.parametrize(
+    ("ranks", "model_parallel", "flags"),
+    [
+        (2, 2, []),
+        pytest.param(4, 2, [], marks=pytest.mark.wide),
+        pytest.param(4, 4, [], marks=pytest.mark.wide),
+        pytest.param(4, 2, ["--use-distributed-optimizer"], marks=pytest.mark.wide),
+    ],
+)
+def test_first_step_and_the_layout(
+    folder: Path, reference: dict[str, Any], ranks: int, model_parallel: int, flags: list[str]
+):
     for result in run_ranks(first_step_then_train, ranks, str(folder), model_parallel, ["--sequence-parallel", *flags]):
         assert result["loss"][0] == pytest.approx(reference["loss"][0], rel=1e-6)
         if not flags:  # where they are sharded, a rank has a part of them alone
@@ -87,8 +108,10 @@ def partial_and_complete(rank: int, world_size: int) -> dict[str, list[bool]]:
     def is_complete(model: GPT2Model, tolerance: float) -> list[bool]:
         marked = {name: p for name, p in model.named_parameters() if getattr(p, "sequence_parallel", False)}
         assert marked.keys() == expected.keys()
-        return [bool((p.grad.float() - expected[name]).norm() < tolerance * expected[name].norm())
-                for name, p in marked.items()]
+        return [
+            bool((p.grad.float() - expected[name]).norm() < tolerance * expected[name].norm())
+            for name, p in marked.items()
+        ]
 
     plain = model_after_backward(sequence_parallel=True)
     seen = {"autograd": is_complete(plain, 1e-2)}

@@ -19,8 +19,20 @@ from tests.megatron.gpt2.training.training_runs import finish, start, state, ste
 
 # 8 samples a step, accumulated on 2 and on 4 ranks; buckets that hold a part of a layer; rows of 48, which no rank's
 # part of a bucket, a multiple of 64, ends with.
-TINY = ["--hidden-size", "48", "--num-layers", "2", "--global-batch-size", "8", "--micro-batch-size", "1",
-        "--ddp-bucket-size", "10000", "--lr", "1e-3"]
+TINY = [
+    "--hidden-size",
+    "48",
+    "--num-layers",
+    "2",
+    "--global-batch-size",
+    "8",
+    "--micro-batch-size",
+    "1",
+    "--ddp-bucket-size",
+    "10000",
+    "--lr",
+    "1e-3",
+]
 SHARDED, OFFLOADED = "--use-distributed-optimizer", "--cpu-offload-optimizer"
 STEPS = 30
 
@@ -100,8 +112,13 @@ def held(rank: int, world_size: int, folder: str) -> dict[str, int]:
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
     true = sum(parameter.numel() for parameter in run.engine.model.parameters())
     finish(run)
-    return {"bytes": sum(storages.values()), "true": true, "buffer": run.engine.flat.params.numel(),
-            "tensors": len(run.engine.flat.ranges), "buckets": len(run.engine.flat.buckets)}
+    return {
+        "bytes": sum(storages.values()),
+        "true": true,
+        "buffer": run.engine.flat.params.numel(),
+        "tensors": len(run.engine.flat.ranges),
+        "buckets": len(run.engine.flat.buckets),
+    }
 
 
 def assert_share_of_memory(seen: dict[str, int], data_parallel: int) -> None:
@@ -158,7 +175,7 @@ def true_state(runs: list[dict[str, Any]], kind: str) -> dict[str, Tensor]:
         for run in runs:
             for other_kind, other_name, values, begin in run["state"]:
                 if (other_kind, other_name) == (kind, name):
-                    shards[run["model_parallel_rank"]].view(-1)[begin:begin + values.numel()] = values
+                    shards[run["model_parallel_rank"]].view(-1)[begin : begin + values.numel()] = values
         whole[name] = spec.merge(shards)
         assert not whole[name].isnan().any(), f"nobody holds all of {kind} {name}"
     return whole
@@ -166,10 +183,14 @@ def true_state(runs: list[dict[str, Any]], kind: str) -> dict[str, Tensor]:
 
 def everything(run: Run) -> dict[str, Any]:
     run.engine.gatherer.wait()
-    return {"specs": mpu.partition_specs(run.engine.model), "model_parallel_size": run.parallel.model_parallel_size,
-            "model_parallel_rank": run.parallel.model_parallel_rank,
-            "state": [(s.kind, s.name, s.values.clone(), s.start) for s in run.engine.optimizer.tensors()],
-            "steps": run.engine.optimizer.state_dict(), "weights": weights(run)}
+    return {
+        "specs": mpu.partition_specs(run.engine.model),
+        "model_parallel_size": run.parallel.model_parallel_size,
+        "model_parallel_rank": run.parallel.model_parallel_rank,
+        "state": [(s.kind, s.name, s.values.clone(), s.start) for s in run.engine.optimizer.tensors()],
+        "steps": run.engine.optimizer.state_dict(),
+        "weights": weights(run),
+    }
 
 
 def moved(rank: int, world_size: int, folder: str) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -179,8 +200,21 @@ def moved(rank: int, world_size: int, folder: str) -> tuple[dict[str, Any], dict
     assert run.save() is not None
     before = everything(run)
     finish(run)
-    run = begin(rank, world_size, folder, "mp2_dp2", "--precision", "bf16", SHARDED, "--model-parallel-size", "2",
-                "--load", f"{folder}/dp4", "--ddp-bucket-size", "7000")
+    run = begin(
+        rank,
+        world_size,
+        folder,
+        "mp2_dp2",
+        "--precision",
+        "bf16",
+        SHARDED,
+        "--model-parallel-size",
+        "2",
+        "--load",
+        f"{folder}/dp4",
+        "--ddp-bucket-size",
+        "7000",
+    )
     after = everything(run)
     run.save()
     finish(run)
@@ -192,10 +226,16 @@ def test_a_checkpoint_opens_under_any_layout(folder: Path):
     before, after = [list(side) for side in zip(*runs, strict=True)]
     checkpoint = Checkpoint(folder / "dp4" / "iter_0000003")
     files = {name for name in checkpoint.files if "_dp_" in name and "rng" not in name}
-    assert files == {f"mp_rank_00/{kind}_dp_0{i}.safetensors" for kind in ("master", "exp_avg", "exp_avg_sq")
-                     for i in range(4)}
-    assert max(len([key for key in info.boxes if key.partition("#")[0] == "master.word_embeddings.weight"])
-               for info in checkpoint.files.values()) == 3, "part of a row, rows, part of a row"
+    assert files == {
+        f"mp_rank_00/{kind}_dp_0{i}.safetensors" for kind in ("master", "exp_avg", "exp_avg_sq") for i in range(4)
+    }
+    assert (
+        max(
+            len([key for key in info.boxes if key.partition("#")[0] == "master.word_embeddings.weight"])
+            for info in checkpoint.files.values()
+        )
+        == 3
+    ), "part of a row, rows, part of a row"
     assert checkpoint.facts["layout"]["optimizer_is_sharded"] is True
     loads = [after]
     for name in ("dp4", "mp2_dp2"):
@@ -219,12 +259,24 @@ def test_a_checkpoint_opens_under_any_layout(folder: Path):
 
 def poisoned(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     """One gradient on one rank is infinite in the third step."""
-    run = begin(rank, world_size, folder, "overflow", "--precision", "fp16", "--initial-loss-scale", "1024",
-                "--hysteresis", "1", SHARDED)
+    run = begin(
+        rank,
+        world_size,
+        folder,
+        "overflow",
+        "--precision",
+        "fp16",
+        "--initial-loss-scale",
+        "1024",
+        "--hysteresis",
+        "1",
+        SHARDED,
+    )
     count, masters = 0, []
     if rank == 1:
         dict(run.engine.model.named_parameters())["transformer.layers.0.mlp.dense_h_to_4h.bias"].register_hook(
-            lambda grad: grad + (torch.inf if count == 2 else 0.0))
+            lambda grad: grad + (torch.inf if count == 2 else 0.0)
+        )
     seen: dict[str, list[Any]] = {}
     for count in range(5):  # noqa: B007 - the hook reads it
         masters.append(torch.cat(run.engine.flat.masters))

@@ -44,16 +44,28 @@ def test_ten_thousand_owned_ranges() -> None:
 
 def test_what_a_shard_owns_of_a_parameter() -> None:
     """All shards together own every element once."""
-    model = nn.ParameterDict({"a": nn.Parameter(torch.arange(300.0).view(30, 10)), "b": nn.Parameter(torch.arange(7.0)),
-                              "c": nn.Parameter(torch.arange(129.0).view(43, 3))})
+    model = nn.ParameterDict(
+        {
+            "a": nn.Parameter(torch.arange(300.0).view(30, 10)),
+            "b": nn.Parameter(torch.arange(7.0)),
+            "c": nn.Parameter(torch.arange(129.0).view(43, 3)),
+        }
+    )
     seen = {name: torch.zeros(parameter.numel()) for name, parameter in model.items()}
     for rank in range(4):
-        flat = FlatParameters(nn.ParameterDict({name: nn.Parameter(p.detach().clone()) for name, p in model.items()}),
-                              torch.float32, bucket_size=350, ranks=(rank, 4), sharded=True)
+        flat = FlatParameters(
+            nn.ParameterDict({name: nn.Parameter(p.detach().clone()) for name, p in model.items()}),
+            torch.float32,
+            bucket_size=350,
+            ranks=(rank, 4),
+            sharded=True,
+        )
         for name, parameter in model.items():
             index, part, start = flat.owned_part_of(name)
             length = part.stop - part.start
-            seen[name][start:start + length] += 1
-            assert torch.equal(flat.masters[index][part] if length else torch.empty(0),
-                               parameter.detach().flatten()[start:start + length])
+            seen[name][start : start + length] += 1
+            assert torch.equal(
+                flat.masters[index][part] if length else torch.empty(0),
+                parameter.detach().flatten()[start : start + length],
+            )
     assert all((count == 1).all() for count in seen.values())

@@ -15,11 +15,14 @@ from megatron.gpt2.optimizer.learning_rates import LearningRate
 from megatron.gpt2.optimizer.loss_scaler import DynamicLossScaler
 
 
-@pytest.mark.parametrize("iterations, final_scale, skipped, logged", [
-    (320_000, 131_072, 16, ["3.937E-06", "8.625E-06"]),
-    (300, 32_768, 18, ["1.258E-04", "5.257E-05", "1.806E-06"]),
-    (600, 8_192, 20, ["1.444E-04", "1.210E-04", "8.518E-05", "4.666E-05", "1.574E-05", "6.939E-07"]),
-])
+@pytest.mark.parametrize(
+    "iterations, final_scale, skipped, logged",
+    [
+        (320_000, 131_072, 16, ["3.937E-06", "8.625E-06"]),
+        (300, 32_768, 18, ["1.258E-04", "5.257E-05", "1.806E-06"]),
+        (600, 8_192, 20, ["1.444E-04", "1.210E-04", "8.518E-05", "4.666E-05", "1.574E-05", "6.939E-07"]),
+    ],
+)
 def test_published_runs(iterations, final_scale, skipped, logged):
     """Megatron's 345M in fp16: every step overflows until the scale fits, and a skipped step does not count."""
     rate = LearningRate(OptimizerConfig(lr=1.5e-4, lr_decay_style="cosine-2019", warmup=0.01), iterations, 1)
@@ -40,9 +43,17 @@ def schedule(style: str, **changes: Any) -> LearningRate:
     return LearningRate(dataclasses.replace(config, **changes), 100, 8)
 
 
-@pytest.mark.parametrize("style, half_way, end", [
-    ("constant", 1.0, 1.0), ("linear", 0.55, 0.1), ("cosine", 0.55, 0.1), ("exponential", 0.5**0.5, 0.5),
-    ("WSD", 1.0, 0.1), ("cosine-2019", 0.5 * (np.cos(np.pi * 0.45) + 1), 0.1)])
+@pytest.mark.parametrize(
+    "style, half_way, end",
+    [
+        ("constant", 1.0, 1.0),
+        ("linear", 0.55, 0.1),
+        ("cosine", 0.55, 0.1),
+        ("exponential", 0.5**0.5, 0.5),
+        ("WSD", 1.0, 0.1),
+        ("cosine-2019", 0.5 * (np.cos(np.pi * 0.45) + 1), 0.1),
+    ],
+)
 def test_styles(style, half_way, end):
     rate = schedule(style)
     assert [rate(n) for n in (0, 5, 10)] == [0.0, 0.5, 1.0]  # below the floor while it warms up
@@ -82,10 +93,17 @@ def test_cosine_today_reaches_the_floor_that_2019_missed():
     assert then(90) == then(100) and schedule("cosine-2019", min_lr=0.2)(100) == 0.2
 
 
-@pytest.mark.parametrize("style, changes, message", [
-    ("linear", {"lr_warmup_iters": 101}, r"the warm-up of 101 iterations \(--lr-warmup-iters\) is more than the 100"),
-    ("WSD", {"lr_wsd_decay_iters": 95}, "--lr-wsd-decay-iters 95 does not fit"),
-])
+@pytest.mark.parametrize(
+    "style, changes, message",
+    [
+        (
+            "linear",
+            {"lr_warmup_iters": 101},
+            r"the warm-up of 101 iterations \(--lr-warmup-iters\) is more than the 100",
+        ),
+        ("WSD", {"lr_wsd_decay_iters": 95}, "--lr-wsd-decay-iters 95 does not fit"),
+    ],
+)
 def test_impossible_schedules(style, changes, message):
     with pytest.raises(ValueError, match=message):
         schedule(style, **changes)

@@ -44,20 +44,24 @@ class Recorder:
         self.flat = flat = run.engine.flat
         # The embeddings' gradient is the last to be ready.
         flat.parameters["word_embeddings.weight"].register_post_accumulate_grad_hook(
-            lambda parameter: self.events.append(("embedding", 0)))
+            lambda parameter: self.events.append(("embedding", 0))
+        )
         for i, layer in enumerate(run.engine.model.transformer.layers):
             layer.register_forward_pre_hook(lambda module, args, i=i: self.events.append(("layer", i)))
-        with (mock.patch.object(dist, "all_reduce", self._reduce), mock.patch.object(
-                gradient_reducer, "reduce_scatter_single", self._scatter), mock.patch.object(
-                parameter_gatherer, "all_gather_single", self._gather)):
+        with (
+            mock.patch.object(dist, "all_reduce", self._reduce),
+            mock.patch.object(gradient_reducer, "reduce_scatter_single", self._scatter),
+            mock.patch.object(parameter_gatherer, "all_gather_single", self._gather),
+        ):
             train_step(run)
             self.events.append(("step", 1))
             train_step(run)
             run.engine.gatherer.wait()
 
     def bucket_with_gradients(self, grads: Tensor) -> int:
-        return next(i for i, own in enumerate(self.flat._grads)
-                    if own is not None and own.data_ptr() == grads.data_ptr())
+        return next(
+            i for i, own in enumerate(self.flat._grads) if own is not None and own.data_ptr() == grads.data_ptr()
+        )
 
     def _reduce(self, sent: Tensor, **options: Any) -> Any:
         if options.get("async_op"):  # the norm is summed at once
@@ -95,7 +99,7 @@ def test_communication_overlaps_with_computation(tmp_path: Path):
         for events, buckets in (whole, *sharded):
             cut = events.index(("step", 1))
             assert not which(events, "blocking")
-            for step in (events[:cut], events[cut + 1:]):
+            for step in (events[:cut], events[cut + 1 :]):
                 assert which(step, "reduce") == list(range(len(buckets))), "once a step, whatever is accumulated"
                 ends = [i for i, (what, _) in enumerate(step) if what == "embedding"]
                 assert len(ends) == 4 and ends[2] < step.index(("reduce", 0)) < ends[3], "while the last backward runs"
@@ -104,12 +108,16 @@ def test_communication_overlaps_with_computation(tmp_path: Path):
             cut = events.index(("step", 1))
             assert which(events[:cut], "gather") == list(range(len(buckets)))[::-1], "in the order of forward"
             assert not which(events[:cut], "wait"), "nobody waits before the next forward"
-            first_forward = events[cut + 1:events.index(("layer", 1), cut) + 1]
+            first_forward = events[cut + 1 : events.index(("layer", 1), cut) + 1]
             assert which(first_forward, "layer") == [0, 1]
             for layer in (0, 1):
-                waited = which(first_forward[:first_forward.index(("layer", layer))], "wait")
-                needed = {i for i, names in enumerate(buckets) for name in names
-                          if not name.startswith("transformer.layers.") or int(name.split(".")[2]) <= layer}
+                waited = which(first_forward[: first_forward.index(("layer", layer))], "wait")
+                needed = {
+                    i
+                    for i, names in enumerate(buckets)
+                    for name in names
+                    if not name.startswith("transformer.layers.") or int(name.split(".")[2]) <= layer
+                }
                 assert sorted(waited) == sorted(needed), "each once, all that it needs and no more"
                 assert (len(waited) < len(buckets)) == (layer == 0)
 
@@ -117,25 +125,40 @@ def test_communication_overlaps_with_computation(tmp_path: Path):
 def replicated_sums(rank: int, world_size: int, folder: str) -> None:
     """At (model-parallel, data-parallel) = (2, 2), whole and sharded."""
     for flags in ([], [SHARDED]):
-        run = begin(rank, world_size, folder, f"tail{len(flags)}", "--model-parallel-size", "2",
-                    "--ddp-bucket-size", "7000", "--sequence-parallel", *flags)
+        run = begin(
+            rank,
+            world_size,
+            folder,
+            f"tail{len(flags)}",
+            "--model-parallel-size",
+            "2",
+            "--ddp-bucket-size",
+            "7000",
+            "--sequence-parallel",
+            *flags,
+        )
         flat, p = run.engine.flat, run.parallel
         for name, parameter in flat.parameters.items():
             is_split = getattr(parameter, "model_parallel", False)
             segment = flat.owned[flat.owned_part_of(name)[0]]
             assert flat.owned_part_of(name)[1] == slice(0, 0) or (
-                segment.is_split == is_split and segment.is_partial != is_split), name
+                segment.is_split == is_split and segment.is_partial != is_split
+            ), name
         for index in range(len(flat.buckets)):
             flat.bucket_grads(index).fill_(1.0 + p.model_parallel_rank)
         reducer = GradientReducer(flat, p.data_parallel_group)
         with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as spy:
             reducer.finish()
         replicated = [grad for grad, s in zip(flat.owned_grads(), flat.owned, strict=True) if not s.is_split]
-        assert [call.args[0].numel() for call in spy.call_args_list] == [sum(map(torch.numel, replicated))], \
+        assert [call.args[0].numel() for call in spy.call_args_list] == [sum(map(torch.numel, replicated))], (
             "one all-reduce"
+        )
         assert all((grad == 3.0).all() for grad in replicated)
-        assert all((grad == 1.0 + p.model_parallel_rank).all()
-                   for grad, s in zip(flat.owned_grads(), flat.owned, strict=True) if s.is_split)
+        assert all(
+            (grad == 1.0 + p.model_parallel_rank).all()
+            for grad, s in zip(flat.owned_grads(), flat.owned, strict=True)
+            if s.is_split
+        )
         finish(run)
 
 

@@ -24,12 +24,32 @@ def keep(run: Run, grads: list[torch.Tensor]) -> None:
 
 def with_and_without_recompute(rank: int, world_size: int, folder: str, precision: str) -> list[Any]:
     results: list[Any] = []
-    for flags in ([], ["--checkpoint-activations"],
-                  ["--checkpoint-activations", "--checkpoint-num-layers", "2"],
-                  ["--recompute-granularity", "selective"]):
-        run = start(rank, world_size, folder, [
-            "--num-layers", "3", "--attention-dropout", "0.1", "--hidden-dropout", "0.1", "--precision", precision,
-            "--save", f"{folder}/recompute{len(results)}", "--model-parallel-size", str(world_size), *flags])
+    for flags in (
+        [],
+        ["--checkpoint-activations"],
+        ["--checkpoint-activations", "--checkpoint-num-layers", "2"],
+        ["--recompute-granularity", "selective"],
+    ):
+        run = start(
+            rank,
+            world_size,
+            folder,
+            [
+                "--num-layers",
+                "3",
+                "--attention-dropout",
+                "0.1",
+                "--hidden-dropout",
+                "0.1",
+                "--precision",
+                precision,
+                "--save",
+                f"{folder}/recompute{len(results)}",
+                "--model-parallel-size",
+                str(world_size),
+                *flags,
+            ],
+        )
         seen = steps(run, 3)
         # The gradients of one more step, before the optimizer uses the buffer.
         grads: list[torch.Tensor] = []
@@ -48,7 +68,8 @@ def test_selective_recomputation_does_not_keep_the_outputs_of_gelu_and_norms():
     for recompute in (False, True):
         layer = mpu.ParallelTransformerLayer(
             mpu.TransformerConfig(64, 4, 256, recompute_granularity="selective" if recompute else "none"),
-            init_method_for=lambda name: torch.nn.init.xavier_normal_).train()
+            init_method_for=lambda name: torch.nn.init.xavier_normal_,
+        ).train()
         outputs: list[weakref.ref[torch.UntypedStorage]] = []
 
         def watched(function: Any, outputs: Any = outputs) -> Any:
@@ -81,14 +102,35 @@ def test_recomputation_is_bit_identical(tmp_path: Path, world_size: int, precisi
 
 def overflow(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     """One gradient on one rank is poisoned in steps 2, 3 and 4; the scale may double after 3 clean steps."""
-    run = start(rank, world_size, folder, [
-        "--precision", "fp16", "--initial-loss-scale", "1024", "--loss-scale-window", "3", "--model-parallel-size",
-        "2", "--lr-decay-style", "linear", "--warmup", "0.01", "--lr", "1e-3", "--save", f"{folder}/overflow"])
+    run = start(
+        rank,
+        world_size,
+        folder,
+        [
+            "--precision",
+            "fp16",
+            "--initial-loss-scale",
+            "1024",
+            "--loss-scale-window",
+            "3",
+            "--model-parallel-size",
+            "2",
+            "--lr-decay-style",
+            "linear",
+            "--warmup",
+            "0.01",
+            "--lr",
+            "1e-3",
+            "--save",
+            f"{folder}/overflow",
+        ],
+    )
     weights: list[torch.Tensor] = []
     if rank == world_size - 1:
         poison = {2: torch.inf, 3: torch.nan, 4: -torch.inf}
         dict(run.engine.model.named_parameters())["transformer.layers.0.mlp.dense_h_to_4h.bias"].register_hook(
-            lambda grad: grad + poison.get(len(weights), 0.0))
+            lambda grad: grad + poison.get(len(weights), 0.0)
+        )
     step = run.engine.optimizer.step
 
     def watched() -> None:

@@ -46,8 +46,13 @@ def both_stages(rank: int, world_size: int, folder: str, flags: list[str]) -> di
         run = start(rank, world_size, folder, [*SHARDED, *flags, *more, "--save", f"{folder}/{len(flags)}_{stage}"])
         seen = steps(run, 3)
         weights = state(run)
-        found[stage] = (seen["loss"], seen["norm"], weights, gradients_in_a_step(run),
-                        4 * run.engine.flat.params.numel())
+        found[stage] = (
+            seen["loss"],
+            seen["norm"],
+            weights,
+            gradients_in_a_step(run),
+            4 * run.engine.flat.params.numel(),
+        )
         finish(run)
     return found
 
@@ -62,10 +67,14 @@ def test_with_one_micro_batch_it_is_stage_1_to_the_bit(tmp_path: Path):
             assert most < 0.8 * whole, "whole buckets are freed as backward goes on"
 
 
-@pytest.mark.parametrize("ranks, flags", [
-    (2, []),
-    pytest.param(4, ["--model-parallel-size", "2", "--sequence-parallel"], marks=pytest.mark.wide),
-    pytest.param(2, ["--cpu-offload-optimizer", "--recompute-granularity", "full"], marks=pytest.mark.wide)])
+@pytest.mark.parametrize(
+    "ranks, flags",
+    [
+        (2, []),
+        pytest.param(4, ["--model-parallel-size", "2", "--sequence-parallel"], marks=pytest.mark.wide),
+        pytest.param(2, ["--cpu-offload-optimizer", "--recompute-granularity", "full"], marks=pytest.mark.wide),
+    ],
+)
 def test_between_micro_batches_a_rank_holds_what_it_owns(tmp_path: Path, ranks: int, flags: list[str]):
     write_text(tmp_path)
     batch = ["--micro-batch-size", "2", "--global-batch-size", "12"]

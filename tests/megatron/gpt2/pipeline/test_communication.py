@@ -33,15 +33,41 @@ from megatron.gpt2.training.schedule_runner import ScheduleRunner
 
 PAGE = Path(__file__).parents[4] / "docs" / "explanation" / "parallelism.md"
 T, P, D, M, B = 8, 4, 16, 3, 2  # sizes of the groups, micro-batches of a step, and samples of one
-MODEL = ["--num-layers", "24", "--hidden-size", "1024", "--num-attention-heads", "16", "--seq-length", "1024",
-         "--max-position-embeddings", "1024", "--micro-batch-size", str(B), "--train-data", "none", "--train-iters",
-         "1", "--tensor-model-parallel-size", str(T), "--pipeline-model-parallel-size", str(P)]
+MODEL = [
+    "--num-layers",
+    "24",
+    "--hidden-size",
+    "1024",
+    "--num-attention-heads",
+    "16",
+    "--seq-length",
+    "1024",
+    "--max-position-embeddings",
+    "1024",
+    "--micro-batch-size",
+    str(B),
+    "--train-data",
+    "none",
+    "--train-iters",
+    "1",
+    "--tensor-model-parallel-size",
+    str(T),
+    "--pipeline-model-parallel-size",
+    str(P),
+]
 META = torch.device("meta")
 LAYOUTS = {
     "plain": ["--precision", "bf16"],
     "sequence, zero-bubble": ["--precision", "fp32", "--sequence-parallel", "--pipeline-schedule", "zero-bubble"],
-    "sequence, sharded, interleaved": ["--precision", "bf16", "--sequence-parallel", "--use-distributed-optimizer",
-                                       "--num-layers-per-virtual-pipeline-stage", "3"]}
+    "sequence, sharded, interleaved": [
+        "--precision",
+        "bf16",
+        "--sequence-parallel",
+        "--use-distributed-optimizer",
+        "--num-layers-per-virtual-pipeline-stage",
+        "3",
+    ],
+}
 STAGES = {"first": 0, "middle": 1, "last": P - 1}
 
 
@@ -60,11 +86,17 @@ class BytesSent(TorchDispatchMode):
     def __init__(self, parallel: mpu.ParallelState) -> None:
         super().__init__()
         self.sent: defaultdict[str, float] = defaultdict(float)
-        groups = {"tensor": parallel.tensor_model_parallel_group, "pipeline": parallel.pipeline_model_parallel_group,
-                  "data": parallel.data_parallel_group, "embedding": parallel.embedding_group,
-                  "model": parallel.model_parallel_group, "all ranks": dist.group.WORLD}
-        self._names = {frozenset(dist.get_process_group_ranks(group)): name for name, group in groups.items()
-                       if group is not None}
+        groups = {
+            "tensor": parallel.tensor_model_parallel_group,
+            "pipeline": parallel.pipeline_model_parallel_group,
+            "data": parallel.data_parallel_group,
+            "embedding": parallel.embedding_group,
+            "model": parallel.model_parallel_group,
+            "all ranks": dist.group.WORLD,
+        }
+        self._names = {
+            frozenset(dist.get_process_group_ranks(group)): name for name, group in groups.items() if group is not None
+        }
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.name().partition("::")[2].partition(".")[0].strip("_")
@@ -75,8 +107,15 @@ class BytesSent(TorchDispatchMode):
             whole = args[1] if name == "reduce_scatter_base" else args[0]
             size = sum(x.numel() * x.element_size() for x in tree_leaves(whole) if isinstance(x, torch.Tensor))
             in_a_ring = (group.size() - 1) / group.size()
-            times = {"allreduce": 2 * in_a_ring, "allgather": in_a_ring, "allgather_base": in_a_ring,
-                     "reduce_scatter_base": in_a_ring, "alltoall_base": in_a_ring, "send": 1.0, "recv": 0.0}[name]
+            times = {
+                "allreduce": 2 * in_a_ring,
+                "allgather": in_a_ring,
+                "allgather_base": in_a_ring,
+                "reduce_scatter_base": in_a_ring,
+                "alltoall_base": in_a_ring,
+                "send": 1.0,
+                "recv": 0.0,
+            }[name]
             self.sent[self._names[frozenset(dist.get_process_group_ranks(group))]] += times * size
         return func(*args, **(kwargs or {}))
 
@@ -84,8 +123,9 @@ class BytesSent(TorchDispatchMode):
 @contextlib.contextmanager
 def joined(stage: int, replica: int) -> Iterator[mpu.ParallelState]:
     """The groups of one rank of 512, the first one of its tensor group."""
-    dist.init_process_group("cpu:fake,meta:fake", rank=(stage * D + replica) * T, world_size=T * P * D,
-                            store=FakeStore())
+    dist.init_process_group(
+        "cpu:fake,meta:fake", rank=(stage * D + replica) * T, world_size=T * P * D, store=FakeStore()
+    )
     try:
         yield mpu.initialize_model_parallel(T, P)
     finally:
@@ -101,8 +141,15 @@ def config_of(flags: Sequence[str]) -> Config:
 def bytes_of_a_step(config: Config, parallel: mpu.ParallelState) -> dict[str, float]:
     """What one training step sends, by group."""
     dtype = torch.float32 if config.train.precision == "fp32" else torch.bfloat16
-    prepared: Any = SimpleNamespace(config=config, device=META, dtype=dtype, train_iters=1, decay_iters=1,
-                                    batch_schedule=BatchSchedule.constant(1), global_batch_size=1)
+    prepared: Any = SimpleNamespace(
+        config=config,
+        device=META,
+        dtype=dtype,
+        train_iters=1,
+        decay_iters=1,
+        batch_schedule=BatchSchedule.constant(1),
+        global_batch_size=1,
+    )
     engine = build_engine(prepared, parallel, lambda line: None)
     engine.model.train()
     run_schedule = ScheduleRunner(config.schedule, engine, parallel, Timers(torch.device("cpu")))
@@ -119,8 +166,10 @@ def rows_of_page() -> list[Row]:
     """The lines of both tables."""
     section = PAGE.read_text(encoding="utf-8").partition("\n## What is sent in a step\n")[2].partition("\n## ")[0]
     lines = [line.strip("|").split("|") for line in section.splitlines() if "| `" in line]
-    return [Row(*(cell.partition(";")[0].strip(" `") for cell in (group, rank, without, with_flag)))
-            for group, rank, _, without, with_flag in lines]
+    return [
+        Row(*(cell.partition(";")[0].strip(" `") for cell in (group, rank, without, with_flag)))
+        for group, rank, _, without, with_flag in lines
+    ]
 
 
 def symbols(config: Config, stage: int, replica: int) -> dict[str, float]:
@@ -138,8 +187,22 @@ def symbols(config: Config, stage: int, replica: int) -> dict[str, float]:
         share = whole // D
         partial = max(0, min(share, partial - (D - 1 - replica) * share))
     e = 4 if config.train.precision == "fp32" else 2
-    return {"t": T, "p": P, "d": D, "v": config.virtual_stages, "m": M, "l": layers, "b": B, "s": s, "h": h,
-            "V": padded, "e": e, "n": B * s * h * e, "P": parameters + padding, "R": partial}
+    return {
+        "t": T,
+        "p": P,
+        "d": D,
+        "v": config.virtual_stages,
+        "m": M,
+        "l": layers,
+        "b": B,
+        "s": s,
+        "h": h,
+        "V": padded,
+        "e": e,
+        "n": B * s * h * e,
+        "P": parameters + padding,
+        "R": partial,
+    }
 
 
 def documented(config: Config, stage: int, replica: int) -> dict[str, float]:
@@ -156,9 +219,13 @@ def documented(config: Config, stage: int, replica: int) -> dict[str, float]:
     return {group: size for group, size in total.items() if size}
 
 
-@pytest.mark.parametrize(("layout", "rank"), [
-    *((layout, rank) for layout in ("plain", "sequence, sharded, interleaved") for rank in STAGES),
-    ("sequence, zero-bubble", "first")])
+@pytest.mark.parametrize(
+    ("layout", "rank"),
+    [
+        *((layout, rank) for layout in ("plain", "sequence, sharded, interleaved") for rank in STAGES),
+        ("sequence, zero-bubble", "first"),
+    ],
+)
 def test_a_step_sends_what_the_page_says(layout: str, rank: str):
     config, stage, replica = config_of(LAYOUTS[layout]), STAGES[rank], D - 1
     with joined(stage, replica) as parallel:

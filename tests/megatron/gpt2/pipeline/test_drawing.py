@@ -15,13 +15,18 @@ def test_text_lines_up_in_time():
     schedule = one_forward_one_backward(2, 3)
     assert as_text(schedule, timetable(schedule, equal_costs(schedule, 1, 1, 1))) == [
         "rank 0  F0|F1|......B0===|F2|B1===|...B2===|",
-        "rank 1  ...F0|B0===|F1|B1===|F2|B2===|......"]
+        "rank 1  ...F0|B0===|F1|B1===|F2|B2===|......",
+    ]
     schedule = zero_bubble(2, 2)
     assert as_text(schedule, timetable(schedule, equal_costs(schedule, 2, 2, 1))) == [
-        "rank 0  F0===|F1===|......B0===|W0|...B1===|W1|", "rank 1  ......F0===|B0===|F1===|B1===|W0|W1|..."]
+        "rank 0  F0===|F1===|......B0===|W0|...B1===|W1|",
+        "rank 1  ......F0===|B0===|F1===|B1===|W0|W1|...",
+    ]
     schedule = forward_only(2, 2, 2)
     assert as_text(schedule, timetable(schedule, equal_costs(schedule, 1, 1, 1))) == [
-        "rank 0  F0a|F1a|F0b|F1b|....", "rank 1  ....F0a|F1a|F0b|F1b|"]
+        "rank 0  F0a|F1a|F0b|F1b|....",
+        "rank 1  ....F0a|F1a|F0b|F1b|",
+    ]
 
 
 def test_the_drawing_has_each_action_where_its_time_is():

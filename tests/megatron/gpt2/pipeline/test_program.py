@@ -54,8 +54,10 @@ def test_what_two_ranks_exchange():
     sent = Counter(message for own in steps for step in own for message in step.sends)
     assert sent == Counter(message for own in steps for step in own for message in step.receives)
     assert len(sent) == 2 * 3 * 3 and set(sent.values()) == {1}  # forwards and backwards, 3 borders, 3 micro-batches
-    assert {message.kind for message in sent if (message.source, message.destination) == (1, 0)} == {"activation",
-                                                                                                     "gradient"}
+    assert {message.kind for message in sent if (message.source, message.destination) == (1, 0)} == {
+        "activation",
+        "gradient",
+    }
     for rank, own in enumerate(steps):
         received = set()
         for step in own:
@@ -71,8 +73,10 @@ def test_no_rank_waits_for_a_partner_that_is_busy(p: int, m: int):
     """Although it awaits its sends too, a step takes no longer than the published formula says."""
     for schedule in (one_forward_one_backward(p, m), interleaved(p, 2, m), interleaved(p, 4, m), zero_bubble(p, m)):
         ratios: dict[str, list[tuple[float, float, float]]] = {
-            "1f1b": [(1, 1, 1), (1, 2, 3), (3, 1, 1)], "interleaved": [(1, 1, 1), (2, 3, 1)],
-            "zero-bubble": [(1, 1, 1), (1, 1.2, 0.9), (2, 3, 1), (1, 0.5, 0.4)]}
+            "1f1b": [(1, 1, 1), (1, 2, 3), (3, 1, 1)],
+            "interleaved": [(1, 1, 1), (2, 3, 1)],
+            "zero-bubble": [(1, 1, 1), (1, 1.2, 0.9), (2, 3, 1), (1, 0.5, 0.4)],
+        }
         for f, b, w in ratios[schedule.name]:
             length = synchronous(schedule, program(schedule), equal_costs(schedule, f, b, w)).length
             assert length == pytest.approx(published_length(schedule, f, b, w)), schedule

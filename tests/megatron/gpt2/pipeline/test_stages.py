@@ -39,21 +39,40 @@ def test_the_first_and_the_last_rank_are_given():
     assert sizes(6, 2, 1, 5) == [5, 1]
 
 
-@pytest.mark.parametrize(("arguments", "message"), [
-    ((3, 4), "--pipeline-model-parallel-size 4 needs at least 4 layers, one per stage, and --num-layers is 3"),
-    ((7, 4, 2), "--pipeline-model-parallel-size 4 with 2 virtual stages each (--num-layers-per-virtual-pipeline-stage) "
-                "needs at least 8 layers, one per stage, and --num-layers is 7"),
-    ((4, 1, 1, 2), "--decoder-first-pipeline-num-layers needs --pipeline-model-parallel-size of at least 2"),
-    ((8, 2, 2, 1), "--decoder-first-pipeline-num-layers must be at least 2, one layer per stage of this rank, not 1"),
-    ((8, 2, 1, None, 0), "--decoder-last-pipeline-num-layers must be at least 1, one layer per stage of this rank, "
-                         "not 0"),
-    ((8, 4, 1, 7), "--decoder-first-pipeline-num-layers leave 1 of 8 layers for the other 3 stages: each of them "
-                   "needs one"),
-    ((8, 4, 1, 4, 3), "--decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers leave 1 of 8 layers "
-                      "for the other 2 stages: each of them needs one"),
-    ((8, 2, 1, 4, 3), "--decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers leave 1 of 8 layers "
-                      "for the other 0 stages: they must add up to --num-layers"),
-])
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((3, 4), "--pipeline-model-parallel-size 4 needs at least 4 layers, one per stage, and --num-layers is 3"),
+        (
+            (7, 4, 2),
+            "--pipeline-model-parallel-size 4 with 2 virtual stages each (--num-layers-per-virtual-pipeline-stage) "
+            "needs at least 8 layers, one per stage, and --num-layers is 7",
+        ),
+        ((4, 1, 1, 2), "--decoder-first-pipeline-num-layers needs --pipeline-model-parallel-size of at least 2"),
+        (
+            (8, 2, 2, 1),
+            "--decoder-first-pipeline-num-layers must be at least 2, one layer per stage of this rank, not 1",
+        ),
+        (
+            (8, 2, 1, None, 0),
+            "--decoder-last-pipeline-num-layers must be at least 1, one layer per stage of this rank, not 0",
+        ),
+        (
+            (8, 4, 1, 7),
+            "--decoder-first-pipeline-num-layers leave 1 of 8 layers for the other 3 stages: each of them needs one",
+        ),
+        (
+            (8, 4, 1, 4, 3),
+            "--decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers leave 1 of 8 layers "
+            "for the other 2 stages: each of them needs one",
+        ),
+        (
+            (8, 2, 1, 4, 3),
+            "--decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers leave 1 of 8 layers "
+            "for the other 0 stages: they must add up to --num-layers",
+        ),
+    ],
+)
 def test_what_cannot_be_is_one_line_that_names_the_flag(arguments: tuple[int, ...], message: str):
     with pytest.raises(ValueError) as caught:
         layers_of_stages(*arguments)

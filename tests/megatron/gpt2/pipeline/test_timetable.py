@@ -12,8 +12,10 @@ from megatron.gpt2.pipeline.timetable import Costs, Span, equal_costs, kept, pub
 
 def test_when_each_action_runs():
     table = timetable(one_forward_one_backward(2, 2), [Costs(1, 1, 1), Costs(2, 1, 1)], transfer=0.5)
-    assert table.ranks == ((Span(0, 1), Span(1, 2), Span(6, 8), Span(10, 12)),
-                           (Span(1.5, 3.5), Span(3.5, 5.5), Span(5.5, 7.5), Span(7.5, 9.5)))
+    assert table.ranks == (
+        (Span(0, 1), Span(1, 2), Span(6, 8), Span(10, 12)),
+        (Span(1.5, 3.5), Span(3.5, 5.5), Span(5.5, 7.5), Span(7.5, 9.5)),
+    )
     assert table.length == 12
     assert table.bubble == pytest.approx(1 - (6 + 8) / 24)
 

@@ -89,6 +89,7 @@ def test_every_operation_is_right(world_size: int) -> None:
 
 def wrong_or_refused(rank: int, world_size: int) -> tuple[int, int, list[str]]:
     """Exit codes of a measurement that is right and of one with a wrong result, and the latter's verdict."""
+
     def wrong(world: operations.World, size: int) -> operations.Trial:
         trial = operations.broadcast(world, size)
         return operations.Trial(trial.bytes, lambda: None, trial.correct)  # rank 1 never gets anything
@@ -96,6 +97,7 @@ def wrong_or_refused(rank: int, world_size: int) -> tuple[int, int, list[str]]:
     def refuse(world: operations.World, size: int) -> operations.Trial:
         def run() -> None:
             raise RuntimeError("no such thing\nhere")
+
         return operations.Trial(size, run, lambda: True)
 
     def outcome(*names: str) -> int:
@@ -105,17 +107,20 @@ def wrong_or_refused(rank: int, world_size: int) -> tuple[int, int, list[str]]:
     world = operations.make_world(CPU, torch.float32)
     operations.OPERATIONS["reduce"] = operations.Operation(refuse)
     right = outcome("reduce", "barrier")
-    rows, missing = measuring.measure_sizes("reduce", operations.Operation(refuse), world, [64, 256], iters=2,
-                                            deadline=float("inf"))
+    rows, missing = measuring.measure_sizes(
+        "reduce", operations.Operation(refuse), world, [64, 256], iters=2, deadline=float("inf")
+    )
     assert not rows
     assert missing is not None
     assert missing.reason == "not offered by gloo for fp32 of 64: RuntimeError: no such thing here"
-    late, missing = measuring.measure_sizes("barrier", operations.OPERATIONS["barrier"], world, [64], iters=2,
-                                            deadline=0.0 if rank == 0 else float("inf"))
+    late, missing = measuring.measure_sizes(
+        "barrier", operations.OPERATIONS["barrier"], world, [64], iters=2, deadline=0.0 if rank == 0 else float("inf")
+    )
     assert not late and missing is not None and "--limit" in missing.reason  # rank 0's clock decides for all
     operations.OPERATIONS["broadcast"] = operations.Operation(wrong)
-    rows, _ = measuring.measure_sizes("broadcast", operations.OPERATIONS["broadcast"], world, [64], iters=2,
-                                      deadline=float("inf"))
+    rows, _ = measuring.measure_sizes(
+        "broadcast", operations.OPERATIONS["broadcast"], world, [64], iters=2, deadline=float("inf")
+    )
     return right, outcome("broadcast", "barrier"), list(report.verdict(rows, [], None, ["here"] * world_size))
 
 
@@ -139,7 +144,14 @@ def test_bus_factors_are_those_of_nccl_tests() -> None:
 
 def test_sizes() -> None:
     assert [bench.size_of(text) for text in ("1", "1000", "64K", "64k", "1M", "256MB", "2GiB")] == [
-        1, 1000, 65536, 65536, 1 << 20, 256 << 20, 2 << 30]
+        1,
+        1000,
+        65536,
+        65536,
+        1 << 20,
+        256 << 20,
+        2 << 30,
+    ]
     for text in ("", "0", "-1", "1.5M", "64X", "K"):
         with pytest.raises(argparse.ArgumentTypeError, match="is not a size: write"):
             bench.size_of(text)
@@ -152,29 +164,39 @@ def test_sizes() -> None:
 def test_slow_pairs_and_ranks_are_named() -> None:
     good = [[0.0 if source == target else 10.0 for target in range(4)] for source in range(4)]
     assert (report.Pairs(1, good).slow(), report.Pairs(1, good).slow_ranks()) == ([], [])
-    pair = [[4.0 if (source, target) == (0, 3) else value for target, value in enumerate(row)]
-            for source, row in enumerate(good)]
+    pair = [
+        [4.0 if (source, target) == (0, 3) else value for target, value in enumerate(row)]
+        for source, row in enumerate(good)
+    ]
     lines = list(report.verdict([], [], report.Pairs(1, pair), ["a", "a", "b", "b"]))
-    assert lines == ["pairs: 4.000 to 10.000 GB/s, median 10.000; 1 below half of it",
-                     "SLOW: rank 0 on a to rank 3 on b: 4.000 GB/s"]
+    assert lines == [
+        "pairs: 4.000 to 10.000 GB/s, median 10.000; 1 below half of it",
+        "SLOW: rank 0 on a to rank 3 on b: 4.000 GB/s",
+    ]
     assert [line.count("*") for line in report.pairs_table(report.Pairs(1, pair))] == [0, 0, 1, 0, 0, 0]
     # of five ranks one is slow: 8 of its 8 directions, and nobody else is blamed
-    rank = [[0.0 if source == target else 1.0 if 2 in (source, target) else 10.0 for target in range(5)]
-            for source in range(5)]
+    rank = [
+        [0.0 if source == target else 1.0 if 2 in (source, target) else 10.0 for target in range(5)]
+        for source in range(5)
+    ]
     lines = list(report.verdict([], [], report.Pairs(1, rank), ["a", "a", "b", "b", "b"]))
     assert lines[1:] == ["SLOW: rank 2 on b, in most of its pairs"]
 
 
-@pytest.mark.parametrize(("flags", "message"), [
-    ([], "tools/bench_collectives.py --nproc-per-node 2"),
-    (["--max-bytes", "64X"], "error: --max-bytes: 64X is not a size"),
-    (["--min-bytes", "1M", "--max-bytes", "64K"], "--min-bytes 1M is above --max-bytes 64K"),
-    (["--iters", "0"], "--iters must be at least 1, not 0"),
-    (["--limit", "0"], "--limit must be above 0, not 0"),
-    (["--operations", "shout"], "invalid choice: 'shout'"),
-])
-def test_what_cannot_be_measured_ends_in_one_line(flags: list[str], message: str, capsys: pytest.CaptureFixture[str],
-                                                  monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ([], "tools/bench_collectives.py --nproc-per-node 2"),
+        (["--max-bytes", "64X"], "error: --max-bytes: 64X is not a size"),
+        (["--min-bytes", "1M", "--max-bytes", "64K"], "--min-bytes 1M is above --max-bytes 64K"),
+        (["--iters", "0"], "--iters must be at least 1, not 0"),
+        (["--limit", "0"], "--limit must be above 0, not 0"),
+        (["--operations", "shout"], "invalid choice: 'shout'"),
+    ],
+)
+def test_what_cannot_be_measured_ends_in_one_line(
+    flags: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in [*filter(lambda name: name.startswith("SLURM"), os.environ), "RANK", "WORLD_SIZE"]:
         monkeypatch.delenv(name, raising=False)
     assert bench.main(flags) == 2
@@ -186,13 +208,30 @@ def test_what_cannot_be_measured_ends_in_one_line(flags: list[str], message: str
 
 @pytest.mark.wide
 def test_a_whole_run(tmp_path: Path) -> None:
-    command = [sys.executable, "-W", "error::FutureWarning", "-m", "torch.distributed.run", "--standalone",
-               "--nproc-per-node", "2", str(ROOT / "tools" / "bench_collectives.py"), "--max-bytes", "64K", "--iters",
-               "3", "--device", "cpu", "--output", str(tmp_path / "made" / "here")]
+    command = [
+        sys.executable,
+        "-W",
+        "error::FutureWarning",
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        str(ROOT / "tools" / "bench_collectives.py"),
+        "--max-bytes",
+        "64K",
+        "--iters",
+        "3",
+        "--device",
+        "cpu",
+        "--output",
+        str(tmp_path / "made" / "here"),
+    ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     environment.pop("PYTHONPATH", None)
-    done = subprocess.run(command, cwd=tmp_path, env=environment, text=True, capture_output=True, timeout=240,
-                          check=False)
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, text=True, capture_output=True, timeout=240, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "warn" not in done.stderr.lower(), done.stderr
     assert done.stdout.count(report.HEADER) == 1  # one rank speaks
@@ -205,7 +244,8 @@ def test_a_whole_run(tmp_path: Path) -> None:
     record = json.loads((tmp_path / "made" / "here" / "collectives.json").read_text())
     assert {row["bytes"] for row in record["rows"]} == {0, 1024, 4096, 16384, 65536}
     assert {row["operation"] for row in record["rows"]} == {
-        name for name, operation in operations.OPERATIONS.items() if not operation.subgroups}
+        name for name, operation in operations.OPERATIONS.items() if not operation.subgroups
+    }
     for row in record["rows"]:
         assert row["correct"] and row["iterations"] == 3
         assert 0 < row["seconds_p10"] <= row["seconds"] <= row["seconds_p90"]
@@ -219,8 +259,13 @@ def test_a_whole_run(tmp_path: Path) -> None:
 
 
 def test_the_page_names_the_flags_that_there_are(python: WarmPython) -> None:
-    help_text = subprocess.run([python.python, str(ROOT / "tools" / "bench_collectives.py"), "--help"], text=True,
-                               capture_output=True, timeout=240, check=True).stdout
+    help_text = subprocess.run(
+        [python.python, str(ROOT / "tools" / "bench_collectives.py"), "--help"],
+        text=True,
+        capture_output=True,
+        timeout=240,
+        check=True,
+    ).stdout
     there = set(re.findall(r"--[a-z][\w-]+", help_text)) - {"--nproc-per-node", "--help"}
     page = (ROOT / "docs" / "how-to" / "collectives.md").read_text()
     assert there == set(re.findall(r"`(--[a-z][\w-]+)`", page))

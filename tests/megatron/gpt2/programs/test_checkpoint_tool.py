@@ -60,7 +60,10 @@ def test_inspect(runs: Path, capsys: pytest.CaptureFixture):
         path = runs / "save" / "iter_0000002" / file
         assert path.stat().st_size == info["bytes"] and len(info["sha256"]) == 64 and info["boxes"]
     assert found["tensors"]["master.word_embeddings.weight"] == {
-        "dtype": "float32", "shape": [257, 128], "bytes": 4 * 257 * 128}
+        "dtype": "float32",
+        "shape": [257, 128],
+        "bytes": 4 * 257 * 128,
+    }
     parameters = sum(part["values"] for part in found["parts"] if part["kind"] == "model")
     assert parameters == 257 * 128 + 32 * 128 + 2 * (12 * 128**2 + 13 * 128) + 2 * 128
 
@@ -97,8 +100,9 @@ def test_verify_finds_another_tokenizer(runs: Path, tmp_path: Path, capsys: pyte
     assert f"DAMAGED: {save / 'tokenizer'} holds no tokenizer" in capsys.readouterr().out
     build_tokenizer("builtin").save(save / "tokenizer")
     assert main(["verify", str(save)]) == 1
-    assert capsys.readouterr().out == (f"DAMAGED: {save / 'tokenizer'}: is not the tokenizer that "
-                                       f"{save / 'iter_0000002'} was trained with\n")
+    assert capsys.readouterr().out == (
+        f"DAMAGED: {save / 'tokenizer'}: is not the tokenizer that {save / 'iter_0000002'} was trained with\n"
+    )
 
 
 def test_split_merge_diff(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
@@ -131,8 +135,9 @@ def test_convert_and_check(runs: Path, tmp_path: Path, target: str, capsys: pyte
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
-def test_an_export_is_compared_with_what_it_was_made_of(runs: Path, tmp_path: Path, dtype: str,
-                                                       capsys: pytest.CaptureFixture):
+def test_an_export_is_compared_with_what_it_was_made_of(
+    runs: Path, tmp_path: Path, dtype: str, capsys: pytest.CaptureFixture
+):
     """The run is in bf16; its masters, which an export in another type is made of, are not its rounded weights."""
     out = str(tmp_path / "out")
     assert main(["convert", str(runs / "save"), out, "--to", "huggingface", "--dtype", dtype, "--check"]) == 0
@@ -140,8 +145,9 @@ def test_an_export_is_compared_with_what_it_was_made_of(runs: Path, tmp_path: Pa
     assert "in fp32: 0\n" in said.out and "left out: the optimizer's state" in said.err
 
 
-def test_a_core_export_says_what_it_lacks_and_compares_without_a_flag(runs: Path, tmp_path: Path,
-                                                                      capsys: pytest.CaptureFixture):
+def test_a_core_export_says_what_it_lacks_and_compares_without_a_flag(
+    runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+):
     save, out = str(runs / "save"), str(tmp_path / "out")
     assert main(["convert", save, out, "--to", "megatron-core", "--model-parallel-size", "2"]) == 0
     assert "left out: the optimizer's state, which this format does not hold\n" in capsys.readouterr().err
@@ -152,13 +158,15 @@ def test_a_core_export_says_what_it_lacks_and_compares_without_a_flag(runs: Path
 
 def test_check_sees_a_wrong_translation(runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     from megatron.gpt2.formats import write_megatron
+
     monkeypatch.setattr(write_megatron, "by_part", lambda heads: lambda x: x)
     assert main(["convert", str(runs / "save"), str(tmp_path / "out"), "--to", "megatron-2019", "--check"]) == 1
 
 
 @genuine
-@pytest.mark.parametrize(("name", "hints"), [("megatron-2019/tp2", HINTS), ("megatron-2019/tp4", HINTS),
-                                             ("megatron-v2.6/tp2", HINTS[2:])])
+@pytest.mark.parametrize(
+    ("name", "hints"), [("megatron-2019/tp2", HINTS), ("megatron-2019/tp4", HINTS), ("megatron-v2.6/tp2", HINTS[2:])]
+)
 def test_genuine_files_merge_to_the_last_bit(name: str, hints: list[str], tmp_path: Path):
     out = tmp_path / "merged"
     assert main(["merge", str(TEST_DATA / name / "checkpoint"), str(out), *hints]) == 0
@@ -220,10 +228,16 @@ def test_bad_input(runs: Path, tmp_path: Path, name: str):
 
 
 @genuine
-@pytest.mark.parametrize(("change", "words", "message"), [
-    ("a missing rank", HINTS, "is one missing"), ("two iterations mixed", HINTS, "iteration"),
-    ("none", ["--num-attention-heads", "5"], "likeliest first one of 2, 4"), ("none", [], "--num-attention-heads"),
-    ("none", ["--num-attention-heads", "4", "--vocab-size", "9999"], "--vocab-size 9999")])
+@pytest.mark.parametrize(
+    ("change", "words", "message"),
+    [
+        ("a missing rank", HINTS, "is one missing"),
+        ("two iterations mixed", HINTS, "iteration"),
+        ("none", ["--num-attention-heads", "5"], "likeliest first one of 2, 4"),
+        ("none", [], "--num-attention-heads"),
+        ("none", ["--num-attention-heads", "4", "--vocab-size", "9999"], "--vocab-size 9999"),
+    ],
+)
 def test_bad_old_files(tmp_path: Path, change: str, words: list[str], message: str):
     save = tmp_path / "old"
     shutil.copytree(OLD / "tp2" / "checkpoint", save, copy_function=shutil.copyfile)
@@ -242,13 +256,15 @@ def test_bad_old_files(tmp_path: Path, change: str, words: list[str], message: s
 def as_if_later(path: Path):
     """A rank's file as if it had been saved at another iteration."""
     from megatron.gpt2.formats.pickles import load_pickle
+
     top = load_pickle(path)
     return {"iteration": top["iteration"] + 1, "model": dict(top["model"])}
 
 
 def run(python: WarmPython, program: str, *words: str) -> subprocess.CompletedProcess:
-    return subprocess.run([python.python, str(ROOT / "tools" / program), *words], capture_output=True, text=True,
-                          timeout=240)
+    return subprocess.run(
+        [python.python, str(ROOT / "tools" / program), *words], capture_output=True, text=True, timeout=240
+    )
 
 
 def test_a_users_error_is_one_line_and_exit_code_2(python: WarmPython, tmp_path: Path):
@@ -259,9 +275,26 @@ def test_a_users_error_is_one_line_and_exit_code_2(python: WarmPython, tmp_path:
 
 @genuine
 def test_merge_mp_partitions(python: WarmPython, tmp_path: Path):
-    words = ["--model_type", "GPT2", "--tensor-model-parallel-size", "2", "--tokenizer-type", "GPT2BPETokenizer",
-             "--num-layers", "3", "--hidden-size", "64", "--num-attention-heads", "4", "--seq-length", "32",
-             "--max-position-embeddings", "32", "--load", str(OLD / "tp2" / "checkpoint")]
+    words = [
+        "--model_type",
+        "GPT2",
+        "--tensor-model-parallel-size",
+        "2",
+        "--tokenizer-type",
+        "GPT2BPETokenizer",
+        "--num-layers",
+        "3",
+        "--hidden-size",
+        "64",
+        "--num-attention-heads",
+        "4",
+        "--seq-length",
+        "32",
+        "--max-position-embeddings",
+        "32",
+        "--load",
+        str(OLD / "tp2" / "checkpoint"),
+    ]
     merged = run(python, "merge_mp_partitions.py", *words, "--save", str(tmp_path / "merged"))
     assert merged.returncode == 0, merged.stderr
     a, b = read(tmp_path / "merged", heads=4), read(OLD / "tp2" / "checkpoint", heads=4)

@@ -19,13 +19,26 @@ lm_eval = pytest.importorskip("lm_eval", reason="lm-eval, the extra [eval], is n
 
 # One task of each kind of request: multiple choice (loglikelihood), rolling, generate_until.
 TASKS: dict[str, dict[str, Any]] = {
-    "choice": {"output_type": "multiple_choice", "doc_to_text": "{{context}}", "doc_to_choice": "{{words}}",
-               "doc_to_target": 0, "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}]},
-    "rolling": {"output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "{{text}}",
-                "metric_list": [{"metric": "word_perplexity"}, {"metric": "bits_per_byte"}]},
-    "written": {"output_type": "generate_until", "doc_to_text": "{{context}}", "doc_to_target": " {{next}}",
-                "generation_kwargs": {"until": [" school", "\n"], "max_gen_toks": 1, "do_sample": False},
-                "metric_list": [{"metric": "exact_match"}]},
+    "choice": {
+        "output_type": "multiple_choice",
+        "doc_to_text": "{{context}}",
+        "doc_to_choice": "{{words}}",
+        "doc_to_target": 0,
+        "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
+    },
+    "rolling": {
+        "output_type": "loglikelihood_rolling",
+        "doc_to_text": "",
+        "doc_to_target": "{{text}}",
+        "metric_list": [{"metric": "word_perplexity"}, {"metric": "bits_per_byte"}],
+    },
+    "written": {
+        "output_type": "generate_until",
+        "doc_to_text": "{{context}}",
+        "doc_to_target": " {{next}}",
+        "generation_kwargs": {"until": [" school", "\n"], "max_gen_toks": 1, "do_sample": False},
+        "metric_list": [{"metric": "exact_match"}],
+    },
 }
 Figures = dict[tuple[str, str], float]
 
@@ -34,15 +47,30 @@ Figures = dict[tuple[str, str], float]
 def folder(shared_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("word_model")
     words = word_model(shared_folder, folder)
-    docs = [{"context": " ".join(words[at:at + 6]), "next": words[at + 6], "text": " ".join(words[at:at + 40]),
-             "words": [words[at + 6], words[at + 7], words[at + 8]]} for at in range(0, 400, 20)]
+    docs = [
+        {
+            "context": " ".join(words[at : at + 6]),
+            "next": words[at + 6],
+            "text": " ".join(words[at : at + 40]),
+            "words": [words[at + 6], words[at + 7], words[at + 8]],
+        }
+        for at in range(0, 400, 20)
+    ]
     (folder / "docs.jsonl").write_text("".join(json.dumps(doc) + "\n" for doc in docs))
     (folder / "tasks").mkdir()
     for name, task in TASKS.items():
         # JSON is YAML
-        (folder / "tasks" / f"{name}.yaml").write_text(json.dumps({
-            "task": name, "dataset_path": "json", "test_split": "test",
-            "dataset_kwargs": {"data_files": {"test": str(folder / "docs.jsonl")}}, **task}))
+        (folder / "tasks" / f"{name}.yaml").write_text(
+            json.dumps(
+                {
+                    "task": name,
+                    "dataset_path": "json",
+                    "test_split": "test",
+                    "dataset_kwargs": {"data_files": {"test": str(folder / "docs.jsonl")}},
+                    **task,
+                }
+            )
+        )
     return folder
 
 
@@ -55,16 +83,27 @@ def program() -> dict[str, Any]:
 
 
 def figures(results: dict[str, Any]) -> Figures:
-    return {(task, name): value for task, entries in results.items() for name, value in entries.items()
-            if isinstance(value, float) and "stderr" not in name}
+    return {
+        (task, name): value
+        for task, entries in results.items()
+        for name, value in entries.items()
+        if isinstance(value, float) and "stderr" not in name
+    }
 
 
 @pytest.fixture(scope="module")
 def expected(folder: Path) -> Figures:
-    return figures(lm_eval.simple_evaluate(
-        "hf", {"pretrained": str(folder / "exported"), "dtype": "float32"}, tasks=list(TASKS), device="cpu",
-        task_manager=program()["TaskManager"](include_path=str(folder / "tasks")), log_samples=False,
-        bootstrap_iters=0)["results"])
+    return figures(
+        lm_eval.simple_evaluate(
+            "hf",
+            {"pretrained": str(folder / "exported"), "dtype": "float32"},
+            tasks=list(TASKS),
+            device="cpu",
+            task_manager=program()["TaskManager"](include_path=str(folder / "tasks")),
+            log_samples=False,
+            bootstrap_iters=0,
+        )["results"]
+    )
 
 
 def check(own: Figures, expected: Figures) -> None:
@@ -82,9 +121,11 @@ def test_program(folder: Path, expected: Figures, capsys: pytest.CaptureFixture[
     check(figures(result["results"]), expected)
     assert len(result["manifest_sha256"]) == 64
 
-    for wrong, said in ((["--tasks", "ch*,none"], "--tasks: lm-eval knows no none"),
-                        (["--tasks", "choice", "--output", "no/such/folder/x"], "--output no/such/folder/x"),
-                        (["--tasks", "choice", "--batch-size", "0"], "--micro-batch-size must be positive, not 0")):
+    for wrong, said in (
+        (["--tasks", "ch*,none"], "--tasks: lm-eval knows no none"),
+        (["--tasks", "choice", "--output", "no/such/folder/x"], "--output no/such/folder/x"),
+        (["--tasks", "choice", "--batch-size", "0"], "--micro-batch-size must be positive, not 0"),
+    ):
         assert main([*flags, *wrong]) == 2
         out, error = capsys.readouterr()
         assert not out and error.splitlines()[-1].startswith(f"error: {said}")
@@ -99,8 +140,14 @@ def evaluated(rank: int, world_size: int, folder: Path) -> Figures:
     mpu.initialize_model_parallel(world_size)
     loaded = load_for_inference(folder / "save", torch.device("cpu"), torch.float32, log=print)
     results = lm_eval.simple_evaluate(
-        "gpt2-model-parallel", {"model": loaded.model, "tokenizer": loaded.tokenizer}, tasks=list(TASKS), batch_size=4,
-        task_manager=names["TaskManager"](include_path=str(folder / "tasks")), log_samples=False, bootstrap_iters=0)
+        "gpt2-model-parallel",
+        {"model": loaded.model, "tokenizer": loaded.tokenizer},
+        tasks=list(TASKS),
+        batch_size=4,
+        task_manager=names["TaskManager"](include_path=str(folder / "tasks")),
+        log_samples=False,
+        bootstrap_iters=0,
+    )
     return figures(results["results"])
 
 

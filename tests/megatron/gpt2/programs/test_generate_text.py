@@ -47,6 +47,7 @@ def run(saved: Path, capsys: pytest.CaptureFixture[str]) -> Any:
     def run(*flags: str, code: int = 0) -> tuple[str, str]:
         assert main(["--load", str(saved), *ON_CPU, "--max-new-tokens", "5", *flags]) == code
         return capsys.readouterr()
+
     return run
 
 
@@ -69,17 +70,30 @@ def test_every_line_of_a_file_is_answered(run: Any, tmp_path: Path) -> None:
     out, err = run("--sample-input-file", str(file), "--batch-size", "3", "--top-p", "0.9")
     entries = [json.loads(line) for line in out.splitlines()]
     assert [entry.get("prompt", "")[:11] or entry["error"] for entry in entries] == [
-        "one", "the line is empty", "please stop", "stop", "long long l", "N\0UL",
-        "not UTF-8: byte 3 of the line is 0xff", "é", "no newline"]
+        "one",
+        "the line is empty",
+        "please stop",
+        "stop",
+        "long long l",
+        "N\0UL",
+        "not UTF-8: byte 3 of the line is 0xff",
+        "é",
+        "no newline",
+    ]
     assert [entry["line"] for entry in entries if "error" in entry] == [2, 7]
-    assert all(entry["finish"] in ("length", "end") and 0 <= entry["length"] <= 5 for entry in entries
-               if "error" not in entry)
+    assert all(
+        entry["finish"] in ("length", "end") and 0 <= entry["length"] <= 5 for entry in entries if "error" not in entry
+    )
     assert any(entry.get("text") for entry in entries)
     assert "of a prompt of 100,000 tokens the last 32 are read" in err
     # Neither the batch nor the other prompts change a text; a file instead of standard output neither.
     again = tmp_path / "answers.jsonl"
-    assert run("--sample-input-file", str(file), "--sample-output-file", str(again), "--batch-size", "1", "--top-p",
-               "0.9")[0] == ""
+    assert (
+        run(
+            "--sample-input-file", str(file), "--sample-output-file", str(again), "--batch-size", "1", "--top-p", "0.9"
+        )[0]
+        == ""
+    )
     assert again.read_text() == out
 
 
@@ -91,24 +105,38 @@ def test_new_documents(run: Any, tmp_path: Path) -> None:
     assert run("--num-samples", "5", "--batch-size", "5")[0] == file.read_text()
 
 
-@pytest.mark.parametrize(("flags", "named"), [
-    (("--temperature", "-1"), "--temperature"), (("--top_p", "2"), "--top-p"), (("--stop", ""), "--stop"),
-    (("--num-samples", "-1"), "--num-samples"), (("--genfile", "x"), "--num-samples"),
-    (("--sample-input-file", "missing.txt"), "missing.txt"), (("--prompt", "a", "--num-samples", "1"), "not allowed"),
-    (("--prompt", "\udcff"), "surrogate"), (("--model-parallel-size", "2"), "--model-parallel-size 2"),
-    (("--gready",), "--gready"), (("--load", "/nowhere"), "/nowhere"), (("--batch-size", "0"), "--batch-size"),
-    (("--max-new-tokens", "0"), "--max-new-tokens"),
-    (("--sample-input-file", __file__, "--sample-output-file", __file__), "is the file of the prompts")], ids=str)
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (("--temperature", "-1"), "--temperature"),
+        (("--top_p", "2"), "--top-p"),
+        (("--stop", ""), "--stop"),
+        (("--num-samples", "-1"), "--num-samples"),
+        (("--genfile", "x"), "--num-samples"),
+        (("--sample-input-file", "missing.txt"), "missing.txt"),
+        (("--prompt", "a", "--num-samples", "1"), "not allowed"),
+        (("--prompt", "\udcff"), "surrogate"),
+        (("--model-parallel-size", "2"), "--model-parallel-size 2"),
+        (("--gready",), "--gready"),
+        (("--load", "/nowhere"), "/nowhere"),
+        (("--batch-size", "0"), "--batch-size"),
+        (("--max-new-tokens", "0"), "--max-new-tokens"),
+        (("--sample-input-file", __file__, "--sample-output-file", __file__), "is the file of the prompts"),
+    ],
+    ids=str,
+)
 def test_bad_input_is_one_line(run: Any, flags: tuple[str, ...], named: str) -> None:
     out, err = run("--top-k", "3", *flags, code=2)
     assert out == "" and err.startswith("error: ") and err.count("\n") == 1 and named in err
 
 
 def test_a_command_line_of_2019(run: Any) -> None:
-    line = ("--model-parallel-size 1 --num-layers 24 --hidden-size 1024 --num-attention-heads 16 "
-            "--max-position-embeddings 1024 --tokenizer-type GPT2BPETokenizer --fp16 --cache-dir cache "
-            "--seq-length 1024 --out-seq-length 4 --temperature 1.0 --top_k 0 --top_p 0.9 --recompute --num-samples 2 "
-            "--precision fp32")
+    line = (
+        "--model-parallel-size 1 --num-layers 24 --hidden-size 1024 --num-attention-heads 16 "
+        "--max-position-embeddings 1024 --tokenizer-type GPT2BPETokenizer --fp16 --cache-dir cache "
+        "--seq-length 1024 --out-seq-length 4 --temperature 1.0 --top_k 0 --top_p 0.9 --recompute --num-samples 2 "
+        "--precision fp32"
+    )
     out, err = run(*line.split())
     assert out.count("\n") == 2
     assert "--num-layers" in err and "not needed here" in err and err.count("\n") == 1
@@ -130,16 +158,34 @@ def test_typed_prompts(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("ranks", [pytest.param("1", marks=pytest.mark.wide), "2"])
 def test_a_terminal(saved: Path, ranks: str) -> None:
     """A typing error is edited, the history recalled, a text interrupted, and Ctrl-C at the prompt ends."""
+
     def first() -> None:
         fcntl.ioctl(0, termios.TIOCSCTTY, 0)
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell lets what it starts in the background ignore it
 
     main_end, end = pty.openpty()
     process = subprocess.Popen(
-        [sys.executable, "tools/generate_text.py", "--load", str(saved), *ON_CPU, "--top-k", "1",
-         "--max-new-tokens", "100000000", "--nproc-per-node", ranks],
-        cwd=ROOT, stdin=end, stdout=end, stderr=end, start_new_session=True,
-        env={**os.environ, "TERM": "dumb"}, preexec_fn=first)
+        [
+            sys.executable,
+            "tools/generate_text.py",
+            "--load",
+            str(saved),
+            *ON_CPU,
+            "--top-k",
+            "1",
+            "--max-new-tokens",
+            "100000000",
+            "--nproc-per-node",
+            ranks,
+        ],
+        cwd=ROOT,
+        stdin=end,
+        stdout=end,
+        stderr=end,
+        start_new_session=True,
+        env={**os.environ, "TERM": "dumb"},
+        preexec_fn=first,
+    )
     os.close(end)
     seen = b""
 
@@ -149,7 +195,7 @@ def test_a_terminal(saved: Path, ranks: str) -> None:
         while not (found := re.search(pattern, seen, re.DOTALL)):
             assert time.monotonic() < deadline and select.select([main_end], [], [], 60)[0], seen[-2000:]
             seen += os.read(main_end, 65536)
-        seen = seen[found.end():]
+        seen = seen[found.end() :]
 
     try:
         wait_for(rb"prompt> ")
@@ -175,11 +221,23 @@ def test_a_terminal(saved: Path, ranks: str) -> None:
 
 
 def answers_of_a_rank(rank: int, world_size: int, saved: str, file: str, port: str) -> int:
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "MASTER_ADDR": "localhost",
-                   "MASTER_PORT": port}
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "MASTER_ADDR": "localhost", "MASTER_PORT": port}
     dist.destroy_process_group()  # the program makes its own
-    code = main(["--load", saved, *ON_CPU, "--max-new-tokens", "40", "--sample-input-file", file,
-                 "--sample-output-file", f"{file}.answers", "--top-k", "50"])
+    code = main(
+        [
+            "--load",
+            saved,
+            *ON_CPU,
+            "--max-new-tokens",
+            "40",
+            "--sample-input-file",
+            file,
+            "--sample-output-file",
+            f"{file}.answers",
+            "--top-k",
+            "50",
+        ]
+    )
     dist.init_process_group("gloo", init_method=f"file://{file}.rendezvous", rank=rank, world_size=world_size)
     return code
 

@@ -17,10 +17,20 @@ inspect, maker, merger = tool("inspect_data"), tool("preprocess_data"), tool("me
 
 @pytest.fixture
 def prefix(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> str:
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": f"document {number} " * (number + 1)}) + "\n"
-                                              for number in range(20)))
-    maker.main(["--input", str(tmp_path / "a.jsonl"), "--output-prefix", str(tmp_path / "a"), "--tokenizer-type",
-                "bytes", "--append-eod"])
+    (tmp_path / "a.jsonl").write_text(
+        "".join(json.dumps({"text": f"document {number} " * (number + 1)}) + "\n" for number in range(20))
+    )
+    maker.main(
+        [
+            "--input",
+            str(tmp_path / "a.jsonl"),
+            "--output-prefix",
+            str(tmp_path / "a"),
+            "--tokenizer-type",
+            "bytes",
+            "--append-eod",
+        ]
+    )
     capsys.readouterr()
     return f"{tmp_path}/a_text_document"
 
@@ -57,8 +67,9 @@ def test_every_flipped_bit_is_found(prefix: str, capsys: pytest.CaptureFixture[s
     assert inspect.main([prefix, "--verify"]) == 0
 
 
-def test_ids_outside_the_vocabulary_are_found_without_a_manifest(tmp_path: Path, capsys: pytest.CaptureFixture[str]
-                                                                 ) -> None:
+def test_ids_outside_the_vocabulary_are_found_without_a_manifest(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     builder = IndexedDatasetBuilder(tmp_path / "a", np.dtype("<u2"))
     builder.add([1, 300])
     builder.end_document()
@@ -70,11 +81,14 @@ def test_ids_outside_the_vocabulary_are_found_without_a_manifest(tmp_path: Path,
 
 
 def test_bad_input(prefix: str, tmp_path: Path) -> None:
-    for words, reason in (([prefix, "--documents", "20", "--tokenizer-type", "bytes"], "there are documents 0 to 19"),
-                          ([prefix, "--documents", "0"], "--documents needs --tokenizer-type"),
-                          ([prefix, "--tokenizer-type", "builtin"], "names another tokenizer"),
-                          ([prefix, "--plot", f"{tmp_path}/a.xyz"], "--plot .*a.xyz: give a file"),
-                          ([prefix, "--plt"], "unrecognized"), ([f"{tmp_path}/none"], "no such file")):
+    for words, reason in (
+        ([prefix, "--documents", "20", "--tokenizer-type", "bytes"], "there are documents 0 to 19"),
+        ([prefix, "--documents", "0"], "--documents needs --tokenizer-type"),
+        ([prefix, "--tokenizer-type", "builtin"], "names another tokenizer"),
+        ([prefix, "--plot", f"{tmp_path}/a.xyz"], "--plot .*a.xyz: give a file"),
+        ([prefix, "--plt"], "unrecognized"),
+        ([f"{tmp_path}/none"], "no such file"),
+    ):
         with pytest.raises((ValueError, FileNotFoundError), match=reason):
             inspect.main(words)
 

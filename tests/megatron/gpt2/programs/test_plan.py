@@ -50,8 +50,18 @@ def test_the_table_says_what_the_json_says(capsys: pytest.CaptureFixture[str]):
 
 
 def test_a_row_for_each_stage(capsys: pytest.CaptureFixture[str]):
-    flags = ["--model", "345m", "--device", "cuda", "--pipeline-model-parallel-size", "4", "--micro-batch-size", "4",
-             "--global-batch-size", "32"]
+    flags = [
+        "--model",
+        "345m",
+        "--device",
+        "cuda",
+        "--pipeline-model-parallel-size",
+        "4",
+        "--micro-batch-size",
+        "4",
+        "--global-batch-size",
+        "32",
+    ]
     found = planned(capsys, *flags)
     assert main(flags) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -75,10 +85,18 @@ def test_nothing_is_allocated(capsys: pytest.CaptureFixture[str]):
     assert resident_memory()["peak resident"] - before < 50 * MB
 
 
-@pytest.mark.parametrize(("words", "says"), [
-    (["--num-layers", "0"], "--num-layers"), (["--memory-gb", "0"], "--memory-gb"), (["--ranks", "x"], "--ranks"),
-    (["--ranks", "3", "--model-parallel-size", "2"], "--model-parallel-size 2"), (["--no-such-flag"], "--no-such-flag"),
-    (["--accounting", "megatron-2019", "--memory-gb", "8"], "--accounting")], ids=" ".join)
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--num-layers", "0"], "--num-layers"),
+        (["--memory-gb", "0"], "--memory-gb"),
+        (["--ranks", "x"], "--ranks"),
+        (["--ranks", "3", "--model-parallel-size", "2"], "--model-parallel-size 2"),
+        (["--no-such-flag"], "--no-such-flag"),
+        (["--accounting", "megatron-2019", "--memory-gb", "8"], "--accounting"),
+    ],
+    ids=" ".join,
+)
 def test_bad_flags_end_in_one_line(capsys: pytest.CaptureFixture[str], words: list[str], says: str):
     with pytest.raises(SystemExit, match="^2$"):
         program(lambda: main(words))()

@@ -18,9 +18,12 @@ from tests.megatron.gpt2.checkpoint.saved_states import save
 def died(folder: Path) -> Path:
     """A run of two ranks, killed at iteration 9 of 100 and continued once before."""
     folder.mkdir()
-    write_config(folder, Config.from_dict({"checkpoint": {"save": str(folder)}}),
-                 {"train_iters": 100, "global_batch_size": 8, "environment": {"command": "python pretrain.py --x 1"}},
-                 goes_on=False)
+    write_config(
+        folder,
+        Config.from_dict({"checkpoint": {"save": str(folder)}}),
+        {"train_iters": 100, "global_batch_size": 8, "environment": {"command": "python pretrain.py --x 1"}},
+        goes_on=False,
+    )
     (folder / "metrics.jsonl").write_text("".join(json.dumps({"iteration": i}) + "\n" for i in range(1, 9)))
     save(folder, 5)
     save(folder, 7)
@@ -44,12 +47,21 @@ def test_ten_lines_about_a_death(tmp_path: Path, capsys: pytest.CaptureFixture[s
     # A local one is nearer: made by hand, of the run's own name.
     (folder / "local_checkpoints").write_text("abc")
     save(folder.parent / "near" / "abc", 8)
-    config = Config.from_dict({"checkpoint": {"save": str(folder), "local_checkpoint_interval": 2,
-                                              "local_checkpoint_dir": str(folder.parent / "near")}})
+    config = Config.from_dict(
+        {
+            "checkpoint": {
+                "save": str(folder),
+                "local_checkpoint_interval": 2,
+                "local_checkpoint_dir": str(folder.parent / "near"),
+            }
+        }
+    )
     write_config(folder, config, {"train_iters": 100, "global_batch_size": 8}, goes_on=False)
     assert main([str(folder)]) == 1
-    assert ("iteration 7 is the newest valid one, and of 8 this machine holds a local one; 1 iteration to be done again"
-            in capsys.readouterr().out)
+    assert (
+        "iteration 7 is the newest valid one, and of 8 this machine holds a local one; 1 iteration to be done again"
+        in capsys.readouterr().out
+    )
     (folder / "local_checkpoints").unlink()
     # A damaged checkpoint is stepped over, and said.
     next((folder / "iter_0000007").rglob("*.safetensors")).write_bytes(b"")

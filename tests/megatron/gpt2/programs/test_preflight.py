@@ -43,17 +43,27 @@ DEFECTS: dict[str, Defect] = {
     "a damaged index": (["--data-path", "{folder}/damaged", "--train-data"], [], "flags", r"damaged\.idx is damaged"),
     "too few samples": (["--global-batch-size", "4096"], [], "data", "fewer than a batch of 4,096"),
     "too little memory": ([], [], "memory", "rank 1 .*MB are expected per rank and 1 MB are there"),
-    "a world that cannot be divided": (["--model-parallel-size", "3", "--num-attention-heads", "3", "--hidden-size",
-                                        "96"], [], "flags", "2 ranks is not divisible by --model-parallel-size 3"),
+    "a world that cannot be divided": (
+        ["--model-parallel-size", "3", "--num-attention-heads", "3", "--hidden-size", "96"],
+        [],
+        "flags",
+        "2 ranks is not divisible by --model-parallel-size 3",
+    ),
     "other flags on a rank": ([], ["--lr", "1e-2"], "flags", "rank 1 .* another --lr: 0.01"),
-    "a checkpoint of another shape": (["--save", "{folder}/stale", "--hidden-size", "64"], [], "flags",
-                                      "--hidden-size: here 64, checkpoint 128")}
+    "a checkpoint of another shape": (
+        ["--save", "{folder}/stale", "--hidden-size", "64"],
+        [],
+        "flags",
+        "--hidden-size: here 64, checkpoint 128",
+    ),
+}
 
 
 @contextlib.contextmanager
 def planted(name: str, rank: int) -> Any:
     """The defect, on rank 1 where it is one of a rank."""
     with contextlib.ExitStack() as stack:
+
         def patch(target: Any, attribute: str, new: Any) -> None:
             stack.enter_context(mock.patch.object(target, attribute, new))
 
@@ -65,14 +75,19 @@ def planted(name: str, rank: int) -> Any:
             elif name == "other code":
                 patch(alone, "code_hash", lambda: "another")
             elif name == "a wrong product":
+
                 def wrong(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
                     c = torch.matmul(a, b)
                     c[3, 4] += 1
                     return c
 
-                patch(alone, "product_problem", lambda device, dtype, check=alone.product_problem: check(
-                    device, dtype, wrong))
+                patch(
+                    alone,
+                    "product_problem",
+                    lambda device, dtype, check=alone.product_problem: check(device, dtype, wrong),
+                )
             elif name == "a wrong collective":
+
                 def all_reduce(tensor: torch.Tensor, *args: Any, **options: Any) -> None:
                     ALL_REDUCE(tensor, *args, **options)
                     if tensor.numel() == together.ELEMENTS and options["group"] is not dist.group.WORLD:
@@ -85,8 +100,9 @@ def planted(name: str, rank: int) -> Any:
                 patch(time, "time", lambda now=time.time: now() + 30)
             elif name == "too little memory":
                 patch(alone, "available", lambda device, local: (1 << 20, "of this test"))
-                stack.enter_context(mock.patch("megatron.gpt2.memory_planner.report.available",
-                                               return_value=(1 << 20, "of this test")))
+                stack.enter_context(
+                    mock.patch("megatron.gpt2.memory_planner.report.available", return_value=(1 << 20, "of this test"))
+                )
         yield
 
 
@@ -94,9 +110,20 @@ def look(rank: int, world_size: int, folder: str) -> dict[str, list[Row]]:
     found = {}
     with mock.patch.object(alone, "WRITTEN", 1 << 20), mock.patch.object(preflight, "source_commit", lambda root: ""):
         for name, (flags, own, _, _) in DEFECTS.items():
-            words = [*SMALL, "--train-data", f"{folder}/text.txt", "--data-cache-path", f"{folder}/cache", "--save",
-                     f"{folder}/save", "--train-iters", "20", "--model-parallel-size", "2",
-                     *(word.format(folder=folder) for word in flags + own * rank)]
+            words = [
+                *SMALL,
+                "--train-data",
+                f"{folder}/text.txt",
+                "--data-cache-path",
+                f"{folder}/cache",
+                "--save",
+                f"{folder}/save",
+                "--train-iters",
+                "20",
+                "--model-parallel-size",
+                "2",
+                *(word.format(folder=folder) for word in flags + own * rank),
+            ]
             if name == "a damaged index":
                 words.remove("--train-data")
                 words.remove(f"{folder}/text.txt")
@@ -127,7 +154,14 @@ def test_each_planted_defect_is_found(tmp_path: Path) -> None:
         first, second = run_ranks(look, 2, str(tmp_path))
     assert first == second, "the ranks would end with other exit codes"
     assert {path.name for path in tmp_path.iterdir()} == {
-        "text.txt", "other.txt", "damaged.bin", "damaged.idx", "stale", "taken", "cache"}, "it left something behind"
+        "text.txt",
+        "other.txt",
+        "damaged.bin",
+        "damaged.idx",
+        "stale",
+        "taken",
+        "cache",
+    }, "it left something behind"
     for name, (_, _, where, said) in DEFECTS.items():
         odd = [row for row in first[name] if row.mend]
         if not where:
@@ -140,10 +174,24 @@ def test_each_planted_defect_is_found(tmp_path: Path) -> None:
 def test_facts_of_many_ranks_are_compared() -> None:
     """The odd one of four is named, whichever it is."""
     facts = alone.facts_of_process(torch.device("cpu")) | {
-        "decisions": {"--lr": "1"}, "data": "a", "samples": 100, "used": 300, "batch": 8, "train_iters": 40,
+        "decisions": {"--lr": "1"},
+        "data": "a",
+        "samples": 100,
+        "used": 300,
+        "batch": 8,
+        "train_iters": 40,
         "product": "",
-        "is_finished": False, "precision": "fp32", "start": 0, "memory": "5 MB of 9 MB", "memory_problem": "",
-        "free": 10**9, "bytes_per_s": 1e8, "bytes_to_come": 10**6, "checkpoint_bytes": 10**5, "clock": 0.0}
+        "is_finished": False,
+        "precision": "fp32",
+        "start": 0,
+        "memory": "5 MB of 9 MB",
+        "memory_problem": "",
+        "free": 10**9,
+        "bytes_per_s": 1e8,
+        "bytes_to_come": 10**6,
+        "checkpoint_bytes": 10**5,
+        "clock": 0.0,
+    }
     good = [copy.deepcopy(facts) for _ in range(4)]
     assert not [row for row in rows(good) if row.mend]
     for odd in range(4):
@@ -162,8 +210,19 @@ def test_products_are_exact_in_every_precision(dtype: torch.dtype) -> None:
 
 def test_the_program(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """From the command line, with ranks of its own."""
-    flags = [*SMALL, "--train-data", str(write_text(tmp_path)), "--data-cache-path", f"{tmp_path}/cache", "--save",
-             f"{tmp_path}/save", "--train-iters", "20", "--nproc-per-node", "2"]
+    flags = [
+        *SMALL,
+        "--train-data",
+        str(write_text(tmp_path)),
+        "--data-cache-path",
+        f"{tmp_path}/cache",
+        "--save",
+        f"{tmp_path}/save",
+        "--train-iters",
+        "20",
+        "--nproc-per-node",
+        "2",
+    ]
     assert preflight.main([*flags, "--model-parallel-size", "2"]) == 0
     said = capfd.readouterr().out
     assert "tensor group" in said and "MEND" not in said and not (tmp_path / "save").exists()

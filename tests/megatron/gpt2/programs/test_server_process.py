@@ -57,9 +57,24 @@ class Program:
 
     def __init__(self, saved: Path, *flags: str) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, str(PROGRAM), "--load", str(saved), "--device", "cpu", "--precision", "fp32", "--port",
-             "0", *flags], stderr=subprocess.PIPE, text=True, start_new_session=True,
-            env={key: value for key, value in os.environ.items() if key != "PYTHONPATH"})
+            [
+                sys.executable,
+                str(PROGRAM),
+                "--load",
+                str(saved),
+                "--device",
+                "cpu",
+                "--precision",
+                "fp32",
+                "--port",
+                "0",
+                *flags,
+            ],
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+            env={key: value for key, value in os.environ.items() if key != "PYTHONPATH"},
+        )
         self.said = ""
         assert self.process.stderr
         self._reader = threading.Thread(target=self._read, args=[self.process.stderr])
@@ -132,8 +147,10 @@ def test_two_ranks_and_32_clients(program: Program) -> None:
 
 def browser(playwright: Any) -> Any:
     """A headless Chromium: Playwright's own, or the system's."""
-    found = next(filter(None, map(shutil.which, ("chromium-headless-shell", "chromium", "chromium-browser",
-                                                 "google-chrome"))), None)
+    found = next(
+        filter(None, map(shutil.which, ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome"))),
+        None,
+    )
     sandbox = [] if os.geteuid() else ["--no-sandbox"]  # which root cannot have
     for path in (None, found):
         with contextlib.suppress(Exception):
@@ -197,17 +214,29 @@ def test_ctrl_c_ends_one_rank(saved: Path, python: WarmPython) -> None:
     with Program(saved) as program:
         port = program.url.rstrip("/").rpartition(":")[2]
         assert program.client.models.list().data[0].id == "tiny"
-        taken = subprocess.run([python.python, str(PROGRAM), "--load", str(saved), "--port", port], check=False,
-                               capture_output=True, text=True)
+        taken = subprocess.run(
+            [python.python, str(PROGRAM), "--load", str(saved), "--port", port],
+            check=False,
+            capture_output=True,
+            text=True,
+        )
         assert taken.returncode == 2 and taken.stderr.startswith("error: ") and taken.stderr.count("\n") == 1
         assert f"--port {port}: Address already in use" in taken.stderr
         program.end(signal.SIGINT)
 
 
-@pytest.mark.parametrize(("flags", "named"), [
-    (["--port", "70000"], "70000"), (["--host", "nowhere.invalid"], "--host nowhere.invalid"),
-    (["--max-tokens", "0"], "--max-tokens"), (["--max-texts", "3"], "--batch-size"), (["--prot", "1"], "--prot"),
-    (["--load", "/nowhere"], "/nowhere")], ids=str)
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (["--port", "70000"], "70000"),
+        (["--host", "nowhere.invalid"], "--host nowhere.invalid"),
+        (["--max-tokens", "0"], "--max-tokens"),
+        (["--max-texts", "3"], "--batch-size"),
+        (["--prot", "1"], "--prot"),
+        (["--load", "/nowhere"], "/nowhere"),
+    ],
+    ids=str,
+)
 def test_bad_flags_are_one_line(flags: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
     from megatron.gpt2.programs import run_text_generation_server as program
 

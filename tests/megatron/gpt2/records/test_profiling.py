@@ -31,7 +31,7 @@ def test_trace_and_table(work: Path, capfd: pytest.CaptureFixture[str]) -> None:
     said = capfd.readouterr().out
     traced = events(work / "run/profile_3-4_rank_0.json.gz")
     assert steps_in(traced) == 2
-    table = said[said.index("the costliest operations of 2 iterations, by their own time on the cpu:"):].splitlines()
+    table = said[said.index("the costliest operations of 2 iterations, by their own time on the cpu:") :].splitlines()
     rows = [re.fullmatch(r" +([\d.]+) +([\d.]+)% +([\d.]+)  (.+)", line) for line in table[2:17]]
     times, shares, calls, names = zip(*(row.groups() for row in rows), strict=True)
     assert list(map(float, times)) == sorted(map(float, times), reverse=True) and 50 < sum(map(float, shares)) < 101
@@ -63,8 +63,12 @@ def test_spellings() -> None:
     today = parse(["--profile", "--profile-step-start", "4", "--profile-step-end", "6", "--profile-ranks", "0", "3"])
     assert today.config.train.profile == (5, 6) and today.config.train.profile_ranks == (0, 3)
     assert parse(["--profile-step-start", "4"]).config.train.profile == ()
-    for wrong in (["--profile", "5"], ["--profile", "5", "4"], ["--profile", "0", "4"],
-                  ["--profile", "--profile-step-start", "20"]):
+    for wrong in (
+        ["--profile", "5"],
+        ["--profile", "5", "4"],
+        ["--profile", "0", "4"],
+        ["--profile", "--profile-step-start", "20"],
+    ):
         with pytest.raises(ValueError, match="--profile takes the first iteration and the last"):
             _ = parse(wrong).config
     with pytest.raises(ValueError, match="--profile-step-start x"):

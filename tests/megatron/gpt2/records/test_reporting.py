@@ -19,9 +19,17 @@ from megatron.gpt2.records.run_log import RunLog
 
 
 def record(iteration: int = 100, **changes: Any) -> IterationRecord:
-    values = {"consumed_samples": 800, "lm_loss": 8.969456, "learning_rate": 3.937e-6, "loss_scale": 131072.0,
-              "grad_norm": 1.234, "ms_per_iteration": 920.7, "tokens_per_second": 12345.0, "mfu": 0.234,
-              "memory_bytes": 1 << 30}
+    values = {
+        "consumed_samples": 800,
+        "lm_loss": 8.969456,
+        "learning_rate": 3.937e-6,
+        "loss_scale": 131072.0,
+        "grad_norm": 1.234,
+        "ms_per_iteration": 920.7,
+        "tokens_per_second": 12345.0,
+        "mfu": 0.234,
+        "memory_bytes": 1 << 30,
+    }
     return IterationRecord(iteration, **{**values, **changes})
 
 
@@ -33,7 +41,8 @@ def test_iteration_line() -> None:
     assert reporting.iteration_line(record(), train_iters=320000, seconds_to_go=4983.2) == (
         "iteration      100/  320000 | elapsed time per iteration (ms): 920.7 | learning rate: 3.937E-06 | "
         "lm loss: 8.969456E+00 | loss scale: 131072.0 | grad norm: 1.234 | tokens/s: 12,345 | MFU: 23.4% | "
-        "time to go: 1:23:03 |")
+        "time to go: 1:23:03 |"
+    )
 
 
 def test_iteration_line_says_skipped_and_leaves_out_an_unknown_mfu() -> None:
@@ -50,8 +59,9 @@ def test_iteration_line_of_a_window_without_a_step() -> None:
 def test_evaluation_line() -> None:
     evaluation = EvaluationRecord(1000, "valid", math.log(20.0), 1.5)
     frame, line, same = reporting.evaluation_line(evaluation).split("\n")
-    assert line == ("validation loss at iteration 1000 | LM loss: 2.995732E+00 | LM PPL: 2.000000E+01 | "
-                    "bits per byte: 1.5000")
+    assert line == (
+        "validation loss at iteration 1000 | LM loss: 2.995732E+00 | LM PPL: 2.000000E+01 | bits per byte: 1.5000"
+    )
     assert frame == same == "-" * len(line)
     final = reporting.evaluation_line(EvaluationRecord(1000, "test", 3.0), final=True)
     assert "validation loss at the end of training for test data | LM loss: 3.000000E+00 |" in final
@@ -80,13 +90,28 @@ def test_metrics_hold_one_record_a_line_and_no_nan(tmp_path: Path) -> None:
     log = RunLog(tmp_path, train_iters=10)
     log.record(record(10, grad_norm=math.nan))
     # Flushed line by line: a crash leaves what was logged.
-    assert read(log.metrics_path) == [{
-        "iteration": 10, "consumed_samples": 800, "lm_loss": 8.969456, "learning_rate": 3.937e-6,
-        "loss_scale": 131072.0, "grad_norm": None, "ms_per_iteration": 920.7, "tokens_per_second": 12345.0,
-        "mfu": 0.234, "memory_bytes": 1 << 30}]
+    assert read(log.metrics_path) == [
+        {
+            "iteration": 10,
+            "consumed_samples": 800,
+            "lm_loss": 8.969456,
+            "learning_rate": 3.937e-6,
+            "loss_scale": 131072.0,
+            "grad_norm": None,
+            "ms_per_iteration": 920.7,
+            "tokens_per_second": 12345.0,
+            "mfu": 0.234,
+            "memory_bytes": 1 << 30,
+        }
+    ]
     log.record(EvaluationRecord(10, "valid", 0.0, 1.5))
-    assert read(log.metrics_path)[1] == {"iteration": 10, "split": "valid", "lm_loss": 0.0, "bits_per_byte": 1.5,
-                                         "ppl": 1.0}
+    assert read(log.metrics_path)[1] == {
+        "iteration": 10,
+        "split": "valid",
+        "lm_loss": 0.0,
+        "bits_per_byte": 1.5,
+        "ppl": 1.0,
+    }
     log.close()
 
 
@@ -102,8 +127,9 @@ def test_a_full_disk_costs_the_records_alone(tmp_path: Path, capsys: pytest.Capt
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert capsys.readouterr().out.splitlines() == [
-        f"WARNING: {line}: File too large" for line in (
-            "metrics.jsonl lacks lines from here on", "report.html is not written", "loss.png is not written")]
+        f"WARNING: {line}: File too large"
+        for line in ("metrics.jsonl lacks lines from here on", "report.html is not written", "loss.png is not written")
+    ]
     assert len(read(log.metrics_path)) == 11
 
 
@@ -141,7 +167,8 @@ def test_only_the_active_rank_writes(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 def test_progress_bar_on_a_terminal_keeps_lines_whole(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     log = RunLog(tmp_path, train_iters=10, start_iteration=4)
     log.step()
@@ -172,8 +199,10 @@ def test_loss_curve_is_a_png(tmp_path: Path) -> None:
     path = write_run(tmp_path).close("a run")
     assert path == str(tmp_path / "loss.png")
     image = imread(path)
-    blue, orange = (torch.tensor(image)[..., :3].sub(torch.tensor(colour)).abs().amax(-1).lt(0.1).sum().item()
-                    for colour in ((0x35 / 255, 0x68 / 255, 0xA8 / 255), (0xD1 / 255, 0x64 / 255, 0x2E / 255)))
+    blue, orange = (
+        torch.tensor(image)[..., :3].sub(torch.tensor(colour)).abs().amax(-1).lt(0.1).sum().item()
+        for colour in ((0x35 / 255, 0x68 / 255, 0xA8 / 255), (0xD1 / 255, 0x64 / 255, 0x2E / 255))
+    )
     assert blue > 300  # the training curve is drawn,
     assert orange > 30  # and the one validation point
 
@@ -203,20 +232,34 @@ def test_text_curve_of_nothing() -> None:
 def test_closing_report() -> None:
     commands = [("continue", "bash scripts/pretrain_gpt2.sh --train-iters 1000")]
     report = reporting.closing_report(
-        bits_per_byte=2.1, baselines={reporting.UNIGRAM: 4.5, "xz -9": None}, sample="[To be] or\nnot " + 30 * "word ",
-        checkpoint="checkpoints/iter_0000300", plot="checkpoints/loss.png", next_commands=commands)
-    for line in ("  this model                     2.100", "  unigram entropy of the tokens  4.500",
-                 "  xz -9                          not computed", "  [To be] or",
-                 "  not" + 19 * " word", " " + 11 * " word",
-                 "  checkpoint  checkpoints/iter_0000300", "  loss curve  checkpoints/loss.png",
-                 "  bash scripts/pretrain_gpt2.sh --train-iters 1000"):
+        bits_per_byte=2.1,
+        baselines={reporting.UNIGRAM: 4.5, "xz -9": None},
+        sample="[To be] or\nnot " + 30 * "word ",
+        checkpoint="checkpoints/iter_0000300",
+        plot="checkpoints/loss.png",
+        next_commands=commands,
+    )
+    for line in (
+        "  this model                     2.100",
+        "  unigram entropy of the tokens  4.500",
+        "  xz -9                          not computed",
+        "  [To be] or",
+        "  not" + 19 * " word",
+        " " + 11 * " word",
+        "  checkpoint  checkpoints/iter_0000300",
+        "  loss curve  checkpoints/loss.png",
+        "  bash scripts/pretrain_gpt2.sh --train-iters 1000",
+    ):
         assert line in report.split("\n")
     assert "--lr" not in report
-    bad = reporting.closing_report(bits_per_byte=4.6, baselines={reporting.UNIGRAM: 4.5}, sample="", checkpoint="x",
-                                   plot="x", next_commands=[])
+    bad = reporting.closing_report(
+        bits_per_byte=4.6, baselines={reporting.UNIGRAM: 4.5}, sample="", checkpoint="x", plot="x", next_commands=[]
+    )
     assert "a higher --lr" in bad
-    with_text = reporting.closing_report(bits_per_byte=None, baselines={}, sample="", checkpoint="x",
-                                         plot="curve\n 1 |*", next_commands=[])
+    with_text = reporting.closing_report(
+        bits_per_byte=None, baselines={}, sample="", checkpoint="x", plot="curve\n 1 |*", next_commands=[]
+    )
     assert " 1 |*" in with_text.split("\n")
-    assert "curve" not in reporting.closing_report(bits_per_byte=None, baselines={}, sample="", checkpoint="x", plot="",
-                                                   next_commands=[])
+    assert "curve" not in reporting.closing_report(
+        bits_per_byte=None, baselines={}, sample="", checkpoint="x", plot="", next_commands=[]
+    )

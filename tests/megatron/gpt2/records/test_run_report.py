@@ -60,8 +60,9 @@ class Page(HTMLParser):
             self.texts.setdefault(self.open[-1], []).append(data)
 
     def curves(self) -> dict[str, dict[str, list]]:
-        return {attrs["aria-label"]: dict(json.loads(attrs["data-curves"]))
-                for tag, attrs in self.elements if tag == "svg"}
+        return {
+            attrs["aria-label"]: dict(json.loads(attrs["data-curves"])) for tag, attrs in self.elements if tag == "svg"
+        }
 
 
 def write_run(folder: Path) -> Path:
@@ -71,15 +72,29 @@ def write_run(folder: Path) -> Path:
             loss = None if iteration == 50 else 3.0 + 70.0 / iteration + (5.0 if iteration == 6000 else 0.0)
             print(json.dumps(record(iteration, lm_loss=loss).metrics()), file=file)
             if iteration % 1000 == 0:
-                print(json.dumps({"iteration": iteration, "split": "valid", "bits_per_byte": 1.25,
-                                  "lm_loss": 3.5 + abs(iteration - 7000) / 1e4}), file=file)
-    (folder / "samples.jsonl").write_text("".join(
-        json.dumps({"iteration": i, "text": NASTY if i == 1 else "To be"}) + "\n" for i in range(1, 101)))
-    (folder / "history.jsonl").write_text(json.dumps(
-        {"iteration": 7, "time": "2026-01-02T03:04:05+00:00", "text": "WARNING: " + NASTY}) + "\n")
+                print(
+                    json.dumps(
+                        {
+                            "iteration": iteration,
+                            "split": "valid",
+                            "bits_per_byte": 1.25,
+                            "lm_loss": 3.5 + abs(iteration - 7000) / 1e4,
+                        }
+                    ),
+                    file=file,
+                )
+    (folder / "samples.jsonl").write_text(
+        "".join(json.dumps({"iteration": i, "text": NASTY if i == 1 else "To be"}) + "\n" for i in range(1, 101))
+    )
+    (folder / "history.jsonl").write_text(
+        json.dumps({"iteration": 7, "time": "2026-01-02T03:04:05+00:00", "text": "WARNING: " + NASTY}) + "\n"
+    )
     config = Config.from_dict({"data": {"train_data": ["a<b.txt", "c.txt"]}, "checkpoint": {"save": NASTY}})
-    (folder / "config.json").write_text(json.dumps({
-        "config": config.as_dict(), "train_iters": 20_000, "environment": {"command": NASTY, "torch": "2.13"}}))
+    (folder / "config.json").write_text(
+        json.dumps(
+            {"config": config.as_dict(), "train_iters": 20_000, "environment": {"command": NASTY, "torch": "2.13"}}
+        )
+    )
     return folder
 
 
@@ -104,8 +119,13 @@ def test_the_page(tmp_path: Path) -> None:
     assert page.texts["dd"] == ["10,000", "3.007", "3.5", "409,600", "2:33:27", "12,345", "1.00 GiB"]
     assert "at 7,000, 1.250 bits per byte" in page.texts["span"]
     curves = page.curves()
-    assert list(curves) == ["loss, nats per token", "learning rate", "gradient norm, before clipping",
-                            "tokens a second, all ranks", "peak memory of rank 0, GiB"]
+    assert list(curves) == [
+        "loss, nats per token",
+        "learning rate",
+        "gradient norm, before clipping",
+        "tokens a second, all ranks",
+        "peak memory of rank 0, GiB",
+    ]
     loss = curves["loss, nats per token"]
     assert loss["validation"] == [[i, 3.5 + abs(i - 7000) / 1e4] for i in range(1000, 10_001, 1000)]
     assert len(loss["training"]) <= 320 and loss["training"][-1][0] == 10_000
@@ -134,7 +154,9 @@ def test_chart() -> None:
     assert len(x) <= 320 and list(x) == sorted(x) and x[0] >= 58 and x[-1] <= 456 and min(y) >= 8 and max(y) <= 186
     assert min(float(point.split()[1]) for point in band.split("L")) < min(y)  # a single step stays to be seen
     assert [(place.x, place.mean, place.greatest) for place in thinned([(1, 1.0), (2, 3.0), (3, 9.0)], 2)] == [
-        (2, 2.0, 3.0), (3, 9.0, 9.0)]
+        (2, 2.0, 3.0),
+        (3, 9.0, 9.0),
+    ]
     assert "no numbers yet" in chart("t", [Curve("c", "blue", [])], width=480, height=210)
     assert 'class="line' in chart("t", [Curve("c", "blue", [(5, 0.0)])], width=480, height=210, from_zero=True)
 
@@ -144,14 +166,38 @@ def test_numbers_of_the_axes() -> None:
     assert round_steps(2.9, 10.3) == [4, 6, 8, 10]
     assert round_steps(0, 1.5e-4) == pytest.approx([0, 5e-5, 1e-4, 1.5e-4])
     assert [number(x) for x in (0, 12345.6, 3.14159, 0.25, 0.00015, 1e-12, -2)] == [
-        "0", "12,346", "3.142", "0.25", "1.5e-4", "1e-12", "-2"]
+        "0",
+        "12,346",
+        "3.142",
+        "0.25",
+        "1.5e-4",
+        "1e-12",
+        "-2",
+    ]
     records = [{"iteration": i} for i in range(100)]
     assert [r["iteration"] for r in spread(records, 4)] == [0, 33, 66, 99] and spread(records, 100) == records
 
 
 def test_a_run_that_is_stopped_and_goes_on(work: Path, capfd: pytest.CaptureFixture[str]) -> None:  # noqa: F811
-    flags = [*FLAGS, "--train-data", "text.txt", "--save", "run", "--load", "run", "--eval-interval", "2",
-             "--eval-iters", "1", "--log-interval", "1", "--save-interval", "3", "--train-iters", "8"]
+    flags = [
+        *FLAGS,
+        "--train-data",
+        "text.txt",
+        "--save",
+        "run",
+        "--load",
+        "run",
+        "--eval-interval",
+        "2",
+        "--eval-iters",
+        "1",
+        "--log-interval",
+        "1",
+        "--save-interval",
+        "3",
+        "--train-iters",
+        "8",
+    ]
     assert pretrain_gpt2.main([*flags, "--exit-interval", "5"]) == 0
     page = Page(work / "run/report.html")
     assert page.texts["p"][0] == "stopped by --exit-interval at iteration 5: the same command continues"
@@ -168,11 +214,18 @@ def test_a_run_that_is_stopped_and_goes_on(work: Path, capfd: pytest.CaptureFixt
     assert [i for i, _ in curves["loss, nats per token"]["validation"]] == [2, 4, 6, 8]
     samples = read_records(work / "run/samples.jsonl")
     assert [s["iteration"] for s in samples] == [2, 4, 6, 8] and len({s["text"] for s in samples}) > 1
-    history = [(event["iteration"], event["text"].split(" at iteration")[0].split(" on ")[0])
-               for event in read_records(work / "run/history.jsonl")]
+    history = [
+        (event["iteration"], event["text"].split(" at iteration")[0].split(" on ")[0])
+        for event in read_records(work / "run/history.jsonl")
+    ]
     missing = "WARNING: --load run holds no checkpoint: the run starts from random weights"  # before the log
-    assert history == [(0, missing), (0, "started from random weights"), (5, "stopped by --exit-interval"),
-                       (3, "started from iteration 3 of run"), (8, "finished")]
+    assert history == [
+        (0, missing),
+        (0, "started from random weights"),
+        (5, "stopped by --exit-interval"),
+        (3, "started from iteration 3 of run"),
+        (8, "finished"),
+    ]
     environment = json.loads((work / "run/config.json").read_text())["environment"]
     assert environment["versions"].startswith(f"torch {torch.__version__}, numpy ")
     assert re.fullmatch(r"[0-9a-f]{40}(, with changes)?|none: .*", environment["commit"])
@@ -188,8 +241,22 @@ def test_a_run_that_is_stopped_and_goes_on(work: Path, capfd: pytest.CaptureFixt
     assert refused.stderr == "error: . holds no metrics.jsonl: give the --save folder of a run\n"
 
     # A run that fails leaves its page as well.
-    assert pretrain_gpt2.main([*flags[:-1], "12", "--lr", "1e30", "--override-lr-scheduler", "--clip-grad", "0",
-                               "--max-skipped-steps", "1"]) == 1
+    assert (
+        pretrain_gpt2.main(
+            [
+                *flags[:-1],
+                "12",
+                "--lr",
+                "1e30",
+                "--override-lr-scheduler",
+                "--clip-grad",
+                "0",
+                "--max-skipped-steps",
+                "1",
+            ]
+        )
+        == 1
+    )
     assert Page(work / "run/report.html").texts["p"][0].startswith("stopped: 1 step in a row ")
 
 
@@ -197,8 +264,21 @@ def test_samples_and_evaluations_change_nothing_of_training(tmp_path: Path) -> N
     write_text(tmp_path)
     ends = []
     for watched in (False, True):
-        run = start(0, 1, str(tmp_path), ["--save", f"{tmp_path}/{watched}", "--hidden-dropout", "0.1",
-                                          "--attention-dropout", "0.1", "--eval-iters", "1"])
+        run = start(
+            0,
+            1,
+            str(tmp_path),
+            [
+                "--save",
+                f"{tmp_path}/{watched}",
+                "--hidden-dropout",
+                "0.1",
+                "--attention-dropout",
+                "0.1",
+                "--eval-iters",
+                "1",
+            ],
+        )
         for _ in range(3):
             steps(run, 1)
             if watched:
@@ -227,7 +307,8 @@ def test_warnings_are_kept_and_a_new_run_starts_a_new_page(tmp_path: Path) -> No
 
 
 def test_the_report_takes_little_time_and_no_run_dies_of_it(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     now, written = [1000.0], []
     log = RunLog(tmp_path, train_iters=10)
 

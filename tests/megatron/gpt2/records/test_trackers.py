@@ -51,8 +51,11 @@ def test_weights_and_biases_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     log_two(flags, tmp_path)
     name = (tmp_path / "gpt2" / "wandb_run_id.txt").read_text().strip()
     assert read_offline_run(tmp_path / "gpt2", name) == {
-        "project": "gpt2", "name": "gpt2", "config": json.loads(json.dumps(flags.as_dict())),
-        "numbers": {10: {"lm_loss": 8.969456, "valid/lm_loss": 2.0, "memory_bytes": 1 << 30}}}
+        "project": "gpt2",
+        "name": "gpt2",
+        "config": json.loads(json.dumps(flags.as_dict())),
+        "numbers": {10: {"lm_loss": 8.969456, "valid/lm_loss": 2.0, "memory_bytes": 1 << 30}},
+    }
     flags = config(tmp_path, wandb_project="gpt2", wandb_exp_name="on", wandb_save_dir=str(tmp_path / "other"))
     log_two(flags, tmp_path, iteration=10)
     again = read_offline_run(tmp_path / "other", name)
@@ -70,12 +73,16 @@ def read_offline_run(folder: Path, name: str) -> dict[str, Any]:
         if entry.HasField("run"):
             assert entry.run.run_id == name
             settings = {item.key: json.loads(item.value_json) for item in entry.run.config.update}
-            found |= {"project": entry.run.project, "name": entry.run.display_name,
-                      "config": {key: value for key, value in settings.items() if key != "_wandb"}}
+            found |= {
+                "project": entry.run.project,
+                "name": entry.run.display_name,
+                "config": {key: value for key, value in settings.items() if key != "_wandb"},
+            }
         if entry.HasField("history"):
             values = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in entry.history.item}
             found["numbers"][values["_step"]] = {
-                key: values[key] for key in ("lm_loss", "valid/lm_loss", "memory_bytes") if key in values}
+                key: values[key] for key in ("lm_loss", "valid/lm_loss", "memory_bytes") if key in values
+            }
     return found
 
 
@@ -87,7 +94,7 @@ def log_records(data: bytes) -> Iterator[bytes]:
         if 32768 - at % 32768 < 7:  # no room for a part
             at += 32768 - at % 32768
         _, length, kind = struct.unpack_from("<IHB", data, at)
-        record += data[at + 7:at + 7 + length]
+        record += data[at + 7 : at + 7 + length]
         at += 7 + length
         if kind in (1, 4):
             yield record
@@ -112,7 +119,8 @@ def test_wandb_that_cannot_begin_is_one_line(tmp_path: Path, monkeypatch: pytest
 @pytest.mark.parametrize("active", [True, False])
 @pytest.mark.parametrize("flag", ["tensorboard_dir", "wandb_project"])
 def test_a_missing_library_is_an_error_on_every_rank(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, active: bool, flag: str) -> None:
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, active: bool, flag: str
+) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     spelled = "--" + flag.replace("_", "-")
     with pytest.raises(ValueError, match=rf"{spelled} needs (\w+): pip install \1$"):

@@ -12,13 +12,28 @@ from tests.distributed import run_ranks
 from tests.faults.state_faults import plant
 from tests.megatron.gpt2.training.training_runs import finish, start, write_text
 
-FLAGS = ["--num-layers", "2", "--hidden-size", "32", "--micro-batch-size", "1", "--global-batch-size", "4",
-         "--max-skipped-steps", "2", "--log-interval", "2", "--train-iters", "20"]
+FLAGS = [
+    "--num-layers",
+    "2",
+    "--hidden-size",
+    "32",
+    "--micro-batch-size",
+    "1",
+    "--global-batch-size",
+    "4",
+    "--max-skipped-steps",
+    "2",
+    "--log-interval",
+    "2",
+    "--train-iters",
+    "20",
+]
 DOWN, UP = (f"transformer.layers.1.mlp.dense_{name}.weight" for name in ("4h_to_h", "h_to_4h"))
 
 
-def ended_by(rank: int, world: int, folder: str, flags: list[str], save: str, bad: int, kind: str,
-             **details: Any) -> str:
+def ended_by(
+    rank: int, world: int, folder: str, flags: list[str], save: str, bad: int, kind: str, **details: Any
+) -> str:
     plant(kind, bad, 2, **details)
     run = start(rank, world, folder, [*FLAGS, "--save", f"{folder}/{save}", *flags])
     try:
@@ -31,10 +46,12 @@ def ended_by(rank: int, world: int, folder: str, flags: list[str], save: str, ba
 
 
 def two(rank: int, world: int, folder: str) -> list[str]:
-    return [ended_by(rank, world, folder, ["--use-distributed-optimizer"], "data", 1, "nan", name=UP),
-            ended_by(rank, world, folder, ["--model-parallel-size", "2"], "tensor", 1, "nan", name=UP),
-            ended_by(rank, world, folder, ["--pipeline-model-parallel-size", "2"], "stages", 1, "nan", name=UP),
-            ended_by(rank, world, folder, ["--model-parallel-size", "2"], "weight", 0, "break_weight", name=DOWN)]
+    return [
+        ended_by(rank, world, folder, ["--use-distributed-optimizer"], "data", 1, "nan", name=UP),
+        ended_by(rank, world, folder, ["--model-parallel-size", "2"], "tensor", 1, "nan", name=UP),
+        ended_by(rank, world, folder, ["--pipeline-model-parallel-size", "2"], "stages", 1, "nan", name=UP),
+        ended_by(rank, world, folder, ["--model-parallel-size", "2"], "weight", 0, "break_weight", name=DOWN),
+    ]
 
 
 def test_the_line_names_rank_and_tensor(tmp_path: Path) -> None:

@@ -15,8 +15,18 @@ from tests.distributed import run_ranks
 from tests.faults.state_faults import flip
 from tests.megatron.gpt2.training.training_runs import finish, start, write_text
 
-FLAGS = ["--num-layers", "1", "--hidden-size", "32", "--micro-batch-size", "1", "--global-batch-size", "6",
-         "--check-replicas-interval", "2"]
+FLAGS = [
+    "--num-layers",
+    "1",
+    "--hidden-size",
+    "32",
+    "--micro-batch-size",
+    "1",
+    "--global-batch-size",
+    "6",
+    "--check-replicas-interval",
+    "2",
+]
 UP, NORM = "transformer.layers.0.mlp.dense_h_to_4h.weight", "transformer.final_layernorm.weight"
 
 
@@ -63,11 +73,18 @@ def flipped(rank: int, world: int, folder: str, flags: list[str], cases: list[tu
 
 def test_one_process_names_the_tensor(tmp_path: Path) -> None:
     write_text(tmp_path, 1000)
-    lines = flipped(0, 1, str(tmp_path), ["--precision", "bf16"], [
-        (0, 2, kind, UP) for kind in ("weight", "master", "exp_avg", "exp_avg_sq")] + [(9, 0, "", "")])
+    lines = flipped(
+        0,
+        1,
+        str(tmp_path),
+        ["--precision", "bf16"],
+        [(0, 2, kind, UP) for kind in ("weight", "master", "exp_avg", "exp_avg_sq")] + [(9, 0, "", "")],
+    )
     for line, kind in zip(lines, ("weight", "master", "exp_avg", "exp_avg_sq"), strict=False):
-        assert line.startswith(f"2: rank 0 holds another {kind} of {UP} than the update of iteration 2 left, the last "
-                               "clean hash: the memory of a rank has changed by itself"), lines
+        assert line.startswith(
+            f"2: rank 0 holds another {kind} of {UP} than the update of iteration 2 left, the last "
+            "clean hash: the memory of a rank has changed by itself"
+        ), lines
     assert lines[4] == ""  # no bit flipped
 
 
@@ -77,8 +94,10 @@ def test_replicas_name_the_rank(tmp_path: Path) -> None:
     three = run_ranks(flipped, 3, str(tmp_path), [], [(1, 3, "exp_avg", UP), (2, 2, "weight", NORM)])
     assert three[0] == three[1] == three[2]
     of_others, of_itself = three[0]
-    assert of_others.startswith(f"4: rank 1 holds another weight of {UP} and 1 other than the other replicas, since "
-                                "iteration 2, the last clean hash: "), of_others  # the update of 4 has used the moment
+    assert of_others.startswith(
+        f"4: rank 1 holds another weight of {UP} and 1 other than the other replicas, since "
+        "iteration 2, the last clean hash: "
+    ), of_others  # the update of 4 has used the moment
     assert of_itself.startswith(f"2: rank 2 holds another weight of {NORM} than the update of iteration 2"), of_itself
 
 

@@ -29,7 +29,8 @@ def test_a_warning_comes_after_two_lines_and_once(monkeypatch) -> None:  # type:
     assert slow.lines({}, 200.0) == []
     assert slow.lines({}, 200.0) == [
         'WARNING: rank 2 (b) takes 60 ms longer in "forward" than the other ranks of its stage, 160 ms a step for 100, '
-        "since 2 log lines: look at its machine"]
+        "since 2 log lines: look at its machine"
+    ]
     assert slow.lines({}, 200.0) == []
     times["forward"][2], times["data loader"][3], times["batch generator"][3] = 110, 80, 81
     assert slow.lines({}, 200.0) == []
@@ -40,9 +41,26 @@ def test_a_warning_comes_after_two_lines_and_once(monkeypatch) -> None:  # type:
 
 def slow_optimizer(rank: int, world: int, folder: str) -> list[str]:
     plant("slow", 1, 0, part="optimizer", seconds=0.2)
-    run = start(rank, world, folder, ["--num-layers", "1", "--hidden-size", "32", "--micro-batch-size", "1",
-                                      "--global-batch-size", "3", "--log-straggler", "--log-interval", "2",
-                                      "--train-iters", "6"])
+    run = start(
+        rank,
+        world,
+        folder,
+        [
+            "--num-layers",
+            "1",
+            "--hidden-size",
+            "32",
+            "--micro-batch-size",
+            "1",
+            "--global-batch-size",
+            "3",
+            "--log-straggler",
+            "--log-interval",
+            "2",
+            "--train-iters",
+            "6",
+        ],
+    )
     train(run)
     finish(run)
     assert "counted" not in torch.distributed.Work.wait.__qualname__
@@ -52,6 +70,6 @@ def slow_optimizer(rank: int, world: int, folder: str) -> list[str]:
 def test_the_slow_rank_is_named_though_all_take_equally_long(tmp_path: Path) -> None:
     write_text(tmp_path, 1000)
     texts = run_ranks(slow_optimizer, 3, str(tmp_path))[0]
-    of_one = [text for text in texts if 'rank 1 takes' in text and 'longer in "optimizer"' in text]
+    of_one = [text for text in texts if "rank 1 takes" in text and 'longer in "optimizer"' in text]
     assert of_one and 190 < int(of_one[0].split(" takes ")[1].split(" ms")[0]) < 2000, texts
     assert "WARNING: rank 1 takes" in (tmp_path / "save" / "history.jsonl").read_text()

@@ -14,9 +14,26 @@ from tests.distributed import run_ranks
 from tests.faults.state_faults import plant
 from tests.megatron.gpt2.training.training_runs import finish, start, write_text
 
-FLAGS = ["--num-layers", "1", "--hidden-size", "32", "--micro-batch-size", "1", "--global-batch-size", "4",
-         "--log-interval", "1", "--save-interval", "3", "--rewind-on-spike", "1.2", "--lr", "1e-2",
-         "--check-replicas-interval", "1"]
+FLAGS = [
+    "--num-layers",
+    "1",
+    "--hidden-size",
+    "32",
+    "--micro-batch-size",
+    "1",
+    "--global-batch-size",
+    "4",
+    "--log-interval",
+    "1",
+    "--save-interval",
+    "3",
+    "--rewind-on-spike",
+    "1.2",
+    "--lr",
+    "1e-2",
+    "--check-replicas-interval",
+    "1",
+]
 
 
 def test_what_counts_as_a_spike() -> None:
@@ -58,7 +75,8 @@ def test_the_run_goes_back_and_past_the_window(tmp_path: Path) -> None:
     save = tmp_path / "save"
     (spike,) = {record["text"] for record in read_incidents(save) if record["kind"] == "spike"}
     assert spike.startswith("WARNING: at iteration 17 the loss is ") and spike.endswith(
-        ": the run is back at iteration 15 and skips 8 samples (--rewind-on-spike; 2 more rewinds, then none)"), spike
+        ": the run is back at iteration 15 and skips 8 samples (--rewind-on-spike; 2 more rewinds, then none)"
+    ), spike
     assert spike in [json.loads(line)["text"] for line in (save / "history.jsonl").read_text().splitlines()]
 
     def read(iteration: int) -> list[int]:

@@ -60,10 +60,20 @@ class Watched:
 def requests(count: int) -> list[tuple[int, Continuation]]:
     """After which event each arrives, and what it asks for: prompts beyond the context, texts beyond it, no text."""
     dice = random.Random(3)
-    found = [(dice.randrange(12 * count), Continuation(
-        [dice.randrange(256) for _ in range(dice.choice([0, 1, 3, 9, 20, 32, 40]))],
-        dataclasses.replace(dice.choice([Sampling(temperature=0), *SETTINGS]), seed=i,
-                            max_new_tokens=dice.choice([0, 1, 2, 10, 30, 60])))) for i in range(count)]
+    found = [
+        (
+            dice.randrange(12 * count),
+            Continuation(
+                [dice.randrange(256) for _ in range(dice.choice([0, 1, 3, 9, 20, 32, 40]))],
+                dataclasses.replace(
+                    dice.choice([Sampling(temperature=0), *SETTINGS]),
+                    seed=i,
+                    max_new_tokens=dice.choice([0, 1, 2, 10, 30, 60]),
+                ),
+            ),
+        )
+        for i in range(count)
+    ]
     return sorted(found, key=lambda request: request[0])
 
 

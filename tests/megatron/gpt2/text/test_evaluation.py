@@ -39,12 +39,13 @@ def folder(shared_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     words = word_model(shared_folder, folder)
     wiki = re.sub(r"(?<=\w)-(?=\w)", " @-@ ", re.sub(r"([.,;:()\"])", r" \1 ", PROSE)).replace("\n", " \n ")
     (folder / "wiki.test.tokens").write_text(wiki)
-    passages = [" ".join(words[start:start + 9]) for start in range(0, 600, 10)]
+    passages = [" ".join(words[start : start + 9]) for start in range(0, 600, 10)]
     passages += [passage for passage in PROSE.split("\n\n") if passage.strip()][:20]
     passages += ["Alone", " trailing space \n"]
     (folder / "lambada.jsonl").write_text("".join(json.dumps({"text": passage}) + "\n" for passage in passages))
-    (folder / "some.jsonl").write_text("".join(json.dumps({"text": " ".join(words[start:start + 70])}) + "\n"
-                                               for start in range(0, 1000, 100)))
+    (folder / "some.jsonl").write_text(
+        "".join(json.dumps({"text": " ".join(words[start : start + 70])}) + "\n" for start in range(0, 1000, 100))
+    )
     return folder
 
 
@@ -53,6 +54,7 @@ class Reference:
 
     def __init__(self, exported: Path) -> None:
         from transformers import AutoModelForCausalLM, AutoTokenizer
+
         self.model = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32).eval()
         self.tokenizer = AutoTokenizer.from_pretrained(exported)
 
@@ -68,7 +70,7 @@ class Reference:
         """Of all but the first, each with the context that windows `stride` apart give it."""
         total, done, start = 0.0, 1, 0
         while done < len(ids):
-            inputs = ids[start:start + LENGTH]
+            inputs = ids[start : start + LENGTH]
             table = self.log_probabilities(inputs)
             for at in range(done, min(start + LENGTH, len(ids) - 1) + 1):
                 total -= float(table[at - 1 - start, ids[at]])
@@ -81,14 +83,14 @@ class Reference:
             if strict:
                 word = passage.split()[-1]
                 target = self.ids(" " + word)
-                context = self.ids(passage.rstrip()[:-len(word)].strip())
+                context = self.ids(passage.rstrip()[: -len(word)].strip())
             else:
                 *context, last = self.ids(passage)
                 target = [last]
             ids = (context or [self.tokenizer.eos_token_id]) + target
-            ids = ids[-LENGTH - 1:]
+            ids = ids[-LENGTH - 1 :]
             said = self.log_probabilities(ids[:-1]).argmax(-1).tolist()
-            hits += said[-len(target):] == target
+            hits += said[-len(target) :] == target
         return hits / len(passages)
 
 
@@ -102,13 +104,21 @@ def evaluated(rank: int, world_size: int, folder: str, model_parallel_size: int)
     try:
         loaded = load_for_inference(Path(folder) / "save", torch.device("cpu"), torch.float32, log=print)
         model, tokenizer = loaded.model, loaded.tokenizer
-        return [evaluate_task(model, read_task(name, f"{folder}/{file}", tokenizer, length=LENGTH, log=print, **how),
-                              tokenizer, batch_size=4)
-                for name, file, how in (("WIKITEXT103", "wiki.test.tokens", {"overlapping_eval": 8}),
-                                        ("WIKITEXT103", "wiki.test.tokens", {}),
-                                        ("LAMBADA", "lambada.jsonl", {}),
-                                        ("LAMBADA", "lambada.jsonl", {"strict_lambada": True}),
-                                        ("TEXT", "some.jsonl", {}))]
+        return [
+            evaluate_task(
+                model,
+                read_task(name, f"{folder}/{file}", tokenizer, length=LENGTH, log=print, **how),
+                tokenizer,
+                batch_size=4,
+            )
+            for name, file, how in (
+                ("WIKITEXT103", "wiki.test.tokens", {"overlapping_eval": 8}),
+                ("WIKITEXT103", "wiki.test.tokens", {}),
+                ("LAMBADA", "lambada.jsonl", {}),
+                ("LAMBADA", "lambada.jsonl", {"strict_lambada": True}),
+                ("TEXT", "some.jsonl", {}),
+            )
+        ]
     finally:
         mpu.destroy_model_parallel()
 
@@ -164,16 +174,49 @@ def test_every_layout(folder: Path, alone: list[dict[str, Any]], model_parallel_
             assert metrics == pytest.approx(expected, rel=1e-5)
 
 
-def test_program(python: WarmPython, folder: Path, tmp_path: Path, alone: list[dict[str, Any]],
-                 capsys: pytest.CaptureFixture[str]) -> None:
+def test_program(
+    python: WarmPython, folder: Path, tmp_path: Path, alone: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
     """A command line of 2019 for WikiText, on two ranks."""
-    shape = [*SHAPE, "--log-interval", "10", "--no-load-optim", "--no-load-rng", "--checkpoint-activations",
-             "--cache-dir", "cache"]
+    shape = [
+        *SHAPE,
+        "--log-interval",
+        "10",
+        "--no-load-optim",
+        "--no-load-rng",
+        "--checkpoint-activations",
+        "--cache-dir",
+        "cache",
+    ]
     done = subprocess.run(
-        [python.python, "-m", "torch.distributed.run", "--nproc-per-node", "2", "tools/evaluate_gpt2.py", "--load",
-         folder / "save", "--valid-data", folder / "wiki.test.tokens", "--batch-size", "4", "--overlapping-eval", "8",
-         "--model-parallel-size", "2", "--output", tmp_path / "result.json", "--device", "cpu", *shape],
-        cwd=ROOT, capture_output=True, text=True, timeout=240)
+        [
+            python.python,
+            "-m",
+            "torch.distributed.run",
+            "--nproc-per-node",
+            "2",
+            "tools/evaluate_gpt2.py",
+            "--load",
+            folder / "save",
+            "--valid-data",
+            folder / "wiki.test.tokens",
+            "--batch-size",
+            "4",
+            "--overlapping-eval",
+            "8",
+            "--model-parallel-size",
+            "2",
+            "--output",
+            tmp_path / "result.json",
+            "--device",
+            "cpu",
+            *shape,
+        ],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
     assert done.returncode == 0, done.stderr
     assert "--num-layers" in done.stderr and "not needed" in done.stderr
     result = json.loads((tmp_path / "result.json").read_text())
@@ -186,8 +229,23 @@ def test_program(python: WarmPython, folder: Path, tmp_path: Path, alone: list[d
     assert result["manifest_sha256"].encode() in manifest[-80:]
 
     # One of 2020's for LAMBADA, and without words about the task for any text.
-    assert main(["--task", "LAMBADA", "--load", str(folder / "save"), "--valid_data", str(folder / "lambada.jsonl"),
-                 "--strict-lambada", "--device", "cpu", *shape]) == 0
+    assert (
+        main(
+            [
+                "--task",
+                "LAMBADA",
+                "--load",
+                str(folder / "save"),
+                "--valid_data",
+                str(folder / "lambada.jsonl"),
+                "--strict-lambada",
+                "--device",
+                "cpu",
+                *shape,
+            ]
+        )
+        == 0
+    )
     assert f"{alone[3]['accuracy']:,.6f}" in capsys.readouterr().out
     assert main(["--load", str(folder / "save"), "--valid-data", str(folder / "some.jsonl"), "--device", "cpu"]) == 0
     out, error = capsys.readouterr()
@@ -195,22 +253,37 @@ def test_program(python: WarmPython, folder: Path, tmp_path: Path, alone: list[d
     assert error == f"{folder / 'some.jsonl'}: the text is the field 'text' (--text-key)\n"
 
 
-@pytest.mark.parametrize(("flags", "said"), [
-    (["--valid-data", "missing.txt"], "--valid-data: no such file: missing.txt"),
-    (["--valid-data", "builtin"], "--valid-data builtin"),
-    (["--num-layers", "3"], "--num-layers: here 3, checkpoint 2"),
-    (["--seq-length", "33"], "--seq-length 33"),
-    (["--overlapping-eval", "33"], "--overlapping-eval 33"),
-    (["--overlapping-eval", "0"], "--overlapping-eval 0"),
-    (["--task", "LAMBADA"], "JSON lines"),
-    (["--no-such-flag"], "--no-such-flag"),
-    (["--load-openai"], "--load-openai"),
-    (["--model-parallel-size", "2"], "--model-parallel-size 2"),
-    (["--output", "no/such/folder/result.json"], "--output"),
-])
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--valid-data", "missing.txt"], "--valid-data: no such file: missing.txt"),
+        (["--valid-data", "builtin"], "--valid-data builtin"),
+        (["--num-layers", "3"], "--num-layers: here 3, checkpoint 2"),
+        (["--seq-length", "33"], "--seq-length 33"),
+        (["--overlapping-eval", "33"], "--overlapping-eval 33"),
+        (["--overlapping-eval", "0"], "--overlapping-eval 0"),
+        (["--task", "LAMBADA"], "JSON lines"),
+        (["--no-such-flag"], "--no-such-flag"),
+        (["--load-openai"], "--load-openai"),
+        (["--model-parallel-size", "2"], "--model-parallel-size 2"),
+        (["--output", "no/such/folder/result.json"], "--output"),
+    ],
+)
 def test_bad_input(folder: Path, capsys: pytest.CaptureFixture[str], flags: list[str], said: str) -> None:
-    assert main(["--load", str(folder / "save"), "--valid-data", str(folder / "wiki.test.tokens"), "--device", "cpu",
-                 *flags]) == 2
+    assert (
+        main(
+            [
+                "--load",
+                str(folder / "save"),
+                "--valid-data",
+                str(folder / "wiki.test.tokens"),
+                "--device",
+                "cpu",
+                *flags,
+            ]
+        )
+        == 2
+    )
     out, error = capsys.readouterr()
     assert not out
     *_, last = error.splitlines()
@@ -227,7 +300,7 @@ def test_a_checkpoint_with_the_wrong_tokenizer_is_doubted(folder: Path) -> None:
         metrics = evaluate_task(model, task, tokenizer, batch_size=4)
         assert plausibility_warning(task, metrics, tokenizer.vocab_size) is None
         weight = model.word_embeddings.weight.data
-        weight[:tokenizer.vocab_size] = weight[:tokenizer.vocab_size].roll(100, dims=0)
+        weight[: tokenizer.vocab_size] = weight[: tokenizer.vocab_size].roll(100, dims=0)
         said = plausibility_warning(task, evaluate_task(model, task, tokenizer, batch_size=4), tokenizer.vocab_size)
         assert said is not None and "do not belong together" in said
     finally:
@@ -247,11 +320,13 @@ def test_doubt_is_of_scores_no_better_than_counting(targets: list[int], v: int) 
     assert plausibility_warning(task, {"loss": least + 1e-6}, v) and plausibility_warning(task, {"loss": math.nan}, v)
 
 
-@pytest.mark.parametrize(("count", "length", "stride"), [
-    (2, 4, 4), (5, 4, 4), (6, 4, 4), (9, 4, 4), (3, 4, 1), (5, 4, 1), (9, 4, 1), (30, 8, 3), (31, 8, 3), (33, 8, 8)])
+@pytest.mark.parametrize(
+    ("count", "length", "stride"),
+    [(2, 4, 4), (5, 4, 4), (6, 4, 4), (9, 4, 4), (3, 4, 1), (5, 4, 1), (9, 4, 1), (30, 8, 3), (31, 8, 3), (33, 8, 8)],
+)
 def test_every_id_but_the_first_is_a_target_once(count: int, length: int, stride: int) -> None:
     windows = windows_over(np.arange(count), length, stride)
-    assert [int(i) for window in windows for i in window.ids[-window.targets:]] == list(range(1, count))
+    assert [int(i) for window in windows for i in window.ids[-window.targets :]] == list(range(1, count))
     assert all(len(window.ids) <= length + 1 for window in windows)
     # Megatron's: as many windows as that takes, begun every `stride` ids, each with all the context that it has.
     assert [int(window.ids[0]) for window in windows] == list(range(0, stride * len(windows), stride))
@@ -272,14 +347,22 @@ def test_one_id_has_no_window() -> None:
 def test_detokenizers() -> None:
     assert wikitext_detokenizer(
         ' \n = Robert <unk> = \n \n He had a guest @-@ starring role , in " Teddy \'s Story " ( 1 @,@ 000 @.@ 5 ) . \n'
-        ' = = Career = = \n') == ('\n= Robert <unk> =\n\nHe had a guest-starring role, in "Teddy\'s Story" '
-                                  '(1,000.5).\n== Career ==\n')
+        " = = Career = = \n"
+    ) == ('\n= Robert <unk> =\n\nHe had a guest-starring role, in "Teddy\'s Story" (1,000.5).\n== Career ==\n')
     assert ptb_detokenizer("he does n't earn $ N a year \n the firm 's") == "he doesn't earn $1 a year\nthe firm's"
 
 
-@pytest.mark.parametrize(("path", "task"), [
-    ("data/wikitext-2/test.txt", "WIKITEXT103"), ("wiki.test.tokens", "WIKITEXT103"), ("ptb/ptb.test.txt", "PTB"),
-    ("lambada_test.jsonl", "LAMBADA"), ("wikitext.jsonl", "TEXT"), ("wikipedia.txt", "TEXT"),
-    ("/home/ptb/runs/my.txt", "TEXT")])
+@pytest.mark.parametrize(
+    ("path", "task"),
+    [
+        ("data/wikitext-2/test.txt", "WIKITEXT103"),
+        ("wiki.test.tokens", "WIKITEXT103"),
+        ("ptb/ptb.test.txt", "PTB"),
+        ("lambada_test.jsonl", "LAMBADA"),
+        ("wikitext.jsonl", "TEXT"),
+        ("wikipedia.txt", "TEXT"),
+        ("/home/ptb/runs/my.txt", "TEXT"),
+    ],
+)
 def test_task_of(path: str, task: str) -> None:
     assert task_of(path) == task

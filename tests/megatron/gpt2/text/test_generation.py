@@ -31,11 +31,22 @@ from megatron.gpt2.text.scoring import Window, score
 from tests.distributed import run_ranks
 
 TOKENIZER = build_tokenizer("bytes")
-CONFIG = ModelConfig(num_layers=2, hidden_size=32, num_attention_heads=4, max_position_embeddings=32,
-                     vocab_size=TOKENIZER.vocab_size, init_method_std=0.2)
+CONFIG = ModelConfig(
+    num_layers=2,
+    hidden_size=32,
+    num_attention_heads=4,
+    max_position_embeddings=32,
+    vocab_size=TOKENIZER.vocab_size,
+    init_method_std=0.2,
+)
 PROMPTS = [b"", b"O", b"Once upon a time", b"The", b"A prompt that is longer than the context of this model is."]
-SETTINGS = [Sampling(temperature=0), Sampling(), Sampling(temperature=0.7, top_k=5, seed=7),
-            Sampling(top_p=0.8, repetition_penalty=1.3), Sampling(top_k=1)]
+SETTINGS = [
+    Sampling(temperature=0),
+    Sampling(),
+    Sampling(temperature=0.7, top_k=5, seed=7),
+    Sampling(top_p=0.8, repetition_penalty=1.3),
+    Sampling(top_k=1),
+]
 
 
 @pytest.fixture
@@ -46,8 +57,10 @@ def model() -> Any:
 
 
 def continued(model: GPT2Model, prompts: list[bytes], settings: list[Sampling], **options: Any) -> list[list[int]]:
-    made = [Continuation(list(prompt), dataclasses.replace(sampling, max_new_tokens=70))
-            for prompt, sampling in zip(prompts, settings, strict=True)]
+    made = [
+        Continuation(list(prompt), dataclasses.replace(sampling, max_new_tokens=70))
+        for prompt, sampling in zip(prompts, settings, strict=True)
+    ]
     generate(model, TOKENIZER, made, **options)
     return [c.ids for c in made]
 
@@ -61,13 +74,14 @@ def test_logits_with_and_without_the_cache(model: GPT2Model) -> None:
         cache = mpu.KeyValueCache(2, 3, 4, 32, 8, dtype=torch.float32, device=torch.device("cpu"))
         cache.set_prompts(range(3), max(lengths))
         last = torch.tensor(lengths) - 1
-        logits = model.logits(model.hidden_states(tokens[:, :max(lengths)], cache=cache)[last, range(3)])
+        logits = model.logits(model.hidden_states(tokens[:, : max(lengths)], cache=cache)[last, range(3)])
         torch.testing.assert_close(logits, whole[range(3), last], rtol=0, atol=1e-5)
         while max(places := last.tolist()) < 31:
             places = [place + 1 for place in places]
             last = torch.tensor(places)
-            logits = model.logits(model.hidden_states(tokens[range(3), places].unsqueeze(1),
-                                                      cache.set_positions(places), cache)[0])
+            logits = model.logits(
+                model.hidden_states(tokens[range(3), places].unsqueeze(1), cache.set_positions(places), cache)[0]
+            )
             torch.testing.assert_close(logits, whole[range(3), places], rtol=0, atol=1e-5)
 
 
@@ -75,8 +89,9 @@ def test_a_text_does_not_depend_on_cache_or_neighbours(model: GPT2Model) -> None
     together = continued(model, PROMPTS, SETTINGS)
     assert any(len(ids) == 70 for ids in together), "past the context"
     assert continued(model, PROMPTS, SETTINGS, recompute=True) == together
-    assert [continued(model, [prompt], [sampling])[0]
-            for prompt, sampling in zip(PROMPTS, SETTINGS, strict=True)] == together
+    assert [
+        continued(model, [prompt], [sampling])[0] for prompt, sampling in zip(PROMPTS, SETTINGS, strict=True)
+    ] == together
 
 
 def test_greedy_equals_transformers(tmp_path: Path) -> None:
@@ -100,8 +115,14 @@ def test_greedy_equals_transformers(tmp_path: Path) -> None:
     width = max(map(len, prompts))
     padded = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt in prompts])
     mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-    made = theirs.generate(padded, attention_mask=mask, max_new_tokens=200, do_sample=False,
-                           eos_token_id=TOKENIZER.eod, pad_token_id=TOKENIZER.eod)[:, width:]
+    made = theirs.generate(
+        padded,
+        attention_mask=mask,
+        max_new_tokens=200,
+        do_sample=False,
+        eos_token_id=TOKENIZER.eod,
+        pad_token_id=TOKENIZER.eod,
+    )[:, width:]
     assert made.shape == (20, 200)
     assert [c.ids for c in mine] == made.tolist()
 
@@ -111,11 +132,17 @@ SCORED = [(b"Once upon a time", 3), (b"O", 1), (b"", 2), (PROMPTS[4], 0), (b"The
 
 def prompt_scores(model: GPT2Model, **options: Any) -> list[tuple[list[float], list[Any]]]:
     """Of each prompt, read beside one that is not scored: nats of its tokens, and the likeliest ones."""
-    made = [Continuation(list(prompt), Sampling(alternatives=alternatives, max_new_tokens=i % 2, top_k=1),
-                         score_prompt=True) for i, (prompt, alternatives) in enumerate(SCORED)]
+    made = [
+        Continuation(
+            list(prompt), Sampling(alternatives=alternatives, max_new_tokens=i % 2, top_k=1), score_prompt=True
+        )
+        for i, (prompt, alternatives) in enumerate(SCORED)
+    ]
     generate(model, TOKENIZER, [Continuation([70] * 9, Sampling(max_new_tokens=2)), *made], **options)
-    return [([-math.log(token.probability) for token in c.prompt_tokens],
-             [token.likeliest for token in c.prompt_tokens]) for c in made]
+    return [
+        ([-math.log(token.probability) for token in c.prompt_tokens], [token.likeliest for token in c.prompt_tokens])
+        for c in made
+    ]
 
 
 def test_prompts_are_scored_as_texts_are(model: GPT2Model, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,8 +156,9 @@ def test_prompts_are_scored_as_texts_are(model: GPT2Model, monkeypatch: pytest.M
         assert nats == pytest.approx(expected.nats.tolist(), abs=1e-5)
         assert all(len(others) == alternatives for others in likeliest)
         if alternatives:
-            assert [others[0][0] == token for others, token in zip(likeliest, ids[1:], strict=True)] == \
-                expected.greedy.tolist()
+            assert [
+                others[0][0] == token for others, token in zip(likeliest, ids[1:], strict=True)
+            ] == expected.greedy.tolist()
             assert all(others[0][1] > others[-1][1] for others in likeliest) or alternatives == 1
 
 
@@ -187,8 +215,10 @@ def ends_of_a_rank(rank: int, world_size: int) -> list[tuple[str, str]]:
 def test_what_ends_the_leader_ends_all_ranks() -> None:
     leader, follower = run_ranks(ends_of_a_rank, 2)
     assert leader == [("ZeroDivisionError", "divided"), ("FileNotFoundError", "gone"), ("KeyboardInterrupt", "")]
-    assert follower == [(kind, f"the first rank ended with {name}: {text}") for kind, (name, text) in zip(
-        ("RuntimeError", "OSError", "KeyboardInterrupt"), leader, strict=True)]
+    assert follower == [
+        (kind, f"the first rank ended with {name}: {text}")
+        for kind, (name, text) in zip(("RuntimeError", "OSError", "KeyboardInterrupt"), leader, strict=True)
+    ]
 
 
 def texts_of_a_rank(rank: int, world_size: int, sequence_parallel: bool) -> tuple[list[list[int]], list[Any]]:
@@ -204,8 +234,9 @@ def texts_of_a_rank(rank: int, world_size: int, sequence_parallel: bool) -> tupl
         mpu.destroy_model_parallel()
 
 
-@pytest.mark.parametrize(("ranks", "sequence_parallel"), [
-    (2, False), pytest.param(4, False, marks=pytest.mark.wide), (2, True)])
+@pytest.mark.parametrize(
+    ("ranks", "sequence_parallel"), [(2, False), pytest.param(4, False, marks=pytest.mark.wide), (2, True)]
+)
 def test_the_same_text_on_any_number_of_ranks(model: GPT2Model, ranks: int, sequence_parallel: bool) -> None:
     alone = continued(model, PROMPTS, SETTINGS)
     assert all(0 <= i < TOKENIZER.vocab_size for ids in alone for i in ids)
@@ -229,8 +260,10 @@ def waiting_ranks(rank: int, world_size: int) -> tuple[list[str], float]:
     with generator.leading():
         for wanted in (3, 1000):
             time.sleep(1.0)
-            made = [Continuation([65], Sampling(max_new_tokens=30, temperature=0)),
-                    Continuation([66], Sampling(top_k=1))]
+            made = [
+                Continuation([65], Sampling(max_new_tokens=30, temperature=0)),
+                Continuation([66], Sampling(top_k=1)),
+            ]
             stream = generator.stream(made)
             for number, _ in enumerate(stream):
                 if number == wanted:
@@ -255,14 +288,14 @@ def test_finishes_and_pieces(model: GPT2Model) -> None:
     stop = text[4:6]
     c = Continuation(list(b"Once"), Sampling(temperature=0, stop=(stop,), max_new_tokens=50))
     pieces = [piece for piece in generator.stream([c]) if isinstance(piece, GeneratedToken)]
-    assert "".join(generated.text for generated in pieces) == text[:text.index(stop)] and c.finish == "stop"
+    assert "".join(generated.text for generated in pieces) == text[: text.index(stop)] and c.finish == "stop"
     assert all(0 < generated.probability <= 1 and generated.row == 0 for generated in pieces)
     c = Continuation(list(b"Once"), Sampling(temperature=0, max_new_tokens=3))
     assert len(list(generator.stream([c]))) == 3 and c.finish == "length" and c.ids == wanted[:3]
     with torch.no_grad():
         model.transformer.final_layernorm.weight.zero_()
         model.transformer.final_layernorm.bias.copy_(model.word_embeddings.weight[TOKENIZER.eod] * 10)
-        model.word_embeddings.weight[TOKENIZER.vocab_size:].copy_(model.word_embeddings.weight[TOKENIZER.eod] * 20)
+        model.word_embeddings.weight[TOKENIZER.vocab_size :].copy_(model.word_embeddings.weight[TOKENIZER.eod] * 20)
     c = Continuation(list(b"Once"), Sampling())  # the padded ids are likelier still, and never drawn
     assert [getattr(generated, "id", None) for generated in generator.stream([c])] == [TOKENIZER.eod]
     assert (c.ids, c.finish) == ([], "end")
@@ -303,10 +336,20 @@ def hugging_face(model: GPT2Model, folder: Path) -> Any:
 
 def save(model: GPT2Model, folder: Path) -> None:
     pieces = model_pieces(model.named_parameters(), mpu.partition_specs(model), mp_rank=0, mp_size=1)
-    write_checkpoint(folder, 3, facts={"config": {"model": dataclasses.asdict(model.config)},
-                                       "vocab_size": TOKENIZER.vocab_size,
-                                       "tokenizer": {"fingerprint": TOKENIZER.fingerprint}},
-                     files={"mp_rank_00/model.safetensors": pieces}, rank=0, world_size=1, attempt="a", timeout_s=1)
+    write_checkpoint(
+        folder,
+        3,
+        facts={
+            "config": {"model": dataclasses.asdict(model.config)},
+            "vocab_size": TOKENIZER.vocab_size,
+            "tokenizer": {"fingerprint": TOKENIZER.fingerprint},
+        },
+        files={"mp_rank_00/model.safetensors": pieces},
+        rank=0,
+        world_size=1,
+        attempt="a",
+        timeout_s=1,
+    )
     TOKENIZER.save(folder / "tokenizer")
 
 

@@ -32,10 +32,25 @@ def of_transformers(logits: torch.Tensor, sampling: Sampling, context: torch.Ten
     return scores[0]
 
 
-@pytest.mark.parametrize("settings", [
-    {}, {"temperature": 0.7}, {"temperature": 1e-3}, {"top_k": 1}, {"top_k": 40}, {"top_k": 10**6}, {"top_p": 0.001},
-    {"top_p": 0.5}, {"top_p": 0.92}, {"top_p": 0.9999}, {"top_p": 1.0}, {"repetition_penalty": 1.3},
-    {"repetition_penalty": 0.8, "temperature": 1.4, "top_k": 500, "top_p": 0.9}], ids=str)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"temperature": 0.7},
+        {"temperature": 1e-3},
+        {"top_k": 1},
+        {"top_k": 40},
+        {"top_k": 10**6},
+        {"top_p": 0.001},
+        {"top_p": 0.5},
+        {"top_p": 0.92},
+        {"top_p": 0.9999},
+        {"top_p": 1.0},
+        {"repetition_penalty": 1.3},
+        {"repetition_penalty": 0.8, "temperature": 1.4, "top_k": 500, "top_p": 0.9},
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("spread", [0.1, 3.0])
 def test_distributions_equal_those_of_transformers(settings: dict[str, Any], spread: float) -> None:
     sampling = Sampling(**settings)
@@ -77,10 +92,23 @@ def test_a_seed_gives_its_draws() -> None:
     assert drawn(1) == drawn(1) != drawn(2)
 
 
-@pytest.mark.parametrize(("name", "value"), [
-    ("temperature", -1.0), ("temperature", float("nan")), ("temperature", 1e-9), ("top_k", -1), ("top_p", 1.1),
-    ("top_p", -0.1), ("top_p", float("nan")), ("repetition_penalty", 0.0), ("repetition_penalty", float("inf")),
-    ("max_new_tokens", -1), ("seed", 2**63), ("stop", ("",))])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("temperature", -1.0),
+        ("temperature", float("nan")),
+        ("temperature", 1e-9),
+        ("top_k", -1),
+        ("top_p", 1.1),
+        ("top_p", -0.1),
+        ("top_p", float("nan")),
+        ("repetition_penalty", 0.0),
+        ("repetition_penalty", float("inf")),
+        ("max_new_tokens", -1),
+        ("seed", 2**63),
+        ("stop", ("",)),
+    ],
+)
 def test_bad_settings_name_their_flag(name: str, value: Any) -> None:
     with pytest.raises(ValueError, match=f"^--{name.replace('_', '-')} must "):
         dataclasses.replace(Sampling(), **{name: value})
@@ -95,19 +123,27 @@ def test_full_sampling_is_known() -> None:
 def test_text_is_never_a_half_character(size: int) -> None:
     data = "añ€😀z".encode() + b"\xff" + "é".encode()[:1]
     stream = TextStream()
-    pieces = [stream.add(data[start:start + size]) for start in range(0, len(data), size)]
+    pieces = [stream.add(data[start : start + size]) for start in range(0, len(data), size)]
     assert "".join([*pieces, stream.add(b"", last=True)]) == data.decode(errors="replace")
-    assert all("\ufffd" not in piece for piece in pieces[:len("añ€😀z".encode()) // size])
+    assert all("\ufffd" not in piece for piece in pieces[: len("añ€😀z".encode()) // size])
 
 
-@pytest.mark.parametrize(("stop", "text", "expected"), [
-    (("END",), "one ENEND two", "one EN"), (("\n\n",), "a\nb\n\nc", "a\nb"), (("abc", "bc"), "xabcx", "x"),
-    (("zz",), "a z", "a z"), (("aab",), "aaab", "a"), (("é!",), "ré!", "r")])
+@pytest.mark.parametrize(
+    ("stop", "text", "expected"),
+    [
+        (("END",), "one ENEND two", "one EN"),
+        (("\n\n",), "a\nb\n\nc", "a\nb"),
+        (("abc", "bc"), "xabcx", "x"),
+        (("zz",), "a z", "a z"),
+        (("aab",), "aaab", "a"),
+        (("é!",), "ré!", "r"),
+    ],
+)
 @pytest.mark.parametrize("size", [1, 3, 100])
 def test_stop_strings(stop: tuple[str, ...], text: str, expected: str, size: int) -> None:
     stream, data, made = TextStream(stop), text.encode(), ""
     for start in range(0, len(data), size):
-        made += stream.add(data[start:start + size], last=start + size >= len(data))
+        made += stream.add(data[start : start + size], last=start + size >= len(data))
         assert expected.startswith(made), "what was given out cannot be taken back"
         if stream.stopped:
             break

@@ -28,9 +28,12 @@ from tests.megatron.gpt2.training.training_runs import finish, start, steps
 # Flags, and the collectives of these beside those of every run.
 RUNS: dict[str, tuple[list[str], set[str]]] = {
     "plain": ([], set()),
-    "sequence parallel, sharded": (["--sequence-parallel", "--use-distributed-optimizer", "--grad-reduce-in-bf16"],
-                                   {"_allgather_base_", "_reduce_scatter_base_"}),
-    "torch's DDP": (["--DDP-impl", "torch"], set())}
+    "sequence parallel, sharded": (
+        ["--sequence-parallel", "--use-distributed-optimizer", "--grad-reduce-in-bf16"],
+        {"_allgather_base_", "_reduce_scatter_base_"},
+    ),
+    "torch's DDP": (["--DDP-impl", "torch"], set()),
+}
 
 
 class One(int):
@@ -72,16 +75,25 @@ def alone(backend: str, device: torch.device) -> Iterator[None]:
     initialize = mpu.initialize_model_parallel
 
     def of_one(tensor: int, pipeline: int, *, timeout: timedelta | None = None) -> mpu.ParallelState:
-        state = dataclasses.replace(initialize(1, timeout=timeout), tensor_model_parallel_size=One(),
-                                    data_parallel_size=One())
+        state = dataclasses.replace(
+            initialize(1, timeout=timeout), tensor_model_parallel_size=One(), data_parallel_size=One()
+        )
         mpu.initialize._default = state  # type: ignore[attr-defined]
         return state
 
-    dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=60),
-                            device_id=device if device.type == "cuda" else None)
+    dist.init_process_group(
+        backend,
+        store=HashStore(),
+        rank=0,
+        world_size=1,
+        timeout=timedelta(seconds=60),
+        device_id=device if device.type == "cuda" else None,
+    )
     try:
-        with (mock.patch.object(dist.ProcessGroup, "size", lambda group: One()),
-              mock.patch.object(mpu, "initialize_model_parallel", of_one)):
+        with (
+            mock.patch.object(dist.ProcessGroup, "size", lambda group: One()),
+            mock.patch.object(mpu, "initialize_model_parallel", of_one),
+        ):
             yield
     finally:
         dist.destroy_process_group()

@@ -14,8 +14,7 @@ from tests.megatron.gpt2.training.training_runs import finish, start, write_text
 
 
 def one_rank_reads_other_data(rank: int, world_size: int, folder: str) -> tuple[str, int]:
-    """Model-parallel ranks (0,1) and (2,3): rank 3 has another third batch. What it ends in, and after how many steps.
-    """
+    """Model-parallel ranks (0,1) and (2,3): rank 3 has another third batch. What it ends in, and after how many steps."""
     run = start(rank, world_size, folder, ["--model-parallel-size", "2", "--log-interval", "2", "--train-iters", "8"])
     loader = run.data.loader
 
@@ -39,6 +38,8 @@ def test_a_rank_that_reads_other_data_ends_the_run(tmp_path: Path) -> None:
     """On every rank, at the next log line, in one line that names it."""
     write_text(tmp_path)
     for said, iteration in run_ranks(one_rank_reads_other_data, 4, str(tmp_path)):
-        assert said.startswith("rank 3 has read other data than rank 2, with which it holds one model, by "
-                               "iteration 4: every machine needs the same files"), said
+        assert said.startswith(
+            "rank 3 has read other data than rank 2, with which it holds one model, by "
+            "iteration 4: every machine needs the same files"
+        ), said
         assert iteration == 4 and "\n" not in said

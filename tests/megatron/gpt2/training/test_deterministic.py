@@ -10,8 +10,20 @@ import torch
 from tests.distributed import run_ranks
 from tests.megatron.gpt2.training.training_runs import finish, start, state, steps, write_text
 
-FLAGS = ["--deterministic", "--precision", "bf16", "--attention-dropout", "0.1", "--hidden-dropout", "0.1",
-         "--use-distributed-optimizer", "--global-batch-size", "8", "--micro-batch-size", "2"]
+FLAGS = [
+    "--deterministic",
+    "--precision",
+    "bf16",
+    "--attention-dropout",
+    "0.1",
+    "--hidden-dropout",
+    "0.1",
+    "--use-distributed-optimizer",
+    "--global-batch-size",
+    "8",
+    "--micro-batch-size",
+    "2",
+]
 
 
 def trained(rank: int, world_size: int, folder: str) -> list[tuple[bool, dict[str, Any], dict[str, torch.Tensor]]]:

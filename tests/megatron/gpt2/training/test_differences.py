@@ -18,8 +18,22 @@ ALIKE = [*BEFORE, "--precision", "fp32"]
 def said(folder: Path, flags: list[str]) -> list[str]:
     """The lines at the start of a run with these flags that are about its checkpoint."""
     lines: list[str] = []
-    prepare_run(parse([*SMALL, "--train-data", f"{folder}/text.txt", "--data-cache-path", f"{folder}/cache",
-                    "--save", f"{folder}/save", *flags]), Ranks(), lines.append)
+    prepare_run(
+        parse(
+            [
+                *SMALL,
+                "--train-data",
+                f"{folder}/text.txt",
+                "--data-cache-path",
+                f"{folder}/cache",
+                "--save",
+                f"{folder}/save",
+                *flags,
+            ]
+        ),
+        Ranks(),
+        lines.append,
+    )
     return [line for line in lines if "checkpoint" in line]
 
 
@@ -32,8 +46,22 @@ def test_each_difference_has_its_line(tmp_path: Path) -> None:
 
     assert said(tmp_path, ALIKE) == []
     assert said(tmp_path, ["--load", f"{tmp_path}/save", "--finetune", "--save", f"{tmp_path}/tuned"]) == []
-    assert said(tmp_path, [*BEFORE, "--seed", "1", "--hidden-dropout", "0", "--attention-dropout", "0.2",
-                           "--micro-batch-size", "2", "--precision", "bf16"]) == [
+    assert said(
+        tmp_path,
+        [
+            *BEFORE,
+            "--seed",
+            "1",
+            "--hidden-dropout",
+            "0",
+            "--attention-dropout",
+            "0.2",
+            "--micro-batch-size",
+            "2",
+            "--precision",
+            "bf16",
+        ],
+    ) == [
         "WARNING: --seed 1 here, 7 in the checkpoint: samples come in another order from here on, so that this epoch "
         "reads some of them twice and leaves others out",
         "WARNING: --hidden-dropout 0.0 here, 0.1 in the checkpoint: the training loss jumps, and is not comparable "
@@ -42,12 +70,15 @@ def test_each_difference_has_its_line(tmp_path: Path) -> None:
         "with the one before",
         "--precision bf16 here, fp32 in the checkpoint: masters and moments go on in fp32; what is computed is rounded "
         "in another way",
-        "--micro-batch-size 2 here, 4 in the checkpoint: speed, memory and rounding change"]
-    assert [line.partition(":")[0] for line in said(tmp_path, [*ALIKE, "--global-batch-size", "4", "--split", "80,20"])
-            ] == ["WARNING"] * 2
+        "--micro-batch-size 2 here, 4 in the checkpoint: speed, memory and rounding change",
+    ]
+    assert [
+        line.partition(":")[0] for line in said(tmp_path, [*ALIKE, "--global-batch-size", "4", "--split", "80,20"])
+    ] == ["WARNING"] * 2
     assert said(tmp_path, [*ALIKE, "--rampup-batch-size", "4", "4", "24"]) == [
         "WARNING: the batch grows in another way than in the checkpoint: --rampup-batch-size 4 4 24 here, not at all "
-        "there"]
+        "there"
+    ]
 
 
 def test_what_a_checkpoint_does_not_say_is_no_difference() -> None:

@@ -16,10 +16,27 @@ from megatron.gpt2.training.run import Run
 from tests.distributed import run_ranks
 from tests.megatron.gpt2.training.training_runs import finish, start, steps, write_text
 
-FLAGS = ["--exact-layouts", "4", "--global-batch-size", "12", "--micro-batch-size", "1", "--attention-dropout", "0.1",
-         "--hidden-dropout", "0.1", "--hidden-size", "64", "--num-layers", "4", "--split", "80,20",
-         "--clip-grad", "0.5"]
-FP16 = ["--precision", "fp16", "--initial-loss-scale", str(2 ** 21), "--loss-scale-window", "3"]  # overflows at first
+FLAGS = [
+    "--exact-layouts",
+    "4",
+    "--global-batch-size",
+    "12",
+    "--micro-batch-size",
+    "1",
+    "--attention-dropout",
+    "0.1",
+    "--hidden-dropout",
+    "0.1",
+    "--hidden-size",
+    "64",
+    "--num-layers",
+    "4",
+    "--split",
+    "80,20",
+    "--clip-grad",
+    "0.5",
+]
+FP16 = ["--precision", "fp16", "--initial-loss-scale", str(2**21), "--loss-scale-window", "3"]  # overflows at first
 SEQUENCE, SHARDED = ("--sequence-parallel",), ("--use-distributed-optimizer",)
 FULL, SELECTIVE = ("--recompute-granularity", "full"), ("--recompute-granularity", "selective")
 ZERO_BUBBLE, TWO_CHUNKS = ("--pipeline-schedule", "zero-bubble"), ("--num-virtual-stages-per-pipeline-rank", "2")
@@ -36,19 +53,48 @@ class Layout(NamedTuple):
         return self.tensor * self.pipeline * self.data
 
     def command(self, precision: list[str]) -> list[str]:
-        return [*FLAGS, *precision, "--model-parallel-size", str(self.tensor),
-                "--pipeline-model-parallel-size", str(self.pipeline), *self.flags]
+        return [
+            *FLAGS,
+            *precision,
+            "--model-parallel-size",
+            str(self.tensor),
+            "--pipeline-model-parallel-size",
+            str(self.pipeline),
+            *self.flags,
+        ]
 
 
-QUICK = [Layout(2, flags=SEQUENCE), Layout(data=2, flags=(*SHARDED, *SELECTIVE)),
-         Layout(pipeline=2, flags=(*ZERO_BUBBLE, *FULL)), Layout(4, flags=(*SEQUENCE, *SELECTIVE)),
-         Layout(data=3, flags=SHARDED)]
-WIDE = [Layout(flags=SELECTIVE), Layout(flags=FULL), Layout(2), Layout(2, flags=FULL), Layout(data=2),
-        Layout(pipeline=2), Layout(data=3), Layout(data=4), Layout(4), Layout(1, 2, 2, SHARDED),
-        Layout(2, 1, 2, (*SEQUENCE, *SHARDED)), Layout(2, 2, flags=TWO_CHUNKS),
-        Layout(2, 2, flags=(*SEQUENCE, *FULL)), Layout(data=4, flags=SHARDED), Layout(1, 2, 3)]
-LARGE = [Layout(4, 2), Layout(4, 1, 2, (*SEQUENCE, *SHARDED)), Layout(2, 2, 2, (*SEQUENCE, *SHARDED)),
-         Layout(2, 1, 4, SHARDED), Layout(1, 2, 4, (*SHARDED, *ZERO_BUBBLE))]  # of 8 ranks
+QUICK = [
+    Layout(2, flags=SEQUENCE),
+    Layout(data=2, flags=(*SHARDED, *SELECTIVE)),
+    Layout(pipeline=2, flags=(*ZERO_BUBBLE, *FULL)),
+    Layout(4, flags=(*SEQUENCE, *SELECTIVE)),
+    Layout(data=3, flags=SHARDED),
+]
+WIDE = [
+    Layout(flags=SELECTIVE),
+    Layout(flags=FULL),
+    Layout(2),
+    Layout(2, flags=FULL),
+    Layout(data=2),
+    Layout(pipeline=2),
+    Layout(data=3),
+    Layout(data=4),
+    Layout(4),
+    Layout(1, 2, 2, SHARDED),
+    Layout(2, 1, 2, (*SEQUENCE, *SHARDED)),
+    Layout(2, 2, flags=TWO_CHUNKS),
+    Layout(2, 2, flags=(*SEQUENCE, *FULL)),
+    Layout(data=4, flags=SHARDED),
+    Layout(1, 2, 3),
+]
+LARGE = [
+    Layout(4, 2),
+    Layout(4, 1, 2, (*SEQUENCE, *SHARDED)),
+    Layout(2, 2, 2, (*SEQUENCE, *SHARDED)),
+    Layout(2, 1, 4, SHARDED),
+    Layout(1, 2, 4, (*SHARDED, *ZERO_BUBBLE)),
+]  # of 8 ranks
 
 
 @pytest.fixture(scope="module")
@@ -58,8 +104,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def train(rank: int, world_size: int, folder: str, layouts: list[Layout], precision: list[str],
-          count: int) -> list[dict[str, Any]]:
+def train(
+    rank: int, world_size: int, folder: str, layouts: list[Layout], precision: list[str], count: int
+) -> list[dict[str, Any]]:
     """Of each layout the losses, norms, the loss of an evaluation, and this rank's part of weights and Adam's state."""
     found = []
     for number, layout in enumerate(layouts):
@@ -71,8 +118,9 @@ def train(rank: int, world_size: int, folder: str, layouts: list[Layout], precis
     return found
 
 
-def go_on(rank: int, world_size: int, folder: str, layout: Layout, precision: list[str], count: int,
-          continues: bool) -> dict[str, Any]:
+def go_on(
+    rank: int, world_size: int, folder: str, layout: Layout, precision: list[str], count: int, continues: bool
+) -> dict[str, Any]:
     """`count` steps in a layout, of a run that other layouts have begun, and a save."""
     save = ["--save", f"{folder}/moved", *(["--load", f"{folder}/moved"] if continues else [])]
     run = start(rank, world_size, folder, [*layout.command(precision), *save])
@@ -91,8 +139,9 @@ def pieces(run: Run) -> list[Any]:
     found = []
     for state in run.engine.optimizer.tensors():
         part = state_pieces([state], specs, mp_rank=rank if specs[state.name].dim is not None else 0, mp_size=size)
-        found += [(state.kind, state.name, piece.global_shape, piece.offset, piece.tensor.clone())
-                  for piece in part.values()]
+        found += [
+            (state.kind, state.name, piece.global_shape, piece.offset, piece.tensor.clone()) for piece in part.values()
+        ]
     return found
 
 
@@ -132,8 +181,9 @@ def test_no_bit_depends_on_the_layout(folder: Path) -> None:
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize(("precision", "layouts"), [(["--precision", "fp32"], WIDE), (FP16, QUICK)],
-                         ids=["fp32", "fp16"])
+@pytest.mark.parametrize(
+    ("precision", "layouts"), [(["--precision", "fp32"], WIDE), (FP16, QUICK)], ids=["fp32", "fp16"]
+)
 def test_no_bit_depends_on_more_layouts(folder: Path, precision: list[str], layouts: list[Layout]) -> None:
     """All of them in fp32, bf16 and fp16, over 50 steps: benchmarks/exact_layouts.py."""
     assert_equal(folder, layouts, precision, 5)

@@ -15,9 +15,24 @@ STEPS = 30
 
 
 def train_layout(rank: int, world_size: int, folder: str, model_parallel: int, flags: list[str]) -> dict[str, Any]:
-    run = start(rank, world_size, folder, [
-        "--model-parallel-size", str(model_parallel), "--global-batch-size", "8", "--attention-dropout", "0.1",
-        "--hidden-dropout", "0.1", "--save", f"{folder}/mp{model_parallel}_{world_size}", *flags])
+    run = start(
+        rank,
+        world_size,
+        folder,
+        [
+            "--model-parallel-size",
+            str(model_parallel),
+            "--global-batch-size",
+            "8",
+            "--attention-dropout",
+            "0.1",
+            "--hidden-dropout",
+            "0.1",
+            "--save",
+            f"{folder}/mp{model_parallel}_{world_size}",
+            *flags,
+        ],
+    )
     initial = whole_weights(run)
     seen = steps(run, STEPS)
     finish(run)
@@ -42,19 +57,39 @@ def reference(folder: Path) -> dict[str, Any]:
 SEQUENCE, SHARDED = ["--sequence-parallel"], ["--use-distributed-optimizer"]
 FULL, SELECTIVE = (["--recompute-granularity", how] for how in ("full", "selective"))
 LAYOUTS: list[tuple[int, int, int, list[str]]] = [
-    (1, 1, 4, FULL), (1, 2, 4, SHARDED), (2, 2, 4, [*SEQUENCE, *SHARDED, *SELECTIVE]), (4, 1, 8, [])]
+    (1, 1, 4, FULL),
+    (1, 2, 4, SHARDED),
+    (2, 2, 4, [*SEQUENCE, *SHARDED, *SELECTIVE]),
+    (4, 1, 8, []),
+]
 MORE: list[tuple[int, int, int, list[str]]] = [
-    (1, 1, 2, []), (2, 1, 8, SELECTIVE), (2, 1, 2, []), (2, 1, 4, SEQUENCE), (1, 2, 1, FULL), (2, 2, 1, []),
-    (4, 1, 4, [*SEQUENCE, *FULL]), (1, 2, 2, ["--zero-stage", "2"]),
-    (2, 2, 1, ["--zero-stage", "2", *FULL, "--partition-activations"])]
+    (1, 1, 2, []),
+    (2, 1, 8, SELECTIVE),
+    (2, 1, 2, []),
+    (2, 1, 4, SEQUENCE),
+    (1, 2, 1, FULL),
+    (2, 2, 1, []),
+    (4, 1, 4, [*SEQUENCE, *FULL]),
+    (1, 2, 2, ["--zero-stage", "2"]),
+    (2, 2, 1, ["--zero-stage", "2", *FULL, "--partition-activations"]),
+]
 
 
-@pytest.mark.parametrize(("model_parallel", "data_parallel", "micro", "flags"), [
-    *LAYOUTS, *(pytest.param(*layout, marks=pytest.mark.wide) for layout in MORE)], ids=str)
-def test_losses_do_not_depend_on_the_layout(folder: Path, reference: dict[str, Any], model_parallel: int,
-                                            data_parallel: int, micro: int, flags: list[str]):
-    results = run_ranks(train_layout, model_parallel * data_parallel, str(folder), model_parallel,
-                        ["--micro-batch-size", str(micro), *flags])
+@pytest.mark.parametrize(
+    ("model_parallel", "data_parallel", "micro", "flags"),
+    [*LAYOUTS, *(pytest.param(*layout, marks=pytest.mark.wide) for layout in MORE)],
+    ids=str,
+)
+def test_losses_do_not_depend_on_the_layout(
+    folder: Path, reference: dict[str, Any], model_parallel: int, data_parallel: int, micro: int, flags: list[str]
+):
+    results = run_ranks(
+        train_layout,
+        model_parallel * data_parallel,
+        str(folder),
+        model_parallel,
+        ["--micro-batch-size", str(micro), *flags],
+    )
     for result in results:
         assert result["initial"].keys() == reference["initial"].keys()
         for name, weight in result["initial"].items():
@@ -71,13 +106,16 @@ def test_torch_ddp_is_the_same(folder: Path, reference: dict[str, Any], micro: i
         assert result["norm"] == pytest.approx(reference["norm"], rel=1e-4)
 
 
-@pytest.mark.parametrize(("precision", "loss", "norm"), [
-    # One unit roundoff (bf16 rounds at 2^-9 relatively, fp16 at 2^-12) on a loss that averages over thousands of
-    # roundings, and four on the norm, which no average helps. Measured: 6.5e-4 and 2.6e-3 in bf16, 3.1e-5 and 1.8e-4
-    # in fp16, over 30 steps whose updates are rounded too.
-    ("bf16", 2**-9, 4 * 2**-9),
-    ("fp16", 2**-12, 4 * 2**-12),
-])
+@pytest.mark.parametrize(
+    ("precision", "loss", "norm"),
+    [
+        # One unit roundoff (bf16 rounds at 2^-9 relatively, fp16 at 2^-12) on a loss that averages over thousands of
+        # roundings, and four on the norm, which no average helps. Measured: 6.5e-4 and 2.6e-3 in bf16, 3.1e-5 and 1.8e-4
+        # in fp16, over 30 steps whose updates are rounded too.
+        ("bf16", 2**-9, 4 * 2**-9),
+        ("fp16", 2**-12, 4 * 2**-12),
+    ],
+)
 def test_sixteen_bits_stay_near(folder: Path, reference: dict[str, Any], precision: str, loss: float, norm: float):
     for ranks, model_parallel in ((1, 1), (2, 2)):
         flags = ["--precision", precision, "--micro-batch-size", "8", "--initial-loss-scale", "1024"]

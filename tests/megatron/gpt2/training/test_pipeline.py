@@ -23,8 +23,18 @@ from tests.distributed import run_ranks
 from tests.megatron.gpt2.training.training_runs import finish, start, state, steps, whole_weights, write_text
 
 STEPS = 10
-FLAGS = ["--global-batch-size", "8", "--attention-dropout", "0.1", "--hidden-dropout", "0.1", "--hidden-size", "64",
-         "--split", "80,20"]
+FLAGS = [
+    "--global-batch-size",
+    "8",
+    "--attention-dropout",
+    "0.1",
+    "--hidden-dropout",
+    "0.1",
+    "--hidden-size",
+    "64",
+    "--split",
+    "80,20",
+]
 SEQUENCE, SHARDED, FULL = ["--sequence-parallel"], ["--use-distributed-optimizer"], ["--recompute-granularity", "full"]
 ZERO_BUBBLE, TWO_CHUNKS = ["--pipeline-schedule", "zero-bubble"], ["--num-virtual-stages-per-pipeline-rank", "2"]
 
@@ -45,27 +55,51 @@ class Layout(NamedTuple):
 
     @property
     def command(self) -> list[str]:
-        return [*FLAGS, "--num-layers", str(self.layers), "--model-parallel-size", str(self.tensor),
-                "--pipeline-model-parallel-size", str(self.pipeline), "--micro-batch-size", str(self.micro),
-                *self.flags]
+        return [
+            *FLAGS,
+            "--num-layers",
+            str(self.layers),
+            "--model-parallel-size",
+            str(self.tensor),
+            "--pipeline-model-parallel-size",
+            str(self.pipeline),
+            "--micro-batch-size",
+            str(self.micro),
+            *self.flags,
+        ]
 
 
 QUICK = {
-    2: [Layout(4, 1, 2, 1, 2), Layout(4, 1, 2, 1, 1, (*TWO_CHUNKS, *FULL)), Layout(4, 1, 2, 1, 2, tuple(ZERO_BUBBLE)),
-        Layout(6, 1, 2, 1, 8, tuple(TWO_CHUNKS))],
+    2: [
+        Layout(4, 1, 2, 1, 2),
+        Layout(4, 1, 2, 1, 1, (*TWO_CHUNKS, *FULL)),
+        Layout(4, 1, 2, 1, 2, tuple(ZERO_BUBBLE)),
+        Layout(6, 1, 2, 1, 8, tuple(TWO_CHUNKS)),
+    ],
     3: [Layout(4, 1, 3, 1, 2, tuple(ZERO_BUBBLE)), Layout(6, 1, 3, 1, 1, ("--decoder-first-pipeline-num-layers", "1"))],
-    4: [Layout(4, 2, 2, 1, 2, (*SEQUENCE, *ZERO_BUBBLE)), Layout(4, 1, 2, 2, 1, (*SHARDED, *TWO_CHUNKS)),
-        Layout(4, 1, 4, 1, 2)],
+    4: [
+        Layout(4, 2, 2, 1, 2, (*SEQUENCE, *ZERO_BUBBLE)),
+        Layout(4, 1, 2, 2, 1, (*SHARDED, *TWO_CHUNKS)),
+        Layout(4, 1, 4, 1, 2),
+    ],
 }
 # With product up to 8 in benchmarks/layouts.py.
 WIDE = {
-    2: [Layout(layers, 1, 2, 1, micro, (*schedule, *more)) for layers, micro, more in ((4, 1, FULL), (6, 2, []),
-                                                                                        (6, 8, FULL), (4, 4, []))
-        for schedule in ([], TWO_CHUNKS, ZERO_BUBBLE)],
-    4: [Layout(6, tensor, pipeline, data, micro, (*schedule, *more))
-        for tensor, pipeline, data, micro, more in ((2, 2, 1, 2, [*SEQUENCE, *FULL]), (1, 2, 2, 1, SHARDED),
-                                                    (1, 4, 1, 1, []))
-        for schedule in ([], TWO_CHUNKS, ZERO_BUBBLE) if not (schedule == TWO_CHUNKS and pipeline == 4)],
+    2: [
+        Layout(layers, 1, 2, 1, micro, (*schedule, *more))
+        for layers, micro, more in ((4, 1, FULL), (6, 2, []), (6, 8, FULL), (4, 4, []))
+        for schedule in ([], TWO_CHUNKS, ZERO_BUBBLE)
+    ],
+    4: [
+        Layout(6, tensor, pipeline, data, micro, (*schedule, *more))
+        for tensor, pipeline, data, micro, more in (
+            (2, 2, 1, 2, [*SEQUENCE, *FULL]),
+            (1, 2, 2, 1, SHARDED),
+            (1, 4, 1, 1, []),
+        )
+        for schedule in ([], TWO_CHUNKS, ZERO_BUBBLE)
+        if not (schedule == TWO_CHUNKS and pipeline == 4)
+    ],
 }
 
 
@@ -112,8 +146,9 @@ def references(folder: Path) -> dict[int, dict[str, Any]]:
     return results
 
 
-def assert_same(by_rank: list[list[dict[str, Any]]], layouts: list[Layout], references: dict[int, dict[str, Any]],
-                count: int) -> None:
+def assert_same(
+    by_rank: list[list[dict[str, Any]]], layouts: list[Layout], references: dict[int, dict[str, Any]], count: int
+) -> None:
     for layout, results in zip(layouts, map(list, zip(*by_rank, strict=True)), strict=True):
         reference, names = references[layout.layers], set()
         for result in results:
@@ -154,8 +189,22 @@ def sixteen_bits(rank: int, world_size: int, folder: str, poisoned: int) -> dict
     run = start(rank, world_size, folder, [*flags, "--precision", "bf16", "--save", f"{folder}/bf16"])
     bf16 = steps(run, 5)["loss"]
     finish(run)
-    run = start(rank, world_size, folder, [*flags, "--precision", "fp16", "--initial-loss-scale", "1024",
-                                           "--hysteresis", "1", "--save", f"{folder}/fp16"])
+    run = start(
+        rank,
+        world_size,
+        folder,
+        [
+            *flags,
+            "--precision",
+            "fp16",
+            "--initial-loss-scale",
+            "1024",
+            "--hysteresis",
+            "1",
+            "--save",
+            f"{folder}/fp16",
+        ],
+    )
     before = steps(run, 2)
     if rank == poisoned:
         _, parameter = next((n, p) for n, p in run.engine.model.named_parameters() if n.endswith("dense.bias"))
@@ -165,8 +214,11 @@ def sixteen_bits(rank: int, world_size: int, folder: str, poisoned: int) -> dict
         handle.remove()
     after = steps(run, 2)
     finish(run)
-    return {"bf16": bf16, "skipped": [*before["skipped"], *third["skipped"], *after["skipped"]],
-            "scale": [third["scale"][0], after["scale"][0]]}
+    return {
+        "bf16": bf16,
+        "skipped": [*before["skipped"], *third["skipped"], *after["skipped"]],
+        "scale": [third["scale"][0], after["scale"][0]],
+    }
 
 
 @pytest.mark.parametrize("poisoned", [1])
@@ -180,29 +232,44 @@ def read_and_write(rank: int, world_size: int, folder: str, layouts: list[Layout
     """An evaluation, a greedy continuation and scores of a run after two steps."""
     found = []
     for number, layout in enumerate(layouts):
-        run = start(rank, world_size, folder, [*layout.command, "--eval-iters", "2",
-                                               "--save", f"{folder}/read_{world_size}_{number}"])
+        run = start(
+            rank,
+            world_size,
+            folder,
+            [*layout.command, "--eval-iters", "2", "--save", f"{folder}/read_{world_size}_{number}"],
+        )
         steps(run, 2)
         assert run.data.splits.valid is not None
         loss = evaluate(run, run.data.splits.valid, "valid", 12)
         run.engine.gatherer.wait()
-        texts = [Continuation([5, 6, 7], Sampling(temperature=0, max_new_tokens=9)),
-                 Continuation([9] * 11, Sampling(temperature=0, max_new_tokens=40))]
+        texts = [
+            Continuation([5, 6, 7], Sampling(temperature=0, max_new_tokens=9)),
+            Continuation([9] * 11, Sampling(temperature=0, max_new_tokens=40)),
+        ]
         scored = Continuation(list(range(3, 14)), Sampling(max_new_tokens=0), score_prompt=True)
         generate(run.engine.model, run.data.tokenizer, [*texts, scored])
         ids = run.data.splits.valid.rows(torch.arange(2).numpy()).ravel()
         scores = score(run.engine.model, windows_over(ids, 32, 16), batch_size=2)
         finish(run)
-        found.append({"loss": loss, "texts": [text.ids for text in texts], "nats": scores.nats.tolist(),
-                      "prompt": [math.log(token.probability) for token in scored.prompt_tokens],
-                      "leads": run.parallel.model_parallel_rank == 0, "greedy": scores.greedy.tolist()})
+        found.append(
+            {
+                "loss": loss,
+                "texts": [text.ids for text in texts],
+                "nats": scores.nats.tolist(),
+                "prompt": [math.log(token.probability) for token in scored.prompt_tokens],
+                "leads": run.parallel.model_parallel_rank == 0,
+                "greedy": scores.greedy.tolist(),
+            }
+        )
     return found
 
 
 def test_evaluation_generation_and_scores_are_those_of_one_rank(folder: Path) -> None:
     ((expected,),) = run_ranks(read_and_write, 1, str(folder), [Layout(4, 1, 1, 1, 2)])
-    for world_size, layouts in ((2, [Layout(4, 1, 2, 1, 2), Layout(4, 1, 2, 1, 2, tuple(TWO_CHUNKS))]),
-                                (4, [Layout(4, 2, 2, 1, 2, tuple(SEQUENCE)), Layout(4, 1, 2, 2, 2)])):
+    for world_size, layouts in (
+        (2, [Layout(4, 1, 2, 1, 2), Layout(4, 1, 2, 1, 2, tuple(TWO_CHUNKS))]),
+        (4, [Layout(4, 2, 2, 1, 2, tuple(SEQUENCE)), Layout(4, 1, 2, 2, 2)]),
+    ):
         by_rank = run_ranks(read_and_write, world_size, str(folder), layouts, timeout=200)
         for layout, results in zip(layouts, map(list, zip(*by_rank, strict=True)), strict=True):
             for result in results:

@@ -45,16 +45,32 @@ def straight_twice_and_resumed(rank: int, world_size: int, folder: str, flags: l
 
 
 LAYOUTS: list[tuple[int, int, list[str]]] = [
-    (2, 2, []), (1, 2, ["--precision", "fp16", "--initial-loss-scale", "1e6", "--loss-scale-window", "4"])]
+    (2, 2, []),
+    (1, 2, ["--precision", "fp16", "--initial-loss-scale", "1e6", "--loss-scale-window", "4"]),
+]
 MORE: list[tuple[int, int, list[str]]] = [(1, 1, []), (2, 1, []), (1, 2, []), (2, 1, ["--precision", "bf16"])]
 
 
-@pytest.mark.parametrize(("model_parallel", "data_parallel", "flags"), [
-    *LAYOUTS, *(pytest.param(*layout, marks=pytest.mark.wide) for layout in MORE)])
+@pytest.mark.parametrize(
+    ("model_parallel", "data_parallel", "flags"),
+    [*LAYOUTS, *(pytest.param(*layout, marks=pytest.mark.wide) for layout in MORE)],
+)
 def test_resume_is_bit_identical(tmp_path: Path, model_parallel: int, data_parallel: int, flags: list[str]):
     write_text(tmp_path)
-    flags = [*DROPOUT, "--model-parallel-size", str(model_parallel), "--global-batch-size", "8",
-             "--micro-batch-size", "2", "--lr-decay-style", "cosine", "--warmup", "0.005", *flags]
+    flags = [
+        *DROPOUT,
+        "--model-parallel-size",
+        str(model_parallel),
+        "--global-batch-size",
+        "8",
+        "--micro-batch-size",
+        "2",
+        "--lr-decay-style",
+        "cosine",
+        "--warmup",
+        "0.005",
+        *flags,
+    ]
     for results in run_ranks(straight_twice_and_resumed, model_parallel * data_parallel, str(tmp_path), flags):
         seen, tensors = results["straight"]
         clean = [loss for loss, skipped in zip(seen["loss"], seen["skipped"], strict=True) if not skipped]
@@ -69,8 +85,20 @@ def test_resume_is_bit_identical(tmp_path: Path, model_parallel: int, data_paral
 
 def masks(rank: int, world_size: int, folder: str) -> tuple[list[bool], list[bool]]:
     """Which elements the first two dropouts of a step drop: the embedding's, and a layer's attention output."""
-    run = start(rank, world_size, folder, [*DROPOUT, "--dropout-rng", "torch", "--save", f"{folder}/masks",
-                                           "--model-parallel-size", str(world_size // 2)])
+    run = start(
+        rank,
+        world_size,
+        folder,
+        [
+            *DROPOUT,
+            "--dropout-rng",
+            "torch",
+            "--save",
+            f"{folder}/masks",
+            "--model-parallel-size",
+            str(world_size // 2),
+        ],
+    )
     own_seed = 1234 + (run.parallel.data_parallel_rank << 16)
     assert torch.initial_seed() == own_seed
     tracked = torch.Generator().manual_seed(own_seed + 2718 + run.parallel.tensor_model_parallel_rank).get_state()
@@ -103,9 +131,22 @@ def test_masks_of_torchs_generators_differ_between_data_parallel_ranks_alone(tmp
 
 
 def reshard(rank: int, world_size: int, folder: str, model_parallel: int, count: int) -> list[float]:
-    run = start(rank, world_size, folder, [
-        *DROPOUT, "--save", f"{folder}/moved", "--global-batch-size", "8", "--micro-batch-size", "4",
-        "--model-parallel-size", str(model_parallel)])
+    run = start(
+        rank,
+        world_size,
+        folder,
+        [
+            *DROPOUT,
+            "--save",
+            f"{folder}/moved",
+            "--global-batch-size",
+            "8",
+            "--micro-batch-size",
+            "4",
+            "--model-parallel-size",
+            str(model_parallel),
+        ],
+    )
     seen = steps(run, count)
     run.save()
     finish(run)

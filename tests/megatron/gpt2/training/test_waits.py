@@ -27,18 +27,32 @@ class Reads(TorchDispatchMode):
         super().__init__()
         self.seen: Counter[str] = Counter()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (),
-                           kwargs: Mapping[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
         if func.overloadpacket.__name__ in READS:
             ours = [frame for frame in traceback.extract_stack()[:-1] if "site-packages" not in frame.filename]
             self.seen[f"{Path(ours[-1].filename).name}:{ours[-1].name}"] += 1
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("flags", [["--lr-decay-style", "cosine", "--warmup", "0.01"],
-                                   ["--precision", "fp16", "--hidden-dropout", "0.1", "--attention-dropout", "0.1",
-                                    "--recompute-granularity", "full"],
-                                   ["--eod-mask-loss", "--reset-position-ids", "--clip-grad", "0"]])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--lr-decay-style", "cosine", "--warmup", "0.01"],
+        [
+            "--precision",
+            "fp16",
+            "--hidden-dropout",
+            "0.1",
+            "--attention-dropout",
+            "0.1",
+            "--recompute-granularity",
+            "full",
+        ],
+        ["--eod-mask-loss", "--reset-position-ids", "--clip-grad", "0"],
+    ],
+)
 def test_a_step_reads_no_number(tmp_path: Path, flags: list[str]) -> None:
     write_text(tmp_path)
     run = start(0, 1, str(tmp_path), ["--global-batch-size", "8", *flags])
@@ -61,8 +75,23 @@ def test_late_reading() -> None:
 
 def test_too_many_skipped_steps_end_the_run_between_log_lines(tmp_path: Path) -> None:
     write_text(tmp_path)
-    run = start(0, 1, str(tmp_path), ["--precision", "fp16", "--loss-scale", "2e9", "--max-skipped-steps", "3",
-                                      "--log-interval", "1000", "--train-iters", "40"])
+    run = start(
+        0,
+        1,
+        str(tmp_path),
+        [
+            "--precision",
+            "fp16",
+            "--loss-scale",
+            "2e9",
+            "--max-skipped-steps",
+            "3",
+            "--log-interval",
+            "1000",
+            "--train-iters",
+            "40",
+        ],
+    )
     with pytest.raises(FloatingPointError, match="^3 steps in a row had a gradient that is not finite"):
         train(run)
     assert run.progress.iteration == 3 + LATE

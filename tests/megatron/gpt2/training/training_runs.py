@@ -22,15 +22,54 @@ from megatron.gpt2.training.prepare import prepare_run
 from megatron.gpt2.training.run import Run
 from megatron.gpt2.training.train_step import train_step
 
-SMALL = ["--num-layers", "2", "--hidden-size", "128", "--num-attention-heads", "4", "--max-position-embeddings", "32",
-         "--seq-length", "32", "--tokenizer-type", "bytes", "--split", "90,10", "--device", "cpu",
-         "--precision", "fp32", "--train-iters", "1000", "--eval-iters", "0", "--lr", "1.5e-4",
-         "--lr-decay-style", "constant", "--warmup", "0", "--attention-dropout", "0", "--hidden-dropout", "0",
-         "--make-vocab-size-divisible-by", "8"]
+SMALL = [
+    "--num-layers",
+    "2",
+    "--hidden-size",
+    "128",
+    "--num-attention-heads",
+    "4",
+    "--max-position-embeddings",
+    "32",
+    "--seq-length",
+    "32",
+    "--tokenizer-type",
+    "bytes",
+    "--split",
+    "90,10",
+    "--device",
+    "cpu",
+    "--precision",
+    "fp32",
+    "--train-iters",
+    "1000",
+    "--eval-iters",
+    "0",
+    "--lr",
+    "1.5e-4",
+    "--lr-decay-style",
+    "constant",
+    "--warmup",
+    "0",
+    "--attention-dropout",
+    "0",
+    "--hidden-dropout",
+    "0",
+    "--make-vocab-size-divisible-by",
+    "8",
+]
 
 # A model of that size without a run around it.
-SHAPE = ModelConfig(num_layers=2, hidden_size=128, num_attention_heads=4, max_position_embeddings=32, vocab_size=97,
-                    attention_dropout=0.0, hidden_dropout=0.0, make_vocab_size_divisible_by=8)
+SHAPE = ModelConfig(
+    num_layers=2,
+    hidden_size=128,
+    num_attention_heads=4,
+    max_position_embeddings=32,
+    vocab_size=97,
+    attention_dropout=0.0,
+    hidden_dropout=0.0,
+    make_vocab_size_divisible_by=8,
+)
 
 
 def write_text(folder: Path, words: int = 6000) -> Path:
@@ -48,8 +87,18 @@ def write_text(folder: Path, words: int = 6000) -> Path:
 
 def start(rank: int, world_size: int, folder: str, flags: Sequence[str]) -> Run:
     """A run in `folder` (text.txt lies there), as the command line would make it."""
-    arguments = parse([*SMALL, "--train-data", f"{folder}/text.txt", "--data-cache-path", f"{folder}/cache",
-                       "--save", f"{folder}/save", *flags])
+    arguments = parse(
+        [
+            *SMALL,
+            "--train-data",
+            f"{folder}/text.txt",
+            "--data-cache-path",
+            f"{folder}/cache",
+            "--save",
+            f"{folder}/save",
+            *flags,
+        ]
+    )
     ranks = Ranks(rank, world_size, rank, world_size)
     with mock.patch.object(devices, "_measured_gemm", return_value=1e12):  # which takes 0.3 s
         run = build_run(prepare_run(arguments, ranks, lambda line: None), lambda line: None)
@@ -90,8 +139,9 @@ def whole_weights(run: Run) -> dict[str, Tensor]:
     return merged(dict(run.engine.model.named_parameters()), mpu.partition_specs(run.engine.model), run.parallel)
 
 
-def merged(tensors: Mapping[str, Tensor], specs: Mapping[str, mpu.PartitionSpec],
-           parallel: mpu.ParallelState) -> dict[str, Tensor]:
+def merged(
+    tensors: Mapping[str, Tensor], specs: Mapping[str, mpu.PartitionSpec], parallel: mpu.ParallelState
+) -> dict[str, Tensor]:
     """This rank's `tensors`, merged over the tensor-parallel group. A collective."""
     import torch.distributed as dist
 

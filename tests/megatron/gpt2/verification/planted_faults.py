@@ -93,6 +93,7 @@ def qkv_order(run: Run, patch: Patch) -> None:
 
 def missing_scale(run: Run, patch: Patch) -> None:
     """No division by √d."""
+
     def unscaled(qkv: Tensor) -> Tensor:
         factors = torch.tensor([math.sqrt(qkv.size(-1)), 1.0, 1.0], dtype=qkv.dtype)
         return qkv * factors.view(3, 1)
@@ -103,8 +104,11 @@ def missing_scale(run: Run, patch: Patch) -> None:
 def norm_counted_twice(run: Run, patch: Patch) -> None:
     """Each model-parallel rank counts the replicated gradients."""
     optimizer, original = run.engine.optimizer, mpu.squared_norm
-    patch.setattr(optimizer, "squared_norm", lambda split, replicated, *args, **kwargs: original(
-        [*split, *replicated], [], *args, **kwargs))
+    patch.setattr(
+        optimizer,
+        "squared_norm",
+        lambda split, replicated, *args, **kwargs: original([*split, *replicated], [], *args, **kwargs),
+    )
 
 
 def lost_gradient(run: Run, patch: Patch) -> None:
@@ -128,8 +132,11 @@ def swapped_shards(run: Run, patch: Patch) -> None:
 
 def padding_in_the_softmax(run: Run, patch: Patch) -> None:
     original = run.engine.model._cross_entropy
-    patch.setattr(run.engine.model, "_cross_entropy", lambda x, weight, *args, **kwargs: original(
-        x, weight, *args, **(kwargs | {"vocab_size": 2 * len(weight)})))
+    patch.setattr(
+        run.engine.model,
+        "_cross_entropy",
+        lambda x, weight, *args, **kwargs: original(x, weight, *args, **(kwargs | {"vocab_size": 2 * len(weight)})),
+    )
 
 
 def positions_off_by_one(run: Run, patch: Patch) -> None:
@@ -151,9 +158,9 @@ def stale_parameter(run: Run, patch: Patch) -> None:
         if run.parallel.rank == 1:
             _, part, start = flat.owned_part_of(STALE)
             whole = flat.params[flat.ranges[STALE]]
-            mine = whole[start:start + part.stop - part.start].clone()
+            mine = whole[start : start + part.stop - part.start].clone()
             whole.copy_(own)
-            whole[start:start + len(mine)] = mine
+            whole[start : start + len(mine)] = mine
 
     patch.setattr(gatherer, "launch", and_back)
 
@@ -172,23 +179,39 @@ def tied_gradient_not_summed(run: Run, patch: Patch) -> None:
 
 LAST = "gradient of transformer.final_layernorm.bias"
 FAULTS = {
-    "bias added once per rank": Fault(bias_once_per_rank, TWO_PARTS, 2, "transformer.layers.1.attention.dense",
-                                      "the all-reduce of layer 1's attention.dense, with its bias, forward"),
+    "bias added once per rank": Fault(
+        bias_once_per_rank,
+        TWO_PARTS,
+        2,
+        "transformer.layers.1.attention.dense",
+        "the all-reduce of layer 1's attention.dense, with its bias, forward",
+    ),
     "gradient summed twice": Fault(gradient_summed_twice, OF_SEQUENCE, 1, LAST, "over 2 model-parallel ranks"),
     "position by local index": Fault(local_index, OF_SEQUENCE, 1, "embeddings", "position embeddings", (1,)),
-    "mask by local index": Fault(mask_by_local_index, TWO_PARTS, 1, "transformer.layers.1.attention.core",
-                                 "its dropout", (1,)),
+    "mask by local index": Fault(
+        mask_by_local_index, TWO_PARTS, 1, "transformer.layers.1.attention.core", "its dropout", (1,)
+    ),
     "wrong QKV order": Fault(qkv_order, TWO_PARTS, 1, "transformer.layers.1.attention.core", "attention of layer 1"),
     "norm counted twice": Fault(norm_counted_twice, TWO_PARTS, 1, "gradient norm", "each of which counts once"),
     "lost micro-batch": Fault(lost_micro_batch, ACCUMULATED, 1, "samples", "the data loader", (1,)),
     "lost gradient of a micro-batch": Fault(lost_gradient, ACCUMULATED, 1, LAST, "over 2 micro-batches"),
-    "swapped shards": Fault(swapped_shards, TWO_PARTS, 0, "transformer.layers.1.mlp.dense_4h_to_h.weight",
-                            "initialisation of layer 1's mlp.dense_4h_to_h.weight"),
+    "swapped shards": Fault(
+        swapped_shards,
+        TWO_PARTS,
+        0,
+        "transformer.layers.1.mlp.dense_4h_to_h.weight",
+        "initialisation of layer 1's mlp.dense_4h_to_h.weight",
+    ),
     "missing scale": Fault(missing_scale, TWO_PARTS, 1, "transformer.layers.0.attention.core", "attention of layer 0"),
     "padding in the softmax": Fault(padding_in_the_softmax, TWO_PARTS, 1, "loss", "the cross-entropy"),
     "positions off by one": Fault(positions_off_by_one, TWO_PARTS, 1, "embeddings", "position embeddings"),
     "stale parameter after a gather": Fault(stale_parameter, SHARDED, 1, STALE, "the all-gather", (1,)),
-    "tied gradient not summed": Fault(tied_gradient_not_summed, STAGES, 1, "gradient of word_embeddings.weight",
-                                      "over the first and the last stage of the pipeline"),
+    "tied gradient not summed": Fault(
+        tied_gradient_not_summed,
+        STAGES,
+        1,
+        "gradient of word_embeddings.weight",
+        "over the first and the last stage of the pipeline",
+    ),
     "one rank's learning rate": Fault(one_learning_rate, TWO_PARTS, 1, "learning rate", "the schedule", (1,)),
 }

@@ -19,18 +19,38 @@ from tests.distributed import run_ranks
 from tests.megatron.gpt2.training.training_runs import finish, start, write_text
 from tests.megatron.gpt2.verification.planted_faults import FAULTS, OF_SEQUENCE, SHARDED, STAGES, TWO_PARTS
 
-TINY = ["--hidden-size", "32", "--seq-length", "16", "--global-batch-size", "4", "--hidden-dropout", "0.1",
-        "--attention-dropout", "0.1"]
+TINY = [
+    "--hidden-size",
+    "32",
+    "--seq-length",
+    "16",
+    "--global-batch-size",
+    "4",
+    "--hidden-dropout",
+    "0.1",
+    "--attention-dropout",
+    "0.1",
+]
 STEPS = 2
-CLEAN = {"split in two": TWO_PARTS, "sequence-parallel": (*OF_SEQUENCE, "--recompute-granularity", "selective"),
-         "sharded": SHARDED, "two stages": STAGES,
-         "accumulated, recomputed": ("--micro-batch-size", "1", "--recompute-granularity", "full"),
-         "gradients in bf16": ("--micro-batch-size", "2", "--grad-reduce-in-bf16"),
-         "torch's DDP": ("--micro-batch-size", "2", "--DDP-impl", "torch")}
+CLEAN = {
+    "split in two": TWO_PARTS,
+    "sequence-parallel": (*OF_SEQUENCE, "--recompute-granularity", "selective"),
+    "sharded": SHARDED,
+    "two stages": STAGES,
+    "accumulated, recomputed": ("--micro-batch-size", "1", "--recompute-granularity", "full"),
+    "gradients in bf16": ("--micro-batch-size", "2", "--grad-reduce-in-bf16"),
+    "torch's DDP": ("--micro-batch-size", "2", "--DDP-impl", "torch"),
+}
 
 
-def compared(rank: int, world_size: int, folder: str, name: str, flags: tuple[str, ...],
-             plant: Callable[[Run, pytest.MonkeyPatch], None] | None = None) -> dict[str, Any]:
+def compared(
+    rank: int,
+    world_size: int,
+    folder: str,
+    name: str,
+    flags: tuple[str, ...],
+    plant: Callable[[Run, pytest.MonkeyPatch], None] | None = None,
+) -> dict[str, Any]:
     """A run of two ranks beside the trace; what it found lies in a folder of its name. Returns the run's facts."""
     run = start(rank, world_size, folder, [*TINY, *flags, "--save", f"{folder}/run"])
     with pytest.MonkeyPatch.context() as patch:
@@ -42,8 +62,17 @@ def compared(rank: int, world_size: int, folder: str, name: str, flags: tuple[st
 
 
 # Each layout once, and a fault of the forward pass, the backward pass, the reduction, the data and the optimizer.
-COVERING = ("sequence-parallel", "sharded", "two stages", "accumulated, recomputed", "wrong QKV order",
-            "position by local index", "gradient summed twice", "lost micro-batch", "stale parameter after a gather")
+COVERING = (
+    "sequence-parallel",
+    "sharded",
+    "two stages",
+    "accumulated, recomputed",
+    "wrong QKV order",
+    "position by local index",
+    "gradient summed twice",
+    "lost micro-batch",
+    "stale parameter after a gather",
+)
 MORE = tuple({*CLEAN, *FAULTS} - {*COVERING})
 
 
@@ -54,8 +83,11 @@ def some_first(names: Iterable[str]) -> list[Any]:
 
 def comparisons(rank: int, world_size: int, folder: str, names: Sequence[str]) -> dict[str, dict[str, Any]]:
     found = {name: compared(rank, world_size, folder, name, CLEAN[name]) for name in names if name in CLEAN}
-    return found | {name: compared(rank, world_size, folder, name, FAULTS[name].flags, FAULTS[name].plant)
-                    for name in names if name in FAULTS}
+    return found | {
+        name: compared(rank, world_size, folder, name, FAULTS[name].flags, FAULTS[name].plant)
+        for name in names
+        if name in FAULTS
+    }
 
 
 class Found:
@@ -76,8 +108,9 @@ class Found:
             group = COVERING if name in COVERING else MORE
             self._facts |= run_ranks(comparisons, 2, str(self._folder), group)[0]
         trace, of_run = Trace(self._folder / "trace"), self._facts[name]
-        return read_verdict(self._folder / name, 2, trace, Rounding(trace, of_run), of_run["pipeline_parallel_size"]), \
-            of_run
+        return read_verdict(
+            self._folder / name, 2, trace, Rounding(trace, of_run), of_run["pipeline_parallel_size"]
+        ), of_run
 
 
 @pytest.fixture(scope="module")

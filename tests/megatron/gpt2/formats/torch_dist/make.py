@@ -102,17 +102,36 @@ def build(tp: int, pp: int, dtype: torch.dtype, positions: int = POSITIONS) -> t
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.transformer.transformer_config import TransformerConfig
+
     parallel_state.initialize_model_parallel(tp, pp)
     # Dropout is 0, and draws from a GPU's generator otherwise.
     tensor_parallel.get_cuda_rng_tracker = lambda: types.SimpleNamespace(fork=lambda *_: contextlib.nullcontext())
     config = TransformerConfig(
-        num_layers=LAYERS, hidden_size=HIDDEN, num_attention_heads=HEADS, tensor_model_parallel_size=tp,
-        pipeline_model_parallel_size=pp, use_cpu_initialization=True, params_dtype=dtype, pipeline_dtype=dtype,
-        bf16=dtype == torch.bfloat16, hidden_dropout=0.0, attention_dropout=0.0, bias_activation_fusion=False,
-        bias_dropout_fusion=False, masked_softmax_fusion=False, gradient_accumulation_fusion=False)
-    model = GPTModel(config, get_gpt_layer_local_spec(), PADDED, positions,
-                     pre_process=parallel_state.is_pipeline_first_stage(),
-                     post_process=parallel_state.is_pipeline_last_stage(), share_embeddings_and_output_weights=True)
+        num_layers=LAYERS,
+        hidden_size=HIDDEN,
+        num_attention_heads=HEADS,
+        tensor_model_parallel_size=tp,
+        pipeline_model_parallel_size=pp,
+        use_cpu_initialization=True,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        gradient_accumulation_fusion=False,
+    )
+    model = GPTModel(
+        config,
+        get_gpt_layer_local_spec(),
+        PADDED,
+        positions,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        share_embeddings_and_output_weights=True,
+    )
     return model.to(dtype), config
 
 
@@ -120,18 +139,52 @@ def arguments(tp: int, pp: int, dp: int, dtype: torch.dtype, positions: int) -> 
     """Those of Megatron's training program that say something of the model or the run."""
     from megatron.core.enums import ModelType
     from megatron.core.transformer.enums import AttnBackend
+
     return argparse.Namespace(
-        num_layers=LAYERS, hidden_size=HIDDEN, ffn_hidden_size=4 * HIDDEN, num_attention_heads=HEADS,
-        max_position_embeddings=positions, seq_length=positions, padded_vocab_size=PADDED, vocab_size=None,
-        make_vocab_size_divisible_by=8, norm_epsilon=1e-5, normalization="LayerNorm", attention_dropout=0.0,
-        hidden_dropout=0.0, init_method_std=0.02, openai_gelu=False, bias_gelu_fusion=False, swiglu=False,
-        add_bias_linear=True, untie_embeddings_and_output_weights=False, position_embedding_type="learned_absolute",
-        tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, virtual_pipeline_model_parallel_size=None,
-        data_parallel_size=dp, world_size=tp * pp * dp, params_dtype=dtype, bf16=dtype == torch.bfloat16, fp16=False,
-        global_batch_size=4, micro_batch_size=2, train_iters=100, consumed_train_samples=4 * ITERATION, clip_grad=1.0,
-        iteration=0, model_type=ModelType.encoder_or_decoder, attention_backend=AttnBackend.auto,
-        ckpt_format="torch_dist", transformer_impl="local", use_distributed_optimizer=True, num_experts=None,
-        multi_latent_attention=False, qk_layernorm=False, apply_layernorm_1p=False)
+        num_layers=LAYERS,
+        hidden_size=HIDDEN,
+        ffn_hidden_size=4 * HIDDEN,
+        num_attention_heads=HEADS,
+        max_position_embeddings=positions,
+        seq_length=positions,
+        padded_vocab_size=PADDED,
+        vocab_size=None,
+        make_vocab_size_divisible_by=8,
+        norm_epsilon=1e-5,
+        normalization="LayerNorm",
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        init_method_std=0.02,
+        openai_gelu=False,
+        bias_gelu_fusion=False,
+        swiglu=False,
+        add_bias_linear=True,
+        untie_embeddings_and_output_weights=False,
+        position_embedding_type="learned_absolute",
+        tensor_model_parallel_size=tp,
+        pipeline_model_parallel_size=pp,
+        virtual_pipeline_model_parallel_size=None,
+        data_parallel_size=dp,
+        world_size=tp * pp * dp,
+        params_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        fp16=False,
+        global_batch_size=4,
+        micro_batch_size=2,
+        train_iters=100,
+        consumed_train_samples=4 * ITERATION,
+        clip_grad=1.0,
+        iteration=0,
+        model_type=ModelType.encoder_or_decoder,
+        attention_backend=AttnBackend.auto,
+        ckpt_format="torch_dist",
+        transformer_impl="local",
+        use_distributed_optimizer=True,
+        num_experts=None,
+        multi_latent_attention=False,
+        qk_layernorm=False,
+        apply_layernorm_1p=False,
+    )
 
 
 def write(rank: int, world_size: int, case: str, out: Path, source: Path | None, rendezvous: str) -> None:
@@ -144,20 +197,35 @@ def write(rank: int, world_size: int, case: str, out: Path, source: Path | None,
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
     with OnCPU():
         positions = MORE_POSITIONS if case.endswith(f"_{MORE_POSITIONS}") else POSITIONS
         if source is not None:
             positions = dist_checkpointing.load_common_state_dict(str(source))["args"].max_position_embeddings
         model, config = build(tp, pp, dtype, positions)
-        tp_rank, pp_rank = (parallel_state.get_tensor_model_parallel_rank(),
-                            parallel_state.get_pipeline_model_parallel_rank())
+        tp_rank, pp_rank = (
+            parallel_state.get_tensor_model_parallel_rank(),
+            parallel_state.get_pipeline_model_parallel_rank(),
+        )
         fill(model, tp, tp_rank, "weight")
         sharded = form not in ("plain", "none")
-        whole = DistributedDataParallel(config, DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True, use_distributed_optimizer=sharded), model)
-        optimizer = get_megatron_optimizer(OptimizerConfig(
-            optimizer="adam", lr=0.01, min_lr=0.001, weight_decay=0.1, adam_beta2=0.95, clip_grad=0.0,
-            bf16=dtype == torch.bfloat16, params_dtype=dtype, use_distributed_optimizer=sharded), [whole])
+        whole = DistributedDataParallel(
+            config, DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=sharded), model
+        )
+        optimizer = get_megatron_optimizer(
+            OptimizerConfig(
+                optimizer="adam",
+                lr=0.01,
+                min_lr=0.001,
+                weight_decay=0.1,
+                adam_beta2=0.95,
+                clip_grad=0.0,
+                bf16=dtype == torch.bfloat16,
+                params_dtype=dtype,
+                use_distributed_optimizer=sharded,
+            ),
+            [whole],
+        )
         schedule = OptimizerParamScheduler(optimizer, 0.0, 0.01, 0.001, 40, 400, "cosine", 0.1, 0.1, 400, "constant")
         if source is None:
             fill(model, tp, tp_rank, "gradient")
@@ -171,15 +239,26 @@ def write(rank: int, world_size: int, case: str, out: Path, source: Path | None,
         if sharded:
             metadata["distrib_optim_sharding_type"] = form
         state: dict[str, Any] = {
-            "args": arguments(tp, pp, dp, dtype, positions), "checkpoint_version": 3.0, "iteration": ITERATION,
-            "num_floating_point_operations_so_far": 0, "model": model.sharded_state_dict(metadata=metadata)}
+            "args": arguments(tp, pp, dp, dtype, positions),
+            "checkpoint_version": 3.0,
+            "iteration": ITERATION,
+            "num_floating_point_operations_so_far": 0,
+            "model": model.sharded_state_dict(metadata=metadata),
+        }
         if form != "none":
             state["optimizer"] = optimizer.sharded_state_dict(state["model"], metadata=metadata)
             state["opt_param_scheduler"] = schedule.state_dict()
-        rng = [{"random_rng_state": (3, (1, 2), None), "np_rng_state": np.random.get_state(),
-                "torch_rng_state": torch.get_rng_state()[:8].clone(), "rng_tracker_states": {}}]
-        state["rng_state"] = ShardedObject("rng_state", rng, (pp, tp), (pp_rank, tp_rank),
-                                           replica_id=parallel_state.get_data_parallel_rank())
+        rng = [
+            {
+                "random_rng_state": (3, (1, 2), None),
+                "np_rng_state": np.random.get_state(),
+                "torch_rng_state": torch.get_rng_state()[:8].clone(),
+                "rng_tracker_states": {},
+            }
+        ]
+        state["rng_state"] = ShardedObject(
+            "rng_state", rng, (pp, tp), (pp_rank, tp_rank), replica_id=parallel_state.get_data_parallel_rank()
+        )
         folder = out / case / f"iter_{ITERATION:07d}"
         if rank == 0:
             folder.mkdir(parents=True)
@@ -201,16 +280,20 @@ def write(rank: int, world_size: int, case: str, out: Path, source: Path | None,
 def load(folder: Path, model: Any, optimizer: Any, schedule: Any) -> None:
     """The iteration in `folder`, by megatron-core's own loader, as Megatron's training program calls it."""
     from megatron.core import dist_checkpointing
+
     metadata = dist_checkpointing.load_content_metadata(str(folder))
     # torch's AdamW stands in for Apex's. It has no state before a step. It keeps the step there, which this form lacks.
     inner = optimizer.chained_optimizers[0]
     inner._init_optimizer_states_with_dummy_values()
     held, put = inner._get_main_param_and_optimizer_states, inner._set_main_param_and_optimizer_states
     inner._set_main_param_and_optimizer_states = lambda parameter, tensors: put(
-        parameter, {"step": held(parameter)["step"], **tensors})
+        parameter, {"step": held(parameter)["step"], **tensors}
+    )
     weights = model.sharded_state_dict(metadata=metadata)
-    state = dist_checkpointing.load({"model": weights, "optimizer": optimizer.sharded_state_dict(
-        weights, is_loading=True, metadata=metadata)}, str(folder))
+    state = dist_checkpointing.load(
+        {"model": weights, "optimizer": optimizer.sharded_state_dict(weights, is_loading=True, metadata=metadata)},
+        str(folder),
+    )
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
     schedule.load_state_dict(state["opt_param_scheduler"])
@@ -221,6 +304,7 @@ def logits(rank: int, world_size: int, folder: Path, out: Path, rendezvous: str)
     [b, s, padded vocabulary]."""
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world_size)
     from megatron.core import dist_checkpointing
+
     with OnCPU(), torch.no_grad():
         model, _ = build(1, 1, torch.float32)
         state = dist_checkpointing.load({"model": model.sharded_state_dict()}, str(folder))
@@ -239,6 +323,7 @@ def ranks(function: Any, world_size: int, *args: Any) -> None:
     import megatron.core.models.gpt.gpt_layer_specs
     import megatron.core.models.gpt.gpt_model
     import megatron.core.optimizer  # noqa: F401
+
     torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment,return-value]
     torch.cuda.synchronize = lambda *_: None  # type: ignore[assignment]
     np.product = np.prod  # type: ignore[attr-defined]  # which 0.15 asks for and numpy 2 lacks

@@ -26,7 +26,8 @@ OTHERS = [
     "der die das und ein eine nicht mit auf für von dem sich auch werden haben immer niemals Straße Fenster Garten "
     "Morgen Licht Winter Sommer Schule Reise Geschichte Antwort Sprache Brücke Insel Wald Maschine Bücherei langsam",
     "el la los las una y en para que con por no más su ella nosotros siempre nunca niño luz mañana jardín carta "
-    "invierno verano montaña escuela ventana viaje historia respuesta país lengua puente isla bosque máquina"]
+    "invierno verano montaña escuela ventana viaje historia respuesta país lengua puente isla bosque máquina",
+]
 SITE = "http://news{}.example.com"
 MEGABYTE = b"<p>" + b"endless words " * 74_898 + b"</p>"
 
@@ -40,14 +41,16 @@ def page(paragraphs: list[str], title: str = "A page") -> str:
     """An article amid what surrounds one."""
     links = "".join(f'<li><a href="/section/{number}">Section {number}</a></li>' for number in range(12))
     text = "".join(f"<p>{paragraph}</p>" for paragraph in paragraphs)
-    return (f"<!DOCTYPE html><html><head><title>{title}</title><script>var tracker = 1;</script></head><body>"
-            f"<nav><ul>{links}</ul></nav><article><h1>{title}</h1>{text}</article>"
-            "<footer>Copyright. All rights reserved. Subscribe to our newsletter.</footer></body></html>")
+    return (
+        f"<!DOCTYPE html><html><head><title>{title}</title><script>var tracker = 1;</script></head><body>"
+        f"<nav><ul>{links}</ul></nav><article><h1>{title}</h1>{text}</article>"
+        "<footer>Copyright. All rights reserved. Subscribe to our newsletter.</footer></body></html>"
+    )
 
 
 def article(seed: str, words: list[str] = ENGLISH, extra: str = "") -> list[str]:
     found = sentences(words, seed, 28)
-    return [" ".join(found[start:start + 4]) + (extra if start == 8 else "") for start in range(0, 28, 4)]
+    return [" ".join(found[start : start + 4]) + (extra if start == 8 else "") for start in range(0, 28, 4)]
 
 
 @dataclass
@@ -99,8 +102,12 @@ def build() -> tuple[dict[str, Answer], dict[str, str]]:
         add("article", number, Answer(page(article(f"good{number}"))), first(f"good{number}"))
     for number in range(5):  # the server says how to read it
         text = page(article(f"latin{number}", extra=" Café, naïve, façade, £5."))
-        add("latin", number, Answer(text.encode("cp1252"), headers=(("Content-Type", "text/html; charset=cp1252"),)),
-            "Café, naïve, façade, £5.")
+        add(
+            "latin",
+            number,
+            Answer(text.encode("cp1252"), headers=(("Content-Type", "text/html; charset=cp1252"),)),
+            "Café, naïve, façade, £5.",
+        )
     for number in range(5):  # UTF-8 that was once read as Latin-1
         text = page(article(f"mojibake{number}", extra=" The cafÃ© was schÃ¶n."))
         add("mojibake", number, Answer(text), "The café was schön.")
@@ -146,9 +153,19 @@ def build() -> tuple[dict[str, Answer], dict[str, str]]:
 def address_lists(pages: dict[str, Answer]) -> dict[str, str]:
     """Two files of addresses, and among them those that lead to no text."""
     urls = [url for url in sorted(pages) if "/moved/" not in url]
-    more = ["http://www.youtube.com/watch?v=1", "https://i.imgur.com/a", f"{SITE.format(1)}/picture.JPG",
-            "not an address", "ftp://news1.example.com/file", "http://", "http://localhost/admin", "http://10.0.0.1/admin",
-            urls[0] + "#part", urls[1].replace("http://", "https://www."), urls[2] + "/"]
+    more = [
+        "http://www.youtube.com/watch?v=1",
+        "https://i.imgur.com/a",
+        f"{SITE.format(1)}/picture.JPG",
+        "not an address",
+        "ftp://news1.example.com/file",
+        "http://",
+        "http://localhost/admin",
+        "http://10.0.0.1/admin",
+        urls[0] + "#part",
+        urls[1].replace("http://", "https://www."),
+        urls[2] + "/",
+    ]
     return {"a.txt": "\n".join(urls[:100]) + "\n", "b.txt": "\n".join([*urls[100:], *more]) + "\n"}
 
 

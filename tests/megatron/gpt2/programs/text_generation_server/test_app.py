@@ -85,15 +85,18 @@ class Served:
 
 
 @contextlib.contextmanager
-def serving(model: GPT2Model, tokenizer: Tokenizer = TOKENIZER, *, texts: int = 64,
-            seconds: float = 60.0) -> Iterator[Served]:
+def serving(
+    model: GPT2Model, tokenizer: Tokenizer = TOKENIZER, *, texts: int = 64, seconds: float = 60.0
+) -> Iterator[Served]:
     log: list[str] = []
     batcher = Batcher(LIMITS.texts)
     service = Service("tiny", tokenizer, 32, batcher, LIMITS, texts, seconds, log.append)
     listener = socket.create_server(("127.0.0.1", 0))
     server = uvicorn.Server(uvicorn.Config(service.app(), lifespan="off", log_config=None, http="h11"))
-    threads = [threading.Thread(target=batcher.run, args=[Generator(model, tokenizer)]),
-               threading.Thread(target=server.run, kwargs={"sockets": [listener]})]
+    threads = [
+        threading.Thread(target=batcher.run, args=[Generator(model, tokenizer)]),
+        threading.Thread(target=server.run, kwargs={"sockets": [listener]}),
+    ]
     for thread in threads:
         thread.start()
     try:
@@ -114,10 +117,12 @@ def served(model: GPT2Model) -> Iterator[Served]:
 @pytest.fixture
 def alone(model: GPT2Model) -> Callable[..., list[int]]:
     """What the generator makes of a prompt that has it for itself."""
+
     def alone(prompt: str, **settings: Any) -> list[int]:
         c = Continuation(TOKENIZER.encode(prompt), Sampling(**settings))
         generate(model, TOKENIZER, [c])
         return c.ids
+
     return alone
 
 
@@ -129,8 +134,9 @@ def test_openai_client(served: Served, alone: Any) -> None:
     assert answer.object == "text_completion" and answer.model == "tiny" and answer.id.startswith("cmpl-")
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (4, len(ids))
     assert choice.logprobs.tokens == [token_name(TOKENIZER, i) for i in ids]
-    for name, value, likeliest in zip(choice.logprobs.tokens, choice.logprobs.token_logprobs,
-                                      choice.logprobs.top_logprobs, strict=True):
+    for name, value, likeliest in zip(
+        choice.logprobs.tokens, choice.logprobs.token_logprobs, choice.logprobs.top_logprobs, strict=True
+    ):
         assert len(likeliest) == 3 and value == max(likeliest.values()) == likeliest[name], "greedy takes the likeliest"
         assert sum(map(math.exp, likeliest.values())) < 1 + 1e-6
     [entry] = served.client.models.list()
@@ -140,10 +146,12 @@ def test_openai_client(served: Served, alone: Any) -> None:
 def test_probabilities_are_the_models(served: Served, model: GPT2Model) -> None:
     logprobs = served.ask("Once", max_tokens=5, seed=3, temperature=0.5, logprobs=5).choices[0].logprobs
     likeliest = logprobs.top_logprobs[0]
-    assert served.ask("Once", max_tokens=5, seed=3, temperature=0.5, logprobs=0).choices[0].logprobs.token_logprobs \
+    assert (
+        served.ask("Once", max_tokens=5, seed=3, temperature=0.5, logprobs=0).choices[0].logprobs.token_logprobs
         == logprobs.token_logprobs
+    )
     with torch.inference_mode():
-        logits = model(torch.tensor([list(b"Once")]))[-1, 0, :TOKENIZER.vocab_size].log_softmax(0)
+        logits = model(torch.tensor([list(b"Once")]))[-1, 0, : TOKENIZER.vocab_size].log_softmax(0)
     for i in logits.topk(5).indices.tolist():
         assert likeliest[token_name(TOKENIZER, i)] == pytest.approx(float(logits[i]), abs=1e-4)
 
@@ -159,16 +167,17 @@ def test_echo_with_logprobs(served: Served, model: GPT2Model, length: int) -> No
         ids, found = list(prompt.encode()), choice.logprobs
         assert choice.finish_reason == "length" and choice.text.startswith(prompt)
         assert len(found.tokens) == len(ids) + length == len(found.text_offset)
-        assert found.tokens[:len(ids)] == [token_name(TOKENIZER, i) for i in ids]
-        assert found.text_offset[:len(ids)] == [min(i, len(prompt) - 1) for i in range(len(ids))]
+        assert found.tokens[: len(ids)] == [token_name(TOKENIZER, i) for i in ids]
+        assert found.text_offset[: len(ids)] == [min(i, len(prompt) - 1) for i in range(len(ids))]
         assert found.token_logprobs[0] is None and found.top_logprobs[0] is None
         with torch.inference_mode():
-            expected = model(torch.tensor([ids]))[:, 0, :TOKENIZER.vocab_size].log_softmax(-1)
+            expected = model(torch.tensor([ids]))[:, 0, : TOKENIZER.vocab_size].log_softmax(-1)
         for place in range(1, len(ids)):
             own, likeliest = expected[place - 1, ids[place]], expected[place - 1].topk(2).indices.tolist()
             assert found.token_logprobs[place] == pytest.approx(float(own), abs=1e-5)
             assert found.top_logprobs[place] == pytest.approx(
-                {token_name(TOKENIZER, i): float(expected[place - 1, i]) for i in {*likeliest, ids[place]}}, abs=1e-5)
+                {token_name(TOKENIZER, i): float(expected[place - 1, i]) for i in {*likeliest, ids[place]}}, abs=1e-5
+            )
         assert not length or max(found.top_logprobs[-1].values()) == found.token_logprobs[-1]
         assert length or choice.text == prompt
         parts = [chunk.choices[0] for chunk in served.ask(ids, stream=True, **settings)]
@@ -214,8 +223,9 @@ def test_megatrons_form(served: Served, alone: Any, address: str) -> None:
         assert answer["logprobs"][number] == pytest.approx(scored.token_logprobs[1:], abs=1e-5)
     assert put(prompts=["a"], random_seed=5) == put(prompts=["a"], random_seed=5, top_p=0.0, no_log=True)
     seeded = put(prompts=["a"], random_seed=5)
-    assert seeded["logprobs"] is None and seeded["text"][0] == "a" + TOKENIZER.decode(alone(
-        "a", max_new_tokens=64, seed=5))
+    assert seeded["logprobs"] is None and seeded["text"][0] == "a" + TOKENIZER.decode(
+        alone("a", max_new_tokens=64, seed=5)
+    )
     assert put(prompts=["a"], tokens_to_generate=0, logprobs=True)["text"] == ["a"]
     begun = put(prompts=[""], add_BOS=True, tokens_to_generate=1, logprobs=True)
     assert begun["segments"][0][0] == "<|endoftext|>" and len(begun["logprobs"][0]) == 1
@@ -251,13 +261,18 @@ def test_prompts_in_every_form(served: Served) -> None:
     settings: dict[str, Any] = {"max_tokens": 9, "seed": 1}
     text = served.ask("One", **settings).choices[0].text
     assert served.ask(list(b"One"), **settings).choices[0].text == text
-    assert [choice.text for choice in served.ask([list(b"One"), list(b"Two")], **settings).choices] \
-        == [choice.text for choice in served.ask(["One", "Two"], **settings).choices]
+    assert [choice.text for choice in served.ask([list(b"One"), list(b"Two")], **settings).choices] == [
+        choice.text for choice in served.ask(["One", "Two"], **settings).choices
+    ]
     assert served.ask("One", echo=True, **settings).choices[0].text == "One" + text
-    assert "".join(chunk.choices[0].text for chunk in served.ask("One", echo=True, stream=True, **settings)) \
+    assert (
+        "".join(chunk.choices[0].text for chunk in served.ask("One", echo=True, stream=True, **settings))
         == "One" + text
-    assert [choice.text for choice in served.ask("One", n=2, **settings).choices] \
-        == [text, served.ask("One", max_tokens=9, seed=2).choices[0].text]
+    )
+    assert [choice.text for choice in served.ask("One", n=2, **settings).choices] == [
+        text,
+        served.ask("One", max_tokens=9, seed=2).choices[0].text,
+    ]
     assert served.ask("N\0UL é", **settings).choices[0].text
 
 
@@ -289,8 +304,10 @@ def test_errors_have_openais_form(served: Served) -> None:
         assert answer["error"]["param"] == param and answer["error"]["type"] == "invalid_request_error"
     with pytest.raises(openai.BadRequestError, match="max_tokens must be a whole number from 0 to 100000, not -5"):
         served.ask(max_tokens=-5)
-    for wrong in (lambda: served.client.completions.create(model="gpt-4", prompt="Once"),
-                  lambda: served.client.models.retrieve("a/b")):
+    for wrong in (
+        lambda: served.client.completions.create(model="gpt-4", prompt="Once"),
+        lambda: served.client.models.retrieve("a/b"),
+    ):
         with pytest.raises(openai.NotFoundError, match="'tiny'") as unknown:
             wrong()
         assert unknown.value.code == "model_not_found"
@@ -301,8 +318,10 @@ def test_errors_have_openais_form(served: Served) -> None:
 
 def post(length: int, body: bytes) -> bytes:
     """What a client sends, or the beginning of it."""
-    return (b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
-            b"Content-Length: %d\r\n\r\n%b" % (length, body))
+    return (
+        b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+        b"Content-Length: %d\r\n\r\n%b" % (length, body)
+    )
 
 
 def test_bad_clients_leave_it_serving(served: Served) -> None:

@@ -33,8 +33,10 @@ def test_64_clients(watched: Watched) -> None:
     over: dict[int, str] = {}
 
     def ask(client: int) -> None:
-        made = [Continuation([client] * (1 + client % 4), Sampling(max_new_tokens=1 + (7 * client + 5 * i) % 28))
-                for i in range(1 + client % 3)]
+        made = [
+            Continuation([client] * (1 + client % 4), Sampling(max_new_tokens=1 + (7 * client + 5 * i) % 28))
+            for i in range(1 + client % 3)
+        ]
         start = len(lengths)
         lengths.extend(c.sampling.max_new_tokens for c in made)
 
@@ -71,11 +73,17 @@ def test_whoever_waits_is_told_of_the_end(watched: Watched) -> None:
                 asleep.set()
                 batcher.submit(job("third", 3))
                 batcher.stop()
+
         return Job([Continuation([65], Sampling(max_new_tokens=count))], deliver)
 
     batcher.submit(job("first", 1))
     batcher.submit(job("second", 9))
     batcher.run(watched.generator)
     batcher.submit(job("last", 1))
-    assert told == [("first", "length"), ("second", "GeneratedToken"), ("second", Stopping.__name__),
-                    ("third", Stopping.__name__), ("last", Stopping.__name__)]
+    assert told == [
+        ("first", "length"),
+        ("second", "GeneratedToken"),
+        ("second", Stopping.__name__),
+        ("third", Stopping.__name__),
+        ("last", Stopping.__name__),
+    ]

@@ -38,10 +38,17 @@ def served(loaded: LoadedModel) -> Iterator[Served]:
 def scores(folder: Path, model: Any, **settings: Any) -> Scores:  # noqa: F811
     """Of each task and document what the model answered: ln p and whether it is the likeliest, ln p, or a text."""
     results = lm_eval.simple_evaluate(
-        model, tasks=list(TASKS), task_manager=program()["TaskManager"](include_path=str(folder / "tasks")),
-        bootstrap_iters=0, **settings)
-    return {(task, sample["doc_id"]): sample["filtered_resps"]
-            for task, samples in results["samples"].items() for sample in samples}
+        model,
+        tasks=list(TASKS),
+        task_manager=program()["TaskManager"](include_path=str(folder / "tasks")),
+        bootstrap_iters=0,
+        **settings,
+    )
+    return {
+        (task, sample["doc_id"]): sample["filtered_resps"]
+        for task, samples in results["samples"].items()
+        for sample in samples
+    }
 
 
 @pytest.mark.parametrize("more", ["", ",num_concurrent=3,batch_size=4"])
@@ -49,10 +56,12 @@ def test_the_same_scores_over_http(folder: Path, loaded: LoadedModel, served: Se
     """With the manual's settings: texts, some of them longer than the model reads, lose the same tokens."""
     text = (ROOT / "docs" / "how-to" / "evaluation.md").read_text()
     arguments = re.search(r"--model local-completions --model_args (\S+)", text)[1] + more
-    for printed, own in (("http://127.0.0.1:5000/", f"http://127.0.0.1:{served.port}/"),
-                         ("model=gpt2_345m", "model=tiny"),
-                         ("tokenizer=gpt2_345m_hf", f"tokenizer={folder / 'exported'}"),
-                         ("max_length=1025", f"max_length={LENGTH + 1}")):
+    for printed, own in (
+        ("http://127.0.0.1:5000/", f"http://127.0.0.1:{served.port}/"),
+        ("model=gpt2_345m", "model=tiny"),
+        ("tokenizer=gpt2_345m_hf", f"tokenizer={folder / 'exported'}"),
+        ("max_length=1025", f"max_length={LENGTH + 1}"),
+    ):
         assert arguments.count(printed) == 1
         arguments = arguments.replace(printed, own)
     over_http = scores(folder, "local-completions", model_args=arguments)
