@@ -8,6 +8,7 @@ find_python "dev,hf,data,curate,eval,serve"
 cd "$ROOT"
 unset PYTHONDONTWRITEBYTECODE # hundreds of processes would each compile the project anew
 "$PYTHON" -m ruff check .
+"$PYTHON" -m ruff format --check --quiet .
 "$PYTHON" -m mypy & # beside the tests: alone it would leave a core idle
 mypy=$!
 trap 'kill "$mypy" 2>/dev/null || true' EXIT # Ctrl-C does not reach what bash runs in the background

@@ -23,8 +23,8 @@ from tests.test_command_line import FLAGS, metrics, work  # noqa: F401
 
 
 def test_a_stop_in_the_last_step_leaves_the_end_as_it_is(
-    work: Path,
-    monkeypatch: pytest.MonkeyPatch,  # noqa: F811
+    work: Path,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     """Evaluations, report and exit code, whatever asks for the stop."""
