@@ -3,7 +3,7 @@
     python benchmarks/arms.py SPEC.json RESULT.json     # SPEC: {"task": ..., "problem": ..., "arm": ..., ...}
 
 Ours is the program that a user runs: flags through `parse`, `prepare_run` and `build_run`, and the timed function is
-`megatron.gpt2.training.train_step.train_step`. Each peer gets a complete step of its own: batch, zero_grad, forward,
+`megatron.gpt2.train.train_step.train_step`. Each peer gets a complete step of its own: batch, zero_grad, forward,
 backward, clip at 1.0, AdamW. All arms read the same samples, in the same order, through the same loader.
 Legend: b micro-batch, s sequence, h hidden, v vocabulary.
 """
@@ -34,16 +34,16 @@ from benchmarks.problem import Arm, Problem
 from benchmarks.timing import call_seconds
 from data_utils import BatchLoader, BatchSchedule, GPT2Dataset, SampleOrder, Tokenizer, build_splits
 from data_utils.blending import BlendedDataset
-from megatron.gpt2.command_line.arguments import parse
+from megatron.gpt2.config.arguments import parse
 from megatron.gpt2.device import DTYPES, set_allocator, set_threads
-from megatron.gpt2.launch.ranks import Ranks
-from megatron.gpt2.memory_planner.report import expected_peak
+from megatron.gpt2.dist.ranks import Ranks
+from megatron.gpt2.extensions.plan.report import expected_peak
 from megatron.gpt2.model.gpt2 import GPT2Model
 from megatron.gpt2.model.parameters import count_parameters
-from megatron.gpt2.training.build import build_run
-from megatron.gpt2.training.prepare import PreparedRun, prepare_run
-from megatron.gpt2.training.run import Run
-from megatron.gpt2.training.train_step import train_step
+from megatron.gpt2.train.build import build_run
+from megatron.gpt2.train.prepare import PreparedRun, prepare_run
+from megatron.gpt2.train.run import Run
+from megatron.gpt2.train.train_step import train_step
 
 
 @dataclass(frozen=True)
@@ -173,8 +173,8 @@ def one_rank(problem: Problem, arm: Arm) -> Trainer:
     dist.init_process_group("fake", rank=0, world_size=arm.ranks, store=FakeStore())
     # The ranks agree on when to stop over gloo, which needs the others.
     with (
-        mock.patch("megatron.gpt2.training.engine.GPT2Model", model_drawn_in_place),
-        mock.patch("megatron.gpt2.training.build.StopSignal"),
+        mock.patch("megatron.gpt2.train.engine.GPT2Model", model_drawn_in_place),
+        mock.patch("megatron.gpt2.train.build.StopSignal"),
     ):
         return ours(problem, arm)
 

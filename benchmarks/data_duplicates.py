@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 
 from data_utils.corpora.builtin import builtin_documents
-from data_utils.curation.documents import Shard, as_line
-from data_utils.curation.minhash import (
+from megatron.gpt2.extensions.webtext.documents import Shard, as_line
+from megatron.gpt2.extensions.webtext.minhash import (
     BATCH_CHARACTERS,
     SHINGLE,
     VALUES,
@@ -31,9 +31,9 @@ from data_utils.curation.minhash import (
     shingles,
     sketches,
 )
-from data_utils.curation.minhash import characters as code_points
-from data_utils.curation.near_duplicates import COLUMNS, joining_pairs, search, sign
-from data_utils.curation.shard_run import Stage, run_shard
+from megatron.gpt2.extensions.webtext.minhash import characters as code_points
+from megatron.gpt2.extensions.webtext.near_duplicates import COLUMNS, joining_pairs, search, sign
+from megatron.gpt2.extensions.webtext.shard_run import Stage, run_shard
 
 REPEATS = 7
 LEAST_JACCARD, MOST_JACCARD = 0.8, 0.95

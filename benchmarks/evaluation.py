@@ -28,8 +28,8 @@ import torch
 from benchmarks import report
 from data_utils import load_tokenizer
 from megatron.gpt2.checkpoint.reader import Checkpoint
+from megatron.gpt2.commands.pretrain_gpt2 import main as pretrain
 from megatron.gpt2.formats.write_huggingface import write_huggingface
-from megatron.gpt2.programs.pretrain_gpt2 import main as pretrain
 
 WIKITEXT, LAMBADA, OTHER = "wikitext-2/test.txt", "lambada/lambada_test.jsonl", "wikitext-2/valid.txt"
 POSITIONS, STRIDE = 128, 32  # the second is Megatron's --overlapping-eval

@@ -30,8 +30,8 @@ from benchmarks.problem import MODELS, Problem
 from benchmarks.step_pairs import beside, steps_in_turns
 from benchmarks.train import write_tokens
 from tests.distributed import run_ranks
-from tests.megatron.gpt2.training.test_exact_layouts import FP16, LARGE, QUICK, WIDE, Layout, go_on, train, whole
-from tests.megatron.gpt2.training.training_runs import write_text
+from tests.megatron.gpt2.train.test_exact_layouts import FP16, LARGE, QUICK, WIDE, Layout, go_on, train, whole
+from tests.megatron.gpt2.train.training_runs import write_text
 
 PRECISIONS = {"fp32": ["--precision", "fp32"], "bf16": ["--precision", "bf16"], "fp16": FP16}
 STEPS, MOVES = 50, 20

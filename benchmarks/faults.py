@@ -35,10 +35,10 @@ import torch
 from benchmarks import kills as writers
 from benchmarks import report
 from megatron.gpt2.checkpoint.folder import find_checkpoint
-from megatron.gpt2.records.incidents import read_incidents
+from megatron.gpt2.monitor.incidents import read_incidents
 from tests.faults.injector import inject
-from tests.megatron.gpt2.launch.started_ranks import Rank, losses
-from tests.megatron.gpt2.training.training_runs import write_text
+from tests.megatron.gpt2.dist.started_ranks import Rank, losses
+from tests.megatron.gpt2.train.training_runs import write_text
 
 STEPS, SAVE_INTERVAL = 7, 2
 LAYOUTS = (

@@ -30,10 +30,10 @@ from benchmarks import report
 from data_utils.tokenizers.base import NO_EOD
 from megatron.gpt2.config import ModelConfig
 from megatron.gpt2.device import PRECISIONS
+from megatron.gpt2.generate.generation import Continuation, Generator
+from megatron.gpt2.generate.load_model import store_by_column
+from megatron.gpt2.generate.sampling import Sampling
 from megatron.gpt2.model.gpt2 import GPT2Model
-from megatron.gpt2.text.generation import Continuation, Generator
-from megatron.gpt2.text.load_model import store_by_column
-from megatron.gpt2.text.sampling import Sampling
 
 GPT2 = ModelConfig(
     num_layers=12, hidden_size=768, num_attention_heads=12, max_position_embeddings=1024, vocab_size=50257

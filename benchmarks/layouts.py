@@ -38,9 +38,9 @@ from tests.megatron.gpt2.checkpoint.moved_runs import (
     global_batch,
     move,
 )
-from tests.megatron.gpt2.training.test_pipeline import FULL, SEQUENCE, SHARDED, TWO_CHUNKS, ZERO_BUBBLE, train
-from tests.megatron.gpt2.training.test_pipeline import Layout as Trained
-from tests.megatron.gpt2.training.training_runs import write_text
+from tests.megatron.gpt2.train.test_pipeline import FULL, SEQUENCE, SHARDED, TWO_CHUNKS, ZERO_BUBBLE, train
+from tests.megatron.gpt2.train.test_pipeline import Layout as Trained
+from tests.megatron.gpt2.train.training_runs import write_text
 
 LIMIT = 1e-5
 STEPS = 30

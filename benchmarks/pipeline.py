@@ -34,12 +34,12 @@ from torch.multiprocessing.spawn import spawn
 
 import mpu
 from benchmarks import report
+from megatron.gpt2.monitor.timers import Timers
 from megatron.gpt2.optimizer.flat_parameters import FlatParameters
 from megatron.gpt2.optimizer.gradient_reducer import GradientReducer
 from megatron.gpt2.pipeline.schedule import SCHEDULES, Schedule, build_schedule
 from megatron.gpt2.pipeline.timetable import kept, published_length
-from megatron.gpt2.records.timers import Timers
-from megatron.gpt2.training.schedule_runner import ScheduleRunner
+from megatron.gpt2.train.schedule_runner import ScheduleRunner
 
 SECONDS = 0.05  # of F, B and W, each, of all chunks of a rank for one micro-batch
 HIDDEN = 8

@@ -33,13 +33,13 @@ import torch
 from benchmarks import report
 from benchmarks.trials import Trial, campaign, of_each
 from data_utils import GPT2Dataset
-from megatron.gpt2.launch.signals import ECHO
-from megatron.gpt2.programs import post_mortem
-from megatron.gpt2.records.incidents import read_incidents
-from megatron.gpt2.training.run import Run
+from megatron.gpt2.dist.signals import ECHO
+from megatron.gpt2.extensions.post_mortem import command as post_mortem
+from megatron.gpt2.monitor.incidents import read_incidents
+from megatron.gpt2.train.run import Run
 from tests.faults import state_faults
 from tests.faults.injector import FAULTS, inject
-from tests.megatron.gpt2.launch.started_ranks import Rank
+from tests.megatron.gpt2.dist.started_ranks import Rank
 
 FLAGS = (
     "--num-layers",
@@ -157,7 +157,7 @@ DEATHS: dict[str, Death] = {
         (f"hang:{WHERE}",),
         (*SHORT, *STAGES),
         "hang",
-        r"^rank {rank} did not come to .* at megatron/gpt2/training/loop\.py:\d+",
+        r"^rank {rank} did not come to .* at megatron/gpt2/train/loop\.py:\d+",
     ),
     "hang in data loading": Death(
         (f"no_answer:{WHERE}",),

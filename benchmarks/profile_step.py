@@ -3,7 +3,7 @@
 
     python benchmarks/profile_step.py            # GPT-2 124M, s 1,024, b 2, bf16, on the CPU
 
-The step is `megatron.gpt2.training.train_step.train_step` of a run made from flags, after three warm-up steps.
+The step is `megatron.gpt2.train.train_step.train_step` of a run made from flags, after three warm-up steps.
 Self times of all operators are added up by what they belong to; the profiler's own cost is in them.
 """
 
@@ -26,10 +26,10 @@ from benchmarks.arms import our_run
 from benchmarks.problem import MODELS, Arm, Problem
 from benchmarks.train import write_tokens
 from megatron.gpt2.device import set_threads
-from megatron.gpt2.launch.ranks import Ranks
-from megatron.gpt2.training.build import build_run
-from megatron.gpt2.training.run import Run
-from megatron.gpt2.training.train_step import train_step
+from megatron.gpt2.dist.ranks import Ranks
+from megatron.gpt2.train.build import build_run
+from megatron.gpt2.train.run import Run
+from megatron.gpt2.train.train_step import train_step
 
 # The first part whose sign stands in the name of an operator or of one that called it; matrix products apart.
 PARTS = {

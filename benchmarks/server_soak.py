@@ -38,7 +38,7 @@ from benchmarks import report
 from megatron.gpt2.model.gpt2 import GPT2Model
 from tests.fuzz.mutations import mutate
 from tests.fuzz.run_targets import BODY
-from tests.megatron.gpt2.text.test_generation import CONFIG, save
+from tests.megatron.gpt2.generate.test_generation import CONFIG, save
 
 CLIENTS = 64
 GROWTH = 0.05

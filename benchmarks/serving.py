@@ -31,11 +31,11 @@ import mpu
 from benchmarks import report
 from benchmarks.generation import GPT2, TINY, Ids
 from megatron.gpt2.device import PRECISIONS
+from megatron.gpt2.extensions.serve.batching import Batcher, Job
+from megatron.gpt2.generate.generation import Batch, Continuation, EventStream, Generator
+from megatron.gpt2.generate.load_model import store_by_column
+from megatron.gpt2.generate.sampling import Sampling
 from megatron.gpt2.model.gpt2 import GPT2Model
-from megatron.gpt2.programs.text_generation_server.batching import Batcher, Job
-from megatron.gpt2.text.generation import Batch, Continuation, EventStream, Generator
-from megatron.gpt2.text.load_model import store_by_column
-from megatron.gpt2.text.sampling import Sampling
 
 GOAL = 2.0  # times the tokens a second of static batches
 

@@ -29,13 +29,13 @@ from torch.multiprocessing.spawn import spawn
 
 from benchmarks import report
 from benchmarks.memory import ALLOCATORS, SMOKE
-from megatron.gpt2.command_line.arguments import parse
-from megatron.gpt2.launch.ranks import Ranks
-from megatron.gpt2.memory_planner.step import expected
-from megatron.gpt2.records.reporting import resident_memory
-from megatron.gpt2.training.build import build_run
-from megatron.gpt2.training.prepare import prepare_run
-from megatron.gpt2.training.train_step import train_step
+from megatron.gpt2.config.arguments import parse
+from megatron.gpt2.dist.ranks import Ranks
+from megatron.gpt2.extensions.plan.step import expected
+from megatron.gpt2.monitor.reporting import resident_memory
+from megatron.gpt2.train.build import build_run
+from megatron.gpt2.train.prepare import prepare_run
+from megatron.gpt2.train.train_step import train_step
 
 BOUND, STEPS = 0.1, 2
 SHAPE = (

@@ -41,15 +41,15 @@ from torch import Tensor
 from benchmarks import report
 from benchmarks.trials import Trial, campaign, of_each
 from benchmarks.watch_cost import cost, one_step
-from megatron.gpt2.records.incidents import rank_name, read_incidents
-from megatron.gpt2.resilience.replicas import StateChanged
-from megatron.gpt2.training import loop, train_step
-from megatron.gpt2.training.run import Run
+from megatron.gpt2.extensions.watch.replicas import StateChanged
+from megatron.gpt2.monitor.incidents import rank_name, read_incidents
+from megatron.gpt2.train import loop, train_step
+from megatron.gpt2.train.run import Run
 from tests.distributed import run_ranks
 from tests.faults import state_faults
 from tests.faults.injector import inject
-from tests.megatron.gpt2.launch.started_ranks import Rank
-from tests.megatron.gpt2.training.training_runs import finish, start, state, steps
+from tests.megatron.gpt2.dist.started_ranks import Rank
+from tests.megatron.gpt2.train.training_runs import finish, start, state, steps
 
 TIMEOUT, LATE = 6.0, 3.0  # seconds: of a collective, and after it until the rank is named
 TENSOR, STAGES = ("--model-parallel-size", "2"), ("--pipeline-model-parallel-size", "2")
@@ -98,7 +98,7 @@ def watched(place: str, rank: int, step: int) -> None:
 
 
 def line_of(place: str) -> str:
-    """ "megatron/gpt2/training/loop.py:31"."""
+    """ "megatron/gpt2/train/loop.py:31"."""
     module, text = PLACES[place]
     path = Path(str(module.__file__))
     lines = path.read_text().splitlines()

@@ -8,9 +8,9 @@ from typing import Any
 
 from benchmarks import arms, report
 from benchmarks.problem import Arm, Problem
-from megatron.gpt2.launch.ranks import Ranks
-from megatron.gpt2.training.build import build_run
-from megatron.gpt2.training.train_step import train_step
+from megatron.gpt2.dist.ranks import Ranks
+from megatron.gpt2.train.build import build_run
+from megatron.gpt2.train.train_step import train_step
 from tests.megatron.gpt2.pipeline.test_communication import BytesSent
 
 

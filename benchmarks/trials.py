@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import report
-from tests.megatron.gpt2.training.training_runs import write_text
+from tests.megatron.gpt2.train.training_runs import write_text
 
 Trial = dict[str, Any]
 

@@ -25,10 +25,10 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works in a clone that is not installed
 
 from benchmarks import report
-from megatron.gpt2.programs.verify import compare_layouts, parse
-from megatron.gpt2.verification.table import Result
+from megatron.gpt2.extensions.verify.command import compare_layouts, parse
+from megatron.gpt2.extensions.verify.table import Result
 from tests.conftest import TEST_DATA
-from tests.megatron.gpt2.training.training_runs import write_text
+from tests.megatron.gpt2.train.training_runs import write_text
 
 MODEL = [
     "--num-layers",

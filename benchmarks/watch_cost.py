@@ -22,11 +22,11 @@ from benchmarks import arms, report
 from benchmarks.exact_layouts import problem
 from benchmarks.problem import Arm, Problem
 from benchmarks.train import write_tokens
-from megatron.gpt2.launch.heartbeat import BEAT, Heartbeat
-from megatron.gpt2.launch.ranks import Ranks
-from megatron.gpt2.training.build import build_run
-from megatron.gpt2.training.run import Run
-from megatron.gpt2.training.train_step import train_step
+from megatron.gpt2.dist.heartbeat import BEAT, Heartbeat
+from megatron.gpt2.dist.ranks import Ranks
+from megatron.gpt2.train.build import build_run
+from megatron.gpt2.train.run import Run
+from megatron.gpt2.train.train_step import train_step
 from tests.distributed import run_ranks
 
 EVERYTHING = ("--check-replicas-interval", "100", "--log-straggler", "--rewind-on-spike")

@@ -1,6 +1,6 @@
-"""`python -m megatron.pretrain_gpt2 [flags]` trains; the program is megatron/gpt2/programs/pretrain_gpt2.py."""
+"""`python -m megatron.pretrain_gpt2 [flags]` trains; the program is megatron/gpt2/commands/pretrain_gpt2.py."""
 
-from megatron.gpt2.programs.pretrain_gpt2 import cli, main
+from megatron.gpt2.commands.pretrain_gpt2 import cli, main
 
 __all__ = ["cli", "main"]
 

@@ -15,7 +15,6 @@ The files in the order in which to read them:
     attention           causal self-attention, and attention within documents
     transformer         MLP and layer
     cross_entropy       the loss over a split vocabulary
-    exact               the same with one order of every sum, in all layouts
 
 `data` and `kv_cache` are short helpers; `kept_arguments` and `host_memory` are two places for what backward needs.
 `kernels` chooses for a device, dtype and case how an operation is computed; it knows nothing of ranks.
@@ -28,7 +27,6 @@ from mpu.attention import Documents, ParallelSelfAttention
 from mpu.cross_entropy import vocab_parallel_cross_entropy, vocab_parallel_linear_cross_entropy
 from mpu.data import broadcast_data
 from mpu.dropout import dropout_keys, hidden_dropout
-from mpu.exact import exact_modules, exact_squared_norm, tree_sum
 from mpu.grads import clip_grad_norm, mark_sequence_parallel, squared_norm, sum_sequence_parallel_grads
 from mpu.host_memory import HostMemory
 from mpu.initialize import (
@@ -118,8 +116,6 @@ __all__ = [
     "divide",
     "dropout",
     "dropout_keys",
-    "exact_modules",
-    "exact_squared_norm",
     "exchange",
     "gather_from_model_parallel_region",
     "gather_from_sequence_parallel_region",
@@ -158,7 +154,6 @@ __all__ = [
     "send_to_next_stage",
     "squared_norm",
     "sum_sequence_parallel_grads",
-    "tree_sum",
     "vocab_parallel_cross_entropy",
     "vocab_parallel_linear_cross_entropy",
 ]

@@ -18,7 +18,7 @@ import torch.multiprocessing as mp
 CONTEXT = mp.get_context("forkserver")
 # The server imports these once; a rank then starts in a twentieth of a second instead of two. TorchDispatchMode imports
 # torch's compiler, which takes as long again. At the end it freezes what it has.
-CONTEXT.set_forkserver_preload(["pytest", "megatron.gpt2.programs.pretrain_gpt2", "torch._dynamo", "tests.freeze"])
+CONTEXT.set_forkserver_preload(["pytest", "megatron.gpt2.commands.pretrain_gpt2", "torch._dynamo", "tests.freeze"])
 
 
 def _worker(

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from tests.distributed import run_ranks
-from tests.megatron.gpt2.training.training_runs import write_text
+from tests.megatron.gpt2.train.training_runs import write_text
 from tests.warm_python import WarmPython
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -73,8 +73,8 @@ def run_cases(rank: int, world_size: int, folder: str) -> dict[str, tuple[int, s
         LOCAL_WORLD_SIZE=str(world_size),
         XDG_CACHE_HOME=f"{folder}/cache",
     )
-    from megatron.gpt2.launch import errors
-    from megatron.gpt2.programs import pretrain_gpt2
+    from megatron.gpt2.commands import pretrain_gpt2
+    from megatron.gpt2.dist import errors
 
     errors.LAUNCHER_GRACE = errors.SILENT_GRACE = 0.0
     results = {}
@@ -149,7 +149,7 @@ def test_an_id_beyond_the_vocabulary_ends_a_run_that_meets_it(
 ):
     """Far behind what is looked at when a file is opened."""
     from data_utils import IndexedDatasetBuilder
-    from megatron.gpt2.programs.pretrain_gpt2 import main
+    from megatron.gpt2.commands.pretrain_gpt2 import main
 
     builder = IndexedDatasetBuilder(tmp_path / "pair", np.dtype("<u2"))
     builder.add([1] * 500 + [300] + [1] * 500)

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from data_utils import command_line
-from megatron.gpt2.programs import pretrain_gpt2
-from megatron.gpt2.training.report import next_commands
-from tests.megatron.gpt2.training.training_runs import write_text
+from megatron.gpt2.commands import pretrain_gpt2
+from megatron.gpt2.train.report import next_commands
+from tests.megatron.gpt2.train.training_runs import write_text
 from tests.test_bad_input import torchrun
 from tests.warm_python import WarmPython
 

@@ -18,7 +18,7 @@ import pytest
 
 from data_utils.tokenizers.gpt2 import END_OF_TEXT, byte_alphabet
 from tests.conftest import ROOT, TEST_DATA, made_once
-from tests.megatron.gpt2.training.training_runs import write_text
+from tests.megatron.gpt2.train.training_runs import write_text
 from tests.warm_python import WarmPython
 
 PAGES = {
@@ -275,7 +275,7 @@ def test_python_examples_run(page: str, block: str, python: WarmPython):
 
 
 def test_every_link_and_flag_that_is_named_exists():
-    from megatron.gpt2.command_line.flags import flag_table
+    from megatron.gpt2.config.flags import flag_table
 
     known = {row[0] for row in flag_table()} | {
         "--help",

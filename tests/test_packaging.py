@@ -225,7 +225,7 @@ def test_training_with_torch_numpy_and_safetensors_alone(tmp_path: Path) -> None
     (tmp_path / "alone.py").write_text(
         f"import sys\nfor name in {OPTIONAL}: sys.modules[name] = None\n"
         f"sys.path.insert(0, {str(ROOT)!r})\n"
-        "from megatron.gpt2.programs.pretrain_gpt2 import main\nraise SystemExit(main())\n"
+        "from megatron.gpt2.commands.pretrain_gpt2 import main\nraise SystemExit(main())\n"
     )
     output = run([sys.executable, "alone.py", *TINY, "--eval-iters", "1", "--save", "run"], tmp_path)
     assert "iteration        2/       2 |" in output

@@ -20,9 +20,9 @@ import pytest
 
 from data_utils.indexed_dataset import IndexedDatasetBuilder, token_dtype
 from data_utils.tokenizers.gpt2 import END_OF_TEXT, byte_alphabet
-from megatron.gpt2.command_line.arguments import parse
-from tests.megatron.gpt2.launch.started_ranks import free_port
-from tests.megatron.gpt2.training.training_runs import write_text
+from megatron.gpt2.config.arguments import parse
+from tests.megatron.gpt2.dist.started_ranks import free_port
+from tests.megatron.gpt2.train.training_runs import write_text
 from tests.warm_python import WarmPython
 
 ROOT = Path(__file__).resolve().parent.parent

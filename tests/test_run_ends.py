@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 from tqdm import TMonitor
 
-from megatron.gpt2.programs import pretrain_gpt2
-from megatron.gpt2.records.incidents import read_incidents
-from megatron.gpt2.training import loop
-from megatron.gpt2.training.run import Run
-from megatron.gpt2.training.train_step import train_step
+from megatron.gpt2.commands import pretrain_gpt2
+from megatron.gpt2.monitor.incidents import read_incidents
+from megatron.gpt2.train import loop
+from megatron.gpt2.train.run import Run
+from megatron.gpt2.train.train_step import train_step
 from tests.test_command_line import FLAGS, metrics, work  # noqa: F401
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.megatron.gpt2.training.training_runs import write_text
+from tests.megatron.gpt2.train.training_runs import write_text
 from tests.warm_python import WarmPython
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -15,22 +15,22 @@ import mpu
 from data_utils import build_tokenizer
 from data_utils.tokenizers.gpt2 import END_OF_TEXT, byte_alphabet
 from megatron.gpt2.checkpoint.folder import write_checkpoint
-from megatron.gpt2.command_line.arguments import parse
+from megatron.gpt2.commands.pretrain_gpt2 import main
 from megatron.gpt2.config import ModelConfig
+from megatron.gpt2.config.arguments import parse
+from megatron.gpt2.dist.ranks import Ranks
 from megatron.gpt2.formats import open_source
-from megatron.gpt2.launch.ranks import Ranks
 from megatron.gpt2.model.gpt2 import GPT2Model
-from megatron.gpt2.programs.pretrain_gpt2 import main
-from megatron.gpt2.training.checkpointing import checkpoint_files
-from megatron.gpt2.training.prepare import prepare_run
+from megatron.gpt2.train.checkpointing import checkpoint_files
+from megatron.gpt2.train.prepare import prepare_run
 from tests.conftest import ROOT
 from tests.distributed import run_ranks
 from tests.megatron.gpt2.checkpoint.moved_runs import Layout
 from tests.megatron.gpt2.checkpoint.test_any_layout import CONFIG, CPU, SHAPE, VOCAB, fill, global_state, ranks_of
+from tests.megatron.gpt2.commands import tool
 from tests.megatron.gpt2.formats.made import random_weights, write_megatron
-from tests.megatron.gpt2.programs import tool
-from tests.megatron.gpt2.text import test_generation
-from tests.megatron.gpt2.training.training_runs import SMALL, finish, start, steps, write_text
+from tests.megatron.gpt2.generate import test_generation
+from tests.megatron.gpt2.train.training_runs import SMALL, finish, start, steps, write_text
 from tests.test_bad_input import TINY
 from tests.test_house import imported
 

@@ -256,7 +256,7 @@ def exit_code(argv: list[str]) -> int:
 
 def preload() -> None:
     """The libraries, and the programs with all that they import at their start."""
-    for name in (*LIBRARIES, *(f"megatron.gpt2.programs.{program}" for program in PROGRAMS)):
+    for name in (*LIBRARIES, *(f"megatron.gpt2.commands.{program}" for program in PROGRAMS)):
         importlib.import_module(name)
     atexit.unregister(importlib.import_module("torch._dynamo.utils").dump_compile_times)  # takes as long as the rest
     import torch

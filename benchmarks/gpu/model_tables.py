@@ -102,6 +102,6 @@ def only(backend: SDPBackend | None) -> Iterator[None]:
     with (
         contextlib.nullcontext()
         if backend is None
-        else mock.patch("megatron.gpt2.text.generation.inference", inference)
+        else mock.patch("megatron.gpt2.generate.generation.inference", inference)
     ):
         yield

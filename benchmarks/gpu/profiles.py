@@ -16,7 +16,7 @@ from benchmarks.gpu.setting import Setting
 from benchmarks.problem import Arm
 from benchmarks.profile_step import profiled
 from benchmarks.timing import milliseconds
-from megatron.gpt2.training.train_step import train_step
+from megatron.gpt2.train.train_step import train_step
 
 KERNELS = 60  # in the JSON
 

@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 
 from megatron.gpt2.config import require
-from megatron.gpt2.launch.launchers import in_slurm_step
-from megatron.gpt2.launch.ranks import Ranks, named
+from megatron.gpt2.dist.launchers import in_slurm_step
+from megatron.gpt2.dist.ranks import Ranks, named
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 PRECISIONS = {dtype: name for name, dtype in DTYPES.items()}

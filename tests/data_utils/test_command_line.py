@@ -73,7 +73,7 @@ def test_how_a_program_is_called(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     monkeypatch.setattr(command_line, "ROOT", tmp_path)
     commands = dict(
         re.findall(
-            r'^(gpt2-\S+) = "megatron.gpt2.programs.(\w+):cli"$',
+            r'^(gpt2-\S+) = "megatron.gpt2.commands.(\w+):cli"$',
             (ROOT / "pyproject.toml").read_text(encoding="utf-8"),
             re.MULTILINE,
         )

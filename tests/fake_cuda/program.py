@@ -19,13 +19,13 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megatron.gpt2.command_line.arguments import parse
-from megatron.gpt2.launch.ranks import Ranks
-from megatron.gpt2.memory_planner.step import expected
-from megatron.gpt2.training.build import build_run
-from megatron.gpt2.training.prepare import prepare_run
-from megatron.gpt2.training.run import Run
-from megatron.gpt2.training.train_step import train_step
+from megatron.gpt2.config.arguments import parse
+from megatron.gpt2.dist.ranks import Ranks
+from megatron.gpt2.extensions.plan.step import expected
+from megatron.gpt2.train.build import build_run
+from megatron.gpt2.train.prepare import prepare_run
+from megatron.gpt2.train.run import Run
+from megatron.gpt2.train.train_step import train_step
 from tests.fake_cuda.fake_gpu import Collective, FakeGPU
 
 BUDGETS = Path(__file__).with_name("budgets.json")

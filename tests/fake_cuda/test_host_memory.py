@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatron.gpt2.training.train_step import train_step
+from megatron.gpt2.train.train_step import train_step
 from tests.fake_cuda.fake_gpu import FakeGPU, Memory
 from tests.fake_cuda.fake_streams import FakeStream
 from tests.fake_cuda.program import check_step, running

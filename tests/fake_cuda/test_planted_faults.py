@@ -13,8 +13,8 @@ from torch import Tensor
 
 from megatron.gpt2.optimizer.optimizer import AdamWOptimizer
 from megatron.gpt2.pipeline.schedule import Action
-from megatron.gpt2.training import data, train_step
-from megatron.gpt2.training.schedule_runner import ScheduleRunner
+from megatron.gpt2.train import data, train_step
+from megatron.gpt2.train.schedule_runner import ScheduleRunner
 from mpu import kernels, transformer
 from mpu.host_memory import HostMemory
 from tests.fake_cuda.fake_streams import FakeStream

@@ -11,8 +11,8 @@ import torch
 from benchmarks.gpu.modes import DROPOUT, MODES
 from megatron.gpt2 import device as devices
 from megatron.gpt2.checkpoint import folder, state
-from megatron.gpt2.training.evaluate import SAMPLING, evaluate_and_log, sample_text
-from megatron.gpt2.training.loop import train
+from megatron.gpt2.train.evaluate import SAMPLING, evaluate_and_log, sample_text
+from megatron.gpt2.train.loop import train
 from tests.fake_cuda.fake_gpu import FakeGPU
 from tests.fake_cuda.program import OFFLOAD, check_budget, check_step, running, steps
 
@@ -35,8 +35,8 @@ def test_training_waits_at_log_lines_alone(text: Path, tmp_path: Path):
         assert train(run) == ""
         assert gpu.waits
         assert {wait.split(":")[0] for wait in gpu.waits} <= {
-            "megatron/gpt2/training/log_lines.py",
-            "megatron/gpt2/training/evaluate.py",
+            "megatron/gpt2/train/log_lines.py",
+            "megatron/gpt2/train/evaluate.py",
         }
 
 

@@ -28,11 +28,11 @@ from unittest import mock
 
 import torch.distributed as dist
 
-from megatron.gpt2.launch.launchers import attempt
-from megatron.gpt2.programs.pretrain_gpt2 import main as train
-from megatron.gpt2.training import loop
-from megatron.gpt2.training.run import Run
-from megatron.gpt2.training.train_step import train_step
+from megatron.gpt2.commands.pretrain_gpt2 import main as train
+from megatron.gpt2.dist.launchers import attempt
+from megatron.gpt2.train import loop
+from megatron.gpt2.train.run import Run
+from megatron.gpt2.train.train_step import train_step
 
 
 @dataclass(frozen=True)

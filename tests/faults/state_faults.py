@@ -14,9 +14,9 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from megatron.gpt2.training import loop
-from megatron.gpt2.training.run import Run
-from megatron.gpt2.training.train_step import train_step
+from megatron.gpt2.train import loop
+from megatron.gpt2.train.run import Run
+from megatron.gpt2.train.train_step import train_step
 
 Fault = Callable[[Run], None]
 

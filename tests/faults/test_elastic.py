@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from megatron.gpt2.records.incidents import read_incidents
+from megatron.gpt2.monitor.incidents import read_incidents
 from tests.faults.injector import inject
-from tests.megatron.gpt2.launch.started_ranks import Rank, losses
-from tests.megatron.gpt2.training.training_runs import write_text
+from tests.megatron.gpt2.dist.started_ranks import Rank, losses
+from tests.megatron.gpt2.train.training_runs import write_text
 
 STEPS = 9
 WORDS = ("--exact-layouts", "2", "--save-interval", "2", "--exit-interval", f"{STEPS}")

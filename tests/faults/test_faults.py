@@ -12,11 +12,11 @@ from unittest import mock
 import pytest
 
 from megatron.gpt2.checkpoint.folder import find_checkpoint
-from megatron.gpt2.launch import spawn
-from megatron.gpt2.programs.post_mortem import report
+from megatron.gpt2.dist import spawn
+from megatron.gpt2.extensions.post_mortem.command import report
 from tests.faults.injector import inject
-from tests.megatron.gpt2.launch.started_ranks import Rank, losses
-from tests.megatron.gpt2.training.training_runs import write_text
+from tests.megatron.gpt2.dist.started_ranks import Rank, losses
+from tests.megatron.gpt2.train.training_runs import write_text
 
 FLAGS = (
     "--model-parallel-size",

@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 from data_utils.command_line import how_to_call
-from megatron.gpt2.launch.agent import LOOP
-from megatron.gpt2.programs.post_mortem import report
-from megatron.gpt2.records.incidents import read_incidents
+from megatron.gpt2.dist.agent import LOOP
+from megatron.gpt2.extensions.post_mortem.command import report
+from megatron.gpt2.monitor.incidents import read_incidents
 from tests.faults.injector import inject
-from tests.megatron.gpt2.launch.started_ranks import Rank, free_port, losses
-from tests.megatron.gpt2.training.training_runs import write_text
+from tests.megatron.gpt2.dist.started_ranks import Rank, free_port, losses
+from tests.megatron.gpt2.train.training_runs import write_text
 
 MP2 = ("--model-parallel-size", "2", "--nproc-per-node", "2", "--save-interval", "2", "--exit-interval", "7")
 

@@ -13,7 +13,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data_utils.corpora.documents import default_key, documents
-from data_utils.curation.documents import read_documents
 from data_utils.files.checked_json import SEAL
 from data_utils.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
 from data_utils.named_corpora import read_corpora
@@ -24,8 +23,9 @@ from data_utils.tokenizers.build import build_tokenizer, load_tokenizer
 from data_utils.tokenizers.characters import read_characters
 from data_utils.tokenizers.gpt2 import BUILTIN_FILE, builtin_tokenizer
 from data_utils.tokenizers.sentencepiece import train_sentencepiece
+from megatron.gpt2.commands import inspect_data
+from megatron.gpt2.extensions.webtext.documents import read_documents
 from megatron.gpt2.formats.openai_tokenizer import open_tokenizer, tokenizer_files
-from megatron.gpt2.programs import inspect_data
 from tests.data_utils.preprocessing.jobs import run, some_texts, write
 from tests.fuzz.target import Files, Target
 

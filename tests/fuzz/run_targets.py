@@ -10,18 +10,17 @@ from typing import Any
 import torch
 
 from data_utils.tokenizers.base import ByteTokenizer
-from megatron.gpt2.command_line import deepspeed_config
-from megatron.gpt2.config import Config
+from megatron.gpt2.config import Config, deepspeed_config
 from megatron.gpt2.config.config_json import read_config, write_config
-from megatron.gpt2.programs.text_generation_server.answer import Text
-from megatron.gpt2.programs.text_generation_server.app import error_response
-from megatron.gpt2.programs.text_generation_server.fields import ApiError
-from megatron.gpt2.programs.text_generation_server.megatron_api import read_megatron_request
-from megatron.gpt2.programs.text_generation_server.request import CompletionRequest, Limits, read_request
-from megatron.gpt2.records.incidents import Incidents, rank_name, read_incidents
-from megatron.gpt2.records.run_report import page
-from megatron.gpt2.text.generation import GeneratedToken
-from megatron.gpt2.text.sampling import Sampler
+from megatron.gpt2.extensions.serve.answer import Text
+from megatron.gpt2.extensions.serve.app import error_response
+from megatron.gpt2.extensions.serve.fields import ApiError
+from megatron.gpt2.extensions.serve.megatron_api import read_megatron_request
+from megatron.gpt2.extensions.serve.request import CompletionRequest, Limits, read_request
+from megatron.gpt2.generate.generation import GeneratedToken
+from megatron.gpt2.generate.sampling import Sampler
+from megatron.gpt2.monitor.incidents import Incidents, rank_name, read_incidents
+from megatron.gpt2.monitor.run_report import page
 from tests.fuzz.target import Target
 
 TOKENIZER = ByteTokenizer()

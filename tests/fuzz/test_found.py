@@ -15,12 +15,11 @@ from data_utils.indexed_dataset import IndexedDatasetBuilder
 from data_utils.token_files import describe, read_manifest
 from data_utils.tokenizers.build import build_tokenizer, load_tokenizer
 from data_utils.tokenizers.gpt2 import BUILTIN_FILE, builtin_tokenizer, gpt2_tokenizer_of
-from megatron.gpt2.command_line import deepspeed_config
-from megatron.gpt2.config import Config
+from megatron.gpt2.commands import inspect_data
+from megatron.gpt2.config import Config, deepspeed_config
 from megatron.gpt2.config.config_json import read_config, write_config
-from megatron.gpt2.programs import inspect_data
-from megatron.gpt2.records.plots import read_records
-from megatron.gpt2.records.run_report import page
+from megatron.gpt2.monitor.plots import read_records
+from megatron.gpt2.monitor.run_report import page
 from tests.fuzz.data_targets import reseal, small_bpe
 
 NESTED = "[" * 100_000

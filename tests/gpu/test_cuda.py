@@ -16,10 +16,10 @@ import mpu
 from megatron.gpt2.config import ModelConfig
 from megatron.gpt2.model.attention_backend import SWITCHES, choose_attention
 from megatron.gpt2.model.gpt2 import GPT2Model
-from megatron.gpt2.training.train_step import train_step
+from megatron.gpt2.train.train_step import train_step
 from mpu.attention import document_attention
 from mpu.kernels import keyed_dropout
-from tests.megatron.gpt2.training.training_runs import SHAPE, finish, start, steps, write_text
+from tests.megatron.gpt2.train.training_runs import SHAPE, finish, start, steps, write_text
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 ROOT = Path(__file__).resolve().parent.parent.parent

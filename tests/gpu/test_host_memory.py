@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.megatron.gpt2.training.training_runs import finish, start, steps, write_text
+from tests.megatron.gpt2.train.training_runs import finish, start, steps, write_text
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 LARGE = [

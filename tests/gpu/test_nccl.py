@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.megatron.gpt2.training.alone_in_a_group import RUNS, check
-from tests.megatron.gpt2.training.training_runs import write_text
+from tests.megatron.gpt2.train.alone_in_a_group import RUNS, check
+from tests.megatron.gpt2.train.training_runs import write_text
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 

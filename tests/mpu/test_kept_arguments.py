@@ -15,7 +15,7 @@ from torch import Tensor
 import mpu
 from megatron.gpt2.model.gpt2 import GPT2Model
 from tests.distributed import run_ranks
-from tests.megatron.gpt2.training.training_runs import SHAPE
+from tests.megatron.gpt2.train.training_runs import SHAPE
 from tests.mpu.test_cross_entropy import MemoryCounter
 
 ELEMENTS = 10_007  # which no number of ranks divides

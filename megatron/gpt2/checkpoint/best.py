@@ -10,8 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megatron.gpt2.checkpoint.folder import TRACKER, find_checkpoint
-from megatron.gpt2.records.run_log import set_aside
-from megatron.gpt2.records.run_report import METRICS
+from megatron.gpt2.monitor.run_log import set_aside
+from megatron.gpt2.monitor.run_report import METRICS
 
 BEST = "best"
 

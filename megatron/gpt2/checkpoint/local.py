@@ -25,7 +25,7 @@ from data_utils.files.atomic import sync_folder
 from megatron.gpt2.checkpoint.files import Piece, write_synced, write_tensors
 from megatron.gpt2.checkpoint.gathering import write_table
 from megatron.gpt2.checkpoint.manifest import MANIFEST, Contents, table_path
-from megatron.gpt2.launch.gathering import gather_bytes, gather_texts
+from megatron.gpt2.dist.gathering import gather_bytes, gather_texts
 
 NAME = "local_checkpoints"  # the file in the --save folder that names the run
 KEPT = 2  # checkpoints on each machine: the last one and the one before, while the next is written

@@ -16,8 +16,8 @@ from torch.distributed import ProcessGroup
 from megatron.gpt2.checkpoint.local import receive, run_name, send
 from megatron.gpt2.checkpoint.manifest import MANIFEST
 from megatron.gpt2.checkpoint.reader import Checkpoint
-from megatron.gpt2.launch.ranks import Ranks
-from megatron.gpt2.launch.rendezvous import temporary_group
+from megatron.gpt2.dist.ranks import Ranks
+from megatron.gpt2.dist.rendezvous import temporary_group
 
 
 class Held(NamedTuple):

@@ -1,7 +1,7 @@
 """What a run is: frozen dataclasses, one for each section, validated when they are made.
 
 Each field is one command-line flag (`num_layers` is `--num-layers`); `option` gives it its help text and the
-other spellings that Megatron users know. `megatron/gpt2/command_line/flags.py` builds the parser from these fields, so
+other spellings that Megatron users know. `megatron/gpt2/config/flags.py` builds the parser from these fields, so
 that a flag exists in exactly one place. Defaults are those of Megatron's 2019 release unless the help text says
 otherwise. Values that follow from others are properties or methods.
 

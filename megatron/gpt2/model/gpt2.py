@@ -166,7 +166,7 @@ class GPT2Model(nn.Module):
     dropout_seed: of masks that do not depend on the layout, where `forward` is given the numbers of its samples. None:
     dropout draws from torch's generators.
     group: over which each layer is split (default: the default tensor-parallel group).
-    modules: of what it is made, for instance `mpu.exact_modules(4)`.
+    modules: of what it is made, for instance `exact_modules(4)`.
     """
 
     word_embeddings: mpu.VocabParallelEmbedding  # on the first and the last stage of a pipeline

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from megatron.gpt2 import device as on
-from megatron.gpt2.launch.ranks import Ranks
+from megatron.gpt2.dist.ranks import Ranks
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 

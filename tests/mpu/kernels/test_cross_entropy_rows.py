@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron.gpt2.extensions.exact.cross_entropy import ExactVocabSums
+from megatron.gpt2.extensions.exact.sums import Parts
 from mpu.cross_entropy import VocabSums
-from mpu.exact.cross_entropy import ExactVocabSums
-from mpu.exact.sums import Parts
 from mpu.kernels import cross_entropy_rows as kernel
 
 TOKENS, COLUMNS, VOCAB = 37, 24, 21

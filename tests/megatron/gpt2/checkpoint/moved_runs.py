@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron.gpt2.training.run import Run
-from tests.megatron.gpt2.training.training_runs import finish, start, steps
+from megatron.gpt2.train.run import Run
+from tests.megatron.gpt2.train.training_runs import finish, start, steps
 
 BEFORE, AFTER = 5, 5  # steps
 # The bytes tokenizer's 257 ids are padded to 258 and 516 rows: of 4 ranks two hold padding alone.

@@ -24,7 +24,7 @@ from megatron.gpt2.model.parameters import parameter_specs
 from megatron.gpt2.optimizer.flat_parameters import FlatParameters
 from megatron.gpt2.optimizer.optimizer import AdamWOptimizer, build_loss_scaler
 from megatron.gpt2.pipeline.stages import layers_of_stages
-from megatron.gpt2.training.checkpointing import checkpoint_files, load_run
+from megatron.gpt2.train.checkpointing import checkpoint_files, load_run
 from tests.megatron.gpt2.checkpoint.moved_runs import LAYOUTS, PIPELINES, Layout
 
 HEADS, WIDTH, VOCAB = 8, 24, 29  # no rank's part of a bucket, a multiple of 64, ends where a row does
@@ -173,7 +173,7 @@ def assert_loads(checkpoint: Checkpoint, rank: Any, state: dict[tuple[str, str],
         config=Config(model=SHAPE, checkpoint=CONFIG, data=DataConfig(seq_length=6)),
     )
     with pytest.MonkeyPatch.context() as patch:  # found once: the ranks need not agree on what is there
-        patch.setattr("megatron.gpt2.training.checkpointing.find_checkpoint", lambda source, **_: checkpoint)
+        patch.setattr("megatron.gpt2.train.checkpointing.find_checkpoint", lambda source, **_: checkpoint)
         assert load_run(prepared, rank.parallel, rank, lambda line: None) == (3, 24, 0)
     owned = 0
     for kind, name, values, start in rank.optimizer.tensors():

@@ -26,13 +26,13 @@ from megatron.gpt2.checkpoint import gathering, saver
 from megatron.gpt2.checkpoint.files import write_tensors
 from megatron.gpt2.checkpoint.folder import Checkpoint, find_checkpoint, write_checkpoint
 from megatron.gpt2.checkpoint.saver import Saver
-from megatron.gpt2.programs import pretrain_gpt2
-from megatron.gpt2.training import loop
-from megatron.gpt2.training.run import Run
-from megatron.gpt2.training.train_step import train_step
+from megatron.gpt2.commands import pretrain_gpt2
+from megatron.gpt2.train import loop
+from megatron.gpt2.train.run import Run
+from megatron.gpt2.train.train_step import train_step
 from tests.distributed import run_ranks
 from tests.megatron.gpt2.checkpoint.saved_states import assert_holds, full_state, rank_files
-from tests.megatron.gpt2.training.training_runs import SMALL, finish, start, state, steps, write_text
+from tests.megatron.gpt2.train.training_runs import SMALL, finish, start, state, steps, write_text
 
 ASYNC = ["--async-save", "--attention-dropout", "0.1", "--hidden-dropout", "0.1", "--lr-decay-style", "cosine"]
 

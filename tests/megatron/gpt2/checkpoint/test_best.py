@@ -9,9 +9,9 @@ import pytest
 
 from megatron.gpt2.checkpoint.best import best_loss
 from megatron.gpt2.checkpoint.folder import find_checkpoint
-from megatron.gpt2.programs import pretrain_gpt2
+from megatron.gpt2.commands import pretrain_gpt2
 from tests.distributed import run_ranks
-from tests.megatron.gpt2.training.training_runs import finish, start, steps, write_text
+from tests.megatron.gpt2.train.training_runs import finish, start, steps, write_text
 from tests.test_command_line import FLAGS, work  # noqa: F401
 
 

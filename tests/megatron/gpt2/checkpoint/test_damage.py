@@ -17,9 +17,9 @@ from torch import Tensor
 import mpu
 from data_utils.tokenizers.gpt2 import END_OF_TEXT, byte_alphabet
 from megatron.gpt2.checkpoint.folder import TRACKER, Checkpoint, find_checkpoint
-from megatron.gpt2.text.load_model import load_for_inference
+from megatron.gpt2.generate.load_model import load_for_inference
 from tests.distributed import run_ranks
-from tests.megatron.gpt2.training.training_runs import finish, start, steps, write_text
+from tests.megatron.gpt2.train.training_runs import finish, start, steps, write_text
 
 OLDER, NEWER = 1, 3  # a flipped bit in the tracker makes one of the other
 FOLDERS = {iteration: f"iter_{iteration:07d}" for iteration in (OLDER, NEWER)}

@@ -15,12 +15,12 @@ from data_utils.files.checked_json import sealed_lines
 from megatron.gpt2.checkpoint.facts import check_facts
 from megatron.gpt2.checkpoint.manifest import MANIFEST
 from megatron.gpt2.checkpoint.reader import Checkpoint
-from megatron.gpt2.command_line.arguments import parse
 from megatron.gpt2.config import ModelConfig
-from megatron.gpt2.launch.ranks import Ranks
-from megatron.gpt2.text.load_model import load_for_inference
-from megatron.gpt2.training.prepare import prepare_run
-from tests.megatron.gpt2.training.training_runs import finish, start, steps, write_text
+from megatron.gpt2.config.arguments import parse
+from megatron.gpt2.dist.ranks import Ranks
+from megatron.gpt2.generate.load_model import load_for_inference
+from megatron.gpt2.train.prepare import prepare_run
+from tests.megatron.gpt2.train.training_runs import finish, start, steps, write_text
 
 GREAT, MODEL = 1 << 40, ["config", "model"]
 # Where in the facts, and what else may not stand there; each is also replaced by things of other types.

@@ -17,10 +17,10 @@ from megatron.gpt2.checkpoint.files import Piece
 from megatron.gpt2.checkpoint.local import NAME, LocalCheckpoints
 from megatron.gpt2.checkpoint.local_assembly import assemble
 from megatron.gpt2.checkpoint.reader import Checkpoint
-from megatron.gpt2.launch.ranks import Meeting, Peer, Ranks
-from megatron.gpt2.training.report import newest_iteration
+from megatron.gpt2.dist.ranks import Meeting, Peer, Ranks
+from megatron.gpt2.train.report import newest_iteration
 from tests.distributed import run_ranks
-from tests.megatron.gpt2.training.training_runs import finish, start, steps, write_text
+from tests.megatron.gpt2.train.training_runs import finish, start, steps, write_text
 
 HOSTS = ["a", "b", "c", "c"]
 ROWS = torch.arange(32.0).view(8, 4)  # two of each rank

@@ -9,7 +9,7 @@ import torch
 
 from tests.distributed import run_ranks
 from tests.megatron.gpt2.checkpoint.moved_runs import AFTER, BEFORE, Layout, Seen, begin, difference, global_batch, move
-from tests.megatron.gpt2.training.training_runs import write_text
+from tests.megatron.gpt2.train.training_runs import write_text
 
 ONE, TWO, FOUR = Layout(1, 1), Layout(2, 1), Layout(4, 1)
 STAGES, STAGES_SHARDED = Layout(1, 1, False, 2), Layout(1, 2, True, 2)

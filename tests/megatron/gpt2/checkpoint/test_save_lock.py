@@ -17,10 +17,10 @@ from pathlib import Path
 import pytest
 
 from megatron.gpt2.checkpoint.save_lock import lock_folder
-from megatron.gpt2.launch import errors
-from megatron.gpt2.programs import pretrain_gpt2
+from megatron.gpt2.commands import pretrain_gpt2
+from megatron.gpt2.dist import errors
 from tests.distributed import run_ranks
-from tests.megatron.gpt2.training.training_runs import SMALL, write_text
+from tests.megatron.gpt2.train.training_runs import SMALL, write_text
 
 ROOT = Path(__file__).resolve().parents[4]
 HOLDER = """

@@ -14,8 +14,8 @@ import torch
 import mpu
 from megatron.gpt2.checkpoint.folder import Checkpoint, find_checkpoint
 from megatron.gpt2.checkpoint.manifest import MANIFEST
-from megatron.gpt2.text.load_model import load_for_inference
-from tests.megatron.gpt2.programs import tool
+from megatron.gpt2.generate.load_model import load_for_inference
+from tests.megatron.gpt2.commands import tool
 
 FOLDER = Path(__file__).parent / "version_1"
 # Of names and values, as the program of its time read them.

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from data_utils import BatchSchedule
-from megatron.gpt2.command_line.arguments import parse
+from megatron.gpt2.config.arguments import parse
 
 RAMP = ["--rampup-batch-size", "4", "4", "9", "--global-batch-size", "8"]
 

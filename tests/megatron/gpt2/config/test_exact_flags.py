@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.gpt2.command_line.arguments import parse
+from megatron.gpt2.config.arguments import parse
 
 SHAPE = "--num-attention-heads 8 --hidden-size 64 --ffn-hidden-size 256 --seq-length 64 --max-position-embeddings 96 "
 

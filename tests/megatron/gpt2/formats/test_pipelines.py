@@ -13,14 +13,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron.gpt2.commands import merge_mp_partitions
+from megatron.gpt2.commands.checkpoint import arguments, layout_of, main, write
 from megatron.gpt2.formats import Hints, Source, open_source
 from megatron.gpt2.formats.compare import diff
 from megatron.gpt2.formats.megatron_layout import Layout
 from megatron.gpt2.formats.native import write_native
 from megatron.gpt2.formats.pickles import load_pickle
 from megatron.gpt2.formats.write_megatron import write_megatron
-from megatron.gpt2.programs import merge_mp_partitions
-from megatron.gpt2.programs.checkpoint import arguments, layout_of, main, write
 from tests.conftest import TEST_DATA
 from tests.megatron.gpt2.formats.made import made_source
 from tests.megatron.gpt2.formats.test_readers import TOLERANCE, TRUE_VOCABULARY, logits_of, silent

@@ -19,7 +19,7 @@ from megatron.gpt2.formats.write_huggingface import write_huggingface as to_hugg
 from megatron.gpt2.formats.write_megatron import write_megatron
 from tests.conftest import TEST_DATA
 from tests.megatron.gpt2.formats.test_readers import GENUINE, TRUE_VOCABULARY, genuine, open_genuine, silent
-from tests.megatron.gpt2.training.training_runs import finish, start, steps, write_text
+from tests.megatron.gpt2.train.training_runs import finish, start, steps, write_text
 
 TEXTS = [
     "Hello, world! It's 1,024 o'clock\n\n\tand   naïve café 日本語 🙂🙂 ",

@@ -19,15 +19,15 @@ import torch
 import mpu
 from data_utils import load_tokenizer
 from data_utils.tokenizers.characters import CharacterTokenizer
+from megatron.gpt2.commands import checkpoint, generate_text, pretrain_gpt2
 from megatron.gpt2.formats import open_source
 from megatron.gpt2.formats.foreign import ForeignSource, LazyTensor
 from megatron.gpt2.formats.native import write_native
 from megatron.gpt2.formats.write_nanogpt import write_nanogpt
-from megatron.gpt2.programs import checkpoint, generate_text, pretrain_gpt2
 from tests.megatron.gpt2.formats.made import SHAPE, random_weights
 from tests.megatron.gpt2.formats.test_readers import logits_of
 from tests.megatron.gpt2.formats.test_readers_openai import nanogpt_checkpoint
-from tests.megatron.gpt2.training.training_runs import SMALL
+from tests.megatron.gpt2.train.training_runs import SMALL
 
 TEXT = "First Citizen:\nBefore we proceed any further, hear me speak.\n\nAll:\nSpeak, speak.\n" * 60
 

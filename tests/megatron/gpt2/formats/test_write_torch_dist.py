@@ -13,17 +13,17 @@ import torch
 from torch.distributed.checkpoint.state_dict_loader import load as load_dcp
 
 import mpu
+from megatron.gpt2.commands import checkpoint, pretrain_gpt2
 from megatron.gpt2.config import ModelConfig
 from megatron.gpt2.formats import Source
 from megatron.gpt2.formats.dcp_metadata import METADATA, read_metadata
 from megatron.gpt2.formats.foreign import ForeignSource, LazyTensor
 from megatron.gpt2.formats.megatron_layout import Layout
 from megatron.gpt2.formats.write_torch_dist import write_torch_dist
-from megatron.gpt2.programs import checkpoint, pretrain_gpt2
 from tests.conftest import ROOT
 from tests.megatron.gpt2.formats.test_readers import TOLERANCE
 from tests.megatron.gpt2.formats.torch_dist_files import FIXTURES, VOCABULARY, opened
-from tests.megatron.gpt2.training.training_runs import write_text
+from tests.megatron.gpt2.train.training_runs import write_text
 from tests.test_command_line import FLAGS, metrics
 
 

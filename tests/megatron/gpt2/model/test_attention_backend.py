@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 import mpu
+from megatron.gpt2.generate.scoring import score, windows_over
 from megatron.gpt2.model.gpt2 import GPT2Model
-from megatron.gpt2.text.scoring import score, windows_over
-from tests.megatron.gpt2.text.test_generation import CONFIG
+from tests.megatron.gpt2.generate.test_generation import CONFIG
 
 
 def test_inference_does_without_the_kernel_that_plans_each_length(monkeypatch: pytest.MonkeyPatch):

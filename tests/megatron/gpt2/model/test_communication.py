@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import mpu
 from megatron.gpt2.model.gpt2 import GPT2Model
 from tests.distributed import run_ranks
-from tests.megatron.gpt2.training.training_runs import SHAPE
+from tests.megatron.gpt2.train.training_runs import SHAPE
 
 LAYERS = SHAPE.num_layers
 

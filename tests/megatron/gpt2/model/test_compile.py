@@ -10,7 +10,7 @@ import torch
 import mpu
 from megatron.gpt2.model.gpt2 import GPT2Model
 from tests.distributed import run_ranks
-from tests.megatron.gpt2.training.training_runs import SHAPE
+from tests.megatron.gpt2.train.training_runs import SHAPE
 
 TOKENS = torch.arange(4 * 32).view(4, 32) % 97
 
@@ -35,8 +35,9 @@ def differences(rank: int, world_size: int) -> dict[str, float]:
     for name, how in {"plain": {}, "sequence_parallel": {"sequence_parallel": True}}.items():
         if name == "plain" or world_size > 1:
             eager, compiled = (
-                GPT2Model(replace(SHAPE, hidden_dropout=0.1), dropout_seed=5, **how).train() for _ in range(2)
-            )  # type: ignore[arg-type]
+                GPT2Model(replace(SHAPE, hidden_dropout=0.1), dropout_seed=5, **how).train()  # type: ignore[arg-type]
+                for _ in range(2)
+            )
             # The C++ of one graph for each size takes long enough; this one differs by its collectives alone.
             compiled.compile_layers(backend="aot_eager" if name == "plain" and world_size > 1 else "inductor")
             (loss, grads), (loss_c, grads_c) = loss_and_gradients(eager), loss_and_gradients(compiled)

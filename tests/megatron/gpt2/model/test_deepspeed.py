@@ -22,7 +22,7 @@ import mpu
 from megatron.gpt2.model.gpt2 import GPT2Model
 from mpu.random import RNGStatesTracker
 from tests.distributed import run_ranks
-from tests.megatron.gpt2.training.training_runs import SHAPE
+from tests.megatron.gpt2.train.training_runs import SHAPE
 
 DROPPING = replace(SHAPE, attention_dropout=0.1, hidden_dropout=0.1)
 

@@ -17,11 +17,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import mpu
 from megatron.gpt2.model.gpt2 import GPT2Model
 from megatron.gpt2.model.parameters import parameter_specs
-from megatron.gpt2.training.data import document_positions
-from megatron.gpt2.training.evaluate import evaluate
+from megatron.gpt2.train.data import document_positions
+from megatron.gpt2.train.evaluate import evaluate
 from mpu.attention import Documents, document_attention
 from tests.distributed import run_ranks
-from tests.megatron.gpt2.training.training_runs import SHAPE, finish, start, steps
+from tests.megatron.gpt2.train.training_runs import SHAPE, finish, start, steps
 
 EOD = 0
 FLAGS = ["--reset-position-ids", "--reset-attention-mask", "--eod-mask-loss"]

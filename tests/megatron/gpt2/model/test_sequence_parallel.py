@@ -12,7 +12,7 @@ from torch import Tensor
 import mpu
 from megatron.gpt2.model.gpt2 import GPT2Model
 from tests.distributed import run_ranks
-from tests.megatron.gpt2.training.training_runs import SHAPE, finish, merged, start, steps, write_text
+from tests.megatron.gpt2.train.training_runs import SHAPE, finish, merged, start, steps, write_text
 
 STEPS = 30
 

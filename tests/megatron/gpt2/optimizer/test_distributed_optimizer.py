@@ -12,10 +12,10 @@ from torch import Tensor
 
 import mpu
 from megatron.gpt2.checkpoint.folder import Checkpoint
-from megatron.gpt2.command_line.arguments import parse
-from megatron.gpt2.training.run import Run
+from megatron.gpt2.config.arguments import parse
+from megatron.gpt2.train.run import Run
 from tests.distributed import run_ranks
-from tests.megatron.gpt2.training.training_runs import finish, start, state, steps, write_text
+from tests.megatron.gpt2.train.training_runs import finish, start, state, steps, write_text
 
 # 8 samples a step, accumulated on 2 and on 4 ranks; buckets that hold a part of a layer; rows of 48, which no rank's
 # part of a bucket, a multiple of 64, ends with.

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from megatron.gpt2.optimizer import gradient_reducer, parameter_gatherer
 from megatron.gpt2.optimizer.gradient_reducer import GradientReducer
-from megatron.gpt2.training.run import Run
-from megatron.gpt2.training.train_step import train_step
+from megatron.gpt2.train.run import Run
+from megatron.gpt2.train.train_step import train_step
 from mpu import mappings
 from tests.distributed import run_ranks
 from tests.megatron.gpt2.optimizer.test_distributed_optimizer import SHARDED, begin
-from tests.megatron.gpt2.training.training_runs import finish, write_text
+from tests.megatron.gpt2.train.training_runs import finish, write_text
 
 Event = tuple[str, int]
 

@@ -12,10 +12,10 @@ import torch
 
 import mpu
 from megatron.gpt2.optimizer.loss_scaler import DynamicLossScaler, LossScaler
-from megatron.gpt2.training.run import Run
-from megatron.gpt2.training.train_step import train_step
+from megatron.gpt2.train.run import Run
+from megatron.gpt2.train.train_step import train_step
 from tests.distributed import run_ranks
-from tests.megatron.gpt2.training.training_runs import finish, start, state, steps, write_text
+from tests.megatron.gpt2.train.training_runs import finish, start, state, steps, write_text
 
 
 def keep(run: Run, grads: list[torch.Tensor]) -> None:

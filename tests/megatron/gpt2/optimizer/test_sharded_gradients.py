@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.gpt2.training.run import Run
-from megatron.gpt2.training.train_step import train_step
+from megatron.gpt2.train.run import Run
+from megatron.gpt2.train.train_step import train_step
 from tests.distributed import run_ranks
-from tests.megatron.gpt2.training.training_runs import finish, start, state, steps, write_text
+from tests.megatron.gpt2.train.training_runs import finish, start, state, steps, write_text
 
 SHARDED = ["--use-distributed-optimizer", "--ddp-bucket-size", "40000", "--hidden-dropout", "0.1"]
 

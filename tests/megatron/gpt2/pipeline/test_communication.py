@@ -25,11 +25,11 @@ from torch.utils._pytree import tree_leaves
 
 import mpu
 from data_utils import BatchSchedule
-from megatron.gpt2.command_line.arguments import parse
 from megatron.gpt2.config import Config
-from megatron.gpt2.records.timers import Timers
-from megatron.gpt2.training.engine import build_engine
-from megatron.gpt2.training.schedule_runner import ScheduleRunner
+from megatron.gpt2.config.arguments import parse
+from megatron.gpt2.monitor.timers import Timers
+from megatron.gpt2.train.engine import build_engine
+from megatron.gpt2.train.schedule_runner import ScheduleRunner
 
 PAGE = Path(__file__).parents[4] / "docs" / "explanation" / "parallelism.md"
 T, P, D, M, B = 8, 4, 16, 3, 2  # sizes of the groups, micro-batches of a step, and samples of one

@@ -1,0 +1,184 @@
+"""Score a trained model with the tasks of EleutherAI's lm-eval (extra [eval]), alone or under torchrun:
+
+    python tools/evaluate_harness.py --load checkpoints/gpt2_small --tasks lambada_openai,wikitext
+
+Exit codes: 0; 2 for bad input.
+"""
+
+import argparse
+import contextlib
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from data_utils import Tokenizer
+from data_utils.command_line import program
+from megatron.gpt2.commands.inference import ModelParser, open_model
+from megatron.gpt2.commands.score_record import check_output, record, write_record
+from megatron.gpt2.dist.ranks import Ranks
+from megatron.gpt2.dist.run_program import Log, run_program
+from megatron.gpt2.generate.generation import Continuation, generate
+from megatron.gpt2.generate.sampling import Sampling
+from megatron.gpt2.generate.scoring import Window, score
+from megatron.gpt2.model.gpt2 import GPT2Model
+
+try:
+    import lm_eval
+    from lm_eval.api.model import TemplateLM
+    from lm_eval.api.registry import register_model
+    from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
+    from lm_eval.tasks import TaskManager
+    from lm_eval.utils import get_rolling_token_windows, make_disjoint_window, make_table
+except ImportError as error:
+    print(f"error: lm-eval cannot be imported ({error}): pip install lm-eval", file=sys.stderr)
+    sys.exit(2)
+
+Pair = tuple[Any, list[int], list[int]]  # what it is, the ids of the context, those of the continuation
+
+
+@register_model("gpt2-model-parallel")
+class HarnessModel(TemplateLM):  # type: ignore[misc]
+    """A model of ours for lm-eval. Every rank makes every request and gets every answer: `score` shares the work, so
+    that to lm-eval there is one process."""
+
+    def __init__(self, model: GPT2Model, tokenizer: Tokenizer, batch_size: int = 4, **_: Any) -> None:
+        super().__init__()
+        self.model, self.own_tokenizer, self.batch_size = model, tokenizer, batch_size
+        self.max_length = model.config.max_position_embeddings
+
+    @property
+    def eot_token_id(self) -> int:
+        """The id after which a text begins: the end of a document."""
+        return self.own_tokenizer.start
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+        """The ids of a text."""
+        return [int(i) for i in self.own_tokenizer.encode(string)]
+
+    def _loglikelihood_tokens(
+        self, requests: list[Pair], disable_tqdm: bool = False, **_: Any
+    ) -> list[tuple[float, bool]]:
+        windows = []
+        for _what, context, continuation in requests:
+            ids = np.array((context + continuation)[-self.max_length - 1 :])  # long contexts lose their beginning
+            windows.append(Window(ids, min(len(continuation), self.max_length)))
+        scores = score(self.model, windows, batch_size=self.batch_size)
+        return list(zip((-scores.nats).tolist(), scores.greedy.tolist(), strict=True))
+
+    def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
+        """ln p of each whole text, in nats, in windows as long as the model reads."""
+        pairs: list[Pair] = []
+        for number, request in enumerate(requests):
+            rolling = get_rolling_token_windows(
+                token_list=self.tok_encode(request.args[0]),
+                context_len=1,
+                prefix_token=self.prefix_token_id,
+                max_seq_len=self.max_length,
+            )
+            pairs += [(number, *make_disjoint_window(window)) for window in rolling]
+        totals = [0.0] * len(requests)
+        for (number, _, _), (value, _) in zip(pairs, self._loglikelihood_tokens(pairs), strict=True):
+            totals[number] += value
+        return totals
+
+    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+        """The text that continues each request, up to one of its stop strings."""
+        answers = []
+        for start in range(0, len(requests), self.batch_size):
+            batch = [self._continuation(*request.args) for request in requests[start : start + self.batch_size]]
+            generate(self.model, self.own_tokenizer, batch)  # only the first of a model-parallel group gets the text
+            answers += [
+                postprocess_generated_text(self.own_tokenizer.decode(c.ids), [*c.sampling.stop], None) for c in batch
+            ]
+        return answers
+
+    def _continuation(self, context: str, given: dict[str, Any]) -> Continuation:
+        wanted: dict[str, Any] = dict(normalize_gen_kwargs(given))
+        length, stops = wanted["max_gen_toks"], handle_stop_sequences(wanted["until"], eos=None)
+        if length >= self.max_length:
+            raise ValueError(f"a task asks for {length} new tokens; the model has {self.max_length} positions")
+        return Continuation(
+            self.tok_encode(context)[length - self.max_length :],
+            Sampling(
+                temperature=wanted["temperature"],
+                top_k=wanted.get("top_k", 0),
+                top_p=wanted.get("top_p", 0.0),
+                max_new_tokens=length,
+                stop=tuple(filter(None, stops)),
+            ),
+        )
+
+
+def arguments(argv: Sequence[str]) -> argparse.Namespace:
+    """The flags, checked. ValueError or FileNotFoundError where one cannot be."""
+    parser = ModelParser(__doc__, precision="fp32")
+    parser.add_argument("--tasks", required=True, metavar="NAMES", help="lm-eval's names, with commas between them")
+    parser.add_argument("--include-path", metavar="DIR", help="a folder with tasks of your own")
+    parser.add_argument("--num-fewshot", type=int, metavar="N", help="examples before each question")
+    parser.add_argument("--limit", type=int, metavar="N", help="only the first N examples of each task")
+    parser.add_argument(
+        "--micro-batch-size",
+        "--batch-size",
+        type=int,
+        default=4,
+        metavar="N",
+        help="texts computed together (default: 4)",
+    )
+    parser.add_argument("--output", metavar="FILE", help="write lm-eval's results there, as JSON")
+    args = parser.parse_args(argv)
+    if args.micro_batch_size < 1:
+        raise ValueError(f"--micro-batch-size must be positive, not {args.micro_batch_size}")
+    if args.include_path and not Path(args.include_path).is_dir():
+        raise FileNotFoundError(f"--include-path: no such folder: {args.include_path}")
+    check_output(args.output)
+    return args
+
+
+def evaluate(argv: Sequence[str], ranks: Ranks, log: Log) -> None:
+    """Run the tasks that the flags name; rank 0 prints lm-eval's table and writes its results."""
+    args = arguments(argv)
+    manager = TaskManager(include_path=args.include_path)
+    found = {name: manager.match_tasks([name]) for name in args.tasks.split(",")}  # a name may be a pattern
+    if unknown := [name for name, tasks in found.items() if not tasks]:
+        raise ValueError(f"--tasks: lm-eval knows no {', '.join(unknown)}")
+    loaded = open_model(args, ranks, log)
+    with open(os.devnull, "w") as nowhere, contextlib.ExitStack() as quiet:
+        if ranks.rank:
+            quiet.enter_context(contextlib.redirect_stdout(nowhere))
+            quiet.enter_context(contextlib.redirect_stderr(nowhere))
+        results = lm_eval.simple_evaluate(
+            "gpt2-model-parallel",
+            {"model": loaded.model, "tokenizer": loaded.tokenizer},
+            tasks=[task for tasks in found.values() for task in tasks],
+            num_fewshot=args.num_fewshot,
+            limit=args.limit,
+            batch_size=args.micro_batch_size,
+            task_manager=manager,
+            log_samples=False,
+        )
+    if ranks.rank:
+        return
+    print(make_table(results))
+    if args.output:
+        write_record(
+            args.output,
+            {
+                **record(loaded, args.micro_batch_size),
+                **{key: results[key] for key in ("results", "n-shot", "versions")},
+            },
+        )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line `argv` (default: this process's); returns the exit code."""
+    return run_program(evaluate, argv)
+
+
+cli = program(main)
+
+if __name__ == "__main__":
+    cli()

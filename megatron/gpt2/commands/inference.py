@@ -1,0 +1,87 @@
+"""What the programs around a trained model share: their flags, and how they load the model."""
+
+import argparse
+
+import torch
+
+import mpu
+from data_utils.command_line import Parser
+from megatron.gpt2.config import PRECISION_CHOICES, LaunchConfig, ParallelConfig
+from megatron.gpt2.config.flags import add_section
+from megatron.gpt2.device import choose_backend, choose_device, choose_precision, set_threads
+from megatron.gpt2.dist.ranks import Ranks
+from megatron.gpt2.dist.rendezvous import initialize_distributed
+from megatron.gpt2.dist.run_program import Log
+from megatron.gpt2.generate.load_model import LoadedModel, load_for_inference
+
+
+class ModelParser(Parser):
+    """The parser of a program that uses a trained model: it knows the flags for the model and for where it runs.
+
+    precision: the default of --precision. model_parallel_size: the default of --model-parallel-size. None: all ranks
+    that --pipeline-model-parallel-size leaves, see `check_shared`.
+    """
+
+    def __init__(self, doc: str | None, *, precision: str, model_parallel_size: int | None = 1) -> None:
+        super().__init__(description=doc)
+        self.add_argument("--load", required=True, metavar="DIR", help="the --save folder of a training run")
+        self.add_argument(
+            "--model-parallel-size",
+            "--tensor-model-parallel-size",
+            type=int,
+            metavar="N",
+            default=model_parallel_size,
+            help="ranks that share each layer, whatever the checkpoint's were (default: "
+            f"{model_parallel_size or 'all'})",
+        )
+        self.add_argument(
+            "--pipeline-model-parallel-size",
+            type=int,
+            metavar="N",
+            default=1,
+            help="ranks that hold successive layers (default: 1)",
+        )
+        self.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
+        self.add_argument("--precision", default=precision, choices=PRECISION_CHOICES, help=f"default: {precision}")
+        for name, meant in (("fp16", "fp16-on-gpu"), ("bf16", "bf16")):
+            self.add_argument(f"--{name}", dest="precision", action="store_const", const=meant, help=argparse.SUPPRESS)
+        self.add_argument("--distributed-backend", choices=("nccl", "gloo"), help="default: by the device")
+        add_section(self, "launch", LaunchConfig)  # `run_program` has read them
+
+
+def check_shared(args: argparse.Namespace, ranks: Ranks) -> None:
+    """ValueError unless all ranks hold one model, as the programs need that generate text."""
+    stages = args.pipeline_model_parallel_size
+    if args.model_parallel_size is None:
+        args.model_parallel_size = ranks.world_size // max(stages, 1) or 1
+    size = args.model_parallel_size
+    if size * stages != ranks.world_size:
+        given = f"--model-parallel-size {size}" + f" × --pipeline-model-parallel-size {stages}" * (stages > 1)
+        raise ValueError(
+            f"{given}, but the ranks that hold the model are all that were started, {ranks.world_size}: "
+            "leave --model-parallel-size out; --nproc-per-node starts ranks"
+        )
+
+
+def open_model(args: argparse.Namespace, ranks: Ranks, log: Log) -> LoadedModel:
+    """Make the process group and the groups of mpu, and load the model that the flags of `ModelParser` name.
+
+    Every rank calls it. Raises as `load_for_inference` does, and ValueError for a device or layout that cannot be.
+    """
+    set_threads(ranks)
+    device, why = choose_device(args.device, ranks)
+    dtype, why_dtype = choose_precision(args.precision, device)
+    for reason in (why, why_dtype):
+        if reason.startswith(("WARNING", "notice")):
+            log(reason)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    initialize_distributed(
+        ranks, choose_backend(args.distributed_backend, device)[0], device, ParallelConfig().distributed_timeout_minutes
+    )
+    size, stages = args.model_parallel_size, args.pipeline_model_parallel_size
+    if size < 1 or stages < 1 or ranks.world_size % (size * stages):
+        product = f"--model-parallel-size {size}" + f" × --pipeline-model-parallel-size {stages}" * (stages != 1)
+        raise ValueError(f"the world of {ranks.world_size} ranks is not divisible by {product}")
+    mpu.initialize_model_parallel(size, stages)
+    return load_for_inference(args.load, device, dtype, log=log)

@@ -1,0 +1,245 @@
+"""Ranks that wait for one that does not come: who waits where, and where the other one is.
+
+A collective that times out, on one rank, publishes "hang" in the store. The heartbeat of every rank that lives then
+writes where its main thread is, whether that waits as well, or is somewhere else and does not know of it. One line per
+machine says what they wrote; the whole stacks go to the incidents. With gloo the collective raises. With NCCL the
+kernels wait in silence, so there a training step that takes longer than the timeout counts as a hang.
+
+torch's flight recorder numbers the collectives of gloo as well, which names the rank that is behind, but no line of the
+program; here it is for NCCL, whose kernels it knows and Python does not.
+"""
+
+import json
+import linecache
+import os
+import re
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Mapping, MutableMapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from types import FrameType
+
+import torch.distributed as dist
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+from megatron.gpt2.dist.heartbeat import BEAT, PATIENCE
+from megatron.gpt2.dist.ranks import POLL, Ranks, named
+from megatron.gpt2.dist.rendezvous import gone_words
+from megatron.gpt2.monitor.incidents import FOLDER, Incidents
+
+ROOT = Path(__file__).resolve().parents[3]
+ROOMS = ("mpu", "data_utils", "megatron")
+# What a line of ours calls that waits for other ranks, or for a device that waits for them.
+WAITS = re.compile(r"\.(wait|synchronize|item|tolist)\(")
+TIMED_OUT = re.compile(r"timed? ?out", re.IGNORECASE)  # gloo: "Timed out waiting 6000ms", "Application timeout caused"
+ECHO = 0.5  # seconds after a rank's timeout within which the others' connections to it have failed
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank's main thread is.
+
+    waits: the collective that it is in, empty where it is elsewhere. lines: of the program, "mpu/layers.py:210", the
+    innermost first. function: around the innermost one. stack: all of it, the innermost last.
+    """
+
+    waits: str
+    lines: tuple[str, ...]
+    function: str
+    stack: tuple[str, ...]
+
+    @property
+    def waiting(self) -> str:
+        """ "all_reduce (mpu/mappings.py:61, called at mpu/layers.py:210)"."""
+        return f"{self.waits} ({', called at '.join(self.lines[:2])})"
+
+    @property
+    def here(self) -> str:
+        """ "data_utils/samplers.py:88 (next_batch)"."""
+        return f"{self.lines[0]} ({self.function})" if self.lines else self.stack[-1]
+
+
+def place_of(frames: Sequence[tuple[FrameType, int]], *, has_failed: bool = False) -> Place:
+    """frames: with the line of each, the innermost last. has_failed: a collective was the innermost; autograd may hide
+    it."""
+    stack, ours, waits = [], [], ""
+    for frame, line in frames:
+        path = Path(frame.f_code.co_filename)
+        inside = path.is_relative_to(ROOT) and path.relative_to(ROOT).parts[0] in ROOMS
+        name = f"{path.relative_to(ROOT) if inside else path}:{line}"
+        stack.append(f"{name} ({frame.f_code.co_name})")
+        if inside:
+            ours.append((name, frame.f_code.co_name))
+            called = WAITS.search(linecache.getline(frame.f_code.co_filename, line))
+            waits = called[1] if called else ""
+        elif "torch/distributed/" in frame.f_code.co_filename:
+            if frame.f_code.co_name != "wrapper" and frame.f_code.co_name[0] != "_":
+                waits = frame.f_code.co_name
+        elif "torch/" not in frame.f_code.co_filename:
+            waits = ""  # in another library, called by what could have waited
+    lines = tuple(name for name, _ in reversed(ours))
+    return Place(waits or "a collective" * has_failed, lines, ours[-1][1] if ours else "", tuple(stack))
+
+
+def place_of_main_thread() -> Place:
+    """Seen from another thread. On a GPU a thread of autograd, which Python has not started, may run backward for it."""
+    frames, main = sys._current_frames(), threading.main_thread().ident
+    known = {thread.ident for thread in threading.enumerate()}
+    found = list(traceback.walk_stack(frames[main] if main is not None else None))[::-1]
+    if found and found[-1][0].f_code.co_name == "_engine_run_backward":
+        for other in [frame for number, frame in frames.items() if number not in known]:
+            found += list(traceback.walk_stack(other))[::-1]
+    return place_of(found)
+
+
+class Hang:
+    """Finds out, with the others, why a collective does not end. Every rank with a meeting has one.
+
+    timeout: of a collective. watches_steps: whether a step that takes longer than that is a hang.
+    """
+
+    def __init__(self, ranks: Ranks, timeout: timedelta, incidents: Incidents, *, watches_steps: bool) -> None:
+        assert ranks.meeting is not None
+        self._ranks, self._seconds, self._incidents = ranks, timeout.total_seconds(), incidents
+        self._hosts, self._heartbeat = ranks.meeting.hosts, ranks.meeting.heartbeat
+        self._watches_steps = watches_steps
+        self._since: float | None = None  # when the step began
+        self._has_written, self._main_leaves = threading.Lock(), False
+        self._heartbeat.at_each_beat.append(self._look)
+
+    def enter_step(self) -> None:
+        """A training step begins."""
+        self._since = time.monotonic()
+
+    def leave_step(self) -> None:
+        """It is done. What comes between two steps may take as long as it likes."""
+        self._since = None
+
+    def names(self, error: BaseException) -> bool:
+        """After a collective has failed with `error`, in the main thread: whether ranks waited for one that did not
+        come. If so one rank of each machine has printed which, and this process has left the meeting."""
+        store = self._heartbeat.store
+        if self._heartbeat.is_stopped or not self._heartbeat.is_answered(PATIENCE):
+            return False  # a store beyond a cut cable would keep this thread for --init-timeout seconds
+        self._main_leaves = True
+        place = place_of(list(traceback.walk_tb(error.__traceback__)), has_failed=True)
+        try:
+            if TIMED_OUT.search(str(error)):
+                self._write(store, place)
+                store.compare_set("hang", "", f"{self._ranks.rank}")
+            end = time.monotonic() + ECHO
+            while not store.check(["hang"]):
+                if time.monotonic() > end:
+                    return False
+                time.sleep(POLL)
+            self._write(store, place)
+            gone = self._report(store)
+        except dist.DistError:  # nobody serves the store any more
+            return False
+        self._ranks.leave(gone)
+        return True
+
+    def _look(self, store: Store) -> None:
+        """In the heartbeat's thread."""
+        if self._watches_steps and self._since is not None and time.monotonic() - self._since > self._seconds:
+            store.compare_set("hang", "", f"{self._ranks.rank}")
+        if store.check(["hang"]) and self._write(store, place_of_main_thread()):
+            threading.Thread(target=self._end, args=(store,), name="hang", daemon=True).start()
+
+    def _write(self, store: Store, place: Place) -> bool:
+        """Tell the others where this rank is; once, whoever knows it first. Returns whether this call did."""
+        if not self._has_written.acquire(blocking=False):
+            return False
+        store.set(f"place/{self._ranks.rank}", json.dumps(asdict(place)))
+        self._incidents.note(
+            "hang", f"waits in {place.waiting}" if place.waits else f"is at {place.here}", stack=place.stack
+        )
+        return True
+
+    def _end(self, store: Store) -> None:
+        """Beside a main thread that hangs, or waits without an end."""
+        self._report(store)
+        time.sleep(PATIENCE)
+        if not self._main_leaves:  # else it may still have a checkpoint to finish
+            os._exit(1)
+
+    def _report(self, store: Store) -> int:
+        """Print, unless another rank of this machine does, what the ranks have written. Returns how many are gone."""
+        rank, host = self._ranks.rank, self._hosts[self._ranks.rank]
+        places, gone = self._collect(store)
+        if store.add(f"told/{host}", 1) == 1:
+            first = int(store.get("hang"))
+            line = (
+                f"{words(places, gone, self._hosts, first, self._seconds)}: the run ends here; the same command "
+                "continues from the last checkpoint"
+            )
+            print(f"error ({host}): {line}", file=sys.stderr, flush=True)
+            self._incidents.note(
+                "hang", line, ranks=[*gone, *(r for r, place in places.items() if not place.waits)], found_by=rank
+            )
+        return len(gone)
+
+    def _collect(self, store: Store) -> tuple[dict[int, Place], dict[int, float | None]]:
+        """The places of the ranks that live, and the others with the seconds since their last sign of life."""
+        heartbeat, places = self._heartbeat, dict[int, Place]()
+        with heartbeat.watching_all():
+            end = time.monotonic() + PATIENCE + 2 * BEAT
+            while True:
+                for rank in self._hosts.keys() - places.keys():
+                    if store.check([key := f"place/{rank}"]):
+                        found = json.loads(store.get(key))
+                        places[rank] = Place(
+                            found["waits"], tuple(found["lines"]), found["function"], tuple(found["stack"])
+                        )
+                missing = self._hosts.keys() - places.keys()
+                if missing <= set(heartbeat.silent(PATIENCE)) or time.monotonic() > end:
+                    return places, {
+                        rank: None if heartbeat.has_left(rank) else heartbeat.silence(rank) for rank in sorted(missing)
+                    }
+                time.sleep(POLL)
+
+
+def words(
+    places: Mapping[int, Place], gone: Mapping[int, float | None], hosts: Mapping[int, str], first: int, seconds: float
+) -> str:
+    """Who waits where, for whom. first: the rank whose collective timed out first, after so many seconds."""
+    waiting: dict[str, list[int]] = {}
+    for rank, place in sorted(places.items(), key=lambda item: (item[0] != first, item[0])):
+        if place.waits:
+            waiting.setdefault(place.waiting, []).append(rank)
+    elsewhere = [rank for rank, place in places.items() if not place.waits]
+    where = next(iter(waiting), "the end of the step")
+    wait = [
+        f"where {named(ranks, hosts)} wait{'s' * (len(ranks) == 1)}"
+        if at == where
+        else f"{named(ranks, hosts)} wait{'s' * (len(ranks) == 1)} in {at}"
+        for at, ranks in waiting.items()
+    ]
+    late = [*gone, *elsewhere]
+    if not late:
+        places_apart = " and ".join(f"{named(ranks, hosts)} in {where}" for where, ranks in waiting.items())
+        return (
+            f"a collective took longer than {seconds:g} s (--distributed-timeout-minutes), and every rank waits in "
+            f"one, {places_apart}: the network is slow, or the ranks run different programs"
+        )
+    facts = [gone_words(gone, hosts)] if gone else []
+    facts += [f"{named([rank], {})} is at {places[rank].here}" for rank in sorted(elsewhere)]
+    missing = f"did not come to {', '.join([f'{where} within {seconds:g} s', *wait])}"
+    if gone and not elsewhere:  # begins as where no collective has timed out
+        return f"{facts[0]} and {missing}"
+    return f"{named(late, hosts)} {missing}: {', '.join(facts)}"
+
+
+def set_flight_recorder(save_directory: str | Path, environ: MutableMapping[str, str] = os.environ) -> None:
+    """Before a process group of NCCL is made: torch's flight recorder keeps the last collectives of each rank and
+    writes them beside the incidents when one times out, unless the user has set it. `torchfrtrace` reads the files."""
+    folder = Path(save_directory).resolve() / FOLDER
+    folder.mkdir(parents=True, exist_ok=True)
+    environ.setdefault("TORCH_FR_BUFFER_SIZE", environ.get("TORCH_NCCL_TRACE_BUFFER_SIZE", "2000"))
+    environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
+    if "TORCH_NCCL_DEBUG_INFO_TEMP_FILE" not in environ:  # its older name
+        environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", f"{folder}/nccl_trace_rank_")

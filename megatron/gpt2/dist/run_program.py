@@ -1,0 +1,71 @@
+"""A program of several ranks, from its command line to its exit code."""
+
+import functools
+import sys
+from collections.abc import Callable, Sequence
+
+import torch.distributed as dist
+
+import mpu
+from data_utils.command_line import line_buffered
+from megatron.gpt2.config import require
+from megatron.gpt2.dist.agent import INTERRUPTED
+from megatron.gpt2.dist.errors import refuse
+from megatron.gpt2.dist.launchers import read_launch
+from megatron.gpt2.dist.ranks import LeftRanks, Ranks
+from megatron.gpt2.dist.rendezvous import leave, meet, name_lost
+from megatron.gpt2.dist.spawn import start_ranks
+
+Log = Callable[[str], None]
+Program = Callable[[Sequence[str], Ranks, Log], int | None]
+
+
+def run_program(program: Program, argv: Sequence[str] | None) -> int:
+    """Run `program(argv, ranks, log)` on each rank that the command line or a launcher starts; returns the exit code.
+
+    program: at the top level of a module. It returns its own exit code, None for 0; its `log` writes a line to rank 0's
+    standard error. argv: None takes this process's command line.
+    Exit codes: the program's; 1 where another rank was lost; 2 for bad input, which one rank reports in one line; 130
+    after Ctrl-C.
+    """
+    try:
+        return _run(program, sys.argv[1:] if argv is None else argv)
+    except KeyboardInterrupt:  # also one that comes while the ranks part
+        return INTERRUPTED
+
+
+def _run(program: Program, argv: Sequence[str]) -> int:
+    line_buffered()
+    ranks = Ranks()
+    try:
+        launch, words = read_launch(argv)
+        require(not launch.elastic, "--elastic is for training: this program needs all of its ranks")
+        if launch.starts:
+            return start_ranks(functools.partial(run_program, program), words, launch)
+        ranks = launch.ranks()
+        if launch.notice:
+            print(launch.notice, file=sys.stderr)
+        ranks = meet(launch)
+        return program(words, ranks, lambda line: print(line, file=sys.stderr) if ranks.rank == 0 else None) or 0
+    except (ValueError, OSError, RuntimeError) as error:
+        return ended_by(error, ranks)
+    finally:
+        mpu.destroy_model_parallel()
+        leave(ranks)
+
+
+def ended_by(error: Exception, ranks: Ranks) -> int:
+    """The exit code of a rank that `error` ends, after the line that says why: 2 for bad input and for a meeting that
+    failed, 1 where another rank was lost. Raises `error` where it is a bug of ours."""
+    bad_input = isinstance(error, (ValueError, OSError))
+    if isinstance(error, LeftRanks):
+        ranks.note("lost", str(error))
+        refuse(error, ranks)
+        return 1
+    if not bad_input and name_lost(ranks):
+        return 1
+    if bad_input or isinstance(error, dist.DistError):
+        if ranks.incidents is not None:
+            ranks.incidents.refused(str(error))
+        return refuse(error, ranks)
+    raise error

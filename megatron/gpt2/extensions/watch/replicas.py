@@ -1,0 +1,200 @@
+"""A bit that flips in memory is found, and named by rank and tensor: --check-replicas-interval.
+
+What a rank holds for training (weights, masters, moments) changes in the optimizer's step alone. So it is hashed after
+an update and again before the next one; and what several ranks hold alike has one hash on all of them: everything on
+data-parallel ranks, unless the optimizer is sharded, and what tensor parallelism does not split on its ranks.
+
+A hash is a sum of integers, the bits of 8 bytes each, modulo 2^64, in which each row of 64 elements has an odd factor
+of its own. A single flipped bit always changes it, on any device in any order of adding.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+import mpu
+from megatron.gpt2.dist.gathering import gather_rows, gather_texts
+from megatron.gpt2.dist.ranks import named
+from megatron.gpt2.optimizer.optimizer import AdamWOptimizer
+
+ROW = 64  # elements: every parameter and every owned range starts at a multiple of it
+
+
+class StateChanged(Exception):
+    """What a rank holds for training is not what its last update has left; in one line."""
+
+
+class ReplicaCheck:
+    """Hashes every `interval` steps. Every rank has one and calls its methods at the same steps."""
+
+    def __init__(
+        self,
+        optimizer: AdamWOptimizer,
+        parallel: mpu.ParallelState,
+        interval: int,
+        iteration: int,
+        hosts: Mapping[int, str],
+    ) -> None:
+        self._optimizer, self._parallel, self._interval, self._hosts = optimizer, parallel, interval, hosts
+        flat = optimizer.flat
+        self._names = list(flat.ranges)
+        self._is_split = torch.tensor([getattr(flat.parameters[name], "model_parallel", False) for name in self._names])
+        self._after: Tensor | None = None  # the hashes after the last update, where it was their turn
+        self._iteration = iteration  # of the last update
+        self._alike_at = ""  # when the replicas were last known to be alike
+        self.restart(iteration)
+
+    def restart(self, iteration: int) -> None:
+        """The state is another one on purpose: a checkpoint's."""
+        self._after, self._iteration, self._alike_at = None, iteration, f"iteration {iteration}, the start"
+
+    def after_update(self, iteration: int) -> None:
+        """Hash what the update of `iteration` has left, where it is its turn."""
+        self._iteration = iteration
+        if iteration % self._interval == 0:
+            self._optimizer.gatherer.wait()
+            self._after = self.hashes()
+
+    def before_update(self) -> None:
+        """StateChanged, on every rank, where a hash was taken after the last update, and on any rank that is not the
+        state now. It then waits for the device."""
+        if self._after is not None:
+            self._verify()
+            self._after = None
+
+    def before_save(self) -> None:
+        """The same before any save: what is wrong is not saved."""
+        self._optimizer.gatherer.wait()
+        self._verify()
+
+    def _verify(self) -> None:
+        now = self.hashes()
+        before = now if self._after is None else self._after
+        has_changed = (now != before).any(dim=1).long()
+        mine = torch.stack([has_changed, *self._summed(now)], dim=1)  # [kinds, 3]
+        everyone = gather_rows(mine.view(-1)).view(-1, *mine.shape)  # [ranks, kinds, 3]
+        if bool(everyone[:, :, 0].any()) or self._unlike(everyone):
+            texts = gather_texts(self._changed(before, now), now.device)
+            if not any(texts):
+                texts = gather_texts(self._differs(now), now.device)
+            raise StateChanged(
+                "; ".join(filter(None, dict.fromkeys(texts))) + ": the memory of a rank has changed by "
+                "itself. The run ends before that is used or saved; the same command continues from the "
+                "last checkpoint. If it is the same rank again, replace its machine"
+            )
+        self._alike_at = f"iteration {self._iteration}, the last clean hash"
+
+    def hashes(self) -> Tensor:
+        """[kinds, parameters] int64: of what this rank holds of each parameter, of each kind (weight, master, moments)."""
+        device = self._optimizer.flat.params.device  # masters may be on the host
+        return torch.stack([hash_of_parts(buffer, parts).to(device) for _, buffer, parts in self._buffers()])
+
+    @property
+    def kinds(self) -> list[str]:
+        """What is hashed, in the order of `hashes`."""
+        return [kind for kind, _, _ in self._buffers()]
+
+    def _buffers(self) -> Iterator[tuple[str, Tensor, list[tuple[int, int]]]]:
+        """Each buffer, 1-D, with the elements of each parameter in it."""
+        optimizer, flat = self._optimizer, self._optimizer.flat
+        yield "weight", flat.params, [(flat.ranges[name].start, flat.ranges[name].stop) for name in self._names]
+        starts = [0]
+        for segment in flat.owned:
+            starts.append(starts[-1] + segment.range.stop - segment.range.start)
+        owned = []
+        for name in self._names:
+            index, part, _ = flat.owned_part_of(name)
+            owned.append((starts[index] + part.start, starts[index] + part.stop))
+        has_masters = flat.params.dtype != torch.float32 or flat.offloaded
+        for kind, parts in (*([("master", flat.masters)] if has_masters else []), *optimizer.moments.items()):
+            yield kind, parts[0].as_strided((starts[-1],), (1,)), owned  # `FlatParameters.room` makes them neighbours
+
+    def _summed(self, hashes: Tensor) -> tuple[Tensor, Tensor]:
+        """Of each kind, [kinds] int64: one hash of the parameters that are split, and one of the others."""
+        weights = torch.arange(1, 2 * len(self._names), 2, device=hashes.device)
+        split = self._is_split.to(hashes.device)
+        return (hashes * weights * split).sum(dim=1), (hashes * weights * ~split).sum(dim=1)
+
+    def _replicas(self, split: bool, kind: int) -> list[list[int]]:
+        """The ranks that hold the same split parameters, or the same others: groups of the whole world."""
+        parallel, is_sharded = self._parallel, self._optimizer.flat.is_sharded and kind > 0
+        t, d, p = (
+            parallel.tensor_model_parallel_size,
+            parallel.data_parallel_size,
+            parallel.pipeline_model_parallel_size,
+        )
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for rank in range(t * d * p):
+            stage, replica, shard = rank // (t * d), rank // t % d, rank % t
+            groups.setdefault((stage, shard if split else 0, replica if is_sharded else 0), []).append(rank)
+        return list(groups.values())
+
+    def _unlike(self, everyone: Tensor) -> bool:
+        """Whether replicas differ. everyone: [ranks, kinds, 3]."""
+        return any(
+            len({int(everyone[rank, kind, column]) for rank in ranks}) > 1
+            for kind in range(everyone.shape[1])
+            for column in (1, 2)
+            for ranks in self._replicas(column == 1, kind)
+        )
+
+    def _changed(self, before: Tensor, now: Tensor) -> str:
+        """What of this rank has changed since its last update."""
+        places = [
+            (kind, name)
+            for kind, row in zip(self.kinds, (before != now).tolist(), strict=True)
+            for name, changed in zip(self._names, row, strict=True)
+            if changed
+        ]
+        return (
+            f"{named([self._parallel.rank], self._hosts)} holds another {and_more(places)} than the update of "
+            f"iteration {self._iteration} left, the last clean hash"
+            if places
+            else ""
+        )
+
+    def _differs(self, now: Tensor) -> str:
+        """What of this rank is not as on its replicas. A collective."""
+        most = int(gather_rows(torch.tensor([now.numel()], device=now.device)).max())
+        padded = torch.zeros(most, dtype=torch.int64, device=now.device)
+        padded[: now.numel()] = now.view(-1)
+        everyone, found = gather_rows(padded), dict[tuple[int, ...], list[tuple[str, str]]]()
+        for index, kind in enumerate(self.kinds):
+            for number, name in enumerate(self._names):
+                split = bool(self._is_split[number])
+                ranks = next(group for group in self._replicas(split, index) if self._parallel.rank in group)
+                values = [int(everyone[rank, index * len(self._names) + number]) for rank in ranks]
+                if odd := minority(values):
+                    found.setdefault(tuple(ranks[place] for place in odd), []).append((kind, name))
+        return "; ".join(
+            f"{named(ranks, self._hosts)} hold{'s' * (len(ranks) == 1)} another {and_more(places)} than "
+            f"{'each other' if len(ranks) > 1 else 'the other replicas'}, since {self._alike_at}"
+            for ranks, places in found.items()
+        )
+
+
+def hash_of_parts(buffer: Tensor, parts: Sequence[tuple[int, int]]) -> Tensor:
+    """[parts] int64, on the buffer's device. buffer: [a multiple of ROW] of 2 or 4 bytes each. parts: from a multiple
+    of ROW on; what follows a part up to the next multiple belongs to it."""
+    rows = buffer.view(-1, ROW).view(torch.int64).sum(dim=1)
+    rows *= torch.arange(1, 2 * len(rows), 2, device=buffer.device)
+    ends = torch.zeros(len(rows) + 1, dtype=torch.int64, device=buffer.device)
+    torch.cumsum(rows, 0, out=ends[1:])
+    places = torch.tensor([(start // ROW, -(-stop // ROW)) for start, stop in parts], device=buffer.device)
+    return ends[places[:, 1]] - ends[places[:, 0]]
+
+
+def minority(values: Sequence[int]) -> list[int]:
+    """The places of the values that differ from what more than half of them are; all where there is no such value."""
+    value, count = Counter(values).most_common(1)[0]
+    if 2 * count <= len(values):
+        return list(range(len(values)))
+    return [place for place, other in enumerate(values) if other != value]
+
+
+def and_more(places: Sequence[tuple[str, str]]) -> str:
+    """ "exp_avg of transformer.layers.0.mlp.up.weight and 3 others"."""
+    (kind, name), *others = places
+    return f"{kind} of {name}" + (f" and {len(others)} other{'s' * (len(others) > 1)}" if others else "")

@@ -1,0 +1,297 @@
+"""Text from a trained model, token after token, of several continuations at once.
+
+They begin and end one by one: between two token steps those that are over leave, and others are read into their places
+(continuous batching: Yu et al., "Orca", OSDI 2022). The first rank of a model-parallel group draws the tokens.
+
+Legend: b continuations that are computed, v vocabulary.
+"""
+
+import collections.abc
+import contextlib
+import functools
+import itertools
+import math
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch.distributed as dist
+from torch import Tensor
+
+from data_utils import Tokenizer
+from megatron.gpt2.generate.orders import OrderedModel
+from megatron.gpt2.generate.sampling import Sampler, Sampling
+from megatron.gpt2.generate.text_stream import TextStream
+from megatron.gpt2.model.attention_backend import inference
+from megatron.gpt2.model.gpt2 import GPT2Model
+
+
+class Continuation:
+    """The text that follows `prompt`, an array of ids; an empty prompt begins a new document.
+
+    ids: the new tokens so far, without the end-of-document token. finish: why it ended: "end" (of the document), "stop"
+    (a stop string), "length" or "cancelled"; "" while it goes on. score_prompt: `prompt_tokens` gets the tokens of the
+    prompt that are read, from the second on, before the first new token comes; their text is "".
+    """
+
+    def __init__(self, prompt: Sequence[int] | np.ndarray, sampling: Sampling, *, score_prompt: bool = False) -> None:
+        self.prompt = [int(i) for i in prompt]
+        self.sampling, self.score_prompt = sampling, score_prompt
+        self.prompt_tokens: list[GeneratedToken] = []
+        self.ids: list[int] = []
+        self.finish = ""
+
+    def cancel(self) -> None:
+        """End it before its next token. May be called from any thread."""
+        self.finish = self.finish or "cancelled"
+
+
+@dataclass(frozen=True)
+class GeneratedToken:
+    """One new token of the continuation number `row`, with the text that is certain with it.
+
+    text: may be empty, or hold characters of earlier tokens too. probability: of the token by the model alone, before
+    penalty, temperature, top-k and top-p. likeliest: the `Sampling.alternatives` likeliest ids, each with its
+    probability by the model alone. finish: why the continuation ends with this token; "" where it goes on.
+    """
+
+    row: int
+    id: int
+    probability: float
+    text: str
+    likeliest: tuple[tuple[int, float], ...] = ()
+    finish: str = ""
+
+
+@dataclass(frozen=True)
+class Finished:
+    """The continuation number `row` has ended without a further token: it asked for none, and its prompt was read
+    (finish "length"), or it was cancelled."""
+
+    row: int
+    finish: str
+    text: str = ""  # as a token has it
+
+
+Event = GeneratedToken | Finished
+EventStream = collections.abc.Generator[Event, None, None]
+
+
+class Generator:
+    """Continues prompts with `model`. The leader calls `stream` or `batch`, inside `leading`; the others `follow`."""
+
+    def __init__(
+        self,
+        model: GPT2Model,
+        tokenizer: Tokenizer,
+        *,
+        recompute: bool = False,
+        orders: dist.ProcessGroup | None = None,
+        log: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        """recompute: read the whole context for each token, without a key-value cache. orders: the group through which
+        the leader gives orders (default: the model-parallel one). log: takes the notices.
+        """
+        self.model, self.tokenizer, self.log = OrderedModel(model, orders), tokenizer, log
+        self.leads, self.leading, self.follow = self.model.leads, self.model.leading, self.model.follow
+        # The ranks of sequence parallelism split the sequence, which a single token does not allow.
+        self.recompute = recompute or model.sequence_parallel
+        self.limit = model.config.max_position_embeddings
+        self._busy = False
+
+    def stream(self, continuations: Sequence[Continuation]) -> EventStream:
+        """Draw token after token of all continuations until each has its `finish`; closing the iterator ends it too.
+
+        Beyond rounding, a text does not depend on the others beside it. A context that is full goes on with its second
+        half, read anew, and of a prompt that is too long the end is read; `log` gets a notice of both.
+        """
+        longest = max(max(1, len(c.prompt)) + c.sampling.max_new_tokens for c in continuations)
+        with self.batch(len(continuations), longest) as batch:
+            for c in continuations:
+                batch.add(c)
+            yield from batch.events()
+
+    @contextlib.contextmanager
+    def batch(self, rows: int, longest: int | None = None) -> "Iterator[Batch]":
+        """Computes up to `rows` continuations at once. longest: most tokens of any of them, with its prompt (default:
+        the model's context)."""
+        assert self.leads and not self._busy, "one batch at a time, on the first rank"
+        self._busy = True
+        try:
+            with inference(self.model.model):
+                if not self.recompute:
+                    self.model.new_cache(rows, min(self.limit, longest or self.limit))
+                yield Batch(self, rows)
+        finally:
+            self._busy, self.model.cache = False, None
+
+
+class Batch:
+    """Continuations that are computed together, each from its first token to its last; further ones wait.
+
+    They begin in the order in which they were added. Between two token steps no more is read than a full context, so
+    that the texts that have begun go on.
+    """
+
+    def __init__(self, generator: Generator, rows: int) -> None:
+        self._generator, self._model, self._limit = generator, generator.model, generator.limit
+        self._numbers = itertools.count()
+        self._waiting: deque[_Text] = deque()
+        self._size, self._told = rows, False
+        self._rows: dict[int, _Text] = {}  # by their row in the cache
+
+    def add(self, c: Continuation) -> int:
+        """Gives the number that the events of `c` have: 0, 1, 2, … May be called while `events` runs."""
+        context = c.prompt[-self._limit :] or [self._generator.tokenizer.start]
+        if len(c.prompt) > self._limit:
+            self._generator.log(
+                f"notice: of a prompt of {len(c.prompt):,} tokens the last {self._limit:,} are read, "
+                "which is the context of the model"
+            )
+        text = _Text(next(self._numbers), c, context, self._generator)
+        self._waiting.append(text)
+        return text.number
+
+    def events(self) -> EventStream:
+        """Draw token after token until every continuation that was added has ended. May be called again."""
+        while self._waiting or self._rows:
+            for text in [text for text in self._waiting if text.c.finish]:
+                self._waiting.remove(text)
+                yield Finished(text.number, text.c.finish)
+            newcomers = self._admit()
+            if newcomers and not self._generator.recompute:
+                yield from self._read(newcomers)
+            sources = self._close_up()
+            if sources and self._generator.recompute:
+                yield from self._read(range(len(sources)))
+            elif sources:
+                contexts = [text.context for text in self._rows.values()]
+                logits = self._model.step(
+                    [context[-1] for context in contexts], [len(context) - 1 for context in contexts], sources
+                )
+                yield from self._draw(range(len(sources)), logits)
+
+    def _admit(self) -> list[int]:
+        """Give free rows to those that wait, the first ones first; returns these rows."""
+        rows: list[int] = []
+        width = 0
+        for row in [row for row in range(self._size) if row not in self._rows][: len(self._waiting)]:
+            width = max(width, len(self._waiting[0].context))
+            if rows and width * (len(rows) + 1) > self._limit:
+                break
+            self._rows[row] = self._waiting.popleft()
+            rows.append(row)
+        return rows
+
+    def _close_up(self) -> list[int]:
+        """Let the texts have the first rows, by the fewest moves; of each the row in which it was before."""
+        taken = sorted(self._rows)
+        sources = list(range(len(taken)))
+        free = [row for row in sources if row not in self._rows]
+        for row, source in zip(free, taken[len(taken) - len(free) :], strict=True):
+            sources[row] = source
+        self._rows = {row: self._rows[source] for row, source in enumerate(sources)}
+        return sources
+
+    def _read(self, rows: Sequence[int]) -> EventStream:
+        """Read the contexts of these rows, and draw the next token of each."""
+        texts = [self._rows[row] for row in rows]
+        alternatives = max((text.c.sampling.alternatives for text in texts if text.to_score), default=0)
+        logits, scores = self._model.read(
+            [text.context for text in texts],
+            rows,
+            [text.to_score for text in texts],
+            min(alternatives, self._generator.tokenizer.vocab_size),
+        )
+        found = iter(scores.tolist())
+        for text in texts:
+            if text.to_score:
+                text.c.prompt_tokens = [_scored(text, token, next(found)) for token in text.context[1:]]
+                text.to_score = False
+        yield from self._draw(rows, logits)
+
+    def _draw(self, rows: Sequence[int], logits: Tensor) -> EventStream:
+        """logits [b, v]: of these rows, whose texts leave where they end."""
+        logits = logits[:, : self._generator.tokenizer.vocab_size]
+        totals = logits.logsumexp(1)
+        for i, row in enumerate(rows):
+            text = self._rows[row]
+            event = text.next(logits[i], totals[i])
+            if event.finish:
+                del self._rows[row]
+            elif len(text.context) > self._limit:
+                self._halve(text)
+                if not self._generator.recompute:  # it is read anew, before all that wait
+                    self._waiting.appendleft(self._rows.pop(row))
+            yield event
+
+    def _halve(self, text: "_Text") -> None:
+        half = max(1, self._limit // 2)
+        if not self._told:
+            self._generator.log(
+                f"notice: the context of {self._limit:,} tokens is full; the text goes on with its "
+                f"last {half:,}, each time that it is"
+            )
+        self._told = True
+        del text.context[:-half]
+
+
+class _Text:
+    """What the leader knows of a continuation: its number, and the context that is read for the next token."""
+
+    def __init__(self, number: int, c: Continuation, context: list[int], generator: Generator) -> None:
+        self.number, self.c, self.context = number, c, context
+        self.to_score = c.score_prompt
+        self._tokenizer, self._device = generator.tokenizer, generator.model.device
+        self._certain = TextStream(c.sampling.stop)
+
+    @functools.cached_property
+    def _sampler(self) -> Sampler:  # made when the text begins: it may have memory of the device
+        return Sampler(self.c.sampling, self.context, self._tokenizer.vocab_size, self._device)
+
+    def next(self, logits: Tensor, total: Tensor) -> Event:
+        """logits [v], total: their logsumexp -> the next token, or the end."""
+        c = self.c
+        if not c.sampling.max_new_tokens:
+            c.finish = c.finish or "length"
+        if c.finish:
+            return Finished(self.number, c.finish)
+        token, probability = self._sampler.draw(logits, total)
+        self.context.append(token)
+        text = self._take(token)
+        return GeneratedToken(self.number, token, probability, text, self._sampler.likeliest(logits), c.finish)
+
+    def _take(self, token: int) -> str:
+        """Add the token to the continuation; returns the text that is certain with it."""
+        c = self.c
+        if token == self._tokenizer.eod:
+            c.finish = c.finish or "end"
+            return self._certain.add(b"", last=True)
+        c.ids.append(token)
+        is_last = len(c.ids) == c.sampling.max_new_tokens
+        certain = self._certain.add(self._tokenizer.token_bytes[token], last=is_last)
+        if self._certain.stopped:
+            c.finish = c.finish or "stop"
+        elif is_last:
+            c.finish = c.finish or "length"
+        return certain
+
+
+def _scored(text: _Text, token: int, scores: list[float]) -> GeneratedToken:
+    """scores: of `token_scores`, for at least as many alternatives as the text asks for."""
+    middle = len(scores) // 2 + 1
+    likeliest = tuple((int(i), math.exp(value)) for i, value in zip(scores[1:middle], scores[middle:], strict=True))
+    return GeneratedToken(text.number, token, math.exp(scores[0]), "", likeliest[: text.c.sampling.alternatives])
+
+
+def generate(
+    model: GPT2Model, tokenizer: Tokenizer, continuations: Sequence[Continuation], *, recompute: bool = False
+) -> None:
+    """Complete all continuations. Every rank of the model-parallel group calls it; the leader's are filled."""
+    generator = Generator(model, tokenizer, recompute=recompute)
+    if not generator.leads:
+        return generator.follow()
+    with generator.leading():
+        for _ in generator.stream(continuations):
+            pass

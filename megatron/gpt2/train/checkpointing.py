@@ -1,0 +1,310 @@
+"""Checkpoints of a run: what is saved, where, and how a run continues from one."""
+
+import functools
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+import torch.distributed as dist
+
+import mpu
+from data_utils.files.atomic import replace_text
+from megatron.gpt2.checkpoint.best import BEST, best_loss, refuse_best_folder
+from megatron.gpt2.checkpoint.folder import Piece, find_checkpoint, write_checkpoint
+from megatron.gpt2.checkpoint.local import NAME, LocalCheckpoints, run_name
+from megatron.gpt2.checkpoint.save_lock import lock_together
+from megatron.gpt2.checkpoint.saver import Saver
+from megatron.gpt2.checkpoint.state import (
+    load_model,
+    load_rng,
+    load_state,
+    model_pieces,
+    place_name,
+    rng_pieces,
+    state_pieces,
+)
+from megatron.gpt2.config import CheckpointConfig
+from megatron.gpt2.config.config_json import write_config
+from megatron.gpt2.model.gpt2 import TIED
+from megatron.gpt2.model.parameters import parameter_specs
+from megatron.gpt2.monitor.environment import describe_environment
+from megatron.gpt2.optimizer.optimizer import MOMENTS
+from megatron.gpt2.train.collectives import max_over_ranks
+from megatron.gpt2.train.continuation import how_it_goes_on, what_decides
+from megatron.gpt2.train.engine import Engine, seed_random_streams
+from megatron.gpt2.train.prepare import Log, PreparedRun
+from megatron.gpt2.train.progress import Progress
+from mpu import kernels
+
+Files = dict[str, dict[str, Piece]]
+
+
+class Checkpointing:
+    """Saves a run in its --save folder. Every rank has one and calls its methods at the same steps.
+
+    lock: on rank 0, what it holds the folder by. saver: writes the files, with --async-save from a thread.
+    """
+
+    def __init__(
+        self, prepared: PreparedRun, parallel: mpu.ParallelState, engine: Engine, *, lock: BinaryIO | None, log: Log
+    ) -> None:
+        self._prepared, self._parallel, self._engine = prepared, parallel, engine
+        self._lock, self._log = lock, log
+        shared = functools.partial(max_over_ranks, device=prepared.device)
+        write = functools.partial(
+            write_checkpoint,
+            directory=prepared.save_directory,
+            rank=parallel.rank,
+            world_size=parallel.world_size,
+            keep_last=prepared.config.checkpoint.keep_last,
+            timeout_s=prepared.timeout.total_seconds(),
+        )
+        attempt = f"{shared(secrets.randbits(62) if parallel.rank == 0 else 0):x}"
+        self.saver = Saver(
+            write,
+            rank=parallel.rank,
+            attempt=attempt,
+            asynchronous=prepared.config.checkpoint.async_save,
+            local_world_size=prepared.ranks.local_world_size,
+            max_over_ranks=shared,
+            log=log,
+        )
+        self.saver.prepare(self.files())
+        self._local = local_checkpoints(prepared, parallel, attempt, log)
+
+    def save(self, progress: Progress) -> Path | None:
+        """Write a checkpoint of this iteration: its folder, or None, with a warning, where that failed on any rank.
+
+        With --async-save a thread has only begun with it, and None says nothing: `saver.finish` has the outcome.
+        """
+        self._engine.gatherer.wait()
+        return self.saver.save(progress.iteration, self.files(), self.facts(progress))
+
+    def local_is_due(self, progress: Progress) -> bool:
+        """Whether a local checkpoint of this iteration is to be written."""
+        interval = self._prepared.config.checkpoint.local_checkpoint_interval
+        return interval is not None and progress.iteration % interval == 0
+
+    def save_locally(self, progress: Progress) -> None:
+        """Write a local checkpoint."""
+        assert self._local is not None
+        self._engine.gatherer.wait()
+        self._local.save(progress.iteration, self.files(), self.facts(progress))
+
+    def save_if_best(self, progress: Progress, valid_loss: float) -> None:
+        """Write a checkpoint of this iteration into the folder `best` where no validation loss was lower. valid_loss:
+        nats per token."""
+        folder, data = self._prepared.save_directory / BEST, self._prepared.splits.fingerprint
+        self.saver.finish()  # the last best one may still be on its way
+        lower = self._parallel.rank == 0 and valid_loss < best_loss(folder, data, self._log)
+        if self.saver.any_rank(lower):
+            self._engine.gatherer.wait()
+            self.saver.save(
+                progress.iteration,
+                self.files(),
+                self.facts(progress) | {"valid_loss": valid_loss},
+                directory=folder,
+                keep_last=1,
+            )
+
+    def files(self) -> Files:
+        """What this rank writes of a checkpoint, see `checkpoint_files`."""
+        return checkpoint_files(self._engine, self._parallel, self._prepared.config.checkpoint, self._prepared.device)
+
+    def facts(self, progress: Progress) -> dict[str, Any]:
+        """What the manifest says of the run (JSON): all that is no tensor."""
+        prepared, parallel, engine = self._prepared, self._parallel, self._engine
+        tokenizer = prepared.tokenizer
+        return {
+            **what_decides(prepared, parallel, sharded=engine.flat.is_sharded),
+            "vocab_size": tokenizer.vocab_size,
+            "tokenizer": {
+                "kind": tokenizer.kind,
+                "fingerprint": tokenizer.fingerprint,
+                "vocab_size": tokenizer.vocab_size,
+            },
+            "iteration": progress.iteration,
+            "consumed_samples": progress.consumed_samples,
+            "skipped_samples": progress.skipped_samples,
+            "optimizer": engine.optimizer.state_dict(),
+            "torch": torch.__version__,
+        }
+
+    def close(self) -> None:
+        """End the thread that writes, see `Saver.close`."""
+        self.saver.close()
+
+    def remove_local(self) -> None:
+        """Remove the local checkpoints: the run has saved since, or has left their course."""
+        if self._local is not None:
+            self._local.remove()
+
+    def unlock(self) -> None:
+        """Let another run have the --save folder."""
+        if self._lock is not None:
+            self._lock.close()
+
+
+def lock_save_folder(prepared: PreparedRun, rank: int, log: Log) -> BinaryIO | None:
+    """Take the --save folder, on rank 0, which gets what it holds the folder by. ValueError, on every rank, where
+    another run has it, or keeps its best checkpoint there."""
+    refuse_best_folder(prepared.save_directory)
+    shared = functools.partial(max_over_ranks, device=prepared.device)
+    return lock_together(str(prepared.config.checkpoint.save), rank=rank, max_over_ranks=shared, log=log)
+
+
+def local_checkpoints(
+    prepared: PreparedRun, parallel: mpu.ParallelState, attempt: str, log: Log
+) -> LocalCheckpoints | None:
+    """Those of the run, which get another name where it begins; None without --local-checkpoint-dir. A collective."""
+    config = prepared.config.checkpoint
+    if config.local_checkpoint_dir is None:
+        return None
+    if parallel.rank == 0 and not (prepared.start and run_name(prepared.save_directory)):
+        replace_text(prepared.save_directory / NAME, attempt)
+    run = max_over_ranks(int(run_name(prepared.save_directory), 16) if parallel.rank == 0 else 0, prepared.device)
+    meeting, world_size = prepared.ranks.meeting, parallel.world_size
+    hosts = [peer.host for peer in meeting.peers] if meeting is not None else [""] * world_size
+    group = dist.new_group(backend="gloo", timeout=prepared.timeout) if world_size > 1 else None
+    return LocalCheckpoints(Path(config.local_checkpoint_dir) / f"{run:x}", hosts, parallel.rank, group, attempt, log)
+
+
+def checkpoint_files(
+    engine: Engine, parallel: mpu.ParallelState, config: CheckpointConfig, device: torch.device
+) -> Files:
+    """What this rank writes of a checkpoint, {path in its folder: {tensor name: piece}}, of the tensors as they are
+    now."""
+    specs = mpu.partition_specs(engine.model)
+    if not engine.model.has_embeddings:
+        specs.pop(TIED, None)  # the first stage saves it
+    files: Files = {}
+    rank, stage = parallel.tensor_model_parallel_rank, parallel.pipeline_model_parallel_rank
+    folder = f"mp_rank_{place_name(rank, stage, parallel.pipeline_model_parallel_size)}"
+    layout = {"mp_rank": rank, "mp_size": parallel.tensor_model_parallel_size}
+    if parallel.data_parallel_rank == 0:
+        own = [(name, parameter) for name, parameter in engine.model.named_parameters() if name in specs]
+        files[f"{folder}/model.safetensors"] = model_pieces(own, specs, **layout)
+    # Each data-parallel rank holds all of the optimizer's state, or where it is sharded a part of it.
+    if not config.no_save_optim and (parallel.data_parallel_rank == 0 or engine.flat.is_sharded):
+        states = (state for state in engine.optimizer.tensors() if state.name in specs)
+        pieces = state_pieces(states, specs, **layout)
+        for kind in ("master", *MOMENTS):  # a file of each: they are written and hashed side by side
+            files[f"{folder}/{kind}_dp_{parallel.data_parallel_rank:02d}.safetensors"] = {
+                key: piece for key, piece in pieces.items() if key.startswith(f"{kind}.")
+            }
+    if not config.no_save_rng:
+        files[f"{folder}/rng_dp_{parallel.data_parallel_rank:02d}.safetensors"] = rng_pieces(
+            mp_rank=rank,
+            dp_rank=parallel.data_parallel_rank,
+            device=device,
+            pp_rank=stage,
+            pp_size=parallel.pipeline_model_parallel_size,
+        )
+    return files
+
+
+def load_run(prepared: PreparedRun, parallel: mpu.ParallelState, engine: Engine, log: Log) -> tuple[int, int, int]:
+    """Fill model, optimizer and random states from the checkpoint that the run starts from, if there is one. Returns
+    its iteration, consumed and skipped samples, 0 for a run that begins. ValueError where it does not fit this run."""
+    if prepared.source is None:
+        return 0, 0, 0
+    wanted = prepared.config.checkpoint
+    checkpoint = find_checkpoint(
+        prepared.source,
+        log=log,
+        share=(parallel.rank, parallel.world_size),
+        max_over_ranks=functools.partial(max_over_ranks, device=prepared.device),
+        verify=not wanted.no_verify,
+    )
+    if checkpoint is None:
+        raise ValueError(f"--load {prepared.source}: the checkpoint vanished while the run was starting")
+    specs = parameter_specs(prepared.config.model, parallel.tensor_model_parallel_size)
+    layout = {"mp_rank": parallel.tensor_model_parallel_rank, "mp_size": parallel.tensor_model_parallel_size}
+    lost: list[str] = []
+    has_optimizer = any(name.startswith("master.") for name in checkpoint.names())
+    if wanted.finetune or wanted.no_load_optim or not has_optimizer:
+        if has_optimizer:  # the weights before they were rounded
+            masters = (state for state in engine.optimizer.tensors() if state.kind == "master")
+            load_state(masters, specs, checkpoint, **layout)
+            engine.optimizer.write_back()
+        else:
+            load_model(engine.model.named_parameters(), specs, checkpoint, **layout)
+            engine.optimizer.masters_from_model()
+        if wanted.finetune:
+            log(f"weights from {checkpoint.path}: fine-tuning starts at iteration 0")
+            return 0, 0, 0
+        if not wanted.no_load_optim:
+            log(f"WARNING: {checkpoint.path} holds no optimizer (--no-save-optim): its moments start at zero")
+        lost.append("AdamW's moments start at zero")
+        engine.optimizer.set_good_steps(int(checkpoint.facts["optimizer"]["good_steps"]))
+    else:
+        load_state(engine.optimizer.tensors(), specs, checkpoint, **layout)
+        engine.optimizer.load_state_dict(checkpoint.facts["optimizer"])
+    has_streams = not wanted.no_load_rng and load_rng(
+        checkpoint,
+        mp_rank=parallel.tensor_model_parallel_rank,
+        dp_rank=parallel.data_parallel_rank,
+        mp_size=parallel.tensor_model_parallel_size,
+        dp_size=parallel.data_parallel_size,
+        device=prepared.device,
+        pp_rank=parallel.pipeline_model_parallel_rank,
+        pp_size=parallel.pipeline_model_parallel_size,
+    )
+    if not wanted.no_load_rng and not has_streams:
+        # Not the seed itself: dropout would repeat the masks of the first steps.
+        seed_random_streams(prepared.config.train.seed + checkpoint.iteration, parallel, prepared.device)
+        log(f"random states start afresh: {checkpoint.path} has none for this layout and device")
+    here = what_decides(prepared, parallel, sharded=engine.flat.is_sharded)
+    if draws_other_masks(prepared, checkpoint.facts, has_streams=has_streams):
+        lost.append("dropout draws other masks")
+    log(f"continuing {checkpoint.path}: {how_it_goes_on(checkpoint.facts, here, lost=lost)}")
+    return (
+        checkpoint.iteration,
+        int(checkpoint.facts["consumed_samples"]),
+        int(checkpoint.facts.get("skipped_samples", 0)),
+    )
+
+
+def draws_other_masks(prepared: PreparedRun, facts: Mapping[str, Any], *, has_streams: bool) -> bool:
+    """Whether dropout does not go on as before. facts: of the checkpoint. has_streams: the run has the random streams
+    that the checkpoint's run had."""
+    shape, train = prepared.config.model, prepared.config.train
+    then = facts.get("config", {}).get("train", {})
+    if not shape.has_dropout:
+        return False
+    if train.dropout_rng != then.get("dropout_rng", "torch"):  # a checkpoint from before there was a choice
+        return True
+    by_counter = train.dropout_rng == "counter" and (
+        shape.attention_dropout == 0 or kernels.attention_takes_keys(prepared.device.type)
+    )
+    # A stream draws the masks of a micro-batch at once, so that they depend on its size.
+    return not by_counter and not (has_streams and then.get("micro_batch_size") == train.micro_batch_size)
+
+
+def write_config_and_tokenizer(prepared: PreparedRun) -> None:
+    """Write config.json and the tokenizer into the --save folder: with a checkpoint, all that generation needs. Rank 0
+    calls it."""
+    folder = prepared.save_directory
+    prepared.tokenizer.save(folder / "tokenizer")
+    if prepared.config.checkpoint.keep_best:
+        prepared.tokenizer.save(folder / BEST / "tokenizer")
+    ranks = prepared.ranks
+    facts = {
+        "environment": describe_environment(
+            prepared.device, world_size=ranks.world_size, local_world_size=ranks.local_world_size
+        ),
+        "world_size": ranks.world_size,
+        "train_iters": prepared.train_iters,
+        "global_batch_size": prepared.global_batch_size,
+        "device": str(prepared.device),
+        "precision": str(prepared.dtype).removeprefix("torch."),
+        "torch": torch.__version__,
+    }
+    write_config(
+        folder,
+        prepared.config,
+        facts,
+        goes_on=prepared.source is not None and prepared.config.checkpoint.load in (None, str(folder)),
+    )

@@ -1,0 +1,159 @@
+"""The model of a run and what updates it, over the ranks that share data."""
+
+import functools
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+import mpu
+from megatron.gpt2.config.inert import without_effect
+from megatron.gpt2.extensions.exact import exact_modules, exact_squared_norm
+from megatron.gpt2.extensions.exact.norm import block_of_norm
+from megatron.gpt2.extensions.exact.reducer import OF_EMBEDDING, ExactGradientReducer
+from megatron.gpt2.model.attention_backend import choose_attention
+from megatron.gpt2.model.gpt2 import TIED, GPT2Model
+from megatron.gpt2.optimizer.flat_parameters import FlatParameters
+from megatron.gpt2.optimizer.gradient_reducer import (
+    GradientReducer,
+    TiedGradient,
+    TiedGradientOfAStage,
+    bucket_size,
+)
+from megatron.gpt2.optimizer.learning_rates import LearningRate
+from megatron.gpt2.optimizer.optimizer import AdamWOptimizer, build_loss_scaler
+from megatron.gpt2.optimizer.parameter_gatherer import ParameterGatherer
+from megatron.gpt2.optimizer.torch_ddp_reducer import TorchDDPReducer
+from megatron.gpt2.optimizer.zero2_reducer import ShardedGradientReducer
+from megatron.gpt2.train.prepare import Log, PreparedRun
+from mpu import kernels
+
+# Data-parallel ranks are further apart than any model-parallel size, so that no two random streams meet.
+DATA_PARALLEL_STRIDE = 1 << 16
+PIPELINE_STRIDE = 100
+
+
+@dataclass(frozen=True, kw_only=True)
+class Engine:
+    """The model, and what updates it.
+
+    forward: the module to call in training: the model, inside torch's DDP under --DDP-impl torch.
+    flat: the model's parameters and gradients in contiguous buffers.
+    reducer: sums gradients over micro-batches and data-parallel ranks into `flat`.
+    gatherer: fetches the parameters that other ranks' optimizers own. Whoever reads parameters calls its `wait` first.
+    """
+
+    model: GPT2Model
+    forward: nn.Module
+    flat: FlatParameters
+    reducer: GradientReducer | TorchDDPReducer
+    gatherer: ParameterGatherer
+    optimizer: AdamWOptimizer
+
+
+def build_engine(prepared: PreparedRun, parallel: mpu.ParallelState, log: Log) -> Engine:
+    """The model with random weights and its fresh optimizer. Every rank calls it."""
+    config, device, parts = prepared.config, prepared.device, prepared.config.parallel.exact_layouts
+    seed_random_streams(config.train.seed, parallel, device)
+    shape = config.model
+    if reason := choose_attention(
+        config.train.attention_backend,
+        device,
+        prepared.dtype,
+        b=config.train.micro_batch_size,
+        s=config.data.seq_length,
+        n=shape.num_attention_heads // (parts or parallel.tensor_model_parallel_size),
+        d=shape.hidden_size // shape.num_attention_heads,
+        dropout_p=shape.attention_dropout,
+    ):
+        log(reason)
+    if (
+        config.train.dropout_rng == "counter"
+        and shape.attention_dropout > 0
+        and not kernels.attention_takes_keys(device.type)
+    ):
+        log(
+            "attention dropout: the kernel draws its own masks, which change with the layout; with "
+            "--attention-dropout 0 layouts are comparable"
+        )
+    for line in without_effect(config, device.type):
+        log(line)
+    stages = config.layers_of_stages()
+    model = GPT2Model(
+        config.model,
+        seed=config.train.seed,
+        device=device,
+        chunks=stages[parallel.pipeline_model_parallel_rank :: parallel.pipeline_model_parallel_size],
+        dropout_seed=config.train.seed if config.train.dropout_rng == "counter" else None,
+        recompute=config.train.recompute_granularity,
+        recompute_num_layers=config.train.recompute_num_layers,
+        distribute_saved_activations=config.parallel.partition_activations,
+        checkpoint_in_cpu=config.parallel.checkpoint_in_cpu,
+        cpu_offloading_num_layers=config.parallel.cpu_offloading_num_layers,
+        sequence_parallel=config.parallel.sequence_parallel,
+        modules=exact_modules(parts) if parts else mpu.PLAIN_MODULES,
+    )
+    if config.train.compile:
+        model.compile_layers(by_document=config.data.reset_attention_mask)
+    flat = FlatParameters(
+        model,
+        prepared.dtype,
+        bucket_size=bucket_size(config.parallel.ddp_bucket_size, parallel.data_parallel_size),
+        ranks=(parallel.data_parallel_rank, parallel.data_parallel_size),
+        sharded=config.parallel.use_distributed_optimizer,
+        offloaded=config.parallel.cpu_offload_optimizer,
+        shared=TIED if parallel.embedding_group is not None or parts else None,
+        is_copy=not model.has_embeddings,
+    )
+    reducer, forward = reducer_for(prepared, flat, model, parallel)
+    gatherer = ParameterGatherer(flat, model, parallel.data_parallel_group)
+    before = prepared.batch_schedule.before_steps(prepared.train_iters) / prepared.global_batch_size
+    rates = LearningRate(config.optimizer, prepared.decay_iters, prepared.global_batch_size).table(before)
+    squared_norm = (
+        mpu.squared_norm
+        if not parts
+        else functools.partial(
+            exact_squared_norm, block=block_of_norm(parts, shape.hidden_size, shape.ffn_size, device=device)
+        )
+    )
+    optimizer = AdamWOptimizer(
+        flat,
+        gatherer,
+        config.optimizer,
+        build_loss_scaler(config.optimizer, prepared.dtype, device),
+        torch.from_numpy(rates),
+        squared_norm,
+    )
+    return Engine(model=model, forward=forward, flat=flat, reducer=reducer, gatherer=gatherer, optimizer=optimizer)
+
+
+def reducer_for(
+    prepared: PreparedRun, flat: FlatParameters, model: GPT2Model, parallel: mpu.ParallelState
+) -> tuple[GradientReducer | TorchDDPReducer, nn.Module]:
+    """The reducer that the flags ask for, and the module to call forward on."""
+    config, group = prepared.config.parallel, parallel.data_parallel_group
+    if config.DDP_impl == "torch" and group is not None and group.size() > 1:
+        ddp = TorchDDPReducer(flat, model, group, bucket_size=config.ddp_bucket_size)
+        return ddp, ddp.module
+    is_whole = model.has_embeddings and model.has_head
+    reducer: GradientReducer
+    if config.exact_layouts:
+        of_embedding = OF_EMBEDDING if is_whole else TIED
+        reducer = ExactGradientReducer(flat, parallel, by_rows=of_embedding if model.has_embeddings else None)
+        model.tied_gradient = TiedGradientOfAStage(reducer, TIED, of_embedding)
+        return reducer, model
+    kind = ShardedGradientReducer if config.shard_gradients and flat.is_sharded else GradientReducer
+    reducer = kind(flat, group, in_bf16=config.grad_reduce_in_bf16, embedding_group=parallel.embedding_group)
+    model.tied_gradient = (TiedGradient if is_whole else TiedGradientOfAStage)(reducer, TIED)
+    return reducer, model
+
+
+def seed_random_streams(seed: int, parallel: mpu.ParallelState, device: torch.device) -> None:
+    """Seed mpu's random streams for a model on `device`, with other seeds on every data-parallel rank, whose samples
+    differ (Megatron seeded them alike in 2019), and, as in Megatron, on every stage of a pipeline."""
+    mpu.model_parallel_cuda_manual_seed(
+        seed
+        + DATA_PARALLEL_STRIDE * parallel.data_parallel_rank
+        + PIPELINE_STRIDE * parallel.pipeline_model_parallel_rank,
+        device,
+    )

@@ -1,0 +1,366 @@
+"""What each rank finds out alone, before the ranks build the run together: the flags, the checkpoint's own shape,
+device and precision, the tokenizer, and the text as tokens. Tokenising can take hours, so it must not happen inside the
+time limit of a collective.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from data_utils import (
+    BatchSchedule,
+    Splits,
+    Tokenizer,
+    build_splits,
+    build_tokenizer,
+    default_tokenizer_kind,
+    ensure_sentencepiece_model,
+    load_tokenizer,
+)
+from data_utils.named_corpora import find_corpora
+from megatron.gpt2 import device as devices
+from megatron.gpt2.checkpoint.facts import check_facts, decay_iters
+from megatron.gpt2.checkpoint.folder import Checkpoint, find_checkpoint
+from megatron.gpt2.checkpoint.local_assembly import assemble
+from megatron.gpt2.config import Config, DataConfig, require
+from megatron.gpt2.config.arguments import Arguments, merge_checkpoint
+from megatron.gpt2.config.flag_names import flag
+from megatron.gpt2.dist.hang import set_flight_recorder
+from megatron.gpt2.dist.ranks import Ranks
+from megatron.gpt2.extensions.plan.setting import Setting
+from megatron.gpt2.extensions.plan.step import CUDA_CONTEXT
+from megatron.gpt2.formats import refuse_foreign
+from megatron.gpt2.monitor.incidents import Incidents, rank_name
+from megatron.gpt2.monitor.reporting import resident_memory
+from megatron.gpt2.train.differences import differences
+from mpu import kernels
+
+Log = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class PreparedRun:
+    """What every rank knows before the process group exists.
+
+    config: with what the checkpoint decides, the vocabulary's size and the kind of tokenizer.
+    source: the folder to load from; None to start from random weights.
+    start: the facts of the checkpoint that is continued; empty where the run starts at iteration 0.
+    keeps_freed: freed memory stays with the process, see `device.set_allocator`.
+    resident: bytes of anonymous memory that the process had before any model.
+    """
+
+    arguments: Arguments
+    config: Config
+    ranks: Ranks
+    device: torch.device
+    dtype: torch.dtype
+    backend: str
+    tokenizer: Tokenizer
+    splits: Splits
+    source: str | None
+    train_iters: int
+    start: dict[str, Any]
+    keeps_freed: bool = False
+    resident: int = field(default_factory=lambda: resident_memory().get("resident", 0))
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the checkpoint that would be continued is at the end of the run already."""
+        return self.start.get("iteration", 0) >= self.train_iters
+
+    @property
+    def save_directory(self) -> Path:
+        """The --save folder."""
+        assert self.config.checkpoint.save is not None
+        return Path(self.config.checkpoint.save)
+
+    @cached_property
+    def incidents(self) -> Incidents:
+        """Where this rank notes what it sees, at the iteration from which the run starts."""
+        kept = self.ranks.incidents or Incidents(self.save_directory, rank_name(self.ranks.rank))
+        kept.iteration = self.start.get("iteration", 0)
+        return kept
+
+    @cached_property
+    def batch_schedule(self) -> BatchSchedule:
+        """The samples of each step over all ranks."""
+        return self.config.batch_schedule(self.ranks.world_size, self.start.get("consumed_samples", 0))
+
+    @property
+    def global_batch_size(self) -> int:
+        """Samples of a step over all ranks, when the batch does not grow any more."""
+        return self.batch_schedule.final
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches that each rank runs in a step of that size."""
+        return self.memory.micro_batches
+
+    @property
+    def batch_growth(self) -> str:
+        """The flag by which the batch grows, or that it does not."""
+        return self.config.train.growth if len(self.batch_schedule.stages) > 1 else "not at all"
+
+    @property
+    def decay_iters(self) -> int:
+        """The iterations of the learning rate's schedule, each of `global_batch_size` samples, that the run takes."""
+        return -(-self.batch_schedule.after_steps(self.train_iters) // self.global_batch_size)
+
+    @property
+    def timeout(self) -> timedelta:
+        """How long a collective may take (--distributed-timeout-minutes)."""
+        return timedelta(minutes=self.config.parallel.distributed_timeout_minutes)
+
+    @property
+    def memory(self) -> Setting:
+        """What the memory of this rank depends on. On a CPU its fixed part is what was resident before any model."""
+        fixed = CUDA_CONTEXT if self.device.type == "cuda" else self.resident
+        return Setting(
+            self.config,
+            self.ranks.world_size,
+            self.device.type,
+            self.dtype,
+            fixed,
+            self.keeps_freed,
+            self.start.get("consumed_samples", 0),
+        )
+
+
+def prepare_run(arguments: Arguments, ranks: Ranks, log: Log) -> PreparedRun:
+    """Everything up to the tokenised data, without a process group. log: takes each line of what was decided and why.
+    Raises ValueError or OSError, in one line, for bad input."""
+    arguments, checkpoint, source = _source(arguments, ranks, log)
+    if checkpoint is not None:
+        check_facts(checkpoint)
+        arguments = merge_checkpoint(arguments, checkpoint.facts["config"], decay_iters(checkpoint.facts))
+    for note in arguments.notes:
+        log(note)
+    config = arguments.config
+    device, dtype, backend, keeps_freed = _hardware(config, ranks, log)
+    start = checkpoint.facts if checkpoint is not None and not config.checkpoint.finetune else {}
+    iteration, consumed_samples = start.get("iteration", 0), start.get("consumed_samples", 0)
+    schedule = config.batch_schedule(ranks.world_size, consumed_samples)  # raises where it does not fit the ranks
+
+    data = _with_files(config.data)
+    tokenizer = _tokenizer(dataclasses.replace(config, data=data), arguments, checkpoint, log)
+    if config.model.vocab_size not in (None, tokenizer.vocab_size):
+        raise ValueError(
+            f"--vocab-size {config.model.vocab_size} is not the {tokenizer.vocab_size} of the tokenizer "
+            f"{tokenizer.kind}: leave the flag out"
+        )
+    splits = _splits(data, tokenizer, evaluates=config.train.eval_iters > 0)
+    config = dataclasses.replace(
+        config,
+        model=dataclasses.replace(config.model, vocab_size=tokenizer.vocab_size),
+        data=dataclasses.replace(config.data, tokenizer_type=tokenizer.kind),
+    )
+    train_iters = config.train.iterations(
+        schedule=schedule,
+        seq_length=data.seq_length,
+        samples_per_epoch=len(splits.train),
+        iteration=iteration,
+        consumed_samples=consumed_samples,
+    )
+    if iteration >= train_iters and source is not None:
+        # Before a run is called finished, every byte of what it left is checked.
+        checkpoint = find_checkpoint(source, log=log, verify=not config.checkpoint.no_verify)
+        assert checkpoint is not None
+        start = checkpoint.facts
+    prepared = PreparedRun(
+        arguments=arguments,
+        config=config,
+        ranks=ranks,
+        device=device,
+        dtype=dtype,
+        backend=backend,
+        tokenizer=tokenizer,
+        splits=splits,
+        source=source,
+        train_iters=train_iters,
+        start=dict(start),
+        keeps_freed=keeps_freed,
+    )
+    for line in differences(
+        start,
+        {
+            "config": config.as_dict(),
+            "precision": devices.PRECISIONS[dtype],
+            "global_batch_size": schedule.final,
+            "batch_growth": prepared.batch_growth,
+            "data_fingerprint": splits.fingerprint,
+        },
+    ):
+        log(line)
+    return prepared
+
+
+def _hardware(config: Config, ranks: Ranks, log: Log) -> tuple[torch.device, torch.dtype, str, bool]:
+    """Device, dtype, backend, and whether the allocator keeps what is freed; each choice with its reason to `log`."""
+    # before anything starts CUDA
+    devices.set_cuda_variables(config.parallel.model_parallel_size, deterministic=config.is_deterministic)
+    device, why_device = devices.choose_device(config.train.device, ranks)
+    if config.is_deterministic and device.type == "cuda":
+        _require_one_order_of_attention(config, device)
+    if config.train.compile:
+        devices.require_compiler(device)
+    dtype, why_dtype = devices.choose_precision(config.train.precision, device)
+    backend, why_backend = devices.choose_backend(config.parallel.distributed_backend, device)
+    if backend == "nccl" and ranks.world_size > 1:
+        set_flight_recorder(str(config.checkpoint.save))
+    allocator = devices.set_allocator(device)
+    for reason in [why_device, why_dtype, allocator] + ([why_backend] if ranks.world_size > 1 else []):
+        if reason:
+            log(reason)
+    return device, dtype, backend, bool(allocator)
+
+
+def _require_one_order_of_attention(config: Config, device: torch.device) -> None:
+    """ValueError where the attention of a GPU would give other numbers in another layout, or in another run."""
+    dropout, is_exact = config.model.attention_dropout, config.parallel.exact_layouts is not None
+    require(
+        not is_exact or dropout == 0 or kernels.attention_takes_keys(device.type),
+        f"--exact-layouts and --attention-dropout {dropout:g}: a GPU's attention draws masks that change with the "
+        "layout; give --attention-dropout 0, or train on the CPU with --device cpu",
+    )
+    require(
+        config.train.attention_backend != "fused",
+        f"--{'exact-layouts' if is_exact else 'deterministic'} and --attention-backend fused: the backward of "
+        "cuDNN's attention has no fixed order; give --attention-backend flash, or leave it out",
+    )
+
+
+def _splits(data: DataConfig, tokenizer: Tokenizer, *, evaluates: bool) -> Splits:
+    return build_splits(
+        train_data=data.train_data,
+        valid_data=data.valid_data,
+        test_data=data.test_data,
+        data_path=data.data_path,
+        valid_data_path=data.valid_data_path,
+        test_data_path=data.test_data_path,
+        data_order=data.data_order,
+        split=data.split,
+        text_key=data.text_key,
+        max_bad_fraction=data.max_bad_fraction,
+        tokenizer=tokenizer,
+        seq_length=data.seq_length,
+        cache_path=data.data_cache_path,
+        need_valid=evaluates,
+        need_test=evaluates,
+        log=print,
+    )
+
+
+def _with_files(data: DataConfig) -> DataConfig:
+    """`data` with the files of named corpora in the place of their names."""
+    (train, valid, test), text_key = find_corpora(
+        {"--train-data": data.train_data, "--valid-data": data.valid_data, "--test-data": data.test_data}, data.text_key
+    )
+    return dataclasses.replace(data, train_data=train, valid_data=valid, test_data=test, text_key=text_key)
+
+
+def _source(arguments: Arguments, ranks: Ranks, log: Log) -> tuple[Arguments, Checkpoint | None, str | None]:
+    """The arguments, which may now continue --save in place of --load; the checkpoint that the run starts from, opened
+    without reading its tensors; and the folder that holds it."""
+    where = arguments.checkpoint
+    assert where.save is not None
+    if where.load is not None:
+        heads = "model.num_attention_heads"
+        refuse_foreign(where.load, num_attention_heads=arguments.values[heads] if heads in arguments.given else None)
+    checkpoint = find_checkpoint(where.load or where.save, log=_ignored, verify=False)
+    begun, holder = None, where.save  # what the same command has saved, if it has run before
+    if where.load is not None and where.load != where.save:
+        begun = find_checkpoint(where.save, log=_ignored, verify=False)
+    elif not where.finetune:
+        begun = checkpoint
+    if where.local_checkpoint_dir is not None:
+        newest = begun.iteration if begun is not None else 0
+        if near := assemble(where.save, where.local_checkpoint_dir, newest, ranks, log):
+            begun, holder = find_checkpoint(near, log=_ignored, verify=False), str(near)
+    if (
+        begun is not None
+        and (holder != where.save or where.load not in (None, where.save))
+        and (where.finetune or checkpoint is None or begun.iteration > checkpoint.iteration)
+    ):
+        values = {**arguments.values, "checkpoint.finetune": False}
+        if where.load is not None and where.load != where.save:
+            log(
+                f"--save {where.save} holds iteration {begun.iteration} of this run already, which is continued; "
+                f"another --save starts from {where.load} again"
+            )
+            values["checkpoint.load"] = where.save
+        return dataclasses.replace(arguments, values=values), begun, holder
+    if checkpoint is not None:
+        return arguments, checkpoint, where.load or where.save
+    if where.load is not None:
+        if where.finetune or where.exit_on_missing_checkpoint or where.load != where.save:
+            raise ValueError(
+                f"--load {where.load} holds no checkpoint: give the --save folder of another run, or "
+                "leave it out to start from random weights"
+            )
+        log(f"WARNING: --load {where.load} holds no checkpoint: the run starts from random weights")
+    return arguments, None, None
+
+
+def _ignored(line: str) -> None:
+    """For warnings that come once more when the checkpoint is loaded."""
+
+
+def _tokenizer(config: Config, arguments: Arguments, checkpoint: Checkpoint | None, log: Log) -> Tokenizer:
+    data = config.data
+    files_given = any(f"data.{name}" in arguments.given for name in ("vocab_file", "merge_file", "tokenizer_model"))
+    known = checkpoint.facts.get("tokenizer") if checkpoint is not None else None
+    if checkpoint is not None and known is None and not files_given and "data.tokenizer_type" not in arguments.given:
+        raise ValueError(
+            f"{checkpoint.path} came without a tokenizer: give --vocab-file and --merge-file, "
+            "--tokenizer-model, or --tokenizer-type of one that needs no files, of its "
+            f"{checkpoint.facts['vocab_size']:,} tokens"
+        )
+    if known is not None and not files_given:
+        folder = arguments.checkpoint.load or arguments.checkpoint.save  # also where a local checkpoint is loaded
+        tokenizer = load_tokenizer(Path(str(folder)) / "tokenizer")
+    else:
+        kind = data.tokenizer_type
+        if kind is None:
+            kind = default_tokenizer_kind()
+            if kind == "bytes":
+                log("tokenizer: bytes, since neither tiktoken nor regex is installed (pip install tiktoken)")
+        model_file = data.tokenizer_model
+        if kind == "SentencePieceTokenizer":
+            model_file = model_file or f"{config.checkpoint.save}/sentencepiece.model"
+            ensure_sentencepiece_model(
+                model_file,
+                train_data=data.train_data,
+                text_key=data.text_key,
+                max_bad_fraction=data.max_bad_fraction,
+                vocab_size=data.tokenizer_vocab_size,
+                log=print,
+            )
+        tokenizer = build_tokenizer(
+            kind,
+            vocab_file=data.vocab_file,
+            merge_file=data.merge_file,
+            cache_dir=data.cache_dir,
+            model_file=model_file,
+        )
+    for name in ("eod_mask_loss", "reset_position_ids", "reset_attention_mask"):
+        require(
+            tokenizer.has_eod or not getattr(data, name),
+            f"{flag(f'data.{name}')}: the tokenizer {tokenizer.kind} has no end of document; leave the flag out",
+        )
+    if checkpoint is not None and known is None and tokenizer.vocab_size != checkpoint.facts["vocab_size"]:
+        raise ValueError(
+            f"{checkpoint.path} has {checkpoint.facts['vocab_size']:,} tokens and the tokenizer "
+            f"{tokenizer.vocab_size:,}: give the files that it was trained with"
+        )
+    if checkpoint is not None and known is not None and tokenizer.fingerprint != known["fingerprint"]:
+        raise ValueError(
+            f"the tokenizer's files are not those of {checkpoint.path}: leave --vocab-file, --merge-file "
+            "and --tokenizer-model out to take the checkpoint's own"
+        )
+    return tokenizer

@@ -1,0 +1,207 @@
+"""What a person sees of a training run at its start and at its end."""
+
+import shlex
+from pathlib import Path
+
+from data_utils import GPT2Dataset, unigram_bits_per_byte, xz_bits_per_byte
+from data_utils.command_line import how_to_call
+from megatron.gpt2.checkpoint.folder import Checkpoint, find_checkpoint
+from megatron.gpt2.checkpoint.local_assembly import newest_held
+from megatron.gpt2.config import CheckpointConfig, Config
+from megatron.gpt2.config.flag_names import differing_flags
+from megatron.gpt2.device import PRECISIONS
+from megatron.gpt2.extensions.plan.pipelines import bubble
+from megatron.gpt2.extensions.plan.report import start_rows, warning
+from megatron.gpt2.model.parameters import count_parameters
+from megatron.gpt2.monitor.reporting import UNIGRAM, EvaluationRecord, closing_report, start_table
+from megatron.gpt2.train.run import Run
+
+# xz compresses about 2 MB/s: a corpus beyond this is not worth the wait at the end of a run.
+XZ_LIMIT = 32 << 20  # bytes
+
+
+def schedule_row(config: Config, micro_batches: int) -> str:
+    """What the start table says of a pipeline."""
+    layers = ", ".join(f"{stage.start}-{stage.stop - 1}" for stage in config.layers_of_stages())
+    return (
+        f"{config.schedule(1).name}, {bubble(config, micro_batches):.0%} of a step idle if all layers are equally "
+        f"fast; layers {layers}"
+    )
+
+
+def log_start(run: Run) -> None:
+    """Log the start table, and warnings of what the run lacks: memory, data, a validation split."""
+    prepared, config, p, progress = run.prepared, run.config, run.parallel, run.progress
+    tokenizer, splits = run.data.tokenizer, run.data.splits
+    total = count_parameters(config.model, p.tensor_model_parallel_size)[0]
+    own = sum(parameter.numel() for parameter in run.engine.model.parameters())
+    model, data = config.model, config.data
+    samples = len(splits.train)
+    pipeline = f"pipeline {p.pipeline_model_parallel_size} × " if p.pipeline_model_parallel_size > 1 else ""
+    needed = prepared.batch_schedule.after_steps(prepared.train_iters - progress.iteration, progress.consumed_samples)
+    epochs = needed / samples
+    (_, first), *growth = prepared.batch_schedule.stages
+    rows = [
+        (
+            "model",
+            f"GPT-2, {model.num_layers} layers, hidden size {model.hidden_size}, "
+            f"{model.num_attention_heads} heads, vocabulary {model.vocab_size:,}, sequence {data.seq_length:,}"
+            + (f" (--model {prepared.arguments.preset})" if prepared.arguments.preset else ""),
+        ),
+        (
+            "parameters",
+            f"{total:,} in all, {own:,} on this rank with the padded vocabulary"
+            if pipeline
+            else f"{total:,} in all, {own:,} per rank with the padded vocabulary",
+        ),
+        (
+            "layout",
+            f"{p.world_size} ranks: model-parallel {p.tensor_model_parallel_size} × {pipeline}data-parallel "
+            f"{p.data_parallel_size}",
+        ),
+        ("precision", f"{PRECISIONS[prepared.dtype]} on {run.device}; MFU is of {run.peak[1]}"),
+        *([("schedule", schedule_row(config, prepared.micro_batches))] if pipeline else []),
+        (
+            "batch",
+            f"{config.train.micro_batch_size} samples × {p.data_parallel_size} data-parallel ranks × "
+            f"{prepared.micro_batches} accumulated = {prepared.global_batch_size} a step, "
+            f"{prepared.global_batch_size * data.seq_length:,} tokens"
+            + (f"; it grows to that from {first} over {growth[-1][0]:,} samples" if growth else ""),
+        ),
+        *start_rows(prepared.memory),
+        ("FLOPs per token", f"{model.flops_per_token(data.seq_length):,}"),
+        (
+            "tokenizer",
+            f"{tokenizer.kind}, {tokenizer.vocab_size:,} ids"
+            + (f", by {tokenizer.engine}" if tokenizer.engine else ""),
+        ),
+        *(("data", line) for line in splits.description),
+        ("length", f"{prepared.train_iters:,} iterations, {needed:,} samples of {samples:,}: {epochs:.2f} epochs"),
+        (
+            "from",
+            f"iteration {progress.iteration} of {prepared.source}"
+            if progress.iteration
+            else f"weights of {prepared.source}"
+            if prepared.source
+            else "random weights",
+        ),
+        (
+            "saved in",
+            f"{config.checkpoint.save}, every {config.checkpoint.save_interval:,} iterations and at the end"
+            if config.checkpoint.save_interval
+            else f"{config.checkpoint.save}, at the end",
+        ),
+    ]
+    run.log.note(f"started from {dict(rows)['from']} on {dict(rows)['layout']}")
+    run.log.info(
+        start_table(
+            rows,
+            [
+                (flag, " ".join(map(str, value)) if isinstance(value, tuple) else str(value))
+                for flag, value in differing_flags(prepared.arguments.config)
+            ],
+        )
+    )
+    if too_little := warning(prepared.memory, run.device, prepared.ranks.local_world_size):
+        run.log.info(too_little)
+    if epochs > 4 and (data.train_data or data.data_path):  # the built-in corpus is as large as it is
+        run.log.info(
+            f"WARNING: {epochs:.1f} epochs: beyond about 4, repeated text teaches less and less; a larger "
+            "corpus or a smaller --train-iters would serve better"
+        )
+    if config.train.eval_iters and splits.valid is None:
+        run.log.info(f"no validation: --split {data.split} gives it no share")
+
+
+def baselines(run: Run) -> dict[str, float | None]:
+    """Bits per byte that a run has to beat, by description, on the part of the validation split that the run was
+    evaluated on. None for a long text and for a blend, whose parts are repeated."""
+    train_split, valid, tokenizer = run.data.splits.train, run.data.splits.valid, run.data.tokenizer
+    if (
+        not (isinstance(train_split, GPT2Dataset) and isinstance(valid, GPT2Dataset))
+        or train_split.num_tokens > XZ_LIMIT
+    ):
+        return {UNIGRAM: None, "xz -9": None}
+    samples = min(len(valid), run.config.train.eval_iters * run.prepared.global_batch_size)
+    held_out = valid.tokens[: samples * run.config.data.seq_length]
+    train_text = train_split.text(XZ_LIMIT)
+    return {
+        UNIGRAM: unigram_bits_per_byte(train_split.tokens, held_out, tokenizer.byte_lengths, tokenizer.vocab_size),
+        "xz -9, given the training text": xz_bits_per_byte(train_text, tokenizer.decode_bytes(held_out))
+        if train_text is not None
+        else None,
+    }
+
+
+def next_commands(save: str, train_iters: int, *, in_parts: bool) -> list[tuple[str, str]]:
+    """What one would type next, as (what it does, command). in_parts: the checkpoint is of several model-parallel
+    ranks."""
+    folder = shlex.quote(save)
+    commands = [
+        (
+            "train on from this checkpoint",
+            f"{how_to_call('pretrain_gpt2')} --load {folder} --save {folder} --train-iters {2 * train_iters}",
+        ),
+        (
+            "the same on two ranks that share the data, in a folder of its own",
+            f"{how_to_call('pretrain_gpt2_distributed')} --load {folder} --save {folder}_dp2 "
+            f"--train-iters {3 * train_iters}",
+        ),
+        ("generate text", f"{how_to_call('generate_text')} --load {folder} --prompt 'The '"),
+    ]
+    if in_parts:
+        commands.append(
+            (
+                "merge its model-parallel parts into one file",
+                f"{how_to_call('checkpoint')} merge {folder} {folder}_merged",
+            )
+        )
+    return commands
+
+
+def on_disk(folder: Path) -> Checkpoint | None:
+    """The checkpoint that a program would load from the --save folder; none where there is none that is whole."""
+    try:
+        return find_checkpoint(folder, log=lambda warning: None, verify=False)
+    except ValueError:
+        return None
+
+
+def newest_iteration(config: CheckpointConfig, *, alone: bool) -> int:
+    """The iteration of the checkpoint that a run would continue, also a local one; 0 where there is none. alone: the
+    run has this machine alone."""
+    save, local = str(config.save), config.local_checkpoint_dir
+    newest = on_disk(Path(save))
+    return max(newest.iteration if newest else 0, newest_held(save, local, alone=alone) if local else 0)
+
+
+def closing(run: Run, valid: EvaluationRecord | None, sample: str, plot: str, missing: str) -> str:
+    """The closing report. valid: the final evaluation. sample: a text of the model. plot: the curve, or its path.
+    missing: that the last iteration is not saved, if so; the commands that are shown work with what is saved."""
+    newest = on_disk(run.prepared.save_directory)
+    where = " (".join(filter(None, (str(newest.path) if newest else "none", missing))) + ")" * bool(missing)
+    return closing_report(
+        bits_per_byte=valid.bits_per_byte if valid else None,
+        baselines=baselines(run),
+        sample=sample,
+        checkpoint=where,
+        plot=plot,
+        next_commands=next_commands(
+            str(run.config.checkpoint.save), run.prepared.train_iters, in_parts=run.parallel.model_parallel_size > 1
+        )
+        if newest
+        else (),
+    )
+
+
+def is_finished_line(given: CheckpointConfig, source: str | None, iteration: int, train_iters: int) -> str:
+    """That the run in `source` is finished, and how to begin another one, by what was `given`."""
+    if given.load != source:
+        other = "a new --save for another run."
+    else:
+        elsewhere = " and a new --save" if given.save == source else ""
+        other = f"--finetune{elsewhere} for another run that begins with its weights."
+    return (
+        f"{source} is finished: it is at iteration {iteration} of {train_iters}. Give a greater --train-iters to "
+        f"train on, or {other}"
+    )

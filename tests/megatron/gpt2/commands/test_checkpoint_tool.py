@@ -1,0 +1,305 @@
+"""tools/checkpoint.py and tools/merge_mp_partitions.py as a user runs them, on real runs and on genuine old files."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.gpt2.config.arguments import parse
+from megatron.gpt2.dist.ranks import Ranks
+from megatron.gpt2.formats import Hints, open_source
+from megatron.gpt2.train.prepare import prepare_run
+from tests.conftest import ROOT, TEST_DATA
+from tests.megatron.gpt2.commands import tool
+from tests.megatron.gpt2.train.training_runs import SMALL, finish, start, steps, write_text
+from tests.warm_python import WarmPython
+
+OLD = TEST_DATA / "megatron-2019"
+genuine = pytest.mark.skipif(not OLD.is_dir(), reason=f"{OLD} is not there: no genuine checkpoints")
+HINTS = ["--num-attention-heads", "4", "--vocab-size", "130"]
+
+
+main = tool("checkpoint").main
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A text, and `save`: what a run of two steps left."""
+    folder = tmp_path_factory.mktemp("runs")
+    write_text(folder)
+    run = start(0, 1, str(folder), ["--precision", "bf16"])
+    steps(run, 2)
+    assert run.save() is not None
+    finish(run)
+    return folder
+
+
+def read(path: Path, *, heads: int | None = None, vocab: int | None = None):
+    return open_source(path, Hints(heads, vocab), log=lambda line: None)
+
+
+def test_inspect(runs: Path, capsys: pytest.CaptureFixture):
+    save = str(runs / "save")
+    assert main(["inspect", save]) == 0
+    text = capsys.readouterr().out
+    for part in ("model-parallel 1 × data-parallel 1", "num layers", "bytes, 257 ids", "mp_rank_00/model.safetensors"):
+        assert part in text
+    table = text.split("\n\n")[1].splitlines()
+    assert len({len(line) for line in table}) == 1, "columns line up"
+    assert main(["inspect", save, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["model"]["hidden_size"] == 128 and found["iteration"] == 2
+    for file, info in found["files"].items():
+        path = runs / "save" / "iter_0000002" / file
+        assert path.stat().st_size == info["bytes"] and len(info["sha256"]) == 64 and info["boxes"]
+    assert found["tensors"]["master.word_embeddings.weight"] == {
+        "dtype": "float32",
+        "shape": [257, 128],
+        "bytes": 4 * 257 * 128,
+    }
+    parameters = sum(part["values"] for part in found["parts"] if part["kind"] == "model")
+    assert parameters == 257 * 128 + 32 * 128 + 2 * (12 * 128**2 + 13 * 128) + 2 * 128
+
+
+def test_verify_finds_a_bit_in_every_file(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
+    save = tmp_path / "save"
+    shutil.copytree(runs / "save", save)
+    assert main(["verify", str(save)]) == 0
+    files = sorted((save / "iter_0000002").rglob("*.safetensors"))
+    assert len(files) == 5
+    for file in files:
+        data = bytearray(file.read_bytes())
+        data[-3] ^= 1
+        file.write_bytes(data)
+        capsys.readouterr()
+        assert main(["verify", str(save)]) == 1
+        assert f"DAMAGED: {file}" in capsys.readouterr().out
+        with pytest.raises(ValueError, match=f"{file.name}: damaged"):
+            main(["merge", str(save), str(tmp_path / "out")])
+        data[-3] ^= 1
+        file.write_bytes(data)
+    assert not (tmp_path / "out").exists()
+
+
+def test_verify_finds_another_tokenizer(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
+    from data_utils import build_tokenizer
+
+    save = tmp_path / "save"
+    shutil.copytree(runs / "save", save)
+    assert main(["verify", str(save)]) == 0
+    assert capsys.readouterr().out.endswith("are complete, the tokenizer is the run's own\n")
+    shutil.rmtree(save / "tokenizer")
+    assert main(["verify", str(save)]) == 1
+    assert f"DAMAGED: {save / 'tokenizer'} holds no tokenizer" in capsys.readouterr().out
+    build_tokenizer("builtin").save(save / "tokenizer")
+    assert main(["verify", str(save)]) == 1
+    assert capsys.readouterr().out == (
+        f"DAMAGED: {save / 'tokenizer'}: is not the tokenizer that {save / 'iter_0000002'} was trained with\n"
+    )
+
+
+def test_split_merge_diff(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
+    save, split, merged = (str(path) for path in (runs / "save", tmp_path / "split", tmp_path / "merged"))
+    assert main(["split", save, split, "--model-parallel-size", "4"]) == 0
+    assert len(list(Path(split).glob("iter_*/mp_rank_*"))) == 4
+    assert main(["merge", split, merged]) == 0
+    capsys.readouterr()
+    assert main(["diff", save, merged]) == 0
+    text = capsys.readouterr().out
+    assert text.endswith("equal\n") and len(re.findall(r"^exp_avg_sq\..* 0$", text, re.MULTILINE)) == 28
+    other = tmp_path / "other"
+    run = start(0, 1, str(runs), ["--load", merged, "--save", str(other)])  # the tokenizer came along, too
+    assert run.progress.iteration == 2
+    steps(run, 1)
+    run.save()
+    finish(run)
+    assert main(["diff", save, str(other)]) == 1
+    assert capsys.readouterr().out.endswith("NOT EQUAL\n")
+
+
+@pytest.mark.parametrize("target", ["native", "huggingface", "megatron-2019", "megatron-core"])
+def test_convert_and_check(runs: Path, tmp_path: Path, target: str, capsys: pytest.CaptureFixture):
+    out = str(tmp_path / "out")
+    assert main(["convert", str(runs / "save"), out, "--to", target, "--check"]) == 0
+    found = re.search(r"greatest logit difference on 64 tokens in fp32: (\S+)", capsys.readouterr().out)
+    assert float(found[1]) == 0
+    with pytest.raises(ValueError, match="not empty"):
+        main(["convert", str(runs / "save"), out, "--to", target])
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
+def test_an_export_is_compared_with_what_it_was_made_of(
+    runs: Path, tmp_path: Path, dtype: str, capsys: pytest.CaptureFixture
+):
+    """The run is in bf16; its masters, which an export in another type is made of, are not its rounded weights."""
+    out = str(tmp_path / "out")
+    assert main(["convert", str(runs / "save"), out, "--to", "huggingface", "--dtype", dtype, "--check"]) == 0
+    said = capsys.readouterr()
+    assert "in fp32: 0\n" in said.out and "left out: the optimizer's state" in said.err
+
+
+def test_a_core_export_says_what_it_lacks_and_compares_without_a_flag(
+    runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+):
+    save, out = str(runs / "save"), str(tmp_path / "out")
+    assert main(["convert", save, out, "--to", "megatron-core", "--model-parallel-size", "2"]) == 0
+    assert "left out: the optimizer's state, which this format does not hold\n" in capsys.readouterr().err
+    assert main(["diff", save, out]) == 0
+    said = capsys.readouterr()
+    assert said.out.endswith("equal\n") and "padded" not in said.err
+
+
+def test_check_sees_a_wrong_translation(runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    from megatron.gpt2.formats import write_megatron
+
+    monkeypatch.setattr(write_megatron, "by_part", lambda heads: lambda x: x)
+    assert main(["convert", str(runs / "save"), str(tmp_path / "out"), "--to", "megatron-2019", "--check"]) == 1
+
+
+@genuine
+@pytest.mark.parametrize(
+    ("name", "hints"), [("megatron-2019/tp2", HINTS), ("megatron-2019/tp4", HINTS), ("megatron-v2.6/tp2", HINTS[2:])]
+)
+def test_genuine_files_merge_to_the_last_bit(name: str, hints: list[str], tmp_path: Path):
+    out = tmp_path / "merged"
+    assert main(["merge", str(TEST_DATA / name / "checkpoint"), str(out), *hints]) == 0
+    heads = 4 if "2019" in name else None
+    merged = read(out, heads=heads, vocab=130)
+    single = read(TEST_DATA / name.split("/")[0] / "tp1" / "checkpoint", heads=heads, vocab=130)
+    assert merged.format == ("megatron-2019" if heads else "megatron-v2")
+    for tensor in single.names():
+        assert merged.read(tensor).dtype == torch.float16
+        assert torch.equal(merged.read(tensor), single.read(tensor)), tensor
+
+
+def test_a_run_goes_on_through_files_of_2019(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
+    """Weights, masters, moments, steps: training's refusal gives the command that brings them back, and on the same
+    batches the losses are those of the run that stayed."""
+    old = str(tmp_path / "old one")
+    assert main(["convert", str(runs / "save"), old, "--to", "megatron-2019", "--model-parallel-size", "2"]) == 0
+    with pytest.raises(ValueError) as refused:
+        prepare_run(parse([*SMALL, "--load", old]), Ranks(0, 1, 0, 1), lambda line: None)
+    command = re.search(r": bash \S+ \S*tools/checkpoint.py (.*) converts it; then --load (.*)$", str(refused.value))
+    assert main([*shlex.split(command[1]), "--vocab-size", "257"]) == 0
+    assert "random states" in capsys.readouterr().err
+    losses: list[list[float]] = []
+    batches: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for load in (str(runs / "save"), shlex.split(command[2])[0]):
+        run = start(0, 1, str(runs), ["--load", load, "--save", f"{load}_on", "--precision", "bf16"])
+        assert run.progress.iteration == 2
+        batches = batches or [next(run.data.loader) for _ in range(3)]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(run.data, "loader", iter(batches))
+            losses.append(steps(run, 3)["loss"])
+        finish(run)
+    assert losses[0] == losses[1] and losses[0][0] != losses[0][2]
+
+
+BAD = {
+    "no checkpoint": (["inspect", "{empty}"], "holds no checkpoint"),
+    "nothing there": (["verify", "{empty}/none"], "does not exist"),
+    "an unknown target": (["convert", "{save}", "{out}", "--to", "gguf"], "invalid choice: 'gguf'"),
+    "heads": (["split", "{save}", "{out}", "--model-parallel-size", "3"], "--num-attention-heads 4 is not divisible"),
+    "no ranks": (["split", "{save}", "{out}", "--model-parallel-size", "0"], "--model-parallel-size must be positive"),
+    "an iteration": (["merge", "{save}", "{out}", "--iteration", "7"], "7"),
+    "no command": ([], "required"),
+    "a flag": (["diff", "{save}", "{save}", "--fast"], "--fast"),
+    "a file in the way": (["merge", "{save}", "{save}"], "not empty"),
+    "a missing vocabulary": (["merge", "{save}", "{out}", "--vocab-file", "none.json"], "none.json"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input(runs: Path, tmp_path: Path, name: str):
+    words, message = BAD[name]
+    (tmp_path / "empty").mkdir()
+    places = {"save": runs / "save", "empty": tmp_path / "empty", "out": tmp_path / "out"}
+    with pytest.raises((ValueError, OSError)) as error:
+        main([word.format(**places) for word in words])
+    assert message in str(error.value) and "\n" not in str(error.value)
+    assert not (tmp_path / "out").exists()
+
+
+@genuine
+@pytest.mark.parametrize(
+    ("change", "words", "message"),
+    [
+        ("a missing rank", HINTS, "is one missing"),
+        ("two iterations mixed", HINTS, "iteration"),
+        ("none", ["--num-attention-heads", "5"], "likeliest first one of 2, 4"),
+        ("none", [], "--num-attention-heads"),
+        ("none", ["--num-attention-heads", "4", "--vocab-size", "9999"], "--vocab-size 9999"),
+    ],
+)
+def test_bad_old_files(tmp_path: Path, change: str, words: list[str], message: str):
+    save = tmp_path / "old"
+    shutil.copytree(OLD / "tp2" / "checkpoint", save, copy_function=shutil.copyfile)
+    second = save / "iter_0000018" / "mp_rank_01" / "model_optim_rng.pt"
+    if change == "a missing rank":
+        shutil.rmtree(second.parent)
+    elif change == "two iterations mixed":
+        later = second.with_name("later")
+        torch.save(as_if_later(second), later)
+        later.rename(second)
+    with pytest.raises(ValueError) as error:
+        main(["convert", str(save), str(tmp_path / "out"), "--to", "native", *words])
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def as_if_later(path: Path):
+    """A rank's file as if it had been saved at another iteration."""
+    from megatron.gpt2.formats.pickles import load_pickle
+
+    top = load_pickle(path)
+    return {"iteration": top["iteration"] + 1, "model": dict(top["model"])}
+
+
+def run(python: WarmPython, program: str, *words: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [python.python, str(ROOT / "tools" / program), *words], capture_output=True, text=True, timeout=240
+    )
+
+
+def test_a_users_error_is_one_line_and_exit_code_2(python: WarmPython, tmp_path: Path):
+    found = run(python, "checkpoint.py", "convert", str(tmp_path), str(tmp_path / "out"), "--to", "native")
+    assert found.returncode == 2 and found.stdout == "", found
+    assert re.fullmatch(r"error: \S.*\n", found.stderr), found.stderr
+
+
+@genuine
+def test_merge_mp_partitions(python: WarmPython, tmp_path: Path):
+    words = [
+        "--model_type",
+        "GPT2",
+        "--tensor-model-parallel-size",
+        "2",
+        "--tokenizer-type",
+        "GPT2BPETokenizer",
+        "--num-layers",
+        "3",
+        "--hidden-size",
+        "64",
+        "--num-attention-heads",
+        "4",
+        "--seq-length",
+        "32",
+        "--max-position-embeddings",
+        "32",
+        "--load",
+        str(OLD / "tp2" / "checkpoint"),
+    ]
+    merged = run(python, "merge_mp_partitions.py", *words, "--save", str(tmp_path / "merged"))
+    assert merged.returncode == 0, merged.stderr
+    a, b = read(tmp_path / "merged", heads=4), read(OLD / "tp2" / "checkpoint", heads=4)
+    assert set(a.names()) == set(b.names()) and len(a.names()) == 160
+    assert all(torch.equal(a.read(name), b.read(name)) for name in a.names())
+    for flag, value in (("--num-layers", "24"), ("--tensor-model-parallel-size", "4"), ("--model_type", "BERT")):
+        with pytest.raises(ValueError, match=flag.replace("_", "-")):
+            tool("merge_mp_partitions").main([*words, flag, value])

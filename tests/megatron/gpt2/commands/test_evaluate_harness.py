@@ -1,0 +1,164 @@
+"""lm-eval gets from our model what it gets from transformers with the exported one."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import mpu
+from data_utils.corpora.detokenizers import wikitext_detokenizer
+from tests.distributed import run_ranks
+from tests.megatron.gpt2.commands import tool
+from tests.megatron.gpt2.generate.word_model import word_model
+
+lm_eval = pytest.importorskip("lm_eval", reason="lm-eval, the extra [eval], is not installed")
+
+# One task of each kind of request: multiple choice (loglikelihood), rolling, generate_until.
+TASKS: dict[str, dict[str, Any]] = {
+    "choice": {
+        "output_type": "multiple_choice",
+        "doc_to_text": "{{context}}",
+        "doc_to_choice": "{{words}}",
+        "doc_to_target": 0,
+        "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
+    },
+    "rolling": {
+        "output_type": "loglikelihood_rolling",
+        "doc_to_text": "",
+        "doc_to_target": "{{text}}",
+        "metric_list": [{"metric": "word_perplexity"}, {"metric": "bits_per_byte"}],
+    },
+    "written": {
+        "output_type": "generate_until",
+        "doc_to_text": "{{context}}",
+        "doc_to_target": " {{next}}",
+        "generation_kwargs": {"until": [" school", "\n"], "max_gen_toks": 1, "do_sample": False},
+        "metric_list": [{"metric": "exact_match"}],
+    },
+}
+Figures = dict[tuple[str, str], float]
+
+
+@pytest.fixture(scope="module")
+def folder(shared_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("word_model")
+    words = word_model(shared_folder, folder)
+    docs = [
+        {
+            "context": " ".join(words[at : at + 6]),
+            "next": words[at + 6],
+            "text": " ".join(words[at : at + 40]),
+            "words": [words[at + 6], words[at + 7], words[at + 8]],
+        }
+        for at in range(0, 400, 20)
+    ]
+    (folder / "docs.jsonl").write_text("".join(json.dumps(doc) + "\n" for doc in docs))
+    (folder / "tasks").mkdir()
+    for name, task in TASKS.items():
+        # JSON is YAML
+        (folder / "tasks" / f"{name}.yaml").write_text(
+            json.dumps(
+                {
+                    "task": name,
+                    "dataset_path": "json",
+                    "test_split": "test",
+                    "dataset_kwargs": {"data_files": {"test": str(folder / "docs.jsonl")}},
+                    **task,
+                }
+            )
+        )
+    return folder
+
+
+@functools.cache  # a model's name is registered once
+def program() -> dict[str, Any]:
+    """The tool's names, with no tasks but our own: looking through the 14,000 files of lm-eval's takes seconds."""
+    names = vars(tool("evaluate_harness"))
+    names["TaskManager"] = functools.partial(names["TaskManager"], include_defaults=False)
+    return names
+
+
+def figures(results: dict[str, Any]) -> Figures:
+    return {
+        (task, name): value
+        for task, entries in results.items()
+        for name, value in entries.items()
+        if isinstance(value, float) and "stderr" not in name
+    }
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path) -> Figures:
+    return figures(
+        lm_eval.simple_evaluate(
+            "hf",
+            {"pretrained": str(folder / "exported"), "dtype": "float32"},
+            tasks=list(TASKS),
+            device="cpu",
+            task_manager=program()["TaskManager"](include_path=str(folder / "tasks")),
+            log_samples=False,
+            bootstrap_iters=0,
+        )["results"]
+    )
+
+
+def check(own: Figures, expected: Figures) -> None:
+    assert own == pytest.approx(expected, rel=1e-4)
+    assert {task for task, _ in own} == set(TASKS)
+    assert 0.2 < own["choice", "acc,none"] < 1 and 0.2 < own["written", "exact_match,none"] < 1
+
+
+def test_program(folder: Path, expected: Figures, capsys: pytest.CaptureFixture[str]) -> None:
+    main = program()["main"]
+    flags = ["--load", str(folder / "save"), "--include-path", str(folder / "tasks"), "--device", "cpu"]
+    assert main([*flags, "--tasks", ",".join(TASKS), "--output", str(folder / "out.json")]) == 0
+    assert capsys.readouterr().out.count("bits_per_byte") == 1
+    result = json.loads((folder / "out.json").read_text())
+    check(figures(result["results"]), expected)
+    assert len(result["manifest_sha256"]) == 64
+
+    for wrong, said in (
+        (["--tasks", "ch*,none"], "--tasks: lm-eval knows no none"),
+        (["--tasks", "choice", "--output", "no/such/folder/x"], "--output no/such/folder/x"),
+        (["--tasks", "choice", "--batch-size", "0"], "--micro-batch-size must be positive, not 0"),
+    ):
+        assert main([*flags, *wrong]) == 2
+        out, error = capsys.readouterr()
+        assert not out and error.splitlines()[-1].startswith(f"error: {said}")
+
+
+def evaluated(rank: int, world_size: int, folder: Path) -> Figures:
+    import torch
+
+    from megatron.gpt2.generate.load_model import load_for_inference
+
+    names = program()
+    mpu.initialize_model_parallel(world_size)
+    loaded = load_for_inference(folder / "save", torch.device("cpu"), torch.float32, log=print)
+    results = lm_eval.simple_evaluate(
+        "gpt2-model-parallel",
+        {"model": loaded.model, "tokenizer": loaded.tokenizer},
+        tasks=list(TASKS),
+        batch_size=4,
+        task_manager=names["TaskManager"](include_path=str(folder / "tasks")),
+        log_samples=False,
+        bootstrap_iters=0,
+    )
+    return figures(results["results"])
+
+
+@pytest.mark.wide
+def test_each_layer_split_over_two_ranks(folder: Path, expected: Figures) -> None:
+    first, _ = run_ranks(evaluated, 2, folder)
+    check(first, expected)
+
+
+def test_the_detokenizer_is_that_of_lm_eval(test_data: Path) -> None:
+    from lm_eval.tasks.wikitext.preprocess_wikitext import wikitext_detokenizer as theirs
+
+    text = (test_data / "wikitext-2" / "test.txt").read_text(encoding="utf-8")
+    assert wikitext_detokenizer(text) == theirs({"page": text})

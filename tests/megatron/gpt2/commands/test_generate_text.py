@@ -1,0 +1,250 @@
+"""The program that writes text: every prompt has its answer or its error line, and typed prompts are edited."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import io
+import json
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import termios
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+import mpu
+from megatron.gpt2.model.gpt2 import GPT2Model
+from tests.distributed import run_ranks
+from tests.megatron.gpt2.commands import tool
+from tests.megatron.gpt2.dist.started_ranks import free_port
+from tests.megatron.gpt2.generate.test_generation import CONFIG, save
+
+ROOT = Path(__file__).resolve().parents[4]
+main = tool("generate_text").main
+ON_CPU = ("--device", "cpu", "--precision", "fp32")
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("run")
+    mpu.initialize_model_parallel(1)
+    save(GPT2Model(CONFIG), folder)
+    mpu.destroy_model_parallel()
+    return folder
+
+
+@pytest.fixture
+def run(saved: Path, capsys: pytest.CaptureFixture[str]) -> Any:
+    def run(*flags: str, code: int = 0) -> tuple[str, str]:
+        assert main(["--load", str(saved), *ON_CPU, "--max-new-tokens", "5", *flags]) == code
+        return capsys.readouterr()
+
+    return run
+
+
+def test_one_prompt(run: Any) -> None:
+    out, err = run("--prompt", "Once", "--seed", "1")
+    assert out.startswith("Once") and out.endswith("\n") and len(out) > 5
+    assert err.count("\n") == 1 and "full sampling" in err
+    assert run("--prompt", "Once", "--seed", "1", "--recompute")[0] == out
+    assert run("--prompt", "Once", "--seed", "2")[0] != out
+    greedy, err = run("--prompt", "Once", "--greedy")
+    assert err == "" and greedy == run("--prompt", "Once", "--top_k", "1")[0]
+
+
+BAD_FILE = b"one\n\nplease stop here\nstop\n" + b"long " * 20_000 + b"\nN\0UL\nin\xffvalid\n\xc3\xa9\r\nno newline"
+
+
+def test_every_line_of_a_file_is_answered(run: Any, tmp_path: Path) -> None:
+    file = tmp_path / "prompts.txt"
+    file.write_bytes(BAD_FILE)
+    out, err = run("--sample-input-file", str(file), "--batch-size", "3", "--top-p", "0.9")
+    entries = [json.loads(line) for line in out.splitlines()]
+    assert [entry.get("prompt", "")[:11] or entry["error"] for entry in entries] == [
+        "one",
+        "the line is empty",
+        "please stop",
+        "stop",
+        "long long l",
+        "N\0UL",
+        "not UTF-8: byte 3 of the line is 0xff",
+        "é",
+        "no newline",
+    ]
+    assert [entry["line"] for entry in entries if "error" in entry] == [2, 7]
+    assert all(
+        entry["finish"] in ("length", "end") and 0 <= entry["length"] <= 5 for entry in entries if "error" not in entry
+    )
+    assert any(entry.get("text") for entry in entries)
+    assert "of a prompt of 100,000 tokens the last 32 are read" in err
+    # Neither the batch nor the other prompts change a text; a file instead of standard output neither.
+    again = tmp_path / "answers.jsonl"
+    assert (
+        run(
+            "--sample-input-file", str(file), "--sample-output-file", str(again), "--batch-size", "1", "--top-p", "0.9"
+        )[0]
+        == ""
+    )
+    assert again.read_text() == out
+
+
+def test_new_documents(run: Any, tmp_path: Path) -> None:
+    file = tmp_path / "samples.jsonl"
+    run("--num-samples", "5", "--genfile", str(file), "--batch-size", "2")
+    entries = [json.loads(line) for line in file.read_text().splitlines()]
+    assert len(entries) == 5 and len({entry["text"] for entry in entries}) > 1
+    assert run("--num-samples", "5", "--batch-size", "5")[0] == file.read_text()
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (("--temperature", "-1"), "--temperature"),
+        (("--top_p", "2"), "--top-p"),
+        (("--stop", ""), "--stop"),
+        (("--num-samples", "-1"), "--num-samples"),
+        (("--genfile", "x"), "--num-samples"),
+        (("--sample-input-file", "missing.txt"), "missing.txt"),
+        (("--prompt", "a", "--num-samples", "1"), "not allowed"),
+        (("--prompt", "\udcff"), "surrogate"),
+        (("--model-parallel-size", "2"), "--model-parallel-size 2"),
+        (("--gready",), "--gready"),
+        (("--load", "/nowhere"), "/nowhere"),
+        (("--batch-size", "0"), "--batch-size"),
+        (("--max-new-tokens", "0"), "--max-new-tokens"),
+        (("--sample-input-file", __file__, "--sample-output-file", __file__), "is the file of the prompts"),
+    ],
+    ids=str,
+)
+def test_bad_input_is_one_line(run: Any, flags: tuple[str, ...], named: str) -> None:
+    out, err = run("--top-k", "3", *flags, code=2)
+    assert out == "" and err.startswith("error: ") and err.count("\n") == 1 and named in err
+
+
+def test_a_command_line_of_2019(run: Any) -> None:
+    line = (
+        "--model-parallel-size 1 --num-layers 24 --hidden-size 1024 --num-attention-heads 16 "
+        "--max-position-embeddings 1024 --tokenizer-type GPT2BPETokenizer --fp16 --cache-dir cache "
+        "--seq-length 1024 --out-seq-length 4 --temperature 1.0 --top_k 0 --top_p 0.9 --recompute --num-samples 2 "
+        "--precision fp32"
+    )
+    out, err = run(*line.split())
+    assert out.count("\n") == 2
+    assert "--num-layers" in err and "not needed here" in err and err.count("\n") == 1
+
+
+def typed(run: Any, monkeypatch: pytest.MonkeyPatch, data: bytes) -> tuple[str, str]:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data), encoding="utf-8"))
+    return run("--greedy")
+
+
+def test_typed_prompts(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    out, err = typed(run, monkeypatch, b"do not stop\n\nin\xffvalid\n stop\nstop\nnever read\n")
+    expected = [run("--greedy", "--prompt", prompt)[0] for prompt in ("do not stop", " stop")]
+    assert out == "".join(expected)
+    assert "is empty" in err and "surrogate" in err
+    assert typed(run, monkeypatch, b"do not stop")[0] == expected[0], "the end of the input"
+
+
+@pytest.mark.parametrize("ranks", [pytest.param("1", marks=pytest.mark.wide), "2"])
+def test_a_terminal(saved: Path, ranks: str) -> None:
+    """A typing error is edited, the history recalled, a text interrupted, and Ctrl-C at the prompt ends."""
+
+    def first() -> None:
+        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell lets what it starts in the background ignore it
+
+    main_end, end = pty.openpty()
+    process = subprocess.Popen(
+        [
+            sys.executable,
+            "tools/generate_text.py",
+            "--load",
+            str(saved),
+            *ON_CPU,
+            "--top-k",
+            "1",
+            "--max-new-tokens",
+            "100000000",
+            "--nproc-per-node",
+            ranks,
+        ],
+        cwd=ROOT,
+        stdin=end,
+        stdout=end,
+        stderr=end,
+        start_new_session=True,
+        env={**os.environ, "TERM": "dumb"},
+        preexec_fn=first,
+    )
+    os.close(end)
+    seen = b""
+
+    def wait_for(pattern: bytes) -> None:
+        nonlocal seen
+        deadline = time.monotonic() + 240
+        while not (found := re.search(pattern, seen, re.DOTALL)):
+            assert time.monotonic() < deadline and select.select([main_end], [], [], 60)[0], seen[-2000:]
+            seen += os.read(main_end, 65536)
+        seen = seen[found.end() :]
+
+    try:
+        wait_for(rb"prompt> ")
+        os.write(main_end, b"Obce\x1b[D\x1b[D\x7fn\r")  # two to the left, a backspace, the right letter
+        wait_for(rb"\nOnce.")
+        os.write(main_end, b"\x03")
+        wait_for(rb"prompt> ")
+        os.write(main_end, b"\x1b[A\r")
+        wait_for(rb"\nOnce.")
+        os.write(main_end, b"\x03")
+        wait_for(rb"prompt> ")
+        code = None
+        for _ in range(3):  # Python's readline may miss one that comes while it draws the prompt
+            time.sleep(0.3)
+            os.write(main_end, b"\x03")
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                code = process.wait(10)
+                break
+        assert code == 0
+    finally:
+        process.kill()
+        os.close(main_end)
+
+
+def answers_of_a_rank(rank: int, world_size: int, saved: str, file: str, port: str) -> int:
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+    dist.destroy_process_group()  # the program makes its own
+    code = main(
+        [
+            "--load",
+            saved,
+            *ON_CPU,
+            "--max-new-tokens",
+            "40",
+            "--sample-input-file",
+            file,
+            "--sample-output-file",
+            f"{file}.answers",
+            "--top-k",
+            "50",
+        ]
+    )
+    dist.init_process_group("gloo", init_method=f"file://{file}.rendezvous", rank=rank, world_size=world_size)
+    return code
+
+
+def test_two_ranks_answer_bad_prompts_alike(run: Any, saved: Path, tmp_path: Path) -> None:
+    file = tmp_path / "prompts.txt"
+    file.write_bytes(BAD_FILE)
+    assert run_ranks(answers_of_a_rank, 2, str(saved), str(file), str(free_port())) == [0, 0]
+    alone, _ = run("--max-new-tokens", "40", "--sample-input-file", str(file), "--top-k", "50")
+    assert (tmp_path / "prompts.txt.answers").read_text() == alone

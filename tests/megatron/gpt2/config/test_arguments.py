@@ -1,0 +1,445 @@
+"""The command line: presets, aliases, foreign flags, errors, and what a checkpoint decides."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import pytest
+import torch
+
+from data_utils import BatchSchedule
+from megatron.gpt2.config import SECTIONS, Config, TrainConfig
+from megatron.gpt2.config.arguments import Arguments, merge_checkpoint, parse
+from megatron.gpt2.config.flag_names import differing_flags, fields, flag
+from megatron.gpt2.config.flags import flag_table
+from megatron.gpt2.config.presets import PRESETS, SHAPES
+from mpu.kernels import dropout
+
+QUICKSTART_ITERS = PRESETS["quickstart"]["train.train_iters"]
+
+
+def read(line: str) -> Arguments:
+    return parse(line.split())
+
+
+def saved(line: str, **changes: object) -> dict[str, dict[str, object]]:
+    """The configuration that a run of this command line stores, as it comes back from JSON."""
+    config = json.loads(json.dumps(read(line).config.as_dict()))
+    config["data"]["tokenizer_type"] = config["data"]["tokenizer_type"] or "builtin"
+    config["model"]["vocab_size"] = 2048
+    for key, value in changes.items():
+        next(section for section in config.values() if key in section)[key] = value
+    return config
+
+
+def test_without_flags_the_quickstart_runs():
+    arguments = read("")
+    assert arguments.preset == "quickstart" and not arguments.given and not arguments.notes
+    assert (arguments.config.model.num_layers, arguments.config.train.train_iters) == (4, QUICKSTART_ITERS)
+    assert arguments.config.checkpoint.save == "checkpoints/gpt2_quickstart"
+
+
+def test_345m_is_the_published_demo_whole():
+    config = read("--model 345M").config
+    m, d, o, t, c = config.model, config.data, config.optimizer, config.train, config.checkpoint
+    assert (m.num_layers, m.hidden_size, m.num_attention_heads, m.max_position_embeddings) == (24, 1024, 16, 1024)
+    assert (m.attention_dropout, m.hidden_dropout, d.seq_length, d.tokenizer_type) == (
+        0.1,
+        0.1,
+        1024,
+        "GPT2BPETokenizer",
+    )
+    assert (o.lr, o.lr_decay_style, o.warmup, o.weight_decay, o.clip_grad) == (1.5e-4, "cosine", 0.01, 0.01, 1.0)
+    assert (o.adam_beta1, o.adam_beta2, t.micro_batch_size, t.train_iters, t.seed) == (0.9, 0.999, 8, 320_000, 1234)
+    assert (c.save_interval, t.eval_interval, t.eval_iters, t.log_interval) == (5000, 1000, 100, 100)
+    assert (c.save, t.recompute_granularity) == ("checkpoints/gpt2_345m", "none")
+
+
+def test_presets_differ_in_shape_alone_and_name_real_fields():
+    assert SHAPES["8.3b"] == (72, 3072, 32) and len(SHAPES) == 7
+    for name, preset in PRESETS.items():
+        assert preset.keys() <= fields().keys(), name
+        model = parse(["--model", name]).config.model
+        assert name == "quickstart" or (model.num_layers, model.hidden_size, model.num_attention_heads) == SHAPES[name]
+
+
+def test_flags_override_the_preset():
+    config = read("--model 345m --lr=3e-4 --train-samples 3e2 --num-layers 2").config
+    assert (config.optimizer.lr, config.train.train_iters, config.train.train_samples) == (3e-4, None, 300)
+    assert (config.model.hidden_size, config.checkpoint.save) == (1024, "checkpoints/gpt2_2x1024")
+
+
+def test_a_shape_of_its_own_has_the_defaults_of_2019():
+    arguments = read("--num-layers 2")
+    assert arguments.preset is None
+    assert differing_flags(arguments.config) == [
+        ("--num-layers", 2),
+        ("--train-iters", 1_000_000),
+        ("--save", "checkpoints/gpt2_2x1024"),
+    ]
+
+
+def test_save_defaults_to_the_folder_loaded_unless_it_is_fine_tuned():
+    assert read("--load a/b/").config.checkpoint.save == "a/b/"
+    assert read("--load a/b/ --finetune").config.checkpoint.save == "a/b_finetuned"
+    assert read("--load a --save c").config.checkpoint.save == "c"
+
+
+@pytest.mark.parametrize(
+    "line, key, value",
+    [
+        ("--batch-size 3", "train.micro_batch_size", 3),
+        ("--tensor-model-parallel-size 2", "parallel.model_parallel_size", 2),
+        ("--lr-warmup-fraction .2", "optimizer.warmup", 0.2),
+        ("--min-scale 4", "optimizer.min_loss_scale", 4.0),
+        ("--norm-epsilon 1e-6", "model.layernorm_epsilon", 1e-6),
+        ("--override-opt_param-scheduler", "optimizer.override_opt_param_scheduler", True),
+        ("--use-checkpoint-lr-scheduler", "optimizer.use_checkpoint_opt_param_scheduler", True),
+        ("--recompute-granularity full --recompute-method uniform", "train.recompute_granularity", "full"),
+        ("--activations-checkpoint-method uniform", "train.recompute_granularity", "full"),
+        ("--checkpoint-activations", "train.recompute_granularity", "full"),
+        ("--recompute-activations", "train.recompute_granularity", "selective"),
+        ("--checkpoint-num-layers 2", "train.recompute_num_layers", 2),
+        ("--fp16", "train.precision", "fp16-on-gpu"),
+        ("--fp16 --precision fp16", "train.precision", "fp16"),
+        ("--bf16 --precision bf16", "train.precision", "bf16"),
+        ("--train-data-path no/such/prefix", "data.data_path", ("no/such/prefix",)),
+        ("--train-data-path .3 a .7 b", "data.split", "1"),
+        ("--train-data-path a --val-data-path .5 b .5 c", "data.valid_data_path", (".5", "b", ".5", "c")),
+    ],
+)
+def test_spellings_of_2019_and_today(line, key, value):
+    arguments = read(line)
+    section, name = key.split(".")
+    assert getattr(getattr(arguments.config, section), name) == value and key in arguments.given
+    assert arguments.notes or line == "--override-opt_param-scheduler"  # underscores are no other spelling
+
+
+def test_a_narrower_value_beside_a_foreign_flag_holds():
+    assert read("--fp16 --precision fp16").notes == ("--fp16: without effect, since --precision fp16 is given",)
+
+
+def test_inert_flags_are_noted_once():
+    arguments = read(
+        "--lazy-loader --loose-json --context-parallel-size 1 --local_rank=3 --use-mcore-models "
+        "--fp32-allreduce --num_layers 2"
+    )
+    assert arguments.config.model.num_layers == 2
+    assert len(arguments.notes) == 6 and all("\n" not in note for note in arguments.notes)
+
+
+@pytest.mark.parametrize(
+    "line, message",
+    [
+        ("--num-layer 3", "unknown flag --num-layer: did you mean --num-layers?"),
+        ("--hiden-size=3", "unknown flag --hiden-size: did you mean --hidden-size?"),
+        ("--ddp-impl local", "unknown flag --ddp-impl: did you mean --DDP-impl?"),
+        ("--zzzz", "unknown flag --zzzz: --help lists the flags"),
+        ("stray", "unexpected argument 'stray'"),
+        ("--num-layers two", "--num-layers: invalid int value: 'two'"),
+        ("--train-iters 1.5", "--train-iters: '1.5' is not a whole number"),
+        ("--num-layers", "--num-layers: expected one argument"),
+        ("--model 3b", "--model: invalid choice: '3b'"),
+        ("--precision fp8", "--precision: invalid choice: 'fp8'"),
+        ("--fp16 --bf16", "--bf16 contradicts --fp16"),
+        ("--fp16 --precision fp32", "--fp16 contradicts --precision fp32"),
+        ("--fp16 --precision fp16 --bf16", "--bf16 contradicts --precision fp16"),
+        ("--bf16 --precision fp32", "--bf16 contradicts --precision fp32"),
+        ("--context-parallel-size 2", "--context-parallel-size 2 is not supported, only 1"),
+        ("--pipeline-model-parallel-size 25", "needs at least 25 layers, one per stage, and --num-layers is "),
+        (
+            "--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 24",
+            "layers for the other 1 stages: each of them needs one",
+        ),
+        (
+            "--decoder-last-pipeline-num-layers 2",
+            "--decoder-last-pipeline-num-layers needs --pipeline-model-parallel-size",
+        ),
+        (
+            "--pipeline-schedule interleaved",
+            "--pipeline-schedule interleaved needs two or more virtual stages per rank",
+        ),
+        (
+            "--pipeline-schedule zero-bubble --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2",
+            "--pipeline-schedule zero-bubble runs one",
+        ),
+        (
+            "--num-layers-per-virtual-pipeline-stage 2 --num-virtual-stages-per-pipeline-rank 2 "
+            "--pipeline-model-parallel-size 2",
+            "say the same: give one",
+        ),
+        ("--pipeline-model-parallel-size 2 --pipeline-schedule zero-bubble --compile", "zero-bubble and --compile"),
+        ("--pipeline-model-parallel-size 2 --DDP-impl torch", "--pipeline-model-parallel-size needs --DDP-impl local"),
+        ("--num-virtual-stages-per-pipeline-rank 2", "rank needs --pipeline-model-parallel-size of at least 2"),
+        ("--gas 0", "--gradient-accumulation-steps must be positive, not 0"),
+        ("--pipeline-schedule dualpipe", "--pipeline-schedule: invalid choice: 'dualpipe'"),
+        ("--recompute-granularity core", "invalid choice: 'core'"),
+        (
+            "--sequence-parallel --model-parallel-size 4 --num-attention-heads 8 --seq-length 30",
+            "--sequence-parallel splits --seq-length 30",
+        ),
+        ("--swiglu", "--swiglu is not supported"),
+        ("--train-data-path .", "--train-data-path . is a directory"),
+        ("--train-data-path a --split 90,10", "--train-data-path contradicts --split 90,10"),
+        ("--valid-data a --valid-data-path b", "give --valid-data-path or --valid-data, not both"),
+        ("--data-order random", "--data-order: invalid choice: 'random'"),
+        ("--warmup .1 --lr-warmup-iters 3", "--lr-warmup-iters or --lr-warmup-samples, not two"),
+        ("--lr-decay-samples 40 --lr-decay-iters 3", "give --lr-decay-iters or --lr-decay-samples, not both"),
+        ("--vocab-file a --tokenizer-model b", "say which with --tokenizer-type"),
+        ("--train-iters 3 --train-epochs 1", "the length is given twice: --train-iters and --train-epochs"),
+        ("--num-attention-heads 3", "--hidden-size 1024 is not divisible by --num-attention-heads 3"),
+        ("--model-parallel-size 3", "--num-attention-heads 4 is not divisible by --model-parallel-size 3"),
+        ("--seq-length 300", "--seq-length 300 is longer than --max-position-embeddings 256"),
+        ("--finetune", "--finetune needs --load"),
+        ("--local-checkpoint-interval 2", "--local-checkpoint-dir and --local-checkpoint-interval go together"),
+        (
+            "--cpu-offloading-num-layers 2 --recompute-granularity full",
+            "give --recompute-granularity full --checkpoint-in",
+        ),
+        ("--shard-gradients", "give --use-distributed-optimizer as well"),
+        ("--zero-stage 2 --pipeline-model-parallel-size 2", "leave it out (--zero-stage 1)"),
+        ("--cpu-offloading-num-layers 9", "--cpu-offloading-num-layers 9 is more than --num-layers 4"),
+    ],
+)
+def test_errors_are_one_line_that_names_the_flag(line, message):
+    with pytest.raises(ValueError) as error:
+        _ = read(line).config
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "rule, lines",
+    [
+        (
+            "must be positive",
+            """--global-batch-size 0|--ffn-hidden-size 0|--exit-interval 0|--ddp-bucket-size 0
+        |--save-interval 0|--adam-eps 0|--init-method-std 0|--layernorm-epsilon 0|--exit-duration-in-mins 0
+        |--distributed-timeout-minutes 0|--loss-scale 0|--initial-loss-scale 0|--min-loss-scale 0|--loss-scale-window 0
+        |--lr 0|--train-iters 0|--ffn-hidden-size -4|--global-batch-size -8""",
+        ),
+        ("must not be negative", "--weight-decay -.1|--cpu-offloading-num-layers -1"),
+        ("must be in [0, 1)", "--adam-beta1 1|--adam-beta1 -.1|--adam-beta2 1|--adam-beta2 -.1|--hidden-dropout 1"),
+        ("must be in [0, 2**31)", "--seed -1|--seed 2147483648"),
+        ("must be at most 1e6", "--distributed-timeout-minutes 1000001"),
+        ("is not a finite number", "--lr nan|--clip-grad inf|--weight-decay inf|--loss-scale 1e999|--adam-eps=-inf"),
+    ],
+)
+def test_values_out_of_range_are_one_line_that_names_the_flag(rule, lines):
+    for line in lines.split("|"):
+        with pytest.raises(ValueError) as error:
+            _ = read(line).config
+        name = line.replace("=", " ").split()[0]
+        assert str(error.value).startswith(name) and rule in str(error.value) and "\n" not in str(error.value), line
+
+
+def test_values_at_the_edge_are_taken():
+    config = read(
+        "--weight-decay 0 --adam-beta1 0 --adam-beta2 0 --seed 2147483647 --ffn-hidden-size 4 "
+        "--distributed-timeout-minutes 1e6 --exit-interval 1 --ddp-bucket-size 1"
+    ).config
+    assert (config.train.seed, config.model.ffn_size, config.optimizer.adam_beta1) == (2**31 - 1, 4, 0.0)
+
+
+def test_the_last_of_a_flag_given_twice_counts_also_of_one_with_several_values():
+    data = read("--train-data a b --valid-data v --train-data=c --valid-data w x").config.data
+    assert (data.train_data, data.valid_data, data.test_data) == (("c",), ("w", "x"), ())
+    several = [name for name, f in fields().items() if isinstance(f.default, tuple)]
+    assert several
+    for name in several:
+        assert [int(value) for value in read(f"{flag(name)} 3 4 {flag(name)} 5 6").values[name]] == [5, 6]
+    assert read("--train-data-path p --train-data-path q").config.data.data_path == ("q",)
+    schedules = read("--step-batch-size-schedule 0:2 1B:4 --step-batch-size-schedule 0:8")
+    assert schedules.config.train.step_batch_size_schedule == ("0:8",)
+
+
+def test_the_flags_of_document_boundaries():
+    data = read("--reset-position-ids --reset_attention_mask --eod-mask-loss").config.data
+    assert data.reset_position_ids and data.reset_attention_mask and data.eod_mask_loss
+    assert not read("").config.data.reset_attention_mask
+
+
+def test_the_greatest_dropout_that_the_flags_take_can_be_run():
+    p = read("--hidden-dropout .9999999").config.model.hidden_dropout
+    assert set(dropout(torch.ones(1000), p).tolist()) <= {0.0, 65536.0}
+
+
+def test_help_groups_the_flags_and_shows_aliases(capsys):
+    with pytest.raises(SystemExit) as stop:
+        read("--help")
+    text = capsys.readouterr().out
+    # From 3.13 on Python writes the value once, after all names.
+    assert stop.value.code == 0 and re.search("--micro-batch-size( N)?, --batch-size N", text)
+    assert all(f"\n{section}:" in text for section in SECTIONS) and "--lazy-loader" in text
+
+
+def test_every_flag_is_one_row_of_the_table():
+    names = [row[0] for row in flag_table()]
+    assert len(names) == len(set(names)) and {row[1] for row in flag_table()} == {
+        "honoured",
+        "translated",
+        "inert",
+        "refused",
+    }
+
+
+def test_tokenizer_files_imply_the_tokenizer():
+    assert read("--vocab-file v --merge-file m").config.data.tokenizer_type == "GPT2BPETokenizer"
+    assert read("--model 345m --tokenizer-path t").config.data.tokenizer_type == "SentencePieceTokenizer"
+    assert read("--vocab-file v --tokenizer-type bytes").config.data.tokenizer_type == "bytes"
+    assert read("").config.data.tokenizer_type is None
+
+
+def test_config_survives_json():
+    config = read("--model 345m --train-data a b").config
+    assert Config.from_dict(json.loads(json.dumps(config.as_dict()))) == config
+    with pytest.raises(ValueError, match="section 'model': nonsense"):
+        Config.from_dict({"model": {"nonsense": 1}})
+
+
+@pytest.mark.parametrize(
+    "length, iterations",
+    [
+        ({"train_iters": 7}, 7),
+        ({"train_samples": 100}, 10),
+        ({"train_samples": 101}, 11),
+        ({"train_tokens": 801}, 11),
+        ({"train_epochs": 2}, 19),
+        ({"train_epochs": 0.01}, 1),
+    ],
+)
+def test_lengths(length, iterations):
+    sizes: dict[str, Any] = {"schedule": BatchSchedule.constant(10), "seq_length": 8, "samples_per_epoch": 95}
+    assert TrainConfig(**length).iterations(**sizes) == iterations
+    with pytest.raises(ValueError, match="--train-iters"):
+        TrainConfig().iterations(**sizes)
+
+
+# -- what a checkpoint decides -----------------------------------------------------------------------------------
+
+SMALL = "--num-layers 2 --hidden-size 64 --num-attention-heads 2 --lr 1e-3 --train-iters 20 "
+
+
+def test_shape_and_tokenizer_come_from_the_checkpoint():
+    config = merge_checkpoint(read("--load x"), saved(SMALL + "--tokenizer-type bytes --seq-length 128")).config
+    assert (config.model.num_layers, config.model.hidden_size, config.model.max_position_embeddings) == (2, 64, 512)
+    assert (config.model.vocab_size, config.data.tokenizer_type, config.data.seq_length) == (2048, "bytes", 128)
+
+
+def test_without_a_model_the_checkpoints_own_run_continues():
+    before = saved(
+        SMALL + "--batch-size 3 --train-data a b --split 8,1,1 --warmup .3 --fp16 --device cpu --seed 7 "
+        "--exit-interval 5 --lr-decay-style WSD --min-lr 1e-4"
+    )
+    arguments = merge_checkpoint(read("--load x"), before)
+    config = arguments.config
+    assert (config.train.train_iters, config.train.micro_batch_size, config.train.seed) == (20, 3, 7)
+    assert (config.data.train_data, config.data.split, config.optimizer.warmup) == (("a", "b"), "8,1,1", 0.3)
+    assert (config.train.precision, config.optimizer.weight_decay) == ("fp16-on-gpu", 0.01)
+    assert (config.train.device, config.train.exit_interval, config.checkpoint.save) == ("auto", None, "x")
+    assert arguments.preset is None
+    longer = merge_checkpoint(read("--load x --train-tokens 99 --data-path p"), before).config
+    assert (longer.train.train_iters, longer.data.train_data, longer.data.data_path) == (None, (), ("p",))
+    tuned = merge_checkpoint(read("--load x --finetune --lr 1e-4"), before).config
+    assert (tuned.train.train_iters, tuned.optimizer.lr_decay_style) == (QUICKSTART_ITERS, "WSD")
+    assert tuned.optimizer.min_lr == pytest.approx(1e-5)
+    named = merge_checkpoint(read(SMALL + "--load x --lr-decay-style WSD --warmup .3"), before).config
+    assert (named.train.micro_batch_size, named.data.train_data, named.train.seed) == (4, (), 1234)
+
+
+def test_the_floor_of_a_recipe_follows_the_rate():
+    assert read("--lr 1e-4").config.optimizer.min_lr == pytest.approx(5e-6)  # a twentieth, as in the quickstart
+    assert read("--lr 1e-4 --min-lr 1e-6").config.optimizer.min_lr == 1e-6
+
+
+def test_the_run_may_be_impossible_until_the_checkpoint_is_known():
+    arguments = read("--load x --num-attention-heads 12")  # 1024 is not divisible by 12
+    assert arguments.checkpoint.load == "x"
+    wide = saved("--hidden-size 768 --num-attention-heads 12")
+    assert merge_checkpoint(arguments, wide).config.model.hidden_size == 768
+
+
+@pytest.mark.parametrize(
+    "line, message",
+    [
+        ("--num-layers 3", "--num-layers: here 3, checkpoint 2: leave out"),
+        ("--tokenizer-type bytes", "--tokenizer-type: here bytes, checkpoint builtin"),
+        ("--vocab-file v", "--tokenizer-type: here GPT2BPETokenizer, checkpoint builtin"),
+        ("--ffn-hidden-size 100", "--ffn-hidden-size: here 100, checkpoint 256"),
+        (
+            "--model 345m",
+            "--num-layers: here 24, checkpoint 2; --hidden-size: here 1024, checkpoint 64; "
+            "--num-attention-heads: here 16, checkpoint 2; .*: leave out what differs",
+        ),
+        (
+            "--num-layers 3 --lr 2e-3 --warmup .5",
+            "--num-layers: here 3, checkpoint 2: leave out .* and --load; "
+            "--lr: here 0.002, checkpoint 0.001; --warmup: here 0.5, .*--override",
+        ),
+    ],
+)
+def test_a_given_shape_that_differs_is_refused(line, message):
+    with pytest.raises(ValueError, match=message):
+        merge_checkpoint(read(line), saved(SMALL))
+
+
+def test_values_that_agree_and_values_that_may_differ_are_taken_from_the_flags():
+    config = merge_checkpoint(
+        read(SMALL + "--ffn-hidden-size 256 --seq-length 100 --hidden-dropout 0 --seed 5"), saved(SMALL)
+    ).config
+    assert (config.data.seq_length, config.model.hidden_dropout, config.train.seed) == (100, 0.0, 5)
+
+
+def schedule(line: str, before: str, **changes: object) -> tuple[object, ...]:
+    o = merge_checkpoint(read(line), saved(before, **changes)).config.optimizer
+    return o.lr, o.lr_decay_style, o.lr_decay_iters, o.warmup, o.lr_warmup_iters
+
+
+def test_schedule_comes_from_the_checkpoint_unless_given():
+    before = SMALL + "--lr-decay-style cosine --lr-warmup-iters 5 --lr-decay-iters 30"
+    assert schedule("--train-iters 40", before) == (1e-3, "cosine", 30, 0.01, 5)
+    assert schedule("--lr 1e-3 --lr-decay-iters 30", before) == (1e-3, "cosine", 30, 0.01, 5)
+    assert schedule("--model 345m --lr 3e-4", "--model 345m --lr 3e-4", tokenizer_type="GPT2BPETokenizer")[0] == 3e-4
+    notes = merge_checkpoint(read("--num-layers 2"), saved(before)).notes
+    assert notes == (
+        "schedule from the checkpoint: --lr 0.001 --lr-decay-style cosine --lr-decay-iters 30 --lr-warmup-iters 5",
+    )
+
+
+def test_a_schedule_that_differs_is_an_error_with_two_ways_on():
+    before = SMALL + "--warmup .1"
+    for line in ("--lr 2e-3", "--lr-decay-style WSD", "--lr-decay-iters 50", "--lr-warmup-iters 5", "--warmup .2"):
+        with pytest.raises(ValueError, match="--override-opt-param-scheduler .* --use-checkpoint-opt-param-scheduler"):
+            schedule(line, before)
+        own = "--num-layers 2 " + line + " --override-lr-scheduler"
+        assert merge_checkpoint(read(own), saved(before)).config.optimizer == read(own).config.optimizer
+        assert schedule(line + " --use-checkpoint-lr-scheduler", before) == (1e-3, "linear", 20, 0.1, None)
+        assert schedule(line + " --finetune --load x", before) == schedule(line + " --override-lr-scheduler", before)
+
+
+def test_a_schedule_in_samples():
+    before = SMALL + "--lr-warmup-samples 5 --lr-decay-samples 30"
+
+    def merged(line: str) -> tuple[object, ...]:
+        o = merge_checkpoint(read(line), saved(before)).config.optimizer
+        return o.lr_decay_iters, o.lr_decay_samples, o.lr_warmup_iters, o.lr_warmup_samples
+
+    assert merged("--load x") == merged("--lr-decay-samples 30 --lr-warmup-samples 5") == (None, 30, None, 5)
+    assert merged("--lr-decay-samples 31 --use-checkpoint-lr-scheduler") == (None, 30, None, 5)
+    assert merged("--num-layers 2 --lr-decay-iters 9 --override-lr-scheduler") == (9, None, None, None)
+    for line in ("--lr-decay-samples 31", "--lr-decay-iters 30", "--lr-warmup-iters 5", "--warmup .1"):
+        with pytest.raises(ValueError, match="--override-opt-param-scheduler .* --use-checkpoint-opt-param-scheduler"):
+            merged(line)
+
+
+def test_a_warmup_in_iterations_and_one_as_a_fraction_differ():
+    for line, before in (("--warmup .1", "--lr-warmup-iters 5"), ("--lr-warmup-iters 5", "--warmup .1")):
+        with pytest.raises(ValueError, match="--lr-warmup-iters: here (None, checkpoint 5|5, checkpoint None)"):
+            schedule(line, SMALL + before)
+
+
+def test_a_finished_run_is_extended_by_train_iters_alone():
+    arguments = merge_checkpoint(read(SMALL + "--train-iters 40"), saved(SMALL))
+    assert arguments.config.train.train_iters == 40 and arguments.config.optimizer.lr_decay_iters is None
+    assert len(arguments.notes) == 1 and "over 40 iterations, not the checkpoint's 20" in arguments.notes[0]

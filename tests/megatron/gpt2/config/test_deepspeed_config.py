@@ -1,0 +1,150 @@
+"""--deepspeed_config: each key translated, inert or refused, and how it stands beside flags."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.gpt2.config.arguments import Arguments, parse
+
+# Taken together, what DeepSpeed's own examples and its documentation show most.
+WHOLE: dict[str, Any] = {
+    "train_batch_size": 32,
+    "train_micro_batch_size_per_gpu": 4,
+    "gradient_accumulation_steps": 2,
+    "gradient_clipping": 0.5,
+    "steps_per_print": 10,
+    "wall_clock_breakdown": False,
+    "fp16": {
+        "enabled": True,
+        "loss_scale": 0,
+        "initial_scale_power": 16,
+        "loss_scale_window": 500,
+        "hysteresis": 3,
+        "min_loss_scale": 2,
+    },
+    "bf16": {"enabled": False},
+    "zero_optimization": {
+        "stage": 1,
+        "offload_optimizer": {"device": "cpu", "pin_memory": True},
+        "offload_param": {"device": "none"},
+        "reduce_bucket_size": 5e7,
+        "overlap_comm": True,
+    },
+    "optimizer": {"type": "AdamW", "params": {"lr": 3e-4, "betas": [0.8, 0.99], "eps": 1e-7, "weight_decay": 0.1}},
+    "activation_checkpointing": {"partition_activations": True, "cpu_checkpointing": True},
+    "scheduler": None,
+    "amp": {"enabled": False},
+}
+
+
+def read(folder: Path, content: Any, *flags: str) -> Arguments:
+    (folder / "ds.json").write_text(content if isinstance(content, str) else json.dumps(content))
+    return parse(["--deepspeed", "--deepspeed_config", str(folder / "ds.json"), *flags])
+
+
+def test_what_is_translated(tmp_path: Path):
+    arguments = read(tmp_path, WHOLE)
+    t, o, p = arguments.config.train, arguments.config.optimizer, arguments.config.parallel
+    assert (t.global_batch_size, t.micro_batch_size, t.precision, o.clip_grad) == (32, 4, "fp16-on-gpu", 0.5)
+    assert (o.loss_scale, o.initial_loss_scale, o.loss_scale_window, o.hysteresis, o.min_loss_scale) == (
+        None,
+        65536.0,
+        500,
+        3,
+        2.0,
+    )
+    assert (p.use_distributed_optimizer, p.cpu_offload_optimizer, p.ddp_bucket_size) == (True, True, 50_000_000)
+    assert (p.partition_activations, p.checkpoint_in_cpu, p.sequence_parallel) == (True, True, False)
+    assert (o.lr, o.adam_beta1, o.adam_beta2, o.adam_eps, o.weight_decay) == (3e-4, 0.8, 0.99, 1e-7, 0.1)
+    notes = "\n".join(arguments.notes)
+    assert "train_batch_size 32: read as --global-batch-size" in notes
+    assert "gradient_accumulation_steps 2: read as --gradient-accumulation-steps, unless" in notes
+    assert "WARNING" not in notes and "scheduler" not in notes and "bf16" not in notes
+    assert "parallel.use_distributed_optimizer" in arguments.given
+
+
+def test_bf16_offload_of_old_and_a_static_scale(tmp_path: Path):
+    config = read(
+        tmp_path,
+        {
+            "bf16": {"enabled": True},
+            "zero_optimization": {"stage": 0, "cpu_offload": True},
+            "fp16": {"enabled": False, "loss_scale": 8},
+        },
+    ).config
+    assert (config.train.precision, config.optimizer.loss_scale) == ("bf16", None)
+    assert (config.parallel.cpu_offload_optimizer, config.parallel.use_distributed_optimizer) == (True, False)
+    assert read(tmp_path, {"fp16": {"enabled": True, "loss_scale": 4096}}).config.optimizer.loss_scale == 4096.0
+    second = read(tmp_path, {"zero_optimization": {"stage": 2}})
+    assert second.config.parallel.use_distributed_optimizer and second.config.parallel.shard_gradients
+    automatic = read(tmp_path, {"train_batch_size": "auto", "fp16": {"enabled": "auto"}})
+    assert automatic.config.train.global_batch_size is None and automatic.config.train.precision == "auto"
+
+
+def test_a_flag_beside_it_wins_and_that_is_said(tmp_path: Path):
+    arguments = read(tmp_path, WHOLE, "--clip-grad", "1.0", "--batch-size", "4", "--fp16")
+    assert arguments.config.optimizer.clip_grad == 1.0
+    notes = "\n".join(arguments.notes)
+    assert "gradient_clipping 0.5: without effect, since --clip-grad 1.0 is given" in notes
+    assert notes.count("without effect, since") == 1
+
+
+def test_without_a_file_deepspeed_is_inert_and_said():
+    arguments = parse(["--deepspeed"])
+    assert not arguments.given
+    assert arguments.notes == (
+        "--deepspeed: without effect here: there is one engine; what a --deepspeed-config asks for is translated",
+    )
+
+
+def test_unknown_keys_are_said(tmp_path: Path):
+    notes = read(tmp_path, {"nonsense": 3, "zero_optimization": {"stge": 1}}).notes
+    assert notes[-1].startswith("WARNING") and "nonsense, zero_optimization.stge: unknown here" in notes[-1]
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        ({"zero_optimization": {"stage": 3}}, "zero_optimization.stage: 3 is not built: data-parallel ranks each keep"),
+        ({"zero_optimization": {"stage": [1]}}, "[1] is no stage of ZeRO"),
+        ({"zero_optimization": {"stage": 4}}, "4 is no stage of ZeRO"),
+        ({"zero_optimization": {"offload_param": {"device": "cpu"}}}, "--model-parallel-size divides the weights"),
+        ({"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}, 'only "cpu" or "none"'),
+        ({"optimizer": {"type": "Lamb"}}, 'optimizer.type "Lamb" is not supported, only "Adam" or "AdamW"'),
+        ({"optimizer": {"type": "Adam", "params": {"adam_w_mode": False}}}, "the optimizer is AdamW"),
+        ({"optimizer": {"params": {"betas": 0.9}}}, "optimizer.params.betas: 0.9 is not a pair"),
+        ({"scheduler": {"type": "WarmupLR"}}, "--lr-decay-style"),
+        ({"amp": {"enabled": True}}, "amp: --precision"),
+        ({"train_batch_size": 16}, "train_batch_size: give --micro-batch-size as well"),
+        ({"train_batch_size": "16"}, 'train_batch_size: "16" is not a whole number'),
+        ({"gradient_clipping": "x"}, 'gradient_clipping: "x" is not a number'),
+        ({"fp16": {"enabled": True, "initial_scale_power": 5000}}, "fp16.initial_scale_power"),
+        ("[1]", "is not a JSON object"),
+        ("{", "is not JSON"),
+    ],
+)
+def test_refused_in_one_line(tmp_path: Path, content: Any, message: str):
+    with pytest.raises(ValueError) as error:
+        read(tmp_path, content)
+    assert str(error.value).startswith(f"--deepspeed_config {tmp_path / 'ds.json'}")
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_all_that_is_refused_is_told_at_once(tmp_path: Path):
+    with pytest.raises(ValueError, match=r"stage: 3 .*; zero_optimization.offload_param: .*; sparse_attention: "):
+        read(
+            tmp_path,
+            {
+                "zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}},
+                "sparse_attention": {"mode": "fixed"},
+            },
+        )
+
+
+def test_no_such_file():
+    with pytest.raises(FileNotFoundError, match="--deepspeed_config nowhere.json: No such file"):
+        parse(["--deepspeed_config", "nowhere.json"])

@@ -1,0 +1,110 @@
+"""Ranks as a launcher starts them, without its cost: forked where torch and the program are imported already, each with
+its own environment, standard streams, and for a machine of its own a network namespace and a host name."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import random
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+
+from megatron.gpt2.commands.pretrain_gpt2 import main
+from tests.distributed import CONTEXT
+from tests.megatron.gpt2.train.training_runs import SMALL
+
+CLONE_NEWNET, CLONE_NEWUTS = 0x40000000, 0x04000000
+LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "SLURM", "PMI", "OMPI", "GLOO", "TORCHELASTIC", "PBS", "LSB")
+
+
+def clean_environment() -> dict[str, str]:
+    """This process's without what a launcher around the tests may have said."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS)}
+
+
+def _run(
+    argv: Sequence[str], environ: Mapping[str, str], output: str, machine: str, before: Callable[[], object]
+) -> None:
+    os.environ.clear()
+    os.environ.update({**clean_environment(), **environ, "OMP_NUM_THREADS": "1"})
+    with open(output, "wb") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    if machine:  # before there are threads, which would stay where they are
+        libc = ctypes.CDLL(None, use_errno=True)
+        with open(f"/run/netns/{machine}") as namespace:
+            assert libc.setns(namespace.fileno(), CLONE_NEWNET) == 0, os.strerror(ctypes.get_errno())
+        assert libc.unshare(CLONE_NEWUTS) == 0, os.strerror(ctypes.get_errno())
+        socket.sethostname(machine)
+    before()
+    sys.exit(main(argv))
+
+
+class Rank:
+    """One process under way."""
+
+    def __init__(
+        self,
+        folder: Path,
+        argv: Sequence[str],
+        environ: Mapping[str, str],
+        machine: str = "",
+        before: Callable[[], object] = int,
+    ) -> None:
+        self.output = folder / f"output_{time.monotonic_ns()}"
+        self.process: ForkServerProcess = CONTEXT.Process(
+            target=_run, args=([*flags(folder), *argv], dict(environ), str(self.output), machine, before)
+        )
+        self.process.start()
+
+    def end(self, timeout: float = 240) -> tuple[int | None, str]:
+        """Exit code (None: it hung and was killed) and what it wrote."""
+        self.process.join(timeout)
+        code = self.process.exitcode
+        self.process.kill()
+        self.process.join()
+        return code, self.output.read_text()
+
+
+def flags(folder: Path) -> list[str]:
+    """A run of five steps of four samples on the text in `folder`."""
+    return [
+        *SMALL,
+        "--num-layers",
+        "1",
+        "--hidden-size",
+        "32",
+        "--train-data",
+        f"{folder}/text.txt",
+        "--data-cache-path",
+        f"{folder}/cache",
+        "--micro-batch-size",
+        "1",
+        "--global-batch-size",
+        "4",
+        "--log-interval",
+        "1",
+        "--exit-interval",
+        "5",
+    ]
+
+
+def losses(save: Path) -> list[float]:
+    lines = (save / "metrics.jsonl").read_text().splitlines()
+    return [record["lm_loss"] for record in map(json.loads, lines) if "split" not in record]
+
+
+def free_port() -> int:
+    """A port that nobody has, below those that the system gives away, and that no other test process looks at: a rank
+    that knocks at a port until somebody answers would disturb another test's ranks that were given it meanwhile."""
+    process = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 16
+    for port in random.SystemRandom().sample(range(20_000 + process, 32_000, 16), 100):
+        with contextlib.suppress(OSError), socket.create_server(("", port)):
+            return port
+    raise OSError("no port is free")

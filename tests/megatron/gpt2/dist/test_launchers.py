@@ -1,0 +1,271 @@
+"""Each way of starting ranks trains the same five steps, and what goes wrong is said by name."""
+
+from __future__ import annotations
+
+import builtins
+import errno
+import io
+import os
+import platform
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.gpt2.dist import spawn
+from megatron.gpt2.dist.launchers import Launch
+from tests.megatron.gpt2.dist.started_ranks import Rank, clean_environment, flags, free_port, losses
+from tests.megatron.gpt2.train.training_runs import write_text
+from tests.warm_python import WarmPython
+
+ROOT = Path(__file__).resolve().parents[4]
+SRUN = r"""#!/usr/bin/env bash
+# Four tasks on two hosts. What Slurm does not always say is left out: SLURM_NTASKS.
+while [[ $1 == --* ]]; do shift; done
+tasks=()
+for task in 0 1 2 3; do
+    SLURM_PROCID=$task SLURM_LOCALID=$((task % 2)) SLURM_NODEID=$((task / 2)) SLURMD_NODENAME=node00$((3 + task / 2)) \
+        SLURM_STEP_ID=0 SLURM_STEP_NODELIST='node[003-004]' SLURM_STEP_TASKS_PER_NODE='2(x2)' "$@" &
+    tasks+=($!)
+done
+for task in "${tasks[@]}"; do wait "$task" || exit; done
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("launchers")
+    os.utime(write_text(folder), (1e9, 1e9))  # a file that is just written is hashed again: ranks would wait in turn
+    return folder
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path) -> list[float]:
+    """The losses of one process."""
+    code, output = Rank(folder, ["--save", f"{folder}/alone"], {}).end()
+    assert code == 0, output
+    found = losses(folder / "alone")
+    assert len(found) == 5 and found[-1] < found[0]
+    return found
+
+
+def finish(ranks: list[Rank]) -> list[str]:
+    ended = [rank.end() for rank in ranks]
+    assert [code for code, _ in ended] == [0] * len(ranks), "\n".join(output for _, output in ended)
+    return [output for _, output in ended]
+
+
+@pytest.mark.parametrize("scheme", ["tcp", "file"])
+def test_by_hand(folder: Path, alone: list[float], scheme: str) -> None:
+    save, path = folder / scheme, folder / "meet here"
+    place = f"tcp://localhost:{free_port()}" if scheme == "tcp" else f"file://{path}"
+    outputs = finish(
+        [
+            Rank(folder, ["--save", str(save), "--rank", str(rank), "--world_size=2", "--init-method", place], {})
+            for rank in (1, 0)
+        ]
+    )
+    assert losses(save) == pytest.approx(alone, rel=1e-5)
+    assert f"{os.uname().nodename}: ranks 0-1 of 2 on cpu (1 threads)\n" in outputs[1]  # found out: nobody said it
+    assert outputs[0] == "" and not path.exists()
+
+
+def test_open_mpi(folder: Path, alone: list[float]) -> None:
+    save, port = folder / "mpi", str(free_port())
+    finish(
+        [
+            Rank(
+                folder,
+                ["--save", str(save)],
+                {
+                    "OMPI_COMM_WORLD_RANK": str(rank),
+                    "OMPI_COMM_WORLD_SIZE": "2",
+                    "OMPI_COMM_WORLD_LOCAL_RANK": str(rank),
+                    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+                    "MASTER_PORT": port,
+                },
+            )
+            for rank in range(2)
+        ]
+    )
+    assert losses(save) == pytest.approx(alone, rel=1e-5)
+
+
+def program(folder: Path, *command: str, **variables: str) -> subprocess.Popen[bytes]:
+    """A process of its own; what it writes goes to `folder`/output."""
+    environ = {
+        **clean_environment(),
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "OMP_NUM_THREADS": "1",
+        **variables,
+    }
+    with open(folder / "output", "wb") as output:
+        return subprocess.Popen(command, env=environ, cwd=folder, stdout=output, stderr=subprocess.STDOUT)
+
+
+def test_srun(python: WarmPython, folder: Path, alone: list[float]) -> None:
+    save, stub = folder / "slurm", folder / "bin" / "srun"
+    stub.parent.mkdir()
+    stub.write_text(SRUN)
+    stub.chmod(0o755)
+    job = program(
+        folder,
+        "bash",
+        str(ROOT / "scripts" / "pretrain_gpt2.slurm"),
+        *flags(folder),
+        "--save",
+        str(save),
+        "--model-parallel-size",
+        "2",
+        SLURM_SUBMIT_DIR=str(ROOT),
+        SLURM_JOB_ID=str(os.getpid()),
+        MASTER_ADDR="localhost",
+        MAX_REQUEUES="0",  # node003 is not to be found
+        PATH=f"{stub.parent}:{python.path}",
+    )
+    job.wait(240)
+    output = (folder / "output").read_text()
+    assert job.returncode == 0, output
+    assert losses(save) == pytest.approx(alone, rel=1e-5)
+    for line in ("node003: ranks 0-1 of 4 on cpu (1 threads)", "node004: ranks 2-3 of 4 on cpu (1 threads)"):
+        assert output.splitlines().count(line) == 1, output
+
+
+# Where there is a GPU ranks are not forked.
+WITH_CUDA = (
+    "import sys, torch; from megatron.gpt2.commands.pretrain_gpt2 import main\n"
+    "torch.cuda.device_count = lambda: 2\nsys.exit(main(sys.argv[1:]))"
+)
+
+
+@pytest.mark.parametrize(("way", "how"), [("Ctrl-C", "forked"), ("SIGTERM", "spawned"), ("a rank is killed", "forked")])
+def test_torch_multiprocessing(folder: Path, alone: list[float], way: str, how: str) -> None:
+    """Trains the same, and ends in each of the ways. Lines can be read as they are written: nothing else tells when to
+    act."""
+    save = folder / f"{how} {way}"
+    words = ["--save", str(save), "--nproc-per-node", "2", "--exit-interval", "100000", "--train-iters", "100000"]
+    if how == "spawned":
+        job = program(folder, sys.executable, "-c", WITH_CUDA, *flags(folder), *words, PYTHONPATH=str(ROOT))
+        pid, path = job.pid, folder / "output"
+    else:
+        rank = Rank(folder, words, {})
+        assert rank.process.pid is not None
+        pid, path = rank.process.pid, rank.output
+    end = time.monotonic() + 240
+    while not (path.exists() and "iteration        5/" in path.read_text()):
+        assert time.monotonic() < end, path.read_text()
+        time.sleep(0.05)
+    assert losses(save)[:5] == pytest.approx(alone, rel=1e-5), path.read_text()
+    children = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    if how == "spawned":
+        children = [child for child in children if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes()]
+    assert len(children) == 2
+    if way == "Ctrl-C":
+        for process in (pid, *children):  # as a terminal does
+            os.kill(process, signal.SIGINT)
+    else:
+        os.kill(*((pid, signal.SIGTERM) if way == "SIGTERM" else (children[1], signal.SIGKILL)))
+    code = job.wait(240) if how == "spawned" else rank.end()[0]
+    output = path.read_text()
+    assert not any(Path(f"/proc/{child}").exists() for child in children)
+    assert "Traceback" not in output
+    if way == "a rank is killed":
+        assert code == 128 + signal.SIGKILL, output
+        assert "error: rank 1 was ended by SIGKILL\n" in output
+        assert "rank 1 (" in output and "gave no sign of life" in output
+    else:
+        assert code == 0, output
+        assert f"stopped by {way} at iteration" in output
+
+
+@pytest.mark.parametrize(
+    ("flags", "lines"),
+    [
+        ("--train-data nothing.txt", ["error: --train-data: no such file: nothing.txt"]),
+        ("--hidden-sise 3", ["error: unknown flag --hidden-sise: did you mean --hidden-size?"]),
+    ],
+)
+def test_bad_input_of_several_ranks_is_one_line(folder: Path, flags: str, lines: list[str]) -> None:
+    code, output = Rank(folder, ["--save", f"{folder}/bad", "--nproc-per-node", "2", *flags.split()], {}).end()
+    assert code == 2
+    assert [line for line in output.splitlines() if "error" in line] == lines
+
+
+def as_on_a_mac() -> None:
+    """Without what Linux and glibc alone have: /proc, /sys, and some functions of the operating system."""
+
+    def without(real: Callable[..., Any]) -> Callable[..., Any]:
+        def function(path: Any, *args: Any, **options: Any) -> Any:
+            if str(path).startswith(("/proc", "/sys")):
+                raise FileNotFoundError(errno.ENOENT, "no such thing on a Mac", str(path))
+            return real(path, *args, **options)
+
+        return function
+
+    io.open = builtins.open = without(open)
+    os.stat = without(os.stat)
+    platform.libc_ver = lambda *args, **options: ("", "")
+    for name in ("sched_getaffinity", "posix_fadvise", "posix_fallocate", "memfd_create"):
+        delattr(os, name)
+
+
+def test_without_linux(folder: Path, alone: list[float]) -> None:
+    """macOS, as far as it can be shown here."""
+    save, place = folder / "mac", f"tcp://localhost:{free_port()}"
+    outputs = finish(
+        [
+            Rank(
+                folder,
+                ["--save", str(save), "--rank", str(rank), "--world-size", "2", "--init-method", place],
+                {},
+                before=as_on_a_mac,
+            )
+            for rank in range(2)
+        ]
+    )
+    assert losses(save) == pytest.approx(alone, rel=1e-5)
+    assert "glibc" not in outputs[0]
+
+
+def test_a_rank_that_never_comes_is_named_by_all(folder: Path) -> None:
+    words = [
+        "--save",
+        f"{folder}/missing",
+        "--world-size",
+        "4",
+        "--init-method",
+        f"tcp://localhost:{free_port()}",
+        "--init-timeout",
+        "4",
+    ]
+    ended = [rank.end() for rank in [Rank(folder, [*words, "--rank", str(rank)], {}) for rank in (0, 2)]]
+    host = os.uname().nodename
+    for (code, output), where in zip(ended, ("", f" ({host})"), strict=True):
+        assert (code, output) == (
+            2,
+            f"error{where}: ranks 1 and 3 of 4 did not come within 4 s (--init-timeout); "
+            f"ranks 0 ({host}) and 2 ({host}) did\n",
+        )
+
+
+def test_ranks_are_forked_before_there_are_threads_of_a_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank would inherit the locks that they hold just then: one of 140 starts hung."""
+
+    def threads() -> int:
+        return len(os.listdir("/proc/self/task"))
+
+    def fork(*_: Any, **__: Any) -> None:
+        found.append(threads())
+        raise InterruptedError
+
+    found: list[int] = []
+    monkeypatch.setattr(spawn, "start_processes", fork)
+    before = threads()
+    with pytest.raises(InterruptedError):
+        spawn.start_ranks(lambda words: 0, [], Launch(starts=2, world_size=2))
+    assert found == [before]

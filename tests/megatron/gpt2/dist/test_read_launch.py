@@ -1,0 +1,212 @@
+"""Who a process is, from flags or from what a launcher left in the environment; hosts of a Slurm list."""
+
+from __future__ import annotations
+
+import re
+import socket
+from collections.abc import Mapping
+
+import pytest
+import torch
+
+from megatron.gpt2.dist.launchers import Launch, expand_hosts, read_launch
+from megatron.gpt2.dist.ranks import Ranks
+
+STEP = {
+    "SLURM_PROCID": "5",
+    "SLURM_NTASKS": "7",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_TASKS_PER_NODE": "4,3",
+    "SLURM_JOB_ID": "123456",
+    "SLURMD_NODENAME": "node004",
+    "SLURM_STEP_NODELIST": "node[003-004]",
+}
+TORCHRUN = {
+    "RANK": "3",
+    "WORLD_SIZE": "4",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "node1",
+    "MASTER_PORT": "6000",
+    "TORCHELASTIC_USE_AGENT_STORE": "True",
+}
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "1",
+    "OMPI_COMM_WORLD_SIZE": "2",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+}
+PMI = {"PMI_RANK": "2", "PMI_SIZE": "4", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2"}
+BY_HAND = ["--rank", "1", "--world-size=3", "--init-method", "tcp://node1:6000"]
+
+
+def launch(environ: Mapping[str, str], *argv: str) -> Launch:
+    return read_launch(argv, environ)[0]
+
+
+def test_a_plain_process_is_alone() -> None:
+    alone = launch({})
+    assert alone.ranks() == Ranks(0, 1, 0, 1) and alone.notice == "" and alone.host == socket.gethostname()
+
+
+def test_the_first_that_says_so_counts() -> None:
+    everything = {**STEP, **PMI, **OPEN_MPI, **TORCHRUN}
+    assert launch(everything, *BY_HAND).ranks() == Ranks(1, 3)
+    for names in (TORCHRUN, OPEN_MPI, PMI, STEP):
+        found = launch(everything)
+        assert (
+            found.ranks()
+            == {
+                "RANK": Ranks(3, 4, 1, 2),
+                "OMPI_COMM_WORLD_RANK": Ranks(1, 2, 1, 2),
+                "PMI_RANK": Ranks(2, 4, 0, 2),
+                "SLURM_PROCID": Ranks(5, 7, 1, 3),
+            }[next(iter(names))]
+        )
+        everything = {name: value for name, value in everything.items() if name not in names}
+
+
+def test_by_hand() -> None:
+    found, words = read_launch(["--lr", "1", *BY_HAND, "--init_timeout", "7", "--prompt", "a_b"], {})
+    assert (found.rank, found.world_size, found.local, found.where, found.timeout, found.served) == (
+        1,
+        3,
+        None,
+        "tcp://node1:6000",
+        7.0,
+        False,
+    )
+    assert words == ["--lr", "1", "--prompt", "a_b"]  # which others read
+
+
+def test_torchrun_keeps_the_store() -> None:
+    found = launch(TORCHRUN)
+    assert found.served and found.where == "tcp://node1:6000"
+    assert launch({**TORCHRUN, "MASTER_ADDR": "fd00::1"}).where == "tcp://[fd00::1]:6000"
+    for bad in ("tcp://fd00::1", "tcp://[fd00::1", "tcp://[fd00::1]"):
+        with pytest.raises(ValueError, match=rf"cannot meet at {re.escape(bad)}: tcp://HOST:PORT .*for IPv6"):
+            launch(TORCHRUN, "--init-method", bad)
+    assert launch(TORCHRUN, "--init-method", "file:///here").where == "file:///here"
+    assert launch({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}).local is None
+
+
+def test_mpi_meets_where_it_can_know() -> None:
+    assert launch({**OPEN_MPI, "MASTER_PORT": "6000"}).where == "tcp://localhost:6000"
+    assert launch({**PMI, "SLURM_JOB_NODELIST": "n[7-8]", "MASTER_PORT": "6000"}).where == "tcp://n7:6000"
+    port = launch({**OPEN_MPI, "PMIX_NAMESPACE": "prterun-host-17@1"}).where.rpartition(":")[2]
+    assert 1024 < int(port) < 32768
+    assert port != launch({**OPEN_MPI, "PMIX_NAMESPACE": "prterun-host-18@1"}).where.rpartition(":")[2]
+
+
+def test_slurm_step() -> None:
+    found = launch(STEP)
+    assert found.hosts == ("node003",) * 4 + ("node004",) * 3 and found.host == "node004"
+    first = launch({**STEP, "SLURM_PROCID": "0", "SLURM_NODEID": "0", "SLURM_LOCALID": "0"})
+    assert found.where == first.where and found.where.startswith("tcp://node003:")
+    assert 1024 < int(found.where.rpartition(":")[2]) < 32768
+    assert launch({**STEP, "SLURM_JOB_ID": "123457"}).where != found.where
+    assert launch({**STEP, "MASTER_ADDR": "here", "MASTER_PORT": "6000"}).where == "tcp://here:6000"
+    three_alike = {**STEP, "SLURM_STEP_TASKS_PER_NODE": "2(x3),1", "SLURM_NODEID": "2"}
+    assert launch(three_alike).ranks() == Ranks(5, 7, 1, 2)
+    bare = {
+        "SLURM_PROCID": "1",
+        "SLURM_NTASKS": "4",
+        "SLURM_LOCALID": "1",
+        "SLURM_JOB_NODELIST": "a,b",
+        "SLURM_JOB_ID": "1",
+    }
+    assert launch(bare).ranks() == Ranks(1, 4, 1, 2)
+
+
+def test_slurm_that_does_not_say_how_many() -> None:
+    without = {name: value for name, value in STEP.items() if name != "SLURM_NTASKS"}
+    assert launch(without).ranks() == Ranks(5, 7, 1, 3)
+    assert launch({**without, "SLURM_STEP_NUM_TASKS": "7"}).ranks() == Ranks(5, 7, 1, 3)
+    with pytest.raises(ValueError, match="neither SLURM_NTASKS nor SLURM_STEP_TASKS_PER_NODE"):
+        launch({name: value for name, value in without.items() if name != "SLURM_STEP_TASKS_PER_NODE"})
+
+
+def test_plain_python_in_an_allocation_is_alone_and_says_so() -> None:
+    batch_script = {name: value for name, value in STEP.items() if "STEP" not in name}
+    for environ in (
+        batch_script,
+        {**STEP, "SLURM_STEP_ID": str(0xFFFFFFFA)},  # an interactive shell
+        {"SLURM_JOB_ID": "123456", "SLURM_NTASKS": "4"},
+    ):  # salloc
+        found = launch(environ)
+        assert found.ranks() == Ranks()
+        assert found.notice == (
+            "notice: this process runs alone: it is inside the allocation SLURM_JOB_ID=123456, but "
+            "not started by srun, torchrun or --nproc-per-node"
+        )
+    assert "PBS_JOBID=7.host" in launch({"PBS_JOBID": "7.host"}).notice
+    assert launch(batch_script, "--nproc-per-node", "2").notice == ""
+
+
+@pytest.mark.parametrize(
+    ("argv", "environ", "message"),
+    [
+        ("", {"RANK": "x", "WORLD_SIZE": "2"}, "RANK=x in the environment is not a number"),
+        ("", {"RANK": "2", "WORLD_SIZE": "2"}, "rank 2 of 2"),
+        ("", {**TORCHRUN, "LOCAL_RANK": "3"}, "local rank 3 of 2"),
+        (
+            "",
+            {"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "1"},
+            "nothing says where the 2 ranks meet: set MASTER_ADDR",
+        ),
+        ("", PMI, "nothing says where the 4 ranks meet"),
+        ("", {**TORCHRUN, "MASTER_PORT": "http"}, "cannot meet at tcp://node1:http"),
+        ("--rank 0", {}, "--rank and --world-size go together"),
+        ("--rank 0 --world-size 2", {}, "--rank needs --init-method"),
+        ("--rank 2 --world-size 2 --init-method tcp://a:1", {}, r"--rank 2 is not in \[0, 2\)"),
+        ("--rank 0 --world-size 2 --init-method tcp://a", {}, "cannot meet at tcp://a: tcp://HOST:PORT"),
+        ("--rank 0 --world-size 2 --init-method file://a/b", {}, "cannot meet at file://a/b"),
+        ("--init-method tcp://a:1", {}, "--init-method needs --rank and --world-size"),
+        ("--nproc-per-node 2 --rank 0 --world-size 2", {}, "--nproc-per-node starts all ranks itself"),
+        ("--nproc-per-node 2 --nnodes 2 --node-rank 2", {}, r"--node-rank 2 is not in \[0, 2\), which --nnodes says"),
+        ("--nnodes 2", {}, "--nnodes needs --nproc-per-node"),
+        ("--nproc-per-node 2 --nnodes 2", {}, "nothing says where the 4 ranks meet: set MASTER_ADDR"),
+        ("--nproc-per-node 2 --nnodes 2", {"MASTER_ADDR": "a", "MASTER_PORT": "http"}, "cannot meet at tcp://a:http"),
+        ("--nproc-per-node 2", TORCHRUN, "a launcher has started this process as one of 4 already"),
+        ("--init-timeout 0", {}, "--init-timeout must be positive"),
+    ],
+)
+def test_what_cannot_be(argv: str, environ: dict[str, str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        launch(environ, *argv.split())
+
+
+def test_ranks_to_start() -> None:
+    assert launch({}, "--nproc-per-node", "4").starts == 4
+    assert launch({}, "--nproc_per_node=1").starts == 0  # this process will do
+
+
+def test_ranks_to_start_on_several_machines() -> None:
+    found = launch({"MASTER_ADDR": "a"}, "--nproc-per-node", "4", "--nnodes", "3", "--node-rank", "1")
+    assert (found.starts, found.rank, found.world_size, found.where) == (4, 4, 12, "tcp://a:29500")
+    found = launch({}, "--nproc-per-node", "1", "--nnodes", "3", "--node-rank", "1", "--init-method", "file:///m")
+    assert (found.starts, found.rank, found.world_size, found.local, found.where) == (0, 1, 3, (0, 1), "file:///m")
+
+
+@pytest.mark.parametrize(("gpus", "starts"), [(0, 2), (1, 0), (8, 8)])
+def test_a_rank_for_each_gpu(gpus: int, starts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    assert launch({}, "--nproc-per-node", "0").starts == starts
+
+
+@pytest.mark.parametrize(
+    "text, hosts",
+    [
+        ("", []),
+        ("localhost", ["localhost"]),
+        ("a1,b2", ["a1", "b2"]),
+        ("node[003-005,010]", ["node003", "node004", "node005", "node010"]),
+        ("n[9-11]-ib,login", ["n9-ib", "n10-ib", "n11-ib", "login"]),
+        ("rack[1-2]n[01-02]", ["rack1n01", "rack1n02", "rack2n01", "rack2n02"]),
+        ("gpu-a-7,gpu-a-[8,10]", ["gpu-a-7", "gpu-a-8", "gpu-a-10"]),
+    ],
+)
+def test_hosts_of_a_slurm_list(text: str, hosts: list[str]) -> None:
+    assert expand_hosts(text) == hosts

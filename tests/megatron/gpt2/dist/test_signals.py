@@ -1,0 +1,207 @@
+"""Stopping: all ranks after the same step, and at once where asked twice."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from megatron.gpt2.dist import signals
+from megatron.gpt2.dist.signals import OUT_OF_TIME, StopSignal
+from megatron.gpt2.train import loop
+from megatron.gpt2.train.run import Run
+from megatron.gpt2.train.train_step import train_step
+from tests.distributed import CONTEXT, run_ranks
+from tests.megatron.gpt2.dist.long_call import long_call
+from tests.megatron.gpt2.dist.started_ranks import Rank
+from tests.megatron.gpt2.train.training_runs import write_text
+
+
+def stops_at(stop: StopSignal, at_step: Callable[[int], bool | None]) -> tuple[int, str]:
+    for step in range(1, 50):
+        if reason := stop.agreed(OUT_OF_TIME if at_step(step) else ""):
+            return step, reason
+    return 0, ""
+
+
+def stop_two_ranks(rank: int, world_size: int) -> list[tuple[int, str]]:
+    results = []
+    with StopSignal() as stop:  # a signal to rank 1 alone
+        results.append(stops_at(stop, lambda step: os.kill(os.getpid(), signal.SIGTERM) if step == rank * 7 else None))
+    with StopSignal() as stop:  # rank 1's clock is ahead
+        results.append(stops_at(stop, lambda step: step >= 9 - 4 * rank))
+    with StopSignal() as stop:  # the run ends by itself, an exchange being under way
+        results += [(step, stop.agreed()) for step in range(2)]
+    with pytest.raises(ZeroDivisionError), StopSignal() as stop:  # a failure of rank 0 is not waited for
+        stop.agreed()
+        if rank == 0:
+            stop.agreed()
+        raise ZeroDivisionError
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    return results
+
+
+def test_ranks_stop_after_the_same_step() -> None:
+    results = run_ranks(stop_two_ranks, 2)
+    assert results[0] == results[1] == [(8, "SIGTERM"), (6, "--exit-duration-in-mins"), (0, ""), (1, "")]
+
+
+def test_alone() -> None:
+    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    with StopSignal() as stop:
+        assert stop.agreed() == ""
+        assert stop.agreed(OUT_OF_TIME) == "--exit-duration-in-mins"
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.agreed() == "SIGTERM"
+    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
+
+
+class Clock:
+    """In the place of `time`, for another process: the time is what `now` says, and each look at it is said."""
+
+    def __init__(self) -> None:
+        self.now, self.looks = CONTEXT.Value("d", 0.0), CONTEXT.Semaphore(0)
+
+    def monotonic(self) -> float:
+        now: float = self.now.value
+        self.looks.release()
+        return now
+
+
+def run_steps(out: Connection, err: Connection, stubborn: bool, clock: Clock | None) -> None:
+    """Steps until a signal stops them; or for ever, or with a clock in one long call."""
+    os.dup2(out.fileno(), 1)
+    os.dup2(err.fileno(), 2)
+    if clock is not None:
+        mock.patch.object(signals, "time", clock).start()
+    with StopSignal() as stop:
+        print("ready", flush=True)
+        if clock is not None:
+            long_call()
+        reason = ""
+        while not reason or stubborn:
+            time.sleep(0.02)
+            if reason := stop.agreed():
+                print(reason, flush=True)
+    print("saved", flush=True)
+
+
+class Started:
+    """`run_steps` in a process of its own, forked where torch is imported already."""
+
+    def __init__(self, *, stubborn: bool = False, clock: Clock | None = None) -> None:
+        (out, own_out), (err, own_err) = CONTEXT.Pipe(duplex=False), CONTEXT.Pipe(duplex=False)
+        self.process = CONTEXT.Process(target=run_steps, args=(own_out, own_err, stubborn, clock), daemon=True)
+        self.process.start()
+        for pipe in (own_out, own_err):
+            pipe.close()
+        self.out, self.err = (os.fdopen(os.dup(pipe.fileno()), encoding="utf-8") for pipe in (out, err))
+        assert self.out.readline() == "ready\n"
+
+    def send_signal(self, number: int) -> None:
+        assert self.process.pid is not None
+        os.kill(self.process.pid, number)
+
+    def end(self) -> tuple[int | None, str, str]:
+        """Exit code (None: it hung and was killed), and the rest of its output and errors."""
+        self.process.join(240)
+        code = self.process.exitcode
+        self.process.kill()
+        with self.out, self.err:
+            return code, self.out.read(), self.err.read()
+
+
+@pytest.mark.parametrize("twice", [False, True])
+def test_ctrl_c(twice: bool) -> None:
+    started = Started(stubborn=twice)
+    started.send_signal(signal.SIGINT)
+    if twice:
+        assert started.out.readline() == "Ctrl-C\n"
+        started.send_signal(signal.SIGINT)
+    code, out, err = started.end()
+    assert err == "\nCtrl-C: the step is finished and saved first; Ctrl-C again quits at once\n"
+    assert (code, "saved" in out) == ((-signal.SIGINT, False) if twice else (0, True)), out
+
+
+@pytest.mark.parametrize(
+    ("number", "name", "after"), [(signal.SIGTERM, "SIGTERM", " after 5 s or more"), (signal.SIGINT, "Ctrl-C", "")]
+)
+def test_a_step_that_takes_minutes(number: signal.Signals, name: str, after: str) -> None:
+    """Inside of one call the first signal is answered, and the second one obeyed."""
+    clock = Clock()
+    started = Started(clock=clock)
+    wait_until_asleep(started.process.pid)
+    began = time.monotonic()
+    started.send_signal(number)
+    assert started.err.readline() == "\n"
+    assert started.err.readline() == (
+        f"{name}: the step is finished and saved first; {name} again{after} quits at once\n"
+    )
+    assert time.monotonic() - began < 20, "after the call, which takes 30 s"
+    assert clock.looks.acquire(timeout=240)
+    if number == signal.SIGTERM:  # the launcher has passed it on as well
+        clock.now.value = 4.9
+        started.send_signal(number)
+        assert clock.looks.acquire(timeout=240)
+        clock.now.value = 5.1
+    started.send_signal(number)
+    code, out, err = started.end()
+    assert err == f"\n{name} again: the run ends at once; the same command continues from the last checkpoint\n"
+    assert (code, out) == (128 + number, "")
+
+
+def wait_until_asleep(pid: int | None) -> None:
+    """Until the main thread of a process waits, as it does inside of the call."""
+    end = time.monotonic() + 240
+    while Path(f"/proc/{pid}/task/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "S":
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def step_without_end(folder: str) -> None:
+    """Training as it is but for its second step, which takes half a minute in one call."""
+    taken = []
+
+    def hang(run: Run) -> None:
+        train_step(run)
+        taken.append(run)
+        if len(taken) == 2:
+            Path(folder, f"hangs_{run.parallel.rank}").touch()
+            long_call()
+
+    mock.patch.object(loop, "train_step", hang).start()
+    signals.ECHO[signal.SIGTERM] = 0.5
+
+
+def test_a_long_step_of_two_ranks(tmp_path: Path) -> None:
+    """--nproc-per-node passes SIGTERM on: one line at once, from rank 0, and after the second the exit code."""
+    write_text(tmp_path, 1000)
+    rank = Rank(
+        tmp_path,
+        ["--nproc-per-node", "2", "--save", f"{tmp_path}/save"],
+        {},
+        before=partial(step_without_end, str(tmp_path)),
+    )
+
+    def wait(for_what: Callable[[], bool], seconds: float) -> None:
+        end = time.monotonic() + seconds
+        while not for_what() and time.monotonic() < end:
+            time.sleep(0.05)
+
+    wait(lambda: len(list(tmp_path.glob("hangs_*"))) == 2, 60)
+    assert rank.process.pid is not None and rank.process.exitcode is None, rank.end()
+    os.kill(rank.process.pid, signal.SIGTERM)
+    wait(lambda: "SIGTERM" in rank.output.read_text(), 60)
+    time.sleep(0.6)
+    assert rank.output.read_text().count("SIGTERM: the step is finished and saved first") == 1
+    os.kill(rank.process.pid, signal.SIGTERM)
+    code, said = rank.end(240)
+    assert code == 128 + signal.SIGTERM and said.count("SIGTERM again: the run ends at once") == 1, said

@@ -1,0 +1,147 @@
+"""Exact layers: the same bits at every tensor-parallel size, near those of the plain layers; their sums one by one."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import mpu
+from megatron.gpt2.config import ModelConfig
+from megatron.gpt2.extensions.exact import exact_modules, exact_squared_norm, tree_sum
+from megatron.gpt2.extensions.exact.sums import sum_of_products
+from megatron.gpt2.model.gpt2 import GPT2Model
+from tests.distributed import run_ranks
+
+SHAPE = ModelConfig(
+    num_layers=2,
+    hidden_size=64,
+    num_attention_heads=4,
+    max_position_embeddings=32,
+    vocab_size=500,
+    hidden_dropout=0.1,
+    attention_dropout=0.1,
+    gelu="erf",
+)
+CASES = [
+    (dtype, sequence_parallel, recompute, by_document)
+    for dtype in (torch.float32, torch.bfloat16)
+    for sequence_parallel in (False, True)
+    for recompute, by_document in (("none", True), ("selective", False), ("full", True))
+]
+
+
+def gradients(
+    rank: int, world_size: int, cases: list[tuple[torch.dtype, bool, str, bool]], parts: int | None = 4
+) -> list[tuple[float, dict[str, tuple[Tensor, int | None]]]]:
+    """Of each case the loss, and of each parameter this rank's gradient and the dimension that is split."""
+    mpu.initialize_model_parallel(world_size)
+    modules = exact_modules(parts) if parts else mpu.PLAIN_MODULES
+    draw = torch.Generator().manual_seed(3)
+    tokens, labels = (torch.randint(0, 500, (3, 32), generator=draw) for _ in range(2))
+    found = []
+    for dtype, sequence_parallel, recompute, by_document in cases:
+        model = (
+            GPT2Model(SHAPE, sequence_parallel=sequence_parallel, dropout_seed=7, recompute=recompute, modules=modules)
+            .to(dtype)
+            .train()
+        )
+        more: dict[str, Any] = {}
+        if by_document:
+            more = {
+                "documents": mpu.Documents(tokens, int(tokens[0, 11]), "cpu"),
+                "positions": torch.randint(0, 32, (3, 32), generator=torch.Generator().manual_seed(4)),
+            }
+        loss = model(tokens, labels, torch.full((3, 32), 1 / 96), samples=torch.arange(3), **more)
+        loss.backward()
+        if not parts:
+            mpu.sum_sequence_parallel_grads(model.parameters())
+        specs = mpu.partition_specs(model)
+        found.append(
+            (
+                loss.item(),
+                {
+                    name: (parameter.grad.clone(), specs[name].dim)
+                    for name, parameter in model.named_parameters()
+                    if parameter.grad is not None
+                },
+            )
+        )
+    return found
+
+
+def test_no_bit_depends_on_the_tensor_parallel_size() -> None:
+    one = gradients(0, 1, CASES)
+    for (dtype, *_), (loss, grads), (plain_loss, plain_grads) in zip(
+        CASES, one, gradients(0, 1, CASES, None), strict=True
+    ):
+        bound = 1e-6 if dtype == torch.float32 else 1e-2
+        assert loss == pytest.approx(plain_loss, rel=bound)
+        for name, (grad, _) in grads.items():
+            assert (grad - plain_grads[name][0]).norm() <= 5 * bound * grad.norm(), name
+    for world_size in (2, 4):
+        by_rank = run_ranks(gradients, world_size, CASES)
+        for case, (loss, grads), *of_ranks in zip(CASES, one, *by_rank, strict=True):
+            assert all(theirs == loss for theirs, _ in of_ranks), case
+            for name, (grad, dim) in grads.items():
+                shards = [theirs[name][0] for _, theirs in of_ranks]
+                same = (
+                    [torch.equal(shard, grad) for shard in shards]
+                    if dim is None
+                    else [torch.equal(torch.cat(shards, dim), grad)]
+                )
+                assert all(same), f"{world_size} ranks, {case}: {name}"
+
+
+def test_a_sum_is_that_of_its_subtrees() -> None:
+    """2^j ranks that hold successive terms get the bits of one rank, as long as 2^j divides their number."""
+    torch.manual_seed(0)
+    for count in (1, 2, 3, 4, 6, 8, 12, 16):
+        terms = [torch.randn(1000).mul_(10.0 ** random.Random(n).randint(-3, 3)) for n in range(count)]
+        whole = tree_sum(terms)
+        ranks = 1
+        while count % ranks == 0:
+            size = count // ranks
+            parts = [tree_sum(terms[n * size : (n + 1) * size]) for n in range(ranks)]
+            assert torch.equal(tree_sum(parts), whole), (count, ranks)
+            ranks *= 2
+        assert (whole - torch.stack(terms).double().sum(0)).norm() <= 1e-6 * torch.stack(terms).norm()
+    for term in terms:
+        assert tree_sum([term]) is term  # and so nothing may write into it
+    halves = [torch.tensor([1.0, 2**-9], dtype=torch.bfloat16)] * 2
+    assert tree_sum(halves).dtype == torch.float32
+
+
+def test_products_are_rounded_once_and_summed_in_float32() -> None:
+    torch.manual_seed(0)
+    xs = [torch.randn(1100, 8).bfloat16() for _ in range(4)]  # more rows than are summed at once
+    weights = [torch.randn(8, 16).bfloat16() for _ in range(4)]
+    expected = tree_sum([x @ weight for x, weight in zip(xs, weights, strict=True)])
+    assert torch.equal(sum_of_products(xs, weights, torch.float32), expected)
+    assert torch.equal(sum_of_products(xs, weights, torch.bfloat16), expected.bfloat16())
+
+
+@pytest.mark.parametrize("block", [1, 16, 64])
+def test_the_norm_is_the_same_however_the_gradients_are_cut(block: int) -> None:
+    torch.manual_seed(0)
+    mpu.initialize_model_parallel(1)
+    cpu, draw = torch.device("cpu"), random.Random(0)
+    for power in (0, 3, 8):  # a gradient's largest element is up to 10^8 times another one
+        grads = torch.randn(64 * 500) * 10 ** (-power * torch.rand(64 * 500))
+        one = exact_squared_norm([grads], [], cpu, block=block)
+        assert one.dtype == torch.float64
+        assert one.item() == pytest.approx(grads.double().square().sum().item(), rel=1e-6)
+        for _ in range(5):
+            cuts = sorted(draw.sample(range(1, 500), 6))
+            parts = [grads[64 * a : 64 * b].clone() for a, b in zip([0, *cuts], [*cuts, 500], strict=True)]
+            draw.shuffle(parts)
+            assert torch.equal(exact_squared_norm(parts[:3], parts[3:], cpu, block=block), one)
+    assert exact_squared_norm([torch.zeros(64)], [torch.zeros(0)], cpu, block=block) == 0
+    assert exact_squared_norm([torch.full((64,), 1e30)], [], cpu).item() == pytest.approx(64e60)
+    for bad in (torch.inf, -torch.inf, torch.nan):
+        grads = torch.ones(128)
+        grads[70] = bad
+        assert exact_squared_norm([grads], [], cpu, block=block) == torch.inf

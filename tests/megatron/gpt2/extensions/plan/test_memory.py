@@ -1,0 +1,371 @@
+"""The expected memory of a rank against published figures, what torch allocates, and what processes had resident."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.memory import measure
+from megatron.gpt2.config import Config, ModelConfig
+from megatron.gpt2.config.arguments import parse
+from megatron.gpt2.extensions.plan.fit import cheapest, largest_micro_batch, layouts, smallest
+from megatron.gpt2.extensions.plan.megatron_2019 import (
+    BYTES_PER_PARAMETER,
+    layer_activations,
+    layer_matrices,
+    megatron_2019,
+)
+from megatron.gpt2.extensions.plan.pipelines import bubble, situations
+from megatron.gpt2.extensions.plan.report import available, is_out_of_memory
+from megatron.gpt2.extensions.plan.setting import Setting
+from megatron.gpt2.extensions.plan.sizes import Sizes
+from megatron.gpt2.extensions.plan.step import expected, of_stages
+from megatron.gpt2.model.parameters import count_parameters
+from megatron.gpt2.pipeline.timetable import equal_costs, timetable
+from megatron.gpt2.train.train_step import train_step
+from tests.distributed import run_ranks
+from tests.megatron.gpt2.train.training_runs import finish, start, write_text
+from tests.mpu.test_cross_entropy import MemoryCounter
+from tests.warm_python import WarmPython
+
+ROOT = Path(__file__).resolve().parents[4]
+MB = 2**20
+
+
+def config(*flags: str, vocab_size: int = 50257) -> Config:
+    made = parse([*flags]).config
+    return dataclasses.replace(made, model=dataclasses.replace(made.model, vocab_size=vocab_size))
+
+
+def on_gpu(*flags: str, ranks: int = 1) -> Setting:
+    return Setting(config(*flags), ranks, "cuda", torch.bfloat16, 600 * MB)
+
+
+def test_the_known_sums():
+    assert layer_matrices(24, 1024) == 301_989_888
+    assert BYTES_PER_PARAMETER * layer_matrices(24, 1024) == 6_039_797_760
+    assert 24 * layer_activations(s=1024, b=8, h=1024, n=16) == 22_951_231_488
+    matrices = dataclasses.replace(ModelConfig(num_layers=24, hidden_size=1024), vocab_size=1)
+    assert count_parameters(matrices)[0] - layer_matrices(24, 1024) < 0.01 * layer_matrices(24, 1024)
+
+
+@pytest.mark.parametrize(
+    ("p", "steady", "peak", "parameters"), [(1, 6785, 11927, 354_871_296), (2, 3447, 6238, 178_100_224)]
+)
+def test_the_published_run(p: int, steady: int, peak: int, parameters: int):
+    """MB after 100 iterations and at the peak: fp16, 8 × 1,024 tokens, activation checkpointing."""
+    memory = megatron_2019(config("--model", "345m", "--checkpoint-activations", "--model-parallel-size", str(p)))
+    between = sum(memory.parts[part] for part in ("weights", "gradients", "optimizer"))
+    assert between == BYTES_PER_PARAMETER * parameters
+    assert between / MB == pytest.approx(steady, rel=0.02)
+    assert memory.total / MB == pytest.approx(peak, rel=0.02)
+
+
+SHAPE = [
+    "--num-layers",
+    "3",
+    "--hidden-size",
+    "256",
+    "--seq-length",
+    "256",
+    "--max-position-embeddings",
+    "512",
+    "--micro-batch-size",
+    "2",
+]
+
+
+def counted(rank: int, world_size: int, folder: str, flags: list[str]) -> tuple[int, int]:
+    """Expected bytes of a rank, and those that torch allocated at the peak of its second step."""
+    run = start(rank, world_size, folder, [*SHAPE, *flags, "--save", f"{folder}/{abs(hash(tuple(flags)))}"])
+    train_step(run)
+    with MemoryCounter() as counter:
+        train_step(run)
+    state = [run.engine.flat.params, *(t for moment in run.engine.optimizer.moments.values() for t in moment)]
+    state += run.engine.flat.masters if run.prepared.dtype != torch.float32 else []
+    setting = Setting(run.config, world_size, "cpu", run.prepared.dtype, 0)
+    memory = expected(setting, setting.stage_of(rank))
+    finish(run)
+    return memory.allocated, counter.peak + sum(t.nbytes for t in state)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("memory")
+    write_text(folder)
+    return folder
+
+
+ALONE = [
+    ["--precision", "fp32"],
+    ["--precision", "bf16"],
+    ["--precision", "fp32", "--recompute-granularity", "selective", "--micro-batch-size", "8"],
+    ["--precision", "bf16", "--recompute-granularity", "full", "--micro-batch-size", "8"],
+    ["--precision", "bf16", "--micro-batch-size", "4", "--make-vocab-size-divisible-by", "20000"],
+    ["--precision", "fp32", "--global-batch-size", "6", "--hidden-dropout", "0.1"],
+    ["--precision", "fp32", "--attention-dropout", "0.1"],
+    ["--precision", "bf16", "--attention-dropout", "0.1", "--micro-batch-size", "4"],
+    [
+        "--exact-layouts",
+        "4",
+        "--precision",
+        "bf16",
+        "--global-batch-size",
+        "4",
+        "--make-vocab-size-divisible-by",
+        "20000",
+    ],
+]
+
+
+@pytest.mark.parametrize("flags", ALONE, ids=" ".join)
+def test_what_torch_allocates(folder: Path, flags: list[str]):
+    computed, allocated = counted(0, 1, str(folder), flags)
+    assert computed == pytest.approx(allocated, rel=0.06), (computed / MB, allocated / MB)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--use-distributed-optimizer", "--micro-batch-size", "8"],
+        ["--model-parallel-size", "2", "--sequence-parallel"],
+        [
+            "--use-distributed-optimizer",
+            "--shard-gradients",
+            "--global-batch-size",
+            "16",
+            "--ddp-bucket-size",
+            "300000",
+        ],
+        ["--model-parallel-size", "2", "--recompute-granularity", "full", "--partition-activations"],
+    ],
+    ids=" ".join,
+)
+def test_what_torch_allocates_on_a_rank_of_two(folder: Path, flags: list[str]):
+    flags = ["--precision", "fp32", "--micro-batch-size", "4", "--make-vocab-size-divisible-by", "2048", *flags]
+    for computed, allocated in run_ranks(counted, 2, str(folder), flags):
+        assert computed == pytest.approx(allocated, rel=0.06), (computed / MB, allocated / MB)
+
+
+# Two stages of unequal chunks, with 3 micro-batches or 4.
+PIPELINES = {
+    "1F1B": "--micro-batch-size 4 --global-batch-size 12 --decoder-first-pipeline-num-layers 2",
+    "recompute": "--micro-batch-size 8 --global-batch-size 24 --recompute-granularity full",
+    "interleaved": "--num-layers 4 --num-layers-per-virtual-pipeline-stage 1 --micro-batch-size 2 "
+    "--global-batch-size 8",
+    "zero bubble": "--pipeline-schedule zero-bubble --micro-batch-size 4 --global-batch-size 16",
+    "exact": "--exact-layouts 4 --micro-batch-size 4 --global-batch-size 12",
+    "bf16": "--precision bf16 --micro-batch-size 8 --global-batch-size 24",
+}
+
+
+def counted_in_turn(rank: int, world_size: int, folder: str, layouts: list[str]) -> list[tuple[int, int]]:
+    return [counted(rank, world_size, folder, flags.split()) for flags in layouts]
+
+
+AT_FIRST = ("interleaved", "exact")
+
+
+@pytest.mark.parametrize(
+    "names",
+    [AT_FIRST, pytest.param([name for name in PIPELINES if name not in AT_FIRST], marks=pytest.mark.wide)],
+    ids=["some", "others"],
+)
+def test_what_torch_allocates_on_a_stage_of_two(folder: Path, names: Sequence[str]):
+    common = "--pipeline-model-parallel-size 2 --precision fp32 --make-vocab-size-divisible-by 2048 "
+    found = run_ranks(counted_in_turn, 2, str(folder), [common + PIPELINES[name] for name in names])
+    for stage, of_stage in enumerate(found):
+        for name, (computed, allocated) in zip(names, of_stage, strict=True):
+            print(f"{name}, stage {stage}: {computed / MB:.1f} / {allocated / MB:.1f} MB")
+    assert all(computed == pytest.approx(allocated, rel=0.08) for of_stage in found for computed, allocated in of_stage)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--precision bf16 --make-vocab-size-divisible-by 50304",
+        pytest.param(
+            "--precision fp32 --recompute-granularity full --micro-batch-size 8 --use-distributed-optimizer "
+            "--nproc-per-node 2",
+            marks=pytest.mark.wide,
+        ),
+    ],
+)
+def test_what_a_process_has_resident(tmp_path: Path, flags: str):
+    """Of the training program, as its own log says it. `benchmarks/memory.py` has larger shapes, and all layouts."""
+    shape = "--num-layers 2 --hidden-size 256 --num-attention-heads 4 --seq-length 256"
+    found = measure({"allocator": "returned", "flags": f"{shape} --train-iters 2 --log-interval 2 {flags}"}, tmp_path)
+    assert found.get("ratio", 0) == pytest.approx(1, abs=0.1), found
+
+
+def test_offers_fit_and_come_by_their_cost():
+    setting = on_gpu("--model", "1.5b", ranks=8)
+    budget = 20 * 2**30
+    assert expected(setting).total > budget
+    offers = cheapest(setting, budget, 3)
+    assert len(offers) == 3 and [o.cost for o in offers] == sorted(o.cost for o in offers)
+    together = setting.config.train.micro_batch_size * 8
+    for offer in offers:
+        assert offer.memory.total <= budget and offer.flags
+        # The flags, added to the command line, make just this run.
+        again = on_gpu("--model", "1.5b", *" ".join(offer.flags).split(), ranks=8)
+        assert expected(again) == offer.memory
+        assert again.micro_batches * again.config.train.micro_batch_size * again.data_parallel_size == together
+    assert min(c.cost for c in layouts(setting) if c.memory.total <= budget) == offers[0].cost
+
+
+def test_a_pipeline_is_offered_where_it_is_the_cheapest():
+    """Heads that cannot be divided, and too little room for a whole model: stages are what is left."""
+    flags = ("--model", "1.5b", "--micro-batch-size", "1", "--global-batch-size", "64", "--use-distributed-optimizer")
+    setting, budget = on_gpu(*flags, ranks=8), 9 * 2**30
+    offers = cheapest(setting, budget, 3)
+    assert all(
+        "--pipeline-model-parallel-size" in str(offer.flags) or "offload" in str(offer.flags) for offer in offers
+    ) and "--pipeline-model-parallel-size" in str(offers[0].flags)
+    again = on_gpu(*flags, *" ".join(offers[0].flags).split(), ranks=8)
+    assert expected(again) == offers[0].memory == max(of_stages(again), key=lambda memory: memory.total)
+    assert bubble(again.config, again.micro_batches) / (1 - bubble(again.config, again.micro_batches)) < offers[0].cost
+
+
+def test_stages_share_what_one_rank_has():
+    """With one micro-batch nothing is kept for another one: the sums over stages are those of the whole model, but for
+    the second copy of the tied matrix and what is on its way."""
+    whole, parts = on_gpu("--model", "345m"), on_gpu("--model", "345m", "--pipeline-model-parallel-size", "4", ranks=4)
+    assert [parts.stage_of(rank) for rank in range(4)] == [0, 1, 2, 3]
+    sizes, one = [Sizes(parts, stage) for stage in range(4)], Sizes(whole)
+    tied = 50304 * 1024
+    assert sum(size.parameters for size in sizes) == one.parameters + tied
+    assert sum(size.kept_by(chunk) for size in sizes for chunk in size.chunks) == one.kept_by(one.chunks[0])
+    # Of many micro-batches 1F1B keeps 4, 3, 2 and 1.
+    many = on_gpu("--model", "345m", "--pipeline-model-parallel-size", "4", "--global-batch-size", "512", ranks=4)
+    assert many.micro_batches == 64
+    for stage in range(4):
+        assert max(now.beside.kept[0] for now in situations(many.config, 64, stage)) == 4 - stage - 1
+        assert expected(many, stage).moment.endswith(f" of stage {stage}")
+
+
+@pytest.mark.parametrize("flags", ["", "--pipeline-schedule zero-bubble", "--num-virtual-stages-per-pipeline-rank 2"])
+def test_the_bubble_of_many_micro_batches_is_that_of_the_timetable(flags: str):
+    made = config("--num-layers", "8", "--pipeline-model-parallel-size", "4", *flags.split())
+    for m in (1, 3, 12, 13, 15, 16, 30):
+        schedule = made.schedule(m)
+        assert bubble(made, m) == pytest.approx(timetable(schedule, equal_costs(schedule, 1, 1, 1)).bubble), m
+
+
+def test_the_least_and_the_largest():
+    setting = on_gpu("--model", "345m")
+    budget = 16 * 2**30
+    b = largest_micro_batch(setting, budget)
+
+    def needed(size: int) -> int:
+        return expected(on_gpu("--model", "345m", "--micro-batch-size", str(size))).total
+
+    assert needed(b) <= budget < needed(b + 1)
+    assert largest_micro_batch(setting, 2**30) == 0
+    assert not cheapest(setting, 2**30, 3)
+    least = smallest(setting)
+    assert {"--cpu-offload-optimizer", "--recompute-granularity full"} <= set(least.flags)
+    assert least.memory.on_host > 0
+
+
+def test_each_means_helps():
+    def total(*flags: str) -> int:
+        return expected(on_gpu("--model", "345m", *flags, ranks=4)).total
+
+    plain, split = total(), total("--model-parallel-size", "2")
+    assert total("--recompute-granularity", "full") < total("--recompute-granularity", "selective") < plain
+    assert total("--use-distributed-optimizer") < plain and total("--cpu-offload-optimizer") < plain
+    assert split < plain and total("--model-parallel-size", "2", "--sequence-parallel") < split
+    assert total("--attention-backend", "unfused") > plain
+    full = ("--recompute-granularity", "full", "--model-parallel-size", "2", "--micro-batch-size", "64")
+    assert total(*full, "--checkpoint-in-cpu") < total(*full, "--partition-activations") < total(*full)
+    parked = expected(on_gpu("--model", "345m", *full, "--checkpoint-in-cpu", ranks=2))
+    assert parked.on_host == 24 * 64 * 1024 * 1024 * 2
+    assert total("--cpu-offloading-num-layers", "12") < plain
+    assert expected(on_gpu("--model", "345m", "--async-save")).on_host == 14 * 354_871_296
+
+
+def test_what_is_no_shortage_is_left_alone():
+    assert is_out_of_memory(MemoryError()) and is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory."))
+    assert is_out_of_memory(RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory"))
+    assert not is_out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+    assert not is_out_of_memory(ValueError("can't allocate memory"))
+
+
+def test_a_machine_shared_by_ranks():
+    alone, where = available(torch.device("cpu"))
+    shared, by = available(torch.device("cpu"), 4)
+    assert shared == alone // 4 and by == f"{where}, shared by 4 ranks"
+
+
+# The program, with the limit that `ulimit -v` sets, and beside it what the program takes before it does anything:
+# addresses of torch's libraries, gigabytes with CUDA's.
+LIMITED = """
+import re, resource, runpy, megatron.gpt2.commands.pretrain_gpt2
+taken = 1024 * int(re.findall(r"VmSize:\\s+(\\d+)", open("/proc/self/status").read())[0])
+resource.setrlimit(resource.RLIMIT_AS, (taken + 555 * 2**20,) * 2)
+runpy.run_module("megatron.pretrain_gpt2", run_name="__main__", alter_sys=True)
+"""
+
+
+def test_out_of_memory_ends_in_one_line_whose_offer_helps(python: WarmPython, tmp_path: Path):
+    """Under `ulimit -v`: the run warns at its start, ends in the line with exit code 2, and runs as that line says."""
+    text = write_text(tmp_path)
+    base = [
+        python.python,
+        "-c",
+        LIMITED,
+        "--num-layers",
+        "2",
+        "--hidden-size",
+        "256",
+        "--num-attention-heads",
+        "4",
+        "--max-position-embeddings",
+        "256",
+        "--seq-length",
+        "256",
+        "--tokenizer-type",
+        "bytes",
+        "--train-data",
+        str(text),
+        "--data-cache-path",
+        str(tmp_path),
+        "--precision",
+        "fp32",
+        "--device",
+        "cpu",
+        "--attention-dropout",
+        "0",
+        "--hidden-dropout",
+        "0",
+        "--micro-batch-size",
+        "64",
+        "--train-iters",
+        "1",
+        "--eval-iters",
+        "0",
+        "--save",
+    ]
+
+    def start(save: str, *flags: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [*base, str(tmp_path / save), *flags], text=True, capture_output=True, cwd=ROOT, timeout=240
+        )
+
+    run = start("first")
+    assert run.returncode == 2, run.stdout + run.stderr
+    (line,) = run.stderr.splitlines()
+    assert line.startswith("error: out of memory on rank 0: expected ") and "(ulimit -v)" in line
+    assert all(part in line for part in ("activations ", "optimizer ", "weights ", "fixed "))
+    assert line.count(" slower)") == 3
+    assert "WARNING: about " in run.stdout
+    offers = re.findall(r"(--[^;(]+) \(([\d,]+) MB, \d+% slower\)", line)
+    least = min(offers, key=lambda offer: int(offer[1].replace(",", "")))[0]
+    assert start("second", *least.split()).returncode == 0, least

@@ -1,0 +1,384 @@
+"""The server in this process, as OpenAI's own client and as bad clients see it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import http.client
+import json
+import math
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+import mpu
+from data_utils import Tokenizer, build_tokenizer
+from megatron.gpt2.generate.generation import Continuation, Generator, generate
+from megatron.gpt2.generate.sampling import Sampling
+from megatron.gpt2.model.gpt2 import GPT2Model
+from tests.conftest import needs
+from tests.megatron.gpt2.generate.test_generation import CONFIG
+
+if TYPE_CHECKING:
+    import openai
+
+for library in ("starlette", "uvicorn"):
+    pytest.importorskip(library, reason=f"{library} is not installed: the extra [serve] brings it")
+
+import uvicorn  # noqa: E402
+
+from megatron.gpt2.extensions.serve.answer import token_name  # noqa: E402
+from megatron.gpt2.extensions.serve.app import Service  # noqa: E402
+from megatron.gpt2.extensions.serve.batching import Batcher  # noqa: E402
+from megatron.gpt2.extensions.serve.request import Limits  # noqa: E402
+
+pytestmark = needs("openai", extra="dev")
+
+TOKENIZER = build_tokenizer("bytes")
+LIMITS = Limits(max_tokens=100_000, texts=32, body_bytes=1 << 16)
+ENDLESS = {"max_tokens": 100_000, "top_k": 3}  # of the model here
+JSON = {"Content-Type": "application/json"}
+
+
+@pytest.fixture(scope="module")
+def model() -> Iterator[GPT2Model]:
+    mpu.initialize_model_parallel(1)
+    model = GPT2Model(CONFIG).eval()
+    with torch.no_grad():
+        model.word_embeddings.weight[TOKENIZER.eod] = 0  # never among the likeliest
+    yield model
+    mpu.destroy_model_parallel()
+
+
+@dataclasses.dataclass
+class Served:
+    port: int
+    log: list[str]
+
+    @property
+    def client(self) -> openai.OpenAI:
+        import openai  # which takes seconds: not at the start of every test process
+
+        return openai.OpenAI(base_url=f"http://127.0.0.1:{self.port}/v1", api_key="none", max_retries=0, timeout=240)
+
+    def ask(self, prompt: Any = "Once", **settings: Any) -> Any:
+        return self.client.completions.create(model="tiny", prompt=prompt, **settings)
+
+    def send(self, method: str, path: str, body: Any = None, headers: Any = JSON) -> tuple[int, Any]:
+        with contextlib.closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=240)) as connection:
+            connection.request(method, path, body, headers)
+            response = connection.getresponse()
+            return response.status, json.loads(response.read())
+
+    def wait_until(self, texts: int) -> None:
+        """Until so many are written or wait: 0 never comes where a continuation goes on that nobody reads."""
+        deadline = time.monotonic() + 240
+        while (found := self.send("GET", "/health")[1]["texts"]) != texts:
+            assert time.monotonic() < deadline, f"{found} texts are written or wait, and not {texts}"
+            time.sleep(0.01)
+
+
+@contextlib.contextmanager
+def serving(
+    model: GPT2Model, tokenizer: Tokenizer = TOKENIZER, *, texts: int = 64, seconds: float = 60.0
+) -> Iterator[Served]:
+    log: list[str] = []
+    batcher = Batcher(LIMITS.texts)
+    service = Service("tiny", tokenizer, 32, batcher, LIMITS, texts, seconds, log.append)
+    listener = socket.create_server(("127.0.0.1", 0))
+    server = uvicorn.Server(uvicorn.Config(service.app(), lifespan="off", log_config=None, http="h11"))
+    threads = [
+        threading.Thread(target=batcher.run, args=[Generator(model, tokenizer)]),
+        threading.Thread(target=server.run, kwargs={"sockets": [listener]}),
+    ]
+    for thread in threads:
+        thread.start()
+    try:
+        yield Served(listener.getsockname()[1], log)
+    finally:
+        batcher.stop()
+        threads[0].join()
+        server.should_exit = True
+        threads[1].join()
+
+
+@pytest.fixture(scope="module")
+def served(model: GPT2Model) -> Iterator[Served]:
+    with serving(model) as served:
+        yield served
+
+
+@pytest.fixture
+def alone(model: GPT2Model) -> Callable[..., list[int]]:
+    """What the generator makes of a prompt that has it for itself."""
+
+    def alone(prompt: str, **settings: Any) -> list[int]:
+        c = Continuation(TOKENIZER.encode(prompt), Sampling(**settings))
+        generate(model, TOKENIZER, [c])
+        return c.ids
+
+    return alone
+
+
+def test_openai_client(served: Served, alone: Any) -> None:
+    answer = served.ask(max_tokens=40, temperature=0, logprobs=3)
+    ids = alone("Once", max_new_tokens=40, temperature=0)
+    choice = answer.choices[0]
+    assert choice.text == TOKENIZER.decode(ids) and choice.finish_reason == ("length" if len(ids) == 40 else "stop")
+    assert answer.object == "text_completion" and answer.model == "tiny" and answer.id.startswith("cmpl-")
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (4, len(ids))
+    assert choice.logprobs.tokens == [token_name(TOKENIZER, i) for i in ids]
+    for name, value, likeliest in zip(
+        choice.logprobs.tokens, choice.logprobs.token_logprobs, choice.logprobs.top_logprobs, strict=True
+    ):
+        assert len(likeliest) == 3 and value == max(likeliest.values()) == likeliest[name], "greedy takes the likeliest"
+        assert sum(map(math.exp, likeliest.values())) < 1 + 1e-6
+    [entry] = served.client.models.list()
+    assert entry.id == "tiny" and served.client.models.retrieve("tiny") == entry
+
+
+def test_probabilities_are_the_models(served: Served, model: GPT2Model) -> None:
+    logprobs = served.ask("Once", max_tokens=5, seed=3, temperature=0.5, logprobs=5).choices[0].logprobs
+    likeliest = logprobs.top_logprobs[0]
+    assert (
+        served.ask("Once", max_tokens=5, seed=3, temperature=0.5, logprobs=0).choices[0].logprobs.token_logprobs
+        == logprobs.token_logprobs
+    )
+    with torch.inference_mode():
+        logits = model(torch.tensor([list(b"Once")]))[-1, 0, : TOKENIZER.vocab_size].log_softmax(0)
+    for i in logits.topk(5).indices.tolist():
+        assert likeliest[token_name(TOKENIZER, i)] == pytest.approx(float(logits[i]), abs=1e-4)
+
+
+@pytest.mark.parametrize("length", [0, 1, 9])
+def test_echo_with_logprobs(served: Served, model: GPT2Model, length: int) -> None:
+    """OpenAI's way to score a text. The model's likeliest tokens, which differ from the text's, are told too."""
+    settings: dict[str, Any] = {"max_tokens": length, "logprobs": 2, "echo": True, "temperature": 0, "seed": 1234}
+    prompts = ["One é", "x", "a longer text"]
+    answer = served.ask([list(prompt.encode()) for prompt in prompts], **settings)
+    assert answer.usage.prompt_tokens == sum(len(prompt.encode()) for prompt in prompts)
+    for prompt, choice in zip(prompts, answer.choices, strict=True):
+        ids, found = list(prompt.encode()), choice.logprobs
+        assert choice.finish_reason == "length" and choice.text.startswith(prompt)
+        assert len(found.tokens) == len(ids) + length == len(found.text_offset)
+        assert found.tokens[: len(ids)] == [token_name(TOKENIZER, i) for i in ids]
+        assert found.text_offset[: len(ids)] == [min(i, len(prompt) - 1) for i in range(len(ids))]
+        assert found.token_logprobs[0] is None and found.top_logprobs[0] is None
+        with torch.inference_mode():
+            expected = model(torch.tensor([ids]))[:, 0, : TOKENIZER.vocab_size].log_softmax(-1)
+        for place in range(1, len(ids)):
+            own, likeliest = expected[place - 1, ids[place]], expected[place - 1].topk(2).indices.tolist()
+            assert found.token_logprobs[place] == pytest.approx(float(own), abs=1e-5)
+            assert found.top_logprobs[place] == pytest.approx(
+                {token_name(TOKENIZER, i): float(expected[place - 1, i]) for i in {*likeliest, ids[place]}}, abs=1e-5
+            )
+        assert not length or max(found.top_logprobs[-1].values()) == found.token_logprobs[-1]
+        assert length or choice.text == prompt
+        parts = [chunk.choices[0] for chunk in served.ask(ids, stream=True, **settings)]
+        assert parts[0].text == prompt and len(parts[0].logprobs.tokens) == len(ids)
+        assert "".join(part.text for part in parts) == choice.text
+        streamed = [value for part in parts for value in part.logprobs.token_logprobs]
+        assert streamed == pytest.approx(found.token_logprobs, abs=1e-5)
+    assert served.ask("One", echo=True, max_tokens=0).choices[0].text == "One"
+    assert served.ask("One", max_tokens=0).choices[0].text == ""
+    assert served.ask("", echo=True, max_tokens=0, logprobs=0).choices[0].logprobs.tokens == []
+
+
+@pytest.mark.usefixtures("model")  # which has the groups
+def test_the_end_of_a_document_is_listed() -> None:
+    """lm-eval asks for one token beyond the text and leaves out the last log-probability, whatever the token is."""
+    ending = GPT2Model(CONFIG).eval()
+    with torch.no_grad():  # whatever it reads, the document ends
+        ending.transformer.final_layernorm.weight.zero_()
+        ending.transformer.final_layernorm.bias.fill_(1)
+        ending.word_embeddings.weight[TOKENIZER.eod] = 5
+    with serving(ending) as served:
+        [choice] = served.ask("One", echo=True, logprobs=1, max_tokens=1).choices
+        assert choice.text == "One" and choice.finish_reason == "stop"
+        assert choice.logprobs.tokens == ["O", "n", "e", "<|endoftext|>"] and choice.logprobs.text_offset[3] == 3
+        answer = served.send("PUT", "/api", json.dumps({"prompts": ["One"], "logprobs": True}))[1]
+        assert answer["text"] == ["One"] and len(answer["logprobs"][0]) == 2 == len(answer["tokens"][0]) - 1
+
+
+@pytest.mark.parametrize("address", ["/api", "/generate"])
+def test_megatrons_form(served: Served, alone: Any, address: str) -> None:
+    def put(**fields: Any) -> Any:
+        status, answer = served.send("PUT", address, json.dumps(fields))
+        assert status == 200, answer
+        return answer
+
+    prompts = ["Once é", "a"]
+    answer = put(prompts=prompts, tokens_to_generate=12, top_k=1, logprobs=True)
+    for number, prompt in enumerate(prompts):
+        ids = [*prompt.encode(), *alone(prompt, max_new_tokens=12, temperature=0)]
+        assert answer["text"][number] == TOKENIZER.decode(ids) and answer["tokens"][number] == ids
+        assert answer["segments"][number] == [TOKENIZER.decode([i]) for i in ids]
+        scored = served.ask(ids, max_tokens=0, echo=True, logprobs=0).choices[0].logprobs
+        assert answer["logprobs"][number] == pytest.approx(scored.token_logprobs[1:], abs=1e-5)
+    assert put(prompts=["a"], random_seed=5) == put(prompts=["a"], random_seed=5, top_p=0.0, no_log=True)
+    seeded = put(prompts=["a"], random_seed=5)
+    assert seeded["logprobs"] is None and seeded["text"][0] == "a" + TOKENIZER.decode(
+        alone("a", max_new_tokens=64, seed=5)
+    )
+    assert put(prompts=["a"], tokens_to_generate=0, logprobs=True)["text"] == ["a"]
+    begun = put(prompts=[""], add_BOS=True, tokens_to_generate=1, logprobs=True)
+    assert begun["segments"][0][0] == "<|endoftext|>" and len(begun["logprobs"][0]) == 1
+    text = put(prompts=["a"], random_seed=3, stop_on_eol=True, tokens_to_generate=2000)["text"][0]
+    assert text.endswith("\n") and text.count("\n") == 1
+
+    for fields, status in ({"prompts": [""]}, 400), ({"prompts": ["a"], "beam_width": 3}, 400):
+        code, refused = served.send("PUT", address, json.dumps(fields))
+        assert code == status and refused["message"] == refused["error"]["message"]
+    assert served.send("PUT", address, "{}", {"Content-Type": "text/plain"})[0] == 415
+    assert served.send("PUT", address, bytes(100_000_000))[0] == 413
+    assert served.send("POST", address, "{}")[0] == 405
+
+
+def test_a_stream_is_the_same_text(served: Served) -> None:
+    settings: dict[str, Any] = {"max_tokens": 60, "seed": 5, "n": 2, "logprobs": 2, "stop": ["e", "zz"]}
+    whole = served.ask(["One", "Two"], **settings)
+    texts, reasons, usage = [""] * 4, [None] * 4, None
+    tokens: list[list[str]] = [[] for _ in range(4)]
+    for chunk in served.ask(["One", "Two"], stream=True, stream_options={"include_usage": True}, **settings):
+        usage = chunk.usage
+        for choice in chunk.choices:
+            assert reasons[choice.index] is None, "nothing comes after the end"
+            texts[choice.index] += choice.text
+            tokens[choice.index] += choice.logprobs.tokens
+            reasons[choice.index] = choice.finish_reason
+    assert texts == [choice.text for choice in whole.choices] and len(set(texts)) == 4
+    assert tokens == [choice.logprobs.tokens for choice in whole.choices]
+    assert reasons == [choice.finish_reason for choice in whole.choices] and usage == whole.usage
+
+
+def test_prompts_in_every_form(served: Served) -> None:
+    settings: dict[str, Any] = {"max_tokens": 9, "seed": 1}
+    text = served.ask("One", **settings).choices[0].text
+    assert served.ask(list(b"One"), **settings).choices[0].text == text
+    assert [choice.text for choice in served.ask([list(b"One"), list(b"Two")], **settings).choices] == [
+        choice.text for choice in served.ask(["One", "Two"], **settings).choices
+    ]
+    assert served.ask("One", echo=True, **settings).choices[0].text == "One" + text
+    assert (
+        "".join(chunk.choices[0].text for chunk in served.ask("One", echo=True, stream=True, **settings))
+        == "One" + text
+    )
+    assert [choice.text for choice in served.ask("One", n=2, **settings).choices] == [
+        text,
+        served.ask("One", max_tokens=9, seed=2).choices[0].text,
+    ]
+    assert served.ask("N\0UL é", **settings).choices[0].text
+
+
+def test_32_clients_at_once(served: Served, model: GPT2Model, alone: Any) -> None:
+    prompts = [f"client {i}" * (1 + i % 3) for i in range(32)]
+    have_come, calls = threading.Event(), 0
+
+    def count(*_: Any) -> None:
+        nonlocal calls
+        assert have_come.wait(240)
+        calls += 1
+
+    with model.transformer.register_forward_pre_hook(count), ThreadPoolExecutor(32) as clients:
+        asked = [clients.submit(served.ask, prompts[i], max_tokens=20 + i, seed=i) for i in range(32)]
+        served.wait_until(texts=32)
+        have_come.set()
+        answers = [one.result() for one in asked]
+    assert calls < sum(20 + i for i in range(32)) / 4, "texts are written together"
+    for i, answer in enumerate(answers):
+        assert answer.choices[0].text == TOKENIZER.decode(alone(prompts[i], max_new_tokens=20 + i, seed=i)), prompts[i]
+
+
+def test_errors_have_openais_form(served: Served) -> None:
+    import openai
+
+    for param, value in ("max_tokens", 10**9), ("\ud800", -1), ("prompt", "\ud800"):
+        status, answer = served.send("POST", "/v1/completions", json.dumps({"prompt": "Once", param: value}))
+        assert status == 400 and answer["error"].keys() == {"message", "type", "param", "code"}
+        assert answer["error"]["param"] == param and answer["error"]["type"] == "invalid_request_error"
+    with pytest.raises(openai.BadRequestError, match="max_tokens must be a whole number from 0 to 100000, not -5"):
+        served.ask(max_tokens=-5)
+    for wrong in (
+        lambda: served.client.completions.create(model="gpt-4", prompt="Once"),
+        lambda: served.client.models.retrieve("a/b"),
+    ):
+        with pytest.raises(openai.NotFoundError, match="'tiny'") as unknown:
+            wrong()
+        assert unknown.value.code == "model_not_found"
+    with pytest.raises(openai.BadRequestError, match="longer than the 32 tokens") as refused:
+        served.ask("x" * 33, stream=True)
+    assert refused.value.code == "context_length_exceeded"
+
+
+def post(length: int, body: bytes) -> bytes:
+    """What a client sends, or the beginning of it."""
+    return (
+        b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+        b"Content-Length: %d\r\n\r\n%b" % (length, body)
+    )
+
+
+def test_bad_clients_leave_it_serving(served: Served) -> None:
+    text = served.ask(seed=1).choices[0].text
+    assert served.send("POST", "/v1/completions", b'{"prompt": "\xff"}')[0] == 400
+    assert served.send("POST", "/v1/completions", b"\0" * 100)[0] == 400
+    assert served.send("POST", "/v1/completions", "{}", {})[0] == 415
+    assert served.send("POST", "/v1/completions", bytes(100_000_000))[0] == 413
+    assert served.send("POST", "/v1/completions", (bytes(1_000_000) for _ in range(100)))[0] == 413, "in chunks"
+    assert served.send("GET", "/v1/completions")[0] == 405 and served.send("GET", "/nowhere")[0] == 404
+    for data in (b"\0\xff" * 500, b"GET", b"POST / HTTP/1.1\r\nContent-Length: -1\r\n\r\n", post(60, b'{"prompt": ')):
+        with socket.create_connection(("127.0.0.1", served.port)) as connection:
+            connection.sendall(data)
+    assert served.ask(seed=1).choices[0].text == text
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_goes_away_ends_its_text(served: Served, stream: bool) -> None:
+    body = json.dumps({"prompt": "Once", "n": 3, "stream": stream, **ENDLESS}).encode()
+    with socket.create_connection(("127.0.0.1", served.port)) as connection:
+        connection.sendall(post(len(body), body))
+        if stream:
+            assert connection.recv(100).startswith(b"HTTP/1.1 200")
+        served.wait_until(texts=3)
+    served.wait_until(texts=0)
+    assert "the client went away" in served.log[-1]
+    assert served.ask(max_tokens=2, seed=1).choices[0].text
+
+
+def test_too_many_texts_and_too_much_time(model: GPT2Model) -> None:
+    import openai
+
+    with ThreadPoolExecutor(1) as clients, serving(model, texts=40) as served:
+        clients.submit(served.ask, "Once", n=30, extra_body=ENDLESS)
+        served.wait_until(texts=30)
+        with pytest.raises(openai.InternalServerError, match="try again later") as refused:
+            served.ask(n=11)
+        assert refused.value.status_code == 503
+    with serving(model, texts=40, seconds=1.0) as served:
+        with pytest.raises(openai.InternalServerError, match="took longer than 1 seconds") as late:
+            served.ask(n=30, extra_body=ENDLESS)
+        assert late.value.status_code == 504
+        with pytest.raises(openai.APIError, match="took longer"):
+            list(served.ask(stream=True, n=30, extra_body=ENDLESS))
+        served.wait_until(texts=0)
+        with socket.create_connection(("127.0.0.1", served.port)) as connection:  # a body that never comes
+            connection.sendall(post(60, b"{"))
+            assert connection.recv(100).startswith(b"HTTP/1.1 408")
+
+
+def test_stopping_answers_who_waits(model: GPT2Model) -> None:
+    import openai
+
+    with ThreadPoolExecutor(2) as clients:
+        with serving(model) as served:
+            asked = [clients.submit(served.ask, "Once", n=30, extra_body=ENDLESS) for _ in range(2)]
+            served.wait_until(texts=60)
+        for one in asked:
+            with pytest.raises(openai.InternalServerError, match="stopping"):
+                one.result()

@@ -1,0 +1,89 @@
+"""64 clients at once: the texts of all begin in the order of the requests, none waits longer than for those before it,
+and the cache is as large as ever."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+
+import mpu
+from megatron.gpt2.extensions.serve.batching import Batcher, Job, Stopping
+from megatron.gpt2.generate.generation import Continuation, Event, Generator
+from megatron.gpt2.generate.sampling import Sampling
+from megatron.gpt2.model.gpt2 import GPT2Model
+from tests.megatron.gpt2.generate.test_batch import Watched, endless
+from tests.megatron.gpt2.generate.test_generation import CONFIG, TOKENIZER
+
+ROWS = 8
+
+
+@pytest.fixture
+def watched() -> Any:
+    mpu.initialize_model_parallel(1)
+    yield Watched(Generator(endless(GPT2Model(CONFIG)), TOKENIZER))
+    mpu.destroy_model_parallel()
+
+
+def test_64_clients(watched: Watched) -> None:
+    batcher = Batcher(ROWS)
+    lengths: list[int] = []  # of the texts, in the order of the requests
+    begun: dict[int, int] = {}
+    over: dict[int, str] = {}
+
+    def ask(client: int) -> None:
+        made = [
+            Continuation([client] * (1 + client % 4), Sampling(max_new_tokens=1 + (7 * client + 5 * i) % 28))
+            for i in range(1 + client % 3)
+        ]
+        start = len(lengths)
+        lengths.extend(c.sampling.max_new_tokens for c in made)
+
+        def deliver(number: int, event: Event | Stopping) -> None:
+            begun.setdefault(start + number, watched.steps)
+            assert not isinstance(event, Stopping)
+            if event.finish:
+                over[start + number] = event.finish
+                if len(over) == len(lengths):
+                    batcher.stop()
+
+        batcher.submit(Job(made, deliver))
+
+    for client in range(64):
+        ask(client)
+    batcher.run(watched.generator)
+    assert list(over.values()) == ["length"] * len(lengths) and len(lengths) == 127
+    assert list(begun) == sorted(begun), "in the order of the requests"
+    for number, step in begun.items():  # whoever waits, all rows are taken by texts that came before
+        assert step * ROWS <= sum(max(1, length - 1) for length in lengths[:number]), number
+    assert watched.cache_bytes == {2 * ROWS * 2 * 32 * 32 * 4}  # l · rows · 2 · S · h
+
+
+def test_whoever_waits_is_told_of_the_end(watched: Watched) -> None:
+    """Of a request that is written, one that waits, and one that comes too late; not of one that is over."""
+    batcher = Batcher(1)
+    told: list[tuple[str, object]] = []
+    asleep = threading.Event()
+
+    def job(name: str, count: int) -> Job:
+        def deliver(number: int, event: Event | Stopping) -> None:
+            told.append((name, getattr(event, "finish", "") or type(event).__name__))
+            if name == "second" and not asleep.is_set():
+                asleep.set()
+                batcher.submit(job("third", 3))
+                batcher.stop()
+
+        return Job([Continuation([65], Sampling(max_new_tokens=count))], deliver)
+
+    batcher.submit(job("first", 1))
+    batcher.submit(job("second", 9))
+    batcher.run(watched.generator)
+    batcher.submit(job("last", 1))
+    assert told == [
+        ("first", "length"),
+        ("second", "GeneratedToken"),
+        ("second", Stopping.__name__),
+        ("third", Stopping.__name__),
+        ("last", Stopping.__name__),
+    ]

@@ -1,0 +1,257 @@
+"""The server's program: two ranks, a person's browser, and how it ends."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import mpu
+from data_utils import build_tokenizer
+from megatron.gpt2.generate.generation import Continuation, generate
+from megatron.gpt2.generate.sampling import Sampling
+from megatron.gpt2.model.gpt2 import GPT2Model
+from tests.conftest import ROOT, needs
+from tests.megatron.gpt2.generate.test_generation import CONFIG, save
+from tests.warm_python import WarmPython
+
+pytestmark = [needs("starlette", "uvicorn", extra="serve"), needs("openai", extra="dev")]
+TOKENIZER = build_tokenizer("bytes")
+PROGRAM = ROOT / "tools" / "run_text_generation_server.py"
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder of the name tiny; the model-parallel groups stay, for `written`."""
+    folder = tmp_path_factory.mktemp("runs") / "tiny"
+    mpu.initialize_model_parallel(1)
+    model = GPT2Model(CONFIG).eval()
+    save(model, folder)
+    yield folder
+    mpu.destroy_model_parallel()
+
+
+def written(prompts: list[str], **settings: Any) -> list[str]:
+    """What the model of `saved` writes in this process."""
+    made = [Continuation(TOKENIZER.encode(prompt), Sampling(**settings)) for prompt in prompts]
+    generate(GPT2Model(CONFIG).eval(), TOKENIZER, made)
+    return [TOKENIZER.decode(c.ids) for c in made]
+
+
+class Program:
+    """The server in a process of its own. `said`: its standard error so far."""
+
+    def __init__(self, saved: Path, *flags: str) -> None:
+        self.process = subprocess.Popen(
+            [
+                sys.executable,
+                str(PROGRAM),
+                "--load",
+                str(saved),
+                "--device",
+                "cpu",
+                "--precision",
+                "fp32",
+                "--port",
+                "0",
+                *flags,
+            ],
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+            env={key: value for key, value in os.environ.items() if key != "PYTHONPATH"},
+        )
+        self.said = ""
+        assert self.process.stderr
+        self._reader = threading.Thread(target=self._read, args=[self.process.stderr])
+        self._reader.start()
+        deadline = time.monotonic() + 240
+        while "Ctrl-C" not in self.said:
+            assert self.process.poll() is None and time.monotonic() < deadline, self.said
+            time.sleep(0.05)
+        self.url = re.search(r"page +(http://127\.0\.0\.1:\d+/)\n", self.said)[1]
+        import openai  # which takes seconds: not at the start of every test process
+
+        self.client = openai.OpenAI(base_url=f"{self.url}v1", api_key="none", max_retries=0, timeout=240)
+
+    def _read(self, lines: Any) -> None:
+        for line in lines:
+            self.said += line
+
+    def end(self, number: int) -> None:
+        """By a signal to all of its processes that share a terminal."""
+        os.killpg(self.process.pid, number)
+        assert self.process.wait(240) == 0
+        self._reader.join(60)  # every rank has closed it
+        assert not self._reader.is_alive() and self.said.endswith("stopped\n") and "Traceback" not in self.said
+
+    def __enter__(self) -> Program:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+
+@pytest.fixture(scope="module")
+def program(saved: Path) -> Iterator[Program]:
+    """On two ranks, ended by SIGTERM while it writes."""
+    import openai
+
+    with Program(saved, "--nproc-per-node", "2", "--max-tokens", "1000000") as program:
+        yield program
+        stream = program.client.completions.create(model="tiny", prompt="a", n=8, max_tokens=10**6, stream=True)
+        next(iter(stream))
+        program.end(signal.SIGTERM)
+        with pytest.raises(openai.APIError, match="stopping"):
+            list(stream)
+
+
+def test_two_ranks_and_32_clients(program: Program) -> None:
+    """With clients among them that go away."""
+    import openai
+
+    prompts = [f"client {i}" * (1 + i % 3) for i in range(32)]
+
+    def ask(i: int) -> str:
+        create = program.client.completions.create
+        if i % 8 == 7:
+            with create(model="tiny", prompt=prompts[i], max_tokens=10**6, stream=True) as stream:
+                next(iter(stream))
+            return ""
+        return create(model="tiny", prompt=prompts[i], max_tokens=25, seed=9).choices[0].text
+
+    with ThreadPoolExecutor(32) as clients:
+        answers = list(clients.map(ask, range(32)))
+    expected = written(prompts, max_new_tokens=25, seed=9)
+    assert answers == ["" if i % 8 == 7 else text for i, text in enumerate(expected)]
+    with pytest.raises(openai.BadRequestError):
+        program.client.completions.create(model="tiny", prompt="x" * 33)
+    assert program.client.completions.create(model="tiny", prompt="a").choices
+
+
+def browser(playwright: Any) -> Any:
+    """A headless Chromium: Playwright's own, or the system's."""
+    found = next(
+        filter(None, map(shutil.which, ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome"))),
+        None,
+    )
+    sandbox = [] if os.geteuid() else ["--no-sandbox"]  # which root cannot have
+    for path in (None, found):
+        with contextlib.suppress(Exception):
+            return playwright.chromium.launch(executable_path=path, args=sandbox)
+    pytest.skip("no Chromium starts here: python -m playwright install chromium, or the system's package chromium")
+
+
+def test_a_person_at_the_page(program: Program) -> None:
+    api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: the extra [dev] brings it")
+    with api.sync_playwright() as playwright, contextlib.closing(browser(playwright)) as chromium:
+        page = chromium.new_page()
+        asked, errors = [], []
+        page.on("request", lambda request: asked.append(request.url))
+        page.on("pageerror", lambda error: errors.append(str(error)))
+        page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
+        page.goto(program.url)
+        api.expect(page.locator("#about")).to_contain_text("tiny, which reads 32 tokens")
+        page.locator("#prompt").press_sequentially("Once é")
+        page.locator("#max_tokens").fill("30")
+        page.locator("#seed").fill("4")
+        page.locator("#top_p").fill("1")
+        page.get_by_role("button", name="Continue").click()
+        api.expect(page.locator("#status")).to_contain_text("30 tokens, ", timeout=120_000)
+        api.expect(page.locator("#status")).to_contain_text("ended: all tokens are written")
+        [text] = written(["Once é"], max_new_tokens=30, seed=4)
+        # A browser shows some control characters otherwise than they came.
+        assert page.evaluate("document.getElementById('output').textContent") == "Once é" + text
+        # The probability of a token, and what else was likely.
+        page.locator("#output .token").first.hover()
+        card = page.locator("#card")
+        api.expect(card).to_be_visible()
+        assert 5 <= card.locator("tr").count() <= 6 and card.locator("tr.drawn").count() == 1
+        first = program.client.completions.create(model="tiny", prompt="Once é", max_tokens=1, seed=4, logprobs=5)
+        percent = 100 * math.exp(first.choices[0].logprobs.token_logprobs[0])
+        shown = float(card.locator("tr.drawn td").last.inner_text().removesuffix(" %"))
+        assert shown == pytest.approx(percent, rel=0.01)
+        # A text is stopped, an error is shown, and the page goes on.
+        page.locator("#max_tokens").fill("1000000")
+        page.locator("#top_k").fill("3")
+        page.keyboard.press("Enter")
+        api.expect(page.locator("#output .token").nth(3)).to_be_attached()
+        page.get_by_role("button", name="Stop").click()
+        api.expect(page.locator("#status")).to_contain_text("; stopped")
+        page.locator("#prompt").fill("x" * 33)
+        page.locator("#prompt").press("Control+Enter")
+        api.expect(page.locator("#status.error")).to_contain_text("longer than the 32 tokens")
+        assert all(url.startswith(program.url) for url in asked) and len(asked) >= 4, "nothing from elsewhere"
+        assert [error for error in errors if "status of 400" not in error] == []
+
+
+def test_the_examples_of_the_manual(program: Program) -> None:
+    text = (ROOT / "docs" / "how-to" / "server.md").read_text().replace("http://127.0.0.1:5000/", program.url)
+    for command in re.search(r"^```sh\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)[1].splitlines():
+        done = subprocess.run(["bash", "-c", f"{command} --fail --silent"], capture_output=True, text=True, check=False)
+        assert done.returncode == 0 and ("data: [DONE]" if "stream" in command else "{") in done.stdout, command
+    example = re.search(r"^```py\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)[1]
+    assert subprocess.run([sys.executable, "-c", example], capture_output=True, check=True).stdout
+
+
+def test_ctrl_c_ends_one_rank(saved: Path, python: WarmPython) -> None:
+    with Program(saved) as program:
+        port = program.url.rstrip("/").rpartition(":")[2]
+        assert program.client.models.list().data[0].id == "tiny"
+        taken = subprocess.run(
+            [python.python, str(PROGRAM), "--load", str(saved), "--port", port],
+            check=False,
+            capture_output=True,
+            text=True,
+        )
+        assert taken.returncode == 2 and taken.stderr.startswith("error: ") and taken.stderr.count("\n") == 1
+        assert f"--port {port}: Address already in use" in taken.stderr
+        program.end(signal.SIGINT)
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (["--port", "70000"], "70000"),
+        (["--host", "nowhere.invalid"], "--host nowhere.invalid"),
+        (["--max-tokens", "0"], "--max-tokens"),
+        (["--max-texts", "3"], "--batch-size"),
+        (["--prot", "1"], "--prot"),
+        (["--load", "/nowhere"], "/nowhere"),
+    ],
+    ids=str,
+)
+def test_bad_flags_are_one_line(flags: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
+    from megatron.gpt2.extensions.serve import command as program
+
+    assert program.main(["--load", "x", "--device", "cpu", "--port", "0", *flags]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1 and named in error
+
+
+def test_a_host_beyond_this_machine_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    from megatron.gpt2.extensions.serve import command as program
+
+    with program.listen("0.0.0.0", 0) as listener:
+        assert program.notice_of("0.0.0.0", listener).startswith("notice: --host 0.0.0.0")
+    with program.listen("localhost", 0) as listener:
+        assert program.notice_of("localhost", listener) == ""
+    if socket.has_ipv6:
+        with contextlib.suppress(ValueError), program.listen("::1", 0) as listener:
+            assert program.notice_of("::1", listener) == "" and program.url_of(listener).startswith("http://[::1]:")

@@ -1,0 +1,124 @@
+"""One page, whatever the server does, and its text, whatever the page holds."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from megatron.gpt2.extensions.webtext.download import Extractors, text_of
+from megatron.gpt2.extensions.webtext.fetching import Page, Refused, fetch
+
+OK = b"HTTP/1.1 200 OK\r\nContent-Type: text/html; charset=latin-1\r\n"
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, list[bytes]]]:
+    """An address, and the raw answers to its next connections; after the last of them it says nothing."""
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    answers: list[bytes] = []
+    listener = socket.create_server(("127.0.0.1", 0))
+    held = []
+
+    def serve() -> None:
+        while True:
+            try:
+                connection, _ = listener.accept()
+            except OSError:
+                return
+            connection.recv(65536)
+            if answers:
+                connection.sendall(answers.pop(0))
+                connection.close()
+            else:
+                held.append(connection)
+
+    thread = threading.Thread(target=serve, daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{listener.getsockname()[1]}", answers
+    listener.shutdown(socket.SHUT_RDWR)
+    listener.close()
+    thread.join()
+    for connection in held:
+        connection.close()
+
+
+def get(url: str, max_bytes: int = 100_000, seconds: float = 60.0) -> Page:
+    return fetch(url, max_bytes, seconds, lambda url: None)
+
+
+def test_a_page_and_redirects(server: tuple[str, list[bytes]]):
+    address, answers = server
+    answers += [
+        b"HTTP/1.1 301 Moved\r\nLocation: ../there?x=%20#end\r\n\r\n",
+        OK + b"Transfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n2\r\nd\xe9\r\n0\r\n\r\n",
+    ]
+    assert get(f"{address}/here/it is") == Page(f"{address}/there?x=%20#end", b"abcd\xe9", "latin-1")
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        (b"HTTP/1.1 404 Not Found\r\n\r\n", "status 404"),
+        (b"HTTP/1.1 200 OK\r\nContent-Type: image/png\r\n\r\nx", "no page of text"),
+        (OK + b"Content-Length: 100001\r\n\r\n", "too large"),
+        (OK + b"\r\n" + 100_001 * b"x", "too large"),
+        (OK + b"Content-Length: 10\r\n\r\nabc", "broken answer"),
+        (OK + b"Transfer-Encoding: chunked\r\n\r\n30\r\nabc", "broken answer"),
+        (OK + b"Content-Encoding: gzip\r\n\r\nabc", "broken answer"),
+        (OK + b"Content-Encoding: br\r\n\r\nabc", "packed in an unknown way"),
+        (OK + b"Content-Length: many\r\n\r\nabc", "broken answer"),
+        (b"hello", "broken answer"),
+        (b"HTTP/1.1 200 OK\r\n" + b"X: " + 70_000 * b"y" + b"\r\n\r\n", "broken answer"),
+        (b"", "connection failed"),
+        (b"HTTP/1.1 302 Found\r\nLocation: http://[\r\n\r\n", "malformed address"),
+    ],
+)
+def test_reasons(server: tuple[str, list[bytes]], answer: bytes, reason: str):
+    address, answers = server
+    answers.append(answer)
+    with pytest.raises(Refused) as refused:
+        get(address)
+    assert str(refused.value) == reason
+
+
+def test_a_server_that_says_nothing(server: tuple[str, list[bytes]]):
+    with pytest.raises(Refused, match="too slow"):
+        get(server[0], 1000, 0.3)
+
+
+def test_hosts_that_are_not_there(server: tuple[str, list[bytes]]):
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    with pytest.raises(Refused, match="connection failed"):
+        get(f"http://127.0.0.1:{port}/")
+    with pytest.raises(Refused, match="no such host"):
+        get("http://no-such-host.invalid/")
+
+
+def test_text_and_its_encoding():
+    pytest.importorskip("trafilatura", reason="the extra [curate] is not installed")
+    html = "<html><body><article><p>" + "Wörter über Wörter, schön gesetzt. " * 20 + "</p></article></body></html>"
+    for charset, said in (("utf-8", None), ("latin-1", "latin-1"), ("utf-8", "latin-9x"), ("utf-8", "ascii")):
+        assert "Wörter über Wörter" in str(text_of(html.encode(charset), said, "http://example.com"))
+
+
+def test_a_page_that_takes_too_long_costs_a_process():
+    pytest.importorskip("trafilatura", reason="the extra [curate] is not installed")
+    page = Page("u", b"<html><body><p>" + b"Some words of a text. " * 30 + b"</p></body></html>", None)
+    extract = Extractors(1, 20.0)
+    try:
+        assert extract(page).startswith("Some words")
+        with pytest.raises(Refused, match="page without text"):
+            extract(Page("u", b"", None))
+        extract._seconds = 0.0
+        long = Page("u", page.body * 2000, None)  # no machine is so busy that it is ready before it is asked for
+        with pytest.raises(Refused, match="text not found in time"):
+            extract(long)
+        extract._seconds = 20.0
+        assert extract(page).startswith("Some words")
+    finally:
+        extract.close()

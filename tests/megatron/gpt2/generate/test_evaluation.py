@@ -1,0 +1,368 @@
+"""Scores equal an independent computation with transformers on the exported model, at every layout."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import mpu
+from data_utils.corpora.detokenizers import ptb_detokenizer, wikitext_detokenizer
+from megatron.gpt2.dist.ranks import Ranks
+from megatron.gpt2.dist.run_program import Log, run_program
+from megatron.gpt2.generate.evaluation import Task, evaluate_task, plausibility_warning, read_task, task_of
+from megatron.gpt2.generate.load_model import load_for_inference
+from megatron.gpt2.generate.scoring import Window, windows_over
+from tests.conftest import ROOT
+from tests.distributed import run_ranks
+from tests.megatron.gpt2.commands import tool
+from tests.megatron.gpt2.generate.word_model import ITERATIONS, LENGTH, SHAPE, word_model
+from tests.warm_python import WarmPython
+
+main = tool("evaluate_gpt2").main
+PROSE = (ROOT / "LICENSE").read_text()
+
+
+@pytest.fixture(scope="module")
+def folder(shared_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model, prose in the manner of WikiText, and passages of that prose and of words that the model knows."""
+    folder = tmp_path_factory.mktemp("word_model")
+    words = word_model(shared_folder, folder)
+    wiki = re.sub(r"(?<=\w)-(?=\w)", " @-@ ", re.sub(r"([.,;:()\"])", r" \1 ", PROSE)).replace("\n", " \n ")
+    (folder / "wiki.test.tokens").write_text(wiki)
+    passages = [" ".join(words[start : start + 9]) for start in range(0, 600, 10)]
+    passages += [passage for passage in PROSE.split("\n\n") if passage.strip()][:20]
+    passages += ["Alone", " trailing space \n"]
+    (folder / "lambada.jsonl").write_text("".join(json.dumps({"text": passage}) + "\n" for passage in passages))
+    (folder / "some.jsonl").write_text(
+        "".join(json.dumps({"text": " ".join(words[start : start + 70])}) + "\n" for start in range(0, 1000, 100))
+    )
+    return folder
+
+
+class Reference:
+    """The same by transformers, one sequence at a time."""
+
+    def __init__(self, exported: Path) -> None:
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        self.model = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32).eval()
+        self.tokenizer = AutoTokenizer.from_pretrained(exported)
+
+    def ids(self, text: str) -> list[int]:
+        return self.tokenizer(text)["input_ids"]
+
+    @torch.no_grad()
+    def log_probabilities(self, ids: list[int]) -> torch.Tensor:
+        """[len(ids), v] of what follows each."""
+        return self.model(torch.tensor([ids])).logits[0].double().log_softmax(-1)
+
+    def nats(self, ids: list[int], stride: int) -> float:
+        """Of all but the first, each with the context that windows `stride` apart give it."""
+        total, done, start = 0.0, 1, 0
+        while done < len(ids):
+            inputs = ids[start : start + LENGTH]
+            table = self.log_probabilities(inputs)
+            for at in range(done, min(start + LENGTH, len(ids) - 1) + 1):
+                total -= float(table[at - 1 - start, ids[at]])
+            done, start = min(start + LENGTH, len(ids) - 1) + 1, start + stride
+        return total
+
+    def accuracy(self, passages: list[str], strict: bool) -> float:
+        hits = 0
+        for passage in passages:
+            if strict:
+                word = passage.split()[-1]
+                target = self.ids(" " + word)
+                context = self.ids(passage.rstrip()[: -len(word)].strip())
+            else:
+                *context, last = self.ids(passage)
+                target = [last]
+            ids = (context or [self.tokenizer.eos_token_id]) + target
+            ids = ids[-LENGTH - 1 :]
+            said = self.log_probabilities(ids[:-1]).argmax(-1).tolist()
+            hits += said[-len(target) :] == target
+        return hits / len(passages)
+
+
+@pytest.fixture(scope="module")
+def reference(folder: Path) -> Reference:
+    return Reference(folder / "exported")
+
+
+def evaluated(rank: int, world_size: int, folder: str, model_parallel_size: int) -> list[dict[str, Any]]:
+    mpu.initialize_model_parallel(model_parallel_size)
+    try:
+        loaded = load_for_inference(Path(folder) / "save", torch.device("cpu"), torch.float32, log=print)
+        model, tokenizer = loaded.model, loaded.tokenizer
+        return [
+            evaluate_task(
+                model,
+                read_task(name, f"{folder}/{file}", tokenizer, length=LENGTH, log=print, **how),
+                tokenizer,
+                batch_size=4,
+            )
+            for name, file, how in (
+                ("WIKITEXT103", "wiki.test.tokens", {"overlapping_eval": 8}),
+                ("WIKITEXT103", "wiki.test.tokens", {}),
+                ("LAMBADA", "lambada.jsonl", {}),
+                ("LAMBADA", "lambada.jsonl", {"strict_lambada": True}),
+                ("TEXT", "some.jsonl", {}),
+            )
+        ]
+    finally:
+        mpu.destroy_model_parallel()
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path) -> list[dict[str, Any]]:
+    return evaluated(0, 1, str(folder), 1)
+
+
+def test_wikitext_equals_transformers(folder: Path, reference: Reference, alone: list[dict[str, Any]]) -> None:
+    raw = (folder / "wiki.test.tokens").read_text()
+    ids, words = reference.ids(wikitext_detokenizer(raw)), len(raw.strip().split(" "))
+    assert "@-@" in raw
+    for metrics, stride in ((alone[0], 8), (alone[1], LENGTH)):
+        nats = reference.nats(ids, stride)
+        assert (metrics["tokens"], metrics["words"]) == (len(ids) - 1, words)
+        assert metrics["perplexity"] == pytest.approx(math.exp(nats / (len(ids) - 1)), rel=1e-5)
+        assert metrics["loss"] * metrics["token_ratio"] == pytest.approx(nats / (words - 1), abs=1e-5)
+        assert metrics["adjusted_perplexity"] == pytest.approx(math.exp(nats / (words - 1)), rel=1e-4)
+    assert alone[0]["loss"] != alone[1]["loss"]
+
+
+def test_lambada_equals_transformers(folder: Path, reference: Reference, alone: list[dict[str, Any]]) -> None:
+    passages = [json.loads(line)["text"] for line in (folder / "lambada.jsonl").read_text().splitlines()]
+    for metrics, strict in ((alone[2], False), (alone[3], True)):
+        assert metrics["accuracy"] == reference.accuracy(passages, strict)
+        assert 0.05 < metrics["accuracy"] < 0.95, "neither is all right nor all wrong"
+        assert metrics["examples"] == len(passages)
+        assert metrics["examples_cut"] > 0
+    assert alone[2]["accuracy"] > alone[3]["accuracy"]
+
+
+def test_text_equals_transformers(folder: Path, reference: Reference, alone: list[dict[str, Any]]) -> None:
+    texts = [json.loads(line)["text"] for line in (folder / "some.jsonl").read_text().splitlines()]
+    eod = reference.tokenizer.eos_token_id
+    nats = sum(reference.nats([eod, *reference.ids(text)], LENGTH) for text in texts)
+    assert max(len(reference.ids(text)) for text in texts) > LENGTH
+    metrics = alone[4]
+    assert metrics["tokens"] == sum(len(reference.ids(text)) for text in texts)
+    assert metrics["bytes"] == sum(len(text.encode()) for text in texts)
+    assert metrics["bits_per_byte"] == pytest.approx(nats / math.log(2) / metrics["bytes"], rel=1e-5)
+
+
+@pytest.mark.parametrize("model_parallel_size", [pytest.param(1, marks=pytest.mark.wide), 2])
+def test_every_layout(folder: Path, alone: list[dict[str, Any]], model_parallel_size: int) -> None:
+    first, second = run_ranks(evaluated, 2, str(folder), model_parallel_size)
+    assert first == second
+    if model_parallel_size == 1:
+        assert first == alone, "data-parallel: to the last bit"
+    else:
+        assert [set(metrics) for metrics in first] == [set(metrics) for metrics in alone]
+        for metrics, expected in zip(first, alone, strict=True):
+            assert metrics == pytest.approx(expected, rel=1e-5)
+
+
+def test_program(
+    python: WarmPython, folder: Path, tmp_path: Path, alone: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A command line of 2019 for WikiText, on two ranks."""
+    shape = [
+        *SHAPE,
+        "--log-interval",
+        "10",
+        "--no-load-optim",
+        "--no-load-rng",
+        "--checkpoint-activations",
+        "--cache-dir",
+        "cache",
+    ]
+    done = subprocess.run(
+        [
+            python.python,
+            "-m",
+            "torch.distributed.run",
+            "--nproc-per-node",
+            "2",
+            "tools/evaluate_gpt2.py",
+            "--load",
+            folder / "save",
+            "--valid-data",
+            folder / "wiki.test.tokens",
+            "--batch-size",
+            "4",
+            "--overlapping-eval",
+            "8",
+            "--model-parallel-size",
+            "2",
+            "--output",
+            tmp_path / "result.json",
+            "--device",
+            "cpu",
+            *shape,
+        ],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "--num-layers" in done.stderr and "not needed" in done.stderr
+    result = json.loads((tmp_path / "result.json").read_text())
+    (only,) = result["results"]
+    assert only["task"] == "WIKITEXT103" and only["warning"] is not None, "it never saw a word of it"
+    assert only["metrics"] == pytest.approx(alone[0], rel=1e-5)
+    assert f"{only['metrics']['adjusted_perplexity']:,.6f}" in done.stdout
+    assert only["sha256"] == hashlib.sha256((folder / "wiki.test.tokens").read_bytes()).hexdigest()
+    manifest = (folder / "save" / f"iter_{ITERATIONS:07d}" / "manifest.json").read_bytes()
+    assert result["manifest_sha256"].encode() in manifest[-80:]
+
+    # One of 2020's for LAMBADA, and without words about the task for any text.
+    assert (
+        main(
+            [
+                "--task",
+                "LAMBADA",
+                "--load",
+                str(folder / "save"),
+                "--valid_data",
+                str(folder / "lambada.jsonl"),
+                "--strict-lambada",
+                "--device",
+                "cpu",
+                *shape,
+            ]
+        )
+        == 0
+    )
+    assert f"{alone[3]['accuracy']:,.6f}" in capsys.readouterr().out
+    assert main(["--load", str(folder / "save"), "--valid-data", str(folder / "some.jsonl"), "--device", "cpu"]) == 0
+    out, error = capsys.readouterr()
+    assert f"{alone[4]['bits_per_byte']:,.6f}" in out
+    assert error == f"{folder / 'some.jsonl'}: the text is the field 'text' (--text-key)\n"
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--valid-data", "missing.txt"], "--valid-data: no such file: missing.txt"),
+        (["--valid-data", "builtin"], "--valid-data builtin"),
+        (["--num-layers", "3"], "--num-layers: here 3, checkpoint 2"),
+        (["--seq-length", "33"], "--seq-length 33"),
+        (["--overlapping-eval", "33"], "--overlapping-eval 33"),
+        (["--overlapping-eval", "0"], "--overlapping-eval 0"),
+        (["--task", "LAMBADA"], "JSON lines"),
+        (["--no-such-flag"], "--no-such-flag"),
+        (["--load-openai"], "--load-openai"),
+        (["--model-parallel-size", "2"], "--model-parallel-size 2"),
+        (["--output", "no/such/folder/result.json"], "--output"),
+    ],
+)
+def test_bad_input(folder: Path, capsys: pytest.CaptureFixture[str], flags: list[str], said: str) -> None:
+    assert (
+        main(
+            [
+                "--load",
+                str(folder / "save"),
+                "--valid-data",
+                str(folder / "wiki.test.tokens"),
+                "--device",
+                "cpu",
+                *flags,
+            ]
+        )
+        == 2
+    )
+    out, error = capsys.readouterr()
+    assert not out
+    *_, last = error.splitlines()
+    assert last.startswith("error: ") and said in last
+
+
+def test_a_checkpoint_with_the_wrong_tokenizer_is_doubted(folder: Path) -> None:
+    """The rows of the vocabulary in another order are what another tokenizer's ids would be."""
+    mpu.initialize_model_parallel(1)
+    try:
+        loaded = load_for_inference(folder / "save", torch.device("cpu"), torch.float32, log=pytest.fail)
+        model, tokenizer = loaded.model, loaded.tokenizer
+        task = read_task("TEXT", str(folder / "some.jsonl"), tokenizer, length=LENGTH, log=lambda line: None)
+        metrics = evaluate_task(model, task, tokenizer, batch_size=4)
+        assert plausibility_warning(task, metrics, tokenizer.vocab_size) is None
+        weight = model.word_embeddings.weight.data
+        weight[: tokenizer.vocab_size] = weight[: tokenizer.vocab_size].roll(100, dims=0)
+        said = plausibility_warning(task, evaluate_task(model, task, tokenizer, batch_size=4), tokenizer.vocab_size)
+        assert said is not None and "do not belong together" in said
+    finally:
+        mpu.destroy_model_parallel()
+
+
+@pytest.mark.parametrize(("targets", "v"), [([0, 1, 2, 1], 3), ([5, 5, 5, 5, 5, 5], 40), ([0, 1, 2, 3, 4, 5], 6)])
+def test_doubt_is_of_scores_no_better_than_counting(targets: list[int], v: int) -> None:
+    """Counted one by one, in the order of the text."""
+    seen, nats = dict.fromkeys(range(v), 1), 0.0
+    for target in targets:
+        nats -= math.log(seen[target] / sum(seen.values()))
+        seen[target] += 1
+    least = min(nats / len(targets), math.log(v))
+    task = Task("TEXT", [Window(np.array([0, *targets]), len(targets))], {})
+    assert plausibility_warning(task, {"loss": least - 1e-6}, v) is None
+    assert plausibility_warning(task, {"loss": least + 1e-6}, v) and plausibility_warning(task, {"loss": math.nan}, v)
+
+
+@pytest.mark.parametrize(
+    ("count", "length", "stride"),
+    [(2, 4, 4), (5, 4, 4), (6, 4, 4), (9, 4, 4), (3, 4, 1), (5, 4, 1), (9, 4, 1), (30, 8, 3), (31, 8, 3), (33, 8, 8)],
+)
+def test_every_id_but_the_first_is_a_target_once(count: int, length: int, stride: int) -> None:
+    windows = windows_over(np.arange(count), length, stride)
+    assert [int(i) for window in windows for i in window.ids[-window.targets :]] == list(range(1, count))
+    assert all(len(window.ids) <= length + 1 for window in windows)
+    # Megatron's: as many windows as that takes, begun every `stride` ids, each with all the context that it has.
+    assert [int(window.ids[0]) for window in windows] == list(range(0, stride * len(windows), stride))
+    assert all(window.targets == stride for window in windows[1:-1])
+
+
+def test_ctrl_c_ends_a_program_without_a_traceback() -> None:
+    def interrupted(argv: Sequence[str], ranks: Ranks, log: Log) -> None:
+        raise KeyboardInterrupt
+
+    assert run_program(interrupted, []) == 130
+
+
+def test_one_id_has_no_window() -> None:
+    assert windows_over(np.arange(1), 4, 4) == windows_over(np.arange(0), 4, 2) == []
+
+
+def test_detokenizers() -> None:
+    assert wikitext_detokenizer(
+        ' \n = Robert <unk> = \n \n He had a guest @-@ starring role , in " Teddy \'s Story " ( 1 @,@ 000 @.@ 5 ) . \n'
+        " = = Career = = \n"
+    ) == ('\n= Robert <unk> =\n\nHe had a guest-starring role, in "Teddy\'s Story" (1,000.5).\n== Career ==\n')
+    assert ptb_detokenizer("he does n't earn $ N a year \n the firm 's") == "he doesn't earn $1 a year\nthe firm's"
+
+
+@pytest.mark.parametrize(
+    ("path", "task"),
+    [
+        ("data/wikitext-2/test.txt", "WIKITEXT103"),
+        ("wiki.test.tokens", "WIKITEXT103"),
+        ("ptb/ptb.test.txt", "PTB"),
+        ("lambada_test.jsonl", "LAMBADA"),
+        ("wikitext.jsonl", "TEXT"),
+        ("wikipedia.txt", "TEXT"),
+        ("/home/ptb/runs/my.txt", "TEXT"),
+    ],
+)
+def test_task_of(path: str, task: str) -> None:
+    assert task_of(path) == task

@@ -1,0 +1,366 @@
+"""Generation: the cache beside the whole context and beside transformers; the same text on one rank and on several."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+import mpu
+from data_utils import build_tokenizer
+from megatron.gpt2.checkpoint.folder import model_pieces, write_checkpoint
+from megatron.gpt2.config import ModelConfig
+from megatron.gpt2.formats.write_huggingface import write_huggingface
+from megatron.gpt2.generate import scoring
+from megatron.gpt2.generate.generation import Continuation, Finished, GeneratedToken, Generator, generate
+from megatron.gpt2.generate.load_model import load_for_inference
+from megatron.gpt2.generate.orders import untimed_group
+from megatron.gpt2.generate.sampling import Sampling
+from megatron.gpt2.generate.scoring import Window, score
+from megatron.gpt2.model.gpt2 import GPT2Model
+from tests.distributed import run_ranks
+
+TOKENIZER = build_tokenizer("bytes")
+CONFIG = ModelConfig(
+    num_layers=2,
+    hidden_size=32,
+    num_attention_heads=4,
+    max_position_embeddings=32,
+    vocab_size=TOKENIZER.vocab_size,
+    init_method_std=0.2,
+)
+PROMPTS = [b"", b"O", b"Once upon a time", b"The", b"A prompt that is longer than the context of this model is."]
+SETTINGS = [
+    Sampling(temperature=0),
+    Sampling(),
+    Sampling(temperature=0.7, top_k=5, seed=7),
+    Sampling(top_p=0.8, repetition_penalty=1.3),
+    Sampling(top_k=1),
+]
+
+
+@pytest.fixture
+def model() -> Any:
+    mpu.initialize_model_parallel(1)
+    yield GPT2Model(CONFIG).eval()
+    mpu.destroy_model_parallel()
+
+
+def continued(model: GPT2Model, prompts: list[bytes], settings: list[Sampling], **options: Any) -> list[list[int]]:
+    made = [
+        Continuation(list(prompt), dataclasses.replace(sampling, max_new_tokens=70))
+        for prompt, sampling in zip(prompts, settings, strict=True)
+    ]
+    generate(model, TOKENIZER, made, **options)
+    return [c.ids for c in made]
+
+
+@torch.inference_mode()
+def test_logits_with_and_without_the_cache(model: GPT2Model) -> None:
+    """Rows of different lengths, each position: from the prompts' ends to the last of the context."""
+    tokens = torch.randint(CONFIG.vocab_size, (3, 32), generator=torch.Generator().manual_seed(0))
+    whole = model(tokens).transpose(0, 1)  # [b, s, v]
+    for lengths in ([1, 1, 1], [5, 5, 5], [3, 9, 1], [20, 2, 31]):
+        cache = mpu.KeyValueCache(2, 3, 4, 32, 8, dtype=torch.float32, device=torch.device("cpu"))
+        cache.set_prompts(range(3), max(lengths))
+        last = torch.tensor(lengths) - 1
+        logits = model.logits(model.hidden_states(tokens[:, : max(lengths)], cache=cache)[last, range(3)])
+        torch.testing.assert_close(logits, whole[range(3), last], rtol=0, atol=1e-5)
+        while max(places := last.tolist()) < 31:
+            places = [place + 1 for place in places]
+            last = torch.tensor(places)
+            logits = model.logits(
+                model.hidden_states(tokens[range(3), places].unsqueeze(1), cache.set_positions(places), cache)[0]
+            )
+            torch.testing.assert_close(logits, whole[range(3), places], rtol=0, atol=1e-5)
+
+
+def test_a_text_does_not_depend_on_cache_or_neighbours(model: GPT2Model) -> None:
+    together = continued(model, PROMPTS, SETTINGS)
+    assert any(len(ids) == 70 for ids in together), "past the context"
+    assert continued(model, PROMPTS, SETTINGS, recompute=True) == together
+    assert [
+        continued(model, [prompt], [sampling])[0] for prompt, sampling in zip(PROMPTS, SETTINGS, strict=True)
+    ] == together
+
+
+def test_greedy_equals_transformers(tmp_path: Path) -> None:
+    """20 prompts of mixed lengths in one batch, 200 tokens each."""
+    from transformers import GPT2LMHeadModel
+
+    config = dataclasses.replace(CONFIG, max_position_embeddings=256)
+    mpu.initialize_model_parallel(1)
+    try:
+        ours = GPT2Model(config).eval()
+        with torch.no_grad():
+            ours.word_embeddings.weight[TOKENIZER.eod] = 0  # never the likeliest: each text has its 200 tokens
+        theirs = hugging_face(ours, tmp_path)
+        assert isinstance(theirs, GPT2LMHeadModel)
+        draw = np.random.default_rng(0)
+        prompts = [bytes(draw.integers(256, size=size).tolist()) for size in (*range(1, 17), 25, 32, 41, 55)]
+        mine = [Continuation(list(prompt), Sampling(temperature=0, max_new_tokens=200)) for prompt in prompts]
+        generate(ours, TOKENIZER, mine)
+    finally:
+        mpu.destroy_model_parallel()
+    width = max(map(len, prompts))
+    padded = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt in prompts])
+    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    made = theirs.generate(
+        padded,
+        attention_mask=mask,
+        max_new_tokens=200,
+        do_sample=False,
+        eos_token_id=TOKENIZER.eod,
+        pad_token_id=TOKENIZER.eod,
+    )[:, width:]
+    assert made.shape == (20, 200)
+    assert [c.ids for c in mine] == made.tolist()
+
+
+SCORED = [(b"Once upon a time", 3), (b"O", 1), (b"", 2), (PROMPTS[4], 0), (b"The", 5)]  # and alternatives
+
+
+def prompt_scores(model: GPT2Model, **options: Any) -> list[tuple[list[float], list[Any]]]:
+    """Of each prompt, read beside one that is not scored: nats of its tokens, and the likeliest ones."""
+    made = [
+        Continuation(
+            list(prompt), Sampling(alternatives=alternatives, max_new_tokens=i % 2, top_k=1), score_prompt=True
+        )
+        for i, (prompt, alternatives) in enumerate(SCORED)
+    ]
+    generate(model, TOKENIZER, [Continuation([70] * 9, Sampling(max_new_tokens=2)), *made], **options)
+    return [
+        ([-math.log(token.probability) for token in c.prompt_tokens], [token.likeliest for token in c.prompt_tokens])
+        for c in made
+    ]
+
+
+def test_prompts_are_scored_as_texts_are(model: GPT2Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scoring, "ROWS", 7)  # of logits at a time
+    found = prompt_scores(model)
+    assert [len(nats) for nats, _ in found] == [15, 0, 0, 31, 2], "of a prompt that is too long, its end"
+    for (nats, likeliest), (prompt, alternatives) in zip(found, SCORED, strict=True):
+        ids = np.array(list(prompt[-32:]), dtype=np.int32)
+        windows = [Window(ids[:end], 1) for end in range(2, len(ids) + 1)]
+        expected = score(model, windows, batch_size=3)
+        assert nats == pytest.approx(expected.nats.tolist(), abs=1e-5)
+        assert all(len(others) == alternatives for others in likeliest)
+        if alternatives:
+            assert [
+                others[0][0] == token for others, token in zip(likeliest, ids[1:], strict=True)
+            ] == expected.greedy.tolist()
+            assert all(others[0][1] > others[-1][1] for others in likeliest) or alternatives == 1
+
+
+def test_a_prompt_alone_is_scored_and_ends(model: GPT2Model) -> None:
+    c = Continuation(list(b"Once"), Sampling(max_new_tokens=0), score_prompt=True)
+    other = Continuation(list(b"The"), Sampling(max_new_tokens=2, top_k=1), score_prompt=True)
+    stream = Generator(model, TOKENIZER).stream([c, other])
+    assert next(stream) == Finished(0, "length") and c.finish == "length" and c.ids == []
+    assert [token.id for token in c.prompt_tokens] == list(b"nce")
+    assert [token.row for token in other.prompt_tokens] == [1, 1] and other.ids == []
+    assert len(list(stream)) == 2 and other.finish == "length"
+
+
+class Failing(list[int]):
+    """The tokens of a continuation that fails at the third one, between two computations."""
+
+    def __init__(self, fail: Callable[[], object]) -> None:
+        super().__init__()
+        self.fail = fail
+
+    def append(self, token: int) -> None:
+        if len(self) == 2:
+            self.fail()
+        super().append(token)
+
+
+def divide() -> None:
+    raise ZeroDivisionError("divided")
+
+
+def refuse() -> None:
+    raise FileNotFoundError("gone")
+
+
+def ends_of_a_rank(rank: int, world_size: int) -> list[tuple[str, str]]:
+    """What ends each rank where the leader fails or is interrupted."""
+    mpu.initialize_model_parallel(world_size)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background ignores it
+    model = GPT2Model(CONFIG)
+    ends: list[tuple[str, str]] = []
+    for fail in (divide, refuse, lambda: None):
+        c = Continuation([65], Sampling(temperature=0, max_new_tokens=30))
+        c.ids = Failing(fail)
+        if len(ends) == 2 and rank == 0:  # in the middle of a computation
+            model.transformer.final_layernorm.register_forward_hook(lambda *_: signal.raise_signal(signal.SIGINT))
+        try:
+            generate(model, TOKENIZER, [c])
+        except (Exception, KeyboardInterrupt) as error:
+            ends.append((type(error).__name__, str(error)))
+    mpu.destroy_model_parallel()
+    return ends
+
+
+def test_what_ends_the_leader_ends_all_ranks() -> None:
+    leader, follower = run_ranks(ends_of_a_rank, 2)
+    assert leader == [("ZeroDivisionError", "divided"), ("FileNotFoundError", "gone"), ("KeyboardInterrupt", "")]
+    assert follower == [
+        (kind, f"the first rank ended with {name}: {text}")
+        for kind, (name, text) in zip(("RuntimeError", "OSError", "KeyboardInterrupt"), leader, strict=True)
+    ]
+
+
+def texts_of_a_rank(rank: int, world_size: int, sequence_parallel: bool) -> tuple[list[list[int]], list[Any]]:
+    mpu.initialize_model_parallel(world_size)
+    try:
+        torch.manual_seed(rank)  # ranks that drew for themselves would differ
+        model = GPT2Model(CONFIG, sequence_parallel=sequence_parallel).train()
+        # The other ranks' prompts do not count: the first one's do.
+        made = continued(model, PROMPTS if rank == 0 else [b"?"] * 5, SETTINGS)
+        assert model.training, "as it was before"
+        return made, prompt_scores(model)
+    finally:
+        mpu.destroy_model_parallel()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "sequence_parallel"), [(2, False), pytest.param(4, False, marks=pytest.mark.wide), (2, True)]
+)
+def test_the_same_text_on_any_number_of_ranks(model: GPT2Model, ranks: int, sequence_parallel: bool) -> None:
+    alone = continued(model, PROMPTS, SETTINGS)
+    assert all(0 <= i < TOKENIZER.vocab_size for ids in alone for i in ids)
+    found = run_ranks(texts_of_a_rank, ranks, sequence_parallel)
+    assert [made for made, _ in found] == [alone] + [[[]] * 5] * (ranks - 1)
+    for (nats, likeliest), (nats_alone, likeliest_alone) in zip(found[0][1], prompt_scores(model), strict=True):
+        assert nats == pytest.approx(nats_alone, abs=1e-5)
+        assert [list(dict(others)) for others in likeliest] == [list(dict(others)) for others in likeliest_alone]
+
+
+def waiting_ranks(rank: int, world_size: int) -> tuple[list[str], float]:
+    """Two streams, the first one closed early, with a pause between; the processor time of the pause."""
+    mpu.initialize_model_parallel(world_size)
+    generator = Generator(GPT2Model(CONFIG), TOKENIZER, orders=untimed_group())
+    dist.barrier()
+    began = time.process_time()
+    if not generator.leads:
+        generator.follow()
+        return [], time.process_time() - began
+    finishes = []
+    with generator.leading():
+        for wanted in (3, 1000):
+            time.sleep(1.0)
+            made = [
+                Continuation([65], Sampling(max_new_tokens=30, temperature=0)),
+                Continuation([66], Sampling(top_k=1)),
+            ]
+            stream = generator.stream(made)
+            for number, _ in enumerate(stream):
+                if number == wanted:
+                    break
+                if number == 10:
+                    made[1].cancel()
+            stream.close()
+            finishes += [c.finish for c in made]
+    return finishes, 0.0
+
+
+def test_streams_end_early_and_ranks_wait_asleep() -> None:
+    first, second = run_ranks(waiting_ranks, 2)
+    assert first[0][:2] == ["", ""] and first[0][3] == "cancelled"
+    assert second[1] < 1.0, "2 seconds of waiting"
+
+
+def test_finishes_and_pieces(model: GPT2Model) -> None:
+    wanted = continued(model, [b"Once"], [Sampling(temperature=0)])[0]
+    text = bytes(i for i in wanted if i < 256).decode(errors="replace")
+    generator = Generator(model, TOKENIZER)
+    stop = text[4:6]
+    c = Continuation(list(b"Once"), Sampling(temperature=0, stop=(stop,), max_new_tokens=50))
+    pieces = [piece for piece in generator.stream([c]) if isinstance(piece, GeneratedToken)]
+    assert "".join(generated.text for generated in pieces) == text[: text.index(stop)] and c.finish == "stop"
+    assert all(0 < generated.probability <= 1 and generated.row == 0 for generated in pieces)
+    c = Continuation(list(b"Once"), Sampling(temperature=0, max_new_tokens=3))
+    assert len(list(generator.stream([c]))) == 3 and c.finish == "length" and c.ids == wanted[:3]
+    with torch.no_grad():
+        model.transformer.final_layernorm.weight.zero_()
+        model.transformer.final_layernorm.bias.copy_(model.word_embeddings.weight[TOKENIZER.eod] * 10)
+        model.word_embeddings.weight[TOKENIZER.vocab_size :].copy_(model.word_embeddings.weight[TOKENIZER.eod] * 20)
+    c = Continuation(list(b"Once"), Sampling())  # the padded ids are likelier still, and never drawn
+    assert [getattr(generated, "id", None) for generated in generator.stream([c])] == [TOKENIZER.eod]
+    assert (c.ids, c.finish) == ([], "end")
+
+
+def test_notices_of_the_context(model: GPT2Model) -> None:
+    said: list[str] = []
+    generator = Generator(model, TOKENIZER, log=said.append)
+    list(generator.stream([Continuation([65] * 31, Sampling(max_new_tokens=2, top_k=1))]))
+    assert said == []
+    c = Continuation(list(range(200)), Sampling(max_new_tokens=40, top_k=1))
+    list(generator.stream([c]))
+    assert [line.split(":")[0] for line in said] == ["notice"] * 2
+    assert "200 tokens the last 32" in said[0] and "last 16" in said[1]
+    other = Continuation(list(range(168, 200)), Sampling(max_new_tokens=40, top_k=1))
+    list(generator.stream([other]))
+    assert other.ids == c.ids
+
+
+def test_another_thread_may_cancel(model: GPT2Model) -> None:
+    c = Continuation([65], Sampling(max_new_tokens=10**9, top_k=1))
+    threading.Timer(0.3, c.cancel).start()
+    list(Generator(model, TOKENIZER).stream([c]))
+    assert c.finish in ("cancelled", "end")
+
+
+def hugging_face(model: GPT2Model, folder: Path) -> Any:
+    """Through the exporter, as a user would."""
+    from transformers import GPT2LMHeadModel
+
+    from megatron.gpt2.formats import Hints, open_source
+
+    save(model, folder / "ours")
+    source = open_source(str(folder / "ours"), Hints(), log=lambda line: None)
+    write_huggingface(source, folder / "theirs", log=lambda line: None)
+    return GPT2LMHeadModel.from_pretrained(folder / "theirs").eval()
+
+
+def save(model: GPT2Model, folder: Path) -> None:
+    pieces = model_pieces(model.named_parameters(), mpu.partition_specs(model), mp_rank=0, mp_size=1)
+    write_checkpoint(
+        folder,
+        3,
+        facts={
+            "config": {"model": dataclasses.asdict(model.config)},
+            "vocab_size": TOKENIZER.vocab_size,
+            "tokenizer": {"fingerprint": TOKENIZER.fingerprint},
+        },
+        files={"mp_rank_00/model.safetensors": pieces},
+        rank=0,
+        world_size=1,
+        attempt="a",
+        timeout_s=1,
+    )
+    TOKENIZER.save(folder / "tokenizer")
+
+
+def test_what_was_trained_is_what_is_loaded(model: GPT2Model, tmp_path: Path) -> None:
+    save(model, tmp_path)
+    loaded = load_for_inference(tmp_path, torch.device("cpu"), torch.float32, log=pytest.fail)
+    assert loaded.tokenizer.fingerprint == TOKENIZER.fingerprint
+    assert all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in loaded.model.state_dict().items())
+
+
+def test_another_programs_checkpoint_is_refused_with_the_command(tmp_path: Path) -> None:
+    (tmp_path / "ckpt.pt").touch()
+    with pytest.raises(ValueError, match="format nanogpt: .*tools/checkpoint.py convert .*--vocab-file FILE"):
+        load_for_inference(tmp_path, torch.device("cpu"), torch.float32, log=pytest.fail)

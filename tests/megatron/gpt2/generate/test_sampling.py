@@ -1,0 +1,150 @@
+"""What the next token is drawn from, beside transformers; and text as its tokens come."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.gpt2.generate.sampling import Sampler, Sampling, filter_logits
+from megatron.gpt2.generate.text_stream import TextStream
+
+CPU = torch.device("cpu")
+
+
+def of_transformers(logits: torch.Tensor, sampling: Sampling, context: torch.Tensor) -> torch.Tensor:
+    from transformers.generation.logits_process import (
+        RepetitionPenaltyLogitsProcessor,
+        TemperatureLogitsWarper,
+        TopKLogitsWarper,
+        TopPLogitsWarper,
+    )
+
+    steps = [RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty)] if sampling.repetition_penalty != 1 else []
+    steps += [TemperatureLogitsWarper(sampling.temperature)] if sampling.temperature != 1 else []
+    steps += [TopKLogitsWarper(sampling.top_k)] if sampling.top_k else []
+    steps += [TopPLogitsWarper(sampling.top_p)] if 0 < sampling.top_p < 1 else []
+    scores = logits[None]
+    for step in steps:
+        scores = step(context[None], scores)
+    return scores[0]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"temperature": 0.7},
+        {"temperature": 1e-3},
+        {"top_k": 1},
+        {"top_k": 40},
+        {"top_k": 10**6},
+        {"top_p": 0.001},
+        {"top_p": 0.5},
+        {"top_p": 0.92},
+        {"top_p": 0.9999},
+        {"top_p": 1.0},
+        {"repetition_penalty": 1.3},
+        {"repetition_penalty": 0.8, "temperature": 1.4, "top_k": 500, "top_p": 0.9},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("spread", [0.1, 3.0])
+def test_distributions_equal_those_of_transformers(settings: dict[str, Any], spread: float) -> None:
+    sampling = Sampling(**settings)
+    draw = torch.Generator().manual_seed(0)
+    for size in (300, 50257):
+        # float64: in float32 the rounding of a sum of 50,000 decides about the last few tokens before p.
+        logits = spread * torch.randn(size, generator=draw, dtype=torch.float64)
+        context = torch.randint(size, (50,), generator=draw)
+        seen = torch.zeros(size, dtype=torch.bool).index_fill_(0, context, True)
+        ours, theirs = filter_logits(logits, sampling, seen), of_transformers(logits, sampling, context)
+        assert torch.equal(ours.isinf(), theirs.isinf())
+        torch.testing.assert_close(ours.softmax(0), theirs.softmax(0), rtol=1e-9, atol=0)
+        single = filter_logits(logits.float(), sampling, seen).softmax(0)
+        torch.testing.assert_close(single.double(), theirs.softmax(0), rtol=1e-3, atol=1e-6)
+
+
+def test_draws_follow_the_distribution() -> None:
+    logits = torch.tensor([0.0, 3.0, 1.0, 2.0])
+    sampler = Sampler(Sampling(temperature=2.0, top_k=3), [], 4, CPU)
+    drawn = torch.tensor([sampler.draw(logits, logits.logsumexp(0))[0] for _ in range(4000)])
+    expected = filter_logits(logits, sampler.sampling).softmax(0)
+    torch.testing.assert_close(drawn.bincount(minlength=4) / 4000, expected, rtol=0, atol=0.03)
+
+
+def test_greedy_penalty_and_probability() -> None:
+    logits = torch.tensor([0.0, 3.0, 1.0, 2.0])
+    sampler = Sampler(Sampling(temperature=0, repetition_penalty=2.0), [0], 4, CPU)
+    assert [sampler.draw(logits, logits.logsumexp(0))[0] for _ in range(4)] == [1, 3, 1, 1]
+    assert sampler.draw(logits, logits.logsumexp(0))[1] == pytest.approx(float(logits.softmax(0)[1]))
+
+
+def test_a_seed_gives_its_draws() -> None:
+    logits = torch.zeros(1000)
+
+    def drawn(seed: int) -> list[int]:
+        sampler = Sampler(Sampling(seed=seed), [], 1000, CPU)
+        return [sampler.draw(logits, logits.logsumexp(0))[0] for _ in range(10)]
+
+    assert drawn(1) == drawn(1) != drawn(2)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("temperature", -1.0),
+        ("temperature", float("nan")),
+        ("temperature", 1e-9),
+        ("top_k", -1),
+        ("top_p", 1.1),
+        ("top_p", -0.1),
+        ("top_p", float("nan")),
+        ("repetition_penalty", 0.0),
+        ("repetition_penalty", float("inf")),
+        ("max_new_tokens", -1),
+        ("seed", 2**63),
+        ("stop", ("",)),
+    ],
+)
+def test_bad_settings_name_their_flag(name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=f"^--{name.replace('_', '-')} must "):
+        dataclasses.replace(Sampling(), **{name: value})
+
+
+def test_full_sampling_is_known() -> None:
+    assert Sampling().is_full and Sampling(top_p=1.0).is_full
+    assert not any(Sampling(**s).is_full for s in ({"top_k": 1}, {"top_p": 0.5}, {"temperature": 0}))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_text_is_never_a_half_character(size: int) -> None:
+    data = "añ€😀z".encode() + b"\xff" + "é".encode()[:1]
+    stream = TextStream()
+    pieces = [stream.add(data[start : start + size]) for start in range(0, len(data), size)]
+    assert "".join([*pieces, stream.add(b"", last=True)]) == data.decode(errors="replace")
+    assert all("\ufffd" not in piece for piece in pieces[: len("añ€😀z".encode()) // size])
+
+
+@pytest.mark.parametrize(
+    ("stop", "text", "expected"),
+    [
+        (("END",), "one ENEND two", "one EN"),
+        (("\n\n",), "a\nb\n\nc", "a\nb"),
+        (("abc", "bc"), "xabcx", "x"),
+        (("zz",), "a z", "a z"),
+        (("aab",), "aaab", "a"),
+        (("é!",), "ré!", "r"),
+    ],
+)
+@pytest.mark.parametrize("size", [1, 3, 100])
+def test_stop_strings(stop: tuple[str, ...], text: str, expected: str, size: int) -> None:
+    stream, data, made = TextStream(stop), text.encode(), ""
+    for start in range(0, len(data), size):
+        made += stream.add(data[start : start + size], last=start + size >= len(data))
+        assert expected.startswith(made), "what was given out cannot be taken back"
+        if stream.stopped:
+            break
+    assert made == expected and stream.stopped == (expected != text)

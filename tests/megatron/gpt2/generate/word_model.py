@@ -1,0 +1,121 @@
+"""A small model that has learned something, of ordinary words, and its export: what evaluations are tried on."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+
+from data_utils import load_tokenizer
+from megatron.gpt2.checkpoint.folder import find_checkpoint
+from megatron.gpt2.commands.pretrain_gpt2 import main as pretrain
+from megatron.gpt2.formats.write_huggingface import write_huggingface
+from tests.conftest import made_once
+
+ITERATIONS = 80
+LENGTH = 32  # positions
+SHAPE = [
+    "--num-layers",
+    "2",
+    "--hidden-size",
+    "64",
+    "--num-attention-heads",
+    "4",
+    "--seq-length",
+    str(LENGTH),
+    "--max-position-embeddings",
+    str(LENGTH),
+    "--tokenizer-type",
+    "builtin",
+]
+WORDS = [
+    "time",
+    "year",
+    "people",
+    "way",
+    "day",
+    "man",
+    "thing",
+    "woman",
+    "life",
+    "child",
+    "world",
+    "school",
+    "state",
+    "family",
+    "student",
+    "group",
+    "country",
+    "problem",
+    "hand",
+    "part",
+    "place",
+    "case",
+    "week",
+    "company",
+    "system",
+    "program",
+    "question",
+    "work",
+    "government",
+    "number",
+    "night",
+    "point",
+    "home",
+    "water",
+    "room",
+    "mother",
+    "area",
+    "money",
+    "story",
+    "fact",
+]
+
+
+def word_model(shared_folder: Path, folder: Path) -> list[str]:
+    """Puts the checkpoint into `folder`/save, the export into `folder`/exported and the text into `folder`/text.txt.
+    Returns the words of the text, of which most follow from the one before. Trained once for all test processes."""
+    shutil.copytree(made_once(shared_folder / "word_model", train), folder, dirs_exist_ok=True)
+    return (folder / "text.txt").read_text().split()
+
+
+def train(folder: Path) -> None:
+    draw, words, at = random.Random(0), [], 0
+    for _ in range(8000):
+        at = draw.randrange(len(WORDS)) if draw.random() < 0.3 else (7 * at + 3) % len(WORDS)
+        words.append(WORDS[at])
+    (folder / "text.txt").write_text(" ".join(words))
+    assert (
+        pretrain(
+            [
+                "--train-data",
+                str(folder / "text.txt"),
+                "--save",
+                str(folder / "save"),
+                *SHAPE,
+                "--lr",
+                "5e-3",
+                "--micro-batch-size",
+                "16",
+                "--train-iters",
+                str(ITERATIONS),
+                "--eval-iters",
+                "0",
+                "--device",
+                "cpu",
+                "--precision",
+                "fp32",
+                "--data-cache-path",
+                str(folder / "cache"),
+            ]
+        )
+        == 0
+    )
+    write_huggingface(
+        find_checkpoint(folder / "save", log=pytest.fail),
+        folder / "exported",
+        tokenizer=load_tokenizer(folder / "save" / "tokenizer"),
+        log=pytest.fail,
+    )

@@ -1,0 +1,332 @@
+"""report.html: what is on the page, that nothing in it can run or be loaded, and when it is written."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+import shutil
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+import torch
+
+from data_utils import GPT2Dataset
+from megatron.gpt2.commands import pretrain_gpt2
+from megatron.gpt2.config import Config
+from megatron.gpt2.monitor import run_log
+from megatron.gpt2.monitor.plots import read_records
+from megatron.gpt2.monitor.run_log import RunLog
+from megatron.gpt2.monitor.run_report import spread, write_report
+from megatron.gpt2.monitor.svg_chart import Curve, chart, number, round_steps, thinned
+from megatron.gpt2.train.evaluate import PROMPT_CHARACTERS, PROMPT_WORDS, evaluate_and_log, sample_text
+from tests.conftest import ROOT
+from tests.megatron.gpt2.monitor.test_reporting import record
+from tests.megatron.gpt2.train.training_runs import finish, start, state, steps, write_text
+from tests.test_command_line import FLAGS, work  # noqa: F401
+
+NASTY = "</td></table><script>alert(1)</script>\n<img src=x onerror=alert(2)> \"&'\ud800\x00"
+VOID = {"meta", "img", "circle", "br"}
+
+
+class Page(HTMLParser):
+    """The elements and the texts of a page; every element is closed where it was opened."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.elements: list[tuple[str, dict[str, str]]] = []
+        self.texts: dict[str, list[str]] = {}
+        self.feed(path.read_text(encoding="utf-8"))
+        assert not self.open
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open:
+            self.texts.setdefault(self.open[-1], []).append(data)
+
+    def curves(self) -> dict[str, dict[str, list]]:
+        return {
+            attrs["aria-label"]: dict(json.loads(attrs["data-curves"])) for tag, attrs in self.elements if tag == "svg"
+        }
+
+
+def write_run(folder: Path) -> Path:
+    folder.mkdir()
+    with open(folder / "metrics.jsonl", "w") as file:
+        for iteration in range(10, 10_001, 10):
+            loss = None if iteration == 50 else 3.0 + 70.0 / iteration + (5.0 if iteration == 6000 else 0.0)
+            print(json.dumps(record(iteration, lm_loss=loss).metrics()), file=file)
+            if iteration % 1000 == 0:
+                print(
+                    json.dumps(
+                        {
+                            "iteration": iteration,
+                            "split": "valid",
+                            "bits_per_byte": 1.25,
+                            "lm_loss": 3.5 + abs(iteration - 7000) / 1e4,
+                        }
+                    ),
+                    file=file,
+                )
+    (folder / "samples.jsonl").write_text(
+        "".join(json.dumps({"iteration": i, "text": NASTY if i == 1 else "To be"}) + "\n" for i in range(1, 101))
+    )
+    (folder / "history.jsonl").write_text(
+        json.dumps({"iteration": 7, "time": "2026-01-02T03:04:05+00:00", "text": "WARNING: " + NASTY}) + "\n"
+    )
+    config = Config.from_dict({"data": {"train_data": ["a<b.txt", "c.txt"]}, "checkpoint": {"save": NASTY}})
+    (folder / "config.json").write_text(
+        json.dumps(
+            {"config": config.as_dict(), "train_iters": 20_000, "environment": {"command": NASTY, "torch": "2.13"}}
+        )
+    )
+    return folder
+
+
+def test_the_page(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / 'a <b> & "c"')
+    path = write_report(folder)
+    page = Page(path)
+    assert path.stat().st_size < 200_000 and not list(folder.glob("*.tmp"))
+    assert page.texts["title"] == page.texts["h1"] == ['a <b> & "c"']
+    # Nothing is loaded, and of all scripts only ours may run.
+    text = path.read_text(encoding="utf-8")
+    assert not re.search(r"https?:|url\(|@import", text)
+    assert not {"src", "href", "onerror"} & {name for _, attrs in page.elements for name in attrs}
+    [script] = page.texts["script"]
+    hashed = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    policy = next(attrs["content"] for tag, attrs in page.elements if "http-equiv" in attrs)
+    assert "default-src 'none'" in policy and f"script-src 'sha256-{hashed}'" in policy
+    # What came from elsewhere is text.
+    shown = [cell for cell in page.texts["td"] if "alert(1)" in cell]
+    assert len(shown) == 5 and all("<script>alert(1)</script>\n<img" in cell for cell in shown)
+
+    assert page.texts["dd"] == ["10,000", "3.007", "3.5", "409,600", "2:33:27", "12,345", "1.00 GiB"]
+    assert "at 7,000, 1.250 bits per byte" in page.texts["span"]
+    curves = page.curves()
+    assert list(curves) == [
+        "loss, nats per token",
+        "learning rate",
+        "gradient norm, before clipping",
+        "tokens a second, all ranks",
+        "peak memory of rank 0, GiB",
+    ]
+    loss = curves["loss, nats per token"]
+    assert loss["validation"] == [[i, 3.5 + abs(i - 7000) / 1e4] for i in range(1000, 10_001, 1000)]
+    assert len(loss["training"]) <= 320 and loss["training"][-1][0] == 10_000
+    assert curves["peak memory of rank 0, GiB"][""][0][1] == 1.0
+    assert [attrs.get("class") for tag, attrs in page.elements if tag == "td"].count("sample") == 40
+    assert "40 of 100: all are in samples.jsonl" in page.texts["p"]
+    flags = [cell for cell in page.texts["td"] if cell.startswith("--")]
+    assert flags[:2] == ["--train-data", "--save"] and "--vocab-file" in flags
+    assert "a<b.txt c.txt" in page.texts["td"]
+
+
+def test_the_page_of_hardly_anything(tmp_path: Path) -> None:
+    page = Page(write_report(tmp_path))
+    assert page.curves() == {} and "no iteration was logged yet" in page.texts["p"]
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(record(10, memory_bytes=None).metrics()) + '\n{"iteration": 2')
+    page = Page(write_report(tmp_path))
+    assert len(page.curves()) == 4 and "10" in page.texts["dd"]
+
+
+def test_chart() -> None:
+    spiky = [(i, 100.0 if i == 777 else 1.0) for i in range(1, 2001)]
+    drawn = chart("t", [Curve("c", "blue", spiky)], width=480, height=210)
+    line = re.search(r'class="line blue" d="M([^"]+)"', drawn)[1]
+    band = re.search(r'class="band blue" d="M([^"]+)Z"', drawn)[1]
+    x, y = zip(*(map(float, point.split()) for point in line.split("L")), strict=True)
+    assert len(x) <= 320 and list(x) == sorted(x) and x[0] >= 58 and x[-1] <= 456 and min(y) >= 8 and max(y) <= 186
+    assert min(float(point.split()[1]) for point in band.split("L")) < min(y)  # a single step stays to be seen
+    assert [(place.x, place.mean, place.greatest) for place in thinned([(1, 1.0), (2, 3.0), (3, 9.0)], 2)] == [
+        (2, 2.0, 3.0),
+        (3, 9.0, 9.0),
+    ]
+    assert "no numbers yet" in chart("t", [Curve("c", "blue", [])], width=480, height=210)
+    assert 'class="line' in chart("t", [Curve("c", "blue", [(5, 0.0)])], width=480, height=210, from_zero=True)
+
+
+def test_numbers_of_the_axes() -> None:
+    assert round_steps(0, 1) == pytest.approx([0, 0.2, 0.4, 0.6, 0.8, 1.0])
+    assert round_steps(2.9, 10.3) == [4, 6, 8, 10]
+    assert round_steps(0, 1.5e-4) == pytest.approx([0, 5e-5, 1e-4, 1.5e-4])
+    assert [number(x) for x in (0, 12345.6, 3.14159, 0.25, 0.00015, 1e-12, -2)] == [
+        "0",
+        "12,346",
+        "3.142",
+        "0.25",
+        "1.5e-4",
+        "1e-12",
+        "-2",
+    ]
+    records = [{"iteration": i} for i in range(100)]
+    assert [r["iteration"] for r in spread(records, 4)] == [0, 33, 66, 99] and spread(records, 100) == records
+
+
+def test_a_run_that_is_stopped_and_goes_on(work: Path, capfd: pytest.CaptureFixture[str]) -> None:  # noqa: F811
+    flags = [
+        *FLAGS,
+        "--train-data",
+        "text.txt",
+        "--save",
+        "run",
+        "--load",
+        "run",
+        "--eval-interval",
+        "2",
+        "--eval-iters",
+        "1",
+        "--log-interval",
+        "1",
+        "--save-interval",
+        "3",
+        "--train-iters",
+        "8",
+    ]
+    assert pretrain_gpt2.main([*flags, "--exit-interval", "5"]) == 0
+    page = Page(work / "run/report.html")
+    assert page.texts["p"][0] == "stopped by --exit-interval at iteration 5: the same command continues"
+    assert [i for i, _ in page.curves()["learning rate"][""]] == [1, 2, 3, 4, 5]
+    # As after a crash: two steps are done again.
+    shutil.rmtree(work / "run/iter_0000005")
+    (work / "run/latest_checkpointed_iteration.txt").write_text("3\n")
+    assert pretrain_gpt2.main(flags) == 0
+    capfd.readouterr()
+    page = Page(work / "run/report.html")
+    assert page.texts["p"][0] == "finished"
+    curves = page.curves()
+    assert [i for i, _ in curves["learning rate"][""]] == list(range(1, 9))
+    assert [i for i, _ in curves["loss, nats per token"]["validation"]] == [2, 4, 6, 8]
+    samples = read_records(work / "run/samples.jsonl")
+    assert [s["iteration"] for s in samples] == [2, 4, 6, 8] and len({s["text"] for s in samples}) > 1
+    history = [
+        (event["iteration"], event["text"].split(" at iteration")[0].split(" on ")[0])
+        for event in read_records(work / "run/history.jsonl")
+    ]
+    missing = "WARNING: --load run holds no checkpoint: the run starts from random weights"  # before the log
+    assert history == [
+        (0, missing),
+        (0, "started from random weights"),
+        (5, "stopped by --exit-interval"),
+        (3, "started from iteration 3 of run"),
+        (8, "finished"),
+    ]
+    environment = json.loads((work / "run/config.json").read_text())["environment"]
+    assert environment["versions"].startswith(f"torch {torch.__version__}, numpy ")
+    assert re.fullmatch(r"[0-9a-f]{40}(, with changes)?|none: .*", environment["commit"])
+
+    # The tool makes the same page, but for its time.
+    before = (work / "run/report.html").read_text()
+    tool = [sys.executable, str(ROOT / "tools" / "report.py")]
+    assert subprocess.run([*tool, "run"], capture_output=True, text=True).stdout == "run/report.html\n"
+    times = re.compile(r"written on [^<]*")
+    assert times.sub("", (work / "run/report.html").read_text()) == times.sub("", before)
+    refused = subprocess.run([*tool, "."], capture_output=True, text=True)
+    assert refused.returncode == 2
+    assert refused.stderr == "error: . holds no metrics.jsonl: give the --save folder of a run\n"
+
+    # A run that fails leaves its page as well.
+    assert (
+        pretrain_gpt2.main(
+            [
+                *flags[:-1],
+                "12",
+                "--lr",
+                "1e30",
+                "--override-lr-scheduler",
+                "--clip-grad",
+                "0",
+                "--max-skipped-steps",
+                "1",
+            ]
+        )
+        == 1
+    )
+    assert Page(work / "run/report.html").texts["p"][0].startswith("stopped: 1 step in a row ")
+
+
+def test_samples_and_evaluations_change_nothing_of_training(tmp_path: Path) -> None:
+    write_text(tmp_path)
+    ends = []
+    for watched in (False, True):
+        run = start(
+            0,
+            1,
+            str(tmp_path),
+            [
+                "--save",
+                f"{tmp_path}/{watched}",
+                "--hidden-dropout",
+                "0.1",
+                "--attention-dropout",
+                "0.1",
+                "--eval-iters",
+                "1",
+            ],
+        )
+        for _ in range(3):
+            steps(run, 1)
+            if watched:
+                assert evaluate_and_log(run, "valid") is not None
+                text = sample_text(run)  # of held-out text the first words, then the model's
+                assert isinstance(run.data.splits.valid, GPT2Dataset)
+                begin = run.data.tokenizer.decode(run.data.splits.valid.tokens[:30]).split()[:PROMPT_WORDS]
+                assert text.startswith(f"[{' '.join(begin)[:PROMPT_CHARACTERS]}]") and len(text) > 40
+        ends.append(state(run))
+        finish(run)
+    assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
+
+
+def test_warnings_are_kept_and_a_new_run_starts_a_new_page(tmp_path: Path) -> None:
+    for text in ("one", "two"):
+        log = RunLog(tmp_path, train_iters=10)
+        log.info(f"WARNING: {text}")
+        log.info("nothing to keep")
+        log.sample(text)
+        log.record(record(10))
+        log.close()
+        assert log.close() == ""
+    assert [event["text"] for event in read_records(tmp_path / "history.jsonl")] == ["WARNING: two"]
+    assert [event["text"] for event in read_records(tmp_path / "history.jsonl.old-1")] == ["WARNING: one"]
+    assert [sample["text"] for sample in read_records(tmp_path / "samples.jsonl")] == ["two"]
+
+
+def test_the_report_takes_little_time_and_no_run_dies_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now, written = [1000.0], []
+    log = RunLog(tmp_path, train_iters=10)
+
+    def write(folder: Path) -> None:
+        written.append(now[0])
+        now[0] += 0.5
+
+    monkeypatch.setattr("megatron.gpt2.monitor.run_log.time.monotonic", lambda: now[0])
+    monkeypatch.setattr(run_log, "write_report", write)
+    for _ in range(20):
+        log.report()
+        now[0] += 10
+    assert written == [1000.0, 1050.5, 1101.0, 1151.5]  # half a second in 50 at least
+
+    def fail(folder: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(run_log, "write_report", fail)
+    now[0] += 100
+    log.report()
+    assert "WARNING: report.html is not written: No space left on device" in capsys.readouterr().out

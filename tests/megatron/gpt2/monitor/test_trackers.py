@@ -1,0 +1,127 @@
+"""TensorBoard and Weights & Biases, the latter without a network; each missing."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from megatron.gpt2.config import CheckpointConfig, Config, TrainConfig
+from megatron.gpt2.monitor.reporting import EvaluationRecord
+from megatron.gpt2.monitor.run_log import RunLog
+from megatron.gpt2.monitor.trackers import open_trackers
+from tests.megatron.gpt2.monitor.test_reporting import record
+
+
+def config(folder: Path, **train: Any) -> Config:
+    return Config(train=TrainConfig(**train), checkpoint=CheckpointConfig(save=str(folder / "gpt2")))
+
+
+def log_two(config: Config, folder: Path, iteration: int = 0) -> None:
+    trackers = open_trackers(config, start_iteration=iteration, active=True)
+    log = RunLog(folder / "gpt2", train_iters=20, start_iteration=iteration, trackers=trackers)
+    log.record(record(iteration + 10))
+    log.record(EvaluationRecord(iteration + 10, "valid", 2.0))
+    log.close()
+
+
+def test_tensorboard(tmp_path: Path) -> None:
+    log_two(config(tmp_path, tensorboard_dir=str(tmp_path / "events")), tmp_path)
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(tmp_path / "events"))
+    events.Reload()
+    assert events.Scalars("lm_loss")[0].value == pytest.approx(8.969456)
+    assert events.Scalars("valid/lm_loss")[0].step == 10
+
+
+@mock.patch.dict(os.environ)  # in which wandb leaves the address of its service
+def test_weights_and_biases_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that goes on goes on under the same name there."""
+    pytest.importorskip("wandb", reason="wandb is not installed")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    flags = config(tmp_path, wandb_project="gpt2")
+    log_two(flags, tmp_path)
+    name = (tmp_path / "gpt2" / "wandb_run_id.txt").read_text().strip()
+    assert read_offline_run(tmp_path / "gpt2", name) == {
+        "project": "gpt2",
+        "name": "gpt2",
+        "config": json.loads(json.dumps(flags.as_dict())),
+        "numbers": {10: {"lm_loss": 8.969456, "valid/lm_loss": 2.0, "memory_bytes": 1 << 30}},
+    }
+    flags = config(tmp_path, wandb_project="gpt2", wandb_exp_name="on", wandb_save_dir=str(tmp_path / "other"))
+    log_two(flags, tmp_path, iteration=10)
+    again = read_offline_run(tmp_path / "other", name)
+    assert again["name"] == "on" and again["numbers"].keys() == {20}
+
+
+def read_offline_run(folder: Path, name: str) -> dict[str, Any]:
+    """The run of that name among wandb's local files in `folder`."""
+    from wandb.proto import wandb_internal_pb2
+
+    found: dict[str, Any] = {"numbers": {}}
+    [path] = folder.glob(f"wandb/offline-run-*-{name}/run-{name}.wandb")
+    for data in log_records(path.read_bytes()):
+        entry = wandb_internal_pb2.Record.FromString(data)
+        if entry.HasField("run"):
+            assert entry.run.run_id == name
+            settings = {item.key: json.loads(item.value_json) for item in entry.run.config.update}
+            found |= {
+                "project": entry.run.project,
+                "name": entry.run.display_name,
+                "config": {key: value for key, value in settings.items() if key != "_wandb"},
+            }
+        if entry.HasField("history"):
+            values = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in entry.history.item}
+            found["numbers"][values["_step"]] = {
+                key: values[key] for key in ("lm_loss", "valid/lm_loss", "memory_bytes") if key in values
+            }
+    return found
+
+
+def log_records(data: bytes) -> Iterator[bytes]:
+    """The records of a file in LevelDB's log format: blocks of 32 KiB, in which each part has a checksum of 4 bytes,
+    its length and whether it is whole (1), or the first (2), a further (3) or the last (4) one of a record."""
+    at, record = 7, b""  # after the file's own header
+    while at + 7 <= len(data):
+        if 32768 - at % 32768 < 7:  # no room for a part
+            at += 32768 - at % 32768
+        _, length, kind = struct.unpack_from("<IHB", data, at)
+        record += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):
+            yield record
+            record = b""
+
+
+def test_wandb_that_cannot_begin_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wandb = pytest.importorskip("wandb", reason="wandb is not installed")
+
+    def refuse(**settings: Any) -> None:
+        raise wandb.errors.UsageError("No API key configured")
+
+    monkeypatch.setattr(wandb, "init", refuse)
+    names = []
+    for iteration in (0, 5, 0):  # a run that starts afresh gets another name
+        with pytest.raises(ValueError, match="--wandb-project gpt2: No API key configured .WANDB_MODE=offline"):
+            open_trackers(config(tmp_path, wandb_project="gpt2"), start_iteration=iteration, active=True)
+        names.append((tmp_path / "gpt2" / "wandb_run_id.txt").read_text())
+    assert names[0] == names[1] != names[2]
+
+
+@pytest.mark.parametrize("active", [True, False])
+@pytest.mark.parametrize("flag", ["tensorboard_dir", "wandb_project"])
+def test_a_missing_library_is_an_error_on_every_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, active: bool, flag: str
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    spelled = "--" + flag.replace("_", "-")
+    with pytest.raises(ValueError, match=rf"{spelled} needs (\w+): pip install \1$"):
+        open_trackers(config(tmp_path, **{flag: "x"}), start_iteration=0, active=active)

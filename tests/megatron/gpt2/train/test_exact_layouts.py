@@ -1,0 +1,204 @@
+"""With --exact-layouts the layout changes no bit: losses, norms, weights and Adam's state are equal, with dropout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.gpt2.checkpoint.state import state_pieces
+from megatron.gpt2.model.parameters import parameter_specs
+from megatron.gpt2.train.evaluate import evaluate
+from megatron.gpt2.train.run import Run
+from tests.distributed import run_ranks
+from tests.megatron.gpt2.train.training_runs import finish, start, steps, write_text
+
+FLAGS = [
+    "--exact-layouts",
+    "4",
+    "--global-batch-size",
+    "12",
+    "--micro-batch-size",
+    "1",
+    "--attention-dropout",
+    "0.1",
+    "--hidden-dropout",
+    "0.1",
+    "--hidden-size",
+    "64",
+    "--num-layers",
+    "4",
+    "--split",
+    "80,20",
+    "--clip-grad",
+    "0.5",
+]
+FP16 = ["--precision", "fp16", "--initial-loss-scale", str(2**21), "--loss-scale-window", "3"]  # overflows at first
+SEQUENCE, SHARDED = ("--sequence-parallel",), ("--use-distributed-optimizer",)
+FULL, SELECTIVE = ("--recompute-granularity", "full"), ("--recompute-granularity", "selective")
+ZERO_BUBBLE, TWO_CHUNKS = ("--pipeline-schedule", "zero-bubble"), ("--num-virtual-stages-per-pipeline-rank", "2")
+
+
+class Layout(NamedTuple):
+    tensor: int = 1
+    pipeline: int = 1
+    data: int = 1
+    flags: tuple[str, ...] = ()
+
+    @property
+    def world_size(self) -> int:
+        return self.tensor * self.pipeline * self.data
+
+    def command(self, precision: list[str]) -> list[str]:
+        return [
+            *FLAGS,
+            *precision,
+            "--model-parallel-size",
+            str(self.tensor),
+            "--pipeline-model-parallel-size",
+            str(self.pipeline),
+            *self.flags,
+        ]
+
+
+QUICK = [
+    Layout(2, flags=SEQUENCE),
+    Layout(data=2, flags=(*SHARDED, *SELECTIVE)),
+    Layout(pipeline=2, flags=(*ZERO_BUBBLE, *FULL)),
+    Layout(4, flags=(*SEQUENCE, *SELECTIVE)),
+    Layout(data=3, flags=SHARDED),
+]
+WIDE = [
+    Layout(flags=SELECTIVE),
+    Layout(flags=FULL),
+    Layout(2),
+    Layout(2, flags=FULL),
+    Layout(data=2),
+    Layout(pipeline=2),
+    Layout(data=3),
+    Layout(data=4),
+    Layout(4),
+    Layout(1, 2, 2, SHARDED),
+    Layout(2, 1, 2, (*SEQUENCE, *SHARDED)),
+    Layout(2, 2, flags=TWO_CHUNKS),
+    Layout(2, 2, flags=(*SEQUENCE, *FULL)),
+    Layout(data=4, flags=SHARDED),
+    Layout(1, 2, 3),
+]
+LARGE = [
+    Layout(4, 2),
+    Layout(4, 1, 2, (*SEQUENCE, *SHARDED)),
+    Layout(2, 2, 2, (*SEQUENCE, *SHARDED)),
+    Layout(2, 1, 4, SHARDED),
+    Layout(1, 2, 4, (*SHARDED, *ZERO_BUBBLE)),
+]  # of 8 ranks
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("exact")
+    write_text(folder)
+    return folder
+
+
+def train(
+    rank: int, world_size: int, folder: str, layouts: list[Layout], precision: list[str], count: int
+) -> list[dict[str, Any]]:
+    """Of each layout the losses, norms, the loss of an evaluation, and this rank's part of weights and Adam's state."""
+    found = []
+    for number, layout in enumerate(layouts):
+        run = start(rank, world_size, folder, [*layout.command(precision), "--save", f"{folder}/{world_size}_{number}"])
+        seen = steps(run, count)
+        seen["evaluation"] = evaluate(run, run.data.splits.train, "train", 12).lm_loss
+        found.append(seen | {"pieces": pieces(run)})
+        finish(run)
+    return found
+
+
+def go_on(
+    rank: int, world_size: int, folder: str, layout: Layout, precision: list[str], count: int, continues: bool
+) -> dict[str, Any]:
+    """`count` steps in a layout, of a run that other layouts have begun, and a save."""
+    save = ["--save", f"{folder}/moved", *(["--load", f"{folder}/moved"] if continues else [])]
+    run = start(rank, world_size, folder, [*layout.command(precision), *save])
+    seen = steps(run, count)
+    run.save()
+    found = seen | {"pieces": pieces(run), "iteration": run.progress.iteration}
+    finish(run)
+    return found
+
+
+def pieces(run: Run) -> list[Any]:
+    """What this rank owns of masters and moments, as boxes of global tensors."""
+    run.engine.gatherer.wait()
+    size, rank = run.parallel.tensor_model_parallel_size, run.parallel.tensor_model_parallel_rank
+    specs = parameter_specs(run.config.model, size)
+    found = []
+    for state in run.engine.optimizer.tensors():
+        part = state_pieces([state], specs, mp_rank=rank if specs[state.name].dim is not None else 0, mp_size=size)
+        found += [
+            (state.kind, state.name, piece.global_shape, piece.offset, piece.tensor.clone()) for piece in part.values()
+        ]
+    return found
+
+
+def whole(by_rank: list[dict[str, Any]]) -> dict[tuple[str, str], Tensor]:
+    """The global tensors out of the pieces of all ranks, which agree where several have the same."""
+    tensors: dict[tuple[str, str], Tensor] = {}
+    for result in by_rank:
+        for kind, name, shape, offset, values in result["pieces"]:
+            tensor = tensors.setdefault((kind, name), torch.full(shape, torch.nan))
+            box = tensor[tuple(slice(o, o + n) for o, n in zip(offset, values.shape, strict=True))]
+            assert box.isnan().all() or torch.equal(box, values), f"{kind} {name}: ranks differ"
+            box.copy_(values)
+    assert not any(tensor.isnan().any() for tensor in tensors.values())
+    return tensors
+
+
+def assert_equal(folder: Path, layouts: list[Layout], precision: list[str], count: int) -> None:
+    (one,) = run_ranks(train, 1, str(folder), [Layout()], precision, count)[0]
+    learned = [loss for loss, skipped in zip(one["loss"], one["skipped"], strict=True) if not skipped]
+    assert learned[0] > learned[-1] + 0.02, "the run must learn something, or equality shows nothing"
+    assert (len(learned) < count) == (precision is FP16), "an overflow is a part of what must be equal"
+    tensors = whole([one])
+    for world_size in sorted({layout.world_size for layout in layouts}):
+        here = [layout for layout in layouts if layout.world_size == world_size]
+        by_rank = run_ranks(train, world_size, str(folder), here, precision, count, timeout=480)
+        for layout, results in zip(here, map(list, zip(*by_rank, strict=True)), strict=True):
+            for said in ("loss", "norm", "scale", "skipped", "evaluation"):
+                assert all(result[said] == one[said] for result in results), f"{layout}: {said}"
+            found = whole(results)
+            assert found.keys() == tensors.keys()
+            differing = [name for name, tensor in tensors.items() if not torch.equal(found[name], tensor)]
+            assert not differing, f"{layout}: {differing}"
+
+
+def test_no_bit_depends_on_the_layout(folder: Path) -> None:
+    assert_equal(folder, QUICK, ["--precision", "bf16", "--global-batch-size", "6", "--num-layers", "2"], 3)
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize(
+    ("precision", "layouts"), [(["--precision", "fp32"], WIDE), (FP16, QUICK)], ids=["fp32", "fp16"]
+)
+def test_no_bit_depends_on_more_layouts(folder: Path, precision: list[str], layouts: list[Layout]) -> None:
+    """All of them in fp32, bf16 and fp16, over 50 steps: benchmarks/exact_layouts.py."""
+    assert_equal(folder, layouts, precision, 5)
+
+
+@pytest.mark.wide
+def test_a_run_that_moves_is_the_run_that_stayed(folder: Path) -> None:
+    """Saved in one layout and continued in another; the batch grows on the way."""
+    precision = ["--precision", "bf16", "--rampup-batch-size", "4", "8", "12"]
+    (one,) = run_ranks(train, 1, str(folder), [Layout()], precision, 9)[0]
+    results: list[dict[str, Any]] = []
+    seen: list[float] = []
+    for layout, count in ((QUICK[3], 2), (QUICK[1], 3), (QUICK[2], 1), (Layout(flags=FULL), 3)):
+        results = run_ranks(go_on, layout.world_size, str(folder), layout, precision, count, bool(seen))
+        seen += results[0]["loss"]
+    assert seen == one["loss"]
+    found, expected = whole(results), whole([one])
+    assert [name for name, values in expected.items() if not torch.equal(found[name], values)] == []

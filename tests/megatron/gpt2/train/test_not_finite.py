@@ -1,0 +1,71 @@
+"""After too many skipped steps the line names the rank and the tensor that came first; each rank's state is kept."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from megatron.gpt2.monitor.incidents import read_incidents
+from megatron.gpt2.train.loop import train
+from tests.distributed import run_ranks
+from tests.faults.state_faults import plant
+from tests.megatron.gpt2.train.training_runs import finish, start, write_text
+
+FLAGS = [
+    "--num-layers",
+    "2",
+    "--hidden-size",
+    "32",
+    "--micro-batch-size",
+    "1",
+    "--global-batch-size",
+    "4",
+    "--max-skipped-steps",
+    "2",
+    "--log-interval",
+    "2",
+    "--train-iters",
+    "20",
+]
+DOWN, UP = (f"transformer.layers.1.mlp.dense_{name}.weight" for name in ("4h_to_h", "h_to_4h"))
+
+
+def ended_by(
+    rank: int, world: int, folder: str, flags: list[str], save: str, bad: int, kind: str, **details: Any
+) -> str:
+    plant(kind, bad, 2, **details)
+    run = start(rank, world, folder, [*FLAGS, "--save", f"{folder}/{save}", *flags])
+    try:
+        train(run)
+    except FloatingPointError as error:
+        return str(error)
+    finally:
+        finish(run)
+    return ""
+
+
+def two(rank: int, world: int, folder: str) -> list[str]:
+    return [
+        ended_by(rank, world, folder, ["--use-distributed-optimizer"], "data", 1, "nan", name=UP),
+        ended_by(rank, world, folder, ["--model-parallel-size", "2"], "tensor", 1, "nan", name=UP),
+        ended_by(rank, world, folder, ["--pipeline-model-parallel-size", "2"], "stages", 1, "nan", name=UP),
+        ended_by(rank, world, folder, ["--model-parallel-size", "2"], "weight", 0, "break_weight", name=DOWN),
+    ]
+
+
+def test_the_line_names_rank_and_tensor(tmp_path: Path) -> None:
+    write_text(tmp_path, 1000)
+    first, second = run_ranks(two, 2, str(tmp_path))
+    assert first == second  # all ranks agree
+    for line, save in zip(first[:3], ("data", "tensor", "stages"), strict=True):
+        assert line.startswith("2 steps in a row had a gradient that is not finite (loss scale 1, learning rate "), line
+        assert f"first of all rank 1 had a gradient of {UP} that was not (the state is in {tmp_path}/{save}/" in line
+    assert f"first of all rank 0 had a weight of {DOWN} that was not" in first[3]
+    for rank in range(2):
+        path = tmp_path / "data" / "incidents" / f"not_finite_0000004_rank_{rank:05d}.json"
+        state = json.loads(path.read_text())
+        assert state["loss_scale"] == 1 and state["learning_rate"] > 0 and len(sum(state["samples"], [])) == 2
+        assert state["norms"][UP]["weight"] > 0 and len(state["norms"]) > 20
+    (record, _) = (r for r in read_incidents(tmp_path / "data") if r["kind"] == "not finite")
+    assert record["iteration"] == 4 and UP in record["text"]

@@ -1,0 +1,217 @@
+"""Stop at 6 of 12, load, continue: bit-identical to the run that never stopped."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import mpu
+from data_utils import build_tokenizer
+from data_utils.tokenizers import build
+from data_utils.tokenizers.gpt2 import BUILTIN_FILE, builtin_tokenizer, byte_alphabet
+from megatron.gpt2.train.run import Run
+from megatron.gpt2.train.train_step import train_step
+from mpu import kernels
+from tests.distributed import run_ranks
+from tests.megatron.gpt2.train.training_runs import finish, start, state, steps, write_text
+
+DROPOUT = ["--attention-dropout", "0.1", "--hidden-dropout", "0.1"]
+
+
+def straight_twice_and_resumed(rank: int, world_size: int, folder: str, flags: list[str]) -> dict[str, Any]:
+    results: dict[str, Any] = {}
+    for name in ("straight", "again"):
+        run = start(rank, world_size, folder, ["--save", f"{folder}/{name}", *flags])
+        results[name] = steps(run, 12), state(run)
+        finish(run)
+
+    run = start(rank, world_size, folder, ["--save", f"{folder}/resumed", *flags])
+    first = steps(run, 6)
+    assert run.save() is not None
+    finish(run)
+    torch.manual_seed(99)  # whatever happens to the generators in between must not matter
+    run = start(rank, world_size, folder, ["--save", f"{folder}/resumed", "--load", f"{folder}/resumed", *flags])
+    assert run.progress.iteration == 6
+    second = steps(run, 6)
+    results["resumed"] = {key: first[key] + second[key] for key in first}, state(run)
+    finish(run)
+    return results
+
+
+LAYOUTS: list[tuple[int, int, list[str]]] = [
+    (2, 2, []),
+    (1, 2, ["--precision", "fp16", "--initial-loss-scale", "1e6", "--loss-scale-window", "4"]),
+]
+MORE: list[tuple[int, int, list[str]]] = [(1, 1, []), (2, 1, []), (1, 2, []), (2, 1, ["--precision", "bf16"])]
+
+
+@pytest.mark.parametrize(
+    ("model_parallel", "data_parallel", "flags"),
+    [*LAYOUTS, *(pytest.param(*layout, marks=pytest.mark.wide) for layout in MORE)],
+)
+def test_resume_is_bit_identical(tmp_path: Path, model_parallel: int, data_parallel: int, flags: list[str]):
+    write_text(tmp_path)
+    flags = [
+        *DROPOUT,
+        "--model-parallel-size",
+        str(model_parallel),
+        "--global-batch-size",
+        "8",
+        "--micro-batch-size",
+        "2",
+        "--lr-decay-style",
+        "cosine",
+        "--warmup",
+        "0.005",
+        *flags,
+    ]
+    for results in run_ranks(straight_twice_and_resumed, model_parallel * data_parallel, str(tmp_path), flags):
+        seen, tensors = results["straight"]
+        clean = [loss for loss, skipped in zip(seen["loss"], seen["skipped"], strict=True) if not skipped]
+        assert len(seen["loss"]) == 12 and clean[-1] < clean[0]
+        for other in ("again", "resumed"):
+            other_seen, other_tensors = results[other]
+            assert repr(other_seen) == repr(seen), other  # NaN, of a skipped step, equals itself here
+            assert other_tensors.keys() == tensors.keys()
+            for name, tensor in tensors.items():
+                assert torch.equal(other_tensors[name], tensor), (other, name)
+
+
+def masks(rank: int, world_size: int, folder: str) -> tuple[list[bool], list[bool]]:
+    """Which elements the first two dropouts of a step drop: the embedding's, and a layer's attention output."""
+    run = start(
+        rank,
+        world_size,
+        folder,
+        [
+            *DROPOUT,
+            "--dropout-rng",
+            "torch",
+            "--save",
+            f"{folder}/masks",
+            "--model-parallel-size",
+            str(world_size // 2),
+        ],
+    )
+    own_seed = 1234 + (run.parallel.data_parallel_rank << 16)
+    assert torch.initial_seed() == own_seed
+    tracked = torch.Generator().manual_seed(own_seed + 2718 + run.parallel.tensor_model_parallel_rank).get_state()
+    assert torch.equal(mpu.get_cuda_rng_tracker().get_states()["model-parallel-rng"], tracked)
+    drawn: list[torch.Tensor] = []
+    dropout = kernels.dropout
+
+    def spy(x: torch.Tensor, p: float) -> torch.Tensor:
+        y = dropout(x, p)
+        drawn.append((y == 0) & (x != 0))
+        return y
+
+    kernels.dropout = spy  # type: ignore[assignment]
+    try:
+        train_step(run)
+    finally:
+        kernels.dropout = dropout
+    finish(run)
+    return drawn[0].flatten().tolist()[:400], drawn[1].flatten().tolist()[:400]
+
+
+def test_masks_of_torchs_generators_differ_between_data_parallel_ranks_alone(tmp_path: Path):
+    write_text(tmp_path)
+    two = run_ranks(masks, 2, str(tmp_path))
+    assert all(any(mask) for masks_of_rank in two for mask in masks_of_rank)
+    assert two[0][0] != two[1][0] and two[0][1] != two[1][1]
+    four = run_ranks(masks, 4, str(tmp_path))
+    assert four[0] == four[1] and four[2] == four[3], "ranks that share layers hold the same activations"
+    assert four[0][0] != four[2][0]
+
+
+def reshard(rank: int, world_size: int, folder: str, model_parallel: int, count: int) -> list[float]:
+    run = start(
+        rank,
+        world_size,
+        folder,
+        [
+            *DROPOUT,
+            "--save",
+            f"{folder}/moved",
+            "--global-batch-size",
+            "8",
+            "--micro-batch-size",
+            "4",
+            "--model-parallel-size",
+            str(model_parallel),
+        ],
+    )
+    seen = steps(run, count)
+    run.save()
+    finish(run)
+    return seen["loss"]
+
+
+def test_a_checkpoint_continues_under_another_layout(tmp_path: Path):
+    """10 steps at each of three layouts, one after the other, are 30 steps at one."""
+    write_text(tmp_path)
+    (straight,) = run_ranks(reshard, 1, str(tmp_path), 1, 15)
+    shutil.rmtree(tmp_path / "moved")
+    moved = run_ranks(reshard, 1, str(tmp_path), 1, 5)[0]
+    moved += run_ranks(reshard, 2, str(tmp_path), 2, 5)[0]
+    moved += run_ranks(reshard, 2, str(tmp_path), 1, 5)[1]
+    assert moved == pytest.approx(straight, rel=1e-5)
+
+
+def test_a_fresh_optimizer_resumes_bit_identically(tmp_path: Path):
+    """After --no-load-optim the moments are younger than the schedule; both ages are saved. Weights come unrounded."""
+    write_text(tmp_path)
+    flags = ["--precision", "bf16", "--save", f"{tmp_path}/first"]
+    run = start(0, 1, str(tmp_path), flags)
+    steps(run, 5)
+    masters = torch.cat(run.engine.flat.masters)
+    run.save()
+    finish(run)
+
+    def second(save: str, *more: str) -> Run:
+        return start(0, 1, str(tmp_path), ["--precision", "bf16", "--save", f"{tmp_path}/{save}", *more])
+
+    fresh = ("--load", f"{tmp_path}/first", "--no-load-optim")
+    straight = second("straight", *fresh)
+    assert torch.equal(torch.cat(straight.engine.flat.masters), masters)
+    expected = steps(straight, 6)["loss"]
+    finish(straight)
+    stopped = second("stopped", *fresh)
+    seen = steps(stopped, 3)["loss"]
+    stopped.save()
+    finish(stopped)
+    resumed = second("stopped")
+    assert resumed.progress.iteration == 8
+    assert seen + steps(resumed, 3)["loss"] == expected
+    assert torch.equal(torch.cat(resumed.engine.flat.masters), torch.cat(straight.engine.flat.masters))
+    finish(resumed)
+
+
+def test_a_checkpoint_of_an_older_shipped_vocabulary_keeps_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The vocabulary that the project ships may change; no run of the old one takes the new one unasked."""
+    write_text(tmp_path)
+    flags = ["--tokenizer-type", "builtin", "--load", f"{tmp_path}/save"]
+    old = tmp_path / "old.json"
+    old.write_text(json.dumps([*byte_alphabet(), "in", "th"]))
+    with monkeypatch.context() as then:
+        then.setattr(build, "builtin_tokenizer", lambda path=None: builtin_tokenizer(path or old))
+        run = start(0, 1, str(tmp_path), flags[:2])
+        before = run.data.tokenizer
+        steps(run, 1)
+        run.save()
+        finish(run)
+    run = start(0, 1, str(tmp_path), flags)
+    assert run.progress.iteration == 1
+    assert (run.data.tokenizer.fingerprint, run.data.tokenizer.vocab_size) == (before.fingerprint, 259)
+    assert before.fingerprint != build_tokenizer("builtin").fingerprint
+    finish(run)
+    shipped = resources.files("data_utils.tokenizers").joinpath(BUILTIN_FILE).read_bytes()
+    (tmp_path / "save" / "tokenizer" / BUILTIN_FILE).write_bytes(shipped)
+    with pytest.raises(ValueError, match="the tokenizer's files are not those that were saved there"):
+        start(0, 1, str(tmp_path), flags)
