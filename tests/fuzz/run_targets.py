@@ -10,8 +10,7 @@ from typing import Any
 import torch
 
 from data_utils.tokenizers.base import ByteTokenizer
-from megatron.gpt2.config import Config, deepspeed_config
-from megatron.gpt2.config.config_json import read_config, write_config
+from megatron.gpt2.config import Config, read_config, write_config
 from megatron.gpt2.extensions.serve.answer import Text
 from megatron.gpt2.extensions.serve.app import error_response
 from megatron.gpt2.extensions.serve.fields import ApiError
@@ -86,7 +85,7 @@ def deepspeed_file(folder: Path) -> None:
 
 
 def read_deepspeed(folder: Path) -> None:
-    values, notes = deepspeed_config.translate(str(folder / "ds.json"), {"train.micro_batch_size": 4})
+    values, notes = foreign.read_deepspeed_config(str(folder / "ds.json"), {"train.micro_batch_size": 4})
     assert all("." in key for key in values) and all("\n" not in note for note in notes)
 
 

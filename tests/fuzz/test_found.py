@@ -16,8 +16,7 @@ from data_utils.token_files import describe, read_manifest
 from data_utils.tokenizers.build import build_tokenizer, load_tokenizer
 from data_utils.tokenizers.gpt2 import BUILTIN_FILE, builtin_tokenizer, gpt2_tokenizer_of
 from megatron.gpt2.commands import inspect_data
-from megatron.gpt2.config import Config, deepspeed_config
-from megatron.gpt2.config.config_json import read_config, write_config
+from megatron.gpt2.config import Config, read_config, write_config
 from megatron.gpt2.monitor.plots import read_records
 from megatron.gpt2.monitor.run_report import page
 from tests.fuzz.data_targets import reseal, small_bpe
@@ -80,7 +79,7 @@ def test_a_pair_whose_manifest_holds_half_a_character(pair: Path) -> None:
 
 def test_an_unknown_key_of_deepspeed_stays_in_its_line(tmp_path: Path) -> None:
     (tmp_path / "ds.json").write_text('{"a\\n\\ud800": 1}')
-    _, (note,) = deepspeed_config.translate(str(tmp_path / "ds.json"), {})
+    _, (note,) = foreign.read_deepspeed_config(str(tmp_path / "ds.json"), {})
     assert "a\\n\\ud800: unknown here" in note and "\n" not in note
 
 

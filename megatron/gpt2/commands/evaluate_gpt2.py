@@ -19,9 +19,8 @@ from data_utils.files.hashing import hash_file
 from megatron.gpt2.checkpoint.reader import Checkpoint
 from megatron.gpt2.commands.inference import ModelParser, open_model
 from megatron.gpt2.commands.score_record import check_output, record, write_record
-from megatron.gpt2.config import require
+from megatron.gpt2.config import flag, require
 from megatron.gpt2.config.arguments import SAVED, Arguments, parse
-from megatron.gpt2.config.flag_names import flag
 from megatron.gpt2.config.flags import dashed
 from megatron.gpt2.dist.ranks import Ranks
 from megatron.gpt2.dist.run_program import Log, run_program

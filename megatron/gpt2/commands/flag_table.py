@@ -6,8 +6,8 @@ python tools/flag_table.py > docs/reference/flags.md
 from collections.abc import Iterable
 
 from data_utils.command_line import program
-from megatron.gpt2.config.deepspeed_config import KEYS
 from megatron.gpt2.config.flags import flag_table
+from megatron.gpt2.config.foreign import KEYS
 
 STATUSES = {
     "honoured": "does what its text says",

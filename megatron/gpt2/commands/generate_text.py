@@ -24,8 +24,8 @@ from data_utils.command_line import program
 from data_utils.corpora.documents import check_exists
 from data_utils.progress import progress_bar
 from megatron.gpt2.commands.inference import ModelParser, check_shared, open_model
+from megatron.gpt2.config import flag
 from megatron.gpt2.config.arguments import parse
-from megatron.gpt2.config.flag_names import flag
 from megatron.gpt2.config.flags import dashed
 from megatron.gpt2.dist.ranks import Ranks
 from megatron.gpt2.dist.run_program import Log, run_program

@@ -1,27 +1,35 @@
-"""What a run is: frozen dataclasses, one for each section, validated when they are made.
+"""The configuration of a run.
 
-Each field is one command-line flag (`num_layers` is `--num-layers`); `option` gives it its help text and the
-other spellings that Megatron users know. `megatron/gpt2/config/flags.py` builds the parser from these fields, so
-that a flag exists in exactly one place. Defaults are those of Megatron's 2019 release unless the help text says
-otherwise. Values that follow from others are properties or methods.
-
-    options        how a field is written and checked
-    model, data, optimizer, parallel, train, checkpoint        the sections of a run
-    launch         how its ranks start, which is not saved with it
-    sections       Config: all sections of a run together
-    flag_names     from a field to its flag, and the flags that make a run differ from another
-    config_json    config.json in the save folder
+sections   the sections as dataclasses: each field is a flag, with its checks
+config     Config: all sections together; from a field to its flag; config.json
+presets    named runs, for --model
+foreign    the flags of Megatron and the keys of a DeepSpeed file that are no fields
+flags      the parser, which is made from the fields
+arguments  a command line, read; what the checkpoint that is loaded decides
 """
 
-from megatron.gpt2.config.checkpoint import CheckpointConfig
-from megatron.gpt2.config.data import DataConfig
-from megatron.gpt2.config.launch import LaunchConfig
-from megatron.gpt2.config.model import ModelConfig
-from megatron.gpt2.config.optimizer import OptimizerConfig
-from megatron.gpt2.config.options import require
-from megatron.gpt2.config.parallel import ParallelConfig
-from megatron.gpt2.config.sections import SECTIONS, Config
-from megatron.gpt2.config.train import PRECISION_CHOICES, TrainConfig
+from megatron.gpt2.config.config import (
+    SECTIONS,
+    Config,
+    by_key,
+    differing_flags,
+    fields,
+    flag,
+    read_config,
+    without_effect,
+    write_config,
+)
+from megatron.gpt2.config.sections import (
+    PRECISION_CHOICES,
+    CheckpointConfig,
+    DataConfig,
+    LaunchConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    TrainConfig,
+    require,
+)
 
 __all__ = [
     "PRECISION_CHOICES",
@@ -34,5 +42,12 @@ __all__ = [
     "OptimizerConfig",
     "ParallelConfig",
     "TrainConfig",
+    "by_key",
+    "differing_flags",
+    "fields",
+    "flag",
+    "read_config",
     "require",
+    "without_effect",
+    "write_config",
 ]

@@ -1,9 +1,9 @@
 """From a command line to a run: presets, foreign flags, and what a checkpoint decides.
 
-What a value comes from, the last one winning: the field's default, the recipe (`--model`; the run of a `--config`; or
-`quickstart` where no shape is given), the checkpoint that is loaded (its shape, tokenizer and schedule; its whole
-recipe in place of the quickstart's), the command line. `--a_b` is read as `--a-b`, and prefixes of flags are not
-completed: a typing error must not become another flag.
+A value comes from the last of these that has one: the field's default; the recipe (`--model`; the run of a `--config`;
+or `quickstart` if no shape is given); the checkpoint that is loaded (its shape, tokenizer and schedule; its whole recipe
+instead of the quickstart's); the command line. `--a_b` is read as `--a-b`, and prefixes of flags are not completed: a
+typing error must not become a different flag.
 """
 
 import dataclasses
@@ -15,12 +15,11 @@ from functools import cached_property
 from typing import Any
 
 from data_utils import kind_of_vocabulary
-from megatron.gpt2.config import SECTIONS, CheckpointConfig, Config, deepspeed_config, require
-from megatron.gpt2.config.config_json import read_config
-from megatron.gpt2.config.flag_names import by_key, fields, flag
+from megatron.gpt2.config.config import SECTIONS, Config, by_key, fields, flag, read_config
 from megatron.gpt2.config.flags import build_parser, dashed, flag_table
-from megatron.gpt2.config.foreign_flags import FOREIGN, Foreign, iterations_to_profile
+from megatron.gpt2.config.foreign import FOREIGN, apply_rows, iterations_to_profile, read_deepspeed_config
 from megatron.gpt2.config.presets import DEFAULT_TRAIN_ITERS, PRESETS, SHAPE_KEYS
+from megatron.gpt2.config.sections import CheckpointConfig, require
 
 LENGTHS = ("train.train_iters", "train.train_samples", "train.train_tokens", "train.train_epochs")
 # What the checkpoint decides unless a flag does. The others of ModelConfig do not change what the weights mean.
@@ -134,18 +133,17 @@ def parse(argv: Sequence[str] | None = None) -> Arguments:
         for key, value in read.items()
         if not key.startswith(("--", "launch."))
     }  # how the ranks start is no part of the run
-    notes = _alias_notes(words)
-    problems: list[str] = []
-    notes += _apply_foreign(
-        {name: value for name, value in read.items() if name.startswith("--")}, command_line, problems
-    )
-    for file in {read[name] for name in ("--deepspeed-config", "--deepscale-config") if name in read}:
+    foreign = {name: value for name, value in read.items() if name.startswith("--")}
+    values, lines, problems = apply_rows(FOREIGN, foreign, command_line, given_wins=False)
+    command_line |= values
+    notes = _alias_notes(words) + lines
+    for file in {foreign[name] for name in ("--deepspeed-config", "--deepscale-config") if name in foreign}:
         try:
-            translated, lines = deepspeed_config.translate(file, command_line)
+            values, lines = read_deepspeed_config(file, command_line)
         except ValueError as error:
             problems.append(str(error))
         else:
-            command_line |= translated
+            command_line |= values
             notes += lines
     require(not problems, "; ".join(problems))
     _refuse_pairs(command_line)
@@ -179,38 +177,6 @@ def _alias_notes(words: Sequence[str]) -> list[str]:
     names = {word.partition("=")[0]: None for word in words}  # in order, once
     meant = {alias: flag(key) for key, f in fields().items() for alias in f.metadata["aliases"]}
     return [f"{name} is read as {meant[name]}" for name in names if name in meant]
-
-
-def _apply_foreign(read: Mapping[str, Any], command_line: dict[str, Any], problems: list[str]) -> list[str]:
-    """Add what the foreign flags set to `command_line`, and everything that is refused to `problems`. Returns the lines
-    about what became of the others. read: the foreign flags that are given, with their values."""
-    rows: dict[str, Foreign] = {name: row for row in FOREIGN for name in row.flags}
-    by: dict[str, str] = {}
-    said: dict[str, list[str]] = {}
-    for name, value in read.items():
-        row = rows[name]
-        if row.unless in read:
-            continue
-        spelled = f"{name} {value}" if isinstance(value, str) else name
-        try:
-            require(row.status != "refused", f"{spelled} is not supported: {row.text}")
-            require(
-                not row.accepts or value in row.accepts,
-                f"{spelled} is not supported, only {' or '.join(row.accepts)}: {row.text}",
-            )
-            text = row.text if row.status == "translated" else f"without effect here: {row.text}"
-            for key, meant in (row.sets(value) if row.sets else {}).items():
-                given = command_line.setdefault(key, meant)
-                if key not in by and given in row.narrower:
-                    text = f"without effect, since {flag(key)} {given} is given"
-                    continue
-                require(given == meant, f"{spelled} contradicts {by.get(key) or f'{flag(key)} {given}'}")
-                by[key] = name
-        except ValueError as error:
-            problems.append(str(error))
-            continue
-        said.setdefault(text, []).append(spelled)
-    return [f"{', '.join(names)}: {text}" for text, names in said.items()]
 
 
 def _recipe_under(recipe: Mapping[str, Any], command_line: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from data_utils.command_line import Parser
-from megatron.gpt2.config import SECTIONS, LaunchConfig
-from megatron.gpt2.config.flag_names import fields, flag
-from megatron.gpt2.config.foreign_flags import FOREIGN
+from megatron.gpt2.config.config import SECTIONS, fields, flag
+from megatron.gpt2.config.foreign import FOREIGN
 from megatron.gpt2.config.presets import PRESETS
+from megatron.gpt2.config.sections import LaunchConfig
 
 RERUN = "the config.json in the --save folder of a run: its flags once more, beside which those that are given win"
 

@@ -13,8 +13,7 @@ from typing import Any
 
 from data_utils.files.atomic import replace_text
 from data_utils.files.checked_json import errors_of, parse_object
-from megatron.gpt2.config import Config, require
-from megatron.gpt2.config.flag_names import by_key, differing_flags, flag
+from megatron.gpt2.config import Config, by_key, differing_flags, flag, require
 from megatron.gpt2.monitor.html_page import cell, pairs, remark, scrolling, whole_page
 from megatron.gpt2.monitor.plots import points, read_records
 from megatron.gpt2.monitor.svg_chart import Curve, chart, number

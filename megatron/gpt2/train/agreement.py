@@ -9,7 +9,7 @@ import hashlib
 
 import torch
 
-from megatron.gpt2.config.flag_names import by_key, flag
+from megatron.gpt2.config import by_key, flag
 from megatron.gpt2.train.collectives import gather_over_ranks
 from megatron.gpt2.train.prepare import PreparedRun
 

@@ -25,8 +25,7 @@ from megatron.gpt2.checkpoint.state import (
     rng_pieces,
     state_pieces,
 )
-from megatron.gpt2.config import CheckpointConfig
-from megatron.gpt2.config.config_json import write_config
+from megatron.gpt2.config import CheckpointConfig, write_config
 from megatron.gpt2.model.gpt2 import TIED
 from megatron.gpt2.model.parameters import parameter_specs
 from megatron.gpt2.monitor.environment import describe_environment

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 
 import mpu
-from megatron.gpt2.config import Config
-from megatron.gpt2.config.flag_names import flag
+from megatron.gpt2.config import Config, flag
 from megatron.gpt2.train.prepare import PreparedRun
 
 # What changes the course of a run. The fields of `optimizer` that concern the loss scale alone are not among them, and

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import mpu
-from megatron.gpt2.config.inert import without_effect
+from megatron.gpt2.config import without_effect
 from megatron.gpt2.extensions.exact import exact_modules, exact_squared_norm
 from megatron.gpt2.extensions.exact.norm import block_of_norm
 from megatron.gpt2.extensions.exact.reducer import OF_EMBEDDING, ExactGradientReducer

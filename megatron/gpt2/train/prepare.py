@@ -28,9 +28,8 @@ from megatron.gpt2 import device as devices
 from megatron.gpt2.checkpoint.facts import check_facts, decay_iters
 from megatron.gpt2.checkpoint.folder import Checkpoint, find_checkpoint
 from megatron.gpt2.checkpoint.local_assembly import assemble
-from megatron.gpt2.config import Config, DataConfig, require
+from megatron.gpt2.config import Config, DataConfig, flag, require
 from megatron.gpt2.config.arguments import Arguments, merge_checkpoint
-from megatron.gpt2.config.flag_names import flag
 from megatron.gpt2.dist.hang import set_flight_recorder
 from megatron.gpt2.dist.ranks import Ranks
 from megatron.gpt2.extensions.plan.setting import Setting

@@ -7,8 +7,7 @@ from data_utils import GPT2Dataset, unigram_bits_per_byte, xz_bits_per_byte
 from data_utils.command_line import how_to_call
 from megatron.gpt2.checkpoint.folder import Checkpoint, find_checkpoint
 from megatron.gpt2.checkpoint.local_assembly import newest_held
-from megatron.gpt2.config import CheckpointConfig, Config
-from megatron.gpt2.config.flag_names import differing_flags
+from megatron.gpt2.config import CheckpointConfig, Config, differing_flags
 from megatron.gpt2.device import PRECISIONS
 from megatron.gpt2.extensions.plan.pipelines import bubble
 from megatron.gpt2.extensions.plan.report import start_rows, warning

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.gpt2.config.flag_names import flag
+from megatron.gpt2.config import flag
 from megatron.gpt2.extensions.plan.pipelines import bubble
 from megatron.gpt2.extensions.plan.setting import Setting
 from megatron.gpt2.extensions.plan.sizes import Sizes

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any
 
-from megatron.gpt2.config.flag_names import by_key, flag
+from megatron.gpt2.config import by_key, flag
 from megatron.gpt2.extensions.verify.table import HEAD, Result, explanation, rows, units
 from megatron.gpt2.extensions.verify.trace import Trace
 from megatron.gpt2.monitor.html_page import cell, pairs, remark, scrolling, whole_page

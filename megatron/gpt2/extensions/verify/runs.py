@@ -13,9 +13,8 @@ from typing import Any
 import torch
 
 from megatron.gpt2 import device as devices
-from megatron.gpt2.config import require
+from megatron.gpt2.config import by_key, flag, require
 from megatron.gpt2.config.arguments import parse
-from megatron.gpt2.config.flag_names import by_key, flag
 from megatron.gpt2.dist.ranks import Ranks
 from megatron.gpt2.extensions.verify.capture import Capture
 from megatron.gpt2.extensions.verify.compare import Comparer

@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from data_utils import BatchSchedule
-from megatron.gpt2.config import SECTIONS, Config, TrainConfig
+from megatron.gpt2.config import SECTIONS, Config, TrainConfig, differing_flags, fields, flag
 from megatron.gpt2.config.arguments import Arguments, merge_checkpoint, parse
-from megatron.gpt2.config.flag_names import differing_flags, fields, flag
 from megatron.gpt2.config.flags import flag_table
 from megatron.gpt2.config.presets import PRESETS, SHAPES
 from mpu.kernels import dropout

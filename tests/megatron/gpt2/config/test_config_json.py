@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from megatron.gpt2.commands import pretrain_gpt2
+from megatron.gpt2.config import read_config
 from megatron.gpt2.config.arguments import parse
-from megatron.gpt2.config.config_json import read_config
 from megatron.gpt2.monitor import environment
 from tests.conftest import ROOT
 from tests.test_command_line import FLAGS, metrics, work  # noqa: F401

@@ -9,7 +9,7 @@ import pytest
 
 from megatron.gpt2.config.arguments import parse
 from megatron.gpt2.config.flags import build_parser, flag_table
-from megatron.gpt2.config.foreign_flags import FOREIGN
+from megatron.gpt2.config.foreign import FOREIGN
 from tests.megatron.gpt2.commands import tool
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -53,7 +53,7 @@ def test_every_refusal_names_the_flag_and_an_alternative():
         ("--pretrained-bert", "a flag of BERT's"),
         ("--zero-stage 3", "--zero-stage 3 is not built: data-parallel ranks each keep all weights; 2 gives the same"),
         ("--zero-stage two", "--zero-stage two is no stage of ZeRO"),
-        ("--pipe-parallel-size x", "--pipe-parallel-size x is no number of stages"),
+        ("--pipe-parallel-size x", "--pipe-parallel-size x is not a number of stages"),
         ("--remote-device nvme", "only none: weights stay on the device"),
         ("--swiglu --num-experts 8", "leave it out; --num-experts 8 is not supported"),  # all that is refused at once
         ("--use-npy-data-loader", "give loose JSON or text with --train-data"),

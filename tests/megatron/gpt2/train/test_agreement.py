@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 
+from megatron.gpt2.config import fields
 from megatron.gpt2.config.arguments import parse
-from megatron.gpt2.config.flag_names import fields
 from megatron.gpt2.dist.ranks import Ranks
 from megatron.gpt2.train.agreement import MAY_DIFFER, check_ranks_agree
 from megatron.gpt2.train.prepare import prepare_run

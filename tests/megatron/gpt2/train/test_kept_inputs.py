@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from megatron.gpt2.config import without_effect
 from megatron.gpt2.config.arguments import parse
-from megatron.gpt2.config.inert import without_effect
 from tests.distributed import run_ranks
 from tests.megatron.gpt2.train.training_runs import finish, start, steps, write_text
 

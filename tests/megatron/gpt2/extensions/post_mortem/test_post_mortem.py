@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.gpt2.config import Config
-from megatron.gpt2.config.config_json import write_config
+from megatron.gpt2.config import Config, write_config
 from megatron.gpt2.extensions.post_mortem.command import main
 from megatron.gpt2.monitor.incidents import Incidents, rank_name
 from tests.megatron.gpt2.checkpoint.saved_states import save

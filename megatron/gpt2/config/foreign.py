@@ -1,18 +1,19 @@
-"""Megatron's flags that are no field of `megatron/gpt2/config/`: one table, from which the parser and the
-documentation are made. A row is translated (it sets fields), inert (it changes nothing here, which a note says) or
-refused (it would change result, memory or speed, so leaving it out silently would be wrong); its text says why, or what
-to give instead. `deepspeed_config.py` beside this file has a table of the same rows for the keys of a
---deepspeed_config.
+"""Megatron's flags that are no field of the configuration, and the keys of a DeepSpeed file: two tables of the same rows,
+from which the parser and docs/reference/flags.md are made, and the one function that applies them.
+
+A row is translated (it sets fields), inert (it changes nothing here, which a note says) or refused (it would change
+result, memory or speed, so that leaving it out silently would be wrong); its text says why, or what to give instead.
 """
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from data_utils.command_line import how_to_call
-from megatron.gpt2.config import require
+from megatron.gpt2.config.config import flag
+from megatron.gpt2.config.sections import require
 
 
 @dataclass(frozen=True)
@@ -64,31 +65,23 @@ def _indexed_prefix(paths: list[str]) -> dict[str, Any]:
     for path in paths:
         require(
             not os.path.isdir(path),
-            f"--train-data-path {path} is a directory: 2019's folders of .npy files are "
+            f"{path} is a directory: 2019's folders of .npy files are "
             "not read; give loose JSON or text with --train-data",
         )
     return {"data.data_path": tuple(paths), "data.split": "1"}
 
 
-def _zero_stage(word: str) -> dict[str, Any]:
-    require(word in ("0", "1", "2", "3"), f"--zero-stage {word} is no stage of ZeRO")
-    require(word != "3", f"--zero-stage 3 is not built: {NO_STAGE_3}")
-    return of_zero_stage(int(word))
-
-
-def of_zero_stage(stage: int) -> dict[str, Any]:
-    """What a stage of ZeRO up to 2 sets."""
-    return (
-        {"parallel.use_distributed_optimizer": True, "parallel.shard_gradients": True}
-        if stage == 2
-        else {"parallel.use_distributed_optimizer": True}
-        if stage == 1
-        else {}
+def _zero_stage(stage: Any) -> dict[str, Any]:
+    require(
+        str(stage) in ("0", "1", "2", "3"), f"{stage if isinstance(stage, str) else _shown(stage)} is no stage of ZeRO"
     )
+    require(int(stage) < 3, f"3 is not built: {NO_STAGE_3}")
+    fields = ("parallel.use_distributed_optimizer", "parallel.shard_gradients")
+    return dict.fromkeys(fields[: int(stage)], True)
 
 
 def _pipeline_stages(word: str) -> dict[str, Any]:
-    require(word.isdecimal(), f"--pipe-parallel-size {word} is no number of stages")
+    require(word.isdecimal(), f"{word} is not a number of stages")
     return {"parallel.pipeline_model_parallel_size": max(int(word), 1)}
 
 
@@ -330,3 +323,238 @@ FOREIGN = (
         f"{how_to_call('checkpoint')} convert makes a checkpoint of the weights, which --load takes",
     ),
 )
+
+
+def _shown(value: Any) -> str:
+    """A value or key of the file for a message: whatever it holds, in one line that is not too long."""
+    text = json.dumps(value)
+    return text if len(text) <= 80 else f"{text[:76]}...{text[-1]}"
+
+
+def _number(key: str, kind: type = float) -> Callable[[Any], dict[str, Any]]:
+    def read(value: Any) -> dict[str, Any]:
+        require(
+            isinstance(value, (int, float)) and not isinstance(value, bool) and kind(value) == value,
+            f"{_shown(value)} is not a {'whole ' if kind is int else ''}number",
+        )
+        return {key: kind(value)}
+
+    return read
+
+
+def _loss_scale(value: Any) -> dict[str, Any]:
+    return _number("optimizer.loss_scale")(value) if value else {}  # 0 is a dynamic one
+
+
+def _initial_scale(power: Any) -> dict[str, Any]:
+    return {"optimizer.initial_loss_scale": 2.0 ** _number("", int)(power)[""]}
+
+
+def _betas(value: Any) -> dict[str, Any]:
+    require(isinstance(value, list) and len(value) == 2, f"{_shown(value)} is not a pair of numbers")
+    return {**_number("optimizer.adam_beta1")(value[0]), **_number("optimizer.adam_beta2")(value[1])}
+
+
+OFFLOAD = {"parallel.cpu_offload_optimizer": True}
+LOGGED = "what is logged is fixed, every --log-interval iterations"
+
+KEYS = (
+    translated("train_batch_size", "read as --global-batch-size", _number("train.global_batch_size", int)),
+    translated("train_micro_batch_size_per_gpu", "read as --micro-batch-size", _number("train.micro_batch_size", int)),
+    translated(
+        "gradient_accumulation_steps",
+        "read as --gradient-accumulation-steps, unless there is a batch size",
+        _number("train.gradient_accumulation_steps", int),
+    ),
+    translated("gradient_clipping", "read as --clip-grad", _number("optimizer.clip_grad")),
+    inert(
+        "steps_per_print wall_clock_breakdown dump_state memory_breakdown tensorboard wandb csv_monitor comms_logger "
+        "flops_profiler",
+        LOGGED,
+    ),
+    # Precision
+    translated("fp16.enabled", "read as --precision fp16-on-gpu, which is auto on a CPU", lambda _: FP16),
+    translated("bf16.enabled bfloat16.enabled", "read as --precision bf16", lambda _: {"train.precision": "bf16"}),
+    translated("fp16.loss_scale", "read as --loss-scale, 0 being dynamic", _loss_scale),
+    translated("fp16.initial_scale_power", "read as --initial-loss-scale, its power of 2", _initial_scale),
+    translated("fp16.loss_scale_window", "read as --loss-scale-window", _number("optimizer.loss_scale_window", int)),
+    translated("fp16.hysteresis", "read as --hysteresis", _number("optimizer.hysteresis", int)),
+    translated("fp16.min_loss_scale", "read as --min-loss-scale", _number("optimizer.min_loss_scale")),
+    inert("fp32_allreduce prescale_gradients", "gradients are reduced in fp32"),
+    translated(
+        "communication_data_type",
+        "read as --grad-reduce-in-bf16",
+        lambda kind: {} if kind == "fp32" else {"parallel.grad_reduce_in_bf16": True},
+        accepts=("fp32", "bf16", "bfp16"),
+    ),
+    refused("fp16.auto_cast fp16.consecutive_hysteresis amp", "--precision fp16 and bf16 are the two ways"),
+    # Memory
+    translated("zero_optimization.stage", STAGE, _zero_stage),
+    translated("zero_optimization.cpu_offload", "read as --cpu-offload-optimizer", lambda _: OFFLOAD),
+    translated(
+        "zero_optimization.offload_optimizer.device",
+        "read as --cpu-offload-optimizer",
+        lambda device: OFFLOAD if device == "cpu" else {},
+        accepts=("cpu", "none"),
+    ),
+    inert(
+        "zero_optimization.offload_optimizer.pin_memory zero_optimization.cpu_offload_use_pin_memory",
+        "what moves between host and GPU is pinned",
+    ),
+    translated(
+        "zero_optimization.reduce_bucket_size", "read as --ddp-bucket-size", _number("parallel.ddp_bucket_size", int)
+    ),
+    inert(
+        "zero_optimization.overlap_comm zero_optimization.allgather_partitions zero_optimization.reduce_scatter "
+        "zero_optimization.allgather_bucket_size zero_optimization.contiguous_gradients "
+        "zero_optimization.round_robin_gradients",
+        OVERLAPS,
+    ),
+    inert(
+        "zero_optimization.load_from_fp32_weights zero_optimization.elastic_checkpoint",
+        "checkpoints hold fp32 weights, for every layout",
+    ),
+    refused(
+        "zero_optimization.offload_param zero_optimization.cpu_offload_params",
+        "--model-parallel-size divides the weights, --cpu-offload-optimizer moves the optimizer",
+    ),
+    translated(
+        "activation_checkpointing.partition_activations",
+        "read as --partition-activations",
+        lambda _: {"parallel.partition_activations": True},
+    ),
+    translated(
+        "activation_checkpointing.cpu_checkpointing",
+        "read as --checkpoint-in-cpu",
+        lambda _: {"parallel.checkpoint_in_cpu": True},
+    ),
+    inert(
+        "activation_checkpointing.contiguous_memory_optimization activation_checkpointing.number_checkpoints "
+        "activation_checkpointing.synchronize_checkpoint_boundary activation_checkpointing.profile",
+        "--checkpoint-activations recomputes, with one implementation",
+    ),
+    # Optimizer and schedule
+    inert("zero_allow_untested_optimizer zero_force_ds_cpu_optimizer", "the optimizer is AdamW"),
+    inert("optimizer.params.max_grad_norm", "gradient_clipping is what clips, in DeepSpeed as well"),
+    inert("optimizer.type", "the optimizer is AdamW", accepts=("Adam", "AdamW")),
+    translated("optimizer.params.lr", "read as --lr", _number("optimizer.lr")),
+    translated("optimizer.params.betas", "read as --adam-beta1 and --adam-beta2", _betas),
+    translated("optimizer.params.eps", "read as --adam-eps", _number("optimizer.adam_eps")),
+    translated("optimizer.params.weight_decay", "read as --weight-decay", _number("optimizer.weight_decay")),
+    inert(
+        "optimizer.params.adam_w_mode optimizer.params.bias_correction optimizer.params.torch_adam",
+        "the optimizer is AdamW",
+        accepts=(True,),
+    ),
+    refused("scheduler", "--lr-decay-style, --lr-decay-iters, --lr-warmup-iters and --min-lr are the schedule"),
+    # What would be another run
+    refused("sparse_gradients sparse_attention", "gradients and attention are dense"),
+    refused(
+        "progressive_layer_drop curriculum_learning data_efficiency compression_training quantize_training "
+        "eigenvalue elasticity autotuning pipeline",
+        "not built; take it out",
+    ),
+)
+# DeepSpeed takes these without "true" asking for something.
+ALWAYS_READ = ("optimizer.params.adam_w_mode", "optimizer.params.bias_correction")
+
+
+def apply_rows(
+    rows: tuple[Foreign, ...], read: Mapping[str, Any], given: Mapping[str, Any], *, given_wins: bool
+) -> tuple[dict[str, Any], list[str], list[str]]:
+    """What the names in `read`, with their values, ask for, by the table `rows`. given: what the project's own flags
+    set, by "section.field". given_wins: they replace what a row sets; otherwise a difference is a contradiction.
+    Returns the fields that the rows set, lines about what became of each name, and all that is refused."""
+    row_of = {name: row for row in rows for name in row.flags}
+    values: dict[str, Any] = {}
+    set_by: dict[str, str] = {}
+    said: dict[str, list[str]] = {}
+    problems = []
+    for name, value in read.items():
+        row = row_of[name]
+        if row.unless in read:
+            continue
+        is_flag = name.startswith("--")
+        spelled = (
+            name if value is None or isinstance(value, list | dict) else f"{name} {value if is_flag else _shown(value)}"
+        )
+        try:
+            require(
+                row.status != "refused", f"{spelled} is not supported: {row.text}" if is_flag else f"{name}: {row.text}"
+            )
+            require(
+                not row.accepts or value in row.accepts,
+                f"{spelled} is not supported, only {' or '.join(v if is_flag else _shown(v) for v in row.accepts)}: {row.text}",
+            )
+            try:
+                meant = row.sets(value) if row.sets else {}
+            except (ValueError, OverflowError) as error:
+                raise ValueError(f"{name}{' ' if is_flag else ': '}{error}") from None
+            text = row.text if row.status == "translated" else f"without effect here: {row.text}"
+            for key, new in meant.items():
+                now = given.get(key, values.get(key, new))
+                if key in given and now != new and (given_wins or now in row.narrower):
+                    text = f"without effect, since {flag(key)} {now} is given"
+                    continue
+                require(now == new, f"{spelled} contradicts {set_by.get(key) or f'{flag(key)} {now}'}")
+                values[key], set_by[key] = new, name
+        except ValueError as error:
+            problems.append(str(error))
+            continue
+        if is_flag or meant or row.status == "inert":
+            said.setdefault(text, []).append(spelled)
+    return values, [f"{', '.join(names)}: {text}" for text, names in said.items()], problems
+
+
+def read_deepspeed_config(path: str, given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """What a DeepSpeed file sets in addition to `given` ("section.field" to value, from the command line, which wins),
+    and the lines about it. A value of `false`, `null`, `"auto"` or `{}`, and a section with `"enabled": false`, ask for
+    nothing. ValueError or FileNotFoundError if it is not such a file; ValueError names all that is refused in one line.
+    """
+    known = {key for row in KEYS for key in row.flags}
+    read = dict(_leaves(_read(path), known))
+    unknown = [_shown(key)[1:-1] for key in read.keys() - known]
+    values, notes, problems = apply_rows(
+        KEYS, {key: value for key, value in read.items() if key in known}, given, given_wins=True
+    )
+    # DeepSpeed asks for two of micro-batch, accumulation and batch; the number of ranks, which gives the third, is not
+    # known here.
+    if "train.global_batch_size" in values and "train.micro_batch_size" not in {*values, *given}:
+        problems.append("train_batch_size: give --micro-batch-size as well, the samples that one rank takes at once")
+    if "train.global_batch_size" in {*values, *given}:
+        values.pop("train.gradient_accumulation_steps", None)
+    require(not problems, f"--deepspeed_config {path}: {'; '.join(problems)}")
+    notes = [f"{path}: {note}" for note in notes]
+    if unknown:
+        notes.append(f"WARNING: {path}: {', '.join(sorted(unknown))}: unknown here, and without effect")
+    return values, notes
+
+
+def _read(path: str) -> dict[str, Any]:
+    try:
+        with open(path, encoding="utf-8") as file:
+            content = json.load(file)
+    except OSError as error:
+        raise FileNotFoundError(f"--deepspeed_config {path}: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"--deepspeed_config {path} is not JSON: {error}") from None
+    require(isinstance(content, dict), f"--deepspeed_config {path} is not a JSON object")
+    if content.get("zero_optimization") is True:
+        content["zero_optimization"] = {"stage": 1}  # the spelling of early 2020
+    return dict(content)
+
+
+def _leaves(section: Mapping[str, Any], known: set[str], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The keys that ask for something, with dots, down to those of the table."""
+    for name, value in section.items():
+        key = prefix + name
+        if key not in ALWAYS_READ and (value is None or value is False or value == "auto" or value == {}):
+            continue
+        if isinstance(value, dict) and value.get("enabled") is False:
+            continue
+        if key == "zero_optimization.offload_param" and isinstance(value, dict) and value.get("device") == "none":
+            continue
+        if isinstance(value, dict) and key not in known:
+            yield from _leaves(value, known, f"{key}.")
+        else:
+            yield key, value
