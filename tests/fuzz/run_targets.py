@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from data_utils.tokenizers.base import ByteTokenizer
-from megatron.gpt2.config import Config, read_config, write_config
+from megatron.gpt2.config import Config, foreign, read_config, write_config
 from megatron.gpt2.extensions.serve.answer import Text
 from megatron.gpt2.extensions.serve.app import error_response
 from megatron.gpt2.extensions.serve.fields import ApiError

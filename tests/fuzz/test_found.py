@@ -16,7 +16,7 @@ from data_utils.token_files import describe, read_manifest
 from data_utils.tokenizers.build import build_tokenizer, load_tokenizer
 from data_utils.tokenizers.gpt2 import BUILTIN_FILE, builtin_tokenizer, gpt2_tokenizer_of
 from megatron.gpt2.commands import inspect_data
-from megatron.gpt2.config import Config, read_config, write_config
+from megatron.gpt2.config import Config, foreign, read_config, write_config
 from megatron.gpt2.monitor.plots import read_records
 from megatron.gpt2.monitor.run_report import page
 from tests.fuzz.data_targets import reseal, small_bpe
