@@ -4,7 +4,7 @@
     python benchmarks/data.py --only preprocess loading
     python benchmarks/data.py --smoke             # tiny sizes: does it run?
 
-Sections: `preprocess` (text to tokens), `loading` (tokens to batches), `duplicates` (near-duplicate search).
+Sections: `preprocess` (text to tokens), `loading` (tokens to batches).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import report
 
-SECTIONS = {"preprocess": "data_preprocessing", "loading": "data_loading", "duplicates": "data_duplicates"}
+SECTIONS = {"preprocess": "data_preprocessing", "loading": "data_loading"}
 
 
 def main(argv: list[str] | None = None) -> None:

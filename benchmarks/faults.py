@@ -3,7 +3,6 @@
 
     python benchmarks/faults.py               # all parts: hours on two cores; a call that is interrupted goes on
     python benchmarks/faults.py kills         # 100 runs of 4 ranks, a rank of which is killed, and started again
-    python benchmarks/faults.py saves         # 1,000 kills around a save
     python benchmarks/faults.py nodes         # 50 runs on two "machines", one of which is lost, and comes back in half
     python benchmarks/faults.py stops         # 20 runs that SIGTERM stops at a random moment, and that are continued
     python benchmarks/faults.py kills --trials 3 --output DIR
@@ -32,7 +31,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works in a cl
 
 import torch
 
-from benchmarks import kills as writers
 from benchmarks import report
 from megatron.gpt2.checkpoint.folder import find_checkpoint
 from megatron.gpt2.monitor.incidents import read_incidents
@@ -56,7 +54,6 @@ FLAGS = (
     "--save-interval",
     str(SAVE_INTERVAL),
 )
-KILLS_OF_A_CHUNK = 50  # of `saves`
 
 
 def run(folder: Path, save: Path, *words: str, faults: Sequence[str] = (), machine: str = "") -> Rank:
@@ -193,17 +190,10 @@ def stop(folder: Path, seed: int) -> dict[str, Any]:
     }
 
 
-def save(folder: Path, seed: int) -> dict[str, Any]:
-    """A chunk of kills of a process that does nothing but save."""
-    (place := folder / f"saves_{seed}").mkdir()
-    return {**writers.campaign(place, KILLS_OF_A_CHUNK, seed), "good": True}  # it raises where anything was lost
-
-
 # The trial of each part, and how many there are.
 PARTS: dict[str, tuple[Callable[[Path, int], dict[str, Any]], int]] = {
     "kills": (kill, 100),
     "nodes": (node, 50),
-    "saves": (save, 1000 // KILLS_OF_A_CHUNK),
     "stops": (stop, 20),
 }
 

@@ -1,4 +1,4 @@
-"""A first part of the long run of benchmarks/fuzz.py: few inputs of every target, always the same ones."""
+"""Few inputs of every target, always the same ones, and those that have shown a defect."""
 
 from __future__ import annotations
 

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 import mpu
-from benchmarks.many_ranks import KINDS, Layout, SimulatedRanks, simulate
 from megatron.gpt2.checkpoint import parsing, reader
 from megatron.gpt2.checkpoint.folder import Checkpoint, Piece, write_checkpoint
 from megatron.gpt2.checkpoint.manifest import MANIFEST
 from megatron.gpt2.config import ModelConfig
 from megatron.gpt2.model.gpt2 import GPT2Model
 from megatron.gpt2.optimizer.flat_parameters import FlatParameters
+from tests.megatron.gpt2.checkpoint.simulated_ranks import KINDS, Layout, SimulatedRanks, simulate
 
 SHAPE = ModelConfig(num_layers=2, hidden_size=64, num_attention_heads=4, max_position_embeddings=32, vocab_size=257)
 BUCKET = 20_000
@@ -27,8 +27,8 @@ def test_boxes_of_more_than_one_manifest_holds(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(parsing, "MAX_BYTES", limit)
     monkeypatch.setattr(reader, "MAX_BYTES", limit)
     found = simulate(tmp_path / "save", SHAPE, Layout(2, 8), Layout(4, 3), BUCKET)
-    assert found["bytes"]["manifest"] < limit < found["bytes"]["tables"]
-    assert found["load"]["tables_read"] <= 4 and found["load_otherwise"]["tables_read"] < found["load"]["of"] == 16
+    assert found["manifest_bytes"] < limit < found["tables_bytes"]
+    assert found["tables_read"] <= 4 and found["tables_read_otherwise"] < 16
 
 
 def test_the_simulated_ranks_own_what_real_ones_do() -> None:

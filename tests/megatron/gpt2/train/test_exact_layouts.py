@@ -185,7 +185,7 @@ def test_no_bit_depends_on_the_layout(folder: Path) -> None:
     ("precision", "layouts"), [(["--precision", "fp32"], WIDE), (FP16, QUICK)], ids=["fp32", "fp16"]
 )
 def test_no_bit_depends_on_more_layouts(folder: Path, precision: list[str], layouts: list[Layout]) -> None:
-    """All of them in fp32, bf16 and fp16, over 50 steps: benchmarks/exact_layouts.py."""
+    """All of them in fp32 over 30 steps: `benchmarks/layouts.py exact`."""
     assert_equal(folder, layouts, precision, 5)
 
 

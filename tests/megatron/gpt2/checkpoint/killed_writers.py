@@ -1,37 +1,28 @@
-#!/usr/bin/env python3
-"""kill -9 at random moments around saves: the last committed iteration loads every time.
-
-    python benchmarks/kills.py      # 200 kills in half a minute
+"""Writers of checkpoints that are killed with kill -9 at random moments around their saves.
 
 A writer takes the folder's lock, loads what is there, checks every entry, and saves iteration after iteration of a
-small state, in the one half of the trials at once and in the other with --async-save. It is killed at a random moment,
-and the next one goes on in the same folder. What a writer was told is committed, or something newer, has to be found
-whole.
+small state, in one half of the trials at once and in the other with --async-save. It is killed at a random moment, and
+the next one continues in the same folder. The iteration that a writer was told is committed, or a newer one, must be
+found whole.
 """
 
 from __future__ import annotations
 
-import argparse
 import functools
-import multiprocessing
 import os
 import random
 import signal
-import sys
-import tempfile
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works in a clone that is not installed
-
 import torch
 
-from benchmarks import report
 from megatron.gpt2.checkpoint.folder import Checkpoint, Piece, find_checkpoint, write_checkpoint
 from megatron.gpt2.checkpoint.save_lock import lock_folder
 from megatron.gpt2.checkpoint.saver import Saver
+from tests.distributed import CONTEXT
 
 ENTRIES = 50_000  # of each of two files: large enough that kills find every part of a save at work
 
@@ -76,14 +67,13 @@ def write(folder: Path, attempt: str, asynchronous: bool, committed: Connection)
             piece.tensor.fill_(-1)  # as training changes what was saved: a thread has a copy
 
 
-def campaign(folder: Path, kills: int, seed: int = 1) -> dict[str, Any]:
-    """Kill so many writers in `folder`. AssertionError where anything was lost."""
-    chance, context = random.Random(seed), multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["benchmarks.kills"])  # imports torch once
+def kill_writers(folder: Path, kills: int, seed: int = 1) -> dict[str, Any]:
+    """Kill so many writers in `folder`. AssertionError if anything was lost."""
+    chance = random.Random(seed)
     inside, fallbacks, newest = 0, 0, 0
     for kill in range(kills):
-        receive, send = context.Pipe(duplex=False)
-        writer = context.Process(target=write, args=(folder, f"{kill}", bool(kill % 2), send))
+        receive, send = CONTEXT.Pipe(duplex=False)
+        writer = CONTEXT.Process(target=write, args=(folder, f"{kill}", bool(kill % 2), send))
         writer.start()
         send.close()
         known = [receive.recv()]  # it is at work
@@ -103,39 +93,4 @@ def campaign(folder: Path, kills: int, seed: int = 1) -> dict[str, Any]:
         assert newest <= found <= newest + 2, (kill, newest, found, said)
         inside += any(folder.glob("iter_*.tmp-*"))
         fallbacks, newest = fallbacks + bool(said), found
-    return {
-        "kills": kills,
-        "seed": seed,
-        "last_committed_loads": kills,
-        "inside_of_a_save": inside,
-        "loads_with_a_warning": fallbacks,
-        "newest_iteration": newest,
-    }
-
-
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--kills", type=int, default=200)
-    parser.add_argument("--folder", metavar="DIR", help="where to save (default: temporary)")
-    parser.add_argument("--output", metavar="DIR", help="folder of the result (default: benchmarks/results)")
-    chosen = parser.parse_args(argv)
-    start = time.monotonic()
-    with tempfile.TemporaryDirectory(dir=chosen.folder) as folder:
-        result = {
-            **report.header("kills"),
-            **campaign(Path(folder), chosen.kills),
-            "seconds": round(time.monotonic() - start, 1),
-        }
-    output = Path(chosen.output) if chosen.output else report.RESULTS
-    report.write(output / "kills.json", result)
-    print(
-        f"{report.machine_line(result)}: {result['kills']} kills in {result['seconds']} s, after each of which the "
-        f"last committed iteration was loaded; {result['inside_of_a_save']} left a half-written one behind"
-    )
-    return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+    return {"inside_of_a_save": inside, "loads_with_a_warning": fallbacks, "newest_iteration": newest}
