@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works in a cl
 
 from benchmarks import report
 from megatron.gpt2.extensions.verify.command import compare_layouts, parse
-from megatron.gpt2.extensions.verify.table import Result
+from megatron.gpt2.extensions.verify.report import Result
 from tests.conftest import TEST_DATA
 from tests.megatron.gpt2.train.training_runs import write_text
 
@@ -107,19 +107,19 @@ def compared(command: Sequence[str], layouts: Sequence[str], steps: int) -> list
 def row(precision: str, result: Result) -> dict[str, Any]:
     """A comparison as JSON."""
     verdict, computed = result.verdict, result.verdict.computed
-    share, nearest = verdict.share_of_bound
+    nearest = verdict.nearest
     return {
         "precision": precision.split()[0],
         "layout": result.layout.flags,
         "ranks": result.layout.world_size,
         "verdict": verdict.word,
-        "tensors": len(verdict.worst),
+        "tensors": len(verdict.tensors),
         "equal": computed.equal / computed.count,
         "median": computed.quantile(0.5),
         "quantile_99": computed.quantile(0.99),
         "greatest": computed.greatest,
-        "share_of_bound": share,
-        "nearest": nearest and f"{nearest.key.name}, step {nearest.key.step}",
+        "share_of_bound": nearest.share,
+        "nearest": f"{nearest.row.key.name}, step {nearest.row.key.step}",
     }
 
 

@@ -1,16 +1,11 @@
 """Whether a run is the same training in another layout, in the order of reading:
 
-parts           a part of a global tensor, as one rank holds it
-capture         hooks that take such parts out of a step
+capture         hooks that take the tensors of a step out of a run
 trace           the tensors of a run on the disk, each as a global one
-differences     two tensors, in units of roundoff
-compare         a run against a trace, while it runs
-rounding        how far rounding alone takes two runs apart
-verdict         what the ranks found, put together
-operations      which operation made a tensor
-
-layouts         command lines of the layouts
-runs            a run that is recorded or compared
+rounding        how far two tensors are from each other, and how far rounding alone takes two runs apart
+compare         a run against a trace, and the verdict of what its ranks found
 huggingface     the same step by transformers
-table, page     what a person sees
+runs            the layouts, and what each rank of one does
+report          the table, the operation that made the first difference, and the page
+command         the program
 """

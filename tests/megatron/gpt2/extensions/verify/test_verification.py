@@ -1,19 +1,21 @@
 """A run is compared with a trace of another layout: nothing is found where nothing is wrong, and each planted fault is
-named."""
+named. Differences are in units of roundoff."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from megatron.gpt2.extensions.verify.operations import operation
-from megatron.gpt2.extensions.verify.rounding import Rounding
-from megatron.gpt2.extensions.verify.runs import compare, facts, record
+from megatron.gpt2.extensions.verify.compare import Verdict, judge
+from megatron.gpt2.extensions.verify.report import operation
+from megatron.gpt2.extensions.verify.rounding import Difference, roundoff
+from megatron.gpt2.extensions.verify.runs import Task, observed
 from megatron.gpt2.extensions.verify.trace import Trace, merge
-from megatron.gpt2.extensions.verify.verdict import Verdict, read_verdict
 from megatron.gpt2.train.run import Run
 from tests.distributed import run_ranks
 from tests.megatron.gpt2.extensions.verify.planted_faults import FAULTS, OF_SEQUENCE, SHARDED, STAGES, TWO_PARTS
@@ -47,18 +49,19 @@ def compared(
     rank: int,
     world_size: int,
     folder: str,
-    name: str,
     flags: tuple[str, ...],
     plant: Callable[[Run, pytest.MonkeyPatch], None] | None = None,
+    *,
+    records: bool = False,
 ) -> dict[str, Any]:
-    """A run of two ranks beside the trace; what it found lies in a folder of its name. Returns the run's facts."""
+    """What a rank reports of a run beside the trace, or of the one that is recorded as the trace."""
     run = start(rank, world_size, folder, [*TINY, *flags, "--save", f"{folder}/run"])
     with pytest.MonkeyPatch.context() as patch:
         if plant:
             plant(run, patch)
-        compare(run, STEPS, Trace(Path(folder, "trace")), Path(folder, name))
+        report = observed(run, Task(Path(folder, "trace"), Path(folder), STEPS, records))
     finish(run)
-    return facts(run, STEPS)
+    return report
 
 
 # Each layout once, and a fault of the forward pass, the backward pass, the reduction, the data and the optimizer.
@@ -82,12 +85,10 @@ def some_first(names: Iterable[str]) -> list[Any]:
 
 
 def comparisons(rank: int, world_size: int, folder: str, names: Sequence[str]) -> dict[str, dict[str, Any]]:
-    found = {name: compared(rank, world_size, folder, name, CLEAN[name]) for name in names if name in CLEAN}
-    return found | {
-        name: compared(rank, world_size, folder, name, FAULTS[name].flags, FAULTS[name].plant)
-        for name in names
-        if name in FAULTS
+    cases = {name: (flags, None) for name, flags in CLEAN.items()} | {
+        name: (fault.flags, fault.plant) for name, fault in FAULTS.items()
     }
+    return {name: compared(rank, world_size, folder, *cases[name]) for name in names}
 
 
 class Found:
@@ -97,20 +98,16 @@ class Found:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         write_text(folder)
-        run = start(0, 1, str(folder), [*TINY, "--micro-batch-size", "4"])
-        record(run, STEPS, folder / "trace")
-        finish(run)
-        merge(folder / "trace", 1, facts(run, STEPS))
-        self._facts: dict[str, dict[str, Any]] = {}
+        merge(folder / "trace", [compared(0, 1, str(folder), ("--micro-batch-size", "4"), records=True)])
+        self._reports: dict[str, list[dict[str, Any]]] = {}
 
     def __getitem__(self, name: str) -> tuple[Verdict, dict[str, Any]]:
-        if name not in self._facts:
+        if name not in self._reports:
             group = COVERING if name in COVERING else MORE
-            self._facts |= run_ranks(comparisons, 2, str(self._folder), group)[0]
-        trace, of_run = Trace(self._folder / "trace"), self._facts[name]
-        return read_verdict(
-            self._folder / name, 2, trace, Rounding(trace, of_run), of_run["pipeline_parallel_size"]
-        ), of_run
+            of_ranks = run_ranks(comparisons, 2, str(self._folder), group)
+            self._reports |= {each: [found[each] for found in of_ranks] for each in group}
+        reports = self._reports[name]
+        return judge(reports, Trace(self._folder / "trace")), reports[0]["facts"]
 
 
 @pytest.fixture(scope="module")
@@ -122,8 +119,8 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
 def test_nothing_is_found_in_another_layout(found: Found, name: str) -> None:
     verdict, _ = found[name]
     assert verdict.word == "within rounding" and verdict.left_out == 0
-    assert len(verdict.worst) > 300 and verdict.computed.count > 100_000
-    assert 0 < verdict.share_of_bound[0] < 0.5
+    assert len(verdict.tensors) > 300 and verdict.computed.count > 100_000
+    assert 0 < verdict.nearest.share < 0.5
 
 
 @pytest.mark.parametrize("name", some_first(FAULTS))
@@ -132,4 +129,65 @@ def test_a_planted_fault_is_named(found: Found, name: str) -> None:
     first = verdict.findings[0]
     assert (first.row.key.step, first.row.key.name) == (fault.step, fault.tensor)
     assert fault.operation in operation(first.row.key, of_run)
-    assert first.ranks == fault.ranks
+    assert tuple(first.ranks) == fault.ranks
+
+
+U = roundoff(torch.float32)
+
+
+def measured(reference: torch.Tensor, own: torch.Tensor, **more: float) -> Difference:
+    return Difference.of(reference, own, (5, 0), **{"unit": U, "rms": 1.0, "bound": 100.0, **more})
+
+
+def test_units_are_of_the_tensors_scale_and_of_large_elements() -> None:
+    assert (roundoff(torch.float32), roundoff(torch.float16), roundoff(torch.bfloat16)) == (2**-24, 2**-11, 2**-8)
+    a = torch.tensor([[0.0, 1.0], [8.0, 0.5]])
+    b = a + torch.tensor([[3 * U, 0.0], [16 * U, 0.0]])  # 3 units of the mean size, 2 units of 8
+    found = measured(a, b)
+    assert (found.count, found.equal, found.greatest) == (4, 2, 3.0)
+    assert found.at == [5, 0] and found.reference == 0 and found.own == pytest.approx(3 * U)
+    assert [found.quantile(q) for q in (0.5, 0.75, 1.0)] == [0.0, 2.0, 3.0]
+    assert found.factor is None and found.squares == (0.0, 0.0, 0.0), "rounding explains it"
+
+
+def test_quantiles_are_upper_edges_of_half_octaves() -> None:
+    a = torch.ones(1000, 1)
+    b = a + U * torch.arange(0, 2000, 2).view(-1, 1)
+    found = measured(a, b, bound=1e9)
+    assert found.equal == 1 and found.greatest == 1998
+    for q in (0.25, 0.5, 0.9):
+        assert q * 2000 * (1 - 1e-2) <= found.quantile(q) <= 1.5 * q * 2000
+
+
+def test_what_is_no_number_differs_unless_it_is_in_both() -> None:
+    a = torch.tensor([[math.inf], [math.nan], [-math.inf], [1.0]])
+    assert measured(a, a.clone()).greatest == 0
+    for at, value in ((0, 1.0), (1, 1.0), (2, math.inf), (3, math.nan)):
+        b = a.clone()
+        b[at] = value
+        found = measured(a, b)
+        assert found.excess == found.greatest == math.inf and found.at[0] == 5 + at and found.equal == 3
+
+
+def test_ids_differ_or_not() -> None:
+    found = measured(torch.tensor([[1, 2]]), torch.tensor([[1, 3]]), bound=0.0)
+    assert (found.excess, found.at, found.reference, found.own) == (math.inf, [5, 1], 2.0, 3.0)
+
+
+def test_a_multiple_is_told_and_parts_come_together() -> None:
+    a = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
+    together = measured(a[:32], 2 * a[:32])
+    together.add(measured(a[32:], 2 * a[32:]))
+    whole = measured(a, 2 * a)
+    assert together.count == whole.count == 512 and together.histogram == whole.histogram
+    assert together.factor == pytest.approx(2.0) and together.greatest == whole.greatest
+    together.add(measured(a, torch.randn(64, 8, generator=torch.Generator().manual_seed(1))))
+    assert together.factor is None
+
+
+def test_what_is_allowed_needs_no_explanation() -> None:
+    a = torch.zeros(4)
+    b = torch.tensor([0.0, 0.1, 0.2, 0.3])
+    found = Difference.of(a, b, (0,), unit=U, rms=1.0, bound=100.0, allowed=torch.full((4,), 0.25))
+    assert found.at == [3] and found.excess == pytest.approx(0.05 / U, rel=1e-5)
+    assert found.greatest == pytest.approx(0.3 / U, rel=1e-5)
