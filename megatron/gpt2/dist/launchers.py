@@ -19,8 +19,8 @@ from urllib.parse import urlsplit
 
 import torch
 
-from megatron.gpt2.config.flags import launch_flags
 from megatron.gpt2.config import LaunchConfig, require
+from megatron.gpt2.config.flags import launch_flags
 from megatron.gpt2.dist.ranks import Ranks
 
 # Steps that Slurm makes by itself (interactive, batch, extern …) count down from here; `srun` counts up from 0.

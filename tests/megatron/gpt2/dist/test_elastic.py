@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 
+from megatron.gpt2.commands import generate_text, pretrain_gpt2
 from megatron.gpt2.config import Config, ParallelConfig, TrainConfig
 from megatron.gpt2.dist.agent import Round, keep_running
 from megatron.gpt2.dist.elastic import AGAIN, Newcomers, seats, stand_by
 from megatron.gpt2.dist.launchers import Launch
 from megatron.gpt2.dist.ranks import Ranks
 from megatron.gpt2.dist.rendezvous import leave, meet
-from megatron.gpt2.commands import generate_text, pretrain_gpt2
 from tests.megatron.gpt2.dist.started_ranks import free_port
 
 HERE, THERE = "127.0.0.1", "127.0.0.2"  # names of two machines, both of which are this one
