@@ -7,8 +7,9 @@ Legend: b samples of a micro-batch, s sequence, w width, p model-parallel size.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,10 +17,11 @@ from torch import Tensor, nn
 
 from data_utils.samplers import first_samples
 from megatron.gpt2.checkpoint.state import state_pieces
-from megatron.gpt2.extensions.verify.trace import Key, Part
+from megatron.gpt2.extensions.verify.trace import Key, Part, rows_part
 from megatron.gpt2.model.gpt2 import TIED
 from megatron.gpt2.model.parameters import parameter_specs
 from megatron.gpt2.optimizer.flat_state import FlatState
+from megatron.gpt2.optimizer.optimizer import MOMENTS
 from megatron.gpt2.train.collectives import LOSS_STEP, exact_sum, sum_over_replicas
 from megatron.gpt2.train.run import Run
 from megatron.gpt2.train.train_step import train_step
@@ -84,35 +86,28 @@ class Capture:
     """
 
     def __init__(self, run: Run, take: Callable[[Part], None]) -> None:
-        self._run, self._take = run, take
-        self._parallel, self._model = run.parallel, run.engine.model
-        self._specs = parameter_specs(run.config.model, run.parallel.tensor_model_parallel_size)
+        self._run, self._take, self._model = run, take, run.engine.model
+        self._p, self._rank = run.parallel.tensor_model_parallel_size, run.parallel.tensor_model_parallel_rank
+        self._specs = parameter_specs(run.config.model, self._p)
         self._step = self._first_sample = 0
         self._begun: Counter[int] = Counter()  # micro-batches of this step, by the first layer of their chunk
         self._is_forward = False
-        self._losses: list[Tensor] = []
-        self._handles = self._watch()
-
-    def close(self) -> None:
-        """Take nothing any more."""
-        for handle in self._handles:
-            handle.remove()
 
     def steps(self, count: int) -> None:
         """`count` training steps, all of whose tensors are taken; before them the weights."""
-        run = dataclasses.replace(self._run, watch=self)  # type: ignore[arg-type]
+        run, optimizer = dataclasses.replace(self._run, watch=self), self._run.engine.optimizer  # type: ignore[arg-type]
+        handles = self._watch()
         self._parameters()
-        for _ in range(count):
-            self._step += 1
+        for self._step in range(1, count + 1):
             self._begun.clear()
-            self._losses = []
-            self._scale, self._rate = (
-                float(x) for x in (run.engine.optimizer.scaler.scale, run.engine.optimizer.learning_rate)
-            )
+            self._losses: list[Tensor] = []
+            self._scale, self._rate = float(optimizer.scaler.scale), float(optimizer.learning_rate)
             run.progress.loss_sum.zero_()
             train_step(run)
             run.progress.step(run.samples_of_step)
             self._after_update()
+        for handle in handles:
+            handle.remove()
 
     def _watch(self) -> list[Any]:
         model, body = self._model, self._model.transformer
@@ -122,7 +117,7 @@ class Capture:
             watch(self._see, body, "embeddings", 0, its_input=True),
         ]
         for number, layer in enumerate(body.layers):
-            if layer is not None and model.is_compiled:
+            if layer is not None and model.is_compiled:  # its own hooks would be compiled as well
                 layer._compiled_call_impl = self._after(layer._compiled_call_impl, number)
             elif layer is not None:
                 handles += watch_layer(self._see, layer, number)
@@ -141,13 +136,13 @@ class Capture:
 
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Before the forward pass of a micro-batch through a chunk; each chunk has them in their order."""
-        run, parallel, chunk = self._run, self._parallel, kwargs.get("chunk")
+        run, chunk = self._run, kwargs.get("chunk")
         self._first_layer = 0 if chunk is None else chunk.start
         places = first_samples(
-            run.prepared.batch_schedule.size(run.progress.consumed_samples),
+            run.samples_of_step,
             run.config.train.micro_batch_size,
-            parallel.data_parallel_rank,
-            parallel.data_parallel_size,
+            run.parallel.data_parallel_rank,
+            run.parallel.data_parallel_size,
             contiguous=bool(run.config.parallel.exact_layouts),
         )
         self._first_sample = int(places[self._begun[self._first_layer]])
@@ -170,81 +165,66 @@ class Capture:
         first, cut = self._first_sample, 2 if point.split else 1 if self._model.sequence_parallel else None
         self._samples("activation", name, place, x.detach().transpose(0, 1), first, cut)
         if point.gradient and x.requires_grad:
-            scale = self._scale
+            take = functools.partial(self._samples, "activation gradient", f"gradient of {name}", -place)
+            x.register_hook(lambda grad: take(self._unscaled(grad).transpose(0, 1), first, cut))
 
-            def hook(grad: Tensor) -> None:
-                unscaled = (grad if scale == 1 else grad.float() / scale).transpose(0, 1)
-                self._samples("activation gradient", f"gradient of {name}", -place, unscaled, first, cut)
-
-            x.register_hook(hook)
+    def _unscaled(self, grad: Tensor) -> Tensor:
+        return grad if self._scale == 1 else grad.float() / self._scale
 
     def _samples(self, kind: str, name: str, place: int, x: Tensor, first: int, cut: int | None = None) -> None:
         """Take x, [b, s, w] or [b, ...], of the samples from `first` on. cut: the dimension of which each
         tensor-parallel rank has its own part."""
-        p, rank = self._parallel.tensor_model_parallel_size, self._parallel.tensor_model_parallel_rank
         offset, whole = [first] + [0] * (x.dim() - 1), [self._run.samples_of_step, *x.shape[1:]]
         if cut is not None:
-            offset[cut], whole[cut] = rank * x.shape[cut], p * x.shape[cut]
-        box = Box(tuple(offset), tuple(x.shape))
-        self._take(Part(Key(self._step, kind, place, name), x, box, tuple(whole), cut is not None or rank == 0))
+            offset[cut], whole[cut] = self._rank * x.shape[cut], self._p * x.shape[cut]
+        key, writes = Key(self._step, kind, place, name), cut is not None or self._rank == 0
+        self._take(Part(key, x, Box(tuple(offset), tuple(x.shape)), tuple(whole), writes))
 
-    def _numbers(self, kind: str, numbers: Mapping[str, Tensor | float]) -> None:
-        for place, (name, value) in enumerate(numbers.items()):
-            number = torch.as_tensor(value, dtype=torch.float32).detach().clone().view(1)
-            key = Key(self._step, kind, place, name)
-            self._take(Part(key, number, Box((0,), (1,)), (1,), self._parallel.rank == 0))
+    def _number(self, kind: str, name: str, place: int, value: Tensor | float) -> None:
+        number = torch.as_tensor(value, dtype=torch.float32).detach().clone().view(1)
+        self._take(rows_part(Key(self._step, kind, place, name), number, writes=self._run.parallel.rank == 0))
 
     def before_update(self) -> None:
         """Take the loss and the gradients, which are summed and not yet clipped."""
         losses = torch.stack(self._losses or [torch.zeros((), device=self._run.device)]) / self._scale
-        loss = sum_over_replicas([exact_sum(losses, LOSS_STEP)], self._parallel).sum()
-        self._numbers("loss", {"loss": loss})
+        loss = sum_over_replicas([exact_sum(losses, LOSS_STEP)], self._run.parallel)
+        self._number("loss", "loss", 0, loss)
         flat = self._run.engine.flat
-        owned, states = flat.owned_grads(), []
+        owned = flat.owned_grads()
         for name in flat.ranges:
             index, part, start = flat.owned_part_of(name)
-            values = owned[index][part]
-            states.append(FlatState("gradient", name, values if self._scale == 1 else values / self._scale, start))
-        self._states(states)
+            self._state(FlatState("gradient", name, self._unscaled(owned[index][part]), start))
 
     def _after_update(self) -> None:
         optimizer = self._run.engine.optimizer
-        numbers = {
-            "gradient norm": optimizer.grad_norm,
-            "skipped": optimizer.found_inf,
-            "learning rate": self._rate,
-            "steps of the optimizer": optimizer.state_dict()["adam_steps"],
-        }
-        self._numbers("scalar", numbers)
+        self._number("scalar", "gradient norm", 0, optimizer.grad_norm)
+        self._number("scalar", "skipped", 1, optimizer.found_inf)
+        self._number("scalar", "learning rate", 2, self._rate)
+        self._number("scalar", "steps of the optimizer", 3, optimizer.state_dict()["adam_steps"])
         self._parameters()
-        self._states(optimizer.tensors())
+        for state in optimizer.tensors():
+            if state.kind != "master" or self._run.prepared.dtype != torch.float32:  # else it is the parameter
+                self._state(state)
 
     def _parameters(self) -> None:
         """Take the weights that the model computes with."""
         self._run.engine.gatherer.wait()
-        named = self._model.named_parameters()
-        self._states(FlatState("model", name, parameter.detach().view(-1)) for name, parameter in named)
+        for name, parameter in self._model.named_parameters():
+            self._state(FlatState("parameter", name, parameter.detach().view(-1)))
 
-    def _states(self, states: Iterable[FlatState]) -> None:
-        """Take what this rank has of parameters, their gradients and the optimizer's state."""
-        p, of_rank = self._parallel.tensor_model_parallel_size, self._parallel.tensor_model_parallel_rank
-        places = {name: place for place, name in enumerate(self._specs)}
-        for state in states:
-            if state.kind == "master" and self._run.prepared.dtype == torch.float32:
-                continue  # it is the parameter
-            place, is_split = places[state.name], self._specs[state.name].dim is not None
-            key = {
-                "model": Key(self._step, "parameter", place, state.name),
-                "gradient": Key(
-                    self._step, "gradient", -place, f"gradient of {state.name}"
-                ),  # the last one comes first
-                "master": Key(self._step, "master", place, f"master of {state.name}"),
-            }.get(state.kind, Key(self._step, "moment", place, f"{state.kind} of {state.name}"))
-            is_shard = self._run.engine.flat.is_sharded and state.kind != "model"
-            is_copy = state.name == TIED and not self._model.has_embeddings
-            writes = not is_copy and (is_shard or self._parallel.data_parallel_rank == 0) and (is_split or of_rank == 0)
-            pieces = state_pieces([state], self._specs, mp_rank=of_rank if is_split else 0, mp_size=p)
-            for piece in pieces.values():
-                if piece.tensor.numel():
-                    box = Box(piece.offset, tuple(piece.tensor.shape))
-                    self._take(Part(key, piece.tensor, box, piece.global_shape, writes))
+    def _state(self, state: FlatState) -> None:
+        """Take what this rank has of a parameter, its gradient, master or moment."""
+        kind, name, place = state.kind, state.name, list(self._specs).index(state.name)
+        key = Key(self._step, "moment" if kind in MOMENTS else kind, place, f"{kind} of {name}")
+        if kind == "parameter":
+            key = key._replace(name=name)
+        if kind == "gradient":
+            key = key._replace(place=-place)  # backward makes the last one first
+        is_shard = self._run.engine.flat.is_sharded and kind != "parameter"
+        is_copy = name == TIED and not self._model.has_embeddings
+        rank = self._rank if self._specs[name].dim is not None else 0  # replicated: each rank has what rank 0 has
+        writes = rank == self._rank and not is_copy and (is_shard or self._run.parallel.data_parallel_rank == 0)
+        for piece in state_pieces([state], self._specs, mp_rank=rank, mp_size=self._p).values():
+            if piece.tensor.numel():
+                box = Box(piece.offset, tuple(piece.tensor.shape))
+                self._take(Part(key, piece.tensor, box, piece.global_shape, writes))

@@ -16,12 +16,11 @@ from torch import Tensor
 import mpu
 from megatron.gpt2.config import require
 from megatron.gpt2.extensions.verify.capture import Point, first_place, watch, watch_layer
-from megatron.gpt2.extensions.verify.trace import Key, Part
+from megatron.gpt2.extensions.verify.trace import Key, Part, rows_part
 from megatron.gpt2.formats.foreign import by_part, head_major
 from megatron.gpt2.formats.openai_names import LAYER_MODULES, is_linear, openai_name
 from megatron.gpt2.train.run import Run
 from megatron.gpt2.train.train_step import tokens_in_global_batch
-from mpu.partition import Box
 
 
 def huggingface_model(run: Run) -> Any:
@@ -67,7 +66,7 @@ class HuggingFaceStep:
 
     def __init__(self, run: Run, take: Callable[[Part], None]) -> None:
         self._run, self._take, self._model = run, take, huggingface_model(run)
-        self._heads, self._first = run.config.model.num_attention_heads, 0
+        self._heads = run.config.model.num_attention_heads
         body: Any = self._model.transformer
         watch(self._see, body.drop, "embeddings", 0)
         for number, layer in enumerate(body.h):
@@ -76,29 +75,26 @@ class HuggingFaceStep:
 
     def record(self) -> None:
         """Run forward and backward of each sample, and take everything."""
-        run = self._run
+        run, weights = self._run, dict(self._model.transformer.named_parameters())
         batch = run.data.to_device(*next(run.data.loader))
         weight = batch.mask / tokens_in_global_batch(run, batch)
-        total = torch.zeros((), dtype=torch.float64)
+        total, squares = torch.zeros(2, dtype=torch.float64)
         for self._first in range(len(batch.tokens)):
-            one = slice(self._first, self._first + 1)
-            for place, (name, ids) in enumerate((("tokens", batch.tokens), ("labels", batch.labels))):
-                self._put("input", name, place, ids[one])
-            logits = self._model(batch.tokens[one]).logits[0].float()  # [1, s, v] -> [s, v]
-            losses = F.cross_entropy(logits, batch.labels[self._first], reduction="none")
-            loss = (losses * weight[self._first]).sum()
+            tokens, labels = (ids[self._first : self._first + 1] for ids in (batch.tokens, batch.labels))
+            self._put("input", "tokens", 0, tokens)
+            self._put("input", "labels", 1, labels)
+            logits = self._model(tokens).logits[0].float()  # [1, s, v] -> [s, v]
+            loss = (F.cross_entropy(logits, labels[0], reduction="none") * weight[self._first]).sum()
             loss.backward()
             total += loss.detach().double().cpu()
-        self._whole("loss", "loss", 0, total.float().view(1))
-        squares = torch.zeros((), dtype=torch.float64)
-        theirs = dict(self._model.transformer.named_parameters())
         for place, (name, _) in enumerate(run.engine.model.named_parameters()):
-            grad = theirs[openai_name(name)].grad.float()
+            grad = weights[openai_name(name)].grad.float()
             squares += torch.linalg.vector_norm(grad, dtype=torch.float64).cpu() ** 2
             grad = grad.t() if is_linear(name) else grad
             grad = head_major(self._heads)(grad) if ".query_key_value." in name else grad
-            self._whole("gradient", f"gradient of {name}", -place, grad)
-        self._whole("scalar", "gradient norm", 0, squares.sqrt().float().view(1))
+            self._take(rows_part(Key(1, "gradient", -place, f"gradient of {name}"), grad))
+        self._take(rows_part(Key(1, "loss", 0, "loss"), total.float().view(1)))
+        self._take(rows_part(Key(1, "scalar", 0, "gradient norm"), squares.sqrt().float().view(1)))
 
     def _see(self, name: str, place: int, x: Any, point: Point) -> None:
         x = x[0] if isinstance(x, tuple) else x  # a layer of older versions returns a tuple
@@ -110,8 +106,5 @@ class HuggingFaceStep:
 
     def _put(self, kind: str, name: str, place: int, x: Tensor) -> None:
         """Take x, [1, s, ...], of the present sample."""
-        box = Box((self._first, *(0,) * (x.dim() - 1)), tuple(x.shape))
-        self._take(Part(Key(1, kind, place, name), x, box, (self._run.prepared.global_batch_size, *x.shape[1:])))
-
-    def _whole(self, kind: str, name: str, place: int, x: Tensor) -> None:
-        self._take(Part(Key(1, kind, place, name), x, Box((0,) * x.dim(), tuple(x.shape)), tuple(x.shape)))
+        samples = self._run.prepared.global_batch_size
+        self._take(rows_part(Key(1, kind, place, name), x, first=self._first, rows=samples))

@@ -119,18 +119,16 @@ def with_one_batch(layouts: Sequence[Layout]) -> list[Layout]:
     together = _arguments(layouts[0]).config.batch_schedule(layouts[0].world_size).final
     whole = []
     for layout in layouts:
-        given = parse(layout.words).values.get("train.global_batch_size")
-        require(
-            given in (None, together),
-            f"--layout {layout.flags!r}: its --global-batch-size is {given}, and that of the first layout "
-            f"{together}: a step must take the same samples in each",
-        )
-        if given is None:
-            layout = dataclasses.replace(layout, words=(*layout.words, "--global-batch-size", str(together)))
+        layout = dataclasses.replace(layout, words=("--global-batch-size", str(together), *layout.words))
         try:
-            _arguments(layout).config.batch_schedule(layout.world_size)
+            own = _arguments(layout).config.batch_schedule(layout.world_size).final
         except ValueError as error:
             raise ValueError(f"--layout {layout.flags!r}: {error}: give it another --micro-batch-size") from error
+        require(
+            own == together,
+            f"--layout {layout.flags!r}: its --global-batch-size is {own}, and that of the first layout "
+            f"{together}: a step must take the same samples in each",
+        )
         whole.append(layout)
     return whole
 
@@ -216,8 +214,7 @@ def observed(run: Run, task: Task) -> dict[str, Any]:
         HuggingFaceStep(run, take).record()
     else:
         run.engine.model.train()
-        with contextlib.closing(Capture(run, take)) as capture:
-            capture.steps(task.steps)
+        Capture(run, take).steps(task.steps)
     return {"facts": own, "found": take.found}
 
 

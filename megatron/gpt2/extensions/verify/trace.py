@@ -64,6 +64,12 @@ class Part:
     writes: bool = True
 
 
+def rows_part(key: Key, x: Tensor, *, first: int = 0, rows: int | None = None, writes: bool = True) -> Part:
+    """x, the rows from `first` on of a tensor of so many rows (default: all of it)."""
+    box = Box((first, *(0,) * (x.dim() - 1)), tuple(x.shape))
+    return Part(key, x, box, (rows or len(x), *x.shape[1:]), writes)
+
+
 class Row(NamedTuple):
     """A tensor of a trace. rms: the root of the mean square of what is measured of it; 0 of whole numbers."""
 
