@@ -60,7 +60,7 @@ def write_corpus(path: Path, size: int) -> None:
 
 def tokenizer_arguments() -> dict[str, Any]:
     """GPT-2's vocabulary from the user's cache or $GPT2_VOCAB, a folder."""
-    from data_utils.tokenizers.build import find_gpt2_files
+    from data_utils.tokenizers import find_gpt2_files
 
     vocab, merges = find_gpt2_files(None, None, os.environ.get("GPT2_VOCAB"))
     return {"kind": "GPT2BPETokenizer", "vocab_file": str(vocab), "merge_file": str(merges)}
@@ -79,12 +79,11 @@ def no_bar(size: int) -> contextlib.AbstractContextManager[Any]:
 def run_arm(arm: str, path: str, scratch: str) -> tuple[float, float]:
     """Elapsed and processor seconds of one arm. What one process loads once, modules and vocabulary, is not counted."""
     from data_utils.preprocessing import preprocess as preprocessing
-    from data_utils.tokenizers import bpe_engines
-    from data_utils.tokenizers.build import build_tokenizer
+    from data_utils.tokenizers import build_tokenizer, gpt2
 
     given = tokenizer_arguments()
     if "tiktoken" in arm:
-        bpe_engines.GIGATOKEN_RELEASE = "none"
+        gpt2.GIGATOKEN_RELEASE = "none"
     tokenizer: Any = build_tokenizer(**given)
     lines = Path(path).read_bytes().splitlines() if arm.startswith(("json", "encode")) else []
     texts = [json.loads(line)["text"] for line in lines] if arm.startswith("encode") else []

@@ -7,8 +7,8 @@ from data_utils.gpt2_dataset import MISSING, DamagedData, GPT2Dataset
 from data_utils.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
 from data_utils.samplers import BatchLoader, SampleOrder, evaluation_batches, permute
 from data_utils.splits import Splits, build_splits
+from data_utils.tokenizers import build_tokenizer, default_tokenizer_kind, kind_of_vocabulary, load_tokenizer
 from data_utils.tokenizers.base import Tokenizer
-from data_utils.tokenizers.build import build_tokenizer, default_tokenizer_kind, kind_of_vocabulary, load_tokenizer
 from data_utils.tokenizers.sentencepiece import ensure_sentencepiece_model, train_sentencepiece
 
 __all__ = [

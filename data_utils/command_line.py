@@ -1,14 +1,17 @@
-"""How every program is called, reads its flags, prints and ends."""
+"""How every program is called, reads its flags, prints, shows its progress and ends."""
+
+from __future__ import annotations
 
 import argparse
+import contextlib
 import io
 import os
 import re
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 ROOT = Path(__file__).resolve().parents[1]
 # The commands of the package that are not called "gpt2-" and the name of their module.
@@ -41,21 +44,48 @@ def line_buffered() -> None:
             stream.reconfigure(line_buffering=True)
 
 
+class NoProgressBar:
+    """The methods of tqdm's bar that are used here, without a bar."""
+
+    def __init__(self, iterable: Iterable[Any] | None = None) -> None:
+        self._iterable = iterable or ()
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._iterable)
+
+    def __enter__(self) -> NoProgressBar:
+        return self
+
+    def update(self, *values: object, **options: object) -> None:
+        """Nothing is drawn."""
+
+    clear = close = set_postfix_str = __exit__ = update
+
+    def write(self, text: str, file: TextIO) -> None:
+        """Print a line."""
+        print(text, file=file)
+
+
+def progress_bar(iterable: Iterable[Any] | None = None, *, seen: bool = True, **options: Any) -> Any:
+    """tqdm's bar on standard error, if that is a terminal, tqdm is installed and `seen` is True; else a NoProgressBar.
+    `options` are tqdm's."""
+    if seen and sys.stderr.isatty():
+        with contextlib.suppress(ImportError):
+            from tqdm import tqdm
+
+            return tqdm(iterable, dynamic_ncols=True, **options)
+    return NoProgressBar(iterable)
+
+
 class Parser(argparse.ArgumentParser):
-    """Raises a ValueError where argparse would print its usage and exit: bad input ends in one line, which one of
-    several ranks writes. It completes no prefixes. Its help shows the description as it is written, but a program of
-    tools/ is called in it as `how_to_call` says."""
+    """Raises a ValueError instead of argparse's usage and exit: bad input ends in one line, which one of several ranks
+    writes. It completes no prefixes. Its help shows the description as it is written, but a program of tools/ is called
+    in it as `how_to_call` says."""
 
     def __init__(self, *, description: str | None = None, **options: Any) -> None:
         described = re.sub(r"python tools/(\w+)\.py", lambda found: how_to_call(found[1]), description or "")
-        super().__init__(
-            **{
-                "formatter_class": argparse.RawDescriptionHelpFormatter,
-                "allow_abbrev": False,
-                "description": described,
-                **options,
-            }
-        )
+        options = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False, **options}
+        super().__init__(description=described, **options)
 
     def error(self, message: str) -> NoReturn:
         """ValueError with argparse's message, without the word that it puts before it."""

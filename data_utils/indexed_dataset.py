@@ -25,8 +25,7 @@ from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
-from data_utils.files.atomic import flush_to_disk
-from data_utils.files.format_versions import INDEX_VERSION
+from data_utils.files import INDEX_VERSION, flush_to_disk
 
 MAGIC = b"MMIDIDX\0\0"
 HEADER = struct.Struct("<9sQBQQ")

@@ -11,7 +11,7 @@ import numpy as np
 
 from data_utils.blending import BLOCK, BlendedDataset, block_counts, parse_blend
 from data_utils.corpora.documents import BUILTIN, MOST_BAD_LINES, Log, files_of
-from data_utils.files.hashing import fingerprint_of
+from data_utils.files import fingerprint_of
 from data_utils.gpt2_dataset import GPT2Dataset
 from data_utils.indexed_dataset import IndexedDataset
 from data_utils.megatron_order import MegatronSamples, megatron_cut

@@ -18,13 +18,18 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from data_utils.command_line import progress_bar
 from data_utils.corpora.documents import BUILTIN, MOST_BAD_LINES, Log, default_key, documents, is_json
-from data_utils.files.atomic import file_lock, replace_text, sync_folder
-from data_utils.files.format_versions import TOKEN_CACHE_VERSION
-from data_utils.files.hashing import fingerprint_of, hash_file
-from data_utils.files.system import user_cache
+from data_utils.files import (
+    TOKEN_CACHE_VERSION,
+    file_lock,
+    fingerprint_of,
+    hash_file,
+    replace_text,
+    sync_folder,
+    user_cache,
+)
 from data_utils.indexed_dataset import IndexedDataset, IndexedDatasetBuilder, token_dtype
-from data_utils.progress import progress_bar
 from data_utils.tokenizers.base import Tokenizer, split_text
 
 YOUNG_NS = 2_000_000_000

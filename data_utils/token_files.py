@@ -17,9 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from data_utils.files.checked_json import errors_of, read_sealed
-from data_utils.files.format_versions import PAIR_MANIFEST_VERSION
-from data_utils.files.hashing import Part, hash_parts
+from data_utils.files import PAIR_MANIFEST_VERSION, Part, errors_of, hash_parts, read_sealed
 from data_utils.indexed_dataset import IndexedDataset, read_index
 
 LLM_C_MAGIC = 20240520

@@ -4,7 +4,7 @@
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 LEAST="torch numpy safetensors" # training runs with these alone
-MODULES="$LEAST tiktoken sentencepiece regex ftfy tokenizers tqdm matplotlib"
+MODULES="$LEAST tiktoken sentencepiece ftfy tokenizers tqdm matplotlib"
 TEST_MODULES="transformers pytest pytest_timeout xdist ruff mypy setuptools tensorboard wandb hypothesis megatron.core
     zstandard pyarrow gigatoken orjson xxhash tldextract trafilatura lxml_html_clean py3langid datatrove lm_eval
     starlette uvicorn openai playwright"

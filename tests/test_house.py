@@ -28,9 +28,9 @@ FLOORS: dict[str, list[str]] = {
         "transformer",
     ],
     "data_utils": [
-        "files command_line progress worker_processes baselines batch_schedule",
+        "files command_line worker_processes baselines batch_schedule",
         "indexed_dataset corpora",
-        "tokenizers named_corpora",
+        "tokenizers",
         "token_files gpt2_dataset",
         "samplers megatron_order token_cache preprocessing",
         "blending",

@@ -26,7 +26,6 @@ OPTIONAL = (
     "transformers",
     "tensorboard",
     "ftfy",
-    "regex",
 )
 TINY = (
     "--num-layers",

@@ -20,7 +20,7 @@ from tests.warm_python import WarmPython
 
 ROOT = Path(__file__).resolve().parents[1]
 LEAST = "torch numpy safetensors"
-TRAINING = f"{LEAST} tiktoken sentencepiece regex ftfy tokenizers tqdm matplotlib"
+TRAINING = f"{LEAST} tiktoken sentencepiece ftfy tokenizers tqdm matplotlib"
 TESTING = (
     f"{TRAINING} transformers pytest pytest_timeout xdist ruff mypy setuptools tensorboard wandb "
     "hypothesis megatron.core zstandard pyarrow gigatoken orjson xxhash tldextract trafilatura "

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from data_utils.corpora.documents import MANIFESTS, is_json, json_object, objects
-from data_utils.files.compression import compression_of, open_bytes
+from data_utils.corpora.documents import MANIFESTS, compression_of, is_json, json_object, objects, open_bytes
 
 BOM = b"\xef\xbb\xbf"
 LEAST_SHARD_BYTES = 1 << 23

@@ -6,9 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from data_utils.files.atomic import sync_folder
-from data_utils.files.checked_json import write_sealed
-from data_utils.files.hashing import hash_parts
+from data_utils.files import hash_parts, sync_folder, write_sealed
 from data_utils.indexed_dataset import IndexedDatasetBuilder, PairMerger
 from data_utils.token_files import ForeignBin, describe, open_tokens, prefix_of, read_manifest
 

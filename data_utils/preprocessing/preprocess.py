@@ -19,18 +19,15 @@ from typing import Any
 
 import numpy as np
 
-from data_utils.corpora.documents import MOST_BAD_LINES, Log, json_object
-from data_utils.files.atomic import file_lock, replacing, sync_folder
-from data_utils.files.checked_json import write_sealed
-from data_utils.files.compression import compression_of
-from data_utils.files.hashing import content_hash
+from data_utils.corpora.documents import MOST_BAD_LINES, Log, compression_of, json_object
+from data_utils.files import content_hash, file_lock, replacing, sync_folder, write_sealed
 from data_utils.indexed_dataset import PairMerger, read_index, token_dtype
 from data_utils.preprocessing.document_lengths import histogram, summary
 from data_utils.preprocessing.inputs import FileRange, cut, expand, records, whole_file
 from data_utils.preprocessing.shards import Progress, Recipe, bad_lines_of, make_shards
 from data_utils.token_files import describe, read_manifest
+from data_utils.tokenizers import build_tokenizer
 from data_utils.tokenizers.base import Tokenizer
-from data_utils.tokenizers.build import build_tokenizer
 
 SAMPLE_CHARACTERS = 1 << 16
 COMPRESSED_TEXT = 4  # bytes of text that a byte of a compressed file may well hold

@@ -17,14 +17,21 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from data_utils.corpora.documents import HOPELESS_LINES, json_object, text_of
-from data_utils.files.atomic import flush_to_disk
-from data_utils.files.checked_json import read_sealed, write_sealed
-from data_utils.files.format_versions import PREPROCESSING_SHARD_VERSION
-from data_utils.files.hashing import ContentHash, content_hash, damaged_parts, fingerprint_of, hash_parts
+from data_utils.files import (
+    PREPROCESSING_SHARD_VERSION,
+    ContentHash,
+    content_hash,
+    damaged_parts,
+    fingerprint_of,
+    flush_to_disk,
+    hash_parts,
+    read_sealed,
+    write_sealed,
+)
 from data_utils.indexed_dataset import IndexedDatasetBuilder, token_dtype
 from data_utils.preprocessing.inputs import FileRange, Record, Shard, fast_json, records
+from data_utils.tokenizers import build_tokenizer
 from data_utils.tokenizers.base import PART_CHARACTERS, Tokenizer, split_text
-from data_utils.tokenizers.build import build_tokenizer
 from data_utils.worker_processes import by_processes, count_work
 
 REPORTED_LINES = 64  # between two reports of progress

@@ -1,35 +1,32 @@
-"""Byte-level BPE as GPT-2 does it, run by tiktoken from local files: GPT-2's own vocabulary and the shipped small one.
-Where gigatoken is installed it does most of the work, and where tiktoken is absent regex does it, to the same ids.
+"""Byte-level BPE as GPT-2 does it, from local files: GPT-2's own vocabulary, another in its format, and the shipped one.
 
-The engines merge by rank: a token's rank is the order in which it was learnt, the 256 single bytes first. GPT-2's
-vocabulary file may give tokens any id (a vocabulary trained elsewhere often has its special tokens first), so ids are
-looked up from ranks.
+tiktoken runs it, or HF tokenizers if tiktoken is absent. If gigatoken is installed it does most of the work, ten times
+faster. All of them give the same ids. They merge by rank: a token's rank is the order in which it was learnt, the 256
+single bytes first. GPT-2's vocabulary file may give tokens any id (a vocabulary trained elsewhere often has its special
+tokens first), so ids are looked up from ranks. No engine gets special tokens, so that no text can inject one.
 """
 
-import contextlib
+import base64
 import functools
-import importlib
 import json
 import re
 import reprlib
+import tempfile
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import numpy as np
 
 from data_utils.corpora.documents import utf8
-from data_utils.files.checked_json import one_line
-from data_utils.files.hashing import fingerprint_of
+from data_utils.files import fingerprint_of, one_line
 from data_utils.tokenizers.base import Tokenizer
-from data_utils.tokenizers.bpe_engines import BytePairEncoding, Gigatoken, gigatoken
 
 BUILTIN_FILE = "builtin_bpe.json"
 END_OF_TEXT = "<|endoftext|>"
 
-# What GPT-2 cuts text into before it merges: contractions, words, numbers, signs, each with at most one space before
+# GPT-2 cuts text into these before it merges: contractions, words, numbers, signs, each with at most one space before
 # it, and white space. Possessive quantifiers (++) keep the pattern from backtracking; the cuts are the same.
 PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
 
@@ -37,10 +34,23 @@ PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$
 WHITE_RUN = 1 << 14
 LONG_WHITE_SPACE = re.compile(rf"\s{{{2 * WHITE_RUN}}}")
 
+# gigatoken's Unicode tables decide where text is cut, so another release has to be compared first.
+GIGATOKEN_RELEASE = "0.10."
+# It knows the letters and digits that Unicode 17 added, tiktoken 0.14 those of Unicode 16. These bytes begin all 4,657
+# characters on which they differ, and of those beyond U+FFFF many more; only U+1F000 to U+1FFFF, emoji above all, are
+# common, and they agree.
+NEW_LETTER_BYTES = {
+    b"\xe0": re.compile(rb"\xe0(?:\xa2\x8f|\xb1\x9c|\xb3\x9c)"),
+    b"\xea": re.compile(rb"\xea\x9f[\x8e\x8f\x92\x94\xb1]"),
+    b"\xf0": re.compile(rb"\xf0(?!\x9f)"),
+}
+# It remembers every distinct word, about 100 bytes each, and forgets none: it is made anew after so much text.
+REMEMBERED_BYTES = 1 << 29
+
 
 def byte_alphabet() -> list[str]:
-    """The character that stands for each byte in GPT-2's files: the byte's own where it prints, else one from U+0100
-    on. 256 of them, by byte."""
+    """The character that stands for each byte in GPT-2's files: the byte's own if it prints, else one from U+0100 on.
+    256 of them, by byte."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     characters = {value: chr(value) for value in printable}
     for value in range(256):
@@ -48,11 +58,96 @@ def byte_alphabet() -> list[str]:
     return [characters[value] for value in range(256)]
 
 
+def bpe_engine() -> str | None:
+    """The library that runs byte-level BPE here: tiktoken, else tokenizers, which has a third of the speed, else
+    None."""
+    return next((name for name in ("tiktoken", "tokenizers") if find_spec(name)), None)
+
+
+def _tiktoken(ranked: Sequence[bytes]) -> Callable[[str], list[int]]:
+    import tiktoken
+
+    ranks = {token: rank for rank, token in enumerate(ranked)}
+    return tiktoken.Encoding("", pat_str=PATTERN, special_tokens={}, mergeable_ranks=ranks).encode_ordinary
+
+
+def _hf_tokenizers(ranked: Sequence[bytes]) -> Callable[[str], list[int]]:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    alphabet = byte_alphabet()
+
+    def written(token: bytes) -> str:
+        return "".join(alphabet[value] for value in token)
+
+    ranks = {token: rank for rank, token in enumerate(ranked)}
+    vocabulary = {written(token): rank for token, rank in ranks.items()}
+    merges = [(written(pair[0]), written(pair[1])) for token in ranked if (pair := merge_of(token, ranks))]
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=True))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    return lambda text: tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
+
+
+def merge_of(token: bytes, ranks: Mapping[bytes, int]) -> tuple[bytes, bytes] | None:
+    """The merge that makes `token`: the pair that is left of it after all earlier merges. None if it is a single byte
+    or does not come about by merges."""
+    parts = [token[i : i + 1] for i in range(len(token))]
+    while len(parts) > 2:
+        joined = [ranks.get(left + right, len(ranks)) for left, right in zip(parts, parts[1:], strict=False)]
+        at = joined.index(min(joined))
+        if joined[at] >= ranks[token]:
+            return None
+        parts[at : at + 2] = [parts[at] + parts[at + 1]]
+    return (parts[0], parts[1]) if len(parts) == 2 else None
+
+
+class Gigatoken:
+    """The engine for a vocabulary. ranked: the tokens in the order in which they were learnt, as tiktoken takes them.
+
+    Called with valid UTF-8 it returns the ranks, uint32 [tokens], or None if they might not be tiktoken's.
+    """
+
+    def __init__(self, ranked: Sequence[bytes]) -> None:
+        self._ranked = ranked
+        self._make()
+
+    def _make(self) -> None:
+        from gigatoken.gigatoken_rs import BPETokenizer
+
+        with tempfile.NamedTemporaryFile(suffix=".tiktoken") as file:
+            file.writelines(b"%s %d\n" % (base64.b64encode(token), rank) for rank, token in enumerate(self._ranked))
+            file.flush()
+            self._encode = BPETokenizer.from_tiktoken(file.name, "gpt2", {}).encode
+        self._left = REMEMBERED_BYTES
+
+    def __call__(self, data: bytes) -> np.ndarray | None:
+        if not data.isascii():
+            for first, pattern in NEW_LETTER_BYTES.items():
+                if first in data and pattern.search(data):  # one byte is found ten times faster than the pattern
+                    return None
+        self._left -= len(data)
+        if self._left < 0:
+            self._make()
+        return self._encode(data)
+
+
+def gigatoken(ranked: Sequence[bytes]) -> Gigatoken | None:
+    """The engine, or None if the package is absent or of another release, or if it panics, as it does if a token does
+    not come about by merges."""
+    from importlib import metadata  # here, since it takes 7 ms: programs that read no text start without it
+
+    try:
+        return Gigatoken(ranked) if metadata.version("gigatoken").startswith(GIGATOKEN_RELEASE) else None
+    except BaseException as error:  # a panic is not an Exception
+        if not isinstance(error, ImportError) and type(error).__name__ != "PanicException":
+            raise
+        return None
+
+
 class BytePairTokenizer(Tokenizer):
     """A byte-level BPE.
 
     ranked: the tokens in the order in which they were learnt. ids: the id of each of them. token_bytes: the bytes of
-    every id. files: the names and contents that make this tokenizer again. ValueError where no library that runs it is
+    every id. files: the names and contents that make this tokenizer again. ValueError if no library that runs it is
     installed.
     """
 
@@ -68,19 +163,13 @@ class BytePairTokenizer(Tokenizer):
         engine = bpe_engine()
         if engine is None:
             raise ValueError(
-                f"--tokenizer-type {kind} needs the package tiktoken or regex: pip install tiktoken, "
+                f"--tokenizer-type {kind} needs the package tiktoken or tokenizers: pip install tiktoken, "
                 "or take --tokenizer-type bytes"
             )
-        self.engine = engine.__name__
-        self._ids = None if list(ids) == list(range(len(ranked))) else np.asarray(ids, dtype=np.int32)
-        ranks = {token: rank for rank, token in enumerate(ranked)}
-        # No special tokens are registered, so that no text can inject one.
-        self._encoding: Any = (
-            BytePairEncoding(PATTERN, ranks)
-            if self.engine == "regex"
-            else engine.Encoding(kind, pat_str=PATTERN, special_tokens={}, mergeable_ranks=ranks)
-        )
+        self.engine = engine
         self._ranked = ranked
+        self._ranks_of = (_tiktoken if engine == "tiktoken" else _hf_tokenizers)(ranked)
+        self._ids = None if list(ids) == list(range(len(ranked))) else np.asarray(ids, dtype=np.int32)
         fingerprint = fingerprint_of("byte-level BPE", PATTERN, json.dumps([list(ids), eod]), *ranked)
         super().__init__(kind, token_bytes, eod, fingerprint, files)
 
@@ -90,7 +179,7 @@ class BytePairTokenizer(Tokenizer):
         return gigatoken(self._ranked)
 
     def encode(self, text: str) -> np.ndarray:
-        """int32 or uint32 [tokens]. ValueError where `text` holds a lone surrogate."""
+        """int32 or uint32 [tokens]. ValueError if `text` holds a lone surrogate."""
         return self.encode_utf8(utf8(text))  # tiktoken would replace lone surrogates silently
 
     def encode_utf8(self, data: bytes) -> np.ndarray:
@@ -104,15 +193,7 @@ class BytePairTokenizer(Tokenizer):
     def _ranks(self, data: bytes) -> np.ndarray:
         ranks = self._faster(data) if self._faster else None
         # numpy takes an array three times faster than a list.
-        return np.asarray(array("I", self._encoding.encode_ordinary(data.decode("utf-8")))) if ranks is None else ranks
-
-
-def bpe_engine() -> ModuleType | None:
-    """The library that runs byte-level BPE here: tiktoken, else regex, which is three times slower, else None."""
-    for name in ("tiktoken", "regex"):
-        with contextlib.suppress(ImportError):
-            return importlib.import_module(name)
-    return None
+        return np.asarray(array("I", self._ranks_of(data.decode("utf-8")))) if ranks is None else ranks
 
 
 def _cut_white_space(text: str) -> Iterator[str]:
@@ -153,16 +234,11 @@ def builtin_tokenizer(path: Path | None = None) -> BytePairTokenizer:
     return BytePairTokenizer("builtin", ranked, range(eod), [*ranked, b""], eod, {BUILTIN_FILE: data})
 
 
-def gpt2_tokenizer(vocab_path: Path, merge_path: Path) -> BytePairTokenizer:
-    """GPT-2's BPE, or another in its format, from a JSON of token to id and the merges in order."""
-    return gpt2_tokenizer_of(
-        vocab_path.read_bytes(), merge_path.read_bytes(), f"--vocab-file {vocab_path}", f"--merge-file {merge_path}"
-    )
-
-
-def gpt2_tokenizer_of(vocab_data: bytes, merge_data: bytes, vocab_name: str, merge_name: str) -> BytePairTokenizer:
-    """`gpt2_tokenizer` of the contents of the two files. The names stand in errors. ValueError where a file is no such
-    JSON or list of merges."""
+def gpt2_tokenizer(
+    vocab_data: bytes, merge_data: bytes, vocab_name: str = "--vocab-file", merge_name: str = "--merge-file"
+) -> BytePairTokenizer:
+    """GPT-2's BPE, or another in its format, from the contents of two files: a JSON of token to id, and the merges in
+    order. The names stand in errors. ValueError if a file is no such JSON or list of merges."""
     try:
         vocabulary: dict[str, int] = json.loads(vocab_data)
         dense = sorted(vocabulary.values()) == list(range(len(vocabulary)))
@@ -188,14 +264,9 @@ def gpt2_tokenizer_of(vocab_data: bytes, merge_data: bytes, vocab_name: str, mer
         raise ValueError(f"{vocab_name} lacks the token {reprlib.repr(missing)} of {merge_name}")
     tokens[:256] = sorted(alphabet, key=vocabulary.__getitem__)  # GPT-2's own ids are then its ranks
     ranked = _byte_strings(tokens, merge_name)
+    ids = [vocabulary[token] for token in tokens]
     token_bytes = [b""] * len(vocabulary)
-    for token, value in zip(tokens, ranked, strict=True):
-        token_bytes[vocabulary[token]] = value
-    return BytePairTokenizer(
-        "GPT2BPETokenizer",
-        ranked,
-        [vocabulary[token] for token in tokens],
-        token_bytes,
-        vocabulary[END_OF_TEXT],
-        {"encoder.json": vocab_data, "vocab.bpe": merge_data},
-    )
+    for number, value in zip(ids, ranked, strict=True):
+        token_bytes[number] = value
+    files = {"encoder.json": vocab_data, "vocab.bpe": merge_data}
+    return BytePairTokenizer("GPT2BPETokenizer", ranked, ids, token_bytes, vocabulary[END_OF_TEXT], files)

@@ -7,8 +7,7 @@ from itertools import chain
 from pathlib import Path
 
 from data_utils.corpora.documents import BUILTIN, MOST_BAD_LINES, Log, documents, files_of, utf8
-from data_utils.files.atomic import file_lock, replacing
-from data_utils.files.hashing import fingerprint_of
+from data_utils.files import file_lock, fingerprint_of, replacing
 from data_utils.tokenizers.base import Tokenizer, split_text
 
 SPACE = "\u2581"  # what SentencePiece writes for a space
@@ -38,13 +37,8 @@ class SentencePieceTokenizer(Tokenizer):
         if eod < 0:
             eod = len(token_bytes)
             token_bytes.append(b"")
-        super().__init__(
-            "SentencePieceTokenizer",
-            token_bytes,
-            eod,
-            fingerprint_of("sentencepiece", model),
-            {"sentencepiece.model": model},
-        )
+        fingerprint = fingerprint_of("sentencepiece", model)
+        super().__init__("SentencePieceTokenizer", token_bytes, eod, fingerprint, {"sentencepiece.model": model})
 
     def _bytes_of(self, index: int) -> bytes:
         """What a piece of the model stands for. ValueError where the model has no text or byte there."""
@@ -93,17 +87,15 @@ def train_sentencepiece(texts: Iterable[str], model_file: str | Path, vocab_size
             minloglevel=2,
         )
     except (RuntimeError, OSError) as error:
-        reason = " ".join(str(error).split())
         raise ValueError(
-            f"no SentencePiece model of --tokenizer-vocab-size {vocab_size} can be trained on this text: {reason}"
+            f"no SentencePiece model of --tokenizer-vocab-size {vocab_size} can be trained on this text: "
+            + " ".join(str(error).split())
         ) from None
     path = Path(model_file)
-    try:
+    with _errors_of_writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path) as file:
             file.write(model.getvalue())
-    except OSError as error:
-        raise ValueError(f"--tokenizer-model {path} cannot be written: {error.strerror}") from None
 
 
 def ensure_sentencepiece_model(
@@ -119,31 +111,32 @@ def ensure_sentencepiece_model(
     the others wait for it. ValueError or FileNotFoundError names a flag."""
     if Path(model_file).exists():
         return
+    files = [file for path in train_data for file in files_of(path, "--train-data")] or [BUILTIN]
 
     def texts() -> Iterator[str]:
         size = 0
-        for path in files or [BUILTIN]:
-            for text in documents(path, text_key, log, max_bad_fraction):
-                if size > TRAINING_CHARACTERS:
-                    log(f"the SentencePiece model is trained on the first {size:,} characters")
-                    return
-                size += len(text)
-                yield text[:TRAINING_CHARACTERS]
+        for text in chain.from_iterable(documents(path, text_key, log, max_bad_fraction) for path in files):
+            if size > TRAINING_CHARACTERS:
+                log(f"the SentencePiece model is trained on the first {size:,} characters")
+                return
+            size += len(text)
+            yield text[:TRAINING_CHARACTERS]
 
-    files = [file for path in train_data for file in files_of(path, "--train-data")]
-    with contextlib.ExitStack() as stack:
-        try:
-            stack.enter_context(
-                file_lock(
-                    Path(f"{model_file}.lock"),
-                    lambda: log("another process is training the SentencePiece model: waiting for it"),
-                )
-            )
-        except OSError as error:
-            raise ValueError(f"--tokenizer-model {model_file} cannot be written: {error.strerror}") from None
+    def waiting() -> None:
+        log("another process is training the SentencePiece model: waiting for it")
+
+    with _errors_of_writing(model_file), file_lock(Path(f"{model_file}.lock"), waiting):
         if not Path(model_file).exists():
             log(f"training a SentencePiece model of {vocab_size} pieces: {model_file}")
             train_sentencepiece(texts(), model_file, vocab_size)
+
+
+@contextlib.contextmanager
+def _errors_of_writing(model_file: str | Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(f"--tokenizer-model {model_file} cannot be written: {error.strerror}") from None
 
 
 def _import_sentencepiece():  # type: ignore[no-untyped-def]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from data_utils import MISSING, GPT2Dataset, IndexedDatasetBuilder, build_splits, build_tokenizer
-from data_utils.files.checked_json import write_sealed
+from data_utils.files import write_sealed
 from data_utils.indexed_dataset import token_dtype
 from data_utils.splits import cut, parse_split
 

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 
-from data_utils.files.checked_json import sealed_body
+from data_utils.files import sealed_body
 from megatron.gpt2.checkpoint.manifest import MANIFEST, Contents
 from megatron.gpt2.checkpoint.reader import Checkpoint
 from megatron.gpt2.checkpoint.source import Source

@@ -12,15 +12,13 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from data_utils.corpora.documents import default_key, documents
-from data_utils.files.checked_json import SEAL
+from data_utils.corpora.documents import default_key, documents, read_corpora
+from data_utils.files import INDENTED_SEAL
 from data_utils.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
-from data_utils.named_corpora import read_corpora
 from data_utils.preprocessing.inputs import cut, records, whole_file
 from data_utils.token_files import ForeignBin, open_tokens
-from data_utils.tokenizers.base import Tokenizer
-from data_utils.tokenizers.build import build_tokenizer, load_tokenizer
-from data_utils.tokenizers.characters import read_characters
+from data_utils.tokenizers import build_tokenizer, load_tokenizer
+from data_utils.tokenizers.base import Tokenizer, read_characters
 from data_utils.tokenizers.gpt2 import BUILTIN_FILE, builtin_tokenizer
 from data_utils.tokenizers.sentencepiece import train_sentencepiece
 from megatron.gpt2.commands import inspect_data
@@ -120,10 +118,10 @@ def preprocessed(folder: Path) -> None:
 def reseal(files: Files) -> None:
     name = next(name for name in files if name.endswith("document.json"))
     text = files[name].decode("utf-8", "surrogateescape")
-    body, seal, _ = text.rpartition(SEAL)
+    body, seal, _ = text.rpartition(INDENTED_SEAL)
     body = body if seal else text
     data = body.encode("utf-8", "surrogateescape")
-    files[name] = data + SEAL.encode() + hashlib.sha256(data).hexdigest().encode() + b'"\n}\n'
+    files[name] = data + INDENTED_SEAL.encode() + hashlib.sha256(data).hexdigest().encode() + b'"\n}\n'
 
 
 def inspect(folder: Path) -> None:

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from data_utils.files.checked_json import read_sealed, write_sealed
+from data_utils.files import read_sealed, write_sealed
 from data_utils.indexed_dataset import IndexedDatasetBuilder
 from data_utils.token_files import describe, read_manifest
-from data_utils.tokenizers.build import build_tokenizer, load_tokenizer
-from data_utils.tokenizers.gpt2 import BUILTIN_FILE, builtin_tokenizer, gpt2_tokenizer_of
+from data_utils.tokenizers import build_tokenizer, load_tokenizer
+from data_utils.tokenizers.gpt2 import BUILTIN_FILE, builtin_tokenizer, gpt2_tokenizer
 from megatron.gpt2.commands import inspect_data
 from megatron.gpt2.config import Config, foreign, read_config, write_config
 from megatron.gpt2.monitor.plots import read_records
@@ -116,7 +116,7 @@ def test_tokenizer_files_that_are_nested_deeply_or_hold_long_names(tmp_path: Pat
         builtin_tokenizer(tmp_path / BUILTIN_FILE)
     files = small_bpe()
     with refused("lacks the token") as caught:
-        gpt2_tokenizer_of(files["vocab.json"], b"x" * 9000 + b" y\n", "--vocab-file a", "--merge-file b")
+        gpt2_tokenizer(files["vocab.json"], b"x" * 9000 + b" y\n", "--vocab-file a", "--merge-file b")
     assert_short(caught)
 
 

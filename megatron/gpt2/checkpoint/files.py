@@ -17,8 +17,7 @@ from typing import Any, BinaryIO, TypeVar
 import torch
 from torch import Tensor
 
-from data_utils.files.atomic import flush_to_disk
-from data_utils.files.safetensors import header_bytes
+from data_utils.files import flush_to_disk, safetensors_header
 from mpu.partition import Box
 
 DTYPES = {
@@ -88,7 +87,7 @@ def file_header(
             "shape": boxes[key].shape,
             "data_offsets": [starts[key], end],
         }
-    header = header_bytes(entries)
+    header = safetensors_header(entries)
     return header, {key: len(header) + start for key, start in starts.items()}, len(header) + end
 
 

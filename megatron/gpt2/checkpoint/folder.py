@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from data_utils.files.atomic import sync_folder
+from data_utils.files import sync_folder
 from megatron.gpt2.checkpoint.files import THREADS, Piece, in_threads, write_synced, write_tensors
 from megatron.gpt2.checkpoint.gathering import Parts, gather_tables, share_line, write_failure, write_table
 from megatron.gpt2.checkpoint.manifest import MANIFEST

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from data_utils.files.atomic import sync_folder
+from data_utils.files import sync_folder
 from megatron.gpt2.checkpoint.files import Piece, write_synced, write_tensors
 from megatron.gpt2.checkpoint.gathering import write_table
 from megatron.gpt2.checkpoint.manifest import MANIFEST, Contents, table_path

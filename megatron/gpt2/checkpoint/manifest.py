@@ -2,7 +2,7 @@
 
 manifest.json is one JSON object:
 
-    version     of this format: data_utils/files/format_versions.py
+    version     of this format: data_utils/files/__init__.py
     iteration   as in the folder's name
     facts       whatever the writer says about the run
     tensors     {tensor: {"dtype", "shape", "held"}}, shapes being global and without padding; held: a place in `held`
@@ -29,8 +29,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from data_utils.files.checked_json import sealed_lines
-from data_utils.files.format_versions import CHECKPOINT_VERSION
+from data_utils.files import CHECKPOINT_VERSION, sealed_lines
 from megatron.gpt2.checkpoint.boxes import extent
 from megatron.gpt2.checkpoint.files import tensor_name
 from mpu.partition import Box

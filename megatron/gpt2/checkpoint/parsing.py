@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from data_utils.files.checked_json import check_seal, one_line, parse_json
-from data_utils.files.format_versions import CHECKPOINT_VERSION, OLDEST_CHECKPOINT_VERSION
+from data_utils.files import CHECKPOINT_VERSION, OLDEST_CHECKPOINT_VERSION, check_seal, one_line, parse_json
 from megatron.gpt2.checkpoint.boxes import check_cover, check_inside, extent
 from megatron.gpt2.checkpoint.files import DTYPES, FILE_NAME, tensor_name
 from megatron.gpt2.checkpoint.manifest import MANIFEST, table_path

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from data_utils.files.hashing import hash_file
+from data_utils.files import hash_file
 from megatron.gpt2.checkpoint.boxes import check_cover, common, rows, within
 from megatron.gpt2.checkpoint.files import file_header, in_threads, tensor_name
 from megatron.gpt2.checkpoint.manifest import MANIFEST

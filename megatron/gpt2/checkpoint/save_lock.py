@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
-from data_utils.files.atomic import take_lock
+from data_utils.files import take_lock
 
 
 def lock_together(

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from data_utils.files.system import machine_memory
+from data_utils.files import machine_memory
 from megatron.gpt2.checkpoint.folder import Piece
 from megatron.gpt2.checkpoint.gathering import Parts, share_line
 

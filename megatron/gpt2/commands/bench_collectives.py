@@ -20,8 +20,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from data_utils.command_line import Parser, how_to_call, program
-from data_utils.progress import progress_bar
+from data_utils.command_line import Parser, how_to_call, program, progress_bar
 from megatron.gpt2.commands.collectives import measuring, report
 from megatron.gpt2.commands.collectives.operations import OPERATIONS, World, make_world
 from megatron.gpt2.commands.collectives.report import Missing, Row, size_name

@@ -15,7 +15,7 @@ from typing import Any
 
 from data_utils.command_line import program
 from data_utils.corpora.documents import BUILTIN, files_of
-from data_utils.files.hashing import hash_file
+from data_utils.files import hash_file
 from megatron.gpt2.checkpoint.reader import Checkpoint
 from megatron.gpt2.commands.inference import ModelParser, open_model
 from megatron.gpt2.commands.score_record import check_output, record, write_record

@@ -20,9 +20,8 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from data_utils.command_line import program
+from data_utils.command_line import program, progress_bar
 from data_utils.corpora.documents import check_exists
-from data_utils.progress import progress_bar
 from megatron.gpt2.commands.inference import ModelParser, check_shared, open_model
 from megatron.gpt2.config import flag
 from megatron.gpt2.config.arguments import parse

@@ -15,12 +15,12 @@ from pathlib import Path
 import numpy as np
 
 from data_utils.command_line import Parser, program
-from data_utils.files.hashing import damaged_parts
+from data_utils.files import damaged_parts
 from data_utils.indexed_dataset import IndexedDataset
 from data_utils.preprocessing.document_lengths import histogram, plot, summary
 from data_utils.token_files import ForeignBin, open_tokens, prefix_of, read_manifest
+from data_utils.tokenizers import KINDS, build_tokenizer
 from data_utils.tokenizers.base import Tokenizer
-from data_utils.tokenizers.build import KINDS, build_tokenizer
 
 GPT2_EOD = 50256
 BLOCK = 1 << 24  # tokens

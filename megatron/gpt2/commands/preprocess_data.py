@@ -15,12 +15,11 @@ import sys
 import time
 from collections.abc import Iterator
 
-from data_utils.command_line import Parser, program
+from data_utils.command_line import Parser, program, progress_bar
 from data_utils.corpora.documents import MOST_BAD_LINES
 from data_utils.preprocessing.preprocess import Job, preprocess, report
 from data_utils.preprocessing.shards import Progress
-from data_utils.progress import progress_bar
-from data_utils.tokenizers.build import KINDS
+from data_utils.tokenizers import KINDS
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:

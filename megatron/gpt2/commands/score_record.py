@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 import mpu
-from data_utils.files.atomic import replace_text
+from data_utils.files import replace_text
 from megatron.gpt2.device import PRECISIONS
 from megatron.gpt2.generate.load_model import LoadedModel
 

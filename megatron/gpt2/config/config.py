@@ -14,9 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from data_utils.batch_schedule import BatchSchedule
-from data_utils.files.atomic import replace_text
-from data_utils.files.checked_json import one_line
-from data_utils.files.format_versions import RUN_SETTINGS_VERSION
+from data_utils.files import RUN_SETTINGS_VERSION, one_line, replace_text
 from megatron.gpt2.config.sections import (
     CheckpointConfig,
     DataConfig,

@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from data_utils.files.atomic import file_lock, replace_text
+from data_utils.files import file_lock, replace_text
 from megatron.gpt2.config import require
 from megatron.gpt2.dist.launchers import Launch, host_port
 from megatron.gpt2.dist.ranks import FAREWELL, POLL, EarlierRound, MissingRanks

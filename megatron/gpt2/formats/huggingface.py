@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from data_utils.files.checked_json import read_object
-from data_utils.files.safetensors import read_header
+from data_utils.files import read_object, read_safetensors_header
 from megatron.gpt2.checkpoint.files import DTYPES
 from megatron.gpt2.checkpoint.parsing import TensorInfo
 from megatron.gpt2.config import ModelConfig, require
@@ -148,7 +147,7 @@ def _safetensors(path: Path) -> dict[str, LazyTensor]:
     the last of two equal keys, and minutes for a long header."""
     try:
         with open(path, "rb") as stream:
-            header = read_header(stream, MAX_JSON_BYTES)
+            header = read_safetensors_header(stream, MAX_JSON_BYTES)
         file = safe_open(path, "pt")
         lazy = {}
         for name, entry in header.items():

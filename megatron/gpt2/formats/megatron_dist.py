@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from data_utils.files.checked_json import read_object
+from data_utils.files import read_object
 from megatron.gpt2.config import ModelConfig, require
 from megatron.gpt2.formats.dcp import DcpFolder
 from megatron.gpt2.formats.foreign import MAX_JSON_BYTES, ForeignSource, Hints, LazyTensor, first_rows, short_repr

@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from data_utils.files.atomic import sync_folder
+from data_utils.files import sync_folder
 
 
 @contextlib.contextmanager

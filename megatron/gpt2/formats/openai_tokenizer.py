@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from data_utils import Tokenizer
-from data_utils.files.checked_json import read_object
-from data_utils.tokenizers.gpt2 import END_OF_TEXT, byte_alphabet, gpt2_tokenizer, gpt2_tokenizer_of
+from data_utils.files import read_object
+from data_utils.tokenizers.gpt2 import END_OF_TEXT, byte_alphabet, gpt2_tokenizer, merge_of
 from megatron.gpt2.formats.foreign import short_repr
 
 MAX_TOKENIZER_BYTES = 64 << 20  # GPT-2's takes 3.5 MB
@@ -68,21 +68,14 @@ def tokenizer_files(tokenizer: Tokenizer, max_length: int) -> tuple[dict[str, by
 
 
 def merges_of(ranked: Sequence[bytes]) -> list[tuple[bytes, bytes]]:
-    """The merge that made each token of several bytes: the pair that is left of it after all earlier merges. ValueError
-    where a token does not come about by merges."""
+    """The merge that made each token of several bytes. ValueError where a token does not come about by merges."""
     ranks = {token: rank for rank, token in enumerate(ranked)}
     merges = []
     for rank, token in enumerate(ranked):
-        if len(token) < 2:
-            continue
-        parts = [token[i : i + 1] for i in range(len(token))]
-        while len(parts) > 2:
-            joined = [ranks.get(a + b, len(ranked)) for a, b in zip(parts, parts[1:], strict=False)]
-            at = joined.index(min(joined))
-            if joined[at] >= rank:
+        if len(token) > 1:
+            if (pair := merge_of(token, ranks)) is None:
                 raise ValueError(f"the tokenizer's token {rank} does not come about by merges")
-            parts[at : at + 2] = [parts[at] + parts[at + 1]]
-        merges.append((parts[0], parts[1]))
+            merges.append(pair)
     return merges
 
 
@@ -90,7 +83,9 @@ def open_tokenizer(files: Mapping[str, str]) -> Tokenizer:
     """The tokenizer of a folder of Hugging Face's: `files` are paths by name, vocab.json and merges.txt, or
     tokenizer.json. ValueError, one line, for one that is not byte-level BPE of GPT-2's kind."""
     if "tokenizer.json" not in files:
-        return gpt2_tokenizer(Path(files["vocab.json"]), Path(files["merges.txt"]))
+        paths = Path(files["vocab.json"]), Path(files["merges.txt"])
+        names = f"--vocab-file {paths[0]}", f"--merge-file {paths[1]}"
+        return gpt2_tokenizer(paths[0].read_bytes(), paths[1].read_bytes(), *names)
     path = Path(files["tokenizer.json"])
     found = read_object(path, MAX_TOKENIZER_BYTES)
     if found.get("normalizer") is not None:
@@ -118,7 +113,7 @@ def open_tokenizer(files: Mapping[str, str]) -> Tokenizer:
             f"{path}: its vocabulary, merges or added tokens are not as GPT-2's are: "
             f"{' '.join(str(error)[:200].split())}"
         ) from error
-    return gpt2_tokenizer_of(
+    return gpt2_tokenizer(
         json.dumps(vocabulary, ensure_ascii=False).encode("utf-8", "surrogatepass"),
         f"#version: 0.2\n{lines}".encode("utf-8", "surrogatepass"),
         str(path),

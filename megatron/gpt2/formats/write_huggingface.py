@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from data_utils import Tokenizer
-from data_utils.files.safetensors import header_bytes
+from data_utils.files import safetensors_header
 from megatron.gpt2.checkpoint.facts import check_facts
 from megatron.gpt2.checkpoint.files import DTYPE_CODES
 from megatron.gpt2.checkpoint.source import Source
@@ -110,7 +110,7 @@ def _write_weights(source: Source, folder: Path, model: ModelConfig, kind: str, 
             }
             at += sizes[name]
         with open(folder / file, "wb") as stream:
-            stream.write(header_bytes(header))
+            stream.write(safetensors_header(header))
             for name in names:
                 tensor = huggingface_tensor(source, model, kind, name).to(dtype).contiguous()
                 stream.write(tensor.view(-1).view(torch.uint8).numpy().data)

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from data_utils import Tokenizer
-from data_utils.files.atomic import flush_to_disk
+from data_utils.files import flush_to_disk
 from data_utils.files.plain_pickle import plain_pickle
-from data_utils.tokenizers.characters import CharacterTokenizer
+from data_utils.tokenizers.base import CharacterTokenizer
 from megatron.gpt2.checkpoint.facts import check_facts
 from megatron.gpt2.checkpoint.source import Source
 from megatron.gpt2.config import ModelConfig, require

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import mpu
-from data_utils.progress import progress_bar
+from data_utils.command_line import progress_bar
 from megatron.gpt2.model.attention_backend import inference
 from megatron.gpt2.model.gpt2 import GPT2Model
 

@@ -10,7 +10,7 @@ import json
 import time
 from pathlib import Path
 
-from data_utils.files.atomic import replace_text
+from data_utils.files import replace_text
 
 ENDED = "ended.json"
 FINISHED = "finished"

@@ -13,8 +13,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from data_utils.files.atomic import replace_text
-from data_utils.progress import progress_bar
+from data_utils.command_line import progress_bar
+from data_utils.files import replace_text
 from megatron.gpt2.monitor.plots import loss_curve, read_records
 from megatron.gpt2.monitor.reporting import EvaluationRecord, IterationRecord
 from megatron.gpt2.monitor.run_report import HISTORY, METRICS, REPORT, SAMPLES, write_report

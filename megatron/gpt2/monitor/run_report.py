@@ -11,8 +11,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from data_utils.files.atomic import replace_text
-from data_utils.files.checked_json import errors_of, parse_object
+from data_utils.files import errors_of, parse_object, replace_text
 from megatron.gpt2.config import Config, by_key, differing_flags, flag, require
 from megatron.gpt2.monitor.html_page import cell, pairs, remark, scrolling, whole_page
 from megatron.gpt2.monitor.plots import points, read_records

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import mpu
-from data_utils.files.atomic import replace_text
+from data_utils.files import replace_text
 from megatron.gpt2.checkpoint.best import BEST, best_loss, refuse_best_folder
 from megatron.gpt2.checkpoint.folder import Piece, find_checkpoint, write_checkpoint
 from megatron.gpt2.checkpoint.local import NAME, LocalCheckpoints, run_name

@@ -23,7 +23,7 @@ from data_utils import (
     ensure_sentencepiece_model,
     load_tokenizer,
 )
-from data_utils.named_corpora import find_corpora
+from data_utils.corpora.documents import find_corpora
 from megatron.gpt2 import device as devices
 from megatron.gpt2.checkpoint.facts import check_facts, decay_iters
 from megatron.gpt2.checkpoint.folder import Checkpoint, find_checkpoint
@@ -328,7 +328,7 @@ def _tokenizer(config: Config, arguments: Arguments, checkpoint: Checkpoint | No
         if kind is None:
             kind = default_tokenizer_kind()
             if kind == "bytes":
-                log("tokenizer: bytes, since neither tiktoken nor regex is installed (pip install tiktoken)")
+                log("tokenizer: bytes, since neither tiktoken nor tokenizers is installed (pip install tiktoken)")
         model_file = data.tokenizer_model
         if kind == "SentencePieceTokenizer":
             model_file = model_file or f"{config.checkpoint.save}/sentencepiece.model"

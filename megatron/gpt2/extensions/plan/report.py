@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from data_utils.files.system import machine_memory
+from data_utils.files import machine_memory
 from megatron.gpt2.device import cgroup_folders
 from megatron.gpt2.extensions.plan.fit import Candidate, cheapest, cost, smallest
 from megatron.gpt2.extensions.plan.setting import Setting

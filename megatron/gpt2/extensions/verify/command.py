@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from data_utils.command_line import Parser, line_buffered, program
-from data_utils.files.atomic import replace_text
+from data_utils.files import replace_text
 from megatron.gpt2.config import require
 from megatron.gpt2.extensions.verify.compare import judge
 from megatron.gpt2.extensions.verify.report import Result, explanation, first_lines, page, table

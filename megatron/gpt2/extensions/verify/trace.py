@@ -23,7 +23,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from data_utils.files.safetensors import header_bytes
+from data_utils.files import safetensors_header
 from megatron.gpt2.checkpoint.files import DTYPE_CODES, DTYPES
 from mpu.partition import Box
 
@@ -104,7 +104,7 @@ class TraceWriter:
             return
         key, shape, values = part.key, part.global_shape, part.values.detach().cpu()
         code, size = DTYPE_CODES[values.dtype], math.prod(shape) * values.itemsize
-        header = header_bytes(
+        header = safetensors_header(
             {
                 "__metadata__": {"step": str(key.step), "kind": key.kind},
                 key.name: {"dtype": code, "shape": shape, "data_offsets": [0, size]},

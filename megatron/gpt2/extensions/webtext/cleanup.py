@@ -4,8 +4,8 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from data_utils.tokenizers import build_tokenizer
 from data_utils.tokenizers.base import Tokenizer
-from data_utils.tokenizers.build import build_tokenizer
 from megatron.gpt2.extensions.webtext.documents import label
 from megatron.gpt2.extensions.webtext.shard_run import ShardRun
 

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 from data_utils.command_line import Parser, program
 from data_utils.corpora.documents import COMPRESSED_SUFFIXES, JSON_SUFFIXES, MOST_BAD_LINES, TEXT_SUFFIX
-from data_utils.files.atomic import replacing
+from data_utils.files import replacing
 from megatron.gpt2.extensions.webtext.documents import Shard, document_shards
 from megatron.gpt2.extensions.webtext.shard_run import Stage, temporary
 from megatron.gpt2.extensions.webtext.stages import EXECUTORS, launch, run_stage

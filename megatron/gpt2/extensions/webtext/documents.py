@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from data_utils.corpora.documents import JSON_SUFFIXES, TEXT_SUFFIX, documents_in, uncompressed
-from data_utils.files.compression import open_bytes
-from data_utils.files.hashing import add_file
+from data_utils.corpora.documents import JSON_SUFFIXES, TEXT_SUFFIX, documents_in, open_bytes, uncompressed
+from data_utils.files import add_file
 
 TEXTS_A_SHARD = 10_000
 LABEL_CHARACTERS = 100

@@ -20,9 +20,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from data_utils.corpora.documents import HOPELESS_LINES, MANIFESTS
-from data_utils.files.atomic import flush_to_disk, replacing, sync_folder
-from data_utils.files.format_versions import STAGE_MANIFEST_VERSION
-from data_utils.files.hashing import hash_file
+from data_utils.files import STAGE_MANIFEST_VERSION, flush_to_disk, hash_file, replacing, sync_folder
 from megatron.gpt2.extensions.webtext.documents import Document, Shard, as_line, label, read_documents, read_lines
 
 SAMPLES = 3  # of each reason, kept in a manifest

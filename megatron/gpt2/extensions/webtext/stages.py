@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from data_utils.command_line import ROOT
+from data_utils.command_line import ROOT, progress_bar
 from data_utils.corpora.documents import MANIFESTS, MOST_BAD_LINES, Log
-from data_utils.files.atomic import file_lock
-from data_utils.progress import progress_bar
+from data_utils.files import file_lock
 from data_utils.worker_processes import by_processes, count_work
 from megatron.gpt2.extensions.webtext.documents import Shard
 from megatron.gpt2.extensions.webtext.shard_run import Stage, run_shard

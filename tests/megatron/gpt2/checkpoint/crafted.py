@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from data_utils.files.checked_json import sealed_body, sealed_lines
+from data_utils.files import sealed_body, sealed_lines
 from megatron.gpt2.checkpoint.folder import find_checkpoint
 from megatron.gpt2.checkpoint.manifest import MANIFEST
 

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from data_utils.files.system import machine_memory
+from data_utils.files import machine_memory
 from megatron.gpt2.checkpoint import folder as checkpointing
 from megatron.gpt2.checkpoint import gathering, saver
 from megatron.gpt2.checkpoint.files import write_tensors

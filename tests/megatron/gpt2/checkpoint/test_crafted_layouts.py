@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from data_utils.files.checked_json import sealed_body
+from data_utils.files import sealed_body
 from megatron.gpt2.checkpoint.files import write_tensors
 from megatron.gpt2.checkpoint.folder import (
     Checkpoint,

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from data_utils.files.checked_json import sealed_lines
+from data_utils.files import sealed_lines
 from megatron.gpt2.checkpoint.manifest import MANIFEST, table_path
 from tests.megatron.gpt2.checkpoint.crafted import FILES, IN_PLACE, NO_NUMBERS, Manifest, change, refused
 

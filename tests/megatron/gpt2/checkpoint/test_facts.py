@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from data_utils.files.checked_json import sealed_lines
+from data_utils.files import sealed_lines
 from megatron.gpt2.checkpoint.facts import check_facts
 from megatron.gpt2.checkpoint.manifest import MANIFEST
 from megatron.gpt2.checkpoint.reader import Checkpoint

@@ -10,7 +10,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from data_utils.files.checked_json import sealed_lines
+from data_utils.files import sealed_lines
 from megatron.gpt2.checkpoint.boxes import extent
 from megatron.gpt2.checkpoint.files import tensor_name
 from megatron.gpt2.checkpoint.manifest import MANIFEST, table_path

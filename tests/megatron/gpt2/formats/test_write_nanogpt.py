@@ -18,7 +18,7 @@ import torch
 
 import mpu
 from data_utils import load_tokenizer
-from data_utils.tokenizers.characters import CharacterTokenizer
+from data_utils.tokenizers.base import CharacterTokenizer
 from megatron.gpt2.commands import checkpoint, generate_text, pretrain_gpt2
 from megatron.gpt2.formats import open_source
 from megatron.gpt2.formats.foreign import ForeignSource, LazyTensor

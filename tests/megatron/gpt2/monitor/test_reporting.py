@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from data_utils.progress import NoProgressBar, progress_bar
+from data_utils.command_line import NoProgressBar, progress_bar
 from megatron.gpt2.monitor import plots, reporting
 from megatron.gpt2.monitor.reporting import EvaluationRecord, IterationRecord
 from megatron.gpt2.monitor.run_log import RunLog

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+import data_utils.tokenizers
 import mpu
 from data_utils import build_tokenizer
-from data_utils.tokenizers import build
 from data_utils.tokenizers.gpt2 import BUILTIN_FILE, builtin_tokenizer, byte_alphabet
 from megatron.gpt2.train.run import Run
 from megatron.gpt2.train.train_step import train_step
@@ -200,7 +200,7 @@ def test_a_checkpoint_of_an_older_shipped_vocabulary_keeps_its_own(tmp_path: Pat
     old = tmp_path / "old.json"
     old.write_text(json.dumps([*byte_alphabet(), "in", "th"]))
     with monkeypatch.context() as then:
-        then.setattr(build, "builtin_tokenizer", lambda path=None: builtin_tokenizer(path or old))
+        then.setattr(data_utils.tokenizers, "builtin_tokenizer", lambda path=None: builtin_tokenizer(path or old))
         run = start(0, 1, str(tmp_path), flags[:2])
         before = run.data.tokenizer
         steps(run, 1)

@@ -6,7 +6,7 @@ INPUT holds an address a line. OUTPUT gets files of --urls-per-file addresses, e
 """
 
 from data_utils.corpora.documents import TEXT_SUFFIX
-from data_utils.files.hashing import hash_file
+from data_utils.files import hash_file
 from megatron.gpt2.extensions.webtext.command_line import positive, run, stage_parser, stage_program
 from megatron.gpt2.extensions.webtext.documents import Shard, find_files
 from megatron.gpt2.extensions.webtext.shard_run import Stage

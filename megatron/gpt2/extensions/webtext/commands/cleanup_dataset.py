@@ -3,7 +3,7 @@
 python tools/openwebtext/cleanup_dataset.py INPUT OUTPUT
 """
 
-from data_utils.tokenizers.build import build_tokenizer
+from data_utils.tokenizers import build_tokenizer
 from megatron.gpt2.extensions.webtext.cleanup import cleanup
 from megatron.gpt2.extensions.webtext.command_line import positive, run, stage_parser, stage_program
 from megatron.gpt2.extensions.webtext.shard_run import Stage

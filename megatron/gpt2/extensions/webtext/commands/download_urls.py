@@ -6,7 +6,7 @@ INPUT holds an address a line, in files that are the unit of a restart. OUTPUT/r
 address. It does not read robots.txt: it fetches the single pages of a list, and follows no link.
 """
 
-from data_utils.files.hashing import hash_file
+from data_utils.files import hash_file
 from megatron.gpt2.extensions.webtext.command_line import positive, run, stage_parser, stage_program
 from megatron.gpt2.extensions.webtext.documents import file_shards
 from megatron.gpt2.extensions.webtext.download import download

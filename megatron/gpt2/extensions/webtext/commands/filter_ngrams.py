@@ -3,7 +3,7 @@
 python tools/openwebtext/filter_ngrams.py INPUT OUTPUT --evaluation lambada_test.jsonl wikitext/*.txt
 """
 
-from data_utils.files.hashing import hash_file
+from data_utils.files import hash_file
 from megatron.gpt2.extensions.webtext.command_line import log, run, stage_parser, stage_program
 from megatron.gpt2.extensions.webtext.decontamination import WORDS, decontaminate, index_of
 from megatron.gpt2.extensions.webtext.documents import find_files

@@ -8,7 +8,7 @@ GROUPS is the file groups.jsonl that group_duplicate_url.py made of this INPUT.
 from pathlib import Path
 
 from data_utils.command_line import Parser
-from data_utils.files.hashing import hash_file
+from data_utils.files import hash_file
 from megatron.gpt2.extensions.webtext.command_line import add_common, add_output, run, stage_program
 from megatron.gpt2.extensions.webtext.near_duplicates import read_table, remove
 from megatron.gpt2.extensions.webtext.shard_run import Stage

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from data_utils import IndexedDatasetBuilder
-from data_utils.files.atomic import take_lock
+from data_utils.files import take_lock
 from megatron.gpt2.config.arguments import parse
 from megatron.gpt2.dist.ranks import Ranks
 from megatron.gpt2.extensions.preflight import alone, together

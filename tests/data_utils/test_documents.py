@@ -1,3 +1,5 @@
+"""Documents out of files of every form, names for corpora, and the built-in corpus."""
+
 from __future__ import annotations
 
 import gzip
@@ -7,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from data_utils.corpora.builtin import builtin_documents, is_prose, prose, texts_of
-from data_utils.corpora.documents import check_exists, default_key, documents, files_of
+from data_utils.corpora.documents import check_exists, default_key, documents, files_of, find_corpora, read_corpora
+from tests.conftest import ROOT
 
 
 def write(path: Path, content: str | bytes) -> str:
@@ -154,7 +157,79 @@ def test_a_folder_of_shards_is_its_files(tmp_path: Path) -> None:
         files_of(str(tmp_path / "manifests"), "--test-data")
 
 
-def test_the_builtin_corpus() -> None:
+# --- names for corpora
+
+
+@pytest.fixture
+def corpora(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder, without a file of corpora of its own."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("MEGATRON_CORPORA", raising=False)
+    (tmp_path / "data" / "wikipedia").mkdir(parents=True)
+    for name in ("data/wikipedia/wikidump_lines.json", "own.json", "a.jsonl"):
+        (tmp_path / name).touch()
+    return tmp_path
+
+
+def train(*names: str, text_key: str | None = None) -> tuple[tuple[str, ...], str | None]:
+    files, key = find_corpora({"--train-data": names}, text_key)
+    return files[0], key
+
+
+def test_a_name_stands_for_its_files_in_their_place(corpora: Path) -> None:
+    assert read_corpora(ROOT / "data" / "corpora.json") == {
+        "wikipedia": (("data/wikipedia/wikidump_lines.json",), "text"),
+        "webtext": (("data/webtext/data.json",), "text"),
+    }
+    files = ("own.json", "data/wikipedia/wikidump_lines.json", "builtin")
+    assert train("own.json", "wikipedia", "builtin") == (files, "text")
+    assert train("wikipedia", text_key="body")[1] == "body" and train("own.json") == (("own.json",), None)
+    assert find_corpora({"--train-data": (), "--test-data": ("wikipedia",)}, None) == ([(), files[1:2]], "text")
+
+
+def test_a_missing_file_names_the_entry_and_the_line_to_write(corpora: Path) -> None:
+    entry = r'"webtext": {"files": \["PATH"\], "text_key": "text"} into'
+    with pytest.raises(FileNotFoundError, match=f"^--train-data webtext: there is no file data/webtext/.*{entry}"):
+        train("webtext")
+    with pytest.raises(FileNotFoundError, match='no such file: mycorpus; nor is it a corpus, which "mycorpus": '):
+        train("mycorpus")
+    assert train("none.txt") == (("none.txt",), None)  # a path, of which others say that it is missing
+
+
+def test_the_current_folders_file_and_the_variables(corpora: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = {"mine": {"files": ["a.jsonl"], "text_key": "body"}, "plain": {"files": [str(corpora / "a.jsonl")]}}
+    write(corpora / "data" / "corpora.json", json.dumps(own))
+    assert train("mine") == (("a.jsonl",), "body") and train("plain") == ((str(corpora / "a.jsonl"),), None)
+    with pytest.raises(ValueError, match="mine and plain have their text in different fields: give --text-key"):
+        train("mine", "plain")
+    monkeypatch.setenv("MEGATRON_CORPORA", write(corpora / "b.json", '{"mine": {"files": ["a.jsonl"]}}'))
+    assert train("mine") == (("a.jsonl",), None)
+    monkeypatch.setenv("MEGATRON_CORPORA", "nowhere.json")
+    with pytest.raises(FileNotFoundError, match=r"\$MEGATRON_CORPORA: no such file: nowhere.json"):
+        train("a.jsonl")
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        [],
+        {"x": []},
+        {"x": {"files": "a"}},
+        {"x": {"files": []}},
+        {"x": {"files": ["a"], "key": "b"}},
+        {"x": {"files": ["a"], "text_key": 1}},
+        {"x": {"text_key": "a"}},
+    ],
+)
+def test_a_file_of_corpora_that_is_not_of_this_form(tmp_path: Path, content: object) -> None:
+    with pytest.raises(ValueError, match=r'c\.json.*"files": \["PATH"\]'):
+        read_corpora(Path(write(tmp_path / "c.json", json.dumps(content))))
+
+
+# --- the built-in corpus
+
+
+def test_the_builtin_corpus_is_prose() -> None:
     found, said = read("builtin")
     assert len(found) > 300 and 8e5 < sum(map(len, found)) < 2e6 and not said
     assert all(found) and tuple(found) == builtin_documents()
@@ -163,14 +238,10 @@ def test_the_builtin_corpus() -> None:
         "There are three types of numeric literals",
     ):  # a topic
         assert any(part in text for text in found)
-
-
-def test_the_builtin_corpus_is_prose() -> None:
-    lines = [line for text in builtin_documents() for line in text.splitlines()]
-    assert len(lines) > 3000
-    assert all(is_prose(line) for line in lines)
+    lines = [line for text in found for line in text.splitlines()]
+    assert len(lines) > 3000 and all(is_prose(line) for line in lines)
     seen = "".join("".join(lines).split())
-    assert sum(character.isalpha() or character in ".,;:!?'\"()-‘’“”" for character in seen) > 0.99 * len(seen)
+    assert sum(character.isalpha() or character in ".,;:!?'\"()-’“”" for character in seen) > 0.99 * len(seen)
 
 
 def test_prose_of_docstrings() -> None:
