@@ -10,7 +10,7 @@ import mpu
 from data_utils import Tokenizer, load_tokenizer
 from megatron.gpt2.checkpoint.facts import check_facts
 from megatron.gpt2.checkpoint.folder import Checkpoint, find_checkpoint, load_model
-from megatron.gpt2.formats import refuse_foreign
+from megatron.gpt2.checkpoint.foreign import refuse_foreign
 from megatron.gpt2.model.gpt2 import GPT2Model
 from megatron.gpt2.model.parameters import parameter_specs
 from megatron.gpt2.pipeline.stages import layers_of_stages

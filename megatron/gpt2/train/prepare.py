@@ -27,6 +27,7 @@ from data_utils.corpora.documents import find_corpora
 from megatron.gpt2 import device as devices
 from megatron.gpt2.checkpoint.facts import check_facts, decay_iters
 from megatron.gpt2.checkpoint.folder import Checkpoint, find_checkpoint
+from megatron.gpt2.checkpoint.foreign import refuse_foreign
 from megatron.gpt2.checkpoint.local_assembly import assemble
 from megatron.gpt2.config import Config, DataConfig, flag, require
 from megatron.gpt2.config.arguments import Arguments, merge_checkpoint
@@ -34,7 +35,6 @@ from megatron.gpt2.dist.hang import set_flight_recorder
 from megatron.gpt2.dist.ranks import Ranks
 from megatron.gpt2.extensions.plan.setting import Setting
 from megatron.gpt2.extensions.plan.step import CUDA_CONTEXT
-from megatron.gpt2.formats import refuse_foreign
 from megatron.gpt2.monitor.incidents import Incidents, rank_name
 from megatron.gpt2.monitor.reporting import resident_memory
 from megatron.gpt2.train.differences import differences

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict_loader import load as load_dcp
 from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 
+from megatron.gpt2.checkpoint.foreign import refuse_foreign
 from megatron.gpt2.commands import checkpoint
-from megatron.gpt2.formats import Hints, Source, open_source, recognise, refuse_foreign
+from megatron.gpt2.formats import Hints, Source, open_source, recognise
 from tests.distributed import run_ranks
 from tests.megatron.gpt2.formats.made import SHAPE, random_weights
 from tests.megatron.gpt2.formats.test_readers import TOLERANCE, logits_of
