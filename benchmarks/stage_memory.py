@@ -31,6 +31,7 @@ from benchmarks import report
 from benchmarks.memory import ALLOCATORS, SMOKE
 from megatron.gpt2.config.arguments import parse
 from megatron.gpt2.dist.ranks import Ranks
+from megatron.gpt2.extensions.plan.hook import setting_of
 from megatron.gpt2.extensions.plan.step import expected
 from megatron.gpt2.monitor.reporting import resident_memory
 from megatron.gpt2.train.build import build_run
@@ -103,7 +104,7 @@ def run_rank(rank: int, case: dict[str, Any], folder: str, results: Any) -> None
     run.engine.model.train()
     for _ in range(STEPS):
         train_step(run)
-    results.put((rank, expected(prepared.memory, rank).total, resident_memory()["peak resident"]))
+    results.put((rank, expected(setting_of(prepared), rank).total, resident_memory()["peak resident"]))
     dist.barrier()
     run.close()
 

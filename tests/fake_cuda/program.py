@@ -21,6 +21,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron.gpt2.config.arguments import parse
 from megatron.gpt2.dist.ranks import Ranks
+from megatron.gpt2.extensions.plan.hook import setting_of
 from megatron.gpt2.extensions.plan.step import expected
 from megatron.gpt2.train.build import build_run
 from megatron.gpt2.train.prepare import prepare_run
@@ -150,7 +151,7 @@ def check_same_order(text: Path, save: Path, flags: Sequence[str], world_size: i
 def check_peak(run: Run, gpu: FakeGPU) -> float:
     """AssertionError unless the planner's peak is within 2 % of the fake device's. Returns planner / device."""
     steps(run, gpu)
-    ratio = expected(run.prepared.memory, run.parallel.pipeline_model_parallel_rank).allocated / gpu.memory.peak
+    ratio = expected(setting_of(run.prepared), run.parallel.pipeline_model_parallel_rank).allocated / gpu.memory.peak
     assert abs(ratio - 1) < 0.02, f"{ratio:.3f} at {gpu.memory.place}"
     return ratio
 

@@ -25,15 +25,14 @@ from megatron.gpt2.dist.ranks import Ranks
 from megatron.gpt2.dist.rendezvous import leave, meet, name_lost
 from megatron.gpt2.dist.run_program import ended_by
 from megatron.gpt2.dist.spawn import start_ranks
-from megatron.gpt2.extensions.plan.report import is_out_of_memory, out_of_memory
-from megatron.gpt2.extensions.watch.replicas import StateChanged
+from megatron.gpt2.hooks import StopRun, first
 from megatron.gpt2.monitor.ended import FINISHED, clear_ended, mark_ended
 from megatron.gpt2.monitor.incidents import Incidents, rank_name
 from megatron.gpt2.train.build import build_run
 from megatron.gpt2.train.evaluate import evaluate_and_log, sample_text
+from megatron.gpt2.train.loop import train
 from megatron.gpt2.train.prepare import PreparedRun, prepare_run
 from megatron.gpt2.train.report import closing, is_finished_line, log_start, newest_iteration
-from megatron.gpt2.train.rewind import train_past_spikes
 from megatron.gpt2.train.run import Run
 
 
@@ -47,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     run, ranks = built, built.prepared.ranks
     try:
         return train_and_report(run)
-    except (FloatingPointError, StateChanged) as error:
+    except (FloatingPointError, StopRun) as error:
         note_error(run, error)
         run.log.info(f"stopped: {error}")  # on every rank after the same step
         run.checkpoints.saver.finish()
@@ -59,9 +58,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (RuntimeError, MemoryError) as error:
         note_error(run, error)
         run.log.note("stopped: " + " ".join(str(error).split())[:300])
-        if is_out_of_memory(error):
-            return refuse_out_of_memory(run.prepared)
-        if run.watch.names(error) or name_lost(ranks):
+        if devices.is_out_of_memory(error):
+            return refuse_out_of_memory(run.prepared, error)
+        if any(hook.explains(run, error) for hook in run.hooks) or name_lost(ranks):
             return 1
         raise
     except Exception as error:  # a bug of ours
@@ -151,9 +150,9 @@ def build(words: Sequence[str]) -> Run | int:
     except StoodBy as ended:
         return ended.code
     except (ValueError, OSError, RuntimeError, MemoryError) as error:
-        if prepared is not None and is_out_of_memory(error):
+        if prepared is not None and devices.is_out_of_memory(error):
             prepared.incidents.refused(str(error))
-            return refuse_out_of_memory(prepared)
+            return refuse_out_of_memory(prepared, error)
         return ended_by(error, ranks)
     for line in warnings:
         run.log.note(line)
@@ -166,10 +165,11 @@ def noting(ranks: Ranks, save: Path, launch: Launch) -> Ranks:
     return replace(ranks, incidents=incidents)
 
 
-def refuse_out_of_memory(prepared: PreparedRun) -> int:
+def refuse_out_of_memory(prepared: PreparedRun, error: BaseException) -> int:
     """Print what was expected and what was there, and leave. Returns the exit code."""
     ranks = prepared.ranks
-    code = refuse_memory(out_of_memory(prepared.memory, prepared.device, ranks.local_world_size, ranks.rank), ranks)
+    line = first(hook.explain_out_of_memory(prepared) for hook in prepared.hooks)
+    code = refuse_memory(line or f"out of memory on rank {ranks.rank}: {error}", ranks)
     leave(ranks)
     return code
 
@@ -177,7 +177,7 @@ def refuse_out_of_memory(prepared: PreparedRun) -> int:
 def train_and_report(run: Run) -> int:
     """From the start table to the closing report. Returns the exit code, 1 where the last iteration is not saved."""
     log_start(run)
-    reason, valid, sample = train_past_spikes(run), None, ""
+    reason, valid, sample = train(run), None, ""
     iteration, saver = run.progress.iteration, run.checkpoints.saver
     saver.finish()
     if saver.saved_iteration != iteration:

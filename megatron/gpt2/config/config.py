@@ -175,6 +175,11 @@ class Config:
             )
         return schedule
 
+    def micro_batches(self, world_size: int, consumed_samples: int = 0) -> int:
+        """Micro-batches of each rank in a step, when the batch does not grow any more."""
+        together = self.train.micro_batch_size * self.data_parallel_size(world_size)
+        return self.batch_schedule(world_size, consumed_samples).final // together
+
     def usable_ranks(self, ranks: int) -> int:
         """How many of `ranks` ranks the run can use: the largest number that can be divided into its layout and that
         divides its batches; 0 where there is none."""

@@ -22,6 +22,7 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
@@ -29,6 +30,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from megatron.gpt2.dist.heartbeat import BEAT, PATIENCE
 from megatron.gpt2.dist.ranks import POLL, Ranks, named
 from megatron.gpt2.dist.rendezvous import gone_words
+from megatron.gpt2.hooks import Hook
 from megatron.gpt2.monitor.incidents import FOLDER, Incidents
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -96,7 +98,7 @@ def place_of_main_thread() -> Place:
     return place_of(found)
 
 
-class Hang:
+class Hang(Hook):
     """Finds out, with the others, why a collective does not end. Every rank with a meeting has one.
 
     timeout: of a collective. watches_steps: whether a step that takes longer than that is a hang.
@@ -111,15 +113,15 @@ class Hang:
         self._has_written, self._main_leaves = threading.Lock(), False
         self._heartbeat.at_each_beat.append(self._look)
 
-    def enter_step(self) -> None:
+    def before_step(self, run: Any) -> None:
         """A training step begins."""
         self._since = time.monotonic()
 
-    def leave_step(self) -> None:
+    def after_step(self, run: Any) -> None:
         """It is done. What comes between two steps may take as long as it likes."""
         self._since = None
 
-    def names(self, error: BaseException) -> bool:
+    def explains(self, run: Any, error: BaseException) -> bool:
         """After a collective has failed with `error`, in the main thread: whether ranks waited for one that did not
         come. If so one rank of each machine has printed which, and this process has left the meeting."""
         store = self._heartbeat.store

@@ -19,38 +19,30 @@ import torch
 NAMES = ("forward", "backward", "allreduce", "optimizer", "batch generator", "data loader")
 
 
-class Waiting:
-    """Seconds that this process has waited for other ranks, as far as somebody counts them."""
-
-    seconds = 0.0
-
-
 class HostTimer:
-    """Adds up the host's time between enter and exit. Not re-entrant. waited_ms: of the time that the last `take_ms`
-    took, for other ranks."""
+    """Adds up the host's time between enter and exit. Not re-entrant."""
 
     def __init__(self) -> None:
-        self._total = self._started = self._waited = self._waited_before = 0.0
-        self.waited_ms = 0.0
+        self._total = self._started = 0.0
+        self.is_running = False
 
     def __enter__(self) -> None:
-        self._started, self._waited_before = time.perf_counter(), Waiting.seconds
+        self.is_running, self._started = True, time.perf_counter()
 
     def __exit__(self, *error: object) -> None:
         self._total += time.perf_counter() - self._started
-        self._waited += Waiting.seconds - self._waited_before
+        self.is_running = False
 
     def take_ms(self) -> float:
         """Milliseconds since the last call."""
-        total, self.waited_ms = self._total, 1000 * self._waited
-        self._total = self._waited = 0.0
+        total, self._total = self._total, 0.0
         return 1000 * total
 
 
 class DeviceTimer:
     """Adds up the device's time between enter and exit, by events of the current stream. Not re-entrant."""
 
-    waited_ms = 0.0  # the host does not
+    is_running = False  # for the host
 
     def __init__(self) -> None:
         self._pending: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
@@ -77,13 +69,12 @@ class DeviceTimer:
 
 
 class Timers:
-    """`with timers(name): ...`, and a line of means for the log. own_ms: what `take_ms` last returned, without the time
-    in which this rank waited for others; on a GPU, where kernels wait, with it."""
+    """`with timers(name): ...`, and a line of means for the log. last_ms: what `take_ms` last returned."""
 
     def __init__(self, device: torch.device) -> None:
         self._make: type[HostTimer | DeviceTimer] = DeviceTimer if device.type == "cuda" else HostTimer
         self._timers: dict[str, HostTimer | DeviceTimer] = {}
-        self.own_ms: dict[str, float] = {}
+        self.last_ms: dict[str, float] = {}
 
     def __call__(self, name: str) -> HostTimer | DeviceTimer:
         timer = self._timers.get(name)
@@ -91,14 +82,17 @@ class Timers:
             timer = self._timers[name] = self._make()
         return timer
 
+    def running(self) -> list[str]:
+        """The names of the host's timers that run now; another thread may ask."""
+        return [name for name, timer in list(self._timers.items()) if timer.is_running]
+
     def take_ms(self, iterations: int) -> dict[str, float]:
         """Milliseconds per iteration by name, over the `iterations` since the last call; starts anew."""
         assert iterations > 0, "no iteration has run since the last line"
         names = [name for name in NAMES if name in self._timers]
         names += [name for name in self._timers if name not in NAMES]
-        times = {name: self._timers[name].take_ms() / iterations for name in names}
-        self.own_ms = {name: ms - self._timers[name].waited_ms / iterations for name, ms in times.items()}
-        return times
+        self.last_ms = {name: self._timers[name].take_ms() / iterations for name in names}
+        return self.last_ms
 
     def line(self, iterations: int) -> str:
         """`time (ms) | forward: 12.34 | backward: 24.68 | ...`: means over the `iterations` since the last call."""

@@ -2,7 +2,7 @@
 
 Every rank reads its own command line, looks for a checkpoint in its own view of the file system and chooses the
 precision by its own device. A rank that decided otherwise would train another model in silence, or wait for a
-collective that the others never call. Under --exact-layouts on a CPU the threads of each rank are compared as well.
+collective that the others never call. Extensions add decisions of theirs.
 """
 
 import hashlib
@@ -70,8 +70,6 @@ def check_data_is_the_same(prepared: PreparedRun) -> None:
 def decisions(prepared: PreparedRun) -> dict[str, str]:
     """What must be the same on all ranks, by the words that an error has for it."""
     values = by_key(prepared.config.as_dict())
-    # The threads of a CPU share a sum. Another number of them adds in another order.
-    orders_sums = prepared.config.parallel.exact_layouts is not None and prepared.device.type == "cpu"
     return {
         **{flag(key): repr(value) for key, value in values.items() if key not in MAY_DIFFER},
         "precision": str(prepared.dtype),
@@ -82,7 +80,7 @@ def decisions(prepared: PreparedRun) -> dict[str, str]:
         "length in iterations": str(prepared.train_iters),
         "tokenizer": prepared.tokenizer.fingerprint,
         "version of torch": torch.__version__,
-        **({"number of threads (OMP_NUM_THREADS)": str(torch.get_num_threads())} if orders_sums else {}),
+        **{name: text for hook in prepared.hooks for name, text in hook.decisions(prepared).items()},
     }
 
 

@@ -9,9 +9,9 @@ import torch.distributed as dist
 
 import mpu
 from megatron.gpt2 import device as devices
+from megatron.gpt2.dist.hang import Hang
 from megatron.gpt2.dist.rendezvous import initialize_distributed
 from megatron.gpt2.dist.signals import StopSignal
-from megatron.gpt2.extensions.watch.watch import build_watch
 from megatron.gpt2.monitor.timers import Timers
 from megatron.gpt2.train.agreement import check_data_is_the_same, check_ranks_agree
 from megatron.gpt2.train.checkpointing import Checkpointing, load_run, lock_save_folder
@@ -42,10 +42,11 @@ def build_run(prepared: PreparedRun, log: Log) -> Run:
         checkpoints = Checkpointing(prepared, parallel, engine, lock=lock, log=run_log.info)
         timers = Timers(device)
         schedule = ScheduleRunner(prepared.config.schedule, engine, parallel, timers)
-        watch = build_watch(
-            prepared.config, prepared.ranks, prepared.backend, engine.optimizer, parallel, prepared.incidents, settings
-        )
-        return Run(
+        hooks = list(prepared.hooks)
+        if prepared.ranks.meeting is not None:
+            nccl = prepared.backend == "nccl"
+            hooks.append(Hang(prepared.ranks, prepared.timeout, prepared.incidents, watches_steps=nccl))
+        run = Run(
             prepared=prepared,
             parallel=parallel,
             engine=engine,
@@ -59,8 +60,11 @@ def build_run(prepared: PreparedRun, log: Log) -> Run:
             incidents=prepared.incidents,
             peak=devices.peak_flops(device, prepared.dtype),
             settings=settings.pop_all(),
-            watch=watch,
+            hooks=hooks,
         )
+        for hook in hooks:
+            hook.begin(run)
+        return run
 
 
 def make_groups(prepared: PreparedRun) -> mpu.ParallelState:

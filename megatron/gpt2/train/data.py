@@ -92,7 +92,7 @@ class TrainingData:
             data_parallel_size=parallel.data_parallel_size,
             consumed_samples=consumed_samples,
             prefetch=config.data.num_workers,
-            contiguous=bool(config.parallel.exact_layouts),
+            contiguous=any(hook.contiguous_samples for hook in self._prepared.hooks),
             finish=lambda text, numbers: (self.on_host(text), self.on_host(numbers + skipped)),
         )
 

@@ -1,6 +1,5 @@
 """The model of a run and what updates it, over the ranks that share data."""
 
-import functools
 from dataclasses import dataclass
 
 import torch
@@ -8,9 +7,7 @@ from torch import nn
 
 import mpu
 from megatron.gpt2.config import without_effect
-from megatron.gpt2.extensions.exact import exact_modules, exact_squared_norm
-from megatron.gpt2.extensions.exact.norm import block_of_norm
-from megatron.gpt2.extensions.exact.reducer import OF_EMBEDDING, ExactGradientReducer
+from megatron.gpt2.hooks import first
 from megatron.gpt2.model.attention_backend import choose_attention
 from megatron.gpt2.model.gpt2 import TIED, GPT2Model
 from megatron.gpt2.optimizer.flat_parameters import FlatParameters
@@ -53,7 +50,7 @@ class Engine:
 
 def build_engine(prepared: PreparedRun, parallel: mpu.ParallelState, log: Log) -> Engine:
     """The model with random weights and its fresh optimizer. Every rank calls it."""
-    config, device, parts = prepared.config, prepared.device, prepared.config.parallel.exact_layouts
+    config, device, hooks = prepared.config, prepared.device, prepared.hooks
     seed_random_streams(config.train.seed, parallel, device)
     shape = config.model
     if reason := choose_attention(
@@ -62,7 +59,7 @@ def build_engine(prepared: PreparedRun, parallel: mpu.ParallelState, log: Log) -
         prepared.dtype,
         b=config.train.micro_batch_size,
         s=config.data.seq_length,
-        n=shape.num_attention_heads // (parts or parallel.tensor_model_parallel_size),
+        n=shape.num_attention_heads // parallel.tensor_model_parallel_size,
         d=shape.hidden_size // shape.num_attention_heads,
         dropout_p=shape.attention_dropout,
     ):
@@ -91,7 +88,7 @@ def build_engine(prepared: PreparedRun, parallel: mpu.ParallelState, log: Log) -
         checkpoint_in_cpu=config.parallel.checkpoint_in_cpu,
         cpu_offloading_num_layers=config.parallel.cpu_offloading_num_layers,
         sequence_parallel=config.parallel.sequence_parallel,
-        modules=exact_modules(parts) if parts else mpu.PLAIN_MODULES,
+        modules=first(hook.modules() for hook in hooks) or mpu.PLAIN_MODULES,
     )
     if config.train.compile:
         model.compile_layers(by_document=config.data.reset_attention_mask)
@@ -102,27 +99,22 @@ def build_engine(prepared: PreparedRun, parallel: mpu.ParallelState, log: Log) -
         ranks=(parallel.data_parallel_rank, parallel.data_parallel_size),
         sharded=config.parallel.use_distributed_optimizer,
         offloaded=config.parallel.cpu_offload_optimizer,
-        shared=TIED if parallel.embedding_group is not None or parts else None,
+        shared=TIED
+        if parallel.embedding_group is not None or any(hook.splits_tied_gradient for hook in hooks)
+        else None,
         is_copy=not model.has_embeddings,
     )
     reducer, forward = reducer_for(prepared, flat, model, parallel)
     gatherer = ParameterGatherer(flat, model, parallel.data_parallel_group)
     before = prepared.batch_schedule.before_steps(prepared.train_iters) / prepared.global_batch_size
     rates = LearningRate(config.optimizer, prepared.decay_iters, prepared.global_batch_size).table(before)
-    squared_norm = (
-        mpu.squared_norm
-        if not parts
-        else functools.partial(
-            exact_squared_norm, block=block_of_norm(parts, shape.hidden_size, shape.ffn_size, device=device)
-        )
-    )
     optimizer = AdamWOptimizer(
         flat,
         gatherer,
         config.optimizer,
         build_loss_scaler(config.optimizer, prepared.dtype, device),
         torch.from_numpy(rates),
-        squared_norm,
+        first(hook.squared_norm(device) for hook in hooks) or mpu.squared_norm,
     )
     return Engine(model=model, forward=forward, flat=flat, reducer=reducer, gatherer=gatherer, optimizer=optimizer)
 
@@ -136,12 +128,8 @@ def reducer_for(
         ddp = TorchDDPReducer(flat, model, group, bucket_size=config.ddp_bucket_size)
         return ddp, ddp.module
     is_whole = model.has_embeddings and model.has_head
-    reducer: GradientReducer
-    if config.exact_layouts:
-        of_embedding = OF_EMBEDDING if is_whole else TIED
-        reducer = ExactGradientReducer(flat, parallel, by_rows=of_embedding if model.has_embeddings else None)
-        model.tied_gradient = TiedGradientOfAStage(reducer, TIED, of_embedding)
-        return reducer, model
+    if (extended := first(hook.reducer(flat, model, parallel) for hook in prepared.hooks)) is not None:
+        return extended, model
     kind = ShardedGradientReducer if config.shard_gradients and flat.is_sharded else GradientReducer
     reducer = kind(flat, group, in_bf16=config.grad_reduce_in_bf16, embedding_group=parallel.embedding_group)
     model.tied_gradient = (TiedGradient if is_whole else TiedGradientOfAStage)(reducer, TIED)

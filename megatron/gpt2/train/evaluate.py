@@ -64,8 +64,7 @@ def evaluate_and_log(run: Run, split: str, *, final: bool = False) -> Evaluation
     run.log.record(record)
     run.log.info(evaluation_line(record, final=final))
     if split == "valid" and run.config.checkpoint.keep_best:
-        run.watch.before_save()
-        run.checkpoints.save_if_best(run.progress, record.lm_loss)
+        run.save_if_best(record.lm_loss)
     return record
 
 

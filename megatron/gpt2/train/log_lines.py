@@ -5,8 +5,7 @@ import time
 from collections.abc import Iterator
 
 from megatron.gpt2.checkpoint.best import set_best_aside
-from megatron.gpt2.extensions.plan.report import expected_peak
-from megatron.gpt2.extensions.watch.spikes import LossSpike
+from megatron.gpt2.hooks import first
 from megatron.gpt2.monitor.incidents import FOLDER
 from megatron.gpt2.monitor.reporting import IterationRecord, iteration_line, memory_line, peak_memory
 from megatron.gpt2.monitor.run_log import RunLog
@@ -32,7 +31,7 @@ class LogLines:
 
     def step(self) -> None:
         """After each step: the line, where one is due. FloatingPointError where too many steps in a row were skipped,
-        DamagedData where ranks that share layers have read different text, LossSpike under --rewind-on-spike."""
+        DamagedData where ranks that share layers have read different text."""
         run, optimizer, iteration = self._run, self._run.engine.optimizer, self._run.progress.iteration
         in_a_row = self._skipped_in_a_row(optimizer.skipped_in_a_row)
         if iteration % run.config.train.log_interval == 0 or iteration == run.prepared.train_iters:
@@ -57,14 +56,13 @@ class LogLines:
             run.schedule(run.schedule.micro_batches)
             run.engine.reducer.finish()
 
-        meeting = run.prepared.ranks.meeting
         first = explain(
             again,
             model=run.engine.model,
             reducer=run.engine.reducer,
             optimizer=run.engine.optimizer,
             parallel=run.parallel,
-            hosts=meeting.hosts if meeting else {},
+            hosts=run.hosts,
             save_directory=run.prepared.save_directory,
             facts={"iteration": run.progress.iteration, "samples": samples},
         )
@@ -115,17 +113,13 @@ class LogLines:
             )
         )
         run.log.info(run.timers.line(iterations))
-        before = self._iteration
-        for warning in run.watch.slow(run.timers.own_ms, 1000 * seconds / iterations):
-            run.log.info(warning)
-            run.incidents.note("slow", warning)
+        for hook in run.hooks:
+            for line in hook.at_log(run, record):
+                run.log.info(line)
         if not self._has_shown_memory:
-            run.log.info(memory_line(run.device, expected_peak(run.prepared.memory)))
+            run.log.info(memory_line(run.device, first(hook.expected_memory(run) for hook in run.hooks)))
         self._has_shown_memory, self._iteration, self._skipped = True, progress.iteration, skipped_in_all
         self._consumed = progress.consumed_samples
-        if run.watch.spikes is not None and (median := run.watch.spikes.above(record.lm_loss)) is not None:
-            assert record.lm_loss is not None
-            raise LossSpike(before, record.lm_loss, median)
 
 
 def open_log(prepared: PreparedRun, iteration: int, *, active: bool) -> RunLog:

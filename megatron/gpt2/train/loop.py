@@ -29,13 +29,18 @@ def train(run: Run) -> str:
     )
     while progress.iteration < train_iters:
         with profiler(progress.iteration + 1):
-            run.watch.before_step()
+            for hook in run.hooks:
+                hook.before_step(run)
             train_step(run)
         progress.step(samples := run.samples_of_step)
         run.incidents.iteration = progress.iteration
-        run.watch.after_step(progress.iteration)
+        for hook in run.hooks:
+            hook.after_step(run)
         run.log.step()
         lines.step()
+        if any(hook.went_back(run) for hook in run.hooks):
+            lines = LogLines(run)
+            continue
         if progress.iteration == train_iters:
             break  # whatever asks for a stop in the last step: all that is left is to save and to evaluate
         if run.samples_of_step != samples:

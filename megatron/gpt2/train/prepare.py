@@ -4,7 +4,7 @@ time limit of a collective.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
@@ -33,12 +33,10 @@ from megatron.gpt2.config import Config, DataConfig, flag, require
 from megatron.gpt2.config.arguments import Arguments, merge_checkpoint
 from megatron.gpt2.dist.hang import set_flight_recorder
 from megatron.gpt2.dist.ranks import Ranks
-from megatron.gpt2.extensions.plan.setting import Setting
-from megatron.gpt2.extensions.plan.step import CUDA_CONTEXT
+from megatron.gpt2.hooks import Hook, load_hooks
 from megatron.gpt2.monitor.incidents import Incidents, rank_name
 from megatron.gpt2.monitor.reporting import resident_memory
 from megatron.gpt2.train.differences import differences
-from mpu import kernels
 
 Log = Callable[[str], None]
 
@@ -50,6 +48,7 @@ class PreparedRun:
     config: with what the checkpoint decides, the vocabulary's size and the kind of tokenizer.
     source: the folder to load from; None to start from random weights.
     start: the facts of the checkpoint that is continued; empty where the run starts at iteration 0.
+    hooks: the extensions that the flags ask for.
     keeps_freed: freed memory stays with the process, see `device.set_allocator`.
     resident: bytes of anonymous memory that the process had before any model.
     """
@@ -65,6 +64,7 @@ class PreparedRun:
     source: str | None
     train_iters: int
     start: dict[str, Any]
+    hooks: Sequence[Hook] = ()
     keeps_freed: bool = False
     resident: int = field(default_factory=lambda: resident_memory().get("resident", 0))
 
@@ -99,7 +99,7 @@ class PreparedRun:
     @property
     def micro_batches(self) -> int:
         """Micro-batches that each rank runs in a step of that size."""
-        return self.memory.micro_batches
+        return self.config.micro_batches(self.ranks.world_size, self.start.get("consumed_samples", 0))
 
     @property
     def batch_growth(self) -> str:
@@ -116,20 +116,6 @@ class PreparedRun:
         """How long a collective may take (--distributed-timeout-minutes)."""
         return timedelta(minutes=self.config.parallel.distributed_timeout_minutes)
 
-    @property
-    def memory(self) -> Setting:
-        """What the memory of this rank depends on. On a CPU its fixed part is what was resident before any model."""
-        fixed = CUDA_CONTEXT if self.device.type == "cuda" else self.resident
-        return Setting(
-            self.config,
-            self.ranks.world_size,
-            self.device.type,
-            self.dtype,
-            fixed,
-            self.keeps_freed,
-            self.start.get("consumed_samples", 0),
-        )
-
 
 def prepare_run(arguments: Arguments, ranks: Ranks, log: Log) -> PreparedRun:
     """Everything up to the tokenised data, without a process group. log: takes each line of what was decided and why.
@@ -141,7 +127,8 @@ def prepare_run(arguments: Arguments, ranks: Ranks, log: Log) -> PreparedRun:
     for note in arguments.notes:
         log(note)
     config = arguments.config
-    device, dtype, backend, keeps_freed = _hardware(config, ranks, log)
+    hooks = load_hooks(config)
+    device, dtype, backend, keeps_freed = _hardware(config, ranks, hooks, log)
     start = checkpoint.facts if checkpoint is not None and not config.checkpoint.finetune else {}
     iteration, consumed_samples = start.get("iteration", 0), start.get("consumed_samples", 0)
     schedule = config.batch_schedule(ranks.world_size, consumed_samples)  # raises where it does not fit the ranks
@@ -183,6 +170,7 @@ def prepare_run(arguments: Arguments, ranks: Ranks, log: Log) -> PreparedRun:
         source=source,
         train_iters=train_iters,
         start=dict(start),
+        hooks=hooks,
         keeps_freed=keeps_freed,
     )
     for line in differences(
@@ -199,13 +187,20 @@ def prepare_run(arguments: Arguments, ranks: Ranks, log: Log) -> PreparedRun:
     return prepared
 
 
-def _hardware(config: Config, ranks: Ranks, log: Log) -> tuple[torch.device, torch.dtype, str, bool]:
+def _hardware(
+    config: Config, ranks: Ranks, hooks: Sequence[Hook], log: Log
+) -> tuple[torch.device, torch.dtype, str, bool]:
     """Device, dtype, backend, and whether the allocator keeps what is freed; each choice with its reason to `log`."""
     # before anything starts CUDA
     devices.set_cuda_variables(config.parallel.model_parallel_size, deterministic=config.is_deterministic)
     device, why_device = devices.choose_device(config.train.device, ranks)
-    if config.is_deterministic and device.type == "cuda":
-        _require_one_order_of_attention(config, device)
+    for hook in hooks:
+        hook.check(config, device)
+    require(
+        not config.is_deterministic or device.type != "cuda" or config.train.attention_backend != "fused",
+        f"--{'deterministic' if config.parallel.exact_layouts is None else 'exact-layouts'} and --attention-backend "
+        "fused: the backward of cuDNN's attention has no fixed order; give --attention-backend flash, or leave it out",
+    )
     if config.train.compile:
         devices.require_compiler(device)
     dtype, why_dtype = devices.choose_precision(config.train.precision, device)
@@ -217,21 +212,6 @@ def _hardware(config: Config, ranks: Ranks, log: Log) -> tuple[torch.device, tor
         if reason:
             log(reason)
     return device, dtype, backend, bool(allocator)
-
-
-def _require_one_order_of_attention(config: Config, device: torch.device) -> None:
-    """ValueError where the attention of a GPU would give other numbers in another layout, or in another run."""
-    dropout, is_exact = config.model.attention_dropout, config.parallel.exact_layouts is not None
-    require(
-        not is_exact or dropout == 0 or kernels.attention_takes_keys(device.type),
-        f"--exact-layouts and --attention-dropout {dropout:g}: a GPU's attention draws masks that change with the "
-        "layout; give --attention-dropout 0, or train on the CPU with --device cpu",
-    )
-    require(
-        config.train.attention_backend != "fused",
-        f"--{'exact-layouts' if is_exact else 'deterministic'} and --attention-backend fused: the backward of "
-        "cuDNN's attention has no fixed order; give --attention-backend flash, or leave it out",
-    )
 
 
 def _splits(data: DataConfig, tokenizer: Tokenizer, *, evaluates: bool) -> Splits:

@@ -7,25 +7,14 @@ from data_utils import GPT2Dataset, unigram_bits_per_byte, xz_bits_per_byte
 from data_utils.command_line import how_to_call
 from megatron.gpt2.checkpoint.folder import Checkpoint, find_checkpoint
 from megatron.gpt2.checkpoint.local_assembly import newest_held
-from megatron.gpt2.config import CheckpointConfig, Config, differing_flags
+from megatron.gpt2.config import CheckpointConfig, differing_flags
 from megatron.gpt2.device import PRECISIONS
-from megatron.gpt2.extensions.plan.pipelines import bubble
-from megatron.gpt2.extensions.plan.report import start_rows, warning
 from megatron.gpt2.model.parameters import count_parameters
 from megatron.gpt2.monitor.reporting import UNIGRAM, EvaluationRecord, closing_report, start_table
 from megatron.gpt2.train.run import Run
 
 # xz compresses about 2 MB/s: a corpus beyond this is not worth the wait at the end of a run.
 XZ_LIMIT = 32 << 20  # bytes
-
-
-def schedule_row(config: Config, micro_batches: int) -> str:
-    """What the start table says of a pipeline."""
-    layers = ", ".join(f"{stage.start}-{stage.stop - 1}" for stage in config.layers_of_stages())
-    return (
-        f"{config.schedule(1).name}, {bubble(config, micro_batches):.0%} of a step idle if all layers are equally "
-        f"fast; layers {layers}"
-    )
 
 
 def log_start(run: Run) -> None:
@@ -37,6 +26,7 @@ def log_start(run: Run) -> None:
     model, data = config.model, config.data
     samples = len(splits.train)
     pipeline = f"pipeline {p.pipeline_model_parallel_size} × " if p.pipeline_model_parallel_size > 1 else ""
+    layers = [f"{stage.start}-{stage.stop - 1}" for stage in config.layers_of_stages()]
     needed = prepared.batch_schedule.after_steps(prepared.train_iters - progress.iteration, progress.consumed_samples)
     epochs = needed / samples
     (_, first), *growth = prepared.batch_schedule.stages
@@ -59,7 +49,7 @@ def log_start(run: Run) -> None:
             f"{p.data_parallel_size}",
         ),
         ("precision", f"{PRECISIONS[prepared.dtype]} on {run.device}; MFU is of {run.peak[1]}"),
-        *([("schedule", schedule_row(config, prepared.micro_batches))] if pipeline else []),
+        *([("schedule", f"{config.schedule(1).name}; layers {', '.join(layers)}")] if pipeline else []),
         (
             "batch",
             f"{config.train.micro_batch_size} samples × {p.data_parallel_size} data-parallel ranks × "
@@ -67,7 +57,7 @@ def log_start(run: Run) -> None:
             f"{prepared.global_batch_size * data.seq_length:,} tokens"
             + (f"; it grows to that from {first} over {growth[-1][0]:,} samples" if growth else ""),
         ),
-        *start_rows(prepared.memory),
+        *(row for hook in run.hooks for row in hook.start_rows(run)),
         ("FLOPs per token", f"{model.flops_per_token(data.seq_length):,}"),
         (
             "tokenizer",
@@ -101,8 +91,9 @@ def log_start(run: Run) -> None:
             ],
         )
     )
-    if too_little := warning(prepared.memory, run.device, prepared.ranks.local_world_size):
-        run.log.info(too_little)
+    for hook in run.hooks:
+        for line in hook.start_lines(run):
+            run.log.info(line)
     if epochs > 4 and (data.train_data or data.data_path):  # the built-in corpus is as large as it is
         run.log.info(
             f"WARNING: {epochs:.1f} epochs: beyond about 4, repeated text teaches less and less; a larger "

@@ -67,12 +67,6 @@ def warning(setting: Setting, device: torch.device, local_world_size: int) -> st
     )
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a GPU's allocator, a CPU's (a RuntimeError of torch) or Python's raised `error` for want of memory."""
-    said = re.search("can't allocate memory|bad_alloc|CUDA error: out of memory", str(error))
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or (isinstance(error, RuntimeError) and bool(said))
-
-
 def out_of_memory(setting: Setting, device: torch.device, local_world_size: int, rank: int) -> str:
     """The line in which `rank` ends: the expected parts beside what was there, and the cheapest changes. Where the run
     was expected to fit, the changes need clearly less than what was expected."""

@@ -43,5 +43,4 @@ class Setting:
     @cached_property
     def micro_batches(self) -> int:
         """Micro-batches of each rank in a step of the final batch, which needs the most memory."""
-        together = self.config.train.micro_batch_size * self.data_parallel_size
-        return self.config.batch_schedule(self.world_size, self.consumed_samples).final // together
+        return self.config.micro_batches(self.world_size, self.consumed_samples)

@@ -18,6 +18,7 @@ import torch
 from data_utils.files import flush_to_disk
 from megatron.gpt2.checkpoint.save_lock import lock_folder
 from megatron.gpt2.device import PRECISIONS
+from megatron.gpt2.extensions.plan.hook import setting_of
 from megatron.gpt2.extensions.plan.report import available, in_mb, warning
 from megatron.gpt2.extensions.plan.step import expected
 from megatron.gpt2.model.parameters import count_parameters
@@ -64,7 +65,7 @@ def code_hash() -> str:
 
 def facts_of_run(prepared: PreparedRun, local_world_size: int) -> Facts:
     """Decisions, data and memory of a run that could be prepared."""
-    setting = prepared.memory
+    setting = setting_of(prepared)
     there, where = available(prepared.device, local_world_size)
     schedule, start = prepared.batch_schedule, prepared.start
     used = schedule.after_steps(prepared.train_iters - start.get("iteration", 0), start.get("consumed_samples", 0))

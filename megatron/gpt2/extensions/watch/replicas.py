@@ -9,62 +9,56 @@ of its own. A single flipped bit always changes it, on any device in any order o
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-import mpu
+from megatron.gpt2.config import Config
 from megatron.gpt2.dist.gathering import gather_rows, gather_texts
 from megatron.gpt2.dist.ranks import named
-from megatron.gpt2.optimizer.optimizer import AdamWOptimizer
+from megatron.gpt2.hooks import Hook, StopRun
+from megatron.gpt2.train.run import Run
 
 ROW = 64  # elements: every parameter and every owned range starts at a multiple of it
 
 
-class StateChanged(Exception):
+class StateChanged(StopRun):
     """What a rank holds for training is not what its last update has left; in one line."""
 
 
-class ReplicaCheck:
-    """Hashes every `interval` steps. Every rank has one and calls its methods at the same steps."""
+class ReplicaCheck(Hook):
+    """Hashes every --check-replicas-interval steps."""
 
-    def __init__(
-        self,
-        optimizer: AdamWOptimizer,
-        parallel: mpu.ParallelState,
-        interval: int,
-        iteration: int,
-        hosts: Mapping[int, str],
-    ) -> None:
-        self._optimizer, self._parallel, self._interval, self._hosts = optimizer, parallel, interval, hosts
-        flat = optimizer.flat
+    def __init__(self, config: Config) -> None:
+        assert config.train.check_replicas_interval is not None
+        self._interval = config.train.check_replicas_interval
+
+    def begin(self, run: Run) -> None:
+        """The state is another one on purpose: a new model's, or a checkpoint's."""
+        self._optimizer, self._parallel, self._hosts = run.engine.optimizer, run.parallel, run.hosts
+        flat = self._optimizer.flat
         self._names = list(flat.ranges)
         self._is_split = torch.tensor([getattr(flat.parameters[name], "model_parallel", False) for name in self._names])
         self._after: Tensor | None = None  # the hashes after the last update, where it was their turn
-        self._iteration = iteration  # of the last update
-        self._alike_at = ""  # when the replicas were last known to be alike
-        self.restart(iteration)
+        self._iteration = run.progress.iteration  # of the last update
+        self._alike_at = f"iteration {self._iteration}, the start"  # when the replicas were last known to be alike
 
-    def restart(self, iteration: int) -> None:
-        """The state is another one on purpose: a checkpoint's."""
-        self._after, self._iteration, self._alike_at = None, iteration, f"iteration {iteration}, the start"
-
-    def after_update(self, iteration: int) -> None:
-        """Hash what the update of `iteration` has left, where it is its turn."""
-        self._iteration = iteration
-        if iteration % self._interval == 0:
+    def after_step(self, run: Run) -> None:
+        """Hash what the update has left, where it is its turn."""
+        self._iteration = run.progress.iteration
+        if self._iteration % self._interval == 0:
             self._optimizer.gatherer.wait()
             self._after = self.hashes()
 
-    def before_update(self) -> None:
+    def before_update(self, run: Run) -> None:
         """StateChanged, on every rank, where a hash was taken after the last update, and on any rank that is not the
         state now. It then waits for the device."""
         if self._after is not None:
             self._verify()
             self._after = None
 
-    def before_save(self) -> None:
+    def before_save(self, run: Run) -> None:
         """The same before any save: what is wrong is not saved."""
         self._optimizer.gatherer.wait()
         self._verify()

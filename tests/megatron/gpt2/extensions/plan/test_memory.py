@@ -15,6 +15,7 @@ import torch
 
 from megatron.gpt2.config import Config, ModelConfig
 from megatron.gpt2.config.arguments import parse
+from megatron.gpt2.device import is_out_of_memory
 from megatron.gpt2.extensions.plan.fit import cheapest, largest_micro_batch, layouts, smallest
 from megatron.gpt2.extensions.plan.megatron_2019 import (
     BYTES_PER_PARAMETER,
@@ -23,7 +24,7 @@ from megatron.gpt2.extensions.plan.megatron_2019 import (
     megatron_2019,
 )
 from megatron.gpt2.extensions.plan.pipelines import bubble, situations
-from megatron.gpt2.extensions.plan.report import available, is_out_of_memory
+from megatron.gpt2.extensions.plan.report import available
 from megatron.gpt2.extensions.plan.setting import Setting
 from megatron.gpt2.extensions.plan.sizes import Sizes
 from megatron.gpt2.extensions.plan.step import expected, of_stages

@@ -50,7 +50,8 @@ def test_every_single_bit_changes_the_hash_of_its_part_alone(dtype: torch.dtype)
 def step(run: Any) -> None:
     train_step(run)
     run.progress.step(run.samples_of_step)
-    run.watch.after_step(run.progress.iteration)
+    for hook in run.hooks:
+        hook.after_step(run)
 
 
 def flipped(rank: int, world: int, folder: str, flags: list[str], cases: list[tuple[int, int, str, str]]) -> list[str]:

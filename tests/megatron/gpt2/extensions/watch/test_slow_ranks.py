@@ -63,7 +63,6 @@ def slow_optimizer(rank: int, world: int, folder: str) -> list[str]:
     )
     train(run)
     finish(run)
-    assert "counted" not in torch.distributed.Work.wait.__qualname__
     return [record["text"] for record in read_incidents(f"{folder}/save") if record["kind"] == "slow"]
 
 

@@ -9,7 +9,7 @@ from unittest import mock
 from megatron.gpt2.checkpoint.folder import TRACKER
 from megatron.gpt2.extensions.watch.spikes import MEMORY, MOST, Spikes
 from megatron.gpt2.monitor.incidents import read_incidents
-from megatron.gpt2.train.rewind import train_past_spikes
+from megatron.gpt2.train.loop import train
 from tests.distributed import run_ranks
 from tests.faults.state_faults import plant
 from tests.megatron.gpt2.train.training_runs import finish, start, write_text
@@ -58,7 +58,7 @@ def trained(rank: int, world: int, folder: str, flags: list[str], until: int) ->
         return read(text, samples)
 
     with mock.patch.object(run.data, "to_device", noted):
-        train_past_spikes(run)
+        train(run)
     run.save()
     finish(run)
     return seen
