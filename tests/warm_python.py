@@ -25,7 +25,10 @@ import traceback
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-PROGRAMS = ("pretrain_gpt2", "generate_text", "evaluate_gpt2", "checkpoint", "plan", "preprocess_data", "inspect_data")
+PROGRAMS = (
+    *(f"commands.{name}" for name in ("pretrain_gpt2", "generate_text", "evaluate_gpt2", "checkpoint")),
+    *("commands.preprocess_data", "commands.inspect_data", "extensions.plan.command"),
+)
 LIBRARIES = (
     "matplotlib.backends.backend_agg",
     "tiktoken",
@@ -256,7 +259,7 @@ def exit_code(argv: list[str]) -> int:
 
 def preload() -> None:
     """The libraries, and the programs with all that they import at their start."""
-    for name in (*LIBRARIES, *(f"megatron.gpt2.commands.{program}" for program in PROGRAMS)):
+    for name in (*LIBRARIES, *(f"megatron.gpt2.{program}" for program in PROGRAMS)):
         importlib.import_module(name)
     atexit.unregister(importlib.import_module("torch._dynamo.utils").dump_compile_times)  # takes as long as the rest
     import torch

@@ -6,11 +6,10 @@ from typing import Any
 import pytest
 
 from data_utils.command_line import program
+from megatron.gpt2.extensions.plan.command import main
 from megatron.gpt2.monitor.reporting import resident_memory
-from tests.megatron.gpt2.commands import tool
 
 MB = 2**20
-main = tool("plan").main
 
 
 def planned(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> dict[str, Any]:
