@@ -88,9 +88,6 @@ class Hook:
     def before_update(self, run: Run) -> None:
         """The gradients are summed over all ranks, and the optimizer is about to use them."""
 
-    def after_update(self, run: Run) -> None:
-        """The optimizer has updated the weights, and the gradients are freed."""
-
     def after_step(self, run: Run) -> None:
         """The step is done and counted: it makes `run.progress.iteration`."""
 

@@ -27,8 +27,6 @@ def train_step(run: Run) -> None:
         hook.before_update(run)
     with timers("optimizer"):
         optimizer.step()  # takes the norm, skips or clips, updates, and moves the schedule on
-    for hook in run.hooks:
-        hook.after_update(run)
     # A skipped step's loss may not be finite; it is left out of the mean.
     run.progress.loss_sum += torch.where(optimizer.found_inf > 0, 0.0, exact_sum(losses, LOSS_STEP))
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from data_utils.samplers import first_samples
 from megatron.gpt2.checkpoint.state import state_pieces
 from megatron.gpt2.extensions.verify.trace import Key, Part, rows_part
+from megatron.gpt2.hooks import Hook
 from megatron.gpt2.model.gpt2 import TIED
 from megatron.gpt2.model.parameters import parameter_specs
 from megatron.gpt2.optimizer.flat_state import FlatState
@@ -78,7 +79,7 @@ def first_place(number: int) -> int:
     return 1 + number * len(POINTS)
 
 
-class Capture:
+class Capture(Hook):
     """Takes the parts of each step of `run` and gives them to `take`, while the step runs.
 
     A layer that is compiled is one operation: only its output is taken. What backward computes again is not taken
@@ -95,7 +96,7 @@ class Capture:
 
     def steps(self, count: int) -> None:
         """`count` training steps, all of whose tensors are taken; before them the weights."""
-        run, optimizer = dataclasses.replace(self._run, watch=self), self._run.engine.optimizer  # type: ignore[arg-type]
+        run, optimizer = dataclasses.replace(self._run, hooks=[self]), self._run.engine.optimizer
         handles = self._watch()
         self._parameters()
         for self._step in range(1, count + 1):
@@ -184,7 +185,7 @@ class Capture:
         number = torch.as_tensor(value, dtype=torch.float32).detach().clone().view(1)
         self._take(rows_part(Key(self._step, kind, place, name), number, writes=self._run.parallel.rank == 0))
 
-    def before_update(self) -> None:
+    def before_update(self, run: Run) -> None:
         """Take the loss and the gradients, which are summed and not yet clipped."""
         losses = torch.stack(self._losses or [torch.zeros((), device=self._run.device)]) / self._scale
         loss = sum_over_replicas([exact_sum(losses, LOSS_STEP)], self._run.parallel)
