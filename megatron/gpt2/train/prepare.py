@@ -4,7 +4,6 @@ time limit of a collective.
 """
 
 import dataclasses
-import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -251,10 +250,7 @@ def _source(arguments: Arguments, ranks: Ranks, log: Log) -> tuple[Arguments, Ch
     assert where.save is not None
     if where.load is not None:
         heads = "model.num_attention_heads"
-        # By name, since a training needs the formats of other programs for this one error.
-        importlib.import_module("megatron.gpt2.formats").refuse_foreign(
-            where.load, num_attention_heads=arguments.values[heads] if heads in arguments.given else None
-        )
+        refuse_foreign(where.load, num_attention_heads=arguments.values[heads] if heads in arguments.given else None)
     checkpoint = find_checkpoint(where.load or where.save, log=_ignored, verify=False)
     begun, holder = None, where.save  # what the same command has saved, if it has run before
     if where.load is not None and where.load != where.save:
