@@ -34,7 +34,7 @@ from megatron.gpt2.train.train_step import train_step
 # The first part whose sign stands in the name of an operator or of one that called it; matrix products apart.
 PARTS = {
     "optimizer: norm, AdamW, rounding": ("our optimizer",),
-    "head and loss": ("_LinearCrossEntropy",),
+    "head and loss": ("LinearCrossEntropy",),
     "attention": ("blockwise_attention", "_BlockwiseBackward", "scaled_dot_product"),
     "gradients into buckets": ("AccumulateGrad",),
     "layers and embeddings": ("",),

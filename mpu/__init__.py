@@ -16,7 +16,8 @@ The files in the order in which to read them:
     transformer         MLP and layer
     cross_entropy       the loss over a split vocabulary
 
-`data` and `kv_cache` are short helpers; `kept_arguments` and `host_memory` are two places for what backward needs.
+`kv_cache` serves generation, `host_memory` holds what backward needs on the host, and `megatron_2019` has names of 2019
+that nothing here uses.
 `kernels` chooses for a device, dtype and case how an operation is computed; it knows nothing of ranks.
 
 The names below that Megatron's `mpu` had in 2019 keep their meaning and the order of their arguments. Arguments that
@@ -25,7 +26,6 @@ came later are given by keyword.
 
 from mpu.attention import Documents, ParallelSelfAttention
 from mpu.cross_entropy import vocab_parallel_cross_entropy, vocab_parallel_linear_cross_entropy
-from mpu.data import broadcast_data
 from mpu.dropout import dropout_keys, hidden_dropout
 from mpu.grads import clip_grad_norm, mark_sequence_parallel, squared_norm, sum_sequence_parallel_grads
 from mpu.host_memory import HostMemory
@@ -57,7 +57,6 @@ from mpu.kernels import dropout, linear_without_gradient
 from mpu.kv_cache import KeyValueCache
 from mpu.layers import (
     ColumnParallelLinear,
-    ParallelEmbedding,
     PositionEmbedding,
     RowParallelLinear,
     VocabParallelEmbedding,
@@ -70,6 +69,12 @@ from mpu.mappings import (
     reduce_scatter_to_sequence_parallel_region,
     scatter_to_model_parallel_region,
 )
+from mpu.megatron_2019 import (
+    ParallelEmbedding,
+    broadcast_data,
+    checkpoint,
+    partition_activations_in_checkpoint,
+)
 from mpu.partition import Box, PartitionSpec, divide, padded_vocab_size, partition_specs
 from mpu.pipeline import (
     Transfer,
@@ -78,12 +83,7 @@ from mpu.pipeline import (
     receive_from_previous_stage,
     send_to_next_stage,
 )
-from mpu.random import (
-    checkpoint,
-    get_cuda_rng_tracker,
-    model_parallel_cuda_manual_seed,
-    partition_activations_in_checkpoint,
-)
+from mpu.random import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
 from mpu.transformer import PLAIN_MODULES, LayerNorm, Modules, ParallelMLP, ParallelTransformerLayer
 from mpu.transformer_config import TransformerConfig
 

@@ -2,7 +2,7 @@
 
 A mask is a function of the seed, the global number of the sample, the layer, the place in the layer and the position
 with its channel, or in attention the head, the query and the key. So it is the same on any number of ranks, in any
-micro-batch, and when a layer is computed again; nothing about it is kept or saved. `kernels/philox.py` is the function.
+micro-batch, and when a layer is computed again; nothing about it is kept or saved. `kernels/dropout.py` is the function.
 
 Where the layers are given no keys, dropout draws from torch's generators, as in 2019: see `random`.
 

@@ -47,7 +47,7 @@ def initial_weight(shape: tuple[int, ...], init_method: InitMethod, device: torc
     return weight
 
 
-class _ParallelLayer(nn.Module):
+class ParallelLayer(nn.Module):
     """What the layers have in common: the group, which is resolved once, and parameters that are made from specs."""
 
     def __init__(self, group: ProcessGroup | None) -> None:
@@ -73,7 +73,7 @@ class _ParallelLayer(nn.Module):
         return full
 
 
-class _ParallelLinear(_ParallelLayer):
+class _ParallelLinear(ParallelLayer):
     """The parameters of a linear layer: A [output_size, input_size], split by its dimension `dim`, and b, split as the
     outputs are."""
 
@@ -260,7 +260,7 @@ class _EmbeddingWithGradHook(torch.autograd.Function):
         return None, None, None
 
 
-class VocabParallelEmbedding(_ParallelLayer):
+class VocabParallelEmbedding(ParallelLayer):
     """The weight's rows are split by token id. Forward: all-reduce, where each rank gives zeros for the ids that others
     hold; backward: nothing. With sequence_parallel: reduce-scatter; backward: all-gather.
 
@@ -313,7 +313,7 @@ class VocabParallelEmbedding(_ParallelLayer):
         return self.reduce(rows.masked_fill(~is_here.unsqueeze(-1), 0.0), self.group)  # mask [...] -> [..., 1]
 
 
-class PositionEmbedding(_ParallelLayer):
+class PositionEmbedding(ParallelLayer):
     """Adds to each token the row of its position; replicated. With sequence_parallel the weight's gradient is a partial
     sum.
 
@@ -350,30 +350,3 @@ class PositionEmbedding(_ParallelLayer):
         return x + (
             self.weight[own].unsqueeze(1) if positions is None else F.embedding(positions.t()[own], self.weight)
         )
-
-
-class ParallelEmbedding(_ParallelLayer):
-    """The weight's columns are split by embedding dimension. Forward: all-gather; backward: nothing.
-
-    [...] int64 -> [..., h]. Raises ValueError where embedding_dim is not divisible by p.
-    """
-
-    weight: Tensor
-
-    def __init__(
-        self,
-        num_embeddings: int,
-        embedding_dim: int,
-        init_method: InitMethod = nn.init.xavier_normal_,
-        keep_master_weight_for_test: bool = False,
-        *,
-        group: ProcessGroup | None = None,
-        device: torch.device | str | None = None,
-    ) -> None:
-        super().__init__(group)
-        full = self.make_parameter("weight", PartitionSpec((num_embeddings, embedding_dim), 1), init_method, device)
-        self.master_weight = full if keep_master_weight_for_test else None
-
-    def forward(self, ids: Tensor) -> Tensor:
-        """[...] int64 -> [..., h]."""
-        return gather_from_model_parallel_region(F.embedding(ids, self.weight), self.group)

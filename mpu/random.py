@@ -19,9 +19,8 @@ import torch.utils.checkpoint
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from mpu.host_memory import HostMemory
+from mpu.host_memory import HostMemory, keeping_arguments
 from mpu.initialize import get_tensor_model_parallel_group, get_tensor_model_parallel_rank
-from mpu.kept_arguments import keeping_arguments
 
 MODEL_PARALLEL_RNG = "model-parallel-rng"
 _TRACKER_OFFSET = 2718
@@ -139,19 +138,10 @@ def _tracker_states(states: dict[str, Tensor]) -> Iterator[None]:
         tracker.set_states(after)
 
 
-_partition_activations = False
-
-
-def partition_activations_in_checkpoint(partition_activation: bool) -> None:
-    """Whether `checkpoint` distributes what it saves where it is not told. As in 2019, for the whole process."""
-    global _partition_activations
-    _partition_activations = partition_activation
-
-
 def checkpoint(
     function: Callable[..., Any],
     *args: Any,
-    distribute_saved_activations: bool | None = None,
+    distribute_saved_activations: bool = False,
     host_memory: HostMemory | None = None,
     group: ProcessGroup | None = None,
 ) -> Any:
@@ -161,14 +151,12 @@ def checkpoint(
     the same elements both times. The second computation stops at the last tensor that backward needs, so that a closing
     all-reduce is not repeated.
 
-    distribute_saved_activations: each rank of `group` (default: the default model-parallel group) keeps its part alone
-    of each argument, which must be the same on all of them; backward gathers it, contiguous. Default: what
-    `partition_activations_in_checkpoint` said. host_memory: what is kept is there.
+    distribute_saved_activations: each rank of `group` (default: the default model-parallel group) keeps only its part
+    of each argument, which must be the same on all of them; backward gathers it, contiguous. host_memory: holds what is
+    kept.
     """
     states = current_rng_tracker().get_states()
-    split = None
-    if _partition_activations if distribute_saved_activations is None else distribute_saved_activations:
-        split = group if group is not None else get_tensor_model_parallel_group()
+    split = (group or get_tensor_model_parallel_group()) if distribute_saved_activations else None
     with keeping_arguments(split, host_memory):
         return torch.utils.checkpoint.checkpoint(
             function, *args, use_reentrant=False, context_fn=lambda: (contextlib.nullcontext(), _tracker_states(states))

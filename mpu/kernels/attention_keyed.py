@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mpu.kernels import attention_blockwise
-from mpu.kernels.philox import ELEMENTS, factor, mask_streams, zero_dropped
+from mpu.kernels import attention
+from mpu.kernels.dropout import ELEMENTS, factor, mask_streams, zero_dropped
 from mpu.kernels.processor import HAS_AMX
 
 # Queries that are taken together, which is also the unit of the masks' streams: another number means other masks.
@@ -42,9 +42,9 @@ def computed_in(dtype: torch.dtype) -> torch.dtype:
 
 
 def heads_at_once(s: int) -> int:
-    """How many heads of all samples are taken together: twice those of `attention_blockwise`, which takes 4 % less time
+    """How many heads of all samples are taken together: twice those of `attention.heads_at_once`, which takes 4 % less time
     here (8 samples of 256 tokens, 4 heads, bf16, one thread)."""
-    return attention_blockwise.heads_at_once(s, BLOCK // 2)
+    return attention.heads_at_once(s, BLOCK // 2)
 
 
 def kept_pairs(s: int) -> int:

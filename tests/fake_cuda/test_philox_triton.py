@@ -13,8 +13,8 @@ from tests.fake_cuda.ptxas import assembled
 # Triton's interpreter computes a kernel with numpy; it has to be chosen before Triton is loaded.
 SAME = """
 import torch, mpu
-from mpu.kernels.dropout_keyed import keyed_dropout
-from mpu.kernels.philox_triton import dropped_on_gpu
+from mpu.kernels.dropout import keyed_dropout
+from mpu.kernels.dropout_triton import dropped_on_gpu
 for s, b, h, dtype in ((5, 3, 96, torch.float32), (3, 2, 100, torch.bfloat16), (2, 2, 1500, torch.float16)):
     x = torch.randn(s, b, h).to(dtype)
     keys = mpu.dropout_keys(2**31 - 5, 2**40 + torch.arange(b), 4)[3]
@@ -38,7 +38,7 @@ def test_it_drops_what_the_cpu_drops():
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90a"])
 @pytest.mark.parametrize("element", ["bf16", "fp16", "fp32"])
 def test_it_spills_nothing(architecture: str, element: str):
-    from mpu.kernels.philox_triton import BLOCKS, WARPS, dropout_kernel
+    from mpu.kernels.dropout_triton import BLOCKS, WARPS, dropout_kernel
 
     types = {
         "x": f"*{element}",

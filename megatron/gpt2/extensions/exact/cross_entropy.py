@@ -1,4 +1,4 @@
-"""The head and its loss in V parts of the vocabulary.
+"""The head and its loss in V parts of the vocabulary, each of which has a peak of its own.
 
 Legend: c tokens of a chunk, t tokens, h hidden, v padded vocabulary, p model-parallel size, V parts.
 """
@@ -6,50 +6,114 @@ Legend: c tokens of a chunk, t tokens, h hidden, v padded vocabulary, p model-pa
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron.gpt2.extensions.exact.sums import Parts, sum_of_products, tree_sum
-from mpu.cross_entropy import LinearCrossEntropy, VocabSums, chunk_size_for
+from mpu.cross_entropy import LinearCrossEntropy, chunk_size_for, loss_of
 from mpu.initialize import get_tensor_model_parallel_group
-from mpu.partition import check_ids, divide
+from mpu.kernels import SumOfProducts, VocabShard, rows_in_cache
+from mpu.partition import check_ids, local_ids
 
 
-class ExactVocabSums(VocabSums):
-    """Each part has a peak of its own, also on one rank."""
+def shard_of_part(target: Tensor, number: int, columns: int, vocab_size: int) -> VocabShard:
+    """Part `number` of the vocabulary, of `columns` columns, and the targets [t] among them."""
+    first = number * columns
+    return VocabShard(min(max(vocab_size - first, 0), columns), *local_ids(target, first, first + columns))
 
-    def __init__(self, columns: int, parts: Parts, vocab_size: int, *, sequence_parallel: bool) -> None:
-        super().__init__(columns, parts.group, vocab_size)
-        self._sums, self.parts = parts, parts.own
-        self._sequence_parallel = sequence_parallel and parts.group is not None
-        self.columns_at_once = divide(columns, parts.own) * parts.count  # the same rows at once in every layout
 
-    def whole(self, everyone: Tensor) -> Tensor:
-        """[p, 3, ..., V/p], or without p where a rank has the whole vocabulary -> [3, ...]."""
-        of_ranks = everyone.unsqueeze(0) if self.is_local else everyone
-        peaks, totals, target_logits = of_ranks.movedim(-1, 1).flatten(0, 1).unbind(1)  # three of [V, ...]
-        peak = peaks.amax(dim=0)
-        terms = totals * (peaks - peak).exp()
-        return torch.stack((peak, tree_sum(terms.unbind()), tree_sum(target_logits.unbind())))
+def _whole(local: Tensor) -> Tensor:
+    """[V, 3, c] of all parts -> [3, c]: peak, sum of exponentials, the target's logit."""
+    peaks, totals, target_logits = local.unbind(1)
+    peak = peaks.amax(dim=0)
+    terms = totals * (peaks - peak).exp()
+    return torch.stack((peak, tree_sum(terms.unbind()), tree_sum(target_logits.unbind())))
 
-    def all_tokens(self, hidden: Tensor) -> Tensor:
-        """[t, h], or [t/p, h] with sequence_parallel -> [t, h]."""
-        return self._sums.gathered(hidden) if self._sequence_parallel else hidden
 
-    def room(self, hidden: Tensor) -> Tensor:
-        """[t, h], for sums over this rank's parts."""
-        return hidden.new_empty(hidden.shape, dtype=self._sums.sum_dtype(hidden.dtype))
+def softmax_in_parts(
+    logits: Sequence[Tensor], shards: Sequence[VocabShard], weight: Tensor | None, parts: Parts
+) -> Tensor:
+    """The logits of each of this rank's parts [c, v/V] -> [3, c] float32 of the whole vocabulary. weight: [c] float32;
+    with it the logits become weight · (softmax - one-hot(target))."""
+    tokens, columns = logits[0].shape
+    # The same rows at once in every layout.
+    count = min(rows_in_cache(columns * parts.count), tokens) if logits[0].is_cpu else tokens
+    blocks = [slice(first, min(first + count, tokens)) for first in range(0, tokens, count)]
+    local = torch.empty(len(logits), 3, tokens, dtype=torch.float32, device=logits[0].device)
+    whole = local.new_empty(3, tokens)
 
-    def input_gradient(self, d_logits: Sequence[Tensor], weights: Sequence[Tensor], out: Tensor) -> None:
-        """[c, v/V] and [v/V, h] of each part -> [c, h]."""
-        out.copy_(sum_of_products(d_logits, weights, out.dtype))
+    def exponentials(rows: slice) -> list[Tensor]:
+        xs = [part[rows].to(torch.float32, copy=True) for part in logits]
+        for number, x in enumerate(xs):
+            local[number, :, rows] = shards[number][rows].exponentials(x)
+        return xs
 
-    def complete(self, d_hidden: Tensor, dtype: torch.dtype) -> Tensor:
-        """The sum over all parts, [t, h], or [t/p, h] with sequence_parallel."""
-        complete = self._sums.to_own_rows if self._sequence_parallel else self._sums.to_all_rows
-        return complete(d_hidden, dtype)
+    def to_gradient(xs: list[Tensor], rows: slice) -> None:
+        if weight is not None:
+            for part, shard, x, own in zip(logits, shards, xs, local[:, :, rows], strict=True):
+                part[rows] = shard[rows].d_logits(x, own, whole[:, rows], weight[rows])
+
+    if parts.group is None:
+        for rows in blocks:
+            xs = exponentials(rows)
+            whole[:, rows] = _whole(local[:, :, rows])
+            to_gradient(xs, rows)
+        return whole
+    for rows in blocks:
+        exponentials(rows)
+    whole = _whole(parts.gathered(local))
+    for rows in blocks if weight is not None else ():
+        to_gradient(exponentials(rows), rows)
+    return whole
+
+
+class _ExactLinearCrossEntropy(LinearCrossEntropy):
+    """Backward is that of `LinearCrossEntropy`."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        target: Tensor,
+        token_weight: Tensor,
+        parts: Parts,
+        vocab_size: int,
+        is_split: bool,
+        weight_grad_hook: Callable[[Tensor], object] | None,
+        grad_enabled: bool,
+    ) -> Tensor:
+        """is_split: hidden is this rank's [t/p, h]."""
+        needs_grad = grad_enabled and any(ctx.needs_input_grad)
+        hidden = parts.gathered(hidden) if is_split else hidden
+        weights = weight.chunk(parts.own)
+        shards = [
+            shard_of_part(target, parts.first + number, part.size(0), vocab_size) for number, part in enumerate(weights)
+        ]
+        d_hidden = hidden.new_empty(hidden.shape if needs_grad else 0, dtype=parts.sum_dtype(hidden.dtype))
+        d_weights = [SumOfProducts() for _ in weights]
+        loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        chunk_size = chunk_size_for(hidden.size(0))
+        for start in range(0, hidden.size(0), chunk_size):
+            rows = slice(start, start + chunk_size)
+            logits = [hidden[rows] @ part.t() for part in weights]  # [c, v/V]
+            own = [shard[rows] for shard in shards]
+            whole = softmax_in_parts(logits, own, token_weight[rows] if needs_grad else None, parts)
+            loss += torch.dot(loss_of(whole), token_weight[rows])
+            if needs_grad:  # the softmax has written the gradients over the logits
+                d_hidden[rows] = sum_of_products(logits, weights, d_hidden.dtype)
+                for total, part in zip(d_weights, logits, strict=True):
+                    total.add(part, hidden[rows])
+            del logits
+        if needs_grad:
+            complete = parts.to_own_rows if is_split else parts.to_all_rows
+            d_weight = torch.cat([total.total().to(weight.dtype) for total in d_weights])
+            ctx.gradients = complete(d_hidden, hidden.dtype), d_weight
+            ctx.weight_grad_hook = weight_grad_hook
+        return loss
 
 
 def exact_linear_cross_entropy(
@@ -66,16 +130,17 @@ def exact_linear_cross_entropy(
 ) -> Tensor:
     """`mpu.vocab_parallel_linear_cross_entropy` in V = `parts` parts of the vocabulary. Forward sums the gradient of
     hidden over the ranks; backward sends nothing."""
-    group = group if group is not None else get_tensor_model_parallel_group()
+    of_group = Parts(parts, group if group is not None else get_tensor_model_parallel_group())
     check_ids(target, vocab_size, "target")
-    sums = ExactVocabSums(weight.size(0), Parts(parts, group), vocab_size, sequence_parallel=sequence_parallel)
-    return LinearCrossEntropy.apply(  # type: ignore[no-any-return]
+    is_split = sequence_parallel and of_group.group is not None
+    return _ExactLinearCrossEntropy.apply(  # type: ignore[no-any-return]
         hidden,
         weight,
         target,
         token_weight,
-        sums,
-        chunk_size_for(target.numel()),
+        of_group,
+        vocab_size,
+        is_split,
         weight_grad_hook,
         torch.is_grad_enabled(),
     )

@@ -18,10 +18,9 @@ from megatron.gpt2.model.parameters import count_parameters
 from megatron.gpt2.optimizer.gradient_reducer import bucket_size
 from mpu import kernels
 from mpu.cross_entropy import chunk_size_for
-from mpu.kernels import attention_blockwise, attention_keyed
-from mpu.kernels.attention_materialised import materialised_attention
-from mpu.kernels.cross_entropy_rows import rows_in_cache
-from mpu.kernels.cross_entropy_sums import products_at_once
+from mpu.kernels import attention, attention_keyed
+from mpu.kernels.attention import materialised_attention
+from mpu.kernels.cross_entropy import products_at_once, rows_in_cache
 
 # What a token of a step is as numbers: text, tokens and labels in int64, mask and weight in float32.
 BATCH = 40
@@ -271,8 +270,8 @@ class Sizes:
             return self.residual + 11 * own * e // self.element + (4 * e + 2) * heads * block * self._s - free
         if self.on_gpu or self._setting.dtype != torch.bfloat16 or self._dropout[0] > 0:
             return 0
-        heads = min(attention_blockwise.heads_at_once(self._s), heads)
-        block = min(attention_blockwise.BLOCK, self._s)
+        heads = min(attention.heads_at_once(self._s), heads)
+        block = min(attention.BLOCK, self._s)
         return self.residual + 11 * own + 3 * self.element * heads * block * self._s - free
 
     @property

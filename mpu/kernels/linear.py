@@ -1,0 +1,98 @@
+"""Linear layers on a CPU: xAᵀ + b without a gradient, for the few rows of x that generation has and for processors
+without products in bf16; and a layer whose weight gradient is given to a function.
+
+All times are milliseconds, F.linear or the whole product first. Source: docs/explanation/performance.md.
+
+Legend: r rows of x in all, t tokens, i input features, o output features.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_ELEMENTS = 1 << 19  # of the weight that exist in float32 at once: 2 MB
+
+
+def matrix_vector_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """For one row: [..., i] -> [..., o].
+
+    2 cores with AMX, bf16: 15 and 7. In bf16 without AMX F.linear is faster; float32 is the same on both.
+    """
+    row = x.reshape(-1)  # [..., i] -> [i]
+    y = torch.mv(weight, row) if bias is None else torch.addmv(bias, weight, row)
+    return y.view(*x.shape[:-1], weight.size(0))  # [o] -> [..., o]
+
+
+def transposed_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """(A xᵀ)ᵀ + b: [..., i] -> [..., o], contiguous: attention would take a slow way through a result stored by
+    column.
+
+    2 cores with AMX, 8 rows: 15 and 10 in bf16; 41 and 33 in float32, and F.linear takes 23 where A is stored by
+    column. In bf16 without AMX F.linear or blocks in float32 are faster; float32 is the same on both.
+    """
+    y = torch.mm(weight, x.reshape(-1, x.size(-1)).t()).t()  # [..., i] -> [r, i]; [o, r] -> [r, o]
+    by_row = torch.empty_like(y, memory_format=torch.contiguous_format)
+    by_row = by_row.copy_(y) if bias is None else torch.add(y, bias, out=by_row)
+    return by_row.view(*x.shape[:-1], weight.size(0))  # [r, o] -> [..., o]
+
+
+def linear_in_float32_blocks(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """[..., i], [o, i], [o] of 16 bits -> [..., o] of the same dtype, computed in float32 and rounded once at the
+    end.
+
+    Two threads, no products in bf16: 4 rows 61 and 44, 8 rows 84 and 54, 16 rows 124 and 95. For one row F.linear is
+    faster (18 and 37), and so it is for every number of rows where AVX-512 has bf16 products.
+    """
+    rows = x.reshape(-1, x.size(-1)).float()  # [..., i] -> [r, i]
+    y = x.new_empty(rows.size(0), weight.size(0))
+    for start in range(0, weight.size(0), size := max(_ELEMENTS // weight.size(1), 1)):
+        part = slice(start, start + size)
+        product = torch.mm(rows, weight[part].float().t())
+        y[:, part] = product if bias is None else product.add_(bias[part])
+    return y.view(*x.shape[:-1], weight.size(0))  # [r, o] -> [..., o]
+
+
+# Is given dY [t, o] and X [t, i], either of which may be in parts, and gives dYᵀX [o, i] to autograd, or None where the
+# gradient goes another way: into a buffer, or later.
+WeightGradientSink = Callable[[Any, Any], Tensor | None]
+PARTS = 4
+LEAST_TOKENS = 512  # of a part
+
+
+def weight_gradient_in_parts(dy: Tensor, x: Tensor) -> Tensor:
+    """dyᵀx: [t, o], [t, i] -> [o, i], in the dtype of both. Each part after the first rounds the sum once more.
+
+    For a CPU with AMX in bf16: oneDNN with AMX is slow if the left matrix of a product is transposed and long. 2 cores,
+    2,048 tokens: the whole product runs at 1.3 TFLOP/s, where a layer's other products reach 2.5; in 4 parts it runs at
+    1.9. One thread, 3,072 x 768: 103 ms whole, 71 in parts. Without AMX the parts take longer (559 whole, 603).
+    """
+    tokens = max(LEAST_TOKENS, -(-dy.size(0) // PARTS))
+    total = dy[:tokens].t() @ x[:tokens]
+    for start in range(tokens, dy.size(0), tokens):
+        part = slice(start, start + tokens)
+        total.addmm_(dy[part].t(), x[part])
+    return total
+
+
+class LinearWithWeightGradient(torch.autograd.Function):
+    """Y = XAᵀ + b, [..., i] -> [..., o]; backward is autograd's but for the weight gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, sink: WeightGradientSink) -> Tensor:
+        """x [..., i], weight [o, i], bias [o] -> [..., o]."""
+        ctx.sink = sink
+        ctx.save_for_backward(x, weight)
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        """dY [..., o] -> dX, dA, db."""
+        x, weight = ctx.saved_tensors
+        dx = dy @ weight if ctx.needs_input_grad[0] else None
+        dy = dy.reshape(-1, dy.size(-1))  # [..., o] -> [t, o]
+        x = x.reshape(-1, x.size(-1))  # [..., i] -> [t, i]
+        d_weight = ctx.sink(dy, x) if ctx.needs_input_grad[1] else None
+        return dx, d_weight, dy.sum(dim=0) if ctx.needs_input_grad[2] else None, None
