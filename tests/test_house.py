@@ -122,7 +122,7 @@ def test_rooms_import_only_their_friends(room: str, friends: set[str]) -> None:
 
 # torch has no counter-based generator for a CPU, and Triton, which comes with torch's builds for GPUs, is loaded there
 # alone. Both are asked for when something is dropped.
-OF_PHILOX = {"dropout.py": {"numpy"}, "dropout_triton.py": {"triton"}}
+OF_PHILOX = {"philox.py": {"numpy"}, "dropout_triton.py": {"triton"}}
 
 
 def test_mpu_needs_torch_alone() -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from mpu.kernels import attention
-from mpu.kernels.dropout import ELEMENTS, factor, mask_streams, zero_dropped
+from mpu.kernels.philox import ELEMENTS, factor, mask_streams, zero_dropped
 from mpu.kernels.processor import HAS_AMX
 
 # Queries that are taken together, which is also the unit of the masks' streams: another number means other masks.

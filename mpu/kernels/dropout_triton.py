@@ -1,4 +1,4 @@
-"""`keyed_dropout` on a GPU: `dropout.py` in Triton, which comes with torch's builds for GPUs. One kernel reads and
+"""`keyed_dropout` on a GPU: `philox.py` in Triton, which comes with torch's builds for GPUs. One kernel reads and
 writes each element once.
 
 Legend: b batch, s positions, h hidden.
@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mpu.kernels.dropout import ELEMENTS, dropped_draws, factor
+from mpu.kernels.philox import ELEMENTS, dropped_draws, factor
 
 BLOCKS = 64  # of the counter that a program of the kernel takes, 1,024 elements
 WARPS = 2  # so that each thread makes one block

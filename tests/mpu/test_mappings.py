@@ -51,7 +51,7 @@ def check_broadcast(rank: int, world_size: int) -> bool:
         (["text"], torch.int32, "'text' is torch.int64, expected torch.int32"),
         (["none"], torch.int64, "the first rank has no 'none'"),
     ):
-        with pytest.raises(ValueError, match=reason if rank == 0 else "first rank cannot send its data"):
+        with pytest.raises(ValueError, match=reason):
             mpu.broadcast_data(keys, data, dtype)
     if rank == 0:
         with pytest.raises(ValueError, match=r"'text' has the shape \(3, 4\), not \(4, 3\)"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from mpu.kernels.dropout import ELEMENTS, WORD, Philox, dropped_draws, factor, zero_dropped
+from mpu.kernels.philox import ELEMENTS, WORD, Philox, dropped_draws, factor, zero_dropped
 
 # Of Random123's known answers, philox4x64 with 10 rounds: counter, key, result.
 KNOWN = [

@@ -45,28 +45,29 @@ def softmax_in_parts(
     local = torch.empty(len(logits), 3, tokens, dtype=torch.float32, device=logits[0].device)
     whole = local.new_empty(3, tokens)
 
-    def exponentials(rows: slice) -> list[Tensor]:
-        xs = [part[rows].to(torch.float32, copy=True) for part in logits]
-        for number, x in enumerate(xs):
+    buffers = [torch.empty(count, columns, dtype=torch.float32, device=part.device) for part in logits]
+
+    def exponentials(rows: slice) -> None:
+        for number, part in enumerate(logits):
+            x = buffers[number][: rows.stop - rows.start].copy_(part[rows])
             local[number, :, rows] = shards[number][rows].exponentials(x)
-        return xs
 
-    def to_gradient(xs: list[Tensor], rows: slice) -> None:
-        if weight is not None:
-            for part, shard, x, own in zip(logits, shards, xs, local[:, :, rows], strict=True):
-                part[rows] = shard[rows].d_logits(x, own, whole[:, rows], weight[rows])
+    def to_gradient(rows: slice) -> None:
+        for part, shard, buffer, own in zip(logits, shards, buffers, local[:, :, rows], strict=True):
+            x = buffer[: rows.stop - rows.start]
+            part[rows] = shard[rows].d_logits(x, own, whole[:, rows], weight[rows])
 
-    if parts.group is None:
-        for rows in blocks:
-            xs = exponentials(rows)
-            whole[:, rows] = _whole(local[:, :, rows])
-            to_gradient(xs, rows)
-        return whole
     for rows in blocks:
         exponentials(rows)
-    whole = _whole(parts.gathered(local))
-    for rows in blocks if weight is not None else ():
-        to_gradient(exponentials(rows), rows)
+        if parts.group is None:
+            whole[:, rows] = _whole(local[:, :, rows])
+            if weight is not None:
+                to_gradient(rows)
+    if parts.group is not None:
+        whole.copy_(_whole(parts.gathered(local)))
+        for rows in blocks if weight is not None else ():
+            exponentials(rows)  # again: all of them in float32 would not stay in the cache
+            to_gradient(rows)
     return whole
 
 
