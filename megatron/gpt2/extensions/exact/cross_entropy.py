@@ -52,7 +52,7 @@ def softmax_in_parts(
             x = buffers[number][: rows.stop - rows.start].copy_(part[rows])
             local[number, :, rows] = shards[number][rows].exponentials(x)
 
-    def to_gradient(rows: slice) -> None:
+    def to_gradient(rows: slice, weight: Tensor) -> None:
         for part, shard, buffer, own in zip(logits, shards, buffers, local[:, :, rows], strict=True):
             x = buffer[: rows.stop - rows.start]
             part[rows] = shard[rows].d_logits(x, own, whole[:, rows], weight[rows])
@@ -62,12 +62,13 @@ def softmax_in_parts(
         if parts.group is None:
             whole[:, rows] = _whole(local[:, :, rows])
             if weight is not None:
-                to_gradient(rows)
+                to_gradient(rows, weight)
     if parts.group is not None:
         whole.copy_(_whole(parts.gathered(local)))
-        for rows in blocks if weight is not None else ():
-            exponentials(rows)  # again: all of them in float32 would not stay in the cache
-            to_gradient(rows)
+        if weight is not None:
+            for rows in blocks:
+                exponentials(rows)  # again: all of them in float32 would not stay in the cache
+                to_gradient(rows, weight)
     return whole
 
 
@@ -106,13 +107,13 @@ class _ExactLinearCrossEntropy(LinearCrossEntropy):
             loss += torch.dot(loss_of(whole), token_weight[rows])
             if needs_grad:  # the softmax has written the gradients over the logits
                 d_hidden[rows] = sum_of_products(logits, weights, d_hidden.dtype)
-                for total, part in zip(d_weights, logits, strict=True):
-                    total.add(part, hidden[rows])
+                for number, d_weight in enumerate(d_weights):
+                    d_weight.add(logits[number], hidden[rows])
             del logits
         if needs_grad:
             complete = parts.to_own_rows if is_split else parts.to_all_rows
-            d_weight = torch.cat([total.total().to(weight.dtype) for total in d_weights])
-            ctx.gradients = complete(d_hidden, hidden.dtype), d_weight
+            totals = [d_weight.total().to(weight.dtype) for d_weight in d_weights]
+            ctx.gradients = complete(d_hidden, hidden.dtype), torch.cat(totals)
             ctx.weight_grad_hook = weight_grad_hook
         return loss
 
