@@ -14,39 +14,32 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from data_utils.command_line import Parser, program
-from megatron.gpt2.pipeline.check import check
-from megatron.gpt2.pipeline.drawing import as_svg, as_text
+from megatron.gpt2.pipeline.analysis import as_text, check, draw, equal_costs, kept, published_length, timetable
+from megatron.gpt2.pipeline.program import Costs
 from megatron.gpt2.pipeline.schedule import SCHEDULES, Schedule, build_schedule
-from megatron.gpt2.pipeline.stages import layers_of_stages, virtual_stages
-from megatron.gpt2.pipeline.timetable import Costs, equal_costs, kept, published_length, timetable
+from megatron.gpt2.pipeline.stages import FIRST, LAST, layers_of_stages, virtual_stages
 
 
 def options(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The flags. ValueError, which names the flag, where one cannot be."""
+    """The flags. ValueError, which names the flag, if one cannot be."""
     parser = Parser(description=__doc__)
-    parser.add_argument(
-        "--pipeline-model-parallel-size", type=int, required=True, metavar="P", help="ranks of the pipeline"
-    )
+
+    def number(flag: str, metavar: str, help: str, **more: Any) -> None:
+        parser.add_argument(flag, type=int, metavar=metavar, help=help, **more)
+
+    number("--pipeline-model-parallel-size", "P", "ranks of the pipeline", required=True)
     parser.add_argument("--pipeline-schedule", default="1f1b", choices=SCHEDULES, help="default: 1f1b")
-    parser.add_argument(
-        "--micro-batches", type=int, default=8, metavar="M", help="micro-batches of a step (default: 8)"
-    )
-    parser.add_argument(
-        "--num-layers",
-        type=int,
-        metavar="L",
-        help="layers of the model: a stage takes as long as its share of them (default: all alike)",
-    )
-    parser.add_argument(
-        "--num-layers-per-virtual-pipeline-stage",
-        type=int,
-        metavar="N",
-        help="layers of one chunk, for --pipeline-schedule interleaved; needs --num-layers",
-    )
-    parser.add_argument("--decoder-first-pipeline-num-layers", type=int, metavar="N", help="layers of the first rank")
-    parser.add_argument("--decoder-last-pipeline-num-layers", type=int, metavar="N", help="layers of the last rank")
+    number("--micro-batches", "M", "micro-batches of a step (default: 8)", default=8)
+    number("--num-layers", "L", "layers of the model: a stage takes as long as its share (default: all alike)")
+    for flag, whose in (
+        ("--num-layers-per-virtual-pipeline-stage", "one chunk, for --pipeline-schedule interleaved"),
+        (FIRST, "the first rank"),
+        (LAST, "the last rank"),
+    ):
+        number(flag, "N", f"layers of {whose}; needs --num-layers")
     parser.add_argument(
         "--times",
         default="1,1,1",
@@ -56,13 +49,9 @@ def options(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--svg", type=Path, metavar="FILE", help="draw it into FILE")
     chosen = parser.parse_args(argv)
-    for flag in (
-        "num_layers_per_virtual_pipeline_stage",
-        "decoder_first_pipeline_num_layers",
-        "decoder_last_pipeline_num_layers",
-    ):
-        if getattr(chosen, flag) is not None and chosen.num_layers is None:
-            raise ValueError(f"--{flag.replace('_', '-')} needs --num-layers")
+    for flag in ("--num-layers-per-virtual-pipeline-stage", FIRST, LAST):
+        if getattr(chosen, flag[2:].replace("-", "_")) is not None and chosen.num_layers is None:
+            raise ValueError(f"{flag} needs --num-layers")
     return chosen
 
 
@@ -129,7 +118,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     print("\n".join([what, "", *as_text(schedule, table), "", *report(schedule, costs, times)]))
     if chosen.svg:
         title = f"{what}. Step {table.length:.4g}, bubble {table.bubble:.0%}"
-        chosen.svg.write_text(as_svg(schedule, table, title) + "\n", encoding="utf-8")
+        draw(schedule, table, title, chosen.svg)
 
 
 cli = program(main)

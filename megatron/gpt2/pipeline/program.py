@@ -15,7 +15,22 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron.gpt2.pipeline.schedule import Action, Schedule
-from megatron.gpt2.pipeline.timetable import Costs, needs
+
+
+@dataclass(frozen=True)
+class Costs:
+    """How long one stage takes for one micro-batch, in any unit of time."""
+
+    forward: float
+    backward: float  # of the input
+    weight: float  # of the weights
+
+    def of(self, action: Action, splits_backward: bool) -> float:
+        """How long `action` takes; a backward that is not split does both."""
+        if action.kind == "F":
+            return self.forward
+        return self.weight if action.kind == "W" else self.backward + (0 if splits_backward else self.weight)
+
 
 # With these ticks a step takes no longer than the schedule alone: 1F1B whatever the true times are, ZB-H1 if no W takes
 # longer than an F or a B, and interleaved 1F1B if a backward takes twice as long as a forward, or three times with the
@@ -131,3 +146,12 @@ def needed_by(schedule: Schedule, rank: int, action: Action) -> Message | None:
                 "activation" if kind == "F" else "gradient", stage, action.micro_batch, source % schedule.p, rank
             )
     return None
+
+
+def needs(schedule: Schedule, stage: int, action: Action) -> list[tuple[str, int]]:
+    """Which actions on the same micro-batch must be over, as their kinds and stages."""
+    if action.kind == "F":
+        return [("F", stage - 1)] if stage else []
+    if action.kind == "W":
+        return [("B", stage)]
+    return [("F", stage), *([("B", stage + 1)] if stage + 1 < schedule.stages else [])]

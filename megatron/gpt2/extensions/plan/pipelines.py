@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron.gpt2.config import Config
-from megatron.gpt2.pipeline.program import program
+from megatron.gpt2.pipeline.analysis import timetable
+from megatron.gpt2.pipeline.program import Costs, program
 from megatron.gpt2.pipeline.schedule import Kind, Schedule, build_schedule
-from megatron.gpt2.pipeline.timetable import Costs, timetable
 
 
 class Beside(NamedTuple):

@@ -147,6 +147,7 @@ def bytes_of_a_step(config: Config, parallel: mpu.ParallelState) -> dict[str, fl
         dtype=dtype,
         train_iters=1,
         decay_iters=1,
+        hooks=(),
         batch_schedule=BatchSchedule.constant(1),
         global_batch_size=1,
     )

@@ -9,7 +9,7 @@ from itertools import product
 
 import pytest
 
-from megatron.gpt2.pipeline.check import check, synchronous
+from megatron.gpt2.pipeline.analysis import check, equal_costs, published_length, synchronous
 from megatron.gpt2.pipeline.program import TICKS_OF_RECOMPUTE, Step, needed_by, program
 from megatron.gpt2.pipeline.schedule import (
     Action,
@@ -19,7 +19,6 @@ from megatron.gpt2.pipeline.schedule import (
     one_forward_one_backward,
     zero_bubble,
 )
-from megatron.gpt2.pipeline.timetable import equal_costs, published_length
 
 
 def schedules(sizes: Iterable[int], chunks: Iterable[int], micro_batches: Iterable[int]) -> list[Schedule]:

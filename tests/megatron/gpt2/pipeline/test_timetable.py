@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from megatron.gpt2.pipeline.analysis import Span, equal_costs, kept, published_length, timetable
+from megatron.gpt2.pipeline.program import Costs
 from megatron.gpt2.pipeline.schedule import forward_only, interleaved, one_forward_one_backward, zero_bubble
-from megatron.gpt2.pipeline.timetable import Costs, Span, equal_costs, kept, published_length, timetable
 
 
 def test_when_each_action_runs():

@@ -29,7 +29,7 @@ from megatron.gpt2.extensions.plan.setting import Setting
 from megatron.gpt2.extensions.plan.sizes import Sizes
 from megatron.gpt2.extensions.plan.step import expected, of_stages
 from megatron.gpt2.model.parameters import count_parameters
-from megatron.gpt2.pipeline.timetable import equal_costs, timetable
+from megatron.gpt2.pipeline.analysis import equal_costs, timetable
 from megatron.gpt2.train.train_step import train_step
 from tests.distributed import run_ranks
 from tests.megatron.gpt2.train.training_runs import finish, start, write_text
