@@ -41,9 +41,8 @@ from megatron.gpt2.extensions.plan.hook import setting_of
 from megatron.gpt2.extensions.plan.report import expected_peak
 from megatron.gpt2.model.gpt2 import GPT2Model
 from megatron.gpt2.model.parameters import count_parameters
-from megatron.gpt2.train.build import build_run
-from megatron.gpt2.train.prepare import PreparedRun, prepare_run
-from megatron.gpt2.train.run import Run
+from megatron.gpt2.train.run import Run, build_run
+from megatron.gpt2.train.setup import PreparedRun, prepare_run
 from megatron.gpt2.train.train_step import train_step
 
 
@@ -175,7 +174,7 @@ def one_rank(problem: Problem, arm: Arm) -> Trainer:
     # The ranks agree on when to stop over gloo, which needs the others.
     with (
         mock.patch("megatron.gpt2.train.engine.GPT2Model", model_drawn_in_place),
-        mock.patch("megatron.gpt2.train.build.StopSignal"),
+        mock.patch("megatron.gpt2.train.run.StopSignal"),
     ):
         return ours(problem, arm)
 

@@ -27,8 +27,7 @@ from benchmarks.problem import MODELS, Arm, Problem
 from benchmarks.train import write_tokens
 from megatron.gpt2.device import set_threads
 from megatron.gpt2.dist.ranks import Ranks
-from megatron.gpt2.train.build import build_run
-from megatron.gpt2.train.run import Run
+from megatron.gpt2.train.run import Run, build_run
 from megatron.gpt2.train.train_step import train_step
 
 # The first part whose sign stands in the name of an operator or of one that called it; matrix products apart.

@@ -34,8 +34,8 @@ from megatron.gpt2.dist.ranks import Ranks
 from megatron.gpt2.extensions.plan.hook import setting_of
 from megatron.gpt2.extensions.plan.step import expected
 from megatron.gpt2.monitor.reporting import resident_memory
-from megatron.gpt2.train.build import build_run
-from megatron.gpt2.train.prepare import prepare_run
+from megatron.gpt2.train.run import build_run
+from megatron.gpt2.train.setup import prepare_run
 from megatron.gpt2.train.train_step import train_step
 
 BOUND, STEPS = 0.1, 2

@@ -22,7 +22,7 @@ from megatron.gpt2.dist.ranks import Ranks
 from megatron.gpt2.formats import open_source
 from megatron.gpt2.model.gpt2 import GPT2Model
 from megatron.gpt2.train.checkpointing import checkpoint_files
-from megatron.gpt2.train.prepare import prepare_run
+from megatron.gpt2.train.setup import prepare_run
 from tests.conftest import ROOT
 from tests.distributed import run_ranks
 from tests.megatron.gpt2.checkpoint.moved_runs import Layout

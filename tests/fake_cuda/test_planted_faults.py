@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron.gpt2.optimizer.optimizer import AdamWOptimizer
 from megatron.gpt2.pipeline.schedule import Action
 from megatron.gpt2.train import data, train_step
-from megatron.gpt2.train.schedule_runner import ScheduleRunner
+from megatron.gpt2.train.forward_backward import ForwardBackward
 from mpu import kernels, transformer
 from mpu.host_memory import HostMemory
 from tests.fake_cuda.fake_streams import FakeStream
@@ -169,10 +169,10 @@ def stages(text: Path, tmp_path: Path) -> Callable[[], None]:
 
 
 def test_15_a_send_that_nobody_receives(stages: Callable[[], None], monkeypatch: Plant):
-    def send(self: ScheduleRunner, action: Action) -> None:
+    def send(self: ForwardBackward, action: Action) -> None:
         if dist.get_rank() == 1:
             dist.send(torch.zeros(2, device="cuda"), dst=0)
 
-    before(monkeypatch, ScheduleRunner, "_backward", send)
+    before(monkeypatch, ForwardBackward, "_backward", send)
     with pytest.raises(AssertionError, match="what rank 1 sends to rank 0"):
         stages()

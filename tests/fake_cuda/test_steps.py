@@ -35,7 +35,7 @@ def test_training_waits_at_log_lines_alone(text: Path, tmp_path: Path):
         assert train(run) == ""
         assert gpu.waits
         assert {wait.split(":")[0] for wait in gpu.waits} <= {
-            "megatron/gpt2/train/log_lines.py",
+            "megatron/gpt2/train/loop.py",
             "megatron/gpt2/train/evaluate.py",
         }
 

@@ -28,12 +28,11 @@ from megatron.gpt2.dist.spawn import start_ranks
 from megatron.gpt2.hooks import StopRun, first
 from megatron.gpt2.monitor.ended import FINISHED, clear_ended, mark_ended
 from megatron.gpt2.monitor.incidents import Incidents, rank_name
-from megatron.gpt2.train.build import build_run
 from megatron.gpt2.train.evaluate import evaluate_and_log, sample_text
 from megatron.gpt2.train.loop import train
-from megatron.gpt2.train.prepare import PreparedRun, prepare_run
 from megatron.gpt2.train.report import closing, is_finished_line, log_start, newest_iteration
-from megatron.gpt2.train.run import Run
+from megatron.gpt2.train.run import Run, build_run
+from megatron.gpt2.train.setup import PreparedRun, prepare_run
 
 
 def main(argv: Sequence[str] | None = None) -> int:

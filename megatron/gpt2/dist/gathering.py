@@ -1,9 +1,13 @@
-"""What every rank sees of all others. Every rank calls each of these at the same place; alone nothing is sent."""
+"""What every rank sees of all others, and sums over ranks. Every rank calls each of these at the same place; alone nothing is sent."""
+
+from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
+
+import mpu
 
 
 def gather_rows(row: Tensor, group: ProcessGroup | None = None) -> Tensor:
@@ -29,3 +33,39 @@ def gather_bytes(data: bytes, device: torch.device, group: ProcessGroup | None =
 def gather_texts(text: str, device: torch.device, group: ProcessGroup | None = None) -> list[str]:
     """The text of each rank, by rank."""
     return [data.decode() for data in gather_bytes(text.encode(), device, group)]
+
+
+def gather_over_ranks(number: int, device: torch.device) -> list[int]:
+    """The numbers of all ranks, by rank, each below 2^63. device: this rank's."""
+    return [int(theirs) for theirs in gather_rows(torch.tensor([number], device=device)).view(-1)]
+
+
+def max_over_ranks(number: int, device: torch.device) -> int:
+    """The largest of all ranks' numbers, each below 2^63. device: this rank's, on which NCCL needs the number."""
+    if not dist.is_initialized():
+        return number
+    shared = torch.tensor(number, dtype=torch.int64, device=device if dist.get_backend() == "nccl" else "cpu")
+    dist.all_reduce(shared, op=dist.ReduceOp.MAX)
+    return int(shared)
+
+
+def global_sum(values: Iterable[Tensor], group: ProcessGroup | None) -> Tensor:
+    """The scalars `values`, stacked as float64 and summed over the ranks of `group`: [n], on their device."""
+    stacked = torch.stack([value.double() for value in values])
+    if group is not None and group.size() > 1:
+        dist.all_reduce(stacked, group=group)
+    return stacked
+
+
+def sum_over_replicas(values: Iterable[Tensor], parallel: mpu.ParallelState) -> Tensor:
+    """`global_sum` over the data-parallel ranks and the stages of the pipeline, of which only one has other values
+    than 0. Every rank gets the sum."""
+    total = global_sum(values, parallel.data_parallel_group)
+    return global_sum(total, parallel.pipeline_model_parallel_group)
+
+
+def sum_losses(losses: Tensor, step: float = 2.0**-32) -> Tensor:
+    """Σ losses, each rounded to a multiple of `step`, a power of two, as a float64 scalar. Below 2^53 · step no sum of
+    such numbers is rounded, so that the order of micro-batches and ranks decides no digit. The default is for nats per
+    token."""
+    return (losses.double() / step).round().sum() * step

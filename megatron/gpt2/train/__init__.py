@@ -1,17 +1,16 @@
 """A training run, in the order of reading:
 
-prepare         what each rank finds out alone: flags, checkpoint, device, precision, tokenizer, data
-build           then together: groups, model, optimizer, data, log
-train_step      one update
-evaluate        the loss over a split, and a sample of text
-loop            training, with evaluations, checkpoints, and when to stop
+loop             training, with log lines, evaluations, checkpoints, and when to stop
+train_step       one update
+forward_backward    the passes of a step, in the order of a schedule
+data             batches on the device, and that the ranks of a group read the same
+evaluate         the loss over a split, and a sample of text
 
-run             Run: what these share, which consists of
-engine          the model and what updates it
-data            batches on the device, and that the ranks of a group read the same
-checkpointing   saving and loading
-progress, log_lines    how far the run is, and what it prints
-report          what a person sees at the start and at the end
-differences     what continues in another way than in the checkpoint
-collectives     numbers that ranks share
+setup            what each rank decides alone: flags, checkpoint, device, precision, tokenizer, data; and whether all agree
+engine           the model and what updates it
+run              Run: what all of these share, and how it is built
+checkpointing    saving and loading
+continuation     how a run goes on from a checkpoint: in the same way, or what differs
+report           what a person sees at the start and at the end
+not_finite       where numbers stop to be finite
 """

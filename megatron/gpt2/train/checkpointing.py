@@ -26,15 +26,14 @@ from megatron.gpt2.checkpoint.state import (
     state_pieces,
 )
 from megatron.gpt2.config import CheckpointConfig, write_config
+from megatron.gpt2.dist.gathering import max_over_ranks
 from megatron.gpt2.model.gpt2 import TIED
 from megatron.gpt2.model.parameters import parameter_specs
 from megatron.gpt2.monitor.environment import describe_environment
 from megatron.gpt2.optimizer.optimizer import MOMENTS
-from megatron.gpt2.train.collectives import max_over_ranks
-from megatron.gpt2.train.continuation import how_it_goes_on, what_decides
-from megatron.gpt2.train.engine import Engine, seed_random_streams
-from megatron.gpt2.train.prepare import Log, PreparedRun
-from megatron.gpt2.train.progress import Progress
+from megatron.gpt2.train.continuation import how_it_goes_on
+from megatron.gpt2.train.engine import Engine, Progress, seed_random_streams
+from megatron.gpt2.train.setup import Log, PreparedRun, what_decides
 from mpu import kernels
 
 Files = dict[str, dict[str, Piece]]

@@ -1,14 +1,14 @@
-"""How a run goes on from a checkpoint, beside the run that wrote it: with the same bits, within rounding, or as another
-training; in one line, with what makes it so."""
+"""How a run goes on from a checkpoint, compared with the run that wrote it: with the same bits, within rounding, or as
+another training. Shape, tokenizer and schedule are not here: if they differ, the run is refused, or a note says which
+value it takes (`merge_checkpoint` in megatron/gpt2/config/arguments.py).
+"""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
-import mpu
 from megatron.gpt2.config import Config, flag
-from megatron.gpt2.train.prepare import PreparedRun
 
 # What changes the course of a run. The fields of `optimizer` that concern the loss scale alone are not among them, and
 # what decides the schedule of a run that is longer now is `train_iters`.
@@ -80,26 +80,6 @@ NAMES = {
 }
 
 
-def what_decides(prepared: PreparedRun, parallel: mpu.ParallelState, *, sharded: bool) -> dict[str, Any]:
-    """What the numbers of a run depend on, beside its weights and state: facts of a checkpoint, as JSON."""
-    return {
-        "layout": {
-            "model_parallel_size": parallel.tensor_model_parallel_size,
-            "pipeline_parallel_size": parallel.pipeline_model_parallel_size,
-            "data_parallel_size": parallel.data_parallel_size,
-            "optimizer_is_sharded": sharded,
-        },
-        "config": prepared.config.as_dict(),
-        "train_iters": prepared.train_iters,
-        "decay_iters": prepared.decay_iters,
-        "global_batch_size": prepared.global_batch_size,
-        "batch_growth": prepared.batch_growth,
-        "data_fingerprint": prepared.splits.fingerprint,
-        "precision": str(prepared.dtype).removeprefix("torch."),
-        "computed_by": computed_by(prepared.device),
-    }
-
-
 def computed_by(device: torch.device) -> dict[str, Any]:
     """What computes a step: torch, whose kernels, and the threads of each rank, which share the sums on a CPU."""
     if device.type == "cuda":
@@ -155,3 +135,41 @@ def _differing(places: tuple[str, ...], then: Mapping[str, Any], here: Mapping[s
 
 def _said(value: Any) -> Any:
     return "not given" if value is None else value
+
+
+# The line about each difference, by its place in the facts of a checkpoint. A warning is about a difference that
+# changes the course of the run; the others change rounding and chance alone.
+LINES = {
+    "data_fingerprint": "WARNING: the training data or --split are not those of the checkpoint: the run goes on with "
+    "the new data, in which part of what was held out may have been seen",
+    "global_batch_size": "WARNING: a step takes {here} samples here and took {then} in the checkpoint: "
+    "--global-batch-size {then} (with a --micro-batch-size that divides it) goes on as before",
+    "batch_growth": "WARNING: the batch grows in another way than in the checkpoint: {here} here, {then} there",
+    "config.train.seed": "WARNING: --seed {here} here, {then} in the checkpoint: samples come in another order from "
+    "here on, so that this epoch reads some of them twice and leaves others out",
+    "config.model.hidden_dropout": "WARNING: --hidden-dropout {here} here, {then} in the checkpoint: the training loss "
+    "jumps, and is not comparable with the one before",
+    "config.model.attention_dropout": "WARNING: --attention-dropout {here} here, {then} in the checkpoint: the "
+    "training loss jumps, and is not comparable with the one before",
+    "precision": "--precision {here} here, {then} in the checkpoint: masters and moments go on in fp32; what is "
+    "computed is rounded in another way",
+    "config.train.micro_batch_size": "--micro-batch-size {here} here, {then} in the checkpoint: speed, memory and "
+    "rounding change",
+}
+_SPELLINGS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}  # of torch's names, which a checkpoint has
+
+
+def differences(then: Mapping[str, Any], here: Mapping[str, Any]) -> Iterator[str]:
+    """A line for each difference. then: the facts of the checkpoint that is continued; any of them may be missing.
+    here: the same facts of this run."""
+    for place, line in LINES.items():
+        before, now = _look_up(then, place), _look_up(here, place)
+        if before is not None and before != now:
+            yield line.format(here=now, then=before)
+
+
+def _look_up(facts: Mapping[str, Any], place: str) -> Any:
+    value: Any = facts
+    for name in place.split("."):
+        value = value.get(name) if isinstance(value, Mapping) else None
+    return _SPELLINGS.get(value, value) if isinstance(value, str) else value

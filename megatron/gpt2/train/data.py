@@ -15,8 +15,8 @@ from torch import Tensor
 import mpu
 from data_utils import BatchLoader, DamagedData, Splits, Tokenizer
 from megatron.gpt2.config import DataConfig
-from megatron.gpt2.train.collectives import gather_over_ranks
-from megatron.gpt2.train.prepare import PreparedRun
+from megatron.gpt2.dist.gathering import gather_over_ranks
+from megatron.gpt2.train.setup import PreparedRun
 
 
 @dataclass(frozen=True)

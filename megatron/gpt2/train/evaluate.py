@@ -8,10 +8,10 @@ import torch
 
 from data_utils import evaluation_batches
 from data_utils.samplers import Samples
+from megatron.gpt2.dist.gathering import sum_losses, sum_over_replicas
 from megatron.gpt2.generate.generation import Continuation, generate
 from megatron.gpt2.generate.sampling import Sampling
 from megatron.gpt2.monitor.reporting import EvaluationRecord, evaluation_line
-from megatron.gpt2.train.collectives import NATS_STEP, exact_sum, sum_over_replicas
 from megatron.gpt2.train.run import Run
 
 # Cool, since a small model's unlikely words are often wrong; without the penalty it then repeats itself ("the class of
@@ -39,7 +39,7 @@ def evaluate(run: Run, dataset: Samples, split: str, max_samples: int) -> Evalua
     ):
         batch = data.to_device(data.on_host(text))
         (whole,) = batch.micro_batches(micro_batch_size, batch.mask)
-        nats += exact_sum(run.schedule.evaluate(whole), NATS_STEP)
+        nats += sum_losses(run.forward_backward.evaluate(whole), step=2.0**-20)  # nats of a micro-batch
         if model.has_head:  # of a pipeline's stages one alone counts
             tokens += batch.mask.sum()
             size += (byte_lengths[batch.labels] * batch.mask).sum()

@@ -8,58 +8,78 @@ summed over ranks. Sums then spread what is not finite to all ranks; the first o
 import contextlib
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-import mpu
 from megatron.gpt2.dist.gathering import gather_texts
 from megatron.gpt2.dist.ranks import named
 from megatron.gpt2.monitor.incidents import FOLDER, rank_name
-from megatron.gpt2.optimizer.optimizer import AdamWOptimizer
+from megatron.gpt2.train.run import Run
 
 PHASES = ("weight", "output", "gradient")  # the order in which a step comes to them
+Look = Callable[[str, str, Any], None]  # is given a phase, a name, and a tensor, or what is none
 
 
-class Looker:
-    """Notes, in order, whether what passes is finite; on the device."""
+def explain(run: Run) -> str:
+    """Run forward and backward of the last step again, and say where numbers first are not finite; empty if they are.
+    Every rank calls it, and writes what it has into a file of its own beside the incidents."""
+    optimizer, flat, folder = run.engine.optimizer, run.engine.flat, run.prepared.save_directory / FOLDER
+    optimizer.gatherer.wait()
+    seen: list[tuple[str, str, Tensor]] = []  # in order; whether it is finite stays on the device
 
-    def __init__(self) -> None:
-        self._seen: list[tuple[str, str, Tensor]] = []
-
-    def look(self, phase: str, name: str, tensor: Any) -> None:
-        """tensor: anything; what is no floating-point tensor is passed over."""
+    def look(phase: str, name: str, tensor: Any) -> None:
         if isinstance(tensor, Tensor) and tensor.is_floating_point():
-            self._seen.append((phase, name, torch.isfinite(tensor.detach()).all()))
+            seen.append((phase, name, torch.isfinite(tensor.detach()).all()))
 
-    def first(self) -> tuple[str, str, int] | None:
-        """Phase, name and place in the order of the first that was not finite. It waits for the device."""
-        if self._seen:
-            finite = torch.stack([flag for _, _, flag in self._seen]).tolist()
-            for place, ((phase, name, _), is_finite) in enumerate(zip(self._seen, finite, strict=True)):
-                if not is_finite:
-                    return phase, name, place
-        return None
+    for name, parameter in flat.parameters.items():
+        look("weight", name, parameter)
+    micro_batches = run.forward_backward.micro_batches
+    with looking(run, look):
+        run.forward_backward(micro_batches)
+        run.engine.reducer.finish()
+    finite = torch.stack([is_finite for *_, is_finite in seen]).tolist()
+    place = finite.index(False) if False in finite else None
+    found = None if place is None else [*seen[place][:2], place, run.parallel.pipeline_model_parallel_rank]
+    state = {
+        "iteration": run.progress.iteration,
+        "samples": [micro_batch["samples"].tolist() for micro_batch in micro_batches],
+        "loss_scale": optimizer.scaler.scale.item(),
+        "learning_rate": optimizer.learning_rate.item(),
+        "first": found and found[:2],
+        "norms": {
+            name: {"weight": _norm(parameter.detach()), "summed gradient": _norm(flat.owned_grad(name))}
+            for name, parameter in flat.parameters.items()
+        },
+    }
+    flat.free_grads()
+    path = folder / f"not_finite_{run.progress.iteration:07d}_{rank_name(run.parallel.rank)}.json"
+    with contextlib.suppress(OSError):  # a full disk must not hide the reason
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(state, indent=1))
+    words = _first_of_all([json.loads(text) for text in gather_texts(json.dumps(found), run.device)], run.hosts)
+    run.incidents.note("not finite", words)
+    return f"{words} (the state is in {folder}); " if words else ""
 
 
 @contextlib.contextmanager
-def looking(model: nn.Module, reducer: Any, looker: Looker) -> Iterator[None]:
-    """Inside, `looker` sees what the modules of `model` return, and the gradients that `reducer` is given, or autograd
-    where it is torch's DDP. Layers that torch.compile has taken are seen from outside."""
+def looking(run: Run, look: Look) -> Iterator[None]:
+    """Inside, `look` sees what the modules of the model return, and the gradients that the reducer is given, or
+    autograd if it is torch's DDP. Layers that torch.compile has taken are seen from outside."""
+    model, reducer = run.engine.model, run.engine.reducer
     hooks = [
-        module.register_forward_hook(lambda module, args, out, name=name: looker.look("output", name, out))
+        module.register_forward_hook(lambda module, args, out, name=name: look("output", name, out))
         for name, module in model.named_modules()
         if name
     ]
     methods = [name for name in ("add", "add_rows") if hasattr(reducer, name)]
     for method in methods:
-        setattr(reducer, method, _seen(getattr(reducer, method), looker))
+        setattr(reducer, method, _seen(getattr(reducer, method), look))
     if not methods:
         hooks += [
-            parameter.register_hook(lambda grad, name=name: looker.look("gradient", name, grad))
+            parameter.register_hook(lambda grad, name=name: look("gradient", name, grad))
             for name, parameter in model.named_parameters()
         ]
     try:
@@ -71,76 +91,30 @@ def looking(model: nn.Module, reducer: Any, looker: Looker) -> Iterator[None]:
             delattr(reducer, method)  # the class's own again
 
 
-def _seen(method: Callable[..., None], looker: Looker) -> Callable[..., None]:
+def _seen(method: Callable[..., None], look: Look) -> Callable[..., None]:
     def see(name: str, *gradients: Tensor) -> None:
-        looker.look("gradient", name, gradients[-1])
+        look("gradient", name, gradients[-1])
         method(name, *gradients)
 
     return see
 
 
-def explain(
-    run_again: Callable[[], object],
-    *,
-    model: nn.Module,
-    reducer: Any,
-    optimizer: AdamWOptimizer,
-    parallel: mpu.ParallelState,
-    hosts: Mapping[int, str],
-    save_directory: Path,
-    facts: Mapping[str, Any],
-) -> str:
-    """Run forward and backward of the last step again, and say where numbers first are not finite; empty where they
-    are. Every rank calls it, and writes what it has into a file of its own beside the incidents, with `facts`.
+def _first_of_all(found: list[Any], hosts: dict[int, str]) -> str:
+    """found: what each rank found first: None, or phase, name, place in its order and stage."""
 
-    run_again: leaves the gradients' sums in the buffers of `optimizer.flat`.
-    """
-    optimizer.gatherer.wait()
-    looker, flat = Looker(), optimizer.flat
-    for name, parameter in flat.parameters.items():
-        looker.look("weight", name, parameter)
-    with looking(model, reducer, looker):
-        run_again()
-    first = looker.first()
-    norms = {
-        name: {"weight": _number(parameter.detach()), "summed gradient": _number(flat.owned_grad(name))}
-        for name, parameter in flat.parameters.items()
-    }
-    flat.free_grads()
-    state = {
-        **facts,
-        "loss_scale": optimizer.scaler.scale.item(),
-        "learning_rate": optimizer.learning_rate.item(),
-        "first": first[:2] if first else None,
-        "norms": norms,
-    }
-    path = save_directory / FOLDER / f"not_finite_{facts['iteration']:07d}_{rank_name(parallel.rank)}.json"
-    with contextlib.suppress(OSError):  # a full disk must not hide the reason
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(state, indent=1))
-    return _first_of_all(
-        gather_texts(json.dumps(first and [*first, parallel.pipeline_model_parallel_rank]), flat.params.device), hosts
-    )
-
-
-def _first_of_all(texts: Sequence[str], hosts: Mapping[int, str]) -> str:
-    """texts: what each rank found first, as JSON: null, or phase, name, place in its order and stage."""
-    found = [(rank, *json.loads(text)) for rank, text in enumerate(texts) if text != "null"]
-
-    def order(entry: tuple[int, str, str, int, int]) -> tuple[int, int, int]:
-        _, phase, _, place, stage = entry  # backward comes to the last stage first
+    def order(first: tuple[str, str, int, int]) -> tuple[int, int, int]:
+        phase, _, place, stage = first  # backward comes to the last stage first
         return PHASES.index(phase), -stage if phase == "gradient" else stage, place
 
-    if not found:
+    if not any(found):
         return ""
-    earliest = min(order(entry) for entry in found)
-    ranks = [entry[0] for entry in found if order(entry) == earliest]
-    _, phase, name, *_ = min(found, key=order)
-    what = "an output" if phase == "output" else f"a {phase}"
-    return f"first of all {named(ranks, hosts)} had {what} of {name} that was not"
+    earliest = min(filter(None, found), key=order)
+    ranks = [rank for rank, first in enumerate(found) if first and order(first) == order(earliest)]
+    what = "an output" if earliest[0] == "output" else f"a {earliest[0]}"
+    return f"first of all {named(ranks, hosts)} had {what} of {earliest[1]} that was not"
 
 
-def _number(tensor: Tensor) -> float | str:
-    """The norm, which JSON knows no NaN for."""
+def _norm(tensor: Tensor) -> float | str:
+    """JSON has no NaN."""
     norm = tensor.double().norm().item()
     return norm if math.isfinite(norm) else str(norm)

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from megatron.gpt2.train.collectives import LOSS_STEP, exact_sum, global_sum
+from megatron.gpt2.dist.gathering import global_sum, sum_losses
 from megatron.gpt2.train.data import Batch
 from megatron.gpt2.train.run import Run
 
@@ -19,8 +19,9 @@ def train_step(run: Run) -> None:
         # Each token weighs the same in the global batch, whatever the layout; the loss scale enters here, before
         # anything is rounded to 16 bits.
         token_weight = batch.mask * (optimizer.scaler.scale / tokens_in_global_batch(run, batch))
+        micro_batches = batch.micro_batches(run.config.train.micro_batch_size, token_weight)
 
-    losses = run.schedule(batch.micro_batches(run.config.train.micro_batch_size, token_weight)) / optimizer.scaler.scale
+    losses = run.forward_backward(micro_batches) / optimizer.scaler.scale
     with timers("allreduce"):
         engine.reducer.finish()
     for hook in run.hooks:
@@ -28,7 +29,7 @@ def train_step(run: Run) -> None:
     with timers("optimizer"):
         optimizer.step()  # takes the norm, skips or clips, updates, and moves the schedule on
     # A skipped step's loss may not be finite; it is left out of the mean.
-    run.progress.loss_sum += torch.where(optimizer.found_inf > 0, 0.0, exact_sum(losses, LOSS_STEP))
+    run.progress.loss_sum += torch.where(optimizer.found_inf > 0, 0.0, sum_losses(losses))
 
 
 def tokens_in_global_batch(run: Run, batch: Batch) -> float | Tensor:

@@ -15,7 +15,7 @@ from megatron.gpt2.hooks import Hook
 from megatron.gpt2.model.gpt2 import TIED, GPT2Model
 from megatron.gpt2.optimizer.flat_parameters import FlatParameters
 from megatron.gpt2.optimizer.gradient_reducer import TiedGradientOfAStage
-from megatron.gpt2.train.prepare import PreparedRun
+from megatron.gpt2.train.setup import PreparedRun
 from mpu import kernels
 
 

@@ -7,8 +7,8 @@ from megatron.gpt2.extensions.plan.report import expected_peak, out_of_memory, s
 from megatron.gpt2.extensions.plan.setting import Setting
 from megatron.gpt2.extensions.plan.step import CUDA_CONTEXT
 from megatron.gpt2.hooks import Hook
-from megatron.gpt2.train.prepare import PreparedRun
 from megatron.gpt2.train.run import Run
+from megatron.gpt2.train.setup import PreparedRun
 
 
 def setting_of(prepared: PreparedRun) -> Setting:

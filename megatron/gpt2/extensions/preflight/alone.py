@@ -23,8 +23,7 @@ from megatron.gpt2.extensions.plan.report import available, in_mb, warning
 from megatron.gpt2.extensions.plan.step import expected
 from megatron.gpt2.model.parameters import count_parameters
 from megatron.gpt2.monitor.environment import ROOT
-from megatron.gpt2.train.agreement import decisions
-from megatron.gpt2.train.prepare import PreparedRun
+from megatron.gpt2.train.setup import PreparedRun, decisions
 
 ROOMS = ("mpu", "data_utils", "megatron/gpt2")
 WRITTEN = 16 << 20  # bytes, for the speed of the --save folder

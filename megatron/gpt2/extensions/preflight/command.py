@@ -28,7 +28,7 @@ from megatron.gpt2.extensions.preflight import alone, together
 from megatron.gpt2.extensions.preflight.alone import Facts
 from megatron.gpt2.extensions.preflight.checks import Row, code, rows, table, versions
 from megatron.gpt2.monitor.environment import ROOT, source_commit
-from megatron.gpt2.train.prepare import PreparedRun, prepare_run
+from megatron.gpt2.train.setup import PreparedRun, prepare_run
 
 TIMEOUT_MINUTES = 1.0  # of a collective
 

@@ -17,13 +17,13 @@ from torch import Tensor, nn
 
 from data_utils.samplers import first_samples
 from megatron.gpt2.checkpoint.state import state_pieces
+from megatron.gpt2.dist.gathering import sum_losses, sum_over_replicas
 from megatron.gpt2.extensions.verify.trace import Key, Part, rows_part
 from megatron.gpt2.hooks import Hook
 from megatron.gpt2.model.gpt2 import TIED
 from megatron.gpt2.model.parameters import parameter_specs
 from megatron.gpt2.optimizer.flat_state import FlatState
 from megatron.gpt2.optimizer.optimizer import MOMENTS
-from megatron.gpt2.train.collectives import LOSS_STEP, exact_sum, sum_over_replicas
 from megatron.gpt2.train.run import Run
 from megatron.gpt2.train.train_step import train_step
 from mpu.partition import Box
@@ -188,7 +188,7 @@ class Capture(Hook):
     def before_update(self, run: Run) -> None:
         """Take the loss and the gradients, which are summed and not yet clipped."""
         losses = torch.stack(self._losses or [torch.zeros((), device=self._run.device)]) / self._scale
-        loss = sum_over_replicas([exact_sum(losses, LOSS_STEP)], self._run.parallel)
+        loss = sum_over_replicas([sum_losses(losses)], self._run.parallel)
         self._number("loss", "loss", 0, loss)
         flat = self._run.engine.flat
         owned = flat.owned_grads()

@@ -29,9 +29,8 @@ from megatron.gpt2.extensions.verify.capture import Capture
 from megatron.gpt2.extensions.verify.compare import Comparer
 from megatron.gpt2.extensions.verify.huggingface import HuggingFaceStep
 from megatron.gpt2.extensions.verify.trace import Trace, TraceWriter
-from megatron.gpt2.train.build import build_run
-from megatron.gpt2.train.prepare import Log, prepare_run
-from megatron.gpt2.train.run import Run
+from megatron.gpt2.train.run import Run, build_run
+from megatron.gpt2.train.setup import Log, prepare_run
 
 # What a run leaves to its user, and what it does in addition to its steps.
 OUTSIDE = (

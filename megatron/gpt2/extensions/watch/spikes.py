@@ -12,10 +12,10 @@ from collections import deque
 
 from megatron.gpt2.checkpoint.folder import set_newer_aside
 from megatron.gpt2.config import Config
+from megatron.gpt2.dist.gathering import max_over_ranks
 from megatron.gpt2.hooks import Hook
 from megatron.gpt2.monitor.reporting import IterationRecord
 from megatron.gpt2.train.checkpointing import load_run
-from megatron.gpt2.train.collectives import max_over_ranks
 from megatron.gpt2.train.run import Run
 
 MEMORY = 10  # log lines whose median counts

@@ -19,7 +19,7 @@ from megatron.gpt2.config import ModelConfig
 from megatron.gpt2.config.arguments import parse
 from megatron.gpt2.dist.ranks import Ranks
 from megatron.gpt2.generate.load_model import load_for_inference
-from megatron.gpt2.train.prepare import prepare_run
+from megatron.gpt2.train.setup import prepare_run
 from tests.megatron.gpt2.train.training_runs import finish, start, steps, write_text
 
 GREAT, MODEL = 1 << 40, ["config", "model"]

@@ -29,7 +29,7 @@ from megatron.gpt2.config import Config
 from megatron.gpt2.config.arguments import parse
 from megatron.gpt2.monitor.timers import Timers
 from megatron.gpt2.train.engine import build_engine
-from megatron.gpt2.train.schedule_runner import ScheduleRunner
+from megatron.gpt2.train.forward_backward import ForwardBackward
 
 PAGE = Path(__file__).parents[4] / "docs" / "explanation" / "parallelism.md"
 T, P, D, M, B = 8, 4, 16, 3, 2  # sizes of the groups, micro-batches of a step, and samples of one
@@ -153,7 +153,7 @@ def bytes_of_a_step(config: Config, parallel: mpu.ParallelState) -> dict[str, fl
     )
     engine = build_engine(prepared, parallel, lambda line: None)
     engine.model.train()
-    run_schedule = ScheduleRunner(config.schedule, engine, parallel, Timers(torch.device("cpu")))
+    run_schedule = ForwardBackward(config.schedule, engine, parallel, Timers(torch.device("cpu")))
     tokens = torch.zeros(B, 1024, dtype=torch.int64, device=META)
     micro_batch = {"tokens": tokens, "labels": tokens, "token_weight": tokens.float()}
     with BytesSent(parallel) as counted:

@@ -10,8 +10,7 @@ import torch
 from megatron.gpt2.config import fields
 from megatron.gpt2.config.arguments import parse
 from megatron.gpt2.dist.ranks import Ranks
-from megatron.gpt2.train.agreement import MAY_DIFFER, check_ranks_agree
-from megatron.gpt2.train.prepare import prepare_run
+from megatron.gpt2.train.setup import MAY_DIFFER, check_ranks_agree, prepare_run
 from tests.distributed import run_ranks
 from tests.megatron.gpt2.train.training_runs import SMALL, write_text
 

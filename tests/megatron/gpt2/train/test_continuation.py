@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.gpt2.train import build
+from megatron.gpt2.train import run as run_module
 from megatron.gpt2.train.checkpointing import load_run
 from megatron.gpt2.train.continuation import COURSE, LAYOUT, ROUNDING, computed_by, how_it_goes_on
 from tests.megatron.gpt2.train.training_runs import finish, start, steps, write_text
@@ -24,7 +24,9 @@ def test_the_line_says_what_makes_it_so(tmp_path: Path, monkeypatch: pytest.Monk
     finish(run)
     lines: list[str] = []
     monkeypatch.setattr(
-        build, "load_run", lambda prepared, parallel, engine, log: load_run(prepared, parallel, engine, lines.append)
+        run_module,
+        "load_run",
+        lambda prepared, parallel, engine, log: load_run(prepared, parallel, engine, lines.append),
     )
 
     def said(*flags: str) -> str:

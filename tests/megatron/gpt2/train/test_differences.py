@@ -7,8 +7,8 @@ from typing import Any
 
 from megatron.gpt2.config.arguments import parse
 from megatron.gpt2.dist.ranks import Ranks
-from megatron.gpt2.train.differences import LINES, differences
-from megatron.gpt2.train.prepare import prepare_run
+from megatron.gpt2.train.continuation import LINES, differences
+from megatron.gpt2.train.setup import prepare_run
 from tests.megatron.gpt2.train.training_runs import SMALL, finish, start, steps, write_text
 
 BEFORE = ["--hidden-dropout", "0.1", "--attention-dropout", "0.1", "--seed", "7", "--global-batch-size", "8"]

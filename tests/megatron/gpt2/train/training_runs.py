@@ -15,11 +15,10 @@ import mpu
 from megatron.gpt2 import device as devices
 from megatron.gpt2.config import ModelConfig
 from megatron.gpt2.config.arguments import parse
+from megatron.gpt2.dist.gathering import sum_over_replicas
 from megatron.gpt2.dist.ranks import Ranks
-from megatron.gpt2.train.build import build_run
-from megatron.gpt2.train.collectives import sum_over_replicas
-from megatron.gpt2.train.prepare import prepare_run
-from megatron.gpt2.train.run import Run
+from megatron.gpt2.train.run import Run, build_run
+from megatron.gpt2.train.setup import prepare_run
 from megatron.gpt2.train.train_step import train_step
 
 SMALL = [

@@ -1,9 +1,13 @@
-"""What each rank finds out alone, before the ranks build the run together: the flags, the checkpoint's own shape,
-device and precision, the tokenizer, and the text as tokens. Tokenising can take hours, so it must not happen inside the
-time limit of a collective.
+"""What each rank decides alone, before the ranks build the run together: the flags, the checkpoint's own shape, device and
+precision, the tokenizer, and the text as tokens; and, as soon as the ranks have met, that all of them decided alike.
+
+Tokenising can take hours, so it must not happen inside the time limit of a collective. Every rank reads its own command
+line, looks for a checkpoint in its own view of the file system and chooses the precision by its own device. A rank that
+decided otherwise would train another model in silence, or wait for a collective that the others never call.
 """
 
 import dataclasses
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -13,6 +17,7 @@ from typing import Any
 
 import torch
 
+import mpu
 from data_utils import (
     BatchSchedule,
     Splits,
@@ -29,14 +34,15 @@ from megatron.gpt2.checkpoint.facts import check_facts, decay_iters
 from megatron.gpt2.checkpoint.folder import Checkpoint, find_checkpoint
 from megatron.gpt2.checkpoint.foreign import refuse_foreign
 from megatron.gpt2.checkpoint.local_assembly import assemble
-from megatron.gpt2.config import Config, DataConfig, flag, require
+from megatron.gpt2.config import Config, DataConfig, by_key, flag, require
 from megatron.gpt2.config.arguments import Arguments, merge_checkpoint
+from megatron.gpt2.dist.gathering import gather_over_ranks
 from megatron.gpt2.dist.hang import set_flight_recorder
 from megatron.gpt2.dist.ranks import Ranks
 from megatron.gpt2.hooks import Hook, load_hooks
 from megatron.gpt2.monitor.incidents import Incidents, rank_name
 from megatron.gpt2.monitor.reporting import resident_memory
-from megatron.gpt2.train.differences import differences
+from megatron.gpt2.train.continuation import computed_by, differences
 
 Log = Callable[[str], None]
 
@@ -111,6 +117,20 @@ class PreparedRun:
         """The iterations of the learning rate's schedule, each of `global_batch_size` samples, that the run takes."""
         return -(-self.batch_schedule.after_steps(self.train_iters) // self.global_batch_size)
 
+    def facts(self) -> dict[str, Any]:
+        """What the numbers of the run depend on, without its layout, weights and state: facts of a checkpoint, as
+        JSON."""
+        return {
+            "config": self.config.as_dict(),
+            "train_iters": self.train_iters,
+            "decay_iters": self.decay_iters,
+            "global_batch_size": self.global_batch_size,
+            "batch_growth": self.batch_growth,
+            "data_fingerprint": self.splits.fingerprint,
+            "precision": str(self.dtype).removeprefix("torch."),
+            "computed_by": computed_by(self.device),
+        }
+
     @property
     def timeout(self) -> timedelta:
         """How long a collective may take (--distributed-timeout-minutes)."""
@@ -131,15 +151,19 @@ def prepare_run(arguments: Arguments, ranks: Ranks, log: Log) -> PreparedRun:
     device, dtype, backend, keeps_freed = _hardware(config, ranks, hooks, log)
     start = checkpoint.facts if checkpoint is not None and not config.checkpoint.finetune else {}
     iteration, consumed_samples = start.get("iteration", 0), start.get("consumed_samples", 0)
-    schedule = config.batch_schedule(ranks.world_size, consumed_samples)  # raises where it does not fit the ranks
+    schedule = config.batch_schedule(ranks.world_size, consumed_samples)  # raises if it does not fit the ranks
 
-    data = _with_files(config.data)
+    (train, valid, test), text_key = find_corpora(  # files in the place of the names of corpora
+        {f"--{name}-data": getattr(config.data, f"{name}_data") for name in ("train", "valid", "test")},
+        config.data.text_key,
+    )
+    data = dataclasses.replace(config.data, train_data=train, valid_data=valid, test_data=test, text_key=text_key)
     tokenizer = _tokenizer(dataclasses.replace(config, data=data), arguments, checkpoint, log)
-    if config.model.vocab_size not in (None, tokenizer.vocab_size):
-        raise ValueError(
-            f"--vocab-size {config.model.vocab_size} is not the {tokenizer.vocab_size} of the tokenizer "
-            f"{tokenizer.kind}: leave the flag out"
-        )
+    require(
+        config.model.vocab_size in (None, tokenizer.vocab_size),
+        f"--vocab-size {config.model.vocab_size} is not the {tokenizer.vocab_size} of the tokenizer {tokenizer.kind}: "
+        "leave the flag out",
+    )
     splits = _splits(data, tokenizer, evaluates=config.train.eval_iters > 0)
     config = dataclasses.replace(
         config,
@@ -173,16 +197,7 @@ def prepare_run(arguments: Arguments, ranks: Ranks, log: Log) -> PreparedRun:
         hooks=hooks,
         keeps_freed=keeps_freed,
     )
-    for line in differences(
-        start,
-        {
-            "config": config.as_dict(),
-            "precision": devices.PRECISIONS[dtype],
-            "global_batch_size": schedule.final,
-            "batch_growth": prepared.batch_growth,
-            "data_fingerprint": splits.fingerprint,
-        },
-    ):
+    for line in differences(start, prepared.facts()):
         log(line)
     return prepared
 
@@ -233,14 +248,6 @@ def _splits(data: DataConfig, tokenizer: Tokenizer, *, evaluates: bool) -> Split
         need_test=evaluates,
         log=print,
     )
-
-
-def _with_files(data: DataConfig) -> DataConfig:
-    """`data` with the files of named corpora in the place of their names."""
-    (train, valid, test), text_key = find_corpora(
-        {"--train-data": data.train_data, "--valid-data": data.valid_data, "--test-data": data.test_data}, data.text_key
-    )
-    return dataclasses.replace(data, train_data=train, valid_data=valid, test_data=test, text_key=text_key)
 
 
 def _source(arguments: Arguments, ranks: Ranks, log: Log) -> tuple[Arguments, Checkpoint | None, str | None]:
@@ -343,3 +350,85 @@ def _tokenizer(config: Config, arguments: Arguments, checkpoint: Checkpoint | No
             "and --tokenizer-model out to take the checkpoint's own"
         )
     return tokenizer
+
+
+def what_decides(prepared: PreparedRun, parallel: mpu.ParallelState, *, sharded: bool) -> dict[str, Any]:
+    """The facts of a run with its layout. sharded: whether the optimizer is."""
+    layout = {
+        "model_parallel_size": parallel.tensor_model_parallel_size,
+        "pipeline_parallel_size": parallel.pipeline_model_parallel_size,
+        "data_parallel_size": parallel.data_parallel_size,
+        "optimizer_is_sharded": sharded,
+    }
+    return {"layout": layout, **prepared.facts()}
+
+
+# Flags that may differ: paths, which machines may name in their own way, and what concerns one rank alone. What is in
+# the files is compared by the fingerprints of data and tokenizer.
+MAY_DIFFER = {
+    *(
+        f"data.{name}"
+        for name in (
+            "train_data",
+            "valid_data",
+            "test_data",
+            "data_path",
+            "valid_data_path",
+            "test_data_path",
+            "split",
+            "text_key",
+            "data_cache_path",
+            "vocab_file",
+            "merge_file",
+            "tokenizer_model",
+            "cache_dir",
+            "num_workers",
+        )
+    ),
+    *(
+        f"train.{name}"
+        for name in ("device", "tensorboard_dir", "wandb_project", "wandb_entity", "wandb_exp_name", "wandb_save_dir")
+    ),
+    "checkpoint.save",
+    "checkpoint.load",
+    "checkpoint.local_checkpoint_dir",
+}
+
+
+def check_ranks_agree(prepared: PreparedRun) -> None:
+    """ValueError, on every rank, that names the first decision that differs. A collective over all ranks."""
+    own = decisions(prepared)
+
+    def others(text: str) -> list[int]:
+        """The ranks that have another text than rank 0."""
+        number = int(hashlib.sha256(text.encode()).hexdigest()[:15], 16)
+        numbers = gather_over_ranks(number, prepared.device)
+        return [rank for rank, theirs in enumerate(numbers) if theirs != numbers[0]]
+
+    for name, value in own.items() if others(repr(own)) else ():
+        if ranks := others(value):
+            raise ValueError(
+                f"rank {ranks[0]} has another {name} than rank 0 (on rank {prepared.ranks.rank} it is {value}): start "
+                "every rank with the same command line and environment, and let all machines see the same files"
+            )
+    require(
+        not others(prepared.splits.fingerprint),
+        "the ranks read different training data: every machine needs the same files",
+    )
+
+
+def decisions(prepared: PreparedRun) -> dict[str, str]:
+    """What must be the same on all ranks, by the words that an error has for it."""
+    values = by_key(prepared.config.as_dict())
+    return {
+        **{flag(key): repr(value) for key, value in values.items() if key not in MAY_DIFFER},
+        "precision": str(prepared.dtype),
+        "kind of device": prepared.device.type,
+        "backend": prepared.backend,
+        "checkpoint to start from": f"iteration {prepared.start.get('iteration', 0)}, "
+        f"{'none' if prepared.source is None else 'found'}",
+        "length in iterations": str(prepared.train_iters),
+        "tokenizer": prepared.tokenizer.fingerprint,
+        "version of torch": torch.__version__,
+        **{name: text for hook in prepared.hooks for name, text in hook.decisions(prepared).items()},
+    }

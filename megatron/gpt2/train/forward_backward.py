@@ -18,12 +18,12 @@ from megatron.gpt2.optimizer.gradient_reducer import GradientReducer
 from megatron.gpt2.pipeline.program import Message, Step, program
 from megatron.gpt2.pipeline.schedule import Action, Schedule
 from megatron.gpt2.train.engine import Engine
-from megatron.gpt2.train.weight_gradients_later import Place, WeightGradientsLater
 
 MicroBatch = Mapping[str, Any]  # the arguments of the model
+Place = tuple[int, int]  # chunk and micro-batch
 
 
-class ScheduleRunner:
+class ForwardBackward:
     """Runs, on this rank of a pipeline, the schedule of so many micro-batches as a step has: `schedules` makes it.
     Every rank has one and calls its methods at the same steps. micro_batches: of the last step."""
 
@@ -40,10 +40,7 @@ class ScheduleRunner:
             return program(schedules(micro_batches))[self._rank]
 
         self._steps_of = steps_of
-        self._later = None
-        if schedule.splits_backward:
-            assert isinstance(engine.reducer, GradientReducer), "Config refuses torch's DDP"
-            self._later = WeightGradientsLater(engine, engine.reducer)
+        self._later = WeightGradientsLater(engine) if schedule.splits_backward else None
         self._kept: dict[Place, tuple[Tensor | None, Tensor, list[Tensor]]] = {}  # input, root, gradient of the output
         self._arriving: dict[Message, mpu.Transfer] = {}
         self._leaving: dict[tuple[str, int, int], Tensor] = {}
@@ -57,14 +54,13 @@ class ScheduleRunner:
         self.micro_batches = micro_batches
         self._losses: list[Tensor] = []
         self._engine.reducer.begin(len(micro_batches))
+        run = {"F": self._forward, "B": self._backward, "W": self._weights}
         for step in self._steps_of(len(micro_batches)):
             self._exchange(step)
             if step.action is not None:
-                {"F": self._forward, "B": self._backward, "W": self._weights}[step.action.kind](step.action)
+                run[step.action.kind](step.action)
         self._await_sent()
-        if not self._losses:
-            return torch.zeros(1, device=self._engine.flat.params.device)
-        return torch.stack(self._losses)
+        return torch.stack(self._losses or [torch.zeros((), device=self._engine.flat.params.device)])
 
     @torch.no_grad()
     def evaluate(self, micro_batch: MicroBatch) -> Tensor:
@@ -93,14 +89,13 @@ class ScheduleRunner:
             for message in step.sends
         ]
         receives = [(self._engine.model.empty_hidden(*shape), message.source) for message in step.receives]
-        sent, received = mpu.exchange(sends, receives, self._group)
-        self._sent += sent
+        self._sent, received = mpu.exchange(sends, receives, self._group)
         self._arriving.update(zip(step.receives, received, strict=True))
 
     def _await_sent(self) -> None:
         for transfer in self._sent:
             transfer.wait()
-        self._sent.clear()
+        self._sent = []
 
     def _forward(self, action: Action) -> None:
         stage, number = action.chunk * self._size + self._rank, action.micro_batch
@@ -155,3 +150,32 @@ class _Departure(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return ctx.gradient.pop(), None
+
+
+class WeightGradientsLater:
+    """Takes the place of the weight gradient in every linear layer of the model: backward hands over its factors, and
+    `compute` makes the product when the schedule has time for it (zero bubble, arXiv:2401.10241)."""
+
+    def __init__(self, engine: Engine) -> None:
+        assert isinstance(engine.reducer, GradientReducer), "Config refuses torch's DDP"
+        self._reducer = engine.reducer
+        self._new: list[tuple[str, Callable[[], Tensor]]] = []
+        self._kept: dict[Place, list[tuple[str, Callable[[], Tensor]]]] = {}
+
+        def sink_of(name: str, module: mpu.ColumnParallelLinear | mpu.RowParallelLinear) -> Callable[..., None]:
+            return lambda dy, x: self._new.append((name, functools.partial(module.weight_gradient, dy, x)))
+
+        for name, module in engine.model.named_modules():
+            if isinstance(module, mpu.ColumnParallelLinear | mpu.RowParallelLinear):
+                module.weight_gradient_sink = sink_of(f"{name}.weight", module)
+
+    def keep(self, place: Place) -> None:
+        """What backward has handed over since the last call belongs to `place`."""
+        self._kept[place], self._new = self._new, []
+
+    @torch.no_grad()  # as inside of backward
+    def compute(self, place: Place) -> None:
+        """The weight gradients of `place`, into the reducer."""
+        for name, product in self._kept.pop(place):
+            self._reducer.add(name, product())
+            self._reducer.complete(name)
