@@ -1,5 +1,5 @@
 """The memory of a run, from its flags alone. These names are what the rest of the program may use; the rules for
-`Setting` are in `setting.py`."""
+`Setting` are in `sizes.py`."""
 
 from megatron.gpt2.extensions.plan.pipelines import bubble
 from megatron.gpt2.extensions.plan.report import (
@@ -10,7 +10,7 @@ from megatron.gpt2.extensions.plan.report import (
     start_rows,
     warning,
 )
-from megatron.gpt2.extensions.plan.setting import Setting
+from megatron.gpt2.extensions.plan.sizes import Setting
 from megatron.gpt2.extensions.plan.step import CUDA_CONTEXT, Memory, expected
 
 __all__ = [

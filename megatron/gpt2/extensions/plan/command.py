@@ -33,8 +33,7 @@ from megatron.gpt2.extensions.plan import megatron_2019
 from megatron.gpt2.extensions.plan.fit import Candidate, cheapest, cost, largest_micro_batch, smallest
 from megatron.gpt2.extensions.plan.pipelines import bubble
 from megatron.gpt2.extensions.plan.report import in_mb
-from megatron.gpt2.extensions.plan.setting import Setting
-from megatron.gpt2.extensions.plan.sizes import Sizes
+from megatron.gpt2.extensions.plan.sizes import Setting, Sizes
 from megatron.gpt2.extensions.plan.step import CUDA_CONTEXT, Memory, expected, of_stages
 from megatron.gpt2.model.parameters import count_parameters
 from megatron.gpt2.monitor.reporting import aligned, resident_memory
@@ -157,7 +156,7 @@ def pipeline_facts(plan: Setting) -> dict[str, Any]:
         size = Sizes(plan, stage)
         stages.append(
             {
-                "layers": [[chunk.start, chunk.stop - 1] for chunk in size.chunks],
+                "layers": [[chunk.layers.start, chunk.layers.stop - 1] for chunk in size.chunks],
                 "parameters": size.parameters,
                 "total": memory.total,
                 "moment": memory.moment,

@@ -26,8 +26,7 @@ from typing import Any
 
 from megatron.gpt2.config import flag
 from megatron.gpt2.extensions.plan.pipelines import bubble
-from megatron.gpt2.extensions.plan.setting import Setting
-from megatron.gpt2.extensions.plan.sizes import Sizes
+from megatron.gpt2.extensions.plan.sizes import Setting, Sizes
 from megatron.gpt2.extensions.plan.step import Memory, at_rest, expected
 
 _SELECTIVE, _HALF_BATCH, _PARTITIONED, _PARKED = 0.02, 0.03, 0.01, 0.01
@@ -77,7 +76,7 @@ def cost(setting: Setting, *, batch: int) -> float:
         more += (setting.micro_batches - 1) * 4 * sizes.parameters / _BETWEEN_GPUS / 2 / step
     if parallel.partition_activations:
         more += _PARTITIONED
-    if parked := sum(map(sizes.parked, sizes.chunks)):
+    if parked := sum(chunk.parked for chunk in sizes.chunks):
         more += _PARKED + max(0.0, setting.micro_batches * 2 * parked / _PCIE / step - 1)
     if setting.stages > 1:  # of each chunk the hidden states one way, and their gradient the other way
         more += setting.micro_batches * len(sizes.chunks) * 2 * sizes.residual / _BETWEEN_GPUS / step

@@ -4,7 +4,7 @@ little."""
 from megatron.gpt2.config import Config
 from megatron.gpt2.extensions.plan.pipelines import bubble
 from megatron.gpt2.extensions.plan.report import expected_peak, out_of_memory, start_rows, warning
-from megatron.gpt2.extensions.plan.setting import Setting
+from megatron.gpt2.extensions.plan.sizes import Setting
 from megatron.gpt2.extensions.plan.step import CUDA_CONTEXT
 from megatron.gpt2.hooks import Hook
 from megatron.gpt2.train.run import Run

@@ -10,7 +10,7 @@ import torch
 from data_utils.files import machine_memory
 from megatron.gpt2.device import cgroup_folders
 from megatron.gpt2.extensions.plan.fit import Candidate, cheapest, cost, smallest
-from megatron.gpt2.extensions.plan.setting import Setting
+from megatron.gpt2.extensions.plan.sizes import Setting
 from megatron.gpt2.extensions.plan.step import CUDA_CONTEXT, Memory, expected, of_stages
 from megatron.gpt2.monitor.reporting import resident_memory
 

@@ -25,8 +25,7 @@ from megatron.gpt2.extensions.plan.megatron_2019 import (
 )
 from megatron.gpt2.extensions.plan.pipelines import bubble, situations
 from megatron.gpt2.extensions.plan.report import available
-from megatron.gpt2.extensions.plan.setting import Setting
-from megatron.gpt2.extensions.plan.sizes import Sizes
+from megatron.gpt2.extensions.plan.sizes import Setting, Sizes
 from megatron.gpt2.extensions.plan.step import expected, of_stages
 from megatron.gpt2.model.parameters import count_parameters
 from megatron.gpt2.pipeline.analysis import equal_costs, timetable
@@ -263,12 +262,12 @@ def test_stages_share_what_one_rank_has():
     sizes, one = [Sizes(parts, stage) for stage in range(4)], Sizes(whole)
     tied = 50304 * 1024
     assert sum(size.parameters for size in sizes) == one.parameters + tied
-    assert sum(size.kept_by(chunk) for size in sizes for chunk in size.chunks) == one.kept_by(one.chunks[0])
+    assert sum(chunk.kept for size in sizes for chunk in size.chunks) == one.chunks[0].kept
     # Of many micro-batches 1F1B keeps 4, 3, 2 and 1.
     many = on_gpu("--model", "345m", "--pipeline-model-parallel-size", "4", "--global-batch-size", "512", ranks=4)
     assert many.micro_batches == 64
     for stage in range(4):
-        assert max(now.beside.kept[0] for now in situations(many.config, 64, stage)) == 4 - stage - 1
+        assert max(now.kept[0] for now in situations(many.config, 64, stage)) == 4 - stage - 1
         assert expected(many, stage).moment.endswith(f" of stage {stage}")
 
 
