@@ -38,9 +38,10 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from benchmarks import report
-from megatron.gpt2.checkpoint.folder import Piece, find_checkpoint, write_checkpoint
+from megatron.gpt2.checkpoint.folder import find_checkpoint
 from megatron.gpt2.checkpoint.saver import Saver
 from megatron.gpt2.checkpoint.state import load_state, state_pieces
+from megatron.gpt2.checkpoint.writer import Piece, write_checkpoint
 from megatron.gpt2.config import ModelConfig
 from megatron.gpt2.model.parameters import parameter_specs
 from megatron.gpt2.optimizer.flat_state import FlatState
@@ -141,10 +142,7 @@ def cached(folder: Path, warm: bool) -> None:
 
 def blocked(state: State, scratch: Path, smoke: bool, count: int) -> list[dict[str, float]]:
     """--async-save: how long a save holds up training, and until it is committed."""
-    write = functools.partial(write_checkpoint, scratch / "async", rank=0, world_size=1, timeout_s=60, keep_last=1)
-    saver = Saver(
-        write, rank=0, attempt="a", asynchronous=True, local_world_size=1, max_over_ranks=int, log=lambda line: None
-    )
+    saver = Saver(folder=scratch / "async", attempt="a", asynchronous=True, keep_last=1, log=lambda line: None)
     saver.prepare(files_of(state, smoke))  # as a run does before its first step
     visits = []
     for iteration in range(1, count + 1):

@@ -14,7 +14,7 @@ import torch
 import mpu
 from data_utils import build_tokenizer
 from data_utils.tokenizers.gpt2 import END_OF_TEXT, byte_alphabet
-from megatron.gpt2.checkpoint.folder import write_checkpoint
+from megatron.gpt2.checkpoint.writer import write_checkpoint
 from megatron.gpt2.commands.pretrain_gpt2 import main
 from megatron.gpt2.config import ModelConfig
 from megatron.gpt2.config.arguments import parse

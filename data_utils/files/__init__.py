@@ -207,7 +207,9 @@ def errors_of(path: Path) -> Iterator[None]:
     try:
         yield
     except KeyError as error:
-        raise ValueError(f"{path}: has no {one_line(error)}") from error
+        raise ValueError(f"{path}: has no {one_line(error)}, or an unknown one") from error
+    except RecursionError as error:
+        raise ValueError(f"{path}: nested too deeply") from error
     except (ValueError, TypeError, AttributeError, OSError) as error:
         raise ValueError(f"{path}: {one_line(error)}") from error
 

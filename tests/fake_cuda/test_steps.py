@@ -10,7 +10,7 @@ import torch
 
 from benchmarks.gpu.modes import DROPOUT, MODES
 from megatron.gpt2 import device as devices
-from megatron.gpt2.checkpoint import folder, state
+from megatron.gpt2.checkpoint import state, writer
 from megatron.gpt2.train.evaluate import SAMPLING, evaluate_and_log, sample_text
 from megatron.gpt2.train.loop import train
 from tests.fake_cuda.fake_gpu import FakeGPU
@@ -65,7 +65,7 @@ def test_the_peak_is_measured_with_numbers_that_differ():
 
 def test_save_and_load(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Into files and back, the tensors of every kind; what arrives on the host is 0."""
-    for module in (folder, state):  # one file at a time: tensors without data know no threads
+    for module in (writer, state):  # one file at a time: tensors without data know no threads
         monkeypatch.setattr(module, "in_threads", lambda work, items, *_: [work(item) for item in items])
     with running(text, tmp_path, DROPOUT) as (run, gpu):
         steps(run, gpu)

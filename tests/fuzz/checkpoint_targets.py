@@ -18,7 +18,7 @@ import torch
 from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 
 from data_utils.files import sealed_body
-from megatron.gpt2.checkpoint.manifest import MANIFEST, Contents
+from megatron.gpt2.checkpoint.manifest import MANIFEST, manifest_bytes, summary
 from megatron.gpt2.checkpoint.reader import Checkpoint
 from megatron.gpt2.checkpoint.source import Source
 from megatron.gpt2.config import ModelConfig
@@ -66,20 +66,13 @@ def reseal(files: Files) -> None:
 def reseal_tables(files: Files) -> None:
     """The manifest that the changed tables have, where they can be understood so far; else at least their hashes."""
     name = f"{ITERATION}/{MANIFEST}"
-    manifest, made = json.loads(files[name]), Contents()
-    tables = sorted(name for name in files if "/boxes/" in name)
-    for rank, table in enumerate(tables):
+    manifest, tables = json.loads(files[name]), sorted(name for name in files if "/boxes/" in name)
+    for table in tables:
         data = files[table]
-        digest = hashlib.sha256(data).hexdigest()
-        manifest["tables"][f"boxes/{Path(table).name}"].update(bytes=len(data), sha256=digest)
-        try:
-            made.add(rank, json.loads(data.partition(b"\n")[0]), len(data), digest)
-        except (ValueError, TypeError, LookupError, AttributeError, AssertionError, RecursionError):
-            files[name] = json.dumps(manifest).encode()
-            return reseal(files)
+        manifest["tables"][f"boxes/{Path(table).name}"].update(bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
     try:
-        files[name] = made.manifest_bytes(7, manifest["facts"])
-    except (ValueError, TypeError, RecursionError):
+        files[name] = manifest_bytes(7, manifest["facts"], [summary(files[table]) for table in tables])
+    except (ValueError, TypeError, LookupError, AttributeError, AssertionError, RecursionError):
         files[name] = json.dumps(manifest).encode()
         reseal(files)
 

@@ -1,266 +1,187 @@
-"""Save and load: the commit protocol, and the way back from damage.
+"""A --save folder: which of its checkpoints is loaded, which is the best one, and one run in it at a time.
 
-    checkpoints/gpt2_345m/
-      latest_checkpointed_iteration.txt     the tracker: the iteration to load
-      iter_0000300/manifest.json, boxes/rank_00000.jsonl, mp_rank_00/model.safetensors, master_dp_00.safetensors, ...
-
-Every rank writes its files into `iter_0000300.tmp-<attempt>/`, and last its table: the boxes and hashes of what it
-wrote. Rank 0 waits for all tables, writes the manifest, renames the folder and replaces the tracker. Nothing here
-is a collective operation, and a crash at any moment leaves the earlier checkpoints and their tracker untouched.
-
-`attempt` is a word that all ranks share and that no other save shares (one random number, broadcast when the run
-starts, with a count of its saves). It keeps what a crashed attempt left behind, files and tables alike, out of this
-one without any waiting: its folder has another name. Rank 0 removes such folders when it next saves.
+`latest_checkpointed_iteration.txt`, the tracker, names the iteration to load. A number that is saved again has its
+existing folder renamed aside, `iter_0000300.old-1`. `best/` (--keep-best) holds the checkpoint with the lowest
+validation loss, as a folder like the one around it, for `--load`: iter_0000700/, its tracker, tokenizer/. The loss is
+only in the manifest of that checkpoint. A run that continues reads it from there.
 """
 
-import contextlib
+import json
+import math
 import os
 import re
-import shutil
-from collections.abc import Callable, Mapping
+import socket
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import BinaryIO
 
-from data_utils.files import sync_folder
-from megatron.gpt2.checkpoint.files import THREADS, Piece, in_threads, write_synced, write_tensors
-from megatron.gpt2.checkpoint.gathering import Parts, gather_tables, share_line, write_failure, write_table
-from megatron.gpt2.checkpoint.manifest import MANIFEST
+from data_utils.files import take_lock
 from megatron.gpt2.checkpoint.reader import Checkpoint
-from megatron.gpt2.checkpoint.state import load_model, load_rng, load_state, model_pieces, rng_pieces, state_pieces
-
-__all__ = [
-    "TRACKER",
-    "Checkpoint",
-    "Piece",
-    "find_checkpoint",
-    "load_model",
-    "load_rng",
-    "load_state",
-    "model_pieces",
-    "rng_pieces",
-    "state_pieces",
-    "write_checkpoint",
-]
+from megatron.gpt2.monitor.run_log import set_aside
+from megatron.gpt2.monitor.run_report import METRICS
 
 TRACKER = "latest_checkpointed_iteration.txt"
+BEST = "best"
 _OLD = 1000  # an iteration is renamed aside fewer times than this
 _ITERATION = re.compile(r"iter_(\d{7,12})(?:\.old-(\d{1,3}))?", re.ASCII)
+Log = Callable[[str], None]
+Gather = Callable[[str], list[str]]  # the texts of all ranks, by rank: every rank calls it with its own
 
 
-def write_checkpoint(
-    directory: str | Path,
-    iteration: int,
-    *,
-    facts: Mapping[str, Any],
-    files: Mapping[str, Mapping[str, Piece]],
-    rank: int,
-    world_size: int,
-    attempt: str,
-    timeout_s: float,
-    log: Callable[[str], None] = print,
-    keep_last: int | None = None,
-    parts: Parts | None = None,
-) -> Path:
-    """Write this rank's `files` ({path in the iteration's folder: {tensor name: piece}}); rank 0 commits.
-
-    All ranks call it at the same step. Rank 0 returns once the checkpoint is committed, each other rank once its part
-    is on the disk. facts: what the manifest says about the run, in JSON's types; read on rank 0 alone. keep_last: how
-    many iterations rank 0 leaves, this one among them (default: all).
-
-    OSError, one line, where this rank cannot write, and on rank 0 where any rank cannot. TimeoutError, which is an
-    OSError, where a rank's part is missing after `timeout_s` seconds, or a few seconds after `parts.hurry` is set.
-    """
-    directory, parts = Path(directory), parts or Parts()
-    final = directory / f"iter_{iteration:07d}"
-    folder = directory / f"{final.name}.tmp-{attempt}"
-    if rank == 0:
-        for stale in set(directory.glob("iter_*.tmp-*")) - {folder}:  # others may be writing into that one already
-            shutil.rmtree(stale, ignore_errors=True)
-    folder.mkdir(parents=True, exist_ok=True)
-    try:
-        tensors: dict[str, Any] = {}
-        listed: dict[str, Any] = {}
-        # What is made when it is written may be as large as memory: one at a time.
-        streamed = any(piece.make for pieces in files.values() for piece in pieces.values())
-        for written in in_threads(
-            lambda file: write_tensors(folder, file, iteration, files[file]), files, 1 if streamed else THREADS
-        ):
-            tensors.update(written["tensors"])
-            listed.update(written["files"])
-        write_table(folder, rank, tensors, listed)
-        parts.own.set_result(None)
-        if rank == 0:
-            contents = gather_tables(folder, world_size, timeout_s, parts)
-            _commit(folder, final, contents.manifest_bytes(iteration, facts), log)
-    except BaseException as error:
-        if rank == 0:
-            shutil.rmtree(folder, ignore_errors=True)
-        else:
-            # Room for the word of the failure, so that rank 0 need not wait for the time-out.
-            with contextlib.suppress(OSError):
-                for file in files:
-                    (folder / file).unlink(missing_ok=True)
-                write_failure(folder, rank, error)
-        raise
-    if rank == 0 and keep_last is not None:
-        _remove_older(directory, iteration, keep_last, log)
-    return final
+def alone(text: str) -> list[str]:
+    """`Gather` for one rank."""
+    return [text]
 
 
-def _commit(folder: Path, final: Path, manifest: bytes, log: Callable[[str], None]) -> None:
-    """Make `folder`, complete but for its manifest, the checkpoint `final`."""
-    write_synced(folder / MANIFEST, manifest)
-    try:
-        written = Checkpoint(folder)  # what cannot be opened must not be committed
-    except ValueError as error:
-        raise OSError(f"not what was written: {error}") from error
-    for parent in [*(path for path in folder.iterdir() if path.is_dir()), folder]:
-        sync_folder(parent)
-    tracker = final.parent / TRACKER
-    successor = tracker.with_name(TRACKER + ".tmp")
-    write_synced(successor, f"{written.iteration}\n".encode())  # now: a full disk must not stop us half-way
-    if final.exists():
-        aside = _aside(final)
-        log(f"WARNING: {final} exists already and is saved again: the existing one is now {aside}")
-        final.rename(aside)
-    folder.rename(final)
-    sync_folder(final.parent)
-    # The tracker comes last: a crash before this line leaves the earlier checkpoint in charge.
-    successor.replace(tracker)
-    sync_folder(final.parent)
-
-
-def _remove_older(directory: Path, iteration: int, keep_last: int, log: Callable[[str], None]) -> None:
-    """Remove iterations before `iteration`, which is committed and in the tracker; the newest `keep_last` - 1 stay.
-
-    Newer ones, and those that were renamed aside, belong to another course of the run, and a person decides about them.
-    A folder is first renamed to a name that no load takes and that the next save clears away.
-    """
-    found = [match for match in map(_ITERATION.fullmatch, os.listdir(directory)) if match and match[2] is None]
-    older = sorted(int(match[1]) for match in found if int(match[1]) < iteration)
-    try:
-        for number in older[: max(0, len(older) - keep_last + 1)]:
-            folder = _path(directory, number * _OLD)
-            removed = folder.rename(f"{folder}.tmp-removed")
-            sync_folder(directory)
-            shutil.rmtree(removed)
-    except OSError as error:
-        log(f"WARNING: --keep-last {keep_last}: {error.filename} could not be removed: {error.strerror}")
-
-
-def set_newer_aside(directory: str | Path, iteration: int, log: Callable[[str], None]) -> int:
-    """Rename the checkpoints beyond `iteration` aside, and let the tracker name the newest of the others: its
-    iteration, or -1, with nothing changed, where there is none. Rank 0 calls it, while no save is under way."""
-    directory = Path(directory)
-    found = sorted(
-        int(match[1]) for match in map(_ITERATION.fullmatch, os.listdir(directory)) if match and match[2] is None
+def _found(directory: Path) -> list[re.Match[str]]:
+    """The iterations in `directory`, the newest first, and after all of them those that were renamed aside."""
+    names = os.listdir(directory) if directory.is_dir() else []
+    return sorted(
+        filter(None, map(_ITERATION.fullmatch, names)),
+        key=lambda match: (not match[2], int(match[1]), int(match[2] or 0)),
+        reverse=True,
     )
-    if not (older := [number for number in found if number <= iteration]):
-        return -1
-    # First: a crash after it leaves a tracker that is right.
-    successor = directory / f"{TRACKER}.tmp"
-    write_synced(successor, f"{older[-1]}\n".encode())
-    successor.replace(directory / TRACKER)
-    for number in found[len(older) :]:
-        folder = _path(directory, number * _OLD)
-        log(f"{folder} is now {folder.rename(_aside(folder))}")
-    sync_folder(directory)
-    return older[-1]
 
 
-def _aside(folder: Path) -> Path:
+def iterations(directory: Path) -> list[tuple[int, Path]]:
+    """The iterations in `directory`, the newest first, each with its folder. Those that were renamed aside are left
+    out."""
+    return [(int(match[1]), directory / match[0]) for match in _found(directory) if not match[2]]
+
+
+def aside(folder: Path) -> Path:
     """A name that an existing checkpoint gets when its number is needed."""
     return next(path for old in range(1, _OLD) if not (path := Path(f"{folder}.old-{old}")).exists())
 
 
 def find_checkpoint(
-    directory: str | Path,
-    *,
-    log: Callable[[str], None],
-    max_over_ranks: Callable[[int], int] = lambda n: n,
-    share: tuple[int, int] = (0, 1),
-    verify: bool = True,
+    directory: str | Path, *, log: Log, rank: int = 0, gather: Gather = alone, verify: bool = True
 ) -> Checkpoint | None:
-    """The checkpoint to load: the tracker's, or where that is damaged or missing the newest valid one, loudly.
+    """The checkpoint to load: the tracker's, or if that is damaged or missing the newest valid one, loudly.
 
-    All ranks call it, with `share` = (rank, world size) and `max_over_ranks` = the largest of all ranks' numbers (a
-    collective on a 64-bit integer), and all get the same answer: rank 0 proposes, everyone opens, each hashes its
-    share of the files (`verify`), and a checkpoint counts where all agree. An iteration that was renamed aside is the
-    last resort. Nothing is changed on the disk. `log` gets the warnings on every rank, those about the tracker on
-    rank 0 alone.
+    All ranks call it, with `gather`, a collective, and all get the same answer: rank 0 proposes, everyone opens, each
+    hashes its share of the files (`verify`), and a checkpoint counts if all agree. An iteration that was renamed aside
+    is the last resort. Nothing is changed on the disk. `log` gets the warnings on every rank.
 
-    Returns None where the folder is missing or holds no checkpoint. ValueError where it holds some and none is valid.
+    Returns None if the folder is missing or holds no checkpoint. ValueError if it holds some and none is valid.
     """
     directory = Path(directory)
-    tracked, proposals, refused = _proposals(directory) if share[0] == 0 else (None, [], [])
-    if not max_over_ranks(len(proposals) + len(refused)):
+    tracked, names, refused = json.loads(gather(json.dumps(_proposals(directory)) if rank == 0 else "")[0])
+    if not names and not refused:
         return None
     for warning in refused:
         log(f"WARNING: {warning}")
-    for i in range(max_over_ranks(len(proposals))):
-        path = _path(directory, max_over_ranks(proposals[i] if share[0] == 0 else 0))
-        checkpoint, problem = _open_together(path, max_over_ranks, share, verify)
+    for name in names:
+        checkpoint, problem = _open_together(directory / name, rank, gather, verify)
         if checkpoint is not None:
             break
         log(f"WARNING: {problem}")
         refused.append(problem)
     else:
         raise ValueError(
-            f"{directory}: holds no valid checkpoint: {next(iter(refused), 'see rank 0')}; give a --load "
+            f"{directory}: holds no valid checkpoint: {refused[0]}; give a --load "
             "that holds one, or none and a new --save to start from random weights"
         )
     if refused:
         log(f"WARNING: {checkpoint.path} is loaded, the newest valid checkpoint there")
-    for proposal in proposals:
-        if tracked is not None and checkpoint.iteration == tracked < proposal // _OLD and not proposal % _OLD:
+    for name in names:
+        match = _ITERATION.fullmatch(name)
+        if checkpoint.iteration == tracked and match and int(match[1]) > tracked and not match[2]:
             log(
-                f"WARNING: {_path(directory, proposal)} is newer than iteration {tracked}, which {TRACKER} names and "
+                f"WARNING: {directory / name} is newer than iteration {tracked}, which {TRACKER} names and "
                 "which is loaded; it will be renamed aside when its number is saved again"
             )
     return checkpoint
 
 
-def _open_together(
-    path: Path, max_over_ranks: Callable[[int], int], share: tuple[int, int], verify: bool
-) -> tuple[Checkpoint | None, str]:
-    """The checkpoint at `path` if every rank finds it valid, else why not. The branches depend on shared numbers."""
-    rank, world_size = share
-    checkpoint, problem = None, ""
-    try:
-        if not path.is_dir():
-            raise ValueError(f"{path}: missing, though {TRACKER} names it")
-        checkpoint = Checkpoint(path)
-    except ValueError as error:
-        problem = str(error)
-    seen = int(checkpoint.digest[:15], 16) if checkpoint else -1
-    same = seen == max_over_ranks(seen)
-    odd = max_over_ranks(0 if checkpoint and same else rank + 1)
-    if odd or checkpoint is None:
-        return None, problem or f"{path}: rank {odd - 1} does not see the same there: do all nodes share the folder?"
-    problem = share_line(checkpoint.damage(rank, world_size, hashed=verify), rank, max_over_ranks)
-    return (None, problem) if problem else (checkpoint, "")
-
-
-def _proposals(directory: Path) -> tuple[int | None, list[int], list[str]]:
-    """The tracker's iteration, what to try in this order (as numbers for `_path`), and what is wrong so far."""
-    found = [match for match in map(_ITERATION.fullmatch, os.listdir(directory) if directory.is_dir() else ()) if match]
-    numbers = [int(match[1]) * _OLD + int(match[2] or 0) for match in found]
-    numbers.sort(key=lambda number: (number % _OLD == 0, number // _OLD, number), reverse=True)
+def _proposals(directory: Path) -> tuple[int | None, list[str], list[str]]:
+    """The tracker's iteration, the names of what to try in this order, and what is wrong so far."""
+    names = [match[0] for match in _found(directory)]
     tracker = directory / TRACKER
     if os.path.lexists(tracker) and not tracker.is_file():  # a pipe would keep us waiting
-        return None, numbers, [f"{tracker}: is no file"]
+        return None, names, [f"{tracker}: is no file"]
     try:
         with open(tracker, "rb") as stream:
             text = stream.read(80)
     except FileNotFoundError:
-        return None, numbers, [f"{tracker}: missing"] if numbers else []
+        return None, names, [f"{tracker}: missing"] if names else []
     except OSError as error:
-        return None, numbers, [f"{tracker}: cannot be read: {error.strerror}"]
+        return None, names, [f"{tracker}: cannot be read: {error.strerror}"]
     if not re.fullmatch(rb"\s*\d{1,12}\s*", text):
-        return None, numbers, [f"{tracker}: holds {text!r} instead of the number of an iteration"]
-    tracked = int(text)
-    return tracked, [tracked * _OLD] + [number for number in numbers if number != tracked * _OLD], []
+        return None, names, [f"{tracker}: holds {text!r} instead of the number of an iteration"]
+    tracked = f"iter_{int(text):07d}"
+    return int(text), [tracked] + [name for name in names if name != tracked], []
 
 
-def _path(directory: Path, number: int) -> Path:
-    return directory / (f"iter_{number // _OLD:07d}" + (f".old-{number % _OLD}" if number % _OLD else ""))
+def _open_together(path: Path, rank: int, gather: Gather, verify: bool) -> tuple[Checkpoint | None, str]:
+    """The checkpoint at `path` if every rank finds it valid, else why not. All ranks take the same branches."""
+    checkpoint = None
+    try:
+        if not path.is_dir():
+            raise ValueError(f"{path}: missing, though {TRACKER} names it")
+        checkpoint = Checkpoint(path)
+        seen = checkpoint.digest
+    except ValueError as error:
+        seen = str(error)
+    answers = gather(seen)
+    odd = next((other for other, answer in enumerate(answers) if answer != answers[0]), 0)
+    if odd:
+        return None, f"{path}: rank {odd} does not see the same there: do all nodes share the folder?"
+    if checkpoint is None:
+        return None, seen
+    problem = next(filter(None, gather(checkpoint.damage(rank, len(answers), hashed=verify))), "")
+    return (None, problem) if problem else (checkpoint, "")
+
+
+def best_loss(folder: Path, data_fingerprint: str, log: Log) -> float:
+    """The validation loss, in nats per token, of the checkpoint in `folder`. Infinite if the folder holds no valid
+    checkpoint, or one that was trained on other data."""
+    try:
+        checkpoint = find_checkpoint(folder, log=log, verify=False)
+    except ValueError as error:
+        log(f"WARNING: {error}")
+        return math.inf
+    if checkpoint is None or checkpoint.facts.get("data_fingerprint") != data_fingerprint:
+        return math.inf
+    return float(checkpoint.facts.get("valid_loss", math.inf))
+
+
+def set_best_aside(save: Path, log: Log) -> None:
+    """Rename the best checkpoint of an earlier run, in the folder of one that starts from iteration 0."""
+    if (save / BEST / TRACKER).exists():
+        log(f"WARNING: {save / BEST} is of an earlier run: it is now {set_aside(save / BEST)}")
+
+
+def lock_folder(folder: Path, log: Log) -> BinaryIO:
+    """Make `folder` and lock it until the returned file is closed; the system closes it when this process dies.
+
+    ValueError, one line, if another process has it, or if another run keeps its best checkpoint there. On a filesystem
+    without locks nothing is locked, and `log` gets a warning.
+    """
+    if folder.name == BEST and (folder.parent / METRICS).exists():
+        raise ValueError(
+            f"--save {folder} is where the run in {folder.parent} keeps its best checkpoint: give another "
+            "--save to train on from it"
+        )
+    path = folder / "lock"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = path.open("a+b")  # not "w": what its holder says of itself must stay
+    except OSError as error:
+        raise ValueError(f"--save {folder}: cannot be written: {error.strerror}") from error
+    try:
+        taken = take_lock(file)
+    except OSError as error:
+        log(f"WARNING: {path} cannot be locked ({error.strerror}): nothing keeps a second run out of this folder")
+        return file
+    if not taken:
+        file.seek(0)
+        holder = file.read(200).decode(errors="replace").strip() or "another process"
+        file.close()
+        raise ValueError(
+            f"--save {folder} is in use by {holder}: wait for that run, end it, or give this one another --save"
+        )
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+    file.flush()
+    return file

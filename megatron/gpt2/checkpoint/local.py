@@ -3,17 +3,19 @@ checkpoints). A run that dies goes on from there and loses some steps instead of
 
     <--local-checkpoint-dir>/<run>/iter_0000120/
 
-It is a checkpoint like every other (folder.py), but no file system that all machines share is needed. A machine holds
-the files of its own ranks and those of the machine before it, and all tables. So any one machine can be lost. What a
-machine lacks when the run starts again comes from the others, before anything is read: local_assembly.py.
+It is a checkpoint like every other (writer.py), but no file system that all machines share is needed. A machine holds
+the files of its own ranks and those of the machine before it, and all tables. So any one machine can be lost.
+
+When a run starts again, `assemble` puts the newest one together: a machine may have been replaced by an empty one, or
+may have missed the last checkpoint. Each gets what it lacks from the others, before anything is read.
 """
 
 import contextlib
-import hashlib
 import json
 import re
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,20 +24,24 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from data_utils.files import sync_folder
-from megatron.gpt2.checkpoint.files import Piece, write_synced, write_tensors
-from megatron.gpt2.checkpoint.gathering import write_table
-from megatron.gpt2.checkpoint.manifest import MANIFEST, Contents, table_path
-from megatron.gpt2.dist.gathering import gather_bytes, gather_texts
+from megatron.gpt2.checkpoint.folder import Log, iterations
+from megatron.gpt2.checkpoint.manifest import MANIFEST, manifest_bytes, summary, table_path
+from megatron.gpt2.checkpoint.reader import Checkpoint
+from megatron.gpt2.checkpoint.writer import Files, write_part, write_synced
+from megatron.gpt2.dist.gathering import gather_texts
+from megatron.gpt2.dist.ranks import Ranks
+from megatron.gpt2.dist.rendezvous import temporary_group
 
 NAME = "local_checkpoints"  # the file in the --save folder that names the run
 KEPT = 2  # checkpoints on each machine: the last one and the one before, while the next is written
 AT_ONCE = 64 << 20  # bytes of a message
 HOST = torch.device("cpu")
-Files = Mapping[str, Mapping[str, Piece]]
+Move = tuple[str, int, int]  # a file, the rank that sends it, and the one that receives it
+Held = dict[str, Any]  # of a checkpoint: its "digest", its "files" with their sizes, and which of them are "there"
 
 
 def run_name(save: str | Path) -> str:
-    """By what the run of this --save folder is known where it has local checkpoints; "" where it has none."""
+    """The name of this --save folder's run among local checkpoints; "" if it has none."""
     with contextlib.suppress(OSError, UnicodeDecodeError):
         if re.fullmatch(r"[0-9a-f]{1,16}", name := (Path(save) / NAME).read_text(encoding="ascii")):
             return name
@@ -50,93 +56,63 @@ class LocalCheckpoints:
     """
 
     def __init__(
-        self,
-        folder: Path,
-        hosts: Sequence[str],
-        rank: int,
-        group: ProcessGroup | None,
-        attempt: str,
-        log: Callable[[str], None],
+        self, folder: Path, hosts: Sequence[str], rank: int, group: ProcessGroup | None, attempt: str, log: Log
     ) -> None:
         self._folder, self._rank, self._group, self._attempt, self._log = folder, rank, group, attempt, log
         machines = [[other for other, host in enumerate(hosts) if host == name] for name in dict.fromkeys(hosts)]
-        here = next(number for number, ranks in enumerate(machines) if rank in ranks)
-        before, own, after = machines[here - 1], machines[here], machines[(here + 1) % len(machines)]
-        place = own.index(rank)
-        self._is_first = place == 0
-        # The rank of the next machine that takes this rank's files, and those whose files this one takes. A machine
-        # with fewer ranks takes several ranks' files by one.
-        self._to = after[place % len(after)] if len(machines) > 1 else None
-        self._from = before[place :: len(own)] if len(machines) > 1 else []
+        self._is_first = any(ranks[0] == rank for ranks in machines)  # of its machine
+        # The rank of the next machine that takes a rank's files. On a machine with fewer ranks one takes several's.
+        self._taker = {
+            other: after[place % len(after)]
+            for own, after in zip(machines, machines[1:] + machines[:1], strict=True)
+            for place, other in enumerate(own)
+            if own is not after
+        }
 
     def save(self, iteration: int, files: Files, facts: Mapping[str, Any]) -> bool:
         """Write and copy this rank's `files`; whether the checkpoint is there on all machines. facts: what the manifest
-        says, read on rank 0 alone. A failure costs this checkpoint, and one warning names the first rank that failed.
+        says; those of rank 0 count. A failure costs this checkpoint, and one warning names the first rank that failed.
         """
-        folder = self._folder / f"iter_{iteration:07d}.tmp-{self._attempt}"
+        final = self._folder / f"iter_{iteration:07d}"
+        folder = self._folder / f"{final.name}.tmp-{self._attempt}"
         table, problem = b"", ""
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            tensors: dict[str, Any] = {}
-            listed: dict[str, Any] = {}
-            for file, pieces in files.items():
-                written = write_tensors(folder, file, iteration, pieces)
-                tensors.update(written["tensors"])
-                listed.update(written["files"])
-            write_table(folder, self._rank, tensors, listed)
-            table = (folder / table_path(self._rank)).read_bytes()
+            table = write_part(folder, iteration, files, self._rank)
         except OSError as error:
             problem = str(error)
-        if self._failed(problem, iteration):
+        own = json.dumps([problem, table.decode(), facts if self._rank == 0 else {}])
+        problems, tables, facts_of = zip(*map(json.loads, gather_texts(own, HOST, self._group)), strict=True)
+        if self._failed(problems, folder, iteration):
             return False
-        tables = gather_bytes(table, HOST, self._group)
-        manifest = gather_bytes(
-            self._manifest(iteration, tables, facts) if self._rank == 0 else b"", HOST, self._group
-        )[0]
+        files_of = [json.loads(table.partition("\n")[2]) for table in tables]
+        sizes = {file: info["bytes"] for listed in files_of for file, info in listed.items()}
+        moves = [(file, rank, taker) for rank, taker in self._taker.items() for file in files_of[rank]]
+        problem = move(folder, moves, sizes, self._rank, self._group)
         try:
-            self._copy(folder, tables)
             if self._is_first:
-                for rank, data in enumerate(tables):
-                    write_synced(folder / table_path(rank), data)
-                write_synced(folder / MANIFEST, manifest)
+                texts = [table.encode() for table in tables]
+                for rank, text in enumerate(texts):
+                    write_synced(folder / table_path(rank), text)
+                write_synced(folder / MANIFEST, manifest_bytes(iteration, facts_of[0], map(summary, texts)))
         except OSError as error:
             problem = str(error)
-        if self._failed(problem, iteration):
+        if self._failed(gather_texts(problem, HOST, self._group), folder, iteration):
             return False
         if self._is_first:
-            folder.rename(self._folder / f"iter_{iteration:07d}")
+            folder.rename(final)
             sync_folder(self._folder)
-            self._remove_others(iteration)
+            self._remove_others(final)
         return True
 
-    def _manifest(self, iteration: int, tables: Sequence[bytes], facts: Mapping[str, Any]) -> bytes:
-        contents = Contents()
-        for rank, data in enumerate(tables):
-            contents.add(rank, json.loads(data.partition(b"\n")[0]), len(data), hashlib.sha256(data).hexdigest())
-        return contents.manifest_bytes(iteration, facts)
-
-    def _copy(self, folder: Path, tables: Sequence[bytes]) -> None:
-        """Send this rank's files to the next machine, and write those that the machine before sends."""
-        sent = send(folder, files_of(tables[self._rank]), self._to, self._group) if self._to is not None else []
-        problems = [
-            receive(folder / file, size, other, self._group)
-            for other in self._from
-            for file, size in files_of(tables[other]).items()
-        ]
-        for work in sent:
-            work.wait()
-        if any(problems):
-            raise OSError(next(filter(None, problems)))
-
-    def _failed(self, problem: str, iteration: int) -> bool:
-        """Whether any rank has a problem. Every rank calls it."""
-        problems = gather_texts(problem, HOST, self._group)
+    def _failed(self, problems: Sequence[str], folder: Path, iteration: int) -> bool:
+        """Whether any rank has a problem."""
         first = next((rank for rank, text in enumerate(problems) if text), None)
         if first is None:
             return False
         self._log(f"WARNING: no local checkpoint at iteration {iteration}: rank {first}: {problems[first]}")
         if self._is_first:
-            shutil.rmtree(self._folder / f"iter_{iteration:07d}.tmp-{self._attempt}", ignore_errors=True)
+            shutil.rmtree(folder, ignore_errors=True)
         return True
 
     def remove(self) -> None:
@@ -144,37 +120,114 @@ class LocalCheckpoints:
         if self._is_first:
             shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _remove_others(self, iteration: int) -> None:
+    def _remove_others(self, newest: Path) -> None:
         """Leave this checkpoint and KEPT - 1 before it. Later ones are of a course that the run has left. Another rank
         may have begun to write the next one."""
-        found = sorted(
-            path
-            for path in self._folder.glob("iter_*")
-            if path.name != f"iter_{iteration:07d}" and not path.name.endswith(f".tmp-{self._attempt}")
+        before = [path for _, path in iterations(self._folder) if path.name < newest.name]
+        for path in set(self._folder.glob("iter_*")) - {newest, *before[: KEPT - 1]}:
+            if not path.name.endswith(f".tmp-{self._attempt}"):
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def assemble(save: str, directory: str, newest: int, ranks: Ranks, log: Log) -> Path | None:
+    """The folder of the local checkpoints of the run of this --save folder, if all machines together hold one that
+    is newer than iteration `newest`; then each machine has all of its files. Else None. Every rank calls it, before
+    there is a process group; what rank 0 says of the run and of `newest` counts."""
+    gather = ranks.meeting.gather if ranks.meeting is not None else lambda name, rank, text: [text]
+    run = run_name(save)
+    own = held(Path(directory) / run) if run and ranks.local_rank == 0 else {}
+    said = [json.loads(text) for text in gather("local checkpoints", ranks.rank, json.dumps([run, newest, own]))]
+    (run, newest, _), everywhere = said[0], [one for _, _, one in said]
+    number = newest_whole(everywhere)
+    if not run or number <= newest:
+        return None
+    folder = Path(directory) / run
+    problem = _fetch(folder / f"iter_{number:07d}", [one.get(str(number)) for one in everywhere], ranks, log)
+    problem = next(filter(None, gather("local damage", ranks.rank, problem)), "")
+    if problem:
+        log(f"WARNING: the local checkpoint of iteration {number} is left out: {problem}")
+    return None if problem else folder
+
+
+def _fetch(path: Path, by_rank: Sequence[Held | None], ranks: Ranks, log: Log) -> str:
+    """Get what this machine lacks of a checkpoint, by what the first rank of each machine holds. Returns what is wrong
+    with this rank's share of its files, else ""."""
+    files: dict[str, int] = next(one["files"] for one in by_rank if one)
+    hosts = ranks.meeting.hosts if ranks.meeting is not None else {0: ""}
+    firsts = {host: rank for rank, host in reversed(hosts.items())}.values()  # the first rank of each machine
+    moves: list[Move] = []
+    for file in files:
+        having = [rank for rank in firsts if (one := by_rank[rank]) and file in one["there"]]
+        moves += [(file, having[0], rank) for rank in firsts if rank not in having]
+    if moves:
+        began = time.monotonic()
+        with temporary_group(ranks) as group:
+            problem = move(path, moves, files, ranks.rank, group)
+            dist.barrier(group)  # the ranks of a machine check files that its first one has received
+        if problem:
+            return problem
+        log(
+            f"a local checkpoint lacked {len(moves)} files, which came from other machines in "
+            f"{time.monotonic() - began:.1f} s"
         )
-        before = [path for path in found if ".tmp-" not in path.name and path.name < f"iter_{iteration:07d}"]
-        for path in set(found) - set(before[-(KEPT - 1) :]):
-            shutil.rmtree(path, ignore_errors=True)
+    try:
+        return Checkpoint(path).damage(ranks.local_rank, ranks.local_world_size)
+    except ValueError as error:
+        return str(error)
 
 
-def files_of(table: bytes) -> dict[str, int]:
-    """The files of a rank's table, with their sizes in bytes."""
-    return {file: info["bytes"] for file, info in json.loads(table.partition(b"\n")[2]).items()}
+def held(folder: Path) -> dict[str, Held]:
+    """What this machine holds, by iteration."""
+    found = {}
+    for number, path in iterations(folder):
+        with contextlib.suppress(ValueError):
+            checkpoint = Checkpoint(path)
+            files = {file: info.bytes for file, info in checkpoint.files.items()}
+            files |= {file: (path / file).stat().st_size for file in (*checkpoint.tables_read, MANIFEST)}
+            there = [
+                file for file, size in files.items() if (path / file).is_file() and (path / file).stat().st_size == size
+            ]
+            found[str(number)] = {"digest": checkpoint.digest, "files": files, "there": there}
+    return found
 
 
-def send(folder: Path, files: Mapping[str, int], destination: int, group: ProcessGroup | None) -> list[dist.Work]:
-    """Begin to send files, with their sizes in bytes, to a rank that receives them in this order."""
-    works = [
-        dist.isend(part, destination, group)
-        for file, size in files.items()
-        for part in torch.from_file(str(folder / file), shared=True, size=size, dtype=torch.uint8).split(AT_ONCE)
+def newest_held(save: str, directory: str, *, alone: bool) -> int:
+    """The newest iteration of the run of this --save folder of which this machine holds a local checkpoint; 0 if
+    there is none. alone: no other machine can have what is missing. No tensor is read."""
+    own = held(Path(directory) / run) if (run := run_name(save)) else {}
+    return newest_whole([own]) if alone else max(map(int, own), default=0)
+
+
+def newest_whole(everywhere: Sequence[Mapping[str, Held]]) -> int:
+    """The newest iteration of which all machines together hold every file; 0 if there is none."""
+    for number in sorted({number for one in everywhere for number in one}, key=int, reverse=True):
+        all_held = [one[number] for one in everywhere if number in one]
+        there = {file for one in all_held for file in one["there"]}
+        if len({one["digest"] for one in all_held}) == 1 and there == all_held[0]["files"].keys():
+            return int(number)
+    return 0
+
+
+def move(path: Path, moves: Iterable[Move], sizes: Mapping[str, int], rank: int, group: ProcessGroup | None) -> str:
+    """Send files of `path`, with their sizes in bytes, between ranks. Returns what is wrong with this rank's disk, else
+    "". Every part is taken all the same, since the rank that sends it counts on that."""
+    moves, problem = list(moves), ""
+    sent = [
+        dist.isend(part, to, group)
+        for file, source, to in moves
+        if source == rank and sizes[file]
+        for part in torch.from_file(str(path / file), shared=True, size=sizes[file], dtype=torch.uint8).split(AT_ONCE)
     ]
-    return [work for work in works if work is not None]
+    for file, source, to in moves:
+        if to == rank:
+            problem = _receive(path / file, sizes[file], source, group) or problem
+    for work in sent:
+        assert work is not None
+        work.wait()
+    return problem
 
 
-def receive(path: Path, size: int, source: int, group: ProcessGroup | None) -> str:
-    """Write a file that another rank sends. Returns what is wrong with the disk, else "". Every part is taken all the
-    same, since the other rank counts on it."""
+def _receive(path: Path, size: int, source: int, group: ProcessGroup | None) -> str:
     problem, file = "", None
     with contextlib.ExitStack() as stack:
         try:

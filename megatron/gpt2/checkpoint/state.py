@@ -4,6 +4,7 @@ Tensors are named "<kind>.<parameter>" (model, master, exp_avg, exp_avg_sq) and 
 pipeline "rng.mp_00_001.dp_00.<generator>". Ranks and sizes are plain integers: no process group is needed.
 """
 
+import dataclasses
 import math
 from collections.abc import Iterable, Iterator, Mapping
 
@@ -11,9 +12,9 @@ import torch
 from torch import Tensor
 
 import mpu
-from megatron.gpt2.checkpoint.files import Piece, in_threads
-from megatron.gpt2.checkpoint.reader import Checkpoint
+from megatron.gpt2.checkpoint.reader import in_threads
 from megatron.gpt2.checkpoint.source import Source
+from megatron.gpt2.checkpoint.writer import Piece
 from megatron.gpt2.optimizer.flat_state import FlatState
 from mpu import Box, PartitionSpec
 
@@ -91,72 +92,46 @@ def _boxes(spec: PartitionSpec, mp_rank: int, mp_size: int, start: int, values: 
         at += box.numel
 
 
-def _whole(named_parameters: Iterable[tuple[str, Tensor]]) -> Iterator[FlatState]:
+def whole_parameters(named_parameters: Iterable[tuple[str, Tensor]]) -> Iterator[FlatState]:
+    """States of whole parameters, of kind "model", for `state_pieces` and `load_state`."""
     return (FlatState("model", name, parameter.detach().view(-1)) for name, parameter in named_parameters)
 
 
-def model_pieces(
-    named_parameters: Iterable[tuple[str, Tensor]], specs: Mapping[str, PartitionSpec], *, mp_rank: int, mp_size: int
-) -> dict[str, Piece]:
-    """`state_pieces` of whole parameters, as kind "model"."""
-    return state_pieces(_whole(named_parameters), specs, mp_rank=mp_rank, mp_size=mp_size)
+def place_name(parallel: mpu.ParallelState) -> str:
+    """How files and random states name a rank's place in the model, as Megatron does: "mp_rank_00" has only the first
+    number, with a pipeline "mp_rank_00_001" its stage too."""
+    stage = f"_{parallel.pipeline_model_parallel_rank:03d}" if parallel.pipeline_model_parallel_size > 1 else ""
+    return f"{parallel.tensor_model_parallel_rank:02d}{stage}"
 
 
-def load_model(
-    named_parameters: Iterable[tuple[str, Tensor]],
-    specs: Mapping[str, PartitionSpec],
-    checkpoint: Source,
-    *,
-    mp_rank: int,
-    mp_size: int,
-) -> None:
-    """`load_state` of whole parameters, of kind "model"; padding becomes 0."""
-    load_state(_whole(named_parameters), specs, checkpoint, mp_rank=mp_rank, mp_size=mp_size)
-
-
-def place_name(mp_rank: int, pp_rank: int, pp_size: int) -> str:
-    """How files and random states name a rank's place in the model, as Megatron does: "mp_rank_00" has the first number
-    alone, with a pipeline "mp_rank_00_001" its stage too."""
-    return f"{mp_rank:02d}" + (f"_{pp_rank:03d}" if pp_size > 1 else "")
-
-
-def rng_pieces(
-    *, mp_rank: int, dp_rank: int, device: torch.device, pp_rank: int = 0, pp_size: int = 1
-) -> dict[str, Piece]:
-    """The states of this rank's random generators: the CPU's, the GPU's where it computes on one, mpu's streams."""
+def rng_pieces(parallel: mpu.ParallelState, device: torch.device) -> dict[str, Piece]:
+    """The states of this rank's random generators: the CPU's, the GPU's if it computes on one, mpu's streams."""
     states = {"cpu": torch.get_rng_state()}
     if device.type == "cuda":
         states["cuda"] = torch.cuda.get_rng_state(device)
     states.update((f"tracker.{name}", state) for name, state in mpu.get_cuda_rng_tracker().get_states().items())
-    place = f"rng.mp_{place_name(mp_rank, pp_rank, pp_size)}.dp_{dp_rank:02d}"
-    return {f"{place}.{name}": Piece(state, tuple(state.shape), (0,)) for name, state in states.items()}
+    return {_rng_place(parallel) + name: Piece(state, tuple(state.shape), (0,)) for name, state in states.items()}
 
 
-def load_rng(
-    checkpoint: Checkpoint,
-    *,
-    mp_rank: int,
-    dp_rank: int,
-    mp_size: int,
-    dp_size: int,
-    device: torch.device,
-    pp_rank: int = 0,
-    pp_size: int = 1,
-) -> bool:
-    """Set what `rng_pieces` saved. False, on every rank and with nothing changed, where the checkpoint has no states
+def load_rng(checkpoint: Source, parallel: mpu.ParallelState, device: torch.device) -> bool:
+    """Set what `rng_pieces` saved. False, on every rank and with nothing changed, if the checkpoint has no states
     or has those of another layout or kind of device."""
-    saved = [name.split(".", 3)[1:] for name in checkpoint.names() if name.startswith("rng.")]
-    ranks = {
-        (f"mp_{place_name(mp, pp, pp_size)}", f"dp_{dp:02d}")
-        for mp in range(mp_size)
-        for pp in range(pp_size)
-        for dp in range(dp_size)
+    saved = [name for name in checkpoint.names() if name.startswith("rng.")]
+    places = {
+        _rng_place(
+            dataclasses.replace(
+                parallel, tensor_model_parallel_rank=mp, pipeline_model_parallel_rank=pp, data_parallel_rank=dp
+            )
+        )
+        for mp in range(parallel.tensor_model_parallel_size)
+        for pp in range(parallel.pipeline_model_parallel_size)
+        for dp in range(parallel.data_parallel_size)
     }
-    on_gpu = any(name == "cuda" for _, _, name in saved)
-    if {(mp, dp) for mp, dp, _ in saved} != ranks or on_gpu != (device.type == "cuda"):
+    on_gpu = any(name.endswith(".cuda") for name in saved)
+    if {name[:-3] for name in saved if name.endswith(".cpu")} != places or on_gpu != (device.type == "cuda"):
         return False
-    prefix = f"rng.mp_{place_name(mp_rank, pp_rank, pp_size)}.dp_{dp_rank:02d}."
-    states = {name: checkpoint.read(prefix + name) for mp, dp, name in saved if prefix == f"rng.{mp}.{dp}."}
+    own = _rng_place(parallel)
+    states = {name.removeprefix(own): checkpoint.read(name) for name in saved if name.startswith(own)}
     torch.set_rng_state(states["cpu"])
     if on_gpu:
         torch.cuda.set_rng_state(states["cuda"], device)
@@ -164,3 +139,7 @@ def load_rng(
         {name.removeprefix("tracker."): state for name, state in states.items() if name.startswith("tracker.")}
     )
     return True
+
+
+def _rng_place(parallel: mpu.ParallelState) -> str:
+    return f"rng.mp_{place_name(parallel)}.dp_{parallel.data_parallel_rank:02d}."

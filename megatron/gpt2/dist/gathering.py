@@ -25,7 +25,7 @@ def gather_bytes(data: bytes, device: torch.device, group: ProcessGroup | None =
     """The data of each rank, by rank. device: this rank's."""
     own = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
     lengths = gather_rows(torch.tensor([len(own)], device=device), group).view(-1).tolist()
-    padded = torch.zeros(max(lengths), dtype=torch.uint8, device=device)
+    padded = torch.zeros(max(*lengths, 1), dtype=torch.uint8, device=device)
     padded[: len(own)] = own
     return [row[:length].numpy().tobytes() for row, length in zip(gather_rows(padded, group), lengths, strict=True)]
 

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 import mpu
-from megatron.gpt2.checkpoint.facts import check_facts
-from megatron.gpt2.checkpoint.source import Source
+from megatron.gpt2.checkpoint.source import Source, check_facts
 from megatron.gpt2.checkpoint.state import load_state
 from megatron.gpt2.model.gpt2 import GPT2Model
 from megatron.gpt2.model.parameters import parameter_specs

@@ -13,8 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from megatron.gpt2.checkpoint import boxes
-from megatron.gpt2.checkpoint.parsing import TensorInfo
-from megatron.gpt2.checkpoint.reader import NamedTensors
+from megatron.gpt2.checkpoint.source import Source, TensorInfo
 from megatron.gpt2.config import require
 from megatron.gpt2.formats.dcp_metadata import METADATA, Place, read_metadata
 from megatron.gpt2.formats.foreign import LazyTensor
@@ -22,7 +21,7 @@ from megatron.gpt2.formats.pickles import load_pickle
 from mpu.partition import Box
 
 
-class DcpFolder(NamedTensors):
+class DcpFolder(Source):
     """A folder of DCP, opened. tensors: by the names of its writer. objects: where each lies.
 
     ValueError, one line, where a file is missing or short, or where the boxes of a tensor do not make it up.

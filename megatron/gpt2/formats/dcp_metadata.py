@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from megatron.gpt2.checkpoint.parsing import TensorInfo, without_garbage_collection
+from megatron.gpt2.checkpoint.reader import without_garbage_collection
+from megatron.gpt2.checkpoint.source import TensorInfo
 from megatron.gpt2.config import require
 from megatron.gpt2.formats.pickle_machine import ORDERED_DICT, OTHERS, PLAIN, PUSHES, Machine, Opaque, update
 from mpu.partition import Box

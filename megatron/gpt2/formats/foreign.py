@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.gpt2.checkpoint.parsing import TensorInfo
-from megatron.gpt2.checkpoint.reader import NamedTensors
+from megatron.gpt2.checkpoint.source import Source, TensorInfo
 from megatron.gpt2.config import ModelConfig, require
 from mpu.partition import Box
 
@@ -56,7 +55,7 @@ class LazyTensor:
         return LazyTensor.of(change(before), lambda: change(self.make()))
 
 
-class ForeignSource(NamedTensors):
+class ForeignSource(Source):
     """A checkpoint of another program as a `Source`. A tensor is in memory only while its reader keeps it.
 
     model: with the true vocabulary size. facts: what else is known, with the names of our manifest. lazy: by our names,

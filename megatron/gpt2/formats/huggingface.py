@@ -12,8 +12,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from data_utils.files import read_object, read_safetensors_header
-from megatron.gpt2.checkpoint.files import DTYPES
-from megatron.gpt2.checkpoint.parsing import TensorInfo
+from megatron.gpt2.checkpoint.manifest import DTYPES
+from megatron.gpt2.checkpoint.source import TensorInfo
 from megatron.gpt2.config import ModelConfig, require
 from megatron.gpt2.formats.foreign import MAX_JSON_BYTES, ForeignSource, Hints, LazyTensor, short_repr, whole_number
 from megatron.gpt2.formats.openai_names import check_layers, openai_tensors

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.gpt2.checkpoint.parsing import TensorInfo
+from megatron.gpt2.checkpoint.source import TensorInfo
 from megatron.gpt2.config import require
 from megatron.gpt2.formats.foreign import LazyTensor, first_rows, head_major
 from megatron.gpt2.formats.pickles import Opaque, load_pickle

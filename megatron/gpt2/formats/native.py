@@ -9,9 +9,8 @@ from typing import Any
 import torch
 
 from data_utils import Tokenizer
-from megatron.gpt2.checkpoint.facts import check_facts
-from megatron.gpt2.checkpoint.folder import Piece, write_checkpoint
-from megatron.gpt2.checkpoint.source import Source
+from megatron.gpt2.checkpoint.source import Source, check_facts
+from megatron.gpt2.checkpoint.writer import Piece, write_checkpoint
 from megatron.gpt2.config import Config
 from megatron.gpt2.formats.new_folder import new_folder
 from megatron.gpt2.model.parameters import parameter_specs

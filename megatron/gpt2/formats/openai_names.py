@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from megatron.gpt2.checkpoint.parsing import TensorInfo
+from megatron.gpt2.checkpoint.source import TensorInfo
 from megatron.gpt2.config import ModelConfig, require
 from megatron.gpt2.formats.foreign import GPT2_VOCABULARY, Hints, LazyTensor, first_rows, head_major, renamed
 from megatron.gpt2.model.parameters import parameter_specs

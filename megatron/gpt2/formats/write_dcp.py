@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.gpt2.checkpoint.facts import check_facts
-from megatron.gpt2.checkpoint.source import Source
+from megatron.gpt2.checkpoint.source import Source, check_facts
 from megatron.gpt2.formats.dcp_gpt2 import HEAD, TABLE
 from megatron.gpt2.formats.new_folder import new_folder
 from megatron.gpt2.formats.openai_names import openai_name

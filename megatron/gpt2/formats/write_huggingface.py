@@ -14,9 +14,8 @@ from torch import Tensor
 
 from data_utils import Tokenizer
 from data_utils.files import safetensors_header
-from megatron.gpt2.checkpoint.facts import check_facts
-from megatron.gpt2.checkpoint.files import DTYPE_CODES
-from megatron.gpt2.checkpoint.source import Source
+from megatron.gpt2.checkpoint.manifest import DTYPE_CODES
+from megatron.gpt2.checkpoint.source import Source, check_facts
 from megatron.gpt2.config import ModelConfig
 from megatron.gpt2.formats.foreign import by_part
 from megatron.gpt2.formats.new_folder import new_folder

@@ -15,9 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.gpt2.checkpoint.facts import check_facts
 from megatron.gpt2.checkpoint.folder import TRACKER
-from megatron.gpt2.checkpoint.source import Source
+from megatron.gpt2.checkpoint.source import Source, check_facts
 from megatron.gpt2.config import ModelConfig, require
 from megatron.gpt2.formats.foreign import TRUE_VOCABULARY, by_part, renamed
 from megatron.gpt2.formats.megatron_files import HEAD

@@ -14,8 +14,7 @@ from data_utils import Tokenizer
 from data_utils.files import flush_to_disk
 from data_utils.files.plain_pickle import plain_pickle
 from data_utils.tokenizers.base import CharacterTokenizer
-from megatron.gpt2.checkpoint.facts import check_facts
-from megatron.gpt2.checkpoint.source import Source
+from megatron.gpt2.checkpoint.source import Source, check_facts
 from megatron.gpt2.config import ModelConfig, require
 from megatron.gpt2.formats.foreign import by_part
 from megatron.gpt2.formats.new_folder import new_folder

@@ -8,9 +8,11 @@ import torch
 
 import mpu
 from data_utils import Tokenizer, load_tokenizer
-from megatron.gpt2.checkpoint.facts import check_facts
-from megatron.gpt2.checkpoint.folder import Checkpoint, find_checkpoint, load_model
+from megatron.gpt2.checkpoint.folder import find_checkpoint
 from megatron.gpt2.checkpoint.foreign import refuse_foreign
+from megatron.gpt2.checkpoint.reader import Checkpoint
+from megatron.gpt2.checkpoint.source import check_facts
+from megatron.gpt2.checkpoint.state import load_state, whole_parameters
 from megatron.gpt2.model.gpt2 import GPT2Model
 from megatron.gpt2.model.parameters import parameter_specs
 from megatron.gpt2.pipeline.stages import layers_of_stages
@@ -67,8 +69,8 @@ def load_for_inference(
         parallel.pipeline_model_parallel_rank
     ]
     model = GPT2Model(config, chunks=[stage], device=device)
-    load_model(
-        model.named_parameters(),
+    load_state(
+        whole_parameters(model.named_parameters()),
         parameter_specs(config, ranks),
         checkpoint,
         mp_rank=parallel.tensor_model_parallel_rank,

@@ -11,22 +11,13 @@ import torch.distributed as dist
 
 import mpu
 from data_utils.files import replace_text
-from megatron.gpt2.checkpoint.best import BEST, best_loss, refuse_best_folder
-from megatron.gpt2.checkpoint.folder import Piece, find_checkpoint, write_checkpoint
+from megatron.gpt2.checkpoint.folder import BEST, Gather, best_loss, find_checkpoint, lock_folder
 from megatron.gpt2.checkpoint.local import NAME, LocalCheckpoints, run_name
-from megatron.gpt2.checkpoint.save_lock import lock_together
 from megatron.gpt2.checkpoint.saver import Saver
-from megatron.gpt2.checkpoint.state import (
-    load_model,
-    load_rng,
-    load_state,
-    model_pieces,
-    place_name,
-    rng_pieces,
-    state_pieces,
-)
+from megatron.gpt2.checkpoint.state import load_rng, load_state, place_name, rng_pieces, state_pieces, whole_parameters
+from megatron.gpt2.checkpoint.writer import Piece
 from megatron.gpt2.config import CheckpointConfig, write_config
-from megatron.gpt2.dist.gathering import max_over_ranks
+from megatron.gpt2.dist.gathering import gather_texts
 from megatron.gpt2.model.gpt2 import TIED
 from megatron.gpt2.model.parameters import parameter_specs
 from megatron.gpt2.monitor.environment import describe_environment
@@ -35,8 +26,6 @@ from megatron.gpt2.train.continuation import how_it_goes_on
 from megatron.gpt2.train.engine import Engine, Progress, seed_random_streams
 from megatron.gpt2.train.setup import Log, PreparedRun, what_decides
 from mpu import kernels
-
-Files = dict[str, dict[str, Piece]]
 
 
 class Checkpointing:
@@ -49,28 +38,30 @@ class Checkpointing:
         self, prepared: PreparedRun, parallel: mpu.ParallelState, engine: Engine, *, lock: BinaryIO | None, log: Log
     ) -> None:
         self._prepared, self._parallel, self._engine = prepared, parallel, engine
-        self._lock, self._log = lock, log
-        shared = functools.partial(max_over_ranks, device=prepared.device)
-        write = functools.partial(
-            write_checkpoint,
-            directory=prepared.save_directory,
+        self._lock, self._log, self._gather = lock, log, gather_over(prepared)
+        config, ranks = prepared.config.checkpoint, prepared.ranks
+        attempt = self._gather(secrets.token_hex(8))[0]
+        self.saver = Saver(
+            folder=prepared.save_directory,
+            attempt=attempt,
+            asynchronous=config.async_save,
+            log=log,
+            keep_last=config.keep_last,
+            timeout_s=prepared.timeout.total_seconds(),
             rank=parallel.rank,
             world_size=parallel.world_size,
-            keep_last=prepared.config.checkpoint.keep_last,
-            timeout_s=prepared.timeout.total_seconds(),
-        )
-        attempt = f"{shared(secrets.randbits(62) if parallel.rank == 0 else 0):x}"
-        self.saver = Saver(
-            write,
-            rank=parallel.rank,
-            attempt=attempt,
-            asynchronous=prepared.config.checkpoint.async_save,
-            local_world_size=prepared.ranks.local_world_size,
-            max_over_ranks=shared,
-            log=log,
+            local_world_size=ranks.local_world_size,
+            gather=self._gather,
         )
         self.saver.prepare(self.files())
-        self._local = local_checkpoints(prepared, parallel, attempt, log)
+        self._local: LocalCheckpoints | None = None
+        if config.local_checkpoint_dir is not None:
+            if parallel.rank == 0 and not (prepared.start and run_name(prepared.save_directory)):
+                replace_text(prepared.save_directory / NAME, attempt)  # a run that begins gets another name
+            folder = Path(config.local_checkpoint_dir) / self._gather(run_name(prepared.save_directory))[0]
+            hosts = [peer.host for peer in ranks.meeting.peers] if ranks.meeting else [""] * parallel.world_size
+            group = dist.new_group(backend="gloo", timeout=prepared.timeout) if parallel.world_size > 1 else None
+            self._local = LocalCheckpoints(folder, hosts, parallel.rank, group, attempt, log)
 
     def save(self, progress: Progress) -> Path | None:
         """Write a checkpoint of this iteration: its folder, or None, with a warning, where that failed on any rank.
@@ -97,17 +88,13 @@ class Checkpointing:
         folder, data = self._prepared.save_directory / BEST, self._prepared.splits.fingerprint
         self.saver.finish()  # the last best one may still be on its way
         lower = self._parallel.rank == 0 and valid_loss < best_loss(folder, data, self._log)
-        if self.saver.any_rank(lower):
+        if any(self._gather("lower" if lower else "")):
             self._engine.gatherer.wait()
             self.saver.save(
-                progress.iteration,
-                self.files(),
-                self.facts(progress) | {"valid_loss": valid_loss},
-                directory=folder,
-                keep_last=1,
+                progress.iteration, self.files(), self.facts(progress) | {"valid_loss": valid_loss}, beside=folder
             )
 
-    def files(self) -> Files:
+    def files(self) -> dict[str, dict[str, Piece]]:
         """What this rank writes of a checkpoint, see `checkpoint_files`."""
         return checkpoint_files(self._engine, self._parallel, self._prepared.config.checkpoint, self._prepared.device)
 
@@ -145,61 +132,49 @@ class Checkpointing:
             self._lock.close()
 
 
+def gather_over(prepared: PreparedRun) -> Gather:
+    """The collective with which the ranks of the run tell each other texts."""
+    return functools.partial(gather_texts, device=prepared.device)
+
+
 def lock_save_folder(prepared: PreparedRun, rank: int, log: Log) -> BinaryIO | None:
-    """Take the --save folder, on rank 0, which gets what it holds the folder by. ValueError, on every rank, where
+    """Take the --save folder, on rank 0, which gets what it holds the folder by. ValueError, on every rank, if
     another run has it, or keeps its best checkpoint there."""
-    refuse_best_folder(prepared.save_directory)
-    shared = functools.partial(max_over_ranks, device=prepared.device)
-    return lock_together(str(prepared.config.checkpoint.save), rank=rank, max_over_ranks=shared, log=log)
-
-
-def local_checkpoints(
-    prepared: PreparedRun, parallel: mpu.ParallelState, attempt: str, log: Log
-) -> LocalCheckpoints | None:
-    """Those of the run, which get another name where it begins; None without --local-checkpoint-dir. A collective."""
-    config = prepared.config.checkpoint
-    if config.local_checkpoint_dir is None:
-        return None
-    if parallel.rank == 0 and not (prepared.start and run_name(prepared.save_directory)):
-        replace_text(prepared.save_directory / NAME, attempt)
-    run = max_over_ranks(int(run_name(prepared.save_directory), 16) if parallel.rank == 0 else 0, prepared.device)
-    meeting, world_size = prepared.ranks.meeting, parallel.world_size
-    hosts = [peer.host for peer in meeting.peers] if meeting is not None else [""] * world_size
-    group = dist.new_group(backend="gloo", timeout=prepared.timeout) if world_size > 1 else None
-    return LocalCheckpoints(Path(config.local_checkpoint_dir) / f"{run:x}", hosts, parallel.rank, group, attempt, log)
+    lock, problem = None, ""
+    if rank == 0:
+        try:
+            lock = lock_folder(prepared.save_directory, log)
+        except ValueError as error:
+            problem = str(error)
+    if problem := gather_over(prepared)(problem)[0]:
+        raise ValueError(problem)
+    return lock
 
 
 def checkpoint_files(
     engine: Engine, parallel: mpu.ParallelState, config: CheckpointConfig, device: torch.device
-) -> Files:
+) -> dict[str, dict[str, Piece]]:
     """What this rank writes of a checkpoint, {path in its folder: {tensor name: piece}}, of the tensors as they are
     now."""
     specs = mpu.partition_specs(engine.model)
     if not engine.model.has_embeddings:
         specs.pop(TIED, None)  # the first stage saves it
-    files: Files = {}
-    rank, stage = parallel.tensor_model_parallel_rank, parallel.pipeline_model_parallel_rank
-    folder = f"mp_rank_{place_name(rank, stage, parallel.pipeline_model_parallel_size)}"
-    layout = {"mp_rank": rank, "mp_size": parallel.tensor_model_parallel_size}
+    files: dict[str, dict[str, Piece]] = {}
+    folder, replica = f"mp_rank_{place_name(parallel)}", f"dp_{parallel.data_parallel_rank:02d}.safetensors"
+    layout = {"mp_rank": parallel.tensor_model_parallel_rank, "mp_size": parallel.tensor_model_parallel_size}
     if parallel.data_parallel_rank == 0:
         own = [(name, parameter) for name, parameter in engine.model.named_parameters() if name in specs]
-        files[f"{folder}/model.safetensors"] = model_pieces(own, specs, **layout)
+        files[f"{folder}/model.safetensors"] = state_pieces(whole_parameters(own), specs, **layout)
     # Each data-parallel rank holds all of the optimizer's state, or where it is sharded a part of it.
     if not config.no_save_optim and (parallel.data_parallel_rank == 0 or engine.flat.is_sharded):
         states = (state for state in engine.optimizer.tensors() if state.name in specs)
         pieces = state_pieces(states, specs, **layout)
         for kind in ("master", *MOMENTS):  # a file of each: they are written and hashed side by side
-            files[f"{folder}/{kind}_dp_{parallel.data_parallel_rank:02d}.safetensors"] = {
+            files[f"{folder}/{kind}_{replica}"] = {
                 key: piece for key, piece in pieces.items() if key.startswith(f"{kind}.")
             }
     if not config.no_save_rng:
-        files[f"{folder}/rng_dp_{parallel.data_parallel_rank:02d}.safetensors"] = rng_pieces(
-            mp_rank=rank,
-            dp_rank=parallel.data_parallel_rank,
-            device=device,
-            pp_rank=stage,
-            pp_size=parallel.pipeline_model_parallel_size,
-        )
+        files[f"{folder}/rng_{replica}"] = rng_pieces(parallel, device)
     return files
 
 
@@ -212,8 +187,8 @@ def load_run(prepared: PreparedRun, parallel: mpu.ParallelState, engine: Engine,
     checkpoint = find_checkpoint(
         prepared.source,
         log=log,
-        share=(parallel.rank, parallel.world_size),
-        max_over_ranks=functools.partial(max_over_ranks, device=prepared.device),
+        rank=parallel.rank,
+        gather=gather_over(prepared),
         verify=not wanted.no_verify,
     )
     if checkpoint is None:
@@ -228,7 +203,7 @@ def load_run(prepared: PreparedRun, parallel: mpu.ParallelState, engine: Engine,
             load_state(masters, specs, checkpoint, **layout)
             engine.optimizer.write_back()
         else:
-            load_model(engine.model.named_parameters(), specs, checkpoint, **layout)
+            load_state(whole_parameters(engine.model.named_parameters()), specs, checkpoint, **layout)
             engine.optimizer.masters_from_model()
         if wanted.finetune:
             log(f"weights from {checkpoint.path}: fine-tuning starts at iteration 0")
@@ -240,16 +215,7 @@ def load_run(prepared: PreparedRun, parallel: mpu.ParallelState, engine: Engine,
     else:
         load_state(engine.optimizer.tensors(), specs, checkpoint, **layout)
         engine.optimizer.load_state_dict(checkpoint.facts["optimizer"])
-    has_streams = not wanted.no_load_rng and load_rng(
-        checkpoint,
-        mp_rank=parallel.tensor_model_parallel_rank,
-        dp_rank=parallel.data_parallel_rank,
-        mp_size=parallel.tensor_model_parallel_size,
-        dp_size=parallel.data_parallel_size,
-        device=prepared.device,
-        pp_rank=parallel.pipeline_model_parallel_rank,
-        pp_size=parallel.pipeline_model_parallel_size,
-    )
+    has_streams = not wanted.no_load_rng and load_rng(checkpoint, parallel, prepared.device)
     if not wanted.no_load_rng and not has_streams:
         # Not the seed itself: dropout would repeat the masks of the first steps.
         seed_random_streams(prepared.config.train.seed + checkpoint.iteration, parallel, prepared.device)

@@ -5,8 +5,9 @@ from pathlib import Path
 
 from data_utils import GPT2Dataset, unigram_bits_per_byte, xz_bits_per_byte
 from data_utils.command_line import how_to_call
-from megatron.gpt2.checkpoint.folder import Checkpoint, find_checkpoint
-from megatron.gpt2.checkpoint.local_assembly import newest_held
+from megatron.gpt2.checkpoint.folder import find_checkpoint
+from megatron.gpt2.checkpoint.local import newest_held
+from megatron.gpt2.checkpoint.reader import Checkpoint
 from megatron.gpt2.config import CheckpointConfig, differing_flags
 from megatron.gpt2.device import PRECISIONS
 from megatron.gpt2.model.parameters import count_parameters

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import mpu
 from megatron.gpt2 import device as devices
-from megatron.gpt2.checkpoint.best import set_best_aside
+from megatron.gpt2.checkpoint.folder import set_best_aside
 from megatron.gpt2.config import Config
 from megatron.gpt2.dist.hang import Hang
 from megatron.gpt2.dist.rendezvous import initialize_distributed

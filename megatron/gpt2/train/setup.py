@@ -30,10 +30,11 @@ from data_utils import (
 )
 from data_utils.corpora.documents import find_corpora
 from megatron.gpt2 import device as devices
-from megatron.gpt2.checkpoint.facts import check_facts, decay_iters
-from megatron.gpt2.checkpoint.folder import Checkpoint, find_checkpoint
+from megatron.gpt2.checkpoint.folder import find_checkpoint
 from megatron.gpt2.checkpoint.foreign import refuse_foreign
-from megatron.gpt2.checkpoint.local_assembly import assemble
+from megatron.gpt2.checkpoint.local import assemble
+from megatron.gpt2.checkpoint.reader import Checkpoint
+from megatron.gpt2.checkpoint.source import check_facts, decay_iters
 from megatron.gpt2.config import Config, DataConfig, by_key, flag, require
 from megatron.gpt2.config.arguments import Arguments, merge_checkpoint
 from megatron.gpt2.dist.gathering import gather_over_ranks

@@ -24,8 +24,8 @@ import torch
 from data_utils import build_tokenizer, default_tokenizer_kind
 from data_utils.command_line import Parser, program
 from megatron.gpt2 import device as devices
-from megatron.gpt2.checkpoint.facts import decay_iters
 from megatron.gpt2.checkpoint.folder import find_checkpoint
+from megatron.gpt2.checkpoint.source import decay_iters
 from megatron.gpt2.config import Config, require
 from megatron.gpt2.config.arguments import Arguments, merge_checkpoint, parse
 from megatron.gpt2.config.flags import launch_flags

@@ -16,7 +16,7 @@ from typing import Any
 
 from data_utils.command_line import Parser, program
 from megatron.gpt2.checkpoint.folder import find_checkpoint
-from megatron.gpt2.checkpoint.local_assembly import newest_held
+from megatron.gpt2.checkpoint.local import newest_held
 from megatron.gpt2.config.config import FILE
 from megatron.gpt2.extensions.post_mortem.deaths import Death, cause_of, last_attempt
 from megatron.gpt2.extensions.post_mortem.incident_fields import own_rank, place, said

@@ -16,7 +16,7 @@ import safetensors
 import torch
 
 from data_utils.files import flush_to_disk
-from megatron.gpt2.checkpoint.save_lock import lock_folder
+from megatron.gpt2.checkpoint.folder import lock_folder
 from megatron.gpt2.device import PRECISIONS
 from megatron.gpt2.extensions.plan.hook import setting_of
 from megatron.gpt2.extensions.plan.report import available, in_mb, warning

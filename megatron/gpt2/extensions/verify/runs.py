@@ -16,8 +16,8 @@ import torch
 
 from data_utils.command_line import Parser
 from megatron.gpt2 import device as devices
-from megatron.gpt2.checkpoint.facts import check_facts, decay_iters
 from megatron.gpt2.checkpoint.folder import find_checkpoint
+from megatron.gpt2.checkpoint.source import check_facts, decay_iters
 from megatron.gpt2.config import by_key, flag, require
 from megatron.gpt2.config.arguments import Arguments, merge_checkpoint, parse
 from megatron.gpt2.config.flags import launch_flags

@@ -24,7 +24,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from data_utils.files import safetensors_header
-from megatron.gpt2.checkpoint.files import DTYPE_CODES, DTYPES
+from megatron.gpt2.checkpoint.manifest import DTYPE_CODES, DTYPES
 from mpu.partition import Box
 
 FORMAT = 1

@@ -10,7 +10,7 @@ import dataclasses
 import statistics
 from collections import deque
 
-from megatron.gpt2.checkpoint.folder import set_newer_aside
+from megatron.gpt2.checkpoint.writer import set_newer_aside
 from megatron.gpt2.config import Config
 from megatron.gpt2.dist.gathering import max_over_ranks
 from megatron.gpt2.hooks import Hook

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.gpt2.checkpoint.folder import Piece, write_checkpoint
+from megatron.gpt2.checkpoint.writer import Piece, write_checkpoint
 from tests.megatron.gpt2.checkpoint.crafted import FILES, WHOLE
 from tests.megatron.gpt2.checkpoint.versions import make_version_1
 

@@ -8,7 +8,6 @@ found whole.
 
 from __future__ import annotations
 
-import functools
 import os
 import random
 import signal
@@ -19,9 +18,10 @@ from typing import Any
 
 import torch
 
-from megatron.gpt2.checkpoint.folder import Checkpoint, Piece, find_checkpoint, write_checkpoint
-from megatron.gpt2.checkpoint.save_lock import lock_folder
+from megatron.gpt2.checkpoint.folder import find_checkpoint, lock_folder
+from megatron.gpt2.checkpoint.reader import Checkpoint
 from megatron.gpt2.checkpoint.saver import Saver
+from megatron.gpt2.checkpoint.writer import Piece
 from tests.distributed import CONTEXT
 
 ENTRIES = 50_000  # of each of two files: large enough that kills find every part of a save at work
@@ -48,15 +48,7 @@ def assert_whole(checkpoint: Checkpoint) -> None:
 def write(folder: Path, attempt: str, asynchronous: bool, committed: Connection) -> None:
     """Until it is killed: save, and say what is on the disk."""
     lock = lock_folder(folder, print)
-    saver = Saver(
-        functools.partial(write_checkpoint, folder, rank=0, world_size=1, timeout_s=60, keep_last=3),
-        rank=0,
-        attempt=attempt,
-        asynchronous=asynchronous,
-        local_world_size=1,
-        max_over_ranks=int,
-        log=lambda line: None,
-    )
+    saver = Saver(folder=folder, attempt=attempt, asynchronous=asynchronous, keep_last=3, log=lambda line: None)
     iteration = loaded(folder, [])
     while not lock.closed:
         iteration += 1

@@ -9,14 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.gpt2.checkpoint.folder import (
-    Checkpoint,
-    Piece,
-    find_checkpoint,
-    model_pieces,
-    state_pieces,
-    write_checkpoint,
-)
+from megatron.gpt2.checkpoint.folder import find_checkpoint
+from megatron.gpt2.checkpoint.reader import Checkpoint
+from megatron.gpt2.checkpoint.state import state_pieces, whole_parameters
+from megatron.gpt2.checkpoint.writer import Piece, write_checkpoint
 from megatron.gpt2.optimizer.flat_state import FlatState
 from mpu import PartitionSpec
 
@@ -47,8 +43,8 @@ def rank_files(state: dict[tuple[str, str], Tensor], mp_rank: int, mp_size: int)
     local = [(kind, name, SPECS[name].split(full, mp_rank, mp_size)) for (kind, name), full in state.items()]
     folder = f"mp_rank_{mp_rank:02d}"
     return {
-        f"{folder}/model.safetensors": model_pieces(
-            [(n, t) for k, n, t in local if k == "model"], SPECS, mp_rank=mp_rank, mp_size=mp_size
+        f"{folder}/model.safetensors": state_pieces(
+            whole_parameters((n, t) for k, n, t in local if k == "model"), SPECS, mp_rank=mp_rank, mp_size=mp_size
         ),
         f"{folder}/optim_dp_00.safetensors": state_pieces(
             [FlatState(k, n, t.view(-1)) for k, n, t in local if k != "model"], SPECS, mp_rank=mp_rank, mp_size=mp_size

@@ -7,20 +7,19 @@ wrote them and in another.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 from unittest import mock
 
 import torch
 
 import mpu
-from megatron.gpt2.checkpoint import folder as folders
-from megatron.gpt2.checkpoint.files import Piece, file_entry, header_of
-from megatron.gpt2.checkpoint.folder import write_checkpoint
+from megatron.gpt2.checkpoint import writer
 from megatron.gpt2.checkpoint.manifest import MANIFEST
 from megatron.gpt2.checkpoint.reader import Checkpoint
 from megatron.gpt2.checkpoint.state import load_state, state_pieces
+from megatron.gpt2.checkpoint.writer import Piece, write_checkpoint
 from megatron.gpt2.config import ModelConfig
 from megatron.gpt2.model.gpt2 import GPT2Model
 from megatron.gpt2.model.parameters import parameter_specs
@@ -109,24 +108,18 @@ class SimulatedRanks:
         return files
 
 
-def write_hole(folder: Path, file: str, iteration: int, pieces: Mapping[str, Piece]) -> dict[str, Any]:
-    """In the place of `write_tensors`: the file has its header and its size."""
-    pieces = {key: piece for key, piece in pieces.items() if piece.tensor.numel()}
-    if not pieces:
-        return {"tensors": {}, "files": {}}
-    header, _, size = header_of(file, iteration, pieces)
-    (folder / file).parent.mkdir(exist_ok=True)
-    with open(folder / file, "xb") as stream:
-        stream.write(header)
-        stream.truncate(size)
-    return file_entry(file, pieces, size, "0" * 64)
+def write_hole(stream: BinaryIO, header: bytes, pieces: Iterable[Piece]) -> str:
+    """In the place of `write_values`: the file has its header and its size."""
+    stream.write(header)
+    stream.truncate(len(header) + sum(piece.tensor.nbytes for piece in pieces))
+    return "0" * 64
 
 
 def simulate(save: Path, shape: ModelConfig, layout: Layout, other: Layout, bucket_size: int) -> dict[str, Any]:
     """One save and its loads in the new folder `save`: bytes of the manifest and of the tables, and the tables that a
     load reads, by this layout and by the `other` one."""
     ranks, size = SimulatedRanks(shape, layout, bucket_size), layout.model_parallel * layout.data_parallel
-    with mock.patch.object(folders, "write_tensors", write_hole):
+    with mock.patch.object(writer, "write_values", write_hole):
         for rank in (*range(1, size), 0):
             dp_rank, mp_rank = divmod(rank, layout.model_parallel)
             files = ranks.files(mp_rank, dp_rank)

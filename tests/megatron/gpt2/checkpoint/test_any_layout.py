@@ -17,7 +17,10 @@ import torch
 from torch import Tensor
 
 import mpu
-from megatron.gpt2.checkpoint.folder import Checkpoint, find_checkpoint, load_model, write_checkpoint
+from megatron.gpt2.checkpoint.folder import find_checkpoint
+from megatron.gpt2.checkpoint.reader import Checkpoint
+from megatron.gpt2.checkpoint.state import load_state, whole_parameters
+from megatron.gpt2.checkpoint.writer import write_checkpoint
 from megatron.gpt2.config import CheckpointConfig, Config, DataConfig, ModelConfig, OptimizerConfig
 from megatron.gpt2.model.gpt2 import TIED, GPT2Model
 from megatron.gpt2.model.parameters import parameter_specs
@@ -186,8 +189,12 @@ def assert_loads(checkpoint: Checkpoint, rank: Any, state: dict[tuple[str, str],
         assert torch.equal(rounded, rank.flat.masters[index][part].to(rounded.dtype)), name
     # The weights that were saved beside them, as generation and fine-tuning without an optimizer read them.
     rank.flat.params.fill_(torch.nan)
-    load_model(
-        rank.model.named_parameters(), parameter_specs(SHAPE, place[1]), checkpoint, mp_rank=place[0], mp_size=place[1]
+    load_state(
+        whole_parameters(rank.model.named_parameters()),
+        parameter_specs(SHAPE, place[1]),
+        checkpoint,
+        mp_rank=place[0],
+        mp_size=place[1],
     )
     for name, parameter in rank.model.named_parameters():
         expected = own_part(name, state["master", name], *place, 0.0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import re
 import resource
@@ -19,11 +18,12 @@ import pytest
 import torch
 
 from data_utils.files import machine_memory
-from megatron.gpt2.checkpoint import folder as checkpointing
-from megatron.gpt2.checkpoint import gathering, saver
-from megatron.gpt2.checkpoint.files import write_tensors
-from megatron.gpt2.checkpoint.folder import Checkpoint, find_checkpoint, write_checkpoint
+from megatron.gpt2.checkpoint import saver
+from megatron.gpt2.checkpoint import writer as checkpointing
+from megatron.gpt2.checkpoint.folder import find_checkpoint
+from megatron.gpt2.checkpoint.reader import Checkpoint
 from megatron.gpt2.checkpoint.saver import Saver
+from megatron.gpt2.checkpoint.writer import write_tensors
 from megatron.gpt2.commands import pretrain_gpt2
 from megatron.gpt2.train import loop
 from megatron.gpt2.train.run import Run
@@ -118,8 +118,7 @@ def test_a_failure_of_one_rank_is_one_of_all_and_training_goes_on(tmp_path: Path
 
 def saving(folder: Path, said: list[str], **options: Any) -> Saver:
     """As of rank 0 in a world of one, unless `options` say otherwise."""
-    write = functools.partial(write_checkpoint, folder, **{"rank": 0, "world_size": 1, "timeout_s": 60.0, **options})
-    return Saver(write, rank=0, attempt="a", asynchronous=True, local_world_size=1, max_over_ranks=int, log=said.append)
+    return Saver(folder=folder, attempt="a", asynchronous=True, log=said.append, **options)
 
 
 @pytest.fixture
@@ -168,13 +167,13 @@ def test_what_changes_after_the_save_began_is_not_saved(tmp_path: Path, monkeypa
             held[kind, name].copy_(tensor)
         assert s.save(iteration, rank_files(held, 0, 1), {"consumed_samples": iteration}) is None
         if iteration == 1:
-            assert s._copy._room is not None
-            room = s._copy._room.data_ptr()
+            assert s._room is not None
+            room = s._room.data_ptr()
         for tensor in held.values():
             tensor.fill_(7)
         go.set()
     assert s.finish() is not None
-    assert s._copy._room.data_ptr() == room, "made once"
+    assert s._room.data_ptr() == room, "made once"
     s.close()
     for iteration in (1, 2):
         assert_holds(Checkpoint(tmp_path / f"iter_000000{iteration}"), iteration)
@@ -198,7 +197,7 @@ def test_too_little_memory_is_said_and_the_save_made_at_once(tmp_path: Path, mon
 
 
 def test_a_rank_that_is_gone_is_not_waited_for_on_the_way_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(gathering, "_GRACE", 0.2)
+    monkeypatch.setattr(saver, "GRACE", 0.2)
     said: list[str] = []
     s = saving(tmp_path, said, world_size=2)
     s.save(1, rank_files(full_state(1), 0, 2), {})

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.gpt2.checkpoint.best import best_loss
-from megatron.gpt2.checkpoint.folder import find_checkpoint
+from megatron.gpt2.checkpoint.folder import best_loss, find_checkpoint
 from megatron.gpt2.commands import pretrain_gpt2
 from tests.distributed import run_ranks
 from tests.megatron.gpt2.train.training_runs import finish, start, steps, write_text

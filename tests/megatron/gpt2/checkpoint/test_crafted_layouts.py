@@ -12,12 +12,9 @@ import pytest
 import torch
 
 from data_utils.files import sealed_body
-from megatron.gpt2.checkpoint.files import write_tensors
-from megatron.gpt2.checkpoint.folder import (
-    Checkpoint,
-    Piece,
-)
 from megatron.gpt2.checkpoint.manifest import MANIFEST
+from megatron.gpt2.checkpoint.reader import Checkpoint
+from megatron.gpt2.checkpoint.writer import Piece, write_tensors
 from tests.megatron.gpt2.checkpoint.versions import reseal
 
 
@@ -28,14 +25,20 @@ def craft(
     folder = folder / "iter_0000001"
     (folder / "mp_rank_00").mkdir(parents=True)
     made = write_tensors(folder, "mp_rank_00/model.safetensors", 1, {"x": Piece(torch.ones(4), (4,), (0,))})
-    info = made["files"].pop("mp_rank_00/model.safetensors")
+    info = made
     if header is not None:
         path = folder / "mp_rank_00/model.safetensors"
         data = len(header).to_bytes(8, "little") + header + torch.ones(4).numpy().tobytes()
         path.write_bytes(data)
         info.update(bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
     info.update(changes.pop("info", {}))
-    parts = {"iteration": 1, "facts": {}, "tensors": made["tensors"], "files": {file: info}, **changes}
+    parts = {
+        "iteration": 1,
+        "facts": {},
+        "tensors": {"x": {"dtype": "F32", "shape": (4,)}},
+        "files": {file: info},
+        **changes,
+    }
     if version > 1:
         (folder / "boxes").mkdir()
     reseal(folder, {"version": version, **parts})

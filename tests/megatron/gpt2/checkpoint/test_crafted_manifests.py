@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.gpt2.checkpoint.folder import Checkpoint
 from megatron.gpt2.checkpoint.manifest import MANIFEST, table_path
+from megatron.gpt2.checkpoint.reader import Checkpoint
 from tests.megatron.gpt2.checkpoint.crafted import FILES, NO_NUMBERS, WHOLE, Manifest, refused, seal
 from tests.megatron.gpt2.checkpoint.versions import contents, reseal
 

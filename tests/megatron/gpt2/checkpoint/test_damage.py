@@ -16,7 +16,8 @@ from torch import Tensor
 
 import mpu
 from data_utils.tokenizers.gpt2 import END_OF_TEXT, byte_alphabet
-from megatron.gpt2.checkpoint.folder import TRACKER, Checkpoint, find_checkpoint
+from megatron.gpt2.checkpoint.folder import TRACKER, find_checkpoint
+from megatron.gpt2.checkpoint.reader import Checkpoint
 from megatron.gpt2.generate.load_model import load_for_inference
 from tests.distributed import run_ranks
 from tests.megatron.gpt2.train.training_runs import finish, start, steps, write_text

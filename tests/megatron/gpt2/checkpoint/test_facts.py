@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from data_utils.files import sealed_lines
-from megatron.gpt2.checkpoint.facts import check_facts
 from megatron.gpt2.checkpoint.manifest import MANIFEST
 from megatron.gpt2.checkpoint.reader import Checkpoint
+from megatron.gpt2.checkpoint.source import check_facts
 from megatron.gpt2.config import ModelConfig
 from megatron.gpt2.config.arguments import parse
 from megatron.gpt2.dist.ranks import Ranks

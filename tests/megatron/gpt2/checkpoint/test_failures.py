@@ -11,9 +11,7 @@ from typing import Any
 
 import pytest
 
-from megatron.gpt2.checkpoint.folder import (
-    write_checkpoint,
-)
+from megatron.gpt2.checkpoint.writer import write_checkpoint
 from tests.megatron.gpt2.checkpoint.saved_states import (
     find,
     full_state,

@@ -10,12 +10,9 @@ from typing import Any
 
 import pytest
 
-from megatron.gpt2.checkpoint.folder import (
-    TRACKER,
-    Checkpoint,
-    find_checkpoint,
-)
+from megatron.gpt2.checkpoint.folder import TRACKER, Gather, find_checkpoint
 from megatron.gpt2.checkpoint.manifest import MANIFEST
+from megatron.gpt2.checkpoint.reader import Checkpoint
 from tests.megatron.gpt2.checkpoint.saved_states import (
     assert_holds,
     find,
@@ -120,17 +117,17 @@ def test_garbage_tracker(text: bytes | str | None, tmp_path: Path) -> None:
 
 
 class ThreadRanks:
-    """`greatest` for ranks that are threads."""
+    """`gather` for ranks that are threads."""
 
     def __init__(self, size: int) -> None:
-        self.values, self.barrier = [0] * size, threading.Barrier(size, timeout=240)
+        self.values, self.barrier = [""] * size, threading.Barrier(size, timeout=240)
 
-    def run(self, work: Callable[[int, Callable[[int], int]], Any]) -> list[Any]:
+    def run(self, work: Callable[[int, Gather], Any]) -> list[Any]:
         results: list[Any] = [None] * len(self.values)
 
         def rank(i: int) -> None:
             try:
-                results[i] = work(i, lambda n: self.greatest(i, n))
+                results[i] = work(i, lambda text: self.gather(i, text))
             except Exception as error:
                 results[i] = error
 
@@ -141,10 +138,10 @@ class ThreadRanks:
             thread.join()
         return results
 
-    def greatest(self, i: int, n: int) -> int:
-        self.values[i] = n
+    def gather(self, i: int, text: str) -> list[str]:
+        self.values[i] = text
         self.barrier.wait()
-        result = max(self.values)
+        result = list(self.values)
         self.barrier.wait()
         return result
 
@@ -154,8 +151,8 @@ def test_all_ranks_come_to_the_same_answer(tmp_path: Path) -> None:
     save(tmp_path, 200)
     (tmp_path / TRACKER).write_text("garbage")
 
-    def load(rank: int, greatest: Callable[[int], int], folder: Path = tmp_path) -> Any:
-        return find(folder, share=(rank, 3), max_over_ranks=greatest)
+    def load(rank: int, gather: Gather, folder: Path = tmp_path) -> Any:
+        return find(folder, rank=rank, gather=gather)
 
     assert [found[0] for found in ThreadRanks(3).run(load)] == [200] * 3
     # Damage that one rank's share of the files holds, whichever: all hear of it, by name.
@@ -169,13 +166,14 @@ def test_all_ranks_come_to_the_same_answer(tmp_path: Path) -> None:
         assert all(f"{file}: damaged" in said for _, said in found)
         victim.write_bytes(data)
     # A folder that not all nodes share: an error everywhere, and nobody waits for the others.
+    (tmp_path / TRACKER).write_text("200")
     elsewhere = tmp_path / "elsewhere"
-    found = ThreadRanks(3).run(lambda rank, greatest: load(rank, greatest, elsewhere if rank == 2 else tmp_path))
+    found = ThreadRanks(3).run(lambda rank, gather: load(rank, gather, elsewhere if rank == 2 else tmp_path))
     assert all(isinstance(error, ValueError) for error in found)
     assert "rank 2 does not see the same" in "".join(map(str, found[:2]))
     save(elsewhere, 200, seed=1)
     shutil.rmtree(tmp_path / "iter_0000100")
-    found = ThreadRanks(3).run(lambda rank, greatest: load(rank, greatest, elsewhere if rank == 2 else tmp_path))
+    found = ThreadRanks(3).run(lambda rank, gather: load(rank, gather, elsewhere if rank == 2 else tmp_path))
     assert all(isinstance(error, ValueError) for error in found)
 
 

@@ -15,8 +15,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.gpt2.checkpoint.folder import TRACKER, Piece, find_checkpoint, write_checkpoint
+from megatron.gpt2.checkpoint.folder import TRACKER, find_checkpoint
 from megatron.gpt2.checkpoint.manifest import MANIFEST
+from megatron.gpt2.checkpoint.writer import Piece, write_checkpoint
 from tests.conftest import ROOT
 
 

@@ -8,11 +8,9 @@ from typing import Any
 
 import pytest
 
-from megatron.gpt2.checkpoint.folder import (
-    TRACKER,
-    write_checkpoint,
-)
+from megatron.gpt2.checkpoint.folder import TRACKER
 from megatron.gpt2.checkpoint.manifest import MANIFEST
+from megatron.gpt2.checkpoint.writer import write_checkpoint
 from tests.megatron.gpt2.checkpoint.saved_states import (
     find,
     full_state,

@@ -13,10 +13,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-from megatron.gpt2.checkpoint.files import Piece
-from megatron.gpt2.checkpoint.local import NAME, LocalCheckpoints
-from megatron.gpt2.checkpoint.local_assembly import assemble
+from megatron.gpt2.checkpoint.local import NAME, LocalCheckpoints, assemble
 from megatron.gpt2.checkpoint.reader import Checkpoint
+from megatron.gpt2.checkpoint.writer import Piece
 from megatron.gpt2.dist.ranks import Meeting, Peer, Ranks
 from megatron.gpt2.train.report import newest_iteration
 from tests.distributed import run_ranks
@@ -57,7 +56,7 @@ def save_lose_and_assemble(rank: int, world_size: int, folder: str) -> dict[str,
     meeting = Meeting(PrefixStore("again", store), None, meeting.peers, alive)
     ranks = Ranks(rank, world_size, *place, meeting=meeting)
     at = assemble(folder, str(own), 2, ranks, said.append)
-    assert at is not None
+    assert at is not None, said
     checkpoint = Checkpoint(at / "iter_0000003")
     found |= {"w": checkpoint.read("w"), "at": checkpoint.facts["at"], "said": said}
     dist.init_process_group("gloo", store=PrefixStore("the end", store), rank=rank, world_size=world_size)

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 import mpu
-from megatron.gpt2.checkpoint import parsing, reader
-from megatron.gpt2.checkpoint.folder import Checkpoint, Piece, write_checkpoint
+from megatron.gpt2.checkpoint import manifest, reader
 from megatron.gpt2.checkpoint.manifest import MANIFEST
+from megatron.gpt2.checkpoint.reader import Checkpoint
+from megatron.gpt2.checkpoint.writer import Piece, write_checkpoint
 from megatron.gpt2.config import ModelConfig
 from megatron.gpt2.model.gpt2 import GPT2Model
 from megatron.gpt2.optimizer.flat_parameters import FlatParameters
@@ -24,7 +25,7 @@ BUCKET = 20_000
 def test_boxes_of_more_than_one_manifest_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a limit that this many boxes exceed, as those of a thousand ranks exceed the true one."""
     limit = 30_000
-    monkeypatch.setattr(parsing, "MAX_BYTES", limit)
+    monkeypatch.setattr(manifest, "MAX_BYTES", limit)
     monkeypatch.setattr(reader, "MAX_BYTES", limit)
     found = simulate(tmp_path / "save", SHAPE, Layout(2, 8), Layout(4, 3), BUCKET)
     assert found["manifest_bytes"] < limit < found["tables_bytes"]

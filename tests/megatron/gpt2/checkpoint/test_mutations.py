@@ -12,11 +12,9 @@ import safetensors.torch
 import torch
 
 from megatron.gpt2.checkpoint.boxes import check_cover
-from megatron.gpt2.checkpoint.files import file_header, write_tensors
-from megatron.gpt2.checkpoint.folder import (
-    Checkpoint,
-    Piece,
-)
+from megatron.gpt2.checkpoint.manifest import file_header
+from megatron.gpt2.checkpoint.reader import Checkpoint
+from megatron.gpt2.checkpoint.writer import Piece, write_tensors
 from mpu import Box
 from tests.megatron.gpt2.checkpoint.saved_states import (
     find,
@@ -111,8 +109,7 @@ def test_header_matches_the_safetensors_library(tmp_path: Path) -> None:
     header, starts, size = file_header(
         "mp_rank_00/x.safetensors",
         1,
-        {n: Box((0,) * t.dim(), tuple(t.shape)) for n, t in tensors.items()},
-        {n: t.dtype for n, t in tensors.items()},
+        {n: (t.dtype, Box((0,) * t.dim(), tuple(t.shape))) for n, t in tensors.items()},
     )
     assert size == (tmp_path / "mp_rank_00/x.safetensors").stat().st_size
     assert all(start % tensors[name].itemsize == 0 for name, start in starts.items())

@@ -13,19 +13,11 @@ import torch
 from torch import Tensor
 
 import mpu
-from megatron.gpt2.checkpoint.folder import (
-    TRACKER,
-    Checkpoint,
-    Piece,
-    find_checkpoint,
-    load_model,
-    load_rng,
-    load_state,
-    rng_pieces,
-    state_pieces,
-    write_checkpoint,
-)
+from megatron.gpt2.checkpoint.folder import TRACKER, find_checkpoint
 from megatron.gpt2.checkpoint.manifest import MANIFEST
+from megatron.gpt2.checkpoint.reader import Checkpoint
+from megatron.gpt2.checkpoint.state import load_rng, load_state, rng_pieces, state_pieces, whole_parameters
+from megatron.gpt2.checkpoint.writer import Piece, write_checkpoint
 from megatron.gpt2.optimizer.flat_state import FlatState
 from mpu import PartitionSpec
 from tests.megatron.gpt2.checkpoint.saved_states import (
@@ -51,7 +43,13 @@ def test_every_layout_opens_in_every_other(saved: int, tmp_path: Path) -> None:
                 for (kind, name), full in state.items()
             ]
             states = [FlatState(kind, name, t.view(-1)) for kind, name, t in local if kind != "model"]
-            load_model([(n, t) for k, n, t in local if k == "model"], SPECS, checkpoint, mp_rank=rank, mp_size=size)
+            load_state(
+                whole_parameters((n, t) for k, n, t in local if k == "model"),
+                SPECS,
+                checkpoint,
+                mp_rank=rank,
+                mp_size=size,
+            )
             load_state(states, SPECS, checkpoint, mp_rank=rank, mp_size=size)
             for kind, name, tensor in local:
                 assert torch.equal(tensor, SPECS[name].split(state[kind, name], rank, size)), (kind, name, rank, size)
@@ -168,13 +166,19 @@ def test_another_model_is_refused_with_both_shapes(tmp_path: Path) -> None:
         load(SPECS, "exp_avg_cubed")
 
 
+def place(mp_rank: int, mp_size: int, dp_size: int) -> mpu.ParallelState:
+    return mpu.ParallelState(
+        tensor_model_parallel_rank=mp_rank, tensor_model_parallel_size=mp_size, data_parallel_size=dp_size
+    )
+
+
 def test_random_generators_come_back(tmp_path: Path) -> None:
     cpu, tracker = torch.device("cpu"), mpu.get_cuda_rng_tracker()
     before = torch.get_rng_state(), tracker.get_states()
     try:
         tracker.reset()
         tracker.add("model-parallel-rng", 5)
-        pieces = {mp: rng_pieces(mp_rank=mp, dp_rank=0, device=cpu) for mp in (0, 1)}
+        pieces = {mp: rng_pieces(place(mp, 2, 1), cpu) for mp in (0, 1)}
 
         def drawn() -> Tensor:
             with tracker.fork():
@@ -195,12 +199,12 @@ def test_random_generators_come_back(tmp_path: Path) -> None:
                 timeout_s=5,
             )
         checkpoint = Checkpoint(tmp_path / "iter_0000001")
-        assert load_rng(checkpoint, mp_rank=1, dp_rank=0, mp_size=2, dp_size=1, device=cpu)
+        assert load_rng(checkpoint, place(1, 2, 1), cpu)
         assert torch.equal(drawn(), first)
         state = torch.get_rng_state()
         for mp_size, dp_size in ((1, 1), (1, 2), (2, 2)):
-            assert not load_rng(checkpoint, mp_rank=0, dp_rank=0, mp_size=mp_size, dp_size=dp_size, device=cpu)
-        assert not load_rng(checkpoint, mp_rank=0, dp_rank=0, mp_size=2, dp_size=1, device=torch.device("cuda"))
+            assert not load_rng(checkpoint, place(0, mp_size, dp_size), cpu)
+        assert not load_rng(checkpoint, place(0, 2, 1), torch.device("cuda"))
         assert torch.equal(torch.get_rng_state(), state)
     finally:
         torch.set_rng_state(before[0])

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.gpt2.checkpoint.save_lock import lock_folder
+from megatron.gpt2.checkpoint.folder import lock_folder
 from megatron.gpt2.commands import pretrain_gpt2
 from megatron.gpt2.dist import errors
 from tests.distributed import run_ranks
@@ -26,8 +26,8 @@ ROOT = Path(__file__).resolve().parents[4]
 HOLDER = """
 import sys, time
 from pathlib import Path
-from megatron.gpt2.checkpoint.save_lock import lock_folder
-held = lock_folder(Path(sys.argv[1]), print)
+from megatron.gpt2.checkpoint import folder
+held = folder.lock_folder(Path(sys.argv[1]), print)
 print("held", flush=True)
 time.sleep(600)
 """

@@ -12,8 +12,9 @@ import pytest
 import torch
 
 import mpu
-from megatron.gpt2.checkpoint.folder import Checkpoint, find_checkpoint
+from megatron.gpt2.checkpoint.folder import find_checkpoint
 from megatron.gpt2.checkpoint.manifest import MANIFEST
+from megatron.gpt2.checkpoint.reader import Checkpoint
 from megatron.gpt2.generate.load_model import load_for_inference
 from tests.megatron.gpt2.commands import tool
 

@@ -12,8 +12,7 @@ from typing import Any
 
 from data_utils.files import sealed_lines
 from megatron.gpt2.checkpoint.boxes import extent
-from megatron.gpt2.checkpoint.files import tensor_name
-from megatron.gpt2.checkpoint.manifest import MANIFEST, table_path
+from megatron.gpt2.checkpoint.manifest import MANIFEST, table_path, tensor_name
 from mpu import Box
 
 Contents = dict[str, Any]

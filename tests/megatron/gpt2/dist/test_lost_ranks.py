@@ -12,8 +12,8 @@ from unittest import mock
 
 import torch.distributed as dist
 
-from megatron.gpt2.checkpoint import folder as checkpointing
-from megatron.gpt2.checkpoint.files import write_tensors
+from megatron.gpt2.checkpoint import writer as checkpointing
+from megatron.gpt2.checkpoint.writer import write_tensors
 from megatron.gpt2.dist import ranks
 from megatron.gpt2.train import loop
 from megatron.gpt2.train.run import Run

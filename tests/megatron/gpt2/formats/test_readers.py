@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import mpu
-from megatron.gpt2.checkpoint.state import load_model, load_state
+from megatron.gpt2.checkpoint.state import load_state, whole_parameters
 from megatron.gpt2.config import ModelConfig, OptimizerConfig
 from megatron.gpt2.formats import Hints, Source, open_source, recognise
 from megatron.gpt2.formats.pickles import load_pickle
@@ -52,8 +52,8 @@ def open_genuine(name: str, **more: Any) -> Source:
 def model_of(source: Source) -> GPT2Model:
     """In fp32, on this rank of the default model-parallel group."""
     model = GPT2Model(ModelConfig(**source.facts["config"]["model"])).eval()
-    load_model(
-        model.named_parameters(),
+    load_state(
+        whole_parameters(model.named_parameters()),
         mpu.partition_specs(model),
         source,
         mp_rank=mpu.get_model_parallel_rank(),

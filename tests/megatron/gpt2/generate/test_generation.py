@@ -18,7 +18,8 @@ import torch.distributed as dist
 
 import mpu
 from data_utils import build_tokenizer
-from megatron.gpt2.checkpoint.folder import model_pieces, write_checkpoint
+from megatron.gpt2.checkpoint.state import state_pieces, whole_parameters
+from megatron.gpt2.checkpoint.writer import write_checkpoint
 from megatron.gpt2.config import ModelConfig
 from megatron.gpt2.formats.write_huggingface import write_huggingface
 from megatron.gpt2.generate import scoring
@@ -335,7 +336,7 @@ def hugging_face(model: GPT2Model, folder: Path) -> Any:
 
 
 def save(model: GPT2Model, folder: Path) -> None:
-    pieces = model_pieces(model.named_parameters(), mpu.partition_specs(model), mp_rank=0, mp_size=1)
+    pieces = state_pieces(whole_parameters(model.named_parameters()), mpu.partition_specs(model), mp_rank=0, mp_size=1)
     write_checkpoint(
         folder,
         3,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import mpu
-from megatron.gpt2.checkpoint.folder import Checkpoint
+from megatron.gpt2.checkpoint.reader import Checkpoint
 from megatron.gpt2.config.arguments import parse
 from megatron.gpt2.train.run import Run
 from tests.distributed import run_ranks
