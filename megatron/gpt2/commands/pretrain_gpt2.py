@@ -1,7 +1,7 @@
-"""The training program: `python -m megatron.pretrain_gpt2 [flags]`, alone or under a launcher (launch/launchers.py).
+"""The training program: `python -m megatron.pretrain_gpt2 [flags]`, alone or under a launcher (dist/launchers.py).
 
-Exit codes: 0 where the run ended as asked (also after SIGTERM), 1 where it failed, 2 for bad input, which is
-answered in one line by one rank.
+Exit codes: 0 if the run ended as asked (also after SIGTERM), 1 if it failed, 2 for bad input, which is answered in one
+line by one rank.
 """
 
 import functools
@@ -9,14 +9,14 @@ import signal
 import sys
 import traceback
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from data_utils import DamagedData
 from data_utils.command_line import line_buffered, program
 from megatron.gpt2 import device as devices
 from megatron.gpt2.config import require
-from megatron.gpt2.config.arguments import parse
+from megatron.gpt2.config.arguments import Arguments, parse
 from megatron.gpt2.dist.agent import Kept
 from megatron.gpt2.dist.elastic import AGAIN, MORE_RANKS, StoodBy
 from megatron.gpt2.dist.errors import refuse, refuse_memory
@@ -26,79 +26,81 @@ from megatron.gpt2.dist.rendezvous import leave, meet, name_lost
 from megatron.gpt2.dist.run_program import ended_by
 from megatron.gpt2.dist.spawn import start_ranks
 from megatron.gpt2.hooks import StopRun, first
-from megatron.gpt2.monitor.ended import FINISHED, clear_ended, mark_ended
+from megatron.gpt2.monitor.ended import FINISHED, mark_ended
 from megatron.gpt2.monitor.incidents import Incidents, rank_name
 from megatron.gpt2.train.evaluate import evaluate_and_log, sample_text
 from megatron.gpt2.train.loop import train
 from megatron.gpt2.train.report import closing, is_finished_line, log_start, newest_iteration
 from megatron.gpt2.train.run import Run, build_run
-from megatron.gpt2.train.setup import PreparedRun, prepare_run
+from megatron.gpt2.train.setup import Log, PreparedRun, prepare_run
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prepare -> build -> train -> report the run of the command line `argv` (default: this process's). Returns the
-    exit code."""
+    """Parse -> set up -> train -> report the run of the command line `argv` (default: this process's). Returns the exit
+    code."""
     line_buffered()
-    built = build(sys.argv[1:] if argv is None else argv)
-    if isinstance(built, int):
-        return built
-    run, ranks = built, built.prepared.ranks
+    this = ThisRank()
     try:
-        return train_and_report(run)
-    except (FloatingPointError, StopRun) as error:
-        note_error(run, error)
-        run.log.info(f"stopped: {error}")  # on every rank after the same step
-        run.checkpoints.saver.finish()
-        return 1
-    except DamagedData as error:
-        note_error(run, error)
-        run.log.note(f"stopped: {error}")
-        return refuse(error, ranks)
-    except (RuntimeError, MemoryError) as error:
-        note_error(run, error)
-        run.log.note("stopped: " + " ".join(str(error).split())[:300])
-        if devices.is_out_of_memory(error):
-            return refuse_out_of_memory(run.prepared, error)
-        if any(hook.explains(run, error) for hook in run.hooks) or name_lost(ranks):
-            return 1
-        raise
-    except Exception as error:  # a bug of ours
-        note_error(run, error)
-        raise
-    finally:
-        run.close()
-        leave(ranks)
-
-
-def note_error(run: Run, error: BaseException) -> None:
-    """Keep, for whoever finds out why the run died, what ended it and at which line of this program."""
-    package = str(Path(__file__).parents[1])
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename.startswith(package)]
-    at = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
-    run.incidents.note("error", " ".join(f"{type(error).__name__}: {error}".split())[:3000], at=at)
-
-
-def build(words: Sequence[str]) -> Run | int:
-    """The run of a command line, or the exit code where there is nothing to train in this process: it has started
-    other ranks, which have ended, the run is finished already, or the input was refused."""
-    ranks = Ranks()
-    prepared: PreparedRun | None = None
-    warnings: list[str] = []  # from before the run has a log
-    try:
-        launch, words = read_launch(words)
+        launch, words = read_launch(sys.argv[1:] if argv is None else argv)
         if launch.starts:
-            # A flag that cannot be is refused, and --help answered, before there are ranks.
-            where = parse(words).checkpoint
-            newest = functools.partial(newest_iteration, where, alone=launch.starts == launch.world_size)
-            return start_ranks(main, words, launch, Kept(Path(str(where.save)), newest))
-        ranks = launch.ranks()
-        if ranks.world_size > 1:
+            return start_all(launch, words)
+        arguments = this.join(launch, words)
+        this.prepared = prepared = prepare_run(arguments, this.ranks, this.log)
+        if prepared.is_finished:
+            return report_finished(prepared, this.log)
+        this.run = run = build_run(prepared, this.log)
+        log_start(run, this.warnings)
+        reason = train(run)
+        return report(run, reason)
+    except StoodBy as ended:
+        return ended.code
+    except Exception as error:
+        return this.ended_by(error)
+    finally:
+        if this.run is not None:
+            this.run.close()
+            leave(this.ranks)
+
+
+def start_all(launch: Launch, words: Sequence[str]) -> int:
+    """Start the ranks of this machine. A flag that cannot be is refused, and --help answered, before there are ranks.
+    Returns the exit code."""
+    where = parse(words).checkpoint
+    newest = functools.partial(newest_iteration, where, alone=launch.starts == launch.world_size)
+    return start_ranks(main, words, launch, Kept(Path(str(where.save)), newest))
+
+
+@dataclass
+class ThisRank:
+    """What this process has, whenever something ends it. warnings: from before the run has a log."""
+
+    ranks: Ranks = field(default_factory=Ranks)
+    prepared: PreparedRun | None = None
+    run: Run | None = None
+    warnings: list[str] = field(default_factory=list)
+
+    def log(self, line: str) -> None:
+        """Print a line from before the run has a log, on rank 0."""
+        if self.ranks.rank == 0 and line:
+            print(line, flush=True)
+        if line.startswith("WARNING"):
+            self.warnings.append(line)
+
+    def join(self, launch: Launch, words: Sequence[str]) -> Arguments:
+        """Read the command line, and meet the other ranks."""
+        self.ranks = launch.ranks()
+        if self.ranks.world_size > 1:
             # Until the run can save, SIGTERM is the launcher's answer to another rank's exit: leave as that one did.
             signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(2))
         arguments = parse(words)
-        save = Path(str(arguments.checkpoint.save))
-        ranks = noting(ranks, save, launch)
-        usable = None
+        save, usable = str(arguments.checkpoint.save), None
+
+        def noting(ranks: Ranks) -> Ranks:
+            """`ranks`, which keep their incidents in the --save folder."""
+            name = rank_name(ranks.rank)
+            return replace(ranks, incidents=Incidents(save, name, attempt=launch.attempt, host=launch.host))
+
+        self.ranks = noting(self.ranks)
         if launch.elastic:
             require(
                 bool(arguments.config.train.global_batch_size or arguments.config.train.growth),
@@ -110,74 +112,62 @@ def build(words: Sequence[str]) -> Run | int:
                 "part, before there is a checkpoint to ask",
             )
             usable = arguments.config.usable_ranks
-        ranks = noting(meet(launch, usable), save, launch)  # among those that came it may have another number
-        devices.set_threads(ranks)
+        self.ranks = noting(meet(launch, usable))  # among those that came it may have another number
+        devices.set_threads(self.ranks)
+        self.log(launch.notice)
+        return arguments
 
-        def log(line: str) -> None:
-            if ranks.rank == 0 and line:
-                print(line, flush=True)
-            if line.startswith("WARNING"):
-                warnings.append(line)
-
-        log(launch.notice)
-        prepared = prepare_run(arguments, ranks, log)
-        if prepared.is_finished:
-            log(
-                is_finished_line(
-                    arguments.checkpoint, prepared.source, prepared.start["iteration"], prepared.train_iters
-                )
-            )
-            if ranks.rank == 0:
-                mark_ended(save, FINISHED, prepared.start["iteration"], 0)
-            ranks.end(0)
-            ranks.leave()
-            return 0
-        run = build_run(prepared, log)
-        if ranks.rank == 0:
-            clear_ended(save)
-        run.incidents.note(
-            "start",
-            f"on {ranks.world_size} ranks from iteration {run.progress.iteration}",
-            command=[sys.executable, *sys.argv],
-            layout={
-                "world_size": ranks.world_size,
-                "tensor": run.parallel.tensor_model_parallel_size,
-                "pipeline": run.parallel.pipeline_model_parallel_size,
-                "data": run.parallel.data_parallel_size,
-            },
-        )
-    except StoodBy as ended:
-        return ended.code
-    except (ValueError, OSError, RuntimeError, MemoryError) as error:
-        if prepared is not None and devices.is_out_of_memory(error):
-            prepared.incidents.refused(str(error))
-            return refuse_out_of_memory(prepared, error)
-        return ended_by(error, ranks)
-    for line in warnings:
-        run.log.note(line)
-    return run
+    def ended_by(self, error: Exception) -> int:
+        """The exit code, after the line that says why. Raises `error` if it is a bug of ours."""
+        run, ranks = self.run, self.ranks
+        if run is not None:
+            note_error(run, error)
+            if isinstance(error, FloatingPointError | StopRun):
+                run.log.info(f"stopped: {error}")  # on every rank after the same step
+                run.checkpoints.saver.finish()
+                return 1
+            run.log.note("stopped: " + " ".join(str(error).split())[:300])
+        if self.prepared is not None and devices.is_out_of_memory(error):
+            if run is None:
+                self.prepared.incidents.refused(str(error))
+            line = first(hook.explain_out_of_memory(self.prepared) for hook in self.prepared.hooks)
+            code = refuse_memory(line or f"out of memory on rank {ranks.rank}: {error}", ranks)
+            leave(ranks)
+            return code
+        if run is None and isinstance(error, ValueError | OSError | RuntimeError | MemoryError):
+            return ended_by(error, ranks)
+        if isinstance(error, DamagedData):
+            return refuse(error, ranks)
+        if run is not None and isinstance(error, RuntimeError):
+            explained = any(hook.explains(run, error) for hook in run.hooks)
+            if explained or name_lost(ranks):
+                return 1
+        raise error
 
 
-def noting(ranks: Ranks, save: Path, launch: Launch) -> Ranks:
-    """`ranks`, which keep their incidents in the --save folder."""
-    incidents = Incidents(save, rank_name(ranks.rank), attempt=launch.attempt, host=launch.host)
-    return replace(ranks, incidents=incidents)
+def note_error(run: Run, error: BaseException) -> None:
+    """Keep, for whoever finds out why the run died, what ended it and at which line of this program."""
+    package = str(Path(__file__).parents[1])
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename.startswith(package)]
+    at = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+    run.incidents.note("error", " ".join(f"{type(error).__name__}: {error}".split())[:3000], at=at)
 
 
-def refuse_out_of_memory(prepared: PreparedRun, error: BaseException) -> int:
-    """Print what was expected and what was there, and leave. Returns the exit code."""
-    ranks = prepared.ranks
-    line = first(hook.explain_out_of_memory(prepared) for hook in prepared.hooks)
-    code = refuse_memory(line or f"out of memory on rank {ranks.rank}: {error}", ranks)
-    leave(ranks)
-    return code
+def report_finished(prepared: PreparedRun, log: Log) -> int:
+    """Say that there is nothing to train. Returns the exit code."""
+    iteration = prepared.start["iteration"]
+    log(is_finished_line(prepared.arguments.checkpoint, prepared.source, iteration, prepared.train_iters))
+    if prepared.ranks.rank == 0:
+        mark_ended(prepared.save_directory, FINISHED, iteration, 0)
+    prepared.ranks.end(0)
+    prepared.ranks.leave()
+    return 0
 
 
-def train_and_report(run: Run) -> int:
-    """From the start table to the closing report. Returns the exit code, 1 where the last iteration is not saved."""
-    log_start(run)
-    reason, valid, sample = train(run), None, ""
-    iteration, saver = run.progress.iteration, run.checkpoints.saver
+def report(run: Run, reason: str) -> int:
+    """After the last step: save, evaluate and report. reason: what asked for the stop, empty at the end. Returns the
+    exit code, 1 if the last iteration is not saved."""
+    iteration, saver, ranks, valid, sample = run.progress.iteration, run.checkpoints.saver, run.prepared.ranks, None, ""
     saver.finish()
     if saver.saved_iteration != iteration:
         run.save()  # before the evaluations: they can take long, and a second Ctrl-C must not cost the run
@@ -197,15 +187,14 @@ def train_and_report(run: Run) -> int:
     run.incidents.note("end", reason or FINISHED, exit_code=code)
     if is_saved:
         run.checkpoints.remove_local()
-    if run.parallel.rank == 0 and is_saved:
-        mark_ended(run.prepared.save_directory, reason or FINISHED, iteration, code)
+        if ranks.rank == 0:
+            mark_ended(run.prepared.save_directory, reason or FINISHED, iteration, code)
     run.data.loader.close()
     run.stop.close()
-    run.prepared.ranks.end(code)
-    # The other ranks are not needed for the report, which can take a while.
-    leave(run.prepared.ranks)
+    ranks.end(code)
+    leave(ranks)  # the others are not needed for the report, which can take a while
     plot = run.log.close(title=run.prepared.save_directory.name)
-    if run.parallel.rank == 0:
+    if ranks.rank == 0:
         if not reason:
             print(closing(run, valid, sample, plot, missing))
         if missing:

@@ -1,6 +1,8 @@
 """What a person sees of a training run at its start and at its end."""
 
 import shlex
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from data_utils import GPT2Dataset, unigram_bits_per_byte, xz_bits_per_byte
@@ -11,6 +13,7 @@ from megatron.gpt2.checkpoint.reader import Checkpoint
 from megatron.gpt2.config import CheckpointConfig, differing_flags
 from megatron.gpt2.device import PRECISIONS
 from megatron.gpt2.model.parameters import count_parameters
+from megatron.gpt2.monitor.ended import clear_ended
 from megatron.gpt2.monitor.reporting import UNIGRAM, EvaluationRecord, closing_report, start_table
 from megatron.gpt2.train.run import Run
 
@@ -18,80 +21,75 @@ from megatron.gpt2.train.run import Run
 XZ_LIMIT = 32 << 20  # bytes
 
 
-def log_start(run: Run) -> None:
-    """Log the start table, and warnings of what the run lacks: memory, data, a validation split."""
+def log_start(run: Run, warnings: Sequence[str]) -> None:
+    """Note the start in the incidents, and log the start table and what the run lacks. warnings: from before the run
+    had a log, which keeps them."""
     prepared, config, p, progress = run.prepared, run.config, run.parallel, run.progress
-    tokenizer, splits = run.data.tokenizer, run.data.splits
-    total = count_parameters(config.model, p.tensor_model_parallel_size)[0]
+    if p.rank == 0:
+        clear_ended(prepared.save_directory)
+    t, stages, d = p.tensor_model_parallel_size, p.pipeline_model_parallel_size, p.data_parallel_size
+    run.incidents.note(
+        "start",
+        f"on {p.world_size} ranks from iteration {progress.iteration}",
+        command=[sys.executable, *sys.argv],
+        layout={"world_size": p.world_size, "tensor": t, "pipeline": stages, "data": d},
+    )
+    for line in warnings:
+        run.log.note(line)
+
+    model, data, train, tokenizer, splits = config.model, config.data, config.train, prepared.tokenizer, prepared.splits
+    total = count_parameters(model, t)[0]
     own = sum(parameter.numel() for parameter in run.engine.model.parameters())
-    model, data = config.model, config.data
-    samples = len(splits.train)
-    pipeline = f"pipeline {p.pipeline_model_parallel_size} × " if p.pipeline_model_parallel_size > 1 else ""
-    layers = [f"{stage.start}-{stage.stop - 1}" for stage in config.layers_of_stages()]
-    needed = prepared.batch_schedule.after_steps(prepared.train_iters - progress.iteration, progress.consumed_samples)
+    batches, batch, samples = prepared.batch_schedule, prepared.global_batch_size, len(splits.train)
+    needed = batches.after_steps(prepared.train_iters - progress.iteration, progress.consumed_samples)
     epochs = needed / samples
-    (_, first), *growth = prepared.batch_schedule.stages
+    (_, smallest), *growth = batches.stages
+    layers = ", ".join(f"{stage.start}-{stage.stop - 1}" for stage in config.layers_of_stages())
+    interval = config.checkpoint.save_interval
+    layout = f"{p.world_size} ranks: model-parallel {t} × {f'pipeline {stages} × ' * (stages > 1)}data-parallel {d}"
+    begins = f"weights of {prepared.source}" if prepared.source else "random weights"
+    if progress.iteration:
+        begins = f"iteration {progress.iteration} of {prepared.source}"
     rows = [
         (
             "model",
-            f"GPT-2, {model.num_layers} layers, hidden size {model.hidden_size}, "
-            f"{model.num_attention_heads} heads, vocabulary {model.vocab_size:,}, sequence {data.seq_length:,}"
+            f"GPT-2, {model.num_layers} layers, hidden size {model.hidden_size}, {model.num_attention_heads} heads, "
+            f"vocabulary {model.vocab_size:,}, sequence {data.seq_length:,}"
             + (f" (--model {prepared.arguments.preset})" if prepared.arguments.preset else ""),
         ),
         (
             "parameters",
-            f"{total:,} in all, {own:,} on this rank with the padded vocabulary"
-            if pipeline
-            else f"{total:,} in all, {own:,} per rank with the padded vocabulary",
+            f"{total:,} in all, {own:,} {'on this' if stages > 1 else 'per'} rank with the padded vocabulary",
         ),
-        (
-            "layout",
-            f"{p.world_size} ranks: model-parallel {p.tensor_model_parallel_size} × {pipeline}data-parallel "
-            f"{p.data_parallel_size}",
-        ),
+        ("layout", layout),
         ("precision", f"{PRECISIONS[prepared.dtype]} on {run.device}; MFU is of {run.peak[1]}"),
-        *([("schedule", f"{config.schedule(1).name}; layers {', '.join(layers)}")] if pipeline else []),
         (
             "batch",
-            f"{config.train.micro_batch_size} samples × {p.data_parallel_size} data-parallel ranks × "
-            f"{prepared.micro_batches} accumulated = {prepared.global_batch_size} a step, "
-            f"{prepared.global_batch_size * data.seq_length:,} tokens"
-            + (f"; it grows to that from {first} over {growth[-1][0]:,} samples" if growth else ""),
+            f"{train.micro_batch_size} samples × {d} data-parallel ranks × {prepared.micro_batches} accumulated = "
+            f"{batch} a step, {batch * data.seq_length:,} tokens"
+            + (f"; it grows to that from {smallest} over {growth[-1][0]:,} samples" if growth else ""),
         ),
+        *([("schedule", f"{config.schedule(1).name}; layers {layers}")] if stages > 1 else []),
         *(row for hook in run.hooks for row in hook.start_rows(run)),
         ("FLOPs per token", f"{model.flops_per_token(data.seq_length):,}"),
         (
             "tokenizer",
-            f"{tokenizer.kind}, {tokenizer.vocab_size:,} ids"
-            + (f", by {tokenizer.engine}" if tokenizer.engine else ""),
+            f"{tokenizer.kind}, {tokenizer.vocab_size:,} ids" + (f", by {tokenizer.engine}" * bool(tokenizer.engine)),
         ),
         *(("data", line) for line in splits.description),
         ("length", f"{prepared.train_iters:,} iterations, {needed:,} samples of {samples:,}: {epochs:.2f} epochs"),
-        (
-            "from",
-            f"iteration {progress.iteration} of {prepared.source}"
-            if progress.iteration
-            else f"weights of {prepared.source}"
-            if prepared.source
-            else "random weights",
-        ),
+        ("from", begins),
         (
             "saved in",
-            f"{config.checkpoint.save}, every {config.checkpoint.save_interval:,} iterations and at the end"
-            if config.checkpoint.save_interval
-            else f"{config.checkpoint.save}, at the end",
+            f"{config.checkpoint.save}, {f'every {interval:,} iterations and ' if interval else ''}at the end",
         ),
     ]
-    run.log.note(f"started from {dict(rows)['from']} on {dict(rows)['layout']}")
-    run.log.info(
-        start_table(
-            rows,
-            [
-                (flag, " ".join(map(str, value)) if isinstance(value, tuple) else str(value))
-                for flag, value in differing_flags(prepared.arguments.config)
-            ],
-        )
-    )
+    run.log.note(f"started from {begins} on {layout}")
+    flags = [
+        (flag, " ".join(map(str, value)) if isinstance(value, tuple) else str(value))
+        for flag, value in differing_flags(prepared.arguments.config)
+    ]
+    run.log.info(start_table(rows, flags))
     for hook in run.hooks:
         for line in hook.start_lines(run):
             run.log.info(line)
@@ -100,7 +98,7 @@ def log_start(run: Run) -> None:
             f"WARNING: {epochs:.1f} epochs: beyond about 4, repeated text teaches less and less; a larger "
             "corpus or a smaller --train-iters would serve better"
         )
-    if config.train.eval_iters and splits.valid is None:
+    if train.eval_iters and splits.valid is None:
         run.log.info(f"no validation: --split {data.split} gives it no share")
 
 
