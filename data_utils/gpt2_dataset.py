@@ -11,6 +11,8 @@ MISSING = -1  # fills a window after the split's last token; as a label it count
 class DamagedData(ValueError):
     """A file holds a token id that no tokenizer of this vocabulary has."""
 
+    cause = "damaged data"
+
 
 class GPT2Dataset:
     """Windows over `tokens[start:stop]`, one every `seq_length` tokens; each shares one token with the next.

@@ -336,12 +336,6 @@ def set_allocator(device: torch.device, environ: Mapping[str, str] = os.environ)
     return f"glibc keeps freed blocks of up to {kept} MB for the next step"
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a GPU's allocator, a CPU's (a RuntimeError of torch) or Python's raised `error` for want of memory."""
-    said = re.search("can't allocate memory|bad_alloc|CUDA error: out of memory", str(error))
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or (isinstance(error, RuntimeError) and bool(said))
-
-
 def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
     """FLOP/s that MFU refers to, and what they are: the datasheet's for a GPU that is known, else the fastest of
     some large matrix products, about 0.3 s of them."""

@@ -28,6 +28,12 @@ Log = Callable[[str], None]
 Gather = Callable[[str], list[str]]  # the texts of all ranks, by rank: every rank calls it with its own
 
 
+class NoValidCheckpoint(ValueError):
+    """A folder has checkpoints, and all are damaged."""
+
+    cause = "damaged checkpoint"
+
+
 def alone(text: str) -> list[str]:
     """`Gather` for one rank."""
     return [text]
@@ -78,7 +84,7 @@ def find_checkpoint(
         log(f"WARNING: {problem}")
         refused.append(problem)
     else:
-        raise ValueError(
+        raise NoValidCheckpoint(
             f"{directory}: holds no valid checkpoint: {refused[0]}; give a --load "
             "that holds one, or none and a new --save to start from random weights"
         )

@@ -7,7 +7,6 @@ line by one rank.
 import functools
 import signal
 import sys
-import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -27,7 +26,7 @@ from megatron.gpt2.dist.run_program import ended_by
 from megatron.gpt2.dist.spawn import start_ranks
 from megatron.gpt2.hooks import StopRun, first
 from megatron.gpt2.monitor.ended import FINISHED, mark_ended
-from megatron.gpt2.monitor.incidents import Incidents, rank_name
+from megatron.gpt2.monitor.incidents import Incidents, is_out_of_memory, rank_name
 from megatron.gpt2.train.evaluate import evaluate_and_log, sample_text
 from megatron.gpt2.train.loop import train
 from megatron.gpt2.train.report import closing, is_finished_line, log_start, newest_iteration
@@ -121,15 +120,15 @@ class ThisRank:
         """The exit code, after the line that says why. Raises `error` if it is a bug of ours."""
         run, ranks = self.run, self.ranks
         if run is not None:
-            note_error(run, error)
+            run.incidents.error(error)
             if isinstance(error, FloatingPointError | StopRun):
                 run.log.info(f"stopped: {error}")  # on every rank after the same step
                 run.checkpoints.saver.finish()
                 return 1
             run.log.note("stopped: " + " ".join(str(error).split())[:300])
-        if self.prepared is not None and devices.is_out_of_memory(error):
+        if self.prepared is not None and is_out_of_memory(error):
             if run is None:
-                self.prepared.incidents.refused(str(error))
+                self.prepared.incidents.refused(error)
             line = first(hook.explain_out_of_memory(self.prepared) for hook in self.prepared.hooks)
             code = refuse_memory(line or f"out of memory on rank {ranks.rank}: {error}", ranks)
             leave(ranks)
@@ -143,14 +142,6 @@ class ThisRank:
             if explained or name_lost(ranks):
                 return 1
         raise error
-
-
-def note_error(run: Run, error: BaseException) -> None:
-    """Keep, for whoever finds out why the run died, what ended it and at which line of this program."""
-    package = str(Path(__file__).parents[1])
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename.startswith(package)]
-    at = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
-    run.incidents.note("error", " ".join(f"{type(error).__name__}: {error}".split())[:3000], at=at)
 
 
 def report_finished(prepared: PreparedRun, log: Log) -> int:

@@ -22,6 +22,8 @@ FAREWELL = 5.0  # seconds that the server of the store waits for the others to l
 class MissingRanks(ValueError):
     """Ranks that did not come; exit code 2."""
 
+    cause = "missing ranks"  # for incidents
+
 
 class EarlierRound(Exception):
     """The store is of the round before: ranks that were started again have come before those have gone."""

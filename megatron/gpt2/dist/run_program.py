@@ -66,6 +66,6 @@ def ended_by(error: Exception, ranks: Ranks) -> int:
         return 1
     if bad_input or isinstance(error, dist.DistError):
         if ranks.incidents is not None:
-            ranks.incidents.refused(str(error))
+            ranks.incidents.refused(error)
         return refuse(error, ranks)
     raise error

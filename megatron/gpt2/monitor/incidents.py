@@ -6,17 +6,29 @@
 A rank that is killed writes nothing. So the files of the others, read together, tell what died first.
 """
 
+import errno
 import json
 import os
+import re
 import socket
 import time
+import traceback
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
 from megatron.gpt2.monitor.plots import read_records
 
 FOLDER = "incidents"
+DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO}
+# gloo raises a plain RuntimeError when a peer is gone.
+COLLECTIVE = re.compile(
+    r"connection (was )?(closed|reset|refused)|broken pipe|closed by peer|socket|gloo|nccl|timed out|timeout",
+    re.IGNORECASE,
+)
 
 
 class Incidents:
@@ -52,10 +64,40 @@ class Incidents:
         except OSError:
             pass
 
-    def refused(self, text: str) -> None:
-        """A start ends here for bad input. Where no run was before, it leaves nothing behind."""
+    def error(self, error: BaseException) -> None:
+        """This process ends because of `error`: its text, its cause, and the line of this project that it is from."""
+        package = str(Path(__file__).parents[3])
+        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename.startswith(package)]
+        at = f"{Path(frames[-1].filename).relative_to(package)}:{frames[-1].lineno}" if frames else ""
+        text = " ".join(f"{type(error).__name__}: {error}".split())[:3000]
+        self.note("error", text, at=at, cause=cause_of_error(error))
+
+    def refused(self, error: BaseException) -> None:
+        """A start ends here for bad input. If no run was before, it leaves nothing behind."""
         if self._path.parent.is_dir():
-            self.note("refused", text, exit_code=2)
+            self.note("refused", str(error), exit_code=2, cause=cause_of_error(error))
+
+
+def cause_of_error(error: BaseException) -> str:
+    """What an exception says of the machine or its files: its own `cause`, if its class has one, "out of memory", "not
+    finite", "full disk", "another rank" if a collective failed, "bad input", or "program"."""
+    if own := getattr(error, "cause", ""):
+        return str(own)
+    if is_out_of_memory(error):
+        return "out of memory"
+    if isinstance(error, FloatingPointError):
+        return "not finite"
+    if isinstance(error, OSError) and error.errno in DISK_ERRORS:
+        return "full disk"
+    if isinstance(error, dist.DistError) or isinstance(error, RuntimeError) and COLLECTIVE.search(str(error)):
+        return "another rank"
+    return "bad input" if isinstance(error, ValueError | OSError) else "program"
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a GPU's allocator, a CPU's (a RuntimeError of torch) or Python's raised `error` for want of memory."""
+    text = re.search("can't allocate memory|bad_alloc|CUDA error: out of memory", str(error))
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or (isinstance(error, RuntimeError) and bool(text))
 
 
 def rank_name(rank: int) -> str:
@@ -63,12 +105,19 @@ def rank_name(rank: int) -> str:
     return f"rank_{rank:05d}"
 
 
+# Fields of an incident and their types. The first five are in every one.
+FIELDS: dict[str, Any] = {"time": int | float, "who": str, "kind": str, "text": str, "iteration": int}
+FIELDS |= {"host": str, "attempt": int, "rank": int, "ranks": list, "silences": dict, "stack": list}
+FIELDS |= {"signal": str, "exit_code": int, "cause": str, "at": str}
+
+
 def read_incidents(save_directory: str | Path) -> list[dict[str, Any]]:
-    """The lines of all files, by time; what is damaged is left out."""
+    """The lines of all files, by time; a line that is damaged is left out."""
     found = [
         record
         for path in sorted((Path(save_directory) / FOLDER).glob("*.jsonl"))
         for record in read_records(path)
-        if isinstance(record.get("time"), int | float)
+        if all(isinstance(record.get(name), FIELDS[name]) for name in list(FIELDS)[:5])
+        and all(isinstance(record[name], kind) for name, kind in FIELDS.items() if name in record)
     ]
     return sorted(found, key=lambda record: record["time"])

@@ -18,8 +18,7 @@ from data_utils.command_line import Parser, program
 from megatron.gpt2.checkpoint.folder import find_checkpoint
 from megatron.gpt2.checkpoint.local import newest_held
 from megatron.gpt2.config.config import FILE
-from megatron.gpt2.extensions.post_mortem.deaths import Death, cause_of, last_attempt
-from megatron.gpt2.extensions.post_mortem.incident_fields import own_rank, place, said
+from megatron.gpt2.extensions.post_mortem.deaths import Death, cause_of, last_attempt, own_rank, place
 from megatron.gpt2.monitor.ended import ENDED
 from megatron.gpt2.monitor.incidents import FOLDER, read_incidents
 from megatron.gpt2.monitor.plots import read_records
@@ -76,7 +75,7 @@ def _after(found: Sequence[Mapping[str, Any]], death: Death) -> list[tuple[str, 
     telling = [one for one in found if one.get("kind") in TELLING]
     lines = [
         f"{datetime.fromtimestamp(one['time']):%H:%M:%S} {place(one)}: {one['kind']}"
-        + f", {said(one)[:LINE]}" * bool(said(one))
+        + f", {one['text'][:LINE]}" * bool(one["text"])
         for one in telling
     ]
     more = len(lines) - MOST_AFTER

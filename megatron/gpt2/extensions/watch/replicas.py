@@ -26,6 +26,8 @@ ROW = 64  # elements: every parameter and every owned range starts at a multiple
 class StateChanged(StopRun):
     """What a rank holds for training is not what its last update has left; in one line."""
 
+    cause = "replica drift"
+
 
 class ReplicaCheck(Hook):
     """Hashes every --check-replicas-interval steps."""

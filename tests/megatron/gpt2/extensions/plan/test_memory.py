@@ -15,7 +15,6 @@ import torch
 
 from megatron.gpt2.config import Config, ModelConfig
 from megatron.gpt2.config.arguments import parse
-from megatron.gpt2.device import is_out_of_memory
 from megatron.gpt2.extensions.plan.fit import cheapest, largest_micro_batch, layouts, smallest
 from megatron.gpt2.extensions.plan.megatron_2019 import (
     BYTES_PER_PARAMETER,
@@ -28,6 +27,7 @@ from megatron.gpt2.extensions.plan.report import available
 from megatron.gpt2.extensions.plan.sizes import Setting, Sizes
 from megatron.gpt2.extensions.plan.step import expected, of_stages
 from megatron.gpt2.model.parameters import count_parameters
+from megatron.gpt2.monitor.incidents import is_out_of_memory
 from megatron.gpt2.pipeline.analysis import equal_costs, timetable
 from megatron.gpt2.train.train_step import train_step
 from tests.distributed import run_ranks

@@ -28,8 +28,12 @@ def died(folder: Path) -> Path:
     save(folder, 7)
     for rank in (0, 1):
         Incidents(folder, rank_name(rank), attempt=1).note("start", iteration=7)
-    Incidents(folder, "launcher_here", attempt=1).note("rank ended", "rank 1 was ended by SIGKILL", rank=1, signal=9)
-    Incidents(folder, rank_name(0), attempt=1).note("lost", "rank 1 was lost", iteration=9, ranks={"1": 3.0})
+    Incidents(folder, "launcher_here", attempt=1).note(
+        "rank ended", "rank 1 was ended by SIGKILL", rank=1, signal="SIGKILL"
+    )
+    Incidents(folder, rank_name(0), attempt=1).note(
+        "lost", "rank 1 was lost", iteration=9, ranks=[1], silences={"1": 3.0}
+    )
     return folder
 
 
@@ -76,7 +80,7 @@ def test_a_run_that_ended_well(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert main([str(folder)]) == 0
     assert "ended well" in capsys.readouterr().out
     (folder / "ended.json").write_text(json.dumps({"reason": "", "iteration": 9, "exit_code": 0, "time": time.time()}))
-    Incidents(folder, rank_name(0)).refused("--lr -1")
+    Incidents(folder, rank_name(0)).refused(ValueError("--lr -1"))
     assert main([str(folder)]) == 0, "a start that was refused has changed nothing"
     (folder / "ended.json").write_text("{")
     assert main([str(folder)]) == 1
