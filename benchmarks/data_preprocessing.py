@@ -17,7 +17,6 @@ package, cut into documents of the length of a web page: real, at hand everywher
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import resource
@@ -72,10 +71,6 @@ def processor_seconds() -> float:
     )
 
 
-def no_bar(size: int) -> contextlib.AbstractContextManager[Any]:
-    return contextlib.nullcontext(lambda read, tokens: None)
-
-
 def run_arm(arm: str, path: str, scratch: str) -> tuple[float, float]:
     """Elapsed and processor seconds of one arm. What one process loads once, modules and vocabulary, is not counted."""
     from data_utils.preprocessing import preprocess as preprocessing
@@ -110,7 +105,7 @@ def run_arm(arm: str, path: str, scratch: str) -> tuple[float, float]:
         for text in texts:
             tokenizer.encode(text)
     else:
-        preprocessing.preprocess(job, log=print, progress=no_bar)
+        preprocessing.preprocess(job, log=print)
     return time.perf_counter() - elapsed, processor_seconds() - used
 
 

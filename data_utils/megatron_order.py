@@ -7,6 +7,7 @@ So the order depends on the length of the run, and its arrays are made again at 
 
 import itertools
 from collections.abc import Sequence
+from fractions import Fraction
 
 import numpy as np
 
@@ -15,10 +16,11 @@ from data_utils.gpt2_dataset import GPT2Dataset, checked
 SEPARATE_BELOW = 0.80  # of an epoch
 
 
-def megatron_cut(documents: int, proportions: Sequence[float]) -> list[int]:
-    """Borders, in documents, of the splits: len(proportions) + 1 of them, by Megatron's own rounding."""
-    shares = (np.array(proportions, dtype=np.float64) / np.sum(proportions)).tolist()
-    return [int(round(end * float(documents))) for end in itertools.accumulate(shares, initial=0.0)]
+def megatron_cut(documents: int, shares: Sequence[Fraction]) -> list[int]:
+    """Borders, in documents, of the splits: len(shares) + 1 of them, by Megatron's own rounding."""
+    proportions = np.array([float(share) for share in shares])
+    ends = itertools.accumulate((proportions / proportions.sum()).tolist(), initial=0.0)
+    return [int(round(end * float(documents))) for end in ends]
 
 
 class MegatronSamples:
@@ -42,12 +44,8 @@ class MegatronSamples:
             random.shuffle(values)
             return values
 
-        self._documents = np.concatenate(
-            [
-                shuffled(np.tile(np.arange(len(lengths)), repeated))
-                for repeated in ((epochs - 1, 1) if separate else (epochs,))
-            ]
-        )
+        together = (epochs - 1, 1) if separate else (epochs,)
+        self._documents = np.concatenate([shuffled(np.tile(np.arange(len(lengths)), times)) for times in together])
         self._ends = np.cumsum(lengths[self._documents])
         border = before_last if separate else samples
         self._shuffle = np.concatenate([shuffled(np.arange(border)), shuffled(np.arange(border, samples))])

@@ -1,4 +1,5 @@
-"""The order of samples, which depends on the seed and the global sample number alone, and the loaders that follow it.
+"""The order of samples, which depends only on the seed and the global sample number; how many samples each step takes;
+and the loaders that follow both.
 
 A step takes equally many micro-batches from each of `data_parallel_size` ranks. Micro-batch k of rank r holds the
 global samples consumed + (k · data_parallel_size + r) · micro_batch_size + [0, micro_batch_size), or where each rank's
@@ -8,20 +9,22 @@ however it is laid out.
 
 from __future__ import annotations
 
+import bisect
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 
-from data_utils.batch_schedule import BatchSchedule
 from data_utils.gpt2_dataset import MISSING
 
 ROUNDS = 6
 # Samples whose order is made at once: numpy's cost is by the call, not by the sample.
 ORDERED_AT_ONCE = 1024
+NEVER = 1 << 62  # samples that no run consumes
 
 Order = Callable[[np.ndarray], np.ndarray]  # global sample numbers, int64 [k] -> indices in a dataset, int64 [k]
 
@@ -99,6 +102,77 @@ class SampleOrder:
         if len(epochs) and epochs[0] == epochs[-1]:  # numbers ascend
             epochs = epochs[:1]
         return permute(indices, self.size, self._key ^ epochs.astype(np.uint64))
+
+
+@dataclass(frozen=True)
+class BatchSchedule:
+    """`stages`: (samples, size), ascending from 0 samples on. A step before which so many samples were consumed takes
+    `size`. A constant batch is one stage."""
+
+    stages: tuple[tuple[int, int], ...]
+
+    @staticmethod
+    def constant(size: int) -> BatchSchedule:
+        """The same size in every step."""
+        return BatchSchedule(((0, size),))
+
+    @staticmethod
+    def rampup(start: int, increment: int, samples: int, final: int) -> BatchSchedule:
+        """Megatron's --rampup-batch-size: `increments` of equally many samples, from `start` to `final`, which a step
+        takes when more than `samples` are consumed."""
+        increments = (final - start) // increment
+        stages = {0: start}
+        for number in range(1, increments + 1):
+            first = -(-number * samples // increments)
+            # Megatron divides floats: where this is below `number`, its step there is still smaller.
+            late = samples > 0 and int(first / (samples / increments)) < number
+            stages[first + late] = start + number * increment
+        return BatchSchedule(tuple(stages.items()))
+
+    @property
+    def final(self) -> int:
+        """The size of the last steps."""
+        return self.stages[-1][1]
+
+    def size(self, consumed: int) -> int:
+        """The samples of the step before which `consumed` samples were consumed."""
+        return self.stages[bisect.bisect_right(self.stages, (consumed, NEVER)) - 1][1]
+
+    def spans(self, consumed: int = 0) -> Iterator[range]:
+        """What was consumed before each of the steps from there on: a range for each size, the last without an end."""
+        ends = [first for first, _ in self.stages[1:]] + [NEVER]
+        for (_, size), end in zip(self.stages, ends, strict=True):
+            if consumed < end:
+                yield (span := range(consumed, end, size))
+                consumed = span[-1] + size
+
+    def after_steps(self, steps: int, consumed: int = 0) -> int:
+        """What is consumed after so many more steps."""
+        for span in self.spans(consumed):
+            if steps < len(span):
+                break
+            steps -= len(span)
+        return span[steps]
+
+    def before_steps(self, steps: int) -> np.ndarray:
+        """int64 [steps + 1]: what is consumed before each of the first steps, and after the last of them."""
+        parts, left = [], steps + 1
+        for span in self.spans():
+            part = span[:left]
+            parts.append(np.arange(part.start, part.stop, part.step))
+            if not (left := left - len(part)):
+                break
+        return np.concatenate(parts)
+
+    def steps_until(self, samples: int, consumed: int = 0) -> int:
+        """The fewest steps after which at least `samples` are consumed."""
+        steps = 0
+        for span in self.spans(consumed):
+            needed = max(0, -(-(samples - span.start) // span.step))
+            if needed <= len(span):
+                break
+            steps += len(span)
+        return steps + needed
 
 
 def first_samples(size: int, micro_batch_size: int, rank: int, ranks: int, *, contiguous: bool = False) -> np.ndarray:

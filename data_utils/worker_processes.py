@@ -43,20 +43,18 @@ def by_processes(
     workers: int,
     counted: int,
     progress: Callable[..., object],
-    finished: Callable[[int], object] = lambda number: None,
     start: str | None = None,
 ) -> list[Result]:
     """`work(*item)` of every item, in order, by `workers` processes at most.
 
-    progress: is called with the `counted` amounts that workers gave to `count_work` since its last call. finished: is
-    called with the number of each item in order, once it is done. start: how a process starts, as in `multiprocessing`.
+    progress: is called with the `counted` amounts that workers gave to `count_work` since its last call. start: how a
+    process starts, as in `multiprocessing`.
     After an error no further item is begun, and it is raised when those that were begun have ended. OSError where a
     worker dies.
     """
     context = multiprocessing.get_context(start)
     counters = context.Array("q", counted)
     shown = [0] * counted
-    results: list[Result] = []
     with ProcessPoolExecutor(min(workers, len(items)), context, _start_worker, (counters,)) as pool:
         try:
             futures = [pool.submit(work, *item) for item in items]
@@ -68,9 +66,7 @@ def by_processes(
                 shown = now
                 for future in done:
                     future.result()  # raises what the worker raised
-                while len(results) < len(futures) and futures[len(results)].done():
-                    results.append(futures[len(results)].result())
-                    finished(len(results) - 1)
+            return [future.result() for future in futures]
         except BrokenProcessPool:
             raise OSError(
                 "a worker process died, most likely for want of memory: the same command with fewer "
@@ -79,4 +75,3 @@ def by_processes(
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
-    return results

@@ -28,10 +28,10 @@ FLOORS: dict[str, list[str]] = {
         "transformer",
     ],
     "data_utils": [
-        "files command_line worker_processes baselines batch_schedule",
+        "files command_line worker_processes",
         "indexed_dataset corpora",
         "tokenizers",
-        "token_files gpt2_dataset",
+        "gpt2_dataset",
         "samplers megatron_order token_cache preprocessing",
         "blending",
         "splits",

@@ -1,20 +1,19 @@
-"""The input of a preprocessing run: which files, which part of which file goes into which shard, what stands in them.
+"""The input of a preprocessing run: which files, which part of which file goes into which shard, and its documents.
 
-The shards depend on the files alone, not on the number of workers. A file holds lines of JSON, a JSON array, plain text
+The shards depend only on the files, not on the number of workers. A file holds lines of JSON, a JSON array, plain text
 or the rows of a Parquet file.
 """
 
 import glob
-import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
-from data_utils.corpora.documents import MANIFESTS, compression_of, is_json, json_object, objects, open_bytes
+from data_utils.corpora.documents import BOM, MANIFESTS, compression_of, is_json, json_object, objects, open_bytes
+from data_utils.files import content_hash
 
-BOM = b"\xef\xbb\xbf"
 LEAST_SHARD_BYTES = 1 << 23
 MOST_SHARDS = 1024  # of one large input: more would be many files for nothing
 
@@ -33,6 +32,15 @@ class FileRange:
     start: int
     stop: int
 
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return self.stop - self.start
+
+    def content_hash(self) -> str:
+        """The ContentHash of the bytes, as text."""
+        return content_hash(self.path, self.start, self.stop)
+
 
 Shard = tuple[FileRange, ...]
 
@@ -43,21 +51,17 @@ def expand(inputs: Sequence[str]) -> list[str]:
     FileNotFoundError or ValueError names --input."""
     found: list[str] = []
     for name in inputs:
+        paths, missing = [name] if os.path.exists(name) else sorted(glob.glob(name)), "no such file"
         if os.path.isdir(name):
+            missing = "the folder holds no file"
             paths = sorted(
                 str(path)
                 for path in Path(name).rglob("*")
                 if path.is_file()
                 and not any(part.startswith(".") or part == MANIFESTS for part in path.relative_to(name).parts)
             )
-        else:
-            paths = [name] if os.path.exists(name) else sorted(glob.glob(name))
         if not paths:
-            raise FileNotFoundError(
-                f"--input {name}: no such file"
-                if not os.path.isdir(name)
-                else f"--input {name}: the folder holds no file"
-            )
+            raise FileNotFoundError(f"--input {name}: {missing}")
         found += paths
     for path in found:
         if not os.access(path, os.R_OK):
@@ -69,7 +73,6 @@ def whole_file(path: str, keys: tuple[str, ...]) -> FileRange:
     """A whole file as one range. JSON is recognised by its name, or by a first line that is an object with the keys."""
     with open(path, "rb") as file:
         head = file.read(1 << 16)
-        size = file.seek(0, os.SEEK_END)
     packed = compression_of(path) is not None
     if head[:4] == b"PAR1":
         kind = "parquet"
@@ -79,7 +82,7 @@ def whole_file(path: str, keys: tuple[str, ...]) -> FileRange:
         kind = "text"
         if len(keys) > 1:
             raise ValueError(f"{path} is plain text, which has no --json-keys {' '.join(keys)}")
-    return FileRange(path, kind, 0, size)
+    return FileRange(path, kind, 0, os.path.getsize(path))
 
 
 def _is_object(head: bytes, keys: tuple[str, ...]) -> bool:
@@ -91,17 +94,14 @@ def _is_object(head: bytes, keys: tuple[str, ...]) -> bool:
 
 def cut(spans: Sequence[FileRange]) -> list[Shard]:
     """Shards of about equal size: large files of JSON lines are cut between lines, small files are joined."""
-    total = sum(span.stop - span.start for span in spans)
-    least = max(LEAST_SHARD_BYTES, -(-total // MOST_SHARDS))
+    least = max(LEAST_SHARD_BYTES, -(-sum(span.size for span in spans) // MOST_SHARDS))
     shards: list[Shard] = []
     open_shard: list[FileRange] = []
-    size = 0
     for span in (part for whole in spans for part in _parts(whole, least)):
         open_shard.append(span)
-        size += span.stop - span.start
-        if size >= least:
+        if sum(span.size for span in open_shard) >= least:
             shards.append(tuple(open_shard))
-            open_shard, size = [], 0
+            open_shard = []
     return [*shards, tuple(open_shard)] if open_shard else shards
 
 
@@ -129,10 +129,21 @@ def records(
     `json` range, each line just before it is yielded. ValueError names a file that is damaged.
     """
     if span.kind == "json":
-        return enumerate(_lines(span, see), 1)
-    if span.kind == "parquet":
-        return enumerate(_rows(span.path, keys), 1)
-    return _unpacked(span, keys[0])
+        yield from enumerate(_lines(span, see), 1)
+    elif span.kind == "parquet":
+        yield from enumerate(_rows(span.path, keys), 1)
+    else:
+        with open_bytes(span.path) as file:
+            if span.kind == "packed":
+                yield from enumerate(objects(file, span.path), 1)
+                return
+            parts, number = [], 0
+            for number, line in enumerate(file, 1):
+                try:
+                    parts.append(line.decode("utf-8"))
+                except UnicodeDecodeError:
+                    yield number, line  # which is not JSON either
+            yield number, {keys[0]: "".join(parts)}
 
 
 def _lines(span: FileRange, see: Callable[[bytes], object]) -> Iterator[bytes]:
@@ -150,22 +161,6 @@ def _lines(span: FileRange, see: Callable[[bytes], object]) -> Iterator[bytes]:
                 return
 
 
-def _unpacked(span: FileRange, key: str) -> Iterator[tuple[int, Record]]:
-    with open_bytes(span.path) as file:
-        yield from _whole_text(file, key) if span.kind == "text" else enumerate(objects(file, span.path), 1)
-
-
-def _whole_text(file: BinaryIO, key: str) -> Iterator[tuple[int, Record]]:
-    parts = []
-    number = 0
-    for number, line in enumerate(file, 1):
-        try:
-            parts.append(line.decode("utf-8"))
-        except UnicodeDecodeError:
-            yield number, line  # which is no JSON either
-    yield number, {key: "".join(parts)}
-
-
 def _rows(path: str, keys: tuple[str, ...]) -> Iterator[dict[str, Any]]:
     try:
         import pyarrow
@@ -181,14 +176,3 @@ def _rows(path: str, keys: tuple[str, ...]) -> Iterator[dict[str, Any]]:
             yield from batch.to_pylist()
     except pyarrow.ArrowException as error:
         raise ValueError(f"{path} is damaged: {' '.join(str(error).split())}") from None
-
-
-def fast_json() -> Callable[[bytes], Any]:
-    """A parser of JSON: orjson's, two to three times faster, where it is installed, else json's. The caller reads with
-    json what this one refuses."""
-    try:
-        import orjson
-    except ImportError:
-        return json.loads
-    loads: Callable[[bytes], Any] = orjson.loads
-    return loads

@@ -1,31 +1,39 @@
-"""Text files to .bin/.idx pairs by several processes, restartable: the plan, the shards, the merge and the report.
+"""Text files to .bin/.idx pairs by several processes, restartable: the plan, the shards, the merge and the report. And
+several token files into one pair.
 
-The input is cut into shards by its size alone, so that the result is the same under any number of workers. Shards are
-made in PREFIX.shards (`shards`), then merged and renamed, each `.idx` last; what is finished there is taken
-up again by a later run.
+The input is cut into shards by its size, so that the result is the same under any number of workers. Shards are made in
+PREFIX.shards (`shards`), then merged and renamed, each `.idx` last; a later run continues with the finished ones.
 """
 
 import contextlib
 import errno
-import itertools
 import json
 import os
 import shutil
+import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from data_utils.command_line import progress_bar
 from data_utils.corpora.documents import MOST_BAD_LINES, Log, compression_of, json_object
-from data_utils.files import content_hash, file_lock, replacing, sync_folder, write_sealed
-from data_utils.indexed_dataset import PairMerger, read_index, token_dtype
-from data_utils.preprocessing.document_lengths import histogram, summary
-from data_utils.preprocessing.inputs import FileRange, cut, expand, records, whole_file
+from data_utils.files import damaged_parts, file_lock, replacing, sync_folder, write_sealed
+from data_utils.indexed_dataset import (
+    ForeignBin,
+    IndexedDataset,
+    IndexedDatasetBuilder,
+    describe,
+    open_tokens,
+    read_manifest,
+    token_dtype,
+)
+from data_utils.preprocessing.inputs import FileRange, Shard, cut, expand, records, whole_file
+from data_utils.preprocessing.lengths import summary
 from data_utils.preprocessing.shards import Progress, Recipe, bad_lines_of, make_shards
-from data_utils.token_files import describe, read_manifest
 from data_utils.tokenizers import build_tokenizer
 from data_utils.tokenizers.base import Tokenizer
 
@@ -63,14 +71,12 @@ class Job:
         return f"{self.output_prefix}_{key}_document"
 
 
-def preprocess(
-    job: Job, *, log: Log, progress: Callable[[int], contextlib.AbstractContextManager[Progress]]
-) -> dict[str, dict[str, Any]]:
+def preprocess(job: Job, *, log: Log) -> dict[str, dict[str, Any]]:
     """Make the pairs, unless they are there and were made from the same input in the same way. Returns each key's
     manifest.
 
-    progress: opens a bar for a number of bytes. ValueError, FileNotFoundError or OSError, in one line, where the input,
-    a flag or the disk is at fault; the shards that are finished are kept then, and nothing else.
+    ValueError, FileNotFoundError or OSError, in one line, if the input, a flag or the disk is at fault; the shards that
+    are finished are kept then, and nothing else.
     """
     tokenizer = build_tokenizer(**job.tokenizer)
     if job.append_eod and not tokenizer.has_eod:
@@ -79,40 +85,31 @@ def preprocess(
     spans = [whole_file(path, job.keys) for path in expand(job.inputs)]
     shards = cut(spans)
     folder = Path(f"{job.output_prefix}.shards")
-    found = _made_before(job, recipe, spans)
-    if found is not None:
-        log(f"{', '.join(job.output(key) for key in job.keys)}: made of this input before, nothing to do")
+    manifests = _made_before(job, recipe, shards)
+    if manifests is not None:
+        log(f"{', '.join(map(job.output, job.keys))}: made of this input before, nothing to do")
         shutil.rmtree(folder, ignore_errors=True)
-        return found
+        return manifests
+
+    def refuse() -> None:
+        raise ValueError(f"another process is writing into {folder}: wait for it, or take another --output-prefix")
+
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with file_lock(folder / "lock", lambda: _refuse(folder)):
-            for left in folder.glob("*.tmp*"):  # of a run that was killed
-                left.unlink()
+        with file_lock(folder / "lock", refuse):
+            _remove_unfinished(folder)  # what a run that was killed has left
             _check_room(job, folder, spans, tokenizer)
-            mergers = {key: PairMerger(_merged(folder, key)) for key in job.keys}
             try:
-
-                def append(number: int) -> None:
-                    for key, merger in mergers.items():
-                        merger.append(folder / f"{number:05d}_{key}")
-
-                with progress(sum(span.stop - span.start for span in spans)) as bar:
+                with _bar(sum(span.size for span in spans)) as progress:
                     facts = make_shards(
-                        folder,
-                        shards,
-                        recipe,
-                        tokenizer,
-                        job.tokenizer,
-                        workers=job.workers,
-                        progress=bar,
-                        finished=append,
+                        folder, shards, recipe, tokenizer, job.tokenizer, workers=job.workers, progress=progress
                     )
                 _judge(job, folder, facts, log)
-                manifests = _publish(job, folder, facts, tokenizer, mergers)
+                manifests = {key: _merge_shards(job, key, folder, facts, tokenizer) for key in job.keys}
+                for key in job.keys:  # all are whole before the first takes its name
+                    _publish(_merged(folder, key), job.output(key))
             except BaseException:
-                for merger in mergers.values():
-                    merger.abandon()
+                _remove_unfinished(folder)
                 raise
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
@@ -125,44 +122,61 @@ def preprocess(
     return manifests
 
 
-def _refuse(folder: Path) -> None:
-    raise ValueError(f"another process is writing into {folder}: wait for it, or take another --output-prefix")
+def _remove_unfinished(folder: Path) -> None:
+    for left in folder.glob("*.tmp*"):
+        left.unlink()
 
 
-def _made_before(job: Job, recipe: Recipe, spans: Sequence[FileRange]) -> dict[str, dict[str, Any]] | None:
-    """The manifests, where every pair is there and was made of this input in this way. ValueError where a pair was
-    made of something else."""
+@contextlib.contextmanager
+def _bar(total: int) -> Iterator[Progress]:
+    """A progress bar over `total` bytes of input, with their rate, the time to go and tokens per second."""
+    started, all_tokens = time.monotonic(), 0
+    with progress_bar(total=total, unit="B", unit_scale=True, desc="tokenising") as shown:
+
+        def progress(read: int, tokens: int) -> None:
+            nonlocal all_tokens
+            all_tokens += tokens
+            rate = all_tokens / max(time.monotonic() - started, 1e-9)
+            shown.set_postfix_str(f"{rate / 1e6:.2f} M tokens/s", refresh=False)
+            shown.update(read)
+
+        yield progress
+
+
+def _made_before(job: Job, recipe: Recipe, shards: Sequence[Shard]) -> dict[str, dict[str, Any]] | None:
+    """The manifests, if every pair is there and was made of this input in this way. ValueError if a pair was made of
+    something else."""
+    there = [key for key in job.keys if os.path.exists(f"{job.output(key)}.idx")]
+    if not there:
+        return None
+    today = _inputs((span, span.content_hash(), 0) for spans in shards for span in spans)
     found = {}
-    for key in job.keys:
-        output = job.output(key)
-        if not os.path.exists(f"{output}.idx"):
-            continue
-        manifest = read_manifest(output)
-        if (
-            manifest is None
-            or manifest["recipe"] != recipe.fingerprint
-            or [entry["file"] for entry in manifest["inputs"]] != [span.path for span in spans]
-            or not all(_unchanged(entry, span) for entry, span in zip(manifest["inputs"], spans, strict=True))
-        ):
+    for key in there:
+        found[key] = manifest = read_manifest(job.output(key)) or {"inputs": []}
+        made_of = [{**entry, "lines": 0} for entry in manifest["inputs"]]
+        if manifest.get("recipe") != recipe.fingerprint or made_of != today:
             raise ValueError(
-                f"{output}.idx exists and was made of other input or in another way: remove it, or take "
+                f"{job.output(key)}.idx exists and was made of other input or in another way: remove it, or take "
                 "another --output-prefix"
             )
-        found[key] = manifest
-    return found if len(found) == len(job.keys) else None
+    return found if len(there) == len(job.keys) else None
 
 
-def _unchanged(entry: Mapping[str, Any], span: FileRange) -> bool:
-    stops = itertools.accumulate(size for size, _ in entry["parts"])
-    return entry["bytes"] == span.stop and all(
-        content_hash(span.path, stop - size, stop) == written
-        for stop, (size, written) in zip(stops, entry["parts"], strict=True)
-    )
+def _inputs(pieces: Iterable[tuple[FileRange, str, int]]) -> list[dict[str, Any]]:
+    """Each input file with its size, lines and the hashes of its parts. A piece: its range, hash and lines."""
+    inputs: list[dict[str, Any]] = []
+    for span, hashed, lines in pieces:
+        if span.start == 0:
+            inputs.append({"file": span.path, "bytes": 0, "lines": 0, "parts": []})
+        inputs[-1]["bytes"] = span.stop
+        inputs[-1]["lines"] += lines
+        inputs[-1]["parts"].append([span.size, hashed])
+    return inputs
 
 
 def _check_room(job: Job, folder: Path, spans: Sequence[FileRange], tokenizer: Tokenizer) -> None:
-    """OSError where the disk has clearly too little room for the shards and the pairs merged from them, by what the
-    first documents need."""
+    """OSError if the disk has clearly too little room for the shards and the pairs merged from them, by what the first
+    documents need."""
     characters = tokens = 0
     for _, record in records(spans[0], job.keys):
         with contextlib.suppress(ValueError, RecursionError, KeyError, TypeError):
@@ -172,14 +186,11 @@ def _check_room(job: Job, folder: Path, spans: Sequence[FileRange], tokenizer: T
                 tokens += len(tokenizer.encode(text[:SAMPLE_CHARACTERS])) * max(1, len(text) // SAMPLE_CHARACTERS)
         if characters > SAMPLE_CHARACTERS:
             break
-    text = sum(
-        (span.stop - span.start)
-        * (1 if compression_of(span.path) is None and span.kind != "parquet" else COMPRESSED_TEXT)
-        for span in spans
-    )
+    packed = [span.kind == "parquet" or compression_of(span.path) is not None for span in spans]
+    text = sum(span.size * (COMPRESSED_TEXT if is_packed else 1) for span, is_packed in zip(spans, packed, strict=True))
     pair = int(text * tokens / max(1, characters)) * token_dtype(tokenizer.vocab_size).itemsize
-    there = sum(path.stat().st_size for path in folder.iterdir())
-    needed, free = 2 * pair - there, shutil.disk_usage(folder).free
+    needed = 2 * pair - sum(path.stat().st_size for path in folder.iterdir())
+    free = shutil.disk_usage(folder).free
     if needed > free:
         raise OSError(
             f"--output-prefix {job.output_prefix}: about {needed / 1e9:,.2f} GB are needed, shards and "
@@ -188,7 +199,7 @@ def _check_room(job: Job, folder: Path, spans: Sequence[FileRange], tokenizer: T
 
 
 def _judge(job: Job, folder: Path, facts: Sequence[Mapping[str, Any]], log: Log) -> None:
-    """Gather the unusable lines; ValueError where they are too many or nothing else is left."""
+    """Gather the unusable lines; ValueError if they are too many or nothing else is left."""
     bad, usable = (sum(shard[name] for shard in facts) for name in ("bad", "records"))
     path = Path(f"{job.output_prefix}.bad.jsonl")
     path.unlink(missing_ok=True)  # an earlier run's
@@ -226,39 +237,33 @@ def _gather_bad_lines(path: Path, folder: Path, facts: Sequence[Mapping[str, Any
     return first
 
 
-def _publish(
-    job: Job, folder: Path, facts: Sequence[Mapping[str, Any]], tokenizer: Tokenizer, mergers: Mapping[str, PairMerger]
-) -> dict[str, dict[str, Any]]:
-    """The pairs and manifests of all keys in their place."""
-    manifests = {}
-    for key, merger in mergers.items():
-        merger.finish()
-        outputs = [shard["outputs"][key] for shard in facts]
-        manifests[key] = describe(
-            _merged(folder, key),
-            {
-                "key": key,
-                "append_eod": job.append_eod,
-                "recipe": facts[0]["recipe"],
-                "tokenizer": {
-                    "kind": tokenizer.kind,
-                    "fingerprint": tokenizer.fingerprint,
-                    "vocab_size": tokenizer.vocab_size,
-                    "eod": tokenizer.eod,
-                },
-                "text_bytes": sum(output["text_bytes"] for output in outputs),
-                "empty_documents": sum(output["empty"] for output in outputs),
-                "bad_lines": sum(shard["bad"] for shard in facts),
-                "inputs": _inputs(facts),
-            },
-            [part for output in outputs for part in output[".bin"]],
-        )
-        write_sealed(Path(f"{_merged(folder, key)}.json"), manifests[key])
-    for key in mergers:
-        for suffix in (".bin", ".json", ".idx"):
-            os.replace(f"{_merged(folder, key)}{suffix}", f"{job.output(key)}{suffix}")
-    sync_folder(Path(job.output_prefix).parent)
-    return manifests
+def _merge_shards(
+    job: Job, key: str, folder: Path, facts: Sequence[Mapping[str, Any]], tokenizer: Tokenizer
+) -> dict[str, Any]:
+    """Write the pair of a key, still under another name, with its manifest, which is returned."""
+    prefix = _merged(folder, key)
+    builder = IndexedDatasetBuilder(prefix, token_dtype(tokenizer.vocab_size))
+    for number in range(len(facts)):
+        builder.add_index(folder / f"{number:05d}_{key}")
+    builder.finish()
+    outputs = [shard["outputs"][key] for shard in facts]
+    pieces = [piece for shard in facts for piece in shard["pieces"]]
+    manifest = describe(
+        prefix,
+        {
+            "key": key,
+            "append_eod": job.append_eod,
+            "recipe": facts[0]["recipe"],
+            "tokenizer": {name: getattr(tokenizer, name) for name in ("kind", "fingerprint", "vocab_size", "eod")},
+            "text_bytes": sum(output["text_bytes"] for output in outputs),
+            "empty_documents": sum(output["empty"] for output in outputs),
+            "bad_lines": sum(shard["bad"] for shard in facts),
+            "inputs": _inputs((FileRange(*piece["piece"]), piece["hash"], piece["lines"]) for piece in pieces),
+        },
+        [part for output in outputs for part in output[".bin"]],
+    )
+    write_sealed(Path(f"{prefix}.json"), manifest)
+    return manifest
 
 
 def _merged(folder: Path, key: str) -> str:
@@ -266,32 +271,65 @@ def _merged(folder: Path, key: str) -> str:
     return str(folder / f"merged_{key}.tmp")
 
 
-def _inputs(facts: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Each input file with its size, lines and the hashes of its parts."""
-    inputs: list[dict[str, Any]] = []
-    for made in (piece for shard in facts for piece in shard["pieces"]):
-        path, _, start, stop = made["piece"]
-        if start == 0:
-            inputs.append({"file": path, "bytes": 0, "lines": 0, "parts": []})
-        inputs[-1]["bytes"] = stop
-        inputs[-1]["lines"] += made["lines"]
-        inputs[-1]["parts"].append([stop - start, made["hash"]])
-    return inputs
+def _publish(temporary: str, prefix: str) -> None:
+    """A whole pair and its manifest take their names; the `.idx` last, without which there is no pair."""
+    for suffix in (".bin", ".json", ".idx"):
+        os.replace(f"{temporary}{suffix}", f"{prefix}{suffix}")
+    sync_folder(Path(prefix).parent)
 
 
 def report(job: Job, manifest: Mapping[str, Any], seconds: float) -> list[str]:
     """The closing report of one key, in lines."""
     output = job.output(manifest["key"])
-    index = read_index(output)
-    lengths = np.diff(index.starts[index.firsts])
     text, tokens = manifest["text_bytes"], manifest["tokens"]
     size = sum(entry["bytes"] for entry in manifest["inputs"])
     plain_tokens = tokens - manifest["documents"] * manifest["append_eod"]
     return [
         f"{output}.bin, .idx, .json: {manifest['documents']:,} documents, {tokens:,} tokens ({manifest['dtype']}), "
         f"{text:,} bytes of text, {text / plain_tokens:.2f} bytes per token",
-        summary(lengths),
-        *histogram(lengths),
+        *summary(np.diff(IndexedDataset(output).document_starts)),
         f"{manifest['bad_lines']:,} bad lines and {manifest['empty_documents']:,} empty documents left out",
         f"{seconds:.1f} s, {size / 1e6 / seconds:.1f} MB/s of input, {tokens / 1e6 / seconds:.2f} M tokens/s",
     ]
+
+
+def merge(sources: Sequence[str], output_prefix: str, eod: int) -> dict[str, Any]:
+    """Write the documents of all `sources`, in order, to the pair at `output_prefix`; returns its manifest.
+
+    eod: the end-of-document id, which cuts nanoGPT's and llm.c's files into documents. ValueError or FileNotFoundError
+    if the sources cannot be one pair.
+    """
+    if os.path.exists(f"{output_prefix}.idx"):
+        raise ValueError(f"--output-prefix {output_prefix}: the pair exists: remove it, or name another one")
+    files = [open_tokens(source, eod) for source in sources]
+    for source, file in zip(sources, files, strict=True):
+        if file.dtype != files[0].dtype:
+            raise ValueError(f"{source} holds {file.dtype}, but {sources[0]} {files[0].dtype}: they can't be one file")
+    manifests = [file.manifest() for file in files]
+    for source, file, manifest in zip(sources, files, manifests, strict=True):
+        if manifest and damaged_parts(f"{file.prefix}.bin", manifest[".bin"]):
+            raise ValueError(f"{source} is damaged: its tokens are not those of its manifest")
+    tokenizers = [manifest["tokenizer"] for manifest in manifests if manifest and manifest["tokenizer"]]
+    if any(tokenizer != tokenizers[0] for tokenizer in tokenizers):
+        raise ValueError("the files were made by different tokenizers, as their manifests say: they can't be one")
+    Path(output_prefix).parent.mkdir(parents=True, exist_ok=True)
+    temporary = f"{output_prefix}.{os.getpid()}.tmp"
+    builder = IndexedDatasetBuilder(temporary, files[0].dtype)
+    try:
+        for file in files:
+            if isinstance(file, ForeignBin):
+                for number in range(len(file)):
+                    builder.add(file[number])
+                    builder.end_document()
+            else:
+                builder.add_index(file.prefix)
+        builder.finish()
+        inputs = [{"file": name, "bytes": file.tokens.nbytes} for name, file in zip(sources, files, strict=True)]
+        made_by = tokenizers[0] if len(tokenizers) == len(sources) else None
+        merged = describe(temporary, {"tokenizer": made_by, "inputs": inputs})
+        write_sealed(Path(f"{temporary}.json"), merged)
+    except BaseException:
+        builder.abandon()
+        raise
+    _publish(temporary, output_prefix)
+    return merged

@@ -1,11 +1,11 @@
 """The shards of a preprocessing run: of each some input in, a pair for each JSON key and a manifest out.
 
     FOLDER/00007_text.bin, .idx   the documents of shard 7 in order
-    FOLDER/00007.bad.jsonl        its unusable lines, where it has any
-    FOLDER/00007.json             what it was made from and the hashes of all; written last
+    FOLDER/00007.bad.jsonl        its unusable lines, if it has any
+    FOLDER/00007.json             its input and the hashes of all; written last
 
 A shard is written under other names and renamed when it is on the disk. One whose manifest fits its input, recipe and
-files is not made again. Several processes make many shards, each with a tokenizer of its own.
+files is not made again. Several processes make many shards, each with its own tokenizer.
 """
 
 import functools
@@ -16,11 +16,10 @@ from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from data_utils.corpora.documents import HOPELESS_LINES, json_object, text_of
+from data_utils.corpora.documents import HOPELESS_LINES, json_object, reason_of, text_of
 from data_utils.files import (
     PREPROCESSING_SHARD_VERSION,
     ContentHash,
-    content_hash,
     damaged_parts,
     fingerprint_of,
     flush_to_disk,
@@ -29,7 +28,7 @@ from data_utils.files import (
     write_sealed,
 )
 from data_utils.indexed_dataset import IndexedDatasetBuilder, token_dtype
-from data_utils.preprocessing.inputs import FileRange, Record, Shard, fast_json, records
+from data_utils.preprocessing.inputs import FileRange, Record, Shard, records
 from data_utils.tokenizers import build_tokenizer
 from data_utils.tokenizers.base import PART_CHARACTERS, Tokenizer, split_text
 from data_utils.worker_processes import by_processes, count_work
@@ -37,7 +36,7 @@ from data_utils.worker_processes import by_processes, count_work
 REPORTED_LINES = 64  # between two reports of progress
 SUFFIXES = (".bin", ".idx")
 
-Progress = Callable[[int, int], object]  # bytes of input, tokens
+Progress = Callable[[int, int], object]  # is called with the bytes of input and the tokens since its last call
 
 
 @dataclass(frozen=True)
@@ -51,9 +50,8 @@ class Recipe:
     @property
     def fingerprint(self) -> str:
         """A hash of all that decides the tokens of a text."""
-        return fingerprint_of(
-            str(PREPROCESSING_SHARD_VERSION), json.dumps([self.keys, self.append_eod]), self.tokenizer
-        )
+        facts = json.dumps([self.keys, self.append_eod])
+        return fingerprint_of(str(PREPROCESSING_SHARD_VERSION), facts, self.tokenizer)
 
 
 def make_shards(
@@ -65,31 +63,14 @@ def make_shards(
     *,
     workers: int,
     progress: Progress,
-    finished: Callable[[int], object],
 ) -> list[dict[str, Any]]:
     """The manifests of all shards. One process makes them itself; each of several builds its own tokenizer from
-    `arguments`.
-
-    progress: is called with the bytes of input and the tokens since its last call. finished: is called with the number
-    of each shard in order, once it is made. Raises what `make_shard` raises, and OSError where a worker dies.
-    """
+    `arguments`. Raises what `make_shard` raises, and OSError if a worker dies."""
     if workers > 1 and len(shards) > 1:
         work = functools.partial(_make_in_worker, folder, recipe, tuple(arguments.items()))
         # Spawned, not forked: the tokenizers' libraries start threads.
-        return by_processes(
-            work,
-            list(enumerate(shards)),
-            workers=workers,
-            counted=2,
-            progress=progress,
-            finished=finished,
-            start="spawn",
-        )
-    facts = []
-    for number, spans in enumerate(shards):
-        facts.append(make_shard(folder, number, spans, recipe, tokenizer, progress))
-        finished(number)
-    return facts
+        return by_processes(work, list(enumerate(shards)), workers=workers, counted=2, progress=progress, start="spawn")
+    return [make_shard(folder, number, spans, recipe, tokenizer, progress) for number, spans in enumerate(shards)]
 
 
 @functools.lru_cache(1)  # a worker makes many shards
@@ -108,15 +89,13 @@ def make_shard(
 ) -> dict[str, Any]:
     """The manifest of shard `number`, which is made unless it is there.
 
-    progress: is called with bytes of input and tokens since its last call. ValueError where nothing of the input can be
-    used, or where it changes meanwhile. OSError where the disk fails. What is half written is then removed.
+    ValueError if nothing of the input can be used, or if it changes meanwhile. OSError if the disk fails. What is half
+    written is then removed.
     """
     stem = folder / f"{number:05d}"
     before = [os.stat(span.path).st_mtime_ns for span in spans]
     if (found := _finished(stem, spans, recipe)) is not None:
-        progress(
-            sum(span.stop - span.start for span in spans), sum(output["tokens"] for output in found["outputs"].values())
-        )
+        progress(sum(span.size for span in spans), sum(output["tokens"] for output in found["outputs"].values()))
         return found
     writer = _Writer(f"{stem}.{os.getpid()}.tmp", recipe, tokenizer)
     try:
@@ -132,34 +111,39 @@ def make_shard(
 
 
 def _finished(stem: Path, spans: Shard, recipe: Recipe) -> dict[str, Any] | None:
-    """The manifest of a shard that is there as it was written and made of what is wanted."""
+    """The manifest of a shard that is there as it was written, from the input and recipe of today."""
     try:
         facts = read_sealed(Path(f"{stem}.json"))
-        if (
-            facts is None
-            or facts["recipe"] != recipe.fingerprint
-            or [FileRange(*entry["piece"]) for entry in facts["pieces"]] != list(spans)
-            or any(
-                content_hash(span.path, span.start, span.stop) != entry["hash"]
-                for span, entry in zip(spans, facts["pieces"], strict=True)
-            )
-        ):
+        if facts is None or facts["recipe"] != recipe.fingerprint:
             return None
-        same = not any(
+        made_of = [(piece["piece"], piece["hash"]) for piece in facts["pieces"]]
+        damaged = any(
             damaged_parts(f"{stem}_{key}{suffix}", output[suffix])
             for key, output in facts["outputs"].items()
             for suffix in SUFFIXES
         )
         bad_lines = bad_lines_of(stem)
         bad = bad_lines.read_bytes().count(b"\n") if bad_lines.exists() else 0
-        return facts if same and facts["bad"] == bad else None
+        unchanged = made_of == [(list(astuple(span)), span.content_hash()) for span in spans]
+        return facts if unchanged and not damaged and facts["bad"] == bad else None
     except (OSError, ValueError):
         return None
 
 
 def bad_lines_of(stem: Path) -> Path:
-    """The file of a shard's unusable lines; it is there where the shard has any."""
+    """The file of a shard's unusable lines; it is there if the shard has any."""
     return Path(f"{stem}.bad.jsonl")
+
+
+def fast_json() -> Callable[[bytes], Any]:
+    """A parser of JSON: orjson's, two to three times faster, if it is installed, else json's. The caller reads with
+    json what this one refuses."""
+    try:
+        import orjson
+    except ImportError:
+        return json.loads
+    loads: Callable[[bytes], Any] = orjson.loads
+    return loads
 
 
 class _Output(IndexedDatasetBuilder):
@@ -172,7 +156,7 @@ class _Writer:
     """Documents to pairs, one a key."""
 
     def __init__(self, temporary: str, recipe: Recipe, tokenizer: Tokenizer) -> None:
-        self._temporary, self._keys, self._tokenizer = temporary, recipe.keys, tokenizer
+        self._temporary, self._keys, self._encode = temporary, recipe.keys, tokenizer.encode_utf8
         self._eod = tokenizer.eod if recipe.append_eod else None
         self._outputs = [_Output(f"{temporary}_{key}", token_dtype(tokenizer.vocab_size)) for key in recipe.keys]
         self._bad: BinaryIO | None = None
@@ -180,17 +164,14 @@ class _Writer:
 
     def take(self, span_number: int, span: FileRange, progress: Progress) -> dict[str, Any]:
         """Write the documents of a range; returns it with its hash and the number of its lines, or rows."""
-        digest = ContentHash()
-        keys, outputs, encode, loads = self._keys, self._outputs, self._tokenizer.encode_utf8, fast_json()
-        number = read = tokens = 0
-        left, before, bad_before = span.stop - span.start, self._tokens(), self._bad_count
+        digest, loads, keys = ContentHash(), fast_json(), self._keys
+        number = read = 0
+        left, tokens, bad_before = span.size, self._tokens(), self._bad_count
         for number, record in records(span, keys, digest.update):
             try:
                 item = loads(record)
                 texts = [item[key].encode() for key in keys]
-                # None for a text that goes in by parts, so that its ids are never in memory at once.
-                encoded = [encode(text) if len(text) <= PART_CHARACTERS else None for text in texts]
-            except (ValueError, LookupError, TypeError, AttributeError, RecursionError):  # no plain line of JSON
+            except (ValueError, LookupError, TypeError, AttributeError, RecursionError):  # not a plain line of JSON
                 if isinstance(record, bytes) and not record.strip():
                     continue
                 try:
@@ -199,44 +180,45 @@ class _Writer:
                 except (ValueError, RecursionError) as error:
                     self._quarantine(span_number, span, number, record, error)
                     continue
-                encoded = [None] * len(texts)
             self._records += 1
-            for output, text, ids in zip(outputs, texts, encoded, strict=True):
-                if not text:
-                    output.empty += 1
-                    continue
-                if ids is not None:
-                    output.add(ids)
-                else:
-                    for part in split_text(text.decode()):
-                        output.add(encode(part.encode()))
-                output.end_document(self._eod)
-                output.text_bytes += len(text)
+            for output, text in zip(self._outputs, texts, strict=True):
+                self._add(output, text)
             if span.kind == "json":
                 read += len(record)
             if not number % REPORTED_LINES:
-                tokens = self._tokens()
-                progress(read, tokens - before)
-                left, read, before = left - read, 0, tokens
-        progress(left, self._tokens() - before)
+                now = self._tokens()
+                progress(read, now - tokens)
+                left, read, tokens = left - read, 0, now
+        progress(left, self._tokens() - tokens)
         if span.kind == "text":  # one document, but its lines are what can be bad
             self._records += number - 1 - (self._bad_count - bad_before)
-        hashed = str(digest) if span.kind == "json" else content_hash(span.path, span.start, span.stop)
+        hashed = str(digest) if span.kind == "json" else span.content_hash()
         return {"piece": astuple(span), "hash": hashed, "lines": number}
+
+    def _add(self, output: _Output, text: bytes) -> None:
+        if not text:
+            output.empty += 1
+            return
+        if len(text) <= PART_CHARACTERS:
+            output.add(self._encode(text))
+        else:  # by parts, so that its ids are never in memory at once
+            for part in split_text(text.decode()):
+                output.add(self._encode(part.encode()))
+        output.end_document(self._eod)
+        output.text_bytes += len(text)
 
     def finish(self, stem: Path) -> dict[str, Any]:
         """Put everything on the disk and rename it."""
         outputs = {}
         for key, output in zip(self._keys, self._outputs, strict=True):
             output.finish()
-            size = os.path.getsize(f"{output.prefix}.bin")
             outputs[key] = {
                 "documents": len(output),
                 "tokens": output.num_tokens,
                 "empty": output.empty,
                 "text_bytes": output.text_bytes,
                 ".idx": hash_parts(f"{output.prefix}.idx"),
-                ".bin": [{"bytes": size, "sha256": output.sha256.hexdigest()}],
+                ".bin": [{"bytes": os.path.getsize(f"{output.prefix}.bin"), "sha256": output.sha256.hexdigest()}],
             }
             for suffix in SUFFIXES:
                 os.replace(f"{output.prefix}{suffix}", f"{stem}_{key}{suffix}")
@@ -258,16 +240,15 @@ class _Writer:
         return sum(output.num_tokens for output in self._outputs)
 
     def _quarantine(self, span_number: int, span: FileRange, number: int, record: Record, error: Exception) -> None:
-        """Keep an unusable line: the number of its range in the shard, that of the line in its range, why, what."""
-        reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
+        """Keep an unusable line: the number of its range in the shard, that of the line in its range, why, its text."""
         self._bad_count += 1
         if self._bad_count == HOPELESS_LINES and not self._records:  # rather now than after hours
             raise ValueError(
-                f"{span.path}: {reason}; nor is any other of {HOPELESS_LINES} lines usable: --json-keys "
+                f"{span.path}: {reason_of(error)}; nor is any other of {HOPELESS_LINES} lines usable: --json-keys "
                 "names the fields that hold text"
             )
         content = record.decode("utf-8", "backslashreplace") if isinstance(record, bytes) else repr(record)
         if self._bad is None:
             self._bad = open(f"{self._temporary}.bad.jsonl", "wb")  # noqa: SIM115  closed by `finish` or `abandon`
-        line = {"piece": span_number, "line": number, "reason": reason, "content": content.rstrip("\n")}
+        line = {"piece": span_number, "line": number, "reason": reason_of(error), "content": content.rstrip("\n")}
         self._bad.write(json.dumps(line).encode() + b"\n")

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from data_utils import IndexedDatasetBuilder, files
-from data_utils.indexed_dataset import token_dtype
-from data_utils.token_files import describe
+from data_utils.indexed_dataset import describe, token_dtype
 
 
 def test_a_text_is_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

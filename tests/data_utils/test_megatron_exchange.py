@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from data_utils import IndexedDataset, IndexedDatasetBuilder
-from data_utils.indexed_dataset import PairMerger, token_dtype
+from data_utils.indexed_dataset import token_dtype
 
 torch = pytest.importorskip("torch")
 
@@ -67,9 +67,9 @@ def test_merging_gives_megatrons_bytes_of_several_sequences_a_document_too(their
     for number in (0, 1):
         builder.add_index(str(tmp_path / f"part{number}"))
     builder.finalize(str(tmp_path / "theirs.idx"))
-    merger = PairMerger(tmp_path / "ours")
+    merger = IndexedDatasetBuilder(tmp_path / "ours", token_dtype(300))
     for number in (0, 1):
-        merger.append(tmp_path / f"part{number}")
+        merger.add_index(tmp_path / f"part{number}")
     merger.finish()
     for suffix in (".bin", ".idx"):
         assert (tmp_path / f"theirs{suffix}").read_bytes() == (tmp_path / f"ours{suffix}").read_bytes()

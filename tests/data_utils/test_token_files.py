@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from data_utils import IndexedDatasetBuilder
-from data_utils.preprocessing.merging import merge
-from data_utils.token_files import ForeignBin, open_tokens
+from data_utils.indexed_dataset import ForeignBin, open_tokens
+from data_utils.preprocessing.preprocess import merge
 
 EOD = 50256
 DOCUMENTS = [[1, 2, 3, EOD], [40_000, EOD], [*range(30), EOD]]
@@ -22,7 +22,7 @@ def llm_c(path: Path, tokens: np.ndarray, **header: int) -> Path:
 
 
 def test_nanogpt_and_llm_c(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("data_utils.token_files.SEARCHED_AT_ONCE", 5)
+    monkeypatch.setattr("data_utils.indexed_dataset.SEARCHED_AT_ONCE", 5)
     (tmp_path / "nano.bin").write_bytes(TOKENS.tobytes())
     for path, kind in ((tmp_path / "nano.bin", "nanoGPT"), (llm_c(tmp_path / "llm.bin", TOKENS), "llm.c")):
         data = open_tokens(path, EOD)

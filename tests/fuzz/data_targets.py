@@ -14,9 +14,8 @@ from numpy.typing import NDArray
 
 from data_utils.corpora.documents import default_key, documents, read_corpora
 from data_utils.files import INDENTED_SEAL
-from data_utils.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
+from data_utils.indexed_dataset import IndexedDatasetBuilder, TokenFile, open_tokens
 from data_utils.preprocessing.inputs import cut, records, whole_file
-from data_utils.token_files import ForeignBin, open_tokens
 from data_utils.tokenizers import build_tokenizer, load_tokenizer
 from data_utils.tokenizers.base import Tokenizer, read_characters
 from data_utils.tokenizers.gpt2 import BUILTIN_FILE, builtin_tokenizer
@@ -24,7 +23,7 @@ from data_utils.tokenizers.sentencepiece import train_sentencepiece
 from megatron.gpt2.commands import inspect_data
 from megatron.gpt2.extensions.webtext.documents import read_documents
 from megatron.gpt2.formats.openai_tokenizer import open_tokenizer, tokenizer_files
-from tests.data_utils.preprocessing.jobs import run, some_texts, write
+from tests.data_utils.test_preprocessing import run, some_texts, write
 from tests.fuzz.target import Files, Target
 
 SAMPLE = "Once upon a time,\n there were  12 foxes; éàü \N{SNOWMAN} — don't!\t"
@@ -89,7 +88,7 @@ def pair(folder: Path) -> None:
     builder.finish()
 
 
-def check_tokens(data: IndexedDataset | ForeignBin) -> None:
+def check_tokens(data: TokenFile) -> None:
     """The documents are the tokens, cut."""
     starts: NDArray[np.int64] = data.document_starts
     assert starts[0] == 0 and starts[-1] == len(data.tokens) and bool((np.diff(starts) >= 0).all())

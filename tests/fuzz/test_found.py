@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from data_utils.files import read_sealed, write_sealed
-from data_utils.indexed_dataset import IndexedDatasetBuilder
-from data_utils.token_files import describe, read_manifest
+from data_utils.indexed_dataset import IndexedDatasetBuilder, describe, read_manifest
 from data_utils.tokenizers import build_tokenizer, load_tokenizer
 from data_utils.tokenizers.gpt2 import BUILTIN_FILE, builtin_tokenizer, gpt2_tokenizer
 from megatron.gpt2.commands import inspect_data

@@ -9,7 +9,7 @@ with their .bin.
 from pathlib import Path
 
 from data_utils.command_line import Parser, program
-from data_utils.preprocessing.merging import merge
+from data_utils.preprocessing.preprocess import merge
 
 GPT2_EOD = 50256
 

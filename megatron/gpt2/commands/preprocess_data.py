@@ -10,20 +10,32 @@ Exit codes: 0; 2 for bad input.
 """
 
 import argparse
-import contextlib
 import sys
 import time
-from collections.abc import Iterator
+from typing import Any
 
-from data_utils.command_line import Parser, program, progress_bar
+from data_utils.command_line import Parser, program
 from data_utils.corpora.documents import MOST_BAD_LINES
 from data_utils.preprocessing.preprocess import Job, preprocess, report
-from data_utils.preprocessing.shards import Progress
 from data_utils.tokenizers import KINDS
 
 
-def arguments(argv: list[str] | None) -> argparse.Namespace:
-    """The flags, checked. ValueError where one cannot be."""
+def add_tokenizer_flags(parser: argparse.ArgumentParser, **options: Any) -> None:
+    """--tokenizer-type, with `options` of argparse, and the files of the kinds."""
+    parser.add_argument("--tokenizer-type", choices=KINDS, **options)
+    parser.add_argument("--vocab-file", metavar="FILE", help="GPT-2 vocabulary (default: one in the user's cache)")
+    parser.add_argument("--merge-file", metavar="FILE", help="GPT-2 merges")
+    parser.add_argument("--tokenizer-model", metavar="FILE", help="SentencePiece model")
+
+
+def tokenizer_arguments(args: argparse.Namespace) -> dict[str, Any]:
+    """The arguments of `build_tokenizer` that those flags give."""
+    files = {"vocab_file": args.vocab_file, "merge_file": args.merge_file, "model_file": args.tokenizer_model}
+    return {"kind": args.tokenizer_type, **files}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line `argv` (default: this process's); returns the exit code."""
     parser = Parser(description=__doc__)
     parser.add_argument("--input", nargs="+", required=True, metavar="PATH", help="files, glob patterns or folders")
     parser.add_argument("--output-prefix", required=True, metavar="PREFIX")
@@ -32,12 +44,9 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
         nargs="+",
         default=["text"],
         metavar="KEY",
-        help="fields or columns that hold text; each gives a pair of its own (default: text)",
+        help="fields or columns that hold text; each gives a separate pair (default: text)",
     )
-    parser.add_argument("--tokenizer-type", choices=KINDS, required=True, help="as in training")
-    parser.add_argument("--vocab-file", metavar="FILE", help="GPT-2 vocabulary (default: one in the user's cache)")
-    parser.add_argument("--merge-file", metavar="FILE", help="GPT-2 merges")
-    parser.add_argument("--tokenizer-model", metavar="FILE", help="SentencePiece model")
+    add_tokenizer_flags(parser, required=True, help="as in training")
     parser.add_argument("--append-eod", action="store_true", help="end each document with the end-of-document token")
     parser.add_argument("--workers", type=int, default=1, metavar="N", help="processes; the result is the same")
     parser.add_argument(
@@ -45,7 +54,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
         type=float,
         default=MOST_BAD_LINES,
         metavar="F",
-        help="fail where more of the lines are unusable (default: %(default)s)",
+        help="fail if more of the lines are unusable (default: %(default)s)",
     )
     inert = parser.add_argument_group("Megatron's, accepted without effect")
     inert.add_argument("--partitions", type=int, metavar="N", help="the input is cut into shards by its size")
@@ -55,44 +64,17 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.partitions is not None and args.partitions < 1:
         raise ValueError(f"--partitions must be positive, not {args.partitions}")
-    return args
-
-
-@contextlib.contextmanager
-def bar(total: int) -> Iterator[Progress]:
-    """A progress bar over `total` bytes of input, with their rate, the time to go and tokens per second."""
-    started, all_tokens = time.monotonic(), 0
-    with progress_bar(total=total, unit="B", unit_scale=True, desc="tokenising") as shown:
-
-        def progress(read: int, tokens: int) -> None:
-            nonlocal all_tokens
-            all_tokens += tokens
-            rate = all_tokens / max(time.monotonic() - started, 1e-9)
-            shown.set_postfix_str(f"{rate / 1e6:.2f} M tokens/s", refresh=False)
-            shown.update(read)
-
-        yield progress
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Run the command line `argv` (default: this process's); returns the exit code."""
-    args = arguments(argv)
     job = Job(
         inputs=tuple(args.input),
         output_prefix=args.output_prefix,
         keys=tuple(args.json_keys),
-        tokenizer={
-            "kind": args.tokenizer_type,
-            "vocab_file": args.vocab_file,
-            "merge_file": args.merge_file,
-            "model_file": args.tokenizer_model,
-        },
+        tokenizer=tokenizer_arguments(args),
         append_eod=args.append_eod,
         workers=args.workers,
         max_bad_fraction=args.max_bad_fraction,
     )
     started = time.monotonic()
-    manifests = preprocess(job, log=lambda line: print(line, file=sys.stderr), progress=bar)
+    manifests = preprocess(job, log=lambda line: print(line, file=sys.stderr))
     seconds = time.monotonic() - started
     for manifest in manifests.values():
         print("\n".join(report(job, manifest, seconds)))

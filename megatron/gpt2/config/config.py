@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from data_utils.batch_schedule import BatchSchedule
 from data_utils.files import RUN_SETTINGS_VERSION, one_line, replace_text
+from data_utils.samplers import BatchSchedule
 from megatron.gpt2.config.sections import (
     CheckpointConfig,
     DataConfig,

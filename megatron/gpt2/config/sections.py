@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from data_utils.batch_schedule import BatchSchedule
+from data_utils.samplers import BatchSchedule
 from megatron.gpt2.pipeline.schedule import SCHEDULES
 
 

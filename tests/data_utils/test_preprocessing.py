@@ -1,0 +1,342 @@
+"""Text to pairs: the same under any number of workers and for every form of input; bad lines are named, counted and
+kept aside; a run that was stopped goes on."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from data_utils import IndexedDataset, build_tokenizer
+from data_utils.preprocessing import inputs, preprocess, shards
+from data_utils.preprocessing.inputs import cut, whole_file
+from data_utils.preprocessing.preprocess import Job, report
+
+BYTES = build_tokenizer("bytes")
+BUILTIN = build_tokenizer("builtin")
+
+
+@pytest.fixture
+def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inputs, "LEAST_SHARD_BYTES", 5000)
+
+
+def write(path: Path, texts: list[str]) -> str:
+    lines = [json.dumps({"id": 1, "text": text}, ensure_ascii=bool(len(text) % 2)) + "\n" for text in texts]
+    path.write_text("".join(lines), encoding="utf-8")
+    return str(path)
+
+
+def some_texts(count: int) -> list[str]:
+    draw = random.Random(count)
+    words = ["one", " two", "\n", "  ", "été", "😀", "<|endoftext|>", "日本", "\t", "'s", '"', "\\"]
+    return ["".join(draw.choices(words, k=draw.randrange(1, 60))) for _ in range(count)]
+
+
+def run(paths: Any, prefix: Path, kind: str = "bytes", said: list[str] | None = None, **more: Any) -> dict[str, Any]:
+    given = (paths,) if isinstance(paths, str) else tuple(paths)
+    options = {"keys": ("text",), "tokenizer": {"kind": kind}, "append_eod": True, **more}
+    return preprocess.preprocess(Job(given, str(prefix), **options), log=([] if said is None else said).append)
+
+
+def texts_of(prefix: Path, key: str = "text", tokenizer: Any = BYTES) -> list[str]:
+    data = IndexedDataset(f"{prefix}_{key}_document")
+    assert all(len(data[number]) and data[number][-1] == tokenizer.eod for number in range(len(data)))
+    return [tokenizer.decode(data[number][:-1]) for number in range(len(data))]
+
+
+def pair(prefix: Path) -> list[bytes]:
+    return [Path(f"{prefix}_text_document{suffix}").read_bytes() for suffix in (".bin", ".idx", ".json")]
+
+
+@pytest.mark.parametrize("kind", ["bytes", "builtin"])
+def test_what_is_written_is_what_the_tokenizer_gives(tmp_path: Path, kind: str) -> None:
+    """No text can inject an end of document."""
+    texts = [*some_texts(300), "<|endoftext|>", "a<|endoftext|>b", "<|endoftext|>" * 100]
+    manifest = run(write(tmp_path / "a.jsonl", texts), tmp_path / "out", kind)["text"]
+    tokenizer = BYTES if kind == "bytes" else BUILTIN
+    data = IndexedDataset(tmp_path / "out_text_document")
+    assert [list(data[number]) for number in range(303)] == [[*tokenizer.encode(text), tokenizer.eod] for text in texts]
+    assert int((data.tokens == tokenizer.eod).sum()) == manifest["documents"] == 303
+    assert manifest["tokens"] == len(data.tokens) and manifest["inputs"][0]["lines"] == 303
+    assert manifest["text_bytes"] == len("".join(texts).encode())
+    names = ["a.jsonl", *(f"out_text_document{suffix}" for suffix in (".bin", ".idx", ".json"))]
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
+    lines = report(Job((), str(tmp_path / "out"), ("text",), {"kind": kind}, True), manifest, 2.0)
+    assert "303 documents" in lines[0] and "longest" in lines[1] and "0 bad lines" in lines[-2]
+
+
+def test_without_append_eod_there_is_none(tmp_path: Path) -> None:
+    run(write(tmp_path / "a.jsonl", ["ab", "c"]), tmp_path / "out", append_eod=False)
+    assert bytes(IndexedDataset(tmp_path / "out_text_document").tokens.astype(np.uint8)) == b"abc"
+
+
+def test_the_same_bytes_under_any_number_of_workers(tmp_path: Path, small_shards: None) -> None:
+    texts = some_texts(600)
+    path = write(tmp_path / "a.jsonl", texts)
+    assert len(cut([whole_file(path, ("text",))])) > 10
+    for workers in (1, 2):
+        run(path, tmp_path / f"out{workers}", workers=workers)
+    assert pair(tmp_path / "out1") == pair(tmp_path / "out2") and texts_of(tmp_path / "out2") == texts
+
+
+@pytest.mark.parametrize("size", [1, 100, 5000, 10**6])
+def test_shards_hold_every_line_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    monkeypatch.setattr(inputs, "LEAST_SHARD_BYTES", size)
+    first, second = write(tmp_path / "a.jsonl", some_texts(100)), write(tmp_path / "b.jsonl", some_texts(3))
+    spans = [span for shard in cut([whole_file(first, ("text",)), whole_file(second, ("text",))]) for span in shard]
+    for path in (first, second):
+        ranges = [(span.start, span.stop) for span in spans if span.path == path]
+        assert ranges[0][0] == 0 and [stop for _, stop in ranges[:-1]] == [start for start, _ in ranges[1:]]
+        data = Path(path).read_bytes()
+        assert ranges[-1][1] == len(data) and all(data[stop - 1 : stop] == b"\n" for _, stop in ranges)
+    run([first, second], tmp_path / "out")
+    assert texts_of(tmp_path / "out") == some_texts(100) + some_texts(3)
+
+
+def test_every_form_of_input(tmp_path: Path, small_shards: None) -> None:
+    zstandard, pyarrow = pytest.importorskip("zstandard"), pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    texts = some_texts(200)
+    plain = Path(write(tmp_path / "a.jsonl", texts)).read_bytes()
+    forms = {
+        "b.jsonl.gz": gzip.compress(plain),
+        "c.jsonl.zst": zstandard.compress(plain),
+        "f.part-0": plain,
+        "d.jsonl": b"\xef\xbb\xbf" + plain,
+        "g.jsonl": plain.rstrip(),
+        "h.jsonl": plain.replace(b"\n", b"\r\n\n"),
+        "e.json": json.dumps([{"text": text} for text in texts], indent=1).encode(),
+    }
+    for name, content in forms.items():
+        (tmp_path / name).write_bytes(content)
+    parquet.write_table(pyarrow.table({"text": texts, "other": range(200)}), tmp_path / "i.parquet", row_group_size=50)
+    for name in (*forms, "i.parquet"):
+        run(str(tmp_path / name), tmp_path / f"out-{name}")
+        assert texts_of(tmp_path / f"out-{name}") == texts, name
+    for name in ("b.jsonl.gz", "c.jsonl.zst", "i.parquet"):
+        (tmp_path / name).write_bytes((tmp_path / name).read_bytes()[:-40])
+        with pytest.raises(ValueError, match=rf"{name} is damaged"):
+            run(str(tmp_path / name), tmp_path / "damaged")
+    parquet.write_table(pyarrow.table({"text": texts}), tmp_path / "j.parquet")
+    with pytest.raises(ValueError, match="no column 'body', but text: --json-keys"):
+        run(str(tmp_path / "j.parquet"), tmp_path / "damaged", keys=("body",))
+    assert not list(tmp_path.glob("damaged_*")) and not list(tmp_path.glob("damaged.shards/*.tmp*"))
+
+
+def test_plain_text_is_one_document_a_file_and_folders_and_patterns_are_taken(tmp_path: Path) -> None:
+    folder = tmp_path / "scraped"
+    folder.mkdir()
+    for number in range(30):
+        (folder / f"{number:03d}.txt").write_text(f"page {number}\nsecond line\n")
+    expected = [f"page {number}\nsecond line\n" for number in range(30)]
+    for given in (str(folder), str(folder / "*.txt"), tuple(map(str, sorted(folder.iterdir())))):
+        run(given, tmp_path / "out")
+        assert texts_of(tmp_path / "out") == expected
+        for path in tmp_path.glob("out*"):
+            path.unlink()
+
+
+def test_a_document_longer_than_a_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(tmp_path / "a.jsonl", ["word and <|endoftext|> " * 5000, "b"])
+    run(path, tmp_path / "whole", "builtin")
+    monkeypatch.setattr(shards, "PART_CHARACTERS", 1000)
+    run(path, tmp_path / "parts", "builtin")
+    assert pair(tmp_path / "whole") == pair(tmp_path / "parts")
+
+
+def test_several_keys(tmp_path: Path) -> None:
+    lines = [{"title": f"t{number}", "body": "" if number == 3 else f"b{number}"} for number in range(10)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    manifests = run(str(tmp_path / "a.jsonl"), tmp_path / "out", keys=("title", "body"))
+    assert texts_of(tmp_path / "out", "title") == [f"t{number}" for number in range(10)]
+    assert texts_of(tmp_path / "out", "body") == [f"b{number}" for number in range(10) if number != 3]
+    assert manifests["body"]["empty_documents"] == 1 and manifests["title"]["empty_documents"] == 0
+
+
+# --- lines that cannot be used
+
+BAD_LINES = [
+    b'{"text": "half',
+    b'{"id": 1}',
+    b'{"text": 5}',
+    b'["text"]',
+    b'{"text": "\\ud800"}',
+    b'{"text": "\xff"}',
+    b"[" * 100_000,
+    b'{"text": "a", "n": ' + b"9" * 10_000 + b"}",
+    b'{"text": null}',
+    b"null",
+    b'"text"',
+    b'{"text": "a"} {"text": "b"}',
+]
+
+
+@pytest.mark.parametrize("with_orjson", [True, False])
+def test_bad_lines_are_skipped_counted_and_quarantined(
+    tmp_path: Path, small_shards: None, with_orjson: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not with_orjson:
+        monkeypatch.setattr(shards, "fast_json", lambda: json.loads)
+    texts = some_texts(1000)
+    good = Path(write(tmp_path / "good.jsonl", texts)).read_bytes().splitlines(keepends=True)
+    content = list(good)
+    for number, bad in enumerate(BAD_LINES):
+        content.insert(80 * number + 79, bad + b"\n")
+    content.insert(500, b"\n")
+    content.append(b'{"text": ""}\n')
+    (tmp_path / "a.jsonl").write_bytes(b"".join(content))
+    said: list[str] = []
+    paths = [str(tmp_path / "good.jsonl"), str(tmp_path / "a.jsonl")]
+    manifest = run(paths, tmp_path / "out", said=said, max_bad_fraction=0.01)["text"]
+    assert texts_of(tmp_path / "out") == texts * 2
+    assert manifest["bad_lines"] == len(BAD_LINES) and manifest["empty_documents"] == 1
+    quarantine = [json.loads(line) for line in (tmp_path / "out.bad.jsonl").read_text().splitlines()]
+    assert [entry["file"] for entry in quarantine] == [str(tmp_path / "a.jsonl")] * len(BAD_LINES)
+    lines = (tmp_path / "a.jsonl").read_bytes().split(b"\n")
+    assert (
+        [lines[entry["line"] - 1].decode("utf-8", "backslashreplace") for entry in quarantine]
+        == [entry["content"] for entry in quarantine]
+        == [bad.decode("utf-8", "backslashreplace") for bad in BAD_LINES]
+    )
+    assert any("12 of 2,013 lines are unusable and left out" in line for line in said)
+
+
+def test_lines_of_plain_text_that_are_not_utf8(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"line\n" * 2000 + b"\xff\n" + b"line\n")
+    run(str(tmp_path / "a.txt"), tmp_path / "out")
+    assert texts_of(tmp_path / "out") == ["line\n" * 2001]
+    assert json.loads((tmp_path / "out.bad.jsonl").read_text())["line"] == 2001
+
+
+def test_too_many_bad_lines_are_an_error_and_nothing_is_lost(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(Path(write(path, ["a"] * 99)).read_bytes() + b"{\n")
+    with pytest.raises(ValueError, match=r"a\.jsonl:100: .*; 1 of 100 lines .*--max-bad-fraction 0.001.*bad\.jsonl"):
+        run(str(path), tmp_path / "out")
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["a.jsonl", "out.bad.jsonl", "out.shards"]
+    run(str(path), tmp_path / "out", max_bad_fraction=0.01)  # the shard is taken up
+    assert len(texts_of(tmp_path / "out")) == 99
+
+
+@pytest.mark.parametrize("content", [b"", b"\n\n", b'{"text": ""}\n', b"[]", b'{"body": "text"}\n' * 3000])
+def test_an_empty_output_is_an_error(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "a.json").write_bytes(content)
+    with pytest.raises(ValueError, match=r"holds no text|no field 'text'"):
+        run(str(tmp_path / "a.json"), tmp_path / "out", max_bad_fraction=1.0)
+    assert not list(tmp_path.glob("out_*"))
+
+
+def test_bad_flags(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="--input .*nowhere.*: no such file"):
+        run(str(tmp_path / "nowhere*.jsonl"), tmp_path / "out")
+    path = write(tmp_path / "a.jsonl", ["a"])
+    for given, bad, flag in (
+        (path, {"workers": 0}, "--workers"),
+        (path, {"max_bad_fraction": 2.0}, "--max-bad-fraction"),
+        (str(tmp_path), {}, "--output-prefix .* lies in the folder"),
+        (path, {"keys": ("a", "a")}, "--json-keys"),
+        (path, {"keys": ("a/b",)}, "--json-keys"),
+    ):
+        with pytest.raises(ValueError, match=flag):
+            run(given, tmp_path / "out", **bad)
+
+
+def test_fuzzed_lines_mean_the_same_with_and_without_orjson() -> None:
+    orjson = pytest.importorskip("orjson")
+    draw = random.Random(7)
+    seeds = [json.dumps({"text": text, "n": [1.5, None, {"a": -2e9}]}).encode() for text in some_texts(200)]
+    accepted = 0
+    for seed in seeds * 20:
+        line = bytearray(seed)
+        for _ in range(draw.randrange(1, 3)):
+            line[draw.randrange(len(line))] = draw.choice(b'"\\{}[],:0159eE+-.nul\x00\x1f\x80\xc3\xed')
+        try:
+            found = orjson.loads(bytes(line))
+        except ValueError:
+            continue
+        assert json.loads(bytes(line).decode("utf-8")) == found
+        accepted += 1
+    assert accepted > 200
+
+
+# --- runs that were stopped, and a second run
+
+
+def test_finished_shards_are_taken_up_and_damaged_or_stale_ones_made_again(
+    tmp_path: Path, small_shards: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = some_texts(400)
+    path = write(tmp_path / "a.jsonl", texts)
+    expected = run(path, tmp_path / "expected")
+    count = len(cut([whole_file(path, ("text",))]))
+    taken: list[int] = []
+    stop = 4
+    original = shards._Writer.take
+
+    def take(self: Any, number: int, span: Any, progress: Any) -> Any:
+        taken.append(span.start)
+        if len(taken) == stop:
+            raise KeyboardInterrupt
+        return original(self, number, span, progress)
+
+    monkeypatch.setattr(shards._Writer, "take", take)
+    with pytest.raises(KeyboardInterrupt):
+        run(path, tmp_path / "out")
+    assert not list(tmp_path.glob("out.shards/*.tmp*")) and not list(tmp_path.glob("out_*"))
+    left = tmp_path / "out.shards"
+    damaged = bytearray((left / "00000_text.bin").read_bytes())
+    damaged[7] ^= 1
+    (left / "00000_text.bin").write_bytes(damaged)
+    (left / "00001.json").write_text((left / "00001.json").read_text().replace("1", "2", 1))
+    (left / "00002.5.tmp_text.bin").write_bytes(b"half")  # of a process that was killed
+    del taken[:]
+    stop = -1
+    assert run(path, tmp_path / "out") == expected
+    assert len(taken) == count - 1  # only shard 2 was whole
+    assert pair(tmp_path / "out") == pair(tmp_path / "expected") and texts_of(tmp_path / "out") == texts
+
+
+def test_a_changed_input_makes_its_shards_again(
+    tmp_path: Path, small_shards: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = [f"text {number:04d}" for number in range(2000)]
+    path = write(tmp_path / "a.jsonl", texts)
+    with monkeypatch.context() as patch:
+        patch.setattr(preprocess, "_publish", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            run(path, tmp_path / "out")
+    texts[1000] = "TEXT 1000"
+    write(tmp_path / "a.jsonl", texts)
+    run(path, tmp_path / "out")
+    assert texts_of(tmp_path / "out") == texts
+
+
+def test_done_is_done_and_another_recipe_is_refused(tmp_path: Path, small_shards: None) -> None:
+    path = write(tmp_path / "a.jsonl", some_texts(200))
+    first = run(path, tmp_path / "out")
+    said: list[str] = []
+    before = (tmp_path / "out_text_document.bin").stat()
+    assert run(path, tmp_path / "out", said=said) == first and "nothing to do" in said[0]
+    assert (tmp_path / "out_text_document.bin").stat().st_mtime_ns == before.st_mtime_ns
+    for given, change in ((path, {"append_eod": False}), (path, {"kind": "builtin"}), ((path, path), {})):
+        with pytest.raises(ValueError, match="exists and was made of other input or in another way"):
+            run(given, tmp_path / "out", **change)
+    write(tmp_path / "a.jsonl", some_texts(21))
+    with pytest.raises(ValueError, match="exists and was made of other input"):
+        run(path, tmp_path / "out")
+
+
+def test_too_small_a_disk_is_said_before_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(tmp_path / "a.jsonl", some_texts(2000))
+    free = shutil.disk_usage(tmp_path)._replace(free=100_000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: free)
+    with pytest.raises(OSError, match="about 0.00 GB are needed.*free on that disk"):
+        run(path, tmp_path / "out")
