@@ -3,7 +3,7 @@ read is checked before it is used.
 
 A saved tensor is one or more boxes: offset and shape within the global tensor. manifest.json is one JSON object:
 
-    version     of this format: data_utils/files/format_versions.py
+    version     of this format: data_utils/files/__init__.py
     iteration   as in the folder's name
     facts       whatever the writer says about the run
     tensors     {tensor: {"dtype", "shape", "held"}}, shapes being global and without padding; held: a place in `held`
