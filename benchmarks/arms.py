@@ -37,8 +37,7 @@ from data_utils.blending import BlendedDataset
 from megatron.gpt2.config.arguments import parse
 from megatron.gpt2.device import DTYPES, set_allocator, set_threads
 from megatron.gpt2.dist.ranks import Ranks
-from megatron.gpt2.extensions.plan.hook import setting_of
-from megatron.gpt2.extensions.plan.report import expected_peak
+from megatron.gpt2.extensions.plan.hook import MemoryPlan
 from megatron.gpt2.model.gpt2 import GPT2Model
 from megatron.gpt2.model.parameters import count_parameters
 from megatron.gpt2.train.run import Run, build_run
@@ -227,7 +226,7 @@ def trainer(run: Run) -> Trainer:
         f"loss over {run.engine.model.vocab_size} words, {padded} rows multiplied; weights and "
         f"activations {precision}, fp32 masters and gradients, fused AdamW",
         close=close,
-        expected_peak=expected_peak(setting_of(run.prepared)),
+        expected_peak=MemoryPlan(run.config).expected_memory(run),
     )
 
 

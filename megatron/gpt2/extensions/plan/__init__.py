@@ -1,28 +1,9 @@
-"""The memory of a run, from its flags alone. These names are what the rest of the program may use; the rules for
-`Setting` are in `sizes.py`."""
+"""The memory of a run, from its flags alone, in the order of reading:
 
-from megatron.gpt2.extensions.plan.pipelines import bubble
-from megatron.gpt2.extensions.plan.report import (
-    available,
-    expected_peak,
-    in_mb,
-    out_of_memory,
-    start_rows,
-    warning,
-)
-from megatron.gpt2.extensions.plan.sizes import Setting
-from megatron.gpt2.extensions.plan.step import CUDA_CONTEXT, Memory, expected
-
-__all__ = [
-    "CUDA_CONTEXT",
-    "Memory",
-    "Setting",
-    "available",
-    "bubble",
-    "expected",
-    "expected_peak",
-    "in_mb",
-    "out_of_memory",
-    "start_rows",
-    "warning",
-]
+sizes       what memory depends on, and the large tensors of a rank
+pipelines   what a rank of a pipeline holds beside the action that it does
+step        the moments of a training step, of which the fullest is expected
+fit         the layouts of a run that fit a given memory, the cheapest first
+hook        what a training run says of its memory
+command     tools/plan.py, and the memory of Megatron-LM's first release
+"""

@@ -29,17 +29,17 @@ from megatron.gpt2.checkpoint.source import decay_iters
 from megatron.gpt2.config import Config, require
 from megatron.gpt2.config.arguments import Arguments, merge_checkpoint, parse
 from megatron.gpt2.config.flags import launch_flags
-from megatron.gpt2.extensions.plan import megatron_2019
 from megatron.gpt2.extensions.plan.fit import Candidate, cheapest, cost, largest_micro_batch, smallest
 from megatron.gpt2.extensions.plan.pipelines import bubble
-from megatron.gpt2.extensions.plan.report import in_mb
 from megatron.gpt2.extensions.plan.sizes import Setting, Sizes
-from megatron.gpt2.extensions.plan.step import CUDA_CONTEXT, Memory, expected, of_stages
+from megatron.gpt2.extensions.plan.step import CUDA_CONTEXT, PARTS, Memory, expected, in_mb, of_stages
 from megatron.gpt2.model.parameters import count_parameters
 from megatron.gpt2.monitor.reporting import aligned, resident_memory
+from mpu.partition import padded_vocab_size
 
 GPT2_VOCABULARY = 50257
 GB = 2**30
+BYTES_PER_PARAMETER = 20  # in 2019
 
 
 def options(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
@@ -104,69 +104,97 @@ def vocabulary(arguments: Arguments) -> int:
 
 def setting(config: Config, ranks: int) -> Setting:
     """On the device that the flags name, whether or not this machine has it."""
-    train = config.train
-    device = train.device if train.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cuda" and train.precision == "auto" and not torch.cuda.is_available():
-        dtype = torch.bfloat16
-    else:
+    train, has_gpu = config.train, torch.cuda.is_available()
+    device = train.device if train.device != "auto" else "cuda" if has_gpu else "cpu"
+    dtype = torch.bfloat16
+    if device == "cpu" or has_gpu or train.precision != "auto":
         dtype, _ = devices.choose_precision(train.precision, torch.device(device))
     # This process has loaded what a run has before there is a model.
     fixed = CUDA_CONTEXT if device == "cuda" else resident_memory().get("resident", 0)
     return Setting(config, ranks, device, dtype, fixed, bool(devices.set_allocator(torch.device(device))))
 
 
-def facts(config: Config, plan: Setting | None, memory: Memory) -> dict[str, Any]:
-    """All that is known, in numbers."""
+def layer_matrices(num_layers: int, hidden_size: int) -> int:
+    """12·l·h²: the elements of all layers' matrices where the MLP is 4h wide."""
+    return 12 * num_layers * hidden_size**2
+
+
+def layer_activations(*, s: int, b: int, h: int, n: int, p: int = 1) -> int:
+    """What a layer keeps in 16 bits where attention holds its scores: 34·s·b·h + 5·b·s²·n bytes (arXiv:2205.05198,
+    equations 1 and 2), of which 24·s·b·h and the scores are split over p ranks."""
+    return 10 * s * b * h + (24 * s * b * h + 5 * b * s * s * n) // p
+
+
+def megatron_2019(config: Config) -> tuple[Memory, dict[str, int]]:
+    """The memory of Megatron-LM's first release (2019) on a GPU in fp16, whose figures are published, on one rank at its
+    fullest, in the loss; and its sums. --recompute-granularity full is its --checkpoint-activations. No context of CUDA:
+    what was published is what torch's allocator counted. `config` has the vocabulary's size.
+
+    It kept 20 bytes a parameter from step to step: weights and gradients in fp16 (2 + 2), and in float32 masters, their
+    gradients and two moments (16). Attention held its scores; the loss held three float32 copies of the logits at once:
+    the model's output, a clone from which the maximum is subtracted, and its exponential, which becomes the gradient.
+    """
     model, train, p = config.model, config.train, config.parallel.model_parallel_size
-    total = count_parameters(model, p)[0]
-    # In 2019 the vocabulary was padded in another way.
-    own = max(Sizes(plan, stage).parameters for stage in range(plan.stages)) if plan else memory.parts["weights"] // 2
-    found: dict[str, Any] = {
-        "parameters": {
-            "in_all": total,
-            "of_a_rank": own,
-            "matrices_12lh2": megatron_2019.layer_matrices(model.num_layers, model.hidden_size),
-        },
-        "memory": {**memory.parts, "total": memory.total, "moment": memory.moment, "on_host": memory.on_host},
+    assert model.vocab_size is not None
+    # It padded to a multiple of the ranks' number as well.
+    rows = padded_vocab_size(model.vocab_size, p * model.make_vocab_size_divisible_by, p) // p
+    ours = padded_vocab_size(model.vocab_size, model.make_vocab_size_divisible_by, p) // p
+    parameters = count_parameters(model, p)[1] + (rows - ours) * model.hidden_size
+    s, b, h = config.data.seq_length, train.micro_batch_size, model.hidden_size
+    hidden = 2 * s * b * h
+    whole = model.num_layers * layer_activations(s=s, b=b, h=h, n=model.num_attention_heads, p=p)
+    inputs = -(-model.num_layers // train.recompute_num_layers) * hidden  # of each part that is recomputed
+    parts = dict.fromkeys(PARTS, 0) | {
+        "weights": 2 * parameters,
+        "gradients": 2 * parameters,
+        "optimizer": (BYTES_PER_PARAMETER - 4) * parameters,
+        # The last layer's output, the norm's and the mask of the embeddings' dropout, a byte an element.
+        "activations": (inputs if train.recompute_granularity == "full" else whole) + 2 * hidden + hidden // 2,
+        "logits and loss": 3 * 4 * s * b * rows,
     }
+    return Memory("the loss", parts), {
+        "from_step_to_step": BYTES_PER_PARAMETER * parameters,
+        "matrices_at_20_bytes": BYTES_PER_PARAMETER * layer_matrices(model.num_layers, h),
+        "activations_without_recompute": whole,
+    }
+
+
+def facts(config: Config, plan: Setting | None) -> dict[str, Any]:
+    """All that is known, in numbers. plan: None for the memory of 2019."""
+    model, p = config.model, config.parallel.model_parallel_size
+    more: dict[str, Any] = {}
     if plan is None:
-        kept = megatron_2019.layer_activations(
-            s=config.data.seq_length, b=train.micro_batch_size, h=model.hidden_size, n=model.num_attention_heads, p=p
-        )
-        return found | {
-            "megatron_2019": {
-                "from_step_to_step": sum(memory.parts[part] for part in ("weights", "gradients", "optimizer")),
-                "matrices_at_20_bytes": megatron_2019.BYTES_PER_PARAMETER * found["parameters"]["matrices_12lh2"],
-                "activations_without_recompute": model.num_layers * kept,
-            }
+        memory, more["megatron_2019"] = megatron_2019(config)
+        own = memory.parts["weights"] // 2  # in 2019 the vocabulary was padded in another way
+    else:
+        sizes, memories = [Sizes(plan, stage) for stage in range(plan.stages)], of_stages(plan)
+        memory, own = max(memories, key=lambda memory: memory.total), max(size.parameters for size in sizes)
+        more = {
+            "ranks": plan.world_size,
+            "data_parallel": plan.data_parallel_size,
+            "device": plan.device,
+            "precision": devices.PRECISIONS[plan.dtype],
         }
-    found |= {
-        "ranks": plan.world_size,
-        "data_parallel": plan.data_parallel_size,
-        "device": plan.device,
-        "precision": devices.PRECISIONS[plan.dtype],
-    }
-    return found if plan.stages == 1 else found | {"pipeline": pipeline_facts(plan)}
-
-
-def pipeline_facts(plan: Setting) -> dict[str, Any]:
-    """The schedule, the share of a step in which it lets ranks wait, and what each stage holds."""
-    stages = []
-    for stage, memory in enumerate(of_stages(plan)):
-        size = Sizes(plan, stage)
-        stages.append(
-            {
-                "layers": [[chunk.layers.start, chunk.layers.stop - 1] for chunk in size.chunks],
-                "parameters": size.parameters,
-                "total": memory.total,
-                "moment": memory.moment,
+        if plan.stages > 1:  # the schedule, the share of a step in which it lets ranks wait, and each stage
+            more["pipeline"] = {
+                "schedule": config.schedule(1).name,
+                "micro_batches": plan.micro_batches,
+                "bubble": round(bubble(config, plan.micro_batches), 4),
+                "stages": [
+                    {
+                        "layers": [[chunk.layers.start, chunk.layers.stop - 1] for chunk in size.chunks],
+                        "parameters": size.parameters,
+                        "total": of_stage.total,
+                        "moment": of_stage.moment,
+                    }
+                    for size, of_stage in zip(sizes, memories, strict=True)
+                ],
             }
-        )
+    total, matrices = count_parameters(model, p)[0], layer_matrices(model.num_layers, model.hidden_size)
     return {
-        "schedule": plan.config.schedule(1).name,
-        "micro_batches": plan.micro_batches,
-        "bubble": round(bubble(plan.config, plan.micro_batches), 4),
-        "stages": stages,
+        "parameters": {"in_all": total, "of_a_rank": own, "matrices_12lh2": matrices},
+        "memory": {**memory.parts, "total": memory.total, "moment": memory.moment, "on_host": memory.on_host},
+        **more,
     }
 
 
@@ -175,11 +203,8 @@ def fitting(plan: Setting, budget: int) -> dict[str, Any]:
     now = cost(plan, batch=plan.config.train.micro_batch_size)
 
     def shown(candidate: Candidate) -> dict[str, Any]:
-        return {
-            "flags": " ".join(candidate.flags),
-            "bytes": candidate.memory.total,
-            "slower": round(candidate.than(now), 4),
-        }
+        flags, slower = " ".join(candidate.flags), round(candidate.than(now), 4)
+        return {"flags": flags, "bytes": candidate.memory.total, "slower": slower}
 
     found = [shown(candidate) for candidate in cheapest(plan, budget, 3)]
     return {
@@ -191,63 +216,40 @@ def fitting(plan: Setting, budget: int) -> dict[str, Any]:
     }
 
 
-def table(config: Config, plan: Setting | None, found: dict[str, Any]) -> list[str]:
-    """What a person reads, line by line. plan: None with --accounting megatron-2019. found: as `facts` has it."""
-    model, p = config.model, config.parallel.model_parallel_size
+def table(config: Config, found: dict[str, Any]) -> list[str]:
+    """What a person reads, line by line. found: as `facts` has it."""
+    model, train, p = config.model, config.train, config.parallel.model_parallel_size
     counted, memory = found["parameters"], found["memory"]
-    on = f"Megatron-LM of 2019, model-parallel {p}, fp16 on a GPU"
-    pipeline = found.get("pipeline")
-    if plan:
-        stages = f"pipeline {plan.stages} × " if pipeline else ""
+    pipeline, of_2019 = found.get("pipeline"), found.get("megatron_2019")
+    rows = [
+        (
+            "model",
+            f"{model.num_layers} layers, hidden size {model.hidden_size}, {model.num_attention_heads} heads, "
+            f"vocabulary {model.vocab_size:,}, sequence {config.data.seq_length:,}",
+        )
+    ]
+    on, at_most = f"Megatron-LM of 2019, model-parallel {p}, fp16 on a GPU", ""
+    if of_2019 is None:
+        stages = f"pipeline {len(pipeline['stages'])} × " if pipeline else ""
         on = (
-            f"{plan.world_size} rank{'s' * (plan.world_size > 1)}, model-parallel {p} × "
-            f"{stages}data-parallel {plan.data_parallel_size}, {found['precision']} on {plan.device}"
+            f"{found['ranks']} rank{'s' * (found['ranks'] > 1)}, model-parallel {p} × {stages}"
+            f"data-parallel {found['data_parallel']}, {found['precision']} on {found['device']}"
         )
-    lines = aligned(
-        [
-            (
-                "model",
-                f"{model.num_layers} layers, hidden size {model.hidden_size}, {model.num_attention_heads} heads, "
-                f"vocabulary {model.vocab_size:,}, sequence {config.data.seq_length:,}",
-            ),
-            (
-                "layout",
-                f"{on}, micro-batch {config.train.micro_batch_size}, recompute {config.train.recompute_granularity}",
-            ),
-            *(
-                [
-                    (
-                        "schedule",
-                        f"{pipeline['schedule']}, {pipeline['micro_batches']} micro-batches, "
-                        f"{pipeline['bubble']:.0%} of a step idle if all layers are equally fast",
-                    )
-                ]
-                if pipeline
-                else []
-            ),
-            (
-                "parameters",
-                f"{counted['in_all']:,} in all, {counted['of_a_rank']:,} per rank" + (" at most" if pipeline else ""),
-            ),
-            ("12·l·h²", f"{counted['matrices_12lh2']:,} in the layers' matrices"),
-        ]
-    )
-    if plan is None:
-        of_2019 = found["megatron_2019"]
-        lines += aligned(
-            [
-                (
-                    "from step to step",
-                    f"{in_mb(of_2019['from_step_to_step'])} MB: 20 bytes a parameter "
-                    f"(12·l·h²: {of_2019['matrices_at_20_bytes']:,} bytes)",
-                ),
-                (
-                    "without recompute",
-                    f"{of_2019['activations_without_recompute']:,} bytes of activations: "
-                    "l·(34·s·b·h + 5·b·s²·n) at one rank",
-                ),
-            ]
-        )
+    rows.append(("layout", f"{on}, micro-batch {train.micro_batch_size}, recompute {train.recompute_granularity}"))
+    if pipeline:
+        at_most = " at most"
+        idle = f"{pipeline['bubble']:.0%} of a step idle if all layers are equally fast"
+        rows.append(("schedule", f"{pipeline['schedule']}, {pipeline['micro_batches']} micro-batches, {idle}"))
+    rows += [
+        ("parameters", f"{counted['in_all']:,} in all, {counted['of_a_rank']:,} per rank{at_most}"),
+        ("12·l·h²", f"{counted['matrices_12lh2']:,} in the layers' matrices"),
+    ]
+    lines = aligned(rows)
+    if of_2019:
+        between, matrices, kept = of_2019.values()
+        at_20 = f"20 bytes a parameter (12·l·h²: {matrices:,} bytes)"
+        without = f"{kept:,} bytes of activations: l·(34·s·b·h + 5·b·s²·n) at one rank"
+        lines += aligned([("from step to step", f"{in_mb(between)} MB: {at_20}"), ("without recompute", without)])
     if pipeline:
         lines += ["", f"  {'stage':<8}{'layers':<24}{'parameters':>14}{'MB':>10}"]
         for stage, row in enumerate(pipeline["stages"]):
@@ -255,12 +257,8 @@ def table(config: Config, plan: Setting | None, found: dict[str, Any]) -> list[s
             lines.append(f"  {stage:<8}{layers:<24}{row['parameters']:>14,}{in_mb(row['total']):>10}")
     total = memory["total"]
     lines += ["", f"  of a rank, fullest in {memory['moment']}:", f"  {'part':<17}{'MB':>10}{'share':>8}"]
-    lines += [
-        f"  {part:<17}{in_mb(size):>10}{size / total:>8.1%}"
-        for part, size in memory.items()
-        if part not in ("total", "moment", "on_host") and size
-    ]
-    lines += [f"  {'all':<17}{in_mb(total):>10}{1:>8.1%}"]
+    sizes = [(part, memory[part]) for part in PARTS if memory[part]]
+    lines += [f"  {part:<17}{in_mb(size):>10}{size / total:>8.1%}" for part, size in [*sizes, ("all", total)]]
     if memory["on_host"]:
         lines += [f"  and {in_mb(memory['on_host'])} MB of the host's memory"]
     return lines
@@ -268,18 +266,13 @@ def table(config: Config, plan: Setting | None, found: dict[str, Any]) -> list[s
 
 def fitting_table(fits: dict[str, Any]) -> list[str]:
     """The lines about --memory-gb, of what `fitting` found."""
-    budget = in_mb(fits["budget"])
     lines = [
         "",
-        f"  in {budget} MB: " + ("fits as asked" if fits["as_asked"] else "does not fit as asked"),
+        f"  in {in_mb(fits['budget'])} MB: {'fits' if fits['as_asked'] else 'does not fit'} as asked",
         f"  largest micro-batch with these flags: {fits['largest_micro_batch'] or 'none'}",
     ]
-    if not fits["cheapest"]:
-        return [
-            *lines,
-            f"  no layout on so many ranks fits; the least is {in_mb(fits['least']['bytes'])} MB: "
-            f"{fits['least']['flags']}",
-        ]
+    if least := fits["least"]:
+        return [*lines, f"  no layout on so many ranks fits; the least is {in_mb(least['bytes'])} MB: {least['flags']}"]
     lines += ["  cheapest layouts of the same global batch:", f"  {'MB':>10}{'slower':>8}  flags to add"]
     return lines + [
         f"  {in_mb(row['bytes']):>10}{row['slower']:>8.0%}  {row['flags'] or '(none)'}" for row in fits["cheapest"]
@@ -294,23 +287,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     chosen, rest = options(words)
     launch, rest = launch_flags(rest)
     config = configuration(rest)
-    parallel = config.parallel
-    ranks = (
-        chosen.ranks
-        or launch.world_size
-        or launch.nproc_per_node
-        or (parallel.model_parallel_size * parallel.pipeline_model_parallel_size)
-    )
+    of_a_model = config.parallel.model_parallel_size * config.parallel.pipeline_model_parallel_size
+    ranks = chosen.ranks or launch.world_size or launch.nproc_per_node or of_a_model
     plan = setting(config, ranks) if chosen.accounting == "this" else None
-    memory = expected(plan) if plan is not None else megatron_2019.megatron_2019(config)
-    found = facts(config, plan, memory)
+    found, fits = facts(config, plan), None
     if plan is not None and chosen.memory_gb is not None:
-        found["fits"] = fitting(plan, int(chosen.memory_gb * GB))
-    if chosen.json:
-        print(json.dumps(found, indent=2))
-    else:
-        print("\n".join(table(config, plan, found) + (fitting_table(found["fits"]) if "fits" in found else [])))
-    return 0 if "fits" not in found or found["fits"]["cheapest"] else 1
+        fits = found["fits"] = fitting(plan, int(chosen.memory_gb * GB))
+    lines = (
+        [json.dumps(found, indent=2)] if chosen.json else table(config, found) + (fitting_table(fits) if fits else [])
+    )
+    print("\n".join(lines))
+    return 1 if fits and not fits["cheapest"] else 0
 
 
 cli = program(main)

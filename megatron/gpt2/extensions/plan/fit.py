@@ -17,10 +17,11 @@ What a change costs is an estimate of how much longer a step takes, to put the c
 Legend: N parameters per rank.
 """
 
+import bisect
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +32,7 @@ from megatron.gpt2.extensions.plan.step import Memory, at_rest, expected
 
 _SELECTIVE, _HALF_BATCH, _PARTITIONED, _PARKED = 0.02, 0.03, 0.01, 0.01
 _MODEL_PARALLEL = {1: 0.0, 2: 1 / 0.95 - 1, 4: 1 / 0.82 - 1, 8: 1 / 0.77 - 1}
+RECOMPUTES = ("none", "selective", "full")
 _PCIE, _HOST_MEMORY, _BETWEEN_GPUS, _FLOPS = 25e9, 50e9, 100e9, 0.4 * 989e12  # bytes a second, FLOP/s
 
 
@@ -91,32 +93,30 @@ def layouts(setting: Setting) -> Iterator[Candidate]:
     batch = asked.train.micro_batch_size
     together = batch * setting.data_parallel_size * setting.micro_batches
     sizes = [batch >> shift for shift in range(batch.bit_length()) if (batch >> shift) << shift == batch]
-    local, on_gpu = asked.parallel.DDP_impl == "local", setting.device == "cuda"
-    means = {
-        "sequence_parallel": True,
-        "use_distributed_optimizer": local,
-        "shard_gradients": local,
-        "cpu_offload_optimizer": on_gpu,
-        "partition_activations": True,
-        "checkpoint_in_cpu": on_gpu,
-    }
-    choices = [_choices(getattr(asked.parallel, name), possible) for name, possible in means.items()]
-    recomputes = _from(asked.train.recompute_granularity)
-    for shared, flags in itertools.product(_shared(setting), itertools.product(*choices)):
+    recomputes = RECOMPUTES[RECOMPUTES.index(asked.train.recompute_granularity) :]
+    for shared, b, recompute in itertools.product(_shared(setting), sizes, recomputes):
         p, stages = shared["model_parallel_size"], shared["pipeline_model_parallel_size"]
-        changed: dict[str, Any] = dict(zip(means, flags, strict=True))
         data_parallel = setting.world_size // (p * stages)
-        for b, recompute in itertools.product(sizes, recomputes):
-            full, sharded = recompute == "full", data_parallel > 1
-            helps = {
-                "use_distributed_optimizer": sharded,
-                "sequence_parallel": p > 1,
-                "checkpoint_in_cpu": full,
-                "shard_gradients": sharded and changed["use_distributed_optimizer"] and stages == 1,
-                "partition_activations": full and asked.data.seq_length % p > 0,
-            }
-            if together % (b * data_parallel) or any(
-                changed[name] and not getattr(asked.parallel, name) and not useful for name, useful in helps.items()
+        if together % (b * data_parallel):
+            continue
+        on_gpu, full = setting.device == "cuda", recompute == "full"
+        can_shard = asked.parallel.DDP_impl == "local" and data_parallel > 1
+        helps = {
+            "sequence_parallel": p > 1,
+            "use_distributed_optimizer": can_shard,
+            "shard_gradients": can_shard and stages == 1,
+            "cpu_offload_optimizer": on_gpu,
+            "partition_activations": full and asked.data.seq_length % p > 0,
+            "checkpoint_in_cpu": on_gpu and full,
+        }
+        choices = [
+            (True,) if getattr(asked.parallel, name) else (False, True) if useful else (False,)
+            for name, useful in helps.items()
+        ]
+        for flags in itertools.product(*choices):
+            changed: dict[str, Any] = dict(zip(helps, flags, strict=True))
+            if changed["shard_gradients"] and not (
+                changed["use_distributed_optimizer"] or asked.parallel.shard_gradients
             ):
                 continue
             train: dict[str, Any] = {
@@ -236,23 +236,7 @@ def largest_micro_batch(setting: Setting, budget: int) -> int:
             <= budget
         )
 
-    if not fits(1):
-        return 0
-    low, high = 1, 2
-    while fits(high):
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
-
-
-def _from(recompute: str) -> Iterable[str]:
-    return ("none", "selective", "full")[("none", "selective", "full").index(recompute) :]
-
-
-def _choices(asked: bool, possible: bool) -> tuple[bool, ...]:
-    return (True,) if asked else (False, True) if possible else (False,)
+    return bisect.bisect_left(range(1, 1 << 20), True, key=lambda b: not fits(b))
 
 
 def _flags(section: str, asked: object, values: dict[str, Any]) -> Iterator[str]:

@@ -56,6 +56,11 @@ class Memory:
         return self.total - self.parts["fixed"]
 
 
+def in_mb(size: float) -> str:
+    """Bytes as whole MB of 2^20 bytes: "12,760"."""
+    return f"{size / 2**20:,.0f}"
+
+
 def expected(setting: Setting, stage: int | None = None) -> Memory:
     """The fullest moment of a training step, on a rank that holds `stage` of the pipeline (default: the fullest)."""
     if stage is None:

@@ -18,9 +18,8 @@ import torch
 from data_utils.files import flush_to_disk
 from megatron.gpt2.checkpoint.folder import lock_folder
 from megatron.gpt2.device import PRECISIONS
-from megatron.gpt2.extensions.plan.hook import setting_of
-from megatron.gpt2.extensions.plan.report import available, in_mb, warning
-from megatron.gpt2.extensions.plan.step import expected
+from megatron.gpt2.extensions.plan.hook import available, setting_of, shortage
+from megatron.gpt2.extensions.plan.step import expected, in_mb
 from megatron.gpt2.model.parameters import count_parameters
 from megatron.gpt2.monitor.environment import ROOT
 from megatron.gpt2.train.setup import PreparedRun, decisions
@@ -64,7 +63,6 @@ def code_hash() -> str:
 
 def facts_of_run(prepared: PreparedRun, local_world_size: int) -> Facts:
     """Decisions, data and memory of a run that could be prepared."""
-    setting = setting_of(prepared)
     there, where = available(prepared.device, local_world_size)
     schedule, start = prepared.batch_schedule, prepared.start
     used = schedule.after_steps(prepared.train_iters - start.get("iteration", 0), start.get("consumed_samples", 0))
@@ -78,8 +76,8 @@ def facts_of_run(prepared: PreparedRun, local_world_size: int) -> Facts:
         "is_finished": prepared.is_finished,
         "precision": PRECISIONS[prepared.dtype],
         "start": start.get("iteration", 0),
-        "memory": f"{in_mb(expected(setting).total)} MB of {in_mb(there)} MB ({where})",
-        "memory_problem": warning(setting, prepared.device, local_world_size).removeprefix("WARNING: "),
+        "memory": f"{in_mb(expected(setting_of(prepared)).total)} MB of {in_mb(there)} MB ({where})",
+        "memory_problem": shortage(prepared, local_world_size),
     }
 
 

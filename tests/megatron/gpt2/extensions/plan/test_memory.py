@@ -15,15 +15,15 @@ import torch
 
 from megatron.gpt2.config import Config, ModelConfig
 from megatron.gpt2.config.arguments import parse
-from megatron.gpt2.extensions.plan.fit import cheapest, largest_micro_batch, layouts, smallest
-from megatron.gpt2.extensions.plan.megatron_2019 import (
+from megatron.gpt2.extensions.plan.command import (
     BYTES_PER_PARAMETER,
     layer_activations,
     layer_matrices,
     megatron_2019,
 )
+from megatron.gpt2.extensions.plan.fit import cheapest, largest_micro_batch, layouts, smallest
+from megatron.gpt2.extensions.plan.hook import available
 from megatron.gpt2.extensions.plan.pipelines import bubble, situations
-from megatron.gpt2.extensions.plan.report import available
 from megatron.gpt2.extensions.plan.sizes import Setting, Sizes
 from megatron.gpt2.extensions.plan.step import expected, of_stages
 from megatron.gpt2.model.parameters import count_parameters
@@ -61,7 +61,7 @@ def test_the_known_sums():
 )
 def test_the_published_run(p: int, steady: int, peak: int, parameters: int):
     """MB after 100 iterations and at the peak: fp16, 8 × 1,024 tokens, activation checkpointing."""
-    memory = megatron_2019(config("--model", "345m", "--checkpoint-activations", "--model-parallel-size", str(p)))
+    memory, _ = megatron_2019(config("--model", "345m", "--checkpoint-activations", "--model-parallel-size", str(p)))
     between = sum(memory.parts[part] for part in ("weights", "gradients", "optimizer"))
     assert between == BYTES_PER_PARAMETER * parameters
     assert between / MB == pytest.approx(steady, rel=0.02)

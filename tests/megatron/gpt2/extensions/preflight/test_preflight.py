@@ -101,7 +101,7 @@ def planted(name: str, rank: int) -> Any:
             elif name == "too little memory":
                 patch(alone, "available", lambda device, local: (1 << 20, "of this test"))
                 stack.enter_context(
-                    mock.patch("megatron.gpt2.extensions.plan.report.available", return_value=(1 << 20, "of this test"))
+                    mock.patch("megatron.gpt2.extensions.plan.hook.available", return_value=(1 << 20, "of this test"))
                 )
         yield
 
