@@ -27,6 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+import mpu
 from benchmarks import peers
 from benchmarks.ceiling import ceiling
 from benchmarks.flops import by_llm_c
@@ -34,6 +35,7 @@ from benchmarks.problem import Arm, Problem
 from benchmarks.timing import call_seconds
 from data_utils import BatchLoader, BatchSchedule, GPT2Dataset, SampleOrder, Tokenizer, build_splits
 from data_utils.blending import BlendedDataset
+from megatron.gpt2.config import ModelConfig
 from megatron.gpt2.config.arguments import parse
 from megatron.gpt2.device import DTYPES, set_allocator, set_threads
 from megatron.gpt2.dist.ranks import Ranks
@@ -178,12 +180,12 @@ def one_rank(problem: Problem, arm: Arm) -> Trainer:
         return ours(problem, arm)
 
 
-def model_drawn_in_place(*args: Any, device: torch.device | str, **kwargs: Any) -> GPT2Model:
+def model_drawn_in_place(config: ModelConfig, layer: mpu.TransformerConfig, **kwargs: Any) -> GPT2Model:
     """A model of `GPT2Model`'s arguments whose weights are drawn on the device, in no time and not by the layout's
     rule."""
-    model = GPT2Model(*args, **kwargs, device="meta")
+    model = GPT2Model(config, dataclasses.replace(layer, device="meta"), **kwargs)
     marks = {name: vars(parameter) for name, parameter in model.named_parameters()}
-    model.to_empty(device=device)
+    model.to_empty(device=layer.device)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             vars(parameter).update(marks[name])  # which parameters are split

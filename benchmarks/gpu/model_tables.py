@@ -17,7 +17,7 @@ from benchmarks.generation import our_tokens
 from benchmarks.gpu.setting import Setting
 from benchmarks.timing import milliseconds
 from megatron.gpt2.config import OptimizerConfig, ParallelConfig
-from megatron.gpt2.model.gpt2 import GPT2Model
+from megatron.gpt2.model.gpt2 import GPT2Model, layer_config
 from megatron.gpt2.optimizer.flat_parameters import FlatParameters
 from megatron.gpt2.optimizer.gradient_reducer import bucket_size
 from megatron.gpt2.optimizer.optimizer import AdamWOptimizer, build_loss_scaler
@@ -26,7 +26,8 @@ from megatron.gpt2.optimizer.parameter_gatherer import ParameterGatherer
 
 def model_of(setting: Setting, name: str) -> GPT2Model:
     """The model `name` on the device, in float32."""
-    return model_drawn_in_place(setting.model(name), device=setting.device)
+    config = setting.model(name)
+    return model_drawn_in_place(config, layer_config(config, device=setting.device))
 
 
 def step(setting: Setting, name: str) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 import mpu
 from megatron.gpt2.config import ModelConfig
 from megatron.gpt2.model.attention_backend import SWITCHES, choose_attention
-from megatron.gpt2.model.gpt2 import GPT2Model
+from megatron.gpt2.model.gpt2 import GPT2Model, layer_config
 from megatron.gpt2.train.train_step import train_step
 from mpu.attention import document_attention
 from mpu.kernels import keyed_dropout
@@ -41,7 +41,7 @@ def loss_and_gradients(model: GPT2Model, device: str) -> tuple[float, dict[str, 
 
 def model_on(device: str, config: ModelConfig = SHAPE) -> GPT2Model:
     mpu.initialize_model_parallel(1)
-    return GPT2Model(config, device=device).train()
+    return GPT2Model(config, layer_config(config, device=device)).train()
 
 
 def test_fp32_equals_the_cpu():
@@ -62,7 +62,10 @@ def test_compiled_equals_eager():
 
 def test_selective_recompute_changes_nothing():
     mpu.initialize_model_parallel(1)
-    plain, selective = (GPT2Model(SHAPE, device="cuda", recompute=r).train() for r in ("none", "selective"))
+    plain, selective = (
+        GPT2Model(SHAPE, layer_config(SHAPE, device="cuda", recompute_granularity=r)).train()
+        for r in ("none", "selective")
+    )
     (loss, grads), (loss_s, grads_s) = loss_and_gradients(plain, "cuda"), loss_and_gradients(selective, "cuda")
     assert loss == loss_s
     assert all(torch.equal(grad, grads_s[name]) for name, grad in grads.items() if "embeddings" not in name)
@@ -212,7 +215,8 @@ def test_a_launcher_starts_one_rank(folder: Path):
 def test_dropout_draws_anew(folder: Path):
     mpu.initialize_model_parallel(1)
     mpu.model_parallel_cuda_manual_seed(1)
-    model = GPT2Model(replace(SHAPE, attention_dropout=0.1, hidden_dropout=0.1), device="cuda").train()
+    dropping = replace(SHAPE, attention_dropout=0.1, hidden_dropout=0.1)
+    model = GPT2Model(dropping, layer_config(dropping, device="cuda")).train()
     first, second = (loss_and_gradients(model, "cuda")[0] for _ in range(2))
     assert first != second
 

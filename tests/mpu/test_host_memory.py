@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import mpu
-from megatron.gpt2.model.gpt2 import GPT2Model
+from megatron.gpt2.model.gpt2 import GPT2Model, layer_config
 from tests.distributed import run_ranks
 from tests.megatron.gpt2.train.training_runs import SHAPE
 from tests.mpu.test_cross_entropy import MemoryCounter
@@ -81,9 +81,9 @@ def test_a_step_is_the_same_with_what_it_keeps_on_the_host(recompute: str):
 
     def two_passes(host: mpu.HostMemory | None) -> list[Tensor]:
         """Losses and gradients of two forward passes, whose backward comes after both, as in a pipeline."""
-        model = GPT2Model(
-            shape, dropout_seed=1, recompute=recompute, cpu_offloading_num_layers=3 if recompute == "none" else 0
-        )
+        offloaded = 3 if recompute == "none" else 0
+        layer = layer_config(shape, recompute_granularity=recompute, cpu_offloading_num_layers=offloaded)
+        model = GPT2Model(shape, layer, dropout_seed=1)
         model.transformer.host_memory = host
         losses = [
             model(tokens, tokens, torch.full((2, 32), 1 / 64), samples=torch.tensor([2 * n, 2 * n + 1]))

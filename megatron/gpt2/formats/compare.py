@@ -11,7 +11,7 @@ from torch import Tensor
 import mpu
 from megatron.gpt2.checkpoint.source import Source, check_facts
 from megatron.gpt2.checkpoint.state import load_state
-from megatron.gpt2.model.gpt2 import GPT2Model
+from megatron.gpt2.model.gpt2 import GPT2Model, layer_config
 from megatron.gpt2.model.parameters import parameter_specs
 from megatron.gpt2.optimizer.flat_state import FlatState
 
@@ -137,7 +137,9 @@ def _logits(source: Source, tokens: Tensor, kind: str = "model", dtype: torch.dt
     if not mpu.model_parallel_is_initialized():
         mpu.initialize_model_parallel(1)
     config = check_facts(source)
-    model = GPT2Model(config, device="meta").to_empty(device="cpu").eval()  # no weight is drawn, to be replaced
+    model = (
+        GPT2Model(config, layer_config(config, device="meta")).to_empty(device="cpu").eval()
+    )  # no weight is drawn, to be replaced
     weights = [FlatState(kind, name, parameter.detach().view(-1)) for name, parameter in model.named_parameters()]
     load_state(weights, parameter_specs(config), source, mp_rank=0, mp_size=1)
     for weight in weights:

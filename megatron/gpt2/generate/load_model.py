@@ -13,7 +13,7 @@ from megatron.gpt2.checkpoint.foreign import refuse_foreign
 from megatron.gpt2.checkpoint.reader import Checkpoint
 from megatron.gpt2.checkpoint.source import check_facts
 from megatron.gpt2.checkpoint.state import load_state, whole_parameters
-from megatron.gpt2.model.gpt2 import GPT2Model
+from megatron.gpt2.model.gpt2 import GPT2Model, layer_config
 from megatron.gpt2.model.parameters import parameter_specs
 from megatron.gpt2.pipeline.stages import layers_of_stages
 
@@ -68,7 +68,7 @@ def load_for_inference(
     stage = layers_of_stages(config.num_layers, parallel.pipeline_model_parallel_size)[
         parallel.pipeline_model_parallel_rank
     ]
-    model = GPT2Model(config, chunks=[stage], device=device)
+    model = GPT2Model(config, layer_config(config, device=device), chunks=[stage])
     load_state(
         whole_parameters(model.named_parameters()),
         parameter_specs(config, ranks),

@@ -8,6 +8,7 @@ Parameter names are those of Megatron's 2019 checkpoints.
 """
 
 import contextlib
+import dataclasses
 import functools
 import hashlib
 import math
@@ -18,7 +19,6 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 
 import mpu
 from megatron.gpt2.config import ModelConfig
@@ -157,16 +157,30 @@ class TiedGradient(Protocol):
         """Add the gradients [t, h] of the rows whose numbers are [t] int64. Numbers repeat."""
 
 
+def layer_config(config: ModelConfig, **how: Any) -> mpu.TransformerConfig:
+    """The config of the layers of a model. how: they are parallel, recomputed and placed, in the names of
+    `mpu.TransformerConfig`; by default plain, over the default tensor-parallel group."""
+    return mpu.TransformerConfig(
+        config.hidden_size,
+        config.num_attention_heads,
+        config.ffn_size,
+        attention_dropout=config.attention_dropout,
+        hidden_dropout=config.hidden_dropout,
+        layernorm_epsilon=config.layernorm_epsilon,
+        gelu=config.gelu,
+        **how,
+    )
+
+
 class GPT2Model(nn.Module):
     """GPT-2 over a tensor-parallel group, in float32; the optimizer or `.to(dtype)` lowers the precision.
 
-    config: its vocab_size is the true size. Raises ValueError where that is None.
+    config: its vocab_size is the true size. Raises ValueError if that is None. layer: made by `layer_config` (default:
+    plain layers).
     chunks: the successive layers, by number, that this rank of a pipeline holds (default: all, in one chunk).
-    recompute and what follows it up to sequence_parallel: see `mpu.TransformerConfig`.
     dropout_seed: of masks that do not depend on the layout, where `forward` is given the numbers of its samples. None:
     dropout draws from torch's generators.
-    group: over which each layer is split (default: the default tensor-parallel group).
-    modules: of what it is made, for instance `exact_modules(4)`.
+    modules: of what it is made: layers, head and loss.
     """
 
     word_embeddings: mpu.VocabParallelEmbedding  # on the first and the last stage of a pipeline
@@ -175,30 +189,29 @@ class GPT2Model(nn.Module):
     def __init__(
         self,
         config: ModelConfig,
+        layer: mpu.TransformerConfig | None = None,
         *,
         chunks: Sequence[range] | None = None,
         seed: int = 1234,
         dropout_seed: int | None = None,
-        recompute: str = "none",
-        recompute_num_layers: int = 1,
-        distribute_saved_activations: bool = False,
-        checkpoint_in_cpu: bool = False,
-        cpu_offloading_num_layers: int = 0,
-        sequence_parallel: bool = False,
-        group: ProcessGroup | None = None,
-        device: torch.device | str | None = None,
         modules: mpu.Modules = mpu.PLAIN_MODULES,
     ) -> None:
         super().__init__()
         if config.vocab_size is None:
             raise ValueError("the model needs the tokenizer's vocabulary size (--vocab-size)")
+        layer = layer or layer_config(config)
         self.config = config
         self.vocab_size = config.vocab_size
         self.chunks = tuple(chunks) if chunks is not None else (range(config.num_layers),)
         self.has_embeddings, self.has_head = self.chunks[0].start == 0, self.chunks[-1].stop == config.num_layers
-        self.group = group if group is not None else mpu.get_tensor_model_parallel_group()
+        self.group = layer.group if layer.group is not None else mpu.get_tensor_model_parallel_group()
         self.rank, self.world_size = group_rank_and_size(self.group)
-        self.sequence_parallel = sequence_parallel and self.world_size > 1
+        self.sequence_parallel = layer.sequence_parallel and self.world_size > 1
+        where: dict[str, Any] = {
+            "sequence_parallel": self.sequence_parallel,
+            "group": self.group,
+            "device": layer.device,
+        }
         # Each layer adds two branches to the residual stream: their last weights start smaller (GPT-2).
         output_std = config.init_method_std / math.sqrt(2 * config.num_layers)
 
@@ -214,43 +227,19 @@ class GPT2Model(nn.Module):
                 config.vocab_size,
                 config.hidden_size,
                 padded_size=self.padded_vocab_size,
-                sequence_parallel=self.sequence_parallel,
                 init_method=init_method_for(TIED),
-                group=self.group,
-                device=device,
+                **where,
             )
         if self.has_embeddings:
             self.position_embeddings = modules.position_embedding(
                 config.max_position_embeddings,
                 config.hidden_size,
                 init_method_for("position_embeddings.weight"),
-                sequence_parallel=self.sequence_parallel,
-                group=self.group,
-                device=device,
+                **where,
             )
         numbers = [number for chunk in self.chunks for number in chunk]
         self.transformer = Transformer(
-            config.num_layers,
-            numbers,
-            mpu.TransformerConfig(
-                config.hidden_size,
-                config.num_attention_heads,
-                config.ffn_size,
-                attention_dropout=config.attention_dropout,
-                hidden_dropout=config.hidden_dropout,
-                layernorm_epsilon=config.layernorm_epsilon,
-                gelu=config.gelu,
-                recompute_granularity=recompute,
-                recompute_num_layers=recompute_num_layers,
-                distribute_saved_activations=distribute_saved_activations,
-                checkpoint_in_cpu=checkpoint_in_cpu,
-                cpu_offloading_num_layers=cpu_offloading_num_layers,
-                sequence_parallel=self.sequence_parallel,
-                group=self.group,
-                device=device,
-            ),
-            init_method_for,
-            modules,
+            config.num_layers, numbers, dataclasses.replace(layer, **where), init_method_for, modules
         )
         self.dropout_seed = dropout_seed
         self._cross_entropy = modules.linear_cross_entropy

@@ -7,7 +7,7 @@ from torch.distributed import ProcessGroup
 
 import mpu
 from megatron.gpt2.config import ModelConfig
-from megatron.gpt2.model.gpt2 import GPT2Model
+from megatron.gpt2.model.gpt2 import GPT2Model, layer_config
 
 
 def parameter_specs(config: ModelConfig, model_parallel_size: int = 1) -> dict[str, mpu.PartitionSpec]:
@@ -19,7 +19,8 @@ def parameter_specs(config: ModelConfig, model_parallel_size: int = 1) -> dict[s
     """
     multiple = math.lcm(config.make_vocab_size_divisible_by, model_parallel_size)
     alone = ProcessGroup(0, 1)  # type: ignore[call-arg]  # rank and size, without a store
-    model = GPT2Model(replace(config, num_layers=1, make_vocab_size_divisible_by=multiple), group=alone, device="meta")
+    one = replace(config, num_layers=1, make_vocab_size_divisible_by=multiple)
+    model = GPT2Model(one, layer_config(one, group=alone, device="meta"))
     of_one_layer, first = mpu.partition_specs(model), "transformer.layers.0."
     layers = {
         name.replace(first, f"transformer.layers.{number}."): spec

@@ -12,7 +12,7 @@ import mpu
 from megatron.gpt2.config import without_effect
 from megatron.gpt2.hooks import first
 from megatron.gpt2.model.attention_backend import choose_attention
-from megatron.gpt2.model.gpt2 import TIED, GPT2Model
+from megatron.gpt2.model.gpt2 import TIED, GPT2Model, layer_config
 from megatron.gpt2.optimizer.flat_parameters import FlatParameters
 from megatron.gpt2.optimizer.gradient_reducer import (
     GradientReducer,
@@ -51,7 +51,7 @@ class Engine:
     optimizer: AdamWOptimizer
 
 
-@dataclass(kw_only=True)
+@dataclass
 class Progress:
     """iteration: steps that are done. consumed_samples: training samples that they took, over all ranks.
     skipped_samples: those between them that no step took, after a spike of the loss.
@@ -62,19 +62,9 @@ class Progress:
 
     iteration: int
     consumed_samples: int
+    skipped_samples: int
     loss_sum: Tensor
-    skipped_samples: int = 0
     started: float = field(default_factory=time.monotonic)
-
-    @staticmethod
-    def at(iteration: int, consumed_samples: int, skipped_samples: int, device: torch.device) -> Progress:
-        """The beginning of a run that continues there; (0, 0, 0) for a new one."""
-        return Progress(
-            iteration=iteration,
-            consumed_samples=consumed_samples,
-            skipped_samples=skipped_samples,
-            loss_sum=torch.zeros((), dtype=torch.float64, device=device),
-        )
 
     def step(self, samples: int) -> None:
         """One more iteration is done, which took `samples` samples over all ranks."""
@@ -85,69 +75,69 @@ class Progress:
 def build_engine(prepared: PreparedRun, parallel: mpu.ParallelState, log: Log) -> Engine:
     """The model with random weights and its fresh optimizer. Every rank calls it."""
     config, device, hooks = prepared.config, prepared.device, prepared.hooks
-    seed_random_streams(config.train.seed, parallel, device)
-    shape = config.model
-    if reason := choose_attention(
-        config.train.attention_backend,
-        device,
-        prepared.dtype,
-        b=config.train.micro_batch_size,
-        s=config.data.seq_length,
-        n=shape.num_attention_heads // parallel.tensor_model_parallel_size,
-        d=shape.hidden_size // shape.num_attention_heads,
-        dropout_p=shape.attention_dropout,
-    ):
-        log(reason)
-    if (
-        config.train.dropout_rng == "counter"
-        and shape.attention_dropout > 0
-        and not kernels.attention_takes_keys(device.type)
-    ):
-        log(
+    shape, train, layout = config.model, config.train, config.parallel
+    seed_random_streams(train.seed, parallel, device)
+    draws_by_counter = train.dropout_rng == "counter"
+    lines = [
+        choose_attention(
+            train.attention_backend,
+            device,
+            prepared.dtype,
+            b=train.micro_batch_size,
+            s=config.data.seq_length,
+            n=shape.num_attention_heads // parallel.tensor_model_parallel_size,
+            d=shape.hidden_size // shape.num_attention_heads,
+            dropout_p=shape.attention_dropout,
+        )
+    ]
+    if draws_by_counter and shape.attention_dropout > 0 and not kernels.attention_takes_keys(device.type):
+        lines.append(
             "attention dropout: the kernel draws its own masks, which change with the layout; with "
             "--attention-dropout 0 layouts are comparable"
         )
-    for line in without_effect(config, device.type):
+    for line in filter(None, [*lines, *without_effect(config, device.type)]):
         log(line)
-    stages = config.layers_of_stages()
+    stage, stages = parallel.pipeline_model_parallel_rank, parallel.pipeline_model_parallel_size
     model = GPT2Model(
-        config.model,
-        seed=config.train.seed,
-        device=device,
-        chunks=stages[parallel.pipeline_model_parallel_rank :: parallel.pipeline_model_parallel_size],
-        dropout_seed=config.train.seed if config.train.dropout_rng == "counter" else None,
-        recompute=config.train.recompute_granularity,
-        recompute_num_layers=config.train.recompute_num_layers,
-        distribute_saved_activations=config.parallel.partition_activations,
-        checkpoint_in_cpu=config.parallel.checkpoint_in_cpu,
-        cpu_offloading_num_layers=config.parallel.cpu_offloading_num_layers,
-        sequence_parallel=config.parallel.sequence_parallel,
+        shape,
+        layer_config(
+            shape,
+            recompute_granularity=train.recompute_granularity,
+            recompute_num_layers=train.recompute_num_layers,
+            distribute_saved_activations=layout.partition_activations,
+            checkpoint_in_cpu=layout.checkpoint_in_cpu,
+            cpu_offloading_num_layers=layout.cpu_offloading_num_layers,
+            sequence_parallel=layout.sequence_parallel,
+            device=device,
+        ),
+        seed=train.seed,
+        chunks=config.layers_of_stages()[stage::stages],
+        dropout_seed=train.seed if draws_by_counter else None,
         modules=first(hook.modules() for hook in hooks) or mpu.PLAIN_MODULES,
     )
-    if config.train.compile:
+    if train.compile:
         model.compile_layers(by_document=config.data.reset_attention_mask)
+    is_shared = parallel.embedding_group is not None or any(hook.splits_tied_gradient for hook in hooks)
     flat = FlatParameters(
         model,
         prepared.dtype,
-        bucket_size=bucket_size(config.parallel.ddp_bucket_size, parallel.data_parallel_size),
+        bucket_size=bucket_size(layout.ddp_bucket_size, parallel.data_parallel_size),
         ranks=(parallel.data_parallel_rank, parallel.data_parallel_size),
-        sharded=config.parallel.use_distributed_optimizer,
-        offloaded=config.parallel.cpu_offload_optimizer,
-        shared=TIED
-        if parallel.embedding_group is not None or any(hook.splits_tied_gradient for hook in hooks)
-        else None,
+        sharded=layout.use_distributed_optimizer,
+        offloaded=layout.cpu_offload_optimizer,
+        shared=TIED if is_shared else None,
         is_copy=not model.has_embeddings,
     )
     reducer, forward = reducer_for(prepared, flat, model, parallel)
     gatherer = ParameterGatherer(flat, model, parallel.data_parallel_group)
-    before = prepared.batch_schedule.before_steps(prepared.train_iters) / prepared.global_batch_size
-    rates = LearningRate(config.optimizer, prepared.decay_iters, prepared.global_batch_size).table(before)
+    batch = prepared.global_batch_size
+    before = prepared.batch_schedule.before_steps(prepared.train_iters) / batch
     optimizer = AdamWOptimizer(
         flat,
         gatherer,
         config.optimizer,
         build_loss_scaler(config.optimizer, prepared.dtype, device),
-        torch.from_numpy(rates),
+        torch.from_numpy(LearningRate(config.optimizer, prepared.decay_iters, batch).table(before)),
         first(hook.squared_norm(device) for hook in hooks) or mpu.squared_norm,
     )
     return Engine(model=model, forward=forward, flat=flat, reducer=reducer, gatherer=gatherer, optimizer=optimizer)

@@ -142,7 +142,7 @@ def build_run(prepared: PreparedRun, log: Log) -> Run:
             log=run_log,
             timers=timers,
             stop=StopSignal(prepared.timeout),
-            progress=Progress.at(iteration, consumed, skipped, device),
+            progress=Progress(iteration, consumed, skipped, torch.zeros((), dtype=torch.float64, device=device)),
             peak=devices.peak_flops(device, prepared.dtype),
             settings=settings.pop_all(),
             hooks=hooks,

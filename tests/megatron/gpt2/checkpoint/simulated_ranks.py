@@ -21,7 +21,7 @@ from megatron.gpt2.checkpoint.reader import Checkpoint
 from megatron.gpt2.checkpoint.state import load_state, state_pieces
 from megatron.gpt2.checkpoint.writer import Piece, write_checkpoint
 from megatron.gpt2.config import ModelConfig
-from megatron.gpt2.model.gpt2 import GPT2Model
+from megatron.gpt2.model.gpt2 import GPT2Model, layer_config
 from megatron.gpt2.model.parameters import parameter_specs
 from megatron.gpt2.optimizer.flat_parameters import FlatParameters
 from megatron.gpt2.optimizer.flat_state import FlatState
@@ -59,7 +59,7 @@ class SimulatedRanks:
             data_parallel_size=layout.data_parallel,
         )
         with mock.patch("mpu.initialize._default", state):
-            model = GPT2Model(shape, device="meta")
+            model = GPT2Model(shape, layer_config(shape, device="meta"))
         self.flat = FlatParameters(
             model, torch.bfloat16, bucket_size=bucket_size, ranks=(0, layout.data_parallel), sharded=True
         )

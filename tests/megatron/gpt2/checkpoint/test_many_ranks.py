@@ -14,7 +14,7 @@ from megatron.gpt2.checkpoint.manifest import MANIFEST
 from megatron.gpt2.checkpoint.reader import Checkpoint
 from megatron.gpt2.checkpoint.writer import Piece, write_checkpoint
 from megatron.gpt2.config import ModelConfig
-from megatron.gpt2.model.gpt2 import GPT2Model
+from megatron.gpt2.model.gpt2 import GPT2Model, layer_config
 from megatron.gpt2.optimizer.flat_parameters import FlatParameters
 from tests.megatron.gpt2.checkpoint.simulated_ranks import KINDS, Layout, SimulatedRanks, simulate
 
@@ -37,7 +37,11 @@ def test_the_simulated_ranks_own_what_real_ones_do() -> None:
     simulated = SimulatedRanks(SHAPE, Layout(1, 3), BUCKET)
     for dp_rank in range(3):
         real = FlatParameters(
-            GPT2Model(SHAPE, device="meta"), torch.bfloat16, bucket_size=BUCKET, ranks=(dp_rank, 3), sharded=True
+            GPT2Model(SHAPE, layer_config(SHAPE, device="meta")),
+            torch.bfloat16,
+            bucket_size=BUCKET,
+            ranks=(dp_rank, 3),
+            sharded=True,
         )
         own = {
             name: (start, part.stop - part.start)

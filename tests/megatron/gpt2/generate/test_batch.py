@@ -13,7 +13,7 @@ import torch
 import mpu
 from megatron.gpt2.generate.generation import Batch, Continuation, Finished, Generator, generate
 from megatron.gpt2.generate.sampling import Sampling
-from megatron.gpt2.model.gpt2 import GPT2Model
+from megatron.gpt2.model.gpt2 import GPT2Model, layer_config
 from tests.distributed import run_ranks
 from tests.megatron.gpt2.generate.test_generation import CONFIG, SETTINGS, TOKENIZER
 
@@ -118,7 +118,9 @@ def texts_of_a_rank(rank: int, world_size: int) -> list[list[list[int]]]:
     mpu.initialize_model_parallel(world_size)
     found = []
     for sequence_parallel in (False, True):
-        generator = Generator(endless(GPT2Model(CONFIG, sequence_parallel=sequence_parallel)), TOKENIZER)
+        generator = Generator(
+            endless(GPT2Model(CONFIG, layer_config(CONFIG, sequence_parallel=sequence_parallel))), TOKENIZER
+        )
         if rank:
             generator.follow()
             continue

@@ -28,7 +28,7 @@ from megatron.gpt2.generate.load_model import load_for_inference
 from megatron.gpt2.generate.orders import untimed_group
 from megatron.gpt2.generate.sampling import Sampling
 from megatron.gpt2.generate.scoring import Window, score
-from megatron.gpt2.model.gpt2 import GPT2Model
+from megatron.gpt2.model.gpt2 import GPT2Model, layer_config
 from tests.distributed import run_ranks
 
 TOKENIZER = build_tokenizer("bytes")
@@ -226,7 +226,7 @@ def texts_of_a_rank(rank: int, world_size: int, sequence_parallel: bool) -> tupl
     mpu.initialize_model_parallel(world_size)
     try:
         torch.manual_seed(rank)  # ranks that drew for themselves would differ
-        model = GPT2Model(CONFIG, sequence_parallel=sequence_parallel).train()
+        model = GPT2Model(CONFIG, layer_config(CONFIG, sequence_parallel=sequence_parallel)).train()
         # The other ranks' prompts do not count: the first one's do.
         made = continued(model, PROMPTS if rank == 0 else [b"?"] * 5, SETTINGS)
         assert model.training, "as it was before"

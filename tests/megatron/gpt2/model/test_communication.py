@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import mpu
-from megatron.gpt2.model.gpt2 import GPT2Model
+from megatron.gpt2.model.gpt2 import GPT2Model, layer_config
 from tests.distributed import run_ranks
 from tests.megatron.gpt2.train.training_runs import SHAPE
 
@@ -34,7 +34,8 @@ class CollectiveCounter(TorchDispatchMode):
 def count(rank: int, world_size: int, dropout: float, **how: Any) -> dict[str, int]:
     mpu.initialize_model_parallel(world_size)
     mpu.model_parallel_cuda_manual_seed(1)
-    model = GPT2Model(replace(SHAPE, attention_dropout=dropout, hidden_dropout=dropout), **how).train()
+    shape = replace(SHAPE, attention_dropout=dropout, hidden_dropout=dropout)
+    model = GPT2Model(shape, layer_config(shape, **how)).train()
     tokens = torch.arange(4 * 32).view(4, 32) % 97
     counter = CollectiveCounter()
     with counter:
@@ -90,7 +91,7 @@ def test_full_recompute(dropout: float, per_layer: int):
 
 
 def count_full(rank: int, world_size: int, dropout: float) -> dict[str, int]:
-    return count(rank, world_size, dropout, recompute="full")
+    return count(rank, world_size, dropout, recompute_granularity="full")
 
 
 def test_selective_recompute_talks_no_more():
@@ -98,4 +99,4 @@ def test_selective_recompute_talks_no_more():
 
 
 def count_selective(rank: int, world_size: int) -> dict[str, int]:
-    return count(rank, world_size, 0.0, recompute="selective")
+    return count(rank, world_size, 0.0, recompute_granularity="selective")

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import mpu
-from megatron.gpt2.model.gpt2 import GPT2Model
+from megatron.gpt2.model.gpt2 import GPT2Model, layer_config
 from tests.distributed import run_ranks
 from tests.megatron.gpt2.train.training_runs import SHAPE
 
@@ -31,13 +31,10 @@ def differences(rank: int, world_size: int) -> dict[str, float]:
     """Greatest difference between compiled and eager, relative to the loss and to each gradient's greatest entry."""
     mpu.initialize_model_parallel(world_size)
     forget()
-    greatest = {}
+    greatest, shape = {}, replace(SHAPE, hidden_dropout=0.1)
     for name, how in {"plain": {}, "sequence_parallel": {"sequence_parallel": True}}.items():
         if name == "plain" or world_size > 1:
-            eager, compiled = (
-                GPT2Model(replace(SHAPE, hidden_dropout=0.1), dropout_seed=5, **how).train()  # type: ignore[arg-type]
-                for _ in range(2)
-            )
+            eager, compiled = (GPT2Model(shape, layer_config(shape, **how), dropout_seed=5).train() for _ in range(2))
             # The C++ of one graph for each size takes long enough; this one differs by its collectives alone.
             compiled.compile_layers(backend="aot_eager" if name == "plain" and world_size > 1 else "inductor")
             (loss, grads), (loss_c, grads_c) = loss_and_gradients(eager), loss_and_gradients(compiled)
@@ -63,11 +60,9 @@ def breaks(
     """How often dynamo leaves the graph, by the reason given, for one layer."""
     mpu.initialize_model_parallel(world_size)
     mpu.model_parallel_cuda_manual_seed(1)
-    model = GPT2Model(
-        replace(SHAPE, attention_dropout=dropout, hidden_dropout=dropout, num_layers=1),
-        sequence_parallel=sequence_parallel,
-        dropout_seed=dropout_seed,
-    ).train()
+    shape = replace(SHAPE, attention_dropout=dropout, hidden_dropout=dropout, num_layers=1)
+    layer = layer_config(shape, sequence_parallel=sequence_parallel)
+    model = GPT2Model(shape, layer, dropout_seed=dropout_seed).train()
     forget()
     model.compile_layers(backend="eager")
     loss_and_gradients(model)

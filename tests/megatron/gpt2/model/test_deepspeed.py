@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import mpu
-from megatron.gpt2.model.gpt2 import GPT2Model
+from megatron.gpt2.model.gpt2 import GPT2Model, layer_config
 from mpu.random import RNGStatesTracker
 from tests.distributed import run_ranks
 from tests.megatron.gpt2.train.training_runs import SHAPE
@@ -118,7 +118,13 @@ def deepspeed(partition: bool) -> dict[str, Any]:
 
 def gradients(dtype: torch.dtype, recompute: str, of_documents: bool, sequence_parallel: bool) -> dict[str, Tensor]:
     mpu.model_parallel_cuda_manual_seed(5)
-    model = GPT2Model(DROPPING, recompute=recompute, sequence_parallel=sequence_parallel).to(dtype).train()
+    model = (
+        GPT2Model(
+            DROPPING, layer_config(DROPPING, recompute_granularity=recompute, sequence_parallel=sequence_parallel)
+        )
+        .to(dtype)
+        .train()
+    )
     tokens = torch.arange(4 * 32).view(4, 32) % 97
     documents = mpu.Documents(tokens, 11, "cpu") if of_documents else None
     for _ in range(2):  # the second time the streams have moved on
@@ -169,7 +175,7 @@ def losses_by_deepspeed(rank: int, world_size: int) -> dict[str, list[float]]:
 
     def make(sequence_parallel: bool) -> tuple[GPT2Model, torch.optim.Optimizer]:
         mpu.model_parallel_cuda_manual_seed(5)
-        model = GPT2Model(SHAPE, sequence_parallel=sequence_parallel).train()
+        model = GPT2Model(SHAPE, layer_config(SHAPE, sequence_parallel=sequence_parallel)).train()
         return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
 
     seen: dict[str, list[float]] = {}

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import mpu
-from megatron.gpt2.model.gpt2 import GPT2Model
+from megatron.gpt2.model.gpt2 import GPT2Model, layer_config
 from megatron.gpt2.model.parameters import parameter_specs
 from megatron.gpt2.train.data import document_positions
 from megatron.gpt2.train.evaluate import evaluate
@@ -89,12 +89,19 @@ def by_document(rank: int, world_size: int, b: int) -> dict[str, tuple[Tensor, d
     mpu.initialize_model_parallel(world_size)
     layouts: dict[str, dict[str, Any]] = {
         "plain": {},
-        "selective": {"recompute": "selective"},
-        "full": {"recompute": "full"},
+        "selective": {"recompute_granularity": "selective"},
+        "full": {"recompute_granularity": "full"},
     }
     if world_size > 1:
-        layouts["sequence parallel"] = {"sequence_parallel": True, "recompute": "full", "recompute_num_layers": 2}
-    return {name: loss_and_gradients(GPT2Model(SHAPE, **how).train(), b) for name, how in layouts.items()}
+        layouts["sequence parallel"] = {
+            "sequence_parallel": True,
+            "recompute_granularity": "full",
+            "recompute_num_layers": 2,
+        }
+    return {
+        name: loss_and_gradients(GPT2Model(SHAPE, layer_config(SHAPE, **how)).train(), b)
+        for name, how in layouts.items()
+    }
 
 
 @pytest.mark.parametrize("b", [1, 4])

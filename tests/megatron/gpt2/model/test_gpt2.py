@@ -14,7 +14,7 @@ from torch import Tensor
 
 import mpu
 from megatron.gpt2.config import ModelConfig
-from megatron.gpt2.model.gpt2 import GPT2Model, seeded_normal
+from megatron.gpt2.model.gpt2 import GPT2Model, layer_config, seeded_normal
 from megatron.gpt2.model.parameters import count_parameters, parameter_specs
 from tests.distributed import run_ranks
 
@@ -236,7 +236,7 @@ class Summed:
 
 def tied_gradient(rank: int, world_size: int, sequence_parallel: bool) -> tuple[float, list[str]]:
     mpu.initialize_model_parallel(world_size)
-    model = GPT2Model(SMALL, sequence_parallel=sequence_parallel).train()
+    model = GPT2Model(SMALL, layer_config(SMALL, sequence_parallel=sequence_parallel)).train()
     tokens = torch.randint(0, 101, (3, 20), generator=torch.Generator().manual_seed(1))  # ids repeat
     weight = torch.full(tokens.shape, 1 / tokens.numel())
     model(tokens, tokens.flip(1), weight).mul(3.0).backward()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import mpu
-from megatron.gpt2.model.gpt2 import GPT2Model
+from megatron.gpt2.model.gpt2 import GPT2Model, layer_config
 from tests.distributed import run_ranks
 from tests.megatron.gpt2.train.training_runs import SHAPE, finish, merged, start, steps, write_text
 
@@ -94,7 +94,7 @@ def partial_and_complete(rank: int, world_size: int) -> dict[str, list[bool]]:
     tokens = torch.arange(4 * 32).view(4, 32) % 97
 
     def model_after_backward(dtype: torch.dtype = torch.float32, hook: bool = False, **how: Any) -> GPT2Model:
-        model = GPT2Model(SHAPE, **how).to(dtype)
+        model = GPT2Model(SHAPE, layer_config(SHAPE, **how)).to(dtype)
         for parameter in model.parameters():
             if hook and getattr(parameter, "sequence_parallel", False):
                 parameter.register_hook(mpu.reduce_from_model_parallel_region)
@@ -134,7 +134,7 @@ def saved_bytes(rank: int, world_size: int, sequence_parallel: bool) -> int:
     """Bytes that one forward keeps for its backward, weights left out, each storage once."""
     mpu.initialize_model_parallel(world_size)
     mpu.model_parallel_cuda_manual_seed(1)
-    model = GPT2Model(SHAPE, sequence_parallel=sequence_parallel).train()
+    model = GPT2Model(SHAPE, layer_config(SHAPE, sequence_parallel=sequence_parallel)).train()
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
     kept: dict[int, int] = {}
 

@@ -13,7 +13,7 @@ import mpu
 from megatron.gpt2.config import ModelConfig
 from megatron.gpt2.extensions.exact import exact_modules, exact_squared_norm, tree_sum
 from megatron.gpt2.extensions.exact.sums import sum_of_products
-from megatron.gpt2.model.gpt2 import GPT2Model
+from megatron.gpt2.model.gpt2 import GPT2Model, layer_config
 from tests.distributed import run_ranks
 
 SHAPE = ModelConfig(
@@ -45,7 +45,12 @@ def gradients(
     found = []
     for dtype, sequence_parallel, recompute, by_document in cases:
         model = (
-            GPT2Model(SHAPE, sequence_parallel=sequence_parallel, dropout_seed=7, recompute=recompute, modules=modules)
+            GPT2Model(
+                SHAPE,
+                layer_config(SHAPE, sequence_parallel=sequence_parallel, recompute_granularity=recompute),
+                dropout_seed=7,
+                modules=modules,
+            )
             .to(dtype)
             .train()
         )
