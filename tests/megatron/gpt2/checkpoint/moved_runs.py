@@ -50,14 +50,9 @@ class Layout(NamedTuple):
 
     @property
     def flags(self) -> list[str]:
-        return [
-            "--model-parallel-size",
-            str(self.model_parallel),
-            *["--use-distributed-optimizer"] * self.sharded,
-            "--pipeline-model-parallel-size",
-            str(self.pipeline),
-            *["--num-virtual-stages-per-pipeline-rank", str(self.chunks)] * (self.chunks > 1),
-        ]
+        flags = f"--model-parallel-size {self.model_parallel} --pipeline-model-parallel-size {self.pipeline}"
+        flags += " --use-distributed-optimizer" * self.sharded
+        return (flags + f" --num-virtual-stages-per-pipeline-rank {self.chunks}" * (self.chunks > 1)).split()
 
 
 LAYOUTS = [Layout(mp, dp, sharded) for mp in (1, 2, 4) for dp in (1, 2) for sharded in (False, True)]

@@ -52,29 +52,23 @@ def rank_files(state: dict[tuple[str, str], Tensor], mp_rank: int, mp_size: int)
     }
 
 
+def write(folder: Path, iteration: int, files: Any, **options: Any) -> Path:
+    """`write_checkpoint`, by default as the only rank."""
+    chosen = {"facts": {}, "rank": 0, "world_size": 1, "attempt": "a", "timeout_s": 60.0, **options}
+    return write_checkpoint(folder, iteration, files=files, **chosen)
+
+
 def save(folder: Path, iteration: int, mp_size: int = 2, seed: int | None = None, **options: Any) -> list[str]:
     """A checkpoint written by `mp_size` ranks, here threads. What it logged."""
     state = full_state(iteration if seed is None else seed)
     said: list[str] = []
+    chosen: dict[str, Any] = {"facts": {"consumed_samples": iteration}, "log": said.append, **options}
 
-    def write(rank: int) -> Path:
-        return write_checkpoint(
-            folder,
-            iteration,
-            **{
-                "facts": {"consumed_samples": iteration},
-                "files": rank_files(state, rank, mp_size),
-                "rank": rank,
-                "world_size": mp_size,
-                "attempt": "a",
-                "timeout_s": 60.0,
-                "log": said.append,
-                **options,
-            },
-        )
+    def write_rank(rank: int) -> Path:
+        return write(folder, iteration, rank_files(state, rank, mp_size), rank=rank, world_size=mp_size, **chosen)
 
     with ThreadPoolExecutor(mp_size) as ranks:
-        assert set(ranks.map(write, range(mp_size))) == {folder / f"iter_{iteration:07d}"}
+        assert set(ranks.map(write_rank, range(mp_size))) == {folder / f"iter_{iteration:07d}"}
     return said
 
 

@@ -28,34 +28,10 @@ Files = dict[str, bytes]  # by path in the --save folder
 
 
 def train(rank: int, world_size: int, folder: str) -> None:
-    run = start(
-        rank,
-        world_size,
-        folder,
-        [
-            "--num-layers",
-            "1",
-            "--hidden-size",
-            "16",
-            "--num-attention-heads",
-            "2",
-            "--max-position-embeddings",
-            "8",
-            "--seq-length",
-            "8",
-            "--model-parallel-size",
-            "2",
-            "--use-distributed-optimizer",
-            "--ddp-bucket-size",
-            "2000",
-            "--tokenizer-type",
-            "GPT2BPETokenizer",
-            "--vocab-file",
-            f"{folder}/vocab.json",
-            "--merge-file",
-            f"{folder}/merges.txt",
-        ],
-    )
+    shape = "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --max-position-embeddings 8 --seq-length 8"
+    layout = "--model-parallel-size 2 --use-distributed-optimizer --ddp-bucket-size 2000"
+    words = f"--tokenizer-type GPT2BPETokenizer --vocab-file {folder}/vocab.json --merge-file {folder}/merges.txt"
+    run = start(rank, world_size, folder, f"{shape} {layout} {words}".split())
     for count in (OLDER, NEWER - OLDER):
         steps(run, count)
         assert run.save() is not None

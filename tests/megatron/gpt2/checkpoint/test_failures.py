@@ -1,41 +1,41 @@
-"""A crash or an error at any moment of a save leaves the earlier checkpoints loadable."""
+"""A crash, an error or a full disk at any moment of a save leaves the earlier checkpoints loadable."""
 
 from __future__ import annotations
 
+import contextlib
+import json
+import os
 import random
+import re
 import resource
+import shutil
 import subprocess
+import sys
 import time
+from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import pytest
+import torch
 
-from megatron.gpt2.checkpoint.writer import write_checkpoint
+from megatron.gpt2.checkpoint.folder import TRACKER, find_checkpoint
+from megatron.gpt2.checkpoint.manifest import MANIFEST
+from megatron.gpt2.checkpoint.writer import Piece
+from tests.conftest import ROOT
 from tests.megatron.gpt2.checkpoint.saved_states import (
     find,
     full_state,
     rank_files,
     save,
+    write,
 )
 from tests.warm_python import WarmPython
-
-REPOSITORY = Path(__file__).parents[4]
 
 
 def test_rank_0_names_the_rank_that_is_missing(tmp_path: Path) -> None:
     save(tmp_path, 100)
     with pytest.raises(TimeoutError, match="rank 1 within 0.2 s"):
-        write_checkpoint(
-            tmp_path,
-            200,
-            facts={},
-            files=rank_files(full_state(200), 0, 2),
-            rank=0,
-            world_size=2,
-            attempt="b",
-            timeout_s=0.2,
-        )
+        write(tmp_path, 200, rank_files(full_state(200), 0, 2), world_size=2, attempt="b", timeout_s=0.2)
     assert [path.name for path in tmp_path.glob("iter_*")] == ["iter_0000100"]
     assert find(tmp_path) == (100, "")
 
@@ -43,27 +43,9 @@ def test_rank_0_names_the_rank_that_is_missing(tmp_path: Path) -> None:
 def test_what_a_crashed_attempt_left_takes_no_part(tmp_path: Path) -> None:
     """Rank 1 had finished its part before the crash; its report must not stand for the new attempt."""
     save(tmp_path, 100)
-    write_checkpoint(
-        tmp_path,
-        200,
-        facts={},
-        files=rank_files(full_state(666), 1, 2),
-        rank=1,
-        world_size=2,
-        attempt="crashed",
-        timeout_s=5,
-    )
+    write(tmp_path, 200, rank_files(full_state(666), 1, 2), rank=1, world_size=2, attempt="crashed")
     with pytest.raises(TimeoutError, match="rank 1"):
-        write_checkpoint(
-            tmp_path,
-            200,
-            facts={},
-            files=rank_files(full_state(200), 0, 2),
-            rank=0,
-            world_size=2,
-            attempt="second",
-            timeout_s=0.1,
-        )
+        write(tmp_path, 200, rank_files(full_state(200), 0, 2), world_size=2, attempt="second", timeout_s=0.1)
     save(tmp_path, 200, attempt="third")
     assert find(tmp_path) == (200, "")
     assert not list(tmp_path.glob("*.tmp*"))
@@ -74,19 +56,18 @@ def test_disk_full(rank: int, tmp_path: Path) -> None:
     """In the place of a full disk, a limit on the size of files: the same error in the same place."""
     save(tmp_path, 100)
 
-    other: dict[str, Any] = {"facts": {}, "world_size": 2, "attempt": "b", "timeout_s": 5}
     if rank == 0:
-        write_checkpoint(tmp_path, 200, files=rank_files(full_state(200), 1, 2), rank=1, **other)
+        write(tmp_path, 200, rank_files(full_state(200), 1, 2), rank=1, world_size=2, attempt="b")
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2048, hard))  # of rank 1 the model fits, the optimizer does not
     try:
         with pytest.raises(OSError, match=r"safetensors: cannot write its [\d,]+ bytes: .*bytes are free"):
-            write_checkpoint(tmp_path, 200, files=rank_files(full_state(200), rank, 2), rank=rank, **other)
+            write(tmp_path, 200, rank_files(full_state(200), rank, 2), rank=rank, world_size=2, attempt="b")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     if rank == 1:  # rank 0 hears of it at once
         with pytest.raises(OSError, match="rank 1 could not write its part of .*mp_rank_01/optim"):
-            write_checkpoint(tmp_path, 200, files=rank_files(full_state(200), 0, 2), rank=0, **other)
+            write(tmp_path, 200, rank_files(full_state(200), 0, 2), world_size=2, attempt="b")
     assert [path.name for path in tmp_path.glob("iter_*")] == ["iter_0000100"]
     assert find(tmp_path) == (100, "")
 
@@ -94,28 +75,104 @@ def test_disk_full(rank: int, tmp_path: Path) -> None:
 WRITER = """
 import sys
 from pathlib import Path
-from tests.megatron.gpt2.checkpoint.saved_states import save
-for iteration in range(1, 10_000):
-    save(Path(sys.argv[1]), iteration % 7 + 1, 1, attempt=f"{sys.argv[2]}-{iteration}")
-    print(iteration % 7 + 1, flush=True)
+from megatron.gpt2.checkpoint.saver import Saver
+from tests.megatron.gpt2.checkpoint.saved_states import full_state, rank_files
+folder, attempt, way = sys.argv[1:]
+saver = Saver(folder=Path(folder), attempt=attempt, asynchronous=way == "async", log=lambda line: None)
+for count in range(10_000):
+    iteration = count % 7 + 1
+    saver.save(iteration, rank_files(full_state(iteration), 0, 1), {})
+    print(saver.saved_iteration or 0, flush=True)
 """
 
 
 def test_kill_9_leaves_the_last_one_loadable(python: WarmPython, tmp_path: Path) -> None:
-    """Numbers are saved again on purpose: renaming aside is part of what is interrupted."""
-    chance = random.Random(1)
-    for kill in range(3):
+    """At random moments around saves, at once or from a thread. Numbers are saved again on purpose: renaming aside is
+    part of what is interrupted."""
+    chance, inside = random.Random(1), 0
+    for kill in range(8):
         writer = subprocess.Popen(
-            [python.python, "-c", WRITER, str(tmp_path), str(kill)], cwd=REPOSITORY, stdout=subprocess.PIPE, text=True
+            [python.python, "-c", WRITER, str(tmp_path), str(kill), ("now", "async")[kill % 2]],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            text=True,
         )
         assert writer.stdout is not None
-        writer.stdout.readline()
+        first = writer.stdout.readline()
         time.sleep(chance.uniform(0.0, 0.2))
         writer.kill()
-        committed = [line for line in writer.stdout.read().splitlines() if line.isdigit()]
+        committed = [int(line) for line in (first + writer.stdout.read()).splitlines() if line.strip("0")]
         writer.wait()
+        inside += any(tmp_path.glob("*.tmp*"))
         iteration, _ = find(tmp_path)
-        assert iteration is not None
         # The one that was being committed may have made it.
-        if committed:
-            assert iteration in (int(committed[-1]), int(committed[-1]) % 7 + 1)
+        assert not committed or iteration in (committed[-1], committed[-1] % 7 + 1)
+    assert inside
+
+
+def save_until_it_fits(folder: str) -> None:
+    """With 0, 1, 2, ... free pages on the filesystem of `folder`: every way in which a save can run out of them."""
+    disk, ballast = Path(folder), Path(folder) / "ballast"
+    state = {iteration: torch.randn(3000, generator=torch.Generator().manual_seed(iteration)) for iteration in (1, 2)}
+
+    def save(iteration: int) -> list[str]:
+        """What went wrong on either rank."""
+        problems = []
+        for rank in (1, 0):
+            pieces = {f"x#{rank}": Piece(state[iteration][1500 * rank : 1500 * rank + 1500], (3000,), (1500 * rank,))}
+            try:
+                files = {f"mp_rank_0{rank}/model.safetensors": pieces}
+                facts = {"a manifest": "of three pages" * 600}
+                options = {"rank": rank, "world_size": 2, "timeout_s": 0.2, "log": pytest.fail}
+                write(disk / "save", iteration, files, facts=facts, **options)
+            except OSError as error:
+                problems.append(str(error))
+        return problems
+
+    assert not save(1)
+    full: Counter[str] = Counter()
+    for pages in range(100):
+        with open(ballast, "wb", buffering=0) as stream, contextlib.suppress(OSError):
+            while True:
+                stream.write(bytes(4096))
+        os.truncate(ballast, ballast.stat().st_size // 4096 * 4096 - 4096 * pages)
+        if not (problems := save(2)):
+            break
+        found = re.match(
+            rf"{disk}/save/(\S+): cannot write its [\d,]+ bytes: No space left on device "
+            r"\([\d,]+ bytes are free there\); earlier checkpoints are untouched",
+            problems[0],
+        )
+        assert found, problems
+        full[found[1].rpartition("/")[2]] += 1
+        assert sorted(os.listdir(disk / "save")) == ["iter_0000001", TRACKER], pages
+        checkpoint = find_checkpoint(disk / "save", log=pytest.fail)
+        assert checkpoint is not None and torch.equal(checkpoint.read("x"), state[1])
+        ballast.unlink()
+    checkpoint = find_checkpoint(disk / "save", log=pytest.fail)
+    assert checkpoint is not None and torch.equal(checkpoint.read("x"), state[2])
+    print(json.dumps(full))
+
+
+def test_a_full_disk(tmp_path: Path) -> None:
+    mounted = f"mount -t tmpfs -o size=400k tmpfs {tmp_path} && "
+    alone = ["unshare", "--map-root-user", "--mount", "sh", "-c"]
+    if not shutil.which("unshare") or subprocess.run([*alone, mounted + "true"], capture_output=True).returncode:
+        pytest.skip("no small filesystem can be mounted here; test_disk_full limits the size of files instead")
+    program = f"from {__name__} import save_until_it_fits; save_until_it_fits({str(tmp_path)!r})"
+    run = subprocess.run(
+        [*alone, f'{mounted} exec "$0" -c "$1"', sys.executable, program],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert run.returncode == 0, run.stderr
+    # The second rank's file and its table, then the first rank's, the manifest and the tracker.
+    assert json.loads(run.stdout.splitlines()[-1]).keys() == {
+        "model.safetensors",
+        "rank_00001.tmp",
+        "rank_00000.tmp",
+        MANIFEST,
+        f"{TRACKER}.tmp",
+    }
