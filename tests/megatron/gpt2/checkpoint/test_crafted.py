@@ -210,8 +210,8 @@ def test_texts(folder: Path, name: str) -> None:
 # ------------------------------------------------------------------------------------------- values and types
 
 FILE, TABLE = f"files {FILES[0]}", f"tables {table_path(0)}"
-SIZES = ("version", "iteration", "tensors x shape 1")
-SIZES += (f"{FILE} bytes", f"{FILE} boxes x offset 0", f"{FILE} boxes x shape 1")
+SIZES = ["version", "iteration", "tensors x shape 1"]
+SIZES += [f"{FILE} bytes", f"{FILE} boxes x offset 0", f"{FILE} boxes x shape 1"]
 
 
 def test_the_right_size_as_a_fraction(folder: Path) -> None:
