@@ -14,7 +14,7 @@ import numpy as np
 
 from data_utils.corpora.documents import utf8
 from data_utils.files import fingerprint_of, one_line
-from data_utils.files.plain_pickle import load_plain_pickle
+from data_utils.files.inert_pickle import read_pickle
 
 FACTS_FILE = "tokenizer_facts.json"
 OLD_FACTS_FILE = "tokenizer.json"  # until a library's own file of other content was found to have this name
@@ -173,7 +173,7 @@ def read_characters(path: str | Path) -> CharacterTokenizer:
         data = path.read_bytes()
         if path.suffix == ".json":
             return CharacterTokenizer(json.loads(data))
-        meta = load_plain_pickle(data)
+        meta, _ = read_pickle(data)
         characters = meta.get("itos") if isinstance(meta, dict) else None
         if not isinstance(characters, dict):
             raise ValueError("no meta.pkl of nanoGPT: it has no itos, the character of each id")

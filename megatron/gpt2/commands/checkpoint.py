@@ -23,8 +23,8 @@ from data_utils.command_line import Parser, program
 from megatron.gpt2.checkpoint.reader import Checkpoint
 from megatron.gpt2.config import require
 from megatron.gpt2.formats import Hints, Source, open_source
-from megatron.gpt2.formats.inspection import describe, lines
-from megatron.gpt2.formats.megatron_layout import PIPELINE, VIRTUAL, Layout
+from megatron.gpt2.formats.compare import describe, lines
+from megatron.gpt2.formats.megatron_model import PIPELINE, VIRTUAL, Layout
 from megatron.gpt2.formats.native import write_native
 from megatron.gpt2.pipeline.stages import FIRST, LAST
 
@@ -173,22 +173,22 @@ def write(args: argparse.Namespace, source: Source, to: str, layout: Layout) -> 
             source, args.out, model_parallel_size=ranks, tokenizer=tokenizer_of(args, source), log=report
         )
     if to == "huggingface":
-        from megatron.gpt2.formats.write_huggingface import write_huggingface
+        from megatron.gpt2.formats.huggingface import write_huggingface
 
         return write_huggingface(source, args.out, dtype=args.dtype, tokenizer=tokenizer_of(args, source), log=report)
     if to == "nanogpt":
-        from megatron.gpt2.formats.write_nanogpt import write_nanogpt
+        from megatron.gpt2.formats.nanogpt import write_nanogpt
 
         return write_nanogpt(source, args.out, tokenizer=tokenizer_of(args, source), log=report)
     if to == "dcp":
-        from megatron.gpt2.formats.write_dcp import write_dcp
+        from megatron.gpt2.formats.dcp_gpt2 import write_dcp
 
         return write_dcp(source, args.out)
     if to == "torch_dist":
-        from megatron.gpt2.formats.write_torch_dist import write_torch_dist
+        from megatron.gpt2.formats.torch_dist import write_torch_dist
 
         return write_torch_dist(source, args.out, layout, log=report)
-    from megatron.gpt2.formats.write_megatron import write_megatron
+    from megatron.gpt2.formats.megatron import write_megatron
 
     return write_megatron(source, args.out, to, layout, log=report)
 
@@ -220,7 +220,7 @@ def main(argv: list[str] | None = None) -> int:
     print(f"{source.path} ({source.format}) is now {path} ({what})")
     if args.command == "convert" and args.check:
         from megatron.gpt2.formats.compare import check
-        from megatron.gpt2.formats.write_huggingface import exported_kind
+        from megatron.gpt2.formats.openai_names import exported_kind
 
         # Megatron's files of 2019 do not say their heads, those of DCP neither heads nor formula.
         model = source.facts["config"]["model"]

@@ -7,27 +7,21 @@ from megatron.gpt2.checkpoint.folder import find_checkpoint
 from megatron.gpt2.checkpoint.foreign import recognise as by_name
 from megatron.gpt2.checkpoint.reader import Checkpoint
 from megatron.gpt2.checkpoint.source import Source
-from megatron.gpt2.formats import dcp_gpt2, huggingface, megatron, megatron_dist, nanogpt
-from megatron.gpt2.formats.foreign import Hints
-from megatron.gpt2.formats.megatron_files import rank_files
+from megatron.gpt2.formats import dcp_gpt2, huggingface, megatron, nanogpt, torch_dist
+from megatron.gpt2.formats.foreign import Hints, errors_named
 
 __all__ = ["FORMATS", "Hints", "Source", "open_source", "recognise"]
 
 # megatron-2019 is flat (NVIDIA's release and DeepSpeedExamples' too), v1 to v3 are nested, megatron-core and torch_dist
 # are today's --ckpt-format torch and torch_dist.
-FORMATS = (
-    "native",
-    "huggingface",
-    "megatron-2019",
-    "megatron-v1",
-    "megatron-v2",
-    "megatron-v3",
-    "megatron-core",
-    "torch_dist",
-    "deepspeed",
-    "nanogpt",
-    "dcp",
-)
+OF_RANKS = ("megatron-2019", "megatron-v1", "megatron-v2", "megatron-v3", "megatron-core", "deepspeed")
+OPENERS = {
+    "huggingface": huggingface.open_huggingface,
+    "torch_dist": torch_dist.open_torch_dist,
+    "nanogpt": nanogpt.open_nanogpt,
+    "dcp": dcp_gpt2.open_dcp,
+}
+FORMATS = ("native", *OF_RANKS, *OPENERS)
 
 
 def recognise(path: str | Path, iteration: int | None = None) -> tuple[str, Path] | None:
@@ -36,7 +30,8 @@ def recognise(path: str | Path, iteration: int | None = None) -> tuple[str, Path
     found = by_name(path, iteration)
     if found is None or found[0] not in ("megatron", "deepspeed"):
         return found
-    return megatron.version(rank_files(found[1])), found[1]
+    files = megatron.rank_files(found[1])
+    return (megatron.version(files[min(files)]), found[1]) if files else None
 
 
 def open_source(path: str | Path, hints: Hints | None = None, *, log: Callable[[str], None] = print) -> Source:
@@ -52,26 +47,14 @@ def open_source(path: str | Path, hints: Hints | None = None, *, log: Callable[[
         problem = f"holds no checkpoint{wanted} that is known here" if path.exists() else "does not exist"
         raise ValueError(f"{path}: {problem}; the formats are {', '.join(FORMATS)}")
     format, where = found
-    source: Source
     if format == "native":
-        checkpoint = None
-        if hints.iteration is None and where != path and path.is_dir():
-            checkpoint = find_checkpoint(path, log=log, verify=False)  # steps over a damaged one, loudly
-        if checkpoint is None:
-            checkpoint = Checkpoint(where)
-            if problem := checkpoint.damage(hashed=False):
-                raise ValueError(problem)
-        source = checkpoint
-    elif format == "huggingface":
-        source = huggingface.open_huggingface(where, hints)
-    elif format == "torch_dist":
-        source = megatron_dist.open_torch_dist(where, hints, log=log)
-    elif format == "dcp":
-        source = dcp_gpt2.open_dcp(where, hints, log=log)
-    elif format == "nanogpt":
-        source = nanogpt.open_nanogpt(where, hints, log=log)
+        source = _open_native(path, where, hints, log)
     else:
-        source = megatron.open_megatron(where, format, hints, log=log)
+        with errors_named(where):
+            if format in OPENERS:
+                source = OPENERS[format](where, hints, log=log)
+            else:
+                source = megatron.open_megatron(where, format, hints, log=log)
     model = source.facts["config"]["model"]
     for flag, asked, said in (
         ("--num-attention-heads", hints.num_attention_heads, model.get("num_attention_heads")),
@@ -82,3 +65,14 @@ def open_source(path: str | Path, hints: Hints | None = None, *, log: Callable[[
         if asked is not None and asked != said:
             raise ValueError(f"{source.path}: {flag} {asked} is not the {said} that the checkpoint says: leave it out")
     return source
+
+
+def _open_native(path: Path, where: Path, hints: Hints, log: Callable[[str], None]) -> Source:
+    if hints.iteration is None and where != path and path.is_dir():
+        checkpoint = find_checkpoint(path, log=log, verify=False)  # steps over a damaged one, loudly
+        if checkpoint is not None:
+            return checkpoint
+    checkpoint = Checkpoint(where)
+    if problem := checkpoint.damage(hashed=False):
+        raise ValueError(problem)
+    return checkpoint

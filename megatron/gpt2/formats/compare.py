@@ -1,27 +1,116 @@
-"""Two checkpoints side by side, of whatever formats and layouts: tensor by tensor, and by what they compute."""
+"""What a checkpoint holds, and how two differ, of whatever formats and layouts: tensor by tensor, and by what they
+compute."""
 
 import math
-from collections.abc import Callable
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 import mpu
+from megatron.gpt2.checkpoint.reader import Checkpoint
 from megatron.gpt2.checkpoint.source import Source, check_facts
 from megatron.gpt2.checkpoint.state import load_state
+from megatron.gpt2.formats.foreign import TABLE
 from megatron.gpt2.model.gpt2 import GPT2Model, layer_config
 from megatron.gpt2.model.parameters import parameter_specs
 from megatron.gpt2.optimizer.flat_state import FlatState
 
+SHAPE = (
+    "num_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "ffn_hidden_size",
+    "max_position_embeddings",
+    "gelu",
+    "layernorm_epsilon",
+)
+PROGRESS = ("train_iters", "consumed_samples", "global_batch_size", "precision", "converted_from", "torch")
+LAYOUT = ("model_parallel", "pipeline_parallel", "virtual_pipeline_parallel", "data_parallel")
+# What is in a parameter's name, and the part of the model that it belongs to.
+PARTS = {"rng.": "random states", ".layers.": "layers", "embeddings": "embeddings", "": "final norm"}
+SUMS = ("tensors", "values", "bytes")
 CHUNK = 1 << 20  # entries that are compared at once
 SEQUENCES, LENGTH = 2, 32
 
 
+def describe(source: Source) -> dict[str, Any]:
+    """A description of `source` in JSON's types. No tensor is read."""
+    facts = source.facts
+    model = facts["config"]["model"]
+    tensors = {}
+    sums: defaultdict[tuple[str, str, str], Counter[str]] = defaultdict(Counter)
+    for name, info in source.tensors.items():
+        dtype, values = str(info.dtype).removeprefix("torch."), math.prod(info.shape)
+        size = values * info.dtype.itemsize
+        tensors[name] = {"dtype": dtype, "shape": list(info.shape), "bytes": size}
+        part = next(part for sign, part in PARTS.items() if sign in name)
+        sums[name.partition(".")[0], part, dtype].update(tensors=1, values=values, bytes=size)
+    found: dict[str, Any] = {
+        "path": str(source.path),
+        "format": source.format,
+        "iteration": source.iteration,
+        "layout": facts.get("layout"),
+        "model": {**{name: model.get(name) for name in SHAPE}, "vocab_size": facts["vocab_size"]},
+        "tokenizer": facts.get("tokenizer"),
+        "run": {name: facts[name] for name in PROGRESS if facts.get(name) is not None},
+        "parts": [{"kind": kind, "part": part, "dtype": dtype, **total} for (kind, part, dtype), total in sums.items()],
+        "tensors": tensors,
+        "left_out": list(source.left_out),
+    }
+    if isinstance(source, Checkpoint):
+        found["manifest_sha256"] = source.digest
+        found["files"] = {
+            file: {"bytes": info.bytes, "sha256": info.sha256, "boxes": len(info.boxes)}
+            for file, info in source.files.items()
+        }
+    return found
+
+
+def lines(found: dict[str, Any]) -> list[str]:
+    """`describe` of a source, as lines to print."""
+    layout, tokenizer = found["layout"] or {}, found["tokenizer"]
+    rows = [("checkpoint", found["path"]), ("format", found["format"]), ("iteration", f"{found['iteration']:,}")]
+    if layout:
+        sizes = " × ".join(
+            f"{name} {size}".replace("_", "-")
+            for name in LAYOUT
+            if (size := layout.get(f"{name}_size", 0)) > ("pipeline" in name)
+        )
+        rows.append(("written by", sizes + ", optimizer sharded" * bool(layout.get("optimizer_is_sharded"))))
+    rows += [
+        (name.replace("_", " "), f"{value:,}" if type(value) is int else str(value))
+        for name, value in {**found["model"], **found["run"]}.items()
+        if value is not None
+    ]
+    rows.append(("tokenizer", f"{tokenizer['kind']}, {tokenizer.get('vocab_size', 0):,} ids" if tokenizer else "none"))
+    head = ("kind", "part", "dtype", *SUMS)
+    parts = [[part[name] if name in head[:3] else f"{part[name]:,}" for name in head] for part in found["parts"]]
+    text = [*_aligned(rows, "<<"), "", *_aligned([head, *parts], "<<<>>>")]
+    if "files" in found:
+        files = [
+            (file, f"{info['bytes']:,}", f"{info['boxes']:,}", info["sha256"][:12])
+            for file, info in found["files"].items()
+        ]
+        text += ["", *_aligned([("file", "bytes", "boxes", "sha256"), *files], "<>>>")]
+    return text + [f"left out: {line}" for line in found["left_out"]]
+
+
+def _aligned(rows: Sequence[Sequence[str]], sides: str) -> list[str]:
+    """Columns that begin at their left (<) or end at their right (>)."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(f"{cell:{side}{width}}" for cell, side, width in zip(row, sides, widths, strict=True)).rstrip()
+        for row in rows
+    ]
+
+
 class Row(NamedTuple):
-    """One tensor of both. greatest: the largest absolute difference; NaN where only one of the two holds NaN, None
-    where the shapes differ. shape: in the first."""
+    """One tensor of both. greatest: the largest absolute difference; NaN if only one of the two holds NaN, None if the
+    shapes differ. shape: in the first."""
 
     name: str
     shape: tuple[int, ...]  # in a
@@ -31,7 +120,7 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True)
 class Difference:
-    """The rows of the tensors that both hold, and the names that one holds alone.
+    """The rows of the tensors that both hold, and the names that only one holds.
 
     Compared are the kinds (model, master, exp_avg, exp_avg_sq) that both hold; `not_compared` are the other kinds.
     Random states belong to a layout and are never compared.
@@ -97,14 +186,10 @@ def table(difference: Difference) -> list[str]:
         cells.append((row.name, _size(row.shape), greatest, row.note))
     cells += [(name, "", "in the first alone", "") for name in difference.only_in_a]
     cells += [(name, "", "in the second alone", "") for name in difference.only_in_b]
-    widths = [max(len(row[column]) for row in cells) for column in range(3)]
-    lines = [
-        f"{name:{widths[0]}}  {shape:>{widths[1]}}  {greatest:>{widths[2]}}  {note}".rstrip()
-        for name, shape, greatest, note in cells
-    ]
+    text = _aligned(cells, "<>><")
     if difference.not_compared:
-        lines.append(f"in one of them alone, and not compared: {', '.join(difference.not_compared)}")
-    return lines
+        text.append(f"in one of them alone, and not compared: {', '.join(difference.not_compared)}")
+    return text
 
 
 def _size(shape: tuple[int, ...]) -> str:
@@ -112,11 +197,11 @@ def _size(shape: tuple[int, ...]) -> str:
 
 
 def check(a: Source, b: Source, *, kind: str = "model", log: Callable[[str], None] = print) -> float:
-    """The largest absolute difference of the logits of `a` and `b`, in fp32, on fixed random tokens; NaN where one has
+    """The largest absolute difference of the logits of `a` and `b`, in fp32, on fixed random tokens; NaN if one has
     NaN.
 
     kind: the tensors of `a` that the weights of `b` were made of, "model" or "master"; they are rounded to b's dtype
-    first. One model is in memory at a time. ValueError where the vocabularies differ.
+    first. One model is in memory at a time. ValueError if the vocabularies differ.
     """
     if a.facts["vocab_size"] != b.facts["vocab_size"]:
         raise ValueError(
@@ -125,21 +210,20 @@ def check(a: Source, b: Source, *, kind: str = "model", log: Callable[[str], Non
         )
     length = min(LENGTH, *(source.facts["config"]["model"]["max_position_embeddings"] for source in (a, b)))
     tokens = torch.randint(a.facts["vocab_size"], (SEQUENCES, length), generator=torch.Generator().manual_seed(0))
-    dtype = b.tensors["model.word_embeddings.weight"].dtype
-    greatest = (_logits(a, tokens, kind, dtype) - _logits(b, tokens)).abs().max().item()
+    dtype = b.tensors[f"model.{TABLE}"].dtype
+    greatest = (logits(a, tokens, kind, dtype) - logits(b, tokens)).abs().max().item()
     log(f"greatest logit difference on {tokens.numel()} tokens in fp32: {greatest:.3g}")
     return greatest
 
 
 @torch.no_grad()
-def _logits(source: Source, tokens: Tensor, kind: str = "model", dtype: torch.dtype = torch.float32) -> Tensor:
+def logits(source: Source, tokens: Tensor, kind: str = "model", dtype: torch.dtype = torch.float32) -> Tensor:
     """[b, s] -> [s, b, true vocabulary], of the weights of a `kind`, rounded to `dtype`."""
     if not mpu.model_parallel_is_initialized():
         mpu.initialize_model_parallel(1)
     config = check_facts(source)
-    model = (
-        GPT2Model(config, layer_config(config, device="meta")).to_empty(device="cpu").eval()
-    )  # no weight is drawn, to be replaced
+    model = GPT2Model(config, layer_config(config, device="meta"))
+    model.to_empty(device="cpu").eval()  # no weight is drawn, to be replaced
     weights = [FlatState(kind, name, parameter.detach().view(-1)) for name, parameter in model.named_parameters()]
     load_state(weights, parameter_specs(config), source, mp_rank=0, mp_size=1)
     for weight in weights:

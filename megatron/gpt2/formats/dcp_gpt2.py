@@ -1,7 +1,10 @@
-"""A GPT-2 in a plain folder of DCP, under Hugging Face's or nanoGPT's names: what `torch.distributed.checkpoint.save`
-writes of a model that FSDP shards, with or without AdamW's state.
+"""A GPT-2 in a plain folder of DCP, read and written: what `torch.distributed.checkpoint.save` writes of a model that
+FSDP shards, with or without AdamW's state, under Hugging Face's or nanoGPT's names.
 
-The folder says nothing of heads and formula. Hugging Face keeps its linear layers [in, out], nanoGPT [out, in].
+The folder says nothing of heads and formula. Hugging Face keeps its linear layers [in, out], nanoGPT [out, in]. Written
+is what {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, adamw)} asks for, under
+Hugging Face's names. `model` is a GPT2LMHeadModel, sharded or not, and `adamw` has two groups: matrices, which decay, and
+vectors.
 """
 
 import re
@@ -10,15 +13,39 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from megatron.gpt2.config import ModelConfig, OptimizerConfig, require
-from megatron.gpt2.formats.dcp import DcpFolder
-from megatron.gpt2.formats.foreign import ForeignSource, Hints, LazyTensor
-from megatron.gpt2.formats.huggingface import BUFFERS
-from megatron.gpt2.formats.megatron_model import heads_of
-from megatron.gpt2.formats.openai_names import check_layers, openai_tensors, true_vocabulary
+from megatron.gpt2.checkpoint.source import Source, check_facts
+from megatron.gpt2.config import ModelConfig, require
+from megatron.gpt2.formats.dcp import DcpFolder, save_folder
+from megatron.gpt2.formats.foreign import (
+    DAMAGE,
+    ForeignSource,
+    Hints,
+    LazyTensor,
+    Tensors,
+    adam_flags,
+    has_optimizer,
+    heads_of,
+    on_disk,
+    progress,
+)
+from megatron.gpt2.formats.native import new_folder
+from megatron.gpt2.formats.openai_names import (
+    HEAD,
+    WTE,
+    adamw_groups,
+    count_layers,
+    exported_kind,
+    openai_name,
+    openai_tensor,
+    openai_tensors,
+    true_vocabulary,
+    weights_of,
+)
+from megatron.gpt2.model.parameters import parameter_specs
+from megatron.gpt2.optimizer.optimizer import MOMENTS
 
-TABLE, HEAD = "wte.weight", "lm_head.weight"
 STATE = re.compile(r"(?:.+\.)?optim(?:izer)?\.state\.(.+)\.(exp_avg|exp_avg_sq|step)", re.ASCII)
 NUMBER = re.compile(r"(?:.+\.)?optim(?:izer)?\.param_groups\.\d+\.(weight_decay|betas|eps)", re.ASCII)
 WRAPPERS = re.compile(r"(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.", re.ASCII)
@@ -31,6 +58,7 @@ OTHERS = (
     (r"(encoder|decoder)\.block\.", "T5"),
     (r"word_embeddings\.", "BLOOM"),
 )
+States = Mapping[str, re.Match[str]]
 
 
 def open_dcp(path: Path, hints: Hints, *, log: Callable[[str], None]) -> ForeignSource:
@@ -38,126 +66,119 @@ def open_dcp(path: Path, hints: Hints, *, log: Callable[[str], None]) -> Foreign
     architecture by its name."""
     folder = DcpFolder(path)
     states = {name: match for name in folder.tensors if (match := STATE.fullmatch(name))}
-    prefix = _prefix(path, [name for name in folder.tensors if name not in states])
-    base = prefix.removesuffix("transformer.")
-    found, others = {}, []
-    for name in folder.tensors:
-        short = WRAPPERS.sub("", name.removeprefix(prefix))
-        if name in states or (name.startswith(prefix) and BUFFERS.fullmatch(short)):
-            continue
-        if name == base + HEAD or name.startswith(prefix):
-            found[HEAD if name == base + HEAD else short] = folder.lazy(name)
-        else:
-            others.append(name)
-    head, table = found.pop(HEAD, None), found[TABLE]
-    if head is not None and not (head.info == table.info and torch.equal(head.make(), table.make())):
-        raise ValueError(f"{path}: {HEAD} is not {TABLE}, and the head of this program's GPT-2 is tied")
+    names = [name for name in folder.tensors if name not in states]
+    prefix = _prefix(names)
+    head = prefix.removesuffix("transformer.") + HEAD
+    mine = {name: HEAD if name == head else WRAPPERS.sub("", name.removeprefix(prefix)) for name in names}
+    others = [name for name in names if not name.startswith(prefix) and name != head]
+    found, _ = weights_of({mine[name]: folder.lazy(name) for name in names if name not in others})
     model, transposed = _model(path, found, hints, log)
     biases = "ln_f.bias" in found
-    lazy = openai_tensors(path, model, found, transposed=transposed, biases=biases)
+    lazy = openai_tensors(model, found, transposed=transposed, biases=biases)
     left_out = [f"{len(others)} other tensors, {name[:80]} among them" for name in others[:1]]
     facts, iteration = {}, 0
     if states:
         try:
-            held, iteration = _adam(folder, states, found)
+            held, steps = _adam(folder, states, found)
+            adam: dict[str, LazyTensor] = {}
             for kind, tensors in held.items():
-                lazy |= openai_tensors(path, model, tensors, transposed=transposed, biases=biases, prefix=f"{kind}.")
-            facts = {
-                "optimizer": {
-                    "good_steps": iteration,
-                    "skipped_steps": 0,
-                    "adam_steps": iteration,
-                    "loss_scaler": {"scale": 1.0},
-                },
-                "config": {"optimizer": _numbers(folder)},
-            }
-        except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, RuntimeError) as error:
+                adam |= openai_tensors(model, tensors, transposed=transposed, biases=biases, kind=kind)
+            facts = {"optimizer": progress(steps), "config": {"optimizer": _flags(folder)}}
+            lazy, iteration = lazy | adam, steps
+        except DAMAGE as error:
             left_out.append(f"the optimizer's state ({type(error).__name__}: {str(error)[:200]})")
-            lazy = {name: tensor for name, tensor in lazy.items() if name.startswith("model.")}
-            facts, iteration = {}, 0
     return ForeignSource(path, "dcp", iteration, model, facts, lazy, left_out)
 
 
-def _prefix(path: Path, names: list[str]) -> str:
-    """What stands before OpenAI's names. ValueError where the tensors are no GPT-2's."""
-    tables = [name for name in names if re.fullmatch(rf"(.+\.)?{re.escape(TABLE)}", name)]
+def _prefix(names: list[str]) -> str:
+    """What stands before OpenAI's names. ValueError if the tensors are not a GPT-2's."""
+    tables = [name for name in names if re.fullmatch(rf"(.+\.)?{re.escape(WTE)}", name)]
     if len(tables) != 1:
         for pattern, whose in OTHERS:
             if name := next((name for name in names if re.search(pattern, name)), None):
-                raise ValueError(f"{path}: holds {name[:120]}, a name of {whose}, and this program knows GPT-2")
+                raise ValueError(f"holds {name[:120]}, a name of {whose}, and this program knows GPT-2")
         some = f"holds {names[0][:120]}" if names else "holds no tensor"
-        raise ValueError(f"{path}: is no GPT-2: {some}, and {len(tables)} tensors whose name ends in {TABLE}")
-    return tables[0].removesuffix(TABLE)
+        raise ValueError(f"is no GPT-2: {some}, and {len(tables)} tensors whose name ends in {WTE}")
+    return tables[0].removesuffix(WTE)
 
 
-def _model(
-    path: Path, found: Mapping[str, LazyTensor], hints: Hints, log: Callable[[str], None]
-) -> tuple[ModelConfig, bool]:
+def _model(path: Path, found: Tensors, hints: Hints, log: Callable[[str], None]) -> tuple[ModelConfig, bool]:
     """The shape, and whether the linear layers are [in, out]."""
 
-    def shape(name: str) -> tuple[int, int]:
+    def shape(name: str) -> tuple[int, ...]:
         if name not in found or len(found[name].info.shape) != 2:
-            raise ValueError(f"{path}: holds no matrix {name}: is it no GPT-2?")
-        return found[name].info.shape  # type: ignore[return-value]
+            raise ValueError(f"holds no matrix {name}: is it no GPT-2?")
+        return found[name].info.shape
 
-    (rows, h), (positions, _) = shape(TABLE), shape("wpe.weight")
+    (rows, h), (positions, _) = shape(WTE), shape("wpe.weight")
     transposed = shape("h.0.attn.c_attn.weight") == (h, 3 * h)
-    ffn = shape("h.0.mlp.c_fc.weight")[1 if transposed else 0]
-    layers = len({name.split(".")[1] for name in found if re.match(r"h\.\d{1,5}\.", name, re.ASCII)})
-    check_layers(path, found, layers)
-    gelu = hints.gelu or ("tanh" if transposed else "erf")
-    try:
-        return ModelConfig(
-            num_layers=layers,
-            hidden_size=h,
-            num_attention_heads=heads_of(path, h, 1, {}, hints),
-            ffn_hidden_size=None if ffn == 4 * h else ffn,
-            max_position_embeddings=positions,
-            vocab_size=true_vocabulary(path, rows, hints, log),
-            gelu=gelu,
-        ), transposed
-    except ValueError as error:
-        raise ValueError(f"{path}: {str(error).removeprefix(f'{path}: ')}") from error
+    ffn = shape("h.0.mlp.c_fc.weight")[transposed]
+    return ModelConfig(
+        num_layers=count_layers(found),
+        hidden_size=h,
+        num_attention_heads=heads_of(h, 1, None, hints),
+        ffn_hidden_size=None if ffn == 4 * h else ffn,
+        max_position_embeddings=positions,
+        vocab_size=true_vocabulary(path, rows, hints, log),
+        gelu=hints.gelu or ("tanh" if transposed else "erf"),
+    ), transposed
 
 
-def _adam(
-    folder: DcpFolder, states: Mapping[str, re.Match[str]], found: Mapping[str, LazyTensor]
-) -> tuple[dict[str, dict[str, LazyTensor]], int]:
+def _adam(folder: DcpFolder, states: States, found: Tensors) -> tuple[dict[str, dict[str, LazyTensor]], int]:
     """Masters and moments under OpenAI's names, and Adam's steps."""
-    held: dict[str, dict[str, LazyTensor]] = {"master": dict(found), "exp_avg": {}, "exp_avg_sq": {}}
+    held: dict[str, dict[str, LazyTensor]] = {"master": dict(found), **{moment: {} for moment in MOMENTS}}
     steps = set()
-    prefix = next(match[1] for match in states.values() if match[1].endswith(TABLE)).removesuffix(TABLE)
+    prefix = next(match[1] for match in states.values() if match[1].endswith(WTE)).removesuffix(WTE)
     for name, match in states.items():
         if match[2] == "step":
             steps.add(int(folder.read(name)))
         elif match[1] != prefix.removesuffix("transformer.") + HEAD:  # tied: a copy of the table's
             held[match[2]][WRAPPERS.sub("", match[1].removeprefix(prefix))] = folder.lazy(name)
+    wanted = {name: tensor.info for name, tensor in found.items()}
     for tensors in held.values():
         require(
-            tensors.keys() == found.keys()
-            and all(
-                tensors[name].info == found[name].info and found[name].info.dtype == torch.float32 for name in found
-            ),
+            {name: tensor.info for name, tensor in tensors.items()} == wanted
+            and all(info.dtype == torch.float32 for info in wanted.values()),
             "its names, shapes or types are not those of the parameters, in fp32",
         )
-    require(len(steps) == 1, f"steps {sorted(steps)[:5]}")
-    return held, steps.pop()
+    (step,) = steps
+    return held, step
 
 
-def _numbers(folder: DcpFolder) -> dict[str, Any]:
-    """AdamW's numbers, as our flags; none where the folder does not hold them."""
+def _flags(folder: DcpFolder) -> dict[str, Any]:
+    """AdamW's numbers, as our flags; none if the folder does not hold them."""
     said: dict[str, list[Any]] = {"weight_decay": [], "betas": [], "eps": []}
     for name in folder.objects:
         if number := NUMBER.fullmatch(name):
             said[number[1]].append(folder.object(name))
     if not all(said.values()):
         return {}
-    first, second = said["betas"][0]
-    config: dict[str, Any] = {
-        "weight_decay": max(map(float, said["weight_decay"])),
-        "adam_beta1": float(first),
-        "adam_beta2": float(second),
-        "adam_eps": float(said["eps"][0]),
-    }
-    OptimizerConfig(**config)  # a ValueError for what cannot be
-    return config
+    return adam_flags({name: values[0] for name, values in said.items()}, said["weight_decay"])
+
+
+def write_dcp(source: Source, out: str | Path) -> Path:
+    """Write `source` into the new folder `out`; returns the folder. The weights are the fp32 masters if the source
+    holds them, and AdamW's state stands beside them. One tensor at a time is in memory."""
+    model, kind = check_facts(source), exported_kind(source, "fp32")
+    specs = parameter_specs(model)
+    names = {name: f"transformer.{openai_name(name)}" for name in specs}
+    with new_folder(out) as folder:
+
+        def held(kind: str, name: str) -> Tensor:
+            x = openai_tensor(source, model, kind, name, transposed=True)
+            return on_disk(folder, [x]).view(x.shape)
+
+        state: dict[str, Any] = {f"model.{theirs}": held(kind, name) for name, theirs in names.items()}
+        state[f"model.{HEAD}"] = state[f"model.transformer.{WTE}"]
+        if has_optimizer(source):
+            step = torch.tensor(float(source.facts["optimizer"]["adam_steps"]))
+            for name, theirs in names.items():
+                state |= {f"optimizer.state.{theirs}.{moment}": held(moment, name) for moment in MOMENTS}
+                state[f"optimizer.state.{theirs}.step"] = step
+            for number, group in enumerate(adamw_groups(source)):
+                group["params"] = [
+                    theirs for name, theirs in names.items() if (len(specs[name].global_shape) == 1) == number
+                ]
+                state |= {f"optimizer.param_groups.{number}.{key}": value for key, value in group.items()}
+        save_folder(folder, state)
+    return Path(out)

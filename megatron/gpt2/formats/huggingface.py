@@ -1,9 +1,13 @@
-"""Hugging Face's GPT-2 (GPT2LMHeadModel, GPT2Model): config.json and safetensors or .bin files, single or sharded.
+"""Hugging Face's GPT-2 (GPT2LMHeadModel, GPT2Model), read and written: config.json and safetensors or .bin files, single
+or sharded, with tokenizer and model card.
 
-Their linear layers are `Conv1D`, stored [in, out].
+Their linear layers are `Conv1D`, stored [in, out]. transformers is not needed to write a model, only to use it.
 """
 
+import json
+import math
 import re
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,15 +15,52 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from data_utils.files import read_object, read_safetensors_header
-from megatron.gpt2.checkpoint.manifest import DTYPES
-from megatron.gpt2.checkpoint.source import TensorInfo
+from data_utils import Tokenizer
+from data_utils.files import read_object, read_safetensors_header, safetensors_header
+from megatron.gpt2.checkpoint.manifest import DTYPE_CODES, DTYPES
+from megatron.gpt2.checkpoint.source import Source, TensorInfo, check_facts
 from megatron.gpt2.config import ModelConfig, require
-from megatron.gpt2.formats.foreign import MAX_JSON_BYTES, ForeignSource, Hints, LazyTensor, short_repr, whole_number
-from megatron.gpt2.formats.openai_names import check_layers, openai_tensors
-from megatron.gpt2.formats.pickles import load_pickle
+from megatron.gpt2.formats.foreign import (
+    MAX_JSON_BYTES,
+    TABLE,
+    ForeignSource,
+    Hints,
+    LazyTensor,
+    Tensors,
+    errors_named,
+    short_repr,
+    whole_number,
+)
+from megatron.gpt2.formats.native import new_folder
+from megatron.gpt2.formats.openai_names import (
+    HEAD,
+    WTE,
+    exported_kind,
+    is_linear,
+    openai_name,
+    openai_tensor,
+    openai_tensors,
+    weights_of,
+)
+from megatron.gpt2.formats.openai_tokenizer import tokenizer_files
+from megatron.gpt2.formats.torch_files import load_pickle
+from megatron.gpt2.model.parameters import parameter_specs
 
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
+# Sizes and numbers: our field, their name, their default.
+SIZES = (
+    ("num_layers", "n_layer"),
+    ("hidden_size", "n_embd"),
+    ("num_attention_heads", "n_head"),
+    ("max_position_embeddings", "n_positions"),
+    ("vocab_size", "vocab_size"),
+)
+FRACTIONS = (
+    ("attention_dropout", "attn_pdrop", 0.1),
+    ("hidden_dropout", "resid_pdrop", 0.1),
+    ("layernorm_epsilon", "layer_norm_epsilon", 1e-5),
+    ("init_method_std", "initializer_range", 0.02),
+)
 GELU = {"gelu_new": "tanh", "gelu_pytorch_tanh": "tanh", "gelu_fast": "tanh", "gelu": "erf"}
 # What changes the formula, and the value under which it is GPT-2's.
 PLAIN = {
@@ -28,88 +69,53 @@ PLAIN = {
     "reorder_and_upcast_attn": False,
     "add_cross_attention": False,
 }
-BUFFERS = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)", re.ASCII)  # the causal mask
 # What holds a tokenizer: transformers 4 writes both of them, transformers 5 the second.
 TOKENIZER_FILES = (("vocab.json", "merges.txt"), ("tokenizer.json",))
+KINDS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+SHARD_BYTES = 5 * 10**9
 
 
-def weights_file(folder: Path) -> Path | None:
-    """The file that holds or lists the weights; None where `folder` is no model of Hugging Face's."""
-    if not (folder / "config.json").is_file():
-        return None
-    return next((folder / name for name in WEIGHTS if (folder / name).is_file()), None)
-
-
-def open_huggingface(folder: Path, hints: Hints) -> ForeignSource:
+def open_huggingface(folder: Path, hints: Hints, *, log: Callable[[str], None]) -> ForeignSource:
     """The model in `folder`. ValueError, one line, for anything that is not right, or that is not the plain GPT-2 that
     this program computes."""
-    weights = weights_file(folder)
-    assert weights is not None
+    weights = next(folder / name for name in WEIGHTS if (folder / name).is_file())
     config = read_object(folder / "config.json", MAX_JSON_BYTES)
-    found = {name.removeprefix("transformer."): tensor for name, tensor in _tensors(weights).items()}
-    found = {name: tensor for name, tensor in found.items() if not BUFFERS.fullmatch(name)}
-    model = _model(folder / "config.json", config, hints)
-    check_layers(weights, found, model.num_layers)
-    head, table = found.pop("lm_head.weight", None), found.get("wte.weight")
-    if head is None and table is not None and config.get("tie_word_embeddings", True) is not True:
-        raise ValueError(f"{weights}: holds no lm_head.weight, though config.json says that it is not tied")
-    if (
-        head is not None
-        and table is not None
-        and not (head.info == table.info and torch.equal(head.make(), table.make()))
-    ):
-        raise ValueError(f"{weights}: lm_head.weight is not wte.weight, and the head of this program's GPT-2 is tied")
+    with errors_named(folder / "config.json"):
+        model = _model(config, hints)
+    with errors_named(weights):
+        found, has_head = weights_of(_tensors(weights))
+        if not has_head and WTE in found and config.get("tie_word_embeddings", True) is not True:
+            raise ValueError(f"holds no {HEAD}, though config.json says that it is not tied")
+        lazy = openai_tensors(model, found, transposed=True)
     files = next((names for names in TOKENIZER_FILES if all((folder / name).is_file() for name in names)), ())
     facts = {"tokenizer_files": {name: str(folder / name) for name in files}} if files else {}
-    return ForeignSource(folder, "huggingface", 0, model, facts, openai_tensors(weights, model, found, transposed=True))
+    return ForeignSource(folder, "huggingface", 0, model, facts, lazy)
 
 
-def _model(path: Path, config: dict[str, Any], hints: Hints) -> ModelConfig:
-    if config.get("model_type") != "gpt2":
-        raise ValueError(f"{path}: model_type is {short_repr(config.get('model_type'))}, and this program knows gpt2")
+def _model(config: Mapping[str, Any], hints: Hints) -> ModelConfig:
+    kind, activation = config.get("model_type"), config.get("activation_function", "gelu_new")
+    require(kind == "gpt2", f"model_type is {short_repr(kind)}, and this program knows gpt2")
     for name, plain in PLAIN.items():
         if config.get(name, plain) is not plain:
-            raise ValueError(
-                f"{path}: {name} is {short_repr(config[name])}, which this program's GPT-2 does not compute"
-            )
-    activation = config.get("activation_function", "gelu_new")
+            raise ValueError(f"{name} is {short_repr(config[name])}, which this program's GPT-2 does not compute")
     if not isinstance(activation, str) or activation not in GELU:
-        raise ValueError(
-            f"{path}: activation_function is {short_repr(activation)}, and this program knows {', '.join(GELU)}"
-        )
-
-    def size(name: str) -> int:
-        require(name in config, f"{path}: says nothing of {name}")
-        return whole_number(path, name, config[name])
-
-    def fraction(name: str, default: float) -> float:
-        value = config.get(name, default)
+        raise ValueError(f"activation_function is {short_repr(activation)}, and this program knows {', '.join(GELU)}")
+    said: dict[str, Any] = {}
+    for ours, name in SIZES:
+        require(name in config, f"says nothing of {name}")
+        said[ours] = whole_number(name, config[name])
+    for ours, name, default in FRACTIONS:
+        value = said[ours] = config.get(name, default)
         if type(value) not in (int, float) or not 0 <= value < 1:
-            raise ValueError(f"{path}: {name} should be a number in [0, 1), not {short_repr(value)}")
-        return float(value)
-
-    vocab_size = size("vocab_size")
-    if hints.vocab_size is not None and hints.vocab_size < vocab_size:
-        vocab_size = hints.vocab_size  # the rest is padding
-    try:
-        return ModelConfig(
-            num_layers=size("n_layer"),
-            hidden_size=size("n_embd"),
-            num_attention_heads=size("n_head"),
-            ffn_hidden_size=None if config.get("n_inner") is None else size("n_inner"),
-            max_position_embeddings=size("n_positions"),
-            vocab_size=vocab_size,
-            gelu=GELU[activation],
-            attention_dropout=fraction("attn_pdrop", 0.1),
-            hidden_dropout=fraction("resid_pdrop", 0.1),
-            layernorm_epsilon=fraction("layer_norm_epsilon", 1e-5),
-            init_method_std=fraction("initializer_range", 0.02),
-        )
-    except ValueError as error:
-        raise ValueError(f"{path}: {str(error).removeprefix(f'{path}: ')}") from error
+            raise ValueError(f"{name} should be a number in [0, 1), not {short_repr(value)}")
+    if config.get("n_inner") is not None:
+        said["ffn_hidden_size"] = whole_number("n_inner", config["n_inner"])
+    if hints.vocab_size is not None:
+        said["vocab_size"] = min(hints.vocab_size, said["vocab_size"])  # the rest is padding
+    return ModelConfig(gelu=GELU[activation], **said)
 
 
-def _tensors(weights: Path) -> dict[str, LazyTensor]:
+def _tensors(weights: Path) -> Tensors:
     """All tensors of `weights`, or of the files that it lists."""
     if weights.suffix != ".json":
         return _load(weights)
@@ -118,7 +124,7 @@ def _tensors(weights: Path) -> dict[str, LazyTensor]:
     if not isinstance(where, dict) or not all(
         isinstance(file, str) and re.fullmatch(rf"[\w-][\w.-]*\.{kind}", file, re.ASCII) for file in where.values()
     ):
-        raise ValueError(f"{weights}: weight_map should name files of this folder that end in .{kind}")
+        raise ValueError(f"weight_map should name files of this folder that end in .{kind}")
     found: dict[str, LazyTensor] = {}
     for file in sorted(set(where.values())):
         for name, tensor in _load(weights.parent / file).items():
@@ -129,32 +135,173 @@ def _tensors(weights: Path) -> dict[str, LazyTensor]:
                 )
             found[name] = tensor
     if missing := where.keys() - found.keys():
-        raise ValueError(f"{weights}: names {short_repr(min(missing))}, which is in none of the files")
+        raise ValueError(f"names {short_repr(min(missing))}, which is in none of the files")
     return found
 
 
-def _load(path: Path) -> dict[str, LazyTensor]:
-    if path.suffix == ".safetensors":
-        return _safetensors(path)
-    tensors = load_pickle(path)
-    if not isinstance(tensors, dict) or not all(isinstance(tensor, torch.Tensor) for tensor in tensors.values()):
-        raise ValueError(f"{path}: holds no dictionary of tensors")
-    return {str(name): LazyTensor.of(tensor) for name, tensor in tensors.items()}
-
-
-def _safetensors(path: Path) -> dict[str, LazyTensor]:
-    """The tensors of one file, mapped and not read. Its header is checked before safetensors parses it, which takes
-    the last of two equal keys, and minutes for a long header."""
-    try:
+def _load(path: Path) -> Tensors:
+    """The tensors of one file, mapped and not read. The header of safetensors is checked before its library parses it,
+    which takes the last of two equal keys, and minutes for a long header."""
+    with errors_named(path):
+        if path.suffix != ".safetensors":
+            return {str(name): LazyTensor.of(tensor) for name, tensor in load_pickle(path).items()}
         with open(path, "rb") as stream:
             header = read_safetensors_header(stream, MAX_JSON_BYTES)
-        file = safe_open(path, "pt")
-        lazy = {}
-        for name, entry in header.items():
-            if name != "__metadata__":
-                # Of other types are buffers, which nobody reads.
-                info = TensorInfo(DTYPES.get(entry["dtype"], torch.bool), tuple(entry["shape"]))
-                lazy[name] = LazyTensor(info, partial(file.get_tensor, name))
-        return lazy
-    except (ValueError, OSError, SafetensorError) as error:
-        raise ValueError(f"{path}: {str(error).splitlines()[0]}") from error
+        try:
+            file = safe_open(path, "pt")
+        except SafetensorError as error:
+            raise ValueError(str(error).splitlines()[0]) from error
+        return {
+            # Of other types are buffers, which nobody reads.
+            name: LazyTensor(
+                TensorInfo(DTYPES.get(entry["dtype"], torch.bool), tuple(entry["shape"])),
+                partial(file.get_tensor, name),
+            )
+            for name, entry in header.items()
+            if name != "__metadata__"
+        }
+
+
+def write_huggingface(
+    source: Source,
+    out: str | Path,
+    *,
+    dtype: str = "source",
+    tokenizer: Tokenizer | None = None,
+    log: Callable[[str], None] = print,
+) -> Path:
+    """Write `source` as a `GPT2LMHeadModel` into the new folder `out`; returns the folder. One tensor is in memory at a
+    time.
+
+    dtype: "source" keeps the weights' dtype; "fp32", "bf16" and "fp16" convert, from the fp32 masters if the source
+    holds them. ValueError, one line, if `out` is not new or the tokenizer is not the model's.
+    """
+    model = check_facts(source)
+    if tokenizer is not None and tokenizer.vocab_size != model.vocab_size:
+        raise ValueError(
+            f"{source.path}: has {model.vocab_size:,} tokens and the tokenizer {tokenizer.vocab_size:,}: "
+            "give the files that it was trained with"
+        )
+    wanted = KINDS.get(dtype, source.tensors[f"model.{TABLE}"].dtype)
+    kind = exported_kind(source, dtype)
+    eod = tokenizer.eod if tokenizer and tokenizer.has_eod else None
+    ends = {} if eod is None else {"bos_token_id": eod, "eos_token_id": eod}
+    with new_folder(out) as folder:
+        _write_weights(source, folder, model, kind, wanted)
+        files, problem = (
+            tokenizer_files(tokenizer, model.max_position_embeddings) if tokenizer else ({}, "the source has none")
+        )
+        for name, content in files.items():
+            (folder / name).write_bytes(content)
+        if problem:
+            log(f"WARNING: the export has no tokenizer that transformers could load: {problem}")
+            if tokenizer is not None:
+                tokenizer.save(folder / "tokenizer")
+        _write_json(folder / "config.json", _config(model, wanted, eod))
+        _write_json(folder / "generation_config.json", {"_from_model_config": True, **ends})
+        (folder / "README.md").write_text(_card(source, model, kind, wanted, problem), encoding="utf-8")
+    return Path(out)
+
+
+def _write_weights(source: Source, folder: Path, model: ModelConfig, kind: str, dtype: torch.dtype) -> None:
+    """model.safetensors, or several files and their index if that would be larger than SHARD_BYTES."""
+    shapes = {
+        name: spec.global_shape[::-1] if is_linear(name) else spec.global_shape
+        for name, spec in parameter_specs(model).items()
+    }
+    sizes = {name: math.prod(shape) * dtype.itemsize for name, shape in shapes.items()}
+    shards: list[list[str]] = [[]]
+    for name, size in sizes.items():
+        if shards[-1] and sum(sizes[other] for other in shards[-1]) + size > SHARD_BYTES:
+            shards.append([])
+        shards[-1].append(name)
+    where = {}
+    for number, names in enumerate(shards, 1):
+        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors" if len(shards) > 1 else "model.safetensors"
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        at = 0
+        for name in names:
+            theirs = f"transformer.{openai_name(name)}"
+            where[theirs], end = file, at + sizes[name]
+            header[theirs] = {"dtype": DTYPE_CODES[dtype], "shape": shapes[name], "data_offsets": [at, end]}
+            at = end
+        with open(folder / file, "wb") as stream:
+            stream.write(safetensors_header(header))
+            for name in names:
+                tensor = openai_tensor(source, model, kind, name, transposed=True).to(dtype).contiguous()
+                stream.write(tensor.view(-1).view(torch.uint8).numpy().data)
+    if len(shards) > 1:
+        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": where}
+        _write_json(folder / "model.safetensors.index.json", index)
+
+
+def _config(model: ModelConfig, dtype: torch.dtype, eod: int | None) -> dict[str, Any]:
+    return {
+        "model_type": "gpt2",
+        "architectures": ["GPT2LMHeadModel"],
+        **{theirs: getattr(model, ours) for ours, theirs, *_ in (*SIZES, *FRACTIONS)},
+        "n_inner": model.ffn_hidden_size,
+        "activation_function": {"tanh": "gelu_new", "erf": "gelu"}[model.gelu],
+        "embd_pdrop": model.hidden_dropout,
+        "bos_token_id": eod,
+        "eos_token_id": eod,
+        # The name of today, and that of transformers 4.
+        **dict.fromkeys(("dtype", "torch_dtype"), str(dtype).removeprefix("torch.")),
+        **dict.fromkeys(("tie_word_embeddings", "scale_attn_weights", "use_cache"), True),
+    }
+
+
+def _write_json(path: Path, value: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+
+
+CARD = """---
+library_name: transformers
+pipeline_tag: text-generation
+tags: [gpt2]
+---
+
+# A GPT-2 model
+
+| | |
+|---|---|
+{rows}
+
+{usage}
+"""
+USAGE = """```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("FOLDER")
+tokenizer = AutoTokenizer.from_pretrained("FOLDER")
+```
+
+In training the characters `<|endoftext|>` in a text were text; this tokenizer reads them as the end of a document."""
+
+
+def _card(source: Source, model: ModelConfig, kind: str, dtype: torch.dtype, problem: str) -> str:
+    """The model card: how to load it, and what the run's facts are. problem: why there is no tokenizer, or ""."""
+    facts, config = source.facts, source.facts["config"]
+    consumed, length = facts.get("consumed_samples"), config.get("data", {}).get("seq_length")
+    optimizer = config.get("optimizer", {})
+    rows: dict[str, Any] = {
+        "format it was converted from": source.format,
+        "iteration": f"{source.iteration:,}",
+        "tokens seen": f"{consumed * length:,}" if consumed and length else None,
+        "layers × hidden size × heads": f"{model.num_layers} × {model.hidden_size} × {model.num_attention_heads}",
+        "positions": f"{model.max_position_embeddings:,}",
+        "vocabulary": f"{model.vocab_size:,}",
+        "GELU": model.gelu,
+        "weights": str(dtype).removeprefix("torch.") + ", rounded from the fp32 masters" * (kind == "master"),
+        "trained in": facts.get("precision"),
+        "global batch, samples": facts.get("global_batch_size"),
+        "peak learning rate": optimizer.get("lr"),
+        "weight decay": optimizer.get("weight_decay"),
+        "seed": config.get("train", {}).get("seed"),
+        "data fingerprint": facts.get("data_fingerprint"),
+        "torch": facts.get("torch"),
+    }
+    return CARD.format(
+        rows="\n".join(f"| {name} | {value} |" for name, value in rows.items() if value is not None),
+        usage=f"There is no tokenizer for transformers here: {problem}." if problem else USAGE,
+    )

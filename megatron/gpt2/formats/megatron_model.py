@@ -1,18 +1,60 @@
-"""The shape of a GPT-2 in a Megatron checkpoint: from its tensors, its arguments and what the user says.
+"""A GPT-2 as Megatron has it: the names of its parameters in every version, the ranks that hold them, and its shape.
 
-Legend: h hidden, n heads, p ranks over which the tensors are split.
+Legend: h hidden, n heads, d head size, t tensor-parallel size, p pipeline stages, v chunks of layers per stage.
 """
 
+import argparse
 import dataclasses
-import math
+import re
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.gpt2.config import ModelConfig, require
-from megatron.gpt2.formats.foreign import GPT2_VOCABULARY, TRUE_VOCABULARY, Hints, short_repr
-from megatron.gpt2.formats.megatron_files import attributes
+from torch import Tensor
 
+from data_utils.files.inert_pickle import Inert
+from megatron.gpt2.checkpoint.source import Source, check_facts
+from megatron.gpt2.config import ModelConfig, require
+from megatron.gpt2.formats.foreign import GPT2_VOCABULARY, TABLE, Hints, heads_of, renamed, short_repr, whole_number
+from megatron.gpt2.model.parameters import parameter_specs
+from megatron.gpt2.pipeline.stages import FIRST, LAST, layers_of_stages, virtual_stages
+
+HEAD = "word_embeddings_for_head.weight"  # the last stage's copy of the tied matrix; Core calls it output_layer.weight
+TRUE_VOCABULARY = "true_vocab_size"  # beside the arguments in our exports for Megatron, which does not read it
+LAYER = re.compile(r"transformer\.layers\.(\d{1,5})\.(.+)", re.ASCII)
+# From the names of every version to those of 2019, which are ours, one after the other.
+RENAMES = [
+    (re.compile(old), new)
+    for old, new in (
+        (r"^(module\.)*(language_model\.)?(embedding\.)?", ""),
+        (r"^(encoder|decoder)\.", "transformer."),
+        (r"^output_layer\.", "word_embeddings_for_head."),
+        (r"\.self_attention\.", ".attention."),
+        (r"\.attention\.linear_qkv\.layer_norm_", ".input_layernorm."),
+        (r"\.mlp\.linear_fc1\.layer_norm_", ".post_attention_layernorm."),
+        (r"\.linear_qkv\.", ".query_key_value."),
+        (r"\.linear_proj\.", ".dense."),
+        (r"\.linear_fc1\.", ".dense_h_to_4h."),
+        (r"\.linear_fc2\.", ".dense_4h_to_h."),
+        (r"\.pre_mlp_layernorm\.", ".post_attention_layernorm."),
+        (r"\.(input|post_attention|final)_norm\.", r".\1_layernorm."),
+    )
+]
+CORE_MODULES = {
+    "word_embeddings": "embedding.word_embeddings",
+    "position_embeddings": "embedding.position_embeddings",
+    "transformer.final_layernorm": "decoder.final_layernorm",
+    "word_embeddings_for_head": "output_layer",
+}
+CORE_LAYER_MODULES = {
+    "input_layernorm": "input_layernorm",
+    "attention.query_key_value": "self_attention.linear_qkv",
+    "attention.dense": "self_attention.linear_proj",
+    "post_attention_layernorm": "pre_mlp_layernorm",
+    "mlp.dense_h_to_4h": "mlp.linear_fc1",
+    "mlp.dense_4h_to_h": "mlp.linear_fc2",
+}
 # Arguments that change the formula, and are absent, None or False in a GPT-2.
 OTHER_MODELS = (
     "apply_residual_connection_post_layernorm",
@@ -25,129 +67,243 @@ OTHER_MODELS = (
     "multi_latent_attention",
     "qk_layernorm",
 )
+PIPELINE, VIRTUAL = "--pipeline-model-parallel-size", "--num-layers-per-virtual-pipeline-stage"
+WITH_PIPELINE = ("megatron-v2", "megatron-v3", "megatron-core")
+
+
+def name_of_2019(theirs: str) -> str:
+    """The name in Megatron's 2019 release, which is ours, of a parameter's name in any version."""
+    for old, new in RENAMES:
+        theirs = old.sub(new, theirs)
+    return theirs
+
+
+def core_name(name: str) -> str:
+    """transformer.layers.3.attention.dense.bias -> decoder.layers.3.self_attention.linear_proj.bias."""
+    return renamed(name, CORE_MODULES, "decoder.layers", CORE_LAYER_MODULES)
+
+
+def in_form(format: str, held: dict[str, Tensor]) -> dict[str, Any]:
+    """A model's tensors, by 2019's names, as Megatron of this format keeps them."""
+    if format == "megatron-2019":
+        return held
+    if format == "megatron-core":
+        return {core_name(name): tensor for name, tensor in held.items()}
+    # megatron-v2 has v2.0's names: v2.6, which writes others, and v3 read them too.
+    later = format == "megatron-v3"
+    embedding: dict[str, Any] = {}
+    layers: dict[str, Any] = {}
+    head: dict[str, Any] = {}
+    for name, tensor in held.items():
+        module, _, rest = name.partition(".")
+        if module == "transformer":
+            layers[rest.replace(".attention.", ".self_attention.") if later else rest] = tensor
+        else:
+            (head if name == HEAD else embedding)[module] = {rest: tensor}
+    first = {"embedding": embedding} if embedding else {}
+    return {"language_model": {**first, "encoder" if later else "transformer": layers}, **head}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The ranks that files are written for. first, last: layers of the first and the last stage, if they differ from
+    the others'. virtual_layers: layers of a chunk, if stages are interleaved."""
+
+    tensor: int = 1
+    pipeline: int = 1
+    virtual_layers: int | None = None
+    first: int | None = None
+    last: int | None = None
+
+    def virtual(self, num_layers: int) -> int:
+        """Chunks of layers per stage, v. ValueError that names the flag."""
+        return 1 if self.virtual_layers is None else virtual_stages(num_layers, self.pipeline, self.virtual_layers)
+
+
+def chunks_of_stages(model: ModelConfig, layout: Layout, format: str) -> list[list[dict[str, str]]]:
+    """Stage by stage its chunks of the layers: each {its name in the file, in 2019's spelling: our parameter}.
+
+    Layers are numbered from 0 in every chunk. The last stage of several holds the tied matrix as well, as `HEAD`.
+    ValueError, which names the flag, for a layout that the format's Megatron cannot load.
+    """
+    p, v, core = layout.pipeline, layout.virtual(model.num_layers), format == "megatron-core"
+    require(p > 0, f"{PIPELINE} must be positive, not {p}")
+    if p > 1 and format not in WITH_PIPELINE:
+        raise ValueError(f"{PIPELINE} {p}: {format} has no pipeline; {', '.join(WITH_PIPELINE)} have one")
+    least = 2 if core else 3
+    require(v == 1 or p >= least, f"{VIRTUAL} needs {PIPELINE} of at least {least} in {format}")
+    for flag, given in ((FIRST, layout.first), (LAST, layout.last)):
+        if given is not None and not core:
+            raise ValueError(f"{flag}: the stages of {format} all hold as many layers; megatron-core has this flag")
+    layers = layers_of_stages(model.num_layers, p, v, layout.first, layout.last)
+    sizes = [tuple(map(len, layers[stage::p])) for stage in range(p)]  # of the chunks of each stage
+    middle = sizes[layout.first is not None : p - (layout.last is not None)]
+    if len({*middle}) > 1 or any(len({*of_stage}) > 1 for of_stage in sizes):
+        raise ValueError(
+            f"{PIPELINE} {p}{f' with {v} chunks of layers each ({VIRTUAL})' if v > 1 else ''} does not "
+            f"divide the {model.num_layers} layers, and Megatron asks for that"
+            + f": {FIRST} and {LAST} set some apart"
+            * core
+        )
+    chunks: list[dict[str, str]] = [{} for _ in layers]
+    for name in parameter_specs(model):
+        if layer := LAYER.fullmatch(name):
+            chunk = next(chunk for chunk, held in enumerate(layers) if int(layer[1]) in held)
+            chunks[chunk][f"transformer.layers.{int(layer[1]) - layers[chunk].start}.{layer[2]}"] = name
+        else:
+            chunks[-1 if name.startswith("transformer.") else 0][name] = name
+    if p > 1:
+        chunks[-1][HEAD] = TABLE
+    return [chunks[stage::p] for stage in range(p)]
+
+
+def attributes(value: Any) -> dict[str, Any]:
+    """The attributes of a namespace, or the entries of a dictionary, by name; none if `value` is neither."""
+    return value if isinstance(value, dict) else value.attributes() if isinstance(value, Inert) else {}
+
+
+def iteration_of(top: Mapping[str, Any]) -> int:
+    """The iteration that a file says; 0 if it says none. ValueError if it is not a whole number."""
+    name = next((name for name in ("iteration", "total_iters", "global_steps") if name in top), "")
+    return whole_number(name, top.get(name, 0), 0, 10**12)
 
 
 def model_of(
     path: Path,
     top: Mapping[str, Any],
     shapes: Mapping[str, tuple[int, ...]],
-    hints: Hints,
     found: Mapping[str, int],
-    p: int,
-) -> tuple[ModelConfig, int]:
-    """The shape, its vocabulary true as far as that is known, and the padded vocabulary.
+    hints: Hints,
+    log: Callable[[str], None],
+    *,
+    t: int,
+    padded_for: int,
+) -> tuple[ModelConfig, ModelConfig]:
+    """The shape, its vocabulary true as far as that is known, and the shape with rows of padding as if they were of the
+    vocabulary. `log` gets a line if the vocabulary is only taken to be its padded size.
 
-    top: what stands beside the weights, "args" among it. shapes: by our names, as one of p ranks has them. found: what
-    the files say of some arguments, "num_layers" among them. ValueError, one line, where they contradict each other.
+    top: what stands beside the weights, "args" among it. shapes: by our names, as one of t ranks has them. found: what
+    the files say of some arguments, "num_layers" among them. padded_for: the ranks that the vocabulary was padded for.
+    ValueError, one line, if they contradict each other.
     """
     args = attributes(top.get("args"))
     for name in OTHER_MODELS:
-        require(not args.get(name), f"{path}: was trained with {name}, which this program's GPT-2 does not compute")
+        require(not args.get(name), f"was trained with {name}, which this program's GPT-2 does not compute")
 
-    def shape(name: str, dimensions: int) -> tuple[int, ...]:
-        if len(shapes.get(name, ())) != dimensions:
-            raise ValueError(f"{path}: holds no {name}: is a pipeline stage missing, or is it no GPT-2?")
+    def shape(name: str) -> tuple[int, ...]:
+        if len(shapes.get(name, ())) != 2:
+            raise ValueError(f"holds no {name}: is a pipeline stage missing, or is it no GPT-2?")
         return shapes[name]
 
-    rows, h = shape("word_embeddings.weight", 2)
-    positions, _ = shape("position_embeddings.weight", 2)
-    qkv_rows, _ = shape("transformer.layers.0.attention.query_key_value.weight", 2)
-    ffn, _ = shape("transformer.layers.0.mlp.dense_h_to_4h.weight", 2)
-    if qkv_rows * p != 3 * h:
+    (rows, h), (positions, _) = shape(TABLE), shape("position_embeddings.weight")
+    qkv_rows, _ = shape("transformer.layers.0.attention.query_key_value.weight")
+    ffn, padded = shape("transformer.layers.0.mlp.dense_h_to_4h.weight")[0] * t, rows * t
+    if qkv_rows * t != 3 * h:
         some = f"{3 * h // qkv_rows} ranks" if qkv_rows and 3 * h % qkv_rows == 0 else "another number of ranks"
-        raise ValueError(f"{path}: was written by {some}, and the files of {p} are here: is one missing?")
-    for name, held in {**found, "hidden_size": h, "padded_vocab_size": rows * p}.items():
+        raise ValueError(f"was written by {some}, and the files of {t} are here: is one missing?")
+    for name, held in {**found, "hidden_size": h, "padded_vocab_size": padded}.items():
         if isinstance(args.get(name), int) and args[name] != held:
-            raise ValueError(
-                f"{path}: {name} is {args[name]} by its arguments and {held} by its files: are two runs mixed?"
-            )
-    true = top.get(TRUE_VOCABULARY)
-    if true is not None and not (type(true) is int and 0 < true <= rows * p):
-        raise ValueError(
-            f"{path}: {TRUE_VOCABULARY} is {short_repr(true)}, and it holds {rows * p} rows, padding included"
-        )
-    vocab_size = true or hints.vocab_size or rows * p
-    if vocab_size > rows * p:
-        raise ValueError(
-            f"{path}: --vocab-size {vocab_size} is more than the {rows * p} rows that it holds, padding included"
-        )
-    said: dict[str, Any] = {
-        name: float(args[name])
-        for name in ("attention_dropout", "hidden_dropout", "layernorm_epsilon", "init_method_std")
-        if type(args.get(name)) in (int, float)
-    }
-    if type(args.get("norm_epsilon")) is float:  # its name since 2023
-        said["layernorm_epsilon"] = args["norm_epsilon"]
-    divisor = args.get("make_vocab_size_divisible_by")
-    if true is None and hints.vocab_size is None:
-        said["make_vocab_size_divisible_by"] = 1  # padded already
-    elif type(divisor) is int and divisor > 0:
-        said["make_vocab_size_divisible_by"] = divisor
-    heads = heads_of(path, h, p, args, hints)
-    try:
-        return ModelConfig(
-            num_layers=found["num_layers"],
-            hidden_size=h,
-            num_attention_heads=heads,
-            ffn_hidden_size=None if ffn * p == 4 * h else ffn * p,
-            max_position_embeddings=positions,
-            vocab_size=vocab_size,
-            gelu=hints.gelu or _gelu(args),
-            **said,
-        ), rows * p
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
-
-
-def with_padding(model: ModelConfig, padded: int) -> ModelConfig:
-    """The shape, with the rows of padding as if they were of the vocabulary."""
-    return dataclasses.replace(model, vocab_size=padded, make_vocab_size_divisible_by=1)
-
-
-def tell_of_padding(
-    path: Path,
-    top: Mapping[str, Any],
-    model: ModelConfig,
-    padded: int,
-    hints: Hints,
-    p: int,
-    log: Callable[[str], None],
-) -> None:
-    """A line where the vocabulary is only taken to be its padded size. p: ranks for which it was padded."""
-    if model.vocab_size == padded and hints.vocab_size is None and TRUE_VOCABULARY not in top:
+            raise ValueError(f"{name} is {args[name]} by its arguments and {held} by its files: are two runs mixed?")
+    true, given = top.get(TRUE_VOCABULARY), hints.vocab_size
+    if true is not None and not (type(true) is int and 0 < true <= padded):
+        raise ValueError(f"{TRUE_VOCABULARY} is {short_repr(true)}, and it holds {padded} rows, padding included")
+    if given is not None and given > padded:
+        raise ValueError(f"--vocab-size {given} is more than the {padded} rows that it holds, padding included")
+    if true is None and given is None:
         guesses = [
             f"{size} ({whose})"
-            for size, whose in (
-                (GPT2_VOCABULARY, "GPT-2's"),
-                (attributes(top.get("args")).get("vocab_size"), "its arguments'"),
-            )
-            if type(size) is int and 0 < padded - size <= 128 * p
+            for size, whose in ((GPT2_VOCABULARY, "GPT-2's"), (args.get("vocab_size"), "its arguments'"))
+            if type(size) is int and 0 < padded - size <= 128 * padded_for
         ]
         log(
             f"{path}: the vocabulary is taken to be its padded size, {padded}: --vocab-size "
             f"{' or '.join(guesses) or 'N'} leaves out the rows that are padding"
         )
-
-
-def heads_of(path: Path, h: int, p: int, args: Mapping[str, Any], hints: Hints) -> int:
-    """The number of heads that the arguments or the user say. ValueError, with those that fit, for another one."""
-    said = args.get("num_attention_heads")
-    heads = said if isinstance(said, int) else hints.num_attention_heads
-    fitting = sorted((n for n in range(p, h + 1, p) if h % n == 0), key=lambda n: abs(math.log2(h / n / 64)))
-    if heads is None or heads not in fitting:
-        problem = (
-            "does not say how many attention heads it has"
-            if heads is None
-            else f"{heads} attention heads do not divide its hidden size of {h} over {p} ranks"
+    said: dict[str, Any] = {
+        name: float(args[theirs])
+        for name, theirs in (
+            ("attention_dropout", "attention_dropout"),
+            ("hidden_dropout", "hidden_dropout"),
+            ("init_method_std", "init_method_std"),
+            ("layernorm_epsilon", "layernorm_epsilon"),
+            ("layernorm_epsilon", "norm_epsilon"),  # its name since 2023
         )
-        raise ValueError(
-            f"{path}: {problem}: give --num-attention-heads, likeliest first one of {', '.join(map(str, fitting[:6]))}"
-        )
-    return heads
+        if type(args.get(theirs)) in (int, float)
+    }
+    divisor = args.get("make_vocab_size_divisible_by")
+    if true is None and given is None:
+        said["make_vocab_size_divisible_by"] = 1  # padded already
+    elif type(divisor) is int and divisor > 0:
+        said["make_vocab_size_divisible_by"] = divisor
+    # 2019 knew the tanh form alone, as the fused kernel does; without it later versions compute erf's.
+    tanh = "openai_gelu" not in args or args["openai_gelu"] or args.get("bias_gelu_fusion")
+    model = ModelConfig(
+        num_layers=found["num_layers"],
+        hidden_size=h,
+        num_attention_heads=heads_of(h, t, args.get("num_attention_heads"), hints),
+        ffn_hidden_size=None if ffn == 4 * h else ffn,
+        max_position_embeddings=positions,
+        vocab_size=true or given or padded,
+        gelu=hints.gelu or ("tanh" if tanh else "erf"),
+        **said,
+    )
+    return model, dataclasses.replace(model, vocab_size=padded, make_vocab_size_divisible_by=1)
 
 
-def _gelu(args: Mapping[str, Any]) -> str:
-    """2019 knew the tanh form alone, as the fused kernel does; without it later versions compute erf's."""
-    if "openai_gelu" not in args or args["openai_gelu"] or args.get("bias_gelu_fusion"):
-        return "tanh"
-    return "erf"
+def padded_model(source: Source, t: int) -> ModelConfig:
+    """The shape, with the padding of the vocabulary that Megatron takes: a multiple of the product, where ours is of
+    both numbers."""
+    model = check_facts(source)
+    require(
+        model.num_attention_heads % t == 0 and model.ffn_size % t == 0,
+        f"{source.path}: --model-parallel-size {t} does not divide its {model.num_attention_heads} heads and MLP "
+        f"width of {model.ffn_size}",
+    )
+    return dataclasses.replace(model, make_vocab_size_divisible_by=model.make_vocab_size_divisible_by * t)
+
+
+def arguments(source: Source, model: ModelConfig, layout: Layout, format: str) -> argparse.Namespace:
+    """What Megatron compares with its own flags, or takes in their place."""
+    facts, t, v = source.facts, layout.tensor, layout.virtual(model.num_layers)
+    optimizer = facts["config"].get("optimizer", {})
+    same = (
+        "num_layers",
+        "hidden_size",
+        "num_attention_heads",
+        "max_position_embeddings",
+        "layernorm_epsilon",
+        "hidden_dropout",
+        "attention_dropout",
+        "init_method_std",
+    )
+    said: dict[str, Any] = {
+        **{name: getattr(model, name) for name in same},
+        "ffn_hidden_size": model.ffn_size,
+        "kv_channels": model.hidden_size // model.num_attention_heads,
+        "group_query_attention": False,
+        "seq_length": model.max_position_embeddings,
+        "position_embedding_type": "learned_absolute",
+        "normalization": "LayerNorm",
+        "norm_epsilon": model.layernorm_epsilon,
+        "add_bias_linear": True,
+        "swiglu": False,
+        "openai_gelu": False,
+        "bias_gelu_fusion": model.gelu == "tanh",
+        "untie_embeddings_and_output_weights": False,
+        "tokenizer_type": "GPT2BPETokenizer",
+        "make_vocab_size_divisible_by": model.make_vocab_size_divisible_by // t,
+        "padded_vocab_size": parameter_specs(model, t)[TABLE].padded_size,
+        "tensor_model_parallel_size": t,
+        "pipeline_model_parallel_size": layout.pipeline,
+        "virtual_pipeline_model_parallel_size": v if v > 1 else None,
+        "num_layers_per_virtual_pipeline_stage": layout.virtual_layers if v > 1 else None,
+        "params_dtype": source.tensors[f"model.{TABLE}"].dtype,
+        "iteration": source.iteration,
+        "consumed_train_samples": facts.get("consumed_samples") or 0,
+    }
+    if format == "megatron-core":
+        said |= {"decoder_first_pipeline_num_layers": layout.first, "decoder_last_pipeline_num_layers": layout.last}
+    if format == "megatron-v3":
+        said["transformer_impl"] = "local"
+    said |= {name: facts[name] for name in ("global_batch_size", "train_iters") if facts.get(name)}
+    return argparse.Namespace(**said, **{name: optimizer[name] for name in ("clip_grad",) if name in optimizer})

@@ -1,22 +1,42 @@
 """Any source written as a save folder of ours: this is what merging, splitting and converting to our format do."""
 
+import contextlib
 import functools
 import secrets
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from data_utils import Tokenizer
+from data_utils.files import sync_folder
 from megatron.gpt2.checkpoint.source import Source, check_facts
 from megatron.gpt2.checkpoint.writer import Piece, write_checkpoint
 from megatron.gpt2.config import Config
-from megatron.gpt2.formats.new_folder import new_folder
+from megatron.gpt2.formats.foreign import OPTIMIZER, has_optimizer
 from megatron.gpt2.model.parameters import parameter_specs
-from megatron.gpt2.optimizer.optimizer import MOMENTS
 
-OPTIMIZER = ("master", *MOMENTS)
+
+@contextlib.contextmanager
+def new_folder(out: str | Path) -> Iterator[Path]:
+    """A folder beside `out` to write into. At the end of the block its files are put on the disk and it is renamed to
+    `out`. An error in the block removes it. ValueError if `out` exists and is not an empty folder."""
+    out = Path(out)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ValueError(f"{out}: exists already and is not empty: give a new folder")
+    folder = out.with_name(f"{out.name}.tmp-{secrets.token_hex(4)}")
+    folder.mkdir(parents=True)
+    try:
+        yield folder
+        for path in (*sorted(folder.rglob("*"), reverse=True), folder):
+            sync_folder(path)  # of a file this puts the bytes on the disk
+        folder.rename(out)  # over an empty folder at most
+        sync_folder(out.parent)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
 
 
 def write_native(
@@ -30,15 +50,13 @@ def write_native(
     """Write the iteration of `source` into the new folder `out`; returns the iteration's folder.
 
     model_parallel_size: any that the model's shape allows. tokenizer: the one that the vocabulary belongs to, if it is
-    known. One tensor is in memory at a time. Masters and moments are written where the source holds all three, as files
+    known. One tensor is in memory at a time. Masters and moments are written if the source holds all three, as files
     of one data-parallel rank. Random states belong to a layout and are not written.
 
-    ValueError, one line, for a size that does not fit; OSError where the disk is full.
+    ValueError, one line, for a size that does not fit; OSError if the disk is full.
     """
     facts = native_facts(source, model_parallel_size, tokenizer)
-    names = source.names()
-    held = {name.partition(".")[0] for name in names}
-    kinds = ("model", *OPTIMIZER) if held.issuperset(OPTIMIZER) else ("model",)
+    kinds = ("model", *OPTIMIZER) if has_optimizer(source) else ("model",)
     specs = parameter_specs(check_facts(source), model_parallel_size)
     files: dict[str, dict[str, Piece]] = {}
     for rank in range(model_parallel_size):
@@ -69,7 +87,7 @@ def write_native(
             log=log,
         )
     taken = {f"{kind}.{name}" for kind in kinds for name in specs}
-    if left := [name for name in names if name not in taken and not name.startswith("rng.")]:
+    if left := [name for name in source.names() if name not in taken and not name.startswith("rng.")]:
         log(f"left out: {len(left)} tensors, {left[0]} among them")
     return Path(out) / path.name
 
@@ -78,16 +96,12 @@ def native_facts(source: Source, model_parallel_size: int, tokenizer: Tokenizer 
     """The facts of the new manifest: what the source knows, and defaults for what a run needs to start from it. Without
     a number of consumed samples the data begin again. Without a tokenizer training asks for one."""
     given: dict[str, Any] = {"tokenizer": None, **source.facts}
+    given.pop("tokenizer_files", None)
     sections = {name: dict(values) for name, values in given["config"].items()}
-    model = sections["model"] = {**sections["model"], "vocab_size": given["vocab_size"]}
-    sections["parallel"] = {
-        **sections.get("parallel", {}),
-        "model_parallel_size": model_parallel_size,
-        "sequence_parallel": False,
-    }
-    data = sections.setdefault("data", {})
-    data.setdefault("seq_length", model["max_position_embeddings"])
-    config = Config.from_dict(sections)
+    sections["model"]["vocab_size"] = given["vocab_size"]
+    layout = {"model_parallel_size": model_parallel_size}
+    sections["parallel"] = {**sections.get("parallel", {}), **layout, "sequence_parallel": False}
+    sections.setdefault("data", {}).setdefault("seq_length", sections["model"]["max_position_embeddings"])
     if tokenizer is not None:
         if tokenizer.vocab_size != given["vocab_size"]:
             raise ValueError(
@@ -95,25 +109,15 @@ def native_facts(source: Source, model_parallel_size: int, tokenizer: Tokenizer 
                 f"{tokenizer.vocab_size:,}: give the files that it was trained with, or its true "
                 "--vocab-size"
             )
-        given["tokenizer"] = {
-            "kind": tokenizer.kind,
-            "fingerprint": tokenizer.fingerprint,
-            "vocab_size": tokenizer.vocab_size,
-        }
-    started = {"good_steps": source.iteration, "skipped_steps": 0, "adam_steps": 0, "loss_scaler": {}}
-    unknown = {
+        given["tokenizer"] = {name: getattr(tokenizer, name) for name in ("kind", "fingerprint", "vocab_size")}
+    return {
         "train_iters": source.iteration,
         "consumed_samples": 0,
-        "optimizer": started,
+        "optimizer": {"good_steps": source.iteration, "skipped_steps": 0, "adam_steps": 0, "loss_scaler": {}},
         "converted_from": source.format,
-    }
-    facts = {
-        **unknown,
         **given,
-        "config": config.as_dict(),
+        "config": Config.from_dict(sections).as_dict(),
         "iteration": source.iteration,
         "torch": torch.__version__,
-        "layout": {"model_parallel_size": model_parallel_size, "data_parallel_size": 1, "optimizer_is_sharded": False},
+        "layout": {**layout, "data_parallel_size": 1, "optimizer_is_sharded": False},
     }
-    facts.pop("tokenizer_files", None)
-    return facts

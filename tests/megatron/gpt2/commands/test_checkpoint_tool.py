@@ -157,9 +157,9 @@ def test_a_core_export_says_what_it_lacks_and_compares_without_a_flag(
 
 
 def test_check_sees_a_wrong_translation(runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    from megatron.gpt2.formats import write_megatron
+    from megatron.gpt2.formats import megatron
 
-    monkeypatch.setattr(write_megatron, "by_part", lambda heads: lambda x: x)
+    monkeypatch.setattr(megatron, "by_part", lambda heads: lambda x: x)
     assert main(["convert", str(runs / "save"), str(tmp_path / "out"), "--to", "megatron-2019", "--check"]) == 1
 
 
@@ -255,7 +255,7 @@ def test_bad_old_files(tmp_path: Path, change: str, words: list[str], message: s
 
 def as_if_later(path: Path):
     """A rank's file as if it had been saved at another iteration."""
-    from megatron.gpt2.formats.pickles import load_pickle
+    from megatron.gpt2.formats.torch_files import load_pickle
 
     top = load_pickle(path)
     return {"iteration": top["iteration"] + 1, "model": dict(top["model"])}

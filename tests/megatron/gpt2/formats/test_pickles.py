@@ -18,8 +18,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from data_utils.files.inert_pickle import Inert
 from megatron.gpt2.formats import Hints, open_source
-from megatron.gpt2.formats.pickles import Opaque, load_pickle
+from megatron.gpt2.formats.torch_files import load_pickle
 from tests.conftest import TEST_DATA
 from tests.megatron.gpt2.formats.crafted_models import with_index, with_top
 from tests.megatron.gpt2.formats.crafted_pickles import (
@@ -44,7 +45,7 @@ def same(a: Any, b: Any) -> bool:
         return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
     if isinstance(a, (list, tuple)):
         return type(a) is type(b) and len(a) == len(b) and all(map(same, a, b))
-    return isinstance(b, Opaque) or (type(a) is type(b) and a == b)
+    return isinstance(b, Inert) or (type(a) is type(b) and a == b)
 
 
 @pytest.mark.parametrize("legacy", [False, True])
@@ -106,7 +107,7 @@ def test_what_torch_saves_comes_back(tmp_path: Path, legacy: bool):
             assert same(value, read[key]), key
     assert read["args"].name == "argparse.Namespace"
     assert read["args"].attributes() == {"lr": 1.0, "dtype": torch.float16}
-    assert isinstance(read["set"], Opaque) and isinstance(read["numpy"][1], Opaque)
+    assert isinstance(read["set"], Inert) and isinstance(read["numpy"][1], Inert)
     assert read["shared"][0].data_ptr() == read["shared"][1].data_ptr(), "a view of the file"
     read["shared"][0].zero_()
     assert torch.equal(load_pickle(path)["shared"][0], base), "the file itself stays as it is"
@@ -168,7 +169,7 @@ WELL_FORMED = {
     for name in (
         "nested deeply",
         "nested deeply in dictionaries",
-        "a call of a tensor",
+        "protocol 4",
         "weights that are numbers",
         "a number instead of a checkpoint",
         "sizes that take years to print",

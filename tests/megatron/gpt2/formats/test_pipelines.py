@@ -17,10 +17,10 @@ from megatron.gpt2.commands import merge_mp_partitions
 from megatron.gpt2.commands.checkpoint import arguments, layout_of, main, write
 from megatron.gpt2.formats import Hints, Source, open_source
 from megatron.gpt2.formats.compare import diff
-from megatron.gpt2.formats.megatron_layout import Layout
+from megatron.gpt2.formats.megatron import write_megatron
+from megatron.gpt2.formats.megatron_model import Layout
 from megatron.gpt2.formats.native import write_native
-from megatron.gpt2.formats.pickles import load_pickle
-from megatron.gpt2.formats.write_megatron import write_megatron
+from megatron.gpt2.formats.torch_files import load_pickle
 from tests.conftest import TEST_DATA
 from tests.megatron.gpt2.formats.made import made_source
 from tests.megatron.gpt2.formats.test_readers import TOLERANCE, TRUE_VOCABULARY, logits_of, silent

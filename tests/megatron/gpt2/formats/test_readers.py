@@ -19,7 +19,7 @@ import mpu
 from megatron.gpt2.checkpoint.state import load_state, whole_parameters
 from megatron.gpt2.config import ModelConfig, OptimizerConfig
 from megatron.gpt2.formats import Hints, Source, open_source, recognise
-from megatron.gpt2.formats.pickles import load_pickle
+from megatron.gpt2.formats.torch_files import load_pickle
 from megatron.gpt2.model.gpt2 import GPT2Model
 from megatron.gpt2.model.parameters import parameter_specs
 from megatron.gpt2.optimizer.flat_parameters import FlatParameters

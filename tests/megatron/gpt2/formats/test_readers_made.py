@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron.gpt2.config import ModelConfig, OptimizerConfig
 from megatron.gpt2.formats import Hints, open_source
-from megatron.gpt2.formats.write_megatron_optimizer import schedule
+from megatron.gpt2.formats.megatron_optimizer import schedule
 from tests.megatron.gpt2.formats.made import SHAPE, arguments, random_weights, write_megatron
 from tests.megatron.gpt2.formats.test_readers import refused, silent
 

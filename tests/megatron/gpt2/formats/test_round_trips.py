@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from data_utils import Tokenizer, build_tokenizer
-from megatron.gpt2.formats import Hints, Source, open_source, write_huggingface
+from megatron.gpt2.formats import Hints, Source, huggingface, open_source
 from megatron.gpt2.formats.compare import check, diff
-from megatron.gpt2.formats.megatron_layout import Layout
+from megatron.gpt2.formats.huggingface import write_huggingface as to_huggingface
+from megatron.gpt2.formats.megatron import write_megatron
+from megatron.gpt2.formats.megatron_model import Layout
 from megatron.gpt2.formats.native import native_facts, write_native
 from megatron.gpt2.formats.openai_tokenizer import tokenizer_files
-from megatron.gpt2.formats.write_huggingface import write_huggingface as to_huggingface
-from megatron.gpt2.formats.write_megatron import write_megatron
 from tests.conftest import TEST_DATA
 from tests.megatron.gpt2.formats.test_readers import GENUINE, TRUE_VOCABULARY, genuine, open_genuine, silent
 from tests.megatron.gpt2.train.training_runs import finish, start, steps, write_text
@@ -106,16 +106,16 @@ def tokenizer_of(source: Source) -> Tokenizer:
 
 @torch.no_grad()
 def logits_agree(source: Source, theirs: torch.nn.Module) -> float:
-    from megatron.gpt2.formats.compare import _logits
+    from megatron.gpt2.formats.compare import logits
 
     tokens = torch.randint(source.facts["vocab_size"], (2, 24), generator=torch.Generator().manual_seed(1))
-    return (_logits(source, tokens).transpose(0, 1) - theirs(tokens).logits).abs().max().item()
+    return (logits(source, tokens).transpose(0, 1) - theirs(tokens).logits).abs().max().item()
 
 
 def test_a_large_export_comes_in_parts(source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     from transformers import GPT2LMHeadModel
 
-    monkeypatch.setattr(write_huggingface, "SHARD_BYTES", 300_000)
+    monkeypatch.setattr(huggingface, "SHARD_BYTES", 300_000)
     out = to_huggingface(source, tmp_path / "hf", log=silent)
     assert len(list(out.glob("model-*.safetensors"))) > 2
     assert diff(source, open_source(out, log=silent)).equal

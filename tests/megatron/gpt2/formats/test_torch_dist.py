@@ -21,8 +21,8 @@ from megatron.gpt2.checkpoint.state import load_state
 from megatron.gpt2.config import ModelConfig, OptimizerConfig
 from megatron.gpt2.formats import open_source, recognise
 from megatron.gpt2.formats.dcp import DcpFolder, check_cover
-from megatron.gpt2.formats.megatron_buckets import GROUP, ORDERS
 from megatron.gpt2.formats.native import write_native
+from megatron.gpt2.formats.torch_dist import GROUP, ORDERS
 from megatron.gpt2.model.parameters import parameter_specs
 from megatron.gpt2.optimizer.flat_parameters import FlatParameters
 from megatron.gpt2.optimizer.learning_rates import LearningRate
@@ -182,8 +182,8 @@ def test_another_backend_and_a_lost_file_are_one_line(folders: dict[str, Path]):
     [
         ([((0, 0, 0), (1, 4, 3)), ((1, 0, 0), (1, 2, 3)), ((1, 2, 0), (1, 2, 3))], ""),
         ([((0, 0, 0), (2, 2, 3)), ((0, 2, 0), (2, 2, 3))], ""),
-        ([((0, 0, 0), (1, 4, 3)), ((1, 0, 0), (1, 2, 3))], "hold 6 entries of 12"),
-        ([((0, 0, 0), (2, 4, 3)), ((1, 0, 0), (1, 2, 3))], "hold 18 entries of 12"),
+        ([((0, 0, 0), (1, 4, 3)), ((1, 0, 0), (1, 2, 3))], "hold 18 entries of 24"),
+        ([((0, 0, 0), (2, 4, 3)), ((1, 0, 0), (1, 2, 3))], "hold 30 entries of 24"),
         ([((0, 0, 0), (1, 4, 3)), ((1, 0, 0), (1, 2, 3)), ((1, 1, 0), (1, 2, 3))], "overlap"),
         ([((0, 0, 0), (3, 4, 3))], "outside"),
     ],

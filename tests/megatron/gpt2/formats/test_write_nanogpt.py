@@ -22,8 +22,8 @@ from data_utils.tokenizers.base import CharacterTokenizer
 from megatron.gpt2.commands import checkpoint, generate_text, pretrain_gpt2
 from megatron.gpt2.formats import open_source
 from megatron.gpt2.formats.foreign import ForeignSource, LazyTensor
+from megatron.gpt2.formats.nanogpt import write_nanogpt
 from megatron.gpt2.formats.native import write_native
-from megatron.gpt2.formats.write_nanogpt import write_nanogpt
 from tests.megatron.gpt2.formats.made import SHAPE, random_weights
 from tests.megatron.gpt2.formats.test_readers import logits_of
 from tests.megatron.gpt2.formats.test_readers_openai import nanogpt_checkpoint

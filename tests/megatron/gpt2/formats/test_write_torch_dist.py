@@ -16,10 +16,10 @@ import mpu
 from megatron.gpt2.commands import checkpoint, pretrain_gpt2
 from megatron.gpt2.config import ModelConfig
 from megatron.gpt2.formats import Source
-from megatron.gpt2.formats.dcp_metadata import METADATA, read_metadata
+from megatron.gpt2.formats.dcp import METADATA, read_metadata
 from megatron.gpt2.formats.foreign import ForeignSource, LazyTensor
-from megatron.gpt2.formats.megatron_layout import Layout
-from megatron.gpt2.formats.write_torch_dist import write_torch_dist
+from megatron.gpt2.formats.megatron_model import Layout
+from megatron.gpt2.formats.torch_dist import write_torch_dist
 from tests.conftest import ROOT
 from tests.megatron.gpt2.formats.test_readers import TOLERANCE
 from tests.megatron.gpt2.formats.torch_dist_files import FIXTURES, VOCABULARY, opened
@@ -63,12 +63,14 @@ def test_what_is_written_is_what_megatron_core_writes(
     for facts in ("optimizer", "consumed_samples", "global_batch_size", "train_iters"):
         assert back.facts[facts] == theirs.facts[facts]
     assert back.facts["config"]["optimizer"] == theirs.facts["config"]["optimizer"]
-    ours, genuine = (read_metadata(folder / "iter_0000003" / METADATA) for folder in (tmp_path / "back", folders[name]))
+    (ours, _, our_objects), (genuine, _, objects) = (
+        read_metadata(folder / "iter_0000003" / METADATA) for folder in (tmp_path / "back", folders[name])
+    )
     same = "" if name.startswith("fully_reshardable") else "optimizer."  # each rank's own Adam has other names
-    assert {name: info for name, (info, _) in ours.tensors.items() if not same or not name.startswith(same)} == {
-        name: info for name, (info, _) in genuine.tensors.items() if not same or not name.startswith(same)
+    assert {name: info for name, info in ours.items() if not same or not name.startswith(same)} == {
+        name: info for name, info in genuine.items() if not same or not name.startswith(same)
     }
-    assert {name for name in genuine.objects if "_extra_state" in name} <= ours.objects.keys()
+    assert {name for name in objects if "_extra_state" in name} <= our_objects.keys()
     table = torch.zeros(32, 8, dtype=back.tensors["model.word_embeddings.weight"].dtype)
     load_dcp(
         {"embedding.word_embeddings.weight": table}, checkpoint_id=tmp_path / "back" / "iter_0000003", no_dist=True

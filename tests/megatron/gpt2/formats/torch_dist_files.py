@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron.gpt2.formats import Hints, Source, open_source
-from megatron.gpt2.formats.megatron_files import name_of_2019
+from megatron.gpt2.formats.megatron_model import name_of_2019
 
 FIXTURES = Path(__file__).parent / "torch_dist"
 CASES = {path.name.removesuffix(".tar.xz"): path for path in sorted(FIXTURES.glob("*.tar.xz"))}

@@ -21,7 +21,7 @@ from data_utils import build_tokenizer
 from megatron.gpt2.checkpoint.state import state_pieces, whole_parameters
 from megatron.gpt2.checkpoint.writer import write_checkpoint
 from megatron.gpt2.config import ModelConfig
-from megatron.gpt2.formats.write_huggingface import write_huggingface
+from megatron.gpt2.formats.huggingface import write_huggingface
 from megatron.gpt2.generate import scoring
 from megatron.gpt2.generate.generation import Continuation, Finished, GeneratedToken, Generator, generate
 from megatron.gpt2.generate.load_model import load_for_inference

@@ -11,7 +11,7 @@ import pytest
 from data_utils import load_tokenizer
 from megatron.gpt2.checkpoint.folder import find_checkpoint
 from megatron.gpt2.commands.pretrain_gpt2 import main as pretrain
-from megatron.gpt2.formats.write_huggingface import write_huggingface
+from megatron.gpt2.formats.huggingface import write_huggingface
 from tests.conftest import made_once
 
 ITERATIONS = 80

@@ -1,0 +1,394 @@
+"""Megatron's `torch_dist` checkpoints, its default, read and written: a folder of DCP, with what is no tensor in
+`common.pt`.
+
+The tensors are whole, whatever the layout of the run was. The layers are stacked, as [layers, ...] under
+`decoder.layers.NAME`, or stand one by one under `decoder.layers.N.NAME`. Adam's state has the same names behind
+`optimizer.state.KIND.`. The form `fully_sharded_model_space` (until Megatron Core 0.15) keeps a tensor of [x, y] that
+was split over a grid of [f, g] ranks as [f, g, xy / fg].
+
+The form `dp_reshardable` has flat buckets of each model-parallel rank. A rank lays its parameters out from its last to
+its first, each from a multiple of 64 values on, and cuts the row into buckets between two parameters. A bucket is one
+tensor of the file, whatever the number of data-parallel ranks was. The file says how long it is, and not what lies where:
+that is the order of Megatron Core's modules.
+
+Megatron Core 0.16 writes some values of `fully_reshardable` in a wrong place if it pads a bucket that is not its buffer's
+last. So the state is taken only if every master, rounded as the weights are, is the weight, whatever its form is. A wrong
+order cannot pass either. `fully_reshardable`, which Megatron Core's distributed optimizer loads under every layout, is
+what is written, by torch's own writer. The stacks wait on the disk, so that one layer of them is in memory.
+
+Legend: t tensor-parallel size.
+"""
+
+import io
+import json
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from data_utils.files import read_object
+from megatron.gpt2.checkpoint.folder import TRACKER
+from megatron.gpt2.checkpoint.source import Source, TensorInfo
+from megatron.gpt2.config import ModelConfig, require
+from megatron.gpt2.formats.dcp import DcpFolder, save_folder
+from megatron.gpt2.formats.foreign import (
+    DAMAGE,
+    MAX_JSON_BYTES,
+    OPTIMIZER,
+    TABLE,
+    ForeignSource,
+    Hints,
+    LazyTensor,
+    Tensors,
+    first_rows,
+    has_optimizer,
+    on_disk,
+    short_repr,
+)
+from megatron.gpt2.formats.megatron_model import (
+    HEAD,
+    LAYER,
+    TRUE_VOCABULARY,
+    Layout,
+    arguments,
+    attributes,
+    chunks_of_stages,
+    core_name,
+    iteration_of,
+    model_of,
+    name_of_2019,
+    padded_model,
+)
+from megatron.gpt2.formats.megatron_optimizer import (
+    UNKNOWN_FORM,
+    adam_facts,
+    grad_scaler,
+    param_groups,
+    run_facts,
+    schedule,
+)
+from megatron.gpt2.formats.native import new_folder
+from megatron.gpt2.formats.torch_files import load_pickle
+from megatron.gpt2.model.parameters import parameter_specs
+from megatron.gpt2.optimizer.optimizer import MOMENTS
+from mpu.partition import PartitionSpec
+
+COMMON, CONFIG = "common.pt", "metadata.json"
+LAYERS = "decoder.layers."
+STACKED = re.compile(r"decoder\.layers\.(?!\d)(.+)", re.ASCII)
+STATE = re.compile(r"optimizer\.state\.(?:(fp32_)?param|(exp_avg|exp_avg_sq))\.(.+)", re.ASCII)
+GROUP = "optimizer.distributed.dp_group_idx_"  # one for each model-parallel rank, those of the first stage first
+# A rank has a buffer for each of its chunks of layers.
+BUCKET = re.compile(
+    re.escape(GROUP) + r"(\d{1,6})\.gbuf_idx_(\d{1,3})\.dtype_.{1,80}\.bucket_idx_(\d{1,6})\.param", re.ASCII
+)
+KINDS = {"master": "param", **{moment: moment for moment in MOMENTS}}
+ALIGNMENT = 64
+# A layer's modules in the order of Megatron Core's own layers, and of those with Transformer Engine's.
+_LAST = ("attention.query_key_value", "post_attention_layernorm", "mlp.dense_h_to_4h", "mlp.dense_4h_to_h")
+ORDERS = (
+    ("input_layernorm", "attention.dense", *_LAST),
+    ("attention.dense", "input_layernorm", *_LAST),
+)
+NO_BUCKETS = (
+    "the optimizer's state: its form dp_reshardable holds flat buckets of its writer's ranks, in an order "
+    "that is not known here; with --dist-ckpt-optim-fully-reshardable Megatron saves it by name"
+)
+FORM = "fully_reshardable"
+# Transformer Engine's names, which Megatron Core's other layers take in this format too.
+FUSED = {
+    "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
+    "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+}
+# Modules whose state of FP8 the loader looks for, of each layer; it is none.
+WITH_EXTRA_STATE = (
+    "self_attention.linear_proj",
+    "self_attention.linear_qkv",
+    "self_attention.core_attention",
+    "mlp.linear_fc1",
+    "mlp.linear_fc2",
+)
+Held = dict[str, dict[str, LazyTensor]]  # by kind and by our names, the vocabulary padded
+Buckets = dict[int, str]  # a buffer's, by number: the name without the kind
+
+
+def open_torch_dist(path: Path, hints: Hints, *, log: Callable[[str], None]) -> ForeignSource:
+    """The checkpoint in `path`, the folder of an iteration. ValueError, one line, for anything that is not right."""
+    backend = read_object(path / CONFIG, MAX_JSON_BYTES).get("sharded_backend")
+    if backend != "torch_dist":
+        raise ValueError(f"{path / CONFIG}: sharded_backend is {short_repr(backend)}, and torch_dist is read here")
+    top = load_pickle(path / COMMON)
+    require(isinstance(top, dict), f"{path / COMMON}: holds no dictionary")
+    args, folder = attributes(top.get("args")), DcpFolder(path)
+    held = _held(folder)
+    weights = held.pop("model")
+    layers = {match[1] for name in weights if (match := LAYER.fullmatch(name))}
+    t = _said(args, "tensor_model_parallel_size") or 1
+    shapes = {name: tensor.info.shape for name, tensor in weights.items()}
+    model, padded = model_of(path, top, shapes, {"num_layers": len(layers)}, hints, log, t=1, padded_for=t)
+    specs = parameter_specs(padded)
+    for name in sorted(shapes.keys() ^ specs.keys()):
+        raise ValueError(f"holds no {name}" if name in specs else f"holds {name[:120]}, which is no part of a GPT-2")
+    for name, spec in specs.items():
+        require(shapes[name] == spec.global_shape, f"{name} has shape {shapes[name]} instead of {spec.global_shape}")
+    layout = {"model_parallel_size": t, "pipeline_parallel_size": args.get("pipeline_model_parallel_size") or 1}
+    facts: dict[str, Any] = {**run_facts(args), "layout": layout}
+    random = any(name.startswith("rng_state") for name in folder.objects)
+    left_out = ["random states: another program's generators"] * random
+    flat = any(name.startswith(GROUP) for name in folder.tensors)
+    if held or flat:
+        try:
+            if flat:
+                held = _bucket_states(folder, args, padded, weights)
+                objects = {name: f"{GROUP}0.{name}/shard_0_1" for name in ("optimizer", "grad_scaler")}
+                said = {name: folder.object(key)[0] for name, key in objects.items() if key in folder.objects}
+            else:
+                held.setdefault("master", weights)  # in fp32 the weights are their own masters
+                said = top["optimizer"]
+                _check_masters(held["master"], weights)
+            for kind in OPTIMIZER:
+                for name, shape in shapes.items():
+                    right = held[kind][name].info == TensorInfo(torch.float32, shape)
+                    require(right, f"{kind} of {name} is no fp32")
+            inner = said.get("optimizer", said)  # around it are masters and scaler
+            groups, state = inner["param_groups"], inner.get("state", {})
+            step = state["common_step"] if "common_step" in state else groups[0]["step"]
+            more, missing = adam_facts(top, args, said, groups, int(step))
+            facts |= more
+            left_out += missing
+        except DAMAGE as error:
+            left_out.append(f"{NO_BUCKETS if flat else UNKNOWN_FORM} ({type(error).__name__}: {str(error)[:200]})")
+            held = {}
+    assert model.vocab_size is not None
+    rows = first_rows(model.vocab_size)
+    lazy = {
+        f"{kind}.{name}": tensors[name].then(rows) if name == TABLE else tensors[name]
+        for kind, tensors in {"model": weights, **held}.items()
+        for name in specs
+    }
+    return ForeignSource(path, "torch_dist", iteration_of(top), model, facts, lazy, left_out)
+
+
+def _said(args: Mapping[str, Any], name: str) -> int | None:
+    """The argument, if it is a size."""
+    return args[name] if type(args.get(name)) is int and args[name] > 0 else None
+
+
+def _held(folder: DcpFolder) -> Held:
+    """The folder's tensors, layer by layer. ValueError for two of one name."""
+    held: Held = {"model": {}}
+    for theirs in folder.tensors:
+        if theirs.startswith(GROUP):
+            continue
+        state = STATE.fullmatch(theirs)
+        kind, name = (state[2] or "master", state[3]) if state else ("model", theirs)
+        for number, tensor in _by_layer(folder, theirs, name).items():
+            ours = name_of_2019(number)
+            require(ours not in held.setdefault(kind, {}), f"holds {ours[:120]} twice")
+            held[kind][ours] = tensor
+    return held
+
+
+def _by_layer(folder: DcpFolder, theirs: str, name: str) -> dict[str, LazyTensor]:
+    """What the tensor `theirs` holds of the parameter `name`, or of each layer's."""
+    require(name in folder.tensors, f"holds {theirs[:120]} of a parameter that it does not hold")
+    shape, whole = folder.tensors[theirs].shape, folder.tensors[name].shape
+    grid = shape[:-1] if len(shape) == len(whole) + 1 else ()
+    splits = math.prod(shape) == math.prod(whole) and all(k and n % k == 0 for n, k in zip(whole, grid, strict=False))
+    require(splits if grid else shape == whole, f"{theirs[:120]} has shape {shape}, and its parameter {whole}")
+    stacked = STACKED.fullmatch(name)
+    if not stacked:
+        tensor = folder.lazy(theirs)
+        return {name: tensor.then(from_grid(grid, whole)) if grid else tensor}
+    require(not grid or grid[0] == whole[0], f"{theirs[:120]} splits layers")
+    require(len(whole) > 1, f"{theirs[:120]} has no layers")
+    rows = {f"{LAYERS}{row}.{stacked[1]}": folder.lazy(theirs, row) for row in range(whole[0])}
+    change = from_grid(grid[1:], whole[1:]) if grid else None
+    return {row: tensor.then(change) if change else tensor for row, tensor in rows.items()}
+
+
+def from_grid(grid: tuple[int, ...], shape: tuple[int, ...]) -> Callable[[Tensor], Tensor]:
+    """The change from the parts of a tensor, [*grid, values], to the tensor of `shape` that they make up."""
+    part = [n // k for n, k in zip(shape, grid, strict=True)]
+    order = [axis for i in range(len(grid)) for axis in (i, len(grid) + i)]
+    return lambda x: x.reshape(*grid, *part).permute(order).reshape(shape)
+
+
+def _check_masters(masters: Tensors, weights: Tensors) -> None:
+    """ValueError unless every master, rounded as the weights are, is the weight. Both are read, one at a time, unless
+    the weights are their own masters."""
+    for name, weight in weights.items() if masters is not weights else ():
+        value = weight.make()
+        same = torch.equal(masters[name].make().to(value.dtype), value)
+        require(same, f"the master of {name}, rounded, is not the weight")
+
+
+def _bucket_states(folder: DcpFolder, args: Mapping[str, Any], model: ModelConfig, weights: Tensors) -> Held:
+    """Masters and moments, fp32. model: with the padded vocabulary. args: the run's, which say its layout. ValueError,
+    one line, if the buckets are not those of the model in an order that is known here."""
+    t, pipeline = (_said(args, f"{kind}_model_parallel_size") or 1 for kind in ("tensor", "pipeline"))
+    virtual = _said(args, "virtual_pipeline_model_parallel_size")
+    ends = (_said(args, f"decoder_{end}_pipeline_num_layers") for end in ("first", "last"))
+    layout = Layout(t, pipeline, virtual and model.num_layers // (pipeline * virtual), *ends)
+    stages = chunks_of_stages(model, layout, "megatron-core")
+    buffers: dict[tuple[int, int], Buckets] = {}
+    for name in folder.tensors:
+        if match := BUCKET.fullmatch(name):
+            buffers.setdefault((int(match[1]), int(match[2])), {})[int(match[3])] = name.removesuffix(".param")
+    problem = "its buffers are not those of the layout that its arguments tell of"
+    require(len(stages) * t <= len(buffers), problem)
+    chunks = {
+        (stage * t + rank, number): chunk
+        for stage, held in enumerate(stages)
+        for rank in range(t)
+        for number, chunk in enumerate(held)
+    }
+    require(chunks.keys() == buffers.keys(), problem)
+    specs = parameter_specs(model, t)
+    specs |= {HEAD: specs[TABLE]} if len(stages) > 1 else {}
+    problem = ""
+    for order in ORDERS:
+        parts: dict[str, dict[str, dict[int, LazyTensor]]] = {kind: {name: {} for name in specs} for kind in KINDS}
+        try:
+            for key, chunk in chunks.items():
+                for name, bucket, start in _places(folder, buffers[key], _in_order(chunk, order), specs, t):
+                    for kind, theirs in KINDS.items():
+                        part = _part(folder, f"{bucket}.{theirs}", start, specs[name].local_shape(t))
+                        parts[kind][name][key[0] % t] = part
+            states = {kind: _whole(kind, by_name, specs, t) for kind, by_name in parts.items()}
+            _check_masters(states["master"], weights)
+            return states
+        except ValueError as error:
+            problem = problem or str(error)
+    raise ValueError(problem)
+
+
+def _in_order(chunk: Mapping[str, str], order: Sequence[str]) -> list[str]:
+    """Our names, and `HEAD`, in the order of the rank's modules. chunk: {the rank's name: ours}, layer by layer."""
+
+    def place(name: str) -> tuple[int, ...]:
+        if match := LAYER.fullmatch(name):
+            return 1, int(match[1]), order.index(match[2].rpartition(".")[0])
+        return (2 if name.startswith("transformer.") or name == HEAD else 0,)
+
+    return [HEAD if name == HEAD else chunk[name] for name in sorted(chunk, key=place)]
+
+
+def _places(
+    folder: DcpFolder, buckets: Buckets, names: Sequence[str], specs: Mapping[str, PartitionSpec], t: int
+) -> Iterator[tuple[str, str, int]]:
+    """Of each parameter of a buffer its bucket and the first value there. A bucket ends where a parameter does, or
+    where the next one would begin. ValueError if the lengths do not fit."""
+    number = at = 0
+    for name in reversed(names):
+        size = math.prod(specs[name].local_shape(t))
+        bucket = buckets.get(number, "")
+        held = folder.tensors[f"{bucket}.param"].shape if bucket else ()
+        require(len(held) == 1 and at + size <= held[0], f"{name} does not fit into bucket {number}")
+        yield name, bucket, at
+        at = -(-(at + size) // ALIGNMENT) * ALIGNMENT
+        if at >= held[0]:
+            number, at = number + 1, 0
+    require(number == len(buckets) and not at, "its buckets are longer than its parameters")
+
+
+def _part(folder: DcpFolder, name: str, start: int, shape: tuple[int, ...]) -> LazyTensor:
+    info = folder.tensors.get(name)
+    require(info is not None and info.dtype == torch.float32, f"holds no {name[-120:]} in fp32")
+    one = (start,), (math.prod(shape),)
+    return LazyTensor(TensorInfo(torch.float32, shape), lambda: folder.read(name, *one).view(shape))
+
+
+def _whole(
+    kind: str, parts: Mapping[str, Mapping[int, LazyTensor]], specs: Mapping[str, PartitionSpec], t: int
+) -> dict[str, LazyTensor]:
+    """Every parameter's state, whole. ValueError if ranks differ in what all of them hold."""
+
+    def joined(ranks: Sequence[LazyTensor], dim: int) -> Tensor:
+        return torch.cat([part.make() for part in ranks], dim)
+
+    states = {}
+    for name, held in parts.items():
+        spec, ranks = specs[name], [held[rank] for rank in range(t)]
+        states[name] = ranks[0]
+        if spec.dim is not None:
+            states[name] = LazyTensor(TensorInfo(torch.float32, spec.global_shape), partial(joined, ranks, spec.dim))
+        else:
+            require(all(map(ranks[0].equals, ranks[1:])), f"{kind} of {name} differs between ranks")
+    same = HEAD not in states or states.pop(HEAD).equals(states[TABLE])
+    require(same, f"{kind} of {HEAD} is not that of the word embeddings")
+    return states
+
+
+def write_torch_dist(source: Source, out: str | Path, layout: Layout, *, log: Callable[[str], None] = print) -> Path:
+    """Write `source`, with Adam's state if it holds one, into the new folder `out`; returns the iteration's folder.
+    It loads under every layout; that of `layout` stands in the arguments. ValueError for one that Megatron Core does
+    not have."""
+    model = padded_model(source, layout.tensor)
+    chunks_of_stages(model, layout, "megatron-core")  # checks the layout
+    specs = parameter_specs(model, layout.tensor)
+    stacks: dict[str, list[str]] = {}
+    for name in specs:
+        stacks.setdefault(dist_name(name), []).append(name)
+    none = io.BytesIO()
+    torch.save([None], none)
+    prefixes = {"model": ""}
+    content: dict[str, Any] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
+    top: dict[str, Any] = {
+        "args": arguments(source, model, layout, "megatron-core"),
+        "checkpoint_version": 3.0,
+        "iteration": source.iteration,
+        TRUE_VOCABULARY: source.facts["vocab_size"],
+        "content_metadata": content,
+    }
+    if has_optimizer(source):
+        prefixes |= {kind: f"optimizer.state.{theirs}." for kind, theirs in KINDS.items()}
+        top["args"].use_distributed_optimizer = True
+        content["distrib_optim_sharding_type"] = FORM
+        top["opt_param_scheduler"] = schedule(source, "megatron-v3", log)
+        top["optimizer"] = {
+            "optimizer": {"param_groups": param_groups(source)},
+            "param_state_sharding_type": FORM,
+            **grad_scaler(source),
+        }
+
+    def padded(kind: str, name: str) -> Tensor:
+        """Rows of padding repeat the last true one, as in Megatron's other formats; their moments are zero."""
+        x = source.read(f"{kind}.{name}")
+        missing = (specs[name].padded_size or len(x)) - len(x)
+        last = torch.zeros_like(x[-1:]) if kind in MOMENTS else x[-1:]
+        return torch.cat([x, last.expand(missing, *x.shape[1:])]) if missing else x
+
+    with new_folder(out) as folder:
+        path = folder / f"iter_{source.iteration:07d}"
+        path.mkdir()
+        state: dict[str, Any] = {
+            f"{LAYERS}{module}._extra_state/shard_{layer}_{model.num_layers}": io.BytesIO(none.getvalue())
+            for module in WITH_EXTRA_STATE
+            for layer in range(model.num_layers)
+        }
+        for kind, prefix in prefixes.items():
+            for theirs, names in stacks.items():
+                shape = list(specs[names[0]].global_shape)
+                shape[0] = specs[names[0]].padded_size or shape[0]
+                stack = on_disk(path, (padded(kind, name) for name in names))
+                state[prefix + theirs] = stack.view([len(names)] * theirs.startswith(LAYERS) + shape)
+        save_folder(path, state)
+        torch.save(top, path / COMMON)
+        config = {"sharded_backend": "torch_dist", "common_backend": "torch"}
+        (path / CONFIG).write_text(json.dumps(config | {f"{name}_version": 1 for name in config}))
+        (folder / TRACKER).write_text(f"{source.iteration}")
+    return Path(out) / path.name
+
+
+def dist_name(name: str) -> str:
+    """transformer.layers.3.input_layernorm.bias -> decoder.layers.self_attention.linear_qkv.layer_norm_bias."""
+    theirs = re.sub(r"^decoder\.layers\.\d+\.", LAYERS, core_name(name))
+    for plain, fused in FUSED.items():
+        theirs = theirs.replace(f"{LAYERS}{plain}", f"{LAYERS}{fused}")
+    return theirs
