@@ -93,7 +93,7 @@ def read_pickle(
         if name not in known:
             if not names.fullmatch(name):
                 raise ValueError(
-                    f"names {name[:120]!r}, which no checkpoint that is known here needs; nothing was executed"
+                    f"names {name[:120]!r}, which no file that is known here needs; nothing was executed"
                 )
             known[name] = Inert(name)
             if len(known) > most:
@@ -175,7 +175,7 @@ def read_pickle(
                     raise ValueError(f"damaged, or no pickle of data: byte {at - 1} is {bytes([code])!r}")
     except (TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError) as error:
         raise ValueError(f"damaged, or no pickle of data ({type(error).__name__}: {str(error)[:80]!r})") from error
-    raise ValueError("damaged: it does not end, or has more instructions than any checkpoint that is known here")
+    raise ValueError("damaged: it does not end, or has more instructions than any file that is known here")
 
 
 def _update(held: Any, items: Sequence[Any]) -> None:
