@@ -92,9 +92,7 @@ def read_pickle(
         name = f"{module}.{thing}"
         if name not in known:
             if not names.fullmatch(name):
-                raise ValueError(
-                    f"names {name[:120]!r}, which no file that is known here needs; nothing was executed"
-                )
+                raise ValueError(f"names {name[:120]!r}, which no file that is known here needs; nothing was executed")
             known[name] = Inert(name)
             if len(known) > most:
                 raise ValueError(f"names more than {MAX_NAMES} things")
