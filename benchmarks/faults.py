@@ -102,12 +102,12 @@ def kill(folder: Path, seed: int) -> dict[str, Any]:
 
 
 def node(folder: Path, seed: int) -> dict[str, Any]:
-    """Of two launchers with two ranks each one is lost with its ranks. The run goes on with the other, at half the
+    """Of two launchers with two ranks each the second is lost with its ranks. The run goes on with the other, at half the
     data-parallel size. In the half of the trials the machine comes back, and the run grows again."""
     chance = random.Random(seed)
     layout = ("--model-parallel-size", "2", "--exact-layouts", "2")
     other, save = undisturbed(folder, layout), folder / f"node_{seed}"
-    lost, step, returns = chance.randrange(2), chance.randrange(STEPS - 2), seed % 2 == 1
+    lost, step, returns = 1, chance.randrange(STEPS - 2), seed % 2 == 1  # the first machine serves the store
 
     def machine(number: int, *faults: str) -> Rank:
         words = (

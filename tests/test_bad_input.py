@@ -74,9 +74,9 @@ def run_cases(rank: int, world_size: int, folder: str) -> dict[str, tuple[int, s
         XDG_CACHE_HOME=f"{folder}/cache",
     )
     from megatron.gpt2.commands import pretrain_gpt2
-    from megatron.gpt2.dist import errors
+    from megatron.gpt2.dist import run_program
 
-    errors.LAUNCHER_GRACE = errors.SILENT_GRACE = 0.0
+    run_program.LAUNCHER_GRACE = run_program.SILENT_GRACE = 0.0
     results = {}
     for name, (flags, _) in CASES.items():
         words = [

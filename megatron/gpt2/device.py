@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.gpt2.config import require
-from megatron.gpt2.dist.launchers import in_slurm_step
+from megatron.gpt2.dist.launch import in_slurm_step
 from megatron.gpt2.dist.ranks import Ranks, named
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -29,7 +29,7 @@ from unittest import mock
 import torch.distributed as dist
 
 from megatron.gpt2.commands.pretrain_gpt2 import main as train
-from megatron.gpt2.dist.launchers import attempt
+from megatron.gpt2.dist.launch import attempt
 from megatron.gpt2.train import loop
 from megatron.gpt2.train.run import Run
 from megatron.gpt2.train.train_step import train_step
@@ -91,9 +91,9 @@ def machine(run: Run | None) -> None:
 
 
 def hold(run: Run | None) -> None:
-    """Rank 0 waits until ranks have come that the run can use (--elastic)."""
+    """The rank waits until a signal has asked it to stop: the launcher's, when a machine has come (--elastic)."""
     assert run is not None
-    while not run.prepared.ranks.newcomers:
+    while not run.stop._asked:
         time.sleep(0.01)
 
 

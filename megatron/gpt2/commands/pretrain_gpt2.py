@@ -1,4 +1,4 @@
-"""The training program: `python -m megatron.pretrain_gpt2 [flags]`, alone or under a launcher (dist/launchers.py).
+"""The training program: `python -m megatron.pretrain_gpt2 [flags]`, alone or under a launcher (dist/launch.py).
 
 Exit codes: 0 if the run ended as asked (also after SIGTERM), 1 if it failed, 2 for bad input, which is answered in one
 line by one rank.
@@ -16,14 +16,11 @@ from data_utils.command_line import line_buffered, program
 from megatron.gpt2 import device as devices
 from megatron.gpt2.config import require
 from megatron.gpt2.config.arguments import Arguments, parse
-from megatron.gpt2.dist.agent import Kept
-from megatron.gpt2.dist.elastic import AGAIN, MORE_RANKS, StoodBy
-from megatron.gpt2.dist.errors import refuse, refuse_memory
-from megatron.gpt2.dist.launchers import Launch, read_launch
+from megatron.gpt2.dist.agent import Kept, start_ranks
+from megatron.gpt2.dist.launch import Launch, read_launch
 from megatron.gpt2.dist.ranks import Ranks
-from megatron.gpt2.dist.rendezvous import leave, meet, name_lost
-from megatron.gpt2.dist.run_program import ended_by
-from megatron.gpt2.dist.spawn import start_ranks
+from megatron.gpt2.dist.rendezvous import StoodBy, leave, meet, name_lost
+from megatron.gpt2.dist.run_program import ended_by, refuse, refuse_memory
 from megatron.gpt2.hooks import StopRun, first
 from megatron.gpt2.monitor.ended import FINISHED, mark_ended
 from megatron.gpt2.monitor.incidents import Incidents, is_out_of_memory, rank_name
@@ -174,7 +171,7 @@ def report(run: Run, reason: str) -> int:
         sample = sample_text(run)
         saver.finish()  # --keep-best may have begun with one
         run.log.note(f"finished, but {missing}" if missing else "finished")
-    code = (AGAIN if reason == MORE_RANKS else 0) if is_saved else 1
+    code = 0 if is_saved else 1
     run.incidents.note("end", reason or FINISHED, exit_code=code)
     if is_saved:
         run.checkpoints.remove_local()

@@ -657,7 +657,7 @@ class CheckpointConfig:
 @dataclass(frozen=True)
 class LaunchConfig:
     """How the ranks start and meet. torchrun, srun and mpirun need none of these flags, and none is a part of the run
-    that is saved: see megatron/gpt2/dist/launchers.py."""
+    that is saved: see megatron/gpt2/dist/launch.py."""
 
     nproc_per_node: int | None = option(
         None, "ranks that this process starts on its machine; 0: one for each visible GPU, or two on a CPU"

@@ -27,9 +27,8 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from megatron.gpt2.dist.heartbeat import BEAT, PATIENCE
-from megatron.gpt2.dist.ranks import POLL, Ranks, named
-from megatron.gpt2.dist.rendezvous import gone_words
+from megatron.gpt2.dist.heartbeat import BEAT, PATIENCE, POLL, gone_words, named
+from megatron.gpt2.dist.ranks import Ranks
 from megatron.gpt2.hooks import Hook
 from megatron.gpt2.monitor.incidents import FOLDER, Incidents
 

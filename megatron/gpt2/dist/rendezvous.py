@@ -6,119 +6,168 @@
     name_lost               after a collective has failed: names the ranks that are gone
     leave                   at the end
 
-torch's own rendezvous is not enough: where ranks do not come it prints how many came, and not which; of two processes
-with one rank, or with different world sizes, all wait until a time-out or for ever.
+torch's own rendezvous is not enough: if ranks do not come it prints how many came, and not which; of two processes with
+one rank, or with different world sizes, all wait until a time-out or for ever; if rank 0 does not answer it prints 30
+lines of C++ frames, and with the file of a run that was killed one rank fails and the others hang.
 """
 
 import contextlib
 import json
 import os
+import socket
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
+from pathlib import Path
+from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, ProcessGroup, Store  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, ProcessGroup, Store, TCPStore  # type: ignore[attr-defined]
 
-from megatron.gpt2.dist.elastic import AGAIN, Newcomers, StoodBy, Usable, seats, stand_by
-from megatron.gpt2.dist.heartbeat import BEAT, LOST, PATIENCE, SILENCE, Heartbeat
+from data_utils.files import replace_text
+from megatron.gpt2.dist.heartbeat import BEAT, PATIENCE, POLL, Heartbeat, gone_words, named
 from megatron.gpt2.dist.interfaces import address_towards, set_gloo_interface
-from megatron.gpt2.dist.launchers import Launch
-from megatron.gpt2.dist.ranks import (
-    POLL,
-    EarlierRound,
-    Meeting,
-    MissingRanks,
-    Peer,
-    Ranks,
-    keys,
-    named,
-    wait_for_others,
-)
-from megatron.gpt2.dist.store import connected, open_store, wait_until_gone
+from megatron.gpt2.dist.launch import Launch, host_port
+from megatron.gpt2.dist.ranks import Meeting, MissingRanks, Ranks, wait_for_others
 
+ENDS = "the run ends here; the same command continues from the last checkpoint"
 MET = "all have come"
+LOST = 25.0  # seconds without a sign of life after which a run ends whose collectives would not notice
+
+Usable = Callable[[int], int]  # of so many ranks, how many a run can use
+
+
+class StoodBy(Exception):
+    """This rank took no part in the run, which has ended. code: its exit code."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__(f"stood by; exit code {code}")
+        self.code = code
+
+
+@contextlib.contextmanager
+def open_store(launch: Launch, *, serves: bool) -> Iterator[tuple[TCPStore, TCPStore | None]]:
+    """The store of all ranks at `launch.where`, and its server if this process `serves` it. For file:///PATH the server
+    writes its address into the file, which is there as long as the context.
+
+    Raises MissingRanks if the server does not answer within `launch.timeout`, and ValueError if the place cannot be
+    right.
+    """
+    place, end = urlsplit(launch.where), time.monotonic() + launch.timeout
+    path = Path(launch.where.removeprefix("file://")) if place.scheme == "file" else None
+    at, server = (place.hostname or launch.host, place.port or 0), None
+    if serves:
+        server = serve(*at)
+        at = "localhost" if path else at[0], server.port
+    try:
+        if server and path:
+            replace_text(path, f"{launch.host} {server.port}\n")
+        while True:  # Python's sockets say why they fail, and once
+            try:
+                if path and not server:
+                    host, _, port = path.read_text(encoding="utf-8").partition(" ")
+                    at = "localhost" if host == launch.host else host, int(port)
+                socket.create_connection(at, timeout=max(POLL, end - time.monotonic())).close()
+                break
+            except (OSError, ValueError) as error:
+                if time.monotonic() > end:
+                    raise _unanswered(error, at, path, launch, serves=serves) from error
+            time.sleep(POLL)
+        yield connected(at, launch.timeout), server
+    finally:
+        if server and path:
+            path.unlink(missing_ok=True)
+
+
+def _unanswered(
+    error: Exception, at: tuple[str, int], path: Path | None, launch: Launch, *, serves: bool
+) -> ValueError:
+    seen = f"as seen from {launch.host}"
+    if isinstance(error, FileNotFoundError):
+        silence = f"it has not made the file {path}, {seen}"
+    elif isinstance(error, OSError):
+        silence = f"nothing answers at {host_port(*at)}, {seen} ({error.strerror or error})"
+        if serves:
+            return ValueError(
+                f"rank 0 listens on port {at[1]} of {launch.host}, but {silence}: MASTER_ADDR or "
+                "--init-method has to name the machine of rank 0"
+            )
+    else:
+        silence = f"the file {path} holds no address"
+    return MissingRanks(f"rank 0 did not come within {launch.timeout:g} s (--init-timeout): {silence}")
+
+
+def serve(host: str, port: int) -> TCPStore:
+    """The server of a store on `port` (0: any that is free), over IPv6 and IPv4 if `host` has an IPv6 address.
+    ValueError if the port is taken.
+
+    torch's own server always listens over both and looks up the name of each client, and one that comes over IPv4 to a
+    socket of both is not in /etc/hosts: with a slow DNS server four ranks met in 5.6 s instead of 0.5.
+    """
+    families: set[int] = set()
+    with contextlib.suppress(OSError):
+        families = {found[0] for found in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)}
+    both = socket.AF_INET6 in families and socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both else socket.AF_INET
+    try:  # by Python, for a message of one line
+        listener = socket.create_server(("", port), family=family, dualstack_ipv6=both, backlog=2048)
+    except OSError as error:
+        raise ValueError(
+            f"rank 0 cannot listen on port {port} ({os.strerror(error.errno or 0)}): another run may have "
+            "it; name another in MASTER_PORT or --init-method"
+        ) from error
+    port = listener.getsockname()[1]
+    return TCPStore("localhost", port, None, True, wait_for_workers=False, master_listen_fd=listener.detach())
+
+
+def connected(at: tuple[str, int], timeout: float) -> TCPStore:
+    """A connection of its own to the store at this host and port; its operations wait for `timeout` seconds at most."""
+    return TCPStore(*at, None, False, timeout=timedelta(seconds=timeout), wait_for_workers=False)
 
 
 def meet(launch: Launch, usable: Usable | None = None) -> Ranks:
     """Wait until all ranks are there; returns this process's place among them, with the meeting that they share.
 
-    Raises MissingRanks where some ranks do not come within `launch.timeout` seconds, and ValueError where they cannot
-    meet at all. A world of one has nobody to meet. usable: with --elastic, for ranks that need not all come; StoodBy
-    where this one took no part in the run, which has ended.
+    Raises MissingRanks if some ranks do not come within `launch.timeout` seconds, and ValueError if they cannot meet at
+    all. A world of one has nobody to meet. usable: with --elastic; StoodBy if this rank took no part in the run, which
+    has ended.
     """
     if launch.world_size == 1:
         return launch.ranks()
-    deadline = time.monotonic() + launch.timeout
-    while time.monotonic() < deadline:
-        with contextlib.suppress(EarlierRound):
-            return _meet(launch, deadline, usable)
-        time.sleep(POLL)
-    raise MissingRanks(
-        f"the ranks of the round before have not left {launch.where} within {launch.timeout:g} s (--init-timeout)"
-    )
-
-
-def _meet(launch: Launch, deadline: float, usable: Usable | None) -> Ranks:
-    # A launcher's store outlives its ranks. Otherwise rank 0 serves a new one each time, and how often each machine has
-    # restarted its ranks makes no difference.
+    # A launcher's store outlives its ranks.
     prefix = f"megatron/{launch.attempt}" if launch.served else "megatron"
-    with open_store(launch, deadline) as (tcp, server):
+    with open_store(launch, serves=launch.rank == 0 and not launch.served) as (tcp, server):
         store = PrefixStore(prefix, tcp)
-        may_be_earlier = launch.follows_a_round and server is None
         try:
-            while may_be_earlier and store.check(["verdict" if usable is None else "over"]):
-                if time.monotonic() > deadline:
-                    raise EarlierRound
-                time.sleep(POLL)  # until the store is gone
-            who = Peer(launch.host, address_towards(tcp.host)).as_text()
-            # A run that is under way has its verdict.
-            numbers = (
-                []
-                if may_be_earlier and store.check(["verdict"])
-                else _come(store, launch, who, deadline, usable, serves=server is not None)
-            )
-            if launch.rank not in numbers:
-                code = stand_by(store, launch.rank, launch.host, who)
-                if code == AGAIN and not launch.served:
-                    wait_until_gone(tcp.host, tcp.port)
-                raise StoodBy(code)
-            rank, world_size = numbers.index(launch.rank), len(numbers)
-            store.set(f"beat/{rank}", "0")
-            peers = [Peer(**json.loads(text)) for text in store.multi_get([f"who/{number}" for number in numbers])]
-            own_connection = PrefixStore(prefix, connected(tcp.host, tcp.port, launch.timeout))
+            _come(store, launch, json.dumps([launch.host, address_towards(tcp.host)]), serves=server is not None)
+            who = [json.loads(text) for text in store.multi_get([f"who/{rank}" for rank in range(launch.world_size)])]
+            world_size = launch.world_size if usable is None else usable(launch.world_size)
+            if world_size == 0:
+                raise MissingRanks(f"the {launch.world_size} ranks that came are too few for this layout (--elastic)")
+            if launch.rank >= world_size:
+                raise StoodBy(stand_by(store, launch))
+            store.set(f"beat/{launch.rank}", "0")
+            own_connection = PrefixStore(prefix, connected((tcp.host, tcp.port), launch.timeout))
         except dist.DistError as error:
-            if may_be_earlier:
-                raise EarlierRound from error
             raise MissingRanks("rank 0 left while the others came: see its own message") from error
-    together = [other for other, peer in enumerate(peers) if peer.host == launch.host]
-    local = launch.local if launch.local and usable is None else (together.index(rank), len(together))
-
-    def warn(gone: Iterable[int]) -> None:
-        print(f"WARNING: no sign of life for {SILENCE:.0f} s from {named(gone, meeting.hosts)}", file=sys.stderr)
-
-    first = local[0] == 0
-    newcomers = Newcomers(launch.world_size, world_size, usable) if usable and rank == 0 else None
-    heartbeat = Heartbeat(
-        own_connection, rank, world_size, warn=warn if first else None, watched=range(world_size) if first else together
-    )
-    if newcomers is not None:
-        heartbeat.at_each_beat.append(newcomers.look)
-    meeting = Meeting(store, server, peers, heartbeat, newcomers)
-    return Ranks(rank, world_size, *local, meeting=meeting)
+    hosts = {rank: host for rank, (host, _) in enumerate(who[:world_size])}
+    set_gloo_interface(who[launch.rank][1], [address for host, address in who if host != launch.host])
+    together = [rank for rank, host in hosts.items() if host == launch.host]
+    local = launch.local if launch.local and usable is None else (together.index(launch.rank), len(together))
+    heartbeat = Heartbeat(own_connection, launch.rank, hosts, is_first=local[0] == 0)
+    return Ranks(launch.rank, world_size, *local, meeting=Meeting(store, server, hosts, heartbeat))
 
 
-def _come(store: Store, launch: Launch, who: str, deadline: float, usable: Usable | None, *, serves: bool) -> list[int]:
-    """Enter this rank into the store, and wait for the verdict that all ranks share: those that take part, in the order
-    of their numbers in the run.
+def _come(store: Store, launch: Launch, who: str, *, serves: bool) -> None:
+    """Enter this rank into the store, and wait for the verdict that all ranks share; MissingRanks if it is a bad one.
 
     The rank that first finds that somebody has not come, or that two ranks contradict each other, writes the verdict.
     """
     rank, world = launch.rank, launch.world_size
-    problem = ""
+    end, problem = time.monotonic() + launch.timeout, ""
     store.add("here", 1)
     world_of_first = int(store.compare_set("world", "", str(world)))
     if world_of_first != world:
@@ -127,57 +176,52 @@ def _come(store: Store, launch: Launch, who: str, deadline: float, usable: Usabl
             "each needs the same world size"
         )
     elif store.add(f"came/{rank}", 1) > 1:
-        if usable is not None:
-            raise EarlierRound  # what came as this rank before may have died since
         problem = f"rank {rank} was started twice, the second time on {launch.host}"
     else:
         store.set(f"who/{rank}", who)
-        if serves:
-            store.set("server", str(rank))
         if store.add("come", 1) == world:
-            store.compare_set("verdict", "", _seated(store, launch, usable) if usable else MET)
+            store.compare_set("verdict", "", MET)
     if problem:
         store.compare_set("verdict", "", problem)
     while not store.check(["verdict"]):
-        if time.monotonic() > deadline:
-            seated = _seated(store, launch, usable) if usable else ""
-            store.compare_set("verdict", "", seated or _missing(store, launch))
+        if time.monotonic() > end:
+            came = {other: f"who/{other}" for other in range(world) if store.check([f"who/{other}"])}
+            hosts = {other: json.loads(store.get(key))[0] for other, key in came.items()}
+            store.compare_set("verdict", "", missing(hosts, world, launch))
         time.sleep(POLL)
     verdict = store.get("verdict").decode()
-    if not problem and verdict == MET:
-        return list(range(world))
-    if not problem and verdict.startswith("["):
-        return [int(number) for number in json.loads(verdict)]
-    wait_for_others(store, "read", store.add("here", 0) if serves else 0)
-    raise MissingRanks(problem or verdict)
+    if problem or verdict != MET:
+        wait_for_others(store, "read", store.add("here", 0) if serves else 0)
+        raise MissingRanks(problem or verdict)
 
 
-def _hosts(store: Store, launch: Launch) -> dict[int, str]:
-    """The machines of those that have come, by the numbers that their launchers gave them."""
-    return {
-        rank: json.loads(store.get(key))["host"]
-        for rank, key in enumerate(keys("who", launch.world_size))
-        if store.check([key])
-    }
-
-
-def _seated(store: Store, launch: Launch, usable: Usable) -> str:
-    """The verdict of a meeting to which not all have to come; empty where too few have."""
-    server = int(store.get("server")) if store.check(["server"]) else 0
-    found = seats(_hosts(store, launch), server, usable)
-    return json.dumps(found) if found else ""
-
-
-def _missing(store: Store, launch: Launch) -> str:
-    hosts = _hosts(store, launch)
-    gone = [rank for rank in range(launch.world_size) if rank not in hosts]
+def missing(hosts: Mapping[int, str], world_size: int, launch: Launch) -> str:
+    """Who did not come, in words. hosts: of the ranks that came."""
+    gone = [rank for rank in range(world_size) if rank not in hosts]
     # Slurm's list goes by blocks of ranks, unless it was told otherwise.
     fits = launch.hosts and all(launch.hosts[rank] == host for rank, host in hosts.items())
-    of_gone: Mapping[int, str] = dict(enumerate(launch.hosts)) if fits else {}
     return (
-        f"{named(gone, of_gone)} of {launch.world_size} did not come within {launch.timeout:g} s "
-        f"(--init-timeout); {named(hosts, hosts)} did"
+        f"{named(gone, dict(enumerate(launch.hosts)) if fits else {})} of {world_size} did not come within "
+        f"{launch.timeout:g} s (--init-timeout); {named(hosts, hosts)} did"
     )
+
+
+def stand_by(store: Store, launch: Launch) -> int:
+    """Wait, however long, until the run of the others ends; the exit code of this process. A signal ends it at once."""
+    print(
+        f"notice: rank {launch.rank} ({launch.host}) stands by: the run goes on without it (--elastic)",
+        file=sys.stderr,
+        flush=True,
+    )
+    try:
+        store.add("standing by", 1)
+        while not store.check(["over"]):
+            time.sleep(BEAT)
+        store.add("left", 1)
+        return int(store.get("over"))
+    except dist.DistError:  # rank 0 is gone; a launcher may start all ranks again before this one has ended
+        time.sleep(PATIENCE + BEAT)
+        return 1
 
 
 def initialize_distributed(ranks: Ranks, backend: str, device: torch.device, timeout_minutes: float) -> None:
@@ -189,16 +233,13 @@ def initialize_distributed(ranks: Ranks, backend: str, device: torch.device, tim
     if ranks.meeting is None:
         assert ranks.world_size == 1, "the ranks have not met"
         return
-    meeting, host = ranks.meeting, ranks.meeting.hosts[ranks.rank]
-    devices = meeting.gather("device", ranks.rank, _describe(device))
-    together = [rank for rank, place in meeting.hosts.items() if place == host]
+    meeting = ranks.meeting
+    kind = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} threads"
+    devices = meeting.gather("device", ranks.rank, f"{device}\t{kind}")
+    together = [rank for rank, host in meeting.hosts.items() if host == meeting.hosts[ranks.rank]]
     if ranks.local_rank == 0:
-        print(
-            node_line(host, together, ranks.world_size, [devices[rank] for rank in together]),
-            flush=True,
-            file=sys.stderr,
-        )
-    use_interface(ranks)
+        line = node_line(meeting.hosts[ranks.rank], together, ranks.world_size, [devices[rank] for rank in together])
+        print(line, flush=True, file=sys.stderr)
     timeout = timedelta(minutes=timeout_minutes)
     meeting.store.set_timeout(timeout)
     dist.init_process_group(
@@ -213,11 +254,20 @@ def initialize_distributed(ranks: Ranks, backend: str, device: torch.device, tim
         threading.Thread(target=end_with_lost_rank, args=(ranks,), name="lost ranks", daemon=True).start()
 
 
-def end_with_lost_rank(ranks: Ranks) -> None:
-    """Watch the signs of life until this rank leaves; end the process with exit code 1 where another rank is lost.
+def node_line(host: str, ranks: Sequence[int], world_size: int, devices: Sequence[str]) -> str:
+    """The line of a machine: "node004: ranks 2-3 of 4 on cuda:0, cuda:1 (NVIDIA H100)". devices: of each rank, with its
+    kind behind a tab."""
+    places, kinds = (
+        ", ".join(dict.fromkeys(part)) for part in zip(*(text.split("\t") for text in devices), strict=True)
+    )
+    return f"{host}: {named(ranks, {})} of {world_size} on {places} ({kinds})"
 
-    For NCCL: where a peer dies on the same machine, its kernels wait in silence until torch's watchdog ends the
-    process, after --distributed-timeout-minutes, and the training thread waits for the kernels.
+
+def end_with_lost_rank(ranks: Ranks) -> None:
+    """Watch the signs of life until this rank leaves; end the process with exit code 1 if another rank is lost.
+
+    For NCCL: if a peer dies on the same machine, its kernels wait in silence until torch's watchdog ends the process,
+    after --distributed-timeout-minutes, and the training thread waits for the kernels.
     """
     assert ranks.meeting is not None
     heartbeat = ranks.meeting.heartbeat
@@ -230,51 +280,20 @@ def end_with_lost_rank(ranks: Ranks) -> None:
                 os._exit(1)  # nothing else ends a thread that waits for a GPU
 
 
-def _describe(device: torch.device) -> str:
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} threads"
-    return f"{device}\t{name}"
-
-
-def node_line(host: str, ranks: Sequence[int], world_size: int, devices: Sequence[str]) -> str:
-    """The line of a machine: "node004: ranks 2-3 of 4 on cuda:0, cuda:1 (NVIDIA H100)".
-
-    devices: of each rank, as `_describe` has them.
-    """
-    parts = zip(*(text.split("\t") for text in devices), strict=True)
-    places, names = (", ".join(dict.fromkeys(part)) for part in parts)
-    return f"{host}: {named(ranks, {})} of {world_size} on {places} ({names})"
-
-
 def name_lost(ranks: Ranks) -> bool:
     """After a collective has failed: whether other ranks are gone. One rank of each machine prints which.
 
     If so, this process has left the meeting.
     """
-    if ranks.meeting is None or ranks.meeting.heartbeat.is_stopped or not (gone := ranks.meeting.lost()):
+    if ranks.meeting is None or ranks.meeting.heartbeat.is_stopped or not (gone := ranks.meeting.heartbeat.lost()):
         return False
     hosts = ranks.meeting.hosts
-    ranks.note("lost", gone_words(gone, hosts), ranks=sorted(gone), silences={str(rank): gone[rank] for rank in gone})
-    left = [rank for rank, host in hosts.items() if host == hosts[ranks.rank] and rank not in gone]
-    if left[:1] == [ranks.rank]:
-        print(
-            f"error ({hosts[ranks.rank]}): {gone_words(gone, hosts)}: the run ends here; the same command continues "
-            "from the last checkpoint",
-            file=sys.stderr,
-        )
+    words, host = gone_words(gone, hosts), hosts[ranks.rank]
+    ranks.note("lost", words, ranks=sorted(gone), silences={str(rank): seconds for rank, seconds in gone.items()})
+    if ranks.rank == next((rank for rank in hosts if hosts[rank] == host and rank not in gone), -1):
+        print(f"error ({host}): {words}: {ENDS}", file=sys.stderr, flush=True)
     ranks.leave(len(gone))
     return True
-
-
-def gone_words(gone: Mapping[int, float | None], hosts: Mapping[int, str]) -> str:
-    """Ranks that are gone, in words: "rank 2 (b) gave no sign of life for 60 s and rank 1 (a) left".
-
-    gone: as `Meeting.lost` has it; of several silent ranks the shortest silence is printed.
-    """
-    silent = {rank: seconds for rank, seconds in gone.items() if seconds is not None}
-    words = [f"{named(silent, hosts)} gave no sign of life for {min(silent.values()):.0f} s"] if silent else []
-    if left := gone.keys() - silent.keys():
-        words.append(f"{named(left, hosts)} left")
-    return " and ".join(words)
 
 
 def leave(ranks: Ranks) -> None:
@@ -288,20 +307,10 @@ def leave(ranks: Ranks) -> None:
 def temporary_group(ranks: Ranks) -> Iterator[ProcessGroup]:
     """Inside, a process group of all ranks on the host, before the one of the run is made."""
     assert ranks.meeting is not None and dist.group.WORLD is None
-    use_interface(ranks)
-    dist.init_process_group(
-        "gloo", store=PrefixStore("temporary group", ranks.meeting.store), rank=ranks.rank, world_size=ranks.world_size
-    )
+    store = PrefixStore("temporary group", ranks.meeting.store)
+    dist.init_process_group("gloo", store=store, rank=ranks.rank, world_size=ranks.world_size)
     try:
         assert dist.group.WORLD is not None
         yield dist.group.WORLD
     finally:
         dist.destroy_process_group()
-
-
-def use_interface(ranks: Ranks) -> None:
-    """Let gloo take the network interface that leads to the other ranks."""
-    assert ranks.meeting is not None
-    peers = ranks.meeting.peers
-    host = peers[ranks.rank].host
-    set_gloo_interface(peers[ranks.rank].address, [peer.address for peer in peers if peer.host != host])

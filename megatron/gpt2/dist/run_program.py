@@ -1,7 +1,10 @@
 """A program of several ranks, from its command line to its exit code."""
 
 import functools
+import os
+import signal
 import sys
+import threading
 from collections.abc import Callable, Sequence
 
 import torch.distributed as dist
@@ -9,15 +12,18 @@ import torch.distributed as dist
 import mpu
 from data_utils.command_line import line_buffered
 from megatron.gpt2.config import require
-from megatron.gpt2.dist.agent import INTERRUPTED
-from megatron.gpt2.dist.errors import refuse
-from megatron.gpt2.dist.launchers import read_launch
+from megatron.gpt2.dist.agent import INTERRUPTED, start_ranks
+from megatron.gpt2.dist.launch import read_launch
 from megatron.gpt2.dist.ranks import LeftRanks, Ranks
 from megatron.gpt2.dist.rendezvous import leave, meet, name_lost
-from megatron.gpt2.dist.spawn import start_ranks
 
 Log = Callable[[str], None]
 Program = Callable[[Sequence[str], Ranks, Log], int | None]
+
+# A launcher kills all ranks when it sees the first one go. So the rank that prints stays for a while, until the others
+# have met the same error by themselves. The others stay until they are told to go: it may be slower than they are.
+LAUNCHER_GRACE = 2.0  # seconds
+SILENT_GRACE = 10.0
 
 
 def run_program(program: Program, argv: Sequence[str] | None) -> int:
@@ -69,3 +75,29 @@ def ended_by(error: Exception, ranks: Ranks) -> int:
             ranks.incidents.refused(error)
         return refuse(error, ranks)
     raise error
+
+
+def refuse(error: Exception, ranks: Ranks) -> int:
+    """Print `error` as one line, on the first rank of each machine, and leave the meeting. Returns the exit code, 2."""
+    prints = ranks.local_rank == 0
+    if prints:
+        where = f" ({os.uname().nodename})" if ranks.rank else ""
+        print(f"error{where}: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+    if ranks.world_size > 1:
+        told = threading.Event()
+        signal.signal(signal.SIGTERM, signal.SIG_IGN if prints else lambda number, frame: told.set())
+        told.wait(LAUNCHER_GRACE if prints else SILENT_GRACE)
+    ranks.end(2)
+    ranks.leave()
+    return 2
+
+
+def refuse_memory(line: str, ranks: Ranks) -> int:
+    """Print `line`, which says that this rank is out of memory, unless another rank has printed such a line.
+
+    Other ranks may not run out, or cannot print. Returns the exit code, 2. The caller leaves the process group and the
+    meeting.
+    """
+    if ranks.meeting is None or ranks.meeting.store.add("out of memory", 1) == 1:
+        print(f"error: {line}", file=sys.stderr, flush=True)
+    return 2

@@ -18,12 +18,16 @@ from types import FrameType, TracebackType
 import torch
 import torch.distributed as dist
 
-from megatron.gpt2.dist.elastic import MORE_RANKS
-
 OUT_OF_TIME = "--exit-duration-in-mins"
+MORE_RANKS = "ranks that came (--elastic)"  # the launcher's signal
 # By urgency: the greatest number of all ranks counts.
 _REASONS = ("", MORE_RANKS, OUT_OF_TIME, "SIGUSR1", "SIGTERM", "Ctrl-C")
-_NAMES = {signal.SIGUSR1: "SIGUSR1", signal.SIGTERM: "SIGTERM", signal.SIGINT: "Ctrl-C"}
+_NAMES = {
+    signal.SIGUSR2: MORE_RANKS,
+    signal.SIGUSR1: "SIGUSR1",
+    signal.SIGTERM: "SIGTERM",
+    signal.SIGINT: "Ctrl-C",
+}
 # Seconds within which a second signal counts as the first one: Slurm sends SIGTERM to a launcher and to its ranks, and
 # the launcher passes it on to them. Pressing Ctrl-C twice is always meant.
 ECHO = {signal.SIGUSR1: 5.0, signal.SIGTERM: 5.0, signal.SIGINT: 0.0}
@@ -65,7 +69,7 @@ class StopSignal:
         first: dict[int, float] = {}
         while numbers := self._heard.recv(64):
             for number in numbers:
-                if number not in _NAMES:
+                if number not in ECHO:
                     continue
                 name, echo = _NAMES[signal.Signals(number)], ECHO[signal.Signals(number)]
                 if number not in first:
@@ -85,8 +89,8 @@ class StopSignal:
     def agreed(self, reason: str = "") -> str:
         """Why to stop now, or "". Each rank calls it once per step, and all ranks get the same answer.
 
-        reason: what asks this rank to stop, beside signals: OUT_OF_TIME where its clock says so, or MORE_RANKS. Clocks
-        differ, the answer does not.
+        reason: what asks this rank to stop, beside signals: OUT_OF_TIME where its clock says so. Clocks differ,
+        the answer does not.
         """
         mine = max(self._asked, _REASONS.index(reason))
         if self._group is None:

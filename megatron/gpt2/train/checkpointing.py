@@ -59,7 +59,7 @@ class Checkpointing:
             if parallel.rank == 0 and not (prepared.start and run_name(prepared.save_directory)):
                 replace_text(prepared.save_directory / NAME, attempt)  # a run that begins gets another name
             folder = Path(config.local_checkpoint_dir) / self._gather(run_name(prepared.save_directory))[0]
-            hosts = [peer.host for peer in ranks.meeting.peers] if ranks.meeting else [""] * parallel.world_size
+            hosts = list(ranks.meeting.hosts.values()) if ranks.meeting else [""] * parallel.world_size
             group = dist.new_group(backend="gloo", timeout=prepared.timeout) if parallel.world_size > 1 else None
             self._local = LocalCheckpoints(folder, hosts, parallel.rank, group, attempt, log)
 

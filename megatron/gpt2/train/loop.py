@@ -4,9 +4,8 @@ import contextlib
 import time
 from collections.abc import Iterator
 
-from megatron.gpt2.dist.elastic import MORE_RANKS
 from megatron.gpt2.dist.gathering import sum_over_replicas
-from megatron.gpt2.dist.signals import OUT_OF_TIME
+from megatron.gpt2.dist.signals import MORE_RANKS, OUT_OF_TIME
 from megatron.gpt2.hooks import first
 from megatron.gpt2.monitor.profiling import profiler_for
 from megatron.gpt2.monitor.reporting import IterationRecord, iteration_line, memory_line, peak_memory
@@ -83,7 +82,7 @@ def stop_reason(run: Run) -> str:
     config, iteration = run.config.train, run.progress.iteration
     minutes = (time.monotonic() - run.progress.started) / 60
     out_of_time = config.exit_duration_in_mins is not None and minutes > config.exit_duration_in_mins
-    reason = run.stop.agreed(OUT_OF_TIME if out_of_time else run.prepared.ranks.newcomers)
+    reason = run.stop.agreed(OUT_OF_TIME if out_of_time else "")
     if reason in ("", MORE_RANKS) and config.exit_interval and iteration % config.exit_interval == 0:
         return "--exit-interval"
     return reason

@@ -24,7 +24,7 @@ from megatron.gpt2.checkpoint.folder import TRACKER, Gather, best_loss, find_che
 from megatron.gpt2.checkpoint.manifest import MANIFEST
 from megatron.gpt2.checkpoint.reader import Checkpoint
 from megatron.gpt2.commands import pretrain_gpt2
-from megatron.gpt2.dist import errors
+from megatron.gpt2.dist import run_program
 from tests.distributed import run_ranks
 from tests.megatron.gpt2.checkpoint.saved_states import (
     assert_holds,
@@ -313,7 +313,7 @@ def holder(folder: Path) -> Iterator[subprocess.Popen[str]]:
 def second_run(rank: int, world_size: int, folder: str) -> tuple[int, str]:
     of_rank, of_world = dict.fromkeys(("RANK", "LOCAL_RANK"), f"{rank}"), ("WORLD_SIZE", "LOCAL_WORLD_SIZE")
     os.environ.update(of_rank | dict.fromkeys(of_world, f"{world_size}"))
-    errors.LAUNCHER_GRACE = errors.SILENT_GRACE = 0.0
+    run_program.LAUNCHER_GRACE = run_program.SILENT_GRACE = 0.0
     with contextlib.redirect_stderr(io.StringIO()) as said:
         return train(folder, "--init-method", f"file://{folder}/the ranks meet"), said.getvalue()
 

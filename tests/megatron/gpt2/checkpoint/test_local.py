@@ -16,7 +16,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 from megatron.gpt2.checkpoint.local import NAME, LocalCheckpoints, assemble
 from megatron.gpt2.checkpoint.reader import Checkpoint
 from megatron.gpt2.checkpoint.writer import Piece
-from megatron.gpt2.dist.ranks import Meeting, Peer, Ranks
+from megatron.gpt2.dist.ranks import Meeting, Ranks
 from megatron.gpt2.train.report import newest_iteration
 from tests.distributed import run_ranks
 from tests.megatron.gpt2.train.training_runs import finish, start, steps, write_text
@@ -45,7 +45,7 @@ def save_lose_and_assemble(rank: int, world_size: int, folder: str) -> dict[str,
     dist.broadcast(number, 0)
     store = TCPStore("127.0.0.1", int(number), None, False, wait_for_workers=False)
     alive: Any = SimpleNamespace(watching_all=contextlib.nullcontext, silent=lambda seconds: [])
-    meeting = Meeting(store, None, [Peer(host, "127.0.0.1") for host in HOSTS], alive)
+    meeting = Meeting(store, None, dict(enumerate(HOSTS)), alive)
     place = (0, 1) if rank < 2 else (rank - 2, 2)
     dist.barrier()
     dist.destroy_process_group()
@@ -53,7 +53,7 @@ def save_lose_and_assemble(rank: int, world_size: int, folder: str) -> dict[str,
     meeting.store.set(f"done/{rank}", "")
     meeting.store.wait([f"done/{other}" for other in range(world_size)])
     # Each name of a gathering serves once in a run.
-    meeting = Meeting(PrefixStore("again", store), None, meeting.peers, alive)
+    meeting = Meeting(PrefixStore("again", store), None, meeting.hosts, alive)
     ranks = Ranks(rank, world_size, *place, meeting=meeting)
     at = assemble(folder, str(own), 2, ranks, said.append)
     assert at is not None, said

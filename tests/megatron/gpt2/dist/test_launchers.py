@@ -17,8 +17,6 @@ from typing import Any
 
 import pytest
 
-from megatron.gpt2.dist import spawn
-from megatron.gpt2.dist.launchers import Launch
 from tests.megatron.gpt2.dist.started_ranks import Rank, clean_environment, flags, free_port, losses
 from tests.megatron.gpt2.train.training_runs import write_text
 from tests.warm_python import WarmPython
@@ -251,21 +249,3 @@ def test_a_rank_that_never_comes_is_named_by_all(folder: Path) -> None:
             f"error{where}: ranks 1 and 3 of 4 did not come within 4 s (--init-timeout); "
             f"ranks 0 ({host}) and 2 ({host}) did\n",
         )
-
-
-def test_ranks_are_forked_before_there_are_threads_of_a_store(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank would inherit the locks that they hold just then: one of 140 starts hung."""
-
-    def threads() -> int:
-        return len(os.listdir("/proc/self/task"))
-
-    def fork(*_: Any, **__: Any) -> None:
-        found.append(threads())
-        raise InterruptedError
-
-    found: list[int] = []
-    monkeypatch.setattr(spawn, "start_processes", fork)
-    before = threads()
-    with pytest.raises(InterruptedError):
-        spawn.start_ranks(lambda words: 0, [], Launch(starts=2, world_size=2))
-    assert found == [before]

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import pytest
 import torch
 
-from megatron.gpt2.dist.launchers import Launch, expand_hosts, read_launch
+from megatron.gpt2.dist.launch import Launch, expand_hosts, read_launch
 from megatron.gpt2.dist.ranks import Ranks
 
 STEP = {

@@ -9,7 +9,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -18,17 +18,11 @@ import torch.distributed as dist
 from megatron.gpt2.device import choose_device
 from megatron.gpt2.dist import heartbeat, rendezvous
 from megatron.gpt2.dist import ranks as ranks_module
-from megatron.gpt2.dist.heartbeat import BEAT, LEFT, LOST, PATIENCE, SILENCE, Heartbeat
+from megatron.gpt2.dist.heartbeat import BEAT, LEFT, PATIENCE, POLL, SILENCE, Heartbeat, gone_words, named
 from megatron.gpt2.dist.interfaces import address_towards, interface_of, set_gloo_interface
-from megatron.gpt2.dist.launchers import Launch
-from megatron.gpt2.dist.ranks import POLL, Meeting, MissingRanks, Peer, Ranks, named
-from megatron.gpt2.dist.rendezvous import (
-    gone_words,
-    initialize_distributed,
-    leave,
-    meet,
-    node_line,
-)
+from megatron.gpt2.dist.launch import Launch
+from megatron.gpt2.dist.ranks import Meeting, MissingRanks, Ranks
+from megatron.gpt2.dist.rendezvous import LOST, initialize_distributed, leave, meet, node_line
 from tests.megatron.gpt2.dist.started_ranks import free_port
 from tests.megatron.gpt2.test_device import gpus
 
@@ -155,15 +149,16 @@ def test_rank_0_that_does_not_come() -> None:
 
 
 def test_a_file_of_an_earlier_run(tmp_path: Path) -> None:
+    """Rank 0 writes it anew, and the others try until it has."""
     card = tmp_path / "card"
     where = f"file://{card}"
-    stale = f"--init-method {where}: the file is left of an earlier run; remove it, or name another"
     for text in (f"a {free_port()}\n", "something else\n"):
         card.write_text(text)
-        # At once: the limit is that of the test.
-        assert meet_together(launches(2, where, "aa", timeout=1000)) == [stale, stale]
-        assert card.exists()
-    card.unlink()
+        assert meet_together(launches(2, where, "aa")) == [Ranks(0, 2, 0, 2), Ranks(1, 2, 1, 2)]
+        assert not card.exists()
+    card.write_text("something else\n")
+    with pytest.raises(MissingRanks, match=f"the file {card} holds no address"):
+        meet(Launch(1, 2, where=where, host="b", timeout=0.2))
     assert "nobody" not in str(meet_together(launches(2, where, "a", timeout=0.2)))
     assert not card.exists()  # a meeting that failed leaves none
 
@@ -251,39 +246,35 @@ class Clock:
                     one.beat()
 
 
-def test_heartbeats(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_heartbeats(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     clock = Clock(monkeypatch)
-    store = Store({f"beat/{rank}": b"0" for rank in range(4)})
-    warned: list[list[int]] = []
-    # 2 and 3 hang
-    heartbeats = [
-        Heartbeat(cast(Any, store), rank, 4, watched=watched, warn=warn)
-        for rank, watched, warn in ((0, range(4), warned.append), (1, [0, 1], None))
-    ]
+    store: Any = Store({f"beat/{rank}": b"0" for rank in range(4)})
+    hosts = dict(enumerate("aaab"))
+    first, second = (Heartbeat(store, rank, hosts, is_first=rank == 0) for rank in range(2))  # 2 and 3 hang
     clock.sleep(SILENCE)
-    assert heartbeats[0].silent(20) == [2, 3] and not warned
+    assert first.silent(20) == [2, 3] and not capsys.readouterr().err
     clock.sleep(2 * BEAT)
-    assert heartbeats[0].silent(SILENCE) == [2, 3] and warned == [[2, 3]] and heartbeats[0].silent(40) == []
-    assert heartbeats[1].silent(PATIENCE) == [] and heartbeats[1].silence(2) == 0.0
-    # A collective fails: who has hung for long is named at once, with the time since its first and last sign.
-    meetings = [Meeting(cast(Any, store), None, [Peer(host, "") for host in "aaab"], one) for one in heartbeats]
+    assert first.silent(SILENCE) == [2, 3] and first.silent(40) == []
+    assert capsys.readouterr().err == "WARNING: no sign of life for 30 s from ranks 2 (a) and 3 (b)\n"
+    assert second.silent(PATIENCE) == [] and second.silence(2) == 0.0
+    # A collective fails: who has hung for long is named at once, with the time since its last sign.
     begun = clock.now
-    gone = meetings[0].lost()
+    gone = first.lost()
     assert clock.now == begun and gone == {2: begun - BEAT, 3: begun - BEAT}
-    assert gone_words(gone, {2: "a", 3: "b"}) == "ranks 2 (a) and 3 (b) gave no sign of life for 31 s"
-    assert meetings[1].lost() == gone, "whoever did not watch them hears it from the first"
+    assert gone_words(gone, hosts) == "ranks 2 (a) and 3 (b) gave no sign of life for 31 s"
+    assert second.lost() == gone, "whoever did not watch them hears it from the first"
     assert clock.now <= begun + 2 * BEAT
-    heartbeats[1].stop()
+    second.stop()
     clock.sleep(BEAT)
-    assert store["beat/1"] == LEFT and heartbeats[0].silent(50) == [1] and warned == [[2, 3]]
+    assert store["beat/1"] == LEFT and first.silent(50) == [1] and not capsys.readouterr().err
     assert gone_words({1: None, 2: 60.2}, {}) == "rank 2 gave no sign of life for 60 s and rank 1 left"
     store["dead"] = b""
     monkeypatch.setattr(heartbeat, "BEAT", 0.0)
-    heartbeats[0].run()  # ends, since nobody serves the store
+    first.run()  # ends, since nobody serves the store
     clock.beating.clear()
     clock.sleep(PATIENCE + 1)
-    assert heartbeats[0].silent(PATIENCE) == [0]  # with whom all meet
-    assert heartbeats[0].silence(0) == pytest.approx(PATIENCE + 1, abs=POLL + 0.01)
+    assert first.silent(PATIENCE) == [0]  # with whom all meet
+    assert first.silence(0) == pytest.approx(PATIENCE + 1, abs=POLL + 0.01)
 
 
 def test_a_rank_that_is_lost_ends_a_run_that_waits_for_a_gpu(
@@ -293,25 +284,14 @@ def test_a_rank_that_is_lost_ends_a_run_that_waits_for_a_gpu(
     clock = Clock(monkeypatch)
     ended: list[tuple[int, float]] = []
     monkeypatch.setattr("os._exit", lambda code: ended.append((code, clock.now)))
-    store = Store({f"beat/{rank}": b"0" for rank in range(4)})
+    store: Any = Store({f"beat/{rank}": b"0" for rank in range(4)})
     monkeypatch.setattr(store, "add", lambda key, count: 4, raising=False)
-    peers = [Peer(host, "") for host in "aaab"]
-    alive = [
-        Ranks(
-            rank,
-            4,
-            rank,
-            3,
-            meeting=Meeting(
-                cast(Any, store), None, peers, Heartbeat(cast(Any, store), rank, 4, watched=watched, warn=None)
-            ),
-        )
-        for rank, watched in ((0, range(4)), (1, range(3)), (2, range(3)))
-    ]
-    other = Heartbeat(cast(Any, store), 3, 4, watched=[3], warn=None)
+    hosts = dict(enumerate("aaab"))
+    beats = [Heartbeat(store, rank, hosts, is_first=rank in (0, 3)) for rank in range(4)]
+    alive = [Ranks(rank, 4, rank, 3, meeting=Meeting(store, None, hosts, beats[rank])) for rank in range(3)]
     alive[1].leave()
     clock.sleep(2 * LOST)
-    clock.beating.remove(other)
+    clock.beating.remove(beats[3])
     for one in alive:
         rendezvous.end_with_lost_rank(one)
     (first, at_first), (second, at_second) = ended

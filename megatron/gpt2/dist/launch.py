@@ -5,8 +5,8 @@
     MPI        OMPI_COMM_WORLD_RANK …, or PMI_RANK …
     Slurm      SLURM_PROCID … inside a step of srun
 
-torch reads torchrun's variables alone. A plain `python` runs alone, also inside an allocation. Nothing here touches
-the network: see rendezvous.py.
+torch reads torchrun's variables only. A plain `python` runs alone, also inside an allocation. Nothing here touches the
+network: see rendezvous.py.
 """
 
 import os
@@ -26,11 +26,14 @@ from megatron.gpt2.dist.ranks import Ranks
 # Steps that Slurm makes by itself (interactive, batch, extern …) count down from here; `srun` counts up from 0.
 FIRST_SPECIAL_STEP = 0xFFFFFFF0
 DEFAULT_PORT = "29500"  # torchrun's
-# Rank, ranks, and the same on this machine: of Open MPI, and of MPICH, Intel MPI and what else speaks PMI.
-MPI = (
-    tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
+# Rank, ranks, and the same on this machine: of torchrun, of Open MPI, and of MPICH, Intel MPI and what else speaks PMI.
+VARIABLES = (
+    ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    *(tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),),
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 )
+# What names a job to all of its ranks, where Slurm does not.
+JOBS = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_JOBID", "PBS_JOBID", "LSB_JOBID")
 # What names an allocation, and what starts ranks in it.
 ALLOCATIONS = (("SLURM_JOB_ID", "srun"), ("PBS_JOBID", "mpirun"), ("LSB_JOBID", "mpirun"))
 
@@ -56,11 +59,6 @@ class Launch:
     def __post_init__(self) -> None:
         self.ranks()  # raises where the numbers cannot be
 
-    @property
-    def follows_a_round(self) -> bool:
-        """Whether ranks of an earlier round, and the store that one of them serves, may still be there."""
-        return (self.attempt > 0 or self.elastic) and not self.served
-
     def ranks(self) -> Ranks:
         """This process among the ranks, as far as it is known: without `local` it counts as alone on its machine."""
         return Ranks(self.rank, self.world_size, *(self.local or (0, 1)))
@@ -69,14 +67,16 @@ class Launch:
 def read_launch(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> tuple[Launch, list[str]]:
     """The launch of this process, and the words of its command line that are not about it. ValueError for bad flags."""
     flags, words = launch_flags(argv)
-    said = next(filter(None, (reads(flags, environ) for reads in (_by_hand, _torchrun, _mpi, _slurm))), None)
+    by_hand = flags.rank is not None and flags.world_size is not None
+    said = (
+        Launch(flags.rank or 0, flags.world_size or 1) if by_hand else _from_variables(environ) or _from_slurm(environ)
+    )
     started = _started_here(flags, environ)
-    if started and said:
-        require(
-            said.world_size == 1,
-            "--nproc-per-node starts the ranks itself, but a launcher has started this "
-            f"process as one of {said.world_size} already: leave out the one or the other",
-        )
+    require(
+        not (started and said and said.world_size > 1),
+        "--nproc-per-node starts the ranks itself, but a launcher has started this "
+        f"process as one of {said.world_size if said else 0} already: leave out the one or the other",
+    )
     found = started or said or Launch()
     found = replace(found, where=flags.init_method or found.where)
     if found.world_size > max(found.starts, 1):  # others are elsewhere
@@ -106,42 +106,27 @@ def _started_here(flags: LaunchConfig, environ: Mapping[str, str]) -> Launch | N
     )
 
 
-def _by_hand(flags: LaunchConfig, environ: Mapping[str, str]) -> Launch | None:
-    if flags.rank is None or flags.world_size is None:
-        return None
-    return Launch(flags.rank, flags.world_size)
-
-
-def _torchrun(flags: LaunchConfig, environ: Mapping[str, str]) -> Launch | None:
-    if not {"RANK", "WORLD_SIZE"} <= environ.keys():
-        return None
-    return Launch(
-        _number(environ, "RANK"),
-        _number(environ, "WORLD_SIZE"),
-        _pair(environ, "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
-        _place(environ, "", ""),
-        served=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-    )
-
-
-def _mpi(flags: LaunchConfig, environ: Mapping[str, str]) -> Launch | None:
-    for rank, size, local_rank, local_size in MPI:
+def _from_variables(environ: Mapping[str, str]) -> Launch | None:
+    """torchrun's and MPI's. MPI does not say where the ranks meet, but where all are on this machine, or Slurm does."""
+    for rank, size, local_rank, local_size in VARIABLES:
         if rank in environ and size in environ:
-            local = _pair(environ, local_rank, local_size)
-            world = _number(environ, size)
-            host = "localhost" if local is not None and local[1] == world else next(iter(_slurm_hosts(environ)), "")
-            return Launch(_number(environ, rank), world, local, _place(environ, host, _job_port(environ)))
+            world, local, host, port = _number(environ, size), None, "", ""
+            if local_rank in environ and local_size in environ:
+                local = _number(environ, local_rank), _number(environ, local_size)
+            if rank != "RANK":
+                is_here = local is not None and local[1] == world
+                host, port = "localhost" if is_here else next(iter(_slurm_hosts(environ)), ""), _job_port(environ)
+            served = rank == "RANK" and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+            return Launch(_number(environ, rank), world, local, _place(environ, host, port), served)
     return None
 
 
-def _slurm(flags: LaunchConfig, environ: Mapping[str, str]) -> Launch | None:
+def _from_slurm(environ: Mapping[str, str]) -> Launch | None:
     if not in_slurm_step(environ):
         return None
     hosts, counts = _slurm_hosts(environ), _slurm_counts(environ)
-    sizes = (
-        _number(environ, name) for name in ("SLURM_NTASKS", "SLURM_STEP_NUM_TASKS", "SLURM_NPROCS") if name in environ
-    )
-    world = next(sizes, sum(counts))
+    names = [name for name in ("SLURM_NTASKS", "SLURM_STEP_NUM_TASKS", "SLURM_NPROCS") if name in environ]
+    world = _number(environ, names[0]) if names else sum(counts)
     require(
         world > 0,
         "srun started this process, but neither SLURM_NTASKS nor SLURM_STEP_TASKS_PER_NODE gives the number of tasks",
@@ -193,11 +178,6 @@ def _number(environ: Mapping[str, str], name: str) -> int:
     return int(environ[name])
 
 
-def _pair(environ: Mapping[str, str], rank: str, size: str) -> tuple[int, int] | None:
-    """Rank on this machine and ranks there, where the launcher gives both."""
-    return (_number(environ, rank), _number(environ, size)) if rank in environ and size in environ else None
-
-
 def _place(environ: Mapping[str, str], host: str, port: str) -> str:
     """tcp://HOST:PORT, of MASTER_ADDR and MASTER_PORT where they are set; empty where either is unknown."""
     host, port = environ.get("MASTER_ADDR", host), environ.get("MASTER_PORT", port)
@@ -219,15 +199,11 @@ def _check_place(launch: Launch) -> None:
     )
     try:
         place = urlsplit(launch.where)
-        good = (
-            place.hostname and place.port
-            if place.scheme == "tcp"
-            else (place.scheme == "file" and not place.netloc and place.path)
-        )
+        is_tcp = place.scheme == "tcp" and place.hostname and place.port
     except ValueError:  # a port that is none, or half a bracket
-        good = False
+        is_tcp = False
     require(
-        bool(good),
+        bool(is_tcp) or launch.where.startswith("file:///"),
         f"the ranks cannot meet at {launch.where}: tcp://HOST:PORT of rank 0 (tcp://[ADDRESS]:PORT for "
         "IPv6) or file:///PATH would do",
     )
@@ -237,25 +213,20 @@ def _job_port(environ: Mapping[str, str]) -> str:
     """A port below the ephemeral ones, which all ranks of a job derive alike: jobs that share a node get different
     ports.
     """
+    job = next((environ[name] for name in JOBS if name in environ), None)
     if "SLURM_JOB_ID" in environ and environ["SLURM_JOB_ID"].isdecimal():
         number = int(environ["SLURM_JOB_ID"]) + 97 * int(environ.get("SLURM_STEP_ID", 0))
-    else:
-        names = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_JOBID", "PBS_JOBID", "LSB_JOBID")
-        job = next((environ[name] for name in names if name in environ), None)
-        if job is None:
-            return DEFAULT_PORT
+    elif job is not None:
         number = zlib.crc32(job.encode())
+    else:
+        return DEFAULT_PORT
     return str(15000 + number % 14000)
 
 
 def _slurm_counts(environ: Mapping[str, str]) -> list[int]:
     """Tasks of each node, from a list such as "4(x2),3": two nodes of 4 and one of 3."""
-    counts: list[int] = []
-    for count, times in re.findall(
-        r"(\d+)(?:\(x(\d+)\))?", environ.get("SLURM_STEP_TASKS_PER_NODE", environ.get("SLURM_TASKS_PER_NODE", ""))
-    ):
-        counts += [int(count)] * int(times or 1)
-    return counts
+    text = environ.get("SLURM_STEP_TASKS_PER_NODE", environ.get("SLURM_TASKS_PER_NODE", ""))
+    return [int(count) for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text) for _ in range(int(times or 1))]
 
 
 def _slurm_hosts(environ: Mapping[str, str]) -> list[str]:
@@ -279,7 +250,6 @@ def expand_hosts(text: str) -> list[str]:
 
 
 def _expand_range(text: str) -> list[str]:
-    first, dash, last = text.partition("-")
-    if not dash:
-        return [first]
-    return [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
+    """002-004 -> 002, 003, 004."""
+    first, _, last = text.partition("-")
+    return [str(number).zfill(len(first)) for number in range(int(first), int(last or first) + 1)]
