@@ -8,20 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from data_utils import (
-    MISSING,
-    BatchLoader,
-    BatchSchedule,
-    BlendedDataset,
-    GPT2Dataset,
-    IndexedDatasetBuilder,
-    SampleOrder,
-    build_splits,
-    build_tokenizer,
-)
+from data_utils import MISSING, BlendedDataset, GPT2Dataset, SampleOrder, build_splits
 from data_utils.blending import BLOCK, BlendedOrder, block_counts, parse_blend
-
-BYTES = build_tokenizer("bytes")
+from tests.data_utils.made import BYTES, global_batches, write_pair
 
 
 @pytest.mark.parametrize(
@@ -96,20 +85,8 @@ def test_a_loader_reads_the_same_blend_under_every_layout_and_after_a_resume() -
     assert (len(blend), blend.num_tokens, blend.seq_length) == (90, 362, 4)
 
     def load(size: int, micro: int, steps: int, consumed: int = 0) -> np.ndarray:
-        loaders = [
-            BatchLoader(
-                blend,
-                blend.order(5),
-                micro_batch_size=micro,
-                data_parallel_rank=rank,
-                schedule=BatchSchedule.constant(micro * size),
-                data_parallel_size=size,
-                consumed_samples=consumed,
-                prefetch=0,
-            )
-            for rank in range(size)
-        ]
-        return np.concatenate([next(loader) for _ in range(steps) for loader in loaders])
+        given: dict[str, Any] = {"consumed_samples": consumed, "prefetch": 0}
+        return global_batches(blend, blend.order(5), steps, size=size, micro=micro, **given)
 
     whole = load(1, 8, 1250)  # 10,000 samples: one block
     assert [(whole[:, 1] == value).sum() for value in (251, 252)] == [7000, 3000]
@@ -129,12 +106,7 @@ def test_evaluation_reads_by_the_weights_and_nothing_twice() -> None:
 
 
 def pair(folder: Path, name: str, value: int, documents: int) -> str:
-    builder = IndexedDatasetBuilder(folder / name, np.dtype("<u2"))
-    for _ in range(documents):
-        builder.add([value] * 19 + [BYTES.eod])
-        builder.end_document()
-    builder.finish()
-    return str(folder / name)
+    return write_pair(folder / name, [[value] * 19 + [BYTES.eod]] * documents)
 
 
 def splits(**more: Any) -> Any:

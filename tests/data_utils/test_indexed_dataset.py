@@ -1,39 +1,45 @@
+"""Token files: pairs of ours and of megatron-core, byte for byte, the files of nanoGPT and llm.c, merged and damaged."""
+
 from __future__ import annotations
 
 import random
 import struct
+import warnings
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from data_utils import IndexedDataset, IndexedDatasetBuilder
-from data_utils.indexed_dataset import token_dtype
+from data_utils.indexed_dataset import ForeignBin, open_tokens, token_dtype
+from data_utils.preprocessing.preprocess import merge
+from tests.data_utils.made import write_pair
 
+torch = pytest.importorskip("torch")
 DOCUMENTS = [[1, 2, 3], [], [40_000], list(range(7))]
 
 
-def write(prefix: Path, vocab_size: int = 50_257) -> None:
-    builder = IndexedDatasetBuilder(prefix, token_dtype(vocab_size))
+def documents_of(data: Any) -> list[list[int]]:
+    return [list(data[number]) for number in range(len(data))]
+
+
+@pytest.mark.parametrize("vocab_size", [50_257, 65_500])
+def test_what_is_written_is_read(tmp_path: Path, vocab_size: int) -> None:
+    builder = IndexedDatasetBuilder(tmp_path / "a", token_dtype(vocab_size))
     for document in DOCUMENTS:
         builder.add(document[:2])
         builder.add(np.asarray(document[2:], dtype=np.int64))
         builder.end_document()
     builder.finish()
-
-
-@pytest.mark.parametrize("vocab_size", [50_257, 65_500])
-def test_what_is_written_is_read(tmp_path: Path, vocab_size: int) -> None:
-    write(tmp_path / "a", vocab_size)
     dataset = IndexedDataset(tmp_path / "a")
     assert dataset.dtype == (np.uint16 if vocab_size < 65_500 else np.int32)
-    assert [list(dataset[index]) for index in range(len(dataset))] == DOCUMENTS
-    assert list(dataset.tokens) == sum(DOCUMENTS, [])
+    assert documents_of(dataset) == DOCUMENTS and list(dataset.tokens) == sum(DOCUMENTS, [])
     assert list(dataset.document_starts) == [0, 3, 3, 4, 11]
 
 
 def test_the_bytes_are_those_of_the_format(tmp_path: Path) -> None:
-    write(tmp_path / "a")
+    write_pair(tmp_path / "a", DOCUMENTS)
     expected = (
         b"MMIDIDX\0\0"
         + struct.pack("<QBQQ", 1, 8, 4, 5)
@@ -45,40 +51,87 @@ def test_the_bytes_are_those_of_the_format(tmp_path: Path) -> None:
     assert (tmp_path / "a.bin").read_bytes() == struct.pack("<11H", *sum(DOCUMENTS, []))
 
 
-def test_several_sequences_a_document_and_modes(tmp_path: Path) -> None:
+def test_several_sequences_a_document_modes_and_an_empty_pair(tmp_path: Path) -> None:
     header = b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, 4, 3, 3)
     arrays = struct.pack("<3i", 1, 2, 1) + struct.pack("<3q", 0, 4, 12) + struct.pack("<3q", 0, 2, 3) + b"\0\1\0"
     (tmp_path / "a.idx").write_bytes(header + arrays)
     (tmp_path / "a.bin").write_bytes(struct.pack("<4i", 5, 6, 7, 8))
-    dataset = IndexedDataset(tmp_path / "a")
-    assert [list(dataset[index]) for index in range(len(dataset))] == [[5, 6, 7], [8]]
+    assert documents_of(IndexedDataset(tmp_path / "a")) == [[5, 6, 7], [8]]
+    assert len(IndexedDataset(write_pair(tmp_path / "empty", []))) == 0
 
 
-def test_an_empty_pair(tmp_path: Path) -> None:
-    IndexedDatasetBuilder(tmp_path / "a", token_dtype(300)).finish()
-    assert len(IndexedDataset(tmp_path / "a")) == 0
+# --- megatron-core
 
 
-def test_missing_files(tmp_path: Path) -> None:
-    write(tmp_path / "a")
-    (tmp_path / "a.bin").unlink()
-    with pytest.raises(FileNotFoundError, match="a.bin"):
-        IndexedDataset(tmp_path / "a")
+@pytest.fixture(scope="module")
+def theirs() -> Any:
+    pytest.importorskip("megatron.core")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from megatron.core.datasets import indexed_dataset
+    return indexed_dataset
+
+
+def some_documents(vocab_size: int, seed: int) -> list[list[int]]:
+    draw = random.Random(seed)
+    return [[draw.randrange(vocab_size) for _ in range(draw.randrange(1, 50))] for _ in range(40)]
+
+
+def write_theirs(theirs: Any, prefix: Path, documents: list[list[int]], vocab_size: int, sequences: int = 1) -> None:
+    builder = theirs.IndexedDatasetBuilder(f"{prefix}.bin", dtype=theirs.DType.optimal_dtype(vocab_size))
+    for document in documents:
+        lengths = [len(part) for part in np.array_split(document, min(sequences, len(document)))]
+        builder.add_document(torch.tensor(document), lengths)
+    builder.finalize(f"{prefix}.idx")
+
+
+def files_of(prefix: Path) -> list[bytes]:
+    return [Path(f"{prefix}{suffix}").read_bytes() for suffix in (".bin", ".idx")]
+
+
+@pytest.mark.parametrize("vocab_size", [50_257, 65_499, 65_500, 100_000])
+def test_the_same_bytes_as_megatron_core_and_both_read_them(theirs: Any, tmp_path: Path, vocab_size: int) -> None:
+    documents = some_documents(vocab_size, vocab_size)
+    write_theirs(theirs, tmp_path / "theirs", documents, vocab_size)
+    write_pair(tmp_path / "ours", documents, token_dtype(vocab_size))
+    assert files_of(tmp_path / "theirs") == files_of(tmp_path / "ours")
+    there = theirs.IndexedDataset(str(tmp_path / "ours"))
+    assert documents_of(IndexedDataset(tmp_path / "theirs")) == documents
+    assert [there[number].tolist() for number in range(len(there))] == documents
+    assert there.document_indices.tolist() == list(range(41))
+
+
+def test_merging_gives_megatrons_bytes_of_several_sequences_a_document_too(theirs: Any, tmp_path: Path) -> None:
+    parts = [some_documents(300, seed) for seed in (1, 2)]
+    builder = theirs.IndexedDatasetBuilder(str(tmp_path / "theirs.bin"), dtype=np.uint16)
+    for number, documents in enumerate(parts):
+        write_theirs(theirs, tmp_path / f"part{number}", documents, 300, sequences=3)
+        builder.add_index(str(tmp_path / f"part{number}"))
+    builder.finalize(str(tmp_path / "theirs.idx"))
+    merge([str(tmp_path / "part0"), str(tmp_path / "part1")], str(tmp_path / "ours"), 0)
+    assert files_of(tmp_path / "theirs") == files_of(tmp_path / "ours")
+    assert documents_of(IndexedDataset(tmp_path / "ours")) == parts[0] + parts[1]
+
+
+# --- damage
 
 
 @pytest.mark.parametrize("suffix", [".idx", ".bin"])
 def test_every_truncation_and_any_byte_too_many_is_refused(tmp_path: Path, suffix: str) -> None:
-    write(tmp_path / "a")
-    whole = (tmp_path / f"a{suffix}").read_bytes()
+    path = Path(write_pair(tmp_path / "a", DOCUMENTS) + suffix)
+    whole = path.read_bytes()
     for content in [whole[:size] for size in range(len(whole))] + [whole + b"\0"]:
-        (tmp_path / f"a{suffix}").write_bytes(content)
+        path.write_bytes(content)
         with pytest.raises(ValueError, match="is damaged"):
             IndexedDataset(tmp_path / "a")
+    path.unlink()
+    with pytest.raises(FileNotFoundError, match=f"a{suffix}"):
+        IndexedDataset(tmp_path / "a")
 
 
 def test_changed_bytes_of_the_index_are_refused_or_harmless(tmp_path: Path) -> None:
     """A changed byte may still be a valid index (a document's border may move); then it must read in bounds."""
-    write(tmp_path / "a")
+    write_pair(tmp_path / "a", DOCUMENTS)
     whole = (tmp_path / "a.idx").read_bytes()
     draw = random.Random(5)
     refused = 0
@@ -91,14 +144,82 @@ def test_changed_bytes_of_the_index_are_refused_or_harmless(tmp_path: Path) -> N
                 assert "\n" not in str(error) and "a.idx" in str(error)
                 refused += 1
             else:
-                assert sum(len(dataset[index]) for index in range(len(dataset))) == len(dataset.tokens)
+                assert sum(map(len, documents_of(dataset))) == len(dataset.tokens)
     assert refused >= 6 * len(whole) * 0.95
 
 
 def test_huge_counts_are_refused_before_anything_is_allocated(tmp_path: Path) -> None:
-    write(tmp_path / "a")
+    write_pair(tmp_path / "a", DOCUMENTS)
     whole = (tmp_path / "a.idx").read_bytes()
     for sequences, documents in ((2**63, 5), (4, 2**63), (2**61, 2**61), (2**64 - 1, 2**64 - 1)):
         (tmp_path / "a.idx").write_bytes(whole[:18] + struct.pack("<QQ", sequences, documents) + whole[34:])
         with pytest.raises(ValueError, match="is damaged"):
             IndexedDataset(tmp_path / "a")
+
+
+# --- nanoGPT and llm.c
+
+EOD = 50256
+ENDED = [[1, 2, 3, EOD], [40_000, EOD], [*range(30), EOD]]
+TOKENS = np.array(sum(ENDED, []), dtype="<u2")
+
+
+def llm_c(path: Path, tokens: np.ndarray, **header: int) -> Path:
+    head = np.zeros(256, dtype="<i4")
+    head[:3] = header.get("magic", 20240520), header.get("version", 1), header.get("count", len(tokens))
+    path.write_bytes(head.tobytes() + tokens.tobytes())
+    return path
+
+
+def test_nanogpt_and_llm_c(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("data_utils.indexed_dataset.SEARCHED_AT_ONCE", 5)
+    (tmp_path / "nano.bin").write_bytes(TOKENS.tobytes())
+    for path, kind in ((tmp_path / "nano.bin", "nanoGPT"), (llm_c(tmp_path / "llm.bin", TOKENS), "llm.c")):
+        data = open_tokens(path, EOD)
+        assert isinstance(data, ForeignBin) and data.kind == kind and list(data.tokens) == list(TOKENS)
+        assert data.document_starts.dtype == np.int64 and documents_of(data) == ENDED
+    (tmp_path / "rest.bin").write_bytes(np.append(TOKENS, 7).astype("<u2").tobytes())
+    assert list(open_tokens(tmp_path / "rest.bin", EOD).document_starts) == [0, 4, 6, 37, 38]
+    assert len(open_tokens(llm_c(tmp_path / "empty.bin", TOKENS[:0]), EOD).tokens) == 0
+
+
+def test_what_is_neither_is_refused(tmp_path: Path) -> None:
+    for name, content, reason in (
+        ("empty", b"", "0 bytes are no uint16"),
+        ("odd", b"abc", "3 bytes are no uint16"),
+        ("wide", np.arange(40, dtype="<i4").tobytes(), "32-bit tokens.*its .idx is missing"),
+        ("short", llm_c(tmp_path / "llm.bin", TOKENS).read_bytes()[:500], "does not fit its 500 bytes"),
+    ):
+        (tmp_path / f"{name}.bin").write_bytes(content)
+        with pytest.raises(ValueError, match=reason):
+            open_tokens(tmp_path / f"{name}.bin", EOD)
+    for header in ({"count": len(TOKENS) + 1}, {"count": -1}, {"version": 2}, {"count": 2**31 - 1}):
+        with pytest.raises(ValueError, match="llm.c's, but its header does not fit"):
+            open_tokens(llm_c(tmp_path / "llm.bin", TOKENS, **header), EOD)
+
+
+def test_a_pair_by_any_of_its_names_and_never_without_its_index(tmp_path: Path) -> None:
+    write_pair(tmp_path / "a", ENDED)
+    for name in ("a", "a.bin", "a.idx"):
+        assert len(open_tokens(tmp_path / name, EOD)) == 3
+    (tmp_path / "a.idx").unlink()
+    with pytest.raises(FileNotFoundError, match="a.idx"):
+        open_tokens(tmp_path / "a", EOD)  # a prefix is one of a pair
+    (tmp_path / "a.json").write_text("{}")
+    with pytest.raises(FileNotFoundError, match=r"a.idx, but .*a.json says that it was written"):
+        open_tokens(tmp_path / "a.bin", EOD)
+
+
+def test_merging_all_kinds(tmp_path: Path) -> None:
+    (tmp_path / "nano.bin").write_bytes(TOKENS.tobytes())
+    pair = write_pair(tmp_path / "a", [[5, 6, EOD]])
+    sources = [str(tmp_path / "nano.bin"), pair, str(llm_c(tmp_path / "llm.bin", TOKENS))]
+    manifest = merge(sources, str(tmp_path / "all"), EOD)
+    assert documents_of(open_tokens(tmp_path / "all", EOD)) == [*ENDED, [5, 6, EOD], *ENDED]
+    assert manifest["documents"] == 7 and manifest["tokenizer"] is None
+    assert sorted(path.name for path in tmp_path.glob("all*")) == ["all.bin", "all.idx", "all.json"]
+    with pytest.raises(ValueError, match="the pair exists"):
+        merge(sources, str(tmp_path / "all"), EOD)
+    with pytest.raises(ValueError, match="holds int32, but .* uint16: they can't be one file"):
+        merge([pair, write_pair(tmp_path / "wide", [], "<i4")], str(tmp_path / "new"), EOD)
+    assert not list(tmp_path.glob("new*"))

@@ -9,21 +9,21 @@ from typing import Any
 import numpy as np
 import pytest
 
-from data_utils import BatchLoader, BatchSchedule, IndexedDatasetBuilder, build_splits, build_tokenizer
-
-BYTES = build_tokenizer("bytes")
+from data_utils import build_splits
+from tests.data_utils.made import BYTES, global_batches, write_pair
 
 
 def write(folder: Path, documents: int, longest: int, seed: int) -> str:
     """Documents of 1 to `longest` tokens, every tenth of them empty."""
     rng = np.random.default_rng(seed)
-    builder = IndexedDatasetBuilder(folder / "pair", np.dtype("<u2"))
-    for number in range(documents):
-        if number % 10 != 4:
-            builder.add([*rng.integers(0, 256, rng.integers(0, longest)), BYTES.eod])
-        builder.end_document()
-    builder.finish()
-    return str(folder / "pair")
+    lengths = [rng.integers(0, longest) for _ in range(documents)]
+    texts = [[*rng.integers(0, 256, length), BYTES.eod] for length in lengths]
+    return write_pair(folder / "pair", [[] if number % 10 == 4 else text for number, text in enumerate(texts)])
+
+
+def splits(prefix: str, split: str, seq_length: int, **more: Any) -> Any:
+    given = {"data_path": [prefix], "split": split, "seq_length": seq_length, "tokenizer": BYTES, "log": print}
+    return build_splits(train_data=(), **given, **more)  # type: ignore[arg-type]
 
 
 def theirs(prefix: str, seq_length: int, seed: int, split: str, sizes: list[int]) -> list[Any]:
@@ -66,17 +66,9 @@ def test_samples_are_those_of_megatron_core(
     tmp_path: Path, documents: int, longest: int, seq_length: int, split: str, epochs: float
 ) -> None:
     prefix = write(tmp_path, documents, longest, seed=documents)
-    ours = build_splits(
-        train_data=(),
-        data_path=[prefix],
-        split=split,
-        tokenizer=BYTES,
-        seq_length=seq_length,
-        data_order="megatron",
-        need_valid=documents > 9,
-        need_test=documents > 9,
-        log=print,
-    )
+    held_out = documents > 9
+    needed = {"need_valid": held_out, "need_test": held_out}
+    ours = splits(prefix, split, seq_length, data_order="megatron", **needed)
     samples = int(epochs * ours.train.num_tokens / seq_length)
     expected = theirs(prefix, seq_length, 1234, split, [samples, 3, 3])
     dataset, order = ours.training_samples(1234, samples)
@@ -84,40 +76,17 @@ def test_samples_are_those_of_megatron_core(
     found = dataset.rows(order(np.arange(len(dataset))))
     assert found.tolist() == [row(expected[0][number]) for number in range(len(dataset))]
     for name, their in zip(("valid", "test"), expected[1:], strict=True):  # the same documents
-        if documents > 9:
+        if held_out:
             lengths = their.dataset.sequence_lengths[their.indices]
             assert getattr(ours, name).num_tokens == lengths.sum() > 0
 
 
 def test_a_loader_reads_it_under_every_layout(tmp_path: Path) -> None:
     prefix = write(tmp_path, 200, 60, seed=1)
-    made = build_splits(
-        train_data=(),
-        data_path=[prefix],
-        split="80,15,5",
-        tokenizer=BYTES,
-        seq_length=16,
-        data_order="megatron",
-        log=print,
-    )
-    plain = build_splits(train_data=(), data_path=[prefix], split="80,15,5", tokenizer=BYTES, seq_length=16, log=print)
-    assert made.fingerprint != plain.fingerprint
+    made = splits(prefix, "80,15,5", 16, data_order="megatron")
+    assert made.fingerprint != splits(prefix, "80,15,5", 16).fingerprint
     dataset, order = made.training_samples(7, 520)
     whole = dataset.rows(np.arange(520))
     for size, micro in ((1, 8), (2, 4), (4, 2)):
-        loaders = [
-            BatchLoader(
-                dataset,
-                order,
-                micro_batch_size=micro,
-                schedule=BatchSchedule.constant(8),
-                data_parallel_rank=rank,
-                data_parallel_size=size,
-                consumed_samples=40,
-            )
-            for rank in range(size)
-        ]
-        found = np.concatenate([next(loader) for _ in range(60) for loader in loaders])
-        for loader in loaders:
-            loader.close()
+        found = global_batches(dataset, order, 60, size=size, micro=micro, consumed_samples=40)
         assert (found == whole[40:]).all()

@@ -1,6 +1,10 @@
+"""Which part of which file a split reads, its samples, and the figures that a trained model has to beat."""
+
 from __future__ import annotations
 
 import json
+import lzma
+import random
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -8,12 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from data_utils import MISSING, GPT2Dataset, IndexedDatasetBuilder, build_splits, build_tokenizer
+from data_utils import MISSING, GPT2Dataset, build_splits, unigram_bits_per_byte, xz_bits_per_byte
+from data_utils.corpora.builtin import builtin_documents
 from data_utils.files import write_sealed
-from data_utils.indexed_dataset import token_dtype
 from data_utils.splits import cut, parse_split
-
-BYTES = build_tokenizer("bytes")
+from tests.data_utils.made import BYTES, write_pair
 
 
 def splits(folder: Path, files: list[Path] | tuple[()], **more: Any) -> Any:
@@ -142,14 +145,8 @@ def test_missing_files_are_named_before_anything_is_tokenised(tmp_path: Path) ->
 
 def test_the_fingerprint_is_that_of_the_training_data(tmp_path: Path) -> None:
     a, b = write(tmp_path / "a.txt", "x" * 1000), write(tmp_path / "b.txt", "y" * 1000)
-    prints = [
-        splits(tmp_path, [a]),
-        splits(tmp_path, [a], need_valid=False),
-        splits(tmp_path, [b]),
-        splits(tmp_path, [a], split="8,2"),
-    ]
-    assert prints[0].fingerprint == prints[1].fingerprint
-    assert len({made.fingerprint for made in prints}) == 3
+    prints = [splits(tmp_path, [a], **more).fingerprint for more in ({}, {"need_valid": False}, {"split": "8,2"})]
+    assert prints[0] == prints[1] and len({*prints, splits(tmp_path, [b]).fingerprint}) == 3
 
 
 def test_the_fingerprint_ignores_how_the_text_key_was_chosen(tmp_path: Path) -> None:
@@ -162,11 +159,7 @@ def test_the_fingerprint_ignores_how_the_text_key_was_chosen(tmp_path: Path) -> 
 
 def test_the_fingerprint_of_a_prepared_pair_sees_both_ends_of_the_tokens(tmp_path: Path) -> None:
     def made(values: np.ndarray) -> str:
-        builder = IndexedDatasetBuilder(tmp_path / "pair", token_dtype(257))
-        builder.add(values)
-        builder.end_document()
-        builder.finish()
-        return str(splits(tmp_path, (), data_path=[str(tmp_path / "pair")]).fingerprint)
+        return str(splits(tmp_path, (), data_path=[write_pair(tmp_path / "pair", [values])]).fingerprint)
 
     values = np.zeros(1 << 21, np.uint16)
     first, last = values.copy(), values.copy()
@@ -176,31 +169,19 @@ def test_the_fingerprint_of_a_prepared_pair_sees_both_ends_of_the_tokens(tmp_pat
 
 
 def test_a_prepared_pair(tmp_path: Path) -> None:
-    builder = IndexedDatasetBuilder(tmp_path / "pair", token_dtype(257))
-    for value in range(10):
-        builder.add([value] * 20)
-        builder.end_document()
-    builder.finish()
-    made = splits(tmp_path, (), data_path=[str(tmp_path / "pair.bin")])
+    pair = write_pair(tmp_path / "pair", [[value] * 20 for value in range(10)])
+    made = splits(tmp_path, (), data_path=[f"{pair}.bin"])
     assert made.train.text() == bytes(value for value in range(9) for _ in range(20))
     assert not (tmp_path / "cache").exists()
-    builder = IndexedDatasetBuilder(tmp_path / "foreign", token_dtype(50_257))
-    builder.add([1, 300])
-    builder.end_document()
-    builder.finish()
     with pytest.raises(ValueError, match="--tokenizer-type"):
-        splits(tmp_path, (), data_path=[str(tmp_path / "foreign")])
+        splits(tmp_path, (), data_path=[write_pair(tmp_path / "foreign", [[1, 300]])])
     with pytest.raises(FileNotFoundError, match="--data-path"):
         splits(tmp_path, (), data_path=[str(tmp_path / "none")])
 
 
 def test_a_prepared_pair_of_another_tokenizer(tmp_path: Path) -> None:
     """Whose ids would all be within this one's vocabulary: only the manifest can tell."""
-    prefix = str(tmp_path / "pair")
-    builder = IndexedDatasetBuilder(prefix, token_dtype(257))
-    builder.add(list(range(100)))
-    builder.end_document()
-    builder.finish()
+    prefix = write_pair(tmp_path / "pair", [list(range(100))])
     for fingerprint in (BYTES.fingerprint, "another"):
         write_sealed(
             Path(f"{prefix}.json"),
@@ -249,3 +230,19 @@ def test_windows_of_training_and_evaluation(count: int) -> None:
 def test_text_is_guarded_by_size() -> None:
     dataset = GPT2Dataset(np.frombuffer(b"x" * 100, np.uint8), 0, 100, 8, BYTES, wrap=True)
     assert dataset.text(100) == b"x" * 100 and dataset.text(99) is None
+
+
+def test_unigram_entropy() -> None:
+    train = np.array([0] * 7 + [1] * 3 + [2] * 1)  # and one of each more, and id 3 once: 8, 4, 2, 1 of 15
+    valid = np.array([0, 1, 2, 3], dtype=np.uint16)
+    expected = -np.log2(np.array([8, 4, 2, 1]) / 15).sum() / (1 + 2 + 3 + 0)
+    assert unigram_bits_per_byte(train, valid, np.array([1, 2, 3, 0]), 4) == pytest.approx(expected)
+
+
+def test_xz_is_that_of_the_command_and_knows_the_training_text() -> None:
+    train, held = ("".join(part).encode() for part in (builtin_documents()[:60], builtin_documents()[60:70]))
+    command = len(lzma.compress(train + held, preset=9)) - len(lzma.compress(train, preset=9))
+    assert xz_bits_per_byte(train, held) == pytest.approx(command * 8 / len(held), rel=0.01)
+    assert xz_bits_per_byte(train, train[:50_000]) < 0.1 < 1 < xz_bits_per_byte(train, held) < 4
+    noise = random.Random(1).randbytes(20_000)
+    assert xz_bits_per_byte(train, noise) == pytest.approx(8, rel=0.03)
