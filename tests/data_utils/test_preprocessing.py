@@ -86,20 +86,6 @@ def test_the_same_bytes_under_any_number_of_workers(tmp_path: Path, small_shards
     assert pair(tmp_path / "out1") == pair(tmp_path / "out2") and texts_of(tmp_path / "out2") == texts
 
 
-@pytest.mark.parametrize("size", [1, 100, 5000, 10**6])
-def test_shards_hold_every_line_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
-    monkeypatch.setattr(inputs, "LEAST_SHARD_BYTES", size)
-    first, second = write(tmp_path / "a.jsonl", some_texts(100)), write(tmp_path / "b.jsonl", some_texts(3))
-    spans = [span for shard in cut([whole_file(first, ("text",)), whole_file(second, ("text",))]) for span in shard]
-    for path in (first, second):
-        ranges = [(span.start, span.stop) for span in spans if span.path == path]
-        assert ranges[0][0] == 0 and [stop for _, stop in ranges[:-1]] == [start for start, _ in ranges[1:]]
-        data = Path(path).read_bytes()
-        assert ranges[-1][1] == len(data) and all(data[stop - 1 : stop] == b"\n" for _, stop in ranges)
-    run([first, second], tmp_path / "out")
-    assert texts_of(tmp_path / "out") == some_texts(100) + some_texts(3)
-
-
 def test_every_form_of_input(tmp_path: Path, small_shards: None) -> None:
     zstandard, pyarrow = pytest.importorskip("zstandard"), pytest.importorskip("pyarrow")
     from pyarrow import parquet
@@ -247,24 +233,6 @@ def test_bad_flags(tmp_path: Path) -> None:
     ):
         with pytest.raises(ValueError, match=flag):
             run(given, tmp_path / "out", **bad)
-
-
-def test_fuzzed_lines_mean_the_same_with_and_without_orjson() -> None:
-    orjson = pytest.importorskip("orjson")
-    draw = random.Random(7)
-    seeds = [json.dumps({"text": text, "n": [1.5, None, {"a": -2e9}]}).encode() for text in some_texts(200)]
-    accepted = 0
-    for seed in seeds * 20:
-        line = bytearray(seed)
-        for _ in range(draw.randrange(1, 3)):
-            line[draw.randrange(len(line))] = draw.choice(b'"\\{}[],:0159eE+-.nul\x00\x1f\x80\xc3\xed')
-        try:
-            found = orjson.loads(bytes(line))
-        except ValueError:
-            continue
-        assert json.loads(bytes(line).decode("utf-8")) == found
-        accepted += 1
-    assert accepted > 200
 
 
 # --- runs that were stopped, and a second run
