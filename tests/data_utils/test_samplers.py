@@ -110,7 +110,7 @@ def test_the_first_ten_thousand_samples_at_every_width_and_after_a_resume() -> N
     order = SampleOrder(3000, 5)
     whole = order(np.arange(10_000))  # three epochs and a third
     for size, accumulation, micro, prefetch in ((1, 2, 4, 2), (2, 1, 4, 0), (4, 2, 1, 1), (1, 1, 8, 3)):
-        layout: dict[str, int] = {"size": size, "accumulation": accumulation, "micro": micro, "prefetch": prefetch}
+        layout: dict[str, Any] = {"size": size, "accumulation": accumulation, "micro": micro, "prefetch": prefetch}
         assert (global_batches(Numbered(), order, 1250, **layout).ravel() == whole).all()
     for size, micro, consumed in ((1, 13, 7777), (4, 4, 7777), (1, 8, 3)):
         steps = min(200, (10_000 - consumed) // (size * micro))
