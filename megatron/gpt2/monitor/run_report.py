@@ -1,24 +1,21 @@
 """report.html: a run on one page that loads nothing else, made from the files of its save folder.
 
 The curves are from `metrics.jsonl`, the texts from `samples.jsonl`, starts, warnings and ends from `history.jsonl`,
-settings and environment from `config.json`. Where a file is missing, its part of the page is empty.
+settings and environment from `config.json`. If a file is missing, its part of the page is empty.
 """
 
 import math
 from collections.abc import Mapping
 from datetime import datetime, timedelta
-from html import escape
 from pathlib import Path
 from typing import Any
 
 from data_utils.files import errors_of, parse_object, replace_text
 from megatron.gpt2.config import Config, by_key, differing_flags, flag, require
-from megatron.gpt2.monitor.html_page import cell, pairs, remark, scrolling, whole_page
-from megatron.gpt2.monitor.plots import points, read_records
-from megatron.gpt2.monitor.svg_chart import Curve, chart, number
+from megatron.gpt2.monitor.plots import Curve, as_svg, loss_curves, points, read_records
 
 METRICS, SAMPLES, HISTORY, REPORT = "metrics.jsonl", "samples.jsonl", "history.jsonl", "report.html"
-MOST_SAMPLES, MOST_EVENTS = 40, 200  # on the page
+MOST_SAMPLES = 40  # on the page
 TRAINED = {"iteration", "consumed_samples", "ms_per_iteration", "tokens_per_second"}  # in every record of training
 GREATEST = 1e15  # numbers that are not below it are damaged
 
@@ -28,7 +25,7 @@ Records = list[dict[str, Any]]
 def write_report(folder: str | Path) -> Path:
     """Make `folder`/report.html; returns its path.
 
-    Raises OSError where it cannot be written, and ValueError where config.json is not of this project.
+    Raises OSError if it cannot be written, and ValueError if config.json is not of this project.
     """
     path = Path(folder) / REPORT
     replace_text(path, page(Path(folder)))
@@ -36,35 +33,36 @@ def write_report(folder: str | Path) -> Path:
 
 
 def page(folder: Path) -> str:
-    """The whole page as HTML, of the run that saves in `folder`. ValueError where config.json is not of this
-    project."""
+    """The whole page as HTML, of the run that saves in `folder`. ValueError if config.json is not of this project."""
+    import jinja2
+
     metrics = [record for record in read_records(folder / METRICS) if _is_of_numbers(record)]
     samples, history = (
-        [record for record in read_records(folder / name) if "text" in record] for name in (SAMPLES, HISTORY)
+        [record for record in read_records(folder / name) if isinstance(record.get("text"), str)]
+        for name in (SAMPLES, HISTORY)
     )
     settings, config = _settings(folder / "config.json")
-    trained = [
-        record for record in metrics if "split" not in record and all(record.get(key) is not None for key in TRAINED)
-    ]
-    title = folder.resolve().name
-    parts = [
-        f"<header><h1>{escape(title)}</h1>{status(history)}</header>",
-        figures(metrics, trained, settings, config),
-        f'<h2>Curves</h2><div class="charts">{"".join(charts(metrics))}</div>',
-        "<h2>Samples</h2>",
-        sample_table(samples),
-        "<h2>Warnings, starts and ends</h2>",
-        history_table(history),
-        "<h2>Settings</h2>",
-        settings_tables(settings, config),
-        "<h2>Environment</h2>",
-        environment_table(settings),
-    ]
-    return whole_page(title, parts)
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True
+    )
+    curves, no_curves = _curves(metrics)
+    return environment.get_template("report.html").render(
+        title=folder.resolve().name,
+        now=f"{datetime.now().astimezone():%Y-%m-%d at %H:%M:%S %Z}",
+        figures=figures(metrics, settings, config),
+        curves=curves,
+        no_curves=no_curves,
+        samples=samples,
+        shown=spread(samples, MOST_SAMPLES),
+        history=history,
+        differing=differing_flags(config),
+        flags=[(flag(key), value) for key, value in by_key(config.as_dict()).items()] if "config" in settings else [],
+        environment=settings.get("environment"),
+    )
 
 
 def _is_of_numbers(record: Mapping[str, Any]) -> bool:
-    """Whether a record of metrics has numbers alone that can be drawn, as every one that is not damaged."""
+    """Whether a record of metrics only has numbers that can be drawn, as every one that is not damaged."""
     return all(
         value is None or isinstance(value, int | float) and abs(value) < GREATEST
         for name, value in record.items()
@@ -73,29 +71,21 @@ def _is_of_numbers(record: Mapping[str, Any]) -> bool:
 
 
 def _settings(path: Path) -> tuple[dict[str, Any], Config]:
-    """The content of config.json, and the flags in it. ValueError, which names the file, where it is damaged."""
+    """The content of config.json, and the flags in it. ValueError, which names the file, if it is damaged."""
     if not path.exists():
         return {}, Config()
     with errors_of(path):
         settings = parse_object(path.read_bytes())
-        require(isinstance(settings.get("train_iters", 0), int), "its train_iters are no number")
-        require(isinstance(settings.get("environment", {}), dict), "its environment is no object")
+        require(isinstance(settings.get("train_iters", 0), int), "its train_iters is not a number")
+        require(isinstance(settings.get("environment", {}), dict), "its environment is not an object")
         return settings, Config.from_dict(settings.get("config", {}))
 
 
-def status(history: Records) -> str:
-    """The last event of the run, and when the page was written."""
-    last = str(history[-1]["text"]) if history else "no start is on record"
-    return (
-        f'<p class="status">{escape(last)}<br>this page was written on '
-        f"{datetime.now().astimezone():%Y-%m-%d at %H:%M:%S %Z}</p>"
-    )
-
-
-def figures(metrics: Records, trained: Records, settings: Mapping[str, Any], config: Config) -> str:
-    """The numbers that a reader looks for first."""
+def figures(metrics: Records, settings: Mapping[str, Any], config: Config) -> list[tuple[str, str, str]]:
+    """The numbers that a reader looks for first: name, value and a remark; none before the first log line."""
+    trained = [r for r in metrics if "split" not in r and all(r.get(key) is not None for key in TRAINED)]
     if not trained:
-        return remark("no iteration was logged yet")
+        return []
     last = trained[-1]
     rows = [
         ("iteration", f"{last['iteration']:,}", f"of {settings['train_iters']:,}" if "train_iters" in settings else ""),
@@ -116,80 +106,27 @@ def figures(metrics: Records, trained: Records, settings: Mapping[str, Any], con
     rows.append(("tokens a second", f"{last['tokens_per_second']:,.0f}", mfu))
     if last.get("memory_bytes"):
         rows.append(("peak memory", f"{last['memory_bytes'] / 2**30:.2f} GiB", "of rank 0"))
-    return (
-        '<dl class="figures">'
-        + "".join(
-            f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd><span>{escape(more)}</span></div>"
-            for name, value, more in rows
-        )
-        + "</dl>"
-    )
+    return rows
 
 
-def charts(metrics: Records) -> list[str]:
-    """The curves of the loss, the learning rate, the gradient norm, the speed and the memory over the iterations."""
-    loss = [
-        Curve("training", "blue", points(metrics, "lm_loss")),
-        Curve("validation", "orange", points(metrics, "lm_loss", "valid"), dots=True),
-    ]
+def _curves(metrics: Records) -> tuple[str, str]:
+    """The curves over the iterations as SVG, or why there are none."""
     others = {
         "learning rate": points(metrics, "learning_rate"),
         "gradient norm, before clipping": points(metrics, "grad_norm"),
         "tokens a second, all ranks": points(metrics, "tokens_per_second"),
         "peak memory of rank 0, GiB": [(x, y / 2**30) for x, y in points(metrics, "memory_bytes")],
     }
-    return [
-        chart("loss, nats per token", loss, width=970, height=330),
-        *(
-            chart(title, [Curve("", "green", curve)], width=480, height=210, from_zero=True)
-            for title, curve in others.items()
-        ),
-    ]
-
-
-def sample_table(samples: Records) -> str:
-    """The texts that the model wrote at its evaluations; MOST_SAMPLES of them at most."""
-    if not samples:
-        return remark("none yet: each evaluation writes one")
-    shown = spread(samples, MOST_SAMPLES)
-    rows = [cell(f"{s['iteration']:,}", "number") + cell(s["text"], "sample") for s in shown]
-    left_out = remark(f"{len(shown)} of {len(samples)}: all are in {SAMPLES}") if len(shown) < len(samples) else ""
-    return (
-        remark("what the model writes after the words in brackets, by the same random numbers each time")
-        + scrolling(("iteration", "text"), rows)
-        + left_out
-    )
-
-
-def history_table(history: Records) -> str:
-    """Warnings, starts and ends with their time and iteration; the last MOST_EVENTS of them."""
-    if not history:
-        return remark("none is on record")
-    rows = [
-        cell(event.get("time", ""))
-        + cell(f"{event['iteration']:,}", "number")
-        + cell(event["text"], "alarm" if str(event["text"]).startswith("WARNING") else "")
-        for event in history[-MOST_EVENTS:]
-    ]
-    return scrolling(("time", "iteration", ""), rows)
-
-
-def settings_tables(settings: Mapping[str, Any], config: Config) -> str:
-    """The flags that differ from their defaults, and below them all flags."""
-    if "config" not in settings:
-        return remark("config.json is missing")
-    every = [(flag(key), value) for key, value in by_key(config.as_dict()).items()]
-    return (
-        remark("flags that differ from their defaults")
-        + pairs(differing_flags(config))
-        + f"<details><summary>all {len(every)} flags</summary>{pairs(every)}</details>"
-    )
-
-
-def environment_table(settings: Mapping[str, Any]) -> str:
-    """Versions, devices, hosts and the commit of the source."""
-    environment = settings.get("environment")
-    return pairs(list(environment.items())) if environment else remark("not on record")
+    panels = {
+        "loss, nats per token": loss_curves(metrics),
+        **{title: [Curve("", "green", curve)] for title, curve in others.items() if curve},
+    }
+    if sum(len(curve.points) for curve in panels["loss, nats per token"]) < 2:
+        return "", "no numbers yet"
+    try:
+        return as_svg(panels, columns=2, heights=(2.6, 1.7), width=10), ""
+    except ImportError:
+        return "", "pip install matplotlib to see them"
 
 
 def spread(records: Records, most: int) -> Records:
@@ -200,7 +137,7 @@ def spread(records: Records, most: int) -> Records:
 
 
 def _or_dash(value: float | None) -> str:
-    return "–" if value is None or not math.isfinite(value) else number(value)
+    return "–" if value is None or not math.isfinite(value) else f"{value:.4g}"
 
 
 def _in_words(count: int) -> str:

@@ -15,7 +15,7 @@ from megatron.gpt2.extensions.verify.compare import Judged, Verdict
 from megatron.gpt2.extensions.verify.runs import Layout
 from megatron.gpt2.extensions.verify.trace import Key, Trace
 from megatron.gpt2.model.gpt2 import TIED
-from megatron.gpt2.monitor.svg_chart import Curve, chart
+from megatron.gpt2.monitor.plots import Curve, as_svg
 
 HEAD = ("layout", "ranks", "verdict", "equal", "median", "99 %", "greatest", "of bound")
 WIDEST = 60  # characters of a layout's flags in the table
@@ -210,7 +210,7 @@ def page(lines: Sequence[str], command: str, trace: Trace, results: Sequence[Res
         ]
         title = "greatest difference of each tensor in the order of the steps, log10 of units"
         labels = [Curve("difference", "blue", curves[0]), Curve("explained by rounding", "orange", curves[1])]
-        charts.append(chart(title, labels, width=970, height=330))
+        charts.append(as_svg({title: labels}, heights=(2.6,), width=10))
         tensors.append(sorted(result.verdict.tensors, key=lambda each: (each.is_explained, -each.share))[:MOST])
     return template.render(
         lines=lines,
