@@ -53,7 +53,7 @@ class Checkpointing:
             local_world_size=ranks.local_world_size,
             gather=self._gather,
         )
-        self.saver.prepare(self.files())
+        self.saver.prepare(self._files())
         self._local: LocalCheckpoints | None = None
         if config.local_checkpoint_dir is not None:
             if parallel.rank == 0 and not (prepared.start and run_name(prepared.save_directory)):
@@ -68,8 +68,7 @@ class Checkpointing:
 
         With --async-save a thread has only begun with it, and None says nothing: `saver.finish` has the outcome.
         """
-        self._engine.gatherer.wait()
-        return self.saver.save(progress.iteration, self.files(), self.facts(progress))
+        return self.saver.save(*self._state(progress))
 
     def local_is_due(self, progress: Progress) -> bool:
         """Whether a local checkpoint of this iteration is to be written."""
@@ -79,8 +78,7 @@ class Checkpointing:
     def save_locally(self, progress: Progress) -> None:
         """Write a local checkpoint."""
         assert self._local is not None
-        self._engine.gatherer.wait()
-        self._local.save(progress.iteration, self.files(), self.facts(progress))
+        self._local.save(*self._state(progress))
 
     def save_if_best(self, progress: Progress, valid_loss: float) -> None:
         """Write a checkpoint of this iteration into the folder `best` where no validation loss was lower. valid_loss:
@@ -89,21 +87,19 @@ class Checkpointing:
         self.saver.finish()  # the last best one may still be on its way
         lower = self._parallel.rank == 0 and valid_loss < best_loss(folder, data, self._log)
         if any(self._gather("lower" if lower else "")):
-            self._engine.gatherer.wait()
-            self.saver.save(
-                progress.iteration, self.files(), self.facts(progress) | {"valid_loss": valid_loss}, beside=folder
-            )
+            iteration, files, facts = self._state(progress)
+            self.saver.save(iteration, files, facts | {"valid_loss": valid_loss}, beside=folder)
 
-    def files(self) -> dict[str, dict[str, Piece]]:
-        """What this rank writes of a checkpoint, see `checkpoint_files`."""
+    def _files(self) -> dict[str, dict[str, Piece]]:
         return checkpoint_files(self._engine, self._parallel, self._prepared.config.checkpoint, self._prepared.device)
 
-    def facts(self, progress: Progress) -> dict[str, Any]:
-        """What the manifest says of the run (JSON): all that is no tensor."""
-        prepared, parallel, engine = self._prepared, self._parallel, self._engine
-        tokenizer = prepared.tokenizer
-        return {
-            **what_decides(prepared, parallel, sharded=engine.flat.is_sharded),
+    def _state(self, progress: Progress) -> tuple[int, dict[str, dict[str, Piece]], dict[str, Any]]:
+        """The iteration, what this rank writes of its checkpoint, and what the manifest says of the run (JSON): all
+        that is not a tensor."""
+        prepared, engine, tokenizer = self._prepared, self._engine, self._prepared.tokenizer
+        engine.gatherer.wait()
+        facts = {
+            **what_decides(prepared, self._parallel, sharded=engine.flat.is_sharded),
             "vocab_size": tokenizer.vocab_size,
             "tokenizer": {
                 "kind": tokenizer.kind,
@@ -116,6 +112,7 @@ class Checkpointing:
             "optimizer": engine.optimizer.state_dict(),
             "torch": torch.__version__,
         }
+        return progress.iteration, self._files(), facts
 
     def close(self) -> None:
         """End the thread that writes, see `Saver.close`."""
