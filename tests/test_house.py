@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -273,7 +274,7 @@ def programs() -> set[str]:
         ".".join(path.relative_to(ROOT).with_suffix("").parts)
         for room in ("megatron", "data_utils")
         for path in sources(room)
-        if "\ncli = " in path.read_text(encoding="utf-8")
+        if re.search(r"^(def cli\(|cli = )", path.read_text(encoding="utf-8"), re.MULTILINE)
     }
 
 

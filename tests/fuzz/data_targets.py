@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import gzip
 import hashlib
 import json
@@ -21,7 +22,8 @@ from data_utils.tokenizers.base import Tokenizer, read_characters
 from data_utils.tokenizers.gpt2 import BUILTIN_FILE, builtin_tokenizer
 from data_utils.tokenizers.sentencepiece import train_sentencepiece
 from megatron.gpt2.commands import inspect_data
-from megatron.gpt2.extensions.webtext.documents import read_documents
+from megatron.gpt2.extensions.webtext.filters import split
+from megatron.gpt2.extensions.webtext.shards import Shard, ShardRun, Stage
 from megatron.gpt2.formats.openai_tokenizer import open_tokenizer, tokenizer_files
 from tests.data_utils.test_preprocessing import run, some_texts, write
 from tests.fuzz.target import Files, Target
@@ -76,7 +78,8 @@ def read_text(folder: Path) -> None:
         for span in shard:
             for _, record in records(span, ("text",)):
                 assert isinstance(record, (bytes, dict, list, str, int, float, type(None)))
-    for _, document in read_documents([path], "text", lambda reason, sample: None, lambda size: None):
+    stage = Stage("read", split, argparse.Namespace(text_key="text"))
+    for document in ShardRun(stage, Shard("read", (Path(path),)), Path()).documents():
         check_text(document["text"])
 
 

@@ -1,146 +1,170 @@
-"""Download: every address of a shard by threads, its text by processes, both in the order of the addresses.
+"""Download: the pages of a shard of addresses by aiohttp, their text by trafilatura, both in the order of the addresses.
 
-trafilatura finds the text of a page, in processes of its own. A page that takes too long costs a process, which is
-killed and replaced.
+aiohttp bounds the time of a whole page, whatever the server does; HTTP_PROXY, HTTPS_PROXY and NO_PROXY are followed.
+trafilatura finds the text in processes of its own. A page that takes too long costs a process, which is killed and
+replaced.
 """
 
+import asyncio
 import contextlib
+import logging
 import multiprocessing
-import queue
+import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from multiprocessing.connection import Connection
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import urljoin, urlsplit
 
-from megatron.gpt2.extensions.webtext import urls
-from megatron.gpt2.extensions.webtext.documents import as_line
-from megatron.gpt2.extensions.webtext.fetching import CONNECTION_FAILED, NO_HOST, Page, Refused, fetch
-from megatron.gpt2.extensions.webtext.shard_run import ShardRun
+import aiohttp
 
-STARTING_SECONDS = 60.0
-TOO_LATE, ENDED = "text not found in time", "its reading ended a process"
+from megatron.gpt2.extensions.webtext.filters import refusal
+from megatron.gpt2.extensions.webtext.shards import ShardRun, as_line
+
+REDIRECTS = 5
+REDIRECT_CODES = (301, 302, 303, 307, 308)
+HEADERS = {
+    "User-Agent": "gpt2-model-parallel/0.1 (text corpus builder)",
+    "Accept": "text/html, text/plain;q=0.5",
+    "Accept-Encoding": "gzip",
+}
+KINDS = ("text/html", "application/xhtml+xml", "text/plain")
+NO_HOST, CONNECTION_FAILED = "no such host", "connection failed"
 
 Result = tuple[dict[str, Any], str | None]  # the record of an address, and its text
 
 
-def download(
-    run: ShardRun,
-    *,
-    max_bytes: int,
-    page_seconds: float,
-    extract_seconds: float,
-    threads: int,
-    per_host: int,
-    processes: int,
-    blacklist: str,
-) -> None:
-    """The stage: the pages that have a text, as {"url", "text"}; and records/<shard>.jsonl with what became of each
-    address. blacklist: its sha256, recorded in the manifest."""
-    refusal = urls.refusal()
-    hosts: dict[str, threading.Semaphore] = {}
-    records = run.file(f"records/{run.shard.name}.jsonl")
+class Refused(Exception):
+    """Why a page was not taken, in a few words that are the same for all such pages."""
 
-    def get(url: str) -> Result:
-        record: dict[str, Any] = {"url": url}
-        try:
-            with hosts.setdefault(urlsplit(url).netloc, threading.Semaphore(per_host)):
-                page = fetch(url, max_bytes, page_seconds, refusal)
-            record.update({"result": "text", "bytes": len(page.body)})
-            if page.url != url:
-                record["redirected"] = page.url
-            return record, extractors(page)
-        except Refused as refused:
-            return {**record, "result": str(refused)}, None
 
-    extractors = Extractors(processes, extract_seconds)
-    pool = ThreadPoolExecutor(threads)
-    unreachable = 0
+@dataclass(frozen=True)
+class Page:
+    """The answer of a server."""
+
+    url: str  # after redirects
+    body: bytes
+    charset: str | None  # that the server names
+
+
+def session() -> aiohttp.ClientSession:
+    """A client without limits of its own: those of the flags count from the first connection to a page."""
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0, force_close=True),
+        timeout=aiohttp.ClientTimeout(total=None),
+        headers=HEADERS,
+        cookie_jar=aiohttp.DummyCookieJar(),
+        trust_env=True,
+    )
+
+
+async def fetch(
+    client: aiohttp.ClientSession, url: str, max_bytes: int, seconds: float, refusal: Callable[[str], str | None]
+) -> Page:
+    """The page, of `max_bytes` at most, for which the server may take so many seconds. Refused says why there is none.
+    refusal: is called with every address that a server redirects to, and returns why it is not to be fetched, or None.
+    """
     try:
-        for record, text in in_order(pool, get, run.lines(), 4 * threads):
-            records.write(as_line(record))
-            unreachable += record["result"] in (NO_HOST, CONNECTION_FAILED)
-            if text is None:
-                run.drop(record["result"], record["url"])
-            else:
-                run.write({"url": record["url"], "text": text})
-    finally:
-        pool.shutdown(cancel_futures=True)
-        extractors.close()
-    if unreachable == run.entered > 1:  # not to be remembered as what became of them
-        raise OSError(f"no address of {run.shard.files[0]} could be reached: is there a network?")
+        return await asyncio.wait_for(_follow(client, url, max_bytes, refusal), seconds)
+    except (asyncio.TimeoutError, TimeoutError):
+        raise Refused("too slow") from None
+    except (aiohttp.InvalidURL, ValueError):
+        raise Refused("malformed address") from None
+    except aiohttp.ClientConnectorDNSError:
+        raise Refused(NO_HOST) from None
+    except aiohttp.ClientSSLError:
+        raise Refused("no valid certificate") from None
+    except (aiohttp.ClientResponseError, aiohttp.ClientPayloadError):
+        raise Refused("broken answer") from None
+    except (aiohttp.ClientError, OSError):
+        raise Refused(CONNECTION_FAILED) from None
 
 
-def in_order(
-    pool: ThreadPoolExecutor, function: Callable[[str], Result], items: Iterator[str], ahead: int
-) -> Iterator[Result]:
-    """pool.map, except that at most `ahead` items are taken before their turn: memory stays small, and the progress bar
-    follows."""
-    waiting: deque[Future[Result]] = deque()
-    for item in items:
-        waiting.append(pool.submit(function, item))
-        if len(waiting) == ahead:
-            yield waiting.popleft().result()
-    while waiting:
-        yield waiting.popleft().result()
+async def _follow(
+    client: aiohttp.ClientSession, url: str, max_bytes: int, refusal: Callable[[str], str | None]
+) -> Page:
+    for _ in range(REDIRECTS + 1):
+        async with client.get(url, allow_redirects=False) as response:
+            location = response.headers.get("Location")
+            if response.status in REDIRECT_CODES and location:
+                url = urljoin(url, location)
+                if why := refusal(url):
+                    raise Refused(f"redirected: {why}")
+                continue
+            if response.status != 200:
+                raise Refused(f"status {response.status}")
+            if response.content_type not in KINDS:
+                raise Refused("no page of text")
+            if (response.content_length or 0) > max_bytes:
+                raise Refused("too large")
+            body = bytearray()
+            async for block in response.content.iter_any():
+                body += block
+                if len(body) > max_bytes:
+                    raise Refused("too large")
+            return Page(url, bytes(body), response.charset)
+    raise Refused(f"more than {REDIRECTS} redirects")
 
 
-def text_of(body: bytes, charset: str | None, url: str) -> str | None:
-    """The main text of an HTML page; None where it has none. Bytes are decoded by the charset that the server names,
-    else as UTF-8, else as trafilatura guesses."""
+def text_of(page: Page) -> tuple[str | None, str]:
+    """The main text of a page, None if it has none; and the name of an error. Bytes are decoded by the charset that the
+    server names, else as UTF-8, else as trafilatura guesses."""
     import trafilatura
 
-    content: bytes | str = body
+    content: bytes | str = page.body
     with contextlib.suppress(LookupError, ValueError):
-        content = body.decode(charset or "utf-8")
-    return trafilatura.extract(content, url=url, include_comments=False, include_tables=False, deduplicate=False)
+        content = page.body.decode(page.charset or "utf-8")
+    try:
+        options = {"include_comments": False, "include_tables": False, "deduplicate": False}
+        return trafilatura.extract(content, url=page.url, **options), ""
+    except Exception as error:  # whatever a library makes of a hostile page
+        return None, type(error).__name__
 
 
-def _serve(pipe: Connection) -> None:
-    """Answer pages with their texts until the other end is closed, be it by a kill."""
-    import logging
-
+def _start_extractor() -> None:
+    """A process that extracts ends with the one that started it, also if that is killed."""
     logging.disable(logging.CRITICAL)  # trafilatura's remarks on each page
-    import trafilatura  # noqa: F401 - not in the time of the first page
+    parent = multiprocessing.parent_process()
+    assert parent is not None
 
-    pipe.send("ready")
-    with contextlib.suppress(EOFError, KeyboardInterrupt, BrokenPipeError):
-        while True:
-            body, charset, url = pipe.recv()
-            try:
-                pipe.send((text_of(body, charset, url), None))
-            except Exception as error:  # whatever a library makes of a hostile page
-                pipe.send((None, type(error).__name__))
+    def follow() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=follow, daemon=True).start()
 
 
-class Extractor:
-    """A process that extracts texts. Called with a page it returns the text; Refused says why there is none."""
+class Extractors:
+    """Several processes, each for one page at a time. Called with a page it returns its text; Refused says why there is
+    none."""
 
-    def __init__(self) -> None:
+    def __init__(self, count: int, seconds: float) -> None:
+        self.seconds = seconds
+        self._free: asyncio.Queue[tuple[ProcessPoolExecutor, Future[Any]]] = asyncio.Queue()
+        for _ in range(count):
+            self._free.put_nowait(self._start())
+
+    def _start(self) -> tuple[ProcessPoolExecutor, Future[Any]]:
+        """A process, and the extraction of no page: it loads the library, which is not in the time of the first page."""
         # A fresh interpreter: a copy of this one would take its threads' locks along.
-        context = multiprocessing.get_context("spawn")
-        self._pipe, other = context.Pipe()
-        self._process = context.Process(target=_serve, args=(other,), daemon=True)
-        self._process.start()
-        other.close()
-        self._ready = False
+        pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _start_extractor)
+        return pool, pool.submit(text_of, Page("", b"", None))
 
-    def __call__(self, page: Page, seconds: float) -> str:
-        """The text; Refused where there is none. After TOO_LATE and ENDED it is of no further use."""
-        if not self._ready:
-            if not self._pipe.poll(STARTING_SECONDS) or not self._process.is_alive():
-                raise RuntimeError("a process that reads pages did not start")
-            self._pipe.recv()
-            self._ready = True
+    async def __call__(self, page: Page) -> str:
+        pool, ready = await self._free.get()
         try:
-            self._pipe.send((page.body, page.charset, page.url))
-            if not self._pipe.poll(seconds):
-                raise Refused(TOO_LATE)
-            text, error = self._pipe.recv()
-        except (EOFError, OSError):  # a fault in a library, or memory
-            raise Refused(ENDED) from None
+            await asyncio.wrap_future(ready)
+            text, error = await asyncio.wait_for(asyncio.wrap_future(pool.submit(text_of, page)), self.seconds)
+        except (asyncio.TimeoutError, TimeoutError, BrokenProcessPool) as failure:
+            kill(pool)
+            pool, ready = self._start()
+            died = isinstance(failure, BrokenProcessPool)
+            raise Refused("its reading ended a process" if died else "text not found in time") from None
+        finally:
+            self._free.put_nowait((pool, ready))
         if error:
             raise Refused(f"not readable ({error})")
         if not text or not text.strip():
@@ -148,36 +172,65 @@ class Extractor:
         return text
 
     def close(self) -> None:
-        """End the process."""
-        self._pipe.close()
-        self._process.kill()
-        self._process.join()
+        """End all processes that are free."""
+        while not self._free.empty():
+            kill(self._free.get_nowait()[0])
 
 
-class Extractors:
-    """Several processes, each used by one thread at a time. Called with a page they return its text, as an Extractor
-    does."""
+def kill(pool: ProcessPoolExecutor) -> None:
+    """End a pool's process at once."""
+    for process in list((pool._processes or {}).values()):
+        process.kill()
+    pool.shutdown(wait=False, cancel_futures=True)
 
-    def __init__(self, count: int, seconds: float) -> None:
-        self._seconds = seconds
-        self._free: queue.Queue[Extractor] = queue.Queue()
-        for _ in range(count):
-            self._free.put(Extractor())
-        self._count = count
 
-    def __call__(self, page: Page) -> str:
-        extractor = self._free.get()
+async def results(run: ShardRun) -> AsyncIterator[Result]:
+    """The record and the text of each address, in order. At most four times --threads addresses are begun before their
+    turn: memory stays small, and the progress bar follows."""
+    args, refused = run.args, refusal()
+    extract = Extractors(args.processes, args.extract_seconds)
+    connections = asyncio.Semaphore(args.threads)
+    hosts: dict[str, asyncio.Semaphore] = {}
+
+    async def result(client: aiohttp.ClientSession, url: str) -> Result:
+        record: dict[str, Any] = {"url": url}
         try:
-            return extractor(page, self._seconds)
-        except Refused as refused:
-            if str(refused) in (TOO_LATE, ENDED):
-                extractor.close()
-                extractor = Extractor()
-            raise
-        finally:
-            self._free.put(extractor)
+            async with hosts.setdefault(urlsplit(url).netloc, asyncio.Semaphore(args.per_host)), connections:
+                page = await fetch(client, url, args.max_bytes, args.page_seconds, refused)
+            record.update({"result": "text", "bytes": len(page.body)})
+            if page.url != url:
+                record["redirected"] = page.url
+            return record, await extract(page)
+        except Refused as why:
+            return {**record, "result": str(why)}, None
 
-    def close(self) -> None:
-        """End all processes, once no thread uses them."""
-        for _ in range(self._count):
-            self._free.get().close()
+    waiting: deque[asyncio.Task[Result]] = deque()
+    try:
+        async with session() as client:
+            for url in run.lines():
+                waiting.append(asyncio.create_task(result(client, url)))
+                if len(waiting) == 4 * args.threads:
+                    yield await waiting.popleft()
+            while waiting:
+                yield await waiting.popleft()
+    finally:
+        extract.close()
+
+
+def download(run: ShardRun) -> None:
+    """The pages that have a text, as {"url", "text"}; and records/<shard>.jsonl with the result of each address."""
+
+    async def write() -> None:
+        async for record, text in results(run):
+            records.write(as_line(record))
+            unreachable.append(record["result"] in (NO_HOST, CONNECTION_FAILED))
+            if text is None:
+                run.drop(record["result"], record["url"])
+            else:
+                run.write({"url": record["url"], "text": text})
+
+    records = run.file(f"records/{run.shard.name}.jsonl")
+    unreachable: list[bool] = []
+    asyncio.run(write())
+    if sum(unreachable) == run.entered > 1:  # not to be remembered as the result of these addresses
+        raise OSError(f"no address of {run.shard.files[0]} could be reached: is there a network?")

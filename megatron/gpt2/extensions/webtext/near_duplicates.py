@@ -1,5 +1,11 @@
 """Near-duplicates in four steps: signatures of every shard, pairs, groups, removal.
 
+Documents are sets of character 5-grams, sketched so that equal values tell the Jaccard index J(A, B) = |A n B| / |A u B|.
+A sketch has t = 100 values, and each agrees between two documents with probability J. One hash a 5-gram serves all t
+values (Dahlgaard, Knudsen, Thorup: Fast Similarity Sketching, 2017): it names a bin and competes for that bin's
+minimum; bins that stay empty are filled in further rounds, with new hashes, so that a short document has a full sketch
+as well. t permutations, the usual way, would cost t hashes a 5-gram.
+
 Documents are numbered through all shards, in their order. A table of the shards (name, number of documents, sha256 of
 the input) is the first line of the files of pairs and groups, so that a removal from other files is refused.
 """
@@ -8,71 +14,102 @@ import bisect
 import functools
 import itertools
 import json
-from array import array
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from megatron.gpt2.extensions.webtext.documents import Document, as_line, is_seekable, label, read_at
-from megatron.gpt2.extensions.webtext.minhash import BANDS, BATCH_CHARACTERS, band_keys, jaccard, shingles, sketches
-from megatron.gpt2.extensions.webtext.shard_run import ShardRun
+from data_utils.corpora.documents import JSON_SUFFIXES
+from megatron.gpt2.extensions.webtext.shards import Document, Shard, ShardRun, as_line, label, read_at
 
+SHINGLE = 5
+VALUES = 100
+BANDS = 20
 COLUMNS = BANDS + 1  # of a signature: the keys of its bands, and the document's offset; uint64
 SHINGLES_KEPT = 4096  # documents
+EMPTY = np.uint64(2**64 - 1)
+# Odd numbers of 64 random-looking bits.
+FACTORS = tuple(np.uint64(factor) for factor in (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9))
+MIXER = np.uint64(0xFF51AFD7ED558CCD)
+HALF = np.uint64(32)
+ROUNDS = np.arange(2 * VALUES, dtype=np.uint64) * FACTORS[1]  # what makes other hashes of the first ones
+
 Table = list[dict[str, Any]]  # "name", "documents", "sha256" of each shard
 
 
-def sign(run: ShardRun) -> None:
-    """Signatures [d, 21] of a shard's documents; and the documents, where theirs cannot be read at an offset."""
-    signatures = run.file(f"{run.shard.name}.signatures")
+def mix(values: np.ndarray) -> np.ndarray:
+    """uint64 -> uint64, one to one, in place: every bit of an input moves about half of the output's."""
+    values ^= values >> HALF
+    values *= MIXER
+    values ^= values >> np.uint64(29)
+    values *= FACTORS[0]
+    values ^= values >> HALF
+    return values
 
-    def copied() -> Iterator[tuple[int, Document]]:
-        for _, document in run.located():
+
+def hashes(text: str) -> np.ndarray:
+    """uint64 [characters - 4]: a hash of each 5-gram; two of them share one with a probability of about 2^-64. A text
+    shorter than a 5-gram is filled up, so that it has one."""
+    padded = text.ljust(SHINGLE, "\0").encode("utf-32-le", "surrogatepass")
+    codes = np.frombuffer(padded, np.uint32).astype(np.uint64)
+    pairs = codes[1:] * FACTORS[0] + codes[:-1]
+    return mix((pairs[2:] * FACTORS[1] + pairs[:-2])[:-1] + codes[4:] * FACTORS[2])
+
+
+def shingles(text: str) -> np.ndarray:
+    """The sorted hashes of a text's 5-grams, each once."""
+    return np.unique(hashes(text))
+
+
+def jaccard(first: np.ndarray, second: np.ndarray) -> float:
+    """The Jaccard index of two such sets."""
+    common = len(np.intersect1d(first, second, assume_unique=True))
+    return common / (len(first) + len(second) - common)
+
+
+def sketch(text: str) -> np.ndarray:
+    """uint64 [t]: the bins that are empty before a round take the least value that falls into them. In the first t
+    rounds a value's upper bits name its bin; in round t + i all values fall into bin i, so that none stays empty."""
+    first = hashes(text)
+    filled = np.full(VALUES, EMPTY)
+    for number in range(2 * VALUES):
+        values = mix(first + ROUNDS[number]) if number else first
+        found = np.full(VALUES, EMPTY)
+        if number < VALUES:
+            np.minimum.at(found, ((values >> HALF) * np.uint64(VALUES) >> HALF).view(np.int64), values)
+        else:
+            found[number - VALUES] = values.min()
+        np.copyto(filled, found, where=filled == EMPTY)
+        if not (filled == EMPTY).any():
+            break
+    return filled
+
+
+def band_keys(sketched: np.ndarray) -> np.ndarray:
+    """uint64 [t] -> [b]: a hash of each band's r = t / b values. Documents that share one are candidates; at b = 20 and
+    r = 5 that finds a pair of J = 0.8 with probability 1 - (1 - 0.8^5)^20 = 0.9996."""
+    keys = np.arange(BANDS, dtype=np.uint64)
+    for values in sketched.reshape(BANDS, -1).T:  # [t] -> [b, r] -> r times [b]
+        keys = mix(keys * FACTORS[2] + values)
+    return keys
+
+
+def is_seekable(shard: Shard) -> bool:
+    """Whether `read_at` can read the shard: it is one file of JSON that is not compressed."""
+    return len(shard.files) == 1 and shard.files[0].name.endswith(JSON_SUFFIXES)
+
+
+def sign(run: ShardRun) -> None:
+    """Signatures [documents, 21] of a shard; and its documents, if they cannot be read there at an offset."""
+    signatures = run.file(f"{run.shard.name}.signatures")
+    for place, document in run.located():
+        if not is_seekable(run.shard):
             copies = run.file(f"{run.shard.name}.jsonl")
             place = copies.tell()
             copies.write(as_line(document))
-            yield place, document
-
-    for batch in batches(run.located() if is_seekable(run.shard) else copied()):
-        rows = np.empty((len(batch), COLUMNS), "<u8")
-        rows[:, :BANDS] = band_keys(sketches([document["text"] for _, document in batch]))
-        rows[:, BANDS] = [place for place, _ in batch]
-        signatures.write(rows.tobytes())
-        run.left += len(batch)
-
-
-def batches(located: Iterator[tuple[int, Document]]) -> Iterator[list[tuple[int, Document]]]:
-    """The items in lists of at least BATCH_CHARACTERS characters of text each; the last one may have fewer."""
-    batch, size = [], 0
-    for item in located:
-        batch.append(item)
-        size += len(item[1]["text"])
-        if size >= BATCH_CHARACTERS:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
-
-
-class Forest:
-    """Union-find over numbers; the root of a set is its least."""
-
-    def __init__(self, count: int) -> None:
-        self.parent = array("q", range(count))
-
-    def root(self, number: int) -> int:
-        """The least number of the set that holds `number`."""
-        parent = self.parent
-        while parent[number] != number:
-            parent[number] = number = parent[parent[number]]
-        return number
-
-    def join(self, first: int, second: int) -> None:
-        """Make one set of the sets of two numbers."""
-        first, second = self.root(first), self.root(second)
-        self.parent[max(first, second)] = min(first, second)
+        signatures.write(np.append(band_keys(sketch(document["text"])), np.uint64(place)).astype("<u8").tobytes())
+        run.left += 1
 
 
 def buckets(keys: np.ndarray) -> Iterator[list[int]]:
@@ -90,55 +127,57 @@ def joining_pairs(
 ) -> Iterator[tuple[int, int, float]]:
     """(number, number, Jaccard index) of pairs that share a band and whose 5-grams are compared in full.
 
-    A pair of a set that others have joined already is not looked at: what is found are the edges of a forest.
+    A pair of a set that others have joined already is not looked at: the pairs are the edges of a forest.
     """
-    count = sum(map(len, signatures))
-    forest = Forest(count)
-    refused: set[int] = set()
+    from networkx.utils import UnionFind
+
+    joined = UnionFind()
+    refused: set[tuple[int, int]] = set()
     for band in range(BANDS):
         for bucket in buckets(np.concatenate([part[:, band] for part in signatures])):
             leaders: list[int] = []  # of the sets in this bucket
             for number in bucket:
                 for leader in leaders:
-                    if forest.root(leader) == forest.root(number):
+                    if joined[leader] == joined[number]:
                         break
-                    if leader * count + number in refused:
+                    if (leader, number) in refused:
                         continue
                     one, other = shingles_of(leader), shingles_of(number)
                     index = 0.0
                     if min(len(one), len(other)) >= min_jaccard * max(len(one), len(other)):
                         index = jaccard(one, other)
                     if index >= min_jaccard:
-                        forest.join(leader, number)
+                        joined.union(leader, number)
                         yield leader, number, index
                         break
-                    refused.add(leader * count + number)
+                    refused.add((leader, number))
                 else:
                     leaders.append(number)
 
 
-def search(run: ShardRun, *, shards: Table, min_jaccard: float, sources: Sequence[Path], text_key: str) -> None:
-    """Pairs out of all signatures. `sources` are the files that the signatures' offsets are of, one a shard."""
+def search(run: ShardRun) -> None:
+    """Pairs out of the signatures of all shards. --sources are the files that the offsets are of, one a shard."""
+    args = run.args
     signatures = [
         np.memmap(path, "<u8", "r").reshape(-1, COLUMNS) if path.stat().st_size else np.empty((0, COLUMNS), "<u8")
         for path in run.shard.files
     ]
-    firsts = first_numbers(shards)
+    firsts = first_numbers(args.shards)
 
     def document(number: int) -> Document:
         shard = bisect.bisect_right(firsts, number) - 1
         offset = int(signatures[shard][number - firsts[shard], BANDS])
-        return read_at(sources[shard], offset, text_key)
+        return read_at(args.sources[shard], offset, args.text_key)
 
     shingles_of = functools.lru_cache(SHINGLES_KEPT)(lambda number: shingles(document(number)["text"]))
     file = run.file("pairs.jsonl")
-    file.write(as_line({"shards": shards}))
+    file.write(as_line({"shards": args.shards}))
     run.entered = run.left = sum(map(len, signatures))
-    for first, second, index in joining_pairs(signatures, shingles_of, min_jaccard):
-        one, other = document(first), document(second)
-        file.write(as_line({"pair": [first, second], "jaccard": round(index, 4), "names": [label(one), label(other)]}))
+    for first, second, index in joining_pairs(signatures, shingles_of, args.min_jaccard):
+        names = [label(document(first)), label(document(second))]
+        file.write(as_line({"pair": [first, second], "jaccard": round(index, 4), "names": names}))
         run.left -= 1
-        run.drop("like an earlier document", f"{index:.2f}: {label(one)} | {label(other)}")
+        run.drop("like an earlier document", f"{index:.2f}: {names[0]} | {names[1]}")
 
 
 def first_numbers(shards: Table) -> list[int]:
@@ -146,69 +185,53 @@ def first_numbers(shards: Table) -> list[int]:
     return [0, *itertools.accumulate(shard["documents"] for shard in shards)][:-1]
 
 
-def read_table(path: Path) -> Table:
-    """The first line of a file of pairs or groups; ValueError where it is none."""
+@functools.lru_cache(1)  # a process removes from many shards
+def read_table(path: Path) -> tuple[Table, list[Any]]:
+    """The shards and the other lines of a file of pairs or groups; ValueError if it is another file."""
     try:
         with open(path, "rb") as file:
-            return json.loads(file.readline())["shards"]
+            return json.loads(file.readline())["shards"], [json.loads(line) for line in file]
     except (ValueError, KeyError, TypeError):
         raise ValueError(f"{path} is no file of pairs or groups: it does not begin with its shards") from None
 
 
 def group(run: ShardRun) -> None:
     """Groups out of pairs: documents that a chain of pairs connects, the one with the least number first."""
-    (path,) = run.shard.files
-    table = read_table(path)
-    forest = Forest(sum(shard["documents"] for shard in table))
-    members: dict[int, list[int]] = {}
-    pairs = [json.loads(line)["pair"] for line in itertools.islice(run.lines(), 1, None)]
-    for first, second in pairs:
-        forest.join(first, second)
-    for number in sorted({number for pair in pairs for number in pair}):
-        members.setdefault(forest.root(number), []).append(number)
+    from networkx.utils import UnionFind
+
+    table, pairs = read_table(run.shard.files[0])
+    joined = UnionFind()
+    for line in pairs:
+        joined.union(*line["pair"])
     file = run.file("groups.jsonl")
     file.write(as_line({"shards": table}))
-    run.entered = run.left = len(forest.parent)
-    for _, numbers in sorted(members.items()):
-        file.write(json.dumps(numbers, separators=(",", ":")).encode() + b"\n")
-        for number in numbers[1:]:
+    run.entered = run.left = sum(shard["documents"] for shard in table)
+    for first, *others in sorted(map(sorted, joined.to_sets())):
+        file.write(as_line([first, *others]))
+        for number in others:
             run.left -= 1
-            run.drop("in a group with an earlier one", f"document {number} with {numbers[0]}, {len(numbers)} in all")
+            run.drop("in a group with an earlier one", f"document {number} with {first}, {1 + len(others)} in all")
 
 
-@functools.lru_cache(1)  # a process removes from many shards
-def to_remove(path: Path) -> tuple[Table, dict[int, int]]:
-    """The shards of a file of groups, and for each document but the first of its group the number of that one."""
-    table, kept = read_table(path), {}
-    with open(path, "rb") as file:
-        file.readline()
-        for line in file:
-            first, *others = json.loads(line)
-            kept.update(dict.fromkeys(others, first))
-    return table, kept
+@functools.lru_cache(1)
+def to_remove(path: Path) -> set[int]:
+    """The documents of a file of groups that are not the first of their group."""
+    return {number for numbers in read_table(path)[1] for number in numbers[1:]}
 
 
-def remove(run: ShardRun, *, groups: str, path: Path) -> None:
-    """The documents of a shard but those that a group holds an earlier one of. `groups` is the sha256 of `path`."""
-    table, kept = to_remove(path)
+def remove(run: ShardRun) -> None:
+    """The documents of a shard, without those that have an earlier document in their group."""
+    path = run.args.groups_file
+    table, (file, *_) = read_table(path)[0], run.shard.files
     facts = run.shard.facts()
-    place = next(
-        (
-            number
-            for number, shard in enumerate(table)
-            if (shard["name"], shard["sha256"]) == (facts["name"], facts["sha256"])
-        ),
-        None,
-    )
-    if place is None:
-        raise ValueError(f"{path} is not of {run.shard.files[0]}, as it is now: search it for duplicates first")
-    first, count = first_numbers(table)[place], table[place]["documents"]
+    places = [place for place, shard in enumerate(table) if all(shard[key] == facts[key] for key in ("name", "sha256"))]
+    if not places:
+        raise ValueError(f"{path} is not of {file}, as it is now: search it for duplicates first")
+    first, count = first_numbers(table)[places[0]], table[places[0]]["documents"]
     for number, document in enumerate(run.documents()):
         if number >= count:
-            raise ValueError(
-                f"{run.shard.files[0]} was searched for duplicates up to document {count} alone: give the same --limit"
-            )
-        if first + number in kept:
+            raise ValueError(f"{file} was searched for duplicates up to document {count} alone: give the same --limit")
+        if first + number in to_remove(path):
             run.drop("near-duplicate of an earlier document", document)
         else:
             run.write(document)

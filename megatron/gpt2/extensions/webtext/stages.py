@@ -1,78 +1,200 @@
-"""A stage over all its shards: in several processes, with a progress bar, and a closing report of what it dropped.
+"""A stage over all its shards: the flags that every stage has, processes or a cluster, and the closing report.
 
-`launch` runs the shards as a step of datatrove instead, which has executors for this machine, for Slurm and for Ray.
-datatrove keeps marks of its own of the ranks that it completed, which know nothing of the input: they are not used.
-A rank that runs again finds the manifests of its shards and has nothing to do.
+`--executor` runs the shards as a step of datatrove, which has executors for this machine, for Slurm and for Ray.
+datatrove's own marks of completed ranks say nothing about the input: they are not used. A rank that runs again finds
+the manifests of its shards and has nothing to do.
 """
 
+import argparse
+import inspect
 import os
+import shutil
 import sys
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from data_utils.command_line import ROOT, progress_bar
-from data_utils.corpora.documents import MANIFESTS, MOST_BAD_LINES, Log
-from data_utils.files import file_lock
+from data_utils.command_line import ROOT, Parser, progress_bar
+from data_utils.corpora.documents import COMPRESSED_SUFFIXES, JSON_SUFFIXES, MOST_BAD_LINES, TEXT_SUFFIX
+from data_utils.files import file_lock, replacing
 from data_utils.worker_processes import by_processes, count_work
-from megatron.gpt2.extensions.webtext.documents import Shard
-from megatron.gpt2.extensions.webtext.shard_run import Stage, run_shard
+from megatron.gpt2.extensions.webtext.shards import UNREADABLE, Shard, Stage, find_shards, run_shard, temporary
 
-UNREADABLE = "unreadable"
-EXECUTORS = ("local", "slurm", "ray")
+FILE_SUFFIXES = (*JSON_SUFFIXES, TEXT_SUFFIX, *COMPRESSED_SUFFIXES)  # of a name that nobody gives to a folder
+PROGRESS_BYTES = 1 << 20  # a lock for every line would cost more than the line
+
+POSITIONAL: dict[str, dict[str, Any]] = {
+    "groups": {"type": Path, "help": "the file groups.jsonl that group_duplicate_url.py made of this INPUT"},
+    "input": {
+        "help": "a file, a folder or a glob in quotes: JSON lines with a text each, or .txt files; .gz and .zst as well"
+    },
+    "output": {
+        "type": Path,
+        "help": "the folder to write, or one file, by a name that ends in .json or .jsonl; begun again, the same "
+        "command goes on where it was",
+    },
+}
+
+Manifest = dict[str, Any]
+
+
+def within(kind: type, least: float, most: float, words: str) -> Callable[[str], Any]:
+    """argparse's type of a number from `least` to `most`; `words` say what the number must be."""
+
+    def parse(text: str) -> Any:
+        try:
+            if least <= (value := kind(text)) <= most:
+                return value
+        except ValueError:
+            pass
+        raise argparse.ArgumentTypeError(f"{text} is not {words}")
+
+    return parse
+
+
+positive = within(int, 1, float("inf"), "a whole number above 0")
+fraction = within(float, 0, 1, "between 0 and 1")
+
+
+def stage_parser(program: Callable[..., object], positional: Sequence[str] = ("input", "output")) -> Parser:
+    """A parser with the docstring of `program`, these arguments and the flags that every stage has."""
+    parser = Parser(description=inspect.getdoc(program))
+    for name in positional:
+        parser.add_argument(name, metavar=name.upper(), **POSITIONAL[name])
+    add_number(parser, "--limit", None, "only the first N documents or addresses")
+    add_number(parser, "--workers", os.cpu_count() or 1, "processes, each at a shard of its own")
+    parser.add_argument(
+        "--text-key", default="text", metavar="KEY", help="the JSON field with the text (default: text)"
+    )
+    add_number(
+        parser, "--max-bad-fraction", MOST_BAD_LINES, "more unreadable documents than this are an error", fraction
+    )
+    cluster = parser.add_argument_group("on a cluster, by datatrove")
+    cluster.add_argument(
+        "--executor", choices=("local", "slurm", "ray"), help="default: processes of this machine, without datatrove"
+    )
+    add_number(cluster, "--tasks", 1, "among which the shards are divided")
+    cluster.add_argument("--slurm-time", default="24:00:00", metavar="TIME", help="default: %(default)s")
+    cluster.add_argument("--slurm-partition", metavar="NAME")
+    return parser
+
+
+def add_number(
+    parser: argparse._ActionsContainer, flag: str, default: float | None, words: str, kind: Any = positive
+) -> None:
+    """A flag that takes a number."""
+    shown = "" if default is None else " (default: %(default)s)"
+    parser.add_argument(flag, type=kind, default=default, metavar="N", help=words + shown)
+
+
+def log(line: str) -> None:
+    """Print a line at once."""
+    print(line, flush=True)
 
 
 def run_stage(
     stage: Stage,
-    shards: Sequence[Shard],
-    output: Path,
+    shards: Sequence[Shard] | None = None,
     *,
-    limit: int | None = None,
-    workers: int = 1,
-    max_bad_fraction: float = MOST_BAD_LINES,
     alone: bool = True,
-    log: Log,
-) -> list[dict[str, Any]]:
-    """Every shard's manifest, in order; `log` gets the lines of the closing report.
+    one_file: tuple[str, ...] = JSON_SUFFIXES,
+) -> list[Manifest]:
+    """Run `stage` over `shards`, or over the documents of INPUT. Returns the manifests of all shards, in order; none if
+    the shards were handed to Slurm.
 
-    ValueError where nothing came in or nothing went out, where too much was unreadable, and where `output`, if it is
-    to be read as a whole and so for these shards `alone`, holds something else. With a limit the shards are done one
-    after the other until it is reached.
+    alone: OUTPUT may hold nothing else. one_file: the suffixes of an OUTPUT that is one file. ValueError names a flag,
+    or says why the result is not good enough to go on with.
     """
-    stage.recorded(limit)  # names a library that is missing before anything else
-    output.mkdir(parents=True, exist_ok=True)
-    with file_lock(output / ".lock", lambda: log(f"{output}: another process is writing there: waiting for it")):
-        strangers = {path.stem for path in (output / MANIFESTS).glob("*.json")} - {shard.name for shard in shards}
-        if strangers and alone and limit is None:
-            raise ValueError(
-                f"{output} holds {min(strangers)}, which is not in the input now: delete the folder, or name another"
+    args, output = stage.args, stage.args.output
+    if args.executor and args.limit:
+        raise ValueError("--executor divides the shards, --limit takes them one after the other: leave one away")
+    if args.executor == "slurm" and not args.slurm_partition:
+        raise ValueError("--executor slurm needs --slurm-partition")
+    shards = find_shards(args.input) if shards is None else shards
+    folder = shards_beside(output)
+    if folder != output:
+        if not output.name.endswith(one_file):
+            endings = f", or a file whose name ends in {' or '.join(one_file)}" if one_file else ""
+            raise ValueError(f"{output}: this stage writes a folder{endings}")
+        if any(output.resolve() == path.resolve() for shard in shards for path in shard.files):
+            raise ValueError(f"{output} is a file of the input: name it otherwise")
+    stage.manifest(args.limit)  # names a library that is missing before anything else
+    try:
+        if args.executor:
+            run_by_datatrove(stage, shards, folder)
+        if args.executor == "slurm":
+            log(
+                f"{stage.name}: handed to Slurm. When it is done, the same command without --executor reports, and "
+                "does what is lacking"
             )
-        size = sum(shard.bytes for shard in shards)
-        with progress_bar(total=size, unit="B", unit_scale=True, desc=stage.name, leave=False) as bar:
-            if limit is None and workers > 1 and len(shards) > 1:
-                manifests = by_processes(
-                    _work, [(stage, shard, output) for shard in shards], workers=workers, counted=1, progress=bar.update
-                )
-            else:
-                manifests = []
-                for shard in shards:
-                    left = None if limit is None else limit - total(manifests, "entered")
-                    if left is None or left > 0:
-                        manifests.append(run_shard(stage, shard, output, left, bar.update))
+            return []
+        manifests = run_here(stage, shards, folder, alone)
+    except KeyboardInterrupt:
+        print("interrupted: the same command goes on where it was", file=sys.stderr)
+        sys.exit(130)
+    for line in report(stage.name, manifests):
+        log(line)
+    check(manifests, args.max_bad_fraction)
+    if folder != output:
+        with replacing(output, temporary(output)) as whole:
+            for name in (entry["name"] for manifest in manifests for entry in manifest["outputs"]):
+                with open(folder / name, "rb") as part:
+                    shutil.copyfileobj(part, whole, 1 << 20)
+        shutil.rmtree(folder)
+    return manifests
+
+
+def shards_beside(output: Path) -> Path:
+    """The folder of the shards: `output`, or a folder beside an `output` that is one file."""
+    is_file = output.name.endswith(FILE_SUFFIXES) and not output.is_dir()
+    return output.with_name(f"{output.name}.shards") if is_file else output
+
+
+def run_here(stage: Stage, shards: Sequence[Shard], output: Path, alone: bool) -> list[Manifest]:
+    """The manifests of the shards, made by processes of this machine; with a limit one shard after the other until it
+    is reached. ValueError if `output` is for these shards `alone` and holds another file."""
+    limit, workers = stage.args.limit, stage.args.workers
+    output.mkdir(parents=True, exist_ok=True)
+    bar = progress_bar(
+        total=sum(shard.bytes for shard in shards), unit="B", unit_scale=True, desc=stage.name, leave=False
+    )
+    with bar, file_lock(output / ".lock", lambda: log(f"{output}: another process is writing there: waiting for it")):
+        if limit is None and workers > 1 and len(shards) > 1:
+            work = [(stage, shard, output) for shard in shards]
+            manifests = by_processes(in_worker, work, workers=workers, counted=1, progress=bar.update)
+        else:
+            manifests = []
+            for shard in shards:
+                left = None if limit is None else limit - total(manifests, "entered")
+                if left != 0:
+                    manifests.append(run_shard(stage, shard, output, left, bar.update))
         named = {entry["name"] for manifest in manifests for entry in manifest["outputs"]}
         for path in sorted(output.iterdir()):
             if alone and path.is_file() and not path.name.startswith(".") and path.name not in named:
                 raise ValueError(f"{path} is not of this run: remove it, lest the next stage read it")
-    for line in report(stage.name, manifests):
-        log(line)
-    check(manifests, max_bad_fraction)
     return manifests
 
 
-def check(manifests: Sequence[dict[str, Any]], max_bad_fraction: float) -> None:
-    """ValueError where a stage's result is no good to go on with."""
-    entered, left = total(manifests, "entered"), total(manifests, "left")
+def in_worker(stage: Stage, shard: Shard, output: Path) -> Manifest:
+    """A shard in a worker process."""
+    unseen = 0
+
+    def read(size: int) -> None:
+        nonlocal unseen
+        unseen += size
+        if unseen > PROGRESS_BYTES:
+            count_work(unseen)
+            unseen = 0
+
+    try:
+        return run_shard(stage, shard, output, read=read)
+    finally:
+        count_work(unseen)
+
+
+def check(manifests: Sequence[Manifest], max_bad_fraction: float) -> None:
+    """ValueError if a stage's result is not good enough to go on with."""
+    entered = total(manifests, "entered")
     if not entered:
         raise ValueError("the input holds nothing: name files that do")
     unreadable = [manifest["dropped"][UNREADABLE] for manifest in manifests if UNREADABLE in manifest["dropped"]]
@@ -80,19 +202,20 @@ def check(manifests: Sequence[dict[str, Any]], max_bad_fraction: float) -> None:
     if bad > max_bad_fraction * entered:
         raise ValueError(
             f"{unreadable[0]['samples'][0]}; {bad} of {entered} entries are unreadable, more than "
-            f"--max-bad-fraction {max_bad_fraction:g}: mend the files, or allow more"
+            f"--max-bad-fraction {max_bad_fraction:g}: fix the files, name the field of the text with --text-key, "
+            "or allow more"
         )
-    if not left:
+    if not total(manifests, "left"):
         raise ValueError(f"all of {entered} entries were dropped and nothing is left: see the reasons above")
 
 
-def total(manifests: Sequence[dict[str, Any]], key: str) -> int:
+def total(manifests: Sequence[Manifest], key: str) -> int:
     """The sum of one count over all manifests."""
     return sum(manifest[key] for manifest in manifests)
 
 
-def report(name: str, manifests: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """What a stage did, and a table of what it dropped: reason, count, share of the input, a sample."""
+def report(name: str, manifests: Sequence[Manifest]) -> Iterator[str]:
+    """The counts of a stage, and a table of what it dropped: reason, count, share of the input, a sample."""
     entered, left = total(manifests, "entered"), total(manifests, "left")
     kept = f" ({left / entered:.1%})" if entered else ""
     size = sum(entry["bytes"] for manifest in manifests for entry in manifest["outputs"])
@@ -104,91 +227,61 @@ def report(name: str, manifests: Sequence[dict[str, Any]]) -> Iterator[str]:
             count, sample = reasons.get(reason, (0, entry["samples"][0]))
             reasons[reason] = count + entry["count"], sample
     if reasons:
-        width = max(len(reason) for reason in reasons)
+        width = max(map(len, reasons))
         yield f"  {'dropped':<{width}}  {'count':>10}  {'share':>6}  for example"
         for reason, (count, sample) in sorted(reasons.items(), key=lambda item: (-item[1][0], item[0])):
             yield f"  {reason:<{width}}  {count:>10,}  {count / entered:>6.1%}  {sample}"
 
 
-def _work(stage: Stage, shard: Shard, output: Path) -> dict[str, Any]:
-    """A shard in a worker process."""
-    unseen = 0
-
-    def read(size: int) -> None:  # a lock for every line would cost more than the line
-        nonlocal unseen
-        unseen += size
-        if unseen > 1 << 20:
-            count_work(unseen)
-            unseen = 0
-
-    try:
-        return run_shard(stage, shard, output, read=read)
-    finally:
-        count_work(unseen)
-
-
-@dataclass(frozen=True, repr=False)
 class ShardStep:
     """A pipeline of this one step: rank r of w does the shards r, r + w, r + 2w, …"""
 
-    stage: Stage
-    shards: Sequence[Shard]
-    output: Path
+    def __init__(self, stage: Stage, shards: Sequence[Shard], output: Path) -> None:
+        self.stage, self.shards, self.output = stage, shards, output
 
     def __repr__(self) -> str:
         return f"{self.stage.name} of {len(self.shards)} shards"
 
-    def __call__(self, data: Iterable[Any] | None, rank: int = 0, world_size: int = 1) -> None:
+    def __call__(self, data: object, rank: int = 0, world_size: int = 1) -> None:
         for shard in self.shards[rank::world_size]:
             run_shard(self.stage, shard, self.output)
 
 
-def launch(
-    executor: str,
-    stage: Stage,
-    shards: Sequence[Shard],
-    output: Path,
-    *,
-    tasks: int,
-    workers: int,
-    slurm: Sequence[str],
-) -> None:
-    """Run the shards as `tasks` tasks, on this machine `workers` at once, or hand them to Slurm: `slurm` holds the time
-    and the partition.
-
-    ValueError where datatrove or Ray is not installed. A step's own error is whatever datatrove makes of it.
-    """
-    step, logs = ShardStep(stage, list(shards), output), str(output / ".datatrove")
-    common: dict[str, Any] = {"tasks": min(tasks, len(shards)), "logging_dir": logs, "skip_completed": False}
-    # What starts elsewhere finds this very interpreter and this very project.
+def run_by_datatrove(stage: Stage, shards: Sequence[Shard], output: Path) -> None:
+    """Run the shards as --tasks tasks by datatrove's executor --executor, or hand them to Slurm. ValueError if datatrove
+    or Ray is not installed."""
+    args = stage.args
+    # A process that starts elsewhere finds this very interpreter and this very project.
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    path = f"export PATH={Path(sys.executable).parent}:$PATH PYTHONPATH={os.environ['PYTHONPATH']}"
+    options: dict[str, dict[str, Any]] = {
+        "Local": {"workers": args.workers},
+        "Slurm": {
+            "time": args.slurm_time,
+            "partition": args.slurm_partition,
+            "job_name": stage.name.split(",")[0],
+            "env_command": path,
+            "slurm_logs_folder": f"{output}/.datatrove/slurm",
+            "qos": "",
+        },
+        "Ray": {},
+    }
+    kind = args.executor.capitalize()
     try:
-        if executor == "local":
-            from datatrove.executor import LocalPipelineExecutor
-
-            LocalPipelineExecutor([step], workers=workers, **common).run()
-        elif executor == "ray":
+        if kind == "Ray":
             import ray  # noqa: F401
-            from datatrove.executor import RayPipelineExecutor
+        from datatrove import executor
 
-            RayPipelineExecutor([step], **common).run()
-        else:
-            from datatrove.executor import SlurmPipelineExecutor
-
-            time, partition = slurm
-            path = f"export PATH={Path(sys.executable).parent}:$PATH PYTHONPATH={os.environ['PYTHONPATH']}"
-            SlurmPipelineExecutor(
-                [step],
-                time=time,
-                partition=partition,
-                job_name=stage.name.split(",")[0],
-                env_command=path,
-                slurm_logs_folder=f"{logs}/slurm",
-                qos="",
-                **common,
-            ).run()
+        getattr(executor, f"{kind}PipelineExecutor")(
+            [ShardStep(stage, list(shards), output)],
+            tasks=min(args.tasks, len(shards)),
+            logging_dir=f"{output}/.datatrove",
+            skip_completed=False,
+            **options[kind],
+        ).run()
     except ImportError as error:
+        more = " ray" if error.name == "ray" else ""
         raise ValueError(
-            f"--executor {executor} needs {error.name}: python -m pip install -c constraints.txt -e "
-            "'.[curate]'" + (" ray" if error.name == "ray" else "")
+            f"--executor {args.executor} needs {error.name}: python -m pip install -c constraints.txt -e "
+            f"'.[curate]'{more}"
         ) from None

@@ -13,9 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.gpt2.extensions.webtext.documents import as_line
-from megatron.gpt2.extensions.webtext.minhash import VALUES, jaccard, shingles, sketches
-from megatron.gpt2.extensions.webtext.near_duplicates import Forest, buckets
+from megatron.gpt2.extensions.webtext.near_duplicates import VALUES, buckets, jaccard, shingles, sketch
+from megatron.gpt2.extensions.webtext.shards import as_line
 
 ROOT = Path(__file__).resolve().parents[5]
 
@@ -32,8 +31,6 @@ def test_shingles_are_the_5_grams(texts: list[str]):
         assert len(shingles(first)) == len(grams(first))
         expected = len(grams(first) & grams(second)) / len(grams(first) | grams(second))
         assert jaccard(shingles(first), shingles(second)) == expected
-    together = sketches(texts)
-    assert all((sketches([text])[0] == row).all() for text, row in zip(texts, together, strict=True))
 
 
 @pytest.mark.parametrize("length", [12, 60, 300, 3000])
@@ -46,7 +43,7 @@ def test_sketches_estimate_without_bias(length: int):
         for _ in range(draw.randint(1, max(1, length // 12))):
             other[draw.randrange(length)] = "é"
         index = jaccard(shingles(text), shingles("".join(other)))
-        one, two = sketches([text, "".join(other)])
+        one, two = sketch(text), sketch("".join(other))
         errors.append(np.mean(one == two) - index)
         variances.append(index * (1 - index) / VALUES)
     assert abs(np.mean(errors)) < 4 * np.sqrt(np.mean(variances) / 200)
@@ -59,13 +56,6 @@ def test_buckets(keys: list[int]):
     assert {tuple(bucket) for bucket in buckets(np.array(keys, np.uint64))} == {
         bucket for bucket in expected if len(bucket) > 1
     }
-
-
-def test_the_root_of_a_set_is_its_least():
-    forest = Forest(6)
-    for pair in ((4, 2), (5, 4), (3, 1)):
-        forest.join(*pair)
-    assert [forest.root(number) for number in range(6)] == [0, 1, 2, 1, 2, 2]
 
 
 def program(name: str, *arguments: Path | str) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib
 import json
 import os
 import re
@@ -15,9 +14,10 @@ import pytest
 
 from data_utils import IndexedDataset, build_splits, build_tokenizer
 from megatron.gpt2.commands import preprocess_data
+from megatron.gpt2.extensions.webtext import commands
 from tests.warm_python import WarmPython
 
-ROOT = Path(__file__).resolve().parents[6]
+ROOT = Path(__file__).resolve().parents[5]
 TOOLS = ROOT / "tools" / "openwebtext"
 STORY = (
     "This is a story of a small town by the sea, where the harbour was full of boats and nobody was in a hurry. "
@@ -91,7 +91,7 @@ def test_every_stage_takes_scraped_text(python: WarmPython, texts: Path, tmp_pat
 
 def program(name: str, *arguments: Path | str) -> None:
     """In this process, which has the libraries loaded."""
-    importlib.import_module(f"megatron.gpt2.extensions.webtext.commands.{name}").main([*map(str, arguments)])
+    getattr(commands, name)([*map(str, arguments)])
 
 
 def test_file_names_of_2019_from_addresses_to_a_data_set(shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

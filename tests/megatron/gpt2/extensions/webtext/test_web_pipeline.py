@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import needs
-from tests.megatron.gpt2.extensions.webtext.commands.web_pages import EVALUATION, address_lists, build, web
+from tests.megatron.gpt2.extensions.webtext.web_pages import EVALUATION, address_lists, build, web
 
-ROOT = Path(__file__).resolve().parents[6]
+ROOT = Path(__file__).resolve().parents[5]
 pytestmark = needs("trafilatura", extra="curate")
 
 PAGES, GOOD = build()

@@ -1,0 +1,225 @@
+"""The programs of tools/openwebtext: each reads its flags (default: this process's) and runs one stage.
+
+They raise ValueError or FileNotFoundError, one line, if the input or a flag is at fault.
+"""
+
+import argparse
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from data_utils.command_line import program
+from data_utils.corpora.documents import TEXT_SUFFIX
+from data_utils.files import hash_file
+from data_utils.splits import parse_split
+from data_utils.tokenizers import build_tokenizer
+from megatron.gpt2.extensions.webtext import filters, near_duplicates
+from megatron.gpt2.extensions.webtext.shards import Shard, Stage, find_files, find_shards, stem
+from megatron.gpt2.extensions.webtext.stages import add_number, log, run_stage, shards_beside, stage_parser, within
+
+Argv = Sequence[str] | None
+seconds = within(float, 1e-3, 86400, "a number of seconds between 0 and a day")
+
+
+def blacklist_urls(argv: Argv = None) -> None:
+    """Drop the addresses that lead to no text (sites of pictures, files that are no pages, malformed ones, duplicates):
+
+        python tools/openwebtext/blacklist_urls.py INPUT OUTPUT
+
+    INPUT holds an address a line. OUTPUT gets files of --urls-per-file addresses, each a shard of the download.
+    """
+    parser = stage_parser(blacklist_urls)
+    add_number(parser, "--urls-per-file", 1000, "addresses in a file")
+    args = parser.parse_args(argv)
+    args.blacklist = hash_file(filters.BLACKLIST)
+    stage = Stage("blacklist_urls", filters.filter_urls, args, ("urls_per_file", "blacklist"), ("tldextract",))
+    # One shard: duplicates are looked for in all files.
+    run_stage(stage, [Shard("urls", find_files([args.input]))], one_file=(TEXT_SUFFIX,))
+
+
+def download_urls(argv: Argv = None) -> None:
+    """Download pages and keep their text:
+
+        python tools/openwebtext/download_urls.py INPUT OUTPUT
+
+    INPUT holds an address a line, in files that are the unit of a restart. OUTPUT/records says what became of each
+    address. It does not read robots.txt: it fetches the single pages of a list, and follows no link.
+    """
+    parser = stage_parser(download_urls)
+    add_number(parser, "--max-bytes", 10_000_000, "size of a page at most; a larger one is dropped")
+    add_number(
+        parser, "--page-seconds", 30.0, "time for a page, from the first connection to the last byte", kind=seconds
+    )
+    add_number(parser, "--extract-seconds", 10.0, "time to find the text of a page", kind=seconds)
+    add_number(parser, "--threads", 64, "pages fetched at once")
+    add_number(parser, "--per-host", 4, "pages fetched from one host at once")
+    args = parser.parse_args(argv)
+    args.blacklist = hash_file(filters.BLACKLIST)
+    args.processes, args.workers = args.workers, 1  # a shard at a time has processes of its own
+    recorded = ("blacklist", "max_bytes", "page_seconds", "extract_seconds")
+    try:
+        from megatron.gpt2.extensions.webtext.download import download
+    except ImportError as error:
+        raise ValueError(
+            f"this stage needs {error.name}: python -m pip install -c constraints.txt -e '.[curate]'"
+        ) from None
+    stage = Stage("download_urls", download, args, recorded, ("tldextract", "trafilatura", "lxml", "aiohttp"))
+    run_stage(stage, find_shards(args.input, join_texts=False), one_file=())
+
+
+def cleanup_dataset(argv: Argv = None) -> None:
+    """Fix broken text (ftfy), keep one language, drop documents of fewer than 128 tokens:
+
+    python tools/openwebtext/cleanup_dataset.py INPUT OUTPUT
+    """
+    parser = stage_parser(cleanup_dataset)
+    parser.add_argument("--language", default="en", metavar="CODE", help="two letters, or any (default: %(default)s)")
+    add_number(parser, "--min-tokens", 128, "of a document that is kept")
+    parser.add_argument(
+        "--tokenizer-type",
+        choices=("builtin", "bytes", "GPT2BPETokenizer"),
+        default="builtin",
+        help="counts the tokens (default: %(default)s, which the project ships)",
+    )
+    parser.add_argument("--vocab-file", metavar="FILE", help="of GPT2BPETokenizer (default: the user's cache)")
+    parser.add_argument("--merge-file", metavar="FILE")
+    args = parser.parse_args(argv)
+    args.tokenizer = {"kind": args.tokenizer_type, "vocab_file": args.vocab_file, "merge_file": args.merge_file}
+    args.fingerprint = build_tokenizer(**args.tokenizer).fingerprint
+    libraries = ("ftfy",) if args.language == "any" else ("ftfy", "py3langid")
+    run_stage(Stage("cleanup_dataset", filters.cleanup, args, ("language", "min_tokens", "fingerprint"), libraries))
+
+
+def find_duplicates(argv: Argv = None) -> None:
+    """Find near-duplicates: pairs of documents whose character 5-grams have a Jaccard index of at least --min-jaccard:
+
+        python tools/openwebtext/find_duplicates.py INPUT OUTPUT
+
+    OUTPUT/signatures gets the MinHash signatures of every shard, OUTPUT/pairs.jsonl the pairs: candidates share one of
+    20 bands of 5 values, and are then compared in full. Pairs are those that join a document to a group, not all of a
+    group.
+    """
+    parser = stage_parser(find_duplicates)
+    add_number(
+        parser, "--min-jaccard", 0.8, "the least index of a pair", kind=within(float, 1e-9, 1, "between 0 and 1")
+    )
+    args = parser.parse_args(argv)
+    shards, folder = find_shards(args.input), shards_beside(args.output) / "signatures"
+    sign_args = argparse.Namespace(**{**vars(args), "output": folder})
+    manifests = run_stage(Stage("find_duplicates, signatures", near_duplicates.sign, sign_args), shards)
+    if not manifests:
+        return
+    shards = shards[: len(manifests)]  # all, or those that --limit reached
+    args.shards = [
+        {"name": manifest["input"]["name"], "documents": manifest["left"], "sha256": manifest["input"]["sha256"]}
+        for manifest in manifests
+    ]
+    args.sources = [
+        shard.files[0] if near_duplicates.is_seekable(shard) else folder / f"{shard.name}.jsonl" for shard in shards
+    ]
+    args.limit = args.executor = None  # all shards at once
+    signatures = Shard("pairs", tuple(folder / f"{shard.name}.signatures" for shard in shards))
+    run_stage(Stage("find_duplicates", near_duplicates.search, args, ("shards", "min_jaccard")), [signatures])
+
+
+def group_duplicate_url(argv: Argv = None) -> None:
+    """Make groups of the pairs that find_duplicates.py found; the first document of a group is the one to keep:
+
+        python tools/openwebtext/group_duplicate_url.py PAIRS OUTPUT
+
+    PAIRS is the file pairs.jsonl; OUTPUT gets groups.jsonl.
+    """
+    args = stage_parser(group_duplicate_url).parse_args(argv)
+    files = find_files([args.input])
+    if len(files) != 1:
+        raise ValueError(f"{args.input} names {len(files)} files: name the one pairs.jsonl")
+    near_duplicates.read_table(files[0])
+    run_stage(Stage("group_duplicate_url", near_duplicates.group, args), [Shard("groups", files)])
+
+
+def remove_group_duplicates(argv: Argv = None) -> None:
+    """Remove near-duplicates: of every group the documents that have an earlier one in it:
+
+        python tools/openwebtext/remove_group_duplicates.py GROUPS INPUT OUTPUT
+
+    GROUPS is the file groups.jsonl that group_duplicate_url.py made of this INPUT.
+    """
+    args = stage_parser(remove_group_duplicates, ("groups", "input", "output")).parse_args(argv)
+    near_duplicates.read_table(args.groups)
+    args.groups_file, args.groups = args.groups, hash_file(args.groups)
+    run_stage(Stage("remove_group_duplicates", near_duplicates.remove, args, ("groups",)))
+
+
+def filter_ngrams(argv: Argv = None) -> None:
+    """Decontaminate: drop every document that shares 13 words in a row with an evaluation set:
+
+    python tools/openwebtext/filter_ngrams.py INPUT OUTPUT --evaluation lambada_test.jsonl wikitext/*.txt
+    """
+    parser = stage_parser(filter_ngrams)
+    parser.add_argument(
+        "--evaluation",
+        nargs="+",
+        required=True,
+        metavar="FILE",
+        help="evaluation sets: JSON lines or .txt, files, folders or globs",
+    )
+    parser.add_argument(
+        "--evaluation-key", default="text", metavar="KEY", help="the JSON field that holds their text (default: text)"
+    )
+    args = parser.parse_args(argv)
+    args.evaluation_files = find_files(args.evaluation)
+    args.evaluation = {path.name: hash_file(path) for path in args.evaluation_files}
+    runs, too_short = filters.evaluation_runs(args.evaluation_files, args.evaluation_key)
+    log(
+        f"{len(runs):,} runs of {filters.WORDS} words to look for; {too_short:,} evaluation texts are shorter and are "
+        "not looked for"
+    )
+    run_stage(Stage("filter_ngrams", filters.decontaminate, args, ("evaluation", "evaluation_key")))
+
+
+def merge_jsons(argv: Argv = None) -> None:
+    """Put all documents in one file of JSON lines:
+
+    python tools/openwebtext/merge_jsons.py --data_path FOLDER --output_file OUTPUT/corpus.jsonl
+    """
+    parser = stage_parser(merge_jsons, ())
+    parser.add_argument("--data_path", "--data-path", required=True, metavar="INPUT", help="a file, a folder or a glob")
+    parser.add_argument("--output_file", "--output-file", required=True, type=Path, metavar="FILE", help="to write")
+    args = parser.parse_args(argv)
+    files, path = find_files([args.data_path]), args.output_file
+    if path in files:
+        raise ValueError(f"--output_file {path} is one of the files to merge: name it elsewhere")
+    args.output, args.name = path.parent, path.name
+    run_stage(Stage("merge_jsons", filters.merge, args, ("name",)), [Shard(stem(path), files)], alone=False)
+
+
+def split_dataset(argv: Argv = None) -> None:
+    """Split documents into training, validation and test, and print the command that trains on them:
+
+        python tools/openwebtext/split_dataset.py INPUT OUTPUT
+
+    The hash of a document's text and of --seed says where it goes, so that it stays there when the corpus grows.
+    """
+    parser = stage_parser(split_dataset)
+    parser.add_argument("--split", default="949,50,1", metavar="A,B,C", help="proportions (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=1234, metavar="N", help="default: %(default)s")
+    args = parser.parse_args(argv)
+    args.shares = list(map(str, parse_split(args.split)))
+    files = find_files([args.input])
+    run_stage(Stage("split_dataset", filters.split, args, ("shares", "seed")), [Shard("split", files)], one_file=())
+    command = ["bash", "scripts/pretrain_gpt2.sh"]
+    for name, share in zip(filters.SPLITS, args.shares, strict=True):
+        path = args.output / f"{name}.jsonl"
+        if path.exists():
+            command += [f"--{name}-data", str(path)]
+        elif name == "train":
+            raise ValueError(f"--split {args.split}: none of these documents fell into the training split")
+        elif share != "0":
+            log(f"notice: the {name} split got none of these documents: give it a greater share with --split")
+    log(f"\nto train on it:\n\n  {shlex.join(command)}\n")
+
+
+def cli(name: str) -> NoReturn:
+    """The program `name` as a process of its own, which exits."""
+    program(globals()[name])()

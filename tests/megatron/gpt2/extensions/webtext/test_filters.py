@@ -1,0 +1,154 @@
+"""Addresses, cleanup, decontamination and the split, on one document after the other."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from data_utils import build_tokenizer
+from megatron.gpt2.extensions.webtext.filters import (
+    SUSPECT,
+    WORDS,
+    evaluation_runs,
+    fix_text,
+    has_tokens,
+    language_of,
+    normal,
+    page_key,
+    refusal,
+    split,
+    word_runs,
+)
+from megatron.gpt2.extensions.webtext.shards import Shard, Stage, as_line, run_shard
+from tests.conftest import needs
+
+pytestmark = needs("tldextract", extra="curate")
+PIECES = ["&amp;", "<b>", "\n", "\r\n", "\r", "Ã©", "â€œ", "â€™", "\x1b[31m", "ﬁ", "“", "plain words ", "\u2028", "é"]
+TEXT = st.lists(st.one_of(st.text(max_size=20), st.sampled_from(PIECES)), max_size=12).map("".join)
+
+
+@pytest.mark.parametrize(
+    ("url", "reason"),
+    [
+        ("https://www.bbc.co.uk/news/article-1", None),
+        ("http://blog.example.com/2019/01/a-post.html?page=2", None),
+        ("https://example.org/café", None),
+        ("https://de.wikipedia.org/wiki/C.H._Beck", None),
+        ("http://[2001:db8::1]/page", "malformed"),
+        ("http://a.b", "malformed"),
+        ("http://x.", "malformed"),
+        ("https://m.youtube.com/watch?v=1", "site without text"),
+        ("https://youtu.be/1", "site without text"),
+        ("https://cdn.example.com/a/photo.JPEG?width=3", "file that is no page"),
+        ("https://example.com/paper.pdf", "file that is no page"),
+        ("ftp://example.com/a", "neither http nor https"),
+        ("javascript:alert(1)", "malformed"),
+        ("http://example.com:99999/", "malformed"),
+        ("http://exa mple.com/", "malformed"),
+        ("http://127.0.0.1:8000/", "malformed"),
+        ("http://intranet/page", "malformed"),
+        ("http://a", "too short"),
+        ("http://example.com/" + "a" * 2100, "too long"),
+    ],
+)
+def test_addresses(url: str, reason: str | None):
+    assert refusal()(url) == reason
+
+
+def test_one_page_under_many_addresses():
+    assert normal("HTTP://User@Example.COM:80#top") == "http://example.com/"
+    assert normal("https://example.com:8443/A?b#c") == "https://example.com:8443/A?b"
+    same = ["http://example.com/a", "https://www.example.com/a/", "http://example.com:80/a#b"]
+    assert len({page_key(normal(url)) for url in same}) == 1
+    other = ["http://example.com/a", "http://example.com/A", "http://example.com/a?b", "http://news.example.com/a"]
+    assert len({page_key(normal(url)) for url in other}) == 4
+
+
+@settings(max_examples=500, deadline=None)
+@given(st.one_of(TEXT, st.text(st.characters(max_codepoint=0x7E), max_size=60)))
+def test_fixed_text_is_ftfys(text: str):
+    import ftfy
+
+    assert fix_text(text) == ftfy.fix_text(text)
+    assert SUSPECT.search(text) or fix_text(text) is text
+
+
+def test_what_is_fixed():
+    assert fix_text("The cafÃ© &mdash; it\u2019s\r\nopen") == "The café — it's\nopen"
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.text(max_size=400), st.integers(1, 60))
+def test_token_counts(text: str, least: int):
+    tokenizer = build_tokenizer("builtin")
+    assert has_tokens(tokenizer, text, least) == (len(tokenizer.encode(text)) >= least)
+
+
+@pytest.mark.parametrize(
+    ("code", "text"),
+    [
+        ("en", "The quick brown fox jumps over the lazy dog, and nobody knows why it does so every morning."),
+        ("de", "Der Fuchs springt jeden Morgen über den faulen Hund, und niemand weiß, warum er das tut."),
+        ("fr", "Le renard saute chaque matin par-dessus le chien paresseux et personne ne sait pourquoi."),
+    ],
+)
+def test_languages(code: str, text: str):
+    assert language_of(text) == code
+
+
+def test_runs_of_the_evaluation_sets(tmp_path: Path):
+    text = "It was, he said, the best of times -- and the worst of times, too, in 1859."
+    words = [
+        "it",
+        "was",
+        "he",
+        "said",
+        "the",
+        "best",
+        "of",
+        "times",
+        "and",
+        "the",
+        "worst",
+        "of",
+        "times",
+        "too",
+        "in",
+        "1859",
+    ]
+    assert list(word_runs(text)) == [tuple(words[start : start + WORDS]) for start in range(4)]
+    assert list(word_runs("so\n" + text.upper().replace(",", " ;").replace("--", "\n")))[1:] == list(word_runs(text))
+    path = tmp_path / "sets.jsonl"
+    path.write_bytes(as_line({"text": text}) + as_line({"text": "too short"}))
+    assert evaluation_runs((path,), "text") == (set(word_runs(text)), 1)
+    with pytest.raises(ValueError, match=r"sets\.jsonl:1: .*'body'"):
+        evaluation_runs((path,), "body")
+    path.write_bytes(as_line({"text": "too short"}))
+    evaluation_runs.cache_clear()
+    with pytest.raises(ValueError, match="hold no text of 13 words"):
+        evaluation_runs((path,), "text")
+
+
+def test_the_split_is_stable_and_near_its_shares(tmp_path: Path):
+    texts = [f"document {number}" for number in range(2000)]
+
+    def where(texts: list[str], name: str, *shares: str) -> dict[str, str]:
+        path = tmp_path / f"{name}.jsonl"
+        path.write_bytes(b"".join(as_line({"text": text}) for text in texts))
+        args = Namespace(shares=shares or ("90", "8", "2"), seed=7, text_key="text")
+        run_shard(Stage("split", split, args, ("shares", "seed")), Shard("split", (path,)), tmp_path / name)
+        return {
+            json.loads(line)["text"]: part.stem for part in (tmp_path / name).glob("*.jsonl") for line in part.open()
+        }
+
+    once = where(texts, "once")
+    assert where(["another", *reversed(texts)], "grown") == {**once, "another": where(["another"], "one")["another"]}
+    for name, share in (("train", 0.9), ("valid", 0.08), ("test", 0.02)):
+        assert abs(sum(part == name for part in once.values()) / 2000 - share) < 0.02
+    assert set(where(texts, "all", str(Fraction(1, 3)), "0", "0").values()) == {"train"}
