@@ -13,16 +13,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 import mpu
-from megatron.gpt2.commands.collectives.measuring import synchronize
-from megatron.gpt2.commands.collectives.operations import (
-    all_gather_single,
-    combined,
-    fill,
-    holds,
-    moved,
-    reduce_scatter_single,
-    reduced,
-)
+from megatron.gpt2.commands.bench_collectives import combined, fill, holds, moved, reduced, synchronize
+from mpu.mappings import all_gather_single, reduce_scatter_single
 
 ELEMENTS = 1 << 16  # of a message, divided by the ranks of a group where it is cut into blocks
 RUNS = 3

@@ -15,8 +15,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.gpt2.commands import bench_collectives as bench
-from megatron.gpt2.commands.collectives import measuring, operations, report
-from megatron.gpt2.commands.collectives.ring import ring_all_reduce
+from megatron.gpt2.commands.bench_collectives import ring_all_reduce
 from tests.distributed import run_ranks
 from tests.warm_python import WarmPython
 
@@ -70,9 +69,9 @@ def every_operation(rank: int, world_size: int) -> list[str]:
     """The operations, each at three sizes and dtypes, subgroups among them, with right results."""
     found: set[str] = set()
     for dtype, size in ((torch.float32, 4096), (torch.bfloat16, 1001), (torch.float16, 2)):
-        world = operations.make_world(CPU, dtype)
-        for name, operation in operations.OPERATIONS.items():
-            rows, missing = measuring.measure_sizes(name, operation, world, [size], iters=1, deadline=float("inf"))
+        world = bench.make_world(CPU, dtype)
+        for name, operation in bench.OPERATIONS.items():
+            rows, missing = bench.measure_sizes(name, operation, world, [size], iters=1, deadline=float("inf"))
             assert rows or operation.subgroups, missing
             assert all(row.correct and row.iterations == 1 for row in rows), (name, dtype, size)
             found.update(row.operation for row in rows)
@@ -81,47 +80,47 @@ def every_operation(rank: int, world_size: int) -> list[str]:
 
 @pytest.mark.parametrize("world_size", [3, pytest.param(4, marks=pytest.mark.wide)])
 def test_every_operation_is_right(world_size: int) -> None:
-    subgroups = {name for name, operation in operations.OPERATIONS.items() if operation.subgroups}
+    subgroups = {name for name, operation in bench.OPERATIONS.items() if operation.subgroups}
     assert len(subgroups) == 2
-    expected = sorted(set(operations.OPERATIONS) - (subgroups if world_size == 3 else set()))
+    expected = sorted(set(bench.OPERATIONS) - (subgroups if world_size == 3 else set()))
     assert run_ranks(every_operation, world_size) == [expected] * world_size
 
 
 def wrong_or_refused(rank: int, world_size: int) -> tuple[int, int, list[str]]:
     """Exit codes of a measurement that is right and of one with a wrong result, and the latter's verdict."""
 
-    def wrong(world: operations.World, size: int) -> operations.Trial:
-        trial = operations.broadcast(world, size)
-        return operations.Trial(trial.bytes, lambda: None, trial.correct)  # rank 1 never gets anything
+    def wrong(world: bench.World, size: int) -> bench.Trial:
+        trial = bench.broadcast(world, size)
+        return bench.Trial(trial.bytes, lambda: None, trial.expected)  # rank 1 never gets anything
 
-    def refuse(world: operations.World, size: int) -> operations.Trial:
+    def refuse(world: bench.World, size: int) -> bench.Trial:
         def run() -> None:
             raise RuntimeError("no such thing\nhere")
 
-        return operations.Trial(size, run, lambda: True)
+        return bench.Trial(size, run)
 
     def outcome(*names: str) -> int:
         options = bench.parse(["--max-bytes", "4K", "--iters", "2", "--operations", *names])
         return bench.bench(options, world, "a test")
 
-    world = operations.make_world(CPU, torch.float32)
-    operations.OPERATIONS["reduce"] = operations.Operation(refuse)
+    world = bench.make_world(CPU, torch.float32)
+    bench.OPERATIONS["reduce"] = bench.Operation(refuse)
     right = outcome("reduce", "barrier")
-    rows, missing = measuring.measure_sizes(
-        "reduce", operations.Operation(refuse), world, [64, 256], iters=2, deadline=float("inf")
+    rows, missing = bench.measure_sizes(
+        "reduce", bench.Operation(refuse), world, [64, 256], iters=2, deadline=float("inf")
     )
     assert not rows
     assert missing is not None
     assert missing.reason == "not offered by gloo for fp32 of 64: RuntimeError: no such thing here"
-    late, missing = measuring.measure_sizes(
-        "barrier", operations.OPERATIONS["barrier"], world, [64], iters=2, deadline=0.0 if rank == 0 else float("inf")
+    late, missing = bench.measure_sizes(
+        "barrier", bench.OPERATIONS["barrier"], world, [64], iters=2, deadline=0.0 if rank == 0 else float("inf")
     )
     assert not late and missing is not None and "--limit" in missing.reason  # rank 0's clock decides for all
-    operations.OPERATIONS["broadcast"] = operations.Operation(wrong)
-    rows, _ = measuring.measure_sizes(
-        "broadcast", operations.OPERATIONS["broadcast"], world, [64], iters=2, deadline=float("inf")
+    bench.OPERATIONS["broadcast"] = bench.Operation(wrong)
+    rows, _ = bench.measure_sizes(
+        "broadcast", bench.OPERATIONS["broadcast"], world, [64], iters=2, deadline=float("inf")
     )
-    return right, outcome("broadcast", "barrier"), list(report.verdict(rows, [], None, ["here"] * world_size))
+    return right, outcome("broadcast", "barrier"), list(bench.verdict(rows, [], None, ["here"] * world_size))
 
 
 def test_a_wrong_result_is_an_error_and_a_refused_operation_is_none() -> None:
@@ -131,7 +130,7 @@ def test_a_wrong_result_is_an_error_and_a_refused_operation_is_none() -> None:
 
 
 def test_bus_factors_are_those_of_nccl_tests() -> None:
-    factors = {name: [operation.bus_factor(n) for n in (2, 4, 8)] for name, operation in operations.OPERATIONS.items()}
+    factors = {name: [operation.bus_factor(n) for n in (2, 4, 8)] for name, operation in bench.OPERATIONS.items()}
     for name in ("all_reduce_sum", "all_reduce_product", "all_reduce_min", "all_reduce_max", "ring_all_reduce"):
         assert factors[name] == [1, 1.5, 1.75]
     for name in ("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter"):
@@ -155,7 +154,7 @@ def test_sizes() -> None:
     for text in ("", "0", "-1", "1.5M", "64X", "K"):
         with pytest.raises(argparse.ArgumentTypeError, match="is not a size: write"):
             bench.size_of(text)
-    assert [report.size_name(size) for size in (1, 1000, 1024, 1536, 256 << 20)] == ["1", "1000", "1K", "1536", "256M"]
+    assert [bench.size_name(size) for size in (1, 1000, 1024, 1536, 256 << 20)] == ["1", "1000", "1K", "1536", "256M"]
     assert bench.sizes_between(1024, 256 << 20) == [1024 * 4**power for power in range(10)]
     assert bench.sizes_between(1000, 4000) == [1000, 4000]
     assert bench.sizes_between(1000, 3999) == [1000]
@@ -163,23 +162,23 @@ def test_sizes() -> None:
 
 def test_slow_pairs_and_ranks_are_named() -> None:
     good = [[0.0 if source == target else 10.0 for target in range(4)] for source in range(4)]
-    assert (report.Pairs(1, good).slow(), report.Pairs(1, good).slow_ranks()) == ([], [])
+    assert (bench.Pairs(1, good).slow(), bench.Pairs(1, good).slow_ranks()) == ([], [])
     pair = [
         [4.0 if (source, target) == (0, 3) else value for target, value in enumerate(row)]
         for source, row in enumerate(good)
     ]
-    lines = list(report.verdict([], [], report.Pairs(1, pair), ["a", "a", "b", "b"]))
+    lines = list(bench.verdict([], [], bench.Pairs(1, pair), ["a", "a", "b", "b"]))
     assert lines == [
         "pairs: 4.000 to 10.000 GB/s, median 10.000; 1 below half of it",
         "SLOW: rank 0 on a to rank 3 on b: 4.000 GB/s",
     ]
-    assert [line.count("*") for line in report.pairs_table(report.Pairs(1, pair))] == [0, 0, 1, 0, 0, 0]
+    assert [line.count("*") for line in bench.pairs_table(bench.Pairs(1, pair))] == [0, 0, 1, 0, 0, 0]
     # of five ranks one is slow: 8 of its 8 directions, and nobody else is blamed
     rank = [
         [0.0 if source == target else 1.0 if 2 in (source, target) else 10.0 for target in range(5)]
         for source in range(5)
     ]
-    lines = list(report.verdict([], [], report.Pairs(1, rank), ["a", "a", "b", "b", "b"]))
+    lines = list(bench.verdict([], [], bench.Pairs(1, rank), ["a", "a", "b", "b", "b"]))
     assert lines[1:] == ["SLOW: rank 2 on b, in most of its pairs"]
 
 
@@ -234,9 +233,9 @@ def test_a_whole_run(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "warn" not in done.stderr.lower(), done.stderr
-    assert done.stdout.count(report.HEADER) == 1  # one rank speaks
+    assert done.stdout.count(bench.HEADER) == 1  # one rank speaks
     lines = done.stdout.splitlines()
-    for name in operations.OPERATIONS:
+    for name in bench.OPERATIONS:
         assert any(line.startswith(f"{name} ") for line in lines), name
     table = [line for line in lines if line.endswith("  ok")]
     assert len({len(line) for line in table}) == 1, "the table does not line up"
@@ -244,7 +243,7 @@ def test_a_whole_run(tmp_path: Path) -> None:
     record = json.loads((tmp_path / "made" / "here" / "collectives.json").read_text())
     assert {row["bytes"] for row in record["rows"]} == {0, 1024, 4096, 16384, 65536}
     assert {row["operation"] for row in record["rows"]} == {
-        name for name, operation in operations.OPERATIONS.items() if not operation.subgroups
+        name for name, operation in bench.OPERATIONS.items() if not operation.subgroups
     }
     for row in record["rows"]:
         assert row["correct"] and row["iterations"] == 3

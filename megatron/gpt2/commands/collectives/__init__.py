@@ -1,1 +1,0 @@
-"""Parts of `bench_collectives.py`: nothing else imports them, but tests."""
