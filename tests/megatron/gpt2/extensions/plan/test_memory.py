@@ -39,13 +39,13 @@ ROOT = Path(__file__).resolve().parents[4]
 MB = 2**20
 
 
-def config(*flags: str, vocab_size: int = 50257) -> Config:
-    made = parse([*flags]).config
+def config(flags: str, vocab_size: int = 50257) -> Config:
+    made = parse(flags.split()).config
     return dataclasses.replace(made, model=dataclasses.replace(made.model, vocab_size=vocab_size))
 
 
-def on_gpu(*flags: str, ranks: int = 1) -> Setting:
-    return Setting(config(*flags), ranks, "cuda", torch.bfloat16, 600 * MB)
+def on_gpu(flags: str, ranks: int = 1) -> Setting:
+    return Setting(config(flags), ranks, "cuda", torch.bfloat16, 600 * MB)
 
 
 def test_the_known_sums():
@@ -61,30 +61,19 @@ def test_the_known_sums():
 )
 def test_the_published_run(p: int, steady: int, peak: int, parameters: int):
     """MB after 100 iterations and at the peak: fp16, 8 × 1,024 tokens, activation checkpointing."""
-    memory, _ = megatron_2019(config("--model", "345m", "--checkpoint-activations", "--model-parallel-size", str(p)))
+    memory, _ = megatron_2019(config(f"--model 345m --checkpoint-activations --model-parallel-size {p}"))
     between = sum(memory.parts[part] for part in ("weights", "gradients", "optimizer"))
     assert between == BYTES_PER_PARAMETER * parameters
     assert between / MB == pytest.approx(steady, rel=0.02)
     assert memory.total / MB == pytest.approx(peak, rel=0.02)
 
 
-SHAPE = [
-    "--num-layers",
-    "3",
-    "--hidden-size",
-    "256",
-    "--seq-length",
-    "256",
-    "--max-position-embeddings",
-    "512",
-    "--micro-batch-size",
-    "2",
-]
+SHAPE = "--num-layers 3 --hidden-size 256 --seq-length 256 --max-position-embeddings 512 --micro-batch-size 2"
 
 
-def counted(rank: int, world_size: int, folder: str, flags: list[str]) -> tuple[int, int]:
+def counted(rank: int, world_size: int, folder: str, flags: str) -> tuple[int, int]:
     """Expected bytes of a rank, and those that torch allocated at the peak of its second step."""
-    run = start(rank, world_size, folder, [*SHAPE, *flags, "--save", f"{folder}/{abs(hash(tuple(flags)))}"])
+    run = start(rank, world_size, folder, [*SHAPE.split(), *flags.split(), "--save", f"{folder}/{abs(hash(flags))}"])
     train_step(run)
     with MemoryCounter() as counter:
         train_step(run)
@@ -103,30 +92,21 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-ALONE = [
-    ["--precision", "fp32"],
-    ["--precision", "bf16"],
-    ["--precision", "fp32", "--recompute-granularity", "selective", "--micro-batch-size", "8"],
-    ["--precision", "bf16", "--recompute-granularity", "full", "--micro-batch-size", "8"],
-    ["--precision", "bf16", "--micro-batch-size", "4", "--make-vocab-size-divisible-by", "20000"],
-    ["--precision", "fp32", "--global-batch-size", "6", "--hidden-dropout", "0.1"],
-    ["--precision", "fp32", "--attention-dropout", "0.1"],
-    ["--precision", "bf16", "--attention-dropout", "0.1", "--micro-batch-size", "4"],
+@pytest.mark.parametrize(
+    "flags",
     [
-        "--exact-layouts",
-        "4",
-        "--precision",
-        "bf16",
-        "--global-batch-size",
-        "4",
-        "--make-vocab-size-divisible-by",
-        "20000",
+        "--precision fp32",
+        "--precision bf16",
+        "--precision fp32 --recompute-granularity selective --micro-batch-size 8",
+        "--precision bf16 --recompute-granularity full --micro-batch-size 8",
+        "--precision bf16 --micro-batch-size 4 --make-vocab-size-divisible-by 20000",
+        "--precision fp32 --global-batch-size 6 --hidden-dropout 0.1",
+        "--precision fp32 --attention-dropout 0.1",
+        "--precision bf16 --attention-dropout 0.1 --micro-batch-size 4",
+        "--precision bf16 --exact-layouts 4 --global-batch-size 4 --make-vocab-size-divisible-by 20000",
     ],
-]
-
-
-@pytest.mark.parametrize("flags", ALONE, ids=" ".join)
-def test_what_torch_allocates(folder: Path, flags: list[str]):
+)
+def test_what_torch_allocates(folder: Path, flags: str):
     computed, allocated = counted(0, 1, str(folder), flags)
     assert computed == pytest.approx(allocated, rel=0.06), (computed / MB, allocated / MB)
 
@@ -134,23 +114,15 @@ def test_what_torch_allocates(folder: Path, flags: list[str]):
 @pytest.mark.parametrize(
     "flags",
     [
-        ["--use-distributed-optimizer", "--micro-batch-size", "8"],
-        ["--model-parallel-size", "2", "--sequence-parallel"],
-        [
-            "--use-distributed-optimizer",
-            "--shard-gradients",
-            "--global-batch-size",
-            "16",
-            "--ddp-bucket-size",
-            "300000",
-        ],
-        ["--model-parallel-size", "2", "--recompute-granularity", "full", "--partition-activations"],
+        "--use-distributed-optimizer --micro-batch-size 8",
+        "--model-parallel-size 2 --sequence-parallel",
+        "--use-distributed-optimizer --shard-gradients --global-batch-size 16 --ddp-bucket-size 300000",
+        "--model-parallel-size 2 --recompute-granularity full --partition-activations",
     ],
-    ids=" ".join,
 )
-def test_what_torch_allocates_on_a_rank_of_two(folder: Path, flags: list[str]):
-    flags = ["--precision", "fp32", "--micro-batch-size", "4", "--make-vocab-size-divisible-by", "2048", *flags]
-    for computed, allocated in run_ranks(counted, 2, str(folder), flags):
+def test_what_torch_allocates_on_a_rank_of_two(folder: Path, flags: str):
+    common = "--precision fp32 --micro-batch-size 4 --make-vocab-size-divisible-by 2048 "
+    for computed, allocated in run_ranks(counted, 2, str(folder), common + flags):
         assert computed == pytest.approx(allocated, rel=0.06), (computed / MB, allocated / MB)
 
 
@@ -167,7 +139,7 @@ PIPELINES = {
 
 
 def counted_in_turn(rank: int, world_size: int, folder: str, layouts: list[str]) -> list[tuple[int, int]]:
-    return [counted(rank, world_size, folder, flags.split()) for flags in layouts]
+    return [counted(rank, world_size, folder, flags) for flags in layouts]
 
 
 AT_FIRST = ("interleaved", "exact")
@@ -226,7 +198,7 @@ def test_what_a_process_has_resident(tmp_path: Path, flags: str):
 
 
 def test_offers_fit_and_come_by_their_cost():
-    setting = on_gpu("--model", "1.5b", ranks=8)
+    setting = on_gpu("--model 1.5b", ranks=8)
     budget = 20 * 2**30
     assert expected(setting).total > budget
     offers = cheapest(setting, budget, 3)
@@ -235,7 +207,7 @@ def test_offers_fit_and_come_by_their_cost():
     for offer in offers:
         assert offer.memory.total <= budget and offer.flags
         # The flags, added to the command line, make just this run.
-        again = on_gpu("--model", "1.5b", *" ".join(offer.flags).split(), ranks=8)
+        again = on_gpu(f"--model 1.5b {' '.join(offer.flags)}", ranks=8)
         assert expected(again) == offer.memory
         assert again.micro_batches * again.config.train.micro_batch_size * again.data_parallel_size == together
     assert min(c.cost for c in layouts(setting) if c.memory.total <= budget) == offers[0].cost
@@ -243,13 +215,13 @@ def test_offers_fit_and_come_by_their_cost():
 
 def test_a_pipeline_is_offered_where_it_is_the_cheapest():
     """Heads that cannot be divided, and too little room for a whole model: stages are what is left."""
-    flags = ("--model", "1.5b", "--micro-batch-size", "1", "--global-batch-size", "64", "--use-distributed-optimizer")
-    setting, budget = on_gpu(*flags, ranks=8), 9 * 2**30
+    flags = "--model 1.5b --micro-batch-size 1 --global-batch-size 64 --use-distributed-optimizer"
+    setting, budget = on_gpu(flags, ranks=8), 9 * 2**30
     offers = cheapest(setting, budget, 3)
     assert all(
         "--pipeline-model-parallel-size" in str(offer.flags) or "offload" in str(offer.flags) for offer in offers
     ) and "--pipeline-model-parallel-size" in str(offers[0].flags)
-    again = on_gpu(*flags, *" ".join(offers[0].flags).split(), ranks=8)
+    again = on_gpu(f"{flags} {' '.join(offers[0].flags)}", ranks=8)
     assert expected(again) == offers[0].memory == max(of_stages(again), key=lambda memory: memory.total)
     assert bubble(again.config, again.micro_batches) / (1 - bubble(again.config, again.micro_batches)) < offers[0].cost
 
@@ -257,14 +229,14 @@ def test_a_pipeline_is_offered_where_it_is_the_cheapest():
 def test_stages_share_what_one_rank_has():
     """With one micro-batch nothing is kept for another one: the sums over stages are those of the whole model, but for
     the second copy of the tied matrix and what is on its way."""
-    whole, parts = on_gpu("--model", "345m"), on_gpu("--model", "345m", "--pipeline-model-parallel-size", "4", ranks=4)
+    whole, parts = on_gpu("--model 345m"), on_gpu("--model 345m --pipeline-model-parallel-size 4", ranks=4)
     assert [parts.stage_of(rank) for rank in range(4)] == [0, 1, 2, 3]
     sizes, one = [Sizes(parts, stage) for stage in range(4)], Sizes(whole)
     tied = 50304 * 1024
     assert sum(size.parameters for size in sizes) == one.parameters + tied
     assert sum(chunk.kept for size in sizes for chunk in size.chunks) == one.chunks[0].kept
     # Of many micro-batches 1F1B keeps 4, 3, 2 and 1.
-    many = on_gpu("--model", "345m", "--pipeline-model-parallel-size", "4", "--global-batch-size", "512", ranks=4)
+    many = on_gpu("--model 345m --pipeline-model-parallel-size 4 --global-batch-size 512", ranks=4)
     assert many.micro_batches == 64
     for stage in range(4):
         assert max(now.kept[0] for now in situations(many.config, 64, stage)) == 4 - stage - 1
@@ -273,19 +245,19 @@ def test_stages_share_what_one_rank_has():
 
 @pytest.mark.parametrize("flags", ["", "--pipeline-schedule zero-bubble", "--num-virtual-stages-per-pipeline-rank 2"])
 def test_the_bubble_of_many_micro_batches_is_that_of_the_timetable(flags: str):
-    made = config("--num-layers", "8", "--pipeline-model-parallel-size", "4", *flags.split())
+    made = config(f"--num-layers 8 --pipeline-model-parallel-size 4 {flags}")
     for m in (1, 3, 12, 13, 15, 16, 30):
         schedule = made.schedule(m)
         assert bubble(made, m) == pytest.approx(timetable(schedule, equal_costs(schedule, 1, 1, 1)).bubble), m
 
 
 def test_the_least_and_the_largest():
-    setting = on_gpu("--model", "345m")
+    setting = on_gpu("--model 345m")
     budget = 16 * 2**30
     b = largest_micro_batch(setting, budget)
 
     def needed(size: int) -> int:
-        return expected(on_gpu("--model", "345m", "--micro-batch-size", str(size))).total
+        return expected(on_gpu(f"--model 345m --micro-batch-size {size}")).total
 
     assert needed(b) <= budget < needed(b + 1)
     assert largest_micro_batch(setting, 2**30) == 0
@@ -296,20 +268,20 @@ def test_the_least_and_the_largest():
 
 
 def test_each_means_helps():
-    def total(*flags: str) -> int:
-        return expected(on_gpu("--model", "345m", *flags, ranks=4)).total
+    def total(flags: str = "") -> int:
+        return expected(on_gpu(f"--model 345m {flags}", ranks=4)).total
 
-    plain, split = total(), total("--model-parallel-size", "2")
-    assert total("--recompute-granularity", "full") < total("--recompute-granularity", "selective") < plain
+    plain, split = total(), total("--model-parallel-size 2")
+    assert total("--recompute-granularity full") < total("--recompute-granularity selective") < plain
     assert total("--use-distributed-optimizer") < plain and total("--cpu-offload-optimizer") < plain
-    assert split < plain and total("--model-parallel-size", "2", "--sequence-parallel") < split
-    assert total("--attention-backend", "unfused") > plain
-    full = ("--recompute-granularity", "full", "--model-parallel-size", "2", "--micro-batch-size", "64")
-    assert total(*full, "--checkpoint-in-cpu") < total(*full, "--partition-activations") < total(*full)
-    parked = expected(on_gpu("--model", "345m", *full, "--checkpoint-in-cpu", ranks=2))
+    assert split < plain and total("--model-parallel-size 2 --sequence-parallel") < split
+    assert total("--attention-backend unfused") > plain
+    full = "--recompute-granularity full --model-parallel-size 2 --micro-batch-size 64"
+    assert total(f"{full} --checkpoint-in-cpu") < total(f"{full} --partition-activations") < total(full)
+    parked = expected(on_gpu(f"--model 345m {full} --checkpoint-in-cpu", ranks=2))
     assert parked.on_host == 24 * 64 * 1024 * 1024 * 2
-    assert total("--cpu-offloading-num-layers", "12") < plain
-    assert expected(on_gpu("--model", "345m", "--async-save")).on_host == 14 * 354_871_296
+    assert total("--cpu-offloading-num-layers 12") < plain
+    assert expected(on_gpu("--model 345m --async-save")).on_host == 14 * 354_871_296
 
 
 def test_what_is_no_shortage_is_left_alone():
@@ -338,42 +310,12 @@ runpy.run_module("megatron.pretrain_gpt2", run_name="__main__", alter_sys=True)
 def test_out_of_memory_ends_in_one_line_whose_offer_helps(python: WarmPython, tmp_path: Path):
     """Under `ulimit -v`: the run warns at its start, ends in the line with exit code 2, and runs as that line says."""
     text = write_text(tmp_path)
-    base = [
-        python.python,
-        "-c",
-        LIMITED,
-        "--num-layers",
-        "2",
-        "--hidden-size",
-        "256",
-        "--num-attention-heads",
-        "4",
-        "--max-position-embeddings",
-        "256",
-        "--seq-length",
-        "256",
-        "--tokenizer-type",
-        "bytes",
-        "--train-data",
-        str(text),
-        "--data-cache-path",
-        str(tmp_path),
-        "--precision",
-        "fp32",
-        "--device",
-        "cpu",
-        "--attention-dropout",
-        "0",
-        "--hidden-dropout",
-        "0",
-        "--micro-batch-size",
-        "64",
-        "--train-iters",
-        "1",
-        "--eval-iters",
-        "0",
-        "--save",
-    ]
+    flags = (
+        f"--num-layers 2 --hidden-size 256 --num-attention-heads 4 --max-position-embeddings 256 --seq-length 256 "
+        f"--tokenizer-type bytes --train-data {text} --data-cache-path {tmp_path} --precision fp32 --device cpu "
+        "--attention-dropout 0 --hidden-dropout 0 --micro-batch-size 64 --train-iters 1 --eval-iters 0 --save"
+    )
+    base = [python.python, "-c", LIMITED, *flags.split()]
 
     def start(save: str, *flags: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(

@@ -12,16 +12,16 @@ from megatron.gpt2.monitor.reporting import resident_memory
 MB = 2**20
 
 
-def planned(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> dict[str, Any]:
-    assert main([*words, "--json"]) == code
+def planned(capsys: pytest.CaptureFixture[str], flags: str, code: int = 0) -> dict[str, Any]:
+    assert main([*flags.split(), "--json"]) == code
     found: dict[str, Any] = json.loads(capsys.readouterr().out)
     return found
 
 
 def test_the_345m_of_2019(capsys: pytest.CaptureFixture[str]):
-    flags = ("--model", "345m", "--recompute-granularity", "full", "--accounting", "megatron-2019")
-    for more, steady, peak in (((), 6785, 11927), (("--model-parallel-size", "2"), 3447, 6238)):
-        found = planned(capsys, *flags, *more)
+    flags = "--model 345m --recompute-granularity full --accounting megatron-2019"
+    for more, steady, peak in (("", 6785, 11927), (" --model-parallel-size 2", 3447, 6238)):
+        found = planned(capsys, flags + more)
         assert found["parameters"]["matrices_12lh2"] == 301_989_888
         assert found["megatron_2019"]["matrices_at_20_bytes"] == 6_039_797_760
         assert found["megatron_2019"]["from_step_to_step"] / MB == pytest.approx(steady, rel=0.05)
@@ -31,9 +31,9 @@ def test_the_345m_of_2019(capsys: pytest.CaptureFixture[str]):
 
 
 def test_the_table_says_what_the_json_says(capsys: pytest.CaptureFixture[str]):
-    flags = ["--model", "1.5b", "--device", "cuda", "--ranks", "8", "--memory-gb", "20"]
-    found = planned(capsys, *flags)
-    assert main(flags) == 0
+    flags = "--model 1.5b --device cuda --ranks 8 --memory-gb 20"
+    found = planned(capsys, flags)
+    assert main(flags.split()) == 0
     lines = capsys.readouterr().out.splitlines()
     rows = [line for line in lines if line.endswith("%")]
     assert len({len(line) for line in rows}) == 1, "the rows line up"
@@ -44,25 +44,14 @@ def test_the_table_says_what_the_json_says(capsys: pytest.CaptureFixture[str]):
     assert not fits["as_asked"] and len(fits["cheapest"]) == 3
     assert any(line.endswith(fits["cheapest"][0]["flags"]) for line in lines)
     # What is offered fits when it is asked for.
-    again = planned(capsys, *flags, *fits["cheapest"][0]["flags"].split())
+    again = planned(capsys, f"{flags} {fits['cheapest'][0]['flags']}")
     assert again["fits"]["as_asked"] and again["memory"]["total"] == fits["cheapest"][0]["bytes"]
 
 
 def test_a_row_for_each_stage(capsys: pytest.CaptureFixture[str]):
-    flags = [
-        "--model",
-        "345m",
-        "--device",
-        "cuda",
-        "--pipeline-model-parallel-size",
-        "4",
-        "--micro-batch-size",
-        "4",
-        "--global-batch-size",
-        "32",
-    ]
-    found = planned(capsys, *flags)
-    assert main(flags) == 0
+    flags = "--model 345m --device cuda --pipeline-model-parallel-size 4 --micro-batch-size 4 --global-batch-size 32"
+    found = planned(capsys, flags)
+    assert main(flags.split()) == 0
     lines = capsys.readouterr().out.splitlines()
     pipeline, memory = found["pipeline"], found["memory"]
     assert found["ranks"] == 4 and found["data_parallel"] == 1
@@ -79,33 +68,32 @@ def test_a_row_for_each_stage(capsys: pytest.CaptureFixture[str]):
 
 def test_nothing_is_allocated(capsys: pytest.CaptureFixture[str]):
     before = resident_memory()["peak resident"]
-    found = planned(capsys, "--model", "8.3b", "--model-parallel-size", "8", "--device", "cuda", "--ranks", "512")
+    found = planned(capsys, "--model 8.3b --model-parallel-size 8 --device cuda --ranks 512")
     assert found["memory"]["total"] > 20 * 2**30
     assert resident_memory()["peak resident"] - before < 50 * MB
 
 
 @pytest.mark.parametrize(
-    ("words", "says"),
+    ("flags", "says"),
     [
-        (["--num-layers", "0"], "--num-layers"),
-        (["--memory-gb", "0"], "--memory-gb"),
-        (["--ranks", "x"], "--ranks"),
-        (["--ranks", "3", "--model-parallel-size", "2"], "--model-parallel-size 2"),
-        (["--no-such-flag"], "--no-such-flag"),
-        (["--accounting", "megatron-2019", "--memory-gb", "8"], "--accounting"),
+        ("--num-layers 0", "--num-layers"),
+        ("--memory-gb 0", "--memory-gb"),
+        ("--ranks x", "--ranks"),
+        ("--ranks 3 --model-parallel-size 2", "--model-parallel-size 2"),
+        ("--no-such-flag", "--no-such-flag"),
+        ("--accounting megatron-2019 --memory-gb 8", "--accounting"),
     ],
-    ids=" ".join,
 )
-def test_bad_flags_end_in_one_line(capsys: pytest.CaptureFixture[str], words: list[str], says: str):
+def test_bad_flags_end_in_one_line(capsys: pytest.CaptureFixture[str], flags: str, says: str):
     with pytest.raises(SystemExit, match="^2$"):
-        program(lambda: main(words))()
+        program(lambda: main(flags.split()))()
     captured = capsys.readouterr()
     assert not captured.out and captured.err.startswith("error: ") and says in captured.err
     assert captured.err.count("\n") == 1
 
 
 def test_what_cannot_fit_says_the_least(capsys: pytest.CaptureFixture[str]):
-    flags = ["--model", "1.5b", "--device", "cuda", "--memory-gb", "4"]
-    assert planned(capsys, *flags, code=1)["fits"]["cheapest"] == []
-    assert main(flags) == 1
+    flags = "--model 1.5b --device cuda --memory-gb 4"
+    assert planned(capsys, flags, code=1)["fits"]["cheapest"] == []
+    assert main(flags.split()) == 1
     assert "the least is" in capsys.readouterr().out
