@@ -21,30 +21,11 @@ from tests.test_bad_input import torchrun
 from tests.warm_python import WarmPython
 
 # A run of a few seconds.
-FLAGS = [
-    "--num-layers",
-    "1",
-    "--hidden-size",
-    "32",
-    "--num-attention-heads",
-    "2",
-    "--seq-length",
-    "16",
-    "--max-position-embeddings",
-    "16",
-    "--tokenizer-type",
-    "bytes",
-    "--micro-batch-size",
-    "4",
-    "--lr",
-    "1e-3",
-    "--device",
-    "cpu",
-    "--precision",
-    "fp32",
-    "--split",
-    "80,10,10",
-]
+FLAGS = (
+    "--num-layers 1 --hidden-size 32 --num-attention-heads 2 --seq-length 16 "
+    "--max-position-embeddings 16 --tokenizer-type bytes --micro-batch-size 4 --lr 1e-3 --device cpu "
+    "--precision fp32 --split 80,10,10"
+).split()
 
 
 @pytest.fixture
@@ -64,16 +45,7 @@ def metrics(folder: Path) -> list[dict]:
 def test_a_run_from_beginning_to_end_and_on(work: Path, capfd: pytest.CaptureFixture[str]):
     flags = [
         *FLAGS,
-        "--train-data",
-        "text.txt",
-        "--save",
-        "runs/a",
-        "--log-interval",
-        "4",
-        "--eval-interval",
-        "6",
-        "--eval-iters",
-        "1000",
+        *"--train-data text.txt --save runs/a --log-interval 4 --eval-interval 6 --eval-iters 1000".split(),
     ]
     assert pretrain_gpt2.main([*flags, "--train-iters", "10"]) == 0
     said, warned = capfd.readouterr()
@@ -140,7 +112,7 @@ def test_a_run_from_beginning_to_end_and_on(work: Path, capfd: pytest.CaptureFix
     assert "iteration " not in said.replace("at iteration", "")
 
     # The first way on. Nothing but the folder and the length need be said.
-    assert pretrain_gpt2.main(["--load", "runs/a", "--train-iters", "14", "--log-interval", "2"]) == 0
+    assert pretrain_gpt2.main("--load runs/a --train-iters 14 --log-interval 2".split()) == 0
     said, _ = capfd.readouterr()
     assert "continuing runs/a/iter_0000010" in said
     assert (folder / "latest_checkpointed_iteration.txt").read_text().strip() == "14"
@@ -148,12 +120,12 @@ def test_a_run_from_beginning_to_end_and_on(work: Path, capfd: pytest.CaptureFix
 
     # Another shape in the same folder is refused with both values; so is another tokenizer.
     for flag, value, old in (("--hidden-size", "64", "32"), ("--tokenizer-type", "builtin", "bytes")):
-        assert pretrain_gpt2.main(["--load", "runs/a", "--train-iters", "20", flag, value]) == 2
+        assert pretrain_gpt2.main([*"--load runs/a --train-iters 20".split(), flag, value]) == 2
         _, warned = capfd.readouterr()
         assert warned.startswith("error: ") and flag in warned and value in warned and old in warned
 
     # Weights alone, into a folder of their own; the same command again goes on there.
-    finetune = [*flags, "--finetune", "--load", "runs/a", "--save", "runs/b", "--train-iters", "3"]
+    finetune = [*flags, *"--finetune --load runs/a --save runs/b --train-iters 3".split()]
     assert pretrain_gpt2.main(finetune) == 0
     said, _ = capfd.readouterr()
     assert "weights from runs/a/iter_0000014" in said and (work / "runs/b/iter_0000003").is_dir()
@@ -170,33 +142,33 @@ def test_a_run_from_beginning_to_end_and_on(work: Path, capfd: pytest.CaptureFix
     assert not (work / "runs/d").exists()
 
     # --load X --save Y, stopped and given again, goes on in Y.
-    moved = ["--load", "runs/a", "--save", "runs/c", "--train-iters", "20"]
+    moved = "--load runs/a --save runs/c --train-iters 20".split()
     assert pretrain_gpt2.main([*moved, "--exit-interval", "16"]) == 0
     assert pretrain_gpt2.main(moved) == 0
     assert "continuing runs/c/iter_0000016" in capfd.readouterr().out
 
 
 def test_a_missing_load_folder_is_one_warning(work: Path, capfd: pytest.CaptureFixture[str]):
-    flags = [*FLAGS, "--train-data", "text.txt", "--save", "new", "--load", "new", "--eval-iters", "0"]
+    flags = [*FLAGS, *"--train-data text.txt --save new --load new --eval-iters 0".split()]
     assert pretrain_gpt2.main([*flags, "--train-iters", "2"]) == 0
     said = capfd.readouterr().out
     assert said.count("WARNING: --load new holds no checkpoint") == 1
     assert pretrain_gpt2.main([*flags, "--train-iters", "3"]) == 0
     assert "continuing new/iter_0000002" in capfd.readouterr().out
-    assert pretrain_gpt2.main([*FLAGS, "--load", "nowhere", "--save", "nowhere", "--exit-on-missing-checkpoint"]) == 2
+    assert pretrain_gpt2.main([*FLAGS, *"--load nowhere --save nowhere --exit-on-missing-checkpoint".split()]) == 2
     capfd.readouterr()
-    assert pretrain_gpt2.main([*FLAGS, "--load", "nowhere", "--save", "elsewhere"]) == 2, "a folder that is mistyped"
+    assert pretrain_gpt2.main([*FLAGS, *"--load nowhere --save elsewhere".split()]) == 2, "a folder that is mistyped"
     assert "--load nowhere holds no checkpoint" in capfd.readouterr().err and not (work / "elsewhere").exists()
 
 
 def test_no_save_and_no_load_of_optimizer_and_random_states(work: Path, capfd: pytest.CaptureFixture[str]):
-    flags = [*FLAGS, "--train-data", "text.txt", "--save", "s", "--eval-iters", "0", "--attention-dropout", "0.1"]
-    assert pretrain_gpt2.main([*flags, "--train-iters", "2", "--no-save-optim", "--no-save-rng"]) == 0
+    flags = [*FLAGS, *"--train-data text.txt --save s --eval-iters 0 --attention-dropout 0.1".split()]
+    assert pretrain_gpt2.main([*flags, *"--train-iters 2 --no-save-optim --no-save-rng".split()]) == 0
     assert sorted(p.name for p in (work / "s/iter_0000002/mp_rank_00").iterdir()) == ["model.safetensors"]
     assert pretrain_gpt2.main([*flags, "--train-iters", "4"]) == 0
     said = capfd.readouterr().out
     assert "holds no optimizer" in said and "random states start afresh" in said
-    assert pretrain_gpt2.main([*flags, "--train-iters", "6", "--no-load-optim", "--no-load-rng"]) == 0
+    assert pretrain_gpt2.main([*flags, *"--train-iters 6 --no-load-optim --no-load-rng".split()]) == 0
     assert "holds no optimizer" not in capfd.readouterr().out
     assert sorted(p.name.partition(".")[0] for p in (work / "s/iter_0000006/mp_rank_00").iterdir()) == [
         "exp_avg_dp_00",
@@ -208,7 +180,7 @@ def test_no_save_and_no_load_of_optimizer_and_random_states(work: Path, capfd: p
 
 
 def test_exit_interval_and_duration_save_and_exit(work: Path, capfd: pytest.CaptureFixture[str]):
-    flags = [*FLAGS, "--train-data", "text.txt", "--save", "s", "--eval-iters", "0", "--train-iters", "1000"]
+    flags = [*FLAGS, *"--train-data text.txt --save s --eval-iters 0 --train-iters 1000".split()]
     assert pretrain_gpt2.main([*flags, "--exit-interval", "3"]) == 0
     assert (work / "s/iter_0000003").is_dir() and "--exit-interval at iteration 3" in capfd.readouterr().out
     assert pretrain_gpt2.main([*flags, "--exit-duration-in-mins", "0.0001"]) == 0
@@ -218,7 +190,7 @@ def test_exit_interval_and_duration_save_and_exit(work: Path, capfd: pytest.Capt
 
 
 def test_a_damaged_newest_checkpoint_gives_way_to_the_one_before(work: Path, capfd: pytest.CaptureFixture[str]):
-    flags = [*FLAGS, "--train-data", "text.txt", "--save", "s", "--eval-iters", "0", "--save-interval", "2"]
+    flags = [*FLAGS, *"--train-data text.txt --save s --eval-iters 0 --save-interval 2".split()]
     assert pretrain_gpt2.main([*flags, "--train-iters", "4"]) == 0
     file = work / "s/iter_0000004/mp_rank_00/model.safetensors"
     data = bytearray(file.read_bytes())
@@ -233,31 +205,27 @@ def test_a_damaged_newest_checkpoint_gives_way_to_the_one_before(work: Path, cap
 
 def test_tokenizers_by_flag(work: Path, capfd: pytest.CaptureFixture[str]):
     base = [flag for flag in FLAGS if flag not in ("--tokenizer-type", "bytes")]
-    base += ["--train-data", "text.txt", "--train-iters", "1", "--eval-iters", "0"]
+    base += "--train-data text.txt --train-iters 1 --eval-iters 0".split()
     assert pretrain_gpt2.main([*base, "--save", "bpe"]) == 0
     assert "builtin, 4,096 ids" in capfd.readouterr().out
     assert (
         pretrain_gpt2.main(
-            [*base, "--save", "sp", "--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-vocab-size", "300"]
+            [*base, *"--save sp --tokenizer-type SentencePieceTokenizer --tokenizer-vocab-size 300".split()]
         )
         == 0
     )
     assert "SentencePieceTokenizer, 300 ids" in capfd.readouterr().out
-    assert pretrain_gpt2.main([*base, "--save", "sp", "--train-iters", "2"]) == 0, "its tokenizer is in the folder"
+    assert pretrain_gpt2.main([*base, *"--save sp --train-iters 2".split()]) == 0, "its tokenizer is in the folder"
 
 
 def test_gpt2_vocabulary(work: Path, test_data: Path, capfd: pytest.CaptureFixture[str]):
     base = [flag for flag in FLAGS if flag not in ("--tokenizer-type", "bytes")]
-    base += ["--train-data", "text.txt", "--eval-iters", "0", "--save", "gpt2"]
+    base += "--train-data text.txt --eval-iters 0 --save gpt2".split()
     assert (
         pretrain_gpt2.main(
             [
                 *base,
-                "--train-iters",
-                "1",
-                "--tokenizer-type",
-                "GPT2BPETokenizer",
-                "--cache-dir",
+                *"--train-iters 1 --tokenizer-type GPT2BPETokenizer --cache-dir".split(),
                 str(test_data / "gpt2"),
             ]
         )
@@ -286,7 +254,7 @@ def test_sigterm_on_one_rank_stops_all(python: WarmPython, work: Path):
             sent.append(process_of_rank(1, work))
             os.kill(sent[0], signal.SIGTERM)
 
-    flags = ["--train-data", "text.txt", "--save", "s", "--eval-iters", "0", "--log-interval", "5"]
+    flags = "--train-data text.txt --save s --eval-iters 0 --log-interval 5".split()
     code, said = torchrun(python, work, *flags, "--train-iters", "1000000", on_line=on_line)
     assert code == 0, said
     stopped = re.search(r"stopped by SIGTERM at iteration (\d+)", said)
@@ -297,7 +265,7 @@ def test_sigterm_on_one_rank_stops_all(python: WarmPython, work: Path):
 
 
 def test_a_length_in_samples_counts_what_was_consumed(work: Path, capfd: pytest.CaptureFixture[str]):
-    flags = [*FLAGS, "--train-data", "text.txt", "--save", "s", "--eval-iters", "0", "--train-samples", "80"]
+    flags = [*FLAGS, *"--train-data text.txt --save s --eval-iters 0 --train-samples 80".split()]
     assert pretrain_gpt2.main([*flags, "--exit-interval", "12"]) == 0
     assert pretrain_gpt2.main([*flags, "--global-batch-size", "8"]) == 0  # 48 of 80 consumed, in steps of 4
     said = capfd.readouterr().out

@@ -28,7 +28,7 @@ def test_a_stop_in_the_last_step_leaves_the_end_as_it_is(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     """Evaluations, report and exit code, whatever asks for the stop."""
-    flags = [*FLAGS, "--train-data", "text.txt", "--eval-iters", "1", "--train-iters", "2"]
+    flags = [*FLAGS, *"--train-data text.txt --eval-iters 1 --train-iters 2".split()]
 
     def with_sigterm(run: Run) -> None:
         train_step(run)
@@ -46,7 +46,7 @@ def test_a_stop_in_the_last_step_leaves_the_end_as_it_is(
 
 def test_a_disk_that_fills_at_the_last_save(work: Path, capfd: pytest.CaptureFixture[str]) -> None:  # noqa: F811
     """The report names what is there; the error is one line, and the exit code 1."""
-    flags = [*FLAGS, "--train-data", "text.txt", "--eval-iters", "1"]
+    flags = [*FLAGS, *"--train-data text.txt --eval-iters 1".split()]
     assert pretrain_gpt2.main([*flags, "--save", "a run", "--train-iters", "2"]) == 0
     said, _ = capfd.readouterr()
     assert "  checkpoint  a run/iter_0000002\n" in said.replace("loss curve", "")
@@ -87,15 +87,7 @@ def test_a_run_that_fails_leaves_nothing_in_its_process(
     """No thread, no handler of signals, no lock."""
     flags = [
         *FLAGS,
-        "--train-data",
-        "text.txt",
-        "--save",
-        "s",
-        "--eval-iters",
-        "0",
-        "--train-iters",
-        "2",
-        "--async-save",
+        *"--train-data text.txt --save s --eval-iters 0 --train-iters 2 --async-save".split(),
     ]
     handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
 
@@ -117,20 +109,11 @@ def test_a_run_that_fails_leaves_nothing_in_its_process(
 def test_a_window_of_skipped_steps_says_so(work: Path, capfd: pytest.CaptureFixture[str]) -> None:  # noqa: F811
     flags = [
         *FLAGS,
-        "--train-data",
-        "text.txt",
-        "--save",
-        "s",
-        "--eval-iters",
-        "1",
-        "--train-iters",
-        "6",
-        "--log-interval",
-        "2",
-        "--tensorboard-dir",
-        "events",
+        *(
+            "--train-data text.txt --save s --eval-iters 1 --train-iters 6 --log-interval 2 --tensorboard-dir events"
+        ).split(),
     ]
-    assert pretrain_gpt2.main([*flags, "--precision", "fp16", "--loss-scale", "2e9"]) == 0
+    assert pretrain_gpt2.main([*flags, *"--precision fp16 --loss-scale 2e9".split()]) == 0
     said, _ = capfd.readouterr()
     assert said.count("| lm loss: skipped | loss scale: 2000000000.0 | grad norm: skipped |") == 3
     assert "number of skipped iterations: 2 |" in said and not re.search(r"\bnan\b|\binf\b", said, re.IGNORECASE)
@@ -141,7 +124,7 @@ def test_a_window_of_skipped_steps_says_so(work: Path, capfd: pytest.CaptureFixt
 
 
 def test_fp16_on_a_cpu_is_auto(work: Path, capfd: pytest.CaptureFixture[str]) -> None:  # noqa: F811
-    flags = [*FLAGS, "--train-data", "text.txt", "--save", "s", "--eval-iters", "0", "--train-iters", "1", "--fp16"]
+    flags = [*FLAGS, *"--train-data text.txt --save s --eval-iters 0 --train-iters 1 --fp16".split()]
     flags = [word for word in flags if word not in ("--precision", "fp32")]
     assert pretrain_gpt2.main(flags) == 0
     said, _ = capfd.readouterr()

@@ -1,90 +1,17 @@
-"""Sequence parallelism computes what model-parallel size 1 does, and keeps less."""
+"""Sequence parallelism leaves partial gradients that mpu completes, and keeps less; `train/test_layouts.py` has its
+losses."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
 import mpu
 from megatron.gpt2.model.gpt2 import GPT2Model, layer_config
 from tests.distributed import run_ranks
-from tests.megatron.gpt2.train.training_runs import SHAPE, finish, merged, start, steps, write_text
-
-STEPS = 30
-
-
-def first_step_then_train(
-    rank: int, world_size: int, folder: str, model_parallel: int, flags: list[str]
-) -> dict[str, Any]:
-    """Loss and summed gradients of the first step, then the losses of STEPS steps."""
-    run = start(
-        rank,
-        world_size,
-        folder,
-        [
-            "--model-parallel-size",
-            str(model_parallel),
-            "--clip-grad",
-            "0",
-            "--micro-batch-size",
-            str(8 * model_parallel // world_size),
-            "--save",
-            f"{folder}/{model_parallel}_{world_size}_{len(flags)}",
-            *flags,
-        ],
-    )
-    gradients: dict[str, Tensor] = {}
-    step = run.engine.optimizer.step
-
-    def step_and_look() -> None:
-        if not gradients:
-            own = {name: run.engine.flat.grad(name).clone() for name in run.engine.flat.parameters}
-            gradients.update(merged(own, mpu.partition_specs(run.engine.model), run.parallel))
-        step()
-
-    run.engine.optimizer.step = step_and_look  # type: ignore[method-assign]
-    seen = steps(run, STEPS)
-    finish(run)
-    return {"gradients": gradients, **seen}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("sequence_parallel")
-    write_text(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def reference(folder: Path) -> dict[str, Any]:
-    (alone,) = run_ranks(first_step_then_train, 1, str(folder), 1, [])
-    return alone
-
-
-@pytest.mark.parametrize(
-    ("ranks", "model_parallel", "flags"),
-    [
-        (2, 2, []),
-        pytest.param(4, 2, [], marks=pytest.mark.wide),
-        pytest.param(4, 4, [], marks=pytest.mark.wide),
-        pytest.param(4, 2, ["--use-distributed-optimizer"], marks=pytest.mark.wide),
-    ],
-)
-def test_first_step_and_the_layout(
-    folder: Path, reference: dict[str, Any], ranks: int, model_parallel: int, flags: list[str]
-):
-    for result in run_ranks(first_step_then_train, ranks, str(folder), model_parallel, ["--sequence-parallel", *flags]):
-        assert result["loss"][0] == pytest.approx(reference["loss"][0], rel=1e-6)
-        if not flags:  # where they are sharded, a rank has a part of them alone
-            assert result["gradients"].keys() == reference["gradients"].keys()
-            for name, grad in reference["gradients"].items():
-                difference = (result["gradients"][name] - grad).abs().max() / grad.abs().max()
-                assert difference < 1e-5, f"{name} differs by {difference:.1e} of its maximum"
-        assert result["loss"] == pytest.approx(reference["loss"], rel=1e-5)
+from tests.megatron.gpt2.train.training_runs import SHAPE
 
 
 def partial_and_complete(rank: int, world_size: int) -> dict[str, list[bool]]:

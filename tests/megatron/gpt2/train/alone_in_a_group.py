@@ -112,7 +112,7 @@ def check(name: str, backend: str, device: torch.device, folder: str) -> None:
     """AssertionError unless a run in the group calls its collectives with tensors of the device, and has the losses of
     a run without a group."""
     flags, needed = RUNS[name]
-    where = ["--device", device.type, "--micro-batch-size", "4", "--global-batch-size", "8"]
+    where = ["--device", device.type, *"--micro-batch-size 4 --global-batch-size 8".split()]
     expected = losses(folder, [*where, "--save", f"{folder}/without"])
     with alone(backend, device), Collectives() as collectives:
         got = losses(folder, [*where, *flags, "--save", f"{folder}/{name}"])

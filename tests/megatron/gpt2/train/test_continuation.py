@@ -1,4 +1,5 @@
-"""A run that goes on from a checkpoint says in one line how: bit-identical, within rounding, or as another training."""
+"""A run that goes on from a checkpoint says in one line how: bit-identical, within rounding, or as another training; and
+in a line each what changes with its flags."""
 
 from __future__ import annotations
 
@@ -6,14 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
+from megatron.gpt2.dist.ranks import Ranks
 from megatron.gpt2.train import run as run_module
 from megatron.gpt2.train.checkpointing import load_run
-from megatron.gpt2.train.continuation import COURSE, LAYOUT, ROUNDING, computed_by, how_it_goes_on
-from tests.megatron.gpt2.train.training_runs import finish, start, steps, write_text
+from megatron.gpt2.train.continuation import COURSE, LAYOUT, LINES, ROUNDING, differences, how_it_goes_on
+from tests.megatron.gpt2.train.training_runs import finish, prepared, start, steps, write_text
 
-DROPOUT = ["--hidden-dropout", "0.1", "--attention-dropout", "0.1", "--global-batch-size", "4"]
+BEFORE = "--hidden-dropout 0.1 --attention-dropout 0.1 --seed 7 --global-batch-size 8".split()
+ALIKE = [*BEFORE, "--precision", "fp32"]
+DROPOUT = "--hidden-dropout 0.1 --attention-dropout 0.1 --global-batch-size 4".split()
 
 
 def test_the_line_says_what_makes_it_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,11 +61,8 @@ def test_the_line_says_what_makes_it_so(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_each_fact_that_differs_is_named_and_one_that_is_missing_is_not() -> None:
-    def facts(value: Any, parts: int | None = None) -> dict[str, Any]:
-        made: dict[str, Any] = {
-            "config": {"optimizer": {"lr_decay_iters": 9, "lr_decay_style": "cosine"}},
-            "train_iters": 10,
-        }
+    def facts(value: Any, parts: int | None = None, decay: int | None = 9, iterations: int = 10) -> dict[str, Any]:
+        made: dict[str, Any] = {"config": {}, "train_iters": iterations}
         for place in (*COURSE, *LAYOUT, *ROUNDING):
             *path, name = place.split(".")
             section = made
@@ -70,6 +70,7 @@ def test_each_fact_that_differs_is_named_and_one_that_is_missing_is_not() -> Non
                 section = section.setdefault(each, {})
             section[name] = value
         made["config"]["parallel"]["exact_layouts"] = parts
+        made["config"]["optimizer"] |= {"lr_decay_iters": decay, "lr_decay_samples": None, "lr_decay_style": "cosine"}
         return made
 
     def with_other(place: str, parts: int | None = None) -> dict[str, Any]:
@@ -92,6 +93,11 @@ def test_each_fact_that_differs_is_named_and_one_that_is_missing_is_not() -> Non
                 if place in LAYOUT and parts
                 else "the same training within rounding ("
             ), place
+    # A longer run has another schedule, unless its decay is given.
+    assert how_it_goes_on(facts(1), facts(1, iterations=20)) == "bit-identical to the run that wrote it"
+    assert how_it_goes_on(facts(1, decay=None), facts(1, decay=None, iterations=20)) == (
+        "another training from here on (--train-iters 20, was 10)"
+    )
     before = facts(1)
     del before["config"]["parallel"]["exact_layouts"]  # a checkpoint from before there was the flag
     for then, here, said in (
@@ -109,29 +115,52 @@ def test_each_fact_that_differs_is_named_and_one_that_is_missing_is_not() -> Non
         )
 
 
-def test_a_longer_run_has_another_schedule_unless_its_decay_is_given() -> None:
-    def facts(iterations: int, decay: int | None) -> dict[str, Any]:
-        config: dict[str, dict[str, Any]] = {
-            section: {
-                place.split(".")[2]: 1
-                for place in (*COURSE, *LAYOUT, *ROUNDING)
-                if place.startswith(f"config.{section}.")
-            }
-            for section in ("train", "model", "data", "optimizer", "parallel")
-        }
-        config["parallel"]["exact_layouts"] = None
-        config["optimizer"] |= {"lr_decay_iters": decay, "lr_decay_samples": None, "lr_decay_style": "cosine"}
-        return {
-            "config": config,
-            "train_iters": iterations,
-            "data_fingerprint": "",
-            "global_batch_size": 1,
-            "precision": "float32",
-            "computed_by": computed_by(torch.device("cpu")),
-            "layout": {"model_parallel_size": 1, "data_parallel_size": 1, "optimizer_is_sharded": False},
-        }
+def told(folder: Path, flags: list[str]) -> list[str]:
+    """The lines at the start of a run with these flags that are about its checkpoint."""
+    lines: list[str] = []
+    prepared(folder, flags, Ranks(), lines.append)
+    return [line for line in lines if "checkpoint" in line]
 
-    assert how_it_goes_on(facts(10, 10), facts(20, 10)) == "bit-identical to the run that wrote it"
-    assert how_it_goes_on(facts(10, None), facts(20, None)) == (
-        "another training from here on (--train-iters 20, was 10)"
-    )
+
+def test_each_difference_has_its_line(tmp_path: Path) -> None:
+    write_text(tmp_path)
+    run = start(0, 1, str(tmp_path), BEFORE)
+    steps(run, 1)
+    assert run.save() is not None
+    finish(run)
+
+    assert told(tmp_path, ALIKE) == []
+    assert told(tmp_path, ["--load", f"{tmp_path}/save", "--finetune", "--save", f"{tmp_path}/tuned"]) == []
+    assert told(
+        tmp_path,
+        [
+            *BEFORE,
+            *"--seed 1 --hidden-dropout 0 --attention-dropout 0.2 --micro-batch-size 2 --precision bf16".split(),
+        ],
+    ) == [
+        "WARNING: --seed 1 here, 7 in the checkpoint: samples come in another order from here on, so that this epoch "
+        "reads some of them twice and leaves others out",
+        "WARNING: --hidden-dropout 0.0 here, 0.1 in the checkpoint: the training loss jumps, and is not comparable "
+        "with the one before",
+        "WARNING: --attention-dropout 0.2 here, 0.1 in the checkpoint: the training loss jumps, and is not comparable "
+        "with the one before",
+        "--precision bf16 here, fp32 in the checkpoint: masters and moments go on in fp32; what is computed is rounded "
+        "in another way",
+        "--micro-batch-size 2 here, 4 in the checkpoint: speed, memory and rounding change",
+    ]
+    assert [
+        line.partition(":")[0] for line in told(tmp_path, [*ALIKE, *"--global-batch-size 4 --split 80,20".split()])
+    ] == ["WARNING"] * 2
+    assert told(tmp_path, [*ALIKE, *"--rampup-batch-size 4 4 24".split()]) == [
+        "WARNING: the batch grows in another way than in the checkpoint: --rampup-batch-size 4 4 24 here, not at all "
+        "there"
+    ]
+
+
+def test_what_a_checkpoint_does_not_say_is_no_difference() -> None:
+    here = {"config": {"train": {"seed": 1, "micro_batch_size": 4}, "model": {"hidden_dropout": 0.1}}}
+    facts: list[dict[str, Any]] = [{}, {"config": {}}, {"config": {"train": 1}}, {"config": {"train": {"seed": None}}}]
+    for then in facts:
+        assert list(differences(then, here)) == []
+    assert len(list(differences({"config": {"train": {"seed": 2}}}, here))) == 1
+    assert len(LINES) == 8

@@ -10,20 +10,10 @@ import torch
 from tests.distributed import run_ranks
 from tests.megatron.gpt2.train.training_runs import finish, start, state, steps, write_text
 
-FLAGS = [
-    "--deterministic",
-    "--precision",
-    "bf16",
-    "--attention-dropout",
-    "0.1",
-    "--hidden-dropout",
-    "0.1",
-    "--use-distributed-optimizer",
-    "--global-batch-size",
-    "8",
-    "--micro-batch-size",
-    "2",
-]
+FLAGS = (
+    "--deterministic --precision bf16 --attention-dropout 0.1 --hidden-dropout 0.1 "
+    "--use-distributed-optimizer --global-batch-size 8 --micro-batch-size 2"
+).split()
 
 
 def trained(rank: int, world_size: int, folder: str) -> list[tuple[bool, dict[str, Any], dict[str, torch.Tensor]]]:

@@ -16,26 +16,10 @@ from megatron.gpt2.train.run import Run
 from tests.distributed import run_ranks
 from tests.megatron.gpt2.train.training_runs import finish, start, steps, write_text
 
-FLAGS = [
-    "--exact-layouts",
-    "4",
-    "--global-batch-size",
-    "12",
-    "--micro-batch-size",
-    "1",
-    "--attention-dropout",
-    "0.1",
-    "--hidden-dropout",
-    "0.1",
-    "--hidden-size",
-    "64",
-    "--num-layers",
-    "4",
-    "--split",
-    "80,20",
-    "--clip-grad",
-    "0.5",
-]
+FLAGS = (
+    "--exact-layouts 4 --global-batch-size 12 --micro-batch-size 1 --attention-dropout 0.1 "
+    "--hidden-dropout 0.1 --hidden-size 64 --num-layers 4 --split 80,20 --clip-grad 0.5"
+).split()
 FP16 = ["--precision", "fp16", "--initial-loss-scale", str(2**21), "--loss-scale-window", "3"]  # overflows at first
 SEQUENCE, SHARDED = ("--sequence-parallel",), ("--use-distributed-optimizer",)
 FULL, SELECTIVE = ("--recompute-granularity", "full"), ("--recompute-granularity", "selective")
@@ -177,7 +161,7 @@ def assert_equal(folder: Path, layouts: list[Layout], precision: list[str], coun
 
 
 def test_no_bit_depends_on_the_layout(folder: Path) -> None:
-    assert_equal(folder, QUICK, ["--precision", "bf16", "--global-batch-size", "6", "--num-layers", "2"], 3)
+    assert_equal(folder, QUICK, "--precision bf16 --global-batch-size 6 --num-layers 2".split(), 3)
 
 
 @pytest.mark.wide
@@ -192,7 +176,7 @@ def test_no_bit_depends_on_more_layouts(folder: Path, precision: list[str], layo
 @pytest.mark.wide
 def test_a_run_that_moves_is_the_run_that_stayed(folder: Path) -> None:
     """Saved in one layout and continued in another; the batch grows on the way."""
-    precision = ["--precision", "bf16", "--rampup-batch-size", "4", "8", "12"]
+    precision = "--precision bf16 --rampup-batch-size 4 8 12".split()
     (one,) = run_ranks(train, 1, str(folder), [Layout()], precision, 9)[0]
     results: list[dict[str, Any]] = []
     seen: list[float] = []

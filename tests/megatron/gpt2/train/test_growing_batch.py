@@ -11,29 +11,14 @@ from tests.distributed import run_ranks
 from tests.megatron.gpt2.train.training_runs import finish, start, steps, write_text
 
 PEAK = 1e-3
-COMMON = [
-    "--hidden-size",
-    "32",
-    "--hidden-dropout",
-    "0.1",
-    "--attention-dropout",
-    "0.1",
-    "--micro-batch-size",
-    "2",
-    "--lr-decay-style",
-    "linear",
-    "--override-opt-param-scheduler",
-]
+COMMON = (
+    "--hidden-size 32 --hidden-dropout 0.1 --attention-dropout 0.1 --micro-batch-size 2 "
+    "--lr-decay-style linear --override-opt-param-scheduler"
+).split()
 # 5 steps of 4, 2 of 8, then 12: borders at 18 and 36 samples. The rate is a line over 11 batches of 12.
 GROWING = [
     *COMMON,
-    "--rampup-batch-size",
-    "4",
-    "4",
-    "36",
-    "--global-batch-size",
-    "12",
-    "--lr",
+    *"--rampup-batch-size 4 4 36 --global-batch-size 12 --lr".split(),
     str(PEAK),
     "--lr-decay-iters",
     "11",
@@ -43,7 +28,7 @@ SEGMENTS = [(5, 4, PEAK, 33), (2, 8, PEAK * 38 / 33, 19), (3, 12, PEAK * 15 / 11
 MOVED = [
     ["--use-distributed-optimizer"],
     ["--model-parallel-size", "2"],
-    ["--pipeline-model-parallel-size", "2", "--micro-batch-size", "1"],
+    "--pipeline-model-parallel-size 2 --micro-batch-size 1".split(),
 ]
 
 

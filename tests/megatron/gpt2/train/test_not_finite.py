@@ -12,22 +12,10 @@ from tests.distributed import run_ranks
 from tests.faults.state_faults import plant
 from tests.megatron.gpt2.train.training_runs import finish, start, write_text
 
-FLAGS = [
-    "--num-layers",
-    "2",
-    "--hidden-size",
-    "32",
-    "--micro-batch-size",
-    "1",
-    "--global-batch-size",
-    "4",
-    "--max-skipped-steps",
-    "2",
-    "--log-interval",
-    "2",
-    "--train-iters",
-    "20",
-]
+FLAGS = (
+    "--num-layers 2 --hidden-size 32 --micro-batch-size 1 --global-batch-size 4 --max-skipped-steps 2 "
+    "--log-interval 2 --train-iters 20"
+).split()
 DOWN, UP = (f"transformer.layers.1.mlp.dense_{name}.weight" for name in ("4h_to_h", "h_to_4h"))
 
 

@@ -21,7 +21,7 @@ from mpu import kernels
 from tests.distributed import run_ranks
 from tests.megatron.gpt2.train.training_runs import finish, start, state, steps, write_text
 
-DROPOUT = ["--attention-dropout", "0.1", "--hidden-dropout", "0.1"]
+DROPOUT = "--attention-dropout 0.1 --hidden-dropout 0.1".split()
 
 
 def straight_twice_and_resumed(rank: int, world_size: int, folder: str, flags: list[str]) -> dict[str, Any]:
@@ -46,7 +46,7 @@ def straight_twice_and_resumed(rank: int, world_size: int, folder: str, flags: l
 
 LAYOUTS: list[tuple[int, int, list[str]]] = [
     (2, 2, []),
-    (1, 2, ["--precision", "fp16", "--initial-loss-scale", "1e6", "--loss-scale-window", "4"]),
+    (1, 2, "--precision fp16 --initial-loss-scale 1e6 --loss-scale-window 4".split()),
 ]
 MORE: list[tuple[int, int, list[str]]] = [(1, 1, []), (2, 1, []), (1, 2, []), (2, 1, ["--precision", "bf16"])]
 
@@ -61,14 +61,7 @@ def test_resume_is_bit_identical(tmp_path: Path, model_parallel: int, data_paral
         *DROPOUT,
         "--model-parallel-size",
         str(model_parallel),
-        "--global-batch-size",
-        "8",
-        "--micro-batch-size",
-        "2",
-        "--lr-decay-style",
-        "cosine",
-        "--warmup",
-        "0.005",
+        *"--global-batch-size 8 --micro-batch-size 2 --lr-decay-style cosine --warmup 0.005".split(),
         *flags,
     ]
     for results in run_ranks(straight_twice_and_resumed, model_parallel * data_parallel, str(tmp_path), flags):
@@ -139,11 +132,7 @@ def reshard(rank: int, world_size: int, folder: str, model_parallel: int, count:
             *DROPOUT,
             "--save",
             f"{folder}/moved",
-            "--global-batch-size",
-            "8",
-            "--micro-batch-size",
-            "4",
-            "--model-parallel-size",
+            *"--global-batch-size 8 --micro-batch-size 4 --model-parallel-size".split(),
             str(model_parallel),
         ],
     )

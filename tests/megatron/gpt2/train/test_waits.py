@@ -39,18 +39,9 @@ class Reads(TorchDispatchMode):
 @pytest.mark.parametrize(
     "flags",
     [
-        ["--lr-decay-style", "cosine", "--warmup", "0.01"],
-        [
-            "--precision",
-            "fp16",
-            "--hidden-dropout",
-            "0.1",
-            "--attention-dropout",
-            "0.1",
-            "--recompute-granularity",
-            "full",
-        ],
-        ["--eod-mask-loss", "--reset-position-ids", "--clip-grad", "0"],
+        "--lr-decay-style cosine --warmup 0.01".split(),
+        "--precision fp16 --hidden-dropout 0.1 --attention-dropout 0.1 --recompute-granularity full".split(),
+        "--eod-mask-loss --reset-position-ids --clip-grad 0".split(),
     ],
 )
 def test_a_step_reads_no_number(tmp_path: Path, flags: list[str]) -> None:
@@ -79,18 +70,7 @@ def test_too_many_skipped_steps_end_the_run_between_log_lines(tmp_path: Path) ->
         0,
         1,
         str(tmp_path),
-        [
-            "--precision",
-            "fp16",
-            "--loss-scale",
-            "2e9",
-            "--max-skipped-steps",
-            "3",
-            "--log-interval",
-            "1000",
-            "--train-iters",
-            "40",
-        ],
+        "--precision fp16 --loss-scale 2e9 --max-skipped-steps 3 --log-interval 1000 --train-iters 40".split(),
     )
     with pytest.raises(FloatingPointError, match="^3 steps in a row had a gradient that is not finite"):
         train(run)

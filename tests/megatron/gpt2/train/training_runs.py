@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,45 +18,15 @@ from megatron.gpt2.config.arguments import parse
 from megatron.gpt2.dist.gathering import sum_over_replicas
 from megatron.gpt2.dist.ranks import Ranks
 from megatron.gpt2.train.run import Run, build_run
-from megatron.gpt2.train.setup import prepare_run
+from megatron.gpt2.train.setup import Log, PreparedRun, prepare_run
 from megatron.gpt2.train.train_step import train_step
 
-SMALL = [
-    "--num-layers",
-    "2",
-    "--hidden-size",
-    "128",
-    "--num-attention-heads",
-    "4",
-    "--max-position-embeddings",
-    "32",
-    "--seq-length",
-    "32",
-    "--tokenizer-type",
-    "bytes",
-    "--split",
-    "90,10",
-    "--device",
-    "cpu",
-    "--precision",
-    "fp32",
-    "--train-iters",
-    "1000",
-    "--eval-iters",
-    "0",
-    "--lr",
-    "1.5e-4",
-    "--lr-decay-style",
-    "constant",
-    "--warmup",
-    "0",
-    "--attention-dropout",
-    "0",
-    "--hidden-dropout",
-    "0",
-    "--make-vocab-size-divisible-by",
-    "8",
-]
+SMALL = (
+    "--num-layers 2 --hidden-size 128 --num-attention-heads 4 --max-position-embeddings 32 "
+    "--seq-length 32 --tokenizer-type bytes --split 90,10 --device cpu --precision fp32 --train-iters "
+    "1000 --eval-iters 0 --lr 1.5e-4 --lr-decay-style constant --warmup 0 --attention-dropout 0 "
+    "--hidden-dropout 0 --make-vocab-size-divisible-by 8"
+).split()
 
 # A model of that size without a run around it.
 SHAPE = ModelConfig(
@@ -84,23 +54,16 @@ def write_text(folder: Path, words: int = 6000) -> Path:
     return path
 
 
+def prepared(folder: str | Path, flags: Sequence[str], ranks: Ranks, log: Log = lambda line: None) -> PreparedRun:
+    """What a rank decides alone of a run in `folder` (text.txt lies there), as the command line would make it."""
+    where = ["--train-data", f"{folder}/text.txt", "--data-cache-path", f"{folder}/cache", "--save", f"{folder}/save"]
+    return prepare_run(parse([*SMALL, *where, *flags]), ranks, log)
+
+
 def start(rank: int, world_size: int, folder: str, flags: Sequence[str]) -> Run:
-    """A run in `folder` (text.txt lies there), as the command line would make it."""
-    arguments = parse(
-        [
-            *SMALL,
-            "--train-data",
-            f"{folder}/text.txt",
-            "--data-cache-path",
-            f"{folder}/cache",
-            "--save",
-            f"{folder}/save",
-            *flags,
-        ]
-    )
-    ranks = Ranks(rank, world_size, rank, world_size)
+    """A run in `folder`, as the command line would make it."""
     with mock.patch.object(devices, "_measured_gemm", return_value=1e12):  # which takes 0.3 s
-        run = build_run(prepare_run(arguments, ranks, lambda line: None), lambda line: None)
+        run = build_run(prepared(folder, flags, Ranks(rank, world_size, rank, world_size)), lambda line: None)
     run.engine.model.train()
     return run
 
@@ -135,21 +98,12 @@ def state(run: Run) -> dict[str, Tensor]:
 def whole_weights(run: Run) -> dict[str, Tensor]:
     """The true weights of the model, or of this rank's stage of it, merged over its tensor-parallel group."""
     run.engine.gatherer.wait()
-    return merged(dict(run.engine.model.named_parameters()), mpu.partition_specs(run.engine.model), run.parallel)
-
-
-def merged(
-    tensors: Mapping[str, Tensor], specs: Mapping[str, mpu.PartitionSpec], parallel: mpu.ParallelState
-) -> dict[str, Tensor]:
-    """This rank's `tensors`, merged over the tensor-parallel group. A collective."""
-    import torch.distributed as dist
-
-    whole = {}
-    for name, tensor in tensors.items():
-        tensor = tensor.detach().contiguous()
+    specs, parallel, whole = mpu.partition_specs(run.engine.model), run.parallel, {}
+    for name, parameter in run.engine.model.named_parameters():
+        tensor = parameter.detach().contiguous()
         shards = [torch.empty_like(tensor) for _ in range(parallel.tensor_model_parallel_size)]
-        if parallel.tensor_model_parallel_size > 1:
-            dist.all_gather(shards, tensor, group=parallel.tensor_model_parallel_group)
+        if len(shards) > 1:
+            torch.distributed.all_gather(shards, tensor, group=parallel.tensor_model_parallel_group)
         else:
             shards = [tensor.clone()]
         whole[name] = specs[name].merge(shards)

@@ -15,18 +15,9 @@ from tests.distributed import run_ranks
 from tests.faults.state_faults import flip
 from tests.megatron.gpt2.train.training_runs import finish, start, write_text
 
-FLAGS = [
-    "--num-layers",
-    "1",
-    "--hidden-size",
-    "32",
-    "--micro-batch-size",
-    "1",
-    "--global-batch-size",
-    "6",
-    "--check-replicas-interval",
-    "2",
-]
+FLAGS = (
+    "--num-layers 1 --hidden-size 32 --micro-batch-size 1 --global-batch-size 6 --check-replicas-interval 2"
+).split()
 UP, NORM = "transformer.layers.0.mlp.dense_h_to_4h.weight", "transformer.final_layernorm.weight"
 
 
@@ -105,9 +96,9 @@ def test_replicas_name_the_rank(tmp_path: Path) -> None:
 def two_ways(rank: int, world: int, folder: str) -> list[str]:
     tensor = ["--model-parallel-size", "2", "--sequence-parallel"]
     lines = flipped(rank, world, f"{folder}", tensor, [(1, 3, "weight", NORM), (1, 2, "exp_avg", UP)])
-    sharded = ["--use-distributed-optimizer", "--precision", "bf16", "--save", f"{folder}/sharded"]
+    sharded = [*"--use-distributed-optimizer --precision bf16 --save".split(), f"{folder}/sharded"]
     lines += flipped(rank, world, folder, sharded, [(1, 2, "master", ""), (0, 3, "weight", "")])
-    stages = ["--num-layers", "2", "--pipeline-model-parallel-size", "2", "--save", f"{folder}/stages"]
+    stages = [*"--num-layers 2 --pipeline-model-parallel-size 2 --save".split(), f"{folder}/stages"]
     return lines + flipped(rank, world, folder, stages, [(1, 2, "exp_avg_sq", NORM)])
 
 

@@ -45,21 +45,10 @@ def slow_optimizer(rank: int, world: int, folder: str) -> list[str]:
         rank,
         world,
         folder,
-        [
-            "--num-layers",
-            "1",
-            "--hidden-size",
-            "32",
-            "--micro-batch-size",
-            "1",
-            "--global-batch-size",
-            "3",
-            "--log-straggler",
-            "--log-interval",
-            "2",
-            "--train-iters",
-            "6",
-        ],
+        (
+            "--num-layers 1 --hidden-size 32 --micro-batch-size 1 --global-batch-size 3 --log-straggler "
+            "--log-interval 2 --train-iters 6"
+        ).split(),
     )
     train(run)
     finish(run)

@@ -14,26 +14,10 @@ from tests.distributed import run_ranks
 from tests.faults.state_faults import plant
 from tests.megatron.gpt2.train.training_runs import finish, start, write_text
 
-FLAGS = [
-    "--num-layers",
-    "1",
-    "--hidden-size",
-    "32",
-    "--micro-batch-size",
-    "1",
-    "--global-batch-size",
-    "4",
-    "--log-interval",
-    "1",
-    "--save-interval",
-    "3",
-    "--rewind-on-spike",
-    "1.2",
-    "--lr",
-    "1e-2",
-    "--check-replicas-interval",
-    "1",
-]
+FLAGS = (
+    "--num-layers 1 --hidden-size 32 --micro-batch-size 1 --global-batch-size 4 --log-interval 1 "
+    "--save-interval 3 --rewind-on-spike 1.2 --lr 1e-2 --check-replicas-interval 1"
+).split()
 
 
 def test_what_counts_as_a_spike() -> None:
