@@ -38,8 +38,8 @@ from tests.megatron.gpt2.checkpoint.moved_runs import (
     global_batch,
     move,
 )
-from tests.megatron.gpt2.train.test_pipeline import FULL, SEQUENCE, SHARDED, TWO_CHUNKS, ZERO_BUBBLE, train
-from tests.megatron.gpt2.train.test_pipeline import Layout as Trained
+from tests.megatron.gpt2.train.test_layouts import FULL, SEQUENCE, SHARDED, TWO_CHUNKS, ZERO_BUBBLE, train
+from tests.megatron.gpt2.train.test_layouts import Layout as Trained
 from tests.megatron.gpt2.train.training_runs import write_text
 
 LIMIT = 1e-5
@@ -75,24 +75,27 @@ def trained_layouts(smoke: bool) -> Iterator[Trained]:
     with each size."""
     sizes = [(t, p, d) for t, p, d in product((1, 2, 4), (1, 2, 3, 4), (1, 2, 4)) if t * p * d <= (2 if smoke else 8)]
     turn = 0
-    for (t, p, d), layers, schedule in product(sizes, (4, 6), ([], TWO_CHUNKS, ZERO_BUBBLE)):
+    for (t, p, d), layers, schedule in product(sizes, (4, 6), ("", TWO_CHUNKS, ZERO_BUBBLE)):
         if (p == 1 and schedule) or (schedule == TWO_CHUNKS and layers < 2 * p):
             continue
         for with_flags in (False, True):
             micro = [size for size in (1, 2, 4, 8) if 8 % (size * d) == 0]
-            flags = [*SEQUENCE * (t > 1), *SHARDED * (d > 1), *FULL * (turn % 3 == 0)] if with_flags else []
+            named = ((SEQUENCE, t > 1), (SHARDED, d > 1), (FULL, turn % 3 == 0))
+            flags = " ".join(flag for flag, is_given in named if is_given and with_flags)
             if flags or not with_flags:
-                yield Trained(layers, t, p, d, micro[turn % len(micro)], (*schedule, *flags))
+                yield Trained(t, p, d, micro[turn % len(micro)], f"{schedule} {flags}", layers)
                 turn += 1
     for t, p in ((1, 1), (2, 1), (1, 2)):  # the compiler
         if t * p <= 2:
-            yield Trained(4, t, p, 1, 4, ("--compile",))
+            yield Trained(t, p, 1, 4, "--compile")
 
 
 def losses(folder: str, smoke: bool) -> dict[str, Any]:
     """Of each layout the greatest relative difference of a loss from that of one process."""
     write_text(Path(folder))
-    reference = {layers: run_ranks(train, 1, folder, [Trained(layers, 1, 1, 1, 8)], STEPS)[0][0] for layers in (4, 6)}
+    reference = {
+        layers: run_ranks(train, 1, folder, [Trained(1, 1, 1, 8, layers=layers)], STEPS)[0][0] for layers in (4, 6)
+    }
     rows: list[dict[str, Any]] = []
     layouts = list(trained_layouts(smoke))
     for world_size in sorted({layout.world_size for layout in layouts}):
