@@ -111,7 +111,7 @@ def losses(folder: str, smoke: bool) -> dict[str, Any]:
             rows.append(
                 {
                     **layout._asdict(),
-                    "flags": " ".join(layout.flags),
+                    "flags": layout.flags,
                     "greatest": apart,
                     "same_start": same,
                     "tied_equal": all(all(seen["tied"]) for seen in results),
@@ -119,7 +119,7 @@ def losses(folder: str, smoke: bool) -> dict[str, Any]:
             )
             print(
                 f"{len(rows):>4} of {len(layouts)}  {layout.layers} layers, {layout.tensor}x{layout.pipeline}x"
-                f"{layout.data}, micro-batch {layout.micro} {' '.join(layout.flags)}: {apart:.1e}",
+                f"{layout.data}, micro-batch {layout.micro} {layout.flags}: {apart:.1e}",
                 flush=True,
             )
     within = sum(row["greatest"] < LIMIT and row["same_start"] and row["tied_equal"] for row in rows)
