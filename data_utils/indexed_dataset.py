@@ -101,12 +101,8 @@ class IndexedDatasetBuilder:
     def end_document(self, eod: int | None = None) -> None:
         """End the open document, which is one sequence, with `eod` as its last token if one is given. ValueError if it
         has 2^31 tokens or more."""
-        if eod is not None:  # by hand: `add` would take half a microsecond longer
-            if self._filled == BUFFERED:
-                self._flush()
-            self._buffer[self._filled] = eod
-            self._filled += 1
-            self._open_length += 1
+        if eod is not None:
+            self.add([eod])
         if self._open_length >= 2**31:
             raise ValueError("a document of 2^31 tokens or more does not fit the .idx format: cut the file into parts")
         self._lengths.append(self._open_length)

@@ -20,38 +20,41 @@ from data_utils.corpora.documents import BUILTIN, documents, files_of
 from data_utils.tokenizers.gpt2 import BUILTIN_FILE, END_OF_TEXT
 
 
-def learn(texts: Iterable[str], count: int) -> Any:
-    """A byte-level BPE tokenizer of at most `count` tokens, the 256 bytes first, as an object of HF tokenizers."""
+def learn(texts: Iterable[str], vocab_size: int) -> dict[str, Any]:
+    """The `vocab` and `merges` of a byte-level BPE of at most `vocab_size` - 1 tokens, the 256 bytes first: room is
+    left for EOD."""
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
-    if count < 256:
-        raise ValueError(f"--vocab-size must be at least 257, 256 bytes and EOD, not {count + 1}")
+    if vocab_size < 257:
+        raise ValueError(f"--vocab-size must be at least 257, 256 bytes and EOD, not {vocab_size}")
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.train_from_iterator(
-        texts,
-        trainers.BpeTrainer(
-            vocab_size=count, show_progress=sys.stderr.isatty(), initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
-        ),
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size - 1,
+        show_progress=sys.stderr.isatty(),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     )
-    return tokenizer
+    tokenizer.train_from_iterator(texts, trainer)
+    model: dict[str, Any] = json.loads(tokenizer.to_str())["model"]
+    return model
 
 
 def train_bpe(vocab_file: Path, merge_file: Path, vocab_size: int, texts: Iterable[str]) -> None:
-    """Learn `vocab_size` - 1 tokens and write GPT-2's two files: the tokens with EOD as the last, and the merges."""
-    model = json.loads(learn(texts, vocab_size - 1).to_str())["model"]
-    vocabulary = {**model["vocab"], END_OF_TEXT: len(model["vocab"])}
+    """Learn at most `vocab_size` - 1 tokens and write GPT-2's two files: the tokens with EOD as the last, and the
+    merges."""
+    model = learn(texts, vocab_size)
+    count = len(model["vocab"])
     merges = ["#version: 0.2", *(pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"])]
-    for path, text in ((vocab_file, json.dumps(vocabulary)), (merge_file, "\n".join(merges) + "\n")):
+    vocabulary = json.dumps({**model["vocab"], END_OF_TEXT: count})
+    for path, text in ((vocab_file, vocabulary), (merge_file, "\n".join(merges) + "\n")):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
-    print(f"{vocab_file}, {merge_file}: {len(vocabulary) - 1} tokens and EOD")
+    print(f"{vocab_file}, {merge_file}: {count} tokens and EOD")
 
 
 def train_builtin(output: Path, vocab_size: int) -> None:
     """Learn `vocab_size` - 1 tokens and write them in the order in which they were learnt; the last id is EOD."""
-    tokenizer = learn(builtin_documents(), vocab_size - 1)
-    tokens = [tokenizer.id_to_token(index) for index in range(vocab_size - 1)]
+    tokens = list(learn(builtin_documents(), vocab_size)["vocab"])  # by id
     lines = [json.dumps(tokens[first : first + 16])[1:-1] for first in range(0, len(tokens), 16)]
     output.write_text("[" + ",\n ".join(lines) + "]\n", encoding="ascii")
     print(f"{output}: {len(tokens)} tokens and EOD")

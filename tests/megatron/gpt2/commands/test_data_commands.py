@@ -1,0 +1,240 @@
+"""tools/preprocess_data.py, inspect_data.py, merge_datasets.py and train_tokenizer.py as a user runs them."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from data_utils import IndexedDataset, build_tokenizer
+from tests.conftest import ROOT
+from tests.data_utils.made import write_pair
+from tests.megatron.gpt2.commands import tool
+
+inspect, maker, merger = tool("inspect_data"), tool("preprocess_data"), tool("merge_datasets")
+
+
+def run(name: str, line: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    words = [sys.executable, str(ROOT / "tools" / f"{name}.py"), *line.split()]
+    return subprocess.run(words, cwd=cwd, capture_output=True, text=True, timeout=240)
+
+
+# --- preprocess_data
+
+
+def write(path: Path, count: int) -> str:
+    with open(path, "w") as file:
+        for number in range(count):
+            file.write(json.dumps({"text": f"document {number} of some length, which is padded here " * 20}) + "\n")
+    return str(path)
+
+
+def flags(path: str | Path, prefix: str | Path) -> str:
+    return f"--input {path} --output-prefix {prefix} --tokenizer-type bytes --append-eod"
+
+
+def test_a_megatron_command_line(tmp_path: Path, test_data: Path) -> None:
+    """As Megatron's README has it."""
+    shutil.copy(test_data / "lambada" / "lambada_test.jsonl", tmp_path / "my-corpus.json")
+    vocab, merges = (str(test_data / "gpt2" / name) for name in ("encoder.json", "vocab.bpe"))
+    done = run(
+        "preprocess_data",
+        f"--input my-corpus.json --output-prefix my-gpt2 --vocab-file {vocab} --tokenizer-type GPT2BPETokenizer "
+        f"--merge-file {merges} --append-eod --json-keys text --workers 2 --partitions 2 --log-interval 100",
+        tmp_path,
+    )
+    counted = r"5,153 documents, 435,383 tokens \(uint16\), 1,688,837 bytes of text, 3\.93 bytes per token"
+    assert done.returncode == 0 and re.search(counted, done.stdout), done.stdout + done.stderr
+    tokenizer = build_tokenizer("GPT2BPETokenizer", vocab_file=vocab, merge_file=merges)
+    data = IndexedDataset(tmp_path / "my-gpt2_text_document")
+    lines = (tmp_path / "my-corpus.json").read_text(encoding="utf-8").splitlines()
+    texts = [tokenizer.decode(data[number][:-1]) for number in range(len(data))]
+    assert texts == [json.loads(line)["text"] for line in lines]
+
+
+@pytest.mark.parametrize(
+    ("input", "more", "reason"),
+    [
+        ("a.jsonl", "--json-keys body", r"a\.jsonl:1: no field 'body'"),
+        ("a.jsonl", "--split-sentences", "--split-sentences"),
+        ("none", "", "--input .*none: no such file"),
+    ],
+)
+def test_bad_input_is_one_line_and_code_2(tmp_path: Path, input: str, more: str, reason: str) -> None:
+    write(tmp_path / "a.jsonl", 3)
+    done = run("preprocess_data", f"{flags(tmp_path / input, tmp_path / 'out')} {more}")
+    assert done.returncode == 2 and re.fullmatch(rf"error: .*{reason}.*\n", done.stderr), done.stderr
+
+
+def test_killed_at_any_moment_and_started_again(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", 60_000)  # some 60 MB: seven shards
+    assert run("preprocess_data", flags(path, tmp_path / "whole")).returncode == 0
+    line = f"{sys.executable} {ROOT}/tools/preprocess_data.py {flags(path, tmp_path / 'out')} --workers 2"
+    kept = 0
+    for _ in range(3):  # each after one shard more, in the midst of others
+        process = subprocess.Popen(line.split(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        while process.poll() is None and len(list(tmp_path.glob("out.shards/?????.json"))) <= kept:
+            time.sleep(0.002)
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+        kept = len(list(tmp_path.glob("out.shards/?????.json")))
+    assert 3 <= kept < 7
+    again = run("preprocess_data", flags(path, tmp_path / "out"))
+    assert again.returncode == 0, again.stderr
+    names = [[f"{name}_text_document{suffix}" for suffix in (".bin", ".idx", ".json")] for name in ("out", "whole")]
+    for resumed, whole in zip(*names, strict=True):
+        assert (tmp_path / resumed).read_bytes() == (tmp_path / whole).read_bytes(), resumed
+    assert sorted(os.listdir(tmp_path)) == ["a.jsonl", *names[0], *names[1]]
+
+
+def test_a_full_disk(tmp_path: Path) -> None:
+    """Full from the start, in a shard, in the merge: one line, nothing half written, and with room it goes on."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    path = write(tmp_path / "a.jsonl", 20_000)  # 21 MB: 2 shards, 42 MB of tokens in each of two copies
+    mounted = f"mount -t tmpfs -o size=100m tmpfs {disk} && "
+    alone = ["unshare", "--map-root-user", "--mount", "sh", "-c"]
+    if not shutil.which("unshare") or subprocess.run([*alone, mounted + "true"], capture_output=True).returncode:
+        pytest.skip("no small filesystem can be mounted here")
+    program = f"from {__name__} import fill_up; fill_up({path!r}, {str(disk)!r})"
+    words = [*alone, f'{mounted} exec "$0" -c "$1"', sys.executable, program]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+
+
+def fill_up(path: str, disk: str) -> None:
+    """In a separate mount namespace: with less and less ballast on a disk of 100 MB."""
+    unchecked = (
+        "import sys; sys.argv = sys.argv[1:]; import data_utils.preprocessing.preprocess as p; "
+        "p._check_room = lambda *_: None; import runpy; runpy.run_path(sys.argv[0], run_name='__main__')"
+    )
+    line, kept = flags(path, Path(disk) / "out"), []
+    words = [sys.executable, "-c", unchecked, f"{ROOT}/tools/preprocess_data.py", *line.split()]
+    for ballast in (95, 70, 40, 0):
+        Path(disk, "ballast").write_bytes(bytes(ballast << 20))
+        done = subprocess.run(words, capture_output=True, text=True)
+        left = sorted(entry.name for entry in Path(disk).rglob("*"))
+        assert not any("tmp" in name for name in left), left
+        if ballast:
+            full = r"error: no room left on the disk of .*/out: nothing is half written; .*out\.shards keeps .*\n"
+            assert done.returncode == 2 and re.fullmatch(full, done.stderr), done.stderr
+            assert not any(name.startswith("out_") for name in left), left
+            kept.append(sum(name.endswith(".json") for name in left))
+            checked = run("preprocess_data", line)
+            assert checked.returncode == 2 and "GB are needed" in checked.stderr, checked.stderr
+        else:
+            assert done.returncode == 0, done.stderr
+    assert kept[0] < kept[-1], kept
+
+
+# --- inspect_data and merge_datasets
+
+
+@pytest.fixture
+def prefix(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    texts = [f"document {number} " * (number + 1) for number in range(20)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    maker.main(flags(tmp_path / "a.jsonl", tmp_path / "a").split())
+    capsys.readouterr()
+    return f"{tmp_path}/a_text_document"
+
+
+def test_what_it_shows(prefix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    line = f"{prefix} --documents 0 2 --tokenizer-type bytes --plot {tmp_path}/a.png"
+    assert inspect.main(line.split()) == 0
+    out = capsys.readouterr().out
+    assert "indexed, 20 documents, 2,485 tokens (uint16)" in out and "tokenizer: bytes of 257 ids" in out
+    assert "2,465 bytes of text, 1.00 a token" in out and "--- document 2: 34 tokens\ndocument 2 document 2" in out
+    assert sum(line.endswith("#") for line in out.splitlines()) == 5
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    assert inspect.main([prefix + ".bin", "--verify"]) == 0 and "every byte" in capsys.readouterr().out
+
+
+def test_every_flipped_bit_is_found(prefix: str, capsys: pytest.CaptureFixture[str]) -> None:
+    draw = random.Random(3)
+    for suffix in (".bin", ".idx", ".json"):
+        path = Path(f"{prefix}{suffix}")
+        whole = path.read_bytes()
+        for place in draw.sample(range(8 * len(whole)), 150):
+            flipped = bytearray(whole)
+            flipped[place // 8] ^= 1 << place % 8
+            path.write_bytes(flipped)
+            try:
+                found = inspect.main([prefix, "--verify"]) == 1 and "DAMAGED" in capsys.readouterr().out
+            except ValueError as error:  # refused at opening
+                found = "is damaged" in str(error)
+            assert found, (suffix, place)
+        path.write_bytes(whole[:-2])
+        with pytest.raises(ValueError, match="is damaged"):
+            inspect.main([prefix, "--verify"])
+        path.write_bytes(whole)
+    assert inspect.main([prefix, "--verify"]) == 0
+
+
+def test_ids_outside_the_vocabulary_are_found_without_a_manifest(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pair = write_pair(tmp_path / "a", [[1, 300]])
+    assert inspect.main([pair, "--verify", "--tokenizer-type", "bytes"]) == 1
+    assert "ids from 1 to 300, but the vocabulary has 257" in capsys.readouterr().out
+    with pytest.raises(FileNotFoundError, match="no hashes to compare"):
+        inspect.main([pair, "--verify"])
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("{0} --documents 20 --tokenizer-type bytes", "there are documents 0 to 19"),
+        ("{0} --documents 0", "--documents needs --tokenizer-type"),
+        ("{0} --tokenizer-type builtin", "names another tokenizer"),
+        ("{0} --plot {0}.xyz", "--plot .*.xyz: give a file"),
+        ("{0} --plt", "unrecognized"),
+        ("{0}/none", "no such file"),
+    ],
+)
+def test_bad_input_of_inspect_data(prefix: str, line: str, reason: str) -> None:
+    with pytest.raises((ValueError, FileNotFoundError), match=reason):
+        inspect.main(line.format(prefix).split())
+
+
+def test_merging_checks_the_manifests(prefix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    merger.main(f"--input {prefix} {prefix} --output-prefix {tmp_path}/twice".split())
+    assert "40 documents and 4,970 tokens" in capsys.readouterr().out
+    assert inspect.main([f"{tmp_path}/twice", "--verify"]) == 0
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(FileNotFoundError, match="holds no .idx"):
+        merger.main(f"--input {tmp_path}/folder --output-prefix {tmp_path}/x".split())
+    whole = Path(f"{prefix}.bin").read_bytes()
+    Path(f"{prefix}.bin").write_bytes(b"\x05" + whole[1:])
+    with pytest.raises(ValueError, match="is damaged: its tokens are not those of its manifest"):
+        merger.main(f"--input {prefix} --output-prefix {tmp_path}/x".split())
+    assert not list(tmp_path.glob("x*"))
+
+
+# --- train_tokenizer
+
+
+def test_a_bpe_in_gpt2s_format_is_lossless_and_what_hf_makes_of_the_same_files(tmp_path: Path) -> None:
+    from tokenizers import ByteLevelBPETokenizer
+
+    text = "The quick brown fox — naïve 漢字 😀 — jumps over <|endoftext|> and 12345 lazy dogs.\n\n  'tis it's\t"
+    lines = [json.dumps({"body": text * 3 + str(number)}) + "\n" for number in range(200)]
+    (tmp_path / "a.jsonl").write_text("".join(lines))
+    files = [str(tmp_path / "new" / name) for name in ("encoder.json", "vocab.bpe")]
+    line = f"bpe --vocab-file {files[0]} --merge-file {files[1]} --train-data {tmp_path}/a.jsonl --text-key body"
+    assert run("train_tokenizer", f"{line} --vocab-size 400").returncode == 0
+    tokenizer = build_tokenizer("GPT2BPETokenizer", vocab_file=files[0], merge_file=files[1])
+    ids = list(tokenizer.encode(text))
+    assert tokenizer.decode(ids) == text and tokenizer.eod == tokenizer.vocab_size - 1 not in ids
+    assert ids == ByteLevelBPETokenizer(*files).encode(text).ids and len(ids) < len(text) / 1.5
+    small = run("train_tokenizer", f"{line} --vocab-size 200")
+    assert small.returncode == 2 and "--vocab-size must be at least 257" in small.stderr
