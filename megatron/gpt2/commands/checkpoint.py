@@ -23,9 +23,16 @@ from data_utils.command_line import Parser, program
 from megatron.gpt2.checkpoint.reader import Checkpoint
 from megatron.gpt2.config import require
 from megatron.gpt2.formats import Hints, Source, open_source
-from megatron.gpt2.formats.compare import describe, lines
+from megatron.gpt2.formats.compare import check, describe, diff, lines, table
+from megatron.gpt2.formats.dcp_gpt2 import write_dcp
+from megatron.gpt2.formats.huggingface import write_huggingface
+from megatron.gpt2.formats.megatron import write_megatron
 from megatron.gpt2.formats.megatron_model import PIPELINE, VIRTUAL, Layout
+from megatron.gpt2.formats.nanogpt import write_nanogpt
 from megatron.gpt2.formats.native import write_native
+from megatron.gpt2.formats.openai_names import exported_kind
+from megatron.gpt2.formats.openai_tokenizer import open_tokenizer
+from megatron.gpt2.formats.torch_dist import write_torch_dist
 from megatron.gpt2.pipeline.stages import FIRST, LAST
 
 MEGATRON = ("megatron-2019", "megatron-v2", "megatron-v3", "megatron-core", "torch_dist")
@@ -131,8 +138,6 @@ def tokenizer_of(args: argparse.Namespace, source: Source) -> Tokenizer | None:
             kind_of_vocabulary(str(args.vocab_file)), vocab_file=args.vocab_file, merge_file=args.merge_file
         )
     if files := source.facts.get("tokenizer_files"):
-        from megatron.gpt2.formats.openai_tokenizer import open_tokenizer
-
         return open_tokenizer(files)
     if source.facts.get("tokenizer") is None:
         report("no tokenizer is with the source: --vocab-file and --merge-file, or --tokenizer-model, would give it")
@@ -168,29 +173,18 @@ def write(args: argparse.Namespace, source: Source, to: str, layout: Layout) -> 
         left_out.append("the tokenizer, which this format does not hold")
     for line in left_out:
         report(f"left out: {line}")
-    if to == "native":
-        return write_native(
-            source, args.out, model_parallel_size=ranks, tokenizer=tokenizer_of(args, source), log=report
-        )
-    if to == "huggingface":
-        from megatron.gpt2.formats.huggingface import write_huggingface
-
-        return write_huggingface(source, args.out, dtype=args.dtype, tokenizer=tokenizer_of(args, source), log=report)
-    if to == "nanogpt":
-        from megatron.gpt2.formats.nanogpt import write_nanogpt
-
-        return write_nanogpt(source, args.out, tokenizer=tokenizer_of(args, source), log=report)
-    if to == "dcp":
-        from megatron.gpt2.formats.dcp_gpt2 import write_dcp
-
-        return write_dcp(source, args.out)
     if to == "torch_dist":
-        from megatron.gpt2.formats.torch_dist import write_torch_dist
-
         return write_torch_dist(source, args.out, layout, log=report)
-    from megatron.gpt2.formats.megatron import write_megatron
-
-    return write_megatron(source, args.out, to, layout, log=report)
+    if to in MEGATRON:
+        return write_megatron(source, args.out, to, layout, log=report)
+    if to == "dcp":
+        return write_dcp(source, args.out)
+    tokenizer = tokenizer_of(args, source)
+    if to == "huggingface":
+        return write_huggingface(source, args.out, dtype=args.dtype, tokenizer=tokenizer, log=report)
+    if to == "nanogpt":
+        return write_nanogpt(source, args.out, tokenizer=tokenizer, log=report)
+    return write_native(source, args.out, model_parallel_size=ranks, tokenizer=tokenizer, log=report)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -203,8 +197,6 @@ def main(argv: list[str] | None = None) -> int:
     if args.command == "verify":
         return verify(args)
     if args.command == "diff":
-        from megatron.gpt2.formats.compare import diff, table
-
         difference = diff(verified(args, args.a), verified(args, args.b))
         print("\n".join(table(difference)))
         print("equal" if difference.equal else "NOT EQUAL")
@@ -219,20 +211,12 @@ def main(argv: list[str] | None = None) -> int:
     what += f" of {layout.pipeline} pipeline stages" * (layout.pipeline > 1)
     print(f"{source.path} ({source.format}) is now {path} ({what})")
     if args.command == "convert" and args.check:
-        from megatron.gpt2.formats.compare import check
-        from megatron.gpt2.formats.openai_names import exported_kind
-
         # Megatron's files of 2019 do not say their heads, those of DCP neither heads nor formula.
         model = source.facts["config"]["model"]
-        hints = Hints(
-            model["num_attention_heads"] if to in ("megatron-2019", "dcp") else None,
-            gelu=model["gelu"] if to == "dcp" else None,
-        )
-        kind = (
-            exported_kind(source, args.dtype)
-            if to == "huggingface"
-            else (exported_kind(source, "fp32") if to in OTHERS else "model")
-        )
+        heads = model["num_attention_heads"] if to in ("megatron-2019", "dcp") else None
+        hints = Hints(heads, gelu=model["gelu"] if to == "dcp" else None)
+        dtype = args.dtype if to == "huggingface" else "fp32" if to in OTHERS else "source"
+        kind = exported_kind(source, dtype)
         greatest = check(source, open_source(args.out, hints, log=report), kind=kind, log=print)
         if not greatest <= CHECK_LIMIT:
             print(f"NOT EQUAL: more than {CHECK_LIMIT:g}")
