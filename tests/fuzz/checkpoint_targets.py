@@ -27,9 +27,16 @@ from megatron.gpt2.formats.torch_files import load_pickle
 from megatron.gpt2.model.parameters import parameter_specs
 from tests.fuzz.target import Files, Target
 from tests.megatron.gpt2.checkpoint.saved_states import find, save
-from tests.megatron.gpt2.formats.made import SHAPE, core, random_weights, write_megatron
-from tests.megatron.gpt2.formats.test_readers_openai import nanogpt_checkpoint, openai_state, write_huggingface
-from tests.megatron.gpt2.formats.torch_dist_files import unpack
+from tests.megatron.gpt2.formats.made import (
+    SHAPE,
+    core,
+    nanogpt_checkpoint,
+    openai_state,
+    random_weights,
+    unpack,
+    write_huggingface,
+    write_megatron,
+)
 
 NO_HINTS = Hints()
 ITERATION = "iter_0000007"

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import mpu
-from tests.megatron.gpt2.formats.torch_dist_files import unpacked
+from tests.megatron.gpt2.formats.made import unpacked
 
 
 @pytest.fixture(autouse=True)

@@ -1,18 +1,24 @@
-"""Checkpoints of other programs, written here from known random weights."""
+"""Checkpoints of other programs: written here from known random weights, and those in `torch_dist/`, which megatron-core
+wrote, with what they hold."""
 
 from __future__ import annotations
 
 import argparse
+import json
+import tarfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron.gpt2.config import ModelConfig
-from megatron.gpt2.formats import Source
+from megatron.gpt2.formats import Hints, Source, open_source
 from megatron.gpt2.formats.foreign import ForeignSource, LazyTensor
+from megatron.gpt2.formats.megatron_model import name_of_2019
 from megatron.gpt2.model.parameters import parameter_specs
 
 SHAPE = ModelConfig(
@@ -202,3 +208,132 @@ def made_source(num_layers: int, dtype: torch.dtype) -> Source:
         },
     }
     return ForeignSource(Path("made"), "native", 7, shape, facts, lazy)
+
+
+NAMES = {
+    "input_layernorm": "ln_1",
+    "attention.query_key_value": "attn.c_attn",
+    "attention.dense": "attn.c_proj",
+    "post_attention_layernorm": "ln_2",
+    "mlp.dense_h_to_4h": "mlp.c_fc",
+    "mlp.dense_4h_to_h": "mlp.c_proj",
+}
+
+
+def openai_state(weights: dict[str, Tensor], *, transposed: bool) -> dict[str, Tensor]:
+    """`weights`, ours, under OpenAI's names, QKV as [3, n, d]."""
+    state = {}
+    for name, value in weights.items():
+        theirs = (
+            name.replace("word_embeddings", "wte")
+            .replace("position_embeddings", "wpe")
+            .replace("transformer.final_layernorm", "ln_f")
+            .replace("transformer.layers", "h")
+        )
+        for ours, other in NAMES.items():
+            theirs = theirs.replace(f".{ours}.", f".{other}.")
+        if ".c_attn." in theirs:
+            value = value.view(SHAPE.num_attention_heads, 3, -1, *value.shape[1:]).transpose(0, 1).reshape(value.shape)
+        if transposed and value.dim() == 2 and theirs.startswith("h."):
+            value = value.t()
+        state[f"transformer.{theirs}"] = value.contiguous()
+    return state
+
+
+def write_huggingface(folder: Path, **config: Any) -> Path:
+    """By hand, so that it can be wrong."""
+    folder.mkdir(exist_ok=True)
+    save_file(openai_state(random_weights(), transposed=True), folder / "model.safetensors", metadata={"format": "pt"})
+    known = {
+        "model_type": "gpt2",
+        "vocab_size": 101,
+        "n_positions": 24,
+        "n_embd": 48,
+        "n_layer": 4,
+        "n_head": 4,
+        "n_inner": 80,
+    }
+    (folder / "config.json").write_text(json.dumps({**known, **config}))
+    return folder
+
+
+def nanogpt_checkpoint(*, bias: bool = True, prefix: str = "_orig_mod.") -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """As train.py writes it, and our weights; its MLP is 4h wide."""
+    weights = random_weights(replace(SHAPE, ffn_hidden_size=None), seed=3)
+    if not bias:
+        weights = {
+            name: torch.zeros_like(value) if name.endswith(".bias") else value for name, value in weights.items()
+        }
+    state = openai_state(
+        {name: value for name, value in weights.items() if bias or not name.endswith(".bias")}, transposed=False
+    )
+    matrices, vectors = ([name for name in state if (state[name].dim() == 2) == wanted] for wanted in (True, False))
+    adam = {
+        "state": {
+            number: {"step": torch.tensor(9.0), "exp_avg": state[name] + 1, "exp_avg_sq": state[name] ** 2}
+            for number, name in enumerate([*matrices, *vectors])
+        },
+        "param_groups": [
+            {"params": list(range(len(matrices))), "weight_decay": 0.1, "betas": (0.9, 0.95), "eps": 1e-8, "lr": 1e-3},
+            {
+                "params": list(range(len(matrices), len(state))),
+                "weight_decay": 0.0,
+                "betas": (0.9, 0.95),
+                "eps": 1e-8,
+                "lr": 1e-3,
+            },
+        ],
+    }
+    state["lm_head.weight"] = state["transformer.wte.weight"]
+    return {
+        "model": {prefix + name: value for name, value in state.items()},
+        "optimizer": adam,
+        "model_args": {
+            "n_layer": 4,
+            "n_head": 4,
+            "n_embd": 48,
+            "block_size": 24,
+            "bias": bias,
+            "vocab_size": 101,
+            "dropout": 0.2,
+        },
+        "iter_num": 9,
+        "best_val_loss": torch.tensor(1.0),
+        "config": {"out_dir": "out"},
+    }, weights
+
+
+FIXTURES = Path(__file__).parent / "torch_dist"
+CASES = {path.name.removesuffix(".tar.xz"): path for path in sorted(FIXTURES.glob("*.tar.xz"))}
+VOCABULARY, KINDS = 29, ("model", "master", "exp_avg", "exp_avg_sq")
+
+
+def unpacked(base: Path) -> dict[str, Path]:
+    """Every checkpoint, in a folder of its name in `base`."""
+    for name in CASES:
+        unpack(name, base / name)
+    return {name: base / name for name in CASES}
+
+
+def unpack(name: str, folder: Path) -> None:
+    """The checkpoint of this name into `folder`."""
+    with tarfile.open(CASES[name]) as archive:
+        archive.extractall(folder, filter="data")
+
+
+def opened(folder: Path) -> Source:
+    return open_source(folder, Hints(vocab_size=VOCABULARY), log=lambda line: None)
+
+
+def expected(kind: str) -> dict[str, Tensor]:
+    """What megatron-core held in memory when it wrote, by our names."""
+    with np.load(FIXTURES / "expected.npz") as held:
+        return {
+            name_of_2019(name.removeprefix(f"{kind}.")): torch.from_numpy(held[name])
+            for name in held.files
+            if name.startswith(f"{kind}.")
+        }
+
+
+def in_fp32(name: str) -> bool:
+    return "fp32" in name

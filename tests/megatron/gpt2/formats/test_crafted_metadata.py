@@ -13,7 +13,7 @@ import pytest
 
 from megatron.gpt2.formats.dcp import METADATA, read_metadata
 from tests.megatron.gpt2.formats.crafted_metadata import CRAFTED
-from tests.megatron.gpt2.formats.torch_dist_files import opened
+from tests.megatron.gpt2.formats.made import opened
 
 
 @pytest.fixture(scope="module")

@@ -15,9 +15,8 @@ from megatron.gpt2.checkpoint.foreign import refuse_foreign
 from megatron.gpt2.commands import checkpoint
 from megatron.gpt2.formats import Hints, Source, open_source, recognise
 from tests.distributed import run_ranks
-from tests.megatron.gpt2.formats.made import SHAPE, random_weights
-from tests.megatron.gpt2.formats.test_readers import TOLERANCE, logits_of
-from tests.megatron.gpt2.formats.test_readers_openai import openai_state
+from tests.megatron.gpt2.formats.made import SHAPE, openai_state, random_weights
+from tests.megatron.gpt2.formats.test_megatron import TOLERANCE, logits_of
 
 FORMS = {"huggingface": True, "nanogpt": False}  # whether the linear layers are [in, out]
 HINTS = Hints(num_attention_heads=SHAPE.num_attention_heads)

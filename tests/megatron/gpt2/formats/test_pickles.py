@@ -22,8 +22,7 @@ from data_utils.files.inert_pickle import Inert
 from megatron.gpt2.formats import Hints, open_source
 from megatron.gpt2.formats.torch_files import load_pickle
 from tests.conftest import TEST_DATA
-from tests.megatron.gpt2.formats.crafted_models import with_index, with_top
-from tests.megatron.gpt2.formats.crafted_pickles import (
+from tests.megatron.gpt2.formats.crafted_files import (
     CRAFTED,
     FOUR,
     legacy_of,
@@ -31,11 +30,12 @@ from tests.megatron.gpt2.formats.crafted_pickles import (
     storage,
     tensor,
     valid_zip,
+    with_index,
     with_payload,
+    with_top,
     zip_of,
 )
-from tests.megatron.gpt2.formats.made import core, random_weights
-from tests.megatron.gpt2.formats.test_readers_openai import openai_state, write_huggingface
+from tests.megatron.gpt2.formats.made import core, openai_state, random_weights, write_huggingface
 
 
 def same(a: Any, b: Any) -> bool:

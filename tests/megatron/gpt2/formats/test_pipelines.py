@@ -23,7 +23,7 @@ from megatron.gpt2.formats.native import write_native
 from megatron.gpt2.formats.torch_files import load_pickle
 from tests.conftest import TEST_DATA
 from tests.megatron.gpt2.formats.made import made_source
-from tests.megatron.gpt2.formats.test_readers import TOLERANCE, TRUE_VOCABULARY, logits_of, silent
+from tests.megatron.gpt2.formats.test_megatron import TOLERANCE, TRUE_VOCABULARY, logits_of, silent
 
 # format, layers, layout, dtype
 QUICK = [

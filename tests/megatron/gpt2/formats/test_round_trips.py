@@ -18,7 +18,7 @@ from megatron.gpt2.formats.megatron_model import Layout
 from megatron.gpt2.formats.native import native_facts, write_native
 from megatron.gpt2.formats.openai_tokenizer import tokenizer_files
 from tests.conftest import TEST_DATA
-from tests.megatron.gpt2.formats.test_readers import GENUINE, TRUE_VOCABULARY, genuine, open_genuine, silent
+from tests.megatron.gpt2.formats.test_megatron import GENUINE, TRUE_VOCABULARY, genuine, open_genuine, silent
 from tests.megatron.gpt2.train.training_runs import finish, start, steps, write_text
 
 TEXTS = [

@@ -1,4 +1,5 @@
-"""Checkpoints for nanoGPT, and its models of characters from their files to its own sample.py and train.py."""
+"""nanoGPT's checkpoints, read and written, and its models of characters from their files to its own sample.py and
+train.py."""
 
 from __future__ import annotations
 
@@ -20,14 +21,110 @@ import mpu
 from data_utils import load_tokenizer
 from data_utils.tokenizers.base import CharacterTokenizer
 from megatron.gpt2.commands import checkpoint, generate_text, pretrain_gpt2
-from megatron.gpt2.formats import open_source
+from megatron.gpt2.config import OptimizerConfig
+from megatron.gpt2.formats import Hints, open_source, recognise
 from megatron.gpt2.formats.foreign import ForeignSource, LazyTensor
 from megatron.gpt2.formats.nanogpt import write_nanogpt
 from megatron.gpt2.formats.native import write_native
-from tests.megatron.gpt2.formats.made import SHAPE, random_weights
-from tests.megatron.gpt2.formats.test_readers import logits_of
-from tests.megatron.gpt2.formats.test_readers_openai import nanogpt_checkpoint
+from tests.megatron.gpt2.formats.made import SHAPE, nanogpt_checkpoint, random_weights
+from tests.megatron.gpt2.formats.test_huggingface import same
+from tests.megatron.gpt2.formats.test_megatron import logits_of, refused, silent
 from tests.megatron.gpt2.train.training_runs import SMALL
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("prefix", ["_orig_mod.", ""])
+def test_nanogpt(tmp_path: Path, bias: bool, prefix: str):
+    checkpoint, weights = nanogpt_checkpoint(bias=bias, prefix=prefix)
+    torch.save(checkpoint, tmp_path / "ckpt.pt")
+    assert recognise(tmp_path) == ("nanogpt", tmp_path / "ckpt.pt")
+    source = open_source(tmp_path)
+    assert source.iteration == 9 and source.facts["config"]["model"]["gelu"] == "erf"
+    assert same(source, weights) and same(source, weights, "master") and not source.left_out
+    moments = {
+        name: torch.zeros_like(value) if name.endswith("bias") and not bias else value + 1
+        for name, value in weights.items()
+    }
+    # Moments come in QKV's order too.
+    assert same(source, moments, "exp_avg") and same(source, {k: v**2 for k, v in weights.items()}, "exp_avg_sq")
+    assert source.facts["optimizer"]["adam_steps"] == 9
+    assert OptimizerConfig(**source.facts["config"]["optimizer"]).adam_beta2 == 0.95
+
+
+def test_nanogpt_leaves_out_what_is_not_certain(tmp_path: Path):
+    checkpoint, weights = nanogpt_checkpoint()
+    checkpoint["optimizer"]["param_groups"][0]["params"][:2] = [1, 0]
+    torch.save(checkpoint, tmp_path / "ckpt.pt")
+    source = open_source(tmp_path)
+    assert same(source, weights) and "optimizer" in source.left_out[0]
+    assert not any(name.startswith(("master", "exp_avg")) for name in source.names())
+    assert "optimizer" not in source.facts
+
+
+def test_nanogpt_vocabulary(tmp_path: Path):
+    checkpoint, weights = nanogpt_checkpoint()
+    table = torch.randn(50304, 48)
+    checkpoint["model"]["_orig_mod.transformer.wte.weight"] = table
+    checkpoint["model"]["_orig_mod.lm_head.weight"] = table
+    checkpoint["model_args"]["vocab_size"] = 50304
+    del checkpoint["optimizer"]
+    torch.save(checkpoint, tmp_path / "ckpt.pt")
+    lines: list[str] = []
+    assert open_source(tmp_path, log=lines.append).facts["vocab_size"] == 50304
+    assert "--vocab-size 50257" in lines[0]
+    source = open_source(tmp_path, Hints(vocab_size=50257), log=silent)
+    assert torch.equal(source.read("model.word_embeddings.weight"), table[:50257])
+    refused(tmp_path, "50305", vocab_size=50305)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_what_the_real_nanogpt_writes(tmp_path: Path, bias: bool):
+    """NANOGPT names a checkout: its own model, optimizer and compiled names."""
+    if "NANOGPT" not in os.environ:
+        pytest.skip("NANOGPT names no checkout of nanoGPT")
+    spec = importlib.util.spec_from_file_location("nanogpt_model", Path(os.environ["NANOGPT"]) / "model.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    arguments = {
+        "n_layer": 3,
+        "n_head": 4,
+        "n_embd": 48,
+        "block_size": 24,
+        "bias": bias,
+        "vocab_size": 101,
+        "dropout": 0.0,
+    }
+    torch.manual_seed(5)
+    model = module.GPT(module.GPTConfig(**arguments))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    optimizer = model.configure_optimizers(0.1, 1e-3, (0.9, 0.95), "cpu")
+    tokens = torch.randint(101, (2, 24))
+    for _ in range(2):
+        model(tokens, tokens)[1].backward()
+        optimizer.step()
+    state = {f"_orig_mod.{name}": value for name, value in model.state_dict().items()}
+    torch.save(
+        {
+            "model": state,
+            "optimizer": optimizer.state_dict(),
+            "model_args": arguments,
+            "iter_num": 2,
+            "best_val_loss": torch.tensor(1e9),
+            "config": {},
+        },
+        tmp_path / "ckpt.pt",
+    )
+    source = open_source(tmp_path)
+    with torch.no_grad():
+        theirs = model.eval()(tokens, tokens)[0]
+    assert (logits_of(source, tokens) - theirs).abs().max() < 5e-6
+    parameters = dict(model.named_parameters())
+    for ours, other in (("word_embeddings", "wte"), ("transformer.layers.1.mlp.dense_4h_to_h", "h.1.mlp.c_proj")):
+        moment = optimizer.state[parameters[f"transformer.{other}.weight"]]["exp_avg_sq"]
+        assert torch.equal(source.read(f"exp_avg_sq.{ours}.weight"), moment)
+
 
 TEXT = "First Citizen:\nBefore we proceed any further, hear me speak.\n\nAll:\nSpeak, speak.\n" * 60
 
