@@ -165,12 +165,8 @@ def _schedule(top: Mapping[str, Any], args: Mapping[str, Any], step: int) -> tup
     batch, grows = args.get("global_batch_size"), args.get("rampup_batch_size") or args.get("step_batch_size_schedule")
     left_out: list[str] = []
     if "end_iter" in said:  # 2019 counts iterations
-        style, end, warmup, unit, done, peak = (
-            *(said[name] for name in ("decay_style", "end_iter", "warmup_iter")),
-            1,
-            said["num_iters"],
-            said["start_lr"],
-        )
+        style, end, warmup = (said[name] for name in ("decay_style", "end_iter", "warmup_iter"))
+        unit, done, peak = 1, said["num_iters"], said["start_lr"]
         style = {"cosine": "cosine-2019", "None": "constant"}.get(style, style)
         if style in ("linear", "exponential"):
             left_out.append(f"2019's form of the {style} schedule: today's, which is close to it, takes its place")

@@ -89,39 +89,25 @@ for _thing in ACTING:
         )  # type: ignore[misc]
 
 
-# Streams of instructions.
+# Streams of instructions, besides those of crafted_files.py, which the same machine reads.
 SIZE = name("torch", "Size")
 INDEX = name("torch.distributed.checkpoint.metadata", "MetadataIndex")
 # A tuple of 2**60 leaves.
 DOUBLED = b"K\x01\x94" + b"".join(b"h" + bytes([i]) + b"h" + bytes([i]) + b"\x86\x94" for i in range(60))
 DEEP = 100_000
 STREAMS: dict[str, bytes] = {
-    "nothing": b"",
     "a number": b"K\x07",
-    "None": b"N",
-    "an empty dictionary": b"}",
-    "an unknown instruction": b"\xff",
-    "a key that takes years to hash": b"}" + DOUBLED + b"Ns",
     "a class's key that takes years to hash": b"}" + SIZE + DOUBLED + b"\x85R\x94h\xffNs",
     "a tuple as a key": b"})Ns",
-    "a list as a key": b"}]Ns",
-    "a key twice": b"}(" + (text("a") + b"N") * 2 + b"u",
-    "an odd number of items": b"}(" + text("a") * 3 + b"u",
-    "items for a number": b"K\x01K\x02a",
-    "items for a tuple": b")K\x02K\x03s",
-    "an empty stack": b"a",
-    "no mark": b"t",
     "nothing to keep": b"\x94",
     "nothing that was kept": b"h\x07",
     "nothing that was kept, far": b"j\xff\xff\xff\xff",
     "kept under a number": b"Nq\x00",
     "kept under a large number": b"Nr\xff\xff\xff\x7f",
-    "a string longer than the file": b"X" + struct.pack("<I", 2**32 - 1) + b"abc",
     "a string of 2**60 bytes": b"\x8d" + struct.pack("<Q", 1 << 60) + b"abc",
     "bytes of 2**60 bytes": b"\x8e" + struct.pack("<Q", 1 << 60) + b"abc",
     "a bytearray of 2**60 bytes": b"\x96" + struct.pack("<Q", 1 << 60),
     "a frame of 2**60 bytes": b"\x95" + struct.pack("<Q", 1 << 60),
-    "a string that is no UTF-8": b"\x8c\x02\xff\xfe",
     "a number of 2**31 bytes": b"\x8b" + struct.pack("<I", 2**31 - 1),
     "a set": b"\x8f",
     "a frozen set": b"(\x91",
@@ -129,18 +115,14 @@ STREAMS: dict[str, bytes] = {
     "an extension": b"\x82\x01",
     "a persistent id": b"K\x01Q",
     "a persistent name": b"Pabc\n",
-    "an instance of protocol 0": b"(cos\nsystem\no",
     "an instance by a line": b"(S'touch x'\nios\nsystem\n",
     "a buffer out of band": b"\x97",
     "the last item taken away": b"N0N",
     "a name of numbers": b"K\x01K\x02\x93",
     "a name of long strings": (b"X" + struct.pack("<I", 10**6) + b"a" * 10**6) * 2 + b"\x93",
-    "a call of a number": b"K\x01)R",
     "a call of a dictionary": b"}\x94h\x00)R",
     "a state for a number": b"K\x01K\x02b",
-    "nested deeply": b"]" * DEEP + b"a" * (DEEP - 1),
     "nested deeply in tuples": b")" + b"\x85" * DEEP,
-    "nested deeply in dictionaries": (b"}" + text("a")) * DEEP + b"N" + b"s" * DEEP,
     "a deep state": (SIZE + b")\x81") * 30_000 + b"b" * 29_999,
     "too many instructions": b"K\x01" * 3_000_000,
     "too many things": b"N" * 3_000_000,
@@ -156,7 +138,6 @@ STREAMS: dict[str, bytes] = {
     "too many names": b"".join(name("torch", f"Size{i}") for i in range(100)),
     "a name too often": SIZE * 200_000,
     "a long list in many": b"](" + b"N" * 50_000 + b"e\x94" + (SIZE + b"h\x00\x85R") * 50_000,
-    "copies of a long list": b"](" + b"N" * 1000 + b"e\x94" + b"0h\x00" * 1000,
     "an index without a name": b"}" + INDEX + b")\x81Ns",
 }
 for _name, _stream in STREAMS.items():
@@ -248,14 +229,46 @@ for _title, _size in SIZES.items():
         held.state_dict_metadata[fqn].chunks[0].sizes = size
 
 
-@changed("a box twice")
-def _(held: Any, index: MetadataIndex, fqn: str) -> None:
-    held.state_dict_metadata[fqn].chunks *= 2
+CHANGES: dict[str, Callable[[Any, MetadataIndex, str], object]] = {
+    "a box twice": lambda held, index, fqn: held.state_dict_metadata[fqn].chunks.extend(
+        list(held.state_dict_metadata[fqn].chunks)
+    ),
+    "no box": lambda held, index, fqn: held.state_dict_metadata[fqn].chunks.clear(),
+    "a box that lies nowhere": lambda held, index, fqn: held.storage_data.pop(index),
+    "an object that lies nowhere": lambda held, index, fqn: held.state_dict_metadata.update(
+        nowhere=BytesStorageMetadata()
+    ),
+    "an object in the place of a tensor": lambda held, index, fqn: held.state_dict_metadata.update(
+        {fqn: BytesStorageMetadata()}
+    ),
+    "a name that is none": lambda held, index, fqn: held.state_dict_metadata.update({7: held.state_dict_metadata[fqn]}),
+    "a long name": lambda held, index, fqn: held.state_dict_metadata.update(
+        {"a" * 100_000: held.state_dict_metadata[fqn]}
+    ),
+    "a number for a tensor": lambda held, index, fqn: held.state_dict_metadata.update({fqn: 7}),
+    "a number for a place": lambda held, index, fqn: held.storage_data.update({index: 7}),
+    "a name for an index": lambda held, index, fqn: held.storage_data.update({fqn: held.storage_data.pop(index)}),
+}
+for _dtype in (torch.int64, "torch.float32", torch.complex64):
+    CHANGES[f"a tensor of {_dtype}"] = lambda held, index, fqn, dtype=_dtype: setattr(  # type: ignore[misc]
+        held.state_dict_metadata[fqn].properties, "dtype", dtype
+    )
+for _field in ("state_dict_metadata", "storage_data"):
+    for _nothing in (None, (), "", 7):
+        CHANGES[f"{_nothing!r} for {_field}"] = lambda held, index, fqn, field=_field, value=_nothing: setattr(  # type: ignore[misc]
+            held, field, value
+        )
+for _title, _change in CHANGES.items():
+
+    @changed(_title)
+    def _(held: Any, index: MetadataIndex, fqn: str, change: Any = _change) -> None:
+        change(held, index, fqn)
 
 
-@changed("no box")
+@changed("compressed files")
 def _(held: Any, index: MetadataIndex, fqn: str) -> None:
-    held.state_dict_metadata[fqn].chunks = []
+    for info in held.storage_data.values():
+        info.transform_descriptors = ["zstd"]
 
 
 @changed("twenty thousand boxes in one place")
@@ -278,79 +291,10 @@ def _(held: Any, index: MetadataIndex, fqn: str) -> None:
     held.storage_data |= {MetadataIndex(fqn, chunk.offsets): info for chunk in entry.chunks}
 
 
-@changed("a box that lies nowhere")
-def _(held: Any, index: MetadataIndex, fqn: str) -> None:
-    del held.storage_data[index]
-
-
-@changed("an object that lies nowhere")
-def _(held: Any, index: MetadataIndex, fqn: str) -> None:
-    held.state_dict_metadata["nowhere"] = BytesStorageMetadata()
-
-
-@changed("an object in the place of a tensor")
-def _(held: Any, index: MetadataIndex, fqn: str) -> None:
-    held.state_dict_metadata[fqn] = BytesStorageMetadata()
-
-
-@changed("another type's tensor")
-def _(held: Any, index: MetadataIndex, fqn: str) -> None:
-    held.state_dict_metadata[fqn].properties.dtype = torch.int64
-
-
-@changed("a type that is none")
-def _(held: Any, index: MetadataIndex, fqn: str) -> None:
-    held.state_dict_metadata[fqn].properties.dtype = "torch.float32"
-
-
-@changed("a complex type")
-def _(held: Any, index: MetadataIndex, fqn: str) -> None:
-    held.state_dict_metadata[fqn].properties.dtype = torch.complex64
-
-
-@changed("compressed files")
-def _(held: Any, index: MetadataIndex, fqn: str) -> None:
-    for info in held.storage_data.values():
-        info.transform_descriptors = ["zstd"]
-
-
-@changed("a name that is none")
-def _(held: Any, index: MetadataIndex, fqn: str) -> None:
-    held.state_dict_metadata[7] = held.state_dict_metadata.pop(fqn)
-
-
-@changed("a long name")
-def _(held: Any, index: MetadataIndex, fqn: str) -> None:
-    held.state_dict_metadata["a" * 100_000] = held.state_dict_metadata.pop(fqn)
-
-
-@changed("a number for a tensor")
-def _(held: Any, index: MetadataIndex, fqn: str) -> None:
-    held.state_dict_metadata[fqn] = 7
-
-
-@changed("a number for a place")
-def _(held: Any, index: MetadataIndex, fqn: str) -> None:
-    held.storage_data[index] = 7
-
-
-@changed("a name for an index")
-def _(held: Any, index: MetadataIndex, fqn: str) -> None:
-    held.storage_data[fqn] = held.storage_data.pop(index)
-
-
 @changed("a tensor's description for an index")
 def _(held: Any, index: MetadataIndex, fqn: str) -> Any:
     entry = TensorStorageMetadata(held.state_dict_metadata[fqn].properties, torch.Size((1,)), [])
     return dataclasses.replace(held, storage_data=entry)
-
-
-for _field in ("state_dict_metadata", "storage_data"):
-    for _nothing in (None, (), "", 7):
-
-        @changed(f"{_nothing!r} for {_field}")
-        def _(held: Any, index: MetadataIndex, fqn: str, field: str = _field, value: Any = _nothing) -> None:
-            setattr(held, field, value)
 
 
 @changed("another class")

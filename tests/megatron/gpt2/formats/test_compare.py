@@ -13,15 +13,13 @@ from torch import Tensor
 
 import mpu
 from megatron.gpt2.config import ModelConfig
-from megatron.gpt2.formats import Hints, Source, open_source
+from megatron.gpt2.formats import Source
 from megatron.gpt2.formats.compare import CHUNK, check, diff, greatest_difference, table
 from megatron.gpt2.formats.foreign import ForeignSource, LazyTensor
-from tests.conftest import TEST_DATA
 from tests.megatron.gpt2.formats.made import SHAPE, random_weights
 
 NAME = "model.transformer.layers.2.mlp.dense_4h_to_h.weight"
 NAN, INF = math.nan, math.inf
-genuine = pytest.mark.skipif(not (TEST_DATA / "megatron-2019").is_dir(), reason=f"{TEST_DATA} has no such checkpoints")
 
 
 @pytest.fixture(autouse=True)
@@ -152,27 +150,3 @@ def test_check_runs_both_models():
     assert 0 < check(source(a), source(a, replace(SHAPE, gelu="erf"))) < 0.01
     with pytest.raises(ValueError, match="--vocab-size"):
         check(source(a), source(a, replace(SHAPE, vocab_size=90)))
-
-
-@genuine
-@pytest.mark.parametrize("other", ["megatron-2019/tp2", "megatron-2019/tp4"])
-def test_genuine_files_of_other_layouts(other: str):
-    hints = Hints(num_attention_heads=4, vocab_size=130)
-    one, two = (open_source(TEST_DATA / name / "checkpoint", hints) for name in ("megatron-2019/tp1", other))
-    found = diff(one, two)
-    assert found.equal and len(found.rows) == 40
-    assert check(one, two) == 0
-    padded = open_source(TEST_DATA / other / "checkpoint", Hints(num_attention_heads=4))
-    found = diff(one, padded)
-    assert [row.name for row in found.rows if row.greatest != 0] == ["model.word_embeddings.weight"]
-
-
-@genuine
-def test_genuine_files_of_two_programs():
-    """They are of two runs: nothing but the shapes is common."""
-    one = open_source(TEST_DATA / "megatron-2019/tp2/checkpoint", Hints(num_attention_heads=4, vocab_size=130))
-    two = open_source(TEST_DATA / "megatron-v2.6/tp2/checkpoint", Hints(vocab_size=130))
-    found = diff(one, two)
-    assert len(found.rows) == 40 and not found.only_in_a and not found.only_in_b and not found.equal
-    assert found.not_compared == ["exp_avg", "exp_avg_sq", "master"]
-    assert check(one, two) > 0.1

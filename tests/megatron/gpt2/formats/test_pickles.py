@@ -1,10 +1,12 @@
-"""Files of torch.save read without executing anything, and a hundred files that were made to do harm."""
+"""Files of torch.save and of DCP read without executing anything, and hundreds of files that were made to do harm."""
 
 from __future__ import annotations
 
 import argparse
 import collections
 import io
+import math
+import pickle
 import random
 import resource
 import signal
@@ -20,6 +22,7 @@ from torch import Tensor
 
 from data_utils.files.inert_pickle import Inert
 from megatron.gpt2.formats import Hints, open_source
+from megatron.gpt2.formats.dcp import METADATA, read_metadata
 from megatron.gpt2.formats.torch_files import load_pickle
 from tests.conftest import TEST_DATA
 from tests.megatron.gpt2.formats.crafted_files import (
@@ -35,7 +38,8 @@ from tests.megatron.gpt2.formats.crafted_files import (
     with_top,
     zip_of,
 )
-from tests.megatron.gpt2.formats.made import core, openai_state, random_weights, write_huggingface
+from tests.megatron.gpt2.formats.crafted_metadata import CRAFTED as CRAFTED_METADATA
+from tests.megatron.gpt2.formats.made import core, openai_state, opened, random_weights, write_huggingface
 
 
 def same(a: Any, b: Any) -> bool:
@@ -237,3 +241,60 @@ def test_no_mutation_is_taken_for_another_error(tmp_path: Path):
                 refused += 1
                 assert "\n" not in str(error)
     assert refused > 50
+
+
+@pytest.fixture(scope="module")
+def genuine(folders: dict[str, Path]) -> tuple[Path, bytes]:
+    folder = folders["plain-0.16.1"] / "iter_0000003"
+    return folder, (folder / METADATA).read_bytes()
+
+
+def test_there_are_two_hundred():
+    assert len(CRAFTED_METADATA) >= 200
+
+
+@pytest.mark.parametrize("name", CRAFTED_METADATA)
+def test_crafted_metadata(genuine: tuple[Path, bytes], tmp_path: Path, name: str):
+    folder, data = genuine
+    marker = tmp_path / "executed"
+    crafted = CRAFTED_METADATA[name](data, marker)
+    (folder / METADATA).write_bytes(crafted)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    took = math.inf
+    for _ in range(3):  # a busy machine's processor is slower: the best of three, where the first takes a second
+        begin = time.process_time()  # of this process alone: other tests run beside it
+        with pytest.raises(ValueError) as caught:
+            source = opened(folder)
+            for tensor in source.names():
+                source.read(tensor)
+        took = min(took, time.process_time() - begin)
+        if took < 1:
+            break
+    message = str(caught.value)
+    assert "\n" not in message and len(message) < 600 and str(folder) in message, message
+    assert took < 1, f"{took:.2f} s: {message}"  # the longest takes 0.5 s, and more on a busy machine
+    assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak) << 10 < len(crafted) + (64 << 20)
+    assert not marker.exists(), "executed"
+
+
+def test_the_payloads_of_metadata_would_run(genuine: tuple[Path, bytes], tmp_path: Path):
+    """A test that nothing was executed shows something only where it would have been."""
+    pickle.loads(CRAFTED_METADATA["os.system called"](genuine[1], tmp_path / "executed"))
+    assert (tmp_path / "executed").exists()
+
+
+def test_the_crafted_metadata_is_right_but_for_one_thing(genuine: tuple[Path, bytes]):
+    folder, data = genuine
+    (folder / METADATA).write_bytes(pickle.dumps(pickle.loads(data), 4))
+    assert opened(folder).names()
+
+
+def test_metadata_of_every_protocol(genuine: tuple[Path, bytes], tmp_path: Path):
+    wanted = read_metadata_of(tmp_path, genuine[1])
+    assert all(wanted)
+    assert read_metadata_of(tmp_path, pickle.dumps(pickle.loads(genuine[1]), 5)) == wanted
+
+
+def read_metadata_of(folder: Path, data: bytes) -> Any:
+    (folder / METADATA).write_bytes(data)
+    return read_metadata(folder / METADATA)
