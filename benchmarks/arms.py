@@ -29,10 +29,8 @@ from torch import Tensor, nn
 
 import mpu
 from benchmarks import peers
-from benchmarks.ceiling import ceiling
-from benchmarks.flops import by_llm_c
-from benchmarks.problem import Arm, Problem
-from benchmarks.timing import call_seconds
+from benchmarks.harness import call_seconds
+from benchmarks.problem import BETAS, CLIP_GRAD, LR, SEED, WEIGHT_DECAY, Arm, Problem, flops_by_llm_c
 from data_utils import BatchLoader, BatchSchedule, GPT2Dataset, SampleOrder, Tokenizer, build_splits
 from data_utils.blending import BlendedDataset
 from megatron.gpt2.config import ModelConfig
@@ -43,7 +41,7 @@ from megatron.gpt2.extensions.plan.hook import MemoryPlan
 from megatron.gpt2.model.gpt2 import GPT2Model
 from megatron.gpt2.model.parameters import count_parameters
 from megatron.gpt2.train.run import Run, build_run
-from megatron.gpt2.train.setup import PreparedRun, prepare_run
+from megatron.gpt2.train.setup import prepare_run
 from megatron.gpt2.train.train_step import train_step
 
 
@@ -60,8 +58,8 @@ class Trainer:
 
 
 class Vocabulary(Tokenizer):
-    """Stands in for a tokenizer where the text is tokens already: a size, and nothing to encode with. The id that ends
-    a document, 9, is one of 115 tokens of `benchmarks.train.write_tokens` at GPT-2's size."""
+    """Stands in for a tokenizer if the text is tokens already: a size, and nothing to encode with. The id that ends a
+    document, 9, is one of 115 tokens of `Problem.write_tokens` at GPT-2's size."""
 
     def __init__(self, size: int) -> None:
         super().__init__("synthetic", [b""] * size, 9, f"synthetic {size}", {})
@@ -71,6 +69,7 @@ class Vocabulary(Tokenizer):
 
 
 def dataset(problem: Problem) -> GPT2Dataset | BlendedDataset:
+    """The samples of all arms."""
     return build_splits(
         train_data=(),
         data_path=[problem.tokens],
@@ -93,7 +92,7 @@ def batches(problem: Problem) -> BatchLoader:
     data = dataset(problem)
     return BatchLoader(
         data,
-        SampleOrder(len(data), problem.seed),
+        SampleOrder(len(data), SEED),
         micro_batch_size=problem.micro_batch_size,
         schedule=BatchSchedule.constant(problem.micro_batch_size * problem.accumulation),
         data_parallel_rank=0,
@@ -103,101 +102,48 @@ def batches(problem: Problem) -> BatchLoader:
 
 
 def our_flags(problem: Problem, arm: Arm) -> list[str]:
-    """The command line of our program for this problem."""
-    values: dict[str, Any] = {
-        "num-layers": problem.num_layers,
-        "hidden-size": problem.hidden_size,
-        "num-attention-heads": problem.num_attention_heads,
-        "seq-length": problem.seq_length,
-        "max-position-embeddings": problem.seq_length,
-        "gelu": problem.gelu,
-        "attention-dropout": problem.dropout,
-        "hidden-dropout": problem.dropout,
-        "micro-batch-size": problem.micro_batch_size,
-        # Over model-parallel ranks alone: the data-parallel size is 1.
-        "global-batch-size": problem.micro_batch_size * problem.accumulation,
-        "lr": problem.lr,
-        "lr-decay-style": "constant",
-        "warmup": 0,
-        "weight-decay": problem.weight_decay,
-        "adam-beta1": problem.betas[0],
-        "adam-beta2": problem.betas[1],
-        "clip-grad": problem.clip_grad,
-        "seed": problem.seed,
-        "train-iters": 1_000_000,
-        "eval-iters": 0,
-        "split": "1",
-        "tokenizer-type": "bytes",
-        "data-path": f"{problem.scratch}/bytes",
-        "save": f"{problem.scratch}/save",
-        "device": problem.device,
-        "precision": arm.precision,
-        "model-parallel-size": arm.ranks,
-    }
-    flags = [word for name, value in values.items() for word in (f"--{name}", str(value))]
-    return flags + (["--compile"] if arm.compiled else []) + list(arm.flags)
+    """The command line of our program for this problem. The global batch is that of one data-parallel rank."""
+    flags = f"""
+        --num-layers {problem.num_layers} --hidden-size {problem.hidden_size} --gelu {problem.gelu}
+        --num-attention-heads {problem.num_attention_heads} --seq-length {problem.seq_length}
+        --max-position-embeddings {problem.seq_length} --attention-dropout {problem.dropout}
+        --hidden-dropout {problem.dropout} --micro-batch-size {problem.micro_batch_size}
+        --global-batch-size {problem.micro_batch_size * problem.accumulation} --lr {LR} --lr-decay-style constant
+        --warmup 0 --weight-decay {WEIGHT_DECAY} --adam-beta1 {BETAS[0]} --adam-beta2 {BETAS[1]} --clip-grad {CLIP_GRAD}
+        --seed {SEED} --train-iters 1000000 --eval-iters 0 --split 1 --tokenizer-type bytes --device {problem.device}
+        --data-path {problem.scratch}/bytes --save {problem.scratch}/save --precision {arm.precision}
+        --model-parallel-size {arm.ranks}"""
+    return [*flags.split(), *["--compile"] * arm.compiled, *arm.flags]
 
 
-def our_run(problem: Problem, arm: Arm, ranks: Ranks | None = None) -> PreparedRun:
-    """The run of the command line, but for the vocabulary: GPT-2's needs files that may be absent, so the run is
-    prepared for a small pair of bytes, and tokenizer, vocabulary size and data are put in afterwards. ranks: of this
-    process (default: the first of the arm's)."""
+def our_run(problem: Problem, arm: Arm, ranks: Ranks | None = None) -> Run:
+    """The run of the command line, as the program builds it, but for the vocabulary: GPT-2's needs files that may be
+    absent, so the run is prepared for a small pair of bytes, and tokenizer, vocabulary size and data are put in
+    afterwards. ranks: of this process (default: the first of the arm's)."""
     prepared = prepare_run(parse(our_flags(problem, arm)), ranks or Ranks(0, arm.ranks, 0, 1), print)
     model = dataclasses.replace(prepared.config.model, vocab_size=problem.vocab_size)
-    config = dataclasses.replace(prepared.config, model=model)
-    return dataclasses.replace(
-        prepared,
-        config=config,
-        tokenizer=Vocabulary(problem.vocab_size),
-        splits=dataclasses.replace(prepared.splits, train=dataset(problem)),
-    )
-
-
-def built(problem: Problem, arm: Arm) -> Run:
-    """The run, built as the program builds it."""
-    run = build_run(our_run(problem, arm), print)
+    changed: dict[str, Any] = {
+        "config": dataclasses.replace(prepared.config, model=model),
+        "tokenizer": Vocabulary(problem.vocab_size),
+        "splits": dataclasses.replace(prepared.splits, train=dataset(problem)),
+    }
+    run = build_run(dataclasses.replace(prepared, **changed), print)
     if arm.compiled and problem.compiler != "inductor":
         run.engine.model.compile_layers(problem.compiler, by_document=run.config.data.reset_attention_mask)
+    run.engine.model.train()
     return run
 
 
-def ours(problem: Problem, arm: Arm) -> Trainer:
-    return trainer(built(problem, arm))
+def close(run: Run) -> None:
+    """End its threads and files."""
+    run.data.loader.close()
+    run.stop.close()
+    run.close()
 
 
-def one_rank(problem: Problem, arm: Arm) -> Trainer:
-    """The first of `arm.ranks` model-parallel ranks, alone: its collectives move nothing and wait for nobody, and its
-    weights are drawn where they lie, not by the layout's rule. The values mean nothing; the arithmetic is a rank's."""
-    import torch.distributed as dist
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", rank=0, world_size=arm.ranks, store=FakeStore())
-    # The ranks agree on when to stop over gloo, which needs the others.
-    with (
-        mock.patch("megatron.gpt2.train.engine.GPT2Model", model_drawn_in_place),
-        mock.patch("megatron.gpt2.train.run.StopSignal"),
-    ):
-        return ours(problem, arm)
-
-
-def model_drawn_in_place(config: ModelConfig, layer: mpu.TransformerConfig, **kwargs: Any) -> GPT2Model:
-    """A model of `GPT2Model`'s arguments whose weights are drawn on the device, in no time and not by the layout's
-    rule."""
-    model = GPT2Model(config, dataclasses.replace(layer, device="meta"), **kwargs)
-    marks = {name: vars(parameter) for name, parameter in model.named_parameters()}
-    model.to_empty(device=layer.device)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            vars(parameter).update(marks[name])  # which parameters are split
-            if parameter.dim() > 1:
-                parameter.normal_(0.0, 0.02)
-            else:
-                parameter.fill_(1.0 if name.endswith("layernorm.weight") else 0.0)
-    return model
-
-
-def trainer(run: Run) -> Trainer:
-    run.engine.model.train()
+def ours(problem: Problem, arm: Arm, ranks: Ranks | None = None) -> Trainer:
+    """Our training step."""
+    run = our_run(problem, arm, ranks)
     steps = 0
 
     def step() -> None:
@@ -215,51 +161,69 @@ def trainer(run: Run) -> Trainer:
         steps = 0
         return loss, norm
 
-    def close() -> None:
-        run.data.loader.close()
-        run.stop.close()
-        run.close()
-
-    padded = run.engine.model.word_embeddings.weight.size(0) * run.parallel.tensor_model_parallel_size
-    precision = str(run.prepared.dtype).removeprefix("torch.")
-    return Trainer(
-        step,
-        read,
-        f"loss over {run.engine.model.vocab_size} words, {padded} rows multiplied; weights and "
-        f"activations {precision}, fp32 masters and gradients, fused AdamW",
-        close=close,
-        expected_peak=MemoryPlan(run.config).expected_memory(run),
+    model = run.engine.model
+    rows = model.word_embeddings.weight.size(0) * run.parallel.tensor_model_parallel_size
+    kept = str(run.prepared.dtype).removeprefix("torch.")
+    computes = (
+        f"loss over {model.vocab_size} words, {rows} rows multiplied; weights and activations {kept}, fp32 masters and "
+        "gradients, fused AdamW"
     )
+    return Trainer(
+        step, read, computes, close=lambda: close(run), expected_peak=MemoryPlan(run.config).expected_memory(run)
+    )
+
+
+def one_rank(problem: Problem, arm: Arm) -> Trainer:
+    """The first of `arm.ranks` model-parallel ranks, alone: its collectives move nothing and wait for nobody, and its
+    weights are drawn on the device, not by the layout's rule. The values mean nothing; the arithmetic is a rank's."""
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=0, world_size=arm.ranks, store=FakeStore())
+    # The ranks agree on when to stop over gloo, which needs the others.
+    with (
+        mock.patch("megatron.gpt2.train.engine.GPT2Model", model_drawn_in_place),
+        mock.patch("megatron.gpt2.train.run.StopSignal"),
+    ):
+        return ours(problem, arm)
+
+
+def model_drawn_in_place(config: ModelConfig, layer: mpu.TransformerConfig, **kwargs: Any) -> GPT2Model:
+    """A model of `GPT2Model`'s arguments whose weights are drawn on the device, in no time."""
+    model = GPT2Model(config, dataclasses.replace(layer, device="meta"), **kwargs)
+    marks = {name: vars(parameter) for name, parameter in model.named_parameters()}
+    model.to_empty(device=layer.device)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            vars(parameter).update(marks[name])  # which parameters are split
+            if parameter.dim() > 1:
+                parameter.normal_(0.0, 0.02)
+            else:
+                parameter.fill_(1.0 if name.endswith("layernorm.weight") else 0.0)
+    return model
 
 
 def peer(problem: Problem, arm: Arm, nanogpt: str) -> Trainer:
     """A training step around another's model: fp32 weights, autocast (unless shipped), fused AdamW (unless shipped)."""
-    device = torch.device(problem.device)
+    device, b, steps = torch.device(problem.device), problem.micro_batch_size, 0
     loader = batches(problem)
-    model, loss_of, vocab = peers.build(arm.kind, problem.model, nanogpt=nanogpt, device=device, seed=problem.seed)
-    called: nn.Module = (
-        torch.compile(  # type: ignore[assignment]
-            model, backend=problem.compiler
-        )
-        if arm.compiled
-        else model
-    )
-    optimizer = peers.adamw(model, arm.shipped, lr=problem.lr, betas=problem.betas, weight_decay=problem.weight_decay)
-    total = torch.zeros((), device=device)
-    norm = torch.zeros((), device=device)
-    b, steps = problem.micro_batch_size, 0
+    mpu.initialize_model_parallel(1)
+    model, loss_of, vocab = peers.build(arm.kind, problem.model, GPT2Model(problem.model, seed=SEED), nanogpt=nanogpt)
+    model.to(device).train()
+    called: Any = torch.compile(model, backend=problem.compiler) if arm.compiled else model
+    optimizer = peers.adamw(model, arm.shipped)
+    total, norm = torch.zeros((), device=device), torch.zeros((), device=device)
 
     def step() -> None:
         nonlocal norm, steps
         text = next(loader).to(device, non_blocking=True)
         optimizer.zero_grad(set_to_none=True)
-        for i in range(problem.accumulation):
-            part = text[i * b : (i + 1) * b]
+        for part in text.split(b):
             with torch.autocast(device.type, DTYPES["bf16"], enabled=arm.precision == "bf16"):
                 loss = loss_of(called, part[:, :-1], part[:, 1:]) / problem.accumulation
             loss.backward()
             total.add_(loss.detach())
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), problem.clip_grad)
+        norm = nn.utils.clip_grad_norm_(model.parameters(), CLIP_GRAD)
         optimizer.step()
         steps += 1
 
@@ -271,23 +235,18 @@ def peer(problem: Problem, arm: Arm, nanogpt: str) -> Trainer:
         return loss, norm.item()
 
     how = "fp32 throughout" if arm.precision == "fp32" else "fp32 weights, bf16 by torch.autocast"
-    return Trainer(
-        step,
-        read,
-        f"loss over {vocab} words, as many rows multiplied; {how}, "
-        f"{'AdamW as shipped' if arm.shipped else 'fused AdamW'}",
-        math.log(vocab / problem.vocab_size),
-        loader.close,
-    )
+    computes = f"loss over {vocab} words, as many rows multiplied; {how}, AdamW {'shipped' if arm.shipped else 'fused'}"
+    return Trainer(step, read, computes, math.log(vocab / problem.vocab_size), loader.close)
 
 
 def measure(problem: Problem, arm: Arm, *, nanogpt: str, warmup: int, steps: int) -> dict[str, Any]:
     """Seconds of every timed step, first loss and gradient norm, peak memory in bytes."""
     device = torch.device(problem.device)
-    gpu = device.type == "cuda"
-    make = {"ours": ours, "rank": one_rank}.get(arm.kind)
     began = time.perf_counter()
-    training = make(problem, arm) if make else peer(problem, arm, nanogpt)
+    if arm.kind in ("ours", "rank"):
+        training = (ours if arm.kind == "ours" else one_rank)(problem, arm)
+    else:
+        training = peer(problem, arm, nanogpt)
     built = time.perf_counter()
     training.step()
     first = training.read()
@@ -298,17 +257,15 @@ def measure(problem: Problem, arm: Arm, *, nanogpt: str, warmup: int, steps: int
     seconds = call_seconds(training.step, device, steps)
     last = training.read()
     assert all(map(math.isfinite, (*first, *second, *last))), "a loss or gradient norm is not finite"
-    memory = (
-        {
-            "peak_allocated": torch.cuda.max_memory_allocated(device),
-            "allocated": torch.cuda.memory_allocated(device),
-            "peak_reserved": torch.cuda.max_memory_reserved(device),
-        }
-        if gpu
-        else {"peak_resident": peak_resident()}
-    )
+    if device.type == "cuda":
+        names = {"peak_allocated": "max_memory_allocated", "allocated": "memory_allocated"}
+        names["peak_reserved"] = "max_memory_reserved"
+        memory = {name: getattr(torch.cuda, function)(device) for name, function in names.items()}
+    else:
+        memory = {"peak_resident": peak_resident()}
     training.close()
     parameters = count_parameters(problem.model, arm.ranks)[1]
+    width = problem.hidden_size // arm.ranks
     return {
         "step_s": seconds,
         "first_step_s": first_step,
@@ -316,11 +273,9 @@ def measure(problem: Problem, arm: Arm, *, nanogpt: str, warmup: int, steps: int
         "loss": first[0],
         "grad_norm": first[1],
         "last_loss": last[0],
-        "tokens_per_step": problem.tokens_per_step,
+        "tokens_per_step": problem.micro_batch_size * problem.accumulation * problem.seq_length,
         "flops_per_token": problem.model.flops_per_token(problem.seq_length) // arm.ranks,
-        "flops_per_token_llm_c": by_llm_c(
-            parameters, problem.num_layers, problem.hidden_size // arm.ranks, problem.seq_length
-        ),
+        "flops_per_token_llm_c": flops_by_llm_c(parameters, problem.num_layers, width, problem.seq_length),
         "parameters": parameters,
         "memory_bytes": memory,
         "expected_peak_bytes": training.expected_peak,
@@ -331,7 +286,7 @@ def measure(problem: Problem, arm: Arm, *, nanogpt: str, warmup: int, steps: int
 
 
 def peak_resident() -> int | None:
-    """The most memory that this process ever had resident, in bytes (VmHWM); None where /proc does not say."""
+    """The most memory that this process ever had resident, in bytes (VmHWM); None if /proc does not say."""
     try:
         line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
     except (OSError, StopIteration):
@@ -339,18 +294,21 @@ def peak_resident() -> int | None:
     return int(line.split()[1]) * 1024
 
 
+def linear_shapes(h: int, padded_vocab_size: int) -> dict[str, tuple[int, int]]:
+    """[out, in] of the linears of a layer, and of the head."""
+    layer = {"query_key_value": (3 * h, h), "dense": (h, h), "h_to_4h": (4 * h, h), "4h_to_h": (h, 4 * h)}
+    return {**layer, "head": (padded_vocab_size, h)}
+
+
 def result_of(spec: dict[str, Any]) -> dict[str, Any]:
     """What a SPEC asks for."""
     arm, problem = Arm(**spec["arm"]), Problem(**spec["problem"])
-    arm = dataclasses.replace(arm, flags=tuple(arm.flags))
-    problem = dataclasses.replace(problem, betas=(problem.betas[0], problem.betas[1]), **arm.changes)
+    problem = dataclasses.replace(problem, **arm.changes)
     if not arm.shipped:
         set_allocator(torch.device(problem.device))
     set_threads(Ranks())
     if spec["task"] == "gate":
         return peers.gate(problem.model, problem.device, spec["kind"], nanogpt=spec["nanogpt"])
-    if spec["task"] == "ceiling":
-        return ceiling(problem, arm.precision, spec["seconds"])
     return measure(problem, arm, nanogpt=spec["nanogpt"], warmup=spec["warmup"], steps=spec["steps"])
 
 

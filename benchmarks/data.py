@@ -1,40 +1,244 @@
+#!/usr/bin/env python3
 """The data side measured against its peers, section by section, into benchmarks/results/data.json:
 
-    python benchmarks/data.py                     # all sections, some minutes
-    python benchmarks/data.py --only preprocess loading
-    python benchmarks/data.py --smoke             # tiny sizes: does it run?
+    python benchmarks/data.py                          # all sections, some minutes
+    python benchmarks/data.py --only preprocess
+    python benchmarks/data.py --smoke --output DIR     # tiny sizes: does it run?
 
-Sections: `preprocess` (text to tokens), `loading` (tokens to batches).
+Section `preprocess`: what tools/preprocess_data.py does, from the file to the finished pair: hashes, fsync, merge.
+Every round runs each arm once, in turn, each in a process of its own that is bound to one core (two for the arm `two`),
+its files in memory if there is such a folder, so that no disk is measured:
+
+    ours           one worker, without its start
+    one, two       the corpus five times over with one worker and with two, whose start is counted
+    tiktoken       ours without gigatoken, on a part of the corpus
+    hf             the same pipeline with HF tokenizers in the tokenizer's place, on that part
+
+Ratios on one core are of processor seconds, which neighbours on the machine disturb less; that of two workers to one is
+of elapsed time. The corpus is the text files of every installed package, cut into documents of the length of a web
+page: real, at hand everywhere, and hardly ever repeated.
+
+Section `loading`: how fast samples are read, on one thread, from files that are in memory.
+nanoGPT's way is written here anew: a memory map made for every batch, a slice, a cast and a tensor for each input and
+for each label, stacked. Ours is the loader of a training run, without its thread, up to the tensor. They take turns.
 """
 
 from __future__ import annotations
 
-import argparse
-import importlib
 import json
+import os
+import resource
+import statistics
+import subprocess
 import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works in a clone that is not installed
 
-from benchmarks import report
+import numpy as np
+import torch
 
-SECTIONS = {"preprocess": "data_preprocessing", "loading": "data_loading"}
+from benchmarks import harness
+from data_utils import (
+    BatchLoader,
+    BatchSchedule,
+    BlendedDataset,
+    IndexedDatasetBuilder,
+    SampleOrder,
+    build_splits,
+    build_tokenizer,
+)
+from data_utils.blending import block_counts
+from data_utils.samplers import Order, Samples
+
+CORPUS_BYTES, PART_BYTES = 400_000_000, 10_000_000
+DOCUMENT = 5000  # characters
+ROUNDS = REPEATED = 5
+WHOLE = ("ours", "one", "two")
+PART = ("tiktoken", "hf")
+SUFFIXES = {".py", ".pyi", ".md", ".txt", ".rst", ".h"}
+SEQUENCE = 1024
+BATCH, LARGE_BATCH = 12, 480  # nanoGPT's own; half a million tokens
+
+
+def write_corpus(path: Path, size: int) -> None:
+    """About `size` bytes of JSON lines, fewer if fewer are installed."""
+    seen, written = set(), 0
+    folders = [Path(name) for name in sys.path if Path(name).name.startswith(("site-packages", "python3"))]
+    files = sorted(file for folder in folders for file in folder.rglob("*") if file.suffix in SUFFIXES)
+    with open(path, "wb") as out:
+        for source in files:
+            try:
+                text = source.read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError):
+                continue
+            for start in range(0, len(text) if hash(text) not in seen else 0, DOCUMENT):
+                line = json.dumps({"text": text[start : start + DOCUMENT]}, ensure_ascii=False)
+                written += out.write(line.encode() + b"\n")
+            seen.add(hash(text))
+            if written > size:
+                return
+
+
+def processor_seconds() -> float:
+    uses = map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(use.ru_utime + use.ru_stime for use in uses)
+
+
+def run_arm(arm: str, path: str, scratch: str) -> tuple[float, float]:
+    """Elapsed and processor seconds of one arm. What one process loads once, modules and vocabulary, is not counted.
+    GPT-2's vocabulary is from the user's cache or $GPT2_VOCAB, a folder."""
+    from data_utils.preprocessing import preprocess as preprocessing
+    from data_utils.tokenizers import find_gpt2_files, gpt2
+
+    vocab, merges = map(str, find_gpt2_files(None, None, os.environ.get("GPT2_VOCAB")))
+    given: dict[str, Any] = {"kind": "GPT2BPETokenizer", "vocab_file": vocab, "merge_file": merges}
+    if arm == "tiktoken":
+        gpt2.GIGATOKEN_RELEASE = "none"
+    tokenizer: Any = build_tokenizer(**given)
+    if arm == "hf":
+        from tokenizers import ByteLevelBPETokenizer
+
+        hf = ByteLevelBPETokenizer(vocab, merges)
+        tokenizer.encode_utf8 = lambda data: hf.encode(data.decode()).ids
+    if arm != "two":
+        preprocessing.build_tokenizer = lambda **_: tokenizer  # type: ignore[attr-defined]  # workers build their own
+    job = preprocessing.Job(
+        inputs=(path,) * (REPEATED if arm in ("one", "two") else 1),
+        output_prefix=f"{scratch}/out",
+        keys=("text",),
+        tokenizer=given,
+        append_eod=True,
+        workers=2 if arm == "two" else 1,
+    )
+    elapsed, used = time.perf_counter(), processor_seconds()
+    preprocessing.preprocess(job, log=print)
+    return time.perf_counter() - elapsed, processor_seconds() - used
+
+
+def in_own_process(arm: str, path: Path) -> tuple[float, float]:
+    """As `run_arm`, bound to its cores."""
+    cores = sorted(os.sched_getaffinity(0))[: 2 if arm == "two" else 1]
+    with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
+        # The guard is for the workers, which import the main module again.
+        program = Path(scratch) / "arm.py"
+        program.write_text(
+            "import os\nfrom benchmarks.data import run_arm\nif __name__ == '__main__':\n"
+            f"    os.sched_setaffinity(0, {cores})\n    print(*run_arm({arm!r}, {str(path)!r}, {scratch!r}))\n"
+        )
+        environment = {**os.environ, "PYTHONPATH": str(harness.ROOT), "OMP_NUM_THREADS": "1"}
+        run = subprocess.run([sys.executable, program], check=True, capture_output=True, text=True, env=environment)
+    elapsed, used = map(float, run.stdout.split()[-2:])
+    return elapsed, used
+
+
+def preprocess(smoke: bool) -> dict[str, Any]:
+    """MB/s of each arm, and the ratios asked for, each of one round's figures."""
+    elapsed: dict[str, list[float]] = {arm: [] for arm in WHOLE + PART}
+    used: dict[str, list[float]] = {arm: [] for arm in WHOLE + PART}
+    memory = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(dir=memory if os.access(memory, os.W_OK) else None) as folder:
+        whole, part = Path(folder) / "corpus.jsonl", Path(folder) / "part.jsonl"
+        write_corpus(whole, 20_000_000 if smoke else CORPUS_BYTES)
+        with open(whole, "rb") as file:
+            part.write_bytes(b"".join(file.readlines(PART_BYTES // (10 if smoke else 1))))
+        paths = {arm: whole if arm in WHOLE else part for arm in WHOLE + PART}
+        sizes = {arm: path.stat().st_size * (REPEATED if arm in ("one", "two") else 1) for arm, path in paths.items()}
+        for number in range(1 if smoke else ROUNDS):
+            for arm, path in paths.items():
+                for seconds, took in zip((elapsed, used), in_own_process(arm, path), strict=True):
+                    seconds[arm].append(took)
+            speeds = ", ".join(f"{arm} {sizes[arm] / 1e6 / used[arm][-1]:.1f}" for arm in paths)
+            print(f"round {number + 1}: {speeds} MB/s", flush=True)
+
+    def spread(above: Sequence[float], below: Sequence[float], times: float = 1.0) -> dict[str, float]:
+        return harness.spread([times * a / b for a, b in zip(above, below, strict=True)])
+
+    ratios = {
+        "ours to HF tokenizers in the same pipeline": spread(used["hf"], used["ours"], sizes["ours"] / sizes["hf"]),
+        "without gigatoken to HF tokenizers": spread(used["hf"], used["tiktoken"]),
+        "two workers to one, elapsed": spread(elapsed["one"], elapsed["two"]),
+    }
+    rates = {arm: harness.spread([sizes[arm] / 1e6 / seconds for seconds in used[arm]]) for arm in paths}
+    for head, found in (("ratio", ratios), ("MB/s of a core", rates)):
+        rows = [[name, *(f"{row[which]:.2f}" for which in ("median", "p10", "p90"))] for name, row in found.items()]
+        print("\n" + harness.table([head, "median", "p10", "p90"], rows))
+    return {"corpus_bytes": sizes["ours"], "part_bytes": sizes["hf"], "MB/s of a core": rates, "ratios": ratios}
+
+
+def loading(smoke: bool) -> dict[str, Any]:
+    """Microseconds a sample of each way."""
+    tokenizer = build_tokenizer("bytes")
+    with tempfile.TemporaryDirectory() as scratch:
+        tokens = Path(scratch) / "tokens"
+        draw, builder = np.random.default_rng(0), IndexedDatasetBuilder(tokens, np.dtype("<u2"))
+        for _ in range(2_000 if smoke else 50_000):
+            builder.add(draw.integers(0, 257, 1000))
+            builder.end_document()
+        builder.finish()
+        given: dict[str, Any] = {"data_path": [str(tokens)], "split": "1", "tokenizer": tokenizer}
+        dataset = build_splits(train_data=(), **given, seq_length=SEQUENCE, log=print).train
+        assert not isinstance(dataset, BlendedDataset)
+        blend = BlendedDataset([dataset] * 3, block_counts([5, 3, 2], ["a", "b", "c"], ""), wrap=True)
+        order, blended = SampleOrder(len(dataset), seed=1234), blend.order(1234)
+        dataset.rows(np.arange(len(dataset)))  # every page is in memory
+        ways = {
+            "nanoGPT": lambda: nanogpt_batches(tokens),
+            "ours": lambda: our_batches(dataset, order, BATCH),
+            f"ours, batch {LARGE_BATCH}": lambda: our_batches(dataset, order, LARGE_BATCH),
+            "ours, a blend of 3": lambda: our_batches(blend, blended, BATCH),
+        }
+        times = harness.in_turns(ways, 9)
+    figures = {name: statistics.median(values) for name, values in times.items()}
+    print("\n" + harness.table(["microseconds a sample", ""], [[name, f"{us:.2f}"] for name, us in figures.items()]))
+    return {"us_a_sample": figures, "times_nanogpt": harness.ratio(times["nanoGPT"], times["ours"])}
+
+
+def a_sample(work: Callable[[], object], batch: int, count: int = 100) -> float:
+    """Microseconds of `work`, which makes a batch, for each of its samples."""
+    began = time.perf_counter()
+    for _ in range(count):
+        work()
+    return 1e6 * (time.perf_counter() - began) / count / batch
+
+
+def nanogpt_batches(prefix: Path) -> float:
+    def work() -> None:
+        data = np.memmap(f"{prefix}.bin", dtype=np.uint16, mode="r")
+        places = torch.randint(len(data) - SEQUENCE, (BATCH,))
+        for first in (0, 1):  # inputs and labels
+            parts = (data[i + first : i + first + SEQUENCE].astype(np.int64) for i in places)
+            torch.stack([torch.from_numpy(part) for part in parts])
+
+    return a_sample(work, BATCH)
+
+
+def our_batches(samples: Samples, order: Order, batch: int) -> float:
+    """The order included."""
+    ranks: Any = {"data_parallel_rank": 0, "data_parallel_size": 1}
+    schedule: Any = {"micro_batch_size": batch, "schedule": BatchSchedule.constant(batch)}
+    loader = BatchLoader(
+        samples, order, **schedule, **ranks, prefetch=0, finish=lambda tokens, _: torch.from_numpy(tokens)
+    )
+    return a_sample(lambda: next(loader), batch, -(-12_000 // batch))
+
+
+SECTIONS = {"preprocess": preprocess, "loading": loading}
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.parser(__doc__)
     parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS))
-    parser.add_argument("--smoke", action="store_true", help="tiny sizes; writes nothing unless --output is given")
-    parser.add_argument("--output", type=Path, help="default: benchmarks/results/data.json")
-    args = parser.parse_args(argv)
-    output = args.output or (None if args.smoke else report.RESULTS / "data.json")
-    results = json.loads(output.read_text(encoding="utf-8")) if output and output.exists() else {}
-    for section in args.only:
-        measured = importlib.import_module(f"benchmarks.{SECTIONS[section]}").measure(args.smoke)
-        results[section] = {**report.header(section), **measured}
-        if output:
-            report.write(output, results)
+    chosen = harness.options(parser, argv)
+    output = chosen.output / "data.json"
+    results = json.loads(output.read_text(encoding="utf-8")) if output.exists() else {}
+    for section in chosen.only:
+        results[section] = {**harness.header(section), **SECTIONS[section](chosen.smoke)}
+        harness.write(output, results)
 
 
 if __name__ == "__main__":

@@ -3,31 +3,30 @@
 
     python benchmarks/memory.py                        # about 15 minutes on 2 cores, 4 GB at most at once
     python benchmarks/memory.py --smoke --output DIR   # a small model: does it run?
+    python benchmarks/stage_memory.py                  # each stage of a pipeline: 5 minutes, 3 GB at most at once
 
-Each run is the training program in fresh processes, 4 steps of it. Its log has what it expects, and what it had
-resident at its peak, without the pages of files. Two ways of the allocator: `returned`, in which each block goes back
-to the system when it is freed (MALLOC_MMAP_THRESHOLD_), so that the peak is what the step needs; and on one rank
-`kept`, the program's own way, in which glibc's heap keeps it, holes and all. The machine's load changes nothing. JSON
-is written after every run.
+Each run is the training program in fresh processes, some steps of it. It says what it expects, and what it had resident
+at its peak, without the pages of files. Two ways of the allocator: `returned`, in which each block goes back to the
+system when it is freed (MALLOC_MMAP_THRESHOLD_), so that the peak is what the step needs; and on one rank `kept`, the
+program's own way, in which glibc's heap keeps it, holes and all. Stages are measured as `returned`. The machine's load
+changes nothing. JSON is written after every run.
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import os
 import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works in a clone that is not installed
 
-from benchmarks import report
-from benchmarks.report import ROOT
+from benchmarks import harness
 
 SHAPES = {
     "4 × 512, 50,304 words": "--num-layers 4 --hidden-size 512 --num-attention-heads 8 --seq-length 512 "
@@ -37,109 +36,128 @@ SHAPES = {
     "6 × 768, 50,304 words": "--num-layers 6 --hidden-size 768 --num-attention-heads 12 --seq-length 512 "
     "--micro-batch-size 2 --make-vocab-size-divisible-by 50304",
 }
-SMOKE = "--num-layers 2 --hidden-size 128 --num-attention-heads 4 --seq-length 128 --micro-batch-size 4"
+STAGED = (
+    "--num-layers 8 --hidden-size 384 --num-attention-heads 6 --seq-length 256 --micro-batch-size 4 "
+    "--make-vocab-size-divisible-by 16384 --global-batch-size 24"
+)
+SMALL = "--num-layers 2 --hidden-size 128 --num-attention-heads 4 --seq-length 128 --micro-batch-size 4"
 LAYOUTS = {"1 rank": "", "2 ranks, sharded": "--nproc-per-node 2 --use-distributed-optimizer"}
+SCHEDULES = {
+    "1f1b": "",
+    "interleaved": "--num-layers-per-virtual-pipeline-stage 1",
+    "zero-bubble": "--pipeline-schedule zero-bubble",
+}
 ALLOCATORS = {"returned": {"MALLOC_MMAP_THRESHOLD_": "262144", "MALLOC_TRIM_THRESHOLD_": "262144"}, "kept": {}}
 COMMON = (
-    "--tokenizer-type bytes --device cpu --attention-dropout 0 --hidden-dropout 0 --train-iters 4 "
-    "--log-interval 4 --eval-iters 0 --max-position-embeddings 1024"
+    "--tokenizer-type bytes --device cpu --attention-dropout 0 --hidden-dropout 0 --train-iters 4 --log-interval 4 "
+    "--eval-iters 0 --max-position-embeddings 1024"
 )
+NEAR, STAGE_STEPS = 0.1, 2
 
 
-def cases(smoke: bool) -> Iterator[dict[str, str]]:
+def case(flags: str, allocator: str, precision: str, recompute: str, **names: Any) -> dict[str, Any]:
+    flags = f"{flags} --precision {precision} --recompute-granularity {recompute}"
+    return {"allocator": allocator, "precision": precision, "recompute": recompute, **names, "flags": flags}
+
+
+def cases(smoke: bool) -> Iterator[dict[str, Any]]:
     if smoke:
-        yield {
-            "shape": "2 × 128",
-            "precision": "fp32",
-            "recompute": "full",
-            "layout": "1 rank",
-            "allocator": "returned",
-            "flags": f"{SMOKE} --precision fp32 --recompute-granularity full",
-        }
+        yield case(SMALL, "returned", "fp32", "full", shape="2 × 128", layout="1 rank")
         return
     for allocator, precision in itertools.product(ALLOCATORS, ("bf16", "fp32")):
         layouts = list(LAYOUTS) if allocator == "returned" else ["1 rank"]
         for shape, recompute, layout in itertools.product(SHAPES, ("none", "full"), layouts):
-            yield {
-                "shape": shape,
-                "precision": precision,
-                "recompute": recompute,
-                "layout": layout,
-                "allocator": allocator,
-                "flags": f"{SHAPES[shape]} {LAYOUTS[layout]} --precision {precision} "
-                f"--recompute-granularity {recompute}",
-            }
+            flags = f"{SHAPES[shape]} {LAYOUTS[layout]}"
+            yield case(flags, allocator, precision, recompute, shape=shape, layout=layout)
 
 
-def measure(case: dict[str, str], folder: Path) -> dict[str, Any]:
-    """Expected and measured MB of rank 0, and the expected parts; {"failed": …} where the run did not end well."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
-    environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **ALLOCATORS[case["allocator"]]}
-    text = folder / "text.txt"
-    text.write_text("any text: nothing of it changes what is held. " * 4000)
-    with tempfile.TemporaryDirectory(dir=folder) as save:
-        run = subprocess.run(
-            [
-                sys.executable,
-                "-m",
-                "megatron.pretrain_gpt2",
-                *COMMON.split(),
-                *case["flags"].split(),
-                "--train-data",
-                str(text),
-                "--data-cache-path",
-                str(folder),
-                "--save",
-                save,
-            ],
-            env=environment,
-            text=True,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            timeout=300,
-        )
-    found = re.search(r"expected at the peak: ([\d.,]+).*peak resident: ([\d.,]+)", run.stdout)
-    parts = re.search(r"expected memory .*\n +(.*)", run.stdout)
-    if found is None or parts is None:
-        return {"failed": report.without_paths(run.stdout.strip().splitlines()[-1])[:300]}
-    expected, measured = (float(number.replace(",", "")) for number in found.groups())
+def stage_cases(smoke: bool) -> Iterator[dict[str, Any]]:
+    staged = "--pipeline-model-parallel-size"
+    if smoke:
+        yield case(f"{SMALL} --global-batch-size 12 {staged} 2", "returned", "fp32", "none", schedule="1f1b", p=2)
+        return
+    ways = (("fp32", "none"), ("bf16", "full"))
+    for p, schedule, (precision, recompute) in itertools.product((2, 4), SCHEDULES, ways):
+        flags = f"{STAGED} {SCHEDULES[schedule]} {staged} {p}"
+        yield case(flags, "returned", precision, recompute, schedule=schedule, p=p)
+
+
+def figures(expected: float, measured: float) -> dict[str, float]:
+    """In MB of 2^20 bytes."""
     return {
-        "expected_mb": expected,
-        "measured_mb": measured,
+        "expected_mb": round(expected, 1),
+        "measured_mb": round(measured, 1),
         "ratio": round(expected / measured, 3),
-        "parts_mb": parts.group(1),
     }
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", metavar="DIR", help="folder of memory.json (default: benchmarks/results)")
-    parser.add_argument("--smoke", action="store_true", help="a small model, one rank")
-    chosen = parser.parse_args(argv)
-    if chosen.smoke and not chosen.output:
-        parser.error("--smoke needs --output DIR: its figures are no results")
-    path = (Path(chosen.output) if chosen.output else report.RESULTS) / "memory.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    result: dict[str, Any] = {**report.header("memory"), "smoke": chosen.smoke, "runs": []}
+def command(flags: str, folder: Path) -> list[str]:
+    files = f"--train-data {folder}/text.txt --data-cache-path {folder} --save {folder}/save_{abs(hash(flags))}"
+    return f"{COMMON} {flags} {files}".split()
+
+
+def measure(run: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Expected and measured MB of rank 0, and the expected parts; {"failed": …} if the run did not end well."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
+    environment |= {"PYTHONPATH": str(harness.ROOT), "OMP_NUM_THREADS": "1", **ALLOCATORS[run["allocator"]]}
+    words = [sys.executable, "-m", "megatron.pretrain_gpt2", *command(run["flags"], folder)]
+    said = subprocess.run(words, env=environment, text=True, capture_output=True, timeout=300)
+    found = re.search(r"expected at the peak: ([\d.,]+).*peak resident: ([\d.,]+)", said.stdout)
+    parts = re.search(r"expected memory .*\n +(.*)", said.stdout)
+    if found is None or parts is None:
+        return {"failed": harness.last_line(said.stdout + said.stderr)}
+    expected, measured = (float(number.replace(",", "")) for number in found.groups())
+    return {**figures(expected, measured), "parts_mb": parts.group(1)}
+
+
+def stage(rank: int, world_size: int, words: list[str]) -> dict[str, float]:
+    """Some steps as stage `rank`: expected and measured MB."""
+    from megatron.gpt2.config.arguments import parse
+    from megatron.gpt2.dist.ranks import Ranks
+    from megatron.gpt2.extensions.plan.hook import setting_of
+    from megatron.gpt2.extensions.plan.step import expected
+    from megatron.gpt2.monitor.reporting import resident_memory
+    from megatron.gpt2.train.run import build_run
+    from megatron.gpt2.train.setup import prepare_run
+    from megatron.gpt2.train.train_step import train_step
+
+    prepared = prepare_run(parse(words), Ranks(rank, world_size, rank, world_size), lambda line: None)
+    run = build_run(prepared, lambda line: None)
+    run.engine.model.train()
+    for _ in range(STAGE_STEPS):
+        train_step(run)
+    peak = resident_memory()["peak resident"]
+    run.close()
+    return figures(expected(setting_of(prepared), rank).total / 2**20, peak / 2**20)
+
+
+def main(argv: Sequence[str] | None = None, *, of_stages: bool = False) -> int:
+    chosen = harness.options(harness.parser(__doc__), argv)
+    what = "stage_memory" if of_stages else "memory"
+    result: dict[str, Any] = {**harness.header(what), "smoke": chosen.smoke, "runs": []}
+    if of_stages:
+        os.environ.update(ALLOCATORS["returned"])  # of the ranks, which read it when they start
     with tempfile.TemporaryDirectory() as scratch:
-        for case in cases(chosen.smoke):
-            run = {**case, **measure(case, Path(scratch))}
+        folder = Path(scratch)
+        (folder / "text.txt").write_text("any text: nothing of it changes what is held. " * 4000)
+        for run in (stage_cases if of_stages else cases)(chosen.smoke):
+            if of_stages:
+                run["stages"] = found = harness.on_ranks(stage, run["p"], command(run["flags"], folder), method="spawn")
+            else:
+                found = [measure(run, folder)]
+                run |= found[0]
             result["runs"].append(run)
-            report.write(path, result)
-            figures = run.get("failed") or (
-                f"expected {run['expected_mb']:7,.0f} MB, measured "
-                f"{run['measured_mb']:7,.0f} MB, ratio {run['ratio']:.2f}"
-            )
-            print(
-                f"{run['allocator']:<8}  {run['precision']}  {run['shape']:<22}  {run['recompute']:<4}  "
-                f"{run['layout']:<16}  {figures}",
-                flush=True,
-            )
-    for name in ALLOCATORS:
-        far = [abs(run["ratio"] - 1) for run in result["runs"] if run["allocator"] == name and "ratio" in run]
-        print(f"{name}: {max(far):.0%} at most from the measured peak" if far else f"{name}: not measured")
-    return 1 if any("failed" in run for run in result["runs"]) else 0
+            harness.write(chosen.output / f"{what}.json", result)
+            names = "  ".join(f"{value}" for name, value in run.items() if name not in ("flags", "stages", *found[0]))
+            told = (f"{one['expected_mb']:,.0f} / {one['measured_mb']:,.0f} MB = {one['ratio']:.2f}" for one in found)
+            print(f"{names}: expected / measured {run.get('failed') or ',  '.join(told)}", flush=True)
+    for allocator in ALLOCATORS:
+        runs = [run for run in result["runs"] if run["allocator"] == allocator and "failed" not in run]
+        ratios = [one["ratio"] for run in runs for one in run.get("stages", [run])]
+        near = sum(abs(ratio - 1) <= NEAR for ratio in ratios)
+        if ratios:
+            print(f"{allocator}: {near} of {len(ratios)} within 10 %, from {min(ratios)} to {max(ratios)}")
+    return int(any("failed" in run for run in result["runs"]))
 
 
 if __name__ == "__main__":

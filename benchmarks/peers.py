@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 import mpu
+from benchmarks.problem import BETAS, LR, WEIGHT_DECAY
 from megatron.gpt2.config import ModelConfig
 from megatron.gpt2.model.gpt2 import GPT2Model
 
@@ -35,15 +36,12 @@ NANOGPT_VOCAB = 50304  # what nanoGPT gives a model of 50,257 words
 LossOf = Callable[[nn.Module, Tensor, Tensor], Tensor]
 
 
-def as_peer(ours: dict[str, Tensor], *, heads: int, vocab_size: int, conv1d: bool) -> dict[str, Tensor]:
+def as_peer(ours: dict[str, Tensor], config: ModelConfig, *, conv1d: bool) -> dict[str, Tensor]:
     """Our tensors (weights, or gradients) by the peers' names and in their layout: fused QKV is [n, 3, d] rows here and
     [3, n, d] there; Hugging Face's Conv1D keeps [in, out]. Padding rows of the vocabulary are dropped."""
-
-    def qkv(x: Tensor) -> Tensor:
-        return x.view(heads, 3, x.size(0) // 3 // heads, *x.shape[1:]).transpose(0, 1).reshape(x.shape)
-
+    n = config.num_attention_heads
     theirs = {
-        "transformer.wte.weight": ours["word_embeddings.weight"][:vocab_size],
+        "transformer.wte.weight": ours["word_embeddings.weight"][: config.vocab_size],
         "transformer.wpe.weight": ours["position_embeddings.weight"],
         "transformer.ln_f.weight": ours["transformer.final_layernorm.weight"],
         "transformer.ln_f.bias": ours["transformer.final_layernorm.bias"],
@@ -52,24 +50,23 @@ def as_peer(ours: dict[str, Tensor], *, heads: int, vocab_size: int, conv1d: boo
         if name.startswith("transformer.layers."):
             _, _, layer, rest = name.split(".", 3)
             module, kind = rest.rsplit(".", 1)
-            value = qkv(value) if module.endswith("query_key_value") else value
-            theirs[f"transformer.h.{layer}.{NAMES[module]}.{kind}"] = (
-                value.t() if conv1d and value.dim() == 2 else value
-            )
+            if module.endswith("query_key_value"):
+                value = value.view(n, 3, value.size(0) // 3 // n, *value.shape[1:]).transpose(0, 1).reshape(value.shape)
+            turned = conv1d and value.dim() == 2
+            theirs[f"transformer.h.{layer}.{NAMES[module]}.{kind}"] = value.t() if turned else value
     return theirs
 
 
-def build(
-    kind: str, config: ModelConfig, *, nanogpt: str, device: torch.device, seed: int, padded: bool = True
-) -> tuple[nn.Module, LossOf, int]:
-    """The peer's model with the weights that ours starts from, its loss over tokens and labels [b, s], and its
-    vocabulary size. padded: nanoGPT's vocabulary as it ships; its extra rows, zero at first, are in its softmax."""
-    mpu.initialize_model_parallel(1)
-    ours = dict(GPT2Model(config, seed=seed).named_parameters())
-    with nothing_drawn():
-        model, loss_of, vocab = (huggingface if kind == "huggingface" else nano)(config, nanogpt, padded)
-    load(model, ours, config, conv1d=kind == "huggingface")
-    return model.to(device).train(), loss_of, vocab
+def load(model: nn.Module, ours: GPT2Model, config: ModelConfig, *, conv1d: bool) -> None:
+    """Copy our weights into a peer's parameters; each of them must be filled."""
+    theirs = as_peer(dict(ours.named_parameters()), config, conv1d=conv1d)
+    parameters = dict(model.named_parameters())  # tied ones once
+    assert parameters.keys() == theirs.keys(), parameters.keys() ^ theirs.keys()
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            rows = theirs[name].size(0)
+            parameter[rows:].zero_()
+            parameter[:rows].copy_(theirs[name])
 
 
 @contextlib.contextmanager
@@ -81,54 +78,50 @@ def nothing_drawn() -> Iterator[None]:
         yield
 
 
-def load(model: nn.Module, ours: dict[str, Any], config: ModelConfig, *, conv1d: bool) -> None:
-    """Copy our tensors into a peer's parameters; each of them must be filled."""
-    assert config.vocab_size is not None
-    theirs = as_peer(ours, heads=config.num_attention_heads, vocab_size=config.vocab_size, conv1d=conv1d)
-    parameters = dict(model.named_parameters())  # tied ones once
-    assert parameters.keys() == theirs.keys(), parameters.keys() ^ theirs.keys()
-    with torch.no_grad():
-        for name, parameter in parameters.items():
-            rows = theirs[name].size(0)
-            parameter[rows:].zero_()
-            parameter[:rows].copy_(theirs[name])
+def build(
+    kind: str, config: ModelConfig, ours: GPT2Model, *, nanogpt: str, padded: bool = True
+) -> tuple[nn.Module, LossOf, int]:
+    """The peer's model with the weights of `ours`, its loss over tokens and labels [b, s], and its vocabulary size.
+    padded: nanoGPT's vocabulary as it ships; its extra rows, zero at first, are in its softmax."""
+    with nothing_drawn():
+        model, loss_of, vocab = huggingface(config) if kind == "huggingface" else nano(config, nanogpt, padded)
+    load(model, ours, config, conv1d=kind == "huggingface")
+    return model, loss_of, vocab
 
 
-def huggingface(config: ModelConfig, _: str, __: bool) -> tuple[nn.Module, LossOf, int]:
-    """transformers' GPT-2 over the true vocabulary, attention by scaled_dot_product_attention, without a cache."""
+def huggingface(config: ModelConfig, **more: Any) -> tuple[nn.Module, LossOf, int]:
+    """transformers' GPT-2 over the true vocabulary, attention by scaled_dot_product_attention, without a cache. more:
+    other settings of its configuration."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     assert config.vocab_size is not None
-    p = config.hidden_dropout
-    model = GPT2LMHeadModel(
-        GPT2Config(
-            vocab_size=config.vocab_size,
-            n_positions=config.max_position_embeddings,
-            n_embd=config.hidden_size,
-            n_layer=config.num_layers,
-            n_head=config.num_attention_heads,
-            resid_pdrop=p,
-            embd_pdrop=p,
-            attn_pdrop=config.attention_dropout,
-            layer_norm_epsilon=config.layernorm_epsilon,
-            use_cache=False,
-            activation_function={"tanh": "gelu_new", "erf": "gelu"}[config.gelu],
-            attn_implementation="sdpa",
-        )
-    )
+    settings: dict[str, Any] = {
+        "vocab_size": config.vocab_size,
+        "n_positions": config.max_position_embeddings,
+        "n_embd": config.hidden_size,
+        "n_layer": config.num_layers,
+        "n_head": config.num_attention_heads,
+        "resid_pdrop": config.hidden_dropout,
+        "embd_pdrop": config.hidden_dropout,
+        "attn_pdrop": config.attention_dropout,
+        "layer_norm_epsilon": config.layernorm_epsilon,
+        "use_cache": False,
+        "activation_function": {"tanh": "gelu_new", "erf": "gelu"}[config.gelu],
+        "attn_implementation": "sdpa",
+    }
 
     def loss_of(called: nn.Module, tokens: Tensor, labels: Tensor) -> Tensor:
         # Its own loss; labels that are shifted already keep the last one, which it would drop.
         loss: Tensor = called(tokens, labels=labels, shift_labels=labels.contiguous()).loss
         return loss
 
-    return model, loss_of, config.vocab_size
+    return GPT2LMHeadModel(GPT2Config(**{**settings, **more})), loss_of, config.vocab_size
 
 
 def nano(config: ModelConfig, folder: str, padded: bool) -> tuple[nn.Module, LossOf, int]:
     """nanoGPT's model from the checkout `folder`. Its GELU is the erf form, whatever the config says."""
-    assert config.vocab_size is not None
     vocab = config.vocab_size
+    assert vocab is not None
     if padded:  # to a multiple of 64, as nanoGPT says of its 50304
         vocab = NANOGPT_VOCAB if vocab == 50257 else -(-vocab // 64) * 64
     sys.path.insert(0, folder)
@@ -137,44 +130,33 @@ def nano(config: ModelConfig, folder: str, padded: bool) -> tuple[nn.Module, Los
     finally:
         sys.path.remove(folder)
     assert Path(theirs.__file__ or "").resolve().parent == Path(folder).resolve(), "another module is named model"
-    model: nn.Module = theirs.GPT(
-        theirs.GPTConfig(
-            block_size=config.max_position_embeddings,
-            vocab_size=vocab,
-            n_layer=config.num_layers,
-            n_head=config.num_attention_heads,
-            n_embd=config.hidden_size,
-            dropout=config.hidden_dropout,
-            bias=True,
-        )
+    settings = theirs.GPTConfig(
+        block_size=config.max_position_embeddings,
+        vocab_size=vocab,
+        n_layer=config.num_layers,
+        n_head=config.num_attention_heads,
+        n_embd=config.hidden_size,
+        dropout=config.hidden_dropout,
+        bias=True,
     )
 
     def loss_of(called: nn.Module, tokens: Tensor, labels: Tensor) -> Tensor:
         loss: Tensor = called(tokens, labels.contiguous())[1]
         return loss
 
-    return model, loss_of, vocab
+    return theirs.GPT(settings), loss_of, vocab
 
 
-def adamw(
-    model: nn.Module, shipped: bool, *, lr: float, betas: tuple[float, float], weight_decay: float
-) -> torch.optim.Optimizer:
-    """AdamW, decay on matrices alone: fused, or as nanoGPT's own `configure_optimizers` makes it on a CPU."""
+def adamw(model: nn.Module, shipped: bool) -> torch.optim.Optimizer:
+    """AdamW, decay on matrices only: fused, or as nanoGPT's own `configure_optimizers` makes it on a CPU."""
     if shipped:
-        optimizer: torch.optim.Optimizer = model.configure_optimizers(  # type: ignore[operator]
-            weight_decay, lr, betas, "cpu"
-        )
+        made: Any = model.configure_optimizers  # type: ignore[union-attr]
+        optimizer: torch.optim.Optimizer = made(WEIGHT_DECAY, LR, BETAS, "cpu")
         return optimizer
-    parameters = list(model.parameters())
-    return torch.optim.AdamW(
-        [
-            {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": weight_decay},
-            {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
-        ],
-        lr=lr,
-        betas=betas,
-        fused=True,
-    )
+    decayed = [p for p in model.parameters() if p.dim() >= 2]
+    others = [p for p in model.parameters() if p.dim() < 2]
+    groups = [{"params": decayed, "weight_decay": WEIGHT_DECAY}, {"params": others, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=LR, betas=BETAS, fused=True)
 
 
 def gate(config: ModelConfig, device: str, kind: str, *, nanogpt: str) -> dict[str, float]:
@@ -188,29 +170,22 @@ def gate(config: ModelConfig, device: str, kind: str, *, nanogpt: str) -> dict[s
     ours = GPT2Model(config).train()
     with torch.no_grad():
         for name, parameter in ours.named_parameters():
-            # Large, so that loss and gradients depend on every layer; around 1 where they scale.
+            # Large, so that loss and gradients depend on every layer; around 1 in layer norms.
             parameter.normal_(1.0 if name.endswith("layernorm.weight") else 0.0, 0.1, generator=generator)
             if name == "word_embeddings.weight":
                 parameter[config.vocab_size :].zero_()
+    model, loss_of, _ = build(kind, config, ours, nanogpt=nanogpt, padded=False)
     text = torch.randint(0, config.vocab_size, (2, config.max_position_embeddings + 1), generator=generator).to(device)
     tokens, labels = text[:, :-1], text[:, 1:]
-    ours.to(device)
     weight = torch.full(labels.shape, 1 / labels.numel(), device=device)
-    loss = ours(tokens, labels, weight)
-    loss.backward()
-    mine = {name: p.grad for name, p in ours.named_parameters() if p.grad is not None}
-    norm = torch.stack([g.double().norm() for g in mine.values()]).norm()
-    model, loss_of, _ = build(kind, config, nanogpt=nanogpt, device=torch.device("cpu"), seed=0, padded=False)
-    conv1d = kind == "huggingface"
-    load(model, dict(ours.named_parameters()), config, conv1d=conv1d)
-    model.to(device)
-    theirs = loss_of(model, tokens, labels)
-    theirs.backward()  # type: ignore[no-untyped-call]
-    grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    expected = as_peer(mine, heads=config.num_attention_heads, vocab_size=config.vocab_size, conv1d=conv1d)
-    their_norm = torch.stack([g.double().norm() for g in grads.values()]).norm()
+    losses = ours.to(device)(tokens, labels, weight), loss_of(model.to(device).train(), tokens, labels)
+    for loss in losses:
+        loss.backward()
+    mine, theirs = ({name: p.grad for name, p in one.named_parameters() if p.grad is not None} for one in (ours, model))
+    norm, their_norm = (torch.stack([g.double().norm() for g in of.values()]).norm() for of in (mine, theirs))
+    expected = as_peer(mine, config, conv1d=kind == "huggingface")
     return {
-        "loss": abs(theirs.item() / loss.item() - 1),
+        "loss": abs(losses[1].item() / losses[0].item() - 1),
         "grad_norm": abs((their_norm / norm).item() - 1),
-        "gradient": max(((grads[name] - g).abs().max() / g.abs().max()).item() for name, g in expected.items()),
+        "gradient": max(((theirs[name] - g).abs().max() / g.abs().max()).item() for name, g in expected.items()),
     }

@@ -1,20 +1,36 @@
-"""What `benchmarks/train.py` compares: the problems by preset and part, and the arms that solve them.
+"""What the training benchmarks compute and who computes it: problems by preset and part, the arms that solve them, and
+the two ways in which their FLOPs are counted.
 
-Legend: b micro-batch.
+Legend: b micro-batch; N parameters, L layers, C hidden size, T sequence length (the names of llm.c).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
+
+from data_utils.indexed_dataset import IndexedDatasetBuilder, token_dtype
 from megatron.gpt2.config import ModelConfig
+
+MODELS = {"124M": (12, 768, 12), "345M": (24, 1024, 16), "774M": (36, 1280, 20), "1.5B": (48, 1600, 25)}
+# Of benchmarks/gpu.sh: model, b, micro-batches. Part 1 is benchmarks/first_minutes.py.
+PARTS = {2: ("345M", 32, 1), 3: ("774M", 16, 2), 4: ("1.5B", 16, 2), 5: ("345M", 32, 1)}
+LR, WEIGHT_DECAY, BETAS, CLIP_GRAD, SEED = 1e-4, 0.1, (0.9, 0.95), 1.0, 1234
+TOKENS = 1 << 22  # in the file, at most; arms that need more begin again
+PEAK = 989e12  # FLOP/s, dense bf16, of the datasheet of H100 SXM and H200
+# Of other machines and not measured here: bf16, by llm.c's own count.
+LLM_C: list[dict[str, Any]] = [
+    {"model": "1.5B", "gpus": "8 H100", "mfu": 0.486, "source": "llm.c, its run of GPT-2 1.56B"},
+    {"model": "1.5B", "gpus": "8 H100", "tokens_per_s": [374e3, 388e3], "source": "llm.c, its scripts' step times"},
+    {"model": "345M", "gpus": "8 A100", "tokens_per_s": [524288 / 0.820] * 2, "source": "llm.c, its scripts: 820 ms"},
+]
 
 
 @dataclass(frozen=True)
 class Problem:
-    """What all arms compute. `tokens`: prefix of the .bin/.idx pair, uint16; `scratch`: a folder to write into.
-    `compiler`: the backend of torch.compile; a smoke run takes one that writes no code, which would take a minute."""
+    """What all arms compute. scratch: a folder to write into. compiler: the backend of torch.compile."""
 
     num_layers: int
     hidden_size: int
@@ -26,12 +42,6 @@ class Problem:
     dropout: float = 0.0
     gelu: str = "erf"
     device: str = "cpu"
-    lr: float = 1e-4
-    weight_decay: float = 0.1
-    betas: tuple[float, float] = (0.9, 0.95)
-    clip_grad: float = 1.0
-    seed: int = 1234
-    tokens: str = ""
     scratch: str = ""
     compiler: str = "inductor"
 
@@ -49,20 +59,39 @@ class Problem:
         )
 
     @property
-    def tokens_per_step(self) -> int:
-        return self.micro_batch_size * self.accumulation * self.seq_length
+    def tokens(self) -> str:
+        """The prefix of the .bin/.idx pair, uint16."""
+        return f"{self.scratch}/tokens"
+
+    def small(self) -> Problem:
+        """For a smoke run: a tiny model, and a compiler that writes no code, which would take a minute."""
+        tiny: dict[str, Any] = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 8, "seq_length": 64}
+        return replace(self, **tiny, micro_batch_size=2, vocab_size=500, compiler="eager")
+
+    def write_tokens(self, samples: int) -> None:
+        """The seeded tokens of all arms, p(id) ∝ 1/(id + 1), and a small pair of bytes for the plan of ours."""
+        draw = np.random.default_rng(SEED)
+        count = min(samples * self.seq_length + 1, TOKENS)
+        for prefix, size, length in (
+            (self.tokens, self.vocab_size, count),
+            (f"{self.scratch}/bytes", 256, self.seq_length + 1),
+        ):
+            builder = IndexedDatasetBuilder(prefix, token_dtype(size))
+            builder.add((np.exp(draw.random(length) * np.log(size + 1)) - 1).astype(np.int64).clip(0, size - 1))
+            builder.end_document()
+            builder.finish()
 
 
 @dataclass(frozen=True)
 class Arm:
-    """Who computes it and how. `kind`: ours, rank (one of ours, at model-parallel size `ranks`), huggingface, nanogpt.
+    """Who computes it and how. kind: ours, rank (one of ours, at model-parallel size `ranks`), huggingface, nanogpt.
 
     shipped: nanoGPT's own settings of a CPU (fp32, no autocast, AdamW not fused, the allocator left alone).
     flags: further ones of our program. changes: fields of the problem that this arm sets otherwise.
     """
 
     name: str
-    kind: str
+    kind: str = "ours"
     compiled: bool = False
     precision: str = "bf16"
     shipped: bool = False
@@ -72,45 +101,53 @@ class Arm:
     note: str = ""
 
 
-ARMS = [  # the most wanted first: where time runs short, the last are left out
-    Arm("ours compiled", "ours", compiled=True),
+COMPILED = Arm("ours compiled", compiled=True)
+SELECTIVE, FULL = (("--recompute-granularity", name) for name in ("selective", "full"))
+ARMS = [  # the most wanted first: if time runs short, the last are left out
+    COMPILED,
     Arm("nanoGPT compiled", "nanogpt", compiled=True),
     Arm("HF compiled", "huggingface", compiled=True),
-    Arm("ours eager", "ours"),
-    Arm("ours selective", "ours", flags=("--recompute-granularity", "selective")),
+    Arm("ours eager"),
+    Arm("ours selective", flags=SELECTIVE),
     Arm("HF eager", "huggingface"),
     Arm("nanoGPT eager", "nanogpt"),
     Arm("nanoGPT as shipped", "nanogpt", precision="fp32", shipped=True),
 ]
 SHAPE_8_3B = {"num_layers": 72, "hidden_size": 3072, "num_attention_heads": 32, "micro_batch_size": 8}
+RANK = Arm(
+    "ours 1 of 8 ranks of 8.3B",
+    "rank",
+    compiled=True,
+    ranks=8,
+    changes=SHAPE_8_3B,
+    note="empty initial weights; communication excluded: collectives of a fake process group move nothing",
+)
 ALONE = [
-    Arm("ours compiled", "ours", compiled=True),
-    Arm("ours dropout 0.1", "ours", compiled=True, changes={"dropout": 0.1}),
-    Arm("ours recompute full", "ours", compiled=True, flags=("--recompute-granularity", "full")),
-    Arm("ours recompute selective", "ours", compiled=True, flags=("--recompute-granularity", "selective")),
+    COMPILED,
+    replace(COMPILED, name="ours dropout 0.1", changes={"dropout": 0.1}),
+    replace(COMPILED, name="ours recompute full", flags=FULL),
+    replace(COMPILED, name="ours recompute selective", flags=SELECTIVE),
     Arm(
         "ours fp16 as in 2019",
-        "ours",
         precision="fp16",
         flags=("--checkpoint-activations", "--loss-scale", "1024"),
         changes={"dropout": 0.1, "micro_batch_size": 8, "accumulation": 1},
-        note="b 8, dropout 0.1, every layer "
-        "recomputed, eager; the published run of these settings: 6,785 MiB (7.11 GB) allocated after 100 iterations, "
-        "11,927 MiB (12.51 GB) at the peak",
+        note="b 8, dropout 0.1, every layer recomputed, eager; the published run of these settings: 6,785 MiB "
+        "(7.11 GB) allocated after 100 iterations, 11,927 MiB (12.51 GB) at the peak",
     ),
-    *(
-        Arm(
-            f"ours 1 of 8 ranks of 8.3B{how}",
-            "rank",
-            compiled=not how,
-            ranks=8,
-            changes=SHAPE_8_3B,
-            note="empty initial weights; communication excluded: collectives of a fake process group move nothing",
-        )
-        for how in ("", " eager")
-    ),
+    RANK,
+    replace(RANK, name=f"{RANK.name} eager", compiled=False),
 ]
-SMOKE_COMPILER = "eager"
-MODELS = {"124M": (12, 768, 12), "345M": (24, 1024, 16), "774M": (36, 1280, 20), "1.5B": (48, 1600, 25)}
-# Of benchmarks/gpu.sh: model, b, micro-batches. Part 1 is benchmarks/first_minutes.py.
-PARTS = {2: ("345M", 32, 1), 3: ("774M", 16, 2), 4: ("1.5B", 16, 2), 5: ("345M", 32, 1)}
+
+
+def flops_by_llm_c(parameters: int, num_layers: int, hidden_size: int, seq_length: int) -> int:
+    """6N + 6LCT, as `gpt2_estimate_mfu` of llm.c has it. parameters: with the padded vocabulary. Megatron's formula is
+    `ModelConfig.flops_per_token`: it counts attention twice as high, and no biases and norms."""
+    return 6 * parameters + 6 * num_layers * hidden_size * seq_length
+
+
+def utilisation(tokens_per_s: float, visit: dict[str, Any], peak: float | None) -> dict[str, float | None]:
+    """The share of `peak` FLOP/s that the model's own arithmetic is, by both counts. visit: a result of
+    `benchmarks/arms.py`."""
+    counts = {"mfu": "flops_per_token", "mfu_by_llm_c": "flops_per_token_llm_c"}
+    return {name: tokens_per_s * visit[key] / peak if peak else None for name, key in counts.items()}

@@ -9,25 +9,23 @@ Self times of all operators are added up by what they belong to; the profiler's 
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works in a clone that is not installed
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from benchmarks import report
-from benchmarks.arms import our_run
+from benchmarks import arms, harness
 from benchmarks.problem import MODELS, Arm, Problem
-from benchmarks.train import write_tokens
 from megatron.gpt2.device import set_threads
 from megatron.gpt2.dist.ranks import Ranks
-from megatron.gpt2.train.run import Run, build_run
+from megatron.gpt2.train.run import Run
 from megatron.gpt2.train.train_step import train_step
 
 # The first part whose sign stands in the name of an operator or of one that called it; matrix products apart.
@@ -52,70 +50,52 @@ def part_of(event: Any) -> str:
 def profiled(run: Run, device: torch.device) -> tuple[dict[str, float], list[dict[str, Any]]]:
     """Of one step: milliseconds by part, and the kernels (on a CPU the operators) with their milliseconds and calls,
     the costliest first. On a GPU the time is the device's own."""
-    step, on_gpu = run.engine.optimizer.step, device.type == "cuda"
+    step, kind = run.engine.optimizer.step, "CUDA" if device.type == "cuda" else "CPU"
 
     def marked() -> None:
         with record_function("our optimizer"):
             step()
 
-    run.engine.optimizer.step = marked  # type: ignore[method-assign]
-    with profile(activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * on_gpu, acc_events=True) as recorded:
+    def ms(event: Any) -> float:  # what its kernels take counts for the operator that has started them
+        return (event.self_device_time_total if kind == "CUDA" else event.self_cpu_time_total) / 1000
+
+    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (kind == "CUDA")
+    with (
+        mock.patch.object(run.engine.optimizer, "step", marked),
+        profile(activities=activities, acc_events=True) as recorded,
+    ):
         train_step(run)
-        if on_gpu:
+        if kind == "CUDA":
             torch.cuda.synchronize(device)
-    run.engine.optimizer.step = step  # type: ignore[method-assign]
     times: defaultdict[str, float] = defaultdict(float)
     for event in recorded.events():
-        if event.device_type.name == "CPU":  # what its kernels take counts for the operator that has started them
-            times[part_of(event)] += (event.self_device_time_total if on_gpu else event.self_cpu_time_total) / 1000
+        if event.device_type.name == "CPU":
+            times[part_of(event)] += ms(event)
     kernels = [
-        {
-            "name": event.key[:200],
-            "calls": event.count,
-            "ms": (event.self_device_time_total if on_gpu else event.self_cpu_time_total) / 1000,
-        }
+        {"name": event.key[:200], "calls": event.count, "ms": ms(event)}
         for event in recorded.key_averages()
-        if event.device_type.name == ("CUDA" if on_gpu else "CPU") and not event.is_user_annotation
+        if event.device_type.name == kind and not event.is_user_annotation
     ]
     return dict(sorted(times.items())), sorted(kernels, key=lambda kernel: -kernel["ms"])
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", metavar="DIR", help="folder of profile_cpu.json (default: benchmarks/results)")
-    parser.add_argument("--smoke", action="store_true", help="a tiny model: proves the script")
-    chosen = parser.parse_args()
+    chosen = harness.options(harness.parser(__doc__))
     with tempfile.TemporaryDirectory() as folder:
-        layers, hidden, heads = (2, 64, 4) if chosen.smoke else MODELS["124M"]
-        problem = Problem(
-            layers,
-            hidden,
-            heads,
-            64 if chosen.smoke else 1024,
-            2,
-            scratch=folder,
-            tokens=f"{folder}/tokens",
-            vocab_size=500 if chosen.smoke else 50257,
-        )
-        write_tokens(problem, 16)
+        problem = Problem(*MODELS["124M"], 1024, 2, scratch=folder)
+        problem = problem.small() if chosen.smoke else problem
+        problem.write_tokens(16)
         set_threads(Ranks())
-        run = build_run(our_run(problem, Arm("ours eager", "ours")), lambda line: None)
-        run.engine.model.train()
+        run = arms.our_run(problem, Arm("ours eager"))
         for _ in range(3):
             train_step(run)
         times, _ = profiled(run, run.device)
-        run.data.loader.close()
-        run.stop.close()
-        run.log.close()
+        arms.close(run)
     whole = sum(times.values())
-    print(f"\n{'part of a step':42}{'ms':>9}{'share':>8}")
-    for part, ms in times.items():
-        print(f"{part:42}{ms:9.1f}{ms / whole:8.1%}")
-    print(f"{'all operators':42}{whole:9.1f}")
-    output = Path(chosen.output) if chosen.output else report.RESULTS
-    report.write(
-        output / "profile_cpu.json", {**report.header("profile of a step, 124M on a CPU"), "milliseconds": times}
-    )
+    rows = [[part, f"{ms:.1f}", f"{ms / whole:.1%}"] for part, ms in {**times, "all operators": whole}.items()]
+    print("\n" + harness.table(["part of a step", "ms", "share"], rows))
+    result = {**harness.header("profile of a step, 124M on a CPU"), "milliseconds": times}
+    harness.write(chosen.output / "profile_cpu.json", result)
 
 
 if __name__ == "__main__":

@@ -4,66 +4,264 @@
         x = torch.zeros(4, device="cuda")      # costs nothing
         (x * 2).sum().item()                   # 0.0, and gpu.waits tells where the host waited for it
 
-What a GPU would have been asked is recorded, see `FakeGPU`. torch's FakeTensorMode computes the shapes;
-`fake_driver.py` is what else a process asks of CUDA.
+What a GPU would have been asked is recorded, see `FakeGPU`. torch's FakeTensorMode computes the shapes. Needs torch's
+CUDA build and g++, and no driver.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import functools
 import itertools
+import subprocess
 import sys
+import tempfile
+import types
 import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 from unittest import mock
 
 import torch
+import torch._subclasses.fake_tensor as fake_tensor
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tests.fake_cuda.fake_driver import guard, patched_cuda
-from tests.fake_cuda.fake_streams import FakeStream, MemoryOrder
+# --- streams and events, and who touches or frees memory that another stream may still be using -----------------------
+
+# Each stream counts its work, and knows how much of the work of the others is done before its own next piece, since it
+# has waited for it. Two pieces of work with the same memory, of which one writes, are in order if the later one's stream
+# knows of the earlier one.
+
+Moment = tuple[int, int]  # the number of a stream, and how much work it had then
+
+
+class FakeStream:
+    """torch.cuda.Stream."""
+
+    made: ClassVar[int] = 0
+    current: ClassVar[FakeStream]
+
+    def __init__(self, device: Any = None, priority: int = 0) -> None:
+        FakeStream.made += 1
+        self.number = FakeStream.made
+        self.known: defaultdict[int, int] = defaultdict(int)
+
+    def wait_event(self, event: FakeEvent) -> None:
+        """What follows here comes after it."""
+        for number, work in event.known.items():
+            self.known[number] = max(self.known[number], work)
+
+    def wait_stream(self, stream: FakeStream) -> None:
+        """What follows here comes after all that `stream` has been given."""
+        event = FakeEvent()
+        event.record(stream)
+        self.wait_event(event)
+
+
+class FakeEvent:
+    """torch.cuda.Event. The host finds everything before it done."""
+
+    def __init__(self, enable_timing: bool = False) -> None:
+        self.known: dict[int, int] = {}
+
+    def record(self, stream: FakeStream | None = None) -> None:
+        """After what the stream has been given."""
+        self.known = dict((stream or FakeStream.current).known)
+
+    def wait(self, stream: FakeStream | None = None) -> None:
+        """`FakeStream.wait_event`."""
+        (stream or FakeStream.current).wait_event(self)
+
+    def query(self) -> bool:
+        """Done."""
+        return True
+
+    def synchronize(self) -> None:
+        """Done."""
+
+    def elapsed_time(self, end: FakeEvent) -> float:
+        """Milliseconds."""
+        return 1.0
+
+
+@contextlib.contextmanager
+def running_on(stream: FakeStream) -> Iterator[None]:
+    """torch.cuda.stream."""
+    before, FakeStream.current = FakeStream.current, stream
+    try:
+        yield
+    finally:
+        FakeStream.current = before
+
+
+@dataclass
+class _Use:
+    """Who took a piece of memory, wrote it last, and has read it since."""
+
+    owner: FakeStream
+    written: Moment
+    read: dict[int, int] = field(default_factory=dict)
+
+
+class MemoryOrder:
+    """Sees each piece of work and reports memory that is used or freed too early to `fault`."""
+
+    def __init__(self, fault: Callable[[str], None]) -> None:
+        self._fault = fault
+        self._uses: dict[int, _Use] = {}
+
+    def take(self, tensors: Sequence[Tensor]) -> None:
+        """Memory that nobody knew is the current stream's, which may have used it before."""
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            if storage._cdata not in self._uses:
+                stream = FakeStream.current
+                self._uses[storage._cdata] = _Use(stream, (stream.number, stream.known[stream.number]))
+                weakref.finalize(storage, self._free, storage._cdata, tensor.device.type == "cuda")
+
+    def work(self, read: Sequence[Tensor], written: Sequence[Tensor], place: str) -> None:
+        """A piece of work of the current stream."""
+        self.take((*read, *written))
+        stream = FakeStream.current
+        stream.known[stream.number] += 1
+        now = stream.known[stream.number]
+        for tensor in read:
+            use = self._uses[tensor.untyped_storage()._cdata]
+            self._require(stream, [use.written], f"{place} reads {tuple(tensor.shape)} before it is there")
+            use.read[stream.number] = now
+        for tensor in written:
+            use = self._uses[tensor.untyped_storage()._cdata]
+            self._require(
+                stream,
+                [use.written, *use.read.items()],
+                f"{place} writes {tuple(tensor.shape)} while another stream uses it",
+            )
+            use.written, use.read = (stream.number, now), {}
+
+    def _require(self, stream: FakeStream, moments: Sequence[Moment], fault: str) -> None:
+        if any(number != stream.number and stream.known[number] < work for number, work in moments):
+            self._fault(fault)
+
+    def _free(self, key: int, on_device: bool) -> None:
+        use = self._uses.pop(key)
+        if on_device:  # the owner gives it to its own next piece of work
+            self._require(use.owner, [use.written, *use.read.items()], "memory is freed while another stream uses it")
+
+
+# --- what a process asks of CUDA before and beside its kernels, answered as by a machine with one H200 ----------------
+
+H200 = types.SimpleNamespace(
+    name="NVIDIA H200",
+    major=9,
+    minor=0,
+    total_memory=150_754_820_096,
+    multi_processor_count=132,
+    warp_size=32,
+    L2_cache_size=62_914_560,
+    max_threads_per_multi_processor=2048,
+    max_threads_per_block=1024,
+    regs_per_multiprocessor=65_536,
+    shared_memory_per_multiprocessor=233_472,
+    shared_memory_per_block=49_152,
+    shared_memory_per_block_optin=232_448,
+    gcnArchName="",
+    uuid="fake",
+    is_integrated=0,
+    clock_rate=1_980_000,
+    memory_bus_width=6144,
+    memory_clock_rate=3_201_000,
+)
+
+
+@functools.cache
+def guard() -> ctypes.CDLL:
+    """`guard.cpp`, compiled: 3 s, once per process."""
+    folder = Path(torch.__file__).parent
+    library = Path(tempfile.mkdtemp()) / "guard.so"
+    source, include = Path(__file__).with_name("guard.cpp"), folder / "include"
+    flags = f"-shared -fPIC -std=c++20 -O1 -I{include} -I{include}/torch/csrc/api/include {source} -o {library}"
+    subprocess.run(["g++", *flags.split(), f"-L{folder}/lib", "-lc10", "-ltorch_cpu"], check=True)
+    return ctypes.CDLL(str(library))
+
+
+def flash_attention(
+    q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False
+) -> Tensor:
+    """F.scaled_dot_product_attention, whose choice of a kernel asks the driver: FlashAttention's, or the plain one with
+    a mask."""
+    if attn_mask is None and q.dtype != torch.float32:
+        y: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, False)[0]
+        return y
+    y = torch.ops.aten._scaled_dot_product_efficient_attention(
+        q, k, v, attn_mask, q.requires_grad, dropout_p, is_causal
+    )[0]
+    return y
+
+
+@contextlib.contextmanager
+def patched_cuda() -> Iterator[None]:
+    """`torch.cuda` of a machine with one H200."""
+
+    def state(device: Any = None) -> Tensor:
+        with unset_fake_temporarily():
+            return torch.zeros(16, dtype=torch.uint8)
+
+    nothing = "set_device _lazy_init synchronize set_rng_state manual_seed manual_seed_all"
+    zero = (
+        "current_device _exchange_device _maybe_exchange_device memory_reserved memory_allocated max_memory_allocated"
+    )
+    numbers = {
+        **dict.fromkeys(nothing.split()),
+        **dict.fromkeys(zero.split(), 0),
+        **dict.fromkeys(("is_available", "is_initialized", "is_bf16_supported"), True),
+        "is_current_stream_capturing": False,
+        "device_count": 1,
+        "get_device_name": H200.name,
+        "get_device_properties": H200,
+        "get_device_capability": (H200.major, H200.minor),
+        "mem_get_info": (140 << 30, 140 << 30),
+    }
+    replaced: dict[str, Callable[..., Any]] = {
+        **{name: lambda *_, value=value, **__: value for name, value in numbers.items()},
+        "get_rng_state": state,
+        "Event": FakeEvent,
+        "Stream": FakeStream,
+        "stream": running_on,
+        "current_stream": lambda device=None: FakeStream.current,
+    }
+    FakeStream.current = FakeStream()
+    with contextlib.ExitStack() as stack:
+        for name, function in replaced.items():
+            stack.enter_context(mock.patch.object(torch.cuda, name, function))
+        stack.enter_context(mock.patch.object(torch.cuda.nccl, "version", lambda: (2, 29, 7)))
+        stack.enter_context(mock.patch.object(F, "scaled_dot_product_attention", flash_attention))
+        stack.enter_context(mock.patch.object(fake_tensor, "init_gpu_context", lambda device: None))
+        stack.enter_context(mock.patch.object(FakeTensorMode, "avoid_device_init", property(lambda self: True)))
+        torch._C._ensureCUDADeviceGuardSet()
+        yield
+
+
+# --- the device -------------------------------------------------------------------------------------------------------
 
 ROOT = str(Path(__file__).resolve().parent.parent.parent)
 COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 ALLOCATION = 512  # bytes: what CUDA's caching allocator rounds each tensor up to
 
 # Operators that start no kernel: views, and what only makes room.
-FREE = (
-    "view",
-    "_unsafe_view",
-    "t",
-    "transpose",
-    "permute",
-    "select",
-    "slice",
-    "unbind",
-    "detach",
-    "expand",
-    "alias",
-    "unsqueeze",
-    "squeeze",
-    "as_strided",
-    "split",
-    "split_with_sizes",
-    "lift_fresh",
-    "empty",
-    "empty_like",
-    "new_empty",
-    "empty_strided",
-    "new_empty_strided",
-    "record_stream",
-    "unfold",
-    "_reshape_alias",
-    "is_pinned",
-    "resize_",
-    "set_",
+VIEWS = (
+    "view _unsafe_view t transpose permute select slice unbind detach expand alias unsqueeze squeeze as_strided split "
+    "split_with_sizes lift_fresh unfold _reshape_alias record_stream is_pinned resize_ set_"
 )
+FREE = {*VIEWS.split(), "empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"}
 
 
 @dataclass(frozen=True)

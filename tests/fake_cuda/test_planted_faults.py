@@ -12,167 +12,154 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.gpt2.optimizer.optimizer import AdamWOptimizer
-from megatron.gpt2.pipeline.schedule import Action
 from megatron.gpt2.train import data, train_step
 from megatron.gpt2.train.forward_backward import ForwardBackward
 from mpu import kernels, transformer
 from mpu.host_memory import HostMemory
-from tests.fake_cuda.fake_streams import FakeStream
+from tests.fake_cuda.fake_gpu import FakeStream
 from tests.fake_cuda.program import check_budget, check_peak, check_same_order, check_step, running
 from tests.fake_cuda.test_memory import SHAPE
 
-Plant = pytest.MonkeyPatch
+Plant = Callable[[pytest.MonkeyPatch], None]
 
 
-def before(plant: Plant, owner: Any, name: str, extra: Callable[..., object]) -> None:
+def step(text: Path, save: Path) -> None:
+    with running(text, save) as (run, gpu):
+        check_step(run, gpu)
+        check_budget("bf16", gpu)
+
+
+def ranks(text: Path, save: Path) -> None:
+    check_same_order(text, save, "--model-parallel-size 2 --sequence-parallel", 2)
+
+
+def stages(text: Path, save: Path) -> None:
+    check_same_order(text, save, "--pipeline-model-parallel-size 2 --global-batch-size 4", 2)
+
+
+def parked(text: Path, save: Path) -> None:
+    with running(text, save, "--num-layers 3 --recompute-granularity full --checkpoint-in-cpu") as (run, gpu):
+        check_step(run, gpu)
+
+
+def peak(text: Path, save: Path) -> None:
+    with running(text, save, SHAPE) as (run, gpu):
+        check_peak(run, gpu)
+
+
+def before(owner: Any, name: str, extra: Callable[..., object]) -> Plant:
     """`owner.name` does `extra` first, with the same arguments."""
-    original = getattr(owner, name)
 
-    def both(*args: Any, **kwargs: Any) -> Any:
-        extra(*args, **kwargs)
-        return original(*args, **kwargs)
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        original = getattr(owner, name)
 
-    plant.setattr(owner, name, both)
+        def both(*args: Any, **kwargs: Any) -> Any:
+            extra(*args, **kwargs)
+            return original(*args, **kwargs)
 
+        patch.setattr(owner, name, both)
 
-@pytest.fixture
-def step(text: Path, tmp_path: Path) -> Callable[[], None]:
-    def check() -> None:
-        with running(text, tmp_path) as (run, gpu):
-            check_step(run, gpu)
-            check_budget("bf16", gpu)
-
-    return check
+    return plant
 
 
-@pytest.fixture
-def ranks(text: Path, tmp_path: Path) -> Callable[[], None]:
-    return lambda: check_same_order(text, tmp_path, ["--sequence-parallel"], 2, 2)
+def instead(owner: Any, name: str, other: Callable[..., object]) -> Plant:
+    """`owner.name` is `other`."""
+    return lambda patch: patch.setattr(owner, name, other)
 
 
-def test_nothing_is_found_where_nothing_is_planted(step: Callable[[], None], ranks: Callable[[], None]):
-    step()
-    ranks()
+def before_update(extra: Callable[[AdamWOptimizer], object]) -> Plant:
+    return before(AdamWOptimizer, "step", extra)
 
 
-def test_1_a_value_is_read(step: Callable[[], None], monkeypatch: Plant):
-    before(monkeypatch, AdamWOptimizer, "step", lambda self: self.found_inf.item())
-    with pytest.raises(AssertionError, match="reads a value"):
-        step()
+def before_counting(extra: Callable[[Tensor], object]) -> Plant:
+    """`extra` sees a mask of the batch."""
+    return before(train_step, "tokens_in_global_batch", lambda run, batch: extra(batch.mask))
 
 
-def test_2_a_batch_that_is_not_pinned(step: Callable[[], None], monkeypatch: Plant):
-    monkeypatch.setattr(data, "pinned", torch.from_numpy)
-    with pytest.raises(AssertionError, match="copies .* from cpu to cuda"):
-        step()
+def on_gpu(*shape: int) -> Tensor:
+    return torch.zeros(*shape, device="cuda")
 
 
-def test_3_a_copy_that_blocks(step: Callable[[], None], monkeypatch: Plant):
-    before(monkeypatch, train_step, "tokens_in_global_batch", lambda run, batch: batch.mask.cpu())
-    with pytest.raises(AssertionError, match="from cuda to cpu"):
-        step()
+def sums_in_another_order(_: object) -> None:
+    for size in (2, 3) if dist.get_rank() == 0 else (3, 2):
+        dist.all_reduce(on_gpu(size))
 
 
-def test_4_a_tensor_on_the_wrong_device(step: Callable[[], None], monkeypatch: Plant):
-    before(monkeypatch, train_step, "tokens_in_global_batch", lambda run, batch: batch.mask + torch.ones(256))
-    with pytest.raises(RuntimeError, match="found at least two devices"):
-        step()
+KEPT: list[Tensor] = []
+# The check, what is planted, and what it says.
+FAULTS: dict[str, tuple[Callable[[Path, Path], None], Plant, str]] = {
+    "a value is read": (step, before_update(lambda self: self.found_inf.item()), "reads a value"),
+    "a batch that is not pinned": (step, instead(data, "pinned", torch.from_numpy), "copies .* from cpu to cuda"),
+    "a copy that blocks": (step, before_counting(lambda mask: mask.cpu()), "from cuda to cpu"),
+    "a tensor on the wrong device": (
+        step,
+        before_counting(lambda mask: mask + torch.ones(256)),
+        "found at least two devices",
+    ),
+    "a copy in each layer": (
+        step,
+        before(transformer.ParallelTransformerLayer, "forward", lambda self, x, *_, **__: x.clone()),
+        "'clone': '7, granted 5'",
+    ),
+    "a chunk of logits in float32": (
+        peak,
+        before(kernels, "vocab_parallel_softmax", lambda logits, *_: KEPT.append(logits.float())),
+        "cross_entropy.py",
+    ),
+    "an allocation that the planner does not know": (
+        peak,
+        before_update(lambda self: KEPT.append(on_gpu(1 << 27))),
+        "",
+    ),
+    "a CPU tensor in a collective": (ranks, before_update(lambda self: dist.all_reduce(torch.zeros(2))), "on the CPU"),
+    "a tensor in a collective that is not contiguous": (
+        ranks,
+        before_update(lambda self: dist.all_reduce(on_gpu(4, 4).t())),
+        "not contiguous",
+    ),
+    "a collective that only one rank calls": (
+        ranks,
+        before_update(lambda self: dist.all_reduce(self.found_inf) if dist.get_rank() == 1 else None),
+        "ranks 0 and 1",
+    ),
+    "another order on one rank": (ranks, before_update(sums_in_another_order), "ranks 0 and 1"),
+    "the main stream does not wait for copies": (
+        parked,
+        instead(HostMemory, "wait", lambda self, done: None),
+        "before it is there.*|while another stream uses it",
+    ),
+    "copies do not wait for the main stream": (
+        parked,
+        instead(FakeStream, "wait_stream", lambda self, other: None),
+        r"reads \(\d+,\) before it is there",
+    ),
+    "memory that is not pinned": (
+        parked,
+        instead(HostMemory, "take", lambda self, numel, dtype: torch.empty(numel, dtype=dtype)),
+        "copies .* from cuda to cpu",
+    ),
+    "a send that nobody receives": (
+        stages,
+        before(
+            ForwardBackward,
+            "_backward",
+            lambda self, action: dist.send(on_gpu(2), dst=0) if dist.get_rank() == 1 else None,
+        ),
+        "what rank 1 sends to rank 0",
+    ),
+}
 
 
-def test_5_a_copy_in_each_layer(step: Callable[[], None], monkeypatch: Plant):
-    before(monkeypatch, transformer.ParallelTransformerLayer, "forward", lambda self, x, *_, **__: x.clone())
-    with pytest.raises(AssertionError, match="'clone': '7, granted 5'"):
-        step()
+def test_nothing_is_found_if_nothing_is_planted(text: Path, tmp_path: Path):
+    for check in (step, ranks, stages, parked, peak):
+        check(text, tmp_path / check.__name__)
 
 
-def test_6_a_chunk_of_logits_in_float32(text: Path, tmp_path: Path, monkeypatch: Plant):
-    kept: list[Tensor] = []
-    before(monkeypatch, kernels, "vocab_parallel_softmax", lambda logits, *_: kept.append(logits.float()))
-    with running(text, tmp_path, SHAPE) as (run, gpu), pytest.raises(AssertionError, match="cross_entropy.py"):
-        check_peak(run, gpu)
-
-
-def test_7_an_allocation_that_the_planner_does_not_know(text: Path, tmp_path: Path, monkeypatch: Plant):
-    room: list[Tensor] = []
-    before(monkeypatch, AdamWOptimizer, "step", lambda self: room.append(torch.empty(1 << 27, device="cuda")))
-    with running(text, tmp_path, SHAPE) as (run, gpu), pytest.raises(AssertionError):
-        check_peak(run, gpu)
-
-
-def test_8_a_cpu_tensor_in_a_collective(ranks: Callable[[], None], monkeypatch: Plant):
-    before(monkeypatch, AdamWOptimizer, "step", lambda self: dist.all_reduce(torch.zeros(2)))
-    with pytest.raises(AssertionError, match="on the CPU"):
-        ranks()
-
-
-def test_9_a_tensor_in_a_collective_that_is_not_contiguous(ranks: Callable[[], None], monkeypatch: Plant):
-    before(monkeypatch, AdamWOptimizer, "step", lambda self: dist.all_reduce(torch.zeros(4, 4, device="cuda").t()))
-    with pytest.raises(AssertionError, match="not contiguous"):
-        ranks()
-
-
-def test_10_a_collective_that_one_rank_calls_alone(ranks: Callable[[], None], monkeypatch: Plant):
-    before(
-        monkeypatch,
-        AdamWOptimizer,
-        "step",
-        lambda self: dist.all_reduce(self.found_inf) if dist.get_rank() == 1 else None,
-    )
-    with pytest.raises(AssertionError, match="ranks 0 and 1"):
-        ranks()
-
-
-def test_11_another_order_on_one_rank(ranks: Callable[[], None], monkeypatch: Plant):
-    def sums(self: AdamWOptimizer) -> None:
-        for size in (2, 3) if dist.get_rank() == 0 else (3, 2):
-            dist.all_reduce(torch.zeros(size, device="cuda"))
-
-    before(monkeypatch, AdamWOptimizer, "step", sums)
-    with pytest.raises(AssertionError, match="ranks 0 and 1"):
-        ranks()
-
-
-@pytest.fixture
-def parked(text: Path, tmp_path: Path) -> Callable[[], None]:
-    flags = ["--num-layers", "3", "--recompute-granularity", "full", "--checkpoint-in-cpu"]
-
-    def check() -> None:
-        with running(text, tmp_path, flags) as (run, gpu):
-            check_step(run, gpu)
-
-    return check
-
-
-def test_12_the_main_stream_does_not_wait_for_copies(parked: Callable[[], None], monkeypatch: Plant):
-    parked()
-    monkeypatch.setattr(HostMemory, "wait", lambda self, done: None)
-    with pytest.raises(AssertionError, match=r"before it is there.*|while another stream uses it"):
-        parked()
-
-
-def test_13_copies_do_not_wait_for_the_main_stream(parked: Callable[[], None], monkeypatch: Plant):
-    monkeypatch.setattr(FakeStream, "wait_stream", lambda self, other: None)
-    with pytest.raises(AssertionError, match=r"reads \(\d+,\) before it is there"):
-        parked()
-
-
-def test_14_memory_that_is_not_pinned(parked: Callable[[], None], monkeypatch: Plant):
-    monkeypatch.setattr(HostMemory, "take", lambda self, numel, dtype: torch.empty(numel, dtype=dtype))
-    with pytest.raises(AssertionError, match="copies .* from cuda to cpu"):
-        parked()
-
-
-@pytest.fixture
-def stages(text: Path, tmp_path: Path) -> Callable[[], None]:
-    flags = ["--pipeline-model-parallel-size", "2", "--global-batch-size", "4"]
-    return lambda: check_same_order(text, tmp_path, flags, 2, 1)
-
-
-def test_15_a_send_that_nobody_receives(stages: Callable[[], None], monkeypatch: Plant):
-    def send(self: ForwardBackward, action: Action) -> None:
-        if dist.get_rank() == 1:
-            dist.send(torch.zeros(2, device="cuda"), dst=0)
-
-    before(monkeypatch, ForwardBackward, "_backward", send)
-    with pytest.raises(AssertionError, match="what rank 1 sends to rank 0"):
-        stages()
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_found(text: Path, tmp_path: Path, fault: str, monkeypatch: pytest.MonkeyPatch):
+    check, plant, said = FAULTS[fault]
+    plant(monkeypatch)
+    KEPT.clear()
+    with pytest.raises((AssertionError, RuntimeError), match=said):
+        check(text, tmp_path)
+    KEPT.clear()

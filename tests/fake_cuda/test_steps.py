@@ -1,20 +1,58 @@
-"""Whole steps in every mode: nothing waits for the device, and nothing is on the wrong one."""
+"""Whole steps in every mode: nothing waits for the device, nothing is on the wrong one, and what backward needs is in the
+host's memory meanwhile, if a flag says so: copied on a side stream, in order, without a wait."""
 
 from __future__ import annotations
 
 import collections
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from benchmarks.gpu.modes import DROPOUT, MODES
 from megatron.gpt2 import device as devices
 from megatron.gpt2.checkpoint import state, writer
 from megatron.gpt2.train.evaluate import SAMPLING, evaluate_and_log, sample_text
 from megatron.gpt2.train.loop import train
-from tests.fake_cuda.fake_gpu import FakeGPU
-from tests.fake_cuda.program import OFFLOAD, check_budget, check_step, running, steps
+from megatron.gpt2.train.train_step import train_step
+from tests.fake_cuda.fake_gpu import FakeGPU, FakeStream, Memory
+from tests.fake_cuda.program import DOCUMENTS, DROPOUT, OFFLOAD, check_budget, check_step, running, steps
+
+FULL = "--recompute-granularity full"
+MODES = {
+    "bf16": "",
+    "fp16": "--precision fp16",
+    "fp32": "--precision fp32",
+    "constant scale": "--precision fp16 --loss-scale 1024",
+    "selective": "--recompute-granularity selective",
+    "full": FULL,
+    "full in pairs": f"{FULL} --recompute-num-layers 2",
+    "full, inputs on the host": f"{FULL} --checkpoint-in-cpu",
+    "a layer on the host": "--cpu-offloading-num-layers 1",
+    "accumulation": "--global-batch-size 6",
+    "dropout": DROPOUT,
+    "dropout, full": f"{DROPOUT} {FULL}",
+    "dropout, fp16, accumulation": f"{DROPOUT} --precision fp16 --global-batch-size 4",
+    "documents": DOCUMENTS,
+    "documents, dropout": f"{DOCUMENTS} {DROPOUT}",
+    "documents, fp32": f"{DOCUMENTS} --precision fp32",
+    "offload": "--cpu-offload-optimizer",
+    "no clipping": "--clip-grad 0",
+    "exact layouts": "--exact-layouts 4 --global-batch-size 4",
+    "compiled": "--compile",
+    "compiled, dropout": f"--compile {DROPOUT}",
+}
+LAYERS = 4
+INPUT = 2 * 256 * 1024 * 2  # bytes of a layer's input: micro-batch, sequence, hidden, bf16
+PARKED = f"--num-layers {LAYERS} {FULL} --checkpoint-in-cpu"
+WAYS = {  # ranks, flags, bytes that leave the device and come back
+    "inputs": (1, PARKED, LAYERS * INPUT),
+    "in pairs": (1, f"{PARKED} --recompute-num-layers 2", LAYERS // 2 * INPUT),
+    "accumulation": (1, f"{PARKED} --global-batch-size 4", 2 * LAYERS * INPUT),
+    "parts of inputs": (2, f"{PARKED} --partition-activations --model-parallel-size 2", LAYERS * INPUT // 2),
+    # Inputs of both layer norms, their outputs, queries, keys and values, attention's output; twice 4h of the MLP
+    "of layers": (1, f"--num-layers {LAYERS} --cpu-offloading-num-layers 3", 3 * (8 + 8) * INPUT),
+}
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -24,20 +62,15 @@ def test_a_step_waits_for_nothing_and_keeps_to_its_budget(text: Path, tmp_path: 
         check_budget(mode, gpu)
 
 
-def test_training_waits_at_log_lines_alone(text: Path, tmp_path: Path):
+def test_training_waits_at_log_lines_only(text: Path, tmp_path: Path):
     """Ten iterations with a log line after every fifth, an evaluation and a sample after the last."""
-    with running(text, tmp_path, ["--train-iters", "10", "--log-interval", "5", "--eval-interval", "100"]) as (
-        run,
-        gpu,
-    ):
+    with running(text, tmp_path, "--train-iters 10 --log-interval 5 --eval-interval 100") as (run, gpu):
         steps(run, gpu)
         gpu.clear()
         assert train(run) == ""
         assert gpu.waits
-        assert {wait.split(":")[0] for wait in gpu.waits} <= {
-            "megatron/gpt2/train/loop.py",
-            "megatron/gpt2/train/evaluate.py",
-        }
+        places = {wait.split(":")[0].removeprefix("megatron/gpt2/train/") for wait in gpu.waits}
+        assert places <= {"loop.py", "evaluate.py"}
 
 
 def test_an_evaluation_waits_once_for_its_sums(text: Path, tmp_path: Path):
@@ -74,3 +107,35 @@ def test_save_and_load(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     with running(text, tmp_path, DROPOUT) as (run, gpu):
         assert run.progress.iteration == 1
         check_step(run, gpu)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_it_leaves_and_comes_back_on_a_side_stream(text: Path, tmp_path: Path, way: str):
+    ranks, flags, size = WAYS[way]
+    with running(text, tmp_path, flags, world_size=ranks) as (run, gpu):
+        check_step(run, gpu)
+        aside = [copy for copy in gpu.copies if copy.stream != FakeStream.current.number]
+        assert [sum(copy.size for copy in aside if copy.to == to) for to in ("cpu", "cuda")] == [size, size]
+        memory = run.engine.model.transformer.host_memory
+        assert memory is not None
+        taken = memory.taken
+        train_step(run)
+        assert memory.taken == taken <= size
+
+
+def test_no_input_stays_on_the_device(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """When the loss begins."""
+    now: list[int] = []
+    for flags in (f"--num-layers {LAYERS} {FULL}", PARKED):
+        with running(text, tmp_path, flags) as (run, gpu):
+            train_step(run)
+            loss = run.engine.model._cross_entropy
+
+            def measured(*args: Any, memory: Memory = gpu.memory, loss: Any = loss, **kwargs: Any) -> Any:
+                now.append(memory.now)
+                return loss(*args, **kwargs)
+
+            with monkeypatch.context() as patch:
+                patch.setattr(run.engine.model, "_cross_entropy", measured)
+                train_step(run)
+    assert now[0] - now[1] == LAYERS * INPUT

@@ -1,14 +1,40 @@
-"""The kernel that drops on a GPU: the same elements as on the CPU, and code without spills for two kinds of GPU."""
+"""Kernels made for two kinds of GPU: every value of one stays in registers. The Triton code of compiled layers, and the
+kernel that drops, which drops the same elements as on the CPU."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from tests.fake_cuda.ptxas import assembled
+from tests.fake_cuda.fake_inductor import assemble, assembled, triton_kernels
+from tests.fake_cuda.program import DROPOUT, running, steps
+
+ARCHITECTURES = ("sm_80", "sm_90a")
+SHAPE = "--compile --seq-length 1024 --max-position-embeddings 1024"
+MODELS = {
+    "345M": "--micro-batch-size 32",
+    "1.5B, fp16, dropout": "--hidden-size 1600 --num-attention-heads 25 --micro-batch-size 16 --precision fp16 "
+    f"{DROPOUT}",
+}
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_no_kernel_of_a_compiled_layer_spills(text: Path, tmp_path: Path, model: str):
+    with running(text, tmp_path, f"{SHAPE} {MODELS[model]}") as (run, gpu):
+        steps(run, gpu)
+    kernels = [kernel for source in gpu.sources for kernel in triton_kernels(source, tmp_path).values()]
+    made = [found for kernel in kernels for name in ARCHITECTURES for found in assemble(kernel, name)]
+    assert len(made) > 20 and not [kernel for kernel in made if kernel.spilled or kernel.stack]
+    needed = {found.name.split()[0]: found.registers for found in made}
+    kernels.sort(key=lambda kernel: needed[kernel.inductor_meta["kernel_name"]], reverse=True)
+    assert any(found.spilled for kernel in kernels for found in assemble(kernel, "sm_80", most_registers=16)), (
+        "none would be seen"
+    )
+
 
 # Triton's interpreter computes a kernel with numpy; it has to be chosen before Triton is loaded.
 SAME = """
@@ -35,7 +61,7 @@ def test_it_drops_what_the_cpu_drops():
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("architecture", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("element", ["bf16", "fp16", "fp32"])
 def test_it_spills_nothing(architecture: str, element: str):
     from mpu.kernels.dropout_triton import BLOCKS, WARPS, dropout_kernel
@@ -44,13 +70,9 @@ def test_it_spills_nothing(architecture: str, element: str):
         "x": f"*{element}",
         "out": f"*{element}",
         "keys": "*i64",
-        "b": "i32",
-        "h": "i32",
-        "first_position": "i32",
-        "dropped": "i32",
+        **dict.fromkeys(("b", "h", "first_position", "dropped"), "i32"),
         "factor": "fp32",
-        "SITE": "constexpr",
-        "BLOCKS": "constexpr",
+        **dict.fromkeys(("SITE", "BLOCKS"), "constexpr"),
     }
     found = assembled(
         "keyed dropout",

@@ -1,0 +1,314 @@
+"""What all benchmarks share: options, the head of a result, JSON that an interrupted call continues with, programs with
+a time limit, ranks, timing, tables and plots."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import multiprocessing
+import os
+import platform
+import random
+import re
+import signal
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime, timedelta, timezone
+from importlib import metadata
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+T = TypeVar("T")
+OURS, PEER = "#3568a8", "#b8b8b8"  # of bars
+WARM_UP = 3  # calls of `milliseconds` that are not timed
+GRACE = 3.0  # seconds that a program has to end what it has started itself
+
+
+def parser(description: str | None) -> argparse.ArgumentParser:
+    """With --output and --smoke."""
+    made = argparse.ArgumentParser(
+        description=description, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    made.add_argument("--output", metavar="DIR", type=Path, help="folder of the results (default: benchmarks/results)")
+    made.add_argument("--smoke", action="store_true", help="tiny sizes on the CPU: proves the script; needs --output")
+    return made
+
+
+def options(made: argparse.ArgumentParser, argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The chosen options. A smoke run's figures are no results, so it names its own folder."""
+    chosen = made.parse_args(argv)
+    if chosen.smoke and not chosen.output:
+        made.error("--smoke needs --output DIR: its figures are no results")
+    chosen.output = chosen.output or RESULTS
+    return chosen
+
+
+# --- results -------------------------------------------------------------------------------------------------------
+
+
+def versions() -> dict[str, str | None]:
+    """Python, torch and its CUDA, transformers; None for what is absent."""
+    found: dict[str, str | None] = {"python": platform.python_version(), "torch": torch.__version__}
+    found |= {"cuda": torch.version.cuda, "transformers": None}
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        found["transformers"] = metadata.version("transformers")
+    return found
+
+
+def commit(folder: Path | str = ROOT) -> str | None:
+    """The short commit that `folder` is at, with + if tracked files differ from it; None outside git."""
+    git = ["git", "describe", "--always", "--exclude=*", "--dirty=+"]
+    try:
+        run = subprocess.run(git, cwd=folder, capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return run.stdout.strip() or None
+
+
+def header(what: str) -> dict[str, Any]:
+    """The head of every result: what was measured, when, on what machine, at which commit."""
+    cpuinfo = Path("/proc/cpuinfo")
+    names = re.findall(r"^model name\s*: (.*)$", cpuinfo.read_text(), re.MULTILINE) if cpuinfo.exists() else []
+    return {
+        "what": what,
+        "date": datetime.now(timezone.utc).isoformat(timespec="minutes"),
+        "machine": {
+            "cpu": names[0] if names else platform.processor() or platform.machine(),
+            "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+            "gpu": torch.cuda.get_device_name(0) if torch.cuda.is_available() else None,
+        },
+        "versions": versions(),
+        "commit": commit(),
+    }
+
+
+def machine_line(result: Mapping[str, Any]) -> str:
+    """Machine, torch and date of a result in a few words."""
+    found = result["machine"]
+    name = found["gpu"] or found["cpu"]
+    return f"{name}, {found['cores']} cores, torch {result['versions']['torch']}, {result['date'][:10]}"
+
+
+def write(path: Path, result: Mapping[str, Any]) -> None:
+    """Replace the file whole: a time-out leaves the last complete one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(".json.part")
+    part.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    part.replace(path)
+
+
+def earlier(path: Path, result: Mapping[str, Any], *keys: str) -> dict[str, Any] | None:
+    """What an interrupted call left in the file, if it was of the same GPU, versions and `keys` as `result`. A file of
+    another machine or other versions is put aside as `*.other.json`, and None is returned."""
+    if not path.exists():
+        return None
+    found: dict[str, Any] = json.loads(path.read_text())
+    now = json.loads(json.dumps(result))
+    same = all(found.get(key) == now[key] for key in ("versions", *keys))
+    if same and found["machine"]["gpu"] == now["machine"]["gpu"]:
+        return found
+    aside = path.with_suffix(".other.json")
+    path.replace(aside)
+    print(f"{path.name} is of another machine, of other versions or of another problem: it is {aside.name} now")
+    return None
+
+
+def campaign(what: str, path: Path, trials: int, do: Callable[[Path, int], dict[str, Any]]) -> bool:
+    """The trials with the seeds 0 to `trials`, from where an earlier call was interrupted; whether all are "good".
+
+    do: one trial, given a folder that all trials share and its seed; what it returns is written at once.
+    """
+    result: dict[str, Any] = {**header(what), "trials": []}
+    if kept := earlier(path, result, "what"):
+        result["trials"] = kept["trials"][:trials]
+    with tempfile.TemporaryDirectory() as scratch:
+        for seed in range(len(result["trials"]), trials):
+            began = time.monotonic()
+            trial = {"seed": seed, **do(Path(scratch), seed)}
+            result["trials"].append({**trial, "seconds": round(time.monotonic() - began, 1)})
+            write(path, result)
+            print(f"{seed + 1:>4} of {trials}  {json.dumps(result['trials'][-1])}", flush=True)
+    good = sum(bool(trial["good"]) for trial in result["trials"])
+    print(f"{what}: {good} of {trials} good; {path.name}")
+    return good == trials
+
+
+# --- programs and ranks ----------------------------------------------------------------------------------------------
+
+
+def run_limited(
+    command: Sequence[Any], log: Path | None, timeout: float, *, environment: Mapping[str, str] | None = None
+) -> int | None:
+    """Run `command` in the project's folder and return its exit code; None if it was ended after `timeout` seconds,
+    with all that it had started. log: takes what it writes, while it writes it; None: this process's own output."""
+    with contextlib.nullcontext() if log is None else log.open("w") as file:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=None if file is None else subprocess.STDOUT,
+            cwd=ROOT,
+            env={**os.environ, **(environment or {}), "PYTHONUNBUFFERED": "1"},
+            start_new_session=True,
+        )
+        try:
+            return process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            return None
+        finally:  # also if this program is told to end
+            if process.poll() is None:
+                process.terminate()
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(GRACE)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # its compilers, too
+            process.wait()
+
+
+def last_line(text: str) -> str:
+    """The last line that has words, without absolute paths, 400 characters at most."""
+    lines = [line for line in text.splitlines() if line.strip()]
+    return without_paths(lines[-1] if lines else "")[:400]
+
+
+def without_paths(text: str) -> str:
+    """`text` with every absolute path cut down to its last part: where a file lies is this machine's affair."""
+    return re.sub(r"(?<![\w.:/])/(?:[^\s/'\":]+/)*([^\s/'\":]+)", r"\1", text)
+
+
+def _rank(rank: int, world_size: int, folder: str, fn: Callable[..., Any], args: tuple[Any, ...], send: Any) -> None:
+    torch.set_num_threads(1)
+    place = f"file://{folder}/rendezvous"
+    dist.init_process_group(
+        "gloo", init_method=place, rank=rank, world_size=world_size, timeout=timedelta(seconds=1200)
+    )
+    send.send(fn(rank, world_size, *args))
+    dist.barrier()
+
+
+def on_ranks(fn: Callable[..., Any], world_size: int, *args: Any, method: str = "forkserver") -> list[Any]:
+    """`fn(rank, world_size, *args)` in processes of one thread with a group of gloo; what each returned. One rank runs
+    in this process without a group. method: multiprocessing's start method."""
+    if world_size == 1:
+        return [fn(0, 1, *args)]
+    context: Any = multiprocessing.get_context(method)
+    context.set_forkserver_preload(["megatron.gpt2.train.run"])  # torch is imported once
+    pipes = [context.Pipe(duplex=False) for _ in range(world_size)]
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = [
+            context.Process(target=_rank, args=(rank, world_size, folder, fn, args, send), daemon=True)
+            for rank, (_, send) in enumerate(pipes)
+        ]
+        for rank, (_, send) in zip(ranks, pipes, strict=True):
+            rank.start()
+            send.close()
+        try:
+            return [receive.recv() for receive, _ in pipes]  # EOFError: the rank ended with what it wrote
+        finally:
+            for rank in ranks:
+                rank.join(60)
+                rank.kill()
+
+
+def write_text(folder: Path, words: int = 6000) -> Path:
+    """text.txt with something to learn: words of a small vocabulary, some of which follow each other. It is old, since
+    one that was just written is hashed by each rank."""
+    draw, word, text = random.Random(0), 0, []
+    vocabulary = ["".join(draw.choices("abcdefghijklmnopqrstuvwxyz", k=draw.randint(2, 8))) for _ in range(60)]
+    for _ in range(words):
+        word = draw.randrange(60) if draw.random() < 0.3 else (7 * word + 3) % 60
+        text.append(vocabulary[word])
+    path = folder / "text.txt"
+    path.write_text(" ".join(text))
+    os.utime(path, (1e9, 1e9))
+    return path
+
+
+# --- figures ---------------------------------------------------------------------------------------------------------
+
+
+def call_seconds(work: Callable[[], Any], device: torch.device, count: int) -> list[float]:
+    """Seconds of each of `count` calls. On a GPU they follow each other without a wait between, and end with one."""
+    if device.type == "cuda":
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
+        events[0].record()
+        for event in events[1:]:
+            work()
+            event.record()
+        torch.cuda.synchronize(device)
+        return [a.elapsed_time(b) / 1000 for a, b in zip(events, events[1:], strict=False)]
+    marks = [time.perf_counter()]
+    for _ in range(count):
+        work()
+        marks.append(time.perf_counter())
+    return [b - a for a, b in zip(marks, marks[1:], strict=False)]
+
+
+def milliseconds(work: Callable[[], Any], device: torch.device, count: int) -> float:
+    """The median of `count` calls in milliseconds, after `WARM_UP` others."""
+    for _ in range(WARM_UP):
+        work()
+    return 1000 * sorted(call_seconds(work, device, count))[count // 2]
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Median, 10th and 90th percentile (linear between neighbours) of at least one value."""
+    p10, median, p90 = torch.tensor(values, dtype=torch.float64).quantile(torch.tensor([0.1, 0.5, 0.9]).double())
+    return {"median": median.item(), "p10": p10.item(), "p90": p90.item(), "n": len(values)}
+
+
+def in_turns(works: Mapping[str, Callable[[], T]], rounds: int) -> dict[str, list[T]]:
+    """What each of `works` returns, `rounds` times, in an order that is mirrored from round to round (A B B A)."""
+    found: dict[str, list[T]] = {name: [] for name in works}
+    for number in range(rounds):
+        for name in list(works)[:: -1 if number % 2 else 1]:
+            found[name].append(works[name]())
+    return found
+
+
+def ratio(above: Sequence[float], below: Sequence[float]) -> float:
+    """The median of the ratios, round by round."""
+    return statistics.median(a / b for a, b in zip(above, below, strict=True))
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Columns of equal width, the first to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    lines = [head, ["-" * width for width in widths], *rows]
+    form = "  ".join(f"{{:{'>' if i else '<'}{width}}}" for i, width in enumerate(widths))
+    return "\n".join(form.format(*line).rstrip() for line in lines)
+
+
+def plot(path: Path, title: str, panels: Sequence[tuple[str, Sequence[tuple[str, float, float, float]]]]) -> str:
+    """Horizontal bars, one panel beside the other: (label of the axis, [(arm, value, low, high)]); low and high are the
+    ends of the error bar. Returns a line that says what was written, or that matplotlib is absent."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        return f"no plot: matplotlib is not installed ({path.name} was not written)"
+    rows = max((len(bars) for _, bars in panels), default=1)
+    figure = Figure(figsize=(5.5 * len(panels), 1.2 + 0.42 * rows), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
+    figure.suptitle(title, fontsize=10)
+    for axes, (label, bars) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+        names, values, lows, highs = zip(*bars, strict=True)
+        errors = [[v - low for v, low in zip(values, lows, strict=True)]]
+        errors += [[high - v for v, high in zip(values, highs, strict=True)]]
+        colours = [OURS if name.startswith("ours") else PEER for name in names]
+        axes.barh(range(len(bars)), values, xerr=errors, height=0.6, capsize=2, ecolor="#404040", color=colours)
+        axes.set_yticks(range(len(bars)), [f"{n}   {v:,.4g}" for n, v in zip(names, values, strict=True)], fontsize=8)
+        axes.invert_yaxis()
+        axes.set_xlabel(label, fontsize=9)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path)
+    return f"wrote {path.name}"
