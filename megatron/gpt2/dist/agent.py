@@ -73,9 +73,7 @@ def start_ranks(program: Program, argv: Sequence[str], launch: Launch, kept: Kep
     on to them; Ctrl-C reaches them from the terminal. program: at the top level of a module, which the ranks import.
     The ranks get torchrun's variables and words for `read_launch`. kept: what a training program keeps.
     """
-    for name in ("torch.distributed.elastic", "torch.multiprocessing"):  # their tracebacks of a rank that was killed
-        for logger in (name, *(known for known in logging.root.manager.loggerDict if known.startswith(name))):
-            logging.getLogger(logger).setLevel(logging.CRITICAL + 1)
+    logging.disable(logging.CRITICAL)  # torch's tracebacks of a rank that was killed
     # One store for all rounds; torch's own would be on another machine after each.
     os.environ |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "TORCHELASTIC_SIGNALS_TO_HANDLE": ""}
     place = replace(launch, where=launch.where or "tcp://127.0.0.1:0")
@@ -90,6 +88,7 @@ def start_ranks(program: Program, argv: Sequence[str], launch: Launch, kept: Kep
         except SystemExit:  # asked to stop between two rounds
             pass
         finally:
+            logging.disable(logging.NOTSET)
             for number, handler in before.items():
                 signal.signal(number, handler)
     return agent.code
@@ -268,6 +267,7 @@ class Agent(LocalElasticAgent):
 def _rank(program: Program, argv: Sequence[str], interrupt: Any) -> None:
     for number in Agent.STOPS:
         signal.signal(number, interrupt if number == signal.SIGINT else signal.SIG_DFL)
+    logging.disable(logging.NOTSET)
     if os.environ["RANK"] == "0":  # somebody may type; multiprocessing puts the null device in place of every rank's
         sys.stdin = os.fdopen(0, closefd=False)
     try:

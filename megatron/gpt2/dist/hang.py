@@ -18,16 +18,15 @@ import threading
 import time
 import traceback
 from collections.abc import Mapping, MutableMapping, Sequence
-from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from megatron.gpt2.dist.heartbeat import BEAT, PATIENCE, POLL, gone_words, named
+from megatron.gpt2.dist.heartbeat import BEAT, PATIENCE, POLL, Gone, gone_words, named
 from megatron.gpt2.dist.ranks import Ranks
 from megatron.gpt2.hooks import Hook
 from megatron.gpt2.monitor.incidents import FOLDER, Incidents
@@ -40,53 +39,39 @@ TIMED_OUT = re.compile(r"timed? ?out", re.IGNORECASE)  # gloo: "Timed out waitin
 ECHO = 0.5  # seconds after a rank's timeout within which the others' connections to it have failed
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where a rank's main thread is.
+class Place(NamedTuple):
+    """Where a rank's main thread is: whether it waits in a collective, and the text that says where, such as
+    "all_reduce (mpu/mappings.py:61, called at mpu/layers.py:210)" or "data_utils/samplers.py:88 (next_batch)"."""
 
-    waits: the collective that it is in, empty where it is elsewhere. lines: of the program, "mpu/layers.py:210", the
-    innermost first. function: around the innermost one. stack: all of it, the innermost last.
-    """
-
-    waits: str
-    lines: tuple[str, ...]
-    function: str
-    stack: tuple[str, ...]
-
-    @property
-    def waiting(self) -> str:
-        """ "all_reduce (mpu/mappings.py:61, called at mpu/layers.py:210)"."""
-        return f"{self.waits} ({', called at '.join(self.lines[:2])})"
-
-    @property
-    def here(self) -> str:
-        """ "data_utils/samplers.py:88 (next_batch)"."""
-        return f"{self.lines[0]} ({self.function})" if self.lines else self.stack[-1]
+    waits: bool
+    text: str
 
 
-def place_of(frames: Sequence[tuple[FrameType, int]], *, has_failed: bool = False) -> Place:
-    """frames: with the line of each, the innermost last. has_failed: a collective was the innermost; autograd may hide
-    it."""
+def place_of(frames: Sequence[tuple[FrameType, int]], *, has_failed: bool = False) -> tuple[Place, list[str]]:
+    """The place, and the whole stack. frames: with the line of each, the innermost last. has_failed: a collective was
+    the innermost; autograd may hide it."""
     stack, ours, waits = [], [], ""
     for frame, line in frames:
-        path = Path(frame.f_code.co_filename)
-        inside = path.is_relative_to(ROOT) and path.relative_to(ROOT).parts[0] in ROOMS
-        name = f"{path.relative_to(ROOT) if inside else path}:{line}"
-        stack.append(f"{name} ({frame.f_code.co_name})")
+        file, function = frame.f_code.co_filename, frame.f_code.co_name
+        inside = Path(file).is_relative_to(ROOT) and Path(file).relative_to(ROOT).parts[0] in ROOMS
+        name = f"{Path(file).relative_to(ROOT) if inside else file}:{line}"
+        stack.append(f"{name} ({function})")
         if inside:
-            ours.append((name, frame.f_code.co_name))
-            called = WAITS.search(linecache.getline(frame.f_code.co_filename, line))
+            ours.append((name, function))
+            called = WAITS.search(linecache.getline(file, line))
             waits = called[1] if called else ""
-        elif "torch/distributed/" in frame.f_code.co_filename:
-            if frame.f_code.co_name != "wrapper" and frame.f_code.co_name[0] != "_":
-                waits = frame.f_code.co_name
-        elif "torch/" not in frame.f_code.co_filename:
+        elif "torch/distributed/" in file:
+            if function != "wrapper" and function[0] != "_":
+                waits = function
+        elif "torch/" not in file:
             waits = ""  # in another library, called by what could have waited
-    lines = tuple(name for name, _ in reversed(ours))
-    return Place(waits or "a collective" * has_failed, lines, ours[-1][1] if ours else "", tuple(stack))
+    waits = waits or "a collective" * has_failed
+    if waits:
+        return Place(True, f"{waits} ({', called at '.join(name for name, _ in ours[:-3:-1])})"), stack
+    return Place(False, f"{ours[-1][0]} ({ours[-1][1]})" if ours else stack[-1]), stack
 
 
-def place_of_main_thread() -> Place:
+def frames_of_main_thread() -> list[tuple[FrameType, int]]:
     """Seen from another thread. On a GPU a thread of autograd, which Python has not started, may run backward for it."""
     frames, main = sys._current_frames(), threading.main_thread().ident
     known = {thread.ident for thread in threading.enumerate()}
@@ -94,7 +79,7 @@ def place_of_main_thread() -> Place:
     if found and found[-1][0].f_code.co_name == "_engine_run_backward":
         for other in [frame for number, frame in frames.items() if number not in known]:
             found += list(traceback.walk_stack(other))[::-1]
-    return place_of(found)
+    return found
 
 
 class Hang(Hook):
@@ -127,17 +112,17 @@ class Hang(Hook):
         if self._heartbeat.is_stopped or not self._heartbeat.is_answered(PATIENCE):
             return False  # a store beyond a cut cable would keep this thread for --init-timeout seconds
         self._main_leaves = True
-        place = place_of(list(traceback.walk_tb(error.__traceback__)), has_failed=True)
+        frames = list(traceback.walk_tb(error.__traceback__))
         try:
             if TIMED_OUT.search(str(error)):
-                self._write(store, place)
+                self._write(store, frames, has_failed=True)
                 store.compare_set("hang", "", f"{self._ranks.rank}")
             end = time.monotonic() + ECHO
             while not store.check(["hang"]):
                 if time.monotonic() > end:
                     return False
                 time.sleep(POLL)
-            self._write(store, place)
+            self._write(store, frames, has_failed=True)
             gone = self._report(store)
         except dist.DistError:  # nobody serves the store any more
             return False
@@ -148,17 +133,16 @@ class Hang(Hook):
         """In the heartbeat's thread."""
         if self._watches_steps and self._since is not None and time.monotonic() - self._since > self._seconds:
             store.compare_set("hang", "", f"{self._ranks.rank}")
-        if store.check(["hang"]) and self._write(store, place_of_main_thread()):
+        if store.check(["hang"]) and self._write(store, frames_of_main_thread()):
             threading.Thread(target=self._end, args=(store,), name="hang", daemon=True).start()
 
-    def _write(self, store: Store, place: Place) -> bool:
+    def _write(self, store: Store, frames: Sequence[tuple[FrameType, int]], *, has_failed: bool = False) -> bool:
         """Tell the others where this rank is; once, whoever knows it first. Returns whether this call did."""
         if not self._has_written.acquire(blocking=False):
             return False
-        store.set(f"place/{self._ranks.rank}", json.dumps(asdict(place)))
-        self._incidents.note(
-            "hang", f"waits in {place.waiting}" if place.waits else f"is at {place.here}", stack=place.stack
-        )
+        place, stack = place_of(frames, has_failed=has_failed)
+        store.set(f"place/{self._ranks.rank}", json.dumps(place))
+        self._incidents.note("hang", f"{'waits in' if place.waits else 'is at'} {place.text}", stack=stack)
         return True
 
     def _end(self, store: Store) -> None:
@@ -184,7 +168,7 @@ class Hang(Hook):
             )
         return len(gone)
 
-    def _collect(self, store: Store) -> tuple[dict[int, Place], dict[int, float | None]]:
+    def _collect(self, store: Store) -> tuple[dict[int, Place], Gone]:
         """The places of the ranks that live, and the others with the seconds since their last sign of life."""
         heartbeat, places = self._heartbeat, dict[int, Place]()
         with heartbeat.watching_all():
@@ -192,46 +176,35 @@ class Hang(Hook):
             while True:
                 for rank in self._hosts.keys() - places.keys():
                     if store.check([key := f"place/{rank}"]):
-                        found = json.loads(store.get(key))
-                        places[rank] = Place(
-                            found["waits"], tuple(found["lines"]), found["function"], tuple(found["stack"])
-                        )
+                        places[rank] = Place(*json.loads(store.get(key)))
                 missing = self._hosts.keys() - places.keys()
                 if missing <= set(heartbeat.silent(PATIENCE)) or time.monotonic() > end:
-                    return places, {
-                        rank: None if heartbeat.has_left(rank) else heartbeat.silence(rank) for rank in sorted(missing)
-                    }
+                    return places, heartbeat.gone(sorted(missing))
                 time.sleep(POLL)
 
 
-def words(
-    places: Mapping[int, Place], gone: Mapping[int, float | None], hosts: Mapping[int, str], first: int, seconds: float
-) -> str:
+def words(places: Mapping[int, Place], gone: Gone, hosts: Mapping[int, str], first: int, seconds: float) -> str:
     """Who waits where, for whom. first: the rank whose collective timed out first, after so many seconds."""
     waiting: dict[str, list[int]] = {}
     for rank, place in sorted(places.items(), key=lambda item: (item[0] != first, item[0])):
         if place.waits:
-            waiting.setdefault(place.waiting, []).append(rank)
-    elsewhere = [rank for rank, place in places.items() if not place.waits]
-    where = next(iter(waiting), "the end of the step")
-    wait = [
-        f"where {named(ranks, hosts)} wait{'s' * (len(ranks) == 1)}"
-        if at == where
-        else f"{named(ranks, hosts)} wait{'s' * (len(ranks) == 1)} in {at}"
-        for at, ranks in waiting.items()
-    ]
-    late = [*gone, *elsewhere]
+            waiting.setdefault(place.text, []).append(rank)
+    elsewhere = sorted(rank for rank, place in places.items() if not place.waits)
+    late, where = [*gone, *elsewhere], next(iter(waiting), "the end of the step")
     if not late:
-        places_apart = " and ".join(f"{named(ranks, hosts)} in {where}" for where, ranks in waiting.items())
+        places_apart = " and ".join(f"{named(ranks, hosts)} in {at}" for at, ranks in waiting.items())
         return (
             f"a collective took longer than {seconds:g} s (--distributed-timeout-minutes), and every rank waits in "
             f"one, {places_apart}: the network is slow, or the ranks run different programs"
         )
+    missing = f"did not come to {where} within {seconds:g} s"
+    for at, ranks in waiting.items():
+        wait = f"{named(ranks, hosts)} wait{'s' * (len(ranks) == 1)}"
+        missing += f", where {wait}" if at == where else f", {wait} in {at}"
     facts = [gone_words(gone, hosts)] if gone else []
-    facts += [f"{named([rank], {})} is at {places[rank].here}" for rank in sorted(elsewhere)]
-    missing = f"did not come to {', '.join([f'{where} within {seconds:g} s', *wait])}"
     if gone and not elsewhere:  # begins as where no collective has timed out
         return f"{facts[0]} and {missing}"
+    facts += [f"{named([rank], {})} is at {places[rank].text}" for rank in elsewhere]
     return f"{named(late, hosts)} {missing}: {', '.join(facts)}"
 
 

@@ -12,9 +12,9 @@ from tests.faults.state_faults import plant
 from tests.megatron.gpt2.dist.started_ranks import Rank, free_port
 from tests.megatron.gpt2.train.training_runs import write_text
 
-REDUCES = Place("all_reduce", ("mpu/mappings.py:61", "mpu/layers.py:210", "mpu/random.py:3"), "_all_reduce", ("a",))
-RECEIVES = Place("wait", ("mpu/pipeline.py:35", "schedule_runner.py:9"), "wait", ("b",))
-READS = Place("", ("data_utils/samplers.py:88",), "next_batch", ("c",))
+REDUCES = Place(True, "all_reduce (mpu/mappings.py:61, called at mpu/layers.py:210)")
+RECEIVES = Place(True, "wait (mpu/pipeline.py:35, called at schedule_runner.py:9)")
+READS = Place(False, "data_utils/samplers.py:88 (next_batch)")
 HOSTS = {rank: "ab"[rank // 2] for rank in range(4)}
 
 
