@@ -164,17 +164,10 @@ def assert_loads(checkpoint: Checkpoint, rank: Any, state: dict[tuple[str, str],
     place = rank.parallel.tensor_model_parallel_rank, rank.parallel.tensor_model_parallel_size
     for values in (rank.flat.params, *(s.values for s in rank.optimizer.tensors())):
         values.fill_(torch.nan)
-    prepared: Any = SimpleNamespace(
-        source=str(checkpoint.path.parent),
-        device=CPU,
-        dtype=rank.flat.params.dtype,
-        train_iters=3,
-        decay_iters=3,
-        global_batch_size=8,
-        batch_growth="not at all",
-        splits=SimpleNamespace(fingerprint=""),
-        config=Config(model=SHAPE, checkpoint=CONFIG, data=DataConfig(seq_length=6)),
-    )
+    config = Config(model=SHAPE, checkpoint=CONFIG, data=DataConfig(seq_length=6))
+    facts = {"config": config.as_dict(), "train_iters": 3, "decay_iters": 3, "precision": "", "computed_by": ""}
+    source = str(checkpoint.path.parent)
+    prepared: Any = SimpleNamespace(source=source, device=CPU, config=config, facts=lambda: facts)
     with pytest.MonkeyPatch.context() as patch:  # found once: the ranks need not agree on what is there
         patch.setattr("megatron.gpt2.train.checkpointing.find_checkpoint", lambda source, **_: checkpoint)
         assert load_run(prepared, rank.parallel, rank, lambda line: None) == (3, 24, 0)
