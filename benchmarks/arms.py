@@ -38,8 +38,7 @@ from megatron.gpt2.config.arguments import parse
 from megatron.gpt2.device import DTYPES, set_allocator, set_threads
 from megatron.gpt2.dist.ranks import Ranks
 from megatron.gpt2.extensions.plan.hook import MemoryPlan
-from megatron.gpt2.model.gpt2 import GPT2Model
-from megatron.gpt2.model.parameters import count_parameters
+from megatron.gpt2.model.gpt2 import GPT2Model, count_parameters
 from megatron.gpt2.train.run import Run, build_run
 from megatron.gpt2.train.setup import prepare_run
 from megatron.gpt2.train.train_step import train_step

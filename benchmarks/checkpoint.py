@@ -38,7 +38,7 @@ from megatron.gpt2.checkpoint.saver import Saver
 from megatron.gpt2.checkpoint.state import load_state, state_pieces
 from megatron.gpt2.checkpoint.writer import Piece, write_checkpoint
 from megatron.gpt2.config import ModelConfig
-from megatron.gpt2.model.parameters import parameter_specs
+from megatron.gpt2.model.gpt2 import parameter_specs
 from megatron.gpt2.optimizer.flat_state import FlatState
 
 dcp: Any = torch.distributed.checkpoint

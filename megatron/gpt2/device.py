@@ -185,17 +185,13 @@ def choose_backend(requested: str | None, device: torch.device) -> tuple[str, st
     return requested, f"{requested}: --distributed-backend {requested}"
 
 
-def set_threads(ranks: Ranks, environ: Mapping[str, str] = os.environ) -> tuple[int, str]:
-    """Give torch this rank's share of the cores, unless OMP_NUM_THREADS sets it. Returns the number of threads, and
-    why. Ranks that each took all cores would slow each other down many times over."""
-    if "OMP_NUM_THREADS" in environ:
-        return torch.get_num_threads(), f"{torch.get_num_threads()} threads: OMP_NUM_THREADS"
-    cores = usable_cores()
-    # Slurm binds each task to its own cores, so what this process sees is its share already.
-    bound = in_slurm_step(environ) and "SLURM_CPUS_PER_TASK" in environ
-    threads = max(1, cores if bound else cores // ranks.local_world_size)
-    torch.set_num_threads(threads)
-    return threads, f"{threads} threads: {cores} cores, {1 if bound else ranks.local_world_size} ranks on them"
+def set_threads(ranks: Ranks, environ: Mapping[str, str] = os.environ) -> None:
+    """Give torch this rank's share of the cores, unless OMP_NUM_THREADS sets it. Ranks that each took all cores would
+    slow each other down many times over."""
+    if "OMP_NUM_THREADS" not in environ:
+        # Slurm binds each task to its own cores, so what this process sees is its share already.
+        bound = in_slurm_step(environ) and "SLURM_CPUS_PER_TASK" in environ
+        torch.set_num_threads(max(1, usable_cores() // (1 if bound else ranks.local_world_size)))
 
 
 def usable_cores(root: str = "/") -> int:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from megatron.gpt2.config import Config, ModelConfig
-from megatron.gpt2.model.parameters import parameter_specs
+from megatron.gpt2.model.gpt2 import parameter_specs
 from mpu.partition import Box
 
 _NATURAL = range(1 << 62)

@@ -15,8 +15,7 @@ from megatron.gpt2.checkpoint.reader import Checkpoint
 from megatron.gpt2.checkpoint.source import Source, check_facts
 from megatron.gpt2.checkpoint.state import load_state
 from megatron.gpt2.formats.foreign import TABLE
-from megatron.gpt2.model.gpt2 import GPT2Model, layer_config
-from megatron.gpt2.model.parameters import parameter_specs
+from megatron.gpt2.model.gpt2 import GPT2Model, layer_config, parameter_specs
 from megatron.gpt2.optimizer.flat_state import FlatState
 
 SHAPE = (

@@ -43,7 +43,7 @@ from megatron.gpt2.formats.openai_names import (
     true_vocabulary,
     weights_of,
 )
-from megatron.gpt2.model.parameters import parameter_specs
+from megatron.gpt2.model.gpt2 import parameter_specs
 from megatron.gpt2.optimizer.optimizer import MOMENTS
 
 STATE = re.compile(r"(?:.+\.)?optim(?:izer)?\.state\.(.+)\.(exp_avg|exp_avg_sq|step)", re.ASCII)

@@ -44,7 +44,7 @@ from megatron.gpt2.formats.openai_names import (
 )
 from megatron.gpt2.formats.openai_tokenizer import tokenizer_files
 from megatron.gpt2.formats.torch_files import load_pickle
-from megatron.gpt2.model.parameters import parameter_specs
+from megatron.gpt2.model.gpt2 import parameter_specs
 
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 # Sizes and numbers: our field, their name, their default.

@@ -42,7 +42,7 @@ from megatron.gpt2.formats.openai_names import (
     weights_of,
 )
 from megatron.gpt2.formats.torch_files import load_pickle
-from megatron.gpt2.model.parameters import parameter_specs
+from megatron.gpt2.model.gpt2 import parameter_specs
 from megatron.gpt2.optimizer.optimizer import MOMENTS
 
 ARGUMENTS = {

@@ -16,7 +16,7 @@ from megatron.gpt2.checkpoint.source import Source, check_facts
 from megatron.gpt2.checkpoint.writer import Piece, write_checkpoint
 from megatron.gpt2.config import Config
 from megatron.gpt2.formats.foreign import OPTIMIZER, has_optimizer
-from megatron.gpt2.model.parameters import parameter_specs
+from megatron.gpt2.model.gpt2 import parameter_specs
 
 
 @contextlib.contextmanager

@@ -26,7 +26,7 @@ from megatron.gpt2.formats.foreign import (
     optimizer_config,
     renamed,
 )
-from megatron.gpt2.model.parameters import parameter_specs
+from megatron.gpt2.model.gpt2 import parameter_specs
 
 PADDED_VOCABULARY = 50304  # GPT-2's, to a multiple of 64
 WTE, HEAD = "wte.weight", "lm_head.weight"

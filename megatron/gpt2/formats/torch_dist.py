@@ -74,7 +74,7 @@ from megatron.gpt2.formats.megatron_optimizer import (
 )
 from megatron.gpt2.formats.native import new_folder
 from megatron.gpt2.formats.torch_files import load_pickle
-from megatron.gpt2.model.parameters import parameter_specs
+from megatron.gpt2.model.gpt2 import parameter_specs
 from megatron.gpt2.optimizer.optimizer import MOMENTS
 from mpu.partition import PartitionSpec
 

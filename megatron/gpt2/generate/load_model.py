@@ -13,8 +13,7 @@ from megatron.gpt2.checkpoint.foreign import refuse_foreign
 from megatron.gpt2.checkpoint.reader import Checkpoint
 from megatron.gpt2.checkpoint.source import check_facts
 from megatron.gpt2.checkpoint.state import load_state, whole_parameters
-from megatron.gpt2.model.gpt2 import GPT2Model, layer_config
-from megatron.gpt2.model.parameters import parameter_specs
+from megatron.gpt2.model.gpt2 import GPT2Model, layer_config, parameter_specs
 from megatron.gpt2.pipeline.stages import layers_of_stages
 
 

@@ -12,7 +12,7 @@ from megatron.gpt2.checkpoint.local import newest_held
 from megatron.gpt2.checkpoint.reader import Checkpoint
 from megatron.gpt2.config import CheckpointConfig, differing_flags
 from megatron.gpt2.device import PRECISIONS
-from megatron.gpt2.model.parameters import count_parameters
+from megatron.gpt2.model.gpt2 import count_parameters
 from megatron.gpt2.monitor.ended import clear_ended
 from megatron.gpt2.monitor.reporting import UNIGRAM, EvaluationRecord, closing_report, start_table
 from megatron.gpt2.train.run import Run

@@ -111,10 +111,11 @@ def test_backend(monkeypatch):
 
 def test_threads(monkeypatch):
     monkeypatch.setattr(on, "usable_cores", lambda: 9)
-    monkeypatch.setattr(torch, "set_num_threads", lambda n: None)
-    assert on.set_threads(Ranks(0, 2, 0, 2), {})[0] == 4
-    assert on.set_threads(Ranks(0, 16, 0, 16), {})[0] == 1
-    assert on.set_threads(Ranks(0, 2, 0, 2), {"OMP_NUM_THREADS": "3"})[0] == torch.get_num_threads()
+    given: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", given.append)
+    for ranks, environ in ((2, {}), (16, {}), (2, {"OMP_NUM_THREADS": "3"})):
+        on.set_threads(Ranks(0, ranks, 0, ranks), environ)
+    assert given == [4, 1]
 
 
 def test_cores_within_affinity_hyperthreads_and_quota(tmp_path, monkeypatch):

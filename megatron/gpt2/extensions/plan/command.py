@@ -33,7 +33,7 @@ from megatron.gpt2.extensions.plan.fit import Candidate, cheapest, cost, largest
 from megatron.gpt2.extensions.plan.pipelines import bubble
 from megatron.gpt2.extensions.plan.sizes import Setting, Sizes
 from megatron.gpt2.extensions.plan.step import CUDA_CONTEXT, PARTS, Memory, expected, in_mb, of_stages
-from megatron.gpt2.model.parameters import count_parameters
+from megatron.gpt2.model.gpt2 import count_parameters
 from megatron.gpt2.monitor.reporting import aligned, resident_memory
 from mpu.partition import padded_vocab_size
 

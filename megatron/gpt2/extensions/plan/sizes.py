@@ -17,7 +17,7 @@ import torch
 import mpu
 from megatron.gpt2.config import Config
 from megatron.gpt2.extensions.exact.reducer import sums_kept
-from megatron.gpt2.model.parameters import count_parameters
+from megatron.gpt2.model.gpt2 import count_parameters
 from megatron.gpt2.optimizer.gradient_reducer import bucket_size
 from mpu import kernels
 from mpu.cross_entropy import chunk_size_for

@@ -20,7 +20,7 @@ from megatron.gpt2.checkpoint.folder import lock_folder
 from megatron.gpt2.device import PRECISIONS
 from megatron.gpt2.extensions.plan.hook import available, setting_of, shortage
 from megatron.gpt2.extensions.plan.step import expected, in_mb
-from megatron.gpt2.model.parameters import count_parameters
+from megatron.gpt2.model.gpt2 import count_parameters
 from megatron.gpt2.monitor.environment import ROOT
 from megatron.gpt2.train.setup import PreparedRun, decisions
 

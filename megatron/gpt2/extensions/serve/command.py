@@ -37,7 +37,7 @@ from megatron.gpt2.dist.run_program import Log, run_program
 from megatron.gpt2.generate.generation import Generator
 from megatron.gpt2.generate.load_model import LoadedModel
 from megatron.gpt2.generate.orders import untimed_group
-from megatron.gpt2.model.parameters import count_parameters
+from megatron.gpt2.model.gpt2 import count_parameters
 from megatron.gpt2.monitor.reporting import aligned
 
 GRACE = 2  # seconds that open connections have when the server stops

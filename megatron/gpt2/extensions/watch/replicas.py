@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron.gpt2.config import Config
-from megatron.gpt2.dist.gathering import gather_rows, gather_texts
+from megatron.gpt2.dist.gathering import gather_rows, gather_texts, max_over_ranks
 from megatron.gpt2.dist.ranks import named
 from megatron.gpt2.hooks import Hook, StopRun
 from megatron.gpt2.train.run import Run
@@ -41,8 +41,9 @@ class ReplicaCheck(Hook):
         self._optimizer, self._parallel, self._hosts = run.engine.optimizer, run.parallel, run.hosts
         flat = self._optimizer.flat
         self._names = list(flat.ranges)
-        self._is_split = torch.tensor([getattr(flat.parameters[name], "model_parallel", False) for name in self._names])
-        self._after: Tensor | None = None  # the hashes after the last update, where it was their turn
+        self._is_split = [getattr(flat.parameters[name], "model_parallel", False) for name in self._names]
+        self._most = max_over_ranks(len(self.kinds) * len(self._names), run.device)  # hashes of a rank
+        self._after: Tensor | None = None  # the hashes after the last update, if it was their turn
         self._iteration = run.progress.iteration  # of the last update
         self._alike_at = f"iteration {self._iteration}, the start"  # when the replicas were last known to be alike
 
@@ -68,13 +69,12 @@ class ReplicaCheck(Hook):
     def _verify(self) -> None:
         now = self.hashes()
         before = now if self._after is None else self._after
-        has_changed = (now != before).any(dim=1).long()
-        mine = torch.stack([has_changed, *self._summed(now)], dim=1)  # [kinds, 3]
-        everyone = gather_rows(mine.view(-1)).view(-1, *mine.shape)  # [ranks, kinds, 3]
-        if bool(everyone[:, :, 0].any()) or self._unlike(everyone):
-            texts = gather_texts(self._changed(before, now), now.device)
-            if not any(texts):
-                texts = gather_texts(self._differs(now), now.device)
+        row = torch.zeros(1 + self._most, dtype=torch.int64, device=now.device)
+        row[0], row[1 : 1 + now.numel()] = (now != before).any(), now.view(-1)
+        everyone = gather_rows(row)
+        has_changed = bool(everyone[:, 0].any())
+        text = self._changed(before, now) if has_changed else self._differs(everyone[:, 1:])
+        if any(texts := gather_texts(text, now.device)):
             raise StateChanged(
                 "; ".join(filter(None, dict.fromkeys(texts))) + ": the memory of a rank has changed by "
                 "itself. The run ends before that is used or saved; the same command continues from the "
@@ -107,34 +107,16 @@ class ReplicaCheck(Hook):
         for kind, parts in (*([("master", flat.masters)] if has_masters else []), *optimizer.moments.items()):
             yield kind, parts[0].as_strided((starts[-1],), (1,)), owned  # `FlatParameters.room` makes them neighbours
 
-    def _summed(self, hashes: Tensor) -> tuple[Tensor, Tensor]:
-        """Of each kind, [kinds] int64: one hash of the parameters that are split, and one of the others."""
-        weights = torch.arange(1, 2 * len(self._names), 2, device=hashes.device)
-        split = self._is_split.to(hashes.device)
-        return (hashes * weights * split).sum(dim=1), (hashes * weights * ~split).sum(dim=1)
+    def _replicas(self, split: bool, kind: int) -> list[int]:
+        """The ranks that hold the same split parameters as this one, or the same others."""
+        is_sharded = self._optimizer.flat.is_sharded and kind > 0
+        t, d = self._parallel.tensor_model_parallel_size, self._parallel.data_parallel_size
 
-    def _replicas(self, split: bool, kind: int) -> list[list[int]]:
-        """The ranks that hold the same split parameters, or the same others: groups of the whole world."""
-        parallel, is_sharded = self._parallel, self._optimizer.flat.is_sharded and kind > 0
-        t, d, p = (
-            parallel.tensor_model_parallel_size,
-            parallel.data_parallel_size,
-            parallel.pipeline_model_parallel_size,
-        )
-        groups: dict[tuple[int, ...], list[int]] = {}
-        for rank in range(t * d * p):
-            stage, replica, shard = rank // (t * d), rank // t % d, rank % t
-            groups.setdefault((stage, shard if split else 0, replica if is_sharded else 0), []).append(rank)
-        return list(groups.values())
+        def held(rank: int) -> tuple[int, int, int]:
+            return rank // (t * d), rank % t if split else 0, rank // t % d if is_sharded else 0
 
-    def _unlike(self, everyone: Tensor) -> bool:
-        """Whether replicas differ. everyone: [ranks, kinds, 3]."""
-        return any(
-            len({int(everyone[rank, kind, column]) for rank in ranks}) > 1
-            for kind in range(everyone.shape[1])
-            for column in (1, 2)
-            for ranks in self._replicas(column == 1, kind)
-        )
+        own = held(self._parallel.rank)
+        return [rank for rank in range(self._parallel.world_size) if held(rank) == own]
 
     def _changed(self, before: Tensor, now: Tensor) -> str:
         """What of this rank has changed since its last update."""
@@ -151,17 +133,14 @@ class ReplicaCheck(Hook):
             else ""
         )
 
-    def _differs(self, now: Tensor) -> str:
-        """What of this rank is not as on its replicas. A collective."""
-        most = int(gather_rows(torch.tensor([now.numel()], device=now.device)).max())
-        padded = torch.zeros(most, dtype=torch.int64, device=now.device)
-        padded[: now.numel()] = now.view(-1)
-        everyone, found = gather_rows(padded), dict[tuple[int, ...], list[tuple[str, str]]]()
+    def _differs(self, everyone: Tensor) -> str:
+        """What of this rank is not as on its replicas. everyone: the hashes of each rank, [ranks, kinds · parameters
+        and more]."""
+        found: dict[tuple[int, ...], list[tuple[str, str]]] = {}
         for index, kind in enumerate(self.kinds):
             for number, name in enumerate(self._names):
-                split = bool(self._is_split[number])
-                ranks = next(group for group in self._replicas(split, index) if self._parallel.rank in group)
-                values = [int(everyone[rank, index * len(self._names) + number]) for rank in ranks]
+                ranks = self._replicas(self._is_split[number], index)
+                values = everyone[ranks, index * len(self._names) + number].tolist()
                 if odd := minority(values):
                     found.setdefault(tuple(ranks[place] for place in odd), []).append((kind, name))
         return "; ".join(

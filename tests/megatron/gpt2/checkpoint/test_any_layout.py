@@ -22,8 +22,7 @@ from megatron.gpt2.checkpoint.reader import Checkpoint
 from megatron.gpt2.checkpoint.state import load_state, whole_parameters
 from megatron.gpt2.checkpoint.writer import write_checkpoint
 from megatron.gpt2.config import CheckpointConfig, Config, DataConfig, ModelConfig, OptimizerConfig
-from megatron.gpt2.model.gpt2 import TIED, GPT2Model
-from megatron.gpt2.model.parameters import parameter_specs
+from megatron.gpt2.model.gpt2 import TIED, GPT2Model, parameter_specs
 from megatron.gpt2.optimizer.flat_parameters import FlatParameters
 from megatron.gpt2.optimizer.optimizer import AdamWOptimizer, build_loss_scaler
 from megatron.gpt2.pipeline.stages import layers_of_stages

@@ -19,7 +19,7 @@ from megatron.gpt2.config import ModelConfig
 from megatron.gpt2.formats import Hints, Source, open_source
 from megatron.gpt2.formats.foreign import ForeignSource, LazyTensor
 from megatron.gpt2.formats.megatron_model import name_of_2019
-from megatron.gpt2.model.parameters import parameter_specs
+from megatron.gpt2.model.gpt2 import parameter_specs
 
 SHAPE = ModelConfig(
     num_layers=4, hidden_size=48, num_attention_heads=4, ffn_hidden_size=80, vocab_size=101, max_position_embeddings=24

@@ -23,8 +23,7 @@ from megatron.gpt2.config import ModelConfig, OptimizerConfig
 from megatron.gpt2.formats import Hints, Source, open_source, recognise
 from megatron.gpt2.formats.megatron_optimizer import schedule
 from megatron.gpt2.formats.torch_files import load_pickle
-from megatron.gpt2.model.gpt2 import GPT2Model
-from megatron.gpt2.model.parameters import parameter_specs
+from megatron.gpt2.model.gpt2 import GPT2Model, parameter_specs
 from megatron.gpt2.optimizer.flat_parameters import FlatParameters
 from megatron.gpt2.optimizer.learning_rates import LearningRate
 from megatron.gpt2.optimizer.loss_scaler import DynamicLossScaler

@@ -31,7 +31,7 @@ from megatron.gpt2.formats.foreign import ForeignSource, LazyTensor
 from megatron.gpt2.formats.megatron_model import Layout
 from megatron.gpt2.formats.native import write_native
 from megatron.gpt2.formats.torch_dist import GROUP, ORDERS, write_torch_dist
-from megatron.gpt2.model.parameters import parameter_specs
+from megatron.gpt2.model.gpt2 import parameter_specs
 from megatron.gpt2.optimizer.flat_parameters import FlatParameters
 from megatron.gpt2.optimizer.learning_rates import LearningRate
 from megatron.gpt2.optimizer.loss_scaler import LossScaler

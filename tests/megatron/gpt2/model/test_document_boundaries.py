@@ -15,8 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import mpu
-from megatron.gpt2.model.gpt2 import GPT2Model, layer_config
-from megatron.gpt2.model.parameters import parameter_specs
+from megatron.gpt2.model.gpt2 import GPT2Model, layer_config, parameter_specs
 from megatron.gpt2.train.data import document_positions
 from megatron.gpt2.train.evaluate import evaluate
 from mpu.attention import Documents, document_attention

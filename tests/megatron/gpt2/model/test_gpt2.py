@@ -14,8 +14,7 @@ from torch import Tensor
 
 import mpu
 from megatron.gpt2.config import ModelConfig
-from megatron.gpt2.model.gpt2 import GPT2Model, layer_config, seeded_normal
-from megatron.gpt2.model.parameters import count_parameters, parameter_specs
+from megatron.gpt2.model.gpt2 import GPT2Model, count_parameters, layer_config, parameter_specs, seeded_normal
 from tests.distributed import run_ranks
 
 SMALL = ModelConfig(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron.gpt2.checkpoint.state import state_pieces
-from megatron.gpt2.model.parameters import parameter_specs
+from megatron.gpt2.model.gpt2 import parameter_specs
 from megatron.gpt2.train.evaluate import evaluate
 from megatron.gpt2.train.run import Run
 from tests.distributed import run_ranks

@@ -26,7 +26,7 @@ from megatron.gpt2.extensions.plan.hook import available
 from megatron.gpt2.extensions.plan.pipelines import bubble, situations
 from megatron.gpt2.extensions.plan.sizes import Setting, Sizes
 from megatron.gpt2.extensions.plan.step import expected, of_stages
-from megatron.gpt2.model.parameters import count_parameters
+from megatron.gpt2.model.gpt2 import count_parameters
 from megatron.gpt2.monitor.incidents import is_out_of_memory
 from megatron.gpt2.pipeline.analysis import equal_costs, timetable
 from megatron.gpt2.train.train_step import train_step
