@@ -7,7 +7,7 @@ LEAST="torch numpy safetensors" # training runs with these alone
 MODULES="$LEAST tiktoken sentencepiece ftfy tokenizers tqdm matplotlib"
 TEST_MODULES="transformers pytest pytest_timeout xdist ruff mypy setuptools tensorboard wandb hypothesis megatron.core
     zstandard pyarrow gigatoken orjson xxhash tldextract trafilatura lxml_html_clean py3langid datatrove lm_eval
-    starlette uvicorn openai playwright"
+    starlette uvicorn pydantic openai playwright"
 
 log() { echo "$*" >&2; }
 

@@ -13,9 +13,13 @@ from data_utils.tokenizers.base import ByteTokenizer
 from megatron.gpt2.config import Config, foreign, read_config, write_config
 from megatron.gpt2.extensions.serve.answer import Text
 from megatron.gpt2.extensions.serve.app import error_response
-from megatron.gpt2.extensions.serve.fields import ApiError
-from megatron.gpt2.extensions.serve.megatron_api import read_megatron_request
-from megatron.gpt2.extensions.serve.request import CompletionRequest, Limits, read_request
+from megatron.gpt2.extensions.serve.request import (
+    ApiError,
+    CompletionRequest,
+    Limits,
+    read_megatron_request,
+    read_request,
+)
 from megatron.gpt2.generate.generation import GeneratedToken
 from megatron.gpt2.generate.sampling import Sampler
 from megatron.gpt2.monitor.incidents import Incidents, rank_name, read_incidents

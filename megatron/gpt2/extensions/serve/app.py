@@ -23,12 +23,12 @@ from starlette.types import Receive, Scope, Send
 from data_utils import Tokenizer
 from megatron.gpt2.extensions.serve.answer import Choice, Text
 from megatron.gpt2.extensions.serve.batching import Batcher, Job, Stopping
-from megatron.gpt2.extensions.serve.fields import ApiError
-from megatron.gpt2.extensions.serve.megatron_api import read_megatron_request
 from megatron.gpt2.extensions.serve.request import (
+    ApiError,
     CompletionRequest,
     Limits,
     check_model,
+    read_megatron_request,
     read_request,
     usage,
 )

@@ -25,7 +25,9 @@ try:
     from megatron.gpt2.extensions.serve.batching import Batcher
     from megatron.gpt2.extensions.serve.request import Limits
 except ImportError as error:
-    print(f"error: the server needs starlette and uvicorn ({error}): pip install -e .[serve]", file=sys.stderr)
+    print(
+        f"error: the server needs starlette, uvicorn and pydantic ({error}): pip install -e .[serve]", file=sys.stderr
+    )
     sys.exit(2)
 
 from data_utils.command_line import program

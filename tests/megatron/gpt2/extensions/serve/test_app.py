@@ -302,7 +302,7 @@ def test_errors_have_openais_form(served: Served) -> None:
         status, answer = served.send("POST", "/v1/completions", json.dumps({"prompt": "Once", param: value}))
         assert status == 400 and answer["error"].keys() == {"message", "type", "param", "code"}
         assert answer["error"]["param"] == param and answer["error"]["type"] == "invalid_request_error"
-    with pytest.raises(openai.BadRequestError, match="max_tokens must be a whole number from 0 to 100000, not -5"):
+    with pytest.raises(openai.BadRequestError, match="max_tokens: Input should be greater than or equal to 0, not -5"):
         served.ask(max_tokens=-5)
     for wrong in (
         lambda: served.client.completions.create(model="gpt-4", prompt="Once"),

@@ -10,9 +10,14 @@ from typing import Any
 import pytest
 
 from data_utils import build_tokenizer
-from megatron.gpt2.extensions.serve.fields import ApiError
-from megatron.gpt2.extensions.serve.megatron_api import read_megatron_request
-from megatron.gpt2.extensions.serve.request import CompletionRequest, Limits, Prompt, read_request
+from megatron.gpt2.extensions.serve.request import (
+    ApiError,
+    CompletionRequest,
+    Limits,
+    Prompt,
+    read_megatron_request,
+    read_request,
+)
 
 TOKENIZER = build_tokenizer("bytes")
 LIMITS = Limits(max_tokens=100_000, texts=32, body_bytes=1 << 16)
