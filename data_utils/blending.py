@@ -64,7 +64,7 @@ class BlendedOrder:
         self._sizes, self._counts = np.array(sizes), counts
         self._starts = np.cumsum(self._sizes) - self._sizes
         self._orders = [SampleOrder(size, seed + number, shuffle) for number, size in enumerate(sizes)]
-        # Of each place in a block: the component, and how many samples of it come before in the block.
+        # For each place in a block: its component, and how many samples of the component come before it.
         self._component = np.searchsorted(np.cumsum(counts), permute(np.arange(BLOCK), BLOCK, seed_key(seed)), "right")
         self._before = np.empty(BLOCK, dtype=np.int64)
         for number, count in enumerate(counts):
@@ -93,7 +93,7 @@ class BlendedDataset:
     """Several datasets laid end to end, for a `BlendedOrder` to choose from.
 
     For evaluation (`wrap` False) the samples are in such an order already, not shuffled within a component, and end
-    where one of the components would repeat.
+    before one of the components would repeat.
     """
 
     def __init__(self, components: Sequence[GPT2Dataset], counts: np.ndarray, *, wrap: bool) -> None:

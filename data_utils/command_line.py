@@ -28,7 +28,7 @@ def how_to_call(program: str) -> str:
 
     program: a file of tools/ or scripts/ without its suffix.
     In a checkout it is "bash scripts/python.sh tools/checkpoint.py", in the environment that python.sh finds, or "bash
-    scripts/pretrain_gpt2.sh"; where only the package is installed it is "gpt2-checkpoint".
+    scripts/pretrain_gpt2.sh"; if only the package is installed it is "gpt2-checkpoint".
     """
     scripts, tool = ROOT / "scripts", ROOT / "tools" / f"{program}.py"
     if not (scripts / "python.sh").exists():
@@ -93,10 +93,10 @@ class Parser(argparse.ArgumentParser):
 
 
 def program(main: Callable[[], int | None]) -> Callable[[], NoReturn]:
-    """`main` as a program of its own, which exits: with its code, or with 2 and one line where the input, a flag or the
+    """`main` as a separate program, which exits: with its code, or with 2 and one line if the input, a flag or the
     disk is at fault.
 
-    Where the reader of the output ends first, as `| head` does, the program exits with 141, the code of SIGPIPE, and
+    If the reader of the output ends first, as `| head` does, the program exits with 141, the code of SIGPIPE, and
     prints nothing.
     """
 

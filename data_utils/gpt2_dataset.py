@@ -18,7 +18,7 @@ class GPT2Dataset:
     """Windows over `tokens[start:stop]`, one every `seq_length` tokens; each shares one token with the next.
 
     For training (`wrap`) only whole windows count, and a range shorter than one window is repeated until it fills one.
-    For evaluation the last window is kept and filled with MISSING, and the first begins one token before `start` where
+    For evaluation the last window is kept and filled with MISSING, and the first begins one token before `start` if
     there is one: every token of the split is then the label of exactly one window. source: the file's name in errors.
     """
 
@@ -56,12 +56,12 @@ class GPT2Dataset:
         return self._len
 
     def rows(self, indices: np.ndarray) -> np.ndarray:
-        """int64 [k], in range(len(self)) -> int64 [k, seq_length + 1]. DamagedData where an id is outside the
+        """int64 [k], in range(len(self)) -> int64 [k, seq_length + 1]. DamagedData if an id is outside the
         vocabulary."""
         last = indices >= len(self._windows)
         if not last.any():
             return checked(self._windows[indices], self.tokenizer.vocab_size, self.source)
-        assert self._len > len(self._windows), "training has whole windows alone"
+        assert self._len > len(self._windows), "training has only whole windows"
         rows = np.full((len(indices), self.seq_length + 1), MISSING, dtype=np.int64)
         rows[~last] = self.rows(indices[~last])
         rows[last, : len(self._rest)] = checked(self._rest[None], self.tokenizer.vocab_size, self.source)
@@ -75,7 +75,7 @@ class GPT2Dataset:
         return row
 
     def text(self, max_bytes: int = 64 << 20) -> bytes | None:
-        """The split as text, without EODs; None where it is longer than `max_bytes`."""
+        """The split as text, without EODs; None if it is longer than `max_bytes`."""
         if self.num_tokens > max_bytes:  # an id other than EOD is at least a byte
             return None
         text = self.tokenizer.decode_bytes(self.tokens)
@@ -83,7 +83,7 @@ class GPT2Dataset:
 
 
 def checked(rows: np.ndarray, vocab_size: int, source: str) -> np.ndarray:
-    """`rows`, of any integers, as int64, contiguous. DamagedData, which names `source`, where an id is outside the
+    """`rows`, of any integers, as int64, contiguous. DamagedData, which names `source`, if an id is outside the
     vocabulary."""
     # Seen as unsigned a negative id is a large one, so that one pass finds both.
     if rows.size and int(rows.view(f"u{rows.dtype.itemsize}").max()) >= vocab_size:

@@ -180,7 +180,7 @@ class TokenFile:
 
     @property
     def dtype(self) -> np.dtype:
-        """Of a token."""
+        """The dtype of a token."""
         return self.tokens.dtype
 
     def manifest(self) -> dict[str, Any] | None:

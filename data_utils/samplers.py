@@ -2,8 +2,8 @@
 and the loaders that follow both.
 
 A step takes equally many micro-batches from each of `data_parallel_size` ranks. Micro-batch k of rank r holds the
-global samples consumed + (k · data_parallel_size + r) · micro_batch_size + [0, micro_batch_size), or where each rank's
-follow each other consumed + (r · n + k) · micro_batch_size + …, of n a rank: a global batch holds the same samples
+global samples consumed + (k · data_parallel_size + r) · micro_batch_size + [0, micro_batch_size), or, if each rank's
+follow each other, consumed + (r · n + k) · micro_batch_size + …, of n a rank: a global batch holds the same samples
 however it is laid out.
 """
 
@@ -139,7 +139,7 @@ class BatchSchedule:
         return self.stages[bisect.bisect_right(self.stages, (consumed, NEVER)) - 1][1]
 
     def spans(self, consumed: int = 0) -> Iterator[range]:
-        """What was consumed before each of the steps from there on: a range for each size, the last without an end."""
+        """The samples consumed before each step from there on: a range for each size, the last without an end."""
         ends = [first for first, _ in self.stages[1:]] + [NEVER]
         for (_, size), end in zip(self.stages, ends, strict=True):
             if consumed < end:
@@ -147,7 +147,7 @@ class BatchSchedule:
                 consumed = span[-1] + size
 
     def after_steps(self, steps: int, consumed: int = 0) -> int:
-        """What is consumed after so many more steps."""
+        """The samples consumed after `steps` more steps."""
         for span in self.spans(consumed):
             if steps < len(span):
                 break

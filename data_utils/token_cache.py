@@ -113,7 +113,7 @@ class _Wanted:
         return dataset, key
 
     def _key(self, contents: Sequence[Content]) -> str:
-        """The name of the pair. Of each file the field that is read counts, however it was chosen, or False for plain
+        """The name of the pair. The field that is read of a file counts, however it was chosen, or False for plain
         text. A higher `max_bad_fraction` than the default counts as well: text that passed only under it is not used
         if it would be refused."""
         fields = [

@@ -16,7 +16,7 @@ _counters: Any = None  # of a worker: int64s in shared memory, at which its pare
 
 
 def count_work(*amounts: int) -> None:
-    """Report amounts of work to the parent. For a worker process alone."""
+    """Report amounts of work to the parent. Only for a worker process."""
     with _counters.get_lock():
         for number, amount in enumerate(amounts):
             _counters[number] += amount
@@ -49,7 +49,7 @@ def by_processes(
 
     progress: is called with the `counted` amounts that workers gave to `count_work` since its last call. start: how a
     process starts, as in `multiprocessing`.
-    After an error no further item is begun, and it is raised when those that were begun have ended. OSError where a
+    After an error no further item is begun, and it is raised when those that were begun have ended. OSError if a
     worker dies.
     """
     context = multiprocessing.get_context(start)

@@ -5,7 +5,7 @@ Comments are left out: they say less in whole sentences, and after as many steps
 them where it is at 1.56 without. Language topics come from `pydoc_data`. The text differs a little between versions of
 Python: results name its hash.
 
-Of these texts `prose` takes paragraphs of plain words, without reStructuredText's marks. It leaves out what a small
+`prose` takes paragraphs of plain words from these texts, without reStructuredText's marks. It leaves out what a small
 model would learn instead of English: doctests, tables, rulers, grammars, lists of parameters, code.
 """
 

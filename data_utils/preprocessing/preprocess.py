@@ -43,7 +43,7 @@ COMPRESSED_TEXT = 4  # bytes of text that a byte of a compressed file may well h
 
 @dataclass(frozen=True)
 class Job:
-    """What to make. tokenizer: the arguments of `build_tokenizer`, since each worker builds its own. ValueError names a
+    """The pairs to make. tokenizer: the arguments of `build_tokenizer`, since each worker builds its own. ValueError names a
     flag."""
 
     inputs: tuple[str, ...]

@@ -41,7 +41,7 @@ Progress = Callable[[int, int], object]  # is called with the bytes of input and
 
 @dataclass(frozen=True)
 class Recipe:
-    """What is made from the text. keys: the JSON fields. tokenizer: its fingerprint."""
+    """How tokens are made from the text. keys: the JSON fields. tokenizer: its fingerprint."""
 
     keys: tuple[str, ...]
     append_eod: bool
@@ -89,8 +89,8 @@ def make_shard(
 ) -> dict[str, Any]:
     """The manifest of shard `number`, which is made unless it is there.
 
-    ValueError if nothing of the input can be used, or if it changes meanwhile. OSError if the disk fails. What is half
-    written is then removed.
+    ValueError if nothing of the input can be used, or if it changes meanwhile. OSError if the disk fails. A half-written
+    shard is then removed.
     """
     stem = folder / f"{number:05d}"
     before = [os.stat(span.path).st_mtime_ns for span in spans]

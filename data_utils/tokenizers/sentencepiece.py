@@ -41,7 +41,7 @@ class SentencePieceTokenizer(Tokenizer):
         super().__init__("SentencePieceTokenizer", token_bytes, eod, fingerprint, {"sentencepiece.model": model})
 
     def _bytes_of(self, index: int) -> bytes:
-        """What a piece of the model stands for. ValueError where the model has no text or byte there."""
+        """The text that a piece of the model stands for. ValueError if the model has no text or byte there."""
         piece: str = self._model.id_to_piece(index)
         if self._model.is_byte(index):
             return bytes([int(piece[3:5], 16)])
