@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -121,36 +120,6 @@ def test_masks_of_torchs_generators_differ_between_data_parallel_ranks_alone(tmp
     four = run_ranks(masks, 4, str(tmp_path))
     assert four[0] == four[1] and four[2] == four[3], "ranks that share layers hold the same activations"
     assert four[0][0] != four[2][0]
-
-
-def reshard(rank: int, world_size: int, folder: str, model_parallel: int, count: int) -> list[float]:
-    run = start(
-        rank,
-        world_size,
-        folder,
-        [
-            *DROPOUT,
-            "--save",
-            f"{folder}/moved",
-            *"--global-batch-size 8 --micro-batch-size 4 --model-parallel-size".split(),
-            str(model_parallel),
-        ],
-    )
-    seen = steps(run, count)
-    run.save()
-    finish(run)
-    return seen["loss"]
-
-
-def test_a_checkpoint_continues_under_another_layout(tmp_path: Path):
-    """10 steps at each of three layouts, one after the other, are 30 steps at one."""
-    write_text(tmp_path)
-    (straight,) = run_ranks(reshard, 1, str(tmp_path), 1, 15)
-    shutil.rmtree(tmp_path / "moved")
-    moved = run_ranks(reshard, 1, str(tmp_path), 1, 5)[0]
-    moved += run_ranks(reshard, 2, str(tmp_path), 2, 5)[0]
-    moved += run_ranks(reshard, 2, str(tmp_path), 1, 5)[1]
-    assert moved == pytest.approx(straight, rel=1e-5)
 
 
 def test_a_fresh_optimizer_resumes_bit_identically(tmp_path: Path):
