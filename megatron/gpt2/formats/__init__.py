@@ -1,6 +1,7 @@
 """Checkpoints of other programs, read as ours and written for them."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from megatron.gpt2.checkpoint.folder import find_checkpoint
@@ -50,11 +51,9 @@ def open_source(path: str | Path, hints: Hints | None = None, *, log: Callable[[
     if format == "native":
         source = _open_native(path, where, hints, log)
     else:
+        opener = OPENERS.get(format) or partial(megatron.open_megatron, format=format)
         with errors_named(where):
-            if format in OPENERS:
-                source = OPENERS[format](where, hints, log=log)
-            else:
-                source = megatron.open_megatron(where, format, hints, log=log)
+            source = opener(where, hints=hints, log=lambda line: log(f"{where}: {line}"))
     model = source.facts["config"]["model"]
     for flag, asked, said in (
         ("--num-attention-heads", hints.num_attention_heads, model.get("num_attention_heads")),

@@ -72,7 +72,7 @@ def open_dcp(path: Path, hints: Hints, *, log: Callable[[str], None]) -> Foreign
     mine = {name: HEAD if name == head else WRAPPERS.sub("", name.removeprefix(prefix)) for name in names}
     others = [name for name in names if not name.startswith(prefix) and name != head]
     found, _ = weights_of({mine[name]: folder.lazy(name) for name in names if name not in others})
-    model, transposed = _model(path, found, hints, log)
+    model, transposed = _model(found, hints, log)
     biases = "ln_f.bias" in found
     lazy = openai_tensors(model, found, transposed=transposed, biases=biases)
     left_out = [f"{len(others)} other tensors, {name[:80]} among them" for name in others[:1]]
@@ -102,7 +102,7 @@ def _prefix(names: list[str]) -> str:
     return tables[0].removesuffix(WTE)
 
 
-def _model(path: Path, found: Tensors, hints: Hints, log: Callable[[str], None]) -> tuple[ModelConfig, bool]:
+def _model(found: Tensors, hints: Hints, log: Callable[[str], None]) -> tuple[ModelConfig, bool]:
     """The shape, and whether the linear layers are [in, out]."""
 
     def shape(name: str) -> tuple[int, ...]:
@@ -119,7 +119,7 @@ def _model(path: Path, found: Tensors, hints: Hints, log: Callable[[str], None])
         num_attention_heads=heads_of(h, 1, None, hints),
         ffn_hidden_size=None if ffn == 4 * h else ffn,
         max_position_embeddings=positions,
-        vocab_size=true_vocabulary(path, rows, hints, log),
+        vocab_size=true_vocabulary(rows, hints, log),
         gelu=hints.gelu or ("tanh" if transposed else "erf"),
     ), transposed
 

@@ -41,6 +41,7 @@ from megatron.gpt2.formats.megatron_model import (
     Layout,
     arguments,
     attributes,
+    check_names,
     chunks_of_stages,
     in_form,
     iteration_of,
@@ -105,13 +106,11 @@ def version(path: Path) -> str:
 def open_megatron(path: Path, format: str, hints: Hints, *, log: Callable[[str], None]) -> ForeignSource:
     """The checkpoint in `path`, the folder of an iteration, of the version `format`. `log` gets a line for a vocabulary
     size that is only assumed. ValueError, one line, for anything that is not right."""
-    tops = _open_files(path)
-    top = tops[0][1]
-    size, stages = (1 + max(key[i] for key in rank_files(path)) for i in (0, 1))
-    files, num_layers = _weights(tops, size, stages)
+    tops, size = _open_files(path)
+    top, stages = tops[0][1], len(tops) // size
+    files, num_layers = _weights(tops, size)
     v = len(_chunks(top))
     model, padded = model_of(
-        path,
         top,
         {name: tuple(x.shape) for file in files for name, x in file.weights.items() if name != HEAD},
         {
@@ -164,8 +163,8 @@ def _joined(
     return tensor.then(first_rows(vocab_size)) if name == TABLE and vocab_size else tensor
 
 
-def _open_files(path: Path) -> list[tuple[Path, dict[str, Any]]]:
-    """All files of the iteration, stage by stage, within a stage rank by rank. ValueError that names the file if one is
+def _open_files(path: Path) -> tuple[list[tuple[Path, dict[str, Any]]], int]:
+    """All files of the iteration, stage by stage, within a stage rank by rank, and the model-parallel size. ValueError that names the file if one is
     missing, up to the last one that is there and as many as the arguments say, or if they are of two runs."""
     files = rank_files(path)
     first = files[min(files)]
@@ -203,7 +202,7 @@ def _open_files(path: Path) -> list[tuple[Path, dict[str, Any]]]:
                 own == chunks,
                 f"holds {', '.join(own) or 'no model'}, and {begin} holds {', '.join(chunks)}: are two runs mixed?",
             )
-    return tops
+    return tops, sizes[0]
 
 
 def _chunks(top: Mapping[str, Any]) -> list[str]:
@@ -212,17 +211,16 @@ def _chunks(top: Mapping[str, Any]) -> list[str]:
     return sorted(found, key=lambda name: int("0" + re.sub(r"\D", "", name)))
 
 
-def _weights(tops: Sequence[tuple[Path, dict[str, Any]]], size: int, stages: int) -> tuple[Files, int]:
+def _weights(tops: Sequence[tuple[Path, dict[str, Any]]], size: int) -> tuple[Files, int]:
     """Every file with its weights under our names, and the number of layers."""
     files = [RankFile(path, top.get("optimizer"), {}) for path, top in tops]
     layers = 0
     for chunk in _chunks(tops[0][1]):
-        for stage in range(stages):
-            local: set[int] = set()
-            for (path, top), file in list(zip(tops, files, strict=True))[stage * size : (stage + 1) * size]:
-                with errors_named(path):
-                    local = _take(top[chunk], file.weights, layers)
-            layers += len(local)
+        for number, ((path, top), file) in enumerate(zip(tops, files, strict=True), 1):
+            with errors_named(path):
+                local = _take(top[chunk], file.weights, layers)
+            if number % size == 0:  # the last rank of a stage
+                layers += len(local)
     for number, file in enumerate(files):
         begin = files[number - number % size]
         if list(file.weights) != list(begin.weights):
@@ -265,9 +263,7 @@ def flatten(tree: Mapping[str, Any], prefix: str = "", depth: int = 5) -> dict[s
 def _check(path: Path, files: Files, specs: Specs, size: int) -> None:
     """ValueError unless every rank holds its part of every parameter, and the same of what is replicated."""
     names = [name for file in files[::size] for name in file.weights if name != HEAD]
-    for name in sorted(set(names) ^ specs.keys()):
-        problem = f"holds no {name}" if name in specs else f"holds {name}, which is no part of a GPT-2"
-        raise ValueError(f"{problem}: is a pipeline stage missing, or is it another model?")
+    check_names(names, specs)
     require(len(names) == len(specs), "two pipeline stages hold the same parameter")
     for number, file in enumerate(files):
         rank = number % size

@@ -6,9 +6,8 @@ Legend: h hidden, n heads, d head size, t tensor-parallel size, p pipeline stage
 import argparse
 import dataclasses
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -69,6 +68,13 @@ OTHER_MODELS = (
 )
 PIPELINE, VIRTUAL = "--pipeline-model-parallel-size", "--num-layers-per-virtual-pipeline-stage"
 WITH_PIPELINE = ("megatron-v2", "megatron-v3", "megatron-core")
+
+
+def check_names(found: Iterable[str], specs: Mapping[str, Any]) -> None:
+    """ValueError unless the parameters are those of `specs`."""
+    for name in sorted({*found} ^ specs.keys()):
+        problem = f"holds no {name}" if name in specs else f"holds {name[:120]}, which is no part of a GPT-2"
+        raise ValueError(f"{problem}: is a pipeline stage missing, or is it another model?")
 
 
 def name_of_2019(theirs: str) -> str:
@@ -169,7 +175,6 @@ def iteration_of(top: Mapping[str, Any]) -> int:
 
 
 def model_of(
-    path: Path,
     top: Mapping[str, Any],
     shapes: Mapping[str, tuple[int, ...]],
     found: Mapping[str, int],
@@ -216,7 +221,7 @@ def model_of(
             if type(size) is int and 0 < padded - size <= 128 * padded_for
         ]
         log(
-            f"{path}: the vocabulary is taken to be its padded size, {padded}: --vocab-size "
+            f"the vocabulary is taken to be its padded size, {padded}: --vocab-size "
             f"{' or '.join(guesses) or 'N'} leaves out the rows that are padding"
         )
     said: dict[str, Any] = {

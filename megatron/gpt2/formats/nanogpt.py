@@ -66,7 +66,7 @@ def open_nanogpt(path: Path, hints: Hints, *, log: Callable[[str], None]) -> For
     for name, tensor in top["model"].items():
         require(isinstance(tensor, Tensor), f"{str(name)[:80]!r} is no tensor")
     found, _ = weights_of({str(name): LazyTensor.of(tensor) for name, tensor in top["model"].items()})
-    said["vocab_size"] = true_vocabulary(path, said["vocab_size"], hints, log)
+    said["vocab_size"] = true_vocabulary(said["vocab_size"], hints, log)
     model = ModelConfig(gelu=hints.gelu or "erf", attention_dropout=dropout, hidden_dropout=dropout, **said)
     biases = args.get("bias", True) is not False
     lazy = openai_tensors(model, found, transposed=False, biases=biases)

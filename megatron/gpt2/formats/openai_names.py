@@ -6,7 +6,6 @@ The rows of QKV are [3, heads, head size]. Hugging Face keeps its linear layers 
 import re
 from collections.abc import Callable, Iterable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -52,11 +51,11 @@ def is_linear(name: str) -> bool:
     return name.endswith((".query_key_value.weight", ".dense.weight", ".dense_h_to_4h.weight", ".dense_4h_to_h.weight"))
 
 
-def true_vocabulary(path: Path, rows: int, hints: Hints, log: Callable[[str], None]) -> int:
+def true_vocabulary(rows: int, hints: Hints, log: Callable[[str], None]) -> int:
     """The tokens of a table of `rows`, which may hold padding: nanoGPT pads GPT-2's vocabulary, and says so nowhere."""
     if hints.vocab_size is None and rows == PADDED_VOCABULARY:
         log(
-            f"{path}: the vocabulary is taken to be its padded size, {rows}: --vocab-size {GPT2_VOCABULARY} "
+            f"the vocabulary is taken to be its padded size, {rows}: --vocab-size {GPT2_VOCABULARY} "
             "(GPT-2's) leaves out the rows that are padding"
         )
     return min(rows, hints.vocab_size or rows)

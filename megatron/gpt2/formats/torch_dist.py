@@ -57,6 +57,7 @@ from megatron.gpt2.formats.megatron_model import (
     Layout,
     arguments,
     attributes,
+    check_names,
     chunks_of_stages,
     core_name,
     iteration_of,
@@ -130,10 +131,9 @@ def open_torch_dist(path: Path, hints: Hints, *, log: Callable[[str], None]) -> 
     layers = {match[1] for name in weights if (match := LAYER.fullmatch(name))}
     t = _said(args, "tensor_model_parallel_size") or 1
     shapes = {name: tensor.info.shape for name, tensor in weights.items()}
-    model, padded = model_of(path, top, shapes, {"num_layers": len(layers)}, hints, log, t=1, padded_for=t)
+    model, padded = model_of(top, shapes, {"num_layers": len(layers)}, hints, log, t=1, padded_for=t)
     specs = parameter_specs(padded)
-    for name in sorted(shapes.keys() ^ specs.keys()):
-        raise ValueError(f"holds no {name}" if name in specs else f"holds {name[:120]}, which is no part of a GPT-2")
+    check_names(shapes, specs)
     for name, spec in specs.items():
         require(shapes[name] == spec.global_shape, f"{name} has shape {shapes[name]} instead of {spec.global_shape}")
     layout = {"model_parallel_size": t, "pipeline_parallel_size": args.get("pipeline_model_parallel_size") or 1}
