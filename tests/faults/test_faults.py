@@ -19,19 +19,9 @@ from tests.megatron.gpt2.dist.started_ranks import Rank, losses
 from tests.megatron.gpt2.train.training_runs import write_text
 
 FLAGS = (
-    "--model-parallel-size",
-    "2",
-    "--nproc-per-node",
-    "2",
-    "--save-interval",
-    "2",
-    "--exit-interval",
-    "5",
-    "--distributed-timeout-minutes",
-    "0.1",
-    "--log-interval",
-    "1",
-)
+    "--model-parallel-size 2 --nproc-per-node 2 --save-interval 2 --exit-interval 5 --log-interval 1 "
+    "--distributed-timeout-minutes 0.1"
+).split()
 HOST = os.uname().nodename
 ENDS = "the run ends here; the same command continues from the last checkpoint"
 Ended = dict[str, tuple[int | None, list[str], Path]]

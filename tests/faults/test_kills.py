@@ -19,7 +19,7 @@ from tests.faults.injector import inject
 from tests.megatron.gpt2.dist.started_ranks import Rank, free_port, losses
 from tests.megatron.gpt2.train.training_runs import write_text
 
-MP2 = ("--model-parallel-size", "2", "--nproc-per-node", "2", "--save-interval", "2", "--exit-interval", "7")
+MP2 = "--model-parallel-size 2 --nproc-per-node 2 --save-interval 2 --exit-interval 7".split()
 
 
 @pytest.fixture(scope="module")
@@ -49,16 +49,9 @@ def kinds(save: Path) -> list[tuple[str, str, int]]:
 def test_kills_at_a_step_and_inside_a_save(folder: Path, alone: list[float]) -> None:
     """The run is started again from its newest checkpoint, a local one, twice, and ends with the same losses."""
     save = folder / "killed"
-    near = ("--local-checkpoint-dir", f"{folder}/memory", "--local-checkpoint-interval", "1")
-    code, output = started(
-        folder,
-        "killed",
-        *MP2,
-        *near,
-        "--max-restarts",
-        "3",
-        faults=("kill:rank=1:step=3", "kill:rank=0:step=4:attempt=1:inside=save:event=3"),
-    ).end()
+    near = f"--local-checkpoint-dir {folder}/memory --local-checkpoint-interval 1 --max-restarts 3".split()
+    faults = ("kill:rank=1:step=3", "kill:rank=0:step=4:attempt=1:inside=save:event=3")
+    code, output = started(folder, "killed", *MP2, *near, faults=faults).end()
     assert code == 0, output
     assert losses(save) == alone
     assert "restart: rank 1 was ended by SIGKILL: restart 1 of 3, from iteration 3\n" in output
@@ -80,17 +73,8 @@ def test_kills_at_a_step_and_inside_a_save(folder: Path, alone: list[float]) -> 
 
 def test_a_crash_loop_ends(folder: Path) -> None:
     """One rank, which starts another process for itself under --max-restarts, is killed in the same step each time."""
-    code, output = started(
-        folder,
-        "loop",
-        "--nproc-per-node",
-        "1",
-        "--max-restarts",
-        "10",
-        "--save-interval",
-        "2",
-        faults=("kill:rank=0:step=3:attempt=any",),
-    ).end()
+    words = "--nproc-per-node 1 --max-restarts 10 --save-interval 2".split()
+    code, output = started(folder, "loop", *words, faults=("kill:rank=0:step=3:attempt=any",)).end()
     assert code == 1, output
     assert output.count("restart: ") == LOOP - 1
     assert output.splitlines()[-1] == (
@@ -137,21 +121,9 @@ def test_machines_restart_their_ranks(folder: Path, alone: list[float]) -> None:
     has written its part: rank 0, whose part is written, does not wait for it until the time-out of ten minutes."""
     save, place = folder / "nodes", f"tcp://localhost:{free_port()}"
     words = (
-        "--save-interval",
-        "2",
-        "--exit-interval",
-        "7",
-        "--model-parallel-size",
-        "2",
-        "--nproc-per-node",
-        "1",
-        "--nnodes",
-        "2",
-        "--init-method",
-        place,
-        "--max-restarts",
-        "2",
-    )
+        f"--model-parallel-size 2 --nproc-per-node 1 --nnodes 2 --init-method {place} --save-interval 2 "
+        "--exit-interval 7 --max-restarts 2"
+    ).split()
     nodes = [
         Rank(
             folder,

@@ -74,25 +74,10 @@ class Rank:
 
 def flags(folder: Path) -> list[str]:
     """A run of five steps of four samples on the text in `folder`."""
-    return [
-        *SMALL,
-        "--num-layers",
-        "1",
-        "--hidden-size",
-        "32",
-        "--train-data",
-        f"{folder}/text.txt",
-        "--data-cache-path",
-        f"{folder}/cache",
-        "--micro-batch-size",
-        "1",
-        "--global-batch-size",
-        "4",
-        "--log-interval",
-        "1",
-        "--exit-interval",
-        "5",
-    ]
+    shape = (
+        "--num-layers 1 --hidden-size 32 --micro-batch-size 1 --global-batch-size 4 --log-interval 1 --exit-interval 5"
+    )
+    return [*SMALL, *shape.split(), "--train-data", f"{folder}/text.txt", "--data-cache-path", f"{folder}/cache"]
 
 
 def losses(save: Path) -> list[float]:

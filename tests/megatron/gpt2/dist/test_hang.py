@@ -36,20 +36,10 @@ def test_the_line_says_who_waits_where_for_whom() -> None:
 
 def test_a_rank_that_hangs_is_asked_where_it_is(tmp_path: Path) -> None:
     write_text(tmp_path, 1000)
-    words = [
-        "--save",
-        f"{tmp_path}/save",
-        "--world-size",
-        "3",
-        "--init-method",
-        f"tcp://localhost:{free_port()}",
-        "--distributed-timeout-minutes",
-        "0.1",
-        "--global-batch-size",
-        "3",
-        "--log-interval",
-        "100",
-    ]
+    words = (
+        f"--save {tmp_path}/save --world-size 3 --init-method tcp://localhost:{free_port()} --global-batch-size 3 "
+        "--distributed-timeout-minutes 0.1 --log-interval 100"
+    ).split()
     ranks = [
         Rank(tmp_path, [*words, "--rank", str(rank)], {}, before=partial(plant, "hang", 2, 2)) for rank in range(3)
     ]

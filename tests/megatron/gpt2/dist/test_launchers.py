@@ -73,27 +73,6 @@ def test_by_hand(folder: Path, alone: list[float], scheme: str) -> None:
     assert outputs[0] == "" and not path.exists()
 
 
-def test_open_mpi(folder: Path, alone: list[float]) -> None:
-    save, port = folder / "mpi", str(free_port())
-    finish(
-        [
-            Rank(
-                folder,
-                ["--save", str(save)],
-                {
-                    "OMPI_COMM_WORLD_RANK": str(rank),
-                    "OMPI_COMM_WORLD_SIZE": "2",
-                    "OMPI_COMM_WORLD_LOCAL_RANK": str(rank),
-                    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
-                    "MASTER_PORT": port,
-                },
-            )
-            for rank in range(2)
-        ]
-    )
-    assert losses(save) == pytest.approx(alone, rel=1e-5)
-
-
 def program(folder: Path, *command: str, **variables: str) -> subprocess.Popen[bytes]:
     """A process of its own; what it writes goes to `folder`/output."""
     environ = {
@@ -111,21 +90,21 @@ def test_srun(python: WarmPython, folder: Path, alone: list[float]) -> None:
     stub.parent.mkdir()
     stub.write_text(SRUN)
     stub.chmod(0o755)
-    job = program(
-        folder,
-        "bash",
+    words = [
         str(ROOT / "scripts" / "pretrain_gpt2.slurm"),
         *flags(folder),
         "--save",
         str(save),
         "--model-parallel-size",
         "2",
-        SLURM_SUBMIT_DIR=str(ROOT),
-        SLURM_JOB_ID=str(os.getpid()),
-        MASTER_ADDR="localhost",
-        MAX_REQUEUES="0",  # node003 is not to be found
-        PATH=f"{stub.parent}:{python.path}",
-    )
+    ]
+    slurm = {
+        "SLURM_SUBMIT_DIR": str(ROOT),
+        "SLURM_JOB_ID": str(os.getpid()),
+        "MAX_REQUEUES": "0",
+    }  # no node003 is found
+    path = f"{stub.parent}:{python.path}"
+    job = program(folder, "bash", *words, MASTER_ADDR="localhost", PATH=path, **slurm)
     job.wait(240)
     output = (folder / "output").read_text()
     assert job.returncode == 0, output
@@ -215,32 +194,15 @@ def as_on_a_mac() -> None:
 def test_without_linux(folder: Path, alone: list[float]) -> None:
     """macOS, as far as it can be shown here."""
     save, place = folder / "mac", f"tcp://localhost:{free_port()}"
-    outputs = finish(
-        [
-            Rank(
-                folder,
-                ["--save", str(save), "--rank", str(rank), "--world-size", "2", "--init-method", place],
-                {},
-                before=as_on_a_mac,
-            )
-            for rank in range(2)
-        ]
-    )
+    words = f"--save {save} --world-size 2 --init-method {place} --rank".split()
+    outputs = finish([Rank(folder, [*words, str(rank)], {}, before=as_on_a_mac) for rank in range(2)])
     assert losses(save) == pytest.approx(alone, rel=1e-5)
     assert "glibc" not in outputs[0]
 
 
 def test_a_rank_that_never_comes_is_named_by_all(folder: Path) -> None:
-    words = [
-        "--save",
-        f"{folder}/missing",
-        "--world-size",
-        "4",
-        "--init-method",
-        f"tcp://localhost:{free_port()}",
-        "--init-timeout",
-        "4",
-    ]
+    place = f"--save {folder}/missing --world-size 4 --init-method tcp://localhost:{free_port()} --init-timeout 4"
+    words = place.split()
     ended = [rank.end() for rank in [Rank(folder, [*words, "--rank", str(rank)], {}) for rank in (0, 2)]]
     host = os.uname().nodename
     for (code, output), where in zip(ended, ("", f" ({host})"), strict=True):

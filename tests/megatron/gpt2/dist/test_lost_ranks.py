@@ -50,21 +50,10 @@ def stop_after_a_save(folder: str) -> None:
 
 def test_a_rank_that_hangs_is_named_and_the_other_ends(tmp_path: Path) -> None:
     write_text(tmp_path, 1000)
-    words = [
-        "--save",
-        f"{tmp_path}/save",
-        "--world-size",
-        "2",
-        "--init-method",
-        f"tcp://localhost:{free_port()}",
-        "--distributed-timeout-minutes",
-        "0.1",
-        "--async-save",
-        "--save-interval",
-        "2",
-        "--log-interval",
-        "100",
-    ]  # without a curve, for which matplotlib would be imported
+    words = (  # without a curve, for which matplotlib would be imported
+        f"--save {tmp_path}/save --world-size 2 --init-method tcp://localhost:{free_port()} --async-save "
+        "--distributed-timeout-minutes 0.1 --save-interval 2 --log-interval 100"
+    ).split()
     first, second = (
         Rank(tmp_path, [*words, "--rank", str(rank)], {}, before=partial(stop_after_a_save, str(tmp_path)))
         for rank in range(2)

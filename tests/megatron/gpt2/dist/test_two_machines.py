@@ -49,7 +49,7 @@ def start(folder: Path, machines: tuple[str, str], *words: str) -> list[Rank]:
     return [
         Rank(
             folder,
-            ["--model-parallel-size", "2", "--nproc-per-node", "2", "--nnodes", "2", "--node-rank", str(node), *words],
+            [*f"--model-parallel-size 2 --nproc-per-node 2 --nnodes 2 --node-rank {node}".split(), *words],
             {"MASTER_ADDR": "10.77.0.1"},
             machines[node],
         )
@@ -62,18 +62,8 @@ def test_two_machines_train_and_a_cut_cable_is_named(tmp_path: Path, machines: t
     left, right = machines
     alone = Rank(tmp_path, ["--save", f"{tmp_path}/alone"], {}).end()
     assert alone[0] == 0, alone[1]
-    nodes = start(
-        tmp_path,
-        machines,
-        "--save",
-        f"{tmp_path}/cut",
-        "--exit-interval",
-        "100000",
-        "--train-iters",
-        "100000",
-        "--distributed-timeout-minutes",
-        "0.1",
-    )
+    endless = "--exit-interval 100000 --train-iters 100000 --distributed-timeout-minutes 0.1"
+    nodes = start(tmp_path, machines, "--save", f"{tmp_path}/cut", *endless.split())
     metrics = tmp_path / "cut" / "metrics.jsonl"
     for _ in range(600):
         if metrics.exists() and len(losses(metrics.parent)) >= 5:
