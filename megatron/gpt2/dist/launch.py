@@ -29,7 +29,7 @@ DEFAULT_PORT = "29500"  # torchrun's
 # Rank, ranks, and the same on this machine: of torchrun, of Open MPI, and of MPICH, Intel MPI and what else speaks PMI.
 VARIABLES = (
     ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
-    *(tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 )
 # What names a job to all of its ranks, where Slurm does not.

@@ -9,12 +9,11 @@ import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from megatron.gpt2.config import require
-from megatron.gpt2.dist.heartbeat import POLL, SILENCE, Heartbeat, named
+from megatron.gpt2.dist.heartbeat import POLL, SILENCE, Heartbeat
+from megatron.gpt2.dist.heartbeat import named as named  # for whoever has `Ranks`
 from megatron.gpt2.monitor.incidents import Incidents
 
 FAREWELL = 5.0  # seconds that the server of the store waits for the others to leave it
-
-__all__ = ["LeftRanks", "Meeting", "MissingRanks", "Ranks", "named", "wait_for_others"]
 
 
 class MissingRanks(ValueError):

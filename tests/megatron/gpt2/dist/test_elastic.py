@@ -8,8 +8,9 @@ import pytest
 
 from megatron.gpt2.commands import generate_text, pretrain_gpt2
 from megatron.gpt2.config import Config, ParallelConfig, TrainConfig
+from megatron.gpt2.dist.agent import start_ranks
 from megatron.gpt2.dist.launch import Launch
-from megatron.gpt2.dist.ranks import Ranks
+from megatron.gpt2.dist.ranks import MissingRanks, Ranks
 from megatron.gpt2.dist.rendezvous import StoodBy, leave, meet
 from tests.megatron.gpt2.dist.started_ranks import free_port
 
@@ -45,6 +46,12 @@ def test_who_is_one_too_many_stands_by_and_ends_as_the_run_does(capfd: pytest.Ca
     with ThreadPoolExecutor(3) as threads:
         assert list(threads.map(one, range(3))) == [Ranks(0, 2, 0, 2), Ranks(1, 2, 1, 2), 7]
     assert "notice: rank 2 (a) stands by: the run goes on without it (--elastic)\n" in capfd.readouterr().err
+
+
+def test_a_machine_that_does_not_come_is_named() -> None:
+    launch = Launch(0, 4, (0, 2), where=f"tcp://localhost:{free_port()}", host="a", starts=2, timeout=1)
+    with pytest.raises(MissingRanks, match=r"ranks 2-3 of 4 did not come within 1 s \(.*\); ranks 0-1 \(a\) did"):
+        start_ranks(lambda words: 0, [], launch)
 
 
 def test_too_few_for_the_layout() -> None:
