@@ -39,7 +39,7 @@ from megatron.gpt2.checkpoint.state import load_state, state_pieces
 from megatron.gpt2.checkpoint.writer import Piece, write_checkpoint
 from megatron.gpt2.config import ModelConfig
 from megatron.gpt2.model.gpt2 import parameter_specs
-from megatron.gpt2.optimizer.flat_state import FlatState
+from megatron.gpt2.optimizer.flat_parameters import FlatState
 
 dcp: Any = torch.distributed.checkpoint
 State = dict[str, Tensor]

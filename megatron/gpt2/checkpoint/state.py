@@ -15,7 +15,7 @@ import mpu
 from megatron.gpt2.checkpoint.reader import in_threads
 from megatron.gpt2.checkpoint.source import Source
 from megatron.gpt2.checkpoint.writer import Piece
-from megatron.gpt2.optimizer.flat_state import FlatState
+from megatron.gpt2.optimizer.flat_parameters import FlatState
 from mpu import Box, PartitionSpec
 
 

@@ -16,7 +16,7 @@ from megatron.gpt2.checkpoint.source import Source, check_facts
 from megatron.gpt2.checkpoint.state import load_state
 from megatron.gpt2.formats.foreign import TABLE
 from megatron.gpt2.model.gpt2 import GPT2Model, layer_config, parameter_specs
-from megatron.gpt2.optimizer.flat_state import FlatState
+from megatron.gpt2.optimizer.flat_parameters import FlatState
 
 SHAPE = (
     "num_layers",

@@ -17,6 +17,7 @@ the same to the last bit.
 import bisect
 import itertools
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -45,6 +46,18 @@ class Bucket:
 
     range: slice
     names: tuple[str, ...]
+
+
+class FlatState(NamedTuple):
+    """A part of the parameter `name`, or of one of its moments, as this rank holds it.
+
+    kind: "master" or the name of a moment. values: 1-D, the elements from `start` on of the flattened parameter.
+    """
+
+    kind: str
+    name: str
+    values: Tensor
+    start: int = 0
 
 
 class FlatParameters:

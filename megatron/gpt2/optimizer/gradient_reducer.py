@@ -1,15 +1,15 @@
 """Data parallelism: gradients are reduced in buckets while backward still runs.
 
-`flat_parameters.py` has the buffers and says what each rank owns of them. Reducers for other cases are in files of
-their own: `zero2_reducer.py`, `torch_ddp_reducer.py`, `exact_reducer.py`. `parameter_gatherer.py` brings the parameters
-back that a sharded optimizer has updated.
+`flat_parameters.py` has the buffers and says what each rank owns of them. `ShardedGradientReducer` serves ZeRO stage 2,
+`TorchDDPReducer` leaves the work to torch. `parameter_gatherer.py` fetches the parameters that a sharded optimizer has
+updated.
 """
 
 import contextlib
 from collections import Counter
 
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megatron.gpt2.optimizer.flat_parameters import FlatParameters
@@ -144,6 +144,61 @@ class GradientReducer:
         assert sent is not None
         sent[0].wait()
         return sent[1]
+
+
+class ShardedGradientReducer(GradientReducer):
+    """--shard-gradients: the same, by ZeRO stage 2 (arXiv:1910.02054): each micro-batch sends its gradients, and between them a rank keeps
+    the sums of what it owns alone. Of whole buckets there are at most the one that backward fills and the one before
+    it, which is on its way. Backward of a micro-batch comes after that of the one before.
+    """
+
+    def begin(self, micro_batches: int) -> None:
+        """As `GradientReducer.begin`."""
+        self._rounds, self._received = micro_batches, 0
+        super().begin(1 if micro_batches else 0)
+
+    def _send_ready(self) -> None:
+        super()._send_ready()
+        is_last = len(self._sent) == len(self._flat.buckets)
+        while self._received < len(self._sent) - (0 if is_last else 1):
+            self._receive(self._received)
+            self._received += 1
+        if is_last:
+            self._sent.clear()
+            self.begin(self._rounds - 1)
+
+    def _receive(self, index: int) -> None:
+        self._flat.keep_owned(index, self._arrived(index))
+
+
+class TorchDDPReducer:
+    """--DDP-impl torch, to compare with: does what `GradientReducer` does by `torch.nn.parallel.DistributedDataParallel`, which reduces in the parameters'
+    dtype. bucket_size: elements of a bucket; DDP counts in MB of 2^20 bytes. `module` is what forward is called on."""
+
+    def __init__(self, flat: FlatParameters, module: nn.Module, group: ProcessGroup, *, bucket_size: int) -> None:
+        self._flat = flat
+        self._size = group.size()
+        element = flat.params.element_size()
+        self.module = nn.parallel.DistributedDataParallel(
+            module, process_group=group, broadcast_buffers=False, bucket_cap_mb=max(bucket_size * element >> 20, 1)
+        )
+
+    def begin(self, micro_batches: int) -> None:
+        """As `GradientReducer.begin`."""
+        self._micro_batches = micro_batches
+
+    def forward(self, index: int) -> contextlib.AbstractContextManager[None]:
+        """Around the forward of micro-batch `index`: of the last one alone backward sends gradients."""
+        return contextlib.nullcontext() if index == self._micro_batches - 1 else self.module.no_sync()
+
+    def finish(self) -> None:
+        """Copy the reduced gradients into `flat`, in float32."""
+        for name, parameter in self._flat.parameters.items():
+            assert parameter.grad is not None, name
+            # DDP divides by the ranks; our token weights did so already.
+            self._flat.grad(name).copy_(parameter.grad).mul_(self._size)
+            parameter.grad = None
+        sum_partial(self._flat)
 
 
 class TiedGradient:

@@ -16,15 +16,15 @@ from megatron.gpt2.model.gpt2 import TIED, GPT2Model, layer_config
 from megatron.gpt2.optimizer.flat_parameters import FlatParameters
 from megatron.gpt2.optimizer.gradient_reducer import (
     GradientReducer,
+    ShardedGradientReducer,
     TiedGradient,
     TiedGradientOfAStage,
+    TorchDDPReducer,
     bucket_size,
 )
 from megatron.gpt2.optimizer.learning_rates import LearningRate
 from megatron.gpt2.optimizer.optimizer import AdamWOptimizer, build_loss_scaler
 from megatron.gpt2.optimizer.parameter_gatherer import ParameterGatherer
-from megatron.gpt2.optimizer.torch_ddp_reducer import TorchDDPReducer
-from megatron.gpt2.optimizer.zero2_reducer import ShardedGradientReducer
 from megatron.gpt2.train.setup import Log, PreparedRun
 from mpu import kernels
 

@@ -9,7 +9,7 @@ from megatron.gpt2.dist.signals import MORE_RANKS, OUT_OF_TIME
 from megatron.gpt2.hooks import first
 from megatron.gpt2.monitor.profiling import profiler_for
 from megatron.gpt2.monitor.reporting import IterationRecord, iteration_line, memory_line, peak_memory
-from megatron.gpt2.optimizer.late_reading import LateReading
+from megatron.gpt2.optimizer.optimizer import LateReading
 from megatron.gpt2.train.evaluate import evaluate_and_log, sample_text
 from megatron.gpt2.train.not_finite import explain
 from megatron.gpt2.train.run import Run

@@ -21,7 +21,7 @@ from megatron.gpt2.dist.gathering import sum_losses, sum_over_replicas
 from megatron.gpt2.extensions.verify.trace import Key, Part, rows_part
 from megatron.gpt2.hooks import Hook
 from megatron.gpt2.model.gpt2 import TIED, parameter_specs
-from megatron.gpt2.optimizer.flat_state import FlatState
+from megatron.gpt2.optimizer.flat_parameters import FlatState
 from megatron.gpt2.optimizer.optimizer import MOMENTS
 from megatron.gpt2.train.run import Run
 from megatron.gpt2.train.train_step import train_step

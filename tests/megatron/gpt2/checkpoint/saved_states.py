@@ -13,7 +13,7 @@ from megatron.gpt2.checkpoint.folder import find_checkpoint
 from megatron.gpt2.checkpoint.reader import Checkpoint
 from megatron.gpt2.checkpoint.state import state_pieces, whole_parameters
 from megatron.gpt2.checkpoint.writer import Piece, write_checkpoint
-from megatron.gpt2.optimizer.flat_state import FlatState
+from megatron.gpt2.optimizer.flat_parameters import FlatState
 from mpu import PartitionSpec
 
 VOCAB = 130  # padded to 256: at model-parallel size 4 the last rank has padding alone

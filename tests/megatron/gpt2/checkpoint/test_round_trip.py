@@ -20,7 +20,7 @@ from megatron.gpt2.checkpoint.manifest import MANIFEST, file_header
 from megatron.gpt2.checkpoint.reader import Checkpoint
 from megatron.gpt2.checkpoint.state import load_rng, load_state, rng_pieces
 from megatron.gpt2.checkpoint.writer import Piece, write_tensors
-from megatron.gpt2.optimizer.flat_state import FlatState
+from megatron.gpt2.optimizer.flat_parameters import FlatState
 from mpu import Box, PartitionSpec
 from tests.megatron.gpt2.checkpoint.saved_states import (
     SPECS,

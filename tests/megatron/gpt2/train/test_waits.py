@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron.gpt2.optimizer.late_reading import LATE, LateReading
+from megatron.gpt2.optimizer.optimizer import LATE, LateReading
 from megatron.gpt2.train.loop import train
 from megatron.gpt2.train.train_step import train_step
 from tests.megatron.gpt2.train.training_runs import finish, start, write_text
