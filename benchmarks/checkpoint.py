@@ -96,8 +96,8 @@ def load_ours(state: State, folder: Path, smoke: bool, verify: bool) -> None:
     load_state(flat(state), parameter_specs(SHAPES[smoke], 1), checkpoint, mp_rank=0, mp_size=1)
 
 
-def save_dcp(state: State, folder: Path, smoke: bool, threads: int = 1) -> None:
-    dcp.save(state, storage_writer=dcp.FileSystemWriter(folder, thread_count=threads), no_dist=True)
+def save_dcp(state: State, folder: Path, smoke: bool) -> None:
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(folder), no_dist=True)
 
 
 def load_dcp(state: State, folder: Path, smoke: bool) -> None:
@@ -107,7 +107,6 @@ def load_dcp(state: State, folder: Path, smoke: bool) -> None:
 SAVES: dict[str, Callable[..., None]] = {
     "ours: save": save_ours,
     "DCP: save": save_dcp,
-    "DCP: save, 4 threads": functools.partial(save_dcp, threads=4),
 }
 LOADS: dict[str, Callable[..., None]] = {
     "ours: load": functools.partial(load_ours, verify=True),
@@ -117,7 +116,7 @@ LOADS: dict[str, Callable[..., None]] = {
 
 
 def folder_of(scratch: Path, name: str) -> Path:
-    return scratch / (name.split(":")[0] + "4" * name.endswith("4 threads"))
+    return scratch / name.partition(":")[0]
 
 
 def timed(work: Callable[[], object]) -> dict[str, float]:

@@ -46,13 +46,11 @@ from benchmarks import harness
 from data_utils import (
     BatchLoader,
     BatchSchedule,
-    BlendedDataset,
     IndexedDatasetBuilder,
     SampleOrder,
     build_splits,
     build_tokenizer,
 )
-from data_utils.blending import block_counts
 from data_utils.samplers import Order, Samples
 
 CORPUS_BYTES, PART_BYTES = 400_000_000, 10_000_000
@@ -62,7 +60,7 @@ WHOLE = ("ours", "one", "two")
 PART = ("tiktoken", "hf")
 SUFFIXES = {".py", ".pyi", ".md", ".txt", ".rst", ".h"}
 SEQUENCE = 1024
-BATCH, LARGE_BATCH = 12, 480  # nanoGPT's own; half a million tokens
+BATCH = 12  # nanoGPT's own
 
 
 def write_corpus(path: Path, size: int) -> None:
@@ -182,15 +180,11 @@ def loading(smoke: bool) -> dict[str, Any]:
         builder.finish()
         given: dict[str, Any] = {"data_path": [str(tokens)], "split": "1", "tokenizer": tokenizer}
         dataset = build_splits(train_data=(), **given, seq_length=SEQUENCE, log=print).train
-        assert not isinstance(dataset, BlendedDataset)
-        blend = BlendedDataset([dataset] * 3, block_counts([5, 3, 2], ["a", "b", "c"], ""), wrap=True)
-        order, blended = SampleOrder(len(dataset), seed=1234), blend.order(1234)
+        order = SampleOrder(len(dataset), seed=1234)
         dataset.rows(np.arange(len(dataset)))  # every page is in memory
         ways = {
             "nanoGPT": lambda: nanogpt_batches(tokens),
-            "ours": lambda: our_batches(dataset, order, BATCH),
-            f"ours, batch {LARGE_BATCH}": lambda: our_batches(dataset, order, LARGE_BATCH),
-            "ours, a blend of 3": lambda: our_batches(blend, blended, BATCH),
+            "ours": lambda: our_batches(dataset, order),
         }
         times = harness.in_turns(ways, 9)
     figures = {name: statistics.median(values) for name, values in times.items()}
@@ -198,12 +192,12 @@ def loading(smoke: bool) -> dict[str, Any]:
     return {"us_a_sample": figures, "times_nanogpt": harness.ratio(times["nanoGPT"], times["ours"])}
 
 
-def a_sample(work: Callable[[], object], batch: int, count: int = 100) -> float:
+def a_sample(work: Callable[[], object], count: int = 100) -> float:
     """Microseconds of `work`, which makes a batch, for each of its samples."""
     began = time.perf_counter()
     for _ in range(count):
         work()
-    return 1e6 * (time.perf_counter() - began) / count / batch
+    return 1e6 * (time.perf_counter() - began) / count / BATCH
 
 
 def nanogpt_batches(prefix: Path) -> float:
@@ -214,17 +208,15 @@ def nanogpt_batches(prefix: Path) -> float:
             parts = (data[i + first : i + first + SEQUENCE].astype(np.int64) for i in places)
             torch.stack([torch.from_numpy(part) for part in parts])
 
-    return a_sample(work, BATCH)
+    return a_sample(work)
 
 
-def our_batches(samples: Samples, order: Order, batch: int) -> float:
+def our_batches(samples: Samples, order: Order) -> float:
     """The order included."""
-    ranks: Any = {"data_parallel_rank": 0, "data_parallel_size": 1}
-    schedule: Any = {"micro_batch_size": batch, "schedule": BatchSchedule.constant(batch)}
-    loader = BatchLoader(
-        samples, order, **schedule, **ranks, prefetch=0, finish=lambda tokens, _: torch.from_numpy(tokens)
-    )
-    return a_sample(lambda: next(loader), batch, -(-12_000 // batch))
+    given: Any = {"micro_batch_size": BATCH, "data_parallel_rank": 0, "data_parallel_size": 1, "prefetch": 0}
+    finish = lambda tokens, _: torch.from_numpy(tokens)  # noqa: E731
+    loader = BatchLoader(samples, order, schedule=BatchSchedule.constant(BATCH), finish=finish, **given)
+    return a_sample(lambda: next(loader), 1000)
 
 
 SECTIONS = {"preprocess": preprocess, "loading": loading}

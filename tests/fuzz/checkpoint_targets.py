@@ -25,7 +25,7 @@ from megatron.gpt2.config import ModelConfig
 from megatron.gpt2.formats import Hints, open_source
 from megatron.gpt2.formats.torch_files import load_pickle
 from megatron.gpt2.model.gpt2 import parameter_specs
-from tests.fuzz.target import Files, Target
+from tests.fuzz.fuzzing import Files, Target
 from tests.megatron.gpt2.checkpoint.saved_states import find, save
 from tests.megatron.gpt2.formats.made import (
     SHAPE,

@@ -26,7 +26,7 @@ from megatron.gpt2.extensions.webtext.filters import split
 from megatron.gpt2.extensions.webtext.shards import Shard, ShardRun, Stage
 from megatron.gpt2.formats.openai_tokenizer import open_tokenizer, tokenizer_files
 from tests.data_utils.test_preprocessing import run, some_texts, write
-from tests.fuzz.target import Files, Target
+from tests.fuzz.fuzzing import Files, Target
 
 SAMPLE = "Once upon a time,\n there were  12 foxes; éàü \N{SNOWMAN} — don't!\t"
 LINES = [

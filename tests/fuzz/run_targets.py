@@ -24,7 +24,7 @@ from megatron.gpt2.generate.generation import GeneratedToken
 from megatron.gpt2.generate.sampling import Sampler
 from megatron.gpt2.monitor.incidents import Incidents, rank_name, read_incidents
 from megatron.gpt2.monitor.run_report import page
-from tests.fuzz.target import Target
+from tests.fuzz.fuzzing import Target
 
 TOKENIZER = ByteTokenizer()
 LIMITS = Limits(max_tokens=100, texts=8, body_bytes=1 << 16)

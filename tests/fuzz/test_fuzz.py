@@ -1,19 +1,31 @@
-"""Few inputs of every target, always the same ones, and those that have shown a defect."""
+"""Few changed inputs of every target, always the same ones, and those that have shown a defect; and these defects made by
+hand."""
 
 from __future__ import annotations
 
-import os
-import signal
+import hashlib
+import json
 import time
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
-from tests.fuzz import target
-from tests.fuzz.running import try_inputs
-from tests.fuzz.target import Input, Target
-from tests.fuzz.targets import TARGETS
+from data_utils.files import read_sealed, write_sealed
+from data_utils.indexed_dataset import IndexedDatasetBuilder, describe, read_manifest
+from data_utils.tokenizers import build_tokenizer, load_tokenizer
+from data_utils.tokenizers.gpt2 import BUILTIN_FILE, builtin_tokenizer, gpt2_tokenizer
+from megatron.gpt2.commands import inspect_data
+from megatron.gpt2.config import Config, foreign, read_config, write_config
+from megatron.gpt2.monitor.plots import read_records
+from megatron.gpt2.monitor.run_report import page
+from tests.fuzz import checkpoint_targets, data_targets, fuzzing, run_targets
+from tests.fuzz.data_targets import reseal, small_bpe
+from tests.fuzz.fuzzing import Input, Target
 
+MODULES = (checkpoint_targets, data_targets, run_targets)
+TARGETS = {target.name: target for module in MODULES for target in module.TARGETS}
 # Inputs of each target, from seed 0; all together take some seconds. Those with whole models take longest.
 INPUTS, OF_MODELS = 40, 8
 MODELS = (
@@ -55,18 +67,14 @@ def test_inputs_are_taken_or_refused(tmp_path: Path, name: str) -> None:
 
 
 def bad_reader(name: str) -> Target:
-    """A reader with a defect, of a file of ten bytes, at every fourth seed or so; a worker process calls this."""
+    """A reader with a defect, of a file of ten bytes, at every fourth seed or so."""
     kept: list[bytes] = []
 
     def read(folder: Path) -> None:
         data = (folder / "x").read_bytes()
         if data == b"0123456789":
             return
-        if name == "crash" and len(data) < 10:
-            os.kill(os.getpid(), signal.SIGSEGV)
-        elif name == "hang" and len(data) < 10:
-            time.sleep(3600)
-        elif name == "exception":
+        if name == "exception":
             {b"": 0}[data]
         elif name == "invariant":
             assert len(data) == 10, "another length"
@@ -87,19 +95,163 @@ def bad_reader(name: str) -> Target:
 @pytest.mark.parametrize("name", ["exception", "invariant", "slow", "memory", "no line", "names nothing"])
 def test_a_defect_is_found(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if name == "slow":
-        monkeypatch.setattr(target, "MOST_SECONDS", 0.05)
+        monkeypatch.setattr(fuzzing, "MOST_SECONDS", 0.05)
     given = Input(bad_reader(name), tmp_path / "input")
     found = {given.attempt(seed)[0].partition(":")[0] for seed in range(3 if name in ("slow", "memory") else 30)}
     assert name in found
 
 
-def test_a_reader_that_ends_or_stops_its_process_is_found() -> None:
-    """And the inputs behind it are tried all the same."""
-    tried = try_inputs(bad_reader, "crash", 0, 8)
-    assert tried.findings.keys() == {"crash: SIGSEGV"} and tried.next == 8
-    crashes = tried.findings["crash: SIGSEGV"]["count"]
-    assert 1 < crashes < 8 and tried.taken == 8 - crashes
-    seed = tried.findings["crash: SIGSEGV"]["seeds"][0]
-    tried = try_inputs(bad_reader, "hang", seed, 1, silence=1.0)
-    assert tried.findings == {"hang: nothing for 1 s": {"count": 1, "seeds": [seed], "example": ""}}
-    assert tried.next == seed + 1
+# --- defects that changed inputs have shown, each made by hand -------------------------------------------------------
+
+NESTED = "[" * 100_000
+
+
+def refused(match: str) -> Any:
+    return pytest.raises(ValueError, match=match)
+
+
+def assert_short(caught: Any) -> None:
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 1000
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> Path:
+    builder = IndexedDatasetBuilder(tmp_path / "a", np.dtype("<u2"))
+    builder.add([1, 2, 3])
+    builder.end_document()
+    builder.finish()
+    return tmp_path / "a"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        (".bin", None),
+        (".idx", [{"bytes": "3", "sha256": ""}]),
+        (".bin", [{"sha256": ""}]),
+        ("inputs", [{}]),
+        ("inputs", 3),
+        ("tokenizer", {"kind": "bytes"}),
+        ("tokenizer", 7),
+        ("documents", "1"),
+        ("tokens", -1),
+        ("text_bytes", "many"),
+    ],
+)
+def test_a_pair_whose_manifest_is_of_another_form(pair: Path, name: str, value: Any) -> None:
+    """Its seal is right."""
+    facts = describe(pair, {"inputs": [{"file": "a.txt"}], "tokenizer": None})
+    write_sealed(pair.with_suffix(".json"), facts)
+    assert read_manifest(pair) == json.loads(json.dumps(facts))
+    write_sealed(pair.with_suffix(".json"), {**facts, name: value})
+    with refused(r"a\.json: ") as caught:
+        inspect_data.main([str(pair)])
+    assert_short(caught)
+
+
+def test_a_pair_whose_manifest_holds_half_a_character(pair: Path) -> None:
+    entries = json.dumps(describe(pair, {"inputs": [{"file": "\ud800"}], "tokenizer": None}), indent=1)
+    files = {"document.json": entries.removesuffix("\n}").encode()}
+    reseal(files)
+    pair.with_suffix(".json").write_bytes(files["document.json"])
+    with refused(r"a\.json: .*surrogates") as caught:
+        inspect_data.main([str(pair)])
+    assert_short(caught)
+
+
+def test_an_unknown_key_of_deepspeed_stays_in_its_line(tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text('{"a\\n\\ud800": 1}')
+    _, (note,) = foreign.read_deepspeed_config(str(tmp_path / "ds.json"), {})
+    assert "a\\n\\ud800: unknown here" in note and "\n" not in note
+
+
+def test_a_pair_without_text(pair: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Tokens that are ends of documents alone: no bytes of text for a token."""
+    counts = {"text_bytes": 5, "append_eod": True, "bad_lines": 0, "empty_documents": 0}
+    facts = describe(pair, {"inputs": [], "tokenizer": None, **counts})
+    write_sealed(pair.with_suffix(".json"), {**facts, "tokens": 1})
+    assert inspect_data.main([str(pair)]) == 0 and "5 bytes of text" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("body", ['{"a": 1', f'{{"a": {NESTED}', '["a"', '{"a": 1, "a": 2'])
+def test_a_sealed_file_of_no_object(tmp_path: Path, body: str) -> None:
+
+    (tmp_path / "x.json").write_text(f'{body},\n "sha256": "{hashlib.sha256(body.encode()).hexdigest()}"\n}}\n')
+    if body == '{"a": 1':
+        assert read_sealed(tmp_path / "x.json") == {"a": 1}
+        return
+    with refused(r"x\.json") as caught:
+        read_sealed(tmp_path / "x.json")
+    assert_short(caught)
+
+
+def test_tokenizer_files_that_are_nested_deeply_or_hold_long_names(tmp_path: Path) -> None:
+    builtin_tokenizer().save(tmp_path)
+    facts = tmp_path / "tokenizer_facts.json"
+    for content in (NESTED.encode(), b'{"kind": "' + b"x" * 5000 + b'", "fingerprint": ""}', b'\xff{"' + b"a" * 9000):
+        facts.write_bytes(content)
+        with refused(r"tokenizer_facts\.json is damaged") as caught:
+            load_tokenizer(tmp_path)
+        assert_short(caught)
+    (tmp_path / BUILTIN_FILE).write_text(NESTED)
+    with refused(r"builtin_bpe\.json is damaged"):
+        builtin_tokenizer(tmp_path / BUILTIN_FILE)
+    files = small_bpe()
+    with refused("lacks the token") as caught:
+        gpt2_tokenizer(files["vocab.json"], b"x" * 9000 + b" y\n", "--vocab-file a", "--merge-file b")
+    assert_short(caught)
+
+
+def test_a_sentencepiece_model_with_a_piece_that_is_no_text(tmp_path: Path) -> None:
+    from data_utils.tokenizers.sentencepiece import train_sentencepiece
+
+    train_sentencepiece(["the cat sat on the mat. " * 20], tmp_path / "m", 290)
+    model = (tmp_path / "m").read_bytes()
+    (tmp_path / "m").write_bytes(model.replace("\u2581c".encode(), b"\xff\xff\xffc"))
+    assert (tmp_path / "m").read_bytes() != model
+    with refused("is not a SentencePiece model"):
+        build_tokenizer("SentencePieceTokenizer", model_file=str(tmp_path / "m"))
+
+
+def test_records_with_damaged_lines_are_read_without_them(tmp_path: Path) -> None:
+    """A flipped bit in metrics.jsonl ended a run that continued."""
+    good = {"iteration": 3, "lm_loss": 2.0, "consumed_samples": 8, "ms_per_iteration": 1.0, "tokens_per_second": 5.0}
+    lines = [json.dumps(good).encode(), b'{"iteration": 4, "lm_loss": "\xff"}', NESTED.encode(), b'{"iteration": 5']
+    (tmp_path / "metrics.jsonl").write_bytes(b"\n".join(lines))
+    assert read_records(tmp_path / "metrics.jsonl") == [good]
+    more = [{**good, "iteration": 1}, {"iteration": 6}, {**good, "lm_loss": "x"}, {**good, "lm_loss": 1e300}]
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in [good, *more]))
+    (tmp_path / "history.jsonl").write_text('{"iteration": 1}\n{"iteration": 2, "text": "finished"}\n')
+    (tmp_path / "samples.jsonl").write_text('{"iteration": 1}\n')
+    assert "finished" in page(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "{",
+        NESTED,
+        '{"config": {"parallel": {"x": 1}}}',
+        '{"config": {"train": 7}}',
+        '{"config": {"train": {"train_iters": "9"}}}',
+        '{"environment": 7}',
+        '{"train_iters": []}',
+        '{"config": {"%s": 1}}' % ("x" * 9000),
+    ],
+)
+def test_a_page_of_a_run_whose_settings_are_damaged(tmp_path: Path, content: str) -> None:
+    (tmp_path / "config.json").write_text(content)
+    if '"xxxx' in content:  # a section that nobody knows is left out
+        assert page(tmp_path)
+    else:
+        with refused(r"config\.json: ") as caught:
+            page(tmp_path)
+        assert_short(caught)
+    with refused(r"--config ") as caught:
+        read_config(str(tmp_path / "config.json"))
+    assert_short(caught)
+
+
+def test_settings_without_a_folder(tmp_path: Path) -> None:
+    write_config(tmp_path, Config(), {"global_batch_size": 8}, goes_on=False)
+    assert read_config(str(tmp_path / "config.json")) == {"train.global_batch_size": 8}
