@@ -1,0 +1,46 @@
+"""Count the Python tokens of the repository by room: python .ci/tokens.py [DEPTH]
+
+Tokens are those of Python's `tokenize`, without comments, line ends, indentation and blank lines. A docstring is one
+token, so that documentation costs nothing. Files are those that git tracks. Program is everything but tests,
+benchmarks, examples and docs.
+"""
+
+import collections
+import subprocess
+import sys
+import tokenize
+
+LEFT_OUT = {
+    tokenize.COMMENT,
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENCODING,
+    tokenize.ENDMARKER,
+}
+
+
+def count(path: str) -> int:
+    """The tokens of a file."""
+    with open(path, "rb") as file:
+        return sum(token.type not in LEFT_OUT for token in tokenize.tokenize(file.readline))
+
+
+depth = int(sys.argv[1]) if len(sys.argv) > 1 else 3
+tracked = subprocess.run(["git", "ls-files"], capture_output=True, text=True, check=True).stdout.splitlines()
+kinds, rooms, files = (collections.Counter[str]() for _ in range(3))
+for path in tracked:
+    if path.endswith(".py"):
+        *folders, _ = path.split("/")
+        kind = folders[0] if folders and folders[0] in ("tests", "benchmarks", "examples", "docs", ".ci") else "program"
+        room = "/".join(folders[:depth]) or "."
+        tokens = count(path)
+        kinds[kind] += tokens
+        rooms[room] += tokens
+        files[room] += 1
+for room, tokens in rooms.most_common():
+    print(f"{tokens:8,} {files[room]:4} {room}")
+print(
+    f"{len(tracked)} tracked files; tokens: {', '.join(f'{kind} {tokens:,}' for kind, tokens in kinds.most_common())}"
+)
