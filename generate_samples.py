@@ -1,4 +1,4 @@
-from megatron.gpt2.commands.generate_text import cli
+from megatron.gpt2.__main__ import run
 
 if __name__ == "__main__":  # not in the ranks of --nproc-per-node, which import this file
-    cli()
+    run("generate-text")

@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
 ROOT = Path(__file__).resolve().parents[1]
-# The commands of the package that are not called "gpt2-" and the name of their module.
+# What follows "gpt2" where it is not the name of the file in tools/ or scripts/.
 COMMANDS = {
-    "evaluate_gpt2": "gpt2-evaluate",
-    "pretrain_gpt2": "gpt2-pretrain",
-    "pretrain_gpt2_distributed": "gpt2-pretrain --nproc-per-node 2",
-    "run_text_generation_server": "gpt2-serve",
+    "evaluate_gpt2": "evaluate",
+    "pretrain_gpt2": "pretrain",
+    "pretrain_gpt2_distributed": "pretrain --nproc-per-node 2",
+    "run_text_generation_server": "serve",
 }
 
 
@@ -28,11 +28,11 @@ def how_to_call(program: str) -> str:
 
     program: a file of tools/ or scripts/ without its suffix.
     In a checkout it is "bash scripts/python.sh tools/checkpoint.py", in the environment that python.sh finds, or "bash
-    scripts/pretrain_gpt2.sh"; if only the package is installed it is "gpt2-checkpoint".
+    scripts/pretrain_gpt2.sh"; if only the package is installed it is "gpt2 checkpoint".
     """
     scripts, tool = ROOT / "scripts", ROOT / "tools" / f"{program}.py"
     if not (scripts / "python.sh").exists():
-        return COMMANDS.get(program, f"gpt2-{program.replace('_', '-')}")
+        return f"gpt2 {COMMANDS.get(program, program.replace('_', '-'))}"
     files = [scripts / "python.sh", tool] if tool.exists() else [scripts / f"{program}.sh"]
     return " ".join(["bash", *(shlex.quote(os.path.relpath(file)) for file in files)])
 
@@ -84,8 +84,11 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, *, description: str | None = None, **options: Any) -> None:
         described = re.sub(r"python tools/(\w+)\.py", lambda found: how_to_call(found[1]), description or "")
+        called = os.path.basename(sys.argv[0])
+        if called in ("gpt2", "__main__.py") and len(sys.argv) > 1:
+            called = f"gpt2 {sys.argv[1]}"
         options = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False, **options}
-        super().__init__(description=described, **options)
+        super().__init__(description=described, **{"prog": called, **options})
 
     def error(self, message: str) -> NoReturn:
         """ValueError with argparse's message, without the word that it puts before it."""

@@ -1,8 +1,6 @@
-"""`python -m megatron.pretrain_gpt2 [flags]` trains; the program is megatron/gpt2/commands/pretrain_gpt2.py."""
+"""`python -m megatron.pretrain_gpt2 [flags]` trains, as `gpt2 pretrain` does."""
 
-from megatron.gpt2.commands.pretrain_gpt2 import cli, main
-
-__all__ = ["cli", "main"]
+from megatron.gpt2.__main__ import run
 
 if __name__ == "__main__":  # not in the ranks of --nproc-per-node, which import this file
-    cli()
+    run("pretrain")

@@ -284,8 +284,8 @@ def test_the_commands_at_the_end_name_files_that_exist(work: Path, monkeypatch: 
     # Installed without the checkout there are no scripts to name.
     monkeypatch.setattr(command_line, "ROOT", work)
     assert [re.split(" --load| merge", command)[0] for _, command in next_commands("a", 10, in_parts=True)] == [
-        "gpt2-pretrain",
-        "gpt2-pretrain --nproc-per-node 2",
-        "gpt2-generate-text",
-        "gpt2-checkpoint",
+        "gpt2 pretrain",
+        "gpt2 pretrain --nproc-per-node 2",
+        "gpt2 generate-text",
+        "gpt2 checkpoint",
     ]

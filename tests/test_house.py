@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron.gpt2.__main__ import PROGRAMS
+
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS = ("mpu", "data_utils", "megatron")
 OURS = {*ROOMS, "tools", "tasks", "scripts", "tests", "benchmarks"}
@@ -48,6 +50,7 @@ FLOORS: dict[str, list[str]] = {
         "train",
         "commands",
         "extensions",
+        "__main__",
     ],
 }
 
@@ -277,24 +280,13 @@ def test_megatron_shares_its_name() -> None:
     assert lines == ['__path__ = __import__("pkgutil").extend_path(__path__, __name__)']
 
 
-def test_doors_hold_no_program() -> None:
-    """The programs are in megatron/gpt2/commands/; `tasks/` is there for the one name that Megatron v1 and v2 had."""
+def test_doors_only_open_a_program() -> None:
+    """`tasks/` is there for the one name that Megatron v1 and v2 had."""
     assert [path.name for path in (ROOT / "tasks").iterdir() if path.name != "__pycache__"] == ["main.py"]
     for path in (*sources("tools"), *sources("tasks"), *ROOT.glob("*.py")):
-        assert not [*public_definitions(tree_of(path))], f"{path.relative_to(ROOT)} is no door"
-        assert imported(path) - {"sys", "pathlib.Path", "setuptools.setup"} <= {
-            f"{module}.cli" for module in programs()
-        }, f"{path.relative_to(ROOT)} imports more than a program"
-
-
-def programs() -> set[str]:
-    """Modules that end with `cli`, by their dotted names."""
-    return {
-        ".".join(path.relative_to(ROOT).with_suffix("").parts)
-        for room in ("megatron", "data_utils")
-        for path in sources(room)
-        if re.search(r"^(def cli\(|cli = )", path.read_text(encoding="utf-8"), re.MULTILINE)
-    }
+        assert imported(path) <= {"sys", "setuptools.setup", "megatron.gpt2.__main__.run"}, path.relative_to(ROOT)
+        called = re.findall(r'^    run\("([a-z-]+)"\)$', path.read_text(encoding="utf-8"), re.MULTILINE)
+        assert path.name == "setup.py" or len(called) == 1 and called[0] in PROGRAMS, path.relative_to(ROOT)
 
 
 def public_definitions(tree: ast.Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef]:

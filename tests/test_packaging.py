@@ -170,7 +170,7 @@ for line in sys.argv[1:]:
 
 def test_installed_packages_and_commands_work_outside_the_checkout(installed: Path, tmp_path: Path) -> None:
     """From training on two model-parallel ranks on, by the lines that the run itself prints at its end."""
-    commands = {path.name for path in installed.parent.glob("gpt2-*")}
+    commands = {path.name for path in installed.parent.glob("gpt2*")}
     (tmp_path / "text.txt").write_text("It was a dark night. " * 400)
     said = run(
         [
@@ -189,14 +189,9 @@ def test_installed_packages_and_commands_work_outside_the_checkout(installed: Pa
         ],
         tmp_path,
     )
-    printed = re.findall(r"^ +(gpt2-.*)$", said.partition("next:")[2], re.MULTILINE)
-    assert [line.split()[0] for line in printed] == [
-        "gpt2-pretrain",
-        "gpt2-pretrain",
-        "gpt2-generate-text",
-        "gpt2-checkpoint",
-    ]
-    assert "--nproc-per-node 2" in printed[1] and printed[3] == "gpt2-checkpoint merge it it_merged"
+    printed = re.findall(r"^ +(gpt2 .*)$", said.partition("next:")[2], re.MULTILINE)
+    assert [line.split()[1] for line in printed] == ["pretrain", "pretrain", "generate-text", "checkpoint"]
+    assert "--nproc-per-node 2" in printed[1] and printed[3] == "gpt2 checkpoint merge it it_merged"
     again = run(
         [
             str(installed),
@@ -204,7 +199,7 @@ def test_installed_packages_and_commands_work_outside_the_checkout(installed: Pa
             COMMANDS,
             printed[3],
             "gpt2-checkpoint inspect it_merged",
-            "gpt2-evaluate --load it_merged --valid-data text.txt",
+            "gpt2 evaluate --load it_merged --valid-data text.txt",
             "gpt2-plan --model 345m --device cpu",
             f"{printed[2]} --max-new-tokens 3",
         ],

@@ -1,12 +1,10 @@
 #!/usr/bin/env python3
-"""`python -m megatron.gpt2.commands.generate_text` under its name in Megatron v2."""
+"""`gpt2 generate-text` under its name in Megatron v2."""
 
 import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from megatron.gpt2.commands.generate_text import cli
 
 if __name__ == "__main__":  # not in the ranks of --nproc-per-node, which import this file
-    cli()
+    sys.path.insert(0, sys.path[0].removesuffix("tools"))
+    from megatron.gpt2.__main__ import run
+
+    run("generate-text")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +10,7 @@ import pytest
 
 from data_utils import command_line
 from data_utils.command_line import how_to_call
+from megatron.gpt2.__main__ import PROGRAMS
 from tests.conftest import ROOT
 
 PROGRAM = """
@@ -71,14 +71,9 @@ def test_how_a_program_is_called(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     assert how_to_call("checkpoint") == "bash ../scripts/python.sh ../tools/checkpoint.py"
     assert how_to_call("pretrain_gpt2") == "bash ../scripts/pretrain_gpt2.sh"
     monkeypatch.setattr(command_line, "ROOT", tmp_path)
-    commands = dict(
-        re.findall(
-            r'^(gpt2-\S+) = "megatron.gpt2.commands.(\w+):cli"$',
-            (ROOT / "pyproject.toml").read_text(encoding="utf-8"),
-            re.MULTILINE,
-        )
-    )
-    assert len(commands) > 10
-    for command, module in commands.items():
-        assert how_to_call(module) == command
-    assert how_to_call("pretrain_gpt2_distributed") == "gpt2-pretrain --nproc-per-node 2"
+    for name, target in PROGRAMS.items():
+        place = target.partition(":")[0].split(".")
+        if place[0] == "commands":
+            assert how_to_call(place[1]) == f"gpt2 {name}"
+    assert how_to_call("run_text_generation_server") == "gpt2 serve"
+    assert how_to_call("pretrain_gpt2_distributed") == "gpt2 pretrain --nproc-per-node 2"

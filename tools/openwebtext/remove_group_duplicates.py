@@ -1,12 +1,10 @@
 #!/usr/bin/env python3
-"""`remove_group_duplicates` of megatron/gpt2/extensions/webtext/commands.py, also in a clone that is not installed."""
+"""`gpt2 remove-group-duplicates`, also in a clone that is not installed."""
 
 import sys
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+if __name__ == "__main__":  # not in the ranks of --nproc-per-node, which import this file
+    sys.path.insert(0, sys.path[0].removesuffix("tools/openwebtext"))
+    from megatron.gpt2.__main__ import run
 
-from megatron.gpt2.extensions.webtext.commands import cli
-
-if __name__ == "__main__":  # not in the processes that a stage spawns, which import this file
-    cli("remove_group_duplicates")
+    run("remove-group-duplicates")

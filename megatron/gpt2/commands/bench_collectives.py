@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 import mpu
-from data_utils.command_line import Parser, how_to_call, program, progress_bar
+from data_utils.command_line import Parser, how_to_call, progress_bar
 from megatron.gpt2.config import require
 from megatron.gpt2.device import DTYPES, PRECISIONS, choose_backend, choose_device, set_threads
 from megatron.gpt2.dist.ranks import Ranks
@@ -827,9 +827,3 @@ def start(argv: Sequence[str], ranks: Ranks, log: Log) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (default: this process's); returns the exit code."""
     return run_program(start, argv)
-
-
-cli = program(main)
-
-if __name__ == "__main__":
-    cli()

@@ -19,7 +19,7 @@ import sys
 from pathlib import Path
 
 from data_utils import Tokenizer, build_tokenizer, kind_of_vocabulary, load_tokenizer
-from data_utils.command_line import Parser, program
+from data_utils.command_line import Parser
 from megatron.gpt2.checkpoint.reader import Checkpoint
 from megatron.gpt2.config import require
 from megatron.gpt2.formats import Hints, Source, open_source
@@ -254,13 +254,7 @@ def other_tokenizer(iteration: Path, fingerprint: str) -> str:
     return "" if found == fingerprint else f"{folder}: is not the tokenizer that {iteration} was trained with"
 
 
-def main_apart() -> int:
+def main_apart(argv: list[str] | None = None) -> int:
     """`main` for a process of its own, whose memory allocator it sets."""
     map_tensors_apart()
-    return main()
-
-
-cli = program(main_apart)
-
-if __name__ == "__main__":
-    cli()
+    return main(argv)

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from data_utils.command_line import Parser, program
+from data_utils.command_line import Parser
 from megatron.gpt2.pipeline.analysis import as_text, check, draw, equal_costs, kept, published_length, timetable
 from megatron.gpt2.pipeline.program import Costs
 from megatron.gpt2.pipeline.schedule import SCHEDULES, Schedule, build_schedule
@@ -119,9 +119,3 @@ def main(argv: Sequence[str] | None = None) -> None:
     if chosen.svg:
         title = f"{what}. Step {table.length:.4g}, bubble {table.bubble:.0%}"
         draw(schedule, table, title, chosen.svg)
-
-
-cli = program(main)
-
-if __name__ == "__main__":
-    cli()

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from data_utils.command_line import program
 from data_utils.corpora.documents import BUILTIN, files_of
 from data_utils.files import hash_file
 from megatron.gpt2.checkpoint.reader import Checkpoint
@@ -185,9 +184,3 @@ def evaluate(argv: Sequence[str], ranks: Ranks, log: Log) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (default: this process's); returns the exit code."""
     return run_program(evaluate, argv)
-
-
-cli = program(main)
-
-if __name__ == "__main__":
-    cli()

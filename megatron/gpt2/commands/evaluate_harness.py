@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 
 from data_utils import Tokenizer
-from data_utils.command_line import program
 from megatron.gpt2.commands.inference import ModelParser, open_model
 from megatron.gpt2.commands.score_record import check_output, record, write_record
 from megatron.gpt2.dist.ranks import Ranks
@@ -176,9 +175,3 @@ def evaluate(argv: Sequence[str], ranks: Ranks, log: Log) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (default: this process's); returns the exit code."""
     return run_program(evaluate, argv)
-
-
-cli = program(main)
-
-if __name__ == "__main__":
-    cli()

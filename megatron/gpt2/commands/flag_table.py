@@ -3,9 +3,9 @@
 python tools/flag_table.py > docs/reference/flags.md
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
-from data_utils.command_line import program
+from data_utils.command_line import Parser
 from megatron.gpt2.config.flags import flag_table
 from megatron.gpt2.config.foreign import KEYS
 
@@ -54,12 +54,7 @@ def page() -> str:
     )
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Print the page."""
+    Parser(description=__doc__).parse_args(argv)
     print(page(), end="")
-
-
-cli = program(main)
-
-if __name__ == "__main__":
-    cli()

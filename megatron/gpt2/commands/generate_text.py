@@ -20,7 +20,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from data_utils.command_line import program, progress_bar
+from data_utils.command_line import progress_bar
 from data_utils.corpora.documents import check_exists
 from megatron.gpt2.commands.inference import ModelParser, check_shared, open_model
 from megatron.gpt2.config import flag
@@ -236,9 +236,3 @@ def generate_text(argv: Sequence[str], ranks: Ranks, log: Log) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (default: this process's); returns the exit code."""
     return run_program(generate_text, argv)
-
-
-cli = program(main)
-
-if __name__ == "__main__":
-    cli()

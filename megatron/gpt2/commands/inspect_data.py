@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from data_utils.command_line import Parser, program
+from data_utils.command_line import Parser
 from data_utils.files import damaged_parts
 from data_utils.indexed_dataset import TokenFile, open_tokens
 from data_utils.preprocessing.lengths import plot, summary
@@ -101,9 +101,3 @@ def main(argv: list[str] | None = None) -> int:
         plot(np.diff(data.document_starts), args.plot, title)
         print(f"wrote {args.plot}")
     return 0
-
-
-cli = program(main)
-
-if __name__ == "__main__":
-    cli()

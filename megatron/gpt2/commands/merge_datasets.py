@@ -8,7 +8,7 @@ with their .bin.
 
 from pathlib import Path
 
-from data_utils.command_line import Parser, program
+from data_utils.command_line import Parser
 from data_utils.preprocessing.preprocess import merge
 
 GPT2_EOD = 50256
@@ -49,9 +49,3 @@ def main(argv: list[str] | None = None) -> int:
         f"tokens ({manifest['dtype']}) of {len(names)} files"
     )
     return 0
-
-
-cli = program(main)
-
-if __name__ == "__main__":
-    cli()

@@ -11,7 +11,7 @@ import argparse
 import sys
 from typing import Any
 
-from data_utils.command_line import Parser, how_to_call, program
+from data_utils.command_line import Parser, how_to_call
 from megatron.gpt2.commands import checkpoint
 from megatron.gpt2.config.flags import dashed
 from megatron.gpt2.formats import Hints, open_source
@@ -89,9 +89,3 @@ def main(argv: list[str] | None = None) -> int:
             raise ValueError(f"{flag} {given}: {args.load} holds the files of {found}")
     checkpoint.map_tensors_apart()
     return checkpoint.main(["merge", args.load, args.save or f"{args.load}/merged", *passed_on])
-
-
-cli = program(main)
-
-if __name__ == "__main__":
-    cli()

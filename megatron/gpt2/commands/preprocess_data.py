@@ -14,7 +14,7 @@ import sys
 import time
 from typing import Any
 
-from data_utils.command_line import Parser, program
+from data_utils.command_line import Parser
 from data_utils.corpora.documents import MOST_BAD_LINES
 from data_utils.preprocessing.preprocess import Job, preprocess, report
 from data_utils.tokenizers import KINDS
@@ -81,9 +81,3 @@ def main(argv: list[str] | None = None) -> int:
     if not args.append_eod:
         print("no end-of-document tokens are in it: --append-eod adds them, and training counts on them")
     return 0
-
-
-cli = program(main)
-
-if __name__ == "__main__":
-    cli()

@@ -1,4 +1,4 @@
-"""The training program: `python -m megatron.pretrain_gpt2 [flags]`, alone or under a launcher (dist/launch.py).
+"""Train a GPT-2 with any flags of Megatron's, alone or under a launcher (dist/launch.py).
 
 Exit codes: 0 if the run ended as asked (also after SIGTERM), 1 if it failed, 2 for bad input, which is answered in one
 line by one rank.
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from data_utils import DamagedData
-from data_utils.command_line import line_buffered, program
+from data_utils.command_line import line_buffered
 from megatron.gpt2 import device as devices
 from megatron.gpt2.config import require
 from megatron.gpt2.config.arguments import Arguments, parse
@@ -188,9 +188,3 @@ def report(run: Run, reason: str) -> int:
         if missing:
             print(f"error: {missing}: {saver.problem}", file=sys.stderr, flush=True)
     return code
-
-
-cli = program(main)
-
-if __name__ == "__main__":
-    cli()

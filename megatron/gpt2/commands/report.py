@@ -7,7 +7,7 @@ Training writes it by itself. Exit codes: 0; 2 for bad input.
 
 from pathlib import Path
 
-from data_utils.command_line import Parser, program
+from data_utils.command_line import Parser
 from megatron.gpt2.monitor.run_report import METRICS, write_report
 
 
@@ -20,9 +20,3 @@ def main(argv: list[str] | None = None) -> int:
         raise FileNotFoundError(f"{folder} holds no {METRICS}: give the --save folder of a run")
     print(write_report(folder))
     return 0
-
-
-cli = program(main)
-
-if __name__ == "__main__":
-    cli()

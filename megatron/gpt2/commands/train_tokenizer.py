@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from data_utils import ensure_sentencepiece_model, tokenizers
-from data_utils.command_line import Parser, program
+from data_utils.command_line import Parser
 from data_utils.corpora.builtin import builtin_documents
 from data_utils.corpora.documents import BUILTIN, documents, files_of
 from data_utils.tokenizers.gpt2 import BUILTIN_FILE, END_OF_TEXT
@@ -88,9 +88,3 @@ def main(argv: Sequence[str] | None = None) -> None:
         ensure_sentencepiece_model(
             given.model, train_data=given.train_data, text_key=given.text_key, vocab_size=given.vocab_size, log=print
         )
-
-
-cli = program(main)
-
-if __name__ == "__main__":
-    cli()

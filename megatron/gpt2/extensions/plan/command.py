@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from data_utils import build_tokenizer, default_tokenizer_kind
-from data_utils.command_line import Parser, program
+from data_utils.command_line import Parser
 from megatron.gpt2 import device as devices
 from megatron.gpt2.checkpoint.folder import find_checkpoint
 from megatron.gpt2.checkpoint.source import decay_iters
@@ -298,9 +298,3 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     print("\n".join(lines))
     return 1 if fits and not fits["cheapest"] else 0
-
-
-cli = program(main)
-
-if __name__ == "__main__":
-    cli()

@@ -14,7 +14,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from data_utils.command_line import Parser, program
+from data_utils.command_line import Parser
 from megatron.gpt2.checkpoint.folder import find_checkpoint
 from megatron.gpt2.checkpoint.local import newest_held
 from megatron.gpt2.config.config import FILE
@@ -161,9 +161,3 @@ def main(argv: Sequence[str] | None = None) -> int:
     death, lines = report(Path(options.save), verify=options.verify)
     print("\n".join(lines))
     return 0 if death.well else 1
-
-
-cli = program(main)
-
-if __name__ == "__main__":
-    cli()

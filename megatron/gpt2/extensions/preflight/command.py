@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 import mpu
-from data_utils.command_line import Parser, program
+from data_utils.command_line import Parser
 from megatron.gpt2 import device as devices
 from megatron.gpt2.config.arguments import Arguments, parse
 from megatron.gpt2.dist.ranks import Ranks
@@ -110,9 +110,3 @@ def main(argv: Sequence[str] | None = None) -> int:
     if "--help" in words or "-h" in words:
         Parser(prog="preflight", usage="preflight [flags of pretrain_gpt2]", description=__doc__).parse_args(["--help"])
     return run_program(preflight, words)
-
-
-cli = program(main)
-
-if __name__ == "__main__":
-    cli()

@@ -30,7 +30,6 @@ except ImportError as error:
     )
     sys.exit(2)
 
-from data_utils.command_line import program
 from megatron.gpt2.commands.inference import ModelParser, check_shared, open_model
 from megatron.gpt2.config.flags import dashed
 from megatron.gpt2.device import PRECISIONS
@@ -218,9 +217,3 @@ def notice_of(host: str, listener: socket.socket) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (default: this process's); returns the exit code."""
     return run_program(serve, argv)
-
-
-cli = program(main)
-
-if __name__ == "__main__":
-    cli()

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from data_utils.command_line import Parser, line_buffered, program
+from data_utils.command_line import Parser, line_buffered
 from data_utils.files import replace_text
 from megatron.gpt2.config import require
 from megatron.gpt2.extensions.verify.compare import judge
@@ -145,9 +145,3 @@ def main(argv: Sequence[str] | None = None) -> int:
         replace_text(options.html, page(lines, shlex.join(options.command), trace, results))
         print(f"the page is {options.html}")
     return 1 if differing else 0
-
-
-cli = program(main)
-
-if __name__ == "__main__":
-    cli()

@@ -7,9 +7,7 @@ import argparse
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
-from data_utils.command_line import program
 from data_utils.corpora.documents import TEXT_SUFFIX
 from data_utils.files import hash_file
 from data_utils.splits import parse_split
@@ -218,8 +216,3 @@ def split_dataset(argv: Argv = None) -> None:
         elif share != "0":
             log(f"notice: the {name} split got none of these documents: give it a greater share with --split")
     log(f"\nto train on it:\n\n  {shlex.join(command)}\n")
-
-
-def cli(name: str) -> NoReturn:
-    """The program `name` as a process of its own, which exits."""
-    program(globals()[name])()

@@ -1,0 +1,86 @@
+"""Every program: `gpt2 NAME [flags]`, in a checkout also `python -m megatron.gpt2 NAME [flags]`."""
+
+import ast
+import importlib
+import importlib.util
+import sys
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from data_utils.command_line import program
+
+# The function behind each name. Only the one that is called is imported, so that no program needs another's packages.
+PROGRAMS = {
+    "pretrain": "commands.pretrain_gpt2:main",
+    "generate-text": "commands.generate_text:main",
+    "serve": "extensions.serve.command:main",
+    "evaluate": "commands.evaluate_gpt2:main",
+    "evaluate-harness": "commands.evaluate_harness:main",
+    "checkpoint": "commands.checkpoint:main_apart",
+    "merge-mp-partitions": "commands.merge_mp_partitions:main",
+    "train-tokenizer": "commands.train_tokenizer:main",
+    "preprocess-data": "commands.preprocess_data:main",
+    "merge-datasets": "commands.merge_datasets:main",
+    "inspect-data": "commands.inspect_data:main",
+    "preflight": "extensions.preflight.command:main",
+    "plan": "extensions.plan.command:main",
+    "bench-collectives": "commands.bench_collectives:main",
+    "draw-schedule": "commands.draw_schedule:main",
+    "verify": "extensions.verify.command:main",
+    "report": "commands.report:main",
+    "post-mortem": "extensions.post_mortem.command:main",
+    "flag-table": "commands.flag_table:main",
+    "blacklist-urls": "extensions.webtext.commands:blacklist_urls",
+    "download-urls": "extensions.webtext.commands:download_urls",
+    "cleanup-dataset": "extensions.webtext.commands:cleanup_dataset",
+    "find-duplicates": "extensions.webtext.commands:find_duplicates",
+    "group-duplicate-url": "extensions.webtext.commands:group_duplicate_url",
+    "remove-group-duplicates": "extensions.webtext.commands:remove_group_duplicates",
+    "filter-ngrams": "extensions.webtext.commands:filter_ngrams",
+    "merge-jsons": "extensions.webtext.commands:merge_jsons",
+    "split-dataset": "extensions.webtext.commands:split_dataset",
+}
+
+
+def run(name: str, words: Sequence[str] | None = None) -> NoReturn:
+    """Run the program `name`, written with - or _, with the flags `words` (default: this process's), and exit."""
+
+    def main() -> int | None:
+        key = name.replace("_", "-")
+        if key not in PROGRAMS:
+            raise ValueError(f"gpt2 {name}: there is no such program; gpt2 --help lists them")
+        module, _, function = PROGRAMS[key].partition(":")
+        found = getattr(importlib.import_module(f"megatron.gpt2.{module}"), function)
+        return found(sys.argv[1:] if words is None else words)
+
+    program(main)()
+
+
+def about(target: str) -> str:
+    """The first paragraph about a program, in a line, read off its file, since to import it may take long or fail."""
+    module, _, function = target.partition(":")
+    spec = importlib.util.find_spec(f"megatron.gpt2.{module}")
+    assert spec is not None and spec.origin is not None, target
+    tree = ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
+    named = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == function]
+    described = tree if function.startswith("main") else named[0]
+    return textwrap.shorten((ast.get_docstring(described) or "").split("\n\n")[0].rstrip(":"), 95, placeholder=" …")
+
+
+def main() -> NoReturn:
+    """What the installed commands call: `gpt2`, which without a name lists the names, and gpt2-NAME for each name."""
+    called, words = Path(sys.argv[0]).stem, sys.argv[1:]
+    if called.startswith("gpt2-"):
+        run(called.removeprefix("gpt2-"))
+    if words and words[0] not in ("-h", "--help"):
+        run(words[0], words[1:])
+    print("usage: gpt2 NAME [flags]; gpt2 NAME --help says more\n")
+    for name, target in PROGRAMS.items():
+        print(f"  {name:<24} {about(target)}")
+    sys.exit()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,66 @@
+"""`gpt2 NAME`, `python -m megatron.gpt2 NAME`, gpt2-NAME and the files of tools/ are the same programs."""
+
+from __future__ import annotations
+
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron.gpt2.__main__ import PROGRAMS, about, main
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def end(monkeypatch: pytest.MonkeyPatch, *argv: str) -> object:
+    """The exit code of the installed command `argv`."""
+    monkeypatch.setattr(sys, "argv", [*argv])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    return ended.value.code or 0
+
+
+def test_each_program_is_listed_with_what_it_does(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without importing any: `about` finds the file and the docstring of each."""
+    assert end(monkeypatch, "gpt2") == 0
+    said = capsys.readouterr().out
+    assert end(monkeypatch, "/bin/gpt2", "--help") == 0
+    assert capsys.readouterr().out == said
+    for name, target in PROGRAMS.items():
+        assert re.search(rf"^  {name} +\S.{{20,}}$", said, re.MULTILINE), name
+        module, _, function = target.partition(":")
+        path = ROOT / "megatron/gpt2" / f"{module.replace('.', '/')}.py"
+        assert re.search(rf"^def {function}\(argv\b", path.read_text(encoding="utf-8"), re.MULTILINE), target
+        assert about(target) in said
+
+
+def test_every_way_to_call_a_program(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The same line of the same program; a file of tools/ from any folder."""
+    for argv in (["gpt2", "report"], ["/bin/gpt2-report"], [str(ROOT / "tools/report.py")]):
+        if argv[0].endswith(".py"):
+            monkeypatch.setattr(sys, "argv", [*argv, "nowhere"])
+            with pytest.raises(SystemExit):
+                runpy.run_path(argv[0], run_name="__main__")
+        else:
+            assert end(monkeypatch, *argv, "nowhere") == 2
+        assert capsys.readouterr().err.startswith("error: nowhere holds no metrics.jsonl"), argv
+    line = [sys.executable, str(ROOT / "tools/openwebtext/merge_jsons.py"), "--data_path", "x", "--output_file", "y"]
+    done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 2 and done.stderr.startswith("error: x"), done.stderr
+    assert end(monkeypatch, "gpt2", "flag_table", "--help") == 0
+    assert capsys.readouterr().out.startswith("usage: gpt2 flag_table")
+    assert end(monkeypatch, "gpt2", "trian") == 2
+    assert capsys.readouterr().err == "error: gpt2 trian: there is no such program; gpt2 --help lists them\n"
+
+
+def test_the_installed_commands_name_programs() -> None:
+    scripts = re.findall(r'^(gpt2\S*) = "(.*)"$', (ROOT / "pyproject.toml").read_text(encoding="utf-8"), re.MULTILINE)
+    assert {target for _, target in scripts} == {"megatron.gpt2.__main__:main"} and len(scripts) > 15
+    assert {name.removeprefix("gpt2-") for name, _ in scripts} - {"gpt2"} <= PROGRAMS.keys()
