@@ -18,30 +18,16 @@ from tests.megatron.gpt2.train.training_runs import write_text
 from tests.warm_python import WarmPython
 
 ROOT = Path(__file__).resolve().parent.parent
-TINY = [
-    "--num-layers",
-    "1",
-    "--hidden-size",
-    "16",
-    "--num-attention-heads",
-    "2",
-    "--seq-length",
-    "16",
-    "--max-position-embeddings",
-    "16",
-    "--tokenizer-type",
-    "bytes",
-    "--train-iters",
-    "2",
-    "--device",
-    "cpu",
-]
+TINY = (
+    "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 16 "
+    "--max-position-embeddings 16 --tokenizer-type bytes --train-iters 2 --device cpu"
+).split()
 
 # name: (flags, what the line must say); {folder} is the test's
 CASES: dict[str, tuple[list[str], str]] = {
     "unknown flag": (["--num-layer", "3"], r"unknown flag --num-layer: did you mean --num-layers\?"),
     "heads": (
-        ["--num-attention-heads", "1", "--model-parallel-size", "2"],
+        "--num-attention-heads 1 --model-parallel-size 2".split(),
         r"--num-attention-heads 1 is not divisible by --model-parallel-size 2",
     ),
     "positions": (["--seq-length", "32"], r"--seq-length 32 is longer than --max-position-embeddings 16"),
@@ -53,10 +39,10 @@ CASES: dict[str, tuple[list[str], str]] = {
     "nccl": (["--distributed-backend", "nccl"], r"--distributed-backend nccl needs a GPU.*gloo"),
     "mpi": (["--distributed-backend", "mpi"], r"--distributed-backend mpi.*gloo"),
     "world": (
-        ["--model-parallel-size", "3", "--num-attention-heads", "3", "--hidden-size", "12", "--ffn-hidden-size", "12"],
+        "--model-parallel-size 3 --num-attention-heads 3 --hidden-size 12 --ffn-hidden-size 12".split(),
         r"2 ranks is not divisible by --model-parallel-size 3",
     ),
-    "accumulation": (["--micro-batch-size", "3", "--global-batch-size", "8"], r"--global-batch-size 8 .*3 × 2"),
+    "accumulation": ("--micro-batch-size 3 --global-batch-size 8".split(), r"--global-batch-size 8 .*3 × 2"),
     "vocabulary": (
         ["--tokenizer-type", "GPT2BPETokenizer", "--cache-dir", "{folder}"],
         r"scripts/download_gpt2_vocab\.sh",
@@ -118,17 +104,7 @@ def torchrun(
 ) -> tuple[int, str]:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(folder)}
     process = subprocess.Popen(
-        [
-            python.python,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc-per-node",
-            "2",
-            *program,
-            *TINY,
-            *flags,
-        ],
+        [python.python, *"-m torch.distributed.run --standalone --nproc-per-node 2".split(), *program, *TINY, *flags],
         cwd=folder,
         env=environment,
         text=True,

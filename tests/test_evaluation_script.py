@@ -16,15 +16,7 @@ def test_it_starts_all_ranks_with_the_newest_checkpoint(project: Project) -> Non
     words = project.words("evaluate_gpt2.sh", "--valid-data", "my file.txt", GPUS_PER_NODE="4", MPSIZE="2")
     assert words == [
         f"{project.root}/tools/evaluate_gpt2.py",
-        "--nproc-per-node",
-        "4",
-        "--nnodes",
-        "1",
-        "--node-rank",
-        "0",
-        "--model-parallel-size",
-        "2",
-        "--load",
+        *"--nproc-per-node 4 --nnodes 1 --node-rank 0 --model-parallel-size 2 --load".split(),
         "checkpoints/the newest",
         "--valid-data",
         "my file.txt",

@@ -75,14 +75,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run(
         [
             sys.executable,
-            "-m",
-            "pip",
-            "wheel",
-            "--quiet",
-            "--no-deps",
-            "--no-build-isolation",
-            "--no-index",
-            "--wheel-dir",
+            *"-m pip wheel --quiet --no-deps --no-build-isolation --no-index --wheel-dir".split(),
             str(folder),
             str(folder / "source"),
         ],
@@ -107,12 +100,7 @@ def installed(wheel: Path) -> Path:
             "pip",
             "--python",
             str(python),
-            "install",
-            "--quiet",
-            "--no-deps",
-            "--no-index",
-            "--no-compile",
-            "--disable-pip-version-check",
+            *"install --quiet --no-deps --no-index --no-compile --disable-pip-version-check".split(),
             str(wheel),
         ],
         folder,
@@ -138,7 +126,7 @@ def test_wheel_holds_every_package_and_data_file(wheel: Path) -> None:
 
 def test_installed_program_trains_outside_the_checkout(installed: Path, tmp_path: Path) -> None:
     output = run(
-        [str(installed), "-m", "megatron.pretrain_gpt2", *TINY, "--eval-iters", "1", "--log-interval", "1"], tmp_path
+        [str(installed), "-m", "megatron.pretrain_gpt2", *TINY, *"--eval-iters 1 --log-interval 1".split()], tmp_path
     )
     assert "iteration        2/       2 |" in output
     assert "validation loss at the end of training for val data | LM loss:" in output
@@ -176,16 +164,7 @@ def test_installed_packages_and_commands_work_outside_the_checkout(installed: Pa
         [
             str(installed.parent / "gpt2-pretrain"),
             *TINY,
-            "--train-data",
-            "text.txt",
-            "--eval-iters",
-            "1",
-            "--nproc-per-node",
-            "2",
-            "--model-parallel-size",
-            "2",
-            "--save",
-            "it",
+            *("--train-data text.txt --eval-iters 1 --nproc-per-node 2 --model-parallel-size 2 --save it").split(),
         ],
         tmp_path,
     )
@@ -221,7 +200,7 @@ def test_training_with_torch_numpy_and_safetensors_alone(tmp_path: Path) -> None
         f"sys.path.insert(0, {str(ROOT)!r})\n"
         "from megatron.gpt2.commands.pretrain_gpt2 import main\nraise SystemExit(main())\n"
     )
-    output = run([sys.executable, "alone.py", *TINY, "--eval-iters", "1", "--save", "run"], tmp_path)
+    output = run([sys.executable, "alone.py", *TINY, *"--eval-iters 1 --save run".split()], tmp_path)
     assert "iteration        2/       2 |" in output
     assert (tmp_path / "run" / "metrics.jsonl").exists()
     assert not (tmp_path / "run" / "loss.png").exists()

@@ -55,7 +55,7 @@ def test_a_disk_that_fills_at_the_last_save(work: Path, capfd: pytest.CaptureFix
     for more in (
         ["a run", "--train-iters", "4"],
         ["new", "--train-iters", "2"],
-        ["other", "--train-iters", "2", "--exit-interval", "1"],
+        "other --train-iters 2 --exit-interval 1".split(),
     ):
         resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, limits[1]))  # less than the weights, more than the records
         try:

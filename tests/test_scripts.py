@@ -191,7 +191,7 @@ def test_data_parallel_defaults(project: Project) -> None:
 
 def test_several_nodes(project: Project) -> None:
     words = project.words("pretrain_gpt2_distributed.sh", NNODES="2", NODE_RANK="1", GPUS_PER_NODE="8")
-    assert words == [f"{project.root}/pretrain_gpt2.py", "--nproc-per-node", "8", "--nnodes", "2", "--node-rank", "1"]
+    assert words == [f"{project.root}/pretrain_gpt2.py", *"--nproc-per-node 8 --nnodes 2 --node-rank 1".split()]
 
 
 @pytest.mark.parametrize(
@@ -203,13 +203,7 @@ def test_model_parallel_size(project: Project, variables: dict[str, str], size: 
     # A flag of the user comes later, and so wins.
     assert words == [
         f"{project.root}/pretrain_gpt2.py",
-        "--nproc-per-node",
-        "0",
-        "--nnodes",
-        "1",
-        "--node-rank",
-        "0",
-        "--model-parallel-size",
+        *"--nproc-per-node 0 --nnodes 1 --node-rank 0 --model-parallel-size".split(),
         size,
         "--model-parallel-size",
         "1",
@@ -389,23 +383,12 @@ def test_generate_text_takes_the_newest_checkpoint(project: Project) -> None:
         "1",
         "--load",
         "my run",
-        "--temperature",
-        "0.9",
-        "--top-k",
-        "5",
-        "--top-p",
-        "0.5",
-        "--max-new-tokens",
-        "64",
+        *"--temperature 0.9 --top-k 5 --top-p 0.5 --max-new-tokens 64".split(),
     ]
     assert project.words("generate_text.sh", "--load=x", MPSIZE="1") == [program, "--nproc-per-node", "1", "--load=x"]
     assert project.words("generate_text.sh", "--greedy", MPSIZE="4", CHECKPOINT_PATH="x") == [
         program,
-        "--nproc-per-node",
-        "4",
-        "--load",
-        "x",
-        "--greedy",
+        *"--nproc-per-node 4 --load x --greedy".split(),
     ]
     assert "MPSIZE=two is not a whole number" in project.run("generate_text.sh", MPSIZE="two").stderr
 

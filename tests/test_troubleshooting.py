@@ -137,13 +137,7 @@ def test_one_document_for_more_steps_than_it_has_samples(tmp_path: Path, capsys:
     flags = [
         "--train-data",
         f"{tmp_path}/one.json",
-        "--split",
-        "80,10,10",
-        "--train-iters",
-        "120",
-        "--eval-iters",
-        "1000",
-        "--data-cache-path",
+        *"--split 80,10,10 --train-iters 120 --eval-iters 1000 --data-cache-path".split(),
         f"{tmp_path}/cache",
         "--save",
         f"{tmp_path}/save",
@@ -242,7 +236,7 @@ def test_megatrons_own_sharded_optimizer_is_left_out_loudly(tmp_path: Path, caps
             shard.parent.mkdir()
             torch.save({"exp_avg": torch.ones(3)}, shard)
         file.rename(file.with_name("model_rng.pt"))
-    words = [str(tmp_path / "theirs"), str(tmp_path / "ours"), "--to", "native", "--vocab-size", "101"]
+    words = [str(tmp_path / "theirs"), str(tmp_path / "ours"), *"--to native --vocab-size 101".split()]
     assert tool("checkpoint").main(["convert", *words]) == 0
     assert "left out: 8 files of a sharded optimizer (optim.pt ...)" in capsys.readouterr().err
     source = open_source(tmp_path / "ours")
@@ -252,7 +246,7 @@ def test_megatrons_own_sharded_optimizer_is_left_out_loudly(tmp_path: Path, caps
 def test_a_vocabulary_file_of_another_size_is_refused(tmp_path: Path, vocabulary: list[str]):
     """By the conversion, and by training where the conversion was given none."""
     write_megatron(tmp_path / "theirs", random_weights(), "flat", args=False)
-    words = [str(tmp_path / "theirs"), "--to", "native", "--num-attention-heads", "4", "--vocab-size", "101"]
+    words = [str(tmp_path / "theirs"), *"--to native --num-attention-heads 4 --vocab-size 101".split()]
     checkpoint = tool("checkpoint")
     with pytest.raises(ValueError, match="has 101 tokens and the tokenizer 257: give the files that it was trained"):
         checkpoint.main(["convert", *words[:1], str(tmp_path / "a"), *words[1:], *vocabulary])
@@ -302,16 +296,7 @@ def test_what_16_ranks_wrote_writes_the_same_text_on_one(
                 [
                     "--load",
                     str(tmp_path / folder),
-                    "--device",
-                    "cpu",
-                    "--precision",
-                    "fp32",
-                    "--prompt",
-                    "Once",
-                    "--seed",
-                    "1",
-                    "--max-new-tokens",
-                    "20",
+                    *"--device cpu --precision fp32 --prompt Once --seed 1 --max-new-tokens 20".split(),
                 ]
             )
             == 0

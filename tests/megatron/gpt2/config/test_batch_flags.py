@@ -10,7 +10,7 @@ import pytest
 from data_utils import BatchSchedule
 from megatron.gpt2.config.arguments import parse
 
-RAMP = ["--rampup-batch-size", "4", "4", "9", "--global-batch-size", "8"]
+RAMP = "--rampup-batch-size 4 4 9 --global-batch-size 8".split()
 
 
 @pytest.mark.parametrize(

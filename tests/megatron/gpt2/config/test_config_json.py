@@ -21,42 +21,27 @@ def test_the_commit_is_looked_for_in_the_checkout():
 
 
 def test_a_run_again_from_its_config(work: Path, capfd: pytest.CaptureFixture[str]):  # noqa: F811
-    flags = [*FLAGS, "--train-data", "text.txt", "--eval-iters", "0", "--log-interval", "1", "--save", "a"]
-    assert pretrain_gpt2.main([*flags, "--train-iters", "3", "--hidden-dropout", "0.2"]) == 0
+    flags = [*FLAGS, *"--train-data text.txt --eval-iters 0 --log-interval 1 --save a".split()]
+    assert pretrain_gpt2.main([*flags, *"--train-iters 3 --hidden-dropout 0.2".split()]) == 0
     before = [record["lm_loss"] for record in metrics(work / "a")]
 
     assert pretrain_gpt2.main(["--config", "a/config.json"]) == 0
     assert "a is finished" in capfd.readouterr().out
-    assert pretrain_gpt2.main(["--config", "a/config.json", "--save", "b"]) == 0
+    assert pretrain_gpt2.main("--config a/config.json --save b".split()) == 0
     assert [record["lm_loss"] for record in metrics(work / "b")] == before
     assert (
-        pretrain_gpt2.main(
-            ["--config", "a/config.json", "--save", "c", "--micro-batch-size", "2", "--seed", "7", "--train-iters", "2"]
-        )
-        == 0
+        pretrain_gpt2.main("--config a/config.json --save c --micro-batch-size 2 --seed 7 --train-iters 2".split()) == 0
     )
     said = capfd.readouterr().out
     assert "2 samples × 1 data-parallel ranks × 2 accumulated = 4 a step" in said
     assert len(metrics(work / "c")) == 2 and metrics(work / "c")[0]["lm_loss"] != before[0]
 
     # A run that started from another one says so after it was continued as well.
-    tune = [
-        "--finetune",
-        "--load",
-        "a",
-        "--train-data",
-        "text.txt",
-        "--save",
-        "d",
-        "--eval-iters",
-        "0",
-        "--log-interval",
-        "1",
-    ]
+    tune = "--finetune --load a --train-data text.txt --save d --eval-iters 0 --log-interval 1".split()
     assert pretrain_gpt2.main([*tune, "--train-iters", "2"]) == 0
     first = metrics(work / "d")[0]["lm_loss"]
-    assert pretrain_gpt2.main(["--load", "d", "--train-iters", "3", "--exit-interval", "3"]) == 0
-    assert pretrain_gpt2.main(["--config", "d/config.json", "--save", "e", "--exit-interval", "1"]) == 0
+    assert pretrain_gpt2.main("--load d --train-iters 3 --exit-interval 3".split()) == 0
+    assert pretrain_gpt2.main("--config d/config.json --save e --exit-interval 1".split()) == 0
     assert metrics(work / "e")[0]["lm_loss"] == first
 
 
@@ -81,7 +66,7 @@ def test_the_values_are_those_that_differ(config: Path):
 
 
 def test_flags_beside_it_win(config: Path):
-    arguments = parse(["--config", str(config), "--lr", "2e-3", "--data-path", "p", "--train-samples", "9"])
+    arguments = parse(["--config", str(config), *"--lr 2e-3 --data-path p --train-samples 9".split()])
     config_ = arguments.config
     assert (config_.optimizer.lr, config_.data.train_data, config_.data.data_path) == (2e-3, (), ("p",))
     assert (config_.train.train_iters, config_.train.train_samples, config_.model.num_layers) == (None, 9, 2)

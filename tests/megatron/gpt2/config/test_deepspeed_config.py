@@ -86,7 +86,7 @@ def test_bf16_offload_of_old_and_a_static_scale(tmp_path: Path):
 
 
 def test_a_flag_beside_it_wins_and_that_is_said(tmp_path: Path):
-    arguments = read(tmp_path, WHOLE, "--clip-grad", "1.0", "--batch-size", "4", "--fp16")
+    arguments = read(tmp_path, WHOLE, *"--clip-grad 1.0 --batch-size 4 --fp16".split())
     assert arguments.config.optimizer.clip_grad == 1.0
     notes = "\n".join(arguments.notes)
     assert "gradient_clipping 0.5: without effect, since --clip-grad 1.0 is given" in notes

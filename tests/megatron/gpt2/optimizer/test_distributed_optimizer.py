@@ -19,20 +19,9 @@ from tests.megatron.gpt2.train.training_runs import finish, start, state, steps,
 
 # 8 samples a step, accumulated on 2 and on 4 ranks; buckets that hold a part of a layer; rows of 48, which no rank's
 # part of a bucket, a multiple of 64, ends with.
-TINY = [
-    "--hidden-size",
-    "48",
-    "--num-layers",
-    "2",
-    "--global-batch-size",
-    "8",
-    "--micro-batch-size",
-    "1",
-    "--ddp-bucket-size",
-    "10000",
-    "--lr",
-    "1e-3",
-]
+TINY = (
+    "--hidden-size 48 --num-layers 2 --global-batch-size 8 --micro-batch-size 1 --ddp-bucket-size 10000 --lr 1e-3"
+).split()
 SHARDED, OFFLOADED = "--use-distributed-optimizer", "--cpu-offload-optimizer"
 STEPS = 30
 
@@ -139,7 +128,7 @@ def resumed(rank: int, world_size: int, folder: str) -> list[Any]:
     """For each kind of run: 6 steps in one go, and 3 with 3 more after a load."""
     results: list[Any] = []
     for flags in ([SHARDED], [SHARDED, "--precision", "bf16"], [SHARDED, OFFLOADED, "--precision", "bf16"]):
-        dropout = ["--attention-dropout", "0.1", "--hidden-dropout", "0.1"]
+        dropout = "--attention-dropout 0.1 --hidden-dropout 0.1".split()
         name = f"resume{len(results)}"
         run = begin(rank, world_size, folder, f"{name}_straight", *dropout, *flags)
         straight = steps(run, 6)["loss"], state(run)

@@ -130,11 +130,7 @@ def replicated_sums(rank: int, world_size: int, folder: str) -> None:
             world_size,
             folder,
             f"tail{len(flags)}",
-            "--model-parallel-size",
-            "2",
-            "--ddp-bucket-size",
-            "7000",
-            "--sequence-parallel",
+            *"--model-parallel-size 2 --ddp-bucket-size 7000 --sequence-parallel".split(),
             *flags,
         )
         flat, p = run.engine.flat, run.parallel

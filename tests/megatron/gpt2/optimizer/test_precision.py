@@ -35,13 +35,7 @@ def with_and_without_recompute(rank: int, world_size: int, folder: str, precisio
             world_size,
             folder,
             [
-                "--num-layers",
-                "3",
-                "--attention-dropout",
-                "0.1",
-                "--hidden-dropout",
-                "0.1",
-                "--precision",
+                *"--num-layers 3 --attention-dropout 0.1 --hidden-dropout 0.1 --precision".split(),
                 precision,
                 "--save",
                 f"{folder}/recompute{len(results)}",
@@ -107,21 +101,10 @@ def overflow(rank: int, world_size: int, folder: str) -> dict[str, Any]:
         world_size,
         folder,
         [
-            "--precision",
-            "fp16",
-            "--initial-loss-scale",
-            "1024",
-            "--loss-scale-window",
-            "3",
-            "--model-parallel-size",
-            "2",
-            "--lr-decay-style",
-            "linear",
-            "--warmup",
-            "0.01",
-            "--lr",
-            "1e-3",
-            "--save",
+            *(
+                "--precision fp16 --initial-loss-scale 1024 --loss-scale-window 3 "
+                "--model-parallel-size 2 --lr-decay-style linear --warmup 0.01 --lr 1e-3 --save"
+            ).split(),
             f"{folder}/overflow",
         ],
     )
@@ -163,7 +146,7 @@ def test_fp16_overflow_is_agreed_and_survived(tmp_path: Path, world_size: int):
 def test_natural_overflow_recovers(tmp_path: Path):
     """From 2^32, as a published run starts, the scale falls until steps succeed."""
     write_text(tmp_path)
-    run = start(0, 1, str(tmp_path), ["--precision", "fp16", "--lr", "1e-3"])
+    run = start(0, 1, str(tmp_path), "--precision fp16 --lr 1e-3".split())
     seen = steps(run, 40)
     finish(run)
     first_clean, skips = seen["skipped"].index(False), sum(seen["skipped"])
@@ -175,7 +158,7 @@ def test_natural_overflow_recovers(tmp_path: Path):
 
 def test_static_scale_detects_nan(tmp_path: Path):
     write_text(tmp_path)
-    run = start(0, 1, str(tmp_path), ["--precision", "fp16", "--loss-scale", "2e9"])
+    run = start(0, 1, str(tmp_path), "--precision fp16 --loss-scale 2e9".split())
     before = torch.cat(run.engine.flat.masters)
     seen = steps(run, 3)
     finish(run)

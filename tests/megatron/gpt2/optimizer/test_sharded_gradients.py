@@ -13,7 +13,7 @@ from megatron.gpt2.train.train_step import train_step
 from tests.distributed import run_ranks
 from tests.megatron.gpt2.train.training_runs import finish, start, state, steps, write_text
 
-SHARDED = ["--use-distributed-optimizer", "--ddp-bucket-size", "40000", "--hidden-dropout", "0.1"]
+SHARDED = "--use-distributed-optimizer --ddp-bucket-size 40000 --hidden-dropout 0.1".split()
 
 
 def held(run: Run) -> int:
@@ -77,7 +77,7 @@ def test_with_one_micro_batch_it_is_stage_1_to_the_bit(tmp_path: Path):
 )
 def test_between_micro_batches_a_rank_holds_what_it_owns(tmp_path: Path, ranks: int, flags: list[str]):
     write_text(tmp_path)
-    batch = ["--micro-batch-size", "2", "--global-batch-size", "12"]
+    batch = "--micro-batch-size 2 --global-batch-size 12".split()
     for found in run_ranks(both_stages, ranks, str(tmp_path), [*batch, *flags]):
         (loss, norm, _, (begun_1, _), whole), (loss_2, norm_2, _, (begun, _), _) = found[1], found[2]
         assert loss_2 == pytest.approx(loss, rel=1e-5) and norm_2 == pytest.approx(norm, rel=1e-4)

@@ -34,23 +34,12 @@ from megatron.gpt2.train.forward_backward import ForwardBackward
 PAGE = Path(__file__).parents[4] / "docs" / "explanation" / "parallelism.md"
 T, P, D, M, B = 8, 4, 16, 3, 2  # sizes of the groups, micro-batches of a step, and samples of one
 MODEL = [
-    "--num-layers",
-    "24",
-    "--hidden-size",
-    "1024",
-    "--num-attention-heads",
-    "16",
-    "--seq-length",
-    "1024",
-    "--max-position-embeddings",
-    "1024",
-    "--micro-batch-size",
+    *(
+        "--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024 "
+        "--max-position-embeddings 1024 --micro-batch-size"
+    ).split(),
     str(B),
-    "--train-data",
-    "none",
-    "--train-iters",
-    "1",
-    "--tensor-model-parallel-size",
+    *"--train-data none --train-iters 1 --tensor-model-parallel-size".split(),
     str(T),
     "--pipeline-model-parallel-size",
     str(P),
@@ -58,15 +47,10 @@ MODEL = [
 META = torch.device("meta")
 LAYOUTS = {
     "plain": ["--precision", "bf16"],
-    "sequence, zero-bubble": ["--precision", "fp32", "--sequence-parallel", "--pipeline-schedule", "zero-bubble"],
-    "sequence, sharded, interleaved": [
-        "--precision",
-        "bf16",
-        "--sequence-parallel",
-        "--use-distributed-optimizer",
-        "--num-layers-per-virtual-pipeline-stage",
-        "3",
-    ],
+    "sequence, zero-bubble": "--precision fp32 --sequence-parallel --pipeline-schedule zero-bubble".split(),
+    "sequence, sharded, interleaved": (
+        "--precision bf16 --sequence-parallel --use-distributed-optimizer --num-layers-per-virtual-pipeline-stage 3"
+    ).split(),
 }
 STAGES = {"first": 0, "middle": 1, "last": P - 1}
 
@@ -134,7 +118,7 @@ def joined(stage: int, replica: int) -> Iterator[mpu.ParallelState]:
 
 
 def config_of(flags: Sequence[str]) -> Config:
-    config = parse([*MODEL, "--attention-dropout", "0", "--hidden-dropout", "0", *flags]).config
+    config = parse([*MODEL, *"--attention-dropout 0 --hidden-dropout 0".split(), *flags]).config
     return replace(config, model=replace(config.model, vocab_size=50257))
 
 

@@ -62,12 +62,7 @@ class Program:
                 str(PROGRAM),
                 "--load",
                 str(saved),
-                "--device",
-                "cpu",
-                "--precision",
-                "fp32",
-                "--port",
-                "0",
+                *"--device cpu --precision fp32 --port 0".split(),
                 *flags,
             ],
             stderr=subprocess.PIPE,
@@ -113,7 +108,7 @@ def program(saved: Path) -> Iterator[Program]:
     """On two ranks, ended by SIGTERM while it writes."""
     import openai
 
-    with Program(saved, "--nproc-per-node", "2", "--max-tokens", "1000000") as program:
+    with Program(saved, *"--nproc-per-node 2 --max-tokens 1000000".split()) as program:
         yield program
         stream = program.client.completions.create(model="tiny", prompt="a", n=8, max_tokens=10**6, stream=True)
         next(iter(stream))
@@ -240,7 +235,7 @@ def test_ctrl_c_ends_one_rank(saved: Path, python: WarmPython) -> None:
 def test_bad_flags_are_one_line(flags: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
     from megatron.gpt2.extensions.serve import command as program
 
-    assert program.main(["--load", "x", "--device", "cpu", "--port", "0", *flags]) == 2
+    assert program.main([*"--load x --device cpu --port 0".split(), *flags]) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and error.count("\n") == 1 and named in error
 
