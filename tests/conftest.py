@@ -7,6 +7,7 @@ import importlib.util
 import os
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
+from types import ModuleType
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported; ranks that tests start inherit it
 
@@ -33,6 +34,11 @@ def needs(*libraries: str, extra: str) -> pytest.MarkDecorator:
     those that run none of these tests."""
     missing = [name for name in libraries if importlib.util.find_spec(name) is None]
     return pytest.mark.skipif(bool(missing), reason=f"{', '.join(missing)} of the extra [{extra}] is not installed")
+
+
+def tool(name: str) -> ModuleType:
+    """The program behind tools/`name`.py, imported by the test that runs it."""
+    return importlib.import_module(f"megatron.gpt2.commands.{name}")
 
 
 @pytest.fixture(scope="session")

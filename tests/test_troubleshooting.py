@@ -23,11 +23,10 @@ from megatron.gpt2.formats import open_source
 from megatron.gpt2.model.gpt2 import GPT2Model
 from megatron.gpt2.train.checkpointing import checkpoint_files
 from megatron.gpt2.train.setup import prepare_run
-from tests.conftest import ROOT
+from tests.conftest import ROOT, tool
 from tests.distributed import run_ranks
 from tests.megatron.gpt2.checkpoint.moved_runs import Layout
 from tests.megatron.gpt2.checkpoint.test_any_layout import CONFIG, CPU, SHAPE, VOCAB, fill, global_state, ranks_of
-from tests.megatron.gpt2.commands import tool
 from tests.megatron.gpt2.formats.made import random_weights, write_megatron
 from tests.megatron.gpt2.generate import test_generation
 from tests.megatron.gpt2.train.training_runs import SMALL, finish, start, steps, write_text

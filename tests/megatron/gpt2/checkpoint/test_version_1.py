@@ -16,7 +16,7 @@ from megatron.gpt2.checkpoint.folder import find_checkpoint
 from megatron.gpt2.checkpoint.manifest import MANIFEST
 from megatron.gpt2.checkpoint.reader import Checkpoint
 from megatron.gpt2.generate.load_model import load_for_inference
-from tests.megatron.gpt2.commands import tool
+from tests.conftest import tool
 
 FOLDER = Path(__file__).parent / "version_1"
 # Of names and values, as the program of its time read them.

@@ -16,8 +16,7 @@ from megatron.gpt2.config.arguments import parse
 from megatron.gpt2.dist.ranks import Ranks
 from megatron.gpt2.formats import Hints, open_source
 from megatron.gpt2.train.setup import prepare_run
-from tests.conftest import ROOT, TEST_DATA
-from tests.megatron.gpt2.commands import tool
+from tests.conftest import ROOT, TEST_DATA, tool
 from tests.megatron.gpt2.train.training_runs import SMALL, finish, start, steps, write_text
 from tests.warm_python import WarmPython
 

@@ -16,9 +16,8 @@ from pathlib import Path
 import pytest
 
 from data_utils import IndexedDataset, build_tokenizer
-from tests.conftest import ROOT
+from tests.conftest import ROOT, tool
 from tests.data_utils.made import write_pair
-from tests.megatron.gpt2.commands import tool
 
 inspect, maker, merger = tool("inspect_data"), tool("preprocess_data"), tool("merge_datasets")
 

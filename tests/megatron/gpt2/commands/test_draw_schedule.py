@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import ROOT
-from tests.megatron.gpt2.commands import tool
+from tests.conftest import ROOT, tool
 
 main = tool("draw_schedule").main
 BARS = re.compile(r"<g id=\"patch_\d+\">\n    <path d=\"([^\"]+)|<text [^>]*>([^<]+)</text>")

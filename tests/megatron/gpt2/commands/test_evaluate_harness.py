@@ -11,8 +11,8 @@ import pytest
 
 import mpu
 from data_utils.corpora.detokenizers import wikitext_detokenizer
+from tests.conftest import tool
 from tests.distributed import run_ranks
-from tests.megatron.gpt2.commands import tool
 from tests.megatron.gpt2.generate.word_model import word_model
 
 lm_eval = pytest.importorskip("lm_eval", reason="lm-eval, the extra [eval], is not installed")

@@ -23,8 +23,8 @@ import torch.distributed as dist
 
 import mpu
 from megatron.gpt2.model.gpt2 import GPT2Model
+from tests.conftest import tool
 from tests.distributed import run_ranks
-from tests.megatron.gpt2.commands import tool
 from tests.megatron.gpt2.dist.started_ranks import free_port
 from tests.megatron.gpt2.generate.test_generation import CONFIG, save
 

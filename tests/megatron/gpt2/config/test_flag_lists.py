@@ -10,7 +10,7 @@ import pytest
 from megatron.gpt2.config.arguments import parse
 from megatron.gpt2.config.flags import build_parser, flag_table
 from megatron.gpt2.config.foreign import FOREIGN
-from tests.megatron.gpt2.commands import tool
+from tests.conftest import tool
 
 ROOT = Path(__file__).resolve().parents[4]
 LISTS = {path.stem: path for path in (ROOT / "tests/megatron/gpt2/config/flag_lists").glob("*.txt")}

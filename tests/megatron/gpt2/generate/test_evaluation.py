@@ -22,9 +22,8 @@ from megatron.gpt2.dist.run_program import Log, run_program
 from megatron.gpt2.generate.evaluation import Task, evaluate_task, plausibility_warning, read_task, task_of
 from megatron.gpt2.generate.load_model import load_for_inference
 from megatron.gpt2.generate.scoring import Window, windows_over
-from tests.conftest import ROOT
+from tests.conftest import ROOT, tool
 from tests.distributed import run_ranks
-from tests.megatron.gpt2.commands import tool
 from tests.megatron.gpt2.generate.word_model import ITERATIONS, LENGTH, SHAPE, word_model
 from tests.warm_python import WarmPython
 
