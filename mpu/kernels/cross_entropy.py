@@ -67,11 +67,18 @@ def vocab_parallel_softmax(
     weight: [c] float32; with it the logits become weight · (softmax - one-hot(target)). combine: makes the three numbers
     of the whole vocabulary out of this rank's; None if this rank has the whole vocabulary.
     """
+    if not logits.is_cpu:
+        x = logits.float()
+        local = shard.exponentials(x)
+        whole = local if combine is None else combine(local)
+        if weight is not None:
+            logits.copy_(shard.d_logits(x, local, whole, weight))
+        return whole
     tokens, columns = logits.shape
-    count = min(rows_in_cache(columns), tokens) if logits.is_cpu else tokens
+    count = min(rows_in_cache(columns), tokens)
     blocks = [slice(first, min(first + count, tokens)) for first in range(0, tokens, count)]
-    buffer = torch.empty(count, columns, dtype=torch.float32, device=logits.device)
-    local = torch.empty(3, tokens, dtype=torch.float32, device=logits.device)
+    buffer = torch.empty(count, columns, dtype=torch.float32)
+    local = torch.empty(3, tokens, dtype=torch.float32)
 
     def exponentials(rows: slice) -> Tensor:
         x = buffer[: rows.stop - rows.start].copy_(logits[rows])

@@ -67,7 +67,8 @@ def softmax_in_parts(
         whole.copy_(_whole(parts.gathered(local)))
         if weight is not None:
             for rows in blocks:
-                exponentials(rows)  # again: all of them in float32 would not stay in the cache
+                if len(blocks) > 1:
+                    exponentials(rows)  # again: all of them in float32 would not stay in the cache
                 to_gradient(rows, weight)
     return whole
 
