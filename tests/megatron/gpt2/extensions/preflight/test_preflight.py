@@ -21,9 +21,9 @@ from data_utils import IndexedDatasetBuilder
 from data_utils.files import take_lock
 from megatron.gpt2.config.arguments import parse
 from megatron.gpt2.dist.ranks import Ranks
-from megatron.gpt2.extensions.preflight import alone, together
 from megatron.gpt2.extensions.preflight import command as preflight
-from megatron.gpt2.extensions.preflight.checks import Row, rows, table
+from megatron.gpt2.extensions.preflight import facts
+from megatron.gpt2.extensions.preflight.command import Found, Row, table
 from tests.distributed import run_ranks
 from tests.megatron.gpt2.train.training_runs import SMALL, finish, start, write_text
 
@@ -73,7 +73,7 @@ def planted(name: str, rank: int) -> Any:
             if name == "another torch":
                 patch(torch, "__version__", "9.9")
             elif name == "other code":
-                patch(alone, "code_hash", lambda: "another")
+                patch(facts, "code_hash", lambda: "another")
             elif name == "a wrong product":
 
                 def wrong(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -82,15 +82,15 @@ def planted(name: str, rank: int) -> Any:
                     return c
 
                 patch(
-                    alone,
+                    facts,
                     "product_problem",
-                    lambda device, dtype, check=alone.product_problem: check(device, dtype, wrong),
+                    lambda device, dtype, check=facts.product_problem: check(device, dtype, wrong),
                 )
             elif name == "a wrong collective":
 
                 def all_reduce(tensor: torch.Tensor, *args: Any, **options: Any) -> None:
                     ALL_REDUCE(tensor, *args, **options)
-                    if tensor.numel() == together.ELEMENTS and options["group"] is not dist.group.WORLD:
+                    if tensor.numel() == facts.ELEMENTS and options["group"] is not dist.group.WORLD:
                         tensor[5] += 1
 
                 patch(dist, "all_reduce", all_reduce)
@@ -99,7 +99,7 @@ def planted(name: str, rank: int) -> Any:
             elif name == "a skewed clock":
                 patch(time, "time", lambda now=time.time: now() + 30)
             elif name == "too little memory":
-                patch(alone, "available", lambda device, local: (1 << 20, "of this test"))
+                patch(facts, "available", lambda device, local: (1 << 20, "of this test"))
                 stack.enter_context(
                     mock.patch("megatron.gpt2.extensions.plan.hook.available", return_value=(1 << 20, "of this test"))
                 )
@@ -108,7 +108,7 @@ def planted(name: str, rank: int) -> Any:
 
 def look(rank: int, world_size: int, folder: str) -> dict[str, list[Row]]:
     found = {}
-    with mock.patch.object(alone, "WRITTEN", 1 << 20), mock.patch.object(preflight, "source_commit", lambda root: ""):
+    with mock.patch.object(facts, "WRITTEN", 1 << 20), mock.patch.object(preflight, "source_commit", lambda root: ""):
         for name, (flags, own, _, _) in DEFECTS.items():
             words = [
                 *SMALL,
@@ -163,17 +163,17 @@ def test_each_planted_defect_is_found(tmp_path: Path) -> None:
         "cache",
     }, "it left something behind"
     for name, (_, _, where, said) in DEFECTS.items():
-        odd = [row for row in first[name] if row.mend]
+        odd = [row for row in first[name] if row.fix]
         if not where:
             assert not odd and len(first[name]) >= 10, first[name]
             continue
         assert [row.name for row in odd] == [where], (name, odd)
-        assert re.search(said, f"{odd[0].text} {odd[0].mend}"), (name, odd)
+        assert re.search(said, f"{odd[0].text} {odd[0].fix}"), (name, odd)
 
 
 def test_facts_of_many_ranks_are_compared() -> None:
     """The odd one of four is named, whichever it is."""
-    facts = alone.facts_of_process(torch.device("cpu")) | {
+    of_rank = facts.facts_of_process(torch.device("cpu")) | {
         "decisions": {"--lr": "1"},
         "data": "a",
         "samples": 100,
@@ -192,20 +192,24 @@ def test_facts_of_many_ranks_are_compared() -> None:
         "checkpoint_bytes": 10**5,
         "clock": 0.0,
     }
-    good = [copy.deepcopy(facts) for _ in range(4)]
-    assert not [row for row in rows(good) if row.mend]
+
+    def rows(found: list[Any]) -> list[Row]:
+        return [*Found(found).process_rows(), *Found(found).run_rows()]
+
+    good = [copy.deepcopy(of_rank) for _ in range(4)]
+    assert not [row for row in rows(good) if row.fix]
     for odd in range(4):
-        found = [copy.deepcopy(facts) for _ in range(4)]
+        found = [copy.deepcopy(of_rank) for _ in range(4)]
         found[odd]["versions"]["torch"] = "0"
         found[odd]["clock"] = 60.0
-        lines = [row.text for row in rows(found) if row.mend]
+        lines = [row.text for row in rows(found) if row.fix]
         assert len(lines) == 2 and all(f"rank {odd} " in line for line in lines), lines
     assert len({line.index("ok") for line in table(rows(good))}) == 1, "the columns line up"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_products_are_exact_in_every_precision(dtype: torch.dtype) -> None:
-    assert alone.product_problem(torch.device("cpu"), dtype) == ""
+    assert facts.product_problem(torch.device("cpu"), dtype) == ""
 
 
 def test_the_program(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -225,8 +229,8 @@ def test_the_program(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     ]
     assert preflight.main([*flags, "--model-parallel-size", "2"]) == 0
     said = capfd.readouterr().out
-    assert "tensor group" in said and "MEND" not in said and not (tmp_path / "save").exists()
+    assert "tensor group" in said and "FIX" not in said and not (tmp_path / "save").exists()
     assert preflight.main([*flags, "--global-batch-size", "40000"]) == 1
-    assert re.search(r"data +MEND  [\d,]+ samples, fewer than a batch", capfd.readouterr().out)
+    assert re.search(r"data +FIX  [\d,]+ samples, fewer than a batch", capfd.readouterr().out)
     assert preflight.main([*flags[:-2], "--num-attention-heads", "3"]) == 2
     assert "--num-attention-heads 3" in capfd.readouterr().err
