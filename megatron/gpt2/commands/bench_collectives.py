@@ -8,11 +8,13 @@ docs/how-to/collectives.md says how to read the figures. Exit codes: 0 if all re
 for bad input.
 
 Legend: `n` ranks, `r` a rank, `i` an element's index. Bytes are those that nccl-tests counts: the whole buffer of one
-rank, and all n blocks if an operation has n blocks. The values to check are exact in every dtype, and periodic, so that
-the expected ones of 256 MB cost nothing.
+rank, and all n blocks if an operation has n blocks. The values to check are exact in every dtype, and periodic: [PERIOD]
+of them stand for a block of any length.
 """
 
 import argparse
+import functools
+import itertools
 import json
 import logging
 import os
@@ -21,7 +23,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import median
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -40,95 +42,72 @@ from mpu.mappings import all_gather_single, reduce_scatter_single
 FACTOR = 4  # between the sizes
 TIMEOUT_MINUTES = 5  # until a rank that hangs ends the others; far above any one operation
 LEAST_RUNS, MOST_RUNS, RUNS_SECONDS = 5, 1000, 0.2  # of an operation at a size, if --iters does not say
+UNITS = {"G": 30, "M": 20, "K": 10, "": 0}  # powers of two
 PAIRS_BYTES, PAIRS_RUNS, MOST_PAIRED_RANKS = 1 << 20, 9, 16  # below 1 MB noise looks like a slow pair
 FAR_BELOW = 0.5  # of the median of all pairs: a pair or a rank under it is named
 SEGMENT_BYTES, MOST_SEGMENTS = 1 << 19, 8  # of the ring: below, messages cost more than their overlap gains
 PERIOD = 375  # elements; the least that holds both 3 and 125
-TILES = 2048  # periods that are compared or written at once
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}  # relative; for the order of summation
-REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {  # of [members, n], by their names in `dist.ReduceOp`
-    "SUM": lambda x: x.sum(0),
-    "PRODUCT": lambda x: x.prod(0),
-    "MIN": lambda x: x.amin(0),
-    "MAX": lambda x: x.amax(0),
+REDUCTIONS: dict[str, Callable[..., Tensor]] = {
+    "sum": torch.add,
+    "product": torch.mul,
+    "min": torch.minimum,
+    "max": torch.maximum,
 }
+HEADER = (
+    f"{'operation':<18} {'bytes':>9} {'runs':>5} {'median µs':>11} {'p10 – p90 µs':>23} {'algorithm':>10} "
+    f"{'bus GB/s':>9}  result"
+)
 
 
-def moved(rank: int) -> Tensor:
-    """[PERIOD] values by which the block of a rank is recognised: (i + 7 r) mod 125."""
-    return ((torch.arange(PERIOD) + 7 * rank) % 125).double()
-
-
-def reduced(rank: int) -> Tensor:
-    """[PERIOD] values of a rank to reduce: 2^e with e = ±(((i + r²) mod 3) - 1), + for even ranks, so that sums and
-    products of many ranks stay in range."""
-    exponent = (torch.arange(PERIOD) + rank * rank) % 3 - 1
-    return torch.pow(2.0, (exponent if rank % 2 == 0 else -exponent).double())
-
-
-def combined(kind: str, members: range) -> Tensor:
-    """[PERIOD] values that reducing over these ranks gives."""
-    return REDUCTIONS[kind](torch.stack([reduced(member) for member in members]))  # [members, PERIOD] -> [PERIOD]
-
-
-def tile(values: Tensor, like: Tensor) -> Tensor:
-    """[PERIOD] -> [up to TILES x PERIOD], as many as `like` needs."""
-    return values.to(like.device, like.dtype).repeat(min(TILES, -(-like.numel() // PERIOD)))
-
-
-def fill(buffer: Tensor, values: Tensor) -> Tensor:
-    """Write the periodic `values` into `buffer`, which is returned."""
-    tiled = tile(values, buffer)
-    for part in buffer.split(TILES * PERIOD):
-        part.copy_(tiled[: part.numel()])
-    return buffer
-
-
-def holds(buffer: Tensor, values: Tensor) -> bool:
-    """Whether the buffer is the periodic values, within the dtype's rounding."""
-    tiled, rtol = tile(values, buffer).double(), TOLERANCE[buffer.dtype]
-    parts = buffer.split(TILES * PERIOD)
-    return all(torch.allclose(part.double(), tiled[: part.numel()], rtol=rtol, atol=0) for part in parts)
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait for the GPU; on a CPU a call has done its work when it returns."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+class NotMeasured(Exception):
+    """Why an operation has no figure, or none from some size on. Every rank raises it alike."""
 
 
 @dataclass(frozen=True)
-class World:
-    """This rank among all. half: the group of this rank's half of the world. across: the group of this rank and its
-    counterpart in the other half. Both are None if the world has no such groups."""
+class Members:
+    """The ranks of a group, and what their buffers are made of."""
 
-    rank: int
-    size: int
+    group: ProcessGroup
     device: torch.device
     dtype: torch.dtype
-    half: ProcessGroup | None = None
-    across: ProcessGroup | None = None
 
-    def full(self, *shape: int) -> Tensor:
-        """A buffer of NaN."""
-        return torch.full(shape, torch.nan, device=self.device, dtype=self.dtype)
+    @property
+    def ranks(self) -> list[int]:
+        """Their numbers in the world."""
+        return dist.get_process_group_ranks(self.group)
 
-    def buffer(self, size: int) -> Tensor:
-        """A buffer of `size` bytes, of at least one element."""
-        return self.full(max(1, size // self.dtype.itemsize))
+    @property
+    def n(self) -> int:
+        """How many they are."""
+        return self.group.size()
 
-    def blocks(self, size: int) -> Tensor:
-        """[n, block] of `size` bytes in all, or as near below as n equal blocks come."""
-        return self.full(self.size, max(1, size // self.dtype.itemsize // self.size))
+    @property
+    def rank(self) -> int:
+        """This rank's place among them."""
+        return self.group.rank()
+
+    @property
+    def partner(self) -> int:
+        """The place of the rank that is this one's counterpart in the other half; the last of an odd number has itself."""
+        half = self.n // 2
+        return self.rank if self.rank == 2 * half else (self.rank + half) % (2 * half)
 
 
-def make_world(device: torch.device, dtype: torch.dtype) -> World:
-    """The world with its subgroups; every rank calls it."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    if size < 4 or size % 2:
-        return World(rank, size, device, dtype)
-    state = mpu.initialize_model_parallel(size // 2)
-    return World(rank, size, device, dtype, state.model_parallel_group, state.data_parallel_group)
+def moved(rank: int, block: int = 0) -> Tensor:
+    """[PERIOD] values by which a block of a rank is recognised: (i + 7 r + 11 block) mod 125."""
+    return ((torch.arange(PERIOD) + 7 * rank + 11 * block) % 125).double()
+
+
+def reduced(rank: int, block: int = 0) -> Tensor:
+    """[PERIOD] values of a rank to reduce: 2^e with e = ±(((i + r² + block) mod 3) - 1), + for even ranks, so that sums
+    and products of many ranks stay in range."""
+    return torch.pow(2.0, ((torch.arange(PERIOD) + rank * rank + block) % 3 - 1) * (-1) ** rank).double()
+
+
+def periodic(values: Tensor, like: Tensor) -> Tensor:
+    """[PERIOD] -> as many values, and of such a dtype, as the 1-D tensor `like` has."""
+    return values.to(like.device, like.dtype).repeat(-(-like.numel() // PERIOD))[: like.numel()]
 
 
 def ring_all_reduce(tensor: Tensor, *, segments: int | None = None) -> None:
@@ -152,169 +131,49 @@ def ring_all_reduce(tensor: Tensor, *, segments: int | None = None) -> None:
     n, rank = dist.get_world_size(), dist.get_rank()
     if n == 1:
         return
-    ahead, behind, steps = (rank + 1) % n, (rank - 1) % n, 2 * (n - 1)
     if segments is None:
         segments = max(1, min(MOST_SEGMENTS, tensor.nbytes // n // SEGMENT_BYTES))
     # pieces[c][j] is segment j of chunk c, a view of [about N / (n · segments)]
     pieces = [chunk.tensor_split(segments) for chunk in tensor.view(-1).tensor_split(n)]
     inbox = [torch.empty_like(piece) for piece in pieces[0]]  # no later chunk is longer than the first
 
-    def arriving(step: int, j: int) -> Tensor:
-        """Where segment j of step `step` is received: beside its chunk while sums are made, else in its place."""
+    def arriving(step: int, j: int) -> tuple[Tensor, Tensor]:
+        """A segment that changes in `step`, and where it is received: beside it while sums are made, else in place."""
         piece = pieces[(rank - step - 1) % n][j]
-        return inbox[j][: piece.numel()] if step < n - 1 else piece
+        return piece, inbox[j][: piece.numel()] if step < n - 1 else piece
 
     def exchange(step: int, j: int) -> list[dist.Work]:
         """Start sending and receiving segment j of a step."""
-        parcels = ((dist.isend, pieces[(rank - step) % n][j], ahead), (dist.irecv, arriving(step, j), behind))
+        sent, received = pieces[(rank - step) % n][j], arriving(step, j)[1]
+        parcels = (dist.isend, sent, (rank + 1) % n), (dist.irecv, received, (rank - 1) % n)
         # As a batch: NCCL runs single calls one by one in that order, and two sends that face each other would wait for
         # ever. The tag keeps the segments of a slower neighbour apart.
         batch = [dist.P2POp(operation, piece, peer, tag=j) for operation, piece, peer in parcels if piece.numel()]
         return dist.batch_isend_irecv(batch) if batch else []
 
     travelling = [exchange(0, j) for j in range(segments)]
-    for step in range(steps):
-        for j in range(segments):
-            for work in travelling[j]:
-                work.wait()
-            if step < n - 1:
-                pieces[(rank - step - 1) % n][j].add_(arriving(step, j))
-            if step + 1 < steps:
-                travelling[j] = exchange(step + 1, j)
+    for step, j in itertools.product(range(2 * (n - 1)), range(segments)):
+        for work in travelling[j]:
+            work.wait()
+        piece, received = arriving(step, j)
+        if step < n - 1:
+            piece.add_(received)
+        if step < 2 * (n - 1) - 1:
+            travelling[j] = exchange(step + 1, j)
 
 
-@dataclass(frozen=True)
-class Trial:
-    """An operation with its buffers. expected: the values of buffers after the first run. in_place: the buffer to set
-    to zero after that, since a hundred sums in place would leave any range. messages: those that follow each other in
-    one run, by which its time is divided."""
-
-    bytes: int
-    run: Callable[[], object]
-    expected: Sequence[tuple[Tensor, Tensor]] = ()
-    in_place: Tensor | None = None
-    messages: int = 1
-
-    def correct(self) -> bool:
-        """Whether the first run gave the right values."""
-        return all(holds(buffer, values) for buffer, values in self.expected)
+def send_recv(m: Members, x: Tensor, y: Tensor) -> None:
+    """There and back between partners, one message after the other."""
+    for sends in (m.rank < m.partner, m.rank > m.partner):
+        if m.rank != m.partner:
+            dist.send(x, m.partner) if sends else dist.recv(y, m.partner)
 
 
-def all_reduce(kind: str, subgroup: str = "", by: Callable[..., object] = dist.all_reduce) -> Callable[..., Trial]:
-    """One buffer, combined over all ranks, or over a `subgroup` ("half", "across"); kind: of `dist.ReduceOp`."""
-
-    def prepare(world: World, size: int) -> Trial:
-        n, half = world.size, world.size // 2
-        members, options = range(n), {} if kind == "SUM" else {"op": getattr(dist.ReduceOp, kind)}
-        if subgroup == "half":
-            members = range(world.rank // half * half, (world.rank // half + 1) * half)
-        elif subgroup == "across":
-            members = range(world.rank % half, n, half)
-        if subgroup:
-            options["group"] = getattr(world, subgroup)
-        buffer = fill(world.buffer(size), reduced(world.rank))
-        return Trial(buffer.nbytes, lambda: by(buffer, **options), [(buffer, combined(kind, members))], buffer)
-
-    return prepare
-
-
-def reduce(world: World, size: int) -> Trial:
-    """One buffer, summed over all ranks on rank 0."""
-    buffer = fill(world.buffer(size), reduced(world.rank))
-    expected = [(buffer, combined("SUM", range(world.size)))] if world.rank == 0 else []
-    return Trial(buffer.nbytes, lambda: dist.reduce(buffer, 0), expected, buffer)
-
-
-def broadcast(world: World, size: int) -> Trial:
-    """One buffer, from rank 0 to all."""
-    buffer = fill(world.buffer(size), moved(1 + world.rank))
-    return Trial(buffer.nbytes, lambda: dist.broadcast(buffer, 0), [(buffer, moved(1))])
-
-
-def all_gather(world: World, size: int) -> Trial:
-    """A block of each rank, all of them on every rank."""
-    received = world.blocks(size)
-    sent = fill(torch.empty_like(received[0]), moved(world.rank))
-    expected = [(block, moved(r)) for r, block in enumerate(received)]
-    return Trial(received.nbytes, lambda: all_gather_single(received.view(-1), sent), expected)
-
-
-def gather(world: World, size: int) -> Trial:
-    """A block of each rank, all of them on rank 0."""
-    received = world.blocks(size)
-    sent = fill(torch.empty_like(received[0]), moved(world.rank))
-    expected = [(block, moved(r)) for r, block in enumerate(received)] if world.rank == 0 else []
-    blocks = list(received) if world.rank == 0 else None
-    return Trial(received.nbytes, lambda: dist.gather(sent, blocks, 0), expected)
-
-
-def scatter(world: World, size: int) -> Trial:
-    """A block for each rank, from rank 0."""
-    sent = world.blocks(size)
-    received = torch.full_like(sent[0], torch.nan)
-    blocks = [fill(block, moved(r)) for r, block in enumerate(sent)] if world.rank == 0 else None
-    return Trial(sent.nbytes, lambda: dist.scatter(received, blocks, 0), [(received, moved(world.rank))])
-
-
-def reduce_scatter(world: World, size: int) -> Trial:
-    """n blocks on each rank; rank r gets the sum of all blocks r."""
-    sent = world.blocks(size)
-    fill(sent.view(-1), reduced(world.rank))
-    received = torch.full_like(sent[0], torch.nan)
-    expected = combined("SUM", range(world.size)).roll(-world.rank * received.numel() % PERIOD)  # this rank's block
-    return Trial(sent.nbytes, lambda: reduce_scatter_single(received, sent.view(-1)), [(received, expected)])
-
-
-def all_to_all(world: World, size: int) -> Trial:
-    """n blocks on each rank; block t goes to rank t."""
-    sent, received, n = world.blocks(size), world.blocks(size), world.size
-    for target, block in enumerate(sent):
-        fill(block, moved(world.rank * n + target))
-    expected = [(block, moved(source * n + world.rank)) for source, block in enumerate(received)]
-    return Trial(sent.nbytes, lambda: dist.all_to_all_single(received.view(-1), sent.view(-1)), expected)
-
-
-def barrier(world: World, size: int) -> Trial:
-    """No message: the ranks wait for each other."""
-    return Trial(0, dist.barrier)
-
-
-def between_partners(at_once: bool) -> Callable[..., Trial]:
-    """There and back between each rank and the one at the same place in the other half, one message after the other or
-    both `at_once`. The last of an odd number of ranks has no partner."""
-
-    def prepare(world: World, size: int) -> Trial:
-        half = world.size // 2
-        peer = (world.rank + half) % (2 * half)
-        sent = fill(world.buffer(size), moved(world.rank))
-        received = torch.full_like(sent, torch.nan)
-
-        def run() -> None:
-            if at_once:
-                both = [dist.P2POp(dist.isend, sent, peer), dist.P2POp(dist.irecv, received, peer)]
-                for work in dist.batch_isend_irecv(both):
-                    work.wait()
-            else:
-                for sends in (world.rank < peer, world.rank > peer):
-                    dist.send(sent, peer) if sends else dist.recv(received, peer)
-
-        if world.rank == 2 * half:
-            return Trial(sent.nbytes, lambda: None, messages=1 if at_once else 2)
-        return Trial(sent.nbytes, run, [(received, moved(peer))], messages=1 if at_once else 2)
-
-    return prepare
-
-
-@dataclass(frozen=True)
-class Operation:
-    """How to prepare an operation, (world, bytes) -> Trial on every rank, and its kind. bus_factor: of the number of
-    ranks that take part; times the algorithm bandwidth it is the bus bandwidth."""
-
-    prepare: Callable[[World, int], Trial]
-    bus_factor: Callable[[int], float] = lambda n: 1.0
-    subgroups: bool = False  # for worlds of an even number of ranks, 4 at least
-    point_to_point: bool = False  # made of send and recv
-    sizes: bool = True  # else it has no message, and is measured once
+def isend_irecv(m: Members, x: Tensor, y: Tensor) -> None:
+    """There and back between partners, both at once."""
+    both = [dist.P2POp(dist.isend, x, m.partner), dist.P2POp(dist.irecv, y, m.partner)]
+    for work in dist.batch_isend_irecv(both) if m.rank != m.partner else []:
+        work.wait()
 
 
 def there_and_on(n: int) -> float:
@@ -327,22 +186,84 @@ def all_but_own(n: int) -> float:
     return (n - 1) / n
 
 
+class Operation(NamedTuple):
+    """An operation on x [blocks, count], which holds `values(rank, block)`, with the result y, which must be
+    `expected(members, values)` in its first blocks. There are n blocks, and y is NaN before, if the bus factor is
+    `all_but_own`; else there is one, and y is x before. bus_factor: of n; None if there is no message. over: the
+    subgroup. messages: how many follow each other in one run, if it is made of send and recv."""
+
+    run: Callable[[Members, Tensor, Tensor], object]
+    values: Callable[[int, int], Tensor] = moved
+    expected: Callable[[Members], list[Tensor]] = lambda m: []
+    bus_factor: Callable[[int], float] | None = lambda n: 1.0
+    over: str = ""
+    messages: int = 0
+
+
+def combined(m: Members, kind: str = "sum", block: int = 0) -> list[Tensor]:
+    """The values that reducing a block over all members gives, as one block."""
+    return [functools.reduce(REDUCTIONS[kind], [reduced(rank, block) for rank in m.ranks])]
+
+
+def all_reduce(kind: str = "sum", over: str = "") -> Operation:
+    """One buffer, combined over all members."""
+    operation = getattr(dist.ReduceOp, kind.upper())
+    return Operation(
+        lambda m, x, y: dist.all_reduce(y, operation, group=m.group),
+        reduced,
+        lambda m: combined(m, kind),
+        there_and_on,
+        over,
+    )
+
+
 # In the order of the table. The factors are nccl-tests' (doc/PERFORMANCE.md there).
 OPERATIONS = {
-    "broadcast": Operation(broadcast),
-    **{f"all_reduce_{kind.lower()}": Operation(all_reduce(kind), there_and_on) for kind in REDUCTIONS},
-    "ring_all_reduce": Operation(all_reduce("SUM", by=ring_all_reduce), there_and_on, point_to_point=True),
-    "all_reduce_halves": Operation(all_reduce("SUM", "half"), lambda n: there_and_on(n // 2), subgroups=True),
-    "all_reduce_across": Operation(all_reduce("SUM", "across"), lambda n: there_and_on(2), subgroups=True),
-    "reduce": Operation(reduce),
-    "all_gather": Operation(all_gather, all_but_own),
-    "reduce_scatter": Operation(reduce_scatter, all_but_own),
-    "gather": Operation(gather, all_but_own),
-    "scatter": Operation(scatter, all_but_own),
-    "all_to_all": Operation(all_to_all, all_but_own),
-    "send_recv": Operation(between_partners(at_once=False), point_to_point=True),
-    "isend_irecv": Operation(between_partners(at_once=True), point_to_point=True),
-    "barrier": Operation(barrier, sizes=False),
+    "broadcast": Operation(
+        lambda m, x, y: dist.broadcast(y, group=m.group, group_src=0), expected=lambda m: [moved(m.ranks[0])]
+    ),
+    **{f"all_reduce_{kind}": all_reduce(kind) for kind in REDUCTIONS},
+    "ring_all_reduce": all_reduce()._replace(run=lambda m, x, y: ring_all_reduce(y), messages=1),
+    "all_reduce_halves": all_reduce(over="halves"),
+    "all_reduce_across": all_reduce(over="across"),
+    "reduce": Operation(
+        lambda m, x, y: dist.reduce(y, group=m.group, group_dst=0),
+        reduced,
+        lambda m: combined(m) if m.rank == 0 else [],
+    ),
+    "all_gather": Operation(
+        lambda m, x, y: all_gather_single(y.view(-1), x[0], group=m.group),
+        moved,
+        lambda m: [moved(r) for r in m.ranks],
+        all_but_own,
+    ),
+    "reduce_scatter": Operation(
+        lambda m, x, y: reduce_scatter_single(y[0], x.view(-1), group=m.group),
+        reduced,
+        lambda m: combined(m, block=m.rank),
+        all_but_own,
+    ),
+    "gather": Operation(
+        lambda m, x, y: dist.gather(x[0], list(y) if m.rank == 0 else None, group=m.group, group_dst=0),
+        moved,
+        lambda m: [moved(r) for r in m.ranks] if m.rank == 0 else [],
+        all_but_own,
+    ),
+    "scatter": Operation(
+        lambda m, x, y: dist.scatter(y[0], list(x) if m.rank == 0 else None, group=m.group, group_src=0),
+        moved,
+        lambda m: [moved(m.ranks[0], m.rank)],
+        all_but_own,
+    ),
+    "all_to_all": Operation(
+        lambda m, x, y: dist.all_to_all_single(y, x, group=m.group),
+        moved,
+        lambda m: [moved(r, m.rank) for r in m.ranks],
+        all_but_own,
+    ),
+    "send_recv": Operation(send_recv, expected=lambda m: [moved(m.partner)], messages=2),
+    "isend_irecv": Operation(isend_irecv, expected=lambda m: [moved(m.partner)], messages=1),
+    "barrier": Operation(lambda m, x, y: dist.barrier(m.group), bus_factor=None),
 }
 
 
@@ -364,280 +285,186 @@ class Row:
     bus_bandwidth: float | None
     correct: bool
 
-
-@dataclass(frozen=True)
-class Missing:
-    """An operation without a figure, or without one from some size on, and the reason."""
-
-    operation: str
-    reason: str
-
-
-@dataclass(frozen=True)
-class Pairs:
-    """bandwidth[source][target] in GB/s of messages of `bytes` bytes, while all other ranks are idle; 0 on the
-    diagonal."""
-
-    bytes: int
-    bandwidth: list[list[float]]
-
-    def all(self) -> list[float]:
-        """The bandwidth of every pair, in GB/s."""
-        return [
-            value for source, row in enumerate(self.bandwidth) for target, value in enumerate(row) if source != target
-        ]
-
-    def slow(self) -> list[tuple[int, int]]:
-        """The pairs far below the median of all."""
-        least = FAR_BELOW * median(self.all())
-        return [
-            (source, target)
-            for source, row in enumerate(self.bandwidth)
-            for target, value in enumerate(row)
-            if source != target and value < least
-        ]
-
-    def slow_ranks(self) -> list[int]:
-        """Ranks with most of their pairs among the slow ones, in both directions; of two ranks neither can be
-        blamed."""
-        n, slow = len(self.bandwidth), self.slow()
-        return [rank for rank in range(n) if n > 2 and sum(rank in pair for pair in slow) > n - 1]
+    def __str__(self) -> str:
+        """A row of the table, under HEADER."""
+        size = size_name(self.bytes) if self.bytes else ""
+        spread = f"{self.seconds_p10 * 1e6:,.1f} – {self.seconds_p90 * 1e6:,.1f}"
+        algorithm, bus = (f"{x:.3f}" if x else "" for x in (self.algorithm_bandwidth, self.bus_bandwidth))
+        return (
+            f"{self.operation:<18} {size:>9} {self.iterations:>5} {self.seconds * 1e6:>11,.1f} {spread:>23} "
+            f"{algorithm:>10} {bus:>9}  {'ok' if self.correct else 'WRONG'}"
+        )
 
 
-def from_rank_0(value: int, world: World) -> int:
-    """Rank 0's `value` on every rank, for decisions that depend on a clock. A collective."""
-    shared = torch.tensor(value, device=world.device)
-    dist.broadcast(shared, 0)
-    return int(shared)
+def of_all_ranks(value: Any) -> list[Any]:
+    """The `value` of every rank of the world, by rank. A collective."""
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
-def count_over_ranks(here: bool, world: World) -> int:
-    """On how many ranks `here` is true. A collective."""
-    shared = torch.tensor(int(here), device=world.device)
-    dist.all_reduce(shared)
-    return int(shared)
+def prepare(operation: Operation, m: Members, size: int) -> tuple[Tensor, Tensor]:
+    """x and y of an operation: `size` bytes each, or as near below as equal blocks come, but one element at least."""
+    blocks = m.n if operation.bus_factor is all_but_own else 1
+    x = torch.empty(blocks, max(1, size // m.dtype.itemsize // blocks), device=m.device, dtype=m.dtype)
+    for number, block in enumerate(x):
+        block.copy_(periodic(operation.values(m.ranks[m.rank], number), block))
+    return x, torch.full_like(x, torch.nan) if blocks > 1 else x.clone()
 
 
-def lacks_messages(world: World) -> str:
-    """Why the world has no point-to-point messages, "" where it has.
+def correct(operation: Operation, m: Members, y: Tensor) -> bool:
+    """Whether y is the result of an operation on this rank, within the dtype's rounding."""
+    found = zip(y, operation.expected(m), strict=False)
+    return all(
+        torch.allclose(block, periodic(values, block), rtol=TOLERANCE[m.dtype], atol=0) for block, values in found
+    )
 
-    gloo does not refuse a GPU's messages: it fails in the middle of one, while the peer waits. So they are never tried.
-    """
-    on_gpu = dist.get_backend() == "gloo" and world.device.type != "cpu"
-    return "not offered by gloo: it sends a CPU's tensors alone" if on_gpu else ""
+
+def synchronize(device: torch.device) -> None:
+    """Wait for the GPU; on a CPU a call has done its work when it returns."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
-def time_runs(trial: Trial, world: World, runs: int) -> torch.Tensor:
-    """[runs] seconds, each of the slowest rank of a run.
+def time_run(run: Callable[[], object], device: torch.device, group: ProcessGroup | None = None) -> float:
+    """Seconds of one run on this rank.
 
     The ranks start together, behind a barrier that is not counted. A run ends when its result is there; on a GPU that
     includes the launch and the wait for it.
     """
-    seconds = []
-    for _ in range(runs):
-        dist.barrier()
-        synchronize(world.device)
-        start = time.perf_counter()
-        trial.run()
-        synchronize(world.device)
-        seconds.append((time.perf_counter() - start) / trial.messages)
-    slowest = torch.tensor(seconds, dtype=torch.float64, device=world.device)
-    dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    return slowest.cpu()
+    dist.barrier(group)
+    synchronize(device)
+    start = time.perf_counter()
+    run()
+    synchronize(device)
+    return time.perf_counter() - start
 
 
-def measure(
-    name: str, operation: Operation, world: World, size: int, *, iters: int | None, deadline: float
-) -> Row | Missing:
+def time_runs(run: Callable[[], object], device: torch.device, runs: int) -> Tensor:
+    """[runs] seconds, each of the slowest rank of a run."""
+    seconds = [time_run(run, device) for _ in range(runs)]
+    return torch.tensor(of_all_ranks(seconds), dtype=torch.float64).amax(0)
+
+
+def measure(name: str, m: Members, size: int, iters: int | None, deadline: float) -> Row:
     """Try, check, then time one operation at one size. Every rank calls it; the deadline is rank 0's.
 
     iters: runs to time, None for as many as fit into RUNS_SECONDS. An operation that the backend lacks raises on every
-    rank alike before anything is sent. RuntimeError where only some ranks fail.
+    rank alike before anything is sent. RuntimeError if only some ranks fail.
     """
-    if not from_rank_0(int(time.monotonic() < deadline), world):
-        return Missing(name, f"{size_name(size)} and above: not measured within this operation's share of --limit")
-    trial = operation.prepare(world, size)
-    refusal = ""
+    if of_all_ranks(time.monotonic() >= deadline)[0]:
+        raise NotMeasured(f"{size_name(size)} and above: not measured within this operation's share of --limit")
+    operation, refusal = OPERATIONS[name], ""
+    x, y = prepare(operation, m, size)
+    run = functools.partial(operation.run, m, x, y)
     try:
-        trial.run()
-        synchronize(world.device)
+        time_run(run, m.device)
     except (RuntimeError, ValueError, TypeError) as error:
         refusal = f"{type(error).__name__}: {' '.join(str(error).split())}"
-    refused = count_over_ranks(bool(refusal), world)
-    if refused == world.size:
-        return Missing(
-            name,
-            f"not offered by {dist.get_backend()} for {PRECISIONS[world.dtype]} of {size_name(size)}: {refusal[:120]}",
-        )
-    if refused:
-        raise RuntimeError(
-            f"{name} of {size_name(size)} failed on {refused} of {world.size} ranks"
-            + f", here with {refusal}" * bool(refusal)
-        )
-    correct = count_over_ranks(trial.correct(), world) == world.size
-    if trial.in_place is not None:
-        trial.in_place.zero_()
-    estimate = float(time_runs(trial, world, 2)[1]) * trial.messages
-    runs = iters or max(LEAST_RUNS, min(MOST_RUNS, int(RUNS_SECONDS / max(estimate, 1e-9))))
-    within = (deadline - time.monotonic()) / max(estimate, 1e-9)  # the deadline may be infinite
-    runs = from_rank_0(max(1, int(min(runs, within))), world)
-    p10, middle, p90 = (
-        time_runs(trial, world, runs).quantile(torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64)).tolist()
-    )
-    bandwidth = trial.bytes / middle / 1e9 if trial.bytes else None
-    return Row(
-        name,
-        trial.bytes,
-        runs,
-        middle,
-        p10,
-        p90,
-        bandwidth,
-        bandwidth and bandwidth * operation.bus_factor(world.size),
-        correct,
-    )
+    if any(refusals := of_all_ranks(refusal)):
+        what = f"{dist.get_backend()} for {PRECISIONS[m.dtype]} of {size_name(size)}: {max(refusals)[:120]}"
+        raise NotMeasured(f"not offered by {what}") if all(refusals) else RuntimeError(f"{name} failed by {what}")
+    right = all(of_all_ranks(correct(operation, m, y)))
+    y.zero_()  # a hundred sums in place would leave any range
+    estimate = max(float(time_runs(run, m.device, 2)[1]), 1e-9)
+    runs = iters or max(LEAST_RUNS, min(MOST_RUNS, int(RUNS_SECONDS / estimate)))
+    runs = of_all_ranks(max(1, int(min(runs, (deadline - time.monotonic()) / estimate))))[0]
+    seconds = time_runs(run, m.device, runs) / max(1, operation.messages)
+    p10, middle, p90 = seconds.quantile(seconds.new_tensor([0.1, 0.5, 0.9])).tolist()
+    if operation.bus_factor is None:
+        return Row(name, 0, runs, middle, p10, p90, None, None, right)
+    bandwidth = x.nbytes / middle / 1e9
+    return Row(name, x.nbytes, runs, middle, p10, p90, bandwidth, bandwidth * operation.bus_factor(m.n), right)
 
 
-def measure_sizes(
-    name: str,
-    operation: Operation,
-    world: World,
-    sizes: Sequence[int],
-    *,
-    iters: int | None,
-    deadline: float,
-    log: Callable[[str], None] = lambda line: None,
-) -> tuple[list[Row], Missing | None]:
-    """One operation at every size, until one cannot be measured, and why that is. log: takes the line of each size."""
-    rows: list[Row] = []
-    lacking = lacks_messages(world) if operation.point_to_point else ""
-    if operation.subgroups and world.half is None:
-        why = "has none of two ranks but itself" if world.size == 2 else "does not split into two halves"
-        lacking = f"no subgroups to measure: a world of {world.size} {why}"
-    if lacking:
-        return rows, Missing(name, lacking)
-    for size in sizes if operation.sizes else sizes[:1]:
-        result = measure(name, operation, world, size, iters=iters, deadline=deadline)
-        if isinstance(result, Missing):
-            return rows, result
-        rows.append(result)
-        log(row_line(result))
-    return rows, None
+def require_messages(m: Members) -> None:
+    """NotMeasured if the backend has no point-to-point messages.
 
-
-def measure_pairs(world: World, size: int, deadline: float) -> tuple[Pairs | None, Missing | None]:
-    """The bandwidth from each rank to each other, one pair at a time, in messages of `size` bytes, the median of
-    PAIRS_RUNS; or why it cannot be measured.
-
-    The time is the sender's, until the receiver has answered with one element.
+    gloo does not refuse a GPU's messages: it fails in the middle of one, while the peer waits. So they are never tried.
     """
-    if world.size > MOST_PAIRED_RANKS:
-        return None, Missing("pairs", f"only measured in worlds of at most {MOST_PAIRED_RANKS} ranks")
-    if lacks_messages(world):
-        return None, Missing("pairs", lacks_messages(world))
-    message = fill(world.buffer(size), moved(0))
-    answer = torch.zeros(1, device=world.device, dtype=world.dtype)
-    bandwidth = torch.zeros(world.size, world.size, dtype=torch.float64, device=world.device)
-    for source, target in ((s, t) for s in range(world.size) for t in range(world.size) if s != t):
-        if not from_rank_0(int(time.monotonic() < deadline), world):
-            return None, Missing("pairs", "not measured within their share of --limit")
-        dist.barrier()
-        seconds = []
-        for _ in range(1 + PAIRS_RUNS):
-            start = time.perf_counter()
-            if world.rank == source:
-                dist.send(message, target)
-                dist.recv(answer, target)
-            elif world.rank == target:
-                dist.recv(message, source)
-                dist.send(answer, source)
-            synchronize(world.device)
-            seconds.append(time.perf_counter() - start)
-        if world.rank == source:
-            bandwidth[source, target] = message.nbytes / sorted(seconds[1:])[PAIRS_RUNS // 2] / 1e9
-    dist.all_reduce(bandwidth)
-    return Pairs(message.nbytes, bandwidth.tolist()), None
+    if dist.get_backend() == "gloo" and m.device.type != "cpu":
+        raise NotMeasured("not offered by gloo: it only sends a CPU's tensors")
 
 
-def size_name(size: int) -> str:
-    """1024 -> 1K; a size that no unit divides stays a number of bytes."""
-    for suffix, unit in (("G", 1 << 30), ("M", 1 << 20), ("K", 1 << 10)):
-        if size >= unit and size % unit == 0:
-            return f"{size // unit}{suffix}"
-    return str(size)
+def measure_pairs(m: Members, deadline: float) -> Tensor:
+    """[n, n] GB/s from each rank to each other, one pair at a time, in messages of PAIRS_BYTES; 0 on the diagonal.
+
+    The time ends when the receiver has answered with one element; the median of PAIRS_RUNS.
+    """
+    if m.n > MOST_PAIRED_RANKS:
+        raise NotMeasured(f"only measured in worlds of at most {MOST_PAIRED_RANKS} ranks")
+    require_messages(m)
+    message = torch.zeros(PAIRS_BYTES // m.dtype.itemsize, device=m.device, dtype=m.dtype)
+    bandwidth = torch.zeros(m.n, m.n, dtype=torch.float64)
+    for pair in itertools.permutations(range(m.n), 2):
+        if of_all_ranks(time.monotonic() >= deadline)[0]:
+            raise NotMeasured("not measured within their share of --limit")
+
+        def there_and_back(pair: tuple[int, ...] = pair) -> None:
+            for (sender, receiver), parcel in ((pair, message), (pair[::-1], message[:1])):
+                if m.rank == sender:
+                    dist.send(parcel, receiver)
+                elif m.rank == receiver:
+                    dist.recv(parcel, sender)
+
+        there_and_back()  # connects them
+        bandwidth[pair] = PAIRS_BYTES / time_runs(there_and_back, m.device, PAIRS_RUNS).median() / 1e9
+    return bandwidth
 
 
-HEADER = (
-    f"{'operation':<18} {'bytes':>9} {'runs':>5} {'median µs':>11} {'p10 – p90 µs':>23} {'algorithm':>10} "
-    f"{'bus GB/s':>9}  result"
-)
+def slow_pairs(bandwidth: Tensor) -> tuple[list[list[int]], list[int]]:
+    """(the pairs far below the median of all, the ranks with most of their pairs among them, in both directions). Of
+    two ranks neither can be blamed."""
+    n = len(bandwidth)
+    slow = (bandwidth > 0) & (bandwidth < FAR_BELOW * bandwidth[bandwidth > 0].quantile(0.5))
+    ranks = [rank for rank in range(n) if n > 2 and int(slow[rank].sum() + slow[:, rank].sum()) > n - 1]
+    return slow.nonzero().tolist(), ranks
 
 
-def row_line(row: Row) -> str:
-    """A row of the table, under HEADER."""
-    spread = f"{row.seconds_p10 * 1e6:,.1f} – {row.seconds_p90 * 1e6:,.1f}"
-    algorithm, bus = ("" if value is None else f"{value:.3f}" for value in (row.algorithm_bandwidth, row.bus_bandwidth))
-    return (
-        f"{row.operation:<18} {size_name(row.bytes) if row.bytes else '':>9} {row.iterations:>5} "
-        f"{row.seconds * 1e6:>11,.1f} {spread:>23} {algorithm:>10} {bus:>9}  {'ok' if row.correct else 'WRONG'}"
-    )
-
-
-def missing_line(missing: Missing) -> str:
-    """A row of the table for an operation without a figure."""
-    return f"{missing.operation:<18} {missing.reason}"
-
-
-def pairs_table(pairs: Pairs) -> Iterator[str]:
+def pairs_table(bandwidth: Tensor) -> str:
     """The matrix, with a * at each slow pair."""
-    slow = set(pairs.slow())
-    n = len(pairs.bandwidth)
-    yield f"GB/s from one rank (row) to another (column), {size_name(pairs.bytes)} messages, one pair at a time"
-    yield " " * 8 + "".join(f"{target:>8} " for target in range(n))
-    for source, row in enumerate(pairs.bandwidth):
-        yield f"{source:>7} " + "".join(
-            f"{'-':>8} " if source == target else f"{value:>8.3f}{'*' if (source, target) in slow else ' '}"
+    slow, _ = slow_pairs(bandwidth)
+    lines = [
+        f"GB/s from one rank (row) to another (column), {size_name(PAIRS_BYTES)} messages, one pair at a time",
+        " " * 8 + "".join(f"{target:>8} " for target in range(len(bandwidth))),
+    ]
+    for source, row in enumerate(bandwidth.tolist()):
+        cells = (
+            f"{f'{value:.3f}' if value else '-':>8}{'*' if [source, target] in slow else ' '}"
             for target, value in enumerate(row)
         )
+        lines.append(f"{source:>7} {''.join(cells)}")
+    return "\n".join(lines)
 
 
-def verdict(rows: list[Row], missing: list[Missing], pairs: Pairs | None, hosts: list[str]) -> Iterator[str]:
-    """What to know before a training run; lines that begin with WRONG or SLOW should stop one."""
-    messages = [row for row in rows if row.bus_bandwidth is not None]
+def verdict(rows: list[Row], missing: dict[str, str], pairs: Tensor | None, hosts: list[str]) -> Iterator[str]:
+    """What to read before a training run; lines that begin with WRONG or SLOW should stop one."""
+    messages = [row for row in rows if row.bus_bandwidth]
     if messages:
-        smallest = [row for row in messages if row.bytes <= 1.5 * min(row.bytes for row in messages)]
-        latencies = sorted(smallest, key=lambda row: row.seconds)
-        yield (
-            f"latency of {size_name(latencies[0].bytes)} bytes: from {latencies[0].seconds * 1e6:,.1f} µs "
-            f"({latencies[0].operation}) to {latencies[-1].seconds * 1e6:,.1f} µs ({latencies[-1].operation})"
-        )
+        least = min(row.bytes for row in messages)
+        latencies = [(row.seconds * 1e6, row.operation) for row in messages if row.bytes <= 1.5 * least]
+        (low, first), (high, last) = min(latencies), max(latencies)
+        yield f"latency of {size_name(least)} bytes: from {low:,.1f} µs ({first}) to {high:,.1f} µs ({last})"
         best = max(messages, key=lambda row: row.bus_bandwidth or 0.0)
         yield f"greatest bus bandwidth: {best.bus_bandwidth:.3f} GB/s ({best.operation} of {size_name(best.bytes)})"
-    library = {row.bytes: row.seconds for row in rows if row.operation == "all_reduce_sum"}
-    both = [
-        (row.bytes, library[row.bytes] / row.seconds)
-        for row in rows
-        if row.operation == "ring_all_reduce" and row.bytes in library
-    ]
-    if both:
-        size, ratio = both[-1]
-        yield f"our ring against the backend's all_reduce, both of {size_name(size)}: {ratio:.2f} times its speed"
-    if pairs:
-        values = pairs.all()
+    seconds = {(row.operation, row.bytes): row.seconds for row in rows}
+    if both := [size for name, size in seconds if name == "ring_all_reduce" and ("all_reduce_sum", size) in seconds]:
+        ratio = seconds["all_reduce_sum", both[-1]] / seconds["ring_all_reduce", both[-1]]
+        yield f"our ring against the backend's all_reduce, both of {size_name(both[-1])}: {ratio:.2f} times its speed"
+    if pairs is not None:
+        slow, ranks = slow_pairs(pairs)
+        values = pairs[pairs > 0]
         yield (
-            f"pairs: {min(values):.3f} to {max(values):.3f} GB/s, median {median(values):.3f}; "
-            + (f"{len(pairs.slow())} below half of it" if pairs.slow() else "none below half of it")
+            f"pairs: {values.min():.3f} to {values.max():.3f} GB/s, median {values.quantile(0.5):.3f}; "
+            f"{len(slow) or 'none'} below half of it"
         )
-        for rank in pairs.slow_ranks():
-            yield f"SLOW: rank {rank} on {hosts[rank]}, in most of its pairs"
-        for source, target in pairs.slow():
-            if not {source, target} & set(pairs.slow_ranks()):
-                yield (
-                    f"SLOW: rank {source} on {hosts[source]} to rank {target} on {hosts[target]}: "
-                    f"{pairs.bandwidth[source][target]:.3f} GB/s"
-                )
+        names = [f"rank {rank} on {host}" for rank, host in enumerate(hosts)]
+        yield from (f"SLOW: {names[rank]}, in most of its pairs" for rank in ranks)
+        for source, target in slow:
+            if source not in ranks and target not in ranks:
+                yield f"SLOW: {names[source]} to {names[target]}: {pairs[source, target]:.3f} GB/s"
     if missing:
-        yield f"without a figure, see the table: {', '.join(dict.fromkeys(one.operation for one in missing))}"
+        yield f"without a figure, see the table: {', '.join(missing)}"
     wrong = [f"{row.operation} of {size_name(row.bytes)}" for row in rows if not row.correct]
     if rows:
         yield f"WRONG results: {', '.join(wrong)}" if wrong else f"every result was right ({len(rows)})"
@@ -650,158 +477,150 @@ def plot(rows: list[Row], path: Path, title: str) -> str:
         from matplotlib.figure import Figure
     except ImportError:
         return f"no plot: matplotlib is not installed; {path.with_suffix('.json').name} has the figures"
-
     figure = Figure(figsize=(9, 5.5), dpi=120, layout="constrained")
     axes = figure.subplots()
-    drawn = {
-        row.operation: [other for other in rows if other.operation == row.operation]
-        for row in rows
-        if row.bus_bandwidth
-    }
-    for number, (operation, points) in enumerate(drawn.items()):
-        axes.plot(
-            [row.bytes for row in points],
-            [row.bus_bandwidth or 0.0 for row in points],
-            label=operation,
-            color=f"C{number % 10}",
-            marker="osD^"[number // 5 % 4],
-            markersize=4,
-            linewidth=1.2,
-            linestyle="-" if number < 10 else "--",
-        )
+    for number, (name, points) in enumerate(itertools.groupby(rows, lambda row: row.operation)):
+        drawn = [(row.bytes, row.bus_bandwidth) for row in points if row.bus_bandwidth]
+        if drawn:
+            axes.plot(*zip(*drawn, strict=True), "o-" if number < 10 else "s--", markersize=4, label=name)
     axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    ticks = sorted({row.bytes for points in drawn.values() for row in points if row.bytes & (row.bytes - 1) == 0})
-    if ticks:
-        axes.set_xticks(ticks, [size_name(tick) for tick in ticks])
-    axes.set_xlabel("bytes")
-    axes.set_ylabel("bus bandwidth (GB/s)")
-    axes.set_title(title, fontsize=11, loc="left")
-    axes.grid(True, color="#dddddd", linewidth=0.6)
-    axes.spines[["top", "right"]].set_visible(False)
-    if drawn:
+    axes.set(yscale="log", xlabel="bytes", ylabel="bus bandwidth (GB/s)", title=title)
+    axes.grid(True, color="#dddddd")
+    if axes.lines:
         figure.legend(loc="outside right upper", frameon=False, fontsize=8)
     figure.savefig(path)
     return f"plot: {path}"
 
 
+def size_name(size: int) -> str:
+    """1024 -> 1K; a size that no unit divides stays a number of bytes."""
+    return next(f"{size >> bits}{unit}" for unit, bits in UNITS.items() if size % (1 << bits) == 0)
+
+
 def size_of(text: str) -> int:
     """ "64K" -> 65536: a number of bytes, or of K, M or G (powers of 1024)."""
-    found = re.fullmatch(r"(\d+)([KMG]?)", text.upper().removesuffix("IB").removesuffix("B"))
-    if not found or not int(found[1]):
+    found = re.fullmatch(r"0*([1-9]\d*)([KMG]?)(I?B)?", text.upper())
+    if not found:
         raise argparse.ArgumentTypeError(f"{text} is not a size: write 1024, 64K, 256M or 1G")
-    return int(found[1]) << {"": 0, "K": 10, "M": 20, "G": 30}[found[2]]
-
-
-def sizes_between(least: int, most: int) -> list[int]:
-    """least, 4 least, 16 least, … up to most."""
-    sizes = [least]
-    while sizes[-1] * FACTOR <= most:
-        sizes.append(sizes[-1] * FACTOR)
-    return sizes
+    return int(found[1]) << UNITS[found[2]]
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The flags, checked. ValueError where one cannot be."""
+    """The flags, checked. ValueError if one is wrong."""
     names = [*OPERATIONS, "pairs"]
     parser = Parser(description=__doc__)
-    parser.add_argument("--min-bytes", type=size_of, default=size_of("1K"), metavar="SIZE", help="default 1K")
-    parser.add_argument(
+    add = parser.add_argument
+    add("--min-bytes", type=size_of, default="1K", metavar="SIZE", help="default %(default)s")
+    add(
         "--max-bytes",
         type=size_of,
-        default=size_of("256M"),
+        default="256M",
         metavar="SIZE",
-        help=f"default 256M; sizes grow {FACTOR} times each, up to this one",
+        help=f"default %(default)s; sizes grow {FACTOR} times each, up to this one",
     )
-    parser.add_argument(
-        "--operations", nargs="+", default=names, choices=names, metavar="NAME", help=f"default all: {', '.join(names)}"
-    )
-    parser.add_argument("--dtype", default="fp32", choices=tuple(DTYPES))
-    parser.add_argument(
+    add("--operations", nargs="+", default=names, choices=names, metavar="NAME", help=f"of {', '.join(names)}")
+    add("--dtype", default="fp32", choices=tuple(DTYPES))
+    add(
         "--iters",
         type=int,
         metavar="N",
         help=f"runs of each operation at each size (default: for {RUNS_SECONDS} s, {LEAST_RUNS} to {MOST_RUNS})",
     )
-    parser.add_argument(
+    add(
         "--limit",
         type=float,
         default=900.0,
         metavar="SECONDS",
-        help="of the whole measurement, "
-        "shared among the operations, which make fewer runs to keep it; what does not fit is "
-        "named (default 900)",
+        help="of the whole measurement, shared among the operations, which make fewer runs to keep it; what does not "
+        "fit is named (default 900)",
     )
-    parser.add_argument("--output", type=Path, metavar="FOLDER", help="for collectives.json and collectives.png")
-    parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
-    parser.add_argument("--distributed-backend", choices=("nccl", "gloo"))
+    add("--output", type=Path, metavar="FOLDER", help="for collectives.json and collectives.png")
+    add("--device", default="auto", choices=("auto", "cpu", "cuda"))
+    add("--distributed-backend", choices=("nccl", "gloo"))
     options = parser.parse_args(argv)
-    require(
-        options.min_bytes <= options.max_bytes,
-        f"--min-bytes {size_name(options.min_bytes)} is above --max-bytes {size_name(options.max_bytes)}",
-    )
+    least, most = size_name(options.min_bytes), size_name(options.max_bytes)
+    require(options.min_bytes <= options.max_bytes, f"--min-bytes {least} is above --max-bytes {most}")
     require(options.iters is None or options.iters >= 1, f"--iters must be at least 1, not {options.iters}")
     require(options.limit > 0, f"--limit must be above 0, not {options.limit:g}")
     return options
 
 
-def bench(options: argparse.Namespace, world: World, where: str) -> int:
-    """Measure all that is asked for and report it; returns the exit code."""
-    hosts = [""] * world.size
-    dist.all_gather_object(hosts, os.uname().nodename)
-    bar = progress_bar(seen=world.rank == 0, total=len(set(options.operations)), unit="operation", leave=False)
+def make_worlds(device: torch.device, dtype: torch.dtype) -> dict[str, Members]:
+    """The world as "", and its subgroups if it splits into two halves of at least two ranks: "halves", and "across" of
+    each rank and its partner in the other half. Every rank calls it."""
+    groups = {"": dist.group.WORLD}
+    if (size := dist.get_world_size()) >= 4 and size % 2 == 0:
+        state = mpu.initialize_model_parallel(size // 2)
+        groups |= {"halves": state.model_parallel_group, "across": state.data_parallel_group}
+    return {name: Members(group, device, dtype) for name, group in groups.items() if group}
 
-    def log(line: str) -> None:
-        if world.rank == 0:
+
+def measure_sizes(name: str, worlds: dict[str, Members], options: argparse.Namespace, deadline: float) -> Iterator[Row]:
+    """One operation at every size; NotMeasured if it has no figure, or none from some size on."""
+    operation, everyone = OPERATIONS[name], worlds[""]
+    if operation.messages:
+        require_messages(everyone)
+    if operation.over not in worlds:
+        why = "has none of two ranks but itself" if everyone.n == 2 else "does not split into two halves"
+        raise NotMeasured(f"no subgroups to measure: a world of {everyone.n} {why}")
+    size = options.min_bytes
+    while size <= options.max_bytes:
+        yield measure(name, worlds[operation.over], size, options.iters, deadline)
+        size = size * FACTOR if operation.bus_factor else options.max_bytes + 1
+
+
+def bench(options: argparse.Namespace, worlds: dict[str, Members], where: str) -> int:
+    """Measure all that is asked for and report it; returns the exit code."""
+    everyone, backend = worlds[""], dist.get_backend()
+    hosts = of_all_ranks(os.uname().nodename)
+    chosen = [name for name in [*OPERATIONS, "pairs"] if name in options.operations]
+    bar = progress_bar(seen=everyone.rank == 0, total=len(chosen), unit="operation", leave=False)
+
+    def log(line: object) -> None:
+        if everyone.rank == 0:
             bar.clear()
             print(line, flush=True)
 
-    log(
-        f"{world.size} ranks on {len(set(hosts))} host{'s' * (len(set(hosts)) > 1)}; {where}; {options.dtype}; "
-        f"torch {torch.__version__}"
-    )
-    log(f"\n{HEADER}")
-    sizes = sizes_between(options.min_bytes, options.max_bytes)
+    count = len(set(hosts))
+    what = f"{everyone.n} ranks on {count} host{'s' * (count > 1)}; {where}; {options.dtype}"
+    log(f"{what}; torch {torch.__version__}\n\n{HEADER}")
     rows: list[Row] = []
-    missing: list[Missing] = []
+    missing: dict[str, str] = {}
     pairs = None
-    chosen = [name for name in [*OPERATIONS, "pairs"] if name in options.operations]
     end = time.monotonic() + options.limit
     for number, name in enumerate(chosen):
         now = time.monotonic()
         deadline = now + (end - now) / (len(chosen) - number)
-        if name == "pairs":
-            pairs, without = measure_pairs(world, PAIRS_BYTES, deadline)
-            if pairs:
-                log("\n" + "\n".join(pairs_table(pairs)))
-        else:
-            more, without = measure_sizes(
-                name, OPERATIONS[name], world, sizes, iters=options.iters, deadline=deadline, log=log
-            )
-            rows += more
-        if without:
-            missing.append(without)
-            log(missing_line(without))
+        try:
+            if name == "pairs":
+                pairs = measure_pairs(everyone, deadline)
+                log(f"\n{pairs_table(pairs)}")
+            else:
+                for row in measure_sizes(name, worlds, options, deadline):
+                    rows.append(row)
+                    log(row)
+        except NotMeasured as reason:
+            missing[name] = str(reason)
+            log(f"{name:<18} {reason}")
         bar.update()
     bar.close()
     lines = list(verdict(rows, missing, pairs, hosts))
     log("\n" + "\n".join(lines))
-    if world.rank == 0 and options.output:
+    if everyone.rank == 0 and options.output:
         record = {
-            "backend": dist.get_backend(),
-            "device": world.device.type,
+            "backend": backend,
+            "device": everyone.device.type,
             "dtype": options.dtype,
             "torch": torch.__version__,
-            "world_size": world.size,
+            "world_size": everyone.n,
             "hosts": hosts,
             "rows": [asdict(row) for row in rows],
-            "missing": [asdict(one) for one in missing],
-            "pairs": pairs and asdict(pairs),
+            "missing": [{"operation": name, "reason": reason} for name, reason in missing.items()],
+            "pairs": None if pairs is None else {"bytes": PAIRS_BYTES, "bandwidth": pairs.tolist()},
             "verdict": lines,
         }
-        title = f"{world.size} ranks, {dist.get_backend()} on {world.device.type}, {options.dtype}"
         (options.output / "collectives.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-        log(plot(rows, options.output / "collectives.png", title))
+        log(plot(rows, options.output / "collectives.png", what))
     return 0 if all(row.correct for row in rows) else 1
 
 
@@ -821,7 +640,7 @@ def start(argv: Sequence[str], ranks: Ranks, log: Log) -> int:
     if ranks.rank == 0 and options.output:
         options.output.mkdir(parents=True, exist_ok=True)
     initialize_distributed(ranks, backend, device, TIMEOUT_MINUTES)
-    return bench(options, make_world(device, DTYPES[options.dtype]), f"{backend}; {device_line}")
+    return bench(options, make_worlds(device, DTYPES[options.dtype]), f"{backend}; {device_line}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

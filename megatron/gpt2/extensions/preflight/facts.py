@@ -1,9 +1,7 @@
 """What a rank finds out before a run: by itself, versions, code, device, disk, memory and data; with the others, whether
-each collective of each group gives what it must, and how far their clocks are apart.
+each collective of each group gives what it must, and how far their clocks are apart."""
 
-Legend: n members of a group, r the place of a member in it.
-"""
-
+import functools
 import hashlib
 import math
 import os
@@ -26,20 +24,20 @@ from torch.distributed import ProcessGroup
 import mpu
 from data_utils.files import flush_to_disk
 from megatron.gpt2.checkpoint.folder import lock_folder
+from megatron.gpt2.commands.bench_collectives import OPERATIONS, Members, correct, prepare, time_run
 from megatron.gpt2.device import PRECISIONS
 from megatron.gpt2.extensions.plan.hook import available, setting_of, shortage
 from megatron.gpt2.extensions.plan.step import expected, in_mb
 from megatron.gpt2.model.gpt2 import count_parameters
 from megatron.gpt2.monitor.environment import ROOT
 from megatron.gpt2.train.setup import PreparedRun, decisions
-from mpu.mappings import all_gather_single, reduce_scatter_single
 
 ROOMS = ("mpu", "data_utils", "megatron/gpt2")
 WRITTEN = 16 << 20  # bytes, for the speed of the --save folder
 MOMENTS = 12  # bytes of a parameter: master and two moments in fp32
 PRODUCTS = 4
 INNER = 256  # of the product: sums of so many -1, 0 and 1 are exact in every precision
-ELEMENTS = 1 << 16  # of a message, divided by the ranks of a group if it is cut into blocks
+COLLECTIVE_BYTES = 1 << 18  # of a message, or of all its blocks together
 COLLECTIVE_RUNS = 3
 CLOCK_ROUNDS = 5
 
@@ -157,46 +155,18 @@ def try_groups(state: mpu.ParallelState, device: torch.device) -> dict[str, Fact
 
 def try_group(group: ProcessGroup, device: torch.device) -> Facts:
     """{"ms": {operation: the median of its runs}, "wrong": the operations that gave other values on this rank}."""
-    n, me = group.size(), group.rank()
-    block = ELEMENTS // n
-
-    def sent(r: int) -> Tensor:  # float32 [ELEMENTS], by which member r is recognised; sums of whole numbers are exact
-        return ((torch.arange(ELEMENTS, device=device) + 7 * r) % 125).float()
-
-    own, total = sent(me), torch.zeros(ELEMENTS, device=device)
-    for r in range(n):
-        total += sent(r)
-    blocks = torch.cat([sent(r)[:block] for r in range(n)])
-    trials: dict[str, tuple[Callable[[Tensor], object], Tensor, Tensor]] = {  # with the buffer before and after
-        "all_reduce": (lambda x: dist.all_reduce(x, group=group), own, total),
-        "all_gather": (lambda x: all_gather_single(x, own[:block], group=group), torch.full_like(blocks, -1), blocks),
-        "reduce_scatter": (
-            lambda x: reduce_scatter_single(x, own[: n * block], group=group),
-            torch.full_like(own[:block], -1),
-            total[me * block : (me + 1) * block],
-        ),
-        "broadcast": (lambda x: dist.broadcast(x, group_src=n - 1, group=group), own, sent(n - 1)),
-    }
     found: Facts = {"ms": {}, "wrong": []}
-    for name, (run, before, after) in trials.items():
-        seconds, right = [], True
+    members = Members(group, device, torch.float32)
+    for name in ("all_reduce_sum", "all_gather", "reduce_scatter", "broadcast"):
+        operation, seconds, right = OPERATIONS[name], [], True
         for _ in range(COLLECTIVE_RUNS):
-            buffer = before.clone()
-            dist.barrier(group)
-            _wait(device)
-            start = time.perf_counter()
-            run(buffer)
-            _wait(device)
-            seconds.append(time.perf_counter() - start)
-            right &= torch.equal(buffer, after)
+            x, y = prepare(operation, members, COLLECTIVE_BYTES)
+            seconds.append(time_run(functools.partial(operation.run, members, x, y), device, group))
+            right &= correct(operation, members, y)
+        name = name.removesuffix("_sum")
         found["ms"][name] = round(1000 * statistics.median(seconds), 3)
         found["wrong"] += [] if right else [name]
     return found
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def clock_offset(device: torch.device) -> float:

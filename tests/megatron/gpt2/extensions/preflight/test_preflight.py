@@ -90,8 +90,8 @@ def planted(name: str, rank: int) -> Any:
 
                 def all_reduce(tensor: torch.Tensor, *args: Any, **options: Any) -> None:
                     ALL_REDUCE(tensor, *args, **options)
-                    if tensor.numel() == facts.ELEMENTS and options["group"] is not dist.group.WORLD:
-                        tensor[5] += 1
+                    if tensor.nbytes == facts.COLLECTIVE_BYTES and options["group"] is not dist.group.WORLD:
+                        tensor.view(-1)[5] += 1
 
                 patch(dist, "all_reduce", all_reduce)
             elif name == "a folder that cannot be written":
