@@ -342,3 +342,12 @@ def test_every_path_that_is_named_exists():
     assert len(named) > 300
     missing = {f"{source.relative_to(ROOT)} names {path}" for source, path in named if not (ROOT / path).exists()}
     assert not missing, missing
+
+
+@pytest.mark.parametrize("script", sorted((ROOT / "docs" / "figures").glob("draw_*.py")), ids=lambda path: path.stem)
+def test_a_figure_is_what_its_script_draws(script: Path):
+    drawn = subprocess.run(
+        [sys.executable, str(script)], text=True, capture_output=True, check=True, timeout=240
+    ).stdout
+    assert drawn.startswith("<svg ")
+    assert script.with_name(f"{script.stem.removeprefix('draw_')}.svg").read_text(encoding="utf-8") == drawn

@@ -21,11 +21,6 @@ from tests.warm_python import WarmPython
 ROOT = Path(__file__).resolve().parents[1]
 LEAST = "torch numpy safetensors"
 TRAINING = f"{LEAST} tiktoken sentencepiece ftfy tokenizers tqdm matplotlib"
-TESTING = (
-    f"{TRAINING} transformers pytest pytest_timeout xdist ruff mypy setuptools tensorboard wandb "
-    "hypothesis megatron.core zstandard pyarrow gigatoken orjson xxhash tldextract trafilatura "
-    "lxml_html_clean py3langid datatrove lm_eval starlette uvicorn openai playwright"
-)
 
 STUB = r"""#!/bin/bash
 case "$0" in */.venv/*) STUB_HAS=$(cat "$0.installed" 2>/dev/null) ;; esac
@@ -242,8 +237,18 @@ def test_a_layout_that_can_be(project: Project) -> None:
     project.words("pretrain_gpt2_distributed.sh", MP_SIZE="7", GPUS_PER_NODE="1")  # not this script's variable
 
 
-def test_test_script_installs_its_extras_and_ends_with_pytest(project: Project) -> None:
-    done = project.run("test.sh", "-k", "a name", STUB_INSTALLS=TESTING)
+@pytest.fixture
+def all_tools(project: Project) -> str:
+    """What test.sh says that it needs where nothing can be installed. It never goes on without it."""
+    done = project.run("test.sh")
+    assert done.returncode == 1 and "<pytest>" not in done.stdout
+    needed = done.stderr.splitlines()[-1].partition("activate an environment that has: ")[2]
+    assert {*TRAINING.split(), "pytest", "ruff", "mypy"} < set(needed.split())
+    return needed
+
+
+def test_test_script_installs_its_extras_and_ends_with_pytest(project: Project, all_tools: str) -> None:
+    done = project.run("test.sh", "-k", "a name", STUB_INSTALLS=all_tools)
     assert done.returncode == 0, done.stderr
     assert f"-e {project.root}[dev,hf,data,curate,eval,serve]" in done.stderr
     words = [line for line in done.stdout.splitlines() if line.startswith("<")]
@@ -255,17 +260,11 @@ def test_test_script_installs_its_extras_and_ends_with_pytest(project: Project) 
 
 
 @pytest.mark.parametrize(("tool", "code"), [("ruff", 3), ("mypy", 1), ("pytest", 3)])
-def test_test_script_fails_where_one_of_its_tools_does(project: Project, tool: str, code: int) -> None:
-    done = project.run("test.sh", STUB_HAS=TESTING, STUB_FAILS=f"-m {tool}")
+def test_test_script_fails_where_one_of_its_tools_does(project: Project, all_tools: str, tool: str, code: int) -> None:
+    done = project.run("test.sh", STUB_HAS=all_tools, STUB_FAILS=f"-m {tool}")
     assert done.returncode == code
     assert ("<pytest>" in done.stdout) == (tool != "ruff")
     assert ("error: mypy found what it names above" in done.stderr) == (tool == "mypy")
-
-
-def test_test_script_never_goes_on_without_its_tools(project: Project) -> None:
-    done = project.run("test.sh")
-    assert done.returncode == 1
-    assert "pytest" in done.stderr.splitlines()[-1]
 
 
 def test_ci_runs_the_test_script() -> None:
@@ -399,3 +398,36 @@ def test_the_server_starts_its_own_ranks(project: Project) -> None:
     assert words == [program, "--nproc-per-node", "2", "--load", "my run", "--port", "0"]
     assert project.words("run_text_generation_server.sh", "--load=x") == [program, "--nproc-per-node", "1", "--load=x"]
     assert "MP_SIZE=0 is not" in project.run("run_text_generation_server.sh", MP_SIZE="0").stderr
+
+
+def test_it_starts_all_ranks_with_the_newest_checkpoint(project: Project) -> None:
+    for time, name in ((2e9, "older"), (3e9, "the newest"), (1e9, "oldest")):
+        tracker = project.elsewhere / "checkpoints" / name / "latest_checkpointed_iteration.txt"
+        tracker.parent.mkdir(parents=True)
+        tracker.write_text("1")
+        os.utime(tracker, (time, time))
+    words = project.words("evaluate_gpt2.sh", "--valid-data", "my file.txt", GPUS_PER_NODE="4", MPSIZE="2")
+    assert words == [
+        f"{project.root}/tools/evaluate_gpt2.py",
+        *"--nproc-per-node 4 --nnodes 1 --node-rank 0 --model-parallel-size 2 --load".split(),
+        "checkpoints/the newest",
+        "--valid-data",
+        "my file.txt",
+    ]
+
+
+def test_a_checkpoint_that_is_named(project: Project) -> None:
+    words = project.words("evaluate_gpt2.sh", "--valid-data", "a", CHECKPOINT_PATH="else where")
+    assert words[-6:] == ["--model-parallel-size", "1", "--load", "else where", "--valid-data", "a"]
+    words = project.words("evaluate_gpt2.sh", "--load=mine", CHECKPOINT_PATH="else where")
+    assert words[-3:] == ["--model-parallel-size", "1", "--load=mine"]
+
+
+def test_what_is_started_is_not_taken_from_the_environment(project: Project) -> None:
+    assert f"{project.root}/pretrain_gpt2.py" in project.words("pretrain_gpt2_distributed.sh", PROGRAM="other.py")
+
+
+def test_no_checkpoint(project: Project) -> None:
+    done = project.run("evaluate_gpt2.sh", "--valid-data", "a")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "error: no checkpoint is under checkpoints/: name one with CHECKPOINT_PATH=FOLDER\n"

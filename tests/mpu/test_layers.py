@@ -1,8 +1,9 @@
 """Parallel layers against plain torch.nn in float64, and under torch.autocast in bf16: outputs, input gradients and
-weight gradients."""
+weight gradients; and what a layer's description refuses."""
 
 from __future__ import annotations
 
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -11,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import mpu
+from mpu import TransformerConfig
 from tests.distributed import run_ranks
 
 IN, OUT, VOCAB, HEADS = 8, 24, 17, 4
@@ -226,3 +228,20 @@ def check_all(rank: int, world_size: int) -> list[bool]:
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_layers_equal_plain_torch(world_size: int):
     assert run_ranks(check_all, world_size) == [[True] * 6] * world_size
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"num_attention_heads": 3}, "64 is not divisible by 3"),
+        ({"gelu": "relu"}, "'relu' is none of tanh, erf"),
+        ({"recompute_granularity": "some"}, "'some' is none of none, selective, full"),
+    ],
+)
+def test_wrong_descriptions_are_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        TransformerConfig(**{"hidden_size": 64, "num_attention_heads": 4, "ffn_hidden_size": 256, **fields})
+
+
+def test_the_size_of_a_head() -> None:
+    assert TransformerConfig(64, 4, 256).head_size == 16

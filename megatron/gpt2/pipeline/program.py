@@ -34,7 +34,7 @@ class Costs:
 
 # With these ticks a step takes no longer than the schedule alone: 1F1B whatever the true times are, ZB-H1 if no W takes
 # longer than an F or a B, and interleaved 1F1B if a backward takes twice as long as a forward, or three times with the
-# ticks for recomputed layers (tests/megatron/gpt2/pipeline/test_program.py). With another ratio, and where a group of
+# ticks for recomputed layers (tests/megatron/gpt2/pipeline/test_analysis.py). With another ratio, and where a group of
 # micro-batches is not whole, an interleaved step is some percent longer. The odd tick keeps apart what would meet by
 # chance.
 TICKS, TICKS_OF_RECOMPUTE, TICKS_OF_SPLIT = Costs(10, 10, 11), Costs(1, 2, 1), Costs(2, 2, 1)

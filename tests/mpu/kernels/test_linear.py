@@ -1,12 +1,20 @@
-"""Products of linear layers against the formula in float64, as every processor takes them."""
+"""Products of linear layers and of the loss against float64, GELU and dropout against the plain calls; as every processor takes them."""
 
 from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor, nn
 
+from megatron.gpt2.extensions.exact.cross_entropy import shard_of_part, softmax_in_parts
+from megatron.gpt2.extensions.exact.sums import Parts
 from mpu import kernels
+from mpu.kernels import cross_entropy as kernel
+from mpu.kernels.processor import _has_amx
 
 
 @pytest.mark.parametrize(("amx", "bf16"), [(True, True), (False, True), (False, False)])
@@ -57,3 +65,150 @@ def test_linear_and_its_gradients(dtype: torch.dtype, amx: bool, monkeypatch: py
             wanted = torch.autograd.grad(expected, [exact[i] for i in of], dy.double())
             for got, want in ((y, expected), *zip(gradients, wanted, strict=True)):
                 assert got.dtype == dtype and (got.double() - want).norm() <= bound * want.norm()
+
+
+TOKENS, COLUMNS, VOCAB = 37, 24, 21
+
+
+def with_a_second_rank(local: Tensor) -> Tensor:
+    """As if a second rank held columns whose peak is 1, whose exponentials sum to 3, and no target."""
+    peak = local[0].clamp_min(1)
+    total = local[1] * (local[0] - peak).exp() + 3 * (1 - peak).exp()
+    return torch.stack((peak, total, local[2]))
+
+
+@pytest.mark.parametrize("combine", [None, with_a_second_rank])
+@pytest.mark.parametrize("rows", [1, 10, 37, 1000])
+def test_equals_the_plain_lines(
+    rows: int, combine: Callable[[Tensor], Tensor] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernel, "rows_in_cache", lambda columns: rows)
+    torch.manual_seed(0)
+    logits, weight = 3 * torch.randn(TOKENS, COLUMNS), torch.rand(TOKENS)
+    shard = shard_of_part(torch.randint(0, VOCAB, (TOKENS,)), 0, COLUMNS, VOCAB)
+    double = logits.double()
+    local = shard.exponentials(double)
+    expected = local if combine is None else combine(local)
+    d_expected = shard.d_logits(double, local, expected, weight.double())
+    assert d_expected[:, VOCAB:].abs().max() == 0 < d_expected.abs().max()
+    for dtype, bound in ((torch.float32, 1e-6), (torch.bfloat16, 1e-2)):
+        x = logits.to(dtype, copy=True)
+        without = kernel.vocab_parallel_softmax(x, shard, None, combine)
+        assert torch.equal(x, logits.to(dtype)), "without weights the logits are not touched"
+        whole = kernel.vocab_parallel_softmax(x, shard, weight, combine)
+        assert torch.equal(whole, without) and whole.dtype == torch.float32
+        assert (whole - expected).norm() <= bound * expected.norm()
+        assert (x - d_expected).norm() <= bound * d_expected.norm()
+
+
+def test_parts_of_a_vocabulary_are_its_whole() -> None:
+    """Two parts on one rank, the second with the padding, give what one part gives."""
+    torch.manual_seed(0)
+    logits, weight = 3 * torch.randn(TOKENS, COLUMNS), torch.rand(TOKENS)
+    target = torch.randint(0, VOCAB, (TOKENS,))
+    shard = shard_of_part(target, 0, COLUMNS, VOCAB)
+    whole = kernel.vocab_parallel_softmax(once := logits.clone(), shard, weight, None)
+    halves = [shard_of_part(target, number, COLUMNS // 2, VOCAB) for number in range(2)]
+    parts = [part.contiguous() for part in logits.chunk(2, dim=1)]
+    found = softmax_in_parts(parts, halves, weight, Parts(2, None))
+    assert torch.equal(found[0], whole[0]) and torch.allclose(found, whole, rtol=1e-6)
+    assert torch.allclose(torch.cat(parts, dim=1), once, atol=1e-7)
+
+
+def test_the_rows_fit_the_cache() -> None:
+    """0.75 MB of float32 for each core, and one row at least."""
+    cores = torch.get_num_threads()
+    assert kernel.rows_in_cache(50304) == max(cores * 786432 // 4 // 50304, 1)
+    assert kernel.rows_in_cache(100) * 100 * 4 <= cores * 786432 and kernel.rows_in_cache(10**9) == 1
+
+
+@pytest.mark.parametrize("count", [1, 4, 5, 9])
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-6), (torch.bfloat16, 4e-3), (torch.float16, 5e-4)])
+def test_a_sum_of_products_equals_the_formula(dtype: torch.dtype, bound: float, count: int) -> None:
+    torch.manual_seed(count)
+    pairs = [(torch.randn(50, 7).to(dtype), torch.randn(50, 5).to(dtype)) for _ in range(count)]
+    total = kernel.SumOfProducts()
+    for a, b in pairs:
+        total.add(a, b)
+    expected = torch.stack([a.double().t() @ b.double() for a, b in pairs]).sum(dim=0)
+    assert (total.total().double() - expected).norm() <= bound * expected.norm()
+    whole_sum = dtype if count <= (kernel.products_at_once(dtype, "cpu") or count) else torch.float32
+    assert total.total().dtype == whole_sum
+
+
+def test_a_gpu_rounds_no_sum() -> None:
+    assert kernel.products_at_once(torch.bfloat16, "cuda") == 1
+    assert kernel.products_at_once(torch.float32, "cuda") is None
+
+
+def test_gelu_for_the_compiler_is_gelu(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.linspace(-9, 9, 1001, dtype=torch.float64)
+    expected = F.gelu(x, approximate="tanh")
+    assert torch.equal(kernels.gelu_tanh(x), expected)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    torch.testing.assert_close(kernels.gelu_tanh(x), expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("function", [F.gelu, nn.LayerNorm(16)])
+def test_an_output_that_is_computed_again(function: Callable[[Tensor], Tensor]) -> None:
+    """The results are those of the plain call to the bit, and the output does not live until backward."""
+    linear, outputs = nn.Linear(16, 8), list[weakref.ref[torch.UntypedStorage]]()
+
+    def watched(x: Tensor) -> Tensor:
+        y = function(x)
+        outputs.append(weakref.ref(y.untyped_storage()))
+        return y
+
+    def results(call: Callable[[Tensor], Tensor], *, kept: bool) -> tuple[Tensor, ...]:
+        outputs.clear()
+        x = torch.randn(5, 3, 16, generator=torch.Generator().manual_seed(0)).requires_grad_()
+        y = call(x)
+        assert [output() is not None for output in outputs] == [kept]
+        gradients = torch.autograd.grad(y, (x, *linear.parameters()), torch.ones_like(y))
+        assert len(outputs) == 1 + (not kept)
+        return y, *gradients
+
+    plain = results(lambda x: linear(watched(x)), kept=True)
+    again = results(lambda x: kernels.checkpoint_without_output(watched, linear, x), kept=False)
+    assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
+
+
+def test_dropout_drops_what_it_should_and_keeps_the_mean():
+    torch.manual_seed(0)
+    for p in (0.1, 0.5):
+        x = torch.ones(1001, 1003, requires_grad=True)
+        y = kernels.dropout(x, p)
+        assert (y == 0).float().mean().item() == pytest.approx(p, abs=0.002)
+        assert y[y != 0].unique().tolist() == pytest.approx([1 / (1 - p)], rel=1e-4)
+        y.sum().backward()
+        assert torch.equal(x.grad, y.detach())
+        # No pattern along the elements that share a random number.
+        lanes = (y.detach().view(-1)[:1_000_000].view(-1, 4) == 0).float()
+        assert lanes.mean(0).tolist() == pytest.approx([p] * 4, abs=0.004)
+        assert torch.corrcoef(lanes.t()).fill_diagonal_(0).abs().max().item() < 0.01
+    assert torch.equal(kernels.dropout(x, 0.0), x)
+
+
+@pytest.mark.parametrize(
+    ("limit", "left"),
+    [
+        (None, True),
+        ("", True),
+        ("ALL", True),
+        ("default", True),
+        ("AVX512_CORE_AMX", True),
+        ("AVX10_1_512_AMX", True),
+        ("AVX512_CORE", False),
+        ("AVX512_CORE_BF16", False),
+        ("avx2", False),
+    ],
+)
+@pytest.mark.parametrize("there", [True, False])
+def test_amx(limit: str | None, left: bool, there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: there)
+    for name in ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"):
+        monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
+        monkeypatch.delenv("DNNL_MAX_CPU_ISA", raising=False)
+        if limit is not None:
+            monkeypatch.setenv(name, limit)
+        assert _has_amx() is (there and left)

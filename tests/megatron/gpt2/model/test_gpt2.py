@@ -1,4 +1,5 @@
-"""The whole model against transformers' GPT2LMHeadModel, with the same random weights, at 1, 2 and 4 ranks."""
+"""The whole model against transformers' GPT2LMHeadModel, with the same random weights, at 1, 2 and 4 ranks; which of
+torch's kernels of attention are allowed, and when."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import time
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,8 +16,10 @@ from torch import Tensor
 
 import mpu
 from megatron.gpt2.config import ModelConfig
+from megatron.gpt2.generate.scoring import score, windows_over
 from megatron.gpt2.model.gpt2 import GPT2Model, count_parameters, layer_config, parameter_specs, seeded_normal
 from tests.distributed import run_ranks
+from tests.megatron.gpt2.generate.test_generation import CONFIG
 
 SMALL = ModelConfig(
     num_layers=3,
@@ -239,3 +243,24 @@ def test_a_collector_of_the_tied_gradient_gets_what_autograd_would_sum(world_siz
     for error, calls in run_ranks(tied_gradient, world_size, sequence_parallel):
         assert error <= 1e-6
         assert calls == ["head", "rows"]
+
+
+def test_inference_does_without_the_kernel_that_plans_each_length(monkeypatch: pytest.MonkeyPatch):
+    """Also where training has chosen that one, which it finds again."""
+    mpu.initialize_model_parallel(1)
+    model = GPT2Model(CONFIG).train()
+    seen: set[tuple[bool, bool, bool]] = set()
+
+    def hidden_states(*args: Any) -> Tensor:
+        seen.add((torch.backends.cuda.cudnn_sdp_enabled(), torch.backends.cuda.flash_sdp_enabled(), model.training))
+        return GPT2Model.hidden_states(model, *args)
+
+    monkeypatch.setattr(model, "hidden_states", hidden_states)
+    torch.backends.cuda.enable_cudnn_sdp(True)  # whatever an earlier test's run has chosen
+    torch.backends.cuda.enable_flash_sdp(False)
+    try:
+        score(model, windows_over(np.arange(20), 8, 8), batch_size=2)
+        assert torch.backends.cuda.cudnn_sdp_enabled() and not torch.backends.cuda.flash_sdp_enabled()
+    finally:
+        torch.backends.cuda.enable_flash_sdp(True)
+    assert seen == {(False, True, False)} and model.training
