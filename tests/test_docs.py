@@ -277,37 +277,22 @@ def test_python_examples_run(page: str, block: str, python: WarmPython):
 def test_every_link_and_flag_that_is_named_exists():
     from megatron.gpt2.config.flags import flag_table
 
-    known = {row[0] for row in flag_table()} | {
-        "--help",
-        "--index-url",
-        "--local-dir",
-        "--ntasks-per-node",
-        # of torchrun, sbatch, docker and apptainer
-        "--master-addr",
-        "--nodes",
-        "--gpus",
-        "--ipc",
-        "--ulimit",
-        "--network",
-        "--nv",
-        "--signal",
-        "--gpu-bind",
-        "--gpus-per-task",
-        "--collect-only",  # of pytest
-        "--model_args",  # of lm-eval
-        # of Megatron
-        "--dist-ckpt-optim-fully-reshardable",
-        "--use-checkpoint-opt_param-scheduler",
-        "--out_dir",
-        "--init_from",
-    }  # of nanoGPT's sample.py
+    known = {row[0] for row in flag_table()} | {"--help", "--index-url", "--local-dir"}
+    known |= set("--rdzv-backend --rdzv-conf --rdzv-endpoint --rdzv-id --master-addr".split())  # torchrun
+    known |= set("--nodes --gpus --signal --ntasks-per-node --gpu-bind --gpus-per-task".split())  # sbatch
+    known |= set("--ipc --ulimit --network --nv".split())  # docker and apptainer
+    known |= {"--collect-only", "--model_args"}  # pytest, lm-eval
+    known |= {"--dist-ckpt-optim-fully-reshardable", "--use-checkpoint-opt_param-scheduler"}  # Megatron
+    known |= {"--out_dir", "--init_from"}  # nanoGPT's sample.py
     for program in (
         *(ROOT / "megatron" / "gpt2").rglob("*.py"),
         *(ROOT / "data_utils").rglob("*.py"),
         *(ROOT / "benchmarks").glob("*.py"),
         *(ROOT / "examples").glob("*.py"),
     ):
-        for names in re.findall(r'add_argument\(\s*((?:"--[\w-]+",?\s*)+)', program.read_text()):
+        for names in re.findall(
+            r'(?:add_argument|number)\(\s*(?:parser,\s*)?((?:"--[\w-]+",?\s*)+)', program.read_text()
+        ):
             known |= set(re.findall(r"--[\w-]+", names))
     known |= set(re.findall(r"^ +(--[\w-]+)\)", (ROOT / "scripts/prepare_openwebtext.sh").read_text(), re.MULTILINE))
     for page, text in PAGES.items():

@@ -252,10 +252,11 @@ def test_test_script_installs_its_extras_and_ends_with_pytest(project: Project, 
     assert done.returncode == 0, done.stderr
     assert f"-e {project.root}[dev,hf,data,curate,eval,serve]" in done.stderr
     words = [line for line in done.stdout.splitlines() if line.startswith("<")]
-    assert words[:4] == ["<-m>", "<ruff>", "<check>", "<.>"]
-    beside = [word for word in words[4:] if word not in ("<-m>", "<mypy>")]  # mypy runs at the same time
-    assert beside == ["<pytest>", "<-n>", "<4>", "<--dist>", "<worksteal>", "<-k>", "<a name>"]
-    assert len(words) == 4 + 2 + 1 + len(beside)
+    first = "<-m> <ruff> <check> <.> <-m> <ruff> <format> <--check> <--quiet> <.>".split()
+    assert words[: len(first)] == first
+    beside = [word for word in words[len(first) :] if word not in ("<-m>", "<mypy>")]  # mypy runs at the same time
+    assert beside == [*"<pytest> <-n> <4> <--dist> <worksteal> <-k>".split(), "<a name>"]
+    assert len(words) == len(first) + 2 + 1 + len(beside)
     assert f"in {project.root} with OMP_NUM_THREADS=1" in done.stdout
 
 

@@ -4,7 +4,7 @@ A run has a list of hooks, empty but for what its flags and its ranks ask for. T
 places that `Hook` names; what a hook does not override does nothing. So the product imports no extension, and a run
 without one of these flags loads none of its modules.
 
-    class Grumbler(Hook):                                  # megatron/gpt2/extensions/grumble.py
+    class Grumbler(Hook):                                  # extensions/grumble.py
         def at_log(self, run, record):
             return ["WARNING: the loss is high"] if record.lm_loss > 4 else []
 

@@ -280,7 +280,7 @@ FOREIGN = (
         1,
     ),
     inert("--use-pytorch-profiler", "the profiler is torch's"),
-    # DeepSpeed; --deepspeed-config is read by megatron/gpt2/config/deepspeed_config.py
+    # DeepSpeed; --deepspeed-config is read below
     inert(
         "--deepspeed --deepscale --deepspeed-mpi",
         "there is one engine; what a --deepspeed-config asks for is translated",
