@@ -291,7 +291,7 @@ def test_every_link_and_flag_that_is_named_exists():
         *(ROOT / "examples").glob("*.py"),
     ):
         for names in re.findall(
-            r'(?:add_argument|number)\(\s*(?:parser,\s*)?((?:"--[\w-]+",?\s*)+)', program.read_text()
+            r'(?:add_argument|add_number|add|number)\(\s*(?:parser,\s*)?((?:"--[\w-]+",?\s*)+)', program.read_text()
         ):
             known |= set(re.findall(r"--[\w-]+", names))
     known |= set(re.findall(r"^ +(--[\w-]+)\)", (ROOT / "scripts/prepare_openwebtext.sh").read_text(), re.MULTILINE))
