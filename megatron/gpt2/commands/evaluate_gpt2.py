@@ -16,8 +16,7 @@ from typing import Any
 from data_utils.corpora.documents import BUILTIN, files_of
 from data_utils.files import hash_file
 from megatron.gpt2.checkpoint.reader import Checkpoint
-from megatron.gpt2.commands.inference import ModelParser, open_model
-from megatron.gpt2.commands.score_record import check_output, record, write_record
+from megatron.gpt2.commands.inference import ModelParser, check_output, open_model, record, write_record
 from megatron.gpt2.config import flag, require
 from megatron.gpt2.config.arguments import SAVED, Arguments, parse
 from megatron.gpt2.config.flags import dashed
@@ -133,7 +132,7 @@ def scored(task: Task, path: str, loaded: LoadedModel, batch_size: int, log: Log
 
 
 def report(facts: dict[str, Any], results: list[dict[str, Any]]) -> str:
-    """The results as text. facts: of `score_record.record`."""
+    """The results as text. facts: of `record`."""
     blocks = [
         [
             ("checkpoint", f"{facts['checkpoint']}, manifest {facts['manifest_sha256'][:12]}"),

@@ -16,8 +16,7 @@ from typing import Any
 import numpy as np
 
 from data_utils import Tokenizer
-from megatron.gpt2.commands.inference import ModelParser, open_model
-from megatron.gpt2.commands.score_record import check_output, record, write_record
+from megatron.gpt2.commands.inference import ModelParser, check_output, open_model, record, write_record
 from megatron.gpt2.dist.ranks import Ranks
 from megatron.gpt2.dist.run_program import Log, run_program
 from megatron.gpt2.generate.generation import Continuation, generate

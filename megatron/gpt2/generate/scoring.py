@@ -71,20 +71,14 @@ def score(model: GPT2Model, windows: Sequence[Window], *, batch_size: int) -> Sc
     with inference(model):
         for start in progress_bar(own, seen=first, desc="scoring", unit="batch", leave=False):
             batch = order[start : start + batch_size]
-            text = np.zeros((len(batch), len(windows[batch[0]].ids)), dtype=np.int64)
-            for row, i in enumerate(batch):
-                text[row, : len(windows[i].ids)] = windows[i].ids  # padding comes after all that counts
+            texts = [torch.from_numpy(windows[i].ids).long() for i in batch]
+            tokens = torch.nn.utils.rnn.pad_sequence(texts, batch_first=True).to(
+                device
+            )  # padding is after all that counts
             counts = [windows[i].targets for i in batch]
             # Of each target [t]: its row, and the place of the token that it follows.
-            rows = torch.tensor(np.repeat(range(len(batch)), counts), device=device)
-            places = torch.tensor(
-                np.concatenate(
-                    [np.arange(len(windows[i].ids) - windows[i].targets, len(windows[i].ids)) for i in batch]
-                )
-                - 1,
-                device=device,
-            )
-            tokens = torch.from_numpy(text).to(device)
+            last, at = torch.tensor([[len(text) - 1] for text in texts]), torch.arange(tokens.size(1) - 1)
+            rows, places = ((at < last) & (at >= last - torch.tensor(counts)[:, None])).nonzero().t().to(device)
             hidden = model.hidden_states(tokens[:, :-1])
             if not model.has_head:
                 continue

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.gpt2.generate.generation import TextStream
 from megatron.gpt2.generate.sampling import Sampler, Sampling, filter_logits
-from megatron.gpt2.generate.text_stream import TextStream
 
 CPU = torch.device("cpu")
 
