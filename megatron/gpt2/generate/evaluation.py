@@ -88,13 +88,15 @@ def read_task(
         raise ValueError(f"--task LAMBADA: {path} should be JSON lines, named .jsonl, with a passage in each")
     texts = documents(path, text_key, log, max_bad_fraction)
     if name == "LAMBADA":
-        passages = [_passage(text, number, path, tokenizer, strict_lambada) for number, text in enumerate(texts, 1)]
+        passages = [
+            _passage(text, number, path, tokenizer, strict_lambada, length) for number, text in enumerate(texts, 1)
+        ]
         cut = sum(len(passage.ids) > length + 1 for passage in passages)
         if cut:
             log(f"{path}: the beginnings of {cut} passages longer than {length} tokens are left out")
         return Task(
             name,
-            [_fitting(passage, length, path) for passage in passages],
+            [Window(passage.ids[-length - 1 :], passage.targets) for passage in passages],
             {"seq_length": length, "strict_lambada": strict_lambada},
             cut=cut,
         )
@@ -118,7 +120,7 @@ def _ids(tokenizer: Tokenizer, text: str, before: Sequence[int] = ()) -> np.ndar
     return np.array([*before, *tokenizer.encode(text)], dtype=np.int32)
 
 
-def _passage(text: str, number: int, path: str, tokenizer: Tokenizer, strict: bool) -> Window:
+def _passage(text: str, number: int, path: str, tokenizer: Tokenizer, strict: bool, length: int) -> Window:
     if not text.strip():
         raise ValueError(f"{path}: passage {number} has no last word")
     if strict:
@@ -128,15 +130,11 @@ def _passage(text: str, number: int, path: str, tokenizer: Tokenizer, strict: bo
     else:
         ids = _ids(tokenizer, text)
         context, target = ids[:-1], ids[-1:]
-    # A passage of the target alone begins as a document does.
+    if len(target) > length:
+        raise ValueError(f"{path}: a last word has {len(target)} tokens, more than a window of {length}")
+    # A passage of only the target begins as a document does.
     context = context if len(context) else np.array([tokenizer.start], dtype=np.int32)
     return Window(np.concatenate([context, target]), len(target))
-
-
-def _fitting(passage: Window, length: int, path: str) -> Window:
-    if passage.targets > length:
-        raise ValueError(f"{path}: a last word has {passage.targets} tokens, more than a window of {length}")
-    return Window(passage.ids[-length - 1 :], passage.targets)
 
 
 def evaluate_task(model: GPT2Model, task: Task, tokenizer: Tokenizer, *, batch_size: int) -> Metrics:

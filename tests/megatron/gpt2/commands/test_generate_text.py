@@ -164,20 +164,9 @@ def test_a_terminal(saved: Path, ranks: str) -> None:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell lets what it starts in the background ignore it
 
     main_end, end = pty.openpty()
+    line = f"tools/generate_text.py --load {saved} --top-k 1 --max-new-tokens 100000000 --nproc-per-node {ranks}"
     process = subprocess.Popen(
-        [
-            sys.executable,
-            "tools/generate_text.py",
-            "--load",
-            str(saved),
-            *ON_CPU,
-            "--top-k",
-            "1",
-            "--max-new-tokens",
-            "100000000",
-            "--nproc-per-node",
-            ranks,
-        ],
+        [sys.executable, *line.split(), *ON_CPU],
         cwd=ROOT,
         stdin=end,
         stdout=end,
@@ -223,21 +212,10 @@ def test_a_terminal(saved: Path, ranks: str) -> None:
 def answers_of_a_rank(rank: int, world_size: int, saved: str, file: str, port: str) -> int:
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "MASTER_ADDR": "localhost", "MASTER_PORT": port}
     dist.destroy_process_group()  # the program makes its own
-    code = main(
-        [
-            "--load",
-            saved,
-            *ON_CPU,
-            "--max-new-tokens",
-            "40",
-            "--sample-input-file",
-            file,
-            "--sample-output-file",
-            f"{file}.answers",
-            "--top-k",
-            "50",
-        ]
+    line = (
+        f"--load {saved} --max-new-tokens 40 --sample-input-file {file} --sample-output-file {file}.answers --top-k 50"
     )
+    code = main([*line.split(), *ON_CPU])
     dist.init_process_group("gloo", init_method=f"file://{file}.rendezvous", rank=rank, world_size=world_size)
     return code
 

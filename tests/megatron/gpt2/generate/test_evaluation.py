@@ -177,45 +177,13 @@ def test_program(
     python: WarmPython, folder: Path, tmp_path: Path, alone: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A command line of 2019 for WikiText, on two ranks."""
-    shape = [
-        *SHAPE,
-        "--log-interval",
-        "10",
-        "--no-load-optim",
-        "--no-load-rng",
-        "--checkpoint-activations",
-        "--cache-dir",
-        "cache",
-    ]
-    done = subprocess.run(
-        [
-            python.python,
-            "-m",
-            "torch.distributed.run",
-            "--nproc-per-node",
-            "2",
-            "tools/evaluate_gpt2.py",
-            "--load",
-            folder / "save",
-            "--valid-data",
-            folder / "wiki.test.tokens",
-            "--batch-size",
-            "4",
-            "--overlapping-eval",
-            "8",
-            "--model-parallel-size",
-            "2",
-            "--output",
-            tmp_path / "result.json",
-            "--device",
-            "cpu",
-            *shape,
-        ],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=240,
+    unused = "--log-interval 10 --no-load-optim --no-load-rng --checkpoint-activations --cache-dir cache"
+    shape = ["--device", "cpu", *SHAPE, *unused.split()]
+    line = (
+        f"-m torch.distributed.run --nproc-per-node 2 tools/evaluate_gpt2.py --load {folder}/save --batch-size 4 "
+        f"--valid-data {folder}/wiki.test.tokens --overlapping-eval 8 --model-parallel-size 2 --output {tmp_path}/result.json"
     )
+    done = subprocess.run([python.python, *line.split(), *shape], cwd=ROOT, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     assert "--num-layers" in done.stderr and "not needed" in done.stderr
     result = json.loads((tmp_path / "result.json").read_text())
@@ -228,23 +196,8 @@ def test_program(
     assert result["manifest_sha256"].encode() in manifest[-80:]
 
     # One of 2020's for LAMBADA, and without words about the task for any text.
-    assert (
-        main(
-            [
-                "--task",
-                "LAMBADA",
-                "--load",
-                str(folder / "save"),
-                "--valid_data",
-                str(folder / "lambada.jsonl"),
-                "--strict-lambada",
-                "--device",
-                "cpu",
-                *shape,
-            ]
-        )
-        == 0
-    )
+    line = f"--task LAMBADA --load {folder}/save --valid_data {folder}/lambada.jsonl --strict-lambada"
+    assert main([*line.split(), *shape]) == 0
     assert f"{alone[3]['accuracy']:,.6f}" in capsys.readouterr().out
     assert main(["--load", str(folder / "save"), "--valid-data", str(folder / "some.jsonl"), "--device", "cpu"]) == 0
     out, error = capsys.readouterr()
@@ -255,34 +208,22 @@ def test_program(
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--valid-data", "missing.txt"], "--valid-data: no such file: missing.txt"),
-        (["--valid-data", "builtin"], "--valid-data builtin"),
-        (["--num-layers", "3"], "--num-layers: here 3, checkpoint 2"),
-        (["--seq-length", "33"], "--seq-length 33"),
-        (["--overlapping-eval", "33"], "--overlapping-eval 33"),
-        (["--overlapping-eval", "0"], "--overlapping-eval 0"),
-        (["--task", "LAMBADA"], "JSON lines"),
-        (["--no-such-flag"], "--no-such-flag"),
-        (["--load-openai"], "--load-openai"),
-        (["--model-parallel-size", "2"], "--model-parallel-size 2"),
-        (["--output", "no/such/folder/result.json"], "--output"),
+        ("--valid-data missing.txt", "--valid-data: no such file: missing.txt"),
+        ("--valid-data builtin", "--valid-data builtin"),
+        ("--num-layers 3", "--num-layers: here 3, checkpoint 2"),
+        ("--seq-length 33", "--seq-length 33"),
+        ("--overlapping-eval 33", "--overlapping-eval 33"),
+        ("--overlapping-eval 0", "--overlapping-eval 0"),
+        ("--task LAMBADA", "JSON lines"),
+        ("--no-such-flag", "--no-such-flag"),
+        ("--load-openai", "--load-openai"),
+        ("--model-parallel-size 2", "--model-parallel-size 2"),
+        ("--output no/such/folder/result.json", "--output"),
     ],
 )
-def test_bad_input(folder: Path, capsys: pytest.CaptureFixture[str], flags: list[str], said: str) -> None:
-    assert (
-        main(
-            [
-                "--load",
-                str(folder / "save"),
-                "--valid-data",
-                str(folder / "wiki.test.tokens"),
-                "--device",
-                "cpu",
-                *flags,
-            ]
-        )
-        == 2
-    )
+def test_bad_input(folder: Path, capsys: pytest.CaptureFixture[str], flags: str, said: str) -> None:
+    line = f"--load {folder}/save --valid-data {folder}/wiki.test.tokens --device cpu"
+    assert main([*line.split(), *flags.split()]) == 2
     out, error = capsys.readouterr()
     assert not out
     *_, last = error.splitlines()
@@ -321,7 +262,20 @@ def test_doubt_is_of_scores_no_better_than_counting(targets: list[int], v: int) 
 
 @pytest.mark.parametrize(
     ("count", "length", "stride"),
-    [(2, 4, 4), (5, 4, 4), (6, 4, 4), (9, 4, 4), (3, 4, 1), (5, 4, 1), (9, 4, 1), (30, 8, 3), (31, 8, 3), (33, 8, 8)],
+    [
+        (0, 4, 2),
+        (1, 4, 4),
+        (2, 4, 4),
+        (5, 4, 4),
+        (6, 4, 4),
+        (9, 4, 4),
+        (3, 4, 1),
+        (5, 4, 1),
+        (9, 4, 1),
+        (30, 8, 3),
+        (31, 8, 3),
+        (33, 8, 8),
+    ],
 )
 def test_every_id_but_the_first_is_a_target_once(count: int, length: int, stride: int) -> None:
     windows = windows_over(np.arange(count), length, stride)
@@ -337,10 +291,6 @@ def test_ctrl_c_ends_a_program_without_a_traceback() -> None:
         raise KeyboardInterrupt
 
     assert run_program(interrupted, []) == 130
-
-
-def test_one_id_has_no_window() -> None:
-    assert windows_over(np.arange(1), 4, 4) == windows_over(np.arange(0), 4, 2) == []
 
 
 def test_detokenizers() -> None:

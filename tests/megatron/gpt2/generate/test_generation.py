@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import signal
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -64,35 +63,6 @@ def continued(model: GPT2Model, prompts: list[bytes], settings: list[Sampling], 
     ]
     generate(model, TOKENIZER, made, **options)
     return [c.ids for c in made]
-
-
-@torch.inference_mode()
-def test_logits_with_and_without_the_cache(model: GPT2Model) -> None:
-    """Rows of different lengths, each position: from the prompts' ends to the last of the context."""
-    tokens = torch.randint(CONFIG.vocab_size, (3, 32), generator=torch.Generator().manual_seed(0))
-    whole = model(tokens).transpose(0, 1)  # [b, s, v]
-    for lengths in ([1, 1, 1], [5, 5, 5], [3, 9, 1], [20, 2, 31]):
-        cache = mpu.KeyValueCache(2, 3, 4, 32, 8, dtype=torch.float32, device=torch.device("cpu"))
-        cache.set_prompts(range(3), max(lengths))
-        last = torch.tensor(lengths) - 1
-        logits = model.logits(model.hidden_states(tokens[:, : max(lengths)], cache=cache)[last, range(3)])
-        torch.testing.assert_close(logits, whole[range(3), last], rtol=0, atol=1e-5)
-        while max(places := last.tolist()) < 31:
-            places = [place + 1 for place in places]
-            last = torch.tensor(places)
-            logits = model.logits(
-                model.hidden_states(tokens[range(3), places].unsqueeze(1), cache.set_positions(places), cache)[0]
-            )
-            torch.testing.assert_close(logits, whole[range(3), places], rtol=0, atol=1e-5)
-
-
-def test_a_text_does_not_depend_on_cache_or_neighbours(model: GPT2Model) -> None:
-    together = continued(model, PROMPTS, SETTINGS)
-    assert any(len(ids) == 70 for ids in together), "past the context"
-    assert continued(model, PROMPTS, SETTINGS, recompute=True) == together
-    assert [
-        continued(model, [prompt], [sampling])[0] for prompt, sampling in zip(PROMPTS, SETTINGS, strict=True)
-    ] == together
 
 
 def test_greedy_equals_transformers(tmp_path: Path) -> None:
@@ -314,13 +284,6 @@ def test_notices_of_the_context(model: GPT2Model) -> None:
     other = Continuation(list(range(168, 200)), Sampling(max_new_tokens=40, top_k=1))
     list(generator.stream([other]))
     assert other.ids == c.ids
-
-
-def test_another_thread_may_cancel(model: GPT2Model) -> None:
-    c = Continuation([65], Sampling(max_new_tokens=10**9, top_k=1))
-    threading.Timer(0.3, c.cancel).start()
-    list(Generator(model, TOKENIZER).stream([c]))
-    assert c.finish in ("cancelled", "end")
 
 
 def hugging_face(model: GPT2Model, folder: Path) -> Any:

@@ -16,62 +16,14 @@ from tests.conftest import made_once
 
 ITERATIONS = 80
 LENGTH = 32  # positions
-SHAPE = [
-    "--num-layers",
-    "2",
-    "--hidden-size",
-    "64",
-    "--num-attention-heads",
-    "4",
-    "--seq-length",
-    str(LENGTH),
-    "--max-position-embeddings",
-    str(LENGTH),
-    "--tokenizer-type",
-    "builtin",
-]
-WORDS = [
-    "time",
-    "year",
-    "people",
-    "way",
-    "day",
-    "man",
-    "thing",
-    "woman",
-    "life",
-    "child",
-    "world",
-    "school",
-    "state",
-    "family",
-    "student",
-    "group",
-    "country",
-    "problem",
-    "hand",
-    "part",
-    "place",
-    "case",
-    "week",
-    "company",
-    "system",
-    "program",
-    "question",
-    "work",
-    "government",
-    "number",
-    "night",
-    "point",
-    "home",
-    "water",
-    "room",
-    "mother",
-    "area",
-    "money",
-    "story",
-    "fact",
-]
+SHAPE = (
+    f"--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length {LENGTH} --max-position-embeddings {LENGTH} "
+    "--tokenizer-type builtin"
+).split()
+WORDS = (
+    "time year people way day man thing woman life child world school state family student group country problem hand part "
+    "place case week company system program question work government number night point home water room mother area money story fact"
+).split()
 
 
 def word_model(shared_folder: Path, folder: Path) -> list[str]:
@@ -87,32 +39,9 @@ def train(folder: Path) -> None:
         at = draw.randrange(len(WORDS)) if draw.random() < 0.3 else (7 * at + 3) % len(WORDS)
         words.append(WORDS[at])
     (folder / "text.txt").write_text(" ".join(words))
-    assert (
-        pretrain(
-            [
-                "--train-data",
-                str(folder / "text.txt"),
-                "--save",
-                str(folder / "save"),
-                *SHAPE,
-                "--lr",
-                "5e-3",
-                "--micro-batch-size",
-                "16",
-                "--train-iters",
-                str(ITERATIONS),
-                "--eval-iters",
-                "0",
-                "--device",
-                "cpu",
-                "--precision",
-                "fp32",
-                "--data-cache-path",
-                str(folder / "cache"),
-            ]
-        )
-        == 0
-    )
+    files = ["--train-data", f"{folder}/text.txt", "--save", f"{folder}/save", "--data-cache-path", f"{folder}/cache"]
+    how = f"--lr 5e-3 --micro-batch-size 16 --train-iters {ITERATIONS} --eval-iters 0 --device cpu --precision fp32"
+    assert pretrain([*files, *SHAPE, *how.split()]) == 0
     write_huggingface(
         find_checkpoint(folder / "save", log=pytest.fail),
         folder / "exported",

@@ -110,20 +110,11 @@ def look(rank: int, world_size: int, folder: str) -> dict[str, list[Row]]:
     found = {}
     with mock.patch.object(facts, "WRITTEN", 1 << 20), mock.patch.object(preflight, "source_commit", lambda root: ""):
         for name, (flags, own, _, _) in DEFECTS.items():
-            words = [
-                *SMALL,
-                "--train-data",
-                f"{folder}/text.txt",
-                "--data-cache-path",
-                f"{folder}/cache",
-                "--save",
-                f"{folder}/save",
-                "--train-iters",
-                "20",
-                "--model-parallel-size",
-                "2",
-                *(word.format(folder=folder) for word in flags + own * rank),
-            ]
+            line = (
+                f"--train-data {folder}/text.txt --data-cache-path {folder}/cache --save {folder}/save --train-iters 20 "
+                "--model-parallel-size 2"
+            )
+            words = [*SMALL, *line.split(), *(word.format(folder=folder) for word in flags + own * rank)]
             if name == "a damaged index":
                 words.remove("--train-data")
                 words.remove(f"{folder}/text.txt")
@@ -214,19 +205,8 @@ def test_products_are_exact_in_every_precision(dtype: torch.dtype) -> None:
 
 def test_the_program(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """From the command line, with ranks of its own."""
-    flags = [
-        *SMALL,
-        "--train-data",
-        str(write_text(tmp_path)),
-        "--data-cache-path",
-        f"{tmp_path}/cache",
-        "--save",
-        f"{tmp_path}/save",
-        "--train-iters",
-        "20",
-        "--nproc-per-node",
-        "2",
-    ]
+    line = f"--data-cache-path {tmp_path}/cache --save {tmp_path}/save --train-iters 20 --nproc-per-node 2"
+    flags = [*SMALL, "--train-data", str(write_text(tmp_path)), *line.split()]
     assert preflight.main([*flags, "--model-parallel-size", "2"]) == 0
     said = capfd.readouterr().out
     assert "tensor group" in said and "FIX" not in said and not (tmp_path / "save").exists()
