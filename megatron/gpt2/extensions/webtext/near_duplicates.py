@@ -28,6 +28,7 @@ VALUES = 100
 BANDS = 20
 COLUMNS = BANDS + 1  # of a signature: the keys of its bands, and the document's offset; uint64
 SHINGLES_KEPT = 4096  # documents
+SIGNED_AT_ONCE = 64  # documents: their band keys are made by the same calls of numpy
 EMPTY = np.uint64(2**64 - 1)
 # Odd numbers of 64 random-looking bits.
 FACTORS = tuple(np.uint64(factor) for factor in (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9))
@@ -87,10 +88,11 @@ def sketch(text: str) -> np.ndarray:
 
 
 def band_keys(sketched: np.ndarray) -> np.ndarray:
-    """uint64 [t] -> [b]: a hash of each band's r = t / b values. Documents that share one are candidates; at b = 20 and
-    r = 5 that finds a pair of J = 0.8 with probability 1 - (1 - 0.8^5)^20 = 0.9996."""
-    keys = np.arange(BANDS, dtype=np.uint64)
-    for values in sketched.reshape(BANDS, -1).T:  # [t] -> [b, r] -> r times [b]
+    """uint64 [d, t] -> [d, b]: a hash of each band's r = t / b values. Documents that share one are candidates; at b = 20
+    and r = 5 that finds a pair of J = 0.8 with probability 1 - (1 - 0.8^5)^20 = 0.9996."""
+    bands = sketched.reshape(len(sketched), BANDS, -1)  # [d, t] -> [d, b, r]
+    keys = np.broadcast_to(np.arange(BANDS, dtype=np.uint64), bands.shape[:2])
+    for values in np.moveaxis(bands, 2, 0):  # r times [d, b]
         keys = mix(keys * FACTORS[2] + values)
     return keys
 
@@ -103,13 +105,18 @@ def is_seekable(shard: Shard) -> bool:
 def sign(run: ShardRun) -> None:
     """Signatures [documents, 21] of a shard; and its documents, if they cannot be read there at an offset."""
     signatures = run.file(f"{run.shard.name}.signatures")
-    for place, document in run.located():
-        if not is_seekable(run.shard):
-            copies = run.file(f"{run.shard.name}.jsonl")
-            place = copies.tell()
-            copies.write(as_line(document))
-        signatures.write(np.append(band_keys(sketch(document["text"])), np.uint64(place)).astype("<u8").tobytes())
-        run.left += 1
+    located = run.located()
+    while batch := list(itertools.islice(located, SIGNED_AT_ONCE)):
+        places = []
+        for place, document in batch:
+            if not is_seekable(run.shard):
+                copies = run.file(f"{run.shard.name}.jsonl")
+                place = copies.tell()
+                copies.write(as_line(document))
+            places.append(place)
+        keys = band_keys(np.stack([sketch(document["text"]) for _, document in batch]))
+        signatures.write(np.column_stack([keys, np.array(places, np.uint64)]).astype("<u8").tobytes())
+        run.left += len(batch)
 
 
 def buckets(keys: np.ndarray) -> Iterator[list[int]]:
