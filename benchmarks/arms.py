@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -25,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works in a cl
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import mpu
@@ -299,6 +301,35 @@ def linear_shapes(h: int, padded_vocab_size: int) -> dict[str, tuple[int, int]]:
     return {**layer, "head": (padded_vocab_size, h)}
 
 
+@torch.no_grad()
+def ceiling(problem: Problem, precision: str, seconds: float) -> dict[str, Any]:
+    """The FLOP/s that MFU refers to on a CPU, for which no datasheet gives them: of this model's own matrix products,
+    forward, input gradient and weight gradient of each linear and of the head, each at its best of `seconds` of calls,
+    weighted by FLOPs."""
+    dtype, m = DTYPES[precision], problem.micro_batch_size * problem.seq_length
+    padded = mpu.padded_vocab_size(problem.vocab_size, problem.model.make_vocab_size_divisible_by, 1)
+    flops = total = 0.0
+    for name, (n, k) in linear_shapes(problem.hidden_size, padded).items():
+        x, w, g = (torch.randn(*shape).to(dtype) for shape in ((m, k), (n, k), (m, n)))
+        products = (partial(F.linear, x, w), partial(torch.mm, g, w), partial(torch.mm, g.t(), x))
+        took = sum(fastest(product, seconds) for product in products)
+        count = 1 if name == "head" else problem.num_layers
+        flops += 6.0 * m * n * k * count
+        total += took * count
+    return {"flops_per_s": flops / total, "precision": precision, "threads": torch.get_num_threads()}
+
+
+def fastest(product: Callable[[], Any], seconds: float) -> float:
+    """The least time of a call in seconds, over at least five calls."""
+    times: list[float] = []
+    end = time.perf_counter() + seconds
+    while len(times) < 6 or time.perf_counter() < end:
+        start = time.perf_counter()
+        product()
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
 def result_of(spec: dict[str, Any]) -> dict[str, Any]:
     """What a SPEC asks for."""
     arm, problem = Arm(**spec["arm"]), Problem(**spec["problem"])
@@ -306,6 +337,8 @@ def result_of(spec: dict[str, Any]) -> dict[str, Any]:
     if not arm.shipped:
         set_allocator(torch.device(problem.device))
     set_threads(Ranks())
+    if spec["task"] == "ceiling":
+        return ceiling(problem, arm.precision, spec["seconds"])
     if spec["task"] == "gate":
         return peers.gate(problem.model, problem.device, spec["kind"], nanogpt=spec["nanogpt"])
     return measure(problem, arm, nanogpt=spec["nanogpt"], warmup=spec["warmup"], steps=spec["steps"])

@@ -1,0 +1,185 @@
+"""A training step on an H200, modelled from what the program would ask of one: no GPU is needed, and none is measured.
+
+    bash scripts/test_fake_cuda.sh --collect-only -q            # makes .venv-cuda, with torch's CUDA build
+    .venv-cuda/bin/python -m tests.fake_cuda.modelled_step      # writes benchmarks/results/modelled_step.json
+
+The program trains on the fake GPU of tests/fake_cuda, which records each kernel with its shapes and bytes. A kernel
+takes as long as `Assumptions` say: its FLOPs or its bytes at a rate, and a time to start. The assumptions were set
+before any measurement and are frozen, so that a change of the figure is a change of the program. A measured step is
+what docs/how-to/gpu.md tells of.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import dataclasses
+import json
+import math
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron.gpt2.config.presets import SHAPES
+from tests.fake_cuda.fake_gpu import Kernel
+from tests.fake_cuda.program import running, steps, write_documents
+
+TILES = {(128, 256): 1.0, (256, 128): 1.0, (128, 192): 0.96, (128, 128): 0.88, (64, 256): 0.85}  # efficiency
+PROCESSORS = 132  # of an H200, each with one tile at a time
+VOCABULARY = 50_304  # padded
+RESULT = Path(__file__).parents[2] / "benchmarks" / "results" / "modelled_step.json"
+STEPS = {"345M": (32, 1), "774M": (16, 2), "1.5B": (16, 2)}  # micro-batch size, micro-batches
+
+
+@dataclass(frozen=True)
+class Assumptions:
+    """Rates in FLOP/s and bytes/s, times in seconds. Those of attention are cuDNN's, causal FLOPs counted once."""
+
+    product: float = 760e12
+    attention: float = 420e12
+    attention_backward: float = 330e12
+    memory: float = 3.7e12
+    start: float = 1.5e-6  # between two kernels
+    least: float = 2e-6  # of a kernel
+    deepest: float = 220  # a product of this depth, the k of mnk, reaches half of its rate
+    peak: float = 989e12  # dense bf16, of the datasheet: what MFU refers to
+
+
+def product_rate(m: int, n: int, k: int, assumed: Assumptions) -> float:
+    """FLOP/s of [m, k] @ [k, n]: tiles that fill the processors in waves, the best of some tiles and splits of k."""
+    best = 0.0
+    for (rows, columns), efficiency in TILES.items():
+        tiles = math.ceil(m / rows) * math.ceil(n / columns)
+        filled = m * n / (tiles * rows * columns)  # of the tiles
+        for split in (1, 2, 4, 8):
+            waves = tiles * split / PROCESSORS
+            depth = k / split
+            share = efficiency * filled * waves / math.ceil(waves) * depth / (depth + assumed.deepest)
+            best = max(best, share * (1.0 if split == 1 else 0.95))
+    return assumed.product * best
+
+
+def seconds(kernel: Kernel, assumed: Assumptions) -> float:
+    """What a kernel takes, with the gap before it. Kernels that torch.compile made count by their bytes alone: with a
+    gap for each a step's MFU is 0.3 to 0.5 points lower."""
+    if kernel.name in ("mm", "addmm", "addmm_"):
+        (m, k), (_, n) = kernel.shapes[-2:] if kernel.name.startswith("addmm") else kernel.shapes[:2]
+        busy = 2 * m * n * k / product_rate(m, n, k, assumed)
+    elif kernel.name.startswith("_scaled_dot_product"):
+        b, heads, s, d = kernel.shapes[0]
+        forward = 2 * b * heads * s * s * d  # two products, half of each masked
+        busy = 2.5 * forward / assumed.attention_backward if "backward" in kernel.name else forward / assumed.attention
+    else:
+        busy = (kernel.read + kernel.written) / assumed.memory
+        if kernel.name == "triton":
+            return busy
+    return max(busy, assumed.least) + assumed.start
+
+
+def kind(kernel: Kernel) -> str:
+    """The part of the step that a kernel belongs to."""
+    if kernel.name in ("mm", "addmm", "addmm_"):
+        return "head products" if any(VOCABULARY in shape for shape in kernel.shapes) else "layer products"
+    if kernel.name.startswith("_scaled_dot_product"):
+        return "attention"
+    of_file = {
+        "cross_entropy": "cross-entropy",
+        "optimizer/optimizer": "optimizer",
+        "loss_scaler": "optimizer",
+        "gradient_reducer": "gradient buckets",
+        "flat_parameters": "optimizer",
+    }
+    of_name = {
+        "triton": "compiled layer",
+        "sum": "bias sums",
+        "stack": "copies of qkv's gradient",
+        "clone": "copies of qkv's gradient",
+        "native_layer_norm": "layer norm",
+        "gelu": "GELU",
+        "native_dropout": "dropout",
+    }
+    return next((part for file, part in of_file.items() if file in kernel.place), None) or of_name.get(
+        kernel.name.removesuffix("_backward"), "other element-wise"
+    )
+
+
+def model(name: str, *, compiled: bool, num_layers: int | None = None) -> dict[str, Any]:
+    """One step of a model: milliseconds by part, tokens per second and MFU. num_layers: of a smaller model."""
+    layers, h, heads = SHAPES[name.lower()]
+    b, accumulation = STEPS[name]
+    assumed = Assumptions()
+    flags = [
+        "--num-layers",
+        str(num_layers or layers),
+        "--hidden-size",
+        str(h),
+        "--num-attention-heads",
+        str(heads),
+        "--seq-length",
+        "1024",
+        "--max-position-embeddings",
+        "1024",
+        "--make-vocab-size-divisible-by",
+        str(VOCABULARY),
+        "--micro-batch-size",
+        str(b),
+        "--global-batch-size",
+        str(b * accumulation),
+        *(["--compile"] if compiled else []),
+    ]
+    with tempfile.TemporaryDirectory() as folder:
+        write_documents(Path(folder))
+        with running(Path(folder), Path(folder) / "save", " ".join(flags)) as (run, gpu):
+            steps(run, gpu)
+            config = dataclasses.replace(run.config.model, vocab_size=50_257)
+    parts: dict[str, list[float]] = collections.defaultdict(list)
+    for kernel in gpu.kernels:
+        parts[kind(kernel)].append(seconds(kernel, assumed))
+    whole = sum(map(sum, parts.values()))
+    tokens = b * accumulation * 1024
+    return {
+        "micro_batch_size": b,
+        "micro_batches": accumulation,
+        "compiled": compiled,
+        "milliseconds": {
+            part: round(1e3 * sum(taken), 2) for part, taken in sorted(parts.items(), key=lambda item: -sum(item[1]))
+        },
+        "kernels": len(gpu.kernels),
+        "step_ms": round(1e3 * whole, 1),
+        "tokens_per_s": round(tokens / whole),
+        "mfu": round(tokens / whole * config.flops_per_token(1024) / assumed.peak, 4),
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", metavar="FILE", type=Path, default=RESULT)
+    parser.add_argument("--models", nargs="+", choices=list(STEPS), default=list(STEPS))
+    chosen = parser.parse_args()
+    if torch.version.cuda is None:
+        parser.error("this needs torch's CUDA build: bash scripts/test_fake_cuda.sh --collect-only -q makes .venv-cuda")
+    result: dict[str, Any] = {
+        "what": "modelled step of one H200: nothing here is measured",
+        "torch": torch.__version__,
+        "assumptions": dataclasses.asdict(Assumptions()),
+        "steps": {},
+    }
+    for name in chosen.models:
+        for compiled in (False, True):
+            step = model(name, compiled=compiled)
+            result["steps"][f"{name} {'compiled' if compiled else 'eager'}"] = step
+            chosen.output.write_text(json.dumps(result, indent=1) + "\n")
+            parts = " + ".join(f"{part} {ms}" for part, ms in step["milliseconds"].items())
+            print(
+                f"{name} {'compiled' if compiled else 'eager'}: {step['step_ms']:,.1f} ms = {parts}; "
+                f"{step['tokens_per_s']:,} tokens/s, MFU {step['mfu']:.1%}, modelled; {step['kernels']:,} kernels",
+                flush=True,
+            )
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
