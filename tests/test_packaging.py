@@ -29,23 +29,9 @@ OPTIONAL = (
     "ftfy",
 )
 TINY = (
-    "--num-layers",
-    "1",
-    "--hidden-size",
-    "16",
-    "--num-attention-heads",
-    "2",
-    "--seq-length",
-    "32",
-    "--max-position-embeddings",
-    "32",
-    "--train-iters",
-    "2",
-    "--device",
-    "cpu",
-    "--precision",
-    "fp32",
-)
+    "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 32 --max-position-embeddings 32 "
+    "--train-iters 2 --device cpu --precision fp32"
+).split()
 
 
 def run(command: list[str], cwd: Path, timeout: int = 200, **variables: str) -> str:
@@ -208,57 +194,19 @@ def test_training_with_torch_numpy_and_safetensors_alone(tmp_path: Path) -> None
 
 
 # What stands directly under megatron/ in NVIDIA's wheels and repository, of today and of earlier releases.
-THEIRS = {
-    "core",
-    "training",
-    "inference",
-    "legacy",
-    "post_training",
-    "rl",
-    "elastification",
-    "bridge",
-    "energon",
-    "model",
-    "mpu",
-    "data",
-    "fp16",
-    "optimizer",
-    "tokenizer",
-    "text_generation",
-    "fused_kernels",
-    "schedules",
-    "arguments",
-    "checkpointing",
-    "global_vars",
-    "initialize",
-    "learning_rates",
-    "memory",
-    "microbatches",
-    "p2p_communication",
-    "utils",
-    "fp16_deprecated",
-    "timers",
-    "dist_signal_handler",
-    "log_handler",
-    "optimizer_param_scheduler",
-    "text_generation_server",
-    "theoretical_memory_usage",
-    "testing_utils",
-}
+THEIRS = set(
+    (
+        "core training inference legacy post_training rl elastification bridge energon model mpu data fp16 optimizer "
+        "tokenizer text_generation fused_kernels schedules arguments checkpointing global_vars initialize "
+        "learning_rates memory microbatches p2p_communication utils fp16_deprecated timers dist_signal_handler "
+        "log_handler optimizer_param_scheduler text_generation_server theoretical_memory_usage testing_utils"
+    ).split()
+)
 # The newest of their wheels has `training` beside `core`. Which Python it was built for does not matter here.
 DOWNLOAD = (
-    "download",
-    "megatron-core>=0.17",
-    "--quiet",
-    "--no-deps",
-    "--only-binary=:all:",
-    "--python-version",
-    "3.12",
-    "--platform",
-    "manylinux_2_28_x86_64",
-    "--platform",
-    "manylinux_2_24_x86_64",
-)
+    "download megatron-core>=0.17 --quiet --no-deps --only-binary=:all: --python-version 3.12 "
+    "--platform manylinux_2_28_x86_64 --platform manylinux_2_24_x86_64"
+).split()
 # Their packages are found, not run: they import what a machine without a GPU lacks.
 LOOK = """
 import importlib.util, sys

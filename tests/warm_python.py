@@ -1,6 +1,7 @@
 """A process that has torch loaded and forks for each command: what stands in the PATH as `python` where a test starts
-programs of the project. They start in a twentieth of a second instead of two; all the rest is as a new interpreter has
-it. All the test processes of a run share the one server.
+programs of the project; all the rest is as a new interpreter has it. All the test processes of a run share the one
+server. Measured on 2026-11-23: the imports of the training program take 0.09 s of processor time instead of 2.56 s, the
+server's own start takes 6 s, and the docs alone have 153 commands: it saves the tests some minutes of processor time.
 
     server = WarmPython(folder)        # folder/bin/python is the command; server.path has folder/bin first
     server.close()                     # the last to close it ends it, with every command that still runs

@@ -1,5 +1,5 @@
 """How often the ranks of a model-parallel group talk in one micro-batch; sequence parallelism leaves partial gradients that
-mpu completes, and keeps less. `train/test_layouts.py` has its losses."""
+mpu completes. `train/test_layouts.py` has its losses."""
 
 from __future__ import annotations
 
@@ -61,28 +61,6 @@ def test_another_trainer_completes_the_gradients():
         assert all(seen["summed"]) and all(seen["bf16"]) and all(seen["hook"])
 
 
-def saved_bytes(rank: int, world_size: int, sequence_parallel: bool) -> int:
-    """Bytes that one forward keeps for its backward, weights left out, each storage once."""
-    mpu.initialize_model_parallel(world_size)
-    mpu.model_parallel_cuda_manual_seed(1)
-    model = GPT2Model(SHAPE, layer_config(SHAPE, sequence_parallel=sequence_parallel)).train()
-    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    kept: dict[int, int] = {}
-
-    def pack(x: Tensor) -> Tensor:
-        storage = x.untyped_storage()
-        if storage.data_ptr() not in weights:
-            kept[storage.data_ptr()] = storage.nbytes()
-        return x
-
-    tokens = torch.arange(4 * 32).view(4, 32) % 97
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        hidden = mpu.hidden_dropout(model.word_embeddings(tokens.t()), 0.1, sequence_parallel)
-        out = model.transformer(hidden)
-    assert out.requires_grad
-    return sum(kept.values())
-
-
 def masks(rank: int, world_size: int, sequence_parallel: bool) -> Tensor:
     mpu.initialize_model_parallel(world_size)
     mpu.model_parallel_cuda_manual_seed(1)
@@ -92,14 +70,6 @@ def masks(rank: int, world_size: int, sequence_parallel: bool) -> Tensor:
 def test_masks_differ_between_shards_alone():
     split, whole = (run_ranks(masks, 2, sequence_parallel) for sequence_parallel in (True, False))
     assert torch.equal(whole[0], whole[1]) and not torch.equal(split[0], split[1])
-
-
-def test_activations_take_less_memory():
-    """Layer norms' inputs and outputs, dropout's masks and the residual stream are halved at 2 ranks: of 34·s·b·h
-    bytes a layer in 16 bits about 10 are replicated without it (arXiv:2205.05198, table 2)."""
-    without, with_it = (run_ranks(saved_bytes, 2, sequence_parallel)[0] for sequence_parallel in (False, True))
-    assert with_it < 0.85 * without, (with_it, without)
-    print(f"kept by a rank of 2: {without:,} bytes, with sequence parallelism {with_it:,}")
 
 
 LAYERS = SHAPE.num_layers
@@ -118,7 +88,7 @@ class CollectiveCounter(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def count(rank: int, world_size: int, dropout: float, **how: Any) -> dict[str, int]:
+def count(rank: int, world_size: int, dropout: float, how: dict[str, Any]) -> dict[str, int]:
     mpu.initialize_model_parallel(world_size)
     mpu.model_parallel_cuda_manual_seed(1)
     shape = replace(SHAPE, attention_dropout=dropout, hidden_dropout=dropout)
@@ -130,16 +100,33 @@ def count(rank: int, world_size: int, dropout: float, **how: Any) -> dict[str, i
     return dict(counter.calls)
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_all_reduces_of_a_micro_batch(world_size: int):
-    """Two a layer forward and two backward, one for the embedding, one for the head's input gradient; one all-gather
-    for the one chunk of the loss."""
-    for result in run_ranks(count, world_size, 0.0):
-        assert result == {"allreduce": 4 * LAYERS + 2, "allgather": 1}
+ALL_REDUCES = 4 * LAYERS + 2
 
 
-def test_a_loss_of_more_chunks_gathers_once_for_each():
-    assert run_ranks(count_chunks, 2) == [{"allgather": 4, "allreduce": 1}] * 2
+@pytest.mark.parametrize(
+    ("world_size", "dropout", "how", "expected"),
+    [
+        # Two a layer forward and two backward, one for the embedding, one for the head's input gradient; one all-gather
+        # for the one chunk of the loss.
+        (2, 0.0, {}, {"allreduce": ALL_REDUCES, "allgather": 1}),
+        (4, 0.0, {}, {"allreduce": ALL_REDUCES, "allgather": 1}),
+        (2, 0.0, {"recompute_granularity": "selective"}, {"allreduce": ALL_REDUCES, "allgather": 1}),
+        # Recomputation stops at the last tensor that backward needs: before the layer's closing all-reduce, unless
+        # dropout comes after it.
+        (2, 0.0, {"recompute_granularity": "full"}, {"allreduce": ALL_REDUCES + LAYERS, "allgather": 1}),
+        (2, 0.1, {"recompute_granularity": "full"}, {"allreduce": ALL_REDUCES + 2 * LAYERS, "allgather": 1}),
+        # Each all-reduce becomes a reduce-scatter and an all-gather; backward gathers a column-parallel layer's input
+        # again, two a layer. The loss's own all-gather is of another kind (a list).
+        (
+            2,
+            0.0,
+            {"sequence_parallel": True},
+            {"reduce_scatter_base": ALL_REDUCES, "allgather_base": ALL_REDUCES + 2 * LAYERS, "allgather": 1},
+        ),
+    ],
+)
+def test_the_collectives_of_a_micro_batch(world_size: int, dropout: float, how: dict[str, Any], expected: Any):
+    assert run_ranks(count, world_size, dropout, how) == [expected] * world_size
 
 
 def count_chunks(rank: int, world_size: int) -> dict[str, int]:
@@ -154,36 +141,5 @@ def count_chunks(rank: int, world_size: int) -> dict[str, int]:
     return dict(counter.calls)
 
 
-def test_sequence_parallel_twins():
-    """Each all-reduce becomes a reduce-scatter and an all-gather; backward gathers a column-parallel layer's input
-    again, two a layer. The loss's own all-gather is of another kind (a list)."""
-    for result in run_ranks(count_sequence_parallel, 2):
-        assert result == {
-            "reduce_scatter_base": 4 * LAYERS + 2,
-            "allgather_base": 4 * LAYERS + 2 + 2 * LAYERS,
-            "allgather": 1,
-        }
-
-
-def count_sequence_parallel(rank: int, world_size: int) -> dict[str, int]:
-    return count(rank, world_size, 0.0, sequence_parallel=True)
-
-
-@pytest.mark.parametrize(("dropout", "per_layer"), [(0.0, 5), (0.1, 6)])
-def test_full_recompute(dropout: float, per_layer: int):
-    """Recomputation stops at the last tensor that backward needs: before the layer's closing all-reduce, unless
-    dropout comes after it."""
-    for result in run_ranks(count_full, 2, dropout):
-        assert result == {"allreduce": per_layer * LAYERS + 2, "allgather": 1}
-
-
-def count_full(rank: int, world_size: int, dropout: float) -> dict[str, int]:
-    return count(rank, world_size, dropout, recompute_granularity="full")
-
-
-def test_selective_recompute_talks_no_more():
-    assert run_ranks(count_selective, 2) == [{"allreduce": 4 * LAYERS + 2, "allgather": 1}] * 2
-
-
-def count_selective(rank: int, world_size: int) -> dict[str, int]:
-    return count(rank, world_size, 0.0, recompute_granularity="selective")
+def test_a_loss_of_more_chunks_gathers_once_for_each():
+    assert run_ranks(count_chunks, 2) == [{"allgather": 4, "allreduce": 1}] * 2

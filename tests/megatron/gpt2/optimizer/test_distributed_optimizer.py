@@ -10,8 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-import mpu
-from megatron.gpt2.checkpoint.reader import Checkpoint
 from megatron.gpt2.config.arguments import parse
 from megatron.gpt2.train.run import Run
 from tests.distributed import run_ranks
@@ -119,128 +117,6 @@ def assert_share_of_memory(seen: dict[str, int], data_parallel: int) -> None:
 def test_one_rank_holds_all(folder: Path):
     """That data-parallel ranks hold their share is seen above, beside their losses."""
     assert_share_of_memory(held(0, 1, str(folder)), 1)
-
-
-# -------------------------------------------------------------------------------------------------------- checkpoints
-
-
-def resumed(rank: int, world_size: int, folder: str) -> list[Any]:
-    """For each kind of run: 6 steps in one go, and 3 with 3 more after a load."""
-    results: list[Any] = []
-    for flags in ([SHARDED], [SHARDED, "--precision", "bf16"], [SHARDED, OFFLOADED, "--precision", "bf16"]):
-        dropout = "--attention-dropout 0.1 --hidden-dropout 0.1".split()
-        name = f"resume{len(results)}"
-        run = begin(rank, world_size, folder, f"{name}_straight", *dropout, *flags)
-        straight = steps(run, 6)["loss"], state(run)
-        finish(run)
-        run = begin(rank, world_size, folder, name, *dropout, *flags)
-        first = steps(run, 3)["loss"]
-        assert run.save() is not None
-        finish(run)
-        torch.manual_seed(99)
-        run = begin(rank, world_size, folder, name, *dropout, *flags)
-        assert run.progress.iteration == 3
-        results.append((straight, (first + steps(run, 3)["loss"], state(run))))
-        finish(run)
-    return results
-
-
-def test_resume_is_bit_identical(folder: Path):
-    for results in run_ranks(resumed, 2, str(folder)):
-        assert len(results) == 3
-        for (losses, tensors), (other_losses, other_tensors) in results:
-            assert losses == other_losses and losses[-1] < losses[0]
-            assert tensors.keys() == other_tensors.keys()
-            for name, tensor in tensors.items():
-                assert torch.equal(other_tensors[name], tensor), name
-
-
-def true_state(runs: list[dict[str, Any]], kind: str) -> dict[str, Tensor]:
-    """The whole true tensors of a kind, put together from what every rank holds."""
-    whole = {}
-    for name, spec in runs[0]["specs"].items():
-        size = runs[0]["model_parallel_size"]
-        shards = [torch.full(spec.local_shape(size), torch.nan) for _ in range(size)]
-        for run in runs:
-            for other_kind, other_name, values, begin in run["state"]:
-                if (other_kind, other_name) == (kind, name):
-                    shards[run["model_parallel_rank"]].view(-1)[begin : begin + values.numel()] = values
-        whole[name] = spec.merge(shards)
-        assert not whole[name].isnan().any(), f"nobody holds all of {kind} {name}"
-    return whole
-
-
-def everything(run: Run) -> dict[str, Any]:
-    run.engine.gatherer.wait()
-    return {
-        "specs": mpu.partition_specs(run.engine.model),
-        "model_parallel_size": run.parallel.model_parallel_size,
-        "model_parallel_rank": run.parallel.model_parallel_rank,
-        "state": [(s.kind, s.name, s.values.clone(), s.start) for s in run.engine.optimizer.tensors()],
-        "steps": run.engine.optimizer.state_dict(),
-        "weights": weights(run),
-    }
-
-
-def moved(rank: int, world_size: int, folder: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Sharded over 4 data-parallel ranks: 3 steps, saved. The same loaded, and saved, over 2 × 2."""
-    run = begin(rank, world_size, folder, "dp4", "--precision", "bf16", SHARDED)
-    steps(run, 3)
-    assert run.save() is not None
-    before = everything(run)
-    finish(run)
-    run = begin(
-        rank,
-        world_size,
-        folder,
-        "mp2_dp2",
-        "--precision",
-        "bf16",
-        SHARDED,
-        "--model-parallel-size",
-        "2",
-        "--load",
-        f"{folder}/dp4",
-        "--ddp-bucket-size",
-        "7000",
-    )
-    after = everything(run)
-    run.save()
-    finish(run)
-    return before, after
-
-
-def test_a_checkpoint_opens_under_any_layout(folder: Path):
-    runs = run_ranks(moved, 4, str(folder))
-    before, after = [list(side) for side in zip(*runs, strict=True)]
-    checkpoint = Checkpoint(folder / "dp4" / "iter_0000003")
-    files = {name for name in checkpoint.files if "_dp_" in name and "rng" not in name}
-    assert files == {
-        f"mp_rank_00/{kind}_dp_0{i}.safetensors" for kind in ("master", "exp_avg", "exp_avg_sq") for i in range(4)
-    }
-    assert (
-        max(
-            len([key for key in info.boxes if key.partition("#")[0] == "master.word_embeddings.weight"])
-            for info in checkpoint.files.values()
-        )
-        == 3
-    ), "part of a row, rows, part of a row"
-    assert checkpoint.facts["layout"]["optimizer_is_sharded"] is True
-    loads = [after]
-    for name in ("dp4", "mp2_dp2"):
-        run = begin(0, 1, str(folder), f"from_{name}", "--precision", "bf16", "--load", f"{folder}/{name}")
-        loads.append([everything(run)])
-        finish(run)
-    for kind in ("master", "exp_avg", "exp_avg_sq"):
-        saved = true_state(before, kind)
-        assert all(values.any() for values in saved.values())
-        for loaded in loads:
-            for name, values in true_state(loaded, kind).items():
-                assert torch.equal(values, saved[name]), (kind, name)
-    for loaded in loads:
-        assert loaded[0]["steps"] == before[0]["steps"]
-    for name, weight in loads[1][0]["weights"].items():
-        assert torch.equal(weight, before[0]["weights"][name]), "gathered weights are the rounded masters of all"
 
 
 # --------------------------------------------------------------------------------------------------- ranks that agree

@@ -20,6 +20,7 @@ from mpu import kernels
 from tests.distributed import run_ranks
 from tests.megatron.gpt2.train.training_runs import finish, start, state, steps, write_text
 
+SHARDED = "--use-distributed-optimizer"
 DROPOUT = "--attention-dropout 0.1 --hidden-dropout 0.1".split()
 
 
@@ -44,10 +45,18 @@ def straight_twice_and_resumed(rank: int, world_size: int, folder: str, flags: l
 
 
 LAYOUTS: list[tuple[int, int, list[str]]] = [
-    (2, 2, []),
+    (2, 2, [SHARDED]),
+    (1, 2, [SHARDED, *"--cpu-offload-optimizer --precision bf16 --hidden-size 48 --ddp-bucket-size 10000".split()]),
     (1, 2, "--precision fp16 --initial-loss-scale 1e6 --loss-scale-window 4".split()),
 ]
-MORE: list[tuple[int, int, list[str]]] = [(1, 1, []), (2, 1, []), (1, 2, []), (2, 1, ["--precision", "bf16"])]
+MORE: list[tuple[int, int, list[str]]] = [
+    (2, 2, []),
+    (1, 2, [SHARDED, "--precision", "bf16"]),
+    (1, 1, []),
+    (2, 1, []),
+    (1, 2, []),
+    (2, 1, ["--precision", "bf16"]),
+]
 
 
 @pytest.mark.parametrize(

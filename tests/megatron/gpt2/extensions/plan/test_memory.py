@@ -13,20 +13,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.gpt2.config import Config, ModelConfig
+from megatron.gpt2.config import Config
 from megatron.gpt2.config.arguments import parse
-from megatron.gpt2.extensions.plan.command import (
-    BYTES_PER_PARAMETER,
-    layer_activations,
-    layer_matrices,
-    megatron_2019,
-)
 from megatron.gpt2.extensions.plan.fit import cheapest, largest_micro_batch, layouts, smallest
 from megatron.gpt2.extensions.plan.hook import available
 from megatron.gpt2.extensions.plan.pipelines import bubble, situations
 from megatron.gpt2.extensions.plan.sizes import Setting, Sizes
 from megatron.gpt2.extensions.plan.step import expected, of_stages
-from megatron.gpt2.model.gpt2 import count_parameters
 from megatron.gpt2.monitor.incidents import is_out_of_memory
 from megatron.gpt2.pipeline.analysis import equal_costs, timetable
 from megatron.gpt2.train.train_step import train_step
@@ -46,26 +39,6 @@ def config(flags: str, vocab_size: int = 50257) -> Config:
 
 def on_gpu(flags: str, ranks: int = 1) -> Setting:
     return Setting(config(flags), ranks, "cuda", torch.bfloat16, 600 * MB)
-
-
-def test_the_known_sums():
-    assert layer_matrices(24, 1024) == 301_989_888
-    assert BYTES_PER_PARAMETER * layer_matrices(24, 1024) == 6_039_797_760
-    assert 24 * layer_activations(s=1024, b=8, h=1024, n=16) == 22_951_231_488
-    matrices = dataclasses.replace(ModelConfig(num_layers=24, hidden_size=1024), vocab_size=1)
-    assert count_parameters(matrices)[0] - layer_matrices(24, 1024) < 0.01 * layer_matrices(24, 1024)
-
-
-@pytest.mark.parametrize(
-    ("p", "steady", "peak", "parameters"), [(1, 6785, 11927, 354_871_296), (2, 3447, 6238, 178_100_224)]
-)
-def test_the_published_run(p: int, steady: int, peak: int, parameters: int):
-    """MB after 100 iterations and at the peak: fp16, 8 × 1,024 tokens, activation checkpointing."""
-    memory, _ = megatron_2019(config(f"--model 345m --checkpoint-activations --model-parallel-size {p}"))
-    between = sum(memory.parts[part] for part in ("weights", "gradients", "optimizer"))
-    assert between == BYTES_PER_PARAMETER * parameters
-    assert between / MB == pytest.approx(steady, rel=0.02)
-    assert memory.total / MB == pytest.approx(peak, rel=0.02)
 
 
 SHAPE = "--num-layers 3 --hidden-size 256 --seq-length 256 --max-position-embeddings 512 --micro-batch-size 2"
