@@ -1,4 +1,5 @@
-"""Requests of clients: what is read from them, and how each error names the field that is wrong."""
+"""Requests of clients: what is read from them, how each error names the field that is wrong; and answers to them: the tokens
+of a text in OpenAI's form."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 
 from data_utils import build_tokenizer
+from megatron.gpt2.extensions.serve.answer import Choice, joined
 from megatron.gpt2.extensions.serve.request import (
     ApiError,
     CompletionRequest,
@@ -18,88 +20,90 @@ from megatron.gpt2.extensions.serve.request import (
     read_megatron_request,
     read_request,
 )
+from megatron.gpt2.generate.generation import Continuation, GeneratedToken
+from megatron.gpt2.generate.sampling import Sampling
 
 TOKENIZER = build_tokenizer("bytes")
 LIMITS = Limits(max_tokens=100_000, texts=32, body_bytes=1 << 16)
-# Each is answered with an error that names the field that is wrong.
+# Each is answered with an error that names its first field, which is wrong.
 BAD = [
-    ({"max_tokens": 10**9}, "max_tokens"),
-    ({"max_tokens": -1}, "max_tokens"),
-    ({"max_tokens": 1.5}, "max_tokens"),
-    ({"max_tokens": True}, "max_tokens"),
-    ({"n": -3}, "n"),
-    ({"n": 33}, "n"),
-    ({"temperature": -0.1}, "temperature"),
-    ({"temperature": math.nan}, "temperature"),
-    ({"temperature": 1e-9}, "temperature"),
-    ({"temperature": False}, "temperature"),
-    ({"top_p": 1.01}, "top_p"),
-    ({"top_p": "1"}, "top_p"),
-    ({"top_k": -1}, "top_k"),
-    ({"repetition_penalty": 0}, "repetition_penalty"),
-    ({"seed": 2**63}, "seed"),
-    ({"stop": ""}, "stop"),
-    ({"stop": ["a"] * 17}, "stop"),
-    ({"stop": [1]}, "stop"),
-    ({"logprobs": 6}, "logprobs"),
-    ({"echo": 1}, "echo"),
-    ({"stream": "yes"}, "stream"),
-    ({"stream_options": {"include_usage": True}}, "stream_options"),
-    ({"stream_options": {"x": 1}, "stream": True}, "stream_options"),
-    ({"best_of": 2}, "best_of"),
-    ({"frequency_penalty": 0.5}, "frequency_penalty"),
-    ({"logit_bias": {"50256": -100}}, "logit_bias"),
-    ({"suffix": "end"}, "suffix"),
-    ({"functions": []}, "functions"),
-    ({"\ud800": 1}, "\ud800"),
-    ({"user": 1}, "user"),
-    ({"prompt": -1}, "prompt"),
-    ({"prompt": 0}, "prompt"),
-    ({"prompt": []}, "prompt"),
-    ({"prompt": {}}, "prompt"),
-    ({"prompt": [-1]}, "prompt"),
-    ({"prompt": [257]}, "prompt"),
-    ({"prompt": [True]}, "prompt"),
-    ({"prompt": ["a", 1]}, "prompt"),
-    ({"prompt": ["a"] * 33}, "prompt"),
-    ({"prompt": "\ud800"}, "prompt"),
-    ({"prompt": ["a"] * 17, "n": 2}, "prompt"),
-    ({"prompt": "x" * 33}, "prompt"),
-    ({"prompt": [[1] * 33]}, "prompt"),
-    ({"prompt": "x" * 10**6}, "prompt"),
-    ({"model": "gpt-4"}, "model"),
+    {"max_tokens": 10**9},
+    {"max_tokens": -1},
+    {"max_tokens": 1.5},
+    {"max_tokens": True},
+    {"n": -3},
+    {"n": 33},
+    {"temperature": -0.1},
+    {"temperature": math.nan},
+    {"temperature": 1e-9},
+    {"temperature": False},
+    {"top_p": 1.01},
+    {"top_p": "1"},
+    {"top_k": -1},
+    {"repetition_penalty": 0},
+    {"seed": 2**63},
+    {"stop": ""},
+    {"stop": ["a"] * 17},
+    {"stop": [1]},
+    {"logprobs": 6},
+    {"echo": 1},
+    {"stream": "yes"},
+    {"stream_options": {"include_usage": True}},
+    {"stream_options": {"x": 1}, "stream": True},
+    {"best_of": 2},
+    {"frequency_penalty": 0.5},
+    {"logit_bias": {"50256": -100}},
+    {"suffix": "end"},
+    {"functions": []},
+    {"\ud800": 1},
+    {"user": 1},
+    {"prompt": -1},
+    {"prompt": 0},
+    {"prompt": []},
+    {"prompt": {}},
+    {"prompt": [-1]},
+    {"prompt": [257]},
+    {"prompt": [True]},
+    {"prompt": ["a", 1]},
+    {"prompt": ["a"] * 33},
+    {"prompt": "\ud800"},
+    {"prompt": ["a"] * 17, "n": 2},
+    {"prompt": "x" * 33},
+    {"prompt": [[1] * 33]},
+    {"prompt": "x" * 10**6},
+    {"model": "gpt-4"},
 ]
 BAD_FOR_MEGATRON = [
-    ({"prompts": None}, "prompts"),
-    ({"prompts": []}, "prompts"),
-    ({"prompts": "a"}, "prompts"),
-    ({"prompts": [1]}, "prompts"),
-    ({"prompts": ["a"] * 33}, "prompts"),
-    ({"prompts": [""]}, "prompts"),
-    ({"prompts": ["x" * 33]}, "prompts"),
-    ({"prompts": ["x" * 32], "add_BOS": True}, "prompts"),
-    ({"max_len": 9}, "max_len"),
-    ({"sentences": ["a"]}, "sentences"),
-    ({"beam_width": 2}, "beam_width"),
-    ({"tokens_to_generate": -1}, "tokens_to_generate"),
-    ({"tokens_to_generate": 0}, "tokens_to_generate"),
-    ({"tokens_to_generate": 10**9}, "tokens_to_generate"),
-    ({"logprobs": 1}, "logprobs"),
-    ({"temperature": 0}, "temperature"),
-    ({"temperature": 101}, "temperature"),
-    ({"top_k": 1001}, "top_k"),
-    ({"top_p": 1.1}, "top_p"),
-    ({"top_p": 0.5, "top_k": 2}, "top_p"),
-    ({"top_p": 0.5, "top_p_decay": 0.9}, "top_p_decay"),
-    ({"top_p": 0.5, "top_p_bound": 0.6}, "top_p_bound"),
-    ({"add_BOS": 1}, "add_BOS"),
-    ({"stop_on_eol": "\n"}, "stop_on_eol"),
-    ({"random_seed": -1}, "random_seed"),
-    ({"prevent_newline_after_colon": True}, "prevent_newline_after_colon"),
-    ({"stop_token": 10}, "stop_token"),
-    ({"length_penalty": 2}, "length_penalty"),
-    ({"no_log": 1}, "no_log"),
-    ({"n": 2}, "n"),
+    {"prompts": None},
+    {"prompts": []},
+    {"prompts": "a"},
+    {"prompts": [1]},
+    {"prompts": ["a"] * 33},
+    {"prompts": [""]},
+    {"prompts": ["x" * 33]},
+    {"prompts": ["x" * 32], "add_BOS": True},
+    {"max_len": 9},
+    {"sentences": ["a"]},
+    {"beam_width": 2},
+    {"tokens_to_generate": -1},
+    {"tokens_to_generate": 0},
+    {"tokens_to_generate": 10**9},
+    {"logprobs": 1},
+    {"temperature": 0},
+    {"temperature": 101},
+    {"top_k": 1001},
+    {"top_p": 1.1},
+    {"top_p": 0.5, "top_k": 2},
+    {"top_p_decay": 0.9, "top_p": 0.5},
+    {"top_p_bound": 0.6, "top_p": 0.5},
+    {"add_BOS": 1},
+    {"stop_on_eol": "\n"},
+    {"random_seed": -1},
+    {"prevent_newline_after_colon": True},
+    {"stop_token": 10},
+    {"length_penalty": 2},
+    {"no_log": 1},
+    {"n": 2},
 ]
 
 
@@ -113,19 +117,20 @@ def read_megatron(fields: dict[str, Any]) -> CompletionRequest:
     )
 
 
-@pytest.mark.parametrize(("fields", "param"), BAD, ids=lambda value: str(value)[:40])
-def test_a_bad_field_is_named(fields: dict[str, Any], param: str) -> None:
-    refused(read, {"prompt": "Once", **fields}, param)
-
-
-@pytest.mark.parametrize(("fields", "param"), BAD_FOR_MEGATRON, ids=lambda value: str(value)[:40])
-def test_a_bad_field_of_megatrons_is_named(fields: dict[str, Any], param: str) -> None:
-    refused(read_megatron, {"prompts": ["Once"], **fields}, param)
-
-
-def refused(read: Callable[[dict[str, Any]], CompletionRequest], fields: dict[str, Any], param: str) -> None:
+@pytest.mark.parametrize(
+    ("read", "good", "bad"),
+    [
+        *((read, {"prompt": "Once"}, bad) for bad in BAD),
+        *((read_megatron, {"prompts": ["Once"]}, bad) for bad in BAD_FOR_MEGATRON),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_a_bad_field_is_named(
+    read: Callable[[Any], CompletionRequest], good: dict[str, Any], bad: dict[str, Any]
+) -> None:
     with pytest.raises(ApiError) as refused:
-        read(fields)
+        read({**good, **bad})
+    param = next(iter(bad))
     assert refused.value.param == param and 10 < len(str(refused.value)) < 300
     assert refused.value.status == (404 if param == "model" else 400)
 
@@ -184,3 +189,31 @@ def test_megatrons_fields() -> None:
     assert asked.sampling.stop == ("\n\n",) and [c.sampling.seed for c in asked.continuations()] == [3]
     asked = read_megatron({"prompts": ["a"], "tokens_to_generate": 0, "logprobs": True, "top_k": 7})
     assert asked.continuations()[0].score_prompt and asked.sampling.top_k == 7
+
+
+def test_a_token_comes_with_its_text() -> None:
+    """Parts of a character wait for the last, and tokens that only a stop string has are left out."""
+    choice = Choice(0, TOKENIZER, logprobs=True)
+    text = [(b"a", ""), (b"\xc3", "a"), (b"\xa9", "é"), (b"S", ""), (b"T", "")]
+    chunks = [choice.add(GeneratedToken(0, data[0], 0.5, certain, ((data[0], 0.5),))) for data, certain in text]
+    last = choice.add(GeneratedToken(0, ord("O"), 0.0, "", (), "stop"))
+    assert [chunk["text"] for chunk in (*chunks, last)] == ["", "a", "é", "", "", ""]
+    whole = joined([*chunks, last])
+    assert whole["text"] == "aé" and whole["finish_reason"] == "stop"
+    assert whole["logprobs"]["tokens"] == ["a", "bytes:\\xc3", "bytes:\\xa9"]
+    assert whole["logprobs"]["text_offset"] == [0, 1, 1]
+    assert whole["logprobs"]["top_logprobs"][0] == {"a": math.log(0.5)}
+
+
+def test_no_token_is_missing_without_a_stop_string() -> None:
+    """Clients count on as many log-probabilities as tokens, the end of a document among them."""
+    choice = Choice(0, TOKENIZER, logprobs=True)
+    c = Continuation([TOKENIZER.eod, *"é".encode()], Sampling(), score_prompt=True)
+    c.prompt_tokens = [GeneratedToken(0, i, 0.5, "", ((97, 0.25),)) for i in c.prompt[1:]]
+    ended = GeneratedToken(0, TOKENIZER.eod, 0.5, "", (), "end")
+    whole = joined([choice.echo("é", c), choice.add(GeneratedToken(0, 97, 0.5, "a")), choice.add(ended)])
+    assert whole["text"] == "éa" and whole["finish_reason"] == "stop"
+    assert whole["logprobs"]["tokens"] == ["<|endoftext|>", "bytes:\\xc3", "bytes:\\xa9", "a", "<|endoftext|>"]
+    assert whole["logprobs"]["text_offset"] == [0, 0, 0, 1, 2]
+    assert whole["logprobs"]["token_logprobs"] == [None, *[math.log(0.5)] * 4]
+    assert whole["logprobs"]["top_logprobs"][:2] == [None, {"a": math.log(0.25), "bytes:\\xc3": math.log(0.5)}]
