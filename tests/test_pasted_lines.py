@@ -1,6 +1,6 @@
 """Command lines of Megatron's and DeepSpeed's scripts run on the CPU, changed by flags at their end alone.
 
-`tests/pasted/` has the lines. In one process they run through the file that they name; two of those that start a
+`tests/pasted_lines.md` has the lines. In one process they run through the file that they name; two of those that start a
 launcher run as they are, on 2 ranks, since GPUS_PER_NODE is this machine's to say.
 """
 
@@ -26,7 +26,9 @@ from tests.megatron.gpt2.train.training_runs import write_text
 from tests.warm_python import WarmPython
 
 ROOT = Path(__file__).resolve().parent.parent
-PASTED = ROOT / "tests" / "pasted"
+PASTED = dict(
+    re.findall(r"^## (\S+)\n\n```\w+\n(.*?\n)```$", (ROOT / "tests" / "pasted_lines.md").read_text(), re.M | re.S)
+)
 
 SMALL = (
     "--num-layers 1 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --max-position-embeddings 16 "
@@ -137,7 +139,7 @@ def words(script: str, appended: str, *parameters: str) -> list[str]:
 
 
 def pasted(script: str, appended: str) -> str:
-    return f"{(PASTED / script).read_text().rstrip()} {appended}\n"
+    return f"{PASTED[script].rstrip()} {appended}\n"
 
 
 def run(argv: list[str], monkeypatch: pytest.MonkeyPatch) -> int:
@@ -241,7 +243,7 @@ def test_2019_model_parallel_with_deepspeed(python: WarmPython, work: Path):
 
 def test_deepspeeds_own_line(work: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]):
     """At stage 2 of ZeRO, with activations that it partitions."""
-    shutil.copy(PASTED / "ds_zero2_config.json", work)
+    (work / "ds_zero2_config.json").write_text(PASTED["ds_zero2_config.json"])
     argv = words(
         "ds_zero2_pretrain_gpt2_model_parallel.sh",
         SMALL + GLOO + "--model-parallel-size 1 --save ds --global-batch-size 8",
