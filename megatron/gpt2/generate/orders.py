@@ -6,6 +6,7 @@ Legend: b rows, s sequence, h hidden, v vocabulary without padding, p model-para
 """
 
 import contextlib
+import json
 import signal
 import threading
 from collections.abc import Iterator, Sequence
@@ -91,10 +92,19 @@ class OrderedModel:
 
     def _tell(self, *order: Any) -> tuple[Any, ...]:
         """Give an order, or take one; what the leader gave, on every rank."""
-        told = [order]
-        if self._orders is not None:
-            dist.broadcast_object_list(told, mpu.get_model_parallel_src_rank(), self._orders)
-        return told[0]
+        if self._orders is None:
+            return order
+        # As JSON, in two broadcasts: broadcast_object_list takes three to five times as long.
+        said = torch.frombuffer(bytearray(json.dumps(order, default=list).encode()), dtype=torch.uint8)
+        size = self._broadcast(torch.tensor(said.numel()))
+        said = self._broadcast(said if self.leads else torch.empty(int(size), dtype=torch.uint8))
+        return tuple(json.loads(said.numpy().tobytes()))
+
+    def _broadcast(self, numbers: Tensor) -> Tensor:
+        """The leader's numbers, on the host."""
+        numbers = numbers if dist.get_backend(self._orders) == "gloo" else numbers.to(self.device)
+        dist.broadcast(numbers, mpu.get_model_parallel_src_rank(), group=self._orders)
+        return numbers.cpu()
 
     @torch.inference_mode()
     def _compute(self, method: str, *arguments: Any) -> Any:
