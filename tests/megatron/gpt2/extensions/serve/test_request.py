@@ -123,7 +123,7 @@ def read_megatron(fields: dict[str, Any]) -> CompletionRequest:
         *((read, {"prompt": "Once"}, bad) for bad in BAD),
         *((read_megatron, {"prompts": ["Once"]}, bad) for bad in BAD_FOR_MEGATRON),
     ],
-    ids=lambda value: str(value)[:40],
+    ids=lambda value: getattr(value, "__name__", str(value)[:40]),
 )
 def test_a_bad_field_is_named(
     read: Callable[[Any], CompletionRequest], good: dict[str, Any], bad: dict[str, Any]
