@@ -77,8 +77,9 @@ def read_pickle(
     def last(size: int) -> list[Any]:
         if len(stack) < size:
             raise IndexError("too few items on the stack")
-        marks.append(len(stack) - size)
-        return above_mark()
+        items = stack[len(stack) - size :]
+        del stack[len(stack) - size :]
+        return items
 
     def above_mark() -> list[Any]:
         start = marks.pop()

@@ -74,6 +74,9 @@ class DcpFolder(Source):
             require(where.is_file(), f"{where}: missing; {METADATA} says what lies in it")
             size, said = where.stat().st_size, max(end, held[file])
             require(said <= size, f"{where}: has {size:,} bytes, and {METADATA} tells of {said:,}")
+        with errors_named(path / METADATA):
+            for name, info in self.tensors.items():  # after the sizes, which take less time to compare
+                check_cover(name[:120], info.shape, [box for box, _ in self._parts[name]])
 
     def read_into(self, out: Tensor, name: str, offset: tuple[int, ...]) -> None:
         """Fill `out`, of any dtype and device, with the box of `name` that is at `offset` and has its shape."""
@@ -106,7 +109,7 @@ class DcpFolder(Source):
 
 def read_metadata(path: Path) -> tuple[dict[str, TensorInfo], dict[str, Parts], dict[str, Place]]:
     """What `path`, the file `.metadata`, says: tensors and their parts by name, and where the objects lie. ValueError,
-    one line, for one that is damaged, names something unknown, or whose parts do not make up a tensor."""
+    one line, for one that is damaged or names something unknown."""
     with errors_named(path):
         with open(path, "rb") as stream:
             data = stream.read(MAX_METADATA_BYTES + 1)
@@ -152,7 +155,7 @@ def _tensors_and_objects(
         require(isinstance(info.dtype, torch.dtype), f"{_text(name)[:120]} is of an unknown type")
         found = [Box(_size(box["offsets"]), _size(box["sizes"])) for box in map(Inert.attributes, said["chunks"])]
         infos[name], parts[name] = info, [(box, places[name, box.offset]) for box in found if box.numel]
-        check_cover(_text(name)[:120], info.shape, [box for box, _ in parts[name]])
+        _text(name)
     return infos, parts, objects
 
 
