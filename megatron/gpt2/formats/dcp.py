@@ -154,8 +154,7 @@ def _tensors_and_objects(
         info = TensorInfo(said["properties"].state[0], _size(said["size"]))
         require(isinstance(info.dtype, torch.dtype), f"{_text(name)[:120]} is of an unknown type")
         found = [Box(_size(box["offsets"]), _size(box["sizes"])) for box in map(Inert.attributes, said["chunks"])]
-        infos[name], parts[name] = info, [(box, places[name, box.offset]) for box in found if box.numel]
-        _text(name)
+        infos[_text(name)], parts[name] = info, [(box, places[name, box.offset]) for box in found if box.numel]
     return infos, parts, objects
 
 

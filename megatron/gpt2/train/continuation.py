@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from megatron.gpt2.config import Config, flag
+from megatron.gpt2.config.arguments import SCHEDULE
 
 # What changes the course of a run. The fields of `optimizer` that concern the loss scale alone are not among them, and
 # what decides the schedule of a run that is longer now is `train_iters`.
@@ -22,18 +23,10 @@ COURSE = (
         f"config.data.{name}"
         for name in ("seq_length", "data_order", "eod_mask_loss", "reset_position_ids", "reset_attention_mask")
     ),
+    *(f"config.{key}" for key in SCHEDULE),
     *(
         f"config.optimizer.{name}"
         for name in (
-            "lr",
-            "min_lr",
-            "lr_decay_style",
-            "lr_decay_iters",
-            "lr_decay_samples",
-            "warmup",
-            "lr_warmup_iters",
-            "lr_warmup_samples",
-            "lr_wsd_decay_iters",
             "weight_decay",
             "adam_beta1",
             "adam_beta2",
