@@ -35,7 +35,6 @@ from megatron.gpt2.dist.rendezvous import temporary_group
 NAME = "local_checkpoints"  # the file in the --save folder that names the run
 KEPT = 2  # checkpoints on each machine: the last one and the one before, while the next is written
 AT_ONCE = 64 << 20  # bytes of a message
-HOST = torch.device("cpu")
 Move = tuple[str, int, int]  # a file, the rank that sends it, and the one that receives it
 Held = dict[str, Any]  # of a checkpoint: its "digest", its "files" with their sizes, and which of them are "there"
 
@@ -82,7 +81,7 @@ class LocalCheckpoints:
         except OSError as error:
             problem = str(error)
         own = json.dumps([problem, table.decode(), facts if self._rank == 0 else {}])
-        problems, tables, facts_of = zip(*map(json.loads, gather_texts(own, HOST, self._group)), strict=True)
+        problems, tables, facts_of = zip(*map(json.loads, gather_texts(own, self._group)), strict=True)
         if self._failed(problems, folder, iteration):
             return False
         files_of = [json.loads(table.partition("\n")[2]) for table in tables]
@@ -97,7 +96,7 @@ class LocalCheckpoints:
                 write_synced(folder / MANIFEST, manifest_bytes(iteration, facts_of[0], map(summary, texts)))
         except OSError as error:
             problem = str(error)
-        if self._failed(gather_texts(problem, HOST, self._group), folder, iteration):
+        if self._failed(gather_texts(problem, self._group), folder, iteration):
             return False
         if self._is_first:
             folder.rename(final)

@@ -1,6 +1,5 @@
 """Checkpoints of a run: what is saved, where, and how a run continues from one."""
 
-import functools
 import secrets
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,7 +10,7 @@ import torch.distributed as dist
 
 import mpu
 from data_utils.files import replace_text
-from megatron.gpt2.checkpoint.folder import BEST, Gather, best_loss, find_checkpoint, lock_folder
+from megatron.gpt2.checkpoint.folder import BEST, best_loss, find_checkpoint, lock_folder
 from megatron.gpt2.checkpoint.local import NAME, LocalCheckpoints, run_name
 from megatron.gpt2.checkpoint.saver import Saver
 from megatron.gpt2.checkpoint.state import load_rng, load_state, place_name, rng_pieces, state_pieces, whole_parameters
@@ -37,7 +36,7 @@ class Checkpointing:
         self, prepared: PreparedRun, parallel: mpu.ParallelState, engine: Engine, *, lock: BinaryIO | None, log: Log
     ) -> None:
         self._prepared, self._parallel, self._engine = prepared, parallel, engine
-        self._lock, self._log, self._gather = lock, log, gather_over(prepared)
+        self._lock, self._log, self._gather = lock, log, gather_texts
         config, ranks = prepared.config.checkpoint, prepared.ranks
         attempt = self._gather(secrets.token_hex(8))[0]
         self.saver = Saver(
@@ -128,11 +127,6 @@ class Checkpointing:
             self._lock.close()
 
 
-def gather_over(prepared: PreparedRun) -> Gather:
-    """The collective with which the ranks of the run tell each other texts."""
-    return functools.partial(gather_texts, device=prepared.device)
-
-
 def lock_save_folder(prepared: PreparedRun, rank: int, log: Log) -> BinaryIO | None:
     """Take the --save folder, on rank 0, which gets what it holds the folder by. ValueError, on every rank, if
     another run has it, or keeps its best checkpoint there."""
@@ -142,7 +136,7 @@ def lock_save_folder(prepared: PreparedRun, rank: int, log: Log) -> BinaryIO | N
             lock = lock_folder(prepared.save_directory, log)
         except ValueError as error:
             problem = str(error)
-    if problem := gather_over(prepared)(problem)[0]:
+    if problem := gather_texts(problem)[0]:
         raise ValueError(problem)
     return lock
 
@@ -184,7 +178,7 @@ def load_run(prepared: PreparedRun, parallel: mpu.ParallelState, engine: Engine,
         prepared.source,
         log=log,
         rank=parallel.rank,
-        gather=gather_over(prepared),
+        gather=gather_texts,
         verify=not wanted.no_verify,
     )
     if checkpoint is None:

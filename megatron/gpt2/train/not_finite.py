@@ -59,7 +59,7 @@ def explain(run: Run) -> str:
     with contextlib.suppress(OSError):  # a full disk must not hide the reason
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(state, indent=1))
-    words = _first_of_all([json.loads(text) for text in gather_texts(json.dumps(found), run.device)], run.hosts)
+    words = _first_of_all([json.loads(text) for text in gather_texts(json.dumps(found))], run.hosts)
     run.incidents.note("not finite", words)
     return f"{words} (the state is in {folder}); " if words else ""
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron.gpt2.config import Config
-from megatron.gpt2.dist.gathering import gather_rows, gather_texts, max_over_ranks
+from megatron.gpt2.dist.gathering import gather_over_ranks, gather_rows, gather_texts
 from megatron.gpt2.dist.ranks import named
 from megatron.gpt2.hooks import Hook, StopRun
 from megatron.gpt2.train.run import Run
@@ -42,7 +42,7 @@ class ReplicaCheck(Hook):
         flat = self._optimizer.flat
         self._names = list(flat.ranges)
         self._is_split = [getattr(flat.parameters[name], "model_parallel", False) for name in self._names]
-        self._most = max_over_ranks(len(self.kinds) * len(self._names), run.device)  # hashes of a rank
+        self._most = max(gather_over_ranks(len(self.kinds) * len(self._names), run.device))  # hashes of a rank
         self._after: Tensor | None = None  # the hashes after the last update, if it was their turn
         self._iteration = run.progress.iteration  # of the last update
         self._alike_at = f"iteration {self._iteration}, the start"  # when the replicas were last known to be alike
@@ -74,7 +74,7 @@ class ReplicaCheck(Hook):
         everyone = gather_rows(row)
         has_changed = bool(everyone[:, 0].any())
         text = self._changed(before, now) if has_changed else self._differs(everyone[:, 1:])
-        if any(texts := gather_texts(text, now.device)):
+        if any(texts := gather_texts(text)):
             raise StateChanged(
                 "; ".join(filter(None, dict.fromkeys(texts))) + ": the memory of a rank has changed by "
                 "itself. The run ends before that is used or saved; the same command continues from the "

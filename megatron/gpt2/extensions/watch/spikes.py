@@ -12,7 +12,7 @@ from collections import deque
 
 from megatron.gpt2.checkpoint.writer import set_newer_aside
 from megatron.gpt2.config import Config
-from megatron.gpt2.dist.gathering import max_over_ranks
+from megatron.gpt2.dist.gathering import gather_over_ranks
 from megatron.gpt2.hooks import Hook
 from megatron.gpt2.monitor.reporting import IterationRecord
 from megatron.gpt2.train.checkpointing import load_run
@@ -77,7 +77,7 @@ class RewindOnSpike(Hook):
         self._spikes.rewinds += 1
         at, end = progress.iteration, progress.consumed_samples
         found = set_newer_aside(prepared.save_directory, self._clean, run.log.info) if run.parallel.rank == 0 else -1
-        if max_over_ranks(found, run.device) < 0:
+        if max(gather_over_ranks(found, run.device)) < 0:
             self._spikes.rewinds = MOST
             tell(
                 run,
