@@ -149,7 +149,7 @@ def bytes_of_a_step(config: Config, parallel: mpu.ParallelState) -> dict[str, fl
 
 def rows_of_page() -> list[Row]:
     """The lines of both tables."""
-    section = PAGE.read_text(encoding="utf-8").partition("\n## What is sent in a step\n")[2].partition("\n## ")[0]
+    section = PAGE.read_text(encoding="utf-8").partition("\n## Bytes sent in a step\n")[2].partition("\n## ")[0]
     lines = [line.strip("|").split("|") for line in section.splitlines() if "| `" in line]
     return [
         Row(*(cell.partition(";")[0].strip(" `") for cell in (group, rank, without, with_flag)))
