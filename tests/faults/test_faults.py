@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 
 from megatron.gpt2.checkpoint.folder import find_checkpoint
-from megatron.gpt2.dist import agent
+from megatron.gpt2.dist import run_program
 from megatron.gpt2.extensions.post_mortem.command import report
 from tests.faults.injector import inject
 from tests.megatron.gpt2.dist.started_ranks import Rank, losses
@@ -31,7 +31,7 @@ def plant(fault: str) -> None:
     """In the process of the launcher."""
     inject([f"{fault}:rank=1:step=3"])
     if fault == "stop":  # twice, until the launcher ends a process that does not answer
-        mock.patch.object(agent, "GRACE", 0.5).start()
+        mock.patch.object(run_program, "GRACE", 0.5).start()
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from data_utils.command_line import how_to_call
-from megatron.gpt2.dist.agent import LOOP
+from megatron.gpt2.dist.run_program import LOOP
 from megatron.gpt2.extensions.post_mortem.command import report
 from megatron.gpt2.monitor.incidents import read_incidents
 from tests.faults.injector import inject

@@ -16,11 +16,10 @@ from data_utils.command_line import line_buffered
 from megatron.gpt2 import device as devices
 from megatron.gpt2.config import require
 from megatron.gpt2.config.arguments import Arguments, parse
-from megatron.gpt2.dist.agent import Kept, start_ranks
 from megatron.gpt2.dist.launch import Launch, read_launch
 from megatron.gpt2.dist.ranks import Ranks
 from megatron.gpt2.dist.rendezvous import StoodBy, leave, meet, name_lost
-from megatron.gpt2.dist.run_program import ended_by, refuse, refuse_memory
+from megatron.gpt2.dist.run_program import Kept, ended_by, refuse, refuse_memory, start_ranks
 from megatron.gpt2.hooks import StopRun, first
 from megatron.gpt2.monitor.ended import FINISHED, mark_ended
 from megatron.gpt2.monitor.incidents import Incidents, is_out_of_memory, rank_name

@@ -1,12 +1,12 @@
 """Ranks that wait for one that does not come: who waits where, and where the other one is.
 
-A collective that times out, on one rank, publishes "hang" in the store. The heartbeat of every rank that lives then
-writes where its main thread is, whether that waits as well, or is somewhere else and does not know of it. One line per
-machine says what they wrote; the whole stacks go to the incidents. With gloo the collective raises. With NCCL the
+The rank whose collective times out first publishes "hang" in the store. The heartbeat of every rank that lives then
+writes where its main thread is, whether that waits as well, or is somewhere else and has not noticed anything. One line
+per machine says what they wrote; the whole stacks go to the incidents. With gloo the collective raises. With NCCL the
 kernels wait in silence, so there a training step that takes longer than the timeout counts as a hang.
 
 torch's flight recorder numbers the collectives of gloo as well, which names the rank that is behind, but no line of the
-program; here it is for NCCL, whose kernels it knows and Python does not.
+program; here it is for NCCL, whose kernels it records and Python does not see.
 """
 
 import json
@@ -26,17 +26,19 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from megatron.gpt2.dist.heartbeat import BEAT, PATIENCE, POLL, Gone, gone_words, named
-from megatron.gpt2.dist.ranks import Ranks
+from data_utils.command_line import ROOT
+from megatron.gpt2.dist.ranks import BEAT, PATIENCE, POLL, Gone, Ranks, gone_words, named
+from megatron.gpt2.dist.rendezvous import ENDS
 from megatron.gpt2.hooks import Hook
 from megatron.gpt2.monitor.incidents import FOLDER, Incidents
 
-ROOT = Path(__file__).resolve().parents[3]
-ROOMS = ("mpu", "data_utils", "megatron")
+ROOMS = ("mpu/", "data_utils/", "megatron/")
 # What a line of ours calls that waits for other ranks, or for a device that waits for them.
 WAITS = re.compile(r"\.(wait|synchronize|item|tolist)\(")
 TIMED_OUT = re.compile(r"timed? ?out", re.IGNORECASE)  # gloo: "Timed out waiting 6000ms", "Application timeout caused"
 ECHO = 0.5  # seconds after a rank's timeout within which the others' connections to it have failed
+
+Frames = Sequence[tuple[FrameType, int]]  # with the line of each, the innermost last
 
 
 class Place(NamedTuple):
@@ -47,18 +49,15 @@ class Place(NamedTuple):
     text: str
 
 
-def place_of(frames: Sequence[tuple[FrameType, int]], *, has_failed: bool = False) -> tuple[Place, list[str]]:
-    """The place, and the whole stack. frames: with the line of each, the innermost last. has_failed: a collective was
-    the innermost; autograd may hide it."""
-    stack, ours, waits = [], [], ""
+def place_of(frames: Frames, *, has_failed: bool = False) -> tuple[Place, list[str]]:
+    """Return the place, and the whole stack. has_failed: a collective was the innermost call; autograd may hide it."""
+    stack, ours, waits = list[str](), list[tuple[str, str]](), ""
     for frame, line in frames:
-        file, function = frame.f_code.co_filename, frame.f_code.co_name
-        inside = Path(file).is_relative_to(ROOT) and Path(file).relative_to(ROOT).parts[0] in ROOMS
-        name = f"{Path(file).relative_to(ROOT) if inside else file}:{line}"
-        stack.append(f"{name} ({function})")
-        if inside:
-            ours.append((name, function))
-            called = WAITS.search(linecache.getline(file, line))
+        file, function = frame.f_code.co_filename.removeprefix(f"{ROOT}/"), frame.f_code.co_name
+        stack.append(f"{file}:{line} ({function})")
+        if file.startswith(ROOMS):
+            ours.append((f"{file}:{line}", function))
+            called = WAITS.search(linecache.getline(frame.f_code.co_filename, line))
             waits = called[1] if called else ""
         elif "torch/distributed/" in file:
             if function != "wrapper" and function[0] != "_":
@@ -71,8 +70,9 @@ def place_of(frames: Sequence[tuple[FrameType, int]], *, has_failed: bool = Fals
     return Place(False, f"{ours[-1][0]} ({ours[-1][1]})" if ours else stack[-1]), stack
 
 
-def frames_of_main_thread() -> list[tuple[FrameType, int]]:
-    """Seen from another thread. On a GPU a thread of autograd, which Python has not started, may run backward for it."""
+def frames_of_main_thread() -> Frames:
+    """The main thread's frames, seen from another thread. On a GPU a thread of autograd, which Python has not started,
+    may run backward for it."""
     frames, main = sys._current_frames(), threading.main_thread().ident
     known = {thread.ident for thread in threading.enumerate()}
     found = list(traceback.walk_stack(frames[main] if main is not None else None))[::-1]
@@ -91,11 +91,14 @@ class Hang(Hook):
     def __init__(self, ranks: Ranks, timeout: timedelta, incidents: Incidents, *, watches_steps: bool) -> None:
         assert ranks.meeting is not None
         self._ranks, self._seconds, self._incidents = ranks, timeout.total_seconds(), incidents
-        self._hosts, self._heartbeat = ranks.meeting.hosts, ranks.meeting.heartbeat
-        self._watches_steps = watches_steps
-        self._since: float | None = None  # when the step began
+        self._hosts, self._heartbeat, self._store = (
+            ranks.meeting.hosts,
+            ranks.meeting.heartbeat,
+            ranks.meeting.heartbeat.store,
+        )
+        self._watches_steps, self._since = watches_steps, float("inf")  # when the step began
         self._has_written, self._main_leaves = threading.Lock(), False
-        self._heartbeat.at_each_beat.append(self._look)
+        self._heartbeat.at_each_beat = self._look
 
     def before_step(self, run: Any) -> None:
         """A training step begins."""
@@ -103,88 +106,87 @@ class Hang(Hook):
 
     def after_step(self, run: Any) -> None:
         """It is done. What comes between two steps may take as long as it likes."""
-        self._since = None
+        self._since = float("inf")
 
     def explains(self, run: Any, error: BaseException) -> bool:
         """After a collective has failed with `error`, in the main thread: whether ranks waited for one that did not
         come. If so one rank of each machine has printed which, and this process has left the meeting."""
-        store = self._heartbeat.store
         if self._heartbeat.is_stopped or not self._heartbeat.is_answered(PATIENCE):
             return False  # a store beyond a cut cable would keep this thread for --init-timeout seconds
         self._main_leaves = True
         frames = list(traceback.walk_tb(error.__traceback__))
         try:
             if TIMED_OUT.search(str(error)):
-                self._write(store, frames, has_failed=True)
-                store.compare_set("hang", "", f"{self._ranks.rank}")
+                self._write(frames, has_failed=True)
+                self._publish()
             end = time.monotonic() + ECHO
-            while not store.check(["hang"]):
+            while not self._store.check(["hang"]):
                 if time.monotonic() > end:
                     return False
                 time.sleep(POLL)
-            self._write(store, frames, has_failed=True)
-            gone = self._report(store)
+            self._write(frames, has_failed=True)
+            gone = self._report()
         except dist.DistError:  # nobody serves the store any more
             return False
-        self._ranks.leave(gone)
+        self._ranks.leave(len(gone))
         return True
+
+    def _publish(self) -> None:
+        self._store.compare_set("hang", "", f"{self._ranks.rank}")
 
     def _look(self, store: Store) -> None:
         """In the heartbeat's thread."""
-        if self._watches_steps and self._since is not None and time.monotonic() - self._since > self._seconds:
-            store.compare_set("hang", "", f"{self._ranks.rank}")
-        if store.check(["hang"]) and self._write(store, frames_of_main_thread()):
-            threading.Thread(target=self._end, args=(store,), name="hang", daemon=True).start()
+        if self._watches_steps and time.monotonic() - self._since > self._seconds:
+            self._publish()
+        if store.check(["hang"]) and self._write(frames_of_main_thread()):
+            threading.Thread(target=self._end, name="hang", daemon=True).start()
 
-    def _write(self, store: Store, frames: Sequence[tuple[FrameType, int]], *, has_failed: bool = False) -> bool:
-        """Tell the others where this rank is; once, whoever knows it first. Returns whether this call did."""
+    def _write(self, frames: Frames, *, has_failed: bool = False) -> bool:
+        """Tell the others where this rank is, once, from the thread that notices first. Returns whether this call
+        did."""
         if not self._has_written.acquire(blocking=False):
             return False
         place, stack = place_of(frames, has_failed=has_failed)
-        store.set(f"place/{self._ranks.rank}", json.dumps(place))
+        self._store.set(f"place/{self._ranks.rank}", json.dumps(place))
         self._incidents.note("hang", f"{'waits in' if place.waits else 'is at'} {place.text}", stack=stack)
         return True
 
-    def _end(self, store: Store) -> None:
-        """Beside a main thread that hangs, or waits without an end."""
-        self._report(store)
+    def _end(self) -> None:
+        """End the process, whose main thread hangs or waits without an end."""
+        self._report()
         time.sleep(PATIENCE)
         if not self._main_leaves:  # else it may still have a checkpoint to finish
             os._exit(1)
 
-    def _report(self, store: Store) -> int:
-        """Print, unless another rank of this machine does, what the ranks have written. Returns how many are gone."""
-        rank, host = self._ranks.rank, self._hosts[self._ranks.rank]
-        places, gone = self._collect(store)
-        if store.add(f"told/{host}", 1) == 1:
-            first = int(store.get("hang"))
-            line = (
-                f"{words(places, gone, self._hosts, first, self._seconds)}: the run ends here; the same command "
-                "continues from the last checkpoint"
-            )
+    def _report(self) -> Gone:
+        """Print what the ranks have written, unless another rank of this machine does. Returns the ranks that are
+        gone."""
+        places, gone = self._collect()
+        host = self._hosts[self._ranks.rank]
+        if self._store.add(f"told/{host}", 1) == 1:
+            line = f"{words(places, gone, self._hosts, int(self._store.get('hang')), self._seconds)}: {ENDS}"
             print(f"error ({host}): {line}", file=sys.stderr, flush=True)
-            self._incidents.note(
-                "hang", line, ranks=[*gone, *(r for r, place in places.items() if not place.waits)], found_by=rank
-            )
-        return len(gone)
+            late = [*gone, *(rank for rank, place in places.items() if not place.waits)]
+            self._incidents.note("hang", line, ranks=late, found_by=self._ranks.rank)
+        return gone
 
-    def _collect(self, store: Store) -> tuple[dict[int, Place], Gone]:
+    def _collect(self) -> tuple[dict[int, Place], Gone]:
         """The places of the ranks that live, and the others with the seconds since their last sign of life."""
-        heartbeat, places = self._heartbeat, dict[int, Place]()
-        with heartbeat.watching_all():
-            end = time.monotonic() + PATIENCE + 2 * BEAT
-            while True:
-                for rank in self._hosts.keys() - places.keys():
-                    if store.check([key := f"place/{rank}"]):
-                        places[rank] = Place(*json.loads(store.get(key)))
-                missing = self._hosts.keys() - places.keys()
-                if missing <= set(heartbeat.silent(PATIENCE)) or time.monotonic() > end:
-                    return places, heartbeat.gone(sorted(missing))
-                time.sleep(POLL)
+        places = dict[int, Place]()
+        self._heartbeat.watches_all = True
+        end = time.monotonic() + PATIENCE + 2 * BEAT
+        while True:
+            for rank in self._hosts.keys() - places.keys():
+                if self._store.check([key := f"place/{rank}"]):
+                    places[rank] = Place(*json.loads(self._store.get(key)))
+            missing, silent = sorted(self._hosts.keys() - places.keys()), self._heartbeat.gone(PATIENCE)
+            if all(rank in silent for rank in missing) or time.monotonic() > end:
+                return places, {rank: silent.get(rank, 0.0) for rank in missing}
+            time.sleep(POLL)
 
 
 def words(places: Mapping[int, Place], gone: Gone, hosts: Mapping[int, str], first: int, seconds: float) -> str:
-    """Who waits where, for whom. first: the rank whose collective timed out first, after so many seconds."""
+    """Say who waits where, for whom. first: the rank whose collective timed out first, after so many seconds."""
     waiting: dict[str, list[int]] = {}
     for rank, place in sorted(places.items(), key=lambda item: (item[0] != first, item[0])):
         if place.waits:
@@ -202,15 +204,15 @@ def words(places: Mapping[int, Place], gone: Gone, hosts: Mapping[int, str], fir
         wait = f"{named(ranks, hosts)} wait{'s' * (len(ranks) == 1)}"
         missing += f", where {wait}" if at == where else f", {wait} in {at}"
     facts = [gone_words(gone, hosts)] if gone else []
-    if gone and not elsewhere:  # begins as where no collective has timed out
+    if gone and not elsewhere:  # begins as if no collective had timed out
         return f"{facts[0]} and {missing}"
     facts += [f"{named([rank], {})} is at {places[rank].text}" for rank in elsewhere]
     return f"{named(late, hosts)} {missing}: {', '.join(facts)}"
 
 
 def set_flight_recorder(save_directory: str | Path, environ: MutableMapping[str, str] = os.environ) -> None:
-    """Before a process group of NCCL is made: torch's flight recorder keeps the last collectives of each rank and
-    writes them beside the incidents when one times out, unless the user has set it. `torchfrtrace` reads the files."""
+    """Before a process group of NCCL is made, let torch's flight recorder keep the last collectives of each rank and
+    write them next to the incidents when one times out, unless the user has set it. `torchfrtrace` reads the files."""
     folder = Path(save_directory).resolve() / FOLDER
     folder.mkdir(parents=True, exist_ok=True)
     environ.setdefault("TORCH_FR_BUFFER_SIZE", environ.get("TORCH_NCCL_TRACE_BUFFER_SIZE", "2000"))

@@ -5,10 +5,11 @@
     MPI        OMPI_COMM_WORLD_RANK …, or PMI_RANK …
     Slurm      SLURM_PROCID … inside a step of srun
 
-torch reads torchrun's variables only. A plain `python` runs alone, also inside an allocation. Nothing here touches the
-network: see rendezvous.py.
+torch reads torchrun's variables only. A plain `python` runs as a single rank, also inside an allocation. Nothing here
+touches the network: see rendezvous.py.
 """
 
+import itertools
 import os
 import re
 import socket
@@ -23,6 +24,8 @@ from megatron.gpt2.config import LaunchConfig, require
 from megatron.gpt2.config.flags import launch_flags
 from megatron.gpt2.dist.ranks import Ranks
 
+Environment = Mapping[str, str]
+
 # Steps that Slurm makes by itself (interactive, batch, extern …) count down from here; `srun` counts up from 0.
 FIRST_SPECIAL_STEP = 0xFFFFFFF0
 DEFAULT_PORT = "29500"  # torchrun's
@@ -32,10 +35,10 @@ VARIABLES = (
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 )
-# What names a job to all of its ranks, where Slurm does not.
-JOBS = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_JOBID", "PBS_JOBID", "LSB_JOBID")
-# What names an allocation, and what starts ranks in it.
-ALLOCATIONS = (("SLURM_JOB_ID", "srun"), ("PBS_JOBID", "mpirun"), ("LSB_JOBID", "mpirun"))
+# Variables that name a job to all of its ranks.
+JOBS = ("SLURM_JOB_ID", "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_JOBID", "PBS_JOBID", "LSB_JOBID")
+# Variables that name an allocation, and the program that starts ranks in it.
+ALLOCATIONS = {"SLURM_JOB_ID": "srun", "PBS_JOBID": "mpirun", "LSB_JOBID": "mpirun"}
 
 
 @dataclass(frozen=True)
@@ -44,11 +47,11 @@ class Launch:
 
     rank: int = 0
     world_size: int = 1
-    local: tuple[int, int] | None = None  # rank on this machine, ranks on it; None where it shows when they meet
+    local: tuple[int, int] | None = None  # rank on this machine, ranks on it; None if only the meeting shows it
     where: str = ""  # the meeting place, as --init-method spells it
     served: bool = False  # by the launcher, and not by rank 0
     host: str = ""  # this machine's name
-    hosts: tuple[str, ...] = ()  # of each rank, where the launcher gives them
+    hosts: tuple[str, ...] = ()  # of each rank, if the launcher gives them
     timeout: float = LaunchConfig.init_timeout
     starts: int = 0  # ranks that this process is to start, from `rank` on
     max_restarts: int = 0  # how often it starts them again
@@ -57,20 +60,22 @@ class Launch:
     notice: str = ""  # a line for the user
 
     def __post_init__(self) -> None:
-        self.ranks()  # raises where the numbers cannot be
+        self.ranks()  # raises ValueError if the numbers contradict each other
 
     def ranks(self) -> Ranks:
-        """This process among the ranks, as far as it is known: without `local` it counts as alone on its machine."""
+        """This process among the ranks, as far as it is known: without `local` it counts as the only one on its
+        machine."""
         return Ranks(self.rank, self.world_size, *(self.local or (0, 1)))
 
 
-def read_launch(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> tuple[Launch, list[str]]:
-    """The launch of this process, and the words of its command line that are not about it. ValueError for bad flags."""
+def read_launch(argv: Sequence[str], environ: Environment = os.environ) -> tuple[Launch, list[str]]:
+    """Return the launch of this process, and the words of its command line that are not about it. ValueError for bad
+    flags."""
     flags, words = launch_flags(argv)
-    by_hand = flags.rank is not None and flags.world_size is not None
-    said = (
-        Launch(flags.rank or 0, flags.world_size or 1) if by_hand else _from_variables(environ) or _from_slurm(environ)
-    )
+    if flags.rank is not None and flags.world_size is not None:
+        said: Launch | None = Launch(flags.rank, flags.world_size)
+    else:
+        said = _from_variables(environ) or _from_slurm(environ)
     started = _started_here(flags, environ)
     require(
         not (started and said and said.world_size > 1),
@@ -78,17 +83,23 @@ def read_launch(argv: Sequence[str], environ: Mapping[str, str] = os.environ) ->
         f"process as one of {said.world_size if said else 0} already: leave out the one or the other",
     )
     found = started or said or Launch()
-    found = replace(found, where=flags.init_method or found.where)
+    found = replace(
+        found,
+        where=flags.init_method or found.where,
+        host=environ.get("SLURMD_NODENAME") or socket.gethostname(),
+        timeout=flags.init_timeout,
+        elastic=flags.elastic,
+        attempt=attempt(environ),
+    )
     if found.world_size > max(found.starts, 1):  # others are elsewhere
         _check_place(found)
     elif found.world_size == 1 and said is None:
         require(flags.init_method is None, "--init-method needs --rank and --world-size, or a launcher that knows them")
         found = replace(found, notice=_notice(environ))
-    host = environ.get("SLURMD_NODENAME") or socket.gethostname()
-    return replace(found, host=host, timeout=flags.init_timeout, elastic=flags.elastic, attempt=attempt(environ)), words
+    return found, words
 
 
-def _started_here(flags: LaunchConfig, environ: Mapping[str, str]) -> Launch | None:
+def _started_here(flags: LaunchConfig, environ: Environment) -> Launch | None:
     """With --nproc-per-node, the first rank of this machine; a single rank of a machine is this process itself."""
     if flags.nproc_per_node is None:
         return None
@@ -106,65 +117,60 @@ def _started_here(flags: LaunchConfig, environ: Mapping[str, str]) -> Launch | N
     )
 
 
-def _from_variables(environ: Mapping[str, str]) -> Launch | None:
-    """torchrun's and MPI's. MPI does not say where the ranks meet, but where all are on this machine, or Slurm does."""
-    for rank, size, local_rank, local_size in VARIABLES:
-        if rank in environ and size in environ:
-            world, local, host, port = _number(environ, size), None, "", ""
-            if local_rank in environ and local_size in environ:
-                local = _number(environ, local_rank), _number(environ, local_size)
-            if rank != "RANK":
-                is_here = local is not None and local[1] == world
-                host, port = "localhost" if is_here else next(iter(_slurm_hosts(environ)), ""), _job_port(environ)
-            served = rank == "RANK" and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-            return Launch(_number(environ, rank), world, local, _place(environ, host, port), served)
+def _from_variables(environ: Environment) -> Launch | None:
+    """torchrun's variables, or MPI's. MPI does not say where the ranks meet: on this machine if all are there, else on
+    the first one that Slurm lists."""
+    for names in VARIABLES:
+        if names[0] in environ and names[1] in environ:
+            rank, world, *local = (_number(environ, name) for name in names if name in environ)
+            served, host, port = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True", "", ""
+            if names[0] != "RANK":
+                host = "localhost" if local[1:] == [world] else next(iter(_slurm_hosts(environ)), "")
+                served, port = False, _job_port(environ)
+            place = _place(environ, host, port)
+            return Launch(rank, world, (local[0], local[1]) if len(local) == 2 else None, place, served)
     return None
 
 
-def _from_slurm(environ: Mapping[str, str]) -> Launch | None:
+def _from_slurm(environ: Environment) -> Launch | None:
     if not in_slurm_step(environ):
         return None
-    hosts, counts = _slurm_hosts(environ), _slurm_counts(environ)
-    names = [name for name in ("SLURM_NTASKS", "SLURM_STEP_NUM_TASKS", "SLURM_NPROCS") if name in environ]
-    world = _number(environ, names[0]) if names else sum(counts)
+    hosts, node = _slurm_hosts(environ), int(environ.get("SLURM_NODEID", 0))
+    tasks = re.findall(r"(\d+)(?:\(x(\d+)\))?", environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    counts = [int(count) for count, times in tasks for _ in range(int(times or 1))]  # "4(x2),3": of nodes with 4, 4, 3
     require(
-        world > 0,
+        bool(counts) or "SLURM_NTASKS" in environ,
         "srun started this process, but neither SLURM_NTASKS nor SLURM_STEP_TASKS_PER_NODE gives the number of tasks",
     )
-    node = int(environ.get("SLURM_NODEID", 0))
-    known = sum(counts) == world and node < len(counts)
-    here = counts[node] if known else -(-world // max(1, len(hosts)))
-    of_ranks = [host for host, count in zip(hosts, counts, strict=False) for _ in range(count)]
     return Launch(
         _number(environ, "SLURM_PROCID"),
-        world,
-        (_number(environ, "SLURM_LOCALID"), here),
+        sum(counts) or _number(environ, "SLURM_NTASKS"),
+        (_number(environ, "SLURM_LOCALID"), counts[node]) if node < len(counts) else None,
         _place(environ, next(iter(hosts), ""), _job_port(environ)),
-        hosts=tuple(of_ranks) if len(of_ranks) == world else (),
+        hosts=tuple(host for host, count in zip(hosts, counts, strict=False) for _ in range(count)),
     )
 
 
-def attempt(environ: Mapping[str, str] = os.environ) -> int:
-    """How often the launcher has started the ranks again: torchrun, or --max-restarts, which says it alike."""
-    count = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return int(count) if count.isdecimal() else 0
+def attempt(environ: Environment = os.environ) -> int:
+    """How often the launcher has started the ranks again: torchrun, or --max-restarts, which sets the same variable."""
+    return int(environ.get("TORCHELASTIC_RESTART_COUNT", 0))
 
 
-def in_slurm_step(environ: Mapping[str, str]) -> bool:
+def in_slurm_step(environ: Environment) -> bool:
     """Whether srun started this process as one of its tasks.
 
     In a batch script or a shell inside an allocation the same variables describe the whole allocation, and a plain
-    `python` there must run alone: slurmd's name is in that environment, but no step of srun's.
+    `python` there must run as a single rank: slurmd's name is in that environment, but no step of srun's.
     """
-    if not all(name in environ for name in ("SLURM_PROCID", "SLURM_LOCALID")):
+    if "SLURM_PROCID" not in environ or "SLURM_LOCALID" not in environ:
         return False
     if "SLURM_STEP_ID" in environ:
         return _number(environ, "SLURM_STEP_ID") < FIRST_SPECIAL_STEP
     return "SLURMD_NODENAME" not in environ
 
 
-def _notice(environ: Mapping[str, str]) -> str:
-    for name, starter in ALLOCATIONS:
+def _notice(environ: Environment) -> str:
+    for name, starter in ALLOCATIONS.items():
         if name in environ:
             return (
                 f"notice: this process runs alone: it is inside the allocation {name}={environ[name]}, but not "
@@ -173,13 +179,13 @@ def _notice(environ: Mapping[str, str]) -> str:
     return ""
 
 
-def _number(environ: Mapping[str, str], name: str) -> int:
+def _number(environ: Environment, name: str) -> int:
     require(environ[name].isdecimal(), f"{name}={environ[name]} in the environment is not a number")
     return int(environ[name])
 
 
-def _place(environ: Mapping[str, str], host: str, port: str) -> str:
-    """tcp://HOST:PORT, of MASTER_ADDR and MASTER_PORT where they are set; empty where either is unknown."""
+def _place(environ: Environment, host: str, port: str) -> str:
+    """tcp://HOST:PORT, of MASTER_ADDR and MASTER_PORT if they are set; empty if either is unknown."""
     host, port = environ.get("MASTER_ADDR", host), environ.get("MASTER_PORT", port)
     return f"tcp://{host_port(host, port)}" if host and port else ""
 
@@ -200,7 +206,7 @@ def _check_place(launch: Launch) -> None:
     try:
         place = urlsplit(launch.where)
         is_tcp = place.scheme == "tcp" and place.hostname and place.port
-    except ValueError:  # a port that is none, or half a bracket
+    except ValueError:  # a port that is not a number, or half a bracket
         is_tcp = False
     require(
         bool(is_tcp) or launch.where.startswith("file:///"),
@@ -209,47 +215,34 @@ def _check_place(launch: Launch) -> None:
     )
 
 
-def _job_port(environ: Mapping[str, str]) -> str:
-    """A port below the ephemeral ones, which all ranks of a job derive alike: jobs that share a node get different
-    ports.
-    """
+def _job_port(environ: Environment) -> str:
+    """A port below the ephemeral ones, the same on all ranks of a job: jobs that share a node get different ports."""
     job = next((environ[name] for name in JOBS if name in environ), None)
-    if "SLURM_JOB_ID" in environ and environ["SLURM_JOB_ID"].isdecimal():
-        number = int(environ["SLURM_JOB_ID"]) + 97 * int(environ.get("SLURM_STEP_ID", 0))
-    elif job is not None:
-        number = zlib.crc32(job.encode())
-    else:
+    if job is None:
         return DEFAULT_PORT
-    return str(15000 + number % 14000)
+    return str(15000 + zlib.crc32(f"{job}.{environ.get('SLURM_STEP_ID', 0)}".encode()) % 14000)
 
 
-def _slurm_counts(environ: Mapping[str, str]) -> list[int]:
-    """Tasks of each node, from a list such as "4(x2),3": two nodes of 4 and one of 3."""
-    text = environ.get("SLURM_STEP_TASKS_PER_NODE", environ.get("SLURM_TASKS_PER_NODE", ""))
-    return [int(count) for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text) for _ in range(int(times or 1))]
-
-
-def _slurm_hosts(environ: Mapping[str, str]) -> list[str]:
+def _slurm_hosts(environ: Environment) -> list[str]:
     names = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
     return expand_hosts(next((environ[name] for name in names if environ.get(name)), ""))
 
 
 def expand_hosts(text: str) -> list[str]:
-    """The hosts of Slurm's short form: "rack[1-2]n[01-02],login" is rack1n01, rack1n02, rack2n01, rack2n02, login.
+    """Expand Slurm's short form: "rack[1-2]n[01-02],login" is rack1n01, rack1n02, rack2n01, rack2n02, login.
 
     Slurm's own tool for this, scontrol, is not always there.
     """
     hosts: list[str] = []
     for item in re.findall(r"(?:\[[^\]]*\]|[^,\[])+", text):  # split at the commas outside brackets
-        made = [""]
-        for bracket, plain in re.findall(r"\[([^\]]*)\]|([^\[\]]+)", item):
-            parts = [part for piece in bracket.split(",") for part in _expand_range(piece)] if bracket else [plain]
-            made = [host + part for host in made for part in parts]
-        hosts += made
+        parts = [_expand_ranges(part) if part[0] == "[" else [part] for part in re.findall(r"\[[^\]]*\]|[^\[]+", item)]
+        hosts += map("".join, itertools.product(*parts))
     return hosts
 
 
-def _expand_range(text: str) -> list[str]:
-    """002-004 -> 002, 003, 004."""
-    first, _, last = text.partition("-")
-    return [str(number).zfill(len(first)) for number in range(int(first), int(last or first) + 1)]
+def _expand_ranges(text: str) -> list[str]:
+    """[002-004,7] -> 002, 003, 004, 7."""
+    numbers: list[str] = []
+    for first, last in re.findall(r"(\d+)(?:-(\d+))?", text):
+        numbers += [str(number).zfill(len(first)) for number in range(int(first), int(last or first) + 1)]
+    return numbers

@@ -12,13 +12,16 @@ lines of C++ frames, and with the file of a run that was killed one rank fails a
 """
 
 import contextlib
+import fcntl
+import ipaddress
 import json
 import os
 import socket
+import struct
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -28,14 +31,24 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, ProcessGroup, Store, TCPStore  # type: ignore[attr-defined]
 
 from data_utils.files import replace_text
-from megatron.gpt2.dist.heartbeat import BEAT, PATIENCE, POLL, Heartbeat, gone_words, named
-from megatron.gpt2.dist.interfaces import address_towards, set_gloo_interface
 from megatron.gpt2.dist.launch import Launch, host_port
-from megatron.gpt2.dist.ranks import Meeting, MissingRanks, Ranks, wait_for_others
+from megatron.gpt2.dist.ranks import (
+    BEAT,
+    PATIENCE,
+    POLL,
+    Heartbeat,
+    Meeting,
+    MissingRanks,
+    Ranks,
+    gone_words,
+    named,
+    wait_for_others,
+)
 
 ENDS = "the run ends here; the same command continues from the last checkpoint"
 MET = "all have come"
 LOST = 25.0  # seconds without a sign of life after which a run ends whose collectives would not notice
+SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
 
 Usable = Callable[[int], int]  # of so many ranks, how many a run can use
 
@@ -50,19 +63,18 @@ class StoodBy(Exception):
 
 @contextlib.contextmanager
 def open_store(launch: Launch, *, serves: bool) -> Iterator[tuple[TCPStore, TCPStore | None]]:
-    """The store of all ranks at `launch.where`, and its server if this process `serves` it. For file:///PATH the server
-    writes its address into the file, which is there as long as the context.
+    """Connect to the store of all ranks at `launch.where`; gives it, and its server if this process `serves` it.
 
-    Raises MissingRanks if the server does not answer within `launch.timeout`, and ValueError if the place cannot be
-    right.
+    For file:///PATH the server writes its address into the file, which is there as long as the context. Raises
+    MissingRanks if the server does not answer within `launch.timeout`, and ValueError if the place cannot be right.
     """
     place, end = urlsplit(launch.where), time.monotonic() + launch.timeout
     path = Path(launch.where.removeprefix("file://")) if place.scheme == "file" else None
-    at, server = (place.hostname or launch.host, place.port or 0), None
-    if serves:
-        server = serve(*at)
-        at = "localhost" if path else at[0], server.port
+    at = place.hostname or launch.host, place.port or 0
+    server = serve(*at) if serves else None
     try:
+        if server:
+            at = "localhost" if path else at[0], server.port
         if server and path:
             replace_text(path, f"{launch.host} {server.port}\n")
         while True:  # Python's sockets say why they fail, and once
@@ -72,9 +84,19 @@ def open_store(launch: Launch, *, serves: bool) -> Iterator[tuple[TCPStore, TCPS
                     at = "localhost" if host == launch.host else host, int(port)
                 socket.create_connection(at, timeout=max(POLL, end - time.monotonic())).close()
                 break
-            except (OSError, ValueError) as error:
-                if time.monotonic() > end:
-                    raise _unanswered(error, at, path, launch, serves=serves) from error
+            except FileNotFoundError:
+                silence = f"it has not made the file {path}, as seen from {launch.host}"
+            except OSError as error:
+                silence = f"nothing answers at {host_port(*at)}, as seen from {launch.host} ({error.strerror or error})"
+            except ValueError:
+                silence = f"the file {path} holds no address"
+            if time.monotonic() > end and server:
+                raise ValueError(
+                    f"rank 0 listens on port {at[1]} of {launch.host}, but {silence}: MASTER_ADDR or --init-method has "
+                    "to name the machine of rank 0"
+                )
+            if time.monotonic() > end:
+                raise MissingRanks(f"rank 0 did not come within {launch.timeout:g} s (--init-timeout): {silence}")
             time.sleep(POLL)
         yield connected(at, launch.timeout), server
     finally:
@@ -82,27 +104,9 @@ def open_store(launch: Launch, *, serves: bool) -> Iterator[tuple[TCPStore, TCPS
             path.unlink(missing_ok=True)
 
 
-def _unanswered(
-    error: Exception, at: tuple[str, int], path: Path | None, launch: Launch, *, serves: bool
-) -> ValueError:
-    seen = f"as seen from {launch.host}"
-    if isinstance(error, FileNotFoundError):
-        silence = f"it has not made the file {path}, {seen}"
-    elif isinstance(error, OSError):
-        silence = f"nothing answers at {host_port(*at)}, {seen} ({error.strerror or error})"
-        if serves:
-            return ValueError(
-                f"rank 0 listens on port {at[1]} of {launch.host}, but {silence}: MASTER_ADDR or "
-                "--init-method has to name the machine of rank 0"
-            )
-    else:
-        silence = f"the file {path} holds no address"
-    return MissingRanks(f"rank 0 did not come within {launch.timeout:g} s (--init-timeout): {silence}")
-
-
 def serve(host: str, port: int) -> TCPStore:
-    """The server of a store on `port` (0: any that is free), over IPv6 and IPv4 if `host` has an IPv6 address.
-    ValueError if the port is taken.
+    """Serve a store on `port` (0: any that is free), over IPv6 and IPv4 if `host` has an IPv6 address. ValueError if
+    the port is taken.
 
     torch's own server always listens over both and looks up the name of each client, and one that comes over IPv4 to a
     socket of both is not in /etc/hosts: with a slow DNS server four ranks met in 5.6 s instead of 0.5.
@@ -124,12 +128,12 @@ def serve(host: str, port: int) -> TCPStore:
 
 
 def connected(at: tuple[str, int], timeout: float) -> TCPStore:
-    """A connection of its own to the store at this host and port; its operations wait for `timeout` seconds at most."""
+    """A new connection to the store at this host and port; its operations wait for `timeout` seconds at most."""
     return TCPStore(*at, None, False, timeout=timedelta(seconds=timeout), wait_for_workers=False)
 
 
 def meet(launch: Launch, usable: Usable | None = None) -> Ranks:
-    """Wait until all ranks are there; returns this process's place among them, with the meeting that they share.
+    """Wait until all ranks are there. Returns this process's place among them, with the meeting that they share.
 
     Raises MissingRanks if some ranks do not come within `launch.timeout` seconds, and ValueError if they cannot meet at
     all. A world of one has nobody to meet. usable: with --elastic; StoodBy if this rank took no part in the run, which
@@ -179,10 +183,8 @@ def _come(store: Store, launch: Launch, who: str, *, serves: bool) -> None:
         problem = f"rank {rank} was started twice, the second time on {launch.host}"
     else:
         store.set(f"who/{rank}", who)
-        if store.add("come", 1) == world:
-            store.compare_set("verdict", "", MET)
-    if problem:
-        store.compare_set("verdict", "", problem)
+    if problem or store.add("come", 1) == world:
+        store.compare_set("verdict", "", problem or MET)
     while not store.check(["verdict"]):
         if time.monotonic() > end:
             came = {other: f"who/{other}" for other in range(world) if store.check([f"who/{other}"])}
@@ -196,18 +198,20 @@ def _come(store: Store, launch: Launch, who: str, *, serves: bool) -> None:
 
 
 def missing(hosts: Mapping[int, str], world_size: int, launch: Launch) -> str:
-    """Who did not come, in words. hosts: of the ranks that came."""
+    """Say who did not come. hosts: of the ranks that came."""
     gone = [rank for rank in range(world_size) if rank not in hosts]
+    listed = dict(enumerate(launch.hosts))
     # Slurm's list goes by blocks of ranks, unless it was told otherwise.
-    fits = launch.hosts and all(launch.hosts[rank] == host for rank, host in hosts.items())
+    fits = all(listed.get(rank) == host for rank, host in hosts.items())
     return (
-        f"{named(gone, dict(enumerate(launch.hosts)) if fits else {})} of {world_size} did not come within "
-        f"{launch.timeout:g} s (--init-timeout); {named(hosts, hosts)} did"
+        f"{named(gone, listed if fits else {})} of {world_size} did not come within {launch.timeout:g} s "
+        f"(--init-timeout); {named(hosts, hosts)} did"
     )
 
 
 def stand_by(store: Store, launch: Launch) -> int:
-    """Wait, however long, until the run of the others ends; the exit code of this process. A signal ends it at once."""
+    """Wait, however long, until the run of the others ends. Returns the exit code of this process; a signal ends it at
+    once."""
     print(
         f"notice: rank {launch.rank} ({launch.host}) stands by: the run goes on without it (--elastic)",
         file=sys.stderr,
@@ -224,6 +228,49 @@ def stand_by(store: Store, launch: Launch) -> int:
         return 1
 
 
+def set_gloo_interface(own: str, elsewhere: Sequence[str], environ: MutableMapping[str, str] = os.environ) -> None:
+    """Set GLOO_SOCKET_IFNAME to the network interface that leads to the other ranks, unless the user has set it.
+
+    torch does not look: gloo takes the address that the host's own name resolves to, which on many systems is a
+    loopback address that no other machine can reach. NCCL looks for itself.
+
+    own: this machine's address towards rank 0. elsewhere: the addresses of the ranks on other machines; empty if all
+    ranks are on this one.
+    """
+    if elsewhere and own and ipaddress.ip_address(own).is_loopback:  # rank 0's own machine, by a name that loops back
+        own = next(filter(None, map(address_towards, elsewhere)), "")
+    interfaces = [name for _, name in socket.if_nameindex()]
+    if elsewhere:
+        name = next((name for name in interfaces if own and own in addresses_of(name)), "")
+    else:  # the loopback: looking the host name up fails or warns in many a container
+        name = next((name for name in interfaces if name in ("lo", "lo0")), "")
+    if name:
+        environ.setdefault("GLOO_SOCKET_IFNAME", name)
+
+
+def address_towards(host: str) -> str:
+    """This machine's address on its way to `host`, "" if there is no way. Nothing is sent."""
+    with contextlib.suppress(OSError):
+        for family, kind, _, _, address in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
+            with contextlib.suppress(OSError), socket.socket(family, kind) as probe:
+                probe.connect(address)
+                return str(probe.getsockname()[0])
+    return ""
+
+
+def addresses_of(interface: str) -> list[str]:
+    """The IPv4 and IPv6 addresses of a network interface, as far as Linux tells them."""
+    found = []
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        answer = fcntl.ioctl(any_socket.fileno(), SIOCGIFADDR, struct.pack("256s", interface.encode()))
+        found.append(socket.inet_ntoa(answer[20:24]))
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/net/if_inet6").read_text().splitlines():
+            digits, *_, name = line.split()  # address, number, length of the prefix, scope, flags, name
+            found += [str(ipaddress.IPv6Address(int(digits, 16)))] if name == interface else []
+    return found
+
+
 def initialize_distributed(ranks: Ranks, backend: str, device: torch.device, timeout_minutes: float) -> None:
     """Make torch's process group; a world of one has none.
 
@@ -236,10 +283,10 @@ def initialize_distributed(ranks: Ranks, backend: str, device: torch.device, tim
     meeting = ranks.meeting
     kind = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} threads"
     devices = meeting.gather("device", ranks.rank, f"{device}\t{kind}")
-    together = [rank for rank, host in meeting.hosts.items() if host == meeting.hosts[ranks.rank]]
     if ranks.local_rank == 0:
-        line = node_line(meeting.hosts[ranks.rank], together, ranks.world_size, [devices[rank] for rank in together])
-        print(line, flush=True, file=sys.stderr)
+        host = meeting.hosts[ranks.rank]
+        of_ranks = {rank: devices[rank] for rank in meeting.hosts if meeting.hosts[rank] == host}
+        print(node_line(host, of_ranks, ranks.world_size), flush=True, file=sys.stderr)
     timeout = timedelta(minutes=timeout_minutes)
     meeting.store.set_timeout(timeout)
     dist.init_process_group(
@@ -254,13 +301,12 @@ def initialize_distributed(ranks: Ranks, backend: str, device: torch.device, tim
         threading.Thread(target=end_with_lost_rank, args=(ranks,), name="lost ranks", daemon=True).start()
 
 
-def node_line(host: str, ranks: Sequence[int], world_size: int, devices: Sequence[str]) -> str:
-    """The line of a machine: "node004: ranks 2-3 of 4 on cuda:0, cuda:1 (NVIDIA H100)". devices: of each rank, with its
-    kind behind a tab."""
-    places, kinds = (
-        ", ".join(dict.fromkeys(part)) for part in zip(*(text.split("\t") for text in devices), strict=True)
-    )
-    return f"{host}: {named(ranks, {})} of {world_size} on {places} ({kinds})"
+def node_line(host: str, devices: Mapping[int, str], world_size: int) -> str:
+    """Return the line of a machine: "node004: ranks 2-3 of 4 on cuda:0, cuda:1 (NVIDIA H100)". devices: of each of its
+    ranks, with the kind behind a tab."""
+    pairs = [text.split("\t") for text in devices.values()]
+    places, kinds = (", ".join(dict.fromkeys(part)) for part in zip(*pairs, strict=True))
+    return f"{host}: {named(devices, {})} of {world_size} on {places} ({kinds})"
 
 
 def end_with_lost_rank(ranks: Ranks) -> None:
@@ -273,8 +319,8 @@ def end_with_lost_rank(ranks: Ranks) -> None:
     heartbeat = ranks.meeting.heartbeat
     while not heartbeat.is_stopped:
         time.sleep(BEAT)
-        lost = [rank for rank in heartbeat.silent(LOST) if not heartbeat.has_left(rank)]
-        if lost or heartbeat.published is not None:
+        is_lost = any(silence is not None for silence in heartbeat.gone(LOST).values())
+        if is_lost or heartbeat.published is not None:
             time.sleep(PATIENCE)  # a collective of gloo may have failed: then the training thread ends the run
             if name_lost(ranks):
                 os._exit(1)  # nothing else ends a thread that waits for a GPU
@@ -305,7 +351,7 @@ def leave(ranks: Ranks) -> None:
 
 @contextlib.contextmanager
 def temporary_group(ranks: Ranks) -> Iterator[ProcessGroup]:
-    """Inside, a process group of all ranks on the host, before the one of the run is made."""
+    """Make a process group of all ranks on the host, before the one of the run is made; it ends with the context."""
     assert ranks.meeting is not None and dist.group.WORLD is None
     store = PrefixStore("temporary group", ranks.meeting.store)
     dist.init_process_group("gloo", store=store, rank=ranks.rank, world_size=ranks.world_size)

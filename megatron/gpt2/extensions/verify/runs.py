@@ -21,10 +21,9 @@ from megatron.gpt2.checkpoint.source import check_facts, decay_iters
 from megatron.gpt2.config import by_key, flag, require
 from megatron.gpt2.config.arguments import Arguments, merge_checkpoint, parse
 from megatron.gpt2.config.flags import launch_flags
-from megatron.gpt2.dist.agent import start_ranks
 from megatron.gpt2.dist.launch import Launch
 from megatron.gpt2.dist.ranks import Ranks
-from megatron.gpt2.dist.run_program import run_program
+from megatron.gpt2.dist.run_program import run_program, start_ranks
 from megatron.gpt2.extensions.verify.capture import Capture
 from megatron.gpt2.extensions.verify.compare import Comparer
 from megatron.gpt2.extensions.verify.huggingface import HuggingFaceStep

@@ -12,17 +12,6 @@ import torch
 from megatron.gpt2.dist.launch import Launch, expand_hosts, read_launch
 from megatron.gpt2.dist.ranks import Ranks
 
-STEP = {
-    "SLURM_PROCID": "5",
-    "SLURM_NTASKS": "7",
-    "SLURM_LOCALID": "1",
-    "SLURM_NODEID": "1",
-    "SLURM_STEP_ID": "0",
-    "SLURM_STEP_TASKS_PER_NODE": "4,3",
-    "SLURM_JOB_ID": "123456",
-    "SLURMD_NODENAME": "node004",
-    "SLURM_STEP_NODELIST": "node[003-004]",
-}
 TORCHRUN = {
     "RANK": "3",
     "WORLD_SIZE": "4",
@@ -39,46 +28,48 @@ OPEN_MPI = {
     "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
 }
 PMI = {"PMI_RANK": "2", "PMI_SIZE": "4", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2"}
-BY_HAND = ["--rank", "1", "--world-size=3", "--init-method", "tcp://node1:6000"]
+STEP = {
+    "SLURM_PROCID": "5",
+    "SLURM_NTASKS": "7",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_TASKS_PER_NODE": "4,3",
+    "SLURM_JOB_ID": "123456",
+    "SLURMD_NODENAME": "node004",
+    "SLURM_STEP_NODELIST": "node[003-004]",
+}
+SCRIPT = {name: value for name, value in STEP.items() if "STEP" not in name}  # a batch script
+BY_HAND = "--rank 1 --world-size=3 --init-method tcp://node1:6000"
 
 
-def launch(environ: Mapping[str, str], *argv: str) -> Launch:
-    return read_launch(argv, environ)[0]
+def launch(environ: Mapping[str, str], flags: str = "") -> Launch:
+    return read_launch(flags.split(), environ)[0]
 
 
-def test_a_plain_process_is_alone() -> None:
-    alone = launch({})
-    assert alone.ranks() == Ranks(0, 1, 0, 1) and alone.notice == "" and alone.host == socket.gethostname()
+def port(environ: Mapping[str, str]) -> int:
+    return int(launch(environ).where.rpartition(":")[2])
 
 
 def test_the_first_that_says_so_counts() -> None:
-    everything = {**STEP, **PMI, **OPEN_MPI, **TORCHRUN}
-    assert launch(everything, *BY_HAND).ranks() == Ranks(1, 3)
-    for names in (TORCHRUN, OPEN_MPI, PMI, STEP):
-        found = launch(everything)
-        assert (
-            found.ranks()
-            == {
-                "RANK": Ranks(3, 4, 1, 2),
-                "OMPI_COMM_WORLD_RANK": Ranks(1, 2, 1, 2),
-                "PMI_RANK": Ranks(2, 4, 0, 2),
-                "SLURM_PROCID": Ranks(5, 7, 1, 3),
-            }[next(iter(names))]
-        )
-        everything = {name: value for name, value in everything.items() if name not in names}
+    everything: dict[str, str] = {}
+    alone = launch(everything)
+    assert (alone.ranks(), alone.notice, alone.host) == (Ranks(), "", socket.gethostname())
+    for names, ranks in (
+        (STEP, Ranks(5, 7, 1, 3)),
+        (PMI, Ranks(2, 4, 0, 2)),
+        (OPEN_MPI, Ranks(1, 2, 1, 2)),
+        (TORCHRUN, Ranks(3, 4, 1, 2)),
+    ):
+        everything |= names
+        assert launch(everything).ranks() == ranks
+    assert launch(everything, BY_HAND).ranks() == Ranks(1, 3)
 
 
 def test_by_hand() -> None:
-    found, words = read_launch(["--lr", "1", *BY_HAND, "--init_timeout", "7", "--prompt", "a_b"], {})
-    assert (found.rank, found.world_size, found.local, found.where, found.timeout, found.served) == (
-        1,
-        3,
-        None,
-        "tcp://node1:6000",
-        7.0,
-        False,
-    )
-    assert words == ["--lr", "1", "--prompt", "a_b"]  # which others read
+    found, words = read_launch(["--lr", "1", *BY_HAND.split(), "--init_timeout", "7", "--prompt", "a_b"], {})
+    expected = Launch(1, 3, where="tcp://node1:6000", timeout=7.0, host=socket.gethostname())
+    assert found == expected and words == ["--lr", "1", "--prompt", "a_b"]  # which others read
 
 
 def test_torchrun_keeps_the_store() -> None:
@@ -87,17 +78,16 @@ def test_torchrun_keeps_the_store() -> None:
     assert launch({**TORCHRUN, "MASTER_ADDR": "fd00::1"}).where == "tcp://[fd00::1]:6000"
     for bad in ("tcp://fd00::1", "tcp://[fd00::1", "tcp://[fd00::1]"):
         with pytest.raises(ValueError, match=rf"cannot meet at {re.escape(bad)}: tcp://HOST:PORT .*for IPv6"):
-            launch(TORCHRUN, "--init-method", bad)
-    assert launch(TORCHRUN, "--init-method", "file:///here").where == "file:///here"
+            launch(TORCHRUN, f"--init-method {bad}")
+    assert launch(TORCHRUN, "--init-method file:///here").where == "file:///here"
     assert launch({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}).local is None
 
 
 def test_mpi_meets_where_it_can_know() -> None:
     assert launch({**OPEN_MPI, "MASTER_PORT": "6000"}).where == "tcp://localhost:6000"
     assert launch({**PMI, "SLURM_JOB_NODELIST": "n[7-8]", "MASTER_PORT": "6000"}).where == "tcp://n7:6000"
-    port = launch({**OPEN_MPI, "PMIX_NAMESPACE": "prterun-host-17@1"}).where.rpartition(":")[2]
-    assert 1024 < int(port) < 32768
-    assert port != launch({**OPEN_MPI, "PMIX_NAMESPACE": "prterun-host-18@1"}).where.rpartition(":")[2]
+    first, second = ({**OPEN_MPI, "PMIX_NAMESPACE": f"prterun-host-{job}@1"} for job in (17, 18))
+    assert 1024 < port(first) < 32768 and port(first) != port(second)
 
 
 def test_slurm_step() -> None:
@@ -105,36 +95,20 @@ def test_slurm_step() -> None:
     assert found.hosts == ("node003",) * 4 + ("node004",) * 3 and found.host == "node004"
     first = launch({**STEP, "SLURM_PROCID": "0", "SLURM_NODEID": "0", "SLURM_LOCALID": "0"})
     assert found.where == first.where and found.where.startswith("tcp://node003:")
-    assert 1024 < int(found.where.rpartition(":")[2]) < 32768
-    assert launch({**STEP, "SLURM_JOB_ID": "123457"}).where != found.where
+    assert 1024 < port(STEP) < 32768 and port({**STEP, "SLURM_JOB_ID": "123457"}) != port(STEP)
     assert launch({**STEP, "MASTER_ADDR": "here", "MASTER_PORT": "6000"}).where == "tcp://here:6000"
-    three_alike = {**STEP, "SLURM_STEP_TASKS_PER_NODE": "2(x3),1", "SLURM_NODEID": "2"}
-    assert launch(three_alike).ranks() == Ranks(5, 7, 1, 2)
-    bare = {
-        "SLURM_PROCID": "1",
-        "SLURM_NTASKS": "4",
-        "SLURM_LOCALID": "1",
-        "SLURM_JOB_NODELIST": "a,b",
-        "SLURM_JOB_ID": "1",
-    }
-    assert launch(bare).ranks() == Ranks(1, 4, 1, 2)
-
-
-def test_slurm_that_does_not_say_how_many() -> None:
-    without = {name: value for name, value in STEP.items() if name != "SLURM_NTASKS"}
-    assert launch(without).ranks() == Ranks(5, 7, 1, 3)
-    assert launch({**without, "SLURM_STEP_NUM_TASKS": "7"}).ranks() == Ranks(5, 7, 1, 3)
-    with pytest.raises(ValueError, match="neither SLURM_NTASKS nor SLURM_STEP_TASKS_PER_NODE"):
-        launch({name: value for name, value in without.items() if name != "SLURM_STEP_TASKS_PER_NODE"})
+    assert launch({**STEP, "SLURM_STEP_TASKS_PER_NODE": "2(x3),1", "SLURM_NODEID": "2"}).ranks() == Ranks(5, 7, 1, 2)
+    # One of both says how many tasks there are.
+    for name in ("SLURM_NTASKS", "SLURM_STEP_TASKS_PER_NODE"):
+        without = {key: value for key, value in STEP.items() if key != name}
+        assert (launch(without).rank, launch(without).world_size) == (5, 7)
+        assert launch(without).local == ((1, 3) if name == "SLURM_NTASKS" else None)
 
 
 def test_plain_python_in_an_allocation_is_alone_and_says_so() -> None:
-    batch_script = {name: value for name, value in STEP.items() if "STEP" not in name}
-    for environ in (
-        batch_script,
-        {**STEP, "SLURM_STEP_ID": str(0xFFFFFFFA)},  # an interactive shell
-        {"SLURM_JOB_ID": "123456", "SLURM_NTASKS": "4"},
-    ):  # salloc
+    shell = {**STEP, "SLURM_STEP_ID": str(0xFFFFFFFA)}
+    salloc = {"SLURM_JOB_ID": "123456", "SLURM_NTASKS": "4"}
+    for environ in (SCRIPT, shell, salloc):
         found = launch(environ)
         assert found.ranks() == Ranks()
         assert found.notice == (
@@ -142,7 +116,7 @@ def test_plain_python_in_an_allocation_is_alone_and_says_so() -> None:
             "not started by srun, torchrun or --nproc-per-node"
         )
     assert "PBS_JOBID=7.host" in launch({"PBS_JOBID": "7.host"}).notice
-    assert launch(batch_script, "--nproc-per-node", "2").notice == ""
+    assert launch(SCRIPT, "--nproc-per-node 2").notice == ""
 
 
 @pytest.mark.parametrize(
@@ -158,6 +132,7 @@ def test_plain_python_in_an_allocation_is_alone_and_says_so() -> None:
         ),
         ("", PMI, "nothing says where the 4 ranks meet"),
         ("", {**TORCHRUN, "MASTER_PORT": "http"}, "cannot meet at tcp://node1:http"),
+        ("", {"SLURM_PROCID": "0", "SLURM_LOCALID": "0"}, "neither SLURM_NTASKS nor SLURM_STEP_TASKS_PER_NODE"),
         ("--rank 0", {}, "--rank and --world-size go together"),
         ("--rank 0 --world-size 2", {}, "--rank needs --init-method"),
         ("--rank 2 --world-size 2 --init-method tcp://a:1", {}, r"--rank 2 is not in \[0, 2\)"),
@@ -175,25 +150,29 @@ def test_plain_python_in_an_allocation_is_alone_and_says_so() -> None:
 )
 def test_what_cannot_be(argv: str, environ: dict[str, str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        launch(environ, *argv.split())
+        launch(environ, argv)
 
 
-def test_ranks_to_start() -> None:
-    assert launch({}, "--nproc-per-node", "4").starts == 4
-    assert launch({}, "--nproc_per_node=1").starts == 0  # this process will do
+@pytest.mark.parametrize(
+    ("flags", "gpus", "starts"),
+    [
+        ("--nproc-per-node 4", 0, 4),
+        ("--nproc_per_node=1", 0, 0),  # this process will do
+        ("--nproc-per-node 0", 0, 2),
+        ("--nproc-per-node 0", 1, 0),
+        ("--nproc-per-node 0", 8, 8),
+    ],
+)
+def test_ranks_to_start(flags: str, gpus: int, starts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    assert launch({}, flags).starts == starts
 
 
 def test_ranks_to_start_on_several_machines() -> None:
-    found = launch({"MASTER_ADDR": "a"}, "--nproc-per-node", "4", "--nnodes", "3", "--node-rank", "1")
+    found = launch({"MASTER_ADDR": "a"}, "--nproc-per-node 4 --nnodes 3 --node-rank 1")
     assert (found.starts, found.rank, found.world_size, found.where) == (4, 4, 12, "tcp://a:29500")
-    found = launch({}, "--nproc-per-node", "1", "--nnodes", "3", "--node-rank", "1", "--init-method", "file:///m")
+    found = launch({}, "--nproc-per-node 1 --nnodes 3 --node-rank 1 --init-method file:///m")
     assert (found.starts, found.rank, found.world_size, found.local, found.where) == (0, 1, 3, (0, 1), "file:///m")
-
-
-@pytest.mark.parametrize(("gpus", "starts"), [(0, 2), (1, 0), (8, 8)])
-def test_a_rank_for_each_gpu(gpus: int, starts: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    assert launch({}, "--nproc-per-node", "0").starts == starts
 
 
 @pytest.mark.parametrize(
