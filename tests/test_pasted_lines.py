@@ -258,7 +258,7 @@ def test_deepspeeds_own_line(work: Path, monkeypatch: pytest.MonkeyPatch, capfd:
 @pytest.mark.parametrize(
     "script, asked",
     [
-        ("ZeRO3_ds_pretrain_gpt2-zero3", ["--zero-stage 3", "zero_optimization.stage: 3"]),
+        ("ZeRO3_ds_pretrain_gpt2-zero3", ["--zero-stage 3", "zero_optimization.stage 3"]),
         ("ZeRO3_curriculum_ds_pretrain_gpt2", ["--lr-decay-tokens"]),
     ],
 )

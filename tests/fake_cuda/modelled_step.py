@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from megatron.gpt2.config.presets import SHAPES
+from megatron.gpt2.config.recipes import SHAPES
 from tests.fake_cuda.fake_gpu import Kernel
 from tests.fake_cuda.program import running, steps, write_documents
 

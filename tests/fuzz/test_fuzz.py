@@ -164,7 +164,7 @@ def test_a_pair_whose_manifest_holds_half_a_character(pair: Path) -> None:
 def test_an_unknown_key_of_deepspeed_stays_in_its_line(tmp_path: Path) -> None:
     (tmp_path / "ds.json").write_text('{"a\\n\\ud800": 1}')
     _, (note,) = foreign.read_deepspeed_config(str(tmp_path / "ds.json"), {})
-    assert "a\\n\\ud800: unknown here" in note and "\n" not in note
+    assert '"a\\n\\ud800": unknown here' in note and "\n" not in note
 
 
 def test_a_pair_without_text(pair: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -243,12 +243,9 @@ def test_records_with_damaged_lines_are_read_without_them(tmp_path: Path) -> Non
 )
 def test_a_page_of_a_run_whose_settings_are_damaged(tmp_path: Path, content: str) -> None:
     (tmp_path / "config.json").write_text(content)
-    if '"xxxx' in content:  # a section that nobody knows is left out
-        assert page(tmp_path)
-    else:
-        with refused(r"config\.json: ") as caught:
-            page(tmp_path)
-        assert_short(caught)
+    with refused(r"config\.json: ") as caught:
+        page(tmp_path)
+    assert_short(caught)
     with refused(r"--config ") as caught:
         read_config(str(tmp_path / "config.json"))
     assert_short(caught)

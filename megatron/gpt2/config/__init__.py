@@ -1,34 +1,30 @@
 """The configuration of a run.
 
-sections   the sections as dataclasses: each field is a flag, with its checks
-config     Config: all sections together; from a field to its flag; config.json
-presets    named runs, for --model
-foreign    the flags of Megatron and the keys of a DeepSpeed file that are no fields
+sections   Config and its sections as dataclasses: each field is a flag, with its bounds and checks
+recipes    named runs, for --model, and config.json, for --config
+foreign    the flags of Megatron and the keys of a DeepSpeed file that are not fields
 flags      the parser, which is made from the fields
 arguments  a command line, read; what the checkpoint that is loaded decides
 """
 
-from megatron.gpt2.config.config import (
-    SECTIONS,
-    Config,
-    by_key,
-    differing_flags,
-    fields,
-    flag,
-    read_config,
-    without_effect,
-    write_config,
-)
+from megatron.gpt2.config.recipes import read_config, write_config
 from megatron.gpt2.config.sections import (
     PRECISION_CHOICES,
+    SECTIONS,
     CheckpointConfig,
+    Config,
     DataConfig,
     LaunchConfig,
     ModelConfig,
     OptimizerConfig,
     ParallelConfig,
     TrainConfig,
+    by_key,
+    differing,
+    fields,
+    flag,
     require,
+    without_effect,
 )
 
 __all__ = [
@@ -43,7 +39,7 @@ __all__ = [
     "ParallelConfig",
     "TrainConfig",
     "by_key",
-    "differing_flags",
+    "differing",
     "fields",
     "flag",
     "read_config",

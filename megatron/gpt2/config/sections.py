@@ -1,29 +1,58 @@
-"""The sections of a run's configuration: frozen dataclasses, each of which checks its values when it is made.
+"""The configuration of a run: `Config` and its sections, frozen dataclasses that check their values when they are made.
 
-Each field is one command-line flag (`num_layers` is `--num-layers`); `option` gives it its help text and the other
-spellings that Megatron users know. `flags.py` builds the parser from these fields, so that a flag exists in exactly one
-place. Defaults are those of Megatron's 2019 release unless the help text says otherwise. Values that follow from others
-are properties or methods.
+Each field is one command-line flag (`num_layers` is `--num-layers`); `option` gives it its help text, the values that it
+takes and the other spellings that Megatron users know. `flags.py` builds the parser from these fields, so that a flag
+exists in exactly one place. Defaults are those of Megatron's 2019 release unless the help text says otherwise. Values
+that follow from others are properties or methods. Flags that exclude each other are in `arguments.py`.
 """
 
+import contextlib
+import dataclasses
 import math
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from data_utils.samplers import BatchSchedule
-from megatron.gpt2.pipeline.schedule import SCHEDULES
+from megatron.gpt2.pipeline.schedule import SCHEDULES, Schedule, build_schedule
+from megatron.gpt2.pipeline.stages import layers_of_stages, virtual_stages
+
+
+class Bound(NamedTuple):
+    """Which numbers a field takes. words: the same, after "must be"."""
+
+    holds: Callable[[float], bool]
+    words: str
+
+
+POSITIVE = Bound(lambda number: number > 0, "positive")
+NOT_NEGATIVE = Bound(lambda number: number >= 0, "at least 0")
+FRACTION = Bound(lambda number: 0 <= number < 1, "in [0, 1)")
+SHARE = Bound(lambda number: 0 <= number <= 1, "in [0, 1]")
 
 
 def option(
-    default: Any, help: str, *aliases: str, choices: tuple[str, ...] = (), metavar: str | None = None, alone: Any = None
+    default: Any,
+    help: str,
+    *aliases: str,
+    bound: Bound = POSITIVE,
+    choices: tuple[str, ...] = (),
+    metavar: str | None = None,
+    alone: Any = None,
 ) -> Any:
-    """A dataclass field that is also a flag. help: its text for --help and docs/reference/flags.md. aliases: other
-    spellings of the flag, written as on the command line. choices: the values that it takes; empty: any. metavar: what
-    stands for its value in --help. alone: the value where the flag is given without one."""
-    return field(
-        default=default,
-        metadata={"help": help, "aliases": aliases, "choices": choices, "metavar": metavar, "alone": alone},
-    )
+    """A dataclass field that is also a flag.
+
+    help: its text for --help and docs/reference/flags.md. aliases: other spellings of the flag, written as on the
+    command line. bound: if the field is a number, which ones it takes. choices: the values that it takes; empty: any.
+    metavar: stands for its value in --help. alone: the value if the flag is given without one.
+    """
+    how = {"help": help, "aliases": aliases, "bound": bound, "choices": choices, "metavar": metavar, "alone": alone}
+    return field(default=default, metadata=how)
+
+
+def flag(key: str) -> str:
+    """The flag of a field: "num_layers", or "model.num_layers" -> "--num-layers"."""
+    return "--" + key.rpartition(".")[2].replace("_", "-")
 
 
 def require(condition: bool, message: str) -> None:
@@ -32,23 +61,20 @@ def require(condition: bool, message: str) -> None:
         raise ValueError(message)
 
 
-def require_positive(section: Any, *names: str) -> None:
-    """ValueError, which names the flag, unless each of these fields of `section` is above 0 or None."""
-    for name in names:
-        value = getattr(section, name)
-        require(value is None or value > 0, f"--{name.replace('_', '-')} must be positive, not {value}")
+@dataclass(frozen=True)
+class Section:
+    """What the sections share: each number is checked against its bound. None is always taken."""
 
-
-def require_fraction(section: Any, *names: str) -> None:
-    """ValueError, which names the flag, unless each of these fields of `section` is in [0, 1)."""
-    for name in names:
-        value = getattr(section, name)
-        require(0.0 <= value < 1.0, f"--{name.replace('_', '-')} must be in [0, 1), not {value}")
+    def __post_init__(self) -> None:
+        for f in dataclasses.fields(self):
+            value, (holds, words) = getattr(self, f.name), f.metadata["bound"]
+            if value is not None and f.type in (int, float, int | None, float | None):
+                require(holds(value), f"{flag(f.name)} must be {words}, not {value}")
 
 
 @dataclass(frozen=True)
-class ModelConfig:
-    """The shape of GPT-2. `vocab_size` is the tokenizer's true size; rows are padded inside the model alone."""
+class ModelConfig(Section):
+    """The shape of GPT-2. `vocab_size` is the tokenizer's true size; rows are padded only inside the model."""
 
     num_layers: int = option(24, "transformer layers")
     hidden_size: int = option(1024, "width of the residual stream, h")
@@ -59,35 +85,24 @@ class ModelConfig:
     make_vocab_size_divisible_by: int = option(
         128, "pad the vocabulary to a multiple of this and of the model-parallel size"
     )
-    attention_dropout: float = option(0.1, "dropout of the attention probabilities")
-    hidden_dropout: float = option(0.1, "dropout of embeddings and of both residual branches")
+    attention_dropout: float = option(0.1, "dropout of the attention probabilities", bound=FRACTION)
+    hidden_dropout: float = option(0.1, "dropout of embeddings and of both residual branches", bound=FRACTION)
     layernorm_epsilon: float = option(1e-5, "added to the variance in layer norms", "--norm-epsilon")
     gelu: str = option("tanh", "form of GELU: tanh is GPT-2's, erf is 4 times faster on a CPU", choices=("tanh", "erf"))
     init_method_std: float = option(0.02, "standard deviation of the initial weights")
 
     def __post_init__(self) -> None:
-        require_positive(
-            self,
-            "num_layers",
-            "hidden_size",
-            "num_attention_heads",
-            "ffn_hidden_size",
-            "max_position_embeddings",
-            "make_vocab_size_divisible_by",
-            "layernorm_epsilon",
-            "init_method_std",
-        )
+        super().__post_init__()
         require(
             self.hidden_size % self.num_attention_heads == 0,
             f"--hidden-size {self.hidden_size} is not divisible by --num-attention-heads {self.num_attention_heads}",
         )
-        require_fraction(self, "attention_dropout", "hidden_dropout")
-        # A damaged file may ask for more, and torch would answer with an error of its own.
+        # A damaged file may ask for more, and torch's error would not say where.
         for name in ("hidden_size", "ffn_hidden_size", "max_position_embeddings", "vocab_size"):
             width = getattr(self, name)
             require(
                 width is None or width * self.hidden_size < 1 << 58,
-                f"no memory holds a matrix of {width} x {self.hidden_size} numbers (--{name.replace('_', '-')})",
+                f"no memory holds a matrix of {width} x {self.hidden_size} numbers ({flag(name)})",
             )
 
     @property
@@ -110,7 +125,7 @@ class ModelConfig:
 
 
 @dataclass(frozen=True)
-class DataConfig:
+class DataConfig(Section):
     """Where the text is and how it becomes tokens."""
 
     seq_length: int = option(512, "tokens in a sample", "--encoder-seq-length")
@@ -140,7 +155,7 @@ class DataConfig:
     )
     split: str = option("969,30,1", "proportions of training, validation and test")
     text_key: str | None = option(None, "the JSON field that holds the text (default: text, else sentence)")
-    max_bad_fraction: float = option(0.001, "share of unusable lines above which a text file is refused")
+    max_bad_fraction: float = option(0.001, "share of unusable lines above which a text file is refused", bound=SHARE)
     data_cache_path: str | None = option(None, "folder of tokenised files (default: beside the user's cache)")
     tokenizer_type: str | None = option(
         None,
@@ -157,35 +172,20 @@ class DataConfig:
     cache_dir: str | None = option(None, "folder searched for the GPT-2 vocabulary")
     eod_mask_loss: bool = option(False, "no loss where the input is the end-of-document token")
     reset_position_ids: bool = option(False, "positions count from 0 in each document")
-    reset_attention_mask: bool = option(False, "tokens see their own document alone")
+    reset_attention_mask: bool = option(False, "tokens see only their own document")
     num_workers: int = option(
         2,
         "prefetch depth: steps whose batches one thread prepares ahead; 0: the training thread reads each batch itself",
+        bound=NOT_NEGATIVE,
     )
-
-    def __post_init__(self) -> None:
-        require(self.seq_length > 0, f"--seq-length must be positive, not {self.seq_length}")
-        for prefixes, files in (
-            ("data_path", "train_data"),
-            ("valid_data_path", "valid_data"),
-            ("test_data_path", "test_data"),
-        ):
-            require(
-                not (getattr(self, prefixes) and getattr(self, files)),
-                f"give --{prefixes.replace('_', '-')} or --{files.replace('_', '-')}, not both",
-            )
-        require(
-            0 <= self.max_bad_fraction <= 1, f"--max-bad-fraction must lie between 0 and 1, not {self.max_bad_fraction}"
-        )
-        require(self.num_workers >= 0, f"--num-workers must not be negative, got {self.num_workers}")
 
 
 @dataclass(frozen=True)
-class OptimizerConfig:
+class OptimizerConfig(Section):
     """AdamW, its schedule and the loss scale."""
 
     lr: float = option(1e-4, "peak learning rate")
-    min_lr: float = option(0.0, "floor of the schedule")
+    min_lr: float = option(0.0, "floor of the schedule", bound=NOT_NEGATIVE)
     lr_decay_style: str = option(
         "linear",
         "shape of the schedule after warm-up; cosine-2019 divides by all iterations, as Megatron did in 2019",
@@ -193,15 +193,26 @@ class OptimizerConfig:
     )
     lr_decay_iters: int | None = option(None, "iterations over which the rate decays (default: all)")
     lr_decay_samples: int | None = option(None, "the same in samples")
-    warmup: float = option(0.01, "fraction of the decay iterations that warm up", "--lr-warmup-fraction")
-    lr_warmup_iters: int | None = option(None, "iterations that warm up, instead of a fraction", "--warmup-iters")
-    lr_warmup_samples: int | None = option(None, "samples that warm up, instead of a fraction")
+    warmup: float = option(
+        0.01,
+        "fraction of the decay iterations that warm up; a number of iterations is --lr-warmup-iters",
+        "--lr-warmup-fraction",
+        bound=SHARE,
+    )
+    lr_warmup_iters: int | None = option(
+        None, "iterations that warm up, instead of a fraction", "--warmup-iters", bound=NOT_NEGATIVE
+    )
+    lr_warmup_samples: int | None = option(None, "samples that warm up, instead of a fraction", bound=NOT_NEGATIVE)
     lr_wsd_decay_iters: int | None = option(None, "iterations of WSD's final decay (default: a tenth)")
-    weight_decay: float = option(0.01, "AdamW's decay of weights and embeddings; never of biases and layer norms")
-    adam_beta1: float = option(0.9, "decay of the first moment")
-    adam_beta2: float = option(0.999, "decay of the second moment")
+    weight_decay: float = option(
+        0.01, "AdamW's decay of weights and embeddings; never of biases and layer norms", bound=NOT_NEGATIVE
+    )
+    adam_beta1: float = option(0.9, "decay of the first moment", bound=FRACTION)
+    adam_beta2: float = option(0.999, "decay of the second moment", bound=FRACTION)
     adam_eps: float = option(1e-8, "added to the root of the second moment")
-    clip_grad: float = option(1.0, "largest global gradient norm, to which larger ones are scaled down; 0: none is")
+    clip_grad: float = option(
+        1.0, "largest global gradient norm, to which larger ones are scaled down; 0: none is", bound=NOT_NEGATIVE
+    )
     loss_scale: float | None = option(None, "static fp16 loss scale (default: dynamic)")
     initial_loss_scale: float = option(2.0**32, "first dynamic loss scale")
     min_loss_scale: float = option(1.0, "least dynamic loss scale", "--min-scale")
@@ -215,38 +226,8 @@ class OptimizerConfig:
     )
 
     def __post_init__(self) -> None:
-        require_positive(
-            self,
-            "lr",
-            "lr_decay_iters",
-            "lr_decay_samples",
-            "lr_wsd_decay_iters",
-            "adam_eps",
-            "loss_scale",
-            "initial_loss_scale",
-            "min_loss_scale",
-            "loss_scale_window",
-        )
-        require_fraction(self, "adam_beta1", "adam_beta2")
-        require(self.weight_decay >= 0, f"--weight-decay must not be negative, got {self.weight_decay}")
-        require(0 <= self.min_lr <= self.lr, f"--min-lr {self.min_lr} must lie between 0 and --lr {self.lr}")
-        for flag, value in (("iters", self.lr_warmup_iters), ("samples", self.lr_warmup_samples)):
-            require(value is None or value >= 0, f"--lr-warmup-{flag} must not be negative, got {value}")
-        for name in ("decay", "warmup"):
-            require(
-                getattr(self, f"lr_{name}_iters") is None or getattr(self, f"lr_{name}_samples") is None,
-                f"give --lr-{name}-iters or --lr-{name}-samples, not both",
-            )
-        require(
-            0.0 <= self.warmup <= 1.0,
-            f"--warmup is a fraction, not {self.warmup}; iterations go into --lr-warmup-iters",
-        )
-        require(self.clip_grad >= 0, f"--clip-grad must not be negative, got {self.clip_grad}")
-        require(self.hysteresis >= 1, f"--hysteresis must be at least 1, not {self.hysteresis}")
-        require(
-            not (self.override_opt_param_scheduler and self.use_checkpoint_opt_param_scheduler),
-            "give --override-lr-scheduler or --use-checkpoint-lr-scheduler, not both",
-        )
+        super().__post_init__()
+        require(self.min_lr <= self.lr, f"--min-lr {self.min_lr} is above --lr {self.lr}")
 
     def warmup_and_decay(self, train_iters: int, batch: int) -> tuple[float, float]:
         """The lengths of the warm-up and of the decay, in iterations of `batch` samples. They need not be whole, and
@@ -258,7 +239,7 @@ class OptimizerConfig:
 
 
 @dataclass(frozen=True)
-class ParallelConfig:
+class ParallelConfig(Section):
     """How the work is laid out over ranks."""
 
     model_parallel_size: int = option(1, "ranks that share each layer", "--tensor-model-parallel-size")
@@ -270,7 +251,7 @@ class ParallelConfig:
         choices=SCHEDULES,
     )
     num_layers_per_virtual_pipeline_stage: int | None = option(
-        None, "each rank holds several groups of so many layers, which shortens the bubble"
+        None, "each rank holds several groups of N layers, which shortens the bubble"
     )
     num_virtual_stages_per_pipeline_rank: int | None = option(None, "the same, by the number of groups per rank")
     decoder_first_pipeline_num_layers: int | None = option(
@@ -280,19 +261,23 @@ class ParallelConfig:
     distributed_backend: str | None = option(
         None, "default: nccl on GPUs, gloo on CPUs", choices=("nccl", "gloo", "mpi")
     )
-    distributed_timeout_minutes: float = option(10.0, "a collective that takes longer ends the run")
+    distributed_timeout_minutes: float = option(
+        10.0,
+        "a collective that takes longer ends the run",
+        bound=Bound(lambda minutes: 0 < minutes <= 1e6, "in (0, 1e6]"),
+    )
     DDP_impl: str = option(
         "local", "data parallelism by our contiguous buffer or by torch's DDP", choices=("local", "torch")
     )
     ddp_bucket_size: int = option(25_000_000, "gradient elements reduced at once")
     sequence_parallel: bool = option(False, "split the sequence over the model-parallel ranks between the split layers")
     use_distributed_optimizer: bool = option(
-        False, "each data-parallel rank holds masters and moments of its part of every bucket alone (ZeRO stage 1)"
+        False, "each data-parallel rank holds masters and moments only of its part of every bucket (ZeRO stage 1)"
     )
     shard_gradients: bool = option(
         False,
-        "with --use-distributed-optimizer: between micro-batches too, each "
-        "data-parallel rank holds the gradients of that part alone (ZeRO stage 2)",
+        "with --use-distributed-optimizer: between micro-batches too, each data-parallel rank holds only the gradients "
+        "of that part (ZeRO stage 2)",
     )
     exact_layouts: int | None = option(
         None,
@@ -307,7 +292,7 @@ class ParallelConfig:
 
     partition_activations: bool = option(
         False,
-        "with --recompute-granularity full: every model-parallel rank keeps its part alone of each input that "
+        "with --recompute-granularity full: every model-parallel rank keeps only its part of each input that "
         "is kept, and backward gathers it",
         "--distribute-saved-activations",
         "--distribute-checkpointed-activations",
@@ -316,83 +301,40 @@ class ParallelConfig:
         False, "with --recompute-granularity full, on a GPU: the inputs that are kept are in host memory"
     )
     cpu_offloading_num_layers: int = option(
-        0, "without recomputation, on a GPU: what the first so many layers keep for backward is in host memory"
+        0,
+        "without recomputation, on a GPU: the first N layers keep in host memory what backward needs",
+        bound=NOT_NEGATIVE,
     )
 
     def __post_init__(self) -> None:
-        require_positive(
-            self,
-            "model_parallel_size",
-            "pipeline_model_parallel_size",
-            "num_layers_per_virtual_pipeline_stage",
-            "num_virtual_stages_per_pipeline_rank",
-            "decoder_first_pipeline_num_layers",
-            "decoder_last_pipeline_num_layers",
-            "distributed_timeout_minutes",
-            "ddp_bucket_size",
-            "exact_layouts",
-        )
-        require(
-            self.num_layers_per_virtual_pipeline_stage is None or self.num_virtual_stages_per_pipeline_rank is None,
-            "--num-layers-per-virtual-pipeline-stage and --num-virtual-stages-per-pipeline-rank say the same: give "
-            "one of them",
-        )
+        super().__post_init__()
+        stages = self.pipeline_model_parallel_size
         for name in ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank"):
             require(
-                getattr(self, name) is None or self.pipeline_model_parallel_size > 1,
-                f"--{name.replace('_', '-')} needs --pipeline-model-parallel-size of at least 2",
+                getattr(self, name) is None or stages > 1,
+                f"{flag(name)} needs --pipeline-model-parallel-size of at least 2",
             )
-        require(
-            self.pipeline_model_parallel_size == 1 or self.DDP_impl == "local",
-            "--pipeline-model-parallel-size needs --DDP-impl local: torch's DDP reduces in a way of its own",
-        )
-        require(
-            self.distributed_timeout_minutes <= 1e6,
-            f"--distributed-timeout-minutes must be at most 1e6, not {self.distributed_timeout_minutes}",
-        )
-        require(
-            self.cpu_offloading_num_layers >= 0,
-            f"--cpu-offloading-num-layers must not be negative, got {self.cpu_offloading_num_layers}",
-        )
+        for name in ("pipeline_model_parallel_size", "use_distributed_optimizer", "grad_reduce_in_bf16"):
+            require(
+                self.DDP_impl == "local" or getattr(self, name) == getattr(ParallelConfig, name),
+                f"{flag(name)} needs --DDP-impl local: torch's DDP has its own way to reduce gradients",
+            )
         require(
             not self.shard_gradients or self.use_distributed_optimizer,
             "--shard-gradients is about the part that a rank updates: give --use-distributed-optimizer as well",
         )
         require(
-            not self.shard_gradients or self.pipeline_model_parallel_size == 1,
-            "--shard-gradients (--zero-stage 2) and --pipeline-model-parallel-size "
-            f"{self.pipeline_model_parallel_size}: a pipeline has several micro-batches in flight, whose gradients "
-            "would each be sent; leave it out (--zero-stage 1)",
+            not self.shard_gradients or stages == 1,
+            f"--shard-gradients (--zero-stage 2) and --pipeline-model-parallel-size {stages}: a pipeline has several "
+            "micro-batches in flight, whose gradients would each be sent; leave it out (--zero-stage 1)",
         )
-        if (parts := self.exact_layouts) is not None:
-            require(parts & (parts - 1) == 0, f"--exact-layouts {parts} is not a power of two")
-            require(
-                parts % self.model_parallel_size == 0,
-                f"--exact-layouts {parts} is not divisible by --model-parallel-size {self.model_parallel_size}",
-            )
-            for given, flag, why in (
-                (self.DDP_impl == "torch", "--DDP-impl torch", "torch's DDP adds in an order of its own"),
-                (self.grad_reduce_in_bf16, "--grad-reduce-in-bf16", "another number of ranks rounds other sums"),
-                (
-                    self.shard_gradients,
-                    "--shard-gradients (--zero-stage 2)",
-                    "it adds up ranks before micro-batches; --zero-stage 1 does not",
-                ),
-            ):
-                require(not given, f"--exact-layouts and {flag}: {why}; leave one out")
-        for name in ("use_distributed_optimizer", "grad_reduce_in_bf16"):
-            require(
-                not getattr(self, name) or self.DDP_impl == "local",
-                f"--{name.replace('_', '-')} needs --DDP-impl local: torch's DDP reduces in a way of its own",
-            )
 
 
-DROPOUT_RNG_CHOICES = ("counter", "torch")
 PRECISION_CHOICES = ("auto", "fp32", "bf16", "fp16", "fp16-on-gpu")
 
 
 @dataclass(frozen=True)
-class TrainConfig:
+class TrainConfig(Section):
     """Length, batch, precision, recomputation, evaluation and logs."""
 
     micro_batch_size: int = option(4, "samples of one forward pass on one data-parallel rank", "--batch-size")
@@ -402,7 +344,7 @@ class TrainConfig:
         "data-parallel size accumulates (default: no accumulation)",
     )
     gradient_accumulation_steps: int | None = option(
-        None, "micro-batches of each rank in a step, in the place of --global-batch-size", "--gas"
+        None, "micro-batches of each rank in a step, instead of --global-batch-size", "--gas"
     )
     rampup_batch_size: tuple[int, ...] = option(
         (),
@@ -420,13 +362,17 @@ class TrainConfig:
     train_samples: int | None = option(None, "length in samples")
     train_tokens: int | None = option(None, "length in tokens")
     train_epochs: float | None = option(None, "length in epochs of the training split")
-    seed: int = option(1234, "seed of weights, data order and dropout")
+    seed: int = option(
+        1234,
+        "seed of weights, data order and dropout",
+        bound=Bound(lambda seed: 0 <= seed < 2**31, "in [0, 2**31)"),
+    )
     dropout_rng: str = option(
         "counter",
         "what dropout's masks follow from: counter, the numbers of sample, layer and "
         "position, so that they are the same in every layout; torch, a random stream "
         "of each rank, as in Megatron",
-        choices=DROPOUT_RNG_CHOICES,
+        choices=("counter", "torch"),
     )
     precision: str = option(
         "auto",
@@ -457,7 +403,9 @@ class TrainConfig:
         "measurement at the start",
         choices=("auto", "flash", "fused", "efficient", "unfused"),
     )
-    eval_iters: int = option(100, "global batches that an evaluation reads; a smaller split is read once")
+    eval_iters: int = option(
+        100, "global batches that an evaluation reads; a smaller split is read once", bound=NOT_NEGATIVE
+    )
     eval_interval: int = option(1000, "iterations between evaluations")
     log_interval: int = option(100, "iterations between log lines")
     exit_interval: int | None = option(None, "save and exit when the iteration is divisible by this")
@@ -465,8 +413,9 @@ class TrainConfig:
     max_skipped_steps: int = option(50, "steps in a row with a non-finite gradient that end the run")
     rewind_on_spike: float | None = option(
         None,
-        "a log line whose loss is above so many times the median of the lines before it (without a value: 1.5): "
-        "the run goes back to the checkpoint before it and skips the samples since then",
+        "if the loss of a log line is above FACTOR (default: 1.5) times the median of the lines before it, the run goes "
+        "back to the checkpoint before it and skips the samples since then",
+        bound=Bound(lambda factor: factor > 1, "above 1"),
         metavar="FACTOR",
         alone=1.5,
     )
@@ -495,25 +444,7 @@ class TrainConfig:
     profile_ranks: tuple[int, ...] = option((0,), "ranks that are profiled", metavar="RANK")
 
     def __post_init__(self) -> None:
-        require_positive(
-            self,
-            "micro_batch_size",
-            "global_batch_size",
-            "gradient_accumulation_steps",
-            "eval_interval",
-            "log_interval",
-            "recompute_num_layers",
-            "max_skipped_steps",
-            "exit_interval",
-            "exit_duration_in_mins",
-            "check_replicas_interval",
-        )
-        require(
-            self.rewind_on_spike is None or self.rewind_on_spike > 1,
-            f"--rewind-on-spike must be above 1, not {self.rewind_on_spike}: it is a factor",
-        )
-        require(0 <= self.seed < 2**31, f"--seed must be in [0, 2**31), not {self.seed}")
-        require(self.eval_iters >= 0, f"--eval-iters must not be negative, got {self.eval_iters}")
+        super().__post_init__()
         require(
             not self.profile or len(self.profile) == 2 and 1 <= self.profile[0] <= self.profile[1],
             f"--profile takes the first iteration and the last, counted from 1, not {' '.join(map(str, self.profile))}",
@@ -523,31 +454,14 @@ class TrainConfig:
             not ramp or len(ramp) == 3 and min(ramp[:2]) > 0 and ramp[2] >= 0,
             f"{self.growth}: it takes START, INCREMENT and SAMPLES, the first two above 0",
         )
-        require(
-            not (ramp and self.step_batch_size_schedule),
-            "give --rampup-batch-size or --step-batch-size-schedule, not both",
-        )
-        lengths = [
-            name
-            for name in ("train_iters", "train_samples", "train_tokens", "train_epochs")
-            if getattr(self, name) is not None
-        ]
-        require(
-            len(lengths) <= 1,
-            "the length is given twice: " + " and ".join("--" + name.replace("_", "-") for name in lengths),
-        )
-        require_positive(self, *lengths)
 
     @property
     def growth(self) -> str:
-        """The flag by which the batch grows, as one would give it; empty where none is given."""
-        return (
-            f"--rampup-batch-size {' '.join(map(str, self.rampup_batch_size))}"
-            if self.rampup_batch_size
-            else f"--step-batch-size-schedule {' '.join(self.step_batch_size_schedule)}"
-            if self.step_batch_size_schedule
-            else ""
-        )
+        """The flag by which the batch grows, as one would give it; empty if none is given."""
+        for name in ("rampup_batch_size", "step_batch_size_schedule"):
+            if words := getattr(self, name):
+                return f"{flag(name)} {' '.join(map(str, words))}"
+        return ""
 
     def batch_schedule(self, seq_length: int, *, default: int) -> BatchSchedule:
         """The samples of each step over all ranks; `default` where no flag gives a size. ValueError where the flags do
@@ -584,13 +498,12 @@ class TrainConfig:
         """
         if self.train_iters is not None:
             return self.train_iters
-        if self.train_samples is not None:
-            samples = self.train_samples
-        elif self.train_tokens is not None:
+        samples = self.train_samples
+        if self.train_tokens is not None:
             samples = -(-self.train_tokens // seq_length)
-        elif self.train_epochs is not None:
+        if self.train_epochs is not None:
             samples = math.ceil(self.train_epochs * samples_per_epoch)
-        else:
+        if samples is None:
             raise ValueError("no length: give --train-iters, --train-samples, --train-tokens or --train-epochs")
         return iteration + schedule.steps_until(samples, consumed_samples)
 
@@ -619,7 +532,7 @@ def _with_suffix(number: str) -> int:
 
 
 @dataclass(frozen=True)
-class CheckpointConfig:
+class CheckpointConfig(Section):
     """What is saved, and what a run starts from."""
 
     save: str | None = option(None, "folder of checkpoints, metrics and plots (default: checkpoints/gpt2_<model>)")
@@ -642,29 +555,33 @@ class CheckpointConfig:
     keep_last: int | None = option(None, "checkpoints that are kept, the newest ones (default: all)")
     keep_best: bool = option(False, "keep the checkpoint with the lowest validation loss as well, in the folder best")
     no_verify: bool = option(False, "load without hashing every byte; sizes, headers and the manifest are checked")
-    finetune: bool = option(False, "take the weights of --load alone and count from iteration 0")
+    finetune: bool = option(False, "take only the weights of --load and count from iteration 0")
     exit_on_missing_checkpoint: bool = option(False, "an error, not a warning, where --load holds no checkpoint")
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         require(not self.finetune or self.load is not None, "--finetune needs --load: the folder to take weights from")
         require(
             (self.local_checkpoint_dir is None) == (self.local_checkpoint_interval is None),
             "--local-checkpoint-dir and --local-checkpoint-interval go together: give both, or neither",
         )
-        require_positive(self, "save_interval", "keep_last", "local_checkpoint_interval")
 
 
 @dataclass(frozen=True)
-class LaunchConfig:
+class LaunchConfig(Section):
     """How the ranks start and meet. torchrun, srun and mpirun need none of these flags, and none is a part of the run
     that is saved: see megatron/gpt2/dist/launch.py."""
 
     nproc_per_node: int | None = option(
-        None, "ranks that this process starts on its machine; 0: one for each visible GPU, or two on a CPU"
+        None,
+        "ranks that this process starts on its machine; 0: one for each visible GPU, or two on a CPU",
+        bound=NOT_NEGATIVE,
     )
     nnodes: int = option(1, "machines, each of which starts --nproc-per-node ranks")
-    node_rank: int = option(0, "the number of this machine among them, from 0")
-    rank: int | None = option(None, "the number of this process among all, where each is started by hand")
+    node_rank: int = option(0, "the number of this machine among them, from 0", bound=NOT_NEGATIVE)
+    rank: int | None = option(
+        None, "the number of this process among all, if each is started by hand", bound=NOT_NEGATIVE
+    )
     world_size: int | None = option(None, "the number of all processes, with --rank")
     init_method: str | None = option(
         None,
@@ -675,6 +592,7 @@ class LaunchConfig:
         0,
         "with --nproc-per-node: how often the ranks are started again after one has failed; "
         "they continue from the newest checkpoint",
+        bound=NOT_NEGATIVE,
     )
     elastic: bool = option(
         False,
@@ -684,37 +602,250 @@ class LaunchConfig:
     init_timeout: float = option(120.0, "seconds within which all ranks must come")
 
     def __post_init__(self) -> None:
-        require_positive(self, "world_size", "init_timeout")
+        super().__post_init__()
+        starts = self.nproc_per_node is not None
         require(
-            (self.nproc_per_node or 0) >= 0,
-            f"--nproc-per-node {self.nproc_per_node}: give a number, or 0 for one on each GPU",
-        )
-        require(
-            0 <= self.node_rank < self.nnodes,
+            self.node_rank < self.nnodes,
             f"--node-rank {self.node_rank} is not in [0, {self.nnodes}), which --nnodes says",
         )
+        require(self.nnodes == 1 or starts, "--nnodes needs --nproc-per-node, the ranks that each machine starts")
         require(
-            self.nnodes == 1 or self.nproc_per_node is not None,
-            "--nnodes needs --nproc-per-node, the ranks that each machine starts",
-        )
-        require(self.max_restarts >= 0, f"--max-restarts {self.max_restarts}: give a number of restarts, or 0")
-        require(
-            self.max_restarts == 0 or self.nproc_per_node is not None,
+            self.max_restarts == 0 or starts,
             "--max-restarts needs --nproc-per-node, the ranks that this process starts; torchrun has a "
             "--max-restarts of its own",
         )
-        require((self.rank is None) == (self.world_size is None), "--rank and --world-size go together")
+        if self.rank is None or self.world_size is None:
+            require(self.rank is self.world_size is None, "--rank and --world-size go together")
+            return
+        require(not starts, "--nproc-per-node starts all ranks itself: leave --rank and --world-size out")
         require(
-            self.rank is None or self.nproc_per_node is None,
-            "--nproc-per-node starts all ranks itself: leave --rank and --world-size out",
+            self.rank < self.world_size, f"--rank {self.rank} is not in [0, {self.world_size}), which --world-size says"
         )
-        if self.rank is not None and self.world_size is not None:
+        require(
+            self.init_method is not None or self.world_size == 1,
+            "--rank needs --init-method: tcp://HOST:PORT of rank 0, or file:///PATH in a folder that the ranks share",
+        )
+
+
+@dataclass(frozen=True)
+class Config:
+    """A whole run. What must fit together between sections is checked when it is made."""
+
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    train: TrainConfig = TrainConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+
+    def __post_init__(self) -> None:
+        model, parallel, seq_length, recompute = (
+            self.model,
+            self.parallel,
+            self.data.seq_length,
+            self.train.recompute_granularity,
+        )
+        size, offloaded = parallel.model_parallel_size, parallel.cpu_offloading_num_layers
+        for name, number in (
+            ("--num-attention-heads", model.num_attention_heads),
+            ("--ffn-hidden-size", model.ffn_size),
+        ):
+            require(number % size == 0, f"{name} {number} is not divisible by --model-parallel-size {size}")
+        require(
+            seq_length <= model.max_position_embeddings,
+            f"--seq-length {seq_length} is longer than --max-position-embeddings {model.max_position_embeddings}",
+        )
+        require(
+            not parallel.sequence_parallel or seq_length % size == 0,
+            f"--sequence-parallel splits --seq-length {seq_length} over --model-parallel-size {size}, which "
+            "does not divide it",
+        )
+        require(
+            offloaded == 0 or recompute == "none",
+            f"--cpu-offloading-num-layers {offloaded} is about layers that are not recomputed: leave out "
+            f"--recompute-granularity {recompute}, or give --recompute-granularity full --checkpoint-in-cpu",
+        )
+        require(
+            offloaded <= model.num_layers,
+            f"--cpu-offloading-num-layers {offloaded} is more than --num-layers {model.num_layers}",
+        )
+        if parallel.exact_layouts is not None:
+            self._check_exact_layouts(parallel.exact_layouts)
+        self.layers_of_stages()
+        require(
+            not (self.schedule(1).splits_backward and self.train.compile),
+            "--pipeline-schedule zero-bubble and --compile: a compiled layer computes the gradients of input and "
+            "weights together; leave one out",
+        )
+
+    def _check_exact_layouts(self, parts: int) -> None:
+        model, parallel, train = self.model, self.parallel, self.train
+        require(parts & (parts - 1) == 0, f"--exact-layouts {parts} is not a power of two")
+        require(
+            parts % parallel.model_parallel_size == 0,
+            f"--exact-layouts {parts} is not divisible by --model-parallel-size {parallel.model_parallel_size}",
+        )
+        for name, number in (
+            ("--num-attention-heads", model.num_attention_heads),
+            ("--ffn-hidden-size", model.ffn_size),
+            ("--seq-length", self.data.seq_length),
+            ("--make-vocab-size-divisible-by", model.make_vocab_size_divisible_by),
+        ):
             require(
-                0 <= self.rank < self.world_size,
-                f"--rank {self.rank} is not in [0, {self.world_size}), which --world-size says",
+                number % parts == 0, f"{name} {number} is not divisible by --exact-layouts {parts}: change one of them"
             )
+        for given, name, why in (
+            (parallel.DDP_impl == "torch", "--DDP-impl torch", "torch's DDP adds in its own order; leave one out"),
+            (
+                parallel.grad_reduce_in_bf16,
+                "--grad-reduce-in-bf16",
+                "another number of ranks rounds other sums; leave one out",
+            ),
+            (
+                parallel.shard_gradients,
+                "--shard-gradients (--zero-stage 2)",
+                "it adds up ranks before micro-batches; --zero-stage 1 does not; leave one out",
+            ),
+            (train.compile, "--compile", "a compiler chooses the order of sums; leave one out"),
+            (
+                train.dropout_rng == "torch" and model.has_dropout,
+                "--dropout-rng torch",
+                "each rank would drop others; leave one out, or give --hidden-dropout 0 --attention-dropout 0",
+            ),
+        ):
+            require(not given, f"--exact-layouts and {name}: {why}")
+
+    @property
+    def is_deterministic(self) -> bool:
+        """Whether each operation has to add up in one order (--deterministic, --exact-layouts)."""
+        return self.train.deterministic or self.parallel.exact_layouts is not None
+
+    @property
+    def virtual_stages(self) -> int:
+        """Chunks of layers per rank of the pipeline."""
+        parallel = self.parallel
+        if (size := parallel.num_layers_per_virtual_pipeline_stage) is None:
+            return parallel.num_virtual_stages_per_pipeline_rank or 1
+        return virtual_stages(self.model.num_layers, parallel.pipeline_model_parallel_size, size)
+
+    def layers_of_stages(self) -> list[range]:
+        """The layers of each stage of the pipeline, virtual ones too. ValueError where they cannot be divided so."""
+        parallel = self.parallel
+        return layers_of_stages(
+            self.model.num_layers,
+            parallel.pipeline_model_parallel_size,
+            self.virtual_stages,
+            parallel.decoder_first_pipeline_num_layers,
+            parallel.decoder_last_pipeline_num_layers,
+        )
+
+    def schedule(self, micro_batches: int) -> Schedule:
+        """What each stage of the pipeline does in a step. ValueError where --pipeline-schedule does not fit."""
+        v = self.virtual_stages
+        return build_schedule(
+            self.parallel.pipeline_schedule or ("1f1b" if v == 1 else "interleaved"),
+            self.parallel.pipeline_model_parallel_size,
+            v,
+            micro_batches,
+        )
+
+    def data_parallel_size(self, world_size: int) -> int:
+        """How many ranks share the data. ValueError where the ranks cannot be divided so."""
+        t, p = self.parallel.model_parallel_size, self.parallel.pipeline_model_parallel_size
+        stages = f" × --pipeline-model-parallel-size {p}" if p > 1 else ""
+        require(
+            world_size % (t * p) == 0,
+            f"the world of {world_size} ranks is not divisible by --model-parallel-size {t}{stages}: start another "
+            "number of ranks (--nproc-per-node; the scripts: GPUS_PER_NODE), or give another size (the scripts: "
+            "MP_SIZE)",
+        )
+        return world_size // (t * p)
+
+    def batch_schedule(self, world_size: int, consumed_samples: int = 0) -> BatchSchedule:
+        """The samples of each step over all ranks. ValueError where the ranks or a batch, of those that come after
+        `consumed_samples`, cannot be divided so."""
+        train, ranks = self.train, self.data_parallel_size(world_size)
+        together, steps = train.micro_batch_size * ranks, train.gradient_accumulation_steps
+        schedule = train.batch_schedule(self.data.seq_length, default=together * (steps or 1))
+        require(
+            steps is None or schedule.final == together * steps,
+            f"--global-batch-size {schedule.final} is not --micro-batch-size {train.micro_batch_size} × "
+            f"{ranks} data-parallel ranks × --gradient-accumulation-steps {steps}: leave one of them out",
+        )
+        for span in schedule.spans(consumed_samples):
+            named = f"{train.growth}: a batch of {span.step}" if train.growth else f"--global-batch-size {span.step}"
             require(
-                self.init_method is not None or self.world_size == 1,
-                "--rank needs --init-method: tcp://HOST:PORT of rank 0, or file:///PATH in a folder that the ranks "
-                "share",
+                span.step % together == 0,
+                f"{named} is not divisible by --micro-batch-size "
+                f"{train.micro_batch_size} × {ranks} data-parallel ranks",
             )
+        return schedule
+
+    def micro_batches(self, world_size: int, consumed_samples: int = 0) -> int:
+        """Micro-batches of each rank in a step, when the batch does not grow any more."""
+        together = self.train.micro_batch_size * self.data_parallel_size(world_size)
+        return self.batch_schedule(world_size, consumed_samples).final // together
+
+    def usable_ranks(self, ranks: int) -> int:
+        """How many of `ranks` ranks the run can use: the largest number that can be divided into its layout and that
+        divides its batches; 0 where there is none."""
+        for world_size in range(ranks, 0, -1):
+            with contextlib.suppress(ValueError):
+                self.batch_schedule(world_size)
+                return world_size
+        return 0
+
+    def as_dict(self) -> dict[str, dict[str, Any]]:
+        """The sections by name, each a dict of its fields: what a checkpoint and config.json hold."""
+        return dataclasses.asdict(self)
+
+    @staticmethod
+    def from_dict(values: Mapping[str, Mapping[str, Any]]) -> "Config":
+        """The inverse of `as_dict`, also after a trip through JSON; what is absent takes its default."""
+        unknown = by_key(values).keys() - fields().keys()
+        require(
+            not unknown, f"unknown in the configuration: {', '.join(sorted(unknown))} (written by a newer version?)"
+        )
+        sections = {}
+        for name, kind in SECTIONS.items():
+            given = values.get(name, {}).items()
+            sections[name] = kind(**{key: tuple(value) if isinstance(value, list) else value for key, value in given})
+        return Config(**sections)
+
+
+SECTIONS: dict[str, Any] = {f.name: f.type for f in dataclasses.fields(Config)}
+
+
+def fields() -> dict[str, dataclasses.Field[Any]]:
+    """Every field of the configuration by "section.field", in the order in which the sections have them."""
+    return {f"{name}.{f.name}": f for name, kind in SECTIONS.items() for f in dataclasses.fields(kind)}
+
+
+def by_key(sections: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """{section: {field: value}}, as `Config.as_dict` gives it, by "section.field" in the same order."""
+    return {f"{section}.{name}": value for section, values in sections.items() for name, value in values.items()}
+
+
+def differing(config: Config) -> dict[str, Any]:
+    """{"section.field": value} for each field that has not its default, in the order of the fields."""
+    values = by_key(config.as_dict())
+    return {key: values[key] for key, f in fields().items() if values[key] != f.default}
+
+
+def without_effect(config: Config, device: str) -> Iterator[str]:
+    """A line for each flag about what is kept for backward that changes nothing in this run. device: cpu or
+    cuda."""
+    parallel = config.parallel
+    recomputes = config.train.recompute_granularity == "full"
+    kept = "" if recomputes else "no layer is recomputed (--recompute-granularity full)"
+    on_host = "the device's memory is the host's" if device == "cpu" else ""
+    split = "--sequence-parallel has split it" if parallel.sequence_parallel else ""
+    if parallel.model_parallel_size == 1:
+        split = "there is one model-parallel rank"
+    for given, name, reason in (
+        (parallel.partition_activations, "--partition-activations", kept or split),
+        (parallel.checkpoint_in_cpu, "--checkpoint-in-cpu", kept or on_host),
+        (parallel.cpu_offloading_num_layers, "--cpu-offloading-num-layers", on_host),
+    ):
+        if given and reason:
+            yield f"{name}: without effect, since {reason}"

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from data_utils.files import errors_of, parse_object, replace_text
-from megatron.gpt2.config import Config, by_key, differing_flags, flag, require
+from megatron.gpt2.config import Config, by_key, differing, flag, require
 from megatron.gpt2.monitor.plots import Curve, as_svg, loss_curves, points, read_records
 
 METRICS, SAMPLES, HISTORY, REPORT = "metrics.jsonl", "samples.jsonl", "history.jsonl", "report.html"
@@ -55,7 +55,7 @@ def page(folder: Path) -> str:
         samples=samples,
         shown=spread(samples, MOST_SAMPLES),
         history=history,
-        differing=differing_flags(config),
+        differing=[(flag(key), value) for key, value in differing(config).items()],
         flags=[(flag(key), value) for key, value in by_key(config.as_dict()).items()] if "config" in settings else [],
         environment=settings.get("environment"),
     )

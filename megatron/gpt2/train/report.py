@@ -10,7 +10,7 @@ from data_utils.command_line import how_to_call
 from megatron.gpt2.checkpoint.folder import find_checkpoint
 from megatron.gpt2.checkpoint.local import newest_held
 from megatron.gpt2.checkpoint.reader import Checkpoint
-from megatron.gpt2.config import CheckpointConfig, differing_flags
+from megatron.gpt2.config import CheckpointConfig, differing, flag
 from megatron.gpt2.device import PRECISIONS
 from megatron.gpt2.model.gpt2 import count_parameters
 from megatron.gpt2.monitor.ended import clear_ended
@@ -86,8 +86,8 @@ def log_start(run: Run, warnings: Sequence[str]) -> None:
     ]
     run.log.note(f"started from {begins} on {layout}")
     flags = [
-        (flag, " ".join(map(str, value)) if isinstance(value, tuple) else str(value))
-        for flag, value in differing_flags(prepared.arguments.config)
+        (flag(key), " ".join(map(str, value)) if isinstance(value, tuple) else str(value))
+        for key, value in differing(prepared.arguments.config).items()
     ]
     run.log.info(start_table(rows, flags))
     for hook in run.hooks:

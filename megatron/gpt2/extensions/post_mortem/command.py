@@ -17,7 +17,7 @@ from typing import Any
 from data_utils.command_line import Parser
 from megatron.gpt2.checkpoint.folder import find_checkpoint
 from megatron.gpt2.checkpoint.local import newest_held
-from megatron.gpt2.config.config import FILE
+from megatron.gpt2.config.recipes import FILE
 from megatron.gpt2.extensions.post_mortem.deaths import Death, cause_of, last_attempt, own_rank, place
 from megatron.gpt2.monitor.ended import ENDED
 from megatron.gpt2.monitor.incidents import FOLDER, read_incidents

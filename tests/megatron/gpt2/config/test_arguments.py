@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from data_utils import BatchSchedule
-from megatron.gpt2.config import SECTIONS, Config, TrainConfig, differing_flags, fields, flag
+from megatron.gpt2.config import SECTIONS, Config, TrainConfig, differing, fields, flag
 from megatron.gpt2.config.arguments import Arguments, merge_checkpoint, parse
 from megatron.gpt2.config.flags import flag_table
-from megatron.gpt2.config.presets import PRESETS, SHAPES
+from megatron.gpt2.config.recipes import PRESETS, SHAPES
 from mpu.kernels import dropout
 
 QUICKSTART_ITERS = PRESETS["quickstart"]["train.train_iters"]
@@ -74,11 +74,11 @@ def test_flags_override_the_preset():
 def test_a_shape_of_its_own_has_the_defaults_of_2019():
     arguments = read("--num-layers 2")
     assert arguments.preset is None
-    assert differing_flags(arguments.config) == [
-        ("--num-layers", 2),
-        ("--train-iters", 1_000_000),
-        ("--save", "checkpoints/gpt2_2x1024"),
-    ]
+    assert differing(arguments.config) == {
+        "model.num_layers": 2,
+        "train.train_iters": 1_000_000,
+        "checkpoint.save": "checkpoints/gpt2_2x1024",
+    }
 
 
 def test_save_defaults_to_the_folder_loaded_unless_it_is_fine_tuned():
@@ -155,7 +155,7 @@ def test_inert_flags_are_noted_once():
         (
             "--num-layers-per-virtual-pipeline-stage 2 --num-virtual-stages-per-pipeline-rank 2 "
             "--pipeline-model-parallel-size 2",
-            "say the same: give one",
+            "give --num-layers-per-virtual-pipeline-stage or --num-virtual-stages-per-pipeline-rank, not both",
         ),
         ("--pipeline-model-parallel-size 2 --pipeline-schedule zero-bubble --compile", "zero-bubble and --compile"),
         ("--pipeline-model-parallel-size 2 --DDP-impl torch", "--pipeline-model-parallel-size needs --DDP-impl local"),
@@ -172,14 +172,14 @@ def test_inert_flags_are_noted_once():
             "--sequence-parallel splits --seq-length 30",
         ),
         ("--swiglu", "--swiglu is not supported"),
-        ("--train-data-path .", "--train-data-path . is a directory"),
-        ("--train-data-path a --split 90,10", "--train-data-path contradicts --split 90,10"),
+        ("--train-data-path .", '--train-data-path ["."] is a directory'),
+        ("--train-data-path a --split 90,10", '--train-data-path ["a"] contradicts --split 90,10'),
         ("--valid-data a --valid-data-path b", "give --valid-data-path or --valid-data, not both"),
         ("--data-order random", "--data-order: invalid choice: 'random'"),
-        ("--warmup .1 --lr-warmup-iters 3", "--lr-warmup-iters or --lr-warmup-samples, not two"),
+        ("--warmup .1 --lr-warmup-iters 3", "give --warmup or --lr-warmup-iters, not both"),
         ("--lr-decay-samples 40 --lr-decay-iters 3", "give --lr-decay-iters or --lr-decay-samples, not both"),
         ("--vocab-file a --tokenizer-model b", "say which with --tokenizer-type"),
-        ("--train-iters 3 --train-epochs 1", "the length is given twice: --train-iters and --train-epochs"),
+        ("--train-iters 3 --train-epochs 1", "give --train-iters or --train-epochs, not both"),
         ("--num-attention-heads 3", "--hidden-size 1024 is not divisible by --num-attention-heads 3"),
         ("--model-parallel-size 3", "--num-attention-heads 4 is not divisible by --model-parallel-size 3"),
         ("--seq-length 300", "--seq-length 300 is longer than --max-position-embeddings 256"),
@@ -207,13 +207,13 @@ def test_errors_are_one_line_that_names_the_flag(line, message):
             "must be positive",
             """--global-batch-size 0|--ffn-hidden-size 0|--exit-interval 0|--ddp-bucket-size 0
         |--save-interval 0|--adam-eps 0|--init-method-std 0|--layernorm-epsilon 0|--exit-duration-in-mins 0
-        |--distributed-timeout-minutes 0|--loss-scale 0|--initial-loss-scale 0|--min-loss-scale 0|--loss-scale-window 0
+        |--loss-scale 0|--initial-loss-scale 0|--min-loss-scale 0|--loss-scale-window 0
         |--lr 0|--train-iters 0|--ffn-hidden-size -4|--global-batch-size -8""",
         ),
-        ("must not be negative", "--weight-decay -.1|--cpu-offloading-num-layers -1"),
+        ("must be at least 0", "--weight-decay -.1|--cpu-offloading-num-layers -1|--num-workers -1|--min-lr -1"),
         ("must be in [0, 1)", "--adam-beta1 1|--adam-beta1 -.1|--adam-beta2 1|--adam-beta2 -.1|--hidden-dropout 1"),
         ("must be in [0, 2**31)", "--seed -1|--seed 2147483648"),
-        ("must be at most 1e6", "--distributed-timeout-minutes 1000001"),
+        ("must be in (0, 1e6]", "--distributed-timeout-minutes 0|--distributed-timeout-minutes 1000001"),
         ("is not a finite number", "--lr nan|--clip-grad inf|--weight-decay inf|--loss-scale 1e999|--adam-eps=-inf"),
     ],
 )
@@ -285,7 +285,7 @@ def test_tokenizer_files_imply_the_tokenizer():
 def test_config_survives_json():
     config = read("--model 345m --train-data a b").config
     assert Config.from_dict(json.loads(json.dumps(config.as_dict()))) == config
-    with pytest.raises(ValueError, match="section 'model': nonsense"):
+    with pytest.raises(ValueError, match="unknown in the configuration: model.nonsense"):
         Config.from_dict({"model": {"nonsense": 1}})
 
 

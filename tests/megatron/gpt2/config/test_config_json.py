@@ -77,8 +77,8 @@ def test_flags_beside_it_win(config: Path):
     "change, message",
     [
         ({"version": 2}, "is of version 2, and this program reads 1"),
-        ({"config": {"model": {"depth": 3}}}, "unknown in the configuration's section 'model': depth"),
-        ({"config": {"modell": {}}}, "unknown section modell"),
+        ({"config": {"model": {"depth": 3}}}, "unknown in the configuration: model.depth"),
+        ({"config": {"modell": {"a": 1}}}, "unknown in the configuration: modell.a"),
         ({"config": {"model": {"num_layers": "two"}}}, "is not the config.json of a run"),
         ({"config": {"model": {"num_layers": 0}}}, "--num-layers must be positive"),
         ({"config": None}, "is not the config.json of a run"),

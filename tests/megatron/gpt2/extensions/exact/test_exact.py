@@ -211,7 +211,10 @@ FLAGS = "--num-attention-heads 8 --hidden-size 64 --ffn-hidden-size 256 --seq-le
             "--exact-layouts 4 --compile",
             "--exact-layouts and --compile: a compiler chooses the order of sums; leave one ",
         ),
-        ("--exact-layouts 4 --DDP-impl torch", "--exact-layouts and --DDP-impl torch: torch's DDP adds in an order of"),
+        (
+            "--exact-layouts 4 --DDP-impl torch",
+            "--exact-layouts and --DDP-impl torch: torch's DDP adds in its own order",
+        ),
         (
             "--exact-layouts 4 --grad-reduce-in-bf16",
             "--exact-layouts and --grad-reduce-in-bf16: another number of ranks ",
