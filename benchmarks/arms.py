@@ -33,8 +33,15 @@ import mpu
 from benchmarks import peers
 from benchmarks.harness import call_seconds
 from benchmarks.problem import BETAS, CLIP_GRAD, LR, SEED, WEIGHT_DECAY, Arm, Problem, flops_by_llm_c
-from data_utils import BatchLoader, BatchSchedule, GPT2Dataset, SampleOrder, Tokenizer, build_splits
-from data_utils.blending import BlendedDataset
+from data_utils import (
+    BatchLoader,
+    BatchSchedule,
+    BlendedDataset,
+    GPT2Dataset,
+    SampleOrder,
+    Tokenizer,
+    build_splits,
+)
 from megatron.gpt2.config import ModelConfig
 from megatron.gpt2.config.arguments import parse
 from megatron.gpt2.device import DTYPES, set_allocator, set_threads

@@ -1,13 +1,11 @@
-"""Text to batches: tokenizers, the indexed dataset, corpora, splits, the order of samples. Needs numpy alone."""
+"""Text to batches: tokenizers, the indexed dataset, corpora, splits, the order of samples. Needs numpy only."""
 
-from data_utils.blending import BlendedDataset
-from data_utils.gpt2_dataset import MISSING, DamagedData, GPT2Dataset
+from data_utils.gpt2_dataset import BlendedDataset, DamagedData, GPT2Dataset
 from data_utils.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
-from data_utils.samplers import BatchLoader, BatchSchedule, SampleOrder, evaluation_batches, permute
+from data_utils.samplers import MISSING, BatchLoader, BatchSchedule, SampleOrder, evaluation_batches, permute
 from data_utils.splits import Splits, build_splits, unigram_bits_per_byte, xz_bits_per_byte
 from data_utils.tokenizers import build_tokenizer, default_tokenizer_kind, kind_of_vocabulary, load_tokenizer
-from data_utils.tokenizers.base import Tokenizer
-from data_utils.tokenizers.sentencepiece import ensure_sentencepiece_model, train_sentencepiece
+from data_utils.tokenizers.base import Tokenizer, ensure_sentencepiece_model, train_sentencepiece
 
 __all__ = [
     "MISSING",

@@ -1,11 +1,28 @@
-"""Samples of `seq_length + 1` tokens, inputs and labels in one, out of one range of tokens."""
+"""Samples of `seq_length + 1` tokens, inputs and labels in one: of one text, of a blend of texts, and in Megatron's order.
+
+A blend has a fixed count of samples of each component in every block of BLOCK samples: its weight's share by largest
+remainder. A Feistel permutation chosen by the seed places them in the block, alike in every block. So a number leads to
+its sample in O(1), and each component is read as if it were alone: a permutation of its own in each of its epochs.
+
+The order of today's Megatron (`megatron.core.datasets.gpt_dataset.GPTDataset`) is for those who compare with it. All
+documents of all epochs are shuffled together and laid end to end. A sample begins every seq_length tokens of that, and
+the samples are shuffled once more. A last epoch of which the run needs less than four fifths is shuffled by itself. So
+the order depends on the length of the run, and its arrays are made again at every start.
+"""
+
+import itertools
+import math
+from collections.abc import Sequence
+from fractions import Fraction
 
 import numpy as np
 
 from data_utils.command_line import how_to_call
+from data_utils.samplers import MISSING, SampleOrder, permute, seed_key
 from data_utils.tokenizers.base import Tokenizer
 
-MISSING = -1  # fills a window after the split's last token; as a label it counts for nothing
+BLOCK = 10_000
+SEPARATE_BELOW = 0.80  # of an epoch
 
 
 class DamagedData(ValueError):
@@ -33,18 +50,14 @@ class GPT2Dataset:
         wrap: bool,
         source: str = "the data",
     ) -> None:
-        assert 0 <= start < stop <= len(tokens) and seq_length > 0
-        self.seq_length = seq_length
-        self.num_tokens = stop - start
-        self.source = source
-        self.tokenizer = tokenizer
-        first = start if wrap else max(start - 1, 0)
-        own = tokens[first:stop]
+        self.seq_length, self.tokenizer, self.source = seq_length, tokenizer, source
         self.tokens = tokens[start:stop]  # the split's own, in the dtype of the file
+        self.num_tokens = stop - start
+        own = tokens[start if wrap else max(start - 1, 0) : stop]
         assert len(own) > 1, "a split of fewer than two tokens has no labels"
         if wrap and len(own) <= seq_length:
             own = np.resize(own, seq_length + 1)
-        # A view of one row a window: picked by an array of indices, numpy copies row by row without Python.
+        # A view with a row for each window: numpy copies the rows that an array of indices picks, without Python.
         whole, step = (len(own) - 1) // seq_length, own.strides[0]
         self._windows = np.lib.stride_tricks.as_strided(
             own, (whole, seq_length + 1), (seq_length * step, step), writeable=False
@@ -60,19 +73,24 @@ class GPT2Dataset:
         vocabulary."""
         last = indices >= len(self._windows)
         if not last.any():
-            return checked(self._windows[indices], self.tokenizer.vocab_size, self.source)
-        assert self._len > len(self._windows), "training has only whole windows"
+            return self.checked(self._windows[indices])
         rows = np.full((len(indices), self.seq_length + 1), MISSING, dtype=np.int64)
         rows[~last] = self.rows(indices[~last])
-        rows[last, : len(self._rest)] = checked(self._rest[None], self.tokenizer.vocab_size, self.source)
+        rows[last, : len(self._rest)] = self.checked(self._rest[None])
         return rows
 
-    def __getitem__(self, index: int) -> np.ndarray:
-        """int64 [seq_length + 1]."""
-        if not 0 <= index < self._len:
-            raise IndexError(f"sample {index} of {self._len}")
-        row: np.ndarray = self.rows(np.array([index]))[0]
-        return row
+    def checked(self, rows: np.ndarray) -> np.ndarray:
+        """`rows` of the file, of any integers, as int64. DamagedData, which names the file, if an id is outside the
+        vocabulary."""
+        size = self.tokenizer.vocab_size
+        # Seen as unsigned a negative id is a large one, so that one pass finds both.
+        if rows.size and int(rows.view(f"u{rows.dtype.itemsize}").max()) >= size:
+            wrong = rows[(rows < 0) | (rows >= size)][0]
+            raise DamagedData(
+                f"{self.source} holds the token id {wrong}, but the vocabulary has {size:,}: the file is "
+                f"damaged, or of another tokenizer ({how_to_call('inspect_data')} --verify tells)"
+            )
+        return rows.astype(np.int64)
 
     def text(self, max_bytes: int = 64 << 20) -> bytes | None:
         """The split as text, without EODs; None if it is longer than `max_bytes`."""
@@ -82,14 +100,169 @@ class GPT2Dataset:
         return text if len(text) <= max_bytes else None
 
 
-def checked(rows: np.ndarray, vocab_size: int, source: str) -> np.ndarray:
-    """`rows`, of any integers, as int64, contiguous. DamagedData, which names `source`, if an id is outside the
-    vocabulary."""
-    # Seen as unsigned a negative id is a large one, so that one pass finds both.
-    if rows.size and int(rows.view(f"u{rows.dtype.itemsize}").max()) >= vocab_size:
-        wrong = rows[(rows < 0) | (rows >= vocab_size)][0]
-        raise DamagedData(
-            f"{source} holds the token id {wrong}, but the vocabulary has {vocab_size:,}: the file is "
-            f"damaged, or of another tokenizer ({how_to_call('inspect_data')} --verify tells)"
+# --- blends
+
+
+def parse_blend(words: Sequence[str], flag: str) -> tuple[list[str], list[float] | None]:
+    """Prefixes and their weights from the words of a flag: `0.7 a 0.3 b`, or `a b`, which has None for the weights.
+    ValueError names `flag`."""
+
+    def number(word: str) -> float | None:
+        try:
+            return float(word)
+        except ValueError:
+            return None
+
+    weights = [number(word) for word in words[::2]]
+    # As Megatron reads it: an odd number of words, or none of the first of each pair a number.
+    if len(words) % 2 or all(weight is None for weight in weights):
+        return list(words), None
+    found = [weight for weight in weights if weight is not None and 0 < weight < math.inf]
+    if len(found) < len(weights):
+        raise ValueError(
+            f"{flag} {' '.join(words)}: give prefixes alone, or a weight above 0 before each of them, "
+            "such as 0.7 a 0.3 b"
         )
-    return rows.astype(np.int64)
+    return list(words[1::2]), found
+
+
+def block_counts(weights: Sequence[float], names: Sequence[str], flag: str) -> np.ndarray:
+    """int64 [components]: how many samples of a block each component has. A count differs by less than 1 from the
+    weight's share of BLOCK. ValueError names a component whose count is 0."""
+    shares = np.array(weights, dtype=np.float64)
+    shares *= BLOCK / shares.sum()
+    counts = np.floor(shares).astype(np.int64)
+    most_left = np.argsort(counts - shares, kind="stable")
+    counts[most_left[: BLOCK - counts.sum()]] += 1
+    for name, weight, count in zip(names, weights, counts, strict=True):
+        if count == 0:
+            raise ValueError(
+                f"{flag}: {name} has so small a part, {weight:g}, that it gets none of {BLOCK:,} samples: "
+                "leave it out or give it more"
+            )
+    return counts
+
+
+class BlendedOrder:
+    """Global sample number -> index in the components laid end to end, without an end.
+
+    sizes: samples of each component. counts: int64 [components], from `block_counts`.
+    """
+
+    def __init__(self, sizes: Sequence[int], counts: np.ndarray, seed: int, shuffle: bool = True) -> None:
+        self._sizes, self._counts = np.array(sizes), counts
+        self._starts = np.cumsum(self._sizes) - self._sizes
+        self._orders = [SampleOrder(size, seed + number, shuffle) for number, size in enumerate(sizes)]
+        # For each place in a block: its component, and how many samples of the component come before it.
+        self._component = np.searchsorted(np.cumsum(counts), permute(np.arange(BLOCK), BLOCK, seed_key(seed)), "right")
+        self._before = np.empty(BLOCK, dtype=np.int64)
+        for number, count in enumerate(counts):
+            self._before[self._component == number] = np.arange(count)
+
+    def __call__(self, numbers: np.ndarray) -> np.ndarray:
+        blocks, places = np.divmod(numbers, BLOCK)
+        component = self._component[places]
+        number = blocks * self._counts[component] + self._before[places]  # of the component's own samples
+        indices = np.empty_like(numbers)
+        for which, order in enumerate(self._orders):
+            own = component == which
+            indices[own] = self._starts[which] + order(number[own])
+        return indices
+
+    def until_one_repeats(self) -> int:
+        """How many samples there are before a component begins its second epoch."""
+        blocks, left = np.divmod(self._sizes, self._counts)
+        firsts = [np.flatnonzero(self._component == which)[rest] for which, rest in enumerate(left)]
+        return int((blocks * BLOCK + firsts).min())
+
+
+class BlendedDataset:
+    """Several datasets laid end to end, for a `BlendedOrder` to choose from.
+
+    For evaluation (`wrap` False) the samples are in such an order already, not shuffled within a component, and end
+    before one of the components would repeat.
+    """
+
+    def __init__(self, components: Sequence[GPT2Dataset], counts: np.ndarray, *, wrap: bool) -> None:
+        self.components = tuple(components)
+        self.seq_length = components[0].seq_length
+        self.num_tokens = sum(component.num_tokens for component in components)
+        self._counts = counts
+        self._ends = np.cumsum([len(component) for component in components])
+        self._order = None if wrap else self.order(0, shuffle=False)
+        self._len = int(self._ends[-1]) if self._order is None else self._order.until_one_repeats()
+
+    def order(self, seed: int, shuffle: bool = True) -> BlendedOrder:
+        """The order in which training reads the components; evaluation leaves `shuffle` off."""
+        return BlendedOrder([len(component) for component in self.components], self._counts, seed, shuffle)
+
+    def __len__(self) -> int:
+        return self._len
+
+    def rows(self, indices: np.ndarray) -> np.ndarray:
+        """int64 [k] -> int64 [k, seq_length + 1]."""
+        indices = indices if self._order is None else self._order(indices)
+        which = np.searchsorted(self._ends, indices, "right")
+        rows = np.empty((len(indices), self.seq_length + 1), dtype=np.int64)
+        for number, component in enumerate(self.components):
+            own = which == number
+            rows[own] = component.rows(indices[own] - (self._ends[number] - len(component)))
+        return rows
+
+
+# --- Megatron's order
+
+
+def megatron_cut(documents: int, shares: Sequence[Fraction]) -> list[int]:
+    """Borders, in documents, of the splits: len(shares) + 1 of them, by Megatron's own rounding."""
+    proportions = np.array([float(share) for share in shares])
+    ends = itertools.accumulate((proportions / proportions.sum()).tolist(), initial=0.0)
+    return [round(end * documents) for end in ends]
+
+
+class MegatronSamples:
+    """Sample number -> row, in Megatron's order. A loader needs no other order.
+
+    dataset: the training split. document_starts: int64 [documents + 1], where its documents begin in `dataset.tokens`,
+    and the end. num_samples: of the whole run. A loader may prepare samples beyond them: these begin again.
+    """
+
+    def __init__(self, dataset: GPT2Dataset, document_starts: np.ndarray, *, seed: int, num_samples: int) -> None:
+        self.seq_length = s = dataset.seq_length
+        self._dataset, self._starts = dataset, document_starts
+        lengths = np.diff(document_starts)
+        per_epoch = int(document_starts[-1] - document_starts[0])
+        epochs = max(1, -(-(num_samples * s + 1) // per_epoch))
+        samples, before_last = (epochs * per_epoch - 1) // s, ((epochs - 1) * per_epoch - 1) // s
+        separate = epochs > 1 and num_samples - before_last < int(SEPARATE_BELOW * ((per_epoch - 1) // s))
+        random = np.random.RandomState(seed)
+
+        def shuffled(*parts: np.ndarray) -> np.ndarray:
+            for part in parts:
+                random.shuffle(part)
+            return np.concatenate(parts)
+
+        together = (epochs - 1, 1) if separate else (epochs,)
+        self._documents = shuffled(*(np.tile(np.arange(len(lengths)), times) for times in together))
+        self._ends = np.cumsum(lengths[self._documents])
+        border = before_last if separate else samples
+        self._shuffle = shuffled(np.arange(border), np.arange(border, samples))
+
+    def __len__(self) -> int:
+        return len(self._shuffle)
+
+    def rows(self, numbers: np.ndarray) -> np.ndarray:
+        """int64 [k] -> int64 [k, seq_length + 1]."""
+        tokens, size = self._dataset.tokens, self.seq_length + 1
+        rows = np.empty((len(numbers), size), dtype=tokens.dtype)
+        for row, sample in zip(rows, self._shuffle[numbers % len(self)].tolist(), strict=True):
+            begin, filled = sample * self.seq_length, 0
+            place = int(np.searchsorted(self._ends, begin, "right"))
+            while filled < size:
+                stop = int(self._starts[self._documents[place] + 1])
+                first = stop - (int(self._ends[place]) - begin - filled)
+                part = tokens[first : min(stop, first + size - filled)]
+                row[filled : filled + len(part)] = part
+                filled += len(part)
+                place += 1
+        return self._dataset.checked(rows)

@@ -22,7 +22,6 @@ consecutive parts: the parts of a large `.bin` were hashed by many workers, and 
 is the sha256 of everything before it.
 """
 
-import contextlib
 import hashlib
 import os
 import shutil
@@ -43,6 +42,7 @@ from data_utils.files import (
     flush_to_disk,
     hash_parts,
     read_sealed,
+    write_sealed,
 )
 
 MAGIC = b"MMIDIDX\0\0"
@@ -54,7 +54,7 @@ DTYPES: dict[int, np.dtype] = {
 LLM_C_MAGIC = 20240520
 LLM_C_HEADER = 1024  # bytes
 
-BUFFERED = 1 << 18  # tokens between two writes
+BUFFERED = 1 << 20  # bytes
 SEARCHED_AT_ONCE = 1 << 24
 
 
@@ -65,22 +65,30 @@ def token_dtype(vocab_size: int) -> np.dtype:
 
 class IndexedDatasetBuilder:
     """Writes a pair: `add` tokens, `end_document`, or `add_index` for all of another pair; then `finish`, after which
-    both files are complete and on the disk. `abandon` removes them instead.
+    both files are complete and on the disk. `abandon` removes them instead. As a context manager it does the one or,
+    after an error, the other.
 
     `sha256` hashes the tokens that were added, and is complete once the pair is finished.
     """
 
     def __init__(self, prefix: str | Path, dtype: np.dtype) -> None:
         self.prefix = str(prefix)
-        self._bin: BinaryIO = open(f"{prefix}.bin", "wb")  # noqa: SIM115  closed by `finish` or `abandon`
+        self._bin: BinaryIO = open(f"{prefix}.bin", "wb", BUFFERED)  # noqa: SIM115  closed by `finish` or `abandon`
         self._dtype = np.dtype(dtype)
-        self._buffer = np.empty(BUFFERED, dtype=self._dtype)
-        self._filled = 0
         self._open_length = 0  # of the open document
         self._lengths = array("i")  # of the sequences
         self._ends = array("q")  # of the documents, in sequences
         self.num_tokens = 0
         self.sha256 = hashlib.sha256()
+
+    def __enter__(self) -> "IndexedDatasetBuilder":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        if kind is None:
+            self.finish()
+        else:
+            self.abandon()
 
     def __len__(self) -> int:
         """Documents."""
@@ -88,15 +96,10 @@ class IndexedDatasetBuilder:
 
     def add(self, tokens: Sequence[int] | np.ndarray) -> None:
         """Append to the open document. The ids have to fit the dtype."""
-        count = len(tokens)
-        if self._filled + count > BUFFERED:
-            self._flush()
-        if count > BUFFERED:
-            self._write(np.asarray(tokens).astype(self._dtype))
-        else:
-            self._buffer[self._filled : self._filled + count] = tokens
-            self._filled += count
-        self._open_length += count
+        data = np.asarray(tokens).astype(self._dtype).data
+        self._bin.write(data)
+        self.sha256.update(data)
+        self._open_length += len(tokens)
 
     def end_document(self, eod: int | None = None) -> None:
         """End the open document, which is one sequence, with `eod` as its last token if one is given. ValueError if it
@@ -115,14 +118,8 @@ class IndexedDatasetBuilder:
         assert self._open_length == 0, "the last document was not ended"
         index = read_index(prefix)
         assert index.dtype == self._dtype
-        self._flush()
-        self._bin.flush()
         with open(f"{prefix}.bin", "rb") as file:
-            with contextlib.suppress(AttributeError, OSError):  # not of this system, or not between these files
-                while os.copy_file_range(file.fileno(), self._bin.fileno(), 1 << 30):
-                    pass
-            shutil.copyfileobj(file, self._bin, 1 << 18)  # the rest, as a rule nothing
-            self._bin.flush()
+            shutil.copyfileobj(file, self._bin, BUFFERED)
         self._ends.frombytes((index.firsts[1:] + len(self._lengths)).astype(np.int64).tobytes())
         self._lengths.frombytes(index.lengths.astype(np.intc).tobytes())
         self.num_tokens += int(index.starts[-1])
@@ -130,7 +127,8 @@ class IndexedDatasetBuilder:
     def finish(self) -> None:
         """Write the index and put both files on the disk."""
         assert self._open_length == 0, "the last document was not ended"
-        self._flush()
+        if self._bin.closed:
+            return
         lengths = np.frombuffer(self._lengths, dtype=np.intc)
         pointers = (np.cumsum(lengths, dtype=np.int64) - lengths) * self._dtype.itemsize
         code = next(code for code, known in DTYPES.items() if known == self._dtype)
@@ -150,25 +148,20 @@ class IndexedDatasetBuilder:
         for suffix in (".bin", ".idx"):
             Path(self.prefix + suffix).unlink(missing_ok=True)
 
-    def _flush(self) -> None:
-        self._write(self._buffer[: self._filled])
-        self._filled = 0
-
-    def _write(self, tokens: np.ndarray) -> None:
-        self._bin.write(tokens.data)
-        self.sha256.update(tokens.data)
-
 
 class TokenFile:
     """Tokens of documents. `tokens` is an array that the system reads page by page; `document_starts`, int64 [documents
     + 1], counts in tokens, from 0 to `len(tokens)`. `kind` is the program whose file it is."""
 
     kind = "indexed"
-    tokens: np.ndarray
     document_starts: np.ndarray
 
-    def __init__(self, prefix: str | Path) -> None:
-        self.prefix = str(prefix)
+    def __init__(self, prefix: str | Path, dtype: np.dtype, offset: int = 0) -> None:
+        self.prefix, path = str(prefix), f"{prefix}.bin"
+        self.tokens = np.zeros(0, dtype)
+        if os.path.getsize(path) > offset:
+            # A plain array over the map: slices of np.memmap itself cost several times more.
+            self.tokens = np.asarray(np.memmap(path, dtype=dtype, mode="r", offset=offset)).view(np.ndarray)
 
     def __len__(self) -> int:
         """Documents."""
@@ -187,22 +180,14 @@ class TokenFile:
         """The manifest of a pair; None if there is none. ValueError if it is damaged or not of its form."""
         return read_manifest(self.prefix) if self.kind == "indexed" else None
 
-    def _mapped(self, dtype: np.dtype, offset: int = 0) -> np.ndarray:
-        path = f"{self.prefix}.bin"
-        if os.path.getsize(path) == offset:
-            return np.zeros(0, dtype)
-        # A plain array over the map: slices of np.memmap itself cost several times more.
-        return np.asarray(np.memmap(path, dtype=dtype, mode="r", offset=offset)).view(np.ndarray)
-
 
 class IndexedDataset(TokenFile):
     """Reads a pair through a memory map. Every entry of the index is checked when it is opened."""
 
     def __init__(self, prefix: str | Path) -> None:
-        super().__init__(prefix)
         index = read_index(prefix)
         self.document_starts = index.starts[index.firsts]
-        self.tokens = self._mapped(index.dtype)
+        super().__init__(prefix, index.dtype)
         if len(self.tokens) != index.starts[-1]:
             raise ValueError(f"{prefix}.bin changed while it was opened")
 
@@ -214,9 +199,7 @@ class ForeignBin(TokenFile):
     """
 
     def __init__(self, prefix: str | Path, eod: int) -> None:
-        super().__init__(prefix)
-        path = f"{prefix}.bin"
-        self._eod = eod
+        path, self._eod = f"{prefix}.bin", eod
         size = os.path.getsize(path)
         with open(path, "rb") as file:
             head = np.frombuffer(file.read(LLM_C_HEADER)[: size // 4 * 4], dtype="<i4")
@@ -231,7 +214,7 @@ class ForeignBin(TokenFile):
             raise ValueError(f"{path} has no .idx beside it, and its {size} bytes are no uint16 tokens either")
         elif len(head) >= 16 and head.min() >= 0 and head.max() < 1 << 16:
             raise ValueError(f"{path} holds 32-bit tokens, not the uint16 ones of nanoGPT: its .idx is missing")
-        self.tokens = self._mapped(np.dtype("<u2"), offset)
+        super().__init__(prefix, np.dtype("<u2"), offset)
 
     @cached_property
     def document_starts(self) -> np.ndarray:  # type: ignore[override]
@@ -240,8 +223,7 @@ class ForeignBin(TokenFile):
             np.flatnonzero(self.tokens[first : first + SEARCHED_AT_ONCE] == self._eod) + first + 1
             for first in range(0, len(self.tokens), SEARCHED_AT_ONCE)
         ]
-        starts = np.concatenate([[0], *blocks])
-        return starts if starts[-1] == len(self.tokens) else np.append(starts, len(self.tokens))
+        return np.unique(np.concatenate([[0], *blocks, [len(self.tokens)]]))
 
 
 def open_tokens(path: str | Path, eod: int) -> TokenFile:
@@ -327,11 +309,13 @@ def read_manifest(prefix: str | Path) -> dict[str, Any] | None:
     return manifest
 
 
-def describe(prefix: str | Path, facts: dict[str, Any], bin_parts: Sequence[Part] | None = None) -> dict[str, Any]:
-    """The manifest of the pair at `prefix`: `facts`, and what its files show, counts, dtype and hashes. bin_parts: the
-    hashes of `.bin`, if they are known already."""
+def write_manifest(
+    prefix: str | Path, facts: dict[str, Any], bin_parts: Sequence[Part] | None = None
+) -> dict[str, Any]:
+    """Write the manifest of the pair at `prefix`, and return it: `facts`, and what its files show, counts, dtype and
+    hashes. bin_parts: the hashes of `.bin`, if they are known already."""
     index = read_index(prefix)
-    return {
+    manifest = {
         "format": PAIR_MANIFEST_VERSION,
         **facts,
         "documents": len(index.firsts) - 1,
@@ -340,3 +324,5 @@ def describe(prefix: str | Path, facts: dict[str, Any], bin_parts: Sequence[Part
         ".bin": list(bin_parts or hash_parts(f"{prefix}.bin")),
         ".idx": hash_parts(f"{prefix}.idx"),
     }
+    write_sealed(Path(f"{prefix}.json"), manifest)
+    return manifest

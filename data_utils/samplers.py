@@ -10,17 +10,18 @@ however it is laid out.
 from __future__ import annotations
 
 import bisect
+import functools
+import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 
-from data_utils.gpt2_dataset import MISSING
-
+MISSING = -1  # fills a window after the split's last token; as a label it counts for nothing
 ROUNDS = 6
 # Samples whose order is made at once: numpy's cost is by the call, not by the sample.
 ORDERED_AT_ONCE = 1024
@@ -78,12 +79,10 @@ def permute(indices: np.ndarray, size: int, key: np.ndarray) -> np.ndarray:
         for number in range(0, ROUNDS, 2):
             high ^= _round(low, keys[number]) & high_mask
             low ^= _round(high, keys[number + 1]) & low_mask
-        found = high << low_bits | low
-        places[walking] = found
-        outside = found >= size
+        places[walking] = high << low_bits | low
+        outside = places[walking] >= size
         walking = walking[outside]
-        if keys.shape[1] > 1:
-            keys = keys[:, outside]
+        keys = keys[:, outside] if keys.shape[1] > 1 else keys
     return places.astype(np.int64)
 
 
@@ -156,13 +155,7 @@ class BatchSchedule:
 
     def before_steps(self, steps: int) -> np.ndarray:
         """int64 [steps + 1]: what is consumed before each of the first steps, and after the last of them."""
-        parts, left = [], steps + 1
-        for span in self.spans():
-            part = span[:left]
-            parts.append(np.arange(part.start, part.stop, part.step))
-            if not (left := left - len(part)):
-                break
-        return np.concatenate(parts)
+        return np.fromiter(itertools.chain.from_iterable(self.spans()), np.int64, steps + 1)
 
     def steps_until(self, samples: int, consumed: int = 0) -> int:
         """The fewest steps after which at least `samples` are consumed."""
@@ -211,27 +204,23 @@ class BatchLoader:
     ) -> None:
         assert 0 <= data_parallel_rank < data_parallel_size
         self._dataset, self._order, self._finish = dataset, order, finish
-        self._schedule, self._micro_batch_size = schedule, micro_batch_size
-        self._rank, self._ranks, self._contiguous = data_parallel_rank, data_parallel_size, contiguous
-        self._next = consumed_samples
+        self._schedule, self._next = schedule, consumed_samples
+        self._micro_batch_size, self._rank, self._ranks = micro_batch_size, data_parallel_rank, data_parallel_size
+        self._contiguous = contiguous
         self._ordered: deque[np.ndarray] = deque()  # the indices of the steps to come
         self._thread = ThreadPoolExecutor(1, "data loader") if prefetch else None
-        self._ready: deque[Future[Any]] = deque()
+        self._ready: deque[Callable[[], Any]] = deque()
         self.wait_seconds = 0.0
         for _ in range(prefetch):
-            self._prepare()
+            self._begin()
 
     def __iter__(self) -> BatchLoader:
         return self
 
     def __next__(self) -> Any:
         started = time.perf_counter()
-        if self._thread is None:
-            batch = self._batch(self._next)
-            self._next += self._schedule.size(self._next)
-        else:
-            self._prepare()
-            batch = self._ready.popleft().result()
+        self._begin()
+        batch = self._ready.popleft()()
         self.wait_seconds += time.perf_counter() - started
         return batch
 
@@ -240,18 +229,16 @@ class BatchLoader:
         if self._thread is not None:
             self._thread.shutdown(cancel_futures=True)
 
-    def _prepare(self) -> None:
-        assert self._thread is not None
-        self._ready.append(self._thread.submit(self._batch, self._next))
+    def _begin(self) -> None:
+        """Let the thread prepare one step more; without a thread the step is prepared when it is asked for."""
+        prepare = functools.partial(self._batch, self._next)
+        self._ready.append(prepare if self._thread is None else self._thread.submit(prepare).result)
         self._next += self._schedule.size(self._next)
 
-    def _offsets(self, size: int) -> np.ndarray:
-        """int64 [n]: where this rank's samples are in a step of `size` samples."""
-        first = first_samples(size, self._micro_batch_size, self._rank, self._ranks, contiguous=self._contiguous)
-        return (first[:, None] + np.arange(self._micro_batch_size)).ravel()
-
     def _batch(self, first: int) -> Any:
-        offsets = self._offsets(self._schedule.size(first))
+        size, micro = self._schedule.size(first), self._micro_batch_size
+        begins = first_samples(size, micro, self._rank, self._ranks, contiguous=self._contiguous)
+        offsets = (begins[:, None] + np.arange(micro)).ravel()  # of this rank's samples in the step
         if not self._ordered:  # of steps of this size
             steps = next(self._schedule.spans(first))[: -(-ORDERED_AT_ONCE // len(offsets))]
             numbers = (np.array(steps)[:, None] + offsets).ravel()

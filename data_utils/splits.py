@@ -1,6 +1,7 @@
 """From the data flags to the three datasets: which files and which part of their tokens each split reads, and the order
 of training."""
 
+import itertools
 import lzma
 import os
 from collections.abc import Sequence
@@ -11,12 +12,18 @@ from pathlib import Path
 
 import numpy as np
 
-from data_utils.blending import BLOCK, BlendedDataset, block_counts, parse_blend
 from data_utils.corpora.documents import BUILTIN, MOST_BAD_LINES, Log, files_of
 from data_utils.files import fingerprint_of
-from data_utils.gpt2_dataset import GPT2Dataset
+from data_utils.gpt2_dataset import (
+    BLOCK,
+    BlendedDataset,
+    GPT2Dataset,
+    MegatronSamples,
+    block_counts,
+    megatron_cut,
+    parse_blend,
+)
 from data_utils.indexed_dataset import ForeignBin, TokenFile, open_tokens
-from data_utils.megatron_order import MegatronSamples, megatron_cut
 from data_utils.samplers import Order, SampleOrder, Samples
 from data_utils.token_cache import tokenise
 from data_utils.tokenizers.base import Tokenizer
@@ -26,13 +33,12 @@ LEAST_TOKENS = 2  # of a split: an input and its label
 CHECKED_TOKENS = 1 << 24  # of a foreign file, so that opening one of terabytes takes no minute
 HASHED_BYTES = 1 << 20  # at either end of a foreign .bin, for the same reason
 
-
 Dataset = GPT2Dataset | BlendedDataset
 
 
 @dataclass(frozen=True)
 class Splits:
-    """The datasets; None where a split is not wanted or has no share.
+    """The datasets; None if a split is not wanted or has no share.
 
     fingerprint: a hash of the training text, the tokenizer, the cuts, the weights of a blend, and of an order that is
     not ours. description: lines for the log. train_documents: for Megatron's order, int64 [documents + 1], where the
@@ -48,11 +54,10 @@ class Splits:
 
     def training_samples(self, seed: int, num_samples: int) -> tuple[Samples, Order]:
         """The dataset and the order that a `BatchLoader` takes to train on `num_samples` samples in all."""
-        if self.train_documents is not None:
-            assert isinstance(self.train, GPT2Dataset)
-            return MegatronSamples(self.train, self.train_documents, seed=seed, num_samples=num_samples), np.asarray
         if isinstance(self.train, BlendedDataset):
             return self.train, self.train.order(seed)
+        if self.train_documents is not None:
+            return MegatronSamples(self.train, self.train_documents, seed=seed, num_samples=num_samples), np.asarray
         return self.train, SampleOrder(len(self.train), seed)
 
 
@@ -63,6 +68,9 @@ class _Tokens:
     name: str
     data: TokenFile
     key: str
+
+
+_Part = tuple[_Tokens, int, int]  # from one token to another
 
 
 def parse_split(split: str) -> tuple[Fraction, Fraction, Fraction]:
@@ -85,45 +93,35 @@ def cut(document_starts: np.ndarray, shares: Sequence[Fraction], closed: bool) -
     """The borders, in tokens, of parts in proportion to `shares`: len(shares) + 1 of them, from 0 to the end.
 
     document_starts: int64 [documents + 1]. Borders lie between documents, as near to the proportion as can be, and each
-    part with a share has a document. They lie anywhere where there are fewer documents than such parts, or where a part
-    would miss its share by more than a tenth of it and more than 1 % of all; but not where a part would then have fewer
-    than the two tokens that it needs. closed: the last token is an EOD, which does not count where borders lie
-    anywhere.
+    part with a share has a document. They lie anywhere if there are fewer documents than such parts, or if a part would
+    miss its share by more than a tenth of it and more than 1 % of all; but not if a part would then have fewer than the
+    two tokens that it needs. closed: the last token is an EOD, which does not count if borders lie anywhere.
     """
-    total = int(document_starts[-1])
-    ends = [sum(shares[: number + 1], Fraction(0)) for number in range(len(shares) - 1)]
+    total, count = int(document_starts[-1]), len(document_starts) - 1
+    ends = list(itertools.accumulate(shares))[:-1]
     anywhere = [0, *(int(end * (total - closed)) if end < 1 else total for end in ends), total]
-    if len(document_starts) - 1 < sum(share > 0 for share in shares):
+    parts_left = sum(share > 0 for share in shares)
+    if count < parts_left:
         return anywhere
-    between = _cut_between(document_starts, shares, ends)
+    borders = [0]  # in documents
+    for share, end in zip(shares, ends, strict=False):
+        border = borders[-1]
+        if share:
+            parts_left -= 1
+            after = int(np.searchsorted(document_starts, int(end * total)))
+            nearest = min(after - 1, after, key=lambda border: abs(int(document_starts[border]) - end * total))
+            border = min(max(nearest, border + 1), count - parts_left)
+        borders.append(border)
+    between = document_starts[[*borders, count]].tolist()
     close = all(
         abs(stop - start - share * total) <= max(share / 10, Fraction(1, 100)) * total
-        for share, start, stop in zip(shares, between, between[1:], strict=False)
+        for share, (start, stop) in zip(shares, itertools.pairwise(between), strict=True)
     )
     filled = all(
-        stop - start >= LEAST_TOKENS
-        for share, start, stop in zip(shares, anywhere, anywhere[1:], strict=False)
-        if share
+        not share or stop - start >= LEAST_TOKENS
+        for share, (start, stop) in zip(shares, itertools.pairwise(anywhere), strict=True)
     )
     return between if close or not filled else anywhere
-
-
-def _cut_between(document_starts: np.ndarray, shares: Sequence[Fraction], ends: Sequence[Fraction]) -> list[int]:
-    total, count = int(document_starts[-1]), len(document_starts) - 1
-    wanted = [share > 0 for share in shares]
-    borders = [0]
-    for number, end in enumerate(ends):
-        if not wanted[number]:
-            borders.append(borders[-1])
-            continue
-        least, most = borders[-1] + 1, count - sum(wanted[number + 1 :])
-        after = int(np.searchsorted(document_starts, int(end * total)))
-        nearest = min(
-            (border for border in (after - 1, after) if border >= 0),
-            key=lambda border: abs(int(document_starts[border]) - end * total),
-        )
-        borders.append(min(max(nearest, least), most))
-    return [int(document_starts[border]) for border in [*borders, count]]
 
 
 def build_splits(
@@ -157,7 +155,8 @@ def build_splits(
     }
     prefixes = dict(zip(NAMES, (data_path, valid_data_path, test_data_path), strict=True))
     own = {name for name in NAMES[1:] if files[name] or prefixes[name]}
-    shares = [Fraction(0) if name in own else share for name, share in zip(NAMES, parse_split(split), strict=True)]
+    asked = [Fraction(0) if name in own else share for name, share in zip(NAMES, parse_split(split), strict=True)]
+    shares = [share / sum(asked) for share in asked]
 
     def open_all(name: str, flag: str) -> tuple[list[_Tokens], list[float] | None]:
         if prefixes[name]:
@@ -174,95 +173,71 @@ def build_splits(
         )
         return [_Tokens(", ".join(paths), data, key)], None
 
+    def dataset(name: str, flag: str, parts: Sequence[_Part], weights: Sequence[float] | None, share: str) -> Dataset:
+        """The dataset of a split, of which `description` gets a line for each part. share: what --split asks for, empty
+        if the files are the split."""
+        components = []
+        for part, start, stop in parts:
+            if stop - start < LEAST_TOKENS:
+                raise ValueError(
+                    f"--split {split}: {part.name} has only {stop - start} tokens for the {name} split: give "
+                    "it a greater share, more text, or a share of 0"
+                )
+            tokens, wrap = part.data.tokens, name == "train"
+            components.append(GPT2Dataset(tokens, start, stop, seq_length, tokenizer, wrap=wrap, source=part.name))
+        names = [part.name for part, *_ in parts]
+        counts = block_counts(weights or list(map(len, components)), names, flag)
+        for (part, start, stop), component, count in zip(parts, components, counts, strict=True):
+            mixed = f"{100 * count / BLOCK:.2f} % of the samples out of " if len(parts) > 1 else ""
+            starts, line = part.data.document_starts, f"{stop - start:,} tokens, {len(component):,} samples, "
+            line += f"{100 * (stop - start) / len(part.data.tokens):.2f} % of {part.name}"
+            if share:
+                between = (starts[np.searchsorted(starts, (start, stop))] == (start, stop)).all()
+                line += f" (asked: {share} %{'' if between else ', cut by position, not between documents'})"
+            description.append(f"{name}: {mixed}{line}")
+        return components[0] if len(parts) == 1 else BlendedDataset(components, counts, wrap=name == "train")
+
     opened, weights = open_all("train", "--data-path")
-    asked_shares = [share / sum(shares) for share in shares]
+    documents = None
     if data_order == "megatron":
         if len(opened) > 1:
             raise ValueError("--data-order megatron is that of one prefix: leave it out, or give --data-path one")
-        between = megatron_cut(len(opened[0].data), shares)
-        borders = [opened[0].data.document_starts[between].tolist()]
+        starts = opened[0].data.document_starts
+        between = megatron_cut(len(starts) - 1, shares)
+        borders, documents = [starts[between].tolist()], starts[: between[1] + 1]
     else:
-        borders = [
-            cut(part.data.document_starts, asked_shares, tokenizer.eod in part.data.tokens[-1:]) for part in opened
-        ]
+        borders = [cut(part.data.document_starts, shares, tokenizer.eod in part.data.tokens[-1:]) for part in opened]
     made: dict[str, Dataset] = {}
-    description = []
+    description: list[str] = []
     for number, (name, needed) in enumerate(zip(NAMES, (True, need_valid, need_test), strict=True)):
         if not needed:
             continue
         if name in own:
-            parts, part_weights = open_all(name, f"--{name}-data-path")
-            ranges, asked = [(0, len(part.data.tokens)) for part in parts], ""
+            flag = f"--{name}-data-path"
+            parts, part_weights = open_all(name, flag)
+            made[name] = dataset(name, flag, [(part, 0, len(part.data.tokens)) for part in parts], part_weights, "")
         elif shares[number]:
-            parts, part_weights = opened, weights
-            ranges = [(border[number], border[number + 1]) for border in borders]
-            asked = f"asked: {100 * float(asked_shares[number]):.2f} %"
-        else:
-            continue
-        made[name], lines = _combine(name, parts, part_weights, ranges, asked, split, seq_length, tokenizer)
-        description += lines
+            ranges = [(part, *border[number : number + 2]) for part, border in zip(opened, borders, strict=True)]
+            made[name] = dataset(name, "--data-path", ranges, weights, f"{100 * float(shares[number]):.2f}")
     fingerprints = [fingerprint_of(part.key, *map(str, cuts)) for part, cuts in zip(opened, borders, strict=True)]
     if weights is not None and len(opened) > 1:
         fingerprints += map(str, weights)
-    if data_order == "megatron":
+    if documents is not None:
         fingerprints.append(data_order)
     fingerprint = fingerprints[0] if len(fingerprints) == 1 else fingerprint_of(*fingerprints)
     description.append(f"fingerprint of the training data: {fingerprint[:16]}")
-    documents = opened[0].data.document_starts[: between[1] + 1] if data_order == "megatron" else None
     return Splits(made["train"], made.get("valid"), made.get("test"), fingerprint, tuple(description), documents)
-
-
-def _combine(
-    name: str,
-    parts: Sequence[_Tokens],
-    weights: Sequence[float] | None,
-    ranges: Sequence[tuple[int, int]],
-    asked: str,
-    split: str,
-    seq_length: int,
-    tokenizer: Tokenizer,
-) -> tuple[Dataset, list[str]]:
-    """The dataset of one split, and a line about each of its parts. `asked`: what --split asks for, empty where the
-    files are the split."""
-    for part, (start, stop) in zip(parts, ranges, strict=True):
-        if stop - start < LEAST_TOKENS:
-            raise ValueError(
-                f"--split {split}: {part.name} has only {stop - start} tokens for the {name} split: give "
-                "it a greater share, more text, or a share of 0"
-            )
-    components = [
-        GPT2Dataset(part.data.tokens, *borders, seq_length, tokenizer, wrap=name == "train", source=part.name)
-        for part, borders in zip(parts, ranges, strict=True)
-    ]
-    counts = block_counts(
-        weights or [len(component) for component in components],
-        [part.name for part in parts],
-        "--data-path" if asked else f"--{name}-data-path",
-    )
-    lines = []
-    for part, component, (start, stop), count in zip(parts, components, ranges, counts, strict=True):
-        mixed = f"{100 * count / BLOCK:.2f} % of the samples out of " if len(parts) > 1 else ""
-        starts = part.data.document_starts
-        between = starts[np.searchsorted(starts, (start, stop))] == (start, stop)
-        by_position = "" if between.all() else ", cut by position, not between documents"
-        lines.append(
-            f"{name}: {mixed}{stop - start:,} tokens, {len(component):,} samples, "
-            f"{100 * (stop - start) / len(part.data.tokens):.2f} % of {part.name}"
-            + (f" ({asked}{by_position})" if asked else "")
-        )
-    return components[0] if len(parts) == 1 else BlendedDataset(components, counts, wrap=name == "train"), lines
 
 
 def _open_prefix(path: str, flag: str, tokenizer: Tokenizer) -> _Tokens:
     """Tokens that somebody prepared, and a hash of the index and of the size and both ends of the tokens. ValueError
-    where their ids are another tokenizer's."""
+    if their ids are another tokenizer's."""
     try:
         dataset = open_tokens(path, tokenizer.eod)
         manifest = dataset.manifest()
     except (FileNotFoundError, ValueError) as error:
         raise type(error)(f"{flag}: {error}") from None
-    prefix = dataset.prefix
-    made_by = manifest["tokenizer"] if manifest else None
+    prefix, made_by = dataset.prefix, (manifest or {}).get("tokenizer")
     if made_by and made_by["fingerprint"] != tokenizer.fingerprint:
         raise ValueError(
             f"{flag} {prefix} was made by another tokenizer, {made_by['kind']} of "

@@ -9,23 +9,41 @@ from concurrent.futures.process import BrokenProcessPool
 from typing import Any, TypeVar
 
 POLL_SECONDS = 0.2
+REPORTED_AT_ONCE = 1 << 20  # a lock for every small amount would cost more than the work
 
 Result = TypeVar("Result")
 
-_counters: Any = None  # of a worker: int64s in shared memory, at which its parent looks
+_done: Any = None  # of a worker: an int64 in shared memory, at which its parent looks
+_unreported = 0
 
 
-def count_work(*amounts: int) -> None:
-    """Report amounts of work to the parent. Only for a worker process."""
-    with _counters.get_lock():
-        for number, amount in enumerate(amounts):
-            _counters[number] += amount
+def count_work(amount: int) -> None:
+    """Report an amount of work to the parent. Only for a worker process."""
+    global _unreported
+    _unreported += amount
+    if _unreported > REPORTED_AT_ONCE:
+        _report()
 
 
-def _start_worker(counters: Any) -> None:
-    """Without the thread a worker whose parent was killed would wait for work for ever, and hold its parent's locks."""
-    global _counters
-    _counters = counters
+def _report() -> None:
+    global _unreported
+    with _done.get_lock():
+        _done.value += _unreported
+    _unreported = 0
+
+
+def _in_worker(work: Callable[..., Result], item: tuple[Any, ...]) -> Result:
+    try:
+        return work(*item)
+    finally:
+        _report()
+
+
+def end_with_parent(done: Any = None) -> None:
+    """Start a worker. Without the thread a worker whose parent was killed would wait for work for ever, and hold its
+    parent's locks."""
+    global _done
+    _done = done
     parent = multiprocessing.parent_process()
     assert parent is not None
 
@@ -41,30 +59,28 @@ def by_processes(
     items: Sequence[tuple[Any, ...]],
     *,
     workers: int,
-    counted: int,
-    progress: Callable[..., object],
+    progress: Callable[[int], object],
     start: str | None = None,
 ) -> list[Result]:
     """`work(*item)` of every item, in order, by `workers` processes at most.
 
-    progress: is called with the `counted` amounts that workers gave to `count_work` since its last call. start: how a
-    process starts, as in `multiprocessing`.
+    progress: is called with the amount that workers gave to `count_work` since its last call. start: how a process
+    starts, as in `multiprocessing`.
     After an error no further item is begun, and it is raised when those that were begun have ended. OSError if a
     worker dies.
     """
     context = multiprocessing.get_context(start)
-    counters = context.Array("q", counted)
-    shown = [0] * counted
-    with ProcessPoolExecutor(min(workers, len(items)), context, _start_worker, (counters,)) as pool:
+    done, shown = context.Value("q", 0), 0
+    with ProcessPoolExecutor(min(workers, len(items)), context, end_with_parent, (done,)) as pool:
         try:
-            futures = [pool.submit(work, *item) for item in items]
+            futures = [pool.submit(_in_worker, work, item) for item in items]
             left = set(futures)
             while left:
-                done, left = wait(left, POLL_SECONDS, FIRST_COMPLETED)
-                now = counters[:]
-                progress(*(new - old for new, old in zip(now, shown, strict=True)))
+                ended, left = wait(left, POLL_SECONDS, FIRST_COMPLETED)
+                now = done.value
+                progress(now - shown)
                 shown = now
-                for future in done:
+                for future in ended:
                     future.result()  # raises what the worker raised
             return [future.result() for future in futures]
         except BrokenProcessPool:

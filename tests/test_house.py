@@ -34,9 +34,8 @@ FLOORS: dict[str, list[str]] = {
         "files command_line worker_processes",
         "indexed_dataset corpora",
         "tokenizers",
+        "token_cache preprocessing samplers",
         "gpt2_dataset",
-        "samplers megatron_order token_cache preprocessing",
-        "blending",
         "splits",
     ],
     "megatron/gpt2": [

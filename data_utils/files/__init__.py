@@ -271,53 +271,44 @@ def hash_file(path: str | Path) -> str:
     return digest.hexdigest()
 
 
-class ContentHash:
-    """A hash of input, with its name: xxh3_128, ten times faster, if the package xxhash is installed, else sha256.
-    It shows a change; it does not protect against forgery."""
-
-    def __init__(self) -> None:
-        try:
-            import xxhash
-
-            digest: Any = xxhash.xxh3_128()
-        except ImportError:
-            digest = hashlib.sha256()
-        self._digest, self.update = digest, digest.update
-
-    def __str__(self) -> str:
-        return f"{self._digest.name.lower()}:{self._digest.hexdigest()}"
-
-
 def content_hash(path: str, start: int, stop: int) -> str:
-    """The ContentHash of a file's bytes from `start` to `stop`, as text."""
-    digest = ContentHash()
+    """A hash of a file's bytes from `start` to `stop`, with its name: xxh3_128, ten times faster, if the package xxhash
+    is installed, else sha256. It shows a change; it does not protect against forgery."""
+    try:
+        import xxhash
+
+        digest: Any = xxhash.xxh3_128()
+    except ImportError:
+        digest = hashlib.sha256()
     add_file(digest, path, start, stop)
-    return str(digest)
+    return f"{digest.name.lower()}:{digest.hexdigest()}"
 
 
 def hash_parts(path: str | Path, sizes: Sequence[int] | None = None) -> list[Part]:
     """sha256 of consecutive parts of a file, of `sizes` bytes or PART_BYTES each."""
-    sizes = [PART_BYTES] * -(-os.path.getsize(path) // PART_BYTES) if sizes is None else sizes
+    if sizes is None:
+        sizes = [PART_BYTES] * -(-os.path.getsize(path) // PART_BYTES)
     parts: list[Part] = []
     start = 0
     for size in sizes:
         digest = hashlib.sha256()
-        parts.append({"bytes": add_file(digest, path, start, start + size), "sha256": digest.hexdigest()})
-        start += parts[-1]["bytes"]
+        read = add_file(digest, path, start, start + size)
+        parts.append({"bytes": read, "sha256": digest.hexdigest()})
+        start += read
     return parts
 
 
 def damaged_parts(path: str | Path, parts: Sequence[Part]) -> list[str]:
     """Each difference between a file and its `parts`, one line; every byte is read."""
     found = []
-    size, expected = os.path.getsize(path), sum(part["bytes"] for part in parts)
-    if size != expected:
-        found.append(f"{path}: {size} bytes, not the {expected} that were written")
-    start = 0
-    for part, read in zip(parts, hash_parts(path, [part["bytes"] for part in parts]), strict=True):
+    sizes = [part["bytes"] for part in parts]
+    if (size := os.path.getsize(path)) != sum(sizes):
+        found.append(f"{path}: {size} bytes, not the {sum(sizes)} that were written")
+    stop = 0
+    for part, read in zip(parts, hash_parts(path, sizes), strict=True):
+        start, stop = stop, stop + part["bytes"]
         if part != read:
-            found.append(f"{path}: bytes {start} to {start + part['bytes'] - 1} are not as they were written")
-        start += part["bytes"]
+            found.append(f"{path}: bytes {start} to {stop - 1} are not as they were written")
     return found
 
 

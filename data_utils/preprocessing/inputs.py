@@ -6,13 +6,21 @@ or the rows of a Parquet file.
 
 import glob
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from data_utils.corpora.documents import BOM, MANIFESTS, compression_of, is_json, json_object, objects, open_bytes
-from data_utils.files import content_hash
+from data_utils.corpora.documents import (
+    BOM,
+    MANIFESTS,
+    compression_of,
+    is_json,
+    json_object,
+    objects,
+    open_bytes,
+    plain_text,
+)
 
 LEAST_SHARD_BYTES = 1 << 23
 MOST_SHARDS = 1024  # of one large input: more would be many files for nothing
@@ -37,10 +45,6 @@ class FileRange:
         """Bytes."""
         return self.stop - self.start
 
-    def content_hash(self) -> str:
-        """The ContentHash of the bytes, as text."""
-        return content_hash(self.path, self.start, self.stop)
-
 
 Shard = tuple[FileRange, ...]
 
@@ -51,16 +55,17 @@ def expand(inputs: Sequence[str]) -> list[str]:
     FileNotFoundError or ValueError names --input."""
     found: list[str] = []
     for name in inputs:
-        paths, missing = [name] if os.path.exists(name) else sorted(glob.glob(name)), "no such file"
         if os.path.isdir(name):
-            missing = "the folder holds no file"
             paths = sorted(
                 str(path)
                 for path in Path(name).rglob("*")
                 if path.is_file()
                 and not any(part.startswith(".") or part == MANIFESTS for part in path.relative_to(name).parts)
             )
+        else:
+            paths = [name] if os.path.exists(name) else sorted(glob.glob(name))
         if not paths:
+            missing = "the folder holds no file" if os.path.isdir(name) else "no such file"
             raise FileNotFoundError(f"--input {name}: {missing}")
         found += paths
     for path in found:
@@ -95,14 +100,15 @@ def _is_object(head: bytes, keys: tuple[str, ...]) -> bool:
 def cut(spans: Sequence[FileRange]) -> list[Shard]:
     """Shards of about equal size: large files of JSON lines are cut between lines, small files are joined."""
     least = max(LEAST_SHARD_BYTES, -(-sum(span.size for span in spans) // MOST_SHARDS))
-    shards: list[Shard] = []
-    open_shard: list[FileRange] = []
+    shards: list[list[FileRange]] = [[]]
+    size = 0  # of the last shard
     for span in (part for whole in spans for part in _parts(whole, least)):
-        open_shard.append(span)
-        if sum(span.size for span in open_shard) >= least:
-            shards.append(tuple(open_shard))
-            open_shard = []
-    return [*shards, tuple(open_shard)] if open_shard else shards
+        if size >= least:
+            shards.append([])
+            size = 0
+        shards[-1].append(span)
+        size += span.size
+    return list(map(tuple, shards))
 
 
 def _parts(span: FileRange, least: int) -> Iterator[FileRange]:
@@ -119,46 +125,29 @@ def _parts(span: FileRange, least: int) -> Iterator[FileRange]:
             start = stop
 
 
-def records(
-    span: FileRange, keys: tuple[str, ...], see: Callable[[bytes], object] = len
-) -> Iterator[tuple[int, Record]]:
+def records(span: FileRange, keys: tuple[str, ...]) -> Iterator[tuple[int, Record]]:
     """The documents in a range of a file, each with the number of its (last) line or row. Some may be unreadable; of
     plain text they are the lines that are not UTF-8.
 
-    keys: the fields that are wanted, which a Parquet file has to have as columns. see: is called with all bytes of a
-    `json` range, each line just before it is yielded. ValueError names a file that is damaged.
+    keys: the fields that are wanted, which a Parquet file has to have as columns. ValueError names a file that is
+    damaged.
     """
-    if span.kind == "json":
-        yield from enumerate(_lines(span, see), 1)
-    elif span.kind == "parquet":
+    if span.kind == "parquet":
         yield from enumerate(_rows(span.path, keys), 1)
-    else:
-        with open_bytes(span.path) as file:
-            if span.kind == "packed":
-                yield from enumerate(objects(file, span.path), 1)
-                return
-            parts, number = [], 0
+        return
+    with open_bytes(span.path) as file:
+        if span.kind == "text":
+            yield from plain_text(file, keys[0])
+        elif span.kind == "packed":
+            yield from enumerate(objects(file, span.path), 1)
+        else:
+            file.seek(span.start)
+            left = span.size
             for number, line in enumerate(file, 1):
-                try:
-                    parts.append(line.decode("utf-8"))
-                except UnicodeDecodeError:
-                    yield number, line  # which is not JSON either
-            yield number, {keys[0]: "".join(parts)}
-
-
-def _lines(span: FileRange, see: Callable[[bytes], object]) -> Iterator[bytes]:
-    with open(span.path, "rb", buffering=1 << 18) as file:
-        position = span.start
-        if position == 0 and file.read(len(BOM)) == BOM:
-            position = len(BOM)
-            see(BOM)
-        file.seek(position)
-        for line in file:
-            position += len(line)
-            see(line)
-            yield line
-            if position >= span.stop:
-                return
+                left -= len(line)
+                yield number, line.removeprefix(BOM) if span.start == 0 and number == 1 else line
+                if left <= 0:
+                    return
 
 
 def _rows(path: str, keys: tuple[str, ...]) -> Iterator[dict[str, Any]]:

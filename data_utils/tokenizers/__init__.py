@@ -1,8 +1,7 @@
 """Tokenizers by their kind, and those that a checkpoint brings along.
 
-base           what a tokenizer is; bytes, and characters as in nanoGPT's small examples
-gpt2           byte-level BPE, which tiktoken, HF tokenizers and gigatoken run
-sentencepiece  SentencePiece models, and their training
+base  what a tokenizer is; bytes, characters as in nanoGPT's small examples, and SentencePiece with its training
+gpt2  byte-level BPE, which tiktoken, HF tokenizers and gigatoken run
 """
 
 import json
@@ -13,13 +12,14 @@ from data_utils.files import one_line, user_cache
 from data_utils.tokenizers.base import (
     CHARACTERS_FILE,
     FACTS_FILE,
+    MODEL_FILE,
     OLD_FACTS_FILE,
     ByteTokenizer,
+    SentencePieceTokenizer,
     Tokenizer,
     read_characters,
 )
 from data_utils.tokenizers.gpt2 import BUILTIN_FILE, bpe_engine, builtin_tokenizer, gpt2_tokenizer
-from data_utils.tokenizers.sentencepiece import SentencePieceTokenizer
 
 KINDS = ("GPT2BPETokenizer", "SentencePieceTokenizer", "bytes", "builtin", "characters")
 GPT2_FILES = (("encoder.json", "vocab.bpe"), ("gpt2-vocab.json", "gpt2-merges.txt"), ("vocab.json", "merges.txt"))
@@ -88,7 +88,7 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
             kind,
             vocab_file=str(directory / (CHARACTERS_FILE if kind == "characters" else "encoder.json")),
             merge_file=str(directory / "vocab.bpe"),
-            model_file=str(directory / "sentencepiece.model"),
+            model_file=str(directory / MODEL_FILE),
         )
     if tokenizer.fingerprint != fingerprint:
         raise ValueError(f"{directory}: the tokenizer's files are not those that were saved there")

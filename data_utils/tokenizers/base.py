@@ -1,27 +1,36 @@
-"""Text to ids and back: what a tokenizer is, and the two that need no library, of bytes and of characters.
+"""Text to ids and back: what a tokenizer is, and those of bytes, of characters and of SentencePiece.
 
 Every tokenizer is lossless (`decode(encode(text)) == text`), or refuses a text that it has no ids for, and no text can
-make it emit its end-of-document id.
+make it emit its end-of-document id. Only a SentencePiece model that was trained elsewhere may normalise text or put a
+space before it; decoding then returns the normalised text.
 """
 
+import contextlib
+import io
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from data_utils.corpora.documents import utf8
-from data_utils.files import fingerprint_of, one_line
+from data_utils.corpora.documents import BUILTIN, MOST_BAD_LINES, Log, documents, files_of, utf8
+from data_utils.files import file_lock, fingerprint_of, one_line, replacing
 from data_utils.files.inert_pickle import read_pickle
 
 FACTS_FILE = "tokenizer_facts.json"
 OLD_FACTS_FILE = "tokenizer.json"  # until a library's own file of other content was found to have this name
 CHARACTERS_FILE = "characters.json"
+MODEL_FILE = "sentencepiece.model"
 NO_EOD = -1  # as `Tokenizer.eod`
 PART_CHARACTERS = 1 << 20
 SINGLE_SPACE = re.compile(r" (?=\S)(?<=\S )")
+SPACE = "\u2581"  # what SentencePiece writes for a space
+SPACE_IN_BYTES = [f"<0x{value:02X}>" for value in SPACE.encode()]
+TRAINING_CHARACTERS = 100_000_000  # of a SentencePiece model
 
 
 def split_text(text: str, limit: int = PART_CHARACTERS) -> Iterator[str]:
@@ -53,12 +62,8 @@ class Tokenizer(ABC):
     def __init__(
         self, kind: str, token_bytes: Sequence[bytes], eod: int, fingerprint: str, files: Mapping[str, bytes]
     ) -> None:
-        self.kind = kind
-        self.token_bytes = token_bytes
-        self.vocab_size = len(token_bytes)
-        self.eod = eod
-        self.fingerprint = fingerprint
-        self.files = files
+        self.kind, self.token_bytes, self.vocab_size = kind, token_bytes, len(token_bytes)
+        self.eod, self.fingerprint, self.files = eod, fingerprint, files
         self.byte_lengths = np.fromiter(map(len, token_bytes), dtype=np.int64, count=len(token_bytes))
 
     @property
@@ -86,9 +91,6 @@ class Tokenizer(ABC):
         ids = np.asarray(ids, dtype=np.int64)
         if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < self.vocab_size:
             raise ValueError(f"token ids {ids.min()} to {ids.max()} do not fit a vocabulary of {self.vocab_size}")
-        return self._joined(ids)
-
-    def _joined(self, ids: np.ndarray) -> bytes:
         return b"".join(map(self.token_bytes.__getitem__, ids.tolist()))
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
@@ -99,15 +101,11 @@ class Tokenizer(ABC):
         """Write all that `load_tokenizer` needs into `directory`."""
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
-        for name, content in self.files.items():
-            (directory / name).write_bytes(content)
-        facts = {
-            "kind": self.kind,
-            "fingerprint": self.fingerprint,
-            "vocab_size": self.vocab_size,
-            "files": sorted(self.files),
-        }
-        (directory / FACTS_FILE).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+        facts = {name: getattr(self, name) for name in ("kind", "fingerprint", "vocab_size")}
+        facts["files"] = sorted(self.files)
+        content = (json.dumps(facts, indent=1) + "\n").encode()
+        for name, data in [*self.files.items(), (FACTS_FILE, content)]:
+            (directory / name).write_bytes(data)
 
 
 class ByteTokenizer(Tokenizer):
@@ -124,9 +122,6 @@ class ByteTokenizer(Tokenizer):
     def encode_utf8(self, data: bytes) -> np.ndarray:
         """uint8 [bytes of data]: the bytes themselves."""
         return np.frombuffer(data, dtype=np.uint8)
-
-    def _joined(self, ids: np.ndarray) -> bytes:
-        return ids[ids != self.eod].astype(np.uint8).tobytes()
 
 
 class CharacterTokenizer(Tokenizer):
@@ -182,3 +177,133 @@ def read_characters(path: str | Path) -> CharacterTokenizer:
         return CharacterTokenizer([characters[number] for number in range(len(characters))])
     except (ValueError, TypeError, RecursionError) as error:
         raise ValueError(f"{path}: {one_line(error)}") from None
+
+
+# --- SentencePiece
+
+
+class SentencePieceTokenizer(Tokenizer):
+    """A SentencePiece model. `eod` is the model's end-of-sentence id; a model without one gets one more id."""
+
+    def __init__(self, model: bytes, name: str) -> None:
+        self._model = _sentencepiece().SentencePieceProcessor()
+        try:
+            self._model.LoadFromSerializedProto(model)
+            token_bytes = [self._bytes_of(index) for index in range(self._model.vocab_size())]
+        except (RuntimeError, OSError, ValueError):
+            raise ValueError(f"--tokenizer-model {name} is not a SentencePiece model") from None
+        # A U+2581 in the text would come back as a space: it is written as its three bytes, if the model has them.
+        marks = [self._model.piece_to_id(piece) for piece in SPACE_IN_BYTES]
+        self._mark = marks if all(map(self._model.is_byte, marks)) else None
+        eod = self._model.eos_id()
+        if eod < 0:
+            eod = len(token_bytes)
+            token_bytes.append(b"")
+        fingerprint = fingerprint_of("sentencepiece", model)
+        super().__init__("SentencePieceTokenizer", token_bytes, eod, fingerprint, {MODEL_FILE: model})
+
+    def _bytes_of(self, index: int) -> bytes:
+        """The text that a piece of the model stands for. ValueError if the model has no text or byte there."""
+        piece: str = self._model.id_to_piece(index)
+        if self._model.is_byte(index):
+            return bytes([int(piece[3:5], 16)])
+        if self._model.is_control(index) or self._model.is_unknown(index):
+            return b""
+        return piece.replace(SPACE, " ").encode()
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of `text`. ValueError if it holds a lone surrogate."""
+        utf8(text)
+        ids: list[int] = []
+        for number, part in enumerate(text.split(SPACE) if self._mark else [text]):
+            if number and self._mark:
+                ids += self._mark
+            # The library's memory grows with what it is given at once.
+            for piece in split_text(part, 1 << 16):
+                ids += self._model.encode(piece)
+        return ids
+
+
+def train_sentencepiece(texts: Iterable[str], model_file: str | Path, vocab_size: int) -> None:
+    """Train a BPE with byte fallback and `vocab_size` tokens on `texts` and write it to `model_file`, atomically.
+    ValueError if there is no text, the text is too short for the size, or the file cannot be written."""
+    model = io.BytesIO()
+    # Long documents go in as parts: the trainer drops what is longer than its limit. `utf8` refuses lone surrogates.
+    sentences = (part for text in texts for part in split_text(text, 1 << 14) if utf8(part))
+    first = next(sentences, None)
+    if first is None:
+        raise ValueError("there is no text to train a SentencePiece model on: see --train-data")
+    try:
+        _sentencepiece().SentencePieceTrainer.train(
+            sentence_iterator=chain([first], sentences),
+            model_writer=model,
+            vocab_size=vocab_size,
+            model_type="bpe",
+            byte_fallback=True,
+            normalization_rule_name="identity",
+            remove_extra_whitespaces=False,
+            add_dummy_prefix=False,
+            max_sentence_length=1 << 24,
+            character_coverage=1.0 - 5e-4,
+            minloglevel=2,
+        )
+    except (RuntimeError, OSError) as error:
+        raise ValueError(
+            f"no SentencePiece model of --tokenizer-vocab-size {vocab_size} can be trained on this text: "
+            + " ".join(str(error).split())
+        ) from None
+    with _errors_of_writing(model_file):
+        Path(model_file).parent.mkdir(parents=True, exist_ok=True)
+        with replacing(model_file) as file:
+            file.write(model.getvalue())
+
+
+def ensure_sentencepiece_model(
+    model_file: str,
+    *,
+    train_data: Sequence[str],
+    text_key: str | None,
+    vocab_size: int,
+    log: Log,
+    max_bad_fraction: float = MOST_BAD_LINES,
+) -> None:
+    """Train `model_file` on the files in `train_data`, or on the built-in corpus, if it is missing. One process trains,
+    the others wait for it. ValueError or FileNotFoundError names a flag."""
+    if Path(model_file).exists():
+        return
+    files = [file for path in train_data for file in files_of(path, "--train-data")] or [BUILTIN]
+
+    def texts() -> Iterator[str]:
+        size = 0
+        for text in chain.from_iterable(documents(path, text_key, log, max_bad_fraction) for path in files):
+            if size > TRAINING_CHARACTERS:
+                log(f"the SentencePiece model is trained on the first {size:,} characters")
+                return
+            size += len(text)
+            yield text[:TRAINING_CHARACTERS]
+
+    def waiting() -> None:
+        log("another process is training the SentencePiece model: waiting for it")
+
+    with _errors_of_writing(model_file), file_lock(Path(f"{model_file}.lock"), waiting):
+        if not Path(model_file).exists():
+            log(f"training a SentencePiece model of {vocab_size} pieces: {model_file}")
+            train_sentencepiece(texts(), model_file, vocab_size)
+
+
+@contextlib.contextmanager
+def _errors_of_writing(model_file: str | Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(f"--tokenizer-model {model_file} cannot be written: {error.strerror}") from None
+
+
+def _sentencepiece() -> Any:
+    try:
+        import sentencepiece
+    except ImportError:
+        raise ValueError(
+            "--tokenizer-type SentencePieceTokenizer needs the package sentencepiece: pip install sentencepiece"
+        ) from None
+    return sentencepiece

@@ -8,8 +8,18 @@ from pathlib import Path
 
 import pytest
 
-from data_utils.corpora.builtin import builtin_documents, is_prose, prose, texts_of
-from data_utils.corpora.documents import check_exists, default_key, documents, files_of, find_corpora, read_corpora
+from data_utils.corpora.documents import (
+    builtin_documents,
+    check_exists,
+    default_key,
+    documents,
+    files_of,
+    find_corpora,
+    is_prose,
+    prose,
+    read_corpora,
+    texts_of,
+)
 from tests.conftest import ROOT
 
 

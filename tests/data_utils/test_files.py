@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from data_utils import IndexedDatasetBuilder, files
-from data_utils.indexed_dataset import describe, token_dtype
+from data_utils.indexed_dataset import token_dtype, write_manifest
 
 
 def test_a_text_is_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -37,7 +37,7 @@ def test_the_versions_on_disk_are_those_of_the_table(tmp_path: Path) -> None:
     builder.finish()
     (version,) = struct.unpack_from("<Q", (tmp_path / "pair.idx").read_bytes(), 9)
     assert version == files.INDEX_VERSION == 1  # Megatron's, and not ours to raise
-    assert describe(tmp_path / "pair", {})["format"] == files.PAIR_MANIFEST_VERSION
+    assert write_manifest(tmp_path / "pair", {})["format"] == files.PAIR_MANIFEST_VERSION
     assert files.__doc__ is not None
     rows = [line.strip("| ").split(" | ") for line in files.__doc__.splitlines() if line.startswith("| ")][1:]
     versions = {name: value for name, value in vars(files).items() if re.fullmatch(r"[A-Z_]+_VERSION", name)}

@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 
 from data_utils import IndexedDataset, build_tokenizer
-from data_utils.preprocessing import inputs, preprocess, shards
+from data_utils.preprocessing import inputs, preprocess
 from data_utils.preprocessing.inputs import cut, whole_file
-from data_utils.preprocessing.preprocess import Job, report
+from data_utils.preprocessing.preprocess import Job
+from megatron.gpt2.commands.preprocess_data import report
 
 BYTES = build_tokenizer("bytes")
 BUILTIN = build_tokenizer("builtin")
@@ -68,7 +69,7 @@ def test_what_is_written_is_what_the_tokenizer_gives(tmp_path: Path, kind: str) 
     assert manifest["text_bytes"] == len("".join(texts).encode())
     names = ["a.jsonl", *(f"out_text_document{suffix}" for suffix in (".bin", ".idx", ".json"))]
     assert sorted(path.name for path in tmp_path.iterdir()) == names
-    lines = report(Job((), str(tmp_path / "out"), ("text",), {"kind": kind}, True), manifest, 2.0)
+    lines = report(f"{tmp_path}/out_text_document", manifest, 2.0)
     assert "303 documents" in lines[0] and "longest" in lines[1] and "0 bad lines" in lines[-2]
 
 
@@ -133,7 +134,7 @@ def test_plain_text_is_one_document_a_file_and_folders_and_patterns_are_taken(tm
 def test_a_document_longer_than_a_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write(tmp_path / "a.jsonl", ["word and <|endoftext|> " * 5000, "b"])
     run(path, tmp_path / "whole", "builtin")
-    monkeypatch.setattr(shards, "PART_CHARACTERS", 1000)
+    monkeypatch.setattr(preprocess, "PART_CHARACTERS", 1000)
     run(path, tmp_path / "parts", "builtin")
     assert pair(tmp_path / "whole") == pair(tmp_path / "parts")
 
@@ -170,7 +171,7 @@ def test_bad_lines_are_skipped_counted_and_quarantined(
     tmp_path: Path, small_shards: None, with_orjson: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not with_orjson:
-        monkeypatch.setattr(shards, "fast_json", lambda: json.loads)
+        monkeypatch.setattr(preprocess, "fast_json", lambda: json.loads)
     texts = some_texts(1000)
     good = Path(write(tmp_path / "good.jsonl", texts)).read_bytes().splitlines(keepends=True)
     content = list(good)
@@ -247,15 +248,16 @@ def test_finished_shards_are_taken_up_and_damaged_or_stale_ones_made_again(
     count = len(cut([whole_file(path, ("text",))]))
     taken: list[int] = []
     stop = 4
-    original = shards._Writer.take
+    original = inputs.records
 
-    def take(self: Any, number: int, span: Any, progress: Any) -> Any:
-        taken.append(span.start)
+    def take(span: Any, keys: Any) -> Any:
+        if taken[-1:] != [span.start]:
+            taken.append(span.start)
         if len(taken) == stop:
             raise KeyboardInterrupt
-        return original(self, number, span, progress)
+        return original(span, keys)
 
-    monkeypatch.setattr(shards._Writer, "take", take)
+    monkeypatch.setattr(preprocess, "records", take)
     with pytest.raises(KeyboardInterrupt):
         run(path, tmp_path / "out")
     assert not list(tmp_path.glob("out.shards/*.tmp*")) and not list(tmp_path.glob("out_*"))

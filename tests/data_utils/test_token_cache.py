@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from data_utils import build_tokenizer, token_cache
+from data_utils import build_tokenizer, files, token_cache
 from data_utils.token_cache import tokenise
 from data_utils.tokenizers.base import ByteTokenizer
 
@@ -48,13 +48,13 @@ def test_tokenised_once_and_hashed_only_where_the_file_looks_new(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hashed: list[str] = []
-    hash_file = token_cache._hash
+    hash_file = files.hash_file
 
     def counted(path: str) -> str:
         hashed.append(path)
         return hash_file(path)
 
-    monkeypatch.setattr(token_cache, "_hash", counted)
+    monkeypatch.setattr(token_cache, "hash_file", counted)
     said, folder = Said(), tmp_path / "cache"
     path = write(tmp_path / "a.txt", "first text")
     for _ in range(3):

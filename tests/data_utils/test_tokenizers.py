@@ -16,7 +16,7 @@ import pytest
 
 import data_utils
 from data_utils import Tokenizer, build_tokenizer, load_tokenizer, train_sentencepiece
-from data_utils.corpora.builtin import builtin_documents
+from data_utils.corpora.documents import builtin_documents
 from data_utils.tokenizers import find_gpt2_files
 from data_utils.tokenizers.base import (
     FACTS_FILE,

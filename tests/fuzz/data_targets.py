@@ -18,9 +18,8 @@ from data_utils.files import INDENTED_SEAL
 from data_utils.indexed_dataset import IndexedDatasetBuilder, TokenFile, open_tokens
 from data_utils.preprocessing.inputs import cut, records, whole_file
 from data_utils.tokenizers import build_tokenizer, load_tokenizer
-from data_utils.tokenizers.base import Tokenizer, read_characters
+from data_utils.tokenizers.base import Tokenizer, read_characters, train_sentencepiece
 from data_utils.tokenizers.gpt2 import BUILTIN_FILE, builtin_tokenizer
-from data_utils.tokenizers.sentencepiece import train_sentencepiece
 from megatron.gpt2.commands import inspect_data
 from megatron.gpt2.extensions.webtext.filters import split
 from megatron.gpt2.extensions.webtext.shards import Shard, ShardRun, Stage

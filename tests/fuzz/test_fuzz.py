@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from data_utils.files import read_sealed, write_sealed
-from data_utils.indexed_dataset import IndexedDatasetBuilder, describe, read_manifest
+from data_utils.indexed_dataset import IndexedDatasetBuilder, read_manifest, write_manifest
 from data_utils.tokenizers import build_tokenizer, load_tokenizer
 from data_utils.tokenizers.gpt2 import BUILTIN_FILE, builtin_tokenizer, gpt2_tokenizer
 from megatron.gpt2.commands import inspect_data
@@ -142,8 +142,7 @@ def pair(tmp_path: Path) -> Path:
 )
 def test_a_pair_whose_manifest_is_of_another_form(pair: Path, name: str, value: Any) -> None:
     """Its seal is right."""
-    facts = describe(pair, {"inputs": [{"file": "a.txt"}], "tokenizer": None})
-    write_sealed(pair.with_suffix(".json"), facts)
+    facts = write_manifest(pair, {"inputs": [{"file": "a.txt"}], "tokenizer": None})
     assert read_manifest(pair) == json.loads(json.dumps(facts))
     write_sealed(pair.with_suffix(".json"), {**facts, name: value})
     with refused(r"a\.json: ") as caught:
@@ -152,7 +151,7 @@ def test_a_pair_whose_manifest_is_of_another_form(pair: Path, name: str, value: 
 
 
 def test_a_pair_whose_manifest_holds_half_a_character(pair: Path) -> None:
-    entries = json.dumps(describe(pair, {"inputs": [{"file": "\ud800"}], "tokenizer": None}), indent=1)
+    entries = json.dumps({**write_manifest(pair, {"tokenizer": None}), "inputs": [{"file": "\ud800"}]}, indent=1)
     files = {"document.json": entries.removesuffix("\n}").encode()}
     reseal(files)
     pair.with_suffix(".json").write_bytes(files["document.json"])
@@ -170,7 +169,7 @@ def test_an_unknown_key_of_deepspeed_stays_in_its_line(tmp_path: Path) -> None:
 def test_a_pair_without_text(pair: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Tokens that are ends of documents alone: no bytes of text for a token."""
     counts = {"text_bytes": 5, "append_eod": True, "bad_lines": 0, "empty_documents": 0}
-    facts = describe(pair, {"inputs": [], "tokenizer": None, **counts})
+    facts = write_manifest(pair, {"inputs": [], "tokenizer": None, **counts})
     write_sealed(pair.with_suffix(".json"), {**facts, "tokens": 1})
     assert inspect_data.main([str(pair)]) == 0 and "5 bytes of text" in capsys.readouterr().out
 
@@ -205,7 +204,7 @@ def test_tokenizer_files_that_are_nested_deeply_or_hold_long_names(tmp_path: Pat
 
 
 def test_a_sentencepiece_model_with_a_piece_that_is_no_text(tmp_path: Path) -> None:
-    from data_utils.tokenizers.sentencepiece import train_sentencepiece
+    from data_utils.tokenizers.base import train_sentencepiece
 
     train_sentencepiece(["the cat sat on the mat. " * 20], tmp_path / "m", 290)
     model = (tmp_path / "m").read_bytes()

@@ -17,10 +17,9 @@ import numpy as np
 from data_utils.command_line import Parser
 from data_utils.files import damaged_parts
 from data_utils.indexed_dataset import TokenFile, open_tokens
-from data_utils.preprocessing.lengths import plot, summary
 from data_utils.tokenizers import build_tokenizer
 from megatron.gpt2.commands.merge_datasets import GPT2_EOD
-from megatron.gpt2.commands.preprocess_data import add_tokenizer_flags, tokenizer_arguments
+from megatron.gpt2.commands.preprocess_data import add_tokenizer_flags, length_lines, tokenizer_arguments
 
 BLOCK = 1 << 24  # tokens
 
@@ -62,7 +61,32 @@ def facts(data: TokenFile, manifest: dict[str, Any] | None) -> list[str]:
                 f"{manifest['text_bytes']:,} bytes of text, {manifest['text_bytes'] / max(plain, 1):.2f} a token; "
                 f"{manifest['bad_lines']:,} bad lines and {manifest['empty_documents']:,} empty documents left out"
             )
-    return [*lines, *summary(np.diff(data.document_starts))]
+    return [*lines, *length_lines(np.diff(data.document_starts))]
+
+
+def plot(lengths: np.ndarray, path: Path, title: str) -> None:
+    """Write a figure to `path`, with two panels: documents by length, and the share of all tokens in documents of up to
+    a length. ValueError without matplotlib, or for a suffix that it does not know."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ValueError(f"--plot {path} needs the package matplotlib: pip install matplotlib") from None
+    figure = Figure(figsize=(9, 3.6), dpi=120, layout="constrained")
+    figure.suptitle(title, fontsize=10)
+    left, right = figure.subplots(1, 2)
+    there = np.sort(lengths[lengths > 0])
+    left.hist(there, bins=np.geomspace(1, max(2, int(there[-1])), 40))
+    left.set_ylabel("documents")
+    # A billion documents need no billion points.
+    shown = np.unique(np.linspace(0, len(there) - 1, 2000).astype(np.int64))
+    right.plot(there[shown], (np.cumsum(there, dtype=np.int64) / there.sum(dtype=np.int64))[shown])
+    right.set_ylabel("share of the tokens, in documents of up to this length")
+    for axes in (left, right):
+        axes.set_xscale("log")
+        axes.set_xlabel("document length in tokens")
+    if path.suffix.lower().lstrip(".") not in figure.canvas.get_supported_filetypes():
+        raise ValueError(f"--plot {path}: give a file that ends in .png, .svg or .pdf")
+    figure.savefig(path)
 
 
 def main(argv: list[str] | None = None) -> int:

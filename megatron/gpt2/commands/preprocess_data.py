@@ -12,12 +12,18 @@ Exit codes: 0; 2 for bad input.
 import argparse
 import sys
 import time
+from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
+from data_utils import IndexedDataset
 from data_utils.command_line import Parser
 from data_utils.corpora.documents import MOST_BAD_LINES
-from data_utils.preprocessing.preprocess import Job, preprocess, report
+from data_utils.preprocessing.preprocess import Job, preprocess
 from data_utils.tokenizers import KINDS
+
+BAR = 40  # characters
 
 
 def add_tokenizer_flags(parser: argparse.ArgumentParser, **options: Any) -> None:
@@ -32,6 +38,40 @@ def tokenizer_arguments(args: argparse.Namespace) -> dict[str, Any]:
     """The arguments of `build_tokenizer` that those flags give."""
     files = {"vocab_file": args.vocab_file, "merge_file": args.merge_file, "model_file": args.tokenizer_model}
     return {"kind": args.tokenizer_type, **files}
+
+
+def length_lines(lengths: np.ndarray) -> list[str]:
+    """A line of numbers, lengths in tokens; then lines that line up, with a bar and the number of documents of 0, 1,
+    2-3, 4-7 tokens and so on, from the first such bin to the last that has any. No line if there are no documents."""
+    if not len(lengths):
+        return []
+    p10, median, p90, p99 = np.percentile(lengths, [10, 50, 90, 99])
+    counts = np.bincount(np.frexp(lengths.astype(np.float64))[1]).tolist()  # by binary digits, of which 0 has none
+    first = next(number for number, count in enumerate(counts) if count)
+    labels = ["0", "1", *(f"{1 << number:,}-{(2 << number) - 1:,}" for number in range(1, len(counts) - 1))]
+    width = len(labels[len(counts) - 1])
+    return [
+        f"length in tokens: mean {lengths.mean():,.0f}, p10 {p10:,.0f}, median {median:,.0f}, p90 {p90:,.0f}, "
+        f"p99 {p99:,.0f}, longest {lengths.max():,}",
+        *(
+            f"{label:>{width}}  {count:>13,}  {'#' * -(-BAR * count // max(counts))}"
+            for label, count in zip(labels[first:], counts[first:], strict=False)
+        ),
+    ]
+
+
+def report(output: str, manifest: Mapping[str, Any], seconds: float) -> list[str]:
+    """The closing report of the pair at the prefix `output`, in lines."""
+    text, tokens = manifest["text_bytes"], manifest["tokens"]
+    size = sum(entry["bytes"] for entry in manifest["inputs"])
+    plain_tokens = tokens - manifest["documents"] * manifest["append_eod"]
+    return [
+        f"{output}.bin, .idx, .json: {manifest['documents']:,} documents, {tokens:,} tokens ({manifest['dtype']}), "
+        f"{text:,} bytes of text, {text / plain_tokens:.2f} bytes per token",
+        *length_lines(np.diff(IndexedDataset(output).document_starts)),
+        f"{manifest['bad_lines']:,} bad lines and {manifest['empty_documents']:,} empty documents left out",
+        f"{seconds:.1f} s, {size / 1e6 / seconds:.1f} MB/s of input, {tokens / 1e6 / seconds:.2f} M tokens/s",
+    ]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -77,7 +117,7 @@ def main(argv: list[str] | None = None) -> int:
     manifests = preprocess(job, log=lambda line: print(line, file=sys.stderr))
     seconds = time.monotonic() - started
     for manifest in manifests.values():
-        print("\n".join(report(job, manifest, seconds)))
+        print("\n".join(report(job.output(manifest["key"]), manifest, seconds)))
     if not args.append_eod:
         print("no end-of-document tokens are in it: --append-eod adds them, and training counts on them")
     return 0

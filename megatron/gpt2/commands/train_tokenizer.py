@@ -15,8 +15,7 @@ from typing import Any
 
 from data_utils import ensure_sentencepiece_model, tokenizers
 from data_utils.command_line import Parser
-from data_utils.corpora.builtin import builtin_documents
-from data_utils.corpora.documents import BUILTIN, documents, files_of
+from data_utils.corpora.documents import BUILTIN, builtin_documents, documents, files_of
 from data_utils.tokenizers.gpt2 import BUILTIN_FILE, END_OF_TEXT
 
 

@@ -9,8 +9,6 @@ import asyncio
 import contextlib
 import logging
 import multiprocessing
-import os
-import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -21,6 +19,7 @@ from urllib.parse import urljoin, urlsplit
 
 import aiohttp
 
+from data_utils.worker_processes import end_with_parent
 from megatron.gpt2.extensions.webtext.filters import refusal
 from megatron.gpt2.extensions.webtext.shards import ShardRun, as_line
 
@@ -125,16 +124,8 @@ def text_of(page: Page) -> tuple[str | None, str]:
 
 
 def _start_extractor() -> None:
-    """A process that extracts ends with the one that started it, also if that is killed."""
     logging.disable(logging.CRITICAL)  # trafilatura's remarks on each page
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-
-    def follow() -> None:
-        parent.join()
-        os._exit(1)
-
-    threading.Thread(target=follow, daemon=True).start()
+    end_with_parent()
 
 
 class Extractors:

@@ -21,7 +21,6 @@ from data_utils.worker_processes import by_processes, count_work
 from megatron.gpt2.extensions.webtext.shards import UNREADABLE, Shard, Stage, find_shards, run_shard, temporary
 
 FILE_SUFFIXES = (*JSON_SUFFIXES, TEXT_SUFFIX, *COMPRESSED_SUFFIXES)  # of a name that nobody gives to a folder
-PROGRESS_BYTES = 1 << 20  # a lock for every line would cost more than the line
 
 POSITIONAL: dict[str, dict[str, Any]] = {
     "groups": {"type": Path, "help": "the file groups.jsonl that group_duplicate_url.py made of this INPUT"},
@@ -161,7 +160,7 @@ def run_here(stage: Stage, shards: Sequence[Shard], output: Path, alone: bool) -
     with bar, file_lock(output / ".lock", lambda: log(f"{output}: another process is writing there: waiting for it")):
         if limit is None and workers > 1 and len(shards) > 1:
             work = [(stage, shard, output) for shard in shards]
-            manifests = by_processes(in_worker, work, workers=workers, counted=1, progress=bar.update)
+            manifests = by_processes(in_worker, work, workers=workers, progress=bar.update)
         else:
             manifests = []
             for shard in shards:
@@ -177,19 +176,7 @@ def run_here(stage: Stage, shards: Sequence[Shard], output: Path, alone: bool) -
 
 def in_worker(stage: Stage, shard: Shard, output: Path) -> Manifest:
     """A shard in a worker process."""
-    unseen = 0
-
-    def read(size: int) -> None:
-        nonlocal unseen
-        unseen += size
-        if unseen > PROGRESS_BYTES:
-            count_work(unseen)
-            unseen = 0
-
-    try:
-        return run_shard(stage, shard, output, read=read)
-    finally:
-        count_work(unseen)
+    return run_shard(stage, shard, output, read=count_work)
 
 
 def check(manifests: Sequence[Manifest], max_bad_fraction: float) -> None:

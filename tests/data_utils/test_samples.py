@@ -1,0 +1,454 @@
+"""Samples, their order, blends of them, the size of each step, and the loaders that follow all that."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from data_utils import (
+    MISSING,
+    BatchLoader,
+    BatchSchedule,
+    BlendedDataset,
+    DamagedData,
+    GPT2Dataset,
+    SampleOrder,
+    build_splits,
+    evaluation_batches,
+    permute,
+    samplers,
+)
+from data_utils.gpt2_dataset import BLOCK, BlendedOrder, block_counts, parse_blend
+from tests.data_utils.made import BYTES, write_pair
+
+# --- the order
+
+
+def order_of_one(number: int, size: int, seed: int) -> int:
+    """The order spelled out for one sample in Python's integers: what runs under way and checkpoints rely on."""
+    mask = (1 << 64) - 1
+
+    def mix(value: int) -> int:
+        value = (value + 0x9E3779B97F4A7C15) & mask
+        value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & mask
+        value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & mask
+        return value ^ (value >> 31)
+
+    def scramble(half: int, key: int) -> int:
+        half = ((half ^ key) * 0x9E3779B97F4A7C15) & mask
+        return (((half ^ (half >> 32)) * 0xBF58476D1CE4E5B9) & mask) >> 32
+
+    epoch, index = divmod(number, size)
+    keys = [mix(mix(mix(seed) ^ epoch) + number) for number in range(6)]
+    bits = max(4, (size - 1).bit_length())
+    low_bits = bits // 2
+    while True:
+        high, low = index >> low_bits, index & ((1 << low_bits) - 1)
+        for number in range(0, 6, 2):
+            high ^= scramble(low, keys[number]) & ((1 << (bits - low_bits)) - 1)
+            low ^= scramble(high, keys[number + 1]) & ((1 << low_bits) - 1)
+        index = high << low_bits | low
+        if index < size:
+            return index
+
+
+@pytest.mark.parametrize("size", [1, 3, 16, 17, 1000, 10**15])
+def test_the_order_is_that_of_the_formula(size: int) -> None:
+    numbers = np.concatenate([np.arange(500), np.arange(size - 10, size + 10), [2 * size, 7 * size + 1]])
+    for seed in (0, 1234, 2**31 - 1):
+        expected = [order_of_one(int(number), size, seed) for number in numbers if number >= 0]
+        assert SampleOrder(size, seed)(numbers[numbers >= 0]).tolist() == expected
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 16, 17, 100, 1023, 1024, 1025, 20_000])
+def test_every_epoch_holds_all_samples_in_an_order_of_its_own(size: int) -> None:
+    epochs = SampleOrder(size, seed=3)(np.arange(4 * size)).reshape(4, size)
+    assert (np.sort(epochs) == np.arange(size)).all()
+    if size > 10:
+        other = SampleOrder(size, seed=4)(np.arange(size))
+        assert len({tuple(epoch) for epoch in [*epochs, other, np.arange(size)]}) == 6
+    assert SampleOrder(size, 4, shuffle=False)(np.arange(2 * size)).tolist() == [*range(size)] * 2
+
+
+def test_permute_mixes() -> None:
+    size = 3000
+    order = permute(np.arange(size), size, np.array([1], np.uint64))
+    assert abs(np.corrcoef(order, np.arange(size))[0, 1]) < 0.1 and len(np.unique(np.diff(order))) > size * 0.6
+    # Over many keys every place, and every distance of two neighbours, is about equally frequent: chi squared with 9
+    # and 8 degrees of freedom.
+    keys = np.arange(5000, dtype=np.uint64)
+    first, second, third = (permute(np.full(5000, index), 10, keys) for index in (0, 1, 3))
+    places, distances = np.bincount(third, minlength=10), np.bincount((second - first) % 10, minlength=10)[1:]
+    for counts in (places, distances):
+        assert ((counts - counts.mean()) ** 2 / counts.mean()).sum() < 30
+
+
+# --- the size of each step: Megatron's schedules, and what follows from them
+
+# (start, increment, samples, final); of the third, Megatron's floats miss a border: 4017 of 4223 samples.
+RAMPS = [(4, 2, 50, 12), (1, 1, 0, 3), (1, 1, 4223, 124), (8, 8, 5, 64), (16, 8, 300_000, 256), (4, 3, 7, 4)]
+
+
+def calculator() -> Any:
+    """megatron-core's file without its package, which takes long to load."""
+    found = importlib.util.find_spec("megatron.core") or pytest.skip("megatron-core is not installed")
+    assert found.origin is not None
+    path = Path(found.origin).parent / "num_microbatches_calculator.py"
+    spec = importlib.util.spec_from_file_location("theirs", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("ramp", RAMPS, ids=str)
+def test_a_ramp_has_the_sizes_of_megatron_core(ramp: tuple[int, int, int, int]) -> None:
+    start, increment, samples, final = ramp
+    ours = BatchSchedule.rampup(*ramp)
+    assert ours.final == final and ours.size(samples + 1) == final and ours.size(0) == (start if samples else final)
+    assert [size for _, size in ours.stages] == sorted(size for _, size in ours.stages)
+    if samples == 0 or start == final:
+        return  # Megatron divides by zero
+    theirs = calculator().RampupBatchsizeNumMicroBatchesCalculator(final, 1, 1, False, 1, start, increment, samples)
+    near = {max(0, first + more) for first, _ in ours.stages for more in (-1, 0, 1)} | {samples, samples + 1}
+    for consumed in near:
+        theirs.update(consumed, False)
+        assert ours.size(consumed) == theirs.get_current_global_batch_size(), consumed
+
+
+GROWING = BatchSchedule(((0, 7), (2, 9), (5, 11), (100, 64)))
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [BatchSchedule.constant(5), BatchSchedule.rampup(4, 2, 50, 12), BatchSchedule.rampup(1, 1, 4, 9), GROWING],
+    ids=str,
+)
+def test_what_follows_is_what_one_step_after_another_gives(schedule: BatchSchedule) -> None:
+    for begin in (0, 3, 60, 1000):
+        consumed, passed = begin, []
+        for steps in range(40):
+            passed.append(consumed)
+            assert schedule.after_steps(steps, begin) == consumed
+            assert schedule.steps_until(consumed, begin) == steps and schedule.steps_until(consumed + 1, begin) > steps
+            consumed += schedule.size(consumed)
+        assert [*itertools.islice(itertools.chain.from_iterable(schedule.spans(begin)), 40)] == passed
+        for steps in (0, 39) if begin == 0 else ():
+            assert schedule.before_steps(steps).tolist() == passed[: steps + 1]
+
+
+# --- loaders
+
+
+class Numbered:
+    """A data set whose samples are their own numbers."""
+
+    seq_length = 0
+
+    def __len__(self) -> int:
+        return 3000
+
+    def rows(self, indices: np.ndarray) -> np.ndarray:
+        return indices[:, None]
+
+
+IN_ORDER = SampleOrder(3000, 0, shuffle=False)
+ONE_RANK: dict[str, Any] = {"data_parallel_rank": 0, "data_parallel_size": 1}
+
+
+def read(dataset: Any, order: Any, steps: int, schedule: BatchSchedule, ranks: int, micro: int, **more: Any) -> Any:
+    """The samples that all data-parallel ranks read in so many steps, in the global order."""
+    given = {"schedule": schedule, "micro_batch_size": micro, "data_parallel_size": ranks, **more}
+    loaders = [BatchLoader(dataset, order, data_parallel_rank=rank, **given) for rank in range(ranks)]
+    found = []
+    for _ in range(steps):
+        parts = [next(loader) for loader in loaders]  # [micro-batches * micro, seq_length + 1] of each rank
+        step = np.stack([part.reshape(-1, micro, part.shape[-1]) for part in parts], axis=1)
+        found.append(step.reshape(-1, step.shape[-1]))
+    for loader in loaders:
+        loader.close()
+    return np.concatenate(found)
+
+
+@pytest.mark.parametrize(
+    "schedule", [BatchSchedule.constant(8), BatchSchedule(((0, 4), (20, 8), (90, 16), (3000, 64)))], ids=str
+)
+def test_the_same_samples_at_every_width_and_after_a_resume(schedule: BatchSchedule) -> None:
+    first, order = schedule.before_steps(400), SampleOrder(3000, 5)
+    whole = order(np.arange(first[-1]))  # more than an epoch
+    for ranks, micro, prefetch, begin in ((1, 4, 3, 0), (2, 2, 2, 0), (4, 1, 0, 0), (2, 4, 2, 5), (4, 2, 1, 6)):
+        given: dict[str, Any] = {"prefetch": prefetch, "consumed_samples": int(first[begin])}
+        assert (
+            read(Numbered(), order, 400 - begin, schedule, ranks, micro, **given).ravel() == whole[first[begin] :]
+        ).all()
+    found = read(Numbered(), order, 100, BatchSchedule.constant(13), 1, 13, consumed_samples=1777).ravel()
+    assert (found == whole[1777 : 1777 + 1300]).all()  # of another batch size
+
+
+def test_errors_of_the_thread_reach_the_caller() -> None:
+    class Failing(Numbered):
+        def rows(self, indices: np.ndarray) -> np.ndarray:
+            if indices.max() >= 4:
+                raise OSError("the disk is gone")
+            return super().rows(indices)
+
+    loader = BatchLoader(Failing(), IN_ORDER, micro_batch_size=2, schedule=BatchSchedule.constant(2), **ONE_RANK)
+    assert [next(loader).ravel().tolist() for _ in range(2)] == [[0, 1], [2, 3]]
+    for _ in range(2):
+        with pytest.raises(OSError, match="the disk is gone"):
+            next(loader)
+    loader.close()
+
+
+class Gated(Numbered):
+    """Reads as often as it may; each read takes a second of a clock that stands still otherwise."""
+
+    def __init__(self) -> None:
+        self.may_read, self.has_read = threading.Semaphore(0), threading.Semaphore(0)
+        self.readers: list[threading.Thread] = []
+        self.seconds = 0.0
+
+    def let_read(self, times: int) -> None:
+        """Returns when that many reads more are done."""
+        for _ in range(times):
+            self.may_read.release()
+        for _ in range(times):
+            assert self.has_read.acquire(timeout=240)
+
+    def rows(self, indices: np.ndarray) -> np.ndarray:
+        assert self.may_read.acquire(timeout=240)
+        self.readers.append(threading.current_thread())
+        self.seconds += 1.0
+        self.has_read.release()
+        return super().rows(indices)
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 2])
+def test_the_thread_works_ahead_and_ends(prefetch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It reads `prefetch` steps before they are asked for, and one more for each that is taken."""
+    data = Gated()
+    monkeypatch.setattr(samplers, "time", SimpleNamespace(perf_counter=lambda: data.seconds))
+    given: dict[str, Any] = {"schedule": BatchSchedule.constant(1), "prefetch": prefetch, **ONE_RANK}
+    loader = BatchLoader(data, IN_ORDER, micro_batch_size=1, **given)
+    data.let_read(prefetch)
+    for step in range(1, 6):
+        if prefetch == 0:
+            data.may_read.release()
+        next(loader)
+        if prefetch > 0:
+            data.let_read(1)
+        assert len(data.readers) == prefetch + step
+    (reader,) = set(data.readers)
+    assert (reader is threading.current_thread()) == (prefetch == 0) and reader.is_alive()
+    assert loader.wait_seconds == (5.0 if prefetch == 0 else 0.0)
+    loader.close()
+    assert reader.is_alive() == (prefetch == 0)
+
+
+@pytest.mark.parametrize("max_samples", [None, 1, 8, 9, 30, 1000])
+def test_evaluation_reads_each_sample_once(max_samples: int | None) -> None:
+    count = min(3000, max_samples or 3000)
+    for size, micro in ((1, 4), (2, 4), (4, 1), (3, 5)):
+        given: dict[str, Any] = {"micro_batch_size": micro, "data_parallel_size": size, "max_samples": max_samples}
+        ranks = [np.stack([*evaluation_batches(Numbered(), data_parallel_rank=rank, **given)]) for rank in range(size)]
+        rows = np.stack(ranks, axis=1).ravel()
+        assert (rows[:count] == np.arange(count)).all() and (rows[count:] == MISSING).all()
+        assert len(rows) < count + size * micro
+
+
+# --- samples of one text
+
+
+@pytest.mark.parametrize("count", [2, 3, 8, 9, 10, 16, 17, 18, 100])
+def test_windows_of_training_and_evaluation(count: int) -> None:
+    tokens = np.arange(count, dtype=np.uint16)
+    train = GPT2Dataset(tokens, 0, count, 8, BYTES, wrap=True)
+    rows = train.rows(np.arange(len(train)))
+    assert len(train) == max(1, (count - 1) // 8) and rows.dtype == np.int64
+    for index, row in enumerate(rows):
+        assert list(row) == [(index * 8 + place) % count for place in range(9)]
+    held = GPT2Dataset(tokens, 0, count, 8, BYTES, wrap=False)
+    assert held.text(count) == bytes(range(count)) and held.text(count - 1) is None
+    labels = held.rows(np.arange(len(held)))[:, 1:].ravel()
+    assert list(labels[labels != MISSING]) == list(range(1, count)) and len(labels) == len(held) * 8 < count + 7
+
+
+def test_an_id_beyond_the_vocabulary_is_found_when_it_is_read() -> None:
+    for dtype, bad in ((np.uint16, 257), (np.int32, 257), (np.int32, -1)):
+        tokens = np.arange(8 * 20 + 1).astype(dtype)
+        tokens[83] = bad
+        for wrap in (True, False):
+            damaged = GPT2Dataset(tokens, 0, len(tokens), 8, BYTES, wrap=wrap, source="a/b.bin")
+            damaged.rows(np.delete(np.arange(20), 10))
+            with pytest.raises(DamagedData, match=f"a/b.bin holds the token id {bad}, but the vocabulary has 257"):
+                damaged.rows(np.arange(20))
+
+
+# --- blends
+
+
+@pytest.mark.parametrize(
+    ("line", "prefixes", "weights"),
+    [
+        ("a", ["a"], None),
+        ("a b", ["a", "b"], None),
+        ("a b c", ["a", "b", "c"], None),
+        ("1 2 3", ["1", "2", "3"], None),
+        ("0.7 a 0.3 b", ["a", "b"], [0.7, 0.3]),
+        ("30 1 70 2", ["1", "2"], [30, 70]),
+        ("1 a", ["a"], [1.0]),
+    ],
+)
+def test_a_blend_is_read_as_megatron_reads_it(line: str, prefixes: list[str], weights: Any) -> None:
+    assert parse_blend(line.split(), "--data-path") == (prefixes, weights)
+
+
+@pytest.mark.parametrize("line", ["0.7 a b c", "0 a 1 b", "-1 a 1 b", "nan a 1 b", "inf a 1 b"])
+def test_weights_that_are_none_are_refused(line: str) -> None:
+    with pytest.raises(ValueError, match="--data-path .*a weight above 0 before each"):
+        parse_blend(line.split(), "--data-path")
+
+
+def test_counts_of_a_block_are_within_one_of_the_weights() -> None:
+    rng = np.random.default_rng(0)
+    for parts in (1, 2, 3, 7, 40):
+        for _ in range(20):
+            weights = rng.random(parts) + 0.01
+            counts = block_counts(list(weights), ["x"] * parts, "--data-path")
+            assert counts.sum() == BLOCK and (abs(counts - BLOCK * weights / weights.sum()) < 1).all()
+    with pytest.raises(ValueError, match=r"--data-path: b has so small a part, 1e-05, that it gets none of 10,000"):
+        block_counts([1.0, 1e-5], ["a", "b"], "--data-path")
+
+
+def test_every_block_has_its_counts_and_every_part_its_own_epochs() -> None:
+    sizes, counts = [900, 5000, 37], np.array([7000, 2990, 10])
+    order = BlendedOrder(sizes, counts, seed=3)
+    indices = order(np.arange(4 * BLOCK))
+    which = np.searchsorted(np.cumsum(sizes), indices, "right")
+    for block in which.reshape(4, BLOCK):
+        assert np.bincount(block).tolist() == counts.tolist()
+        assert all(abs(np.mean(tenth == 0) - 0.7) < 0.1 for tenth in block.reshape(10, -1))  # mixed, not in a row
+    for number, size in enumerate(sizes):
+        expected = SampleOrder(size, 3 + number)(np.arange(int(4 * counts[number])))
+        assert (indices[which == number] - sum(sizes[:number]) == expected).all()
+    assert not np.array_equal(BlendedOrder(sizes, counts, seed=4)(np.arange(BLOCK)), indices[:BLOCK])
+    for place in (0, 1, 777, BLOCK, 3 * BLOCK + 5):  # any number leads to its sample at once
+        assert order(np.arange(place, place + 3)).tolist() == indices[place : place + 3].tolist()
+
+
+def part(value: int, samples: int, *, wrap: bool) -> GPT2Dataset:
+    """Samples whose first tokens are their numbers, followed by `value`."""
+    tokens = np.full(samples * 4 + 1, value, dtype=np.uint16)
+    tokens[:-1:4] = np.arange(samples) % 200
+    return GPT2Dataset(tokens, 0, len(tokens), 4, BYTES, wrap=wrap)
+
+
+def test_evaluation_reads_by_the_weights_and_nothing_twice() -> None:
+    parts = [part(251, 60, wrap=False), part(252, 5000, wrap=False)]
+    blend = BlendedDataset(parts, np.array([5000, 5000]), wrap=False)
+    rows = blend.rows(np.arange(len(blend)))
+    assert (rows[rows[:, 1] == 251, 0] == np.arange(60)).all()  # all of the first, in order
+    assert abs((rows[:, 1] == 252).sum() - 60) < 25 and (rows != MISSING).all()
+    assert len({tuple(row) for row in rows}) == len(rows)
+
+
+def splits(**more: Any) -> Any:
+    given = {"train_data": (), "split": "80,20", "tokenizer": BYTES, "seq_length": 8, "log": lambda line: None}
+    return build_splits(**{**given, **more})
+
+
+def test_the_command_line_of_a_blend(tmp_path: Path) -> None:
+    a, b, c = (
+        write_pair(tmp_path / name, [[value] * 19 + [BYTES.eod]] * documents)
+        for name, value, documents in (("a", 1, 50), ("b", 2, 100), ("c", 3, 10))
+    )
+    made = splits(data_path=["0.7", a, "0.3", b])
+    assert len(made.train) == 99 + 199 and made.train.num_tokens == 800 + 1600  # of each pair four fifths of documents
+    assert made.description[0] == (
+        f"train: 70.00 % of the samples out of 800 tokens, 99 samples, 80.00 % of {a} (asked: 80.00 %)"
+    )
+    dataset, order = made.training_samples(seed=1, num_samples=10)
+    rows = dataset.rows(order(np.arange(BLOCK)))
+    assert [(rows == value).any(axis=1).sum() for value in (1, 2)] == [7000, 3000]
+    held = made.valid.rows(np.arange(len(made.valid)))
+    assert (held == 1).any() and (held == 2).any()
+
+    by_size = splits(data_path=[a, b])
+    assert "33.22 % of the samples" in by_size.description[0]  # 99 of 298
+    one = splits(data_path=[a])
+    assert one.fingerprint == splits(data_path=["5", a]).fingerprint and isinstance(one.train, GPT2Dataset)
+    others = [splits(data_path=[*words]) for words in (("0.3", a, "0.7", b), ("0.3", b, "0.7", a))]
+    assert len({each.fingerprint for each in (one, made, by_size, *others)}) == 5
+
+    separate = splits(data_path=[a], valid_data_path=["1", b, "1", c], test_data_path=[c], split="1")
+    assert len(separate.train) == 124 and separate.test.num_tokens == 200 and len(separate.valid.components) == 2
+    with pytest.raises(FileNotFoundError, match="--valid-data-path: no such file"):
+        splits(data_path=[a], valid_data_path=[str(tmp_path / "none")])
+    with pytest.raises(ValueError, match="--data-order megatron is that of one prefix"):
+        splits(data_path=[a, b], data_order="megatron")
+
+
+# --- --data-order megatron against megatron-core's own GPTDataset
+
+
+def of_lengths(folder: Path, documents: int, longest: int) -> str:
+    """Documents of 1 to `longest` tokens, every tenth of them empty."""
+    rng = np.random.default_rng(documents)
+    lengths = [rng.integers(0, longest) for _ in range(documents)]
+    texts = [[*rng.integers(0, 256, length), BYTES.eod] for length in lengths]
+    return write_pair(folder / "pair", [[] if number % 10 == 4 else text for number, text in enumerate(texts)])
+
+
+def theirs(prefix: str, seq_length: int, seed: int, split: str, sizes: list[int]) -> list[Any]:
+    builder = pytest.importorskip("megatron.core.datasets.blended_megatron_dataset_builder")
+    gpt = pytest.importorskip("megatron.core.datasets.gpt_dataset")
+    config = gpt.GPTDatasetConfig(
+        random_seed=seed,
+        sequence_length=seq_length,
+        blend=([prefix], None),
+        split=split,
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=False,
+        create_attention_mask=False,
+        tokenizer=SimpleNamespace(vocab_size=257, eod=256, pad=300, unique_identifiers={"class": "bytes"}),
+    )
+    return list(builder.BlendedMegatronDatasetBuilder(gpt.GPTDataset, sizes, lambda: True, config).build())
+
+
+# Two epochs, of which the second is shuffled with the first if the run needs four fifths of it; documents that span
+# many samples; and an epoch shorter than a sample.
+@pytest.mark.parametrize(
+    ("documents", "longest", "seq_length", "split", "epochs"),
+    [
+        *((200, 60, 16, "80,15,5", epochs) for epochs in (2.0, 1.85, 1.75, 1.2, 0.3)),
+        (12, 4000, 64, "0.7,0.2,0.1", 6.3),
+        (9, 4, 64, "90,10", 9.0),
+    ],
+)
+def test_samples_are_those_of_megatron_core(
+    tmp_path: Path, documents: int, longest: int, seq_length: int, split: str, epochs: float
+) -> None:
+    prefix, held_out = of_lengths(tmp_path, documents, longest), documents > 9
+    more = {"data_order": "megatron", "need_valid": held_out, "need_test": held_out}
+    ours = splits(data_path=[prefix], split=split, seq_length=seq_length, **more)
+    assert ours.fingerprint != splits(data_path=[prefix], split=split, need_valid=False, need_test=False).fingerprint
+    samples = int(epochs * ours.train.num_tokens / seq_length)
+    expected = theirs(prefix, seq_length, 1234, split, [samples, 3, 3])
+    dataset, order = ours.training_samples(1234, samples)
+    assert len(dataset) == len(expected[0]) >= samples > 0
+    found = dataset.rows(order(np.arange(len(dataset))))
+    for row, number in zip(found.tolist(), range(len(dataset)), strict=True):
+        sample = expected[0][number]
+        assert row == [*sample["tokens"].tolist(), int(sample["labels"][-1])]
+    for name, their in zip(("valid", "test"), expected[1:], strict=True):  # the same documents
+        if held_out:
+            lengths = their.dataset.sequence_lengths[their.indices]
+            assert getattr(ours, name).num_tokens == lengths.sum() > 0
