@@ -3,7 +3,7 @@ compute."""
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import mpu
+from data_utils.command_line import columns
 from megatron.gpt2.checkpoint.reader import Checkpoint
 from megatron.gpt2.checkpoint.source import Source, check_facts
 from megatron.gpt2.checkpoint.state import load_state
@@ -88,23 +89,14 @@ def lines(found: dict[str, Any]) -> list[str]:
     rows.append(("tokenizer", f"{tokenizer['kind']}, {tokenizer.get('vocab_size', 0):,} ids" if tokenizer else "none"))
     head = ("kind", "part", "dtype", *SUMS)
     parts = [[part[name] if name in head[:3] else f"{part[name]:,}" for name in head] for part in found["parts"]]
-    text = [*_aligned(rows, "<<"), "", *_aligned([head, *parts], "<<<>>>")]
+    text = [*columns(rows, "<<"), "", *columns([head, *parts], "<<<>>>")]
     if "files" in found:
         files = [
             (file, f"{info['bytes']:,}", f"{info['boxes']:,}", info["sha256"][:12])
             for file, info in found["files"].items()
         ]
-        text += ["", *_aligned([("file", "bytes", "boxes", "sha256"), *files], "<>>>")]
+        text += ["", *columns([("file", "bytes", "boxes", "sha256"), *files], "<>>>")]
     return text + [f"left out: {line}" for line in found["left_out"]]
-
-
-def _aligned(rows: Sequence[Sequence[str]], sides: str) -> list[str]:
-    """Columns that begin at their left (<) or end at their right (>)."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(f"{cell:{side}{width}}" for cell, side, width in zip(row, sides, widths, strict=True)).rstrip()
-        for row in rows
-    ]
 
 
 class Row(NamedTuple):
@@ -185,7 +177,7 @@ def table(difference: Difference) -> list[str]:
         cells.append((row.name, _size(row.shape), greatest, row.note))
     cells += [(name, "", "in the first alone", "") for name in difference.only_in_a]
     cells += [(name, "", "in the second alone", "") for name in difference.only_in_b]
-    text = _aligned(cells, "<>><")
+    text = columns(cells, "<>><")
     if difference.not_compared:
         text.append(f"in one of them alone, and not compared: {', '.join(difference.not_compared)}")
     return text

@@ -1,7 +1,7 @@
 """Hooks that take the tensors of a training step out of a run, as parts of global tensors. Nothing is sent: each rank
 says where its part lies.
 
-Legend: b samples of a micro-batch, s sequence, w width, p model-parallel size.
+Legend: b samples of a micro-batch, s sequence, w width, n heads, d head size, v vocabulary, p model-parallel size.
 """
 
 from __future__ import annotations
@@ -13,19 +13,22 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from data_utils.samplers import first_samples
 from megatron.gpt2.checkpoint.state import state_pieces
+from megatron.gpt2.config import require
 from megatron.gpt2.dist.gathering import sum_losses, sum_over_replicas
-from megatron.gpt2.extensions.verify.trace import Key, Part, rows_part
+from megatron.gpt2.extensions.verify.trace import Key, Part
+from megatron.gpt2.formats.foreign import by_part
+from megatron.gpt2.formats.openai_names import LAYER_MODULES, is_linear, openai_name
 from megatron.gpt2.hooks import Hook
 from megatron.gpt2.model.gpt2 import TIED, parameter_specs
 from megatron.gpt2.optimizer.flat_parameters import FlatState
 from megatron.gpt2.optimizer.optimizer import MOMENTS
 from megatron.gpt2.train.run import Run
 from megatron.gpt2.train.train_step import train_step
-from mpu.partition import Box
 
 
 class Point(NamedTuple):
@@ -52,30 +55,11 @@ POINTS = (
     Point("mlp.dense_4h_to_h"),
     WHOLE,
 )
-See = Callable[[str, int, Any, Point], None]  # is given a name, a place, a tensor and its point
 
 
-def watch(see: See, module: nn.Module, name: str, place: int, point: Point = WHOLE, *, its_input: bool = False) -> Any:
-    """A hook that shows `see` the output or the input of a module whenever it computes."""
-    if its_input:
-        return module.register_forward_pre_hook(lambda module, args: see(name, place, args[0], point))
-    return module.register_forward_hook(lambda module, args, out: see(name, place, out, point))
-
-
-def watch_layer(see: See, layer: nn.Module, number: int, names: Mapping[str, str] | None = None) -> list[Any]:
-    """Hooks at all points of a layer. names: of its modules, if they are not ours."""
-    handles = []
-    for place, point in enumerate(POINTS, first_place(number)):
-        module = layer.get_submodule(names[point.module] if names and point.module else point.module)
-        part = point.made_by or point.module
-        name = f"transformer.layers.{number}" + (f".{part}" if part else "")
-        handles.append(watch(see, module, name, place, point, its_input=bool(point.made_by)))
-    return handles
-
-
-def first_place(number: int) -> int:
-    """The place of a layer's first tensor among those of a forward pass, of which the embeddings are 0."""
-    return 1 + number * len(POINTS)
+def first_place(layer: int) -> int:
+    """The place of a layer's first tensor among those of a forward pass; the embeddings are 0."""
+    return 1 + layer * len(POINTS)
 
 
 class Capture(Hook):
@@ -89,47 +73,63 @@ class Capture(Hook):
         self._run, self._take, self._model = run, take, run.engine.model
         self._p, self._rank = run.parallel.tensor_model_parallel_size, run.parallel.tensor_model_parallel_rank
         self._specs = parameter_specs(run.config.model, self._p)
-        self._step = self._first_sample = 0
+        self._step = self._first_layer = self._first_sample = 0
+        self._scale = 1.0
         self._begun: Counter[int] = Counter()  # micro-batches of this step, by the first layer of their chunk
+        self._losses: list[Tensor] = []
         self._is_forward = False
 
     def steps(self, count: int) -> None:
-        """`count` training steps, all of whose tensors are taken; before them the weights."""
+        """Take the weights, and then `count` training steps."""
         run, optimizer = dataclasses.replace(self._run, hooks=[self]), self._run.engine.optimizer
-        handles = self._watch()
+        self._model.register_forward_pre_hook(self._begin, with_kwargs=True)
+        self._model.register_forward_hook(self._end)
+        self._watch_model()
         self._parameters()
         for self._step in range(1, count + 1):
             self._begun.clear()
-            self._losses: list[Tensor] = []
-            self._scale, self._rate = float(optimizer.scaler.scale), float(optimizer.learning_rate)
+            self._losses.clear()
+            self._scale, rate = float(optimizer.scaler.scale), float(optimizer.learning_rate)
             run.progress.loss_sum.zero_()
             train_step(run)
             run.progress.step(run.samples_of_step)
-            self._after_update()
-        for handle in handles:
-            handle.remove()
+            self._number("scalar", "gradient norm", 0, optimizer.grad_norm)
+            self._number("scalar", "skipped", 1, optimizer.found_inf)
+            self._number("scalar", "learning rate", 2, rate)
+            self._number("scalar", "steps of the optimizer", 3, optimizer.state_dict()["adam_steps"])
+            self._parameters()
+            for state in optimizer.tensors():
+                if state.kind != "master" or run.prepared.dtype != torch.float32:  # otherwise it is the parameter
+                    self._state(state)
 
-    def _watch(self) -> list[Any]:
+    def _watch_model(self) -> None:
         model, body = self._model, self._model.transformer
-        handles = [
-            model.register_forward_pre_hook(self._begin, with_kwargs=True),
-            model.register_forward_hook(self._end),
-            watch(self._see, body, "embeddings", 0, its_input=True),
-        ]
+        body.register_forward_pre_hook(lambda module, args: self._see("embeddings", 0, args[0]))
         for number, layer in enumerate(body.layers):
             if layer is not None and model.is_compiled:  # its own hooks would be compiled as well
-                layer._compiled_call_impl = self._after(layer._compiled_call_impl, number)
+                layer._compiled_call_impl = self._seen(layer._compiled_call_impl, number)
             elif layer is not None:
-                handles += watch_layer(self._see, layer, number)
+                self._watch_layer(layer, number)
         if model.has_head:
-            norm = "transformer.final_layernorm"
-            handles.append(watch(self._see, body.final_layernorm, norm, first_place(len(body.layers))))
-        return handles
+            self._watch("transformer.final_layernorm", first_place(len(body.layers)), body.final_layernorm)
 
-    def _after(self, compiled: Any, number: int) -> Callable[..., Tensor]:
+    def _watch(self, name: str, place: int, module: nn.Module, point: Point = WHOLE) -> None:
+        if point.made_by:
+            module.register_forward_pre_hook(lambda module, args: self._see(name, place, args[0], point))
+        else:
+            module.register_forward_hook(lambda module, args, out: self._see(name, place, out, point))
+
+    def _watch_layer(self, layer: nn.Module, number: int, names: Mapping[str, str] | None = None) -> None:
+        for place, point in enumerate(POINTS, first_place(number)):
+            part = point.made_by or point.module
+            name = f"transformer.layers.{number}" + (f".{part}" if part else "")
+            module = layer.get_submodule((names or {}).get(point.module, point.module))
+            self._watch(name, place, module, point)
+
+    def _seen(self, compiled: Any, number: int) -> Callable[..., Tensor]:
         def call(*args: Any, **kwargs: Any) -> Tensor:
             out: Tensor = compiled(*args, **kwargs)
-            self._see(f"transformer.layers.{number}", first_place(number + 1) - 1, out, WHOLE)
+            self._see(f"transformer.layers.{number}", first_place(number + 1) - 1, out)
             return out
 
         return call
@@ -157,15 +157,16 @@ class Capture(Hook):
         if out.dim() == 0:  # not the hidden states of a stage
             self._losses.append(out.detach())
 
-    def _see(self, name: str, place: int, x: Tensor | Sequence[Tensor], point: Point) -> None:
-        """Take x, [s, b, w] or a part of it; where it is complete also its gradient, once backward has it."""
+    def _see(self, name: str, place: int, x: Tensor | Sequence[Tensor], point: Point = WHOLE) -> None:
+        """Take x, [s, b, w] or a part of it; if it is complete also its gradient, once backward has it."""
         if not self._is_forward or (name == "embeddings" and self._first_layer > 0):
             return
         x = x if isinstance(x, Tensor) else torch.cat(list(x), dim=-1)  # the parts of an exact layer
-        first, cut = self._first_sample, 2 if point.split else 1 if self._model.sequence_parallel else None
-        self._samples("activation", name, place, x.detach().transpose(0, 1), first, cut)
+        cut = 2 if point.split else 1 if self._model.sequence_parallel else None
+        self._samples("activation", name, place, x.detach().transpose(0, 1), self._first_sample, cut)
         if point.gradient and x.requires_grad:
             take = functools.partial(self._samples, "activation gradient", f"gradient of {name}", -place)
+            first = self._first_sample
             x.register_hook(lambda grad: take(self._unscaled(grad).transpose(0, 1), first, cut))
 
     def _unscaled(self, grad: Tensor) -> Tensor:
@@ -178,33 +179,20 @@ class Capture(Hook):
         if cut is not None:
             offset[cut], whole[cut] = self._rank * x.shape[cut], self._p * x.shape[cut]
         key, writes = Key(self._step, kind, place, name), cut is not None or self._rank == 0
-        self._take(Part(key, x, Box(tuple(offset), tuple(x.shape)), tuple(whole), writes))
+        self._take(Part(key, x, tuple(offset), tuple(whole), writes))
 
     def _number(self, kind: str, name: str, place: int, value: Tensor | float) -> None:
-        number = torch.as_tensor(value, dtype=torch.float32).detach().clone().view(1)
-        self._take(rows_part(Key(self._step, kind, place, name), number, writes=self._run.parallel.rank == 0))
+        number = torch.as_tensor(value, dtype=torch.float32).detach().view(1)
+        self._take(Part(Key(self._step, kind, place, name), number, (0,), (1,), self._run.parallel.rank == 0))
 
     def before_update(self, run: Run) -> None:
         """Take the loss and the gradients, which are summed and not yet clipped."""
         losses = torch.stack(self._losses or [torch.zeros((), device=self._run.device)]) / self._scale
-        loss = sum_over_replicas([sum_losses(losses)], self._run.parallel)
-        self._number("loss", "loss", 0, loss)
+        self._number("loss", "loss", 0, sum_over_replicas([sum_losses(losses)], self._run.parallel))
         flat = self._run.engine.flat
-        owned = flat.owned_grads()
         for name in flat.ranges:
-            index, part, start = flat.owned_part_of(name)
-            self._state(FlatState("gradient", name, self._unscaled(owned[index][part]), start))
-
-    def _after_update(self) -> None:
-        optimizer = self._run.engine.optimizer
-        self._number("scalar", "gradient norm", 0, optimizer.grad_norm)
-        self._number("scalar", "skipped", 1, optimizer.found_inf)
-        self._number("scalar", "learning rate", 2, self._rate)
-        self._number("scalar", "steps of the optimizer", 3, optimizer.state_dict()["adam_steps"])
-        self._parameters()
-        for state in optimizer.tensors():
-            if state.kind != "master" or self._run.prepared.dtype != torch.float32:  # else it is the parameter
-                self._state(state)
+            start = flat.owned_part_of(name)[2]
+            self._state(FlatState("gradient", name, self._unscaled(flat.owned_grad(name)), start))
 
     def _parameters(self) -> None:
         """Take the weights that the model computes with."""
@@ -215,16 +203,76 @@ class Capture(Hook):
     def _state(self, state: FlatState) -> None:
         """Take what this rank has of a parameter, its gradient, master or moment."""
         kind, name, place = state.kind, state.name, list(self._specs).index(state.name)
-        key = Key(self._step, "moment" if kind in MOMENTS else kind, place, f"{kind} of {name}")
-        if kind == "parameter":
-            key = key._replace(name=name)
-        if kind == "gradient":
-            key = key._replace(place=-place)  # backward makes the last one first
+        key = Key(
+            self._step,
+            "moment" if kind in MOMENTS else kind,
+            -place if kind == "gradient" else place,  # backward makes the last one first
+            name if kind == "parameter" else f"{kind} of {name}",
+        )
         is_shard = self._run.engine.flat.is_sharded and kind != "parameter"
         is_copy = name == TIED and not self._model.has_embeddings
         rank = self._rank if self._specs[name].dim is not None else 0  # replicated: each rank has what rank 0 has
         writes = rank == self._rank and not is_copy and (is_shard or self._run.parallel.data_parallel_rank == 0)
         for piece in state_pieces([state], self._specs, mp_rank=rank, mp_size=self._p).values():
             if piece.tensor.numel():
-                box = Box(piece.offset, tuple(piece.tensor.shape))
-                self._take(Part(key, piece.tensor, box, piece.global_shape, writes))
+                self._take(Part(key, piece.tensor, piece.offset, piece.global_shape, writes))
+
+
+class TransformersCapture(Capture):
+    """Takes the steps of `run`, which has one rank, with the forward pass and the gradients of transformers' GPT-2."""
+
+    def _watch_model(self) -> None:
+        """Let the model compute by transformers. ValueError if transformers is not installed, or if the run does what
+        its GPT-2 does not do."""
+        run, model, config = self._run, self._model, self._run.config.model
+        try:
+            from transformers import GPT2Config, GPT2LMHeadModel
+        except ImportError as error:
+            raise ValueError("--against huggingface needs transformers: pip install transformers") from error
+        require(
+            not config.has_dropout,
+            "--against huggingface: transformers draws other masks: give --hidden-dropout 0 --attention-dropout 0",
+        )
+        for flag, given in (
+            ("--reset-attention-mask", run.config.data.reset_attention_mask),
+            ("--reset-position-ids", run.config.data.reset_position_ids),
+        ):
+            require(not given, f"--against huggingface: transformers' GPT-2 has no {flag}: leave it out")
+        theirs = GPT2LMHeadModel(
+            GPT2Config(
+                vocab_size=model.vocab_size,
+                n_positions=config.max_position_embeddings,
+                n_embd=config.hidden_size,
+                n_layer=config.num_layers,
+                n_head=config.num_attention_heads,
+                n_inner=config.ffn_hidden_size,
+                activation_function={"tanh": "gelu_new", "erf": "gelu"}[config.gelu],
+                layer_norm_epsilon=config.layernorm_epsilon,
+            )
+        ).to(run.device, run.prepared.dtype)
+        theirs.eval()
+
+        def weight(name: str, parameter: Tensor) -> Tensor:
+            x = self._specs[name].true_part(parameter, 0, 1)
+            x = by_part(config.num_attention_heads)(x) if ".query_key_value." in name else x
+            return x.t() if is_linear(name) else x
+
+        def forward(tokens: Tensor, labels: Tensor, token_weight: Tensor, **others: Any) -> Tensor:
+            """As `GPT2Model.forward`. The gradients come to the model's own parameters."""
+            weights = {f"transformer.{openai_name(name)}": weight(name, p) for name, p in model.named_parameters()}
+            logits = torch.func.functional_call(theirs, weights, (tokens,)).logits.float()  # [b, s, v]
+            losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
+            return (losses * token_weight.flatten()).sum()
+
+        model.forward = forward  # type: ignore[method-assign, assignment]
+        body = theirs.transformer
+        self._watch("embeddings", 0, body.drop)
+        for number, layer in enumerate(body.h):
+            self._watch_layer(layer, number, LAYER_MODULES)
+        self._watch("transformer.final_layernorm", first_place(len(body.h)), body.ln_f)
+
+    def _see(self, name: str, place: int, x: Any, point: Point = WHOLE) -> None:
+        x = x[0] if isinstance(x, tuple) else x  # a layer of older versions returns a tuple
+        if name.endswith(".query_key_value"):  # [b, s, 3 n d] -> [b, s, n 3 d]
+            x = x.unflatten(-1, (3, self._run.config.model.num_attention_heads, -1)).transpose(-3, -2).flatten(-3)
+        super()._see(name, place, x.transpose(0, 1), point)

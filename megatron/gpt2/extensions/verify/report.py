@@ -4,50 +4,48 @@ from __future__ import annotations
 
 import math
 import re
-import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from data_utils.command_line import columns
 from megatron.gpt2.config import by_key, flag
 from megatron.gpt2.dist.ranks import named
 from megatron.gpt2.extensions.verify.compare import Judged, Verdict
-from megatron.gpt2.extensions.verify.runs import Layout
 from megatron.gpt2.extensions.verify.trace import Key, Trace
 from megatron.gpt2.model.gpt2 import TIED
 from megatron.gpt2.monitor.plots import Curve, as_svg
 
-HEAD = ("layout", "ranks", "verdict", "equal", "median", "99 %", "greatest", "of bound")
-WIDEST = 60  # characters of a layout's flags in the table
+HEAD = ("ranks", "verdict", "equal", "median", "99 %", "greatest", "of bound", "layout")
 MOST = 300  # tensors of a table of the page
-# Of a row-parallel layer: what its output is the sum of.
-ROW_PARALLEL = ("attention.dense", "mlp.dense_4h_to_h")
+DATA = "the data loader: the order of samples, and which of them are this rank's"
+STATE = ("gradient", "moment", "master", "parameter")  # the kinds of tensors that a parameter has
 MADE_BY = {
     "input_layernorm": "the layer norm {module}",
     "post_attention_layernorm": "the layer norm {module}",
     "attention.query_key_value": "the product of {module}{gathered}",
     "attention.core": "attention of {layer}: softmax(QKᵀ/√d)V, or its dropout",
-    "attention.dense": "the {summed} of {module}, with its bias",
+    "attention.dense": "{total_of}{module}, with its bias",
     "mlp.dense_h_to_4h": "the product of {module}{gathered}",
     "mlp.gelu": "GELU of {layer}",
-    "mlp.dense_4h_to_h": "the {summed} of {module}, with its bias",
+    "mlp.dense_4h_to_h": "{total_of}{module}, with its bias",
     "": "the residual sum at the end of {layer}, or dropout",
     "transformer.final_layernorm": "the layer norm {module}",
-    "embeddings": "{of_words}the word embeddings, or the position embeddings that are added to it, or dropout",
+    "embeddings": "{total_of}the word embeddings, or the position embeddings that are added to it, or dropout",
     "loss": "the head and the cross-entropy, and the sum of the samples over micro-batches and data-parallel ranks",
     "gradient norm": "the sum of the squares of all gradients, each of which counts once",
     "skipped": "the test whether the gradient norm is finite",
     "learning rate": "the schedule of the learning rate",
     "steps of the optimizer": "the count of steps in AdamW",
-    "samples": "the data loader: which samples of the run are this rank's",
-    "tokens": "the data loader: the order of samples, and which of them are this rank's",
-    "labels": "the data loader: the order of samples, and which of them are this rank's",
+    "samples": DATA,
+    "tokens": DATA,
+    "labels": DATA,
 }
 # The gradient of a tensor, in backward.
 MADE_IN_BACKWARD = {
-    "input_layernorm": "the {of_input} {layer}'s attention.query_key_value",
-    "post_attention_layernorm": "the {of_input} {layer}'s mlp.dense_h_to_4h",
-    "transformer.final_layernorm": "the gradient of the cross-entropy and the head{and_its_sum}",
+    "input_layernorm": "{total_of}the gradient of the input of {layer}'s attention.query_key_value",
+    "post_attention_layernorm": "{total_of}the gradient of the input of {layer}'s mlp.dense_h_to_4h",
+    "transformer.final_layernorm": "{total_of}the gradient of the cross-entropy and the head",
     "": "what follows {layer}: the layer norms and residual sums behind it",
     "embeddings": "the layer norms and residual sums behind the embeddings",
 }
@@ -56,41 +54,31 @@ MADE_IN_BACKWARD = {
 def operation(key: Key, facts: Mapping[str, Any]) -> str:
     """What made the tensor `key` in a run with these `facts` of its layout, in the words of mpu's layers."""
     p, dp, micro_batches = (facts[n] for n in ("model_parallel_size", "data_parallel_size", "micro_batches"))
-    parallel, name = facts["config"]["parallel"], key.name.split(" of ")[-1]
+    parallel, name = facts["config"]["parallel"], key.name if key.name in MADE_BY else key.name.split(" of ")[-1]
     sequence, sharded = parallel["sequence_parallel"] and p > 1, parallel["use_distributed_optimizer"] and dp > 1
     total = "reduce-scatter" if sequence else "all-reduce"
     found = re.match(r"transformer\.layers\.(\d+)\.?(.*)", name)
     layer, part = (f"layer {found[1]}", found[2]) if found else ("", name)
     module = f"{layer}'s {part}" if layer else name.removeprefix("transformer.")
-    if key.kind in ("activation", "activation gradient") or key.name in MADE_BY:
-        words = (MADE_IN_BACKWARD if key.kind == "activation gradient" else MADE_BY)[
-            key.name if key.name in MADE_BY else part
-        ].format(
+    if key.kind not in STATE:
+        in_backward = key.kind == "activation gradient"
+        words = (MADE_IN_BACKWARD if in_backward else MADE_BY)[part].format(
             module=module,
             layer=layer,
-            summed=total if p > 1 else "product",
             gathered=", or the all-gather of its input" if sequence else "",
-            of_words=f"the {total} of " if p > 1 else "",
-            of_input=f"{total} of the gradient of the input of" if p > 1 else "product of",
-            and_its_sum=f", and its {total}" if p > 1 else "",
+            total_of=f"the {total} of " if p > 1 else "",
         )
-        return words + {"activation": ", forward", "activation gradient": ", backward"}.get(key.kind, "")
+        return words + (", backward" if in_backward else ", forward" if key.kind == "activation" else "")
     if key.kind == "gradient":
-        has_part = "layernorm" in name or "position_embeddings" in name
-        has_part = has_part or name.endswith(tuple(f"{row}.bias" for row in ROW_PARALLEL))
-        sums = [
-            (f"over {micro_batches} micro-batches", micro_batches > 1),
-            (
-                f"over {dp} data-parallel ranks by the {'reduce-scatter' if sharded else 'all-reduce'} of its bucket",
-                dp > 1,
-            ),
-            (f"over {p} model-parallel ranks, since each has a part of the sequence", sequence and has_part),
-            (
-                "over the first and the last stage of the pipeline",
-                facts.get("pipeline_parallel_size", 1) > 1 and name == TIED,
-            ),
-        ]
-        of = " and ".join(words for words, applies in sums if applies)
+        is_partial = re.search(r"layernorm|position_embeddings|(attention\.dense|mlp\.dense_4h_to_h)\.bias$", name)
+        by = "reduce-scatter" if sharded else "all-reduce"
+        sums = {
+            f"over {micro_batches} micro-batches": micro_batches > 1,
+            f"over {dp} data-parallel ranks by the {by} of its bucket": dp > 1,
+            f"over {p} model-parallel ranks, since each has a part of the sequence": sequence and is_partial,
+            "over the first and the last stage of the pipeline": facts["pipeline_parallel_size"] > 1 and name == TIED,
+        }
+        of = " and ".join(words for words, applies in sums.items() if applies)
         return f"the gradient of {module} in backward" + (f", and its sum {of}" if of else "")
     if key.step == 0:
         return f"the initialisation of {module}, or its part of the checkpoint"
@@ -98,6 +86,21 @@ def operation(key: Key, facts: Mapping[str, Any]) -> str:
         return f"AdamW's update of its moments of {module}: the gradient after clipping"
     gathered = f", or the all-gather that brings it to the other {dp - 1} data-parallel ranks"
     return f"AdamW's update of {module}" + (gathered if sharded and key.kind == "parameter" else "")
+
+
+class Layout(NamedTuple):
+    """flags: as they were given. words: the whole command line of pretrain_gpt2 without what starts ranks. batch: the
+    samples of a step."""
+
+    flags: str
+    words: tuple[str, ...]
+    world_size: int
+    batch: int
+
+    @property
+    def name(self) -> str:
+        """Its flags, or that it has none."""
+        return self.flags or "(no flags)"
 
 
 class Result(NamedTuple):
@@ -134,25 +137,16 @@ def rows(results: Sequence[Result]) -> list[tuple[str, ...]]:
     """A row of the table for each result, as HEAD names its columns."""
     found = []
     for layout, _, verdict in results:
-        all_of_it = verdict.computed
-        numbers = all_of_it.quantile(0.5), all_of_it.quantile(0.99), all_of_it.greatest, verdict.nearest.share
-        equal = f"{all_of_it.equal / all_of_it.count:.1%}"
-        found.append((layout.name, str(layout.world_size), verdict.word, equal, *map(units, numbers)))
+        computed = verdict.computed
+        numbers = computed.quantile(0.5), computed.quantile(0.99), computed.greatest, verdict.nearest.share
+        equal = f"{computed.equal / computed.count:.1%}"
+        found.append((str(layout.world_size), verdict.word, equal, *map(units, numbers), layout.name))
     return found
 
 
-def table(results: Sequence[Result]) -> str:
-    """The table, its columns aligned. The flags of a layout that are long stand in several lines."""
-    grid = [HEAD, *rows(results)]
-    names = [textwrap.wrap(row[0], WIDEST, break_on_hyphens=False) for row in grid]
-    columns = [[line for name in names for line in name], *list(zip(*grid, strict=True))[1:]]
-    widths = [max(map(len, column)) for column in columns]
-    lines = []
-    for (_, *others), (first, *more) in zip(grid, names, strict=True):
-        cells = zip(HEAD, (first, *others), widths, strict=True)
-        lines.append("  ".join(f"{text:{'<' if head in HEAD[::2][:2] else '>'}{width}}" for head, text, width in cells))
-        lines += more
-    return "\n".join(line.rstrip() for line in lines)
+def table(results: Sequence[Result]) -> list[str]:
+    """The lines of the table."""
+    return columns([HEAD, *rows(results)], "><" + ">" * (len(HEAD) - 3) + "<")
 
 
 def explanation(result: Result) -> list[str]:
@@ -201,25 +195,31 @@ def page(lines: Sequence[str], command: str, trace: Trace, results: Sequence[Res
     template = jinja2.Environment(
         loader=jinja2.FileSystemLoader([folder, folder.parents[1] / "monitor"]), autoescape=True, trim_blocks=True
     ).get_template("page.html")
-    charts, tensors = [], []
-    for result in results:
-        # Against the place of a tensor in the run: its greatest difference, and what rounding explains.
-        points = [(each.difference.excess, each.bound) for each in result.verdict.tensors]
-        curves = [
-            [(at, math.log10(pair[i])) for at, pair in enumerate(points) if 0 < pair[i] < math.inf] for i in (0, 1)
-        ]
-        title = "greatest difference of each tensor in the order of the steps, log10 of units"
-        labels = [Curve("difference", "blue", curves[0]), Curve("explained by rounding", "orange", curves[1])]
-        charts.append(as_svg({title: labels}, heights=(2.6,), width=10))
-        tensors.append(sorted(result.verdict.tensors, key=lambda each: (each.is_explained, -each.share))[:MOST])
+
+    def sections() -> Iterator[tuple[Result, str, list[Judged]]]:
+        for result in results:
+            tensors = result.verdict.tensors
+            title = "greatest difference of each tensor in the order of the steps, log10 of units"
+            curves = [
+                Curve("difference", "blue", logarithms(each.difference.excess for each in tensors)),
+                Curve("explained by rounding", "orange", logarithms(each.bound for each in tensors)),
+            ]
+            worst = sorted(tensors, key=lambda each: (each.is_explained, -each.share))[:MOST]
+            yield result, as_svg({title: curves}, heights=(2.6,), width=10), worst
+
     return template.render(
         lines=lines,
         head=HEAD,
         rows=rows(results),
-        results=zip(results, charts, tensors, strict=True),
+        results=sections(),
         explanation=explanation,
         units=units,
         command=command,
         facts=[(name.replace("_", " "), value) for name, value in trace.facts.items() if name != "config"],
         flags=[(flag(k), value) for k, value in by_key(trace.facts["config"]).items() if value not in (None, ())],
     )
+
+
+def logarithms(values: Iterable[float]) -> list[tuple[int, float]]:
+    """log10 of each value against its place. One that has none is left out."""
+    return [(place, math.log10(value)) for place, value in enumerate(values) if 0 < value < math.inf]

@@ -11,16 +11,18 @@ Legend: n samples of the global batch, s sequence, w width.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import zlib
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
 from torch import Tensor
 
 from data_utils.files import safetensors_header
@@ -30,7 +32,7 @@ from mpu.partition import Box
 FORMAT = 1
 INDEX = "trace.json"
 SQUARED = "exp_avg_sq of "  # before the name of a parameter
-# What is captured of a step, in the order in which a step makes it.
+# The kinds of tensors of a step, in the order in which a step makes them.
 KINDS = ("input", "activation", "loss", "activation gradient", "gradient", "scalar", "moment", "master", "parameter")
 
 
@@ -44,34 +46,40 @@ class Key(NamedTuple):
 
     @property
     def order(self) -> tuple[int, int, int, str]:
-        """What sorts keys as a step makes the tensors."""
+        """Sorts keys as a step makes the tensors."""
         return self.step, KINDS.index(self.kind), self.place, self.name
 
 
-@dataclass(frozen=True)
-class Part:
-    """What this rank holds of the global tensor `key`.
+class Part(NamedTuple):
+    """A rank's part of the global tensor `key`.
 
-    values: of the shape of `box`, any strides, any device. global_shape: activations are [n, s, w], the samples in
-    the order of the global batch; parameters have their true shape; a number is [1].
-    writes: of several ranks that hold the part one has True, so that each number of the tensor counts once.
+    values: any strides, any device. offset: of the part in the global tensor. shape: of the global tensor. Activations
+    are [n, s, w], the samples in the order of the global batch; parameters have their true shape; a number is [1].
+    writes: True on one of the ranks that hold the same part, so that each number of the tensor counts once.
     """
 
     key: Key
     values: Tensor
-    box: Box
-    global_shape: tuple[int, ...]
-    writes: bool = True
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    writes: bool
 
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """Index the global tensor to give this part."""
+        return Box(self.offset, tuple(self.values.shape)).slices()
 
-def rows_part(key: Key, x: Tensor, *, first: int = 0, rows: int | None = None, writes: bool = True) -> Part:
-    """x, the rows from `first` on of a tensor of so many rows (default: all of it)."""
-    box = Box((first, *(0,) * (x.dim() - 1)), tuple(x.shape))
-    return Part(key, x, box, (rows or len(x), *x.shape[1:]), writes)
+    def chunks(self, elements: int = 1 << 20) -> Iterator[Part]:
+        """The part, some rows at a time, of about so many elements: those stay in the processor's cache."""
+        rows = max(1, elements * len(self.values) // max(self.values.numel(), 1))
+        first, *others = self.offset
+        for number, values in enumerate(self.values.split(rows)):
+            yield self._replace(values=values, offset=(first + number * rows, *others))
 
 
 class Row(NamedTuple):
-    """A tensor of a trace. rms: the root of the mean square of what is measured of it; 0 of whole numbers."""
+    """A tensor of a trace. rms: the root of the mean square of what is measured of the
+    tensor; 0 for whole numbers."""
 
     key: Key
     dtype: torch.dtype
@@ -80,75 +88,70 @@ class Row(NamedTuple):
 
 
 def measured(key: Key, values: Tensor) -> Tensor:
-    """What is measured of a tensor: of a second moment its root, which has the size of the gradients and so their
+    """What is measured of a tensor: the root of a second moment, since it has the size of the gradients and so their
     rounding."""
     return values.sqrt() if key.name.startswith(SQUARED) else values
 
 
 def file_of(folder: Path, key: Key) -> Path:
-    """Where the tensor is: a name that every rank derives alike."""
+    """The file of a tensor. Every rank derives the same name."""
     return folder / "tensors" / f"{key.step:04d}_{zlib.crc32(repr((key.kind, key.name)).encode()):08x}.safetensors"
 
 
 class TraceWriter:
-    """Writes the parts of this rank into the trace in `folder`. found: what `merge` needs of each tensor, as JSON."""
+    """Writes the parts of this rank into the trace in `folder`."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._rows: dict[Key, dict[str, Any]] = {}
+        self._made: Counter[Key] = Counter()
         (folder / "tensors").mkdir(parents=True, exist_ok=True)
 
     def __call__(self, part: Part) -> None:
         """Write the part, unless another rank does."""
         if not part.writes:
             return
-        key, shape, values = part.key, part.global_shape, part.values.detach().cpu()
-        code, size = DTYPE_CODES[values.dtype], math.prod(shape) * values.itemsize
-        header = safetensors_header(
-            {
-                "__metadata__": {"step": str(key.step), "kind": key.kind},
-                key.name: {"dtype": code, "shape": shape, "data_offsets": [0, size]},
-            }
-        )
+        key, shape, values = part.key, part.shape, part.values.detach().cpu()
+        size = math.prod(shape) * values.itemsize
+        entry = {"dtype": DTYPE_CODES[values.dtype], "shape": shape, "data_offsets": [0, size]}
+        header = safetensors_header({"__metadata__": {"step": str(key.step), "kind": key.kind}, key.name: entry})
         path = file_of(self._folder, key)
         path.touch()
         # The first rank makes the file as large as it is in the end. All of them write the same header.
         file = torch.from_file(str(path), True, len(header) + size, dtype=torch.uint8)
         file[: len(header)] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
-        file[len(header) :].view(values.dtype).view(shape)[part.box.slices()] = values
-        row = self._rows.setdefault(key, {"key": key, "dtype": code, "shape": shape, "count": 0, "squares": 0.0})
-        row["count"] += values.numel()
-        if values.is_floating_point():
-            row["squares"] += float(torch.linalg.vector_norm(measured(key, values), dtype=torch.float32)) ** 2
+        file[len(header) :].view(values.dtype).view(shape)[part.slices] = values
+        self._made[key] += values.numel()
 
     @property
     def found(self) -> list[Any]:
-        """A row for each tensor of which this rank has written a part."""
-        return list(self._rows.values())
+        """How many numbers this rank has written of each tensor, for `write_index`."""
+        return list(self._made.items())
 
 
-def merge(folder: Path, reports: Sequence[dict[str, Any]]) -> None:
-    """Make the index of the trace in `folder` from the reports of all ranks. ValueError where a tensor is not whole."""
-    rows: dict[Key, dict[str, Any]] = {}
-    for row in (row for report in reports for row in report["found"]):
-        whole = rows.setdefault(Key(*row["key"]), {**row, "count": 0, "squares": 0.0})
-        whole["count"] += row["count"]
-        whole["squares"] += row["squares"]
-    table = []
-    for key, row in sorted(rows.items(), key=lambda item: item[0].order):
-        if row["count"] != math.prod(row["shape"]):
+def write_index(folder: Path, facts: Mapping[str, Any], found: Sequence[Sequence[Any]]) -> None:
+    """Make the index of the trace in `folder` from what the `TraceWriter` of each rank has found, also after a trip
+    through JSON. ValueError if a tensor is not whole."""
+    rows: list[dict[str, Any]] = []
+    made: Counter[Key] = Counter()
+    for key, count in itertools.chain(*found):
+        made[Key(*key)] += count
+    for key in sorted(made, key=lambda key: key.order):
+        values = load_file(file_of(folder, key))[key.name]
+        if made[key] != values.numel():
             raise ValueError(
-                f"the ranks of the first layout made {row['count']:,} of the {math.prod(row['shape']):,} "
+                f"the ranks of the first layout made {made[key]:,} of the {values.numel():,} "
                 f"numbers of {key.name} in step {key.step}: not every sample was computed once"
             )
-        rms = math.sqrt(row["squares"] / row["count"])
-        table.append({"key": key, "dtype": row["dtype"], "shape": row["shape"], "rms": rms})
-    index = {"format": FORMAT, "facts": reports[0]["facts"], "tensors": table}
-    (folder / INDEX).write_text(json.dumps(index), encoding="utf-8")
+        rms = 0.0
+        if values.is_floating_point():
+            rms = float(torch.linalg.vector_norm(measured(key, values), dtype=torch.float64)) / math.sqrt(made[key])
+        rows.append({"key": key, "dtype": DTYPE_CODES[values.dtype], "shape": values.shape, "rms": rms})
+    (folder / INDEX).write_text(json.dumps({"format": FORMAT, "facts": facts, "tensors": rows}), encoding="utf-8")
 
 
 class Trace:
-    """The trace in `folder`. Its tensors stay on the disk. ValueError where there is none that this program reads."""
+    """The trace in `folder`, whose tensors stay on the disk. rows: by step and name. ValueError if there is no trace
+    that this program reads."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -157,35 +160,25 @@ class Trace:
             if index["format"] != FORMAT:
                 raise ValueError(f"its format is {index['format']}, and this program reads {FORMAT}")
             self.facts: dict[str, Any] = index["facts"]
-            self.rows = {
-                (key := Key(*row["key"])): Row(key, DTYPES[row["dtype"]], tuple(row["shape"]), row["rms"])
-                for row in index["tensors"]
-            }
+            rows = [
+                Row(Key(*row["key"]), DTYPES[row["dtype"]], tuple(row["shape"]), row["rms"]) for row in index["tensors"]
+            ]
         except FileNotFoundError as error:
             raise ValueError(f"{folder} holds no trace: --save-trace writes one") from error
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{folder}/{INDEX} is not a trace of this program: {error}") from error
-        self._by_name = {(key.step, key.name): row for key, row in self.rows.items()}
-
-    def find(self, step: int, name: str) -> Row | None:
-        """The row of a tensor by its name; None where the run had none of this name."""
-        return self._by_name.get((step, name))
+        self.rows = {(row.key.step, row.key.name): row for row in rows}
 
     def number(self, step: int, name: str, otherwise: float) -> float:
-        """The size of a number of the run; `otherwise` where the run had none of this name."""
-        row = self.find(step, name)
+        """The size of a number of the run; `otherwise` if the run had none of this name."""
+        row = self.rows.get((step, name))
         return row.rms if row else otherwise
 
-    def chunks(self, row: Row, box: Box, elements: int = 1 << 20) -> Iterator[tuple[slice, Tensor]]:
-        """The part `box` of a tensor, some rows of its first dimension at a time: (which of the box, their values).
-        elements: of a chunk, about: what is done with it stays in the processor's cache."""
-        together = max(1, elements * box.shape[0] // max(box.numel, 1))
+    def read(self, row: Row, slices: tuple[slice, ...]) -> Tensor:
+        """A part of a tensor."""
         try:
             with safe_open(file_of(self.folder, row.key), "pt") as file:
-                whole = file.get_slice(row.key.name)
-                for start in range(0, box.shape[0], together):
-                    size = min(together, box.shape[0] - start)
-                    part = Box((box.offset[0] + start, *box.offset[1:]), (size, *box.shape[1:]))
-                    yield slice(start, start + size), whole[part.slices()]
+                values: Tensor = file.get_slice(row.key.name)[slices]
         except (OSError, SafetensorError) as error:
             raise ValueError(f"{self.folder} does not hold all of {row.key.name}: {error}") from error
+        return values

@@ -11,28 +11,16 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.gpt2.extensions.verify.compare import Verdict, judge
+from megatron.gpt2.extensions.verify.command import Report, Task, observed
+from megatron.gpt2.extensions.verify.compare import Difference, Verdict, judge, roundoff
 from megatron.gpt2.extensions.verify.report import operation
-from megatron.gpt2.extensions.verify.rounding import Difference, roundoff
-from megatron.gpt2.extensions.verify.runs import Task, observed
-from megatron.gpt2.extensions.verify.trace import Trace, merge
+from megatron.gpt2.extensions.verify.trace import Trace, write_index
 from megatron.gpt2.train.run import Run
 from tests.distributed import run_ranks
 from tests.megatron.gpt2.extensions.verify.planted_faults import FAULTS, OF_SEQUENCE, SHARDED, STAGES, TWO_PARTS
 from tests.megatron.gpt2.train.training_runs import finish, start, write_text
 
-TINY = [
-    "--hidden-size",
-    "32",
-    "--seq-length",
-    "16",
-    "--global-batch-size",
-    "4",
-    "--hidden-dropout",
-    "0.1",
-    "--attention-dropout",
-    "0.1",
-]
+TINY = "--hidden-size 32 --seq-length 16 --global-batch-size 4 --hidden-dropout 0.1 --attention-dropout 0.1".split()
 STEPS = 2
 CLEAN = {
     "split in two": TWO_PARTS,
@@ -53,7 +41,7 @@ def compared(
     plant: Callable[[Run, pytest.MonkeyPatch], None] | None = None,
     *,
     records: bool = False,
-) -> dict[str, Any]:
+) -> Report:
     """What a rank reports of a run beside the trace, or of the one that is recorded as the trace."""
     run = start(rank, world_size, folder, [*TINY, *flags, "--save", f"{folder}/run"])
     with pytest.MonkeyPatch.context() as patch:
@@ -64,6 +52,9 @@ def compared(
     return report
 
 
+CASES = {name: (flags, None) for name, flags in CLEAN.items()} | {
+    name: (fault.flags, fault.plant) for name, fault in FAULTS.items()
+}
 # Each layout once, and a fault of the forward pass, the backward pass, the reduction, the data and the optimizer.
 COVERING = (
     "sequence-parallel",
@@ -76,38 +67,34 @@ COVERING = (
     "lost micro-batch",
     "stale parameter after a gather",
 )
-MORE = tuple({*CLEAN, *FAULTS} - {*COVERING})
+WIDE = tuple(CASES.keys() - {*COVERING})
 
 
 def some_first(names: Iterable[str]) -> list[Any]:
-    """The names as parameters; those of MORE are marked wide."""
-    return [pytest.param(name, marks=[pytest.mark.wide] if name in MORE else []) for name in names]
+    return [pytest.param(name, marks=pytest.mark.wide if name in WIDE else ()) for name in names]
 
 
-def comparisons(rank: int, world_size: int, folder: str, names: Sequence[str]) -> dict[str, dict[str, Any]]:
-    cases = {name: (flags, None) for name, flags in CLEAN.items()} | {
-        name: (fault.flags, fault.plant) for name, fault in FAULTS.items()
-    }
-    return {name: compared(rank, world_size, folder, *cases[name]) for name in names}
+def comparisons(rank: int, world_size: int, folder: str, names: Sequence[str]) -> dict[str, Report]:
+    return {name: compared(rank, world_size, folder, *CASES[name]) for name in names}
 
 
 class Found:
     """By name the verdict of the comparison with one rank, and the facts of its run. Those of COVERING are made in one
-    start of two ranks when the first is asked for, and so are those of MORE."""
+    start of two ranks when the first is asked for, and so are those of WIDE."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         write_text(folder)
-        merge(folder / "trace", [compared(0, 1, str(folder), ("--micro-batch-size", "4"), records=True)])
-        self._reports: dict[str, list[dict[str, Any]]] = {}
+        report = compared(0, 1, str(folder), ("--micro-batch-size", "4"), records=True)
+        write_index(folder / "trace", report.facts, [report.found])
+        self._ranks: dict[Sequence[str], list[dict[str, Report]]] = {}
 
     def __getitem__(self, name: str) -> tuple[Verdict, dict[str, Any]]:
-        if name not in self._reports:
-            group = COVERING if name in COVERING else MORE
-            of_ranks = run_ranks(comparisons, 2, str(self._folder), group)
-            self._reports |= {each: [found[each] for found in of_ranks] for each in group}
-        reports = self._reports[name]
-        return judge(reports, Trace(self._folder / "trace")), reports[0]["facts"]
+        group = COVERING if name in COVERING else WIDE
+        if group not in self._ranks:
+            self._ranks[group] = run_ranks(comparisons, 2, str(self._folder), group)
+        reports = [of_rank[name] for of_rank in self._ranks[group]]
+        return judge([report.found for report in reports], Trace(self._folder / "trace")), reports[0].facts
 
 
 @pytest.fixture(scope="module")
@@ -135,7 +122,7 @@ def test_a_planted_fault_is_named(found: Found, name: str) -> None:
 U = roundoff(torch.float32)
 
 
-def measured(reference: torch.Tensor, own: torch.Tensor, **more: float) -> Difference:
+def measured(reference: torch.Tensor, own: torch.Tensor, **more: Any) -> Difference:
     return Difference.of(reference, own, (5, 0), **{"unit": U, "rms": 1.0, "bound": 100.0, **more})
 
 
@@ -147,47 +134,38 @@ def test_units_are_of_the_tensors_scale_and_of_large_elements() -> None:
     assert (found.count, found.equal, found.greatest) == (4, 2, 3.0)
     assert found.at == [5, 0] and found.reference == 0 and found.own == pytest.approx(3 * U)
     assert [found.quantile(q) for q in (0.5, 0.75, 1.0)] == [0.0, 2.0, 3.0]
-    assert found.factor is None and found.squares == (0.0, 0.0, 0.0), "rounding explains it"
-
-
-def test_quantiles_are_upper_edges_of_half_octaves() -> None:
-    a = torch.ones(1000, 1)
-    b = a + U * torch.arange(0, 2000, 2).view(-1, 1)
-    found = measured(a, b, bound=1e9)
+    assert found.factor is None and not found.squares.any(), "rounding explains it"
+    b = torch.ones(1000, 1) + U * torch.arange(0, 2000, 2).view(-1, 1)
+    found = measured(torch.ones(1000, 1), b, bound=1e9)
     assert found.equal == 1 and found.greatest == 1998
     for q in (0.25, 0.5, 0.9):
-        assert q * 2000 * (1 - 1e-2) <= found.quantile(q) <= 1.5 * q * 2000
+        assert q * 2000 * (1 - 1e-2) <= found.quantile(q) <= 1.5 * q * 2000, "an upper edge of half an octave"
 
 
-def test_what_is_no_number_differs_unless_it_is_in_both() -> None:
+def test_ids_and_what_is_not_a_number_differ_or_not() -> None:
+    found = measured(torch.tensor([[1, 2]]), torch.tensor([[1, 3]]), bound=0.0)
+    assert (found.excess, found.at, found.reference, found.own) == (math.inf, [5, 1], 2.0, 3.0)
     a = torch.tensor([[math.inf], [math.nan], [-math.inf], [1.0]])
     assert measured(a, a.clone()).greatest == 0
-    for at, value in ((0, 1.0), (1, 1.0), (2, math.inf), (3, math.nan)):
+    for at, value in enumerate((1.0, 1.0, math.inf, math.nan)):
         b = a.clone()
         b[at] = value
         found = measured(a, b)
         assert found.excess == found.greatest == math.inf and found.at[0] == 5 + at and found.equal == 3
 
 
-def test_ids_differ_or_not() -> None:
-    found = measured(torch.tensor([[1, 2]]), torch.tensor([[1, 3]]), bound=0.0)
-    assert (found.excess, found.at, found.reference, found.own) == (math.inf, [5, 1], 2.0, 3.0)
-
-
 def test_a_multiple_is_told_and_parts_come_together() -> None:
     a = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
-    together = measured(a[:32], 2 * a[:32])
+    together, whole = measured(a[:32], 2 * a[:32]), measured(a, 2 * a)
     together.add(measured(a[32:], 2 * a[32:]))
-    whole = measured(a, 2 * a)
-    assert together.count == whole.count == 512 and together.histogram == whole.histogram
+    assert together.count == whole.count == 512 and (together.histogram == whole.histogram).all()
     assert together.factor == pytest.approx(2.0) and together.greatest == whole.greatest
-    together.add(measured(a, torch.randn(64, 8, generator=torch.Generator().manual_seed(1))))
+    together.add(measured(a, a.flip(0)))
     assert together.factor is None
 
 
 def test_what_is_allowed_needs_no_explanation() -> None:
-    a = torch.zeros(4)
-    b = torch.tensor([0.0, 0.1, 0.2, 0.3])
-    found = Difference.of(a, b, (0,), unit=U, rms=1.0, bound=100.0, allowed=torch.full((4,), 0.25))
-    assert found.at == [3] and found.excess == pytest.approx(0.05 / U, rel=1e-5)
+    a, b = torch.zeros(1, 4), torch.tensor([[0.0, 0.1, 0.2, 0.3]])
+    found = measured(a, b, allowed=torch.full((4,), 0.25))
+    assert found.at == [5, 3] and found.excess == pytest.approx(0.05 / U, rel=1e-5)
     assert found.greatest == pytest.approx(0.3 / U, rel=1e-5)
