@@ -87,7 +87,7 @@ def files_of(state: State, smoke: bool) -> dict[str, dict[str, Piece]]:
 
 
 def save_ours(state: State, folder: Path, smoke: bool) -> None:
-    write_checkpoint(folder, 1, facts={}, files=files_of(state, smoke), rank=0, world_size=1, attempt="a", timeout_s=60)
+    write_checkpoint(folder, 1, facts={}, files=files_of(state, smoke), attempt="a")
 
 
 def load_ours(state: State, folder: Path, smoke: bool, verify: bool) -> None:

@@ -184,7 +184,7 @@ def test_ranks_with_a_sharded_optimizer_merge_into_one(tmp_path: Path):
         "optimizer": rank.optimizer.state_dict(),
         "tokenizer": None,
     }
-    write_checkpoint(tmp_path / "eight", 3, facts=facts, files=files, rank=0, world_size=1, attempt="a", timeout_s=0)
+    write_checkpoint(tmp_path / "eight", 3, facts=facts, files=files, attempt="a")
     assert tool("checkpoint").main(["merge", str(tmp_path / "eight"), str(tmp_path / "one")]) == 0
     merged = open_source(tmp_path / "one")
     assert sorted(path.stem for path in tmp_path.glob("one/iter_*/mp_rank_*/*")) == [

@@ -18,9 +18,9 @@ import torch
 from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 
 from data_utils.files import sealed_body
-from megatron.gpt2.checkpoint.manifest import MANIFEST, manifest_bytes, summary
-from megatron.gpt2.checkpoint.reader import Checkpoint
+from megatron.gpt2.checkpoint.reader import MANIFEST, Checkpoint
 from megatron.gpt2.checkpoint.source import Source
+from megatron.gpt2.checkpoint.writer import manifest_bytes
 from megatron.gpt2.config import ModelConfig
 from megatron.gpt2.formats import Hints, open_source
 from megatron.gpt2.formats.torch_files import load_pickle
@@ -41,7 +41,7 @@ from tests.megatron.gpt2.formats.made import (
 NO_HINTS = Hints()
 ITERATION = "iter_0000007"
 SEAL = b'"sha256": "'
-VERSION_1 = Path(__file__).parents[1] / "megatron/gpt2/checkpoint/version_1"
+VERSION_1 = Path(__file__).parents[1] / "megatron/gpt2/checkpoint/version_1.tar.gz"
 
 
 def read_saved(folder: Path) -> None:
@@ -78,7 +78,7 @@ def reseal_tables(files: Files) -> None:
         data = files[table]
         manifest["tables"][f"boxes/{Path(table).name}"].update(bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
     try:
-        files[name] = manifest_bytes(7, manifest["facts"], [summary(files[table]) for table in tables])
+        files[name] = manifest_bytes(7, manifest["facts"], [files[table] for table in tables])
     except (ValueError, TypeError, LookupError, AttributeError, AssertionError, RecursionError):
         files[name] = json.dumps(manifest).encode()
         reseal(files)
@@ -184,7 +184,7 @@ TARGETS = [
     ),
     Target(
         "checkpoint: manifest of version 1",
-        lambda folder: shutil.copytree(VERSION_1, folder, dirs_exist_ok=True),
+        lambda folder: shutil.unpack_archive(VERSION_1, folder, filter="data"),
         read_any,
         f"iter_0000003/{MANIFEST}",
         reseal,

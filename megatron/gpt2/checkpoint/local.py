@@ -12,12 +12,13 @@ may have missed the last checkpoint. Each gets what it lacks from the others, be
 
 import contextlib
 import json
+import os
 import re
 import shutil
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,10 +26,8 @@ from torch.distributed import ProcessGroup
 
 from data_utils.files import sync_folder
 from megatron.gpt2.checkpoint.folder import Log, iterations
-from megatron.gpt2.checkpoint.manifest import MANIFEST, manifest_bytes, summary, table_path
-from megatron.gpt2.checkpoint.reader import Checkpoint
-from megatron.gpt2.checkpoint.writer import Files, write_part, write_synced
-from megatron.gpt2.dist.gathering import gather_texts
+from megatron.gpt2.checkpoint.reader import MANIFEST, Checkpoint, table_path
+from megatron.gpt2.checkpoint.writer import Files, manifest_bytes, put_file, unfinished, write_part
 from megatron.gpt2.dist.ranks import Ranks
 from megatron.gpt2.dist.rendezvous import temporary_group
 
@@ -36,6 +35,7 @@ NAME = "local_checkpoints"  # the file in the --save folder that names the run
 KEPT = 2  # checkpoints on each machine: the last one and the one before, while the next is written
 AT_ONCE = 64 << 20  # bytes of a message
 Move = tuple[str, int, int]  # a file, the rank that sends it, and the one that receives it
+T = TypeVar("T")
 Held = dict[str, Any]  # of a checkpoint: its "digest", its "files" with their sizes, and which of them are "there"
 
 
@@ -45,6 +45,50 @@ def run_name(save: str | Path) -> str:
         if re.fullmatch(r"[0-9a-f]{1,16}", name := (Path(save) / NAME).read_text(encoding="ascii")):
             return name
     return ""
+
+
+def on_all(work: Callable[[], T], group: ProcessGroup | None) -> list[T]:
+    """The results of `work` of all ranks of `group`, which all call it; None for one rank. OSError on every rank if it
+    was raised on one, which the text names."""
+    own: tuple[str, Any]
+    try:
+        own = "", work()
+    except OSError as error:
+        own = str(error), None
+    said: list[tuple[str, Any]] = [own]
+    if group is not None:
+        said *= group.size()
+        dist.all_gather_object(said, own, group=group)
+    for rank, (problem, _) in enumerate(said):
+        if problem:
+            raise OSError(f"rank {rank}: {problem}")
+    return [result for _, result in said]
+
+
+def move(path: Path, moves: Sequence[Move], sizes: Mapping[str, int], rank: int, group: ProcessGroup | None) -> None:
+    """Send files of the folder `path`, with their sizes in bytes, between ranks. OSError on every rank if the disk of
+    one has no room: nothing is sent then."""
+
+    def make_room() -> None:
+        for file, _, to in moves:
+            if to == rank:
+                (path / file).parent.mkdir(parents=True, exist_ok=True)
+                with open(path / file, "wb") as stream:
+                    os.posix_fallocate(stream.fileno(), 0, sizes[file])
+
+    def exchange() -> None:
+        under_way = []
+        for file, source, to in moves:
+            if rank in (source, to):
+                mapped = torch.from_file(str(path / file), shared=True, size=sizes[file], dtype=torch.uint8)
+                for part in mapped.split(AT_ONCE):
+                    under_way.append(dist.isend(part, to, group) if rank == source else dist.irecv(part, source, group))
+        for work in under_way:
+            assert work is not None
+            work.wait()
+
+    on_all(make_room, group)
+    on_all(exchange, group)
 
 
 class LocalCheckpoints:
@@ -73,30 +117,20 @@ class LocalCheckpoints:
         says; those of rank 0 count. A failure costs this checkpoint, and one warning names the first rank that failed.
         """
         final = self._folder / f"iter_{iteration:07d}"
-        folder = self._folder / f"{final.name}.tmp-{self._attempt}"
-        table, problem = b"", ""
+        folder = unfinished(final, self._attempt)
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            table = write_part(folder, iteration, files, self._rank)
+            own_facts = facts if self._rank == 0 else {}
+            parts = on_all(lambda: (write_part(folder, iteration, files, self._rank), own_facts), self._group)
+            tables, (facts, *_) = zip(*parts, strict=True)
+            listed = [json.loads(table.partition(b"\n")[2]) for table in tables]
+            sizes = {file: info["bytes"] for infos in listed for file, info in infos.items()}
+            moves = [(file, rank, taker) for rank, taker in self._taker.items() for file in listed[rank]]
+            move(folder, moves, sizes, self._rank, self._group)
+            on_all(lambda: self._seal(folder, tables, manifest_bytes(iteration, facts, tables)), self._group)
         except OSError as error:
-            problem = str(error)
-        own = json.dumps([problem, table.decode(), facts if self._rank == 0 else {}])
-        problems, tables, facts_of = zip(*map(json.loads, gather_texts(own, self._group)), strict=True)
-        if self._failed(problems, folder, iteration):
-            return False
-        files_of = [json.loads(table.partition("\n")[2]) for table in tables]
-        sizes = {file: info["bytes"] for listed in files_of for file, info in listed.items()}
-        moves = [(file, rank, taker) for rank, taker in self._taker.items() for file in files_of[rank]]
-        problem = move(folder, moves, sizes, self._rank, self._group)
-        try:
+            self._log(f"WARNING: no local checkpoint at iteration {iteration}: {error}")
             if self._is_first:
-                texts = [table.encode() for table in tables]
-                for rank, text in enumerate(texts):
-                    write_synced(folder / table_path(rank), text)
-                write_synced(folder / MANIFEST, manifest_bytes(iteration, facts_of[0], map(summary, texts)))
-        except OSError as error:
-            problem = str(error)
-        if self._failed(gather_texts(problem, self._group), folder, iteration):
+                shutil.rmtree(folder, ignore_errors=True)
             return False
         if self._is_first:
             folder.rename(final)
@@ -104,15 +138,11 @@ class LocalCheckpoints:
             self._remove_others(final)
         return True
 
-    def _failed(self, problems: Sequence[str], folder: Path, iteration: int) -> bool:
-        """Whether any rank has a problem."""
-        first = next((rank for rank, text in enumerate(problems) if text), None)
-        if first is None:
-            return False
-        self._log(f"WARNING: no local checkpoint at iteration {iteration}: rank {first}: {problems[first]}")
+    def _seal(self, folder: Path, tables: Sequence[bytes], manifest: bytes) -> None:
         if self._is_first:
-            shutil.rmtree(folder, ignore_errors=True)
-        return True
+            for rank, table in enumerate(tables):
+                put_file(folder / table_path(rank), table)
+            put_file(folder / MANIFEST, manifest)
 
     def remove(self) -> None:
         """Remove all of them: the run has saved where they are no longer needed."""
@@ -141,16 +171,20 @@ def assemble(save: str, directory: str, newest: int, ranks: Ranks, log: Log) -> 
     if not run or number <= newest:
         return None
     folder = Path(directory) / run
-    problem = _fetch(folder / f"iter_{number:07d}", [one.get(str(number)) for one in everywhere], ranks, log)
+    path, problem = folder / f"iter_{number:07d}", ""
+    try:
+        _fetch(path, [one.get(str(number)) for one in everywhere], ranks, log)
+        problem = Checkpoint(path).damage(ranks.local_rank, ranks.local_world_size)
+    except (OSError, ValueError) as error:
+        problem = str(error)
     problem = next(filter(None, gather("local damage", ranks.rank, problem)), "")
     if problem:
         log(f"WARNING: the local checkpoint of iteration {number} is left out: {problem}")
     return None if problem else folder
 
 
-def _fetch(path: Path, by_rank: Sequence[Held | None], ranks: Ranks, log: Log) -> str:
-    """Get what this machine lacks of a checkpoint, by what the first rank of each machine holds. Returns what is wrong
-    with this rank's share of its files, else ""."""
+def _fetch(path: Path, by_rank: Sequence[Held | None], ranks: Ranks, log: Log) -> None:
+    """Get what this machine lacks of a checkpoint, by what the first rank of each machine holds."""
     files: dict[str, int] = next(one["files"] for one in by_rank if one)
     hosts = ranks.meeting.hosts if ranks.meeting is not None else {0: ""}
     firsts = {host: rank for rank, host in reversed(hosts.items())}.values()  # the first rank of each machine
@@ -161,18 +195,11 @@ def _fetch(path: Path, by_rank: Sequence[Held | None], ranks: Ranks, log: Log) -
     if moves:
         began = time.monotonic()
         with temporary_group(ranks) as group:
-            problem = move(path, moves, files, ranks.rank, group)
-            dist.barrier(group)  # the ranks of a machine check files that its first one has received
-        if problem:
-            return problem
+            move(path, moves, files, ranks.rank, group)
         log(
             f"a local checkpoint lacked {len(moves)} files, which came from other machines in "
             f"{time.monotonic() - began:.1f} s"
         )
-    try:
-        return Checkpoint(path).damage(ranks.local_rank, ranks.local_world_size)
-    except ValueError as error:
-        return str(error)
 
 
 def held(folder: Path) -> dict[str, Held]:
@@ -181,10 +208,10 @@ def held(folder: Path) -> dict[str, Held]:
     for number, path in iterations(folder):
         with contextlib.suppress(ValueError):
             checkpoint = Checkpoint(path)
-            files = {file: info.bytes for file, info in checkpoint.files.items()}
-            files |= {file: (path / file).stat().st_size for file in (*checkpoint.tables_read, MANIFEST)}
+            infos = checkpoint.files | checkpoint.tables
+            files = {file: info.bytes for file, info in infos.items()} | {MANIFEST: (path / MANIFEST).stat().st_size}
             there = [
-                file for file, size in files.items() if (path / file).is_file() and (path / file).stat().st_size == size
+                file for file, size in files.items() if (path / file).is_file() and os.path.getsize(path / file) == size
             ]
             found[str(number)] = {"digest": checkpoint.digest, "files": files, "there": there}
     return found
@@ -205,41 +232,3 @@ def newest_whole(everywhere: Sequence[Mapping[str, Held]]) -> int:
         if len({one["digest"] for one in all_held}) == 1 and there == all_held[0]["files"].keys():
             return int(number)
     return 0
-
-
-def move(path: Path, moves: Iterable[Move], sizes: Mapping[str, int], rank: int, group: ProcessGroup | None) -> str:
-    """Send files of `path`, with their sizes in bytes, between ranks. Returns what is wrong with this rank's disk, else
-    "". Every part is taken all the same, since the rank that sends it counts on that."""
-    moves, problem = list(moves), ""
-    sent = [
-        dist.isend(part, to, group)
-        for file, source, to in moves
-        if source == rank and sizes[file]
-        for part in torch.from_file(str(path / file), shared=True, size=sizes[file], dtype=torch.uint8).split(AT_ONCE)
-    ]
-    for file, source, to in moves:
-        if to == rank:
-            problem = _receive(path / file, sizes[file], source, group) or problem
-    for work in sent:
-        assert work is not None
-        work.wait()
-    return problem
-
-
-def _receive(path: Path, size: int, source: int, group: ProcessGroup | None) -> str:
-    problem, file = "", None
-    with contextlib.ExitStack() as stack:
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            file = stack.enter_context(open(path, "wb", buffering=0))
-        except OSError as error:
-            problem = f"{path}: {error.strerror}"
-        for start in range(0, size, AT_ONCE):
-            part = torch.empty(min(AT_ONCE, size - start), dtype=torch.uint8)
-            dist.recv(part, source, group)
-            try:
-                if file and not problem:
-                    file.write(part.numpy().data)
-            except OSError as error:
-                problem = f"{path}: {error.strerror}"
-    return problem

@@ -4,10 +4,11 @@
     finish: wait for this rank's part, agree on the parts, wait for the commit, agree, and know what is on the disk
 
 The thread runs `write_checkpoint`, which needs no collective; all collectives are on the caller's thread. The first of
-`finish` comes before rank 0 waits for the parts of others: it fails if a rank is gone, like those of a step.
+`finish` comes before rank 0 gives the parts of others a time limit: it fails if a rank is gone, like those of a step.
 """
 
 import dataclasses
+import functools
 import time
 import weakref
 from collections.abc import Mapping
@@ -31,10 +32,10 @@ _ALIGNMENT = 64  # bytes, of every tensor in the copy
 class Saver:
     """Writes the checkpoints of one run into `folder`. Every rank has one and calls its methods at the same steps.
 
-    keep_last, timeout_s: as for `write_checkpoint`. attempt: a word that all ranks share and no other run.
-    local_world_size: ranks that share this machine's memory. gather: a collective, the texts of all ranks.
-    saved_iteration: the last one that was committed, as far as all ranks can tell. problem: why the last one that
-    failed did, as far as this rank can tell.
+    attempt: a word that all ranks share and no other run. keep_last: as for `write_checkpoint`. timeout_s: how long rank
+    0 waits for files that another rank has written. local_world_size: ranks that share this machine's memory. gather: a
+    collective, the texts of all ranks. saved_iteration: the last one that was committed, as far as all ranks can tell.
+    problem: why the last one that failed did, as far as this rank can tell.
     """
 
     folder: Path
@@ -75,38 +76,34 @@ class Saver:
         replaces the one there."""
         self.finish()
         self.prepare(files)
-        if self._room is not None:
-            files = _copied(files, self._room)
-        parts, attempt = Parts(), f"{self.attempt}-{self._saves}"
-
-        def write() -> Path:
-            """The result on rank 0 counts, since rank 0 learns of every other rank's failure."""
-            try:
-                path = write_checkpoint(
-                    beside or self.folder,
-                    iteration,
-                    facts=facts,
-                    files=files,
-                    rank=self.rank,
-                    world_size=self.world_size,
-                    attempt=attempt,
-                    timeout_s=self.timeout_s,
-                    log=self.log,
-                    keep_last=1 if beside else self.keep_last,
-                    parts=parts,
-                )
-            except BaseException as error:
-                if not parts.own.done():
-                    parts.own.set_exception(error)
-                if isinstance(error, OSError):
-                    self.log(f"WARNING: no checkpoint at iteration {iteration}: {error}")
-                raise
-            self.log(f"saved {path}")
-            return path
-
-        self._under_way = None if beside else iteration, parts, self._thread.submit(write)
+        parts = Parts()
+        write = functools.partial(
+            write_checkpoint,
+            beside or self.folder,
+            iteration,
+            facts=facts,
+            files=files if self._room is None else _copied(files, self._room),
+            attempt=f"{self.attempt}-{self._saves}",
+            rank=self.rank,
+            world_size=self.world_size,
+            log=self.log,
+            keep_last=1 if beside else self.keep_last,
+            parts=parts,
+        )
+        self._under_way = None if beside else iteration, parts, self._thread.submit(self._write, iteration, write)
         self._saves += 1
         return None if self.asynchronous else self.finish()
+
+    def _write(self, iteration: int, write: functools.partial[Path]) -> Path:
+        """Of the ranks' results that of rank 0 counts, since it learns of every failure."""
+        try:
+            path = write()
+        except OSError as error:
+            self.problem = str(error)
+            self.log(f"WARNING: no checkpoint at iteration {iteration}: {error}")
+            raise
+        self.log(f"saved {path}")
+        return path
 
     def finish(self) -> Path | None:
         """Wait for the checkpoint under way: its folder, or None if there is none or it failed on any rank."""
@@ -116,10 +113,9 @@ class Saver:
         error = parts.own.exception()
         own = f"rank {self.rank} could not write its part: {error}" if isinstance(error, OSError) else ""
         parts.problem = next(filter(None, self.gather(own)), "")
+        parts.deadline = time.monotonic() + self.timeout_s
         error = written.exception()
         self._under_way = None
-        if isinstance(error, OSError):
-            self.problem = str(error)
         path = None if isinstance(error, OSError) else written.result()
         if not all(self.gather(str(path or ""))):
             return None

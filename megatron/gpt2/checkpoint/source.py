@@ -2,20 +2,20 @@
 
 Every format is read into our own terms: our tensor names, QKV head-major, only the true rows of the vocabulary, global
 tensors without ranks. So inspecting, comparing, converting and loading are written once, for all of them; our own
-`Checkpoint` is a source as well.
+`Checkpoint` is a source as well. A saved tensor consists of boxes, rectangular parts.
 
 A manifest's hash shows that its bytes are those that were written. It does not show who wrote them, so `check_facts`
-comes before anything is built from its facts.
+is called before anything is built from its facts.
 """
 
 import dataclasses
+import math
 import reprlib
 import types
 import typing
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,16 +25,65 @@ from megatron.gpt2.model.gpt2 import parameter_specs
 from mpu.partition import Box
 
 _NATURAL = range(1 << 62)
-_NUMBERS = ("iteration", "train_iters", "decay_iters", "consumed_samples", "global_batch_size")
 _PADDING = 1 << 16  # rows of the vocabulary that may be padding without a word
+_MAX_CELLS = 1 << 26  # of the grid that the edges of a tensor's boxes draw
+_COUNTS = ("vocab_size", "iteration", "train_iters", "decay_iters", "consumed_samples", "global_batch_size")
+_STEPS = ("optimizer.good_steps", "optimizer.skipped_steps", "optimizer.adam_steps")
+_SCALER = [f"optimizer.loss_scaler.{name}" for name in ("scale", "clean_steps", "hysteresis_left")]
 
 
-@dataclass(frozen=True)
-class TensorInfo:
+def common(a: Box, b: Box) -> Box:
+    """The common part of two boxes, of size 0 along a dimension in which they do not meet."""
+    starts = tuple(map(max, a.offset, b.offset))
+    ends = (min(i + m, j + n) for i, m, j, n in zip(a.offset, a.shape, b.offset, b.shape, strict=True))
+    return Box(starts, tuple(max(end - start, 0) for start, end in zip(starts, ends, strict=True)))
+
+
+def within(part: Box, outer: Box) -> Box:
+    """The place of `part` in a tensor that holds only `outer`."""
+    return Box(tuple(p - o for p, o in zip(part.offset, outer.offset, strict=True)), part.shape)
+
+
+def check_inside(name: str, shape: tuple[int, ...], box: Box) -> None:
+    """Raise ValueError unless `box` is a part, and not an empty one, of a tensor of `shape`."""
+    if (
+        not box.numel
+        or not len(box.shape) == len(box.offset) == len(shape)
+        or any(start + size > whole for start, size, whole in zip(box.offset, box.shape, shape, strict=True))
+    ):
+        raise ValueError(f"{name}: {box} is empty or outside of the shape {shape}")
+
+
+def check_cover(name: str, shape: tuple[int, ...], boxes: Sequence[Box]) -> None:
+    """Raise ValueError unless `boxes` make up a tensor of `shape`, each entry once.
+
+    The edges of the boxes draw a grid. If the entries add up and each cell is in at most one box, there is no gap.
+    """
+    for box in boxes:
+        check_inside(name, shape, box)
+    if (held := sum(box.numel for box in boxes)) != math.prod(shape):
+        raise ValueError(f"{name}: its boxes hold {held} entries of {math.prod(shape)}")
+    cuts: list[dict[int, int]] = []
+    for axis in range(len(shape)):
+        edges = {edge for box in boxes for edge in (box.offset[axis], box.offset[axis] + box.shape[axis])}
+        cuts.append({edge: number for number, edge in enumerate(sorted(edges))})
+    cells = [max(len(edges) - 1, 0) for edges in cuts]
+    if math.prod(cells) > _MAX_CELLS:
+        raise ValueError(f"{name}: its boxes form no grid")
+    filled = torch.zeros(cells, dtype=torch.bool)
+    for box in boxes:
+        ends = map(sum, zip(box.offset, box.shape, strict=True))
+        cell = filled[tuple(slice(cut[a], cut[b]) for cut, a, b in zip(cuts, box.offset, ends, strict=True))]
+        if cell.any():
+            raise ValueError(f"{name}: two of its boxes overlap in {box}")
+        cell.fill_(True)
+
+
+class TensorInfo(NamedTuple):
     """The properties of a tensor without its values."""
 
     dtype: torch.dtype
-    shape: tuple[int, ...]  # global
+    shape: tuple[int, ...]  # global, without padding
 
 
 class Source:
@@ -57,23 +106,14 @@ class Source:
         """All names, in the order of the source."""
         return list(self.tensors)
 
-    def global_shape(self, name: str) -> tuple[int, ...]:
-        """The shape of the whole tensor, without padding."""
-        return self.tensors[name].shape
-
     def read(self, name: str, offset: tuple[int, ...] | None = None, shape: tuple[int, ...] | None = None) -> Tensor:
         """The box of `name` at `offset` with `shape` (default: the whole tensor): a new CPU tensor, dtype as saved."""
         if name not in self.tensors:
             raise ValueError(f"{self.path}: holds no tensor {name}")
         info = self.tensors[name]
-        box = Box(offset or (0,) * len(info.shape), info.shape if shape is None else shape)
-        self.check_box(name, box)
-        out = torch.empty(box.shape, dtype=info.dtype)
-        self.read_into(out, name, box.offset)
+        out = torch.empty(info.shape if shape is None else shape, dtype=info.dtype)
+        self.read_into(out, name, offset or (0,) * out.dim())
         return out
-
-    def check_box(self, name: str, box: Box) -> None:
-        """ValueError unless the files hold all of the box of `name`: no memory is taken for what is not there."""
 
     def read_into(self, out: Tensor, name: str, offset: tuple[int, ...]) -> None:
         """Fill `out`, of any dtype and device, with the box of `name` that is at `offset` and has its shape."""
@@ -84,31 +124,21 @@ def check_facts(checkpoint: Source) -> ModelConfig:
     """The model's shape, as the facts describe it.
 
     ValueError, in one line, unless the tensors have the shapes of that model, and unless what the facts say about the
-    run is of the types that a run takes. A fact that is absent is not checked.
+    run is of the types that a run takes. Most facts may be absent.
     """
-    facts, where = checkpoint.facts, f"{checkpoint.path}: its facts"
-    config = _fact(facts, "config", dict, where)
-    sections = typing.get_type_hints(Config)
-    for section in config:
-        values = _fact(config, section, dict, where)
-        hints = typing.get_type_hints(sections[section]) if section in sections else {}
-        for name in values.keys() & hints.keys():
-            _fact(values, name, hints[name], where)
-    for name in _NUMBERS:
-        if name in facts:
-            _fact(facts, name, _NATURAL, where)
+    where = f"{checkpoint.path}: its facts"
+    facts, hints = dict(_entries(checkpoint.facts)), _hints()
+    needed = ["config.model", "vocab_size"]
     if facts.get("tokenizer") is not None:
-        _fact(_fact(facts, "tokenizer", dict, where), "fingerprint", str, where)
+        needed.append("tokenizer.fingerprint")
     if "optimizer" in facts or any(name.startswith("master.") for name in checkpoint.tensors):
-        state = _fact(facts, "optimizer", dict, where)
-        for name in ("good_steps", "skipped_steps", "adam_steps"):
-            _fact(state, name, _NATURAL, where)
-        scaler = _fact(state, "loss_scaler", dict, where)
-        for name in scaler:
-            _fact(scaler, name, float, where)
+        needed += ["optimizer.loss_scaler", *_STEPS]
+    for name in (*needed, *filter(hints.__contains__, facts)):
+        if not _fits(facts.get(name), hints[name]):
+            raise ValueError(f"{where} have {reprlib.repr(facts.get(name))} for {name}: was it written by training?")
     fields = {field.name for field in dataclasses.fields(ModelConfig)}
-    shape = {name: value for name, value in _fact(config, "model", dict, where).items() if name in fields}
-    model = ModelConfig(**{**shape, "vocab_size": _fact(facts, "vocab_size", _NATURAL, where)})
+    shape = {name: value for name, value in facts["config.model"].items() if name in fields}
+    model = ModelConfig(**{**shape, "vocab_size": facts["vocab_size"]})
     if model.make_vocab_size_divisible_by > max(_PADDING, facts["vocab_size"]):
         raise ValueError(f"{where} have {model.make_vocab_size_divisible_by:,} for make_vocab_size_divisible_by")
     if model.num_layers > len(checkpoint.tensors):
@@ -120,18 +150,23 @@ def check_facts(checkpoint: Source) -> ModelConfig:
     return model
 
 
-def decay_iters(facts: Mapping[str, Any]) -> int:
-    """The iterations over which the learning rate of the run decayed if no flag said so: fewer than those of the run
-    if its batch grew."""
-    return int(facts.get("decay_iters", facts["train_iters"]))
+def _entries(values: Mapping[str, Any], before: str = "", depth: int = 3) -> Iterator[tuple[str, Any]]:
+    """The entries of nested dictionaries, an inner one as "config.model.num_layers"."""
+    for name, value in values.items():
+        yield f"{before}{name}", value
+        if isinstance(value, dict) and depth > 1:
+            yield from _entries(value, f"{before}{name}.", depth - 1)
 
 
-def _fact(values: Mapping[str, Any], name: str, hint: Any, where: str) -> Any:
-    """The value of that name. ValueError unless it is as `hint` says."""
-    value = values.get(name)
-    if not _fits(value, hint):
-        raise ValueError(f"{where} have {reprlib.repr(value)} for {name}: was it written by training?")
-    return value
+def _hints() -> dict[str, Any]:
+    """The types of the facts that are used, or a range of numbers, by the names that `_entries` gives them."""
+    hints: dict[str, Any] = dict.fromkeys(("config", "optimizer", "optimizer.loss_scaler"), dict)
+    hints |= dict.fromkeys((*_COUNTS, *_STEPS), _NATURAL) | dict.fromkeys(_SCALER, float)
+    hints |= {"tokenizer": dict | None, "tokenizer.fingerprint": str}
+    for section, kind in typing.get_type_hints(Config).items():
+        hints[f"config.{section}"] = dict
+        hints |= {f"config.{section}.{name}": hint for name, hint in typing.get_type_hints(kind).items()}
+    return hints
 
 
 def _fits(value: Any, hint: Any) -> bool:
@@ -143,3 +178,9 @@ def _fits(value: Any, hint: Any) -> bool:
     if isinstance(hint, range):
         return type(value) is int and value in hint
     return type(value) in ((int, float) if hint is float else (hint,))
+
+
+def decay_iters(facts: Mapping[str, Any]) -> int:
+    """The iterations over which the learning rate of the run decayed if no flag said so: fewer than those of the run
+    if its batch grew."""
+    return int(facts.get("decay_iters", facts["train_iters"]))

@@ -1,4 +1,4 @@
-"""What of a run goes into a checkpoint, as boxes, and back: weights, optimizer state, random generators.
+"""How the state of a run goes into a checkpoint, as boxes, and back: weights, optimizer state, random generators.
 
 Tensors are named "<kind>.<parameter>" (model, master, exp_avg, exp_avg_sq) and "rng.mp_00.dp_00.<generator>", with a
 pipeline "rng.mp_00_001.dp_00.<generator>". Ranks and sizes are plain integers: no process group is needed.
@@ -47,29 +47,24 @@ def load_state(
     for kind, name, values, start in states:
         spec, full_name = specs[name], f"{kind}.{name}"
         kinds.add(kind)
-        if full_name not in checkpoint.tensors:
+        saved = checkpoint.tensors.get(full_name)
+        if saved is None:
+            hint = "the model has another shape" if kind == "model" else "give --no-load-optim if it was left out"
+            raise ValueError(f"{checkpoint.path}: holds no {full_name}: {hint}")
+        if saved.shape != spec.global_shape:
             raise ValueError(
-                f"{checkpoint.path}: holds no {full_name}: "
-                + ("the model has another shape" if kind == "model" else "give --no-load-optim if it was left out")
-            )
-        if checkpoint.global_shape(full_name) != spec.global_shape:
-            raise ValueError(
-                f"{checkpoint.path}: {full_name} has shape {checkpoint.global_shape(full_name)} there and "
+                f"{checkpoint.path}: {full_name} has shape {saved.shape} there and "
                 f"{spec.global_shape} in this run: give the shape that was saved, or no shape flags"
             )
-        filled = 0
-        for box, part in _boxes(spec, mp_rank, mp_size, start, values):
-            parts.append((part, full_name, box.offset))
-            filled += box.numel
-        values[filled:].zero_()
-    left = [
-        name for name in checkpoint.names() if name.partition(".")[0] in kinds and name.partition(".")[2] not in specs
-    ]
-    if left:
-        raise ValueError(
-            f"{checkpoint.path}: holds {left[0]}, which this run does not have: give the shape that was "
-            "saved, or no shape flags"
-        )
+        values.zero_()
+        parts += [(part, full_name, box.offset) for box, part in _boxes(spec, mp_rank, mp_size, start, values)]
+    for full_name in checkpoint.names():
+        kind, _, name = full_name.partition(".")
+        if kind in kinds and name not in specs:
+            raise ValueError(
+                f"{checkpoint.path}: holds {full_name}, which this run does not have: give the shape that was "
+                "saved, or no shape flags"
+            )
     in_threads(lambda part: checkpoint.read_into(*part), parts)
 
 
@@ -104,42 +99,40 @@ def place_name(parallel: mpu.ParallelState) -> str:
     return f"{parallel.tensor_model_parallel_rank:02d}{stage}"
 
 
+def _rng_prefix(parallel: mpu.ParallelState) -> str:
+    return f"rng.mp_{place_name(parallel)}.dp_{parallel.data_parallel_rank:02d}."
+
+
 def rng_pieces(parallel: mpu.ParallelState, device: torch.device) -> dict[str, Piece]:
     """The states of this rank's random generators: the CPU's, the GPU's if it computes on one, mpu's streams."""
     states = {"cpu": torch.get_rng_state()}
     if device.type == "cuda":
         states["cuda"] = torch.cuda.get_rng_state(device)
-    states.update((f"tracker.{name}", state) for name, state in mpu.get_cuda_rng_tracker().get_states().items())
-    return {_rng_place(parallel) + name: Piece(state, tuple(state.shape), (0,)) for name, state in states.items()}
+    states |= {f"tracker.{name}": state for name, state in mpu.get_cuda_rng_tracker().get_states().items()}
+    return {_rng_prefix(parallel) + name: Piece(state, tuple(state.shape), (0,)) for name, state in states.items()}
 
 
 def load_rng(checkpoint: Source, parallel: mpu.ParallelState, device: torch.device) -> bool:
     """Set what `rng_pieces` saved. False, on every rank and with nothing changed, if the checkpoint has no states
     or has those of another layout or kind of device."""
     saved = [name for name in checkpoint.names() if name.startswith("rng.")]
-    places = {
-        _rng_place(
-            dataclasses.replace(
-                parallel, tensor_model_parallel_rank=mp, pipeline_model_parallel_rank=pp, data_parallel_rank=dp
-            )
-        )
-        for mp in range(parallel.tensor_model_parallel_size)
-        for pp in range(parallel.pipeline_model_parallel_size)
-        for dp in range(parallel.data_parallel_size)
-    }
-    on_gpu = any(name.endswith(".cuda") for name in saved)
-    if {name[:-3] for name in saved if name.endswith(".cpu")} != places or on_gpu != (device.type == "cuda"):
-        return False
-    own = _rng_place(parallel)
-    states = {name.removeprefix(own): checkpoint.read(name) for name in saved if name.startswith(own)}
-    torch.set_rng_state(states["cpu"])
-    if on_gpu:
-        torch.cuda.set_rng_state(states["cuda"], device)
-    mpu.get_cuda_rng_tracker().set_states(
-        {name.removeprefix("tracker."): state for name, state in states.items() if name.startswith("tracker.")}
+    t, p, d = (
+        parallel.tensor_model_parallel_size,
+        parallel.pipeline_model_parallel_size,
+        parallel.data_parallel_size,
     )
+    last = dataclasses.replace(
+        parallel, tensor_model_parallel_rank=t - 1, pipeline_model_parallel_rank=p - 1, data_parallel_rank=d - 1
+    )
+    # Two layouts are the same if they have the same number of ranks and the same last one.
+    ranks = sum(name.endswith(".cpu") for name in saved)
+    on_gpu = any(name.endswith(".cuda") for name in saved)
+    if ranks != t * p * d or f"{_rng_prefix(last)}cpu" not in saved or on_gpu != (device.type == "cuda"):
+        return False
+    own = _rng_prefix(parallel)
+    states = {name.removeprefix(own): checkpoint.read(name) for name in saved if name.startswith(own)}
+    torch.set_rng_state(states.pop("cpu"))
+    if on_gpu:
+        torch.cuda.set_rng_state(states.pop("cuda"), device)
+    mpu.get_cuda_rng_tracker().set_states({name.removeprefix("tracker."): state for name, state in states.items()})
     return True
-
-
-def _rng_place(parallel: mpu.ParallelState) -> str:
-    return f"rng.mp_{place_name(parallel)}.dp_{parallel.data_parallel_rank:02d}."

@@ -20,31 +20,33 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from data_utils.files import flush_to_disk, sync_folder
-from megatron.gpt2.checkpoint.boxes import extent
-from megatron.gpt2.checkpoint.folder import TRACKER, aside, iterations
-from megatron.gpt2.checkpoint.manifest import (
+from data_utils.files import CHECKPOINT_VERSION, flush_to_disk, replacing, sealed_lines, sync_folder
+from megatron.gpt2.checkpoint.folder import TRACKER, Log, iterations
+from megatron.gpt2.checkpoint.reader import (
     DTYPE_CODES,
     MANIFEST,
+    THREADS,
+    Checkpoint,
+    FileInfo,
     check_size,
+    extent,
     file_header,
-    manifest_bytes,
+    in_threads,
     parse_files,
-    summary,
     table_path,
     tensor_name,
 )
-from megatron.gpt2.checkpoint.reader import THREADS, Checkpoint, in_threads
 from megatron.gpt2.checkpoint.source import TensorInfo
+from megatron.gpt2.monitor.run_log import set_aside
 from mpu.partition import Box
 
 _PAUSE = 0.02  # seconds between two looks
@@ -81,12 +83,17 @@ class Parts:
     """What the thread that writes a checkpoint, and the run, which has collectives, tell each other meanwhile.
 
     own: done when this rank's part is on the disk, or has failed. deadline: of `time.monotonic()`, when to wait no
-    longer for parts that may never come. problem: why any rank could not write its part, else "".
+    longer for the parts of other ranks. problem: why any rank could not write its part, else "".
     """
 
     own: Future[None] = field(default_factory=Future)
     deadline: float = math.inf
     problem: str = ""
+
+
+def unfinished(final: Path, attempt: str) -> Path:
+    """The folder in which the ranks write the checkpoint `final` before it is committed."""
+    return final.with_name(f"{final.name}.tmp-{attempt}")
 
 
 def write_checkpoint(
@@ -95,11 +102,10 @@ def write_checkpoint(
     *,
     facts: Mapping[str, Any],
     files: Files,
-    rank: int,
-    world_size: int,
     attempt: str,
-    timeout_s: float,
-    log: Callable[[str], None] = print,
+    rank: int = 0,
+    world_size: int = 1,
+    log: Log = print,
     keep_last: int | None = None,
     parts: Parts | None = None,
 ) -> Path:
@@ -109,31 +115,26 @@ def write_checkpoint(
     is on the disk. facts: what the manifest says about the run, in JSON's types; only rank 0 reads them. keep_last: how
     many iterations rank 0 leaves, this one among them (default: all).
 
-    OSError, one line, if this rank cannot write, and on rank 0 if any rank cannot. TimeoutError, which is an OSError,
-    if a rank's part is missing after `timeout_s` seconds, or at the deadline of `parts`.
+    OSError, one line, if this rank cannot write, and on rank 0 if `parts` says that another one cannot. TimeoutError,
+    which is an OSError, if a rank's part is missing at the deadline of `parts`.
     """
     directory, parts = Path(directory), parts or Parts()
     final = directory / f"iter_{iteration:07d}"
-    folder = directory / f"{final.name}.tmp-{attempt}"
-    if rank == 0:
-        for stale in set(directory.glob("iter_*.tmp-*")) - {folder}:  # others may be writing into that one already
-            shutil.rmtree(stale, ignore_errors=True)
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = unfinished(final, attempt)
     try:
+        if rank == 0:
+            for stale in set(directory.glob("iter_*.tmp-*")) - {folder}:  # others may be writing into that one already
+                shutil.rmtree(stale, ignore_errors=True)
         write_part(folder, iteration, files, rank)
         parts.own.set_result(None)
         if rank == 0:
-            tables = _collect_tables(folder, world_size, timeout_s, parts)
-            _commit(folder, final, manifest_bytes(iteration, facts, tables), log)
+            _wait_for_tables(folder, world_size, parts)
+            _commit(folder, final, facts, world_size, log)
     except BaseException as error:
+        if not parts.own.done():
+            parts.own.set_exception(error)
         if rank == 0:
             shutil.rmtree(folder, ignore_errors=True)
-        else:
-            # Room for the word of the failure, so that rank 0 need not wait for the time-out.
-            with contextlib.suppress(OSError):
-                for file in files:
-                    (folder / file).unlink(missing_ok=True)
-                _put_table(folder, rank, json.dumps({"error": str(error)}).encode())
         raise
     if rank == 0 and keep_last is not None:
         _remove_older(directory, iteration, keep_last, log)
@@ -145,154 +146,146 @@ def write_part(folder: Path, iteration: int, files: Files, rank: int) -> bytes:
     or is not as a reader accepts it."""
     # What is made when it is written may be as large as memory: one at a time.
     streamed = any(piece.make for pieces in files.values() for piece in pieces.values())
-    entries = in_threads(
+    infos = in_threads(
         lambda file: write_tensors(folder, file, iteration, files[file]), files, 1 if streamed else THREADS
     )
-    second = json.dumps({file: entry for file, entry in zip(files, entries, strict=True) if entry})
+    listed = {
+        file: info._asdict() | {"boxes": {key: vars(box) for key, box in info.boxes.items()}}
+        for file, info in zip(files, infos, strict=True)
+        if info.boxes
+    }
     tensors = {
         tensor_name(key): TensorInfo(piece.tensor.dtype, piece.global_shape)
         for pieces in files.values()
         for key, piece in pieces.items()
     }
+    second = json.dumps(listed)
     try:
         table = parse_files(json.loads(second), tensors)
         for file, info in table.files.items():
             check_size(folder / file, info.bytes)
     except ValueError as error:
         raise OSError(f"not what was written: {error}") from error
-    first = {
-        name: [DTYPE_CODES[tensors[name].dtype], tensors[name].shape, *extent([part.box for part in parts])]
+    held = {
+        name: [DTYPE_CODES[tensors[name].dtype], tensors[name].shape, *extent(parts)]
         for name, parts in table.parts.items()
     }
-    data = f"{json.dumps({'files': len(table.files), 'tensors': first})}\n{second}\n".encode()
-    _put_table(folder, rank, data)
+    data = f"{json.dumps({'files': len(listed), 'tensors': held})}\n{second}\n".encode()
+    put_file(folder / table_path(rank), data)
     return data
 
 
-def write_tensors(folder: Path, file: str, iteration: int, pieces: Mapping[str, Piece]) -> dict[str, Any]:
-    """Write and fsync `folder`/`file`. Returns its entry in the table: {"bytes", "sha256", "boxes": {key: {"offset",
-    "shape"}}}. Empty pieces are left out, and a file without any other has no entry. OSError if it cannot be written.
-    """
-    pieces = {key: piece for key, piece in pieces.items() if piece.tensor.numel()}
-    if not pieces:
-        return {}
-    header, starts, size = file_header(
-        file, iteration, {key: (piece.tensor.dtype, piece.box) for key, piece in pieces.items()}
-    )
-    path = folder / file
+def write_tensors(folder: Path, file: str, iteration: int, pieces: Mapping[str, Piece]) -> FileInfo:
+    """Write and fsync `folder`/`file`, one piece at a time. Empty pieces are left out, and a file without any other is
+    not written. OSError if it cannot be written."""
+    boxes = {key: piece.box for key, piece in pieces.items() if piece.tensor.numel()}
+    header, starts, size = file_header(file, iteration, {key: (pieces[key].tensor.dtype, boxes[key]) for key in boxes})
+    sha256 = hashlib.sha256(header)
+    if not boxes:
+        return FileInfo(0, "", boxes)
+    # "x": a late writer must never get at a file that another attempt has committed.
+    with _writing(folder / file, size), open(folder / file, "xb") as stream:
+        stream.write(header)
+        started = 0
+        for piece in (pieces[key] for key in starts):
+            values = piece.make() if piece.make else piece.tensor
+            data = values.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+            for start in range(0, len(data), _CHUNK):
+                chunk = data[start : start + _CHUNK]
+                stream.write(chunk)
+                sha256.update(chunk)
+                # The system is asked to write what it has by now: the fsync at the end then waits for little.
+                if (end := stream.tell()) - started >= _WRITE_BACK and hasattr(os, "posix_fadvise"):
+                    os.posix_fadvise(stream.fileno(), started, end - started, os.POSIX_FADV_DONTNEED)
+                    started = end
+        flush_to_disk(stream)
+    return FileInfo(size, sha256.hexdigest(), boxes)
+
+
+def put_file(path: Path, data: bytes) -> None:
+    """Write the file `path`, in a new folder if need be, and fsync it. It appears under its name as a whole or not at
+    all. OSError if it cannot be written."""
+    with _writing(path, len(data)), replacing(path, path.with_name(f"{path.name}.tmp")) as stream:
+        stream.write(data)
+
+
+@contextlib.contextmanager
+def _writing(path: Path, size: int) -> Iterator[None]:
+    """Make the folder of `path`, into which `size` bytes are written inside. OSError, in one line that names both."""
     try:
-        path.parent.mkdir(exist_ok=True)
-        # "x": a late writer must never get at a file that another attempt has committed.
-        with open(path, "xb") as stream:
-            sha256 = write_values(stream, header, [pieces[key] for key in starts])
-            flush_to_disk(stream)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        yield
     except OSError as error:
-        raise _write_error(path, size, error) from error
-    return {"bytes": size, "sha256": sha256, "boxes": {key: vars(piece.box) for key, piece in pieces.items()}}
+        free = shutil.disk_usage(next(p for p in path.parents if p.exists())).free
+        raise OSError(
+            f"{path}: cannot write its {size:,} bytes: {error.strerror or error} ({free:,} bytes are free "
+            f"there); earlier checkpoints are untouched: make room or give another --save"
+        ) from error
 
 
-def write_values(stream: BinaryIO, header: bytes, pieces: Iterable[Piece]) -> str:
-    """Write `header` and the values of `pieces`, of which at most one is copied at a time; returns the sha256."""
-    stream.write(header)
-    sha256, started = hashlib.sha256(header), 0
-    for piece in pieces:
-        values = piece.make() if piece.make else piece.tensor
-        data = values.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
-        for start in range(0, len(data), _CHUNK):
-            chunk = data[start : start + _CHUNK]
-            stream.write(chunk)
-            sha256.update(chunk)
-            # The system is asked to write what it has by now: the fsync at the end then waits for little.
-            if (end := stream.tell()) - started >= _WRITE_BACK and hasattr(os, "posix_fadvise"):
-                os.posix_fadvise(stream.fileno(), started, end - started, os.POSIX_FADV_DONTNEED)
-                started = end
-    return sha256.hexdigest()
+def manifest_bytes(iteration: int, facts: Mapping[str, Any], tables: Iterable[bytes]) -> bytes:
+    """The manifest, sealed. facts: what the writer says about the run, in JSON's types. tables: of each rank, by rank.
+    One is looked at at a time, and only its first line is parsed: the boxes concern only those who load them."""
+    tensors: dict[str, Any] = {}
+    held: dict[str, list[tuple[int, ...]]] = {}
+    listed: dict[str, Any] = {}
+    for rank, table in enumerate(tables):
+        first = json.loads(table.partition(b"\n")[0])
+        for name, (dtype, shape, *found) in first["tensors"].items():
+            info = {"dtype": dtype, "shape": shape}
+            assert tensors.setdefault(name, info) == info, (name, tensors[name], info)
+            held.setdefault(name, []).append((rank, *found))
+        sha256 = hashlib.sha256(table).hexdigest()
+        listed[table_path(rank)] = {"bytes": len(table), "sha256": sha256, "files": first["files"]}
+    places: dict[tuple[tuple[int, ...], ...], int] = {}
+    for name, info in tensors.items():
+        info["held"] = places.setdefault(tuple(held[name]), len(places))
+    entries = {"version": CHECKPOINT_VERSION, "iteration": iteration, "facts": facts, "tensors": tensors}
+    return sealed_lines(entries | {"held": list(places), "tables": listed})
 
 
-def write_synced(path: Path, data: bytes) -> None:
-    """Write `data` to the file `path` and fsync it. OSError if it cannot be written; there is no file then."""
-    try:
-        path.parent.mkdir(exist_ok=True)
-        with open(path, "wb") as stream:
-            stream.write(data)
-            flush_to_disk(stream)
-    except OSError as error:
-        path.unlink(missing_ok=True)
-        raise _write_error(path, len(data), error) from error
-
-
-def _write_error(path: Path, size: int, error: OSError) -> OSError:
-    """An OSError in one line: `error` happened while `size` bytes were written to `path`."""
-    free = shutil.disk_usage(next(p for p in path.parents if p.exists())).free
-    return OSError(
-        f"{path}: cannot write its {size:,} bytes: {error.strerror or error} ({free:,} bytes are free "
-        f"there); earlier checkpoints are untouched: make room or give another --save"
-    )
-
-
-def _put_table(folder: Path, rank: int, data: bytes) -> None:
-    """The table of a rank, or the error in its place, appears under its name as a whole or not at all."""
-    path = folder / table_path(rank)
-    unfinished = path.with_suffix(".tmp")
-    write_synced(unfinished, data)
-    unfinished.rename(path)
-
-
-def _collect_tables(
-    folder: Path, world_size: int, timeout_s: float, parts: Parts
-) -> list[tuple[dict[str, Any], int, str]]:
-    """The summaries of the tables of all ranks, once they are there. Rank 0 keeps only the first line and the hash of
-    each: the boxes concern only those who load them. OSError and TimeoutError as `write_checkpoint` says."""
-    paths = {Path(table_path(rank)).name: rank for rank in range(world_size)}
-    tables = (folder / table_path(0)).parent
-    found: dict[int, tuple[dict[str, Any], int, str]] = {}
+def _wait_for_tables(folder: Path, world_size: int, parts: Parts) -> None:
+    """Return when the tables of all ranks are there. OSError and TimeoutError as `write_checkpoint` says."""
+    ranks = {Path(table_path(rank)).name: rank for rank in range(world_size)}
     began = time.monotonic()
-    while True:
-        # One look for all: of thousands, each would otherwise be a question to the file system.
-        for name in paths.keys() & set(os.listdir(tables)):
-            rank = paths.pop(name)
-            found[rank] = summary((tables / name).read_bytes())
-            if "error" in found[rank][0]:
-                raise OSError(f"rank {rank} could not write its part of {folder}: {found[rank][0]['error']}")
-        if not paths:
-            return [found[rank] for rank in range(world_size)]
+    # One look for all: of thousands, each would otherwise be a question to the file system.
+    while missing := sorted(ranks.keys() - set(os.listdir((folder / table_path(0)).parent))):
         if parts.problem:
             raise OSError(parts.problem)
-        deadline = min(began + timeout_s, parts.deadline)
-        if time.monotonic() > deadline:
-            missing = sorted(paths.values())
+        if time.monotonic() > parts.deadline:
+            named = ", ".join(str(ranks[name]) for name in missing[:_NAMED])
             more = f" and {len(missing) - _NAMED:,} more" if len(missing) > _NAMED else ""
             raise TimeoutError(
-                f"{folder}: nothing came from rank {', '.join(map(str, missing[:_NAMED]))}{more} within "
-                f"{deadline - began:.3g} s; earlier checkpoints are untouched: do all nodes share the "
-                "folder?"
+                f"{folder}: nothing came from rank {named}{more} within {parts.deadline - began:.3g} s; earlier "
+                "checkpoints are untouched: do all nodes share the folder?"
             )
         time.sleep(_PAUSE)
 
 
-def _commit(folder: Path, final: Path, manifest: bytes, log: Callable[[str], None]) -> None:
+def _commit(folder: Path, final: Path, facts: Mapping[str, Any], world_size: int, log: Log) -> None:
     """Make `folder`, complete but for its manifest, the checkpoint `final`."""
-    write_synced(folder / MANIFEST, manifest)
+    iteration = int(final.name.removeprefix("iter_"))
+    tables = ((folder / table_path(rank)).read_bytes() for rank in range(world_size))
+    put_file(folder / MANIFEST, manifest_bytes(iteration, facts, tables))
     try:
-        written = Checkpoint(folder)  # what cannot be opened must not be committed
+        Checkpoint(folder)  # what cannot be opened must not be committed
     except ValueError as error:
         raise OSError(f"not what was written: {error}") from error
-    for parent in [*(path for path in folder.iterdir() if path.is_dir()), folder]:
-        sync_folder(parent)
-    tracker = final.parent / TRACKER
-    successor = tracker.with_name(TRACKER + ".tmp")
-    write_synced(successor, f"{written.iteration}\n".encode())  # now: a full disk must not stop us half-way
-    if final.exists():
-        old = final.rename(aside(final))
-        log(f"WARNING: {final} exists already and is saved again: the existing one is now {old}")
-    folder.rename(final)
-    sync_folder(final.parent)
-    # The tracker comes last: a crash before this line leaves the earlier checkpoint in charge.
-    successor.replace(tracker)
-    sync_folder(final.parent)
+    for path in folder.iterdir():
+        if path.is_dir():
+            sync_folder(path)
+    tracker, number = final.parent / TRACKER, f"{iteration}\n".encode()
+    # The tracker is replaced last: a crash before leaves the earlier checkpoint in charge.
+    with _writing(tracker, len(number)), replacing(tracker, tracker.with_name(f"{TRACKER}.tmp")) as successor:
+        successor.write(number)
+        flush_to_disk(successor)  # now: a full disk must not stop us half-way
+        if final.exists():
+            log(f"WARNING: {final} exists already and is saved again: the existing one is now {set_aside(final)}")
+        folder.rename(final)
+        sync_folder(final.parent)
 
 
-def _remove_older(directory: Path, iteration: int, keep_last: int, log: Callable[[str], None]) -> None:
+def _remove_older(directory: Path, iteration: int, keep_last: int, log: Log) -> None:
     """Remove iterations before `iteration`, which is committed and in the tracker; the newest `keep_last` - 1 stay.
 
     Newer ones, and those that were renamed aside, belong to another course of the run, and a person decides about them.
@@ -301,25 +294,23 @@ def _remove_older(directory: Path, iteration: int, keep_last: int, log: Callable
     older = [folder for number, folder in iterations(directory) if number < iteration]
     try:
         for folder in reversed(older[keep_last - 1 :]):
-            removed = folder.rename(f"{folder}.tmp-removed")
+            removed = folder.rename(unfinished(folder, "removed"))
             sync_folder(directory)
             shutil.rmtree(removed)
     except OSError as error:
         log(f"WARNING: --keep-last {keep_last}: {error.filename} could not be removed: {error.strerror}")
 
 
-def set_newer_aside(directory: str | Path, iteration: int, log: Callable[[str], None]) -> int:
+def set_newer_aside(directory: str | Path, iteration: int, log: Log) -> int:
     """Rename the checkpoints beyond `iteration` aside, and let the tracker name the newest of the others: its
     iteration, or -1, with nothing changed, if there is none. Rank 0 calls it, while no save is under way."""
-    found, tracker = iterations(Path(directory)), Path(directory) / TRACKER
+    found = iterations(Path(directory))
     newest = next((number for number, _ in found if number <= iteration), -1)
     if newest >= 0:
         # First: a crash after it leaves a tracker that is right.
-        successor = tracker.with_name(TRACKER + ".tmp")
-        write_synced(successor, f"{newest}\n".encode())
-        successor.replace(tracker)
+        put_file(Path(directory) / TRACKER, f"{newest}\n".encode())
         for number, folder in reversed(found):
             if number > iteration:
-                log(f"{folder} is now {folder.rename(aside(folder))}")
+                log(f"{folder} is now {set_aside(folder)}")
         sync_folder(directory)
     return newest

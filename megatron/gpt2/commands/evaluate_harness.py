@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from data_utils import Tokenizer
-from megatron.gpt2.commands.inference import ModelParser, check_output, open_model, record, write_record
+from megatron.gpt2.commands.inference import ModelParser, check_scores, open_model, record, write_record
 from megatron.gpt2.dist.ranks import Ranks
 from megatron.gpt2.dist.run_program import Log, run_program
 from megatron.gpt2.generate.generation import Continuation, generate
@@ -118,21 +118,11 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--include-path", metavar="DIR", help="a folder with tasks of your own")
     parser.add_argument("--num-fewshot", type=int, metavar="N", help="examples before each question")
     parser.add_argument("--limit", type=int, metavar="N", help="only the first N examples of each task")
-    parser.add_argument(
-        "--micro-batch-size",
-        "--batch-size",
-        type=int,
-        default=4,
-        metavar="N",
-        help="texts computed together (default: 4)",
-    )
-    parser.add_argument("--output", metavar="FILE", help="write lm-eval's results there, as JSON")
+    parser.add_scores()
     args = parser.parse_args(argv)
-    if args.micro_batch_size < 1:
-        raise ValueError(f"--micro-batch-size must be positive, not {args.micro_batch_size}")
     if args.include_path and not Path(args.include_path).is_dir():
         raise FileNotFoundError(f"--include-path: no such folder: {args.include_path}")
-    check_output(args.output)
+    check_scores(args)
     return args
 
 
@@ -161,14 +151,8 @@ def evaluate(argv: Sequence[str], ranks: Ranks, log: Log) -> None:
     if ranks.rank:
         return
     print(make_table(results))
-    if args.output:
-        write_record(
-            args.output,
-            {
-                **record(loaded, args.micro_batch_size),
-                **{key: results[key] for key in ("results", "n-shot", "versions")},
-            },
-        )
+    kept = {key: results[key] for key in ("results", "n-shot", "versions")}
+    write_record(args.output, record(loaded, args.micro_batch_size) | kept)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -23,18 +23,25 @@ from typing import Any
 from data_utils.command_line import progress_bar
 from data_utils.corpora.documents import check_exists
 from megatron.gpt2.commands.inference import ModelParser, check_shared, open_model
-from megatron.gpt2.config import flag
-from megatron.gpt2.config.arguments import parse
-from megatron.gpt2.config.flags import dashed
+from megatron.gpt2.config import require
 from megatron.gpt2.dist.ranks import Ranks
 from megatron.gpt2.dist.run_program import Log, run_program
 from megatron.gpt2.generate.generation import Continuation, Generator
 from megatron.gpt2.generate.orders import untimed_group
 from megatron.gpt2.generate.sampling import Sampling
 
+# Of `Sampling`: what stands for the value of the flag, and its text.
+SAMPLING = {
+    "temperature": ("T", "below 1 likely tokens become likelier; 0 takes the likeliest token"),
+    "top_k": ("K", "draw among the K likeliest; 0: among all"),
+    "top_p": ("P", "draw among the likeliest that hold the probability P together; 0: among all"),
+    "repetition_penalty": ("R", "above 1 the tokens that are in the text already become less likely"),
+    "seed": ("SEED", "random seed of the first text; each further text has the next one"),
+}
+
 
 def arguments(argv: Sequence[str], ranks: Ranks, log: Log) -> argparse.Namespace:
-    """The flags, checked. ValueError or FileNotFoundError where one cannot be. log: takes the notices."""
+    """The flags, checked. ValueError or FileNotFoundError if one cannot be. log: takes the notices."""
     parser = ModelParser(__doc__, precision="auto", model_parallel_size=None)
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--prompt", help="text to continue; empty: a new document (default: ask for prompts)")
@@ -44,68 +51,36 @@ def arguments(argv: Sequence[str], ranks: Ranks, log: Log) -> argparse.Namespace
         "--sample-output-file", "--genfile", metavar="FILE", help="for the JSON lines (default: standard output)"
     )
     parser.add_argument("--max-new-tokens", "--out-seq-length", type=int, default=200, metavar="N", help="default: 200")
-    parser.add_argument(
-        "--temperature",
-        type=float,
-        default=1.0,
-        metavar="T",
-        help="below 1 likely tokens become likelier; 0 takes the likeliest token",
-    )
+    for name, (metavar, help) in SAMPLING.items():
+        default = getattr(Sampling, name)
+        flag = f"--{name.replace('_', '-')}"
+        parser.add_argument(flag, type=type(default), default=default, metavar=metavar, help=help)
     parser.add_argument("--greedy", dest="temperature", action="store_const", const=0.0, help="--temperature 0")
-    parser.add_argument("--top-k", type=int, default=0, metavar="K", help="draw among the K likeliest; 0: among all")
-    parser.add_argument(
-        "--top-p",
-        type=float,
-        default=0.0,
-        metavar="P",
-        help="draw among the likeliest that hold the probability P together; 0: among all",
-    )
-    parser.add_argument(
-        "--repetition-penalty",
-        type=float,
-        default=1.0,
-        metavar="R",
-        help="above 1 the tokens that are in the text already become less likely",
-    )
     parser.add_argument(
         "--stop", action="append", default=[], metavar="TEXT", help="end a text before TEXT; may be given several times"
-    )
-    parser.add_argument(
-        "--seed", type=int, default=1234, help="random seed of the first text; each further text has the next one"
     )
     parser.add_argument(
         "--recompute", action="store_true", help="read the whole context for each token: slower, with less memory"
     )
     parser.add_argument("--batch-size", type=int, default=8, metavar="N", help="texts generated together (default: 8)")
-    args, rest = parser.parse_known_args([dashed(word) for word in argv])
-    given = parse(rest)
-    if given.given:
-        log(f"notice: {', '.join(sorted(map(flag, given.given)))}: not needed here")
+    args, _ = parser.parse_with_training_flags(argv, log)
     args.sampling = Sampling(
-        args.repetition_penalty,
-        args.temperature,
-        args.top_k,
-        args.top_p,
-        args.max_new_tokens,
-        tuple(args.stop),
-        args.seed,
+        max_new_tokens=args.max_new_tokens, stop=tuple(args.stop), **{name: getattr(args, name) for name in SAMPLING}
     )
-    for name, least, value in (
-        ("--num-samples", 0, args.num_samples),
-        ("--batch-size", 1, args.batch_size),
-        ("--max-new-tokens", 1, args.max_new_tokens),
-    ):
-        if value < least:
-            raise ValueError(f"{name} must be at least {least}, not {value}")
+    for name, least in (("num_samples", 0), ("batch_size", 1), ("max_new_tokens", 1)):
+        value = getattr(args, name)
+        require(value >= least, f"--{name.replace('_', '-')} must be at least {least}, not {value}")
     check_shared(args, ranks)
-    if args.sample_input_file:
-        check_exists(args.sample_input_file, "--sample-input-file")
-    if args.sample_output_file and not (args.sample_input_file or args.num_samples):
-        raise ValueError("--sample-output-file and --genfile need --sample-input-file or --num-samples")
-    if args.sample_output_file and os.path.realpath(args.sample_output_file) == os.path.realpath(
-        args.sample_input_file or ""
-    ):
-        raise ValueError(f"--sample-output-file {args.sample_output_file}: is the file of the prompts")
+    prompts, output = args.sample_input_file, args.sample_output_file
+    if prompts:
+        check_exists(prompts, "--sample-input-file")
+    if output:
+        require(
+            prompts or args.num_samples,
+            "--sample-output-file and --genfile need --sample-input-file or --num-samples",
+        )
+        same = os.path.realpath(output) == os.path.realpath(prompts or "")
+        require(not same, f"--sample-output-file {output}: is the file of the prompts")
     if args.sampling.is_full:
         log(
             "notice: top-k 0 with top-p 0 is full sampling: any token may be drawn, however unlikely; --top-k 40, "
@@ -115,24 +90,18 @@ def arguments(argv: Sequence[str], ranks: Ranks, log: Log) -> argparse.Namespace
 
 
 def stream(generator: Generator, prompt: str, sampling: Sampling) -> None:
-    """Print the prompt, and its continuation token by token. ValueError for a prompt that is not valid text."""
+    """Print the prompt, and its continuation token by token; Ctrl-C ends it between two tokens. ValueError for a prompt
+    that is not valid text."""
     c = Continuation(generator.tokenizer.encode(prompt), sampling)
     sys.stdout.write(prompt)
-    with interruptible(c):
+    before = signal.signal(signal.SIGINT, lambda number, frame: c.cancel())
+    try:
         for generated in generator.stream([c]):
             sys.stdout.write(generated.text)
             sys.stdout.flush()
-    print(flush=True)
-
-
-@contextlib.contextmanager
-def interruptible(c: Continuation) -> Iterator[None]:
-    """Inside, Ctrl-C ends the continuation between two tokens."""
-    before = signal.signal(signal.SIGINT, lambda number, frame: c.cancel())
-    try:
-        yield
     finally:
         signal.signal(signal.SIGINT, before)
+    print(flush=True)
 
 
 def converse(generator: Generator, sampling: Sampling, log: Log) -> None:
@@ -141,20 +110,13 @@ def converse(generator: Generator, sampling: Sampling, log: Log) -> None:
         import readline  # noqa: F401
     sys.stdin.reconfigure(errors="surrogateescape")  # type: ignore[union-attr]  # what is no text is refused below
     log("Type a prompt. A line that is exactly `stop`, Ctrl-D or Ctrl-C ends; Ctrl-C in a text ends the text.")
-    while True:
-        try:
-            prompt = input("\nprompt> " if sys.stdin.isatty() else "")
-        except (EOFError, KeyboardInterrupt):
-            return
-        if prompt == "stop":
-            return
-        if not prompt:
-            log("the prompt is empty: type some text")
-            continue
-        try:
-            stream(generator, prompt, sampling)
-        except ValueError as error:
-            log(f"error: {error}")
+    with contextlib.suppress(EOFError, KeyboardInterrupt):
+        while (prompt := input("\nprompt> " if sys.stdin.isatty() else "")) != "stop":
+            try:
+                require(prompt != "", "the prompt is empty: type some text")
+                stream(generator, prompt, sampling)
+            except ValueError as error:
+                log(f"error: {error}")
 
 
 def prompts_of(path: str) -> Iterator[str | ValueError]:
@@ -171,7 +133,7 @@ def prompts_of(path: str) -> Iterator[str | ValueError]:
 def answers(
     generator: Generator, prompts: Iterable[str | ValueError], sampling: Sampling, batch_size: int
 ) -> Iterator[dict[str, Any]]:
-    """An entry for each prompt, in order. The text of an entry depends on the seed and on its number alone.
+    """An entry for each prompt, in order. The text of an entry depends only on the seed and on its number.
 
     batch_size: texts generated together.
     """
@@ -185,30 +147,14 @@ def answers(
             if isinstance(prompt, str)
         }
         texts = dict.fromkeys(made, "")
-        running = list(made.values())
-        for generated in generator.stream(running) if running else ():
+        for generated in generator.stream(list(made.values())) if made else ():
             texts[list(made)[generated.row]] += generated.text
         for number, prompt in batch:
-            if isinstance(prompt, str):
-                yield {
-                    "prompt": prompt,
-                    "text": texts[number],
-                    "length": len(made[number].ids),
-                    "finish": made[number].finish,
-                }
+            if number in made:
+                c = made[number]
+                yield {"prompt": prompt, "text": texts[number], "length": len(c.ids), "finish": c.finish}
             else:
                 yield {"line": number + 1, "error": str(prompt)}
-
-
-def write_json_lines(entries: Iterable[dict[str, Any]], path: str | None, total: int | None) -> None:
-    """Write each entry as a line of JSON into the file `path` (None: standard output) as soon as it is there.
-
-    total: how many entries there will be, for the progress bar; None where it is not known.
-    """
-    with open(path, "w", encoding="utf-8") if path else contextlib.nullcontext(sys.stdout) as file:
-        for entry in progress_bar(entries, total=total, unit="text"):
-            file.write(json.dumps(entry, ensure_ascii=False) + "\n")
-            file.flush()
 
 
 def generate_text(argv: Sequence[str], ranks: Ranks, log: Log) -> None:
@@ -222,11 +168,12 @@ def generate_text(argv: Sequence[str], ranks: Ranks, log: Log) -> None:
     with generator.leading():
         if args.num_samples or args.sample_input_file:
             prompts = [""] * args.num_samples if args.num_samples else prompts_of(args.sample_input_file)
-            write_json_lines(
-                answers(generator, prompts, args.sampling, args.batch_size),
-                args.sample_output_file,
-                args.num_samples or None,
-            )
+            entries = answers(generator, prompts, args.sampling, args.batch_size)
+            path = args.sample_output_file
+            with open(path, "w", encoding="utf-8") if path else contextlib.nullcontext(sys.stdout) as file:
+                for entry in progress_bar(entries, total=args.num_samples or None, unit="text"):
+                    file.write(json.dumps(entry, ensure_ascii=False) + "\n")
+                    file.flush()
         elif args.prompt is not None:
             stream(generator, args.prompt, args.sampling)
         else:

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,9 @@ import torch
 import mpu
 from data_utils.command_line import Parser
 from data_utils.files import replace_text
-from megatron.gpt2.config import PRECISION_CHOICES, LaunchConfig, ParallelConfig
-from megatron.gpt2.config.flags import add_section
+from megatron.gpt2.config import PRECISION_CHOICES, LaunchConfig, ParallelConfig, flag, require
+from megatron.gpt2.config.arguments import Arguments, parse
+from megatron.gpt2.config.flags import add_section, dashed
 from megatron.gpt2.device import PRECISIONS, choose_backend, choose_device, choose_precision, set_threads
 from megatron.gpt2.dist.ranks import Ranks
 from megatron.gpt2.dist.rendezvous import initialize_distributed
@@ -52,6 +54,30 @@ class ModelParser(Parser):
         self.add_argument("--distributed-backend", choices=("nccl", "gloo"), help="default: by the device")
         add_section(self, "launch", LaunchConfig)  # `run_program` has read them
 
+    def add_scores(self, *batch_names: str) -> None:
+        """The flags of a program that scores texts; `check_scores` checks them. batch_names: more for the batch."""
+        self.add_argument(
+            "--micro-batch-size",
+            "--batch-size",
+            *batch_names,
+            type=int,
+            default=4,
+            metavar="N",
+            help="texts computed together (default: 4)",
+        )
+        self.add_argument("--output", metavar="FILE", help="write the result there, as JSON")
+
+    def parse_with_training_flags(self, argv: Sequence[str], log: Log) -> tuple[argparse.Namespace, Arguments]:
+        """The flags of this program, and those that training knows, which Megatron's command lines have here too: `log`
+        gets a notice of them. ValueError if one is unknown or cannot be."""
+        args, rest = self.parse_known_args([dashed(word) for word in argv])
+        training = parse(rest)
+        if training.given:
+            log(f"notice: {', '.join(sorted(map(flag, training.given)))}: not needed here")
+        for note in training.notes:
+            log(f"notice: {note}")
+        return args, training
+
 
 def check_shared(args: argparse.Namespace, ranks: Ranks) -> None:
     """ValueError unless all ranks hold one model, as the programs need that generate text."""
@@ -91,10 +117,11 @@ def open_model(args: argparse.Namespace, ranks: Ranks, log: Log) -> LoadedModel:
     return load_for_inference(args.load, device, dtype, log=log)
 
 
-def check_output(path: str | None) -> None:
-    """FileNotFoundError where the file of --output could not be written, before any work is done."""
-    if path is not None and not Path(path).absolute().parent.is_dir():
-        raise FileNotFoundError(f"--output {path}: its folder does not exist")
+def check_scores(args: argparse.Namespace) -> None:
+    """ValueError or FileNotFoundError, before any work is done, if a flag of `ModelParser.add_scores` cannot be."""
+    require(args.micro_batch_size >= 1, f"--micro-batch-size must be positive, not {args.micro_batch_size}")
+    if args.output is not None and not Path(args.output).absolute().parent.is_dir():
+        raise FileNotFoundError(f"--output {args.output}: its folder does not exist")
 
 
 def record(loaded: LoadedModel, micro_batch_size: int) -> dict[str, Any]:
@@ -116,7 +143,9 @@ def record(loaded: LoadedModel, micro_batch_size: int) -> dict[str, Any]:
     }
 
 
-def write_record(path: str, value: dict[str, Any]) -> None:
-    """Write `value` as JSON into `path`, whole or not at all; infinities and NaN, which JSON lacks, become null."""
-    finite = json.loads(json.dumps(value), parse_constant=lambda name: None)
-    replace_text(Path(path), json.dumps(finite, indent=1, allow_nan=False) + "\n")
+def write_record(path: str | None, value: dict[str, Any]) -> None:
+    """Write `value` as JSON into `path`, if there is one, whole or not at all; infinities and NaN, which JSON lacks,
+    become null."""
+    if path is not None:
+        finite = json.loads(json.dumps(value), parse_constant=lambda name: None)
+        replace_text(path, json.dumps(finite, indent=1, allow_nan=False) + "\n")

@@ -5,7 +5,7 @@ from functools import partial
 from pathlib import Path
 
 from megatron.gpt2.checkpoint.folder import find_checkpoint
-from megatron.gpt2.checkpoint.foreign import recognise as by_name
+from megatron.gpt2.checkpoint.folder import recognise as by_name
 from megatron.gpt2.checkpoint.reader import Checkpoint
 from megatron.gpt2.checkpoint.source import Source
 from megatron.gpt2.formats import dcp_gpt2, huggingface, megatron, nanogpt, torch_dist
@@ -26,7 +26,7 @@ FORMATS = ("native", *OF_RANKS, *OPENERS)
 
 
 def recognise(path: str | Path, iteration: int | None = None) -> tuple[str, Path] | None:
-    """As `checkpoint.foreign.recognise`, with Megatron's version, which its files say. No tensor is read. ValueError if
+    """As `checkpoint.folder.recognise`, with Megatron's version, which its files say. No tensor is read. ValueError if
     such a file cannot be read."""
     found = by_name(path, iteration)
     if found is None or found[0] not in ("megatron", "deepspeed"):

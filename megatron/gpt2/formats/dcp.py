@@ -9,11 +9,10 @@ Neither reading nor writing needs a process group. torch's own reader of `.metad
 """
 
 import io
-import math
 import re
 import warnings
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,9 +20,8 @@ import torch
 from torch import Tensor
 
 from data_utils.files.inert_pickle import Inert, read_pickle
-from megatron.gpt2.checkpoint import boxes
 from megatron.gpt2.checkpoint.reader import without_garbage_collection
-from megatron.gpt2.checkpoint.source import Source, TensorInfo
+from megatron.gpt2.checkpoint.source import Source, TensorInfo, check_cover, common, within
 from megatron.gpt2.config import require
 from megatron.gpt2.formats.foreign import LazyTensor, errors_named
 from megatron.gpt2.formats.torch_files import DTYPES, load_pickle
@@ -31,7 +29,6 @@ from mpu.partition import Box
 
 METADATA = ".metadata"
 MAX_METADATA_BYTES = 16 << 20
-MAX_CELLS = 1 << 22  # of the grid that the edges of a tensor's boxes draw
 MODULE = "torch.distributed.checkpoint.metadata."
 # What genuine files name: torch's classes, and those that Megatron Core saves beside them.
 NAMES = re.compile(
@@ -82,14 +79,14 @@ class DcpFolder(Source):
         """Fill `out`, of any dtype and device, with the box of `name` that is at `offset` and has its shape."""
         wanted, dtype = Box(offset, tuple(out.shape)), self.tensors[name].dtype
         for box, place in self._parts[name]:
-            if (part := boxes.common(box, wanted)).numel:
+            if (part := common(box, wanted)).numel:
                 held = self._load(place)
                 if not isinstance(held, Tensor) or held.dtype != dtype or tuple(held.shape) != box.shape:
                     raise ValueError(
                         f"{self.path / place.file}: byte {place.start:,} begins no part of {name[:120]} "
                         f"of shape {box.shape} and {dtype}"
                     )
-                out[boxes.within(part, wanted).slices()] = held[boxes.within(part, box).slices()]
+                out[within(part, wanted).slices()] = held[within(part, box).slices()]
 
     def _load(self, place: Place) -> Any:
         return load_pickle(self.path / place.file, place.start, place.length)
@@ -174,27 +171,6 @@ def _naturals(values: Any) -> tuple[int, ...]:
     if type(values) is not tuple or len(values) > 8 or any(type(n) is not int or not 0 <= n < 1 << 48 for n in values):
         raise ValueError("a shape or a place is none of whole numbers")
     return values
-
-
-def check_cover(name: str, shape: tuple[int, ...], parts: Sequence[Box]) -> None:
-    """Raise ValueError unless `parts` make up a tensor of `shape`, each entry once: on the grid that their edges draw,
-    each cell is in one part."""
-    for part in parts:
-        boxes.check_inside(name, shape, part)
-    if (held := sum(part.numel for part in parts)) != math.prod(shape):
-        raise ValueError(f"{name}: its boxes hold {held} entries of {math.prod(shape)}")
-    cuts: list[dict[int, int]] = []
-    for axis in range(len(shape)):
-        edges = {edge for part in parts for edge in (part.offset[axis], part.offset[axis] + part.shape[axis])}
-        cuts.append({edge: number for number, edge in enumerate(sorted(edges))})
-    cells = [max(len(edges) - 1, 0) for edges in cuts]
-    require(math.prod(cells) <= MAX_CELLS, f"{name}: its boxes form no grid")
-    filled = torch.zeros(cells, dtype=torch.bool)
-    for part in parts:
-        ends = map(sum, zip(part.offset, part.shape, strict=True))
-        where = tuple(slice(cut[a], cut[b]) for cut, a, b in zip(cuts, part.offset, ends, strict=True))
-        require(not filled[where].any(), f"{name}: two of its boxes overlap")
-        filled[where] = True
 
 
 def save_folder(folder: Path, state: Mapping[str, Any]) -> None:

@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 
 from data_utils import Tokenizer
 from data_utils.files import read_object, read_safetensors_header, safetensors_header
-from megatron.gpt2.checkpoint.manifest import DTYPE_CODES, DTYPES
+from megatron.gpt2.checkpoint.reader import DTYPE_CODES, DTYPES
 from megatron.gpt2.checkpoint.source import Source, TensorInfo, check_facts
 from megatron.gpt2.config import ModelConfig, require
 from megatron.gpt2.formats.foreign import (

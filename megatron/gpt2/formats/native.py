@@ -80,10 +80,7 @@ def write_native(
             source.iteration,
             facts=facts,
             files=files,
-            rank=0,
-            world_size=1,
             attempt=secrets.token_hex(8),
-            timeout_s=60.0,
             log=log,
         )
     taken = {f"{kind}.{name}" for kind in kinds for name in specs}

@@ -9,7 +9,6 @@ Legend: b continuations that are computed, v vocabulary.
 import codecs
 import collections.abc
 import contextlib
-import functools
 import itertools
 import math
 from collections import deque
@@ -53,7 +52,7 @@ class GeneratedToken:
 
     text: may be empty, or hold characters of earlier tokens too. probability: of the token by the model alone, before
     penalty, temperature, top-k and top-p. likeliest: the `Sampling.alternatives` likeliest ids, each with its
-    probability by the model alone. finish: why the continuation ends with this token; "" where it goes on.
+    probability by the model alone. finish: why the continuation ends with this token; "" if it goes on.
     """
 
     row: int
@@ -98,13 +97,12 @@ class Generator:
         # The ranks of sequence parallelism split the sequence, which a single token does not allow.
         self.recompute = recompute or model.sequence_parallel
         self.limit = model.config.max_position_embeddings
-        self._busy = False
 
     def stream(self, continuations: Sequence[Continuation]) -> EventStream:
         """Draw token after token of all continuations until each has its `finish`; closing the iterator ends it too.
 
-        Beyond rounding, a text does not depend on the others beside it. A context that is full goes on with its second
-        half, read anew, and of a prompt that is too long the end is read; `log` gets a notice of both.
+        Beyond rounding, a text does not depend on the others of its batch. A context that is full goes on with its
+        second half, read anew, and of a prompt that is too long the end is read; `log` gets a notice of both.
         """
         longest = max(max(1, len(c.prompt)) + c.sampling.max_new_tokens for c in continuations)
         with self.batch(len(continuations), longest) as batch:
@@ -115,16 +113,15 @@ class Generator:
     @contextlib.contextmanager
     def batch(self, rows: int, longest: int | None = None) -> "Iterator[Batch]":
         """Computes up to `rows` continuations at once. longest: most tokens of any of them, with its prompt (default:
-        the model's context)."""
-        assert self.leads and not self._busy, "one batch at a time, on the first rank"
-        self._busy = True
+        the model's context). One batch at a time, on the first rank."""
+        assert self.leads
         try:
             with inference(self.model.model):
                 if not self.recompute:
                     self.model.new_cache(rows, min(self.limit, longest or self.limit))
                 yield Batch(self, rows)
         finally:
-            self._busy, self.model.cache = False, None
+            self.model.cache = None
 
 
 class Batch:
@@ -136,6 +133,7 @@ class Batch:
 
     def __init__(self, generator: Generator, rows: int) -> None:
         self._generator, self._model, self._limit = generator, generator.model, generator.limit
+        self._vocab_size = generator.tokenizer.vocab_size
         self._numbers = itertools.count()
         self._waiting: deque[_Text] = deque()
         self._size, self._told = rows, False
@@ -143,13 +141,12 @@ class Batch:
 
     def add(self, c: Continuation) -> int:
         """Gives the number that the events of `c` have: 0, 1, 2, … May be called while `events` runs."""
-        context = c.prompt[-self._limit :] or [self._generator.tokenizer.start]
         if len(c.prompt) > self._limit:
             self._generator.log(
                 f"notice: of a prompt of {len(c.prompt):,} tokens the last {self._limit:,} are read, "
                 "which is the context of the model"
             )
-        text = _Text(next(self._numbers), c, context, self._generator)
+        text = _Text(next(self._numbers), c, self._generator)
         self._waiting.append(text)
         return text.number
 
@@ -160,23 +157,21 @@ class Batch:
                 self._waiting.remove(text)
                 yield Finished(text.number, text.c.finish)
             newcomers = self._admit()
-            if newcomers and not self._generator.recompute:
+            if not self._generator.recompute:
                 yield from self._read(newcomers)
             sources = self._close_up()
-            if sources and self._generator.recompute:
+            if self._generator.recompute:
                 yield from self._read(range(len(sources)))
             elif sources:
                 contexts = [text.context for text in self._rows.values()]
-                logits = self._model.step(
-                    [context[-1] for context in contexts], [len(context) - 1 for context in contexts], sources
-                )
-                yield from self._draw(range(len(sources)), logits)
+                last, places = [context[-1] for context in contexts], [len(context) - 1 for context in contexts]
+                yield from self._draw(range(len(sources)), self._model.step(last, places, sources))
 
     def _admit(self) -> list[int]:
         """Give free rows to those that wait, the first ones first; returns these rows."""
         rows: list[int] = []
         width = 0
-        for row in [row for row in range(self._size) if row not in self._rows][: len(self._waiting)]:
+        for row in sorted(set(range(self._size)) - self._rows.keys())[: len(self._waiting)]:
             width = max(width, len(self._waiting[0].context))
             if rows and width * (len(rows) + 1) > self._limit:
                 break
@@ -196,13 +191,15 @@ class Batch:
 
     def _read(self, rows: Sequence[int]) -> EventStream:
         """Read the contexts of these rows, and draw the next token of each."""
+        if not rows:
+            return
         texts = [self._rows[row] for row in rows]
         alternatives = max((text.c.sampling.alternatives for text in texts if text.to_score), default=0)
         logits, scores = self._model.read(
             [text.context for text in texts],
             rows,
             [text.to_score for text in texts],
-            min(alternatives, self._generator.tokenizer.vocab_size),
+            min(alternatives, self._vocab_size),
         )
         found = iter(scores.tolist())
         for text in texts:
@@ -213,7 +210,7 @@ class Batch:
 
     def _draw(self, rows: Sequence[int], logits: Tensor) -> EventStream:
         """logits [b, v]: of these rows, whose texts leave where they end."""
-        logits = logits[:, : self._generator.tokenizer.vocab_size]
+        logits = logits[:, : self._vocab_size]
         totals = logits.logsumexp(1)
         for i, row in enumerate(rows):
             text = self._rows[row]
@@ -221,61 +218,49 @@ class Batch:
             if event.finish:
                 del self._rows[row]
             elif len(text.context) > self._limit:
-                self._halve(text)
+                half = max(1, self._limit // 2)
+                if not self._told:
+                    self._generator.log(
+                        f"notice: the context of {self._limit:,} tokens is full; the text goes on with its "
+                        f"last {half:,}, each time that it is"
+                    )
+                self._told = True
+                del text.context[:-half]
                 if not self._generator.recompute:  # it is read anew, before all that wait
                     self._waiting.appendleft(self._rows.pop(row))
             yield event
-
-    def _halve(self, text: "_Text") -> None:
-        half = max(1, self._limit // 2)
-        if not self._told:
-            self._generator.log(
-                f"notice: the context of {self._limit:,} tokens is full; the text goes on with its "
-                f"last {half:,}, each time that it is"
-            )
-        self._told = True
-        del text.context[:-half]
 
 
 class _Text:
     """What the leader knows of a continuation: its number, and the context that is read for the next token."""
 
-    def __init__(self, number: int, c: Continuation, context: list[int], generator: Generator) -> None:
-        self.number, self.c, self.context = number, c, context
-        self.to_score = c.score_prompt
+    def __init__(self, number: int, c: Continuation, generator: Generator) -> None:
+        self.number, self.c, self.to_score = number, c, c.score_prompt
+        self.context = c.prompt[-generator.limit :] or [generator.tokenizer.start]
         self._tokenizer, self._device = generator.tokenizer, generator.model.device
+        self._sampler: Sampler | None = None  # made when the text begins: it may have memory of the device
         self._certain = TextStream(c.sampling.stop)
-
-    @functools.cached_property
-    def _sampler(self) -> Sampler:  # made when the text begins: it may have memory of the device
-        return Sampler(self.c.sampling, self.context, self._tokenizer.vocab_size, self._device)
 
     def next(self, logits: Tensor, total: Tensor) -> Event:
         """logits [v], total: their logsumexp -> the next token, or the end."""
-        c = self.c
-        if not c.sampling.max_new_tokens:
+        c, wanted = self.c, self.c.sampling.max_new_tokens
+        if not wanted:
             c.finish = c.finish or "length"
         if c.finish:
             return Finished(self.number, c.finish)
+        if self._sampler is None:
+            self._sampler = Sampler(c.sampling, self.context, self._tokenizer.vocab_size, self._device)
         token, probability = self._sampler.draw(logits, total)
         self.context.append(token)
-        text = self._take(token)
-        return GeneratedToken(self.number, token, probability, text, self._sampler.likeliest(logits), c.finish)
-
-    def _take(self, token: int) -> str:
-        """Add the token to the continuation; returns the text that is certain with it."""
-        c = self.c
         if token == self._tokenizer.eod:
-            c.finish = c.finish or "end"
-            return self._certain.add(b"", last=True)
-        c.ids.append(token)
-        is_last = len(c.ids) == c.sampling.max_new_tokens
-        certain = self._certain.add(self._tokenizer.token_bytes[token], last=is_last)
-        if self._certain.stopped:
-            c.finish = c.finish or "stop"
-        elif is_last:
-            c.finish = c.finish or "length"
-        return certain
+            text, ended = self._certain.add(b"", last=True), "end"
+        else:
+            c.ids.append(token)
+            is_last = len(c.ids) == wanted
+            text = self._certain.add(self._tokenizer.token_bytes[token], last=is_last)
+            ended = "stop" if self._certain.stopped else "length" if is_last else ""
+        c.finish = c.finish or ended
+        return GeneratedToken(self.number, token, probability, text, self._sampler.likeliest(logits), c.finish)
 
 
 class TextStream:
@@ -298,21 +283,20 @@ class TextStream:
         if found:
             self.stopped = True
             return held[: min(found)]
-        sure = len(held) if last else len(held) - max((_beginning(held, text) for text in self._stop), default=0)
+        # The longest end of the text with which a stop string begins may still become that string.
+        sizes = (size for stop in self._stop for size in range(1, len(stop)) if held.endswith(stop[:size]))
+        sure = len(held) - (0 if last else max(sizes, default=0))
         self._held = held[sure:]
         return held[:sure]
 
 
-def _beginning(text: str, stop: str) -> int:
-    """The length of the longest end of `text` with which `stop` begins."""
-    return next((size for size in range(min(len(text), len(stop) - 1), 0, -1) if stop.startswith(text[-size:])), 0)
-
-
 def _scored(text: _Text, token: int, scores: list[float]) -> GeneratedToken:
     """scores: of `token_scores`, for at least as many alternatives as the text asks for."""
-    middle = len(scores) // 2 + 1
-    likeliest = tuple((int(i), math.exp(value)) for i, value in zip(scores[1:middle], scores[middle:], strict=True))
-    return GeneratedToken(text.number, token, math.exp(scores[0]), "", likeliest[: text.c.sampling.alternatives])
+    own, _, *alternatives = scores
+    middle = len(alternatives) // 2
+    ids, values = alternatives[:middle], alternatives[middle:]
+    likeliest = tuple((int(i), math.exp(value)) for i, value in zip(ids, values, strict=True))
+    return GeneratedToken(text.number, token, math.exp(own), "", likeliest[: text.c.sampling.alternatives])
 
 
 def generate(

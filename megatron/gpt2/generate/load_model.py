@@ -8,8 +8,7 @@ import torch
 
 import mpu
 from data_utils import Tokenizer, load_tokenizer
-from megatron.gpt2.checkpoint.folder import find_checkpoint
-from megatron.gpt2.checkpoint.foreign import refuse_foreign
+from megatron.gpt2.checkpoint.folder import find_checkpoint, refuse_foreign
 from megatron.gpt2.checkpoint.reader import Checkpoint
 from megatron.gpt2.checkpoint.source import check_facts
 from megatron.gpt2.checkpoint.state import load_state, whole_parameters

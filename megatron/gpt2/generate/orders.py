@@ -6,23 +6,42 @@ Legend: b rows, s sequence, h hidden, v vocabulary without padding, p model-para
 """
 
 import contextlib
+import functools
 import json
 import signal
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 import mpu
-from megatron.gpt2.generate.scoring import token_scores
 from megatron.gpt2.model.attention_backend import inference
 from megatron.gpt2.model.gpt2 import GPT2Model
 
+P = ParamSpec("P")
+R = TypeVar("R")
+ROWS = 1024  # of logits at a time: 200 MB in float32
 _ERRORS = (ValueError, OSError, KeyboardInterrupt, RuntimeError)  # of the leader, by numbers; the last for any other
+
+
+def _ordered(method: Callable[Concatenate["OrderedModel", P], R]) -> Callable[Concatenate["OrderedModel", P], R]:
+    """A method that the leader calls and that every rank runs, with the leader's arguments. An interruption waits until
+    all have done."""
+
+    @functools.wraps(method)
+    def call(self: "OrderedModel", /, *arguments: P.args, **named: P.kwargs) -> R:
+        with contextlib.nullcontext() if self._orders is None else _interrupted_later():
+            self._computing = True
+            self._tell(method.__name__, *arguments)
+            found: R = self._compute(method, *arguments)
+            self._computing = False
+        return found
+
+    return call
 
 
 class OrderedModel:
@@ -37,31 +56,6 @@ class OrderedModel:
         orders = orders if orders is not None else mpu.get_model_parallel_group()
         self._orders = orders if orders is not None and orders.size() > 1 else None
         self._computing = False
-
-    def new_cache(self, rows: int, capacity: int) -> None:
-        """On every rank, in the place of an earlier one."""
-        self._on_all_ranks("_new_cache", rows, capacity)
-
-    def read(
-        self, contexts: Sequence[Sequence[int]], rows: Sequence[int], scored: Sequence[bool], alternatives: int
-    ) -> tuple[Tensor, Tensor]:
-        """The logits after these contexts, float32 [b, v]. rows: of the cache, if there is one, that keep their keys
-        and values. Of the contexts that are scored, one after the other, also what `token_scores` gives."""
-        return self._on_all_ranks("_read", contexts, rows, scored, alternatives)
-
-    def step(self, tokens: Sequence[int], places: Sequence[int], sources: Sequence[int]) -> Tensor:
-        """The logits after one more token of each of the first b texts, float32 [b, v]. places: of the tokens in their
-        texts. sources: the row of the cache in which each text was before."""
-        return self._on_all_ranks("_step", tokens, places, sources)
-
-    def _on_all_ranks(self, method: str, *arguments: Any) -> Any:
-        """Call a method on every rank; an interruption waits until all have done."""
-        with contextlib.nullcontext() if self._orders is None else _interrupted_later():
-            self._computing = True
-            self._tell(method, *arguments)
-            found = self._compute(method, *arguments)
-            self._computing = False
-        return found
 
     @contextlib.contextmanager
     def leading(self) -> Iterator[None]:
@@ -85,7 +79,7 @@ class OrderedModel:
         assert not self.leads
         with inference(self.model):
             while (order := self._tell())[0] != "end":
-                self._compute(*order)
+                self._compute(getattr(OrderedModel, order[0]).__wrapped__, *order[1:])
         self.cache = None
         if order[1:]:
             raise _ERRORS[order[1]](order[2])
@@ -107,12 +101,14 @@ class OrderedModel:
         return numbers.cpu()
 
     @torch.inference_mode()
-    def _compute(self, method: str, *arguments: Any) -> Any:
+    def _compute(self, method: Callable[..., Any], *arguments: Any) -> Any:
         # A compiled layer would be compiled again for other lengths.
         with torch.compiler.set_stance("force_eager") if self.model.is_compiled else contextlib.nullcontext():
-            return getattr(self, method)(*arguments)
+            return method(self, *arguments)
 
-    def _new_cache(self, rows: int, capacity: int) -> None:
+    @_ordered
+    def new_cache(self, rows: int, capacity: int) -> None:
+        """Make a key-value cache, in the place of an earlier one."""
         config = self.model.config
         self.cache = None  # first: there is no room for two
         self.cache = mpu.KeyValueCache(
@@ -125,7 +121,10 @@ class OrderedModel:
             device=self.device,
         )
 
-    def _step(self, tokens: Sequence[int], places: Sequence[int], sources: Sequence[int]) -> Tensor:
+    @_ordered
+    def step(self, tokens: Sequence[int], places: Sequence[int], sources: Sequence[int]) -> Tensor:
+        """The logits after one more token of each of the first b texts, float32 [b, v]. places: of the tokens in their
+        texts. sources: the row of the cache in which each text was before."""
         assert self.cache is not None
         for row, source in enumerate(sources):
             if source != row:
@@ -134,9 +133,12 @@ class OrderedModel:
         new = torch.tensor(tokens).unsqueeze(1).to(self.device)
         return self._logits(self.model.hidden_states(new, positions, self.cache)[0])
 
-    def _read(
+    @_ordered
+    def read(
         self, contexts: Sequence[Sequence[int]], rows: Sequence[int], scored: Sequence[bool], alternatives: int
     ) -> tuple[Tensor, Tensor]:
+        """The logits after these contexts, float32 [b, v]. rows: of the cache, if there is one, that keep their keys
+        and values. Of the contexts that are scored, one after the other, also what `token_scores` gives."""
         lengths = torch.tensor([len(context) for context in contexts])
         width = padded = int(lengths.max())
         if self.cache is not None:
@@ -147,9 +149,9 @@ class OrderedModel:
         hidden = self.model.hidden_states(tokens, cache=self.cache)  # [s, b, h]
         scores = torch.empty(0)
         if any(scored):
-            to_score = torch.where(torch.tensor(scored), lengths, 1)
             # Of each token after the first: its row, and its place - 1.
-            row, place = (torch.arange(width - 1) < to_score.unsqueeze(1) - 1).nonzero().t().to(self.device)
+            to_score = torch.where(torch.tensor(scored), lengths, 1) - 1
+            row, place = (torch.arange(width - 1) < to_score.unsqueeze(1)).nonzero().t().to(self.device)
             scores = token_scores(self.model, hidden[place, row], tokens[row, place + 1], alternatives)
         return self._logits(hidden[lengths.to(self.device) - 1, range(len(contexts))]), scores
 
@@ -157,6 +159,22 @@ class OrderedModel:
         """hidden [b, h] of the last tokens, on the last stage -> float32 [b, v] on every rank."""
         logits = mpu.gather_from_model_parallel_region(self.model.logits_on_every_stage(hidden))
         return logits[:, : self.model.vocab_size].float()
+
+
+def token_scores(model: GPT2Model, hidden: Tensor, targets: Tensor, alternatives: int = 0) -> Tensor:
+    """hidden [t, h], of `model.hidden_states`, targets [t] -> float64 [t, 2 + 2a], the same on every rank of the
+    model-parallel group: ln p(target); 1 if the target is the likeliest id, of equal ones the lowest, else 0; the
+    a = `alternatives` likeliest ids; and ln p of each."""
+    scores = hidden.new_empty(len(hidden), 2 + 2 * alternatives, dtype=torch.float64)
+    if model.has_head:
+        for x, target, score_of in zip(hidden.split(ROWS), targets.split(ROWS), scores.split(ROWS), strict=True):
+            logits = mpu.gather_from_model_parallel_region(model.logits(x))[:, : model.vocab_size].float()
+            values, ids = logits.topk(alternatives)  # [t, a]
+            known = torch.cat([logits.gather(1, target.unsqueeze(1)), values], dim=1)  # [t, 1 + a]
+            known = (known - logits.logsumexp(1, keepdim=True)).double()
+            hits = (logits.argmax(1) == target).unsqueeze(1)
+            score_of.copy_(torch.cat([known[:, :1], hits, ids, known[:, 1:]], dim=1))
+    return mpu.broadcast_from_last_stage(scores)
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ class Sampling:
     """How the tokens of a continuation are chosen. They apply in the order of the fields: penalty, temperature, top-k,
     top-p.
 
-    ValueError, which names the flag, where a value cannot be.
+    ValueError, which names the flag, if a value cannot be.
     """
 
     repetition_penalty: float = 1.0  # of tokens in the text; above 1 they become less likely
@@ -31,20 +31,16 @@ class Sampling:
     alternatives: int = 0  # likeliest tokens that come with each one that is drawn
 
     def __post_init__(self) -> None:
-        for flag, good, value, meant in (
-            ("--repetition-penalty", 0 < self.repetition_penalty < math.inf, self.repetition_penalty, "above 0"),
-            (
-                "--temperature",
-                self.temperature == 0 or 1e-5 <= self.temperature < math.inf,
-                self.temperature,
-                "0, or at least 0.00001",
-            ),
-            ("--top-k", self.top_k >= 0, self.top_k, "at least 0"),
-            ("--top-p", 0 <= self.top_p <= 1, self.top_p, "from 0 to 1"),
-            ("--max-new-tokens", self.max_new_tokens >= 0, self.max_new_tokens, "at least 0"),
-            ("--seed", -(2**63) <= self.seed < 2**63, self.seed, "below 2^63"),
+        t = self.temperature
+        for name, good, meant in (
+            ("repetition_penalty", 0 < self.repetition_penalty < math.inf, "above 0"),
+            ("temperature", t == 0 or 1e-5 <= t < math.inf, "0, or at least 0.00001"),
+            ("top_k", self.top_k >= 0, "at least 0"),
+            ("top_p", 0 <= self.top_p <= 1, "from 0 to 1"),
+            ("max_new_tokens", self.max_new_tokens >= 0, "at least 0"),
+            ("seed", -(2**63) <= self.seed < 2**63, "below 2^63"),
         ):
-            require(good, f"{flag} must be {meant}, not {value}")
+            require(good, f"--{name.replace('_', '-')} must be {meant}, not {getattr(self, name)}")
         require(all(self.stop), "--stop must not be empty")
 
     @property
@@ -100,11 +96,9 @@ def filter_logits(logits: Tensor, sampling: Sampling, seen: Tensor | None = None
     logits = (logits - logits.max()) / sampling.temperature
     if 0 < sampling.top_k < logits.numel():
         logits = logits.masked_fill(logits < logits.topk(sampling.top_k).values[-1], -torch.inf)
-    return (
-        logits.masked_fill(logits < _least_of_nucleus(logits, sampling.top_p), -torch.inf)
-        if 0 < sampling.top_p < 1
-        else logits
-    )
+    if 0 < sampling.top_p < 1:
+        logits = logits.masked_fill(logits < _least_of_nucleus(logits, sampling.top_p), -torch.inf)
+    return logits
 
 
 def _least_of_nucleus(logits: Tensor, p: float) -> Tensor:

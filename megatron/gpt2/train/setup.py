@@ -30,8 +30,7 @@ from data_utils import (
 )
 from data_utils.corpora.documents import find_corpora
 from megatron.gpt2 import device as devices
-from megatron.gpt2.checkpoint.folder import find_checkpoint
-from megatron.gpt2.checkpoint.foreign import refuse_foreign
+from megatron.gpt2.checkpoint.folder import find_checkpoint, refuse_foreign
 from megatron.gpt2.checkpoint.local import assemble
 from megatron.gpt2.checkpoint.reader import Checkpoint
 from megatron.gpt2.checkpoint.source import check_facts, decay_iters

@@ -26,7 +26,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from data_utils.files import safetensors_header
-from megatron.gpt2.checkpoint.manifest import DTYPE_CODES, DTYPES
+from megatron.gpt2.checkpoint.reader import DTYPE_CODES, DTYPES
 from mpu.partition import Box
 
 FORMAT = 1

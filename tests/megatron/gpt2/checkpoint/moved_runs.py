@@ -13,24 +13,10 @@ from tests.megatron.gpt2.train.training_runs import finish, start, steps
 
 BEFORE, AFTER = 5, 5  # steps
 # The bytes tokenizer's 257 ids are padded to 258 and 516 rows: of 4 ranks two hold padding alone.
-FLAGS = [
-    "--num-layers",
-    "4",
-    "--hidden-size",
-    "48",
-    "--make-vocab-size-divisible-by",
-    "129",
-    "--ddp-bucket-size",
-    "10000",
-    "--global-batch-size",
-    "8",
-    "--micro-batch-size",
-    "2",
-    "--attention-dropout",
-    "0.1",
-    "--hidden-dropout",
-    "0.1",
-]
+FLAGS = (
+    "--num-layers 4 --hidden-size 48 --make-vocab-size-divisible-by 129 --ddp-bucket-size 10000 --global-batch-size 8 "
+    "--micro-batch-size 2 --attention-dropout 0.1 --hidden-dropout 0.1"
+).split()
 
 
 class Layout(NamedTuple):

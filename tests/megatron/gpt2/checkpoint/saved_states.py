@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from torch import Tensor
 from megatron.gpt2.checkpoint.folder import find_checkpoint
 from megatron.gpt2.checkpoint.reader import Checkpoint
 from megatron.gpt2.checkpoint.state import state_pieces, whole_parameters
-from megatron.gpt2.checkpoint.writer import Piece, write_checkpoint
+from megatron.gpt2.checkpoint.writer import Parts, Piece, write_checkpoint
 from megatron.gpt2.optimizer.flat_parameters import FlatState
 from mpu import PartitionSpec
 
@@ -52,9 +53,9 @@ def rank_files(state: dict[tuple[str, str], Tensor], mp_rank: int, mp_size: int)
     }
 
 
-def write(folder: Path, iteration: int, files: Any, **options: Any) -> Path:
+def write(folder: Path, iteration: int, files: Any, *, timeout_s: float = 60.0, **options: Any) -> Path:
     """`write_checkpoint`, by default as the only rank."""
-    chosen = {"facts": {}, "rank": 0, "world_size": 1, "attempt": "a", "timeout_s": 60.0, **options}
+    chosen = {"facts": {}, "attempt": "a", "parts": Parts(deadline=time.monotonic() + timeout_s), **options}
     return write_checkpoint(folder, iteration, files=files, **chosen)
 
 

@@ -47,6 +47,7 @@ CPU = torch.device("cpu")
 
 EIGHT = [Layout(8, 1), Layout(8, 2, True)]
 BESIDE_EIGHT = [Layout(1, 1), Layout(2, 2, True)]
+ALL = LAYOUTS + PIPELINES + EIGHT
 
 
 class Group(NamedTuple):
@@ -155,7 +156,7 @@ def save(folder: Path, ranks: Iterable[Any]) -> None:
         assert not of_rank.keys() & files.keys()
         files.update(of_rank)
         facts = {"optimizer": rank.optimizer.state_dict(), "consumed_samples": 24}
-    write_checkpoint(folder, 3, facts=facts, files=files, rank=0, world_size=1, attempt="a", timeout_s=0)
+    write_checkpoint(folder, 3, facts=facts, files=files, attempt="a")
 
 
 def assert_loads(checkpoint: Checkpoint, rank: Any, state: dict[tuple[str, str], Tensor]) -> int:
@@ -202,7 +203,7 @@ def saved(
 ) -> Iterator[tuple[dict[Layout, Path], Any, torch.dtype]]:
     """The same state, saved under every layout."""
     state, folders = global_state(), {}
-    for layout in LAYOUTS + PIPELINES + EIGHT:
+    for layout in ALL:
         ranks = ranks_of(layout, request.param)
         for rank in ranks:
             fill(rank, state, padding=torch.nan)  # what is in the padding must not matter
@@ -211,7 +212,7 @@ def saved(
     yield folders, state, request.param
 
 
-@pytest.mark.parametrize("target", LAYOUTS + PIPELINES + EIGHT, ids=str)
+@pytest.mark.parametrize("target", ALL, ids=str)
 def test_opens_every_other_layout(saved: Any, target: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
     # To start threads takes longer than to copy so little.
     monkeypatch.setattr("megatron.gpt2.checkpoint.state.in_threads", lambda work, items: [*map(work, items)])
@@ -220,7 +221,7 @@ def test_opens_every_other_layout(saved: Any, target: Layout, monkeypatch: pytes
     assert len(folders) == 22 and len(ranks) == target.world_size
     sources = BESIDE_EIGHT if target in EIGHT else LAYOUTS + PIPELINES + EIGHT * (target in BESIDE_EIGHT)
     if dtype != torch.float32:  # which has every pair, in the wide set
-        sources = sources[(LAYOUTS + PIPELINES + EIGHT).index(target) % 4 :: 4]
+        sources = sources[ALL.index(target) % 4 :: 4]
     in_memory = sum(
         parameter.numel()
         for rank in ranks
@@ -239,7 +240,7 @@ def test_the_matrix_is_about_different_things(saved: Any) -> None:
     folders, state, dtype = saved
     for layout, folder in folders.items():
         checkpoint = Checkpoint(folder / "iter_0000003")
-        assert checkpoint.global_shape("master.word_embeddings.weight") == (VOCAB, WIDTH)
+        assert checkpoint.tensors["master.word_embeddings.weight"].shape == (VOCAB, WIDTH)
         masters = [name for name in checkpoint.files if "/master" in name]
         split = layout.sharded and layout.data_parallel > 1
         assert len(masters) == layout.model_parallel * layout.pipeline * (layout.data_parallel if split else 1)

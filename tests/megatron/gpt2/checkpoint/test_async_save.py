@@ -17,7 +17,7 @@ from data_utils.files import machine_memory
 from megatron.gpt2.checkpoint import saver
 from megatron.gpt2.checkpoint import writer as checkpointing
 from megatron.gpt2.checkpoint.folder import find_checkpoint
-from megatron.gpt2.checkpoint.reader import Checkpoint
+from megatron.gpt2.checkpoint.reader import Checkpoint, FileInfo
 from megatron.gpt2.checkpoint.saver import Saver
 from megatron.gpt2.checkpoint.writer import write_tensors
 from megatron.gpt2.commands import pretrain_gpt2
@@ -111,7 +111,7 @@ def saving(folder: Path, said: list[str], **options: Any) -> Saver:
 def test_what_changes_after_the_save_began_is_not_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     go = threading.Event()
 
-    def slow(*arguments: Any) -> dict[str, Any]:
+    def slow(*arguments: Any) -> FileInfo:
         assert go.wait(240)  # until `save` has returned
         return write_tensors(*arguments)
 
@@ -166,62 +166,68 @@ def test_a_rank_that_is_gone_is_not_waited_for_on_the_way_out(tmp_path: Path, mo
 def flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Of a command line whose files take a moment to write."""
 
-    def slow(*arguments: Any) -> dict[str, Any]:
+    def slow(*arguments: Any) -> FileInfo:
         time.sleep(0.2)
         return write_tensors(*arguments)
 
     monkeypatch.setattr(checkpointing, "write_tensors", slow)
     write_text(tmp_path)
     places = f"--train-data {tmp_path}/text.txt --data-cache-path {tmp_path}/cache --save {tmp_path}/save"
-    return [
-        *SMALL,
-        *places.split(),
-        *["--async-save", "--save-interval", "2", "--train-iters", "3", "--keep-last", "2"],
-    ]
+    return [*SMALL, *places.split(), *"--async-save --save-interval 2 --train-iters 3 --keep-last 2".split()]
+
+
+def stopped(run: Run) -> None:
+    train_step(run)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def without_gradient(run: Run) -> None:
+    if run.progress.iteration == 2:
+        raise FloatingPointError("no gradient")
+    train_step(run)
+
+
+def without_peer(run: Run) -> None:
+    if run.progress.iteration == 2:
+        raise RuntimeError("a peer is gone")
+    train_step(run)
 
 
 @pytest.mark.parametrize(
-    ("more", "committed"), [([], [2, 3]), (["--exit-interval", "1"], [1]), (["--exit-interval", "2"], [2])]
+    ("more", "step", "code", "committed"),
+    [
+        ("", train_step, 0, [2, 3]),
+        ("--exit-interval 1", train_step, 0, [1]),
+        ("--exit-interval 2", train_step, 0, [2]),
+        ("", stopped, 0, [1]),
+        ("", without_gradient, 1, [2]),
+        ("", without_peer, None, [2]),
+    ],
 )
-def test_the_end_of_a_run_waits(flags: list[str], tmp_path: Path, more: list[str], committed: list[int]):
-    assert pretrain_gpt2.main([*flags, *more]) == 0
+def test_every_end_of_a_run_waits(
+    flags: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    more: str,
+    step: Any,
+    code: int | None,
+    committed: list[int],
+):
+    monkeypatch.setattr(loop, "train_step", step)
+    if code is None:
+        with pytest.raises(RuntimeError, match="a peer is gone"):
+            pretrain_gpt2.main(flags)
+    else:
+        assert pretrain_gpt2.main([*flags, *more.split()]) == code
     assert sorted(path.name for path in (tmp_path / "save").glob("iter_*")) == [f"iter_000000{i}" for i in committed]
     checkpoint = find_checkpoint(tmp_path / "save", log=pytest.fail)
     assert checkpoint is not None and checkpoint.iteration == committed[-1]
 
 
-def test_sigterm_waits(flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    def stopped(run: Run) -> None:
-        train_step(run)
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    monkeypatch.setattr(loop, "train_step", stopped)
-    assert pretrain_gpt2.main(flags) == 0
-    checkpoint = find_checkpoint(tmp_path / "save", log=pytest.fail)
-    assert checkpoint is not None and checkpoint.iteration == 1
-
-
-@pytest.mark.parametrize("error", [FloatingPointError("no gradient"), RuntimeError("a peer is gone")])
-def test_an_error_waits(flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception):
-    def failing(run: Run) -> None:
-        if run.progress.iteration == 2:
-            raise error
-        train_step(run)
-
-    monkeypatch.setattr(loop, "train_step", failing)
-    if isinstance(error, FloatingPointError):
-        assert pretrain_gpt2.main(flags) == 1
-    else:
-        with pytest.raises(RuntimeError, match="a peer is gone"):
-            pretrain_gpt2.main(flags)
-    checkpoint = find_checkpoint(tmp_path / "save", log=pytest.fail)
-    assert checkpoint is not None and checkpoint.iteration == 2
-
-
 def test_a_last_save_that_fails_is_exit_code_1(
-    flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    flags: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    def full(folder: Path, file: str, *rest: Any) -> dict[str, Any]:
+    def full(folder: Path, file: str, *rest: Any) -> FileInfo:
         raise OSError(f"{folder / file}: cannot write")
 
     monkeypatch.setattr(checkpointing, "write_tensors", full)

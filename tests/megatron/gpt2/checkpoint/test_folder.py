@@ -21,8 +21,7 @@ from typing import Any
 import pytest
 
 from megatron.gpt2.checkpoint.folder import TRACKER, Gather, best_loss, find_checkpoint, lock_folder
-from megatron.gpt2.checkpoint.manifest import MANIFEST
-from megatron.gpt2.checkpoint.reader import Checkpoint
+from megatron.gpt2.checkpoint.reader import MANIFEST, Checkpoint
 from megatron.gpt2.commands import pretrain_gpt2
 from megatron.gpt2.dist import run_program
 from tests.distributed import run_ranks

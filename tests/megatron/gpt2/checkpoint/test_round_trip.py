@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import random
+import shutil
 from pathlib import Path
 
 import pytest
@@ -13,15 +14,16 @@ import torch
 from torch import Tensor
 
 import mpu
-from megatron.gpt2.checkpoint import manifest, reader
-from megatron.gpt2.checkpoint.boxes import check_cover
-from megatron.gpt2.checkpoint.folder import TRACKER
-from megatron.gpt2.checkpoint.manifest import MANIFEST, file_header
-from megatron.gpt2.checkpoint.reader import Checkpoint
+from megatron.gpt2.checkpoint import reader
+from megatron.gpt2.checkpoint.folder import TRACKER, find_checkpoint
+from megatron.gpt2.checkpoint.reader import MANIFEST, Checkpoint, file_header
+from megatron.gpt2.checkpoint.source import check_cover
 from megatron.gpt2.checkpoint.state import load_rng, load_state, rng_pieces
 from megatron.gpt2.checkpoint.writer import Piece, write_tensors
+from megatron.gpt2.generate.load_model import load_for_inference
 from megatron.gpt2.optimizer.flat_parameters import FlatState
 from mpu import Box, PartitionSpec
+from tests.conftest import tool
 from tests.megatron.gpt2.checkpoint.saved_states import (
     SPECS,
     full_state,
@@ -61,7 +63,7 @@ def test_several_boxes_of_one_tensor_in_a_file(tmp_path: Path) -> None:
         write(tmp_path, 1, {f"mp_rank_00/optim_dp_0{rank}.safetensors": pieces}, rank=rank, world_size=2)
     checkpoint = Checkpoint(tmp_path / "iter_0000001")
     assert checkpoint.names() == ["x"]
-    assert checkpoint.global_shape("x") == (4, 6)
+    assert checkpoint.tensors["x"].shape == (4, 6)
     assert torch.equal(checkpoint.read("x"), full)
     assert torch.equal(checkpoint.read("x", (1, 2), (2, 3)), full[1:3, 2:5])
     with pytest.raises(ValueError, match="does not contain"):
@@ -185,7 +187,6 @@ def test_a_load_opens_no_table_that_it_does_not_need(tmp_path: Path) -> None:
         write(tmp_path, 1, {f"mp_rank_00/x_dp_{rank:02d}.safetensors": {"x": piece}}, rank=rank, world_size=4)
     checkpoint = Checkpoint(tmp_path / "iter_0000001")
     assert torch.equal(checkpoint.read("x", (3, 1), (2, 2)), whole[3:5, 1:3])
-    assert checkpoint.tables_read == ["boxes/rank_00001.jsonl", "boxes/rank_00002.jsonl"]
     (checkpoint.path / "boxes/rank_00003.jsonl").write_bytes(b"")
     assert torch.equal(checkpoint.read("x", (0, 0), (6, 4)), whole[:6])
     with pytest.raises(ValueError, match=r"rank_00003.jsonl: has 0 bytes instead of"):
@@ -196,7 +197,6 @@ def test_boxes_of_more_than_one_manifest_holds(tmp_path: Path, monkeypatch: pyte
     """With a limit that this many boxes exceed, as those of a thousand ranks exceed the true one. Masters and moments,
     cut alike, share what the manifest says of them."""
     limit, kinds = 20_000, ("master", "exp_avg", "exp_avg_sq")
-    monkeypatch.setattr(manifest, "MAX_BYTES", limit)
     monkeypatch.setattr(reader, "MAX_BYTES", limit)
     for rank in reversed(range(16)):
         piece = Piece(torch.full((1, 2), float(rank)), (16, 2), (rank, 0))
@@ -209,4 +209,41 @@ def test_boxes_of_more_than_one_manifest_holds(tmp_path: Path, monkeypatch: pyte
     assert json.loads(said)["held"] == [[[rank, rank, rank + 1, 2] for rank in range(16)]]
     again = Checkpoint(checkpoint.path)
     assert torch.equal(again.read("exp_avg.7", (5, 0), (2, 2)), torch.tensor([[5.0, 5.0], [6.0, 6.0]]))
-    assert len(again.tables_read) == 2
+
+
+# ---------------------------------------------------------------------------------------------------- version 1
+
+# Of names and values, as the program of its time read them.
+VALUES = "51a1e16ca887702a72ed94f9af38b9afabe8aa1833a34a7c5d594fceb6b8aea4"
+
+
+@pytest.fixture
+def version_1(tmp_path: Path) -> Path:
+    """A save folder that the first version's program wrote: 2 x 2 ranks with a sharded optimizer."""
+    shutil.unpack_archive(Path(__file__).parent / "version_1.tar.gz", tmp_path / "version_1", filter="data")
+    return tmp_path / "version_1"
+
+
+def test_version_1_has_every_value_that_it_had(version_1: Path) -> None:
+    assert json.loads((version_1 / "iter_0000003" / MANIFEST).read_bytes())["version"] == 1
+    checkpoint = find_checkpoint(version_1, log=pytest.fail)
+    assert checkpoint is not None and checkpoint.iteration == 3 and checkpoint.verify() == ""
+    values = hashlib.sha256()
+    for name in sorted(checkpoint.names()):
+        values.update(name.encode() + checkpoint.read(name).view(-1).view(torch.uint8).numpy().tobytes())
+    assert values.hexdigest() == VALUES and len(checkpoint.names()) == 4 * 16
+    victim = checkpoint.path / "mp_rank_01/master_dp_00.safetensors"
+    data = victim.read_bytes()
+    victim.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    assert Checkpoint(checkpoint.path).damage() == f"{victim}: damaged: its sha256 is not the one in {MANIFEST}"
+
+
+def test_the_tools_read_version_1(version_1: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main, merged = tool("checkpoint").main, tmp_path / "merged"
+    for words in (["verify"], ["inspect"], ["merge", str(merged)], ["diff", str(merged)]):
+        assert main([words[0], str(version_1), *words[1:]]) == 0
+    assert "mp_rank_01/exp_avg_sq_dp_01.safetensors" in capsys.readouterr().out
+    assert json.loads((merged / "iter_0000003" / MANIFEST).read_bytes())["version"] == 2
+    mpu.initialize_model_parallel(1)
+    tokenizer = load_for_inference(version_1, torch.device("cpu"), torch.float32, log=pytest.fail).tokenizer
+    assert tokenizer.kind == "bytes" and (version_1 / "tokenizer/tokenizer.json").exists(), "as it was called then"

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict_loader import load as load_dcp
 from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 
-from megatron.gpt2.checkpoint.foreign import refuse_foreign
+from megatron.gpt2.checkpoint.folder import refuse_foreign
 from megatron.gpt2.commands import checkpoint
 from megatron.gpt2.formats import Hints, Source, open_source, recognise
 from tests.distributed import run_ranks
@@ -171,7 +171,7 @@ def test_the_heads_are_asked_for_and_the_vocabulary_is_cut(folders: Path):
     with pytest.raises(ValueError, match="convert .* --to native --num-attention-heads N"):
         refuse_foreign(folders / "nanogpt")
     cut = opened(folders / "huggingface", Hints(num_attention_heads=4, vocab_size=99))
-    assert cut.facts["vocab_size"] == 99 and cut.global_shape("exp_avg.word_embeddings.weight") == (99, 48)
+    assert cut.facts["vocab_size"] == 99 and cut.tensors["exp_avg.word_embeddings.weight"].shape == (99, 48)
 
 
 def write(folder: Path, **tensors: Tensor) -> Path:

@@ -117,10 +117,10 @@ def test_without_a_flag_the_vocabulary_is_the_padded_size():
         source = open_source(
             TEST_DATA / name / "checkpoint", replace(hints_for(name), vocab_size=None), log=lines.append
         )
-        assert source.facts["vocab_size"] == padded == source.global_shape("model.word_embeddings.weight")[0]
+        assert source.facts["vocab_size"] == padded == source.tensors["model.word_embeddings.weight"].shape[0]
         assert "--vocab-size" in lines[-1] and str(padded) in lines[-1]
         cut = open_genuine(name)
-        assert cut.global_shape("model.word_embeddings.weight") == (TRUE_VOCABULARY, 64)
+        assert cut.tensors["model.word_embeddings.weight"].shape == (TRUE_VOCABULARY, 64)
         assert torch.equal(
             source.read("model.word_embeddings.weight", (0, 0), (TRUE_VOCABULARY, 64)),
             cut.read("model.word_embeddings.weight"),
@@ -223,7 +223,7 @@ def test_the_optimizer_of_2019_goes_on(world_size: int):
     assert rate == pytest.approx(0.03 * (1 - 2 / 99))
     expected, step = {}, 4  # three were taken
     for name in names:
-        gradients = gradient(name, source.global_shape(f"model.{name}"))
+        gradients = gradient(name, source.tensors[f"model.{name}"].shape)
         first = 0.9 * joined("exp_avg", name) + 0.1 * gradients
         second = 0.999 * joined("exp_avg_sq", name) + 0.001 * gradients**2
         update = (first / (1 - 0.9**step)) / ((second / (1 - 0.999**step)).sqrt() + 1e-8)
@@ -328,7 +328,7 @@ def test_every_version_is_read_to_the_last_bit(tmp_path: Path, form: str, versio
     )
     assert source.names() == [f"model.{name}" for name in weights]
     for name, value in weights.items():
-        assert source.global_shape(f"model.{name}") == tuple(value.shape)
+        assert source.tensors[f"model.{name}"].shape == tuple(value.shape)
         assert torch.equal(source.read(f"model.{name}"), value), name
     assert ModelConfig(**source.facts["config"]["model"]) == replace(SHAPE, gelu="tanh")
 

@@ -22,11 +22,12 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_dcp
 from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 
 import mpu
+from megatron.gpt2.checkpoint.source import check_cover
 from megatron.gpt2.checkpoint.state import load_state
 from megatron.gpt2.commands import checkpoint, pretrain_gpt2
 from megatron.gpt2.config import ModelConfig, OptimizerConfig
 from megatron.gpt2.formats import Source, open_source, recognise
-from megatron.gpt2.formats.dcp import METADATA, DcpFolder, check_cover, read_metadata
+from megatron.gpt2.formats.dcp import METADATA, DcpFolder, read_metadata
 from megatron.gpt2.formats.foreign import ForeignSource, LazyTensor
 from megatron.gpt2.formats.megatron_model import Layout
 from megatron.gpt2.formats.native import write_native

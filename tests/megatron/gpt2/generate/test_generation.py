@@ -21,7 +21,7 @@ from megatron.gpt2.checkpoint.state import state_pieces, whole_parameters
 from megatron.gpt2.checkpoint.writer import write_checkpoint
 from megatron.gpt2.config import ModelConfig
 from megatron.gpt2.formats.huggingface import write_huggingface
-from megatron.gpt2.generate import scoring
+from megatron.gpt2.generate import orders
 from megatron.gpt2.generate.generation import Continuation, Finished, GeneratedToken, Generator, generate
 from megatron.gpt2.generate.load_model import load_for_inference
 from megatron.gpt2.generate.orders import untimed_group
@@ -117,7 +117,7 @@ def prompt_scores(model: GPT2Model, **options: Any) -> list[tuple[list[float], l
 
 
 def test_prompts_are_scored_as_texts_are(model: GPT2Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scoring, "ROWS", 7)  # of logits at a time
+    monkeypatch.setattr(orders, "ROWS", 7)  # of logits at a time
     found = prompt_scores(model)
     assert [len(nats) for nats, _ in found] == [15, 0, 0, 31, 2], "of a prompt that is too long, its end"
     for (nats, likeliest), (prompt, alternatives) in zip(found, SCORED, strict=True):
@@ -309,10 +309,7 @@ def save(model: GPT2Model, folder: Path) -> None:
             "tokenizer": {"fingerprint": TOKENIZER.fingerprint},
         },
         files={"mp_rank_00/model.safetensors": pieces},
-        rank=0,
-        world_size=1,
         attempt="a",
-        timeout_s=1,
     )
     TOKENIZER.save(folder / "tokenizer")
 
