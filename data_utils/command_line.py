@@ -69,7 +69,7 @@ class NoProgressBar:
     def update(self, *values: object, **options: object) -> None:
         """Nothing is drawn."""
 
-    clear = close = set_postfix_str = __exit__ = update
+    clear = close = __exit__ = update
 
     def write(self, text: str, file: TextIO) -> None:
         """Print a line."""

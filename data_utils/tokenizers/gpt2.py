@@ -8,6 +8,7 @@ tokens first), so ids are looked up from ranks. No engine gets special tokens, s
 
 import base64
 import functools
+import itertools
 import json
 import re
 import reprlib
@@ -51,11 +52,9 @@ REMEMBERED_BYTES = 1 << 29
 def byte_alphabet() -> list[str]:
     """The character that stands for each byte in GPT-2's files: the byte's own if it prints, else one from U+0100 on.
     256 of them, by byte."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    characters = {value: chr(value) for value in printable}
-    for value in range(256):
-        characters.setdefault(value, chr(256 + len(characters) - len(printable)))
-    return [characters[value] for value in range(256)]
+    printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+    others = itertools.count(256)
+    return [chr(value if value in printable else next(others)) for value in range(256)]
 
 
 def bpe_engine() -> str | None:
@@ -146,19 +145,12 @@ def gigatoken(ranked: Sequence[bytes]) -> Gigatoken | None:
 class BytePairTokenizer(Tokenizer):
     """A byte-level BPE.
 
-    ranked: the tokens in the order in which they were learnt. ids: the id of each of them. token_bytes: the bytes of
-    every id. files: the names and contents that make this tokenizer again. ValueError if no library that runs it is
-    installed.
+    ranked: the tokens in the order in which they were learnt. ids: the id of each of them, below `vocab_size`. files:
+    the names and contents that make this tokenizer again. ValueError if no library that runs it is installed.
     """
 
     def __init__(
-        self,
-        kind: str,
-        ranked: Sequence[bytes],
-        ids: Sequence[int],
-        token_bytes: Sequence[bytes],
-        eod: int,
-        files: dict[str, bytes],
+        self, kind: str, ranked: Sequence[bytes], ids: Sequence[int], vocab_size: int, eod: int, files: dict[str, bytes]
     ) -> None:
         engine = bpe_engine()
         if engine is None:
@@ -171,6 +163,8 @@ class BytePairTokenizer(Tokenizer):
         self._ranks_of = (_tiktoken if engine == "tiktoken" else _hf_tokenizers)(ranked)
         self._ids = None if list(ids) == list(range(len(ranked))) else np.asarray(ids, dtype=np.int32)
         fingerprint = fingerprint_of("byte-level BPE", PATTERN, json.dumps([list(ids), eod]), *ranked)
+        bytes_of = dict(zip(ids, ranked, strict=True))
+        token_bytes = [bytes_of.get(number, b"") for number in range(vocab_size)]
         super().__init__(kind, token_bytes, eod, fingerprint, files)
 
     @functools.cached_property
@@ -231,7 +225,7 @@ def builtin_tokenizer(path: Path | None = None) -> BytePairTokenizer:
     except (ValueError, TypeError, RecursionError) as error:
         raise ValueError(f"{name} is damaged: {one_line(error)}") from None
     eod = len(ranked)
-    return BytePairTokenizer("builtin", ranked, range(eod), [*ranked, b""], eod, {BUILTIN_FILE: data})
+    return BytePairTokenizer("builtin", ranked, range(eod), eod + 1, eod, {BUILTIN_FILE: data})
 
 
 def gpt2_tokenizer(
@@ -265,8 +259,5 @@ def gpt2_tokenizer(
     tokens[:256] = sorted(alphabet, key=vocabulary.__getitem__)  # GPT-2's own ids are then its ranks
     ranked = _byte_strings(tokens, merge_name)
     ids = [vocabulary[token] for token in tokens]
-    token_bytes = [b""] * len(vocabulary)
-    for number, value in zip(ids, ranked, strict=True):
-        token_bytes[number] = value
     files = {"encoder.json": vocab_data, "vocab.bpe": merge_data}
-    return BytePairTokenizer("GPT2BPETokenizer", ranked, ids, token_bytes, vocabulary[END_OF_TEXT], files)
+    return BytePairTokenizer("GPT2BPETokenizer", ranked, ids, len(vocabulary), vocabulary[END_OF_TEXT], files)

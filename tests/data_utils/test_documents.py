@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -21,15 +22,18 @@ from data_utils.corpora.documents import (
     texts_of,
 )
 from tests.conftest import ROOT
+from tests.data_utils.made import BAD_LINES, write
 
-
-def write(path: Path, content: str | bytes) -> str:
-    path.write_bytes(content.encode() if isinstance(content, str) else content)
-    return str(path)
+TEXTS = [f"document {number}" for number in range(3)]
 
 
 def lines(count: int, key: str = "text") -> str:
     return "".join(json.dumps({"id": number, key: f"document {number}"}) + "\n" for number in range(count))
+
+
+def zstd(data: bytes) -> bytes:
+    packed: bytes = pytest.importorskip("zstandard").compress(data)
+    return packed
 
 
 def read(path: str, text_key: str | None = None) -> tuple[list[str], list[str]]:
@@ -37,26 +41,27 @@ def read(path: str, text_key: str | None = None) -> tuple[list[str], list[str]]:
     return list(documents(path, text_key, said.append)), said
 
 
-def test_loose_json_in_all_its_forms(tmp_path: Path) -> None:
-    expected = [f"document {number}" for number in range(3)]
-    items = [{"id": number, "text": text} for number, text in enumerate(expected)]
-    for name, content in (
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
         ("a.jsonl", lines(3)),
         ("a.json", lines(3).rstrip()),
-        ("b.json", json.dumps(items, indent=1)),
+        ("b.json", json.dumps([{"text": text} for text in TEXTS], indent=1)),
         ("c.jsonl", "\ufeff\n" + lines(3) + "\n\n"),
         ("d.json", lines(3, "sentence")),
-    ):
-        assert read(write(tmp_path / name, content))[0] == expected
-    assert read(write(tmp_path / "a.jsonl.gz", gzip.compress(lines(3).encode())))[0] == expected
-    zstandard = pytest.importorskip("zstandard")
-    frames = [
-        b"\x50\x2a\x4d\x18\x03\0\0\0abc",
-        *(zstandard.compress(lines(3).encode()[part]) for part in (slice(20), slice(20, None))),
-    ]
-    assert read(write(tmp_path / "a.jsonl.zst", b"".join(frames)))[0] == expected
-    assert read(write(tmp_path / "e.jsonl", lines(3, "body")), "body")[0] == expected
-    assert any("'sentence'" in line for line in read(str(tmp_path / "d.json"))[1])
+        ("e.jsonl.gz", gzip.compress(lines(3).encode())),
+    ],
+)
+def test_loose_json_in_all_its_forms(tmp_path: Path, name: str, content: str | bytes) -> None:
+    found, said = read(write(tmp_path / name, content))
+    assert found == TEXTS and any("'sentence'" in line for line in said) == (name == "d.json")
+
+
+def test_zstd_of_several_frames_and_another_key(tmp_path: Path) -> None:
+    content = lines(3, "body").encode()
+    skipped = b"\x50\x2a\x4d\x18\x03\0\0\0abc"
+    path = write(tmp_path / "a.jsonl.zst", skipped + zstd(content[:20]) + zstd(content[20:]))
+    assert read(path, "body")[0] == TEXTS
 
 
 def test_the_default_key_is_the_one_that_is_read(tmp_path: Path) -> None:
@@ -77,18 +82,6 @@ def test_plain_text_is_one_document_byte_for_byte(tmp_path: Path) -> None:
     assert read(write(tmp_path / "b.text.gz", gzip.compress(text.encode())))[0] == [text]
 
 
-BAD_LINES = [
-    b'{"text": "half',
-    b'{"id": 1}',
-    b'{"text": 5}',
-    b'["text"]',
-    b'{"text": "\\ud800"}',
-    b'{"text": "\xff"}',
-    b"[" * 100_000,
-    b'{"text": ' + b"9" * 10_000 + b"}",
-]
-
-
 @pytest.mark.parametrize("bad", BAD_LINES, ids=range(len(BAD_LINES)))
 def test_bad_lines_are_skipped_counted_and_named(tmp_path: Path, bad: bytes) -> None:
     content = lines(700).encode() + bad + b"\n" + lines(700).encode() + b'{"text": ""}\n'
@@ -98,51 +91,41 @@ def test_bad_lines_are_skipped_counted_and_named(tmp_path: Path, bad: bytes) -> 
     assert any("of 1402 lines 1 bad and 1 empty" in line for line in said)
 
 
-def test_too_many_bad_lines_are_an_error(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.jsonl", lines(10) + "{\n")
-    with pytest.raises(ValueError, match=r"a\.jsonl:11: .*1 of 11 lines.*--max-bad-fraction 0\.001: .*--text-key"):
-        read(path)
-    assert len(list(documents(path, None, print, 0.1))) == 10
-
-
-def test_a_wrong_key_is_an_error_that_names_the_right_ones(tmp_path: Path) -> None:
-    for count in (5, 3000):
-        with pytest.raises(ValueError, match=r"a\.jsonl:1: no field 'body', .* 'id', 'text'; .*--text-key") as error:
-            read(write(tmp_path / "a.jsonl", lines(count)), "body")
-        assert "\n" not in str(error.value)
-    with pytest.raises(ValueError, match="neither text nor sentence .*'id', 'body'"):
-        read(write(tmp_path / "b.jsonl", lines(5, "body")))
-
-
 @pytest.mark.parametrize(
-    ("name", "content"),
-    [("a.txt", b""), ("a.jsonl", b""), ("a.jsonl", b"\n\n"), ("a.json", b"[]"), ("a.jsonl", b'{"text": ""}\n')],
+    ("name", "content", "key", "said"),
+    [
+        ("a.jsonl", lines(10) + "{\n", None, r"a\.jsonl:11: .*1 of 11 lines.*--max-bad-fraction 0\.001: .*--text-key"),
+        ("a.jsonl", lines(5), "body", r"a\.jsonl:1: no field 'body', .* 'id', 'text'; .*--text-key"),
+        ("a.jsonl", lines(3000), "body", r"a\.jsonl:1: no field 'body', .* 'id', 'text'; .*--text-key"),
+        ("a.jsonl", lines(5, "body"), None, "neither text nor sentence .*'id', 'body'"),
+        ("a.txt", b"one\n\xe9t\xe9\n", None, r"a\.txt:2: .*convert the file to UTF-8"),
+        ("a.txt", b"", None, "holds no text"),
+        ("a.jsonl", b"", None, "holds no text"),
+        ("a.jsonl", b"\n\n", None, "holds no text"),
+        ("a.json", b"[]", None, "holds no text"),
+        ("a.jsonl", b'{"text": ""}\n', None, "holds no text"),
+        ("a.json", b'[{"text": "a"},', None, "begins as a JSON array"),
+    ],
 )
-def test_an_empty_corpus_is_an_error(tmp_path: Path, name: str, content: bytes) -> None:
-    with pytest.raises(ValueError, match="holds no text"):
-        read(write(tmp_path / name, content))
+def test_files_that_are_refused(tmp_path: Path, name: str, content: str | bytes, key: str | None, said: str) -> None:
+    with pytest.raises(ValueError, match=said) as error:
+        read(write(tmp_path / name, content), key)
+    assert "\n" not in str(error.value)
 
 
-def test_plain_text_that_is_not_utf8(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"a\.txt:2: .*convert the file to UTF-8"):
-        read(write(tmp_path / "a.txt", b"one\n\xe9t\xe9\n"))
+def test_a_few_bad_lines_may_be_allowed(tmp_path: Path) -> None:
+    assert len(list(documents(write(tmp_path / "a.jsonl", lines(10) + "{\n"), None, print, 0.1))) == 10
     found, said = read(write(tmp_path / "b.txt", b"line\n" * 2000 + b"\xff\n" + b"line\n"))
     assert found == ["line\n" * 2001] and "b.txt:2001" in said[0]
     assert sum("of 2002 lines 1 bad" in line for line in said) == 1
 
 
-def test_damaged_and_foreign_files(tmp_path: Path) -> None:
-    packed = gzip.compress(lines(1000).encode())
-    for content in (packed[:-20], packed[:200] + bytes(50) + packed[250:]):
-        with pytest.raises(ValueError, match=r"a\.jsonl\.gz is damaged"):
-            read(write(tmp_path / "a.jsonl.gz", content))
-    zstandard = pytest.importorskip("zstandard")
-    squeezed = zstandard.compress(lines(1000).encode())
-    for content in (squeezed[:-1], squeezed[:200], squeezed + squeezed[:100], b"\x28\xb5\x2f\xfd0000"):
-        with pytest.raises(ValueError, match=r"a\.jsonl\.zst is damaged"):
-            read(write(tmp_path / "a.jsonl.zst", content))
-    with pytest.raises(ValueError, match="begins as a JSON array"):
-        read(write(tmp_path / "a.json", b'[{"text": "a"},'))
+@pytest.mark.parametrize("pack", [gzip.compress, zstd])
+def test_damaged_compression(tmp_path: Path, pack: Callable[[bytes], bytes]) -> None:
+    whole = pack(lines(1000).encode())
+    for content in (whole[:-1], whole[:200], whole + whole[:100], whole[:200] + bytes(50) + whole[250:]):
+        with pytest.raises(ValueError, match=r"a\.jsonl is damaged"):
+            read(write(tmp_path / "a.jsonl", content))
 
 
 def test_missing_files_and_folders(tmp_path: Path) -> None:
@@ -154,15 +137,13 @@ def test_missing_files_and_folders(tmp_path: Path) -> None:
 
 
 def test_a_folder_of_shards_is_its_files(tmp_path: Path) -> None:
-    for name in ("b.jsonl", "a.json.gz", "c.txt", ".d.jsonl.tmp", ".e.jsonl", "README.md"):
-        write(tmp_path / name, lines(1))
     (tmp_path / "manifests").mkdir()
-    write(tmp_path / "manifests" / "b.json", "{}")
+    for name in ("b.jsonl", "a.json.gz", "c.txt", ".d.jsonl.tmp", ".e.jsonl", "README.md", "manifests/b.md"):
+        write(tmp_path / name, lines(1))
     expected = [str(tmp_path / name) for name in ("a.json.gz", "b.jsonl", "c.txt")]
     assert files_of(str(tmp_path), "--train-data") == expected
-    assert files_of("builtin", "--train-data") == ["builtin"]
-    assert files_of(str(tmp_path / "README.md"), "--train-data") == [str(tmp_path / "README.md")]
-    (tmp_path / "manifests" / "b.json").unlink()
+    for path in ("builtin", str(tmp_path / "README.md")):
+        assert files_of(path, "--train-data") == [path]
     with pytest.raises(FileNotFoundError, match="--test-data: .*no file of JSON lines or text"):
         files_of(str(tmp_path / "manifests"), "--test-data")
 
@@ -222,18 +203,18 @@ def test_the_current_folders_file_and_the_variables(corpora: Path, monkeypatch: 
 @pytest.mark.parametrize(
     "content",
     [
-        [],
-        {"x": []},
-        {"x": {"files": "a"}},
-        {"x": {"files": []}},
-        {"x": {"files": ["a"], "key": "b"}},
-        {"x": {"files": ["a"], "text_key": 1}},
-        {"x": {"text_key": "a"}},
+        "[]",
+        '{"x": []}',
+        '{"x": {"files": "a"}}',
+        '{"x": {"files": []}}',
+        '{"x": {"files": ["a"], "key": "b"}}',
+        '{"x": {"files": ["a"], "text_key": 1}}',
+        '{"x": {"text_key": "a"}}',
     ],
 )
-def test_a_file_of_corpora_that_is_not_of_this_form(tmp_path: Path, content: object) -> None:
+def test_a_file_of_corpora_that_is_not_of_this_form(tmp_path: Path, content: str) -> None:
     with pytest.raises(ValueError, match=r'c\.json.*"files": \["PATH"\]'):
-        read_corpora(Path(write(tmp_path / "c.json", json.dumps(content))))
+        read_corpora(Path(write(tmp_path / "c.json", content)))
 
 
 # --- the built-in corpus
@@ -243,10 +224,9 @@ def test_the_builtin_corpus_is_prose() -> None:
     found, said = read("builtin")
     assert len(found) > 300 and 8e5 < sum(map(len, found)) < 2e6 and not said
     assert all(found) and tuple(found) == builtin_documents()
-    for part in (
-        "Collapse and truncate the given text to fit in the given width.",  # a docstring
-        "There are three types of numeric literals",
-    ):  # a topic
+    docstring = "Collapse and truncate the given text to fit in the given width."
+    topic = "There are three types of numeric literals"
+    for part in (docstring, topic):
         assert any(part in text for text in found)
     lines = [line for text in found for line in text.splitlines()]
     assert len(lines) > 3000 and all(is_prose(line) for line in lines)

@@ -1,8 +1,11 @@
-"""Token files: pairs of ours and of megatron-core, byte for byte, the files of nanoGPT and llm.c, merged and damaged."""
+"""Token files: pairs of ours and of megatron-core, byte for byte, the files of nanoGPT and llm.c, merged and damaged;
+and how files are replaced."""
 
 from __future__ import annotations
 
+import os
 import random
+import re
 import struct
 import warnings
 from pathlib import Path
@@ -11,10 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from data_utils import IndexedDataset, IndexedDatasetBuilder
-from data_utils.indexed_dataset import ForeignBin, open_tokens, token_dtype
+from data_utils import IndexedDataset, IndexedDatasetBuilder, files
+from data_utils.indexed_dataset import ForeignBin, open_tokens, token_dtype, write_manifest
 from data_utils.preprocessing.preprocess import merge
-from tests.data_utils.made import write_pair
+from tests.data_utils.made import write, write_pair
 
 torch = pytest.importorskip("torch")
 DOCUMENTS = [[1, 2, 3], [], [40_000], list(range(7))]
@@ -22,6 +25,10 @@ DOCUMENTS = [[1, 2, 3], [], [40_000], list(range(7))]
 
 def documents_of(data: Any) -> list[list[int]]:
     return [list(data[number]) for number in range(len(data))]
+
+
+def bytes_of(prefix: Path) -> list[bytes]:
+    return [Path(f"{prefix}{suffix}").read_bytes() for suffix in (".bin", ".idx")]
 
 
 @pytest.mark.parametrize("vocab_size", [50_257, 65_500])
@@ -40,22 +47,20 @@ def test_what_is_written_is_read(tmp_path: Path, vocab_size: int) -> None:
 
 def test_the_bytes_are_those_of_the_format(tmp_path: Path) -> None:
     write_pair(tmp_path / "a", DOCUMENTS)
-    expected = (
-        b"MMIDIDX\0\0"
-        + struct.pack("<QBQQ", 1, 8, 4, 5)
-        + struct.pack("<4i", 3, 0, 1, 7)
-        + struct.pack("<4q", 0, 6, 6, 8)
-        + struct.pack("<5q", 0, 1, 2, 3, 4)
+    lengths, pointers, firsts = (
+        struct.pack("<4i", 3, 0, 1, 7),
+        struct.pack("<4q", 0, 6, 6, 8),
+        struct.pack("<5q", *range(5)),
     )
-    assert (tmp_path / "a.idx").read_bytes() == expected
-    assert (tmp_path / "a.bin").read_bytes() == struct.pack("<11H", *sum(DOCUMENTS, []))
+    index = b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, 8, 4, 5) + lengths + pointers + firsts
+    assert bytes_of(tmp_path / "a") == [struct.pack("<11H", *sum(DOCUMENTS, [])), index]
 
 
 def test_several_sequences_a_document_modes_and_an_empty_pair(tmp_path: Path) -> None:
     header = b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, 4, 3, 3)
     arrays = struct.pack("<3i", 1, 2, 1) + struct.pack("<3q", 0, 4, 12) + struct.pack("<3q", 0, 2, 3) + b"\0\1\0"
-    (tmp_path / "a.idx").write_bytes(header + arrays)
-    (tmp_path / "a.bin").write_bytes(struct.pack("<4i", 5, 6, 7, 8))
+    write(tmp_path / "a.idx", header + arrays)
+    write(tmp_path / "a.bin", struct.pack("<4i", 5, 6, 7, 8))
     assert documents_of(IndexedDataset(tmp_path / "a")) == [[5, 6, 7], [8]]
     assert len(IndexedDataset(write_pair(tmp_path / "empty", []))) == 0
 
@@ -85,16 +90,12 @@ def write_theirs(theirs: Any, prefix: Path, documents: list[list[int]], vocab_si
     builder.finalize(f"{prefix}.idx")
 
 
-def files_of(prefix: Path) -> list[bytes]:
-    return [Path(f"{prefix}{suffix}").read_bytes() for suffix in (".bin", ".idx")]
-
-
 @pytest.mark.parametrize("vocab_size", [50_257, 65_499, 65_500, 100_000])
 def test_the_same_bytes_as_megatron_core_and_both_read_them(theirs: Any, tmp_path: Path, vocab_size: int) -> None:
     documents = some_documents(vocab_size, vocab_size)
     write_theirs(theirs, tmp_path / "theirs", documents, vocab_size)
     write_pair(tmp_path / "ours", documents, token_dtype(vocab_size))
-    assert files_of(tmp_path / "theirs") == files_of(tmp_path / "ours")
+    assert bytes_of(tmp_path / "theirs") == bytes_of(tmp_path / "ours")
     there = theirs.IndexedDataset(str(tmp_path / "ours"))
     assert documents_of(IndexedDataset(tmp_path / "theirs")) == documents
     assert [there[number].tolist() for number in range(len(there))] == documents
@@ -109,7 +110,7 @@ def test_merging_gives_megatrons_bytes_of_several_sequences_a_document_too(their
         builder.add_index(str(tmp_path / f"part{number}"))
     builder.finalize(str(tmp_path / "theirs.idx"))
     merge([str(tmp_path / "part0"), str(tmp_path / "part1")], str(tmp_path / "ours"), 0)
-    assert files_of(tmp_path / "theirs") == files_of(tmp_path / "ours")
+    assert bytes_of(tmp_path / "theirs") == bytes_of(tmp_path / "ours")
     assert documents_of(IndexedDataset(tmp_path / "ours")) == parts[0] + parts[1]
 
 
@@ -131,13 +132,11 @@ def test_every_truncation_and_any_byte_too_many_is_refused(tmp_path: Path, suffi
 
 def test_changed_bytes_of_the_index_are_refused_or_harmless(tmp_path: Path) -> None:
     """A changed byte may still be a valid index (a document's border may move); then it must read in bounds."""
-    write_pair(tmp_path / "a", DOCUMENTS)
-    whole = (tmp_path / "a.idx").read_bytes()
-    draw = random.Random(5)
-    refused = 0
+    index = Path(write_pair(tmp_path / "a", DOCUMENTS) + ".idx")
+    whole, draw, refused = index.read_bytes(), random.Random(5), 0
     for position in range(len(whole)):
         for value in draw.sample([byte for byte in range(256) if byte != whole[position]], 6):
-            (tmp_path / "a.idx").write_bytes(whole[:position] + bytes([value]) + whole[position + 1 :])
+            index.write_bytes(whole[:position] + bytes([value]) + whole[position + 1 :])
             try:
                 dataset = IndexedDataset(tmp_path / "a")
             except ValueError as error:
@@ -146,13 +145,8 @@ def test_changed_bytes_of_the_index_are_refused_or_harmless(tmp_path: Path) -> N
             else:
                 assert sum(map(len, documents_of(dataset))) == len(dataset.tokens)
     assert refused >= 6 * len(whole) * 0.95
-
-
-def test_huge_counts_are_refused_before_anything_is_allocated(tmp_path: Path) -> None:
-    write_pair(tmp_path / "a", DOCUMENTS)
-    whole = (tmp_path / "a.idx").read_bytes()
-    for sequences, documents in ((2**63, 5), (4, 2**63), (2**61, 2**61), (2**64 - 1, 2**64 - 1)):
-        (tmp_path / "a.idx").write_bytes(whole[:18] + struct.pack("<QQ", sequences, documents) + whole[34:])
+    for counts in ((2**63, 5), (4, 2**63), (2**61, 2**61), (2**64 - 1, 2**64 - 1)):  # nothing of that size is allocated
+        index.write_bytes(whole[:18] + struct.pack("<QQ", *counts) + whole[34:])
         with pytest.raises(ValueError, match="is damaged"):
             IndexedDataset(tmp_path / "a")
 
@@ -162,40 +156,40 @@ def test_huge_counts_are_refused_before_anything_is_allocated(tmp_path: Path) ->
 EOD = 50256
 ENDED = [[1, 2, 3, EOD], [40_000, EOD], [*range(30), EOD]]
 TOKENS = np.array(sum(ENDED, []), dtype="<u2")
+NANO = TOKENS.tobytes()
 
 
-def llm_c(path: Path, tokens: np.ndarray, **header: int) -> Path:
+def llm_c(tokens: np.ndarray = TOKENS, version: int = 1, more: int = 0) -> bytes:
     head = np.zeros(256, dtype="<i4")
-    head[:3] = header.get("magic", 20240520), header.get("version", 1), header.get("count", len(tokens))
-    path.write_bytes(head.tobytes() + tokens.tobytes())
-    return path
+    head[:3] = 20240520, version, len(tokens) + more
+    return head.tobytes() + tokens.tobytes()
 
 
 def test_nanogpt_and_llm_c(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("data_utils.indexed_dataset.SEARCHED_AT_ONCE", 5)
-    (tmp_path / "nano.bin").write_bytes(TOKENS.tobytes())
-    for path, kind in ((tmp_path / "nano.bin", "nanoGPT"), (llm_c(tmp_path / "llm.bin", TOKENS), "llm.c")):
-        data = open_tokens(path, EOD)
+    for content, kind in ((NANO, "nanoGPT"), (llm_c(), "llm.c")):
+        data = open_tokens(write(tmp_path / "a.bin", content), EOD)
         assert isinstance(data, ForeignBin) and data.kind == kind and list(data.tokens) == list(TOKENS)
         assert data.document_starts.dtype == np.int64 and documents_of(data) == ENDED
-    (tmp_path / "rest.bin").write_bytes(np.append(TOKENS, 7).astype("<u2").tobytes())
-    assert list(open_tokens(tmp_path / "rest.bin", EOD).document_starts) == [0, 4, 6, 37, 38]
-    assert len(open_tokens(llm_c(tmp_path / "empty.bin", TOKENS[:0]), EOD).tokens) == 0
+    assert list(open_tokens(write(tmp_path / "b.bin", NANO + b"\7\0"), EOD).document_starts) == [0, 4, 6, 37, 38]
+    assert len(open_tokens(write(tmp_path / "c.bin", llm_c(TOKENS[:0])), EOD)) == 0
 
 
-def test_what_is_neither_is_refused(tmp_path: Path) -> None:
-    for name, content, reason in (
-        ("empty", b"", "0 bytes are no uint16"),
-        ("odd", b"abc", "3 bytes are no uint16"),
-        ("wide", np.arange(40, dtype="<i4").tobytes(), "32-bit tokens.*its .idx is missing"),
-        ("short", llm_c(tmp_path / "llm.bin", TOKENS).read_bytes()[:500], "does not fit its 500 bytes"),
-    ):
-        (tmp_path / f"{name}.bin").write_bytes(content)
-        with pytest.raises(ValueError, match=reason):
-            open_tokens(tmp_path / f"{name}.bin", EOD)
-    for header in ({"count": len(TOKENS) + 1}, {"count": -1}, {"version": 2}, {"count": 2**31 - 1}):
-        with pytest.raises(ValueError, match="llm.c's, but its header does not fit"):
-            open_tokens(llm_c(tmp_path / "llm.bin", TOKENS, **header), EOD)
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"", "0 bytes are no uint16"),
+        (b"abc", "3 bytes are no uint16"),
+        (np.arange(40, dtype="<i4").tobytes(), "32-bit tokens.*its .idx is missing"),
+        (llm_c()[:500], "does not fit its 500 bytes"),
+        *((content, "llm.c's, but its header does not fit") for content in (llm_c(more=1), llm_c(version=2))),
+        *((llm_c(more=more - len(TOKENS)), "llm.c's, but its header does not fit") for more in (-1, 2**31 - 1)),
+    ],
+    ids=range(8),
+)
+def test_what_is_neither_is_refused(tmp_path: Path, content: bytes, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        open_tokens(write(tmp_path / "a.bin", content), EOD)
 
 
 def test_a_pair_by_any_of_its_names_and_never_without_its_index(tmp_path: Path) -> None:
@@ -205,21 +199,53 @@ def test_a_pair_by_any_of_its_names_and_never_without_its_index(tmp_path: Path) 
     (tmp_path / "a.idx").unlink()
     with pytest.raises(FileNotFoundError, match="a.idx"):
         open_tokens(tmp_path / "a", EOD)  # a prefix is one of a pair
-    (tmp_path / "a.json").write_text("{}")
+    write(tmp_path / "a.json", "{}")
     with pytest.raises(FileNotFoundError, match=r"a.idx, but .*a.json says that it was written"):
         open_tokens(tmp_path / "a.bin", EOD)
 
 
 def test_merging_all_kinds(tmp_path: Path) -> None:
-    (tmp_path / "nano.bin").write_bytes(TOKENS.tobytes())
-    pair = write_pair(tmp_path / "a", [[5, 6, EOD]])
-    sources = [str(tmp_path / "nano.bin"), pair, str(llm_c(tmp_path / "llm.bin", TOKENS))]
-    manifest = merge(sources, str(tmp_path / "all"), EOD)
-    assert documents_of(open_tokens(tmp_path / "all", EOD)) == [*ENDED, [5, 6, EOD], *ENDED]
+    pair, output = write_pair(tmp_path / "a", [[5, 6, EOD]]), str(tmp_path / "all")
+    sources = [write(tmp_path / "nano.bin", NANO), pair, write(tmp_path / "llm.bin", llm_c())]
+    manifest = merge(sources, output, EOD)
+    assert documents_of(open_tokens(output, EOD)) == [*ENDED, [5, 6, EOD], *ENDED]
     assert manifest["documents"] == 7 and manifest["tokenizer"] is None
     assert sorted(path.name for path in tmp_path.glob("all*")) == ["all.bin", "all.idx", "all.json"]
     with pytest.raises(ValueError, match="the pair exists"):
-        merge(sources, str(tmp_path / "all"), EOD)
+        merge(sources, output, EOD)
     with pytest.raises(ValueError, match="holds int32, but .* uint16: they can't be one file"):
         merge([pair, write_pair(tmp_path / "wide", [], "<i4")], str(tmp_path / "new"), EOD)
     assert not list(tmp_path.glob("new*"))
+
+
+# --- files that several processes write, or that a crash may meet; the versions on disk
+
+
+def test_a_text_is_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "facts.json"
+    files.replace_text(path, "é\ud800\n")
+    assert path.read_bytes() == "é?\n".encode()
+
+    def full(descriptor: int) -> None:
+        [other] = {*tmp_path.iterdir()} - {path}
+        assert f"{os.getpid()}" in other.name, "no other process writes into it"
+        raise OSError("no space left")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="no space left"):
+        files.replace_text(path, "new")
+    assert path.read_bytes() == "é?\n".encode() and [*tmp_path.iterdir()] == [path]
+
+
+def test_the_versions_on_disk_are_those_of_the_table(tmp_path: Path) -> None:
+    """The table has a row for each version, in the order of the constants."""
+    pair = write_pair(tmp_path / "pair", [[1, 2]])
+    (version,) = struct.unpack_from("<Q", Path(f"{pair}.idx").read_bytes(), 9)
+    assert version == files.INDEX_VERSION == 1  # Megatron's, and not ours to raise
+    assert write_manifest(pair, {})["format"] == files.PAIR_MANIFEST_VERSION
+    assert files.__doc__ is not None
+    rows = [line.strip("| ").split(" | ") for line in files.__doc__.splitlines() if line.startswith("| ")][1:]
+    versions = {name: value for name, value in vars(files).items() if re.fullmatch(r"[A-Z_]+_VERSION", name)}
+    oldest = versions.pop("OLDEST_CHECKPOINT_VERSION")
+    assert [int(row[2]) for row in rows] == [*versions.values()]
+    assert rows[0][3] == f"{oldest} is read" and oldest < versions["CHECKPOINT_VERSION"]

@@ -10,7 +10,6 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from data_utils import IndexedDataset, build_tokenizer
@@ -18,20 +17,12 @@ from data_utils.preprocessing import inputs, preprocess
 from data_utils.preprocessing.inputs import cut, whole_file
 from data_utils.preprocessing.preprocess import Job
 from megatron.gpt2.commands.preprocess_data import report
-
-BYTES = build_tokenizer("bytes")
-BUILTIN = build_tokenizer("builtin")
+from tests.data_utils.made import BAD_LINES, BYTES, write, write_lines
 
 
 @pytest.fixture
 def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inputs, "LEAST_SHARD_BYTES", 5000)
-
-
-def write(path: Path, texts: list[str]) -> str:
-    lines = [json.dumps({"id": 1, "text": text}, ensure_ascii=bool(len(text) % 2)) + "\n" for text in texts]
-    path.write_text("".join(lines), encoding="utf-8")
-    return str(path)
 
 
 def some_texts(count: int) -> list[str]:
@@ -46,10 +37,10 @@ def run(paths: Any, prefix: Path, kind: str = "bytes", said: list[str] | None = 
     return preprocess.preprocess(Job(given, str(prefix), **options), log=([] if said is None else said).append)
 
 
-def texts_of(prefix: Path, key: str = "text", tokenizer: Any = BYTES) -> list[str]:
+def texts_of(prefix: Path, key: str = "text") -> list[str]:
     data = IndexedDataset(f"{prefix}_{key}_document")
-    assert all(len(data[number]) and data[number][-1] == tokenizer.eod for number in range(len(data)))
-    return [tokenizer.decode(data[number][:-1]) for number in range(len(data))]
+    assert all(len(data[number]) and data[number][-1] == BYTES.eod for number in range(len(data)))
+    return [BYTES.decode(data[number][:-1]) for number in range(len(data))]
 
 
 def pair(prefix: Path) -> list[bytes]:
@@ -60,27 +51,25 @@ def pair(prefix: Path) -> list[bytes]:
 def test_what_is_written_is_what_the_tokenizer_gives(tmp_path: Path, kind: str) -> None:
     """No text can inject an end of document."""
     texts = [*some_texts(300), "<|endoftext|>", "a<|endoftext|>b", "<|endoftext|>" * 100]
-    manifest = run(write(tmp_path / "a.jsonl", texts), tmp_path / "out", kind)["text"]
-    tokenizer = BYTES if kind == "bytes" else BUILTIN
-    data = IndexedDataset(tmp_path / "out_text_document")
+    path, prefix = write_lines(tmp_path / "a.jsonl", texts), f"{tmp_path}/out_text_document"
+    manifest = run(path, tmp_path / "out", kind)["text"]
+    tokenizer, data = build_tokenizer(kind), IndexedDataset(prefix)
     assert [list(data[number]) for number in range(303)] == [[*tokenizer.encode(text), tokenizer.eod] for text in texts]
     assert int((data.tokens == tokenizer.eod).sum()) == manifest["documents"] == 303
     assert manifest["tokens"] == len(data.tokens) and manifest["inputs"][0]["lines"] == 303
     assert manifest["text_bytes"] == len("".join(texts).encode())
     names = ["a.jsonl", *(f"out_text_document{suffix}" for suffix in (".bin", ".idx", ".json"))]
-    assert sorted(path.name for path in tmp_path.iterdir()) == names
-    lines = report(f"{tmp_path}/out_text_document", manifest, 2.0)
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == names
+    lines = report(prefix, manifest, 2.0)
     assert "303 documents" in lines[0] and "longest" in lines[1] and "0 bad lines" in lines[-2]
-
-
-def test_without_append_eod_there_is_none(tmp_path: Path) -> None:
-    run(write(tmp_path / "a.jsonl", ["ab", "c"]), tmp_path / "out", append_eod=False)
-    assert bytes(IndexedDataset(tmp_path / "out_text_document").tokens.astype(np.uint8)) == b"abc"
+    run(path, tmp_path / "plain", kind, append_eod=False)
+    plain = IndexedDataset(tmp_path / "plain_text_document").tokens
+    assert list(plain) == list(data.tokens[data.tokens != tokenizer.eod])
 
 
 def test_the_same_bytes_under_any_number_of_workers(tmp_path: Path, small_shards: None) -> None:
     texts = some_texts(600)
-    path = write(tmp_path / "a.jsonl", texts)
+    path = write_lines(tmp_path / "a.jsonl", texts)
     assert len(cut([whole_file(path, ("text",))])) > 10
     for workers in (1, 2):
         run(path, tmp_path / f"out{workers}", workers=workers)
@@ -92,7 +81,7 @@ def test_every_form_of_input(tmp_path: Path, small_shards: None) -> None:
     from pyarrow import parquet
 
     texts = some_texts(200)
-    plain = Path(write(tmp_path / "a.jsonl", texts)).read_bytes()
+    plain = Path(write_lines(tmp_path / "a.jsonl", texts)).read_bytes()
     forms = {
         "b.jsonl.gz": gzip.compress(plain),
         "c.jsonl.zst": zstandard.compress(plain),
@@ -103,36 +92,34 @@ def test_every_form_of_input(tmp_path: Path, small_shards: None) -> None:
         "e.json": json.dumps([{"text": text} for text in texts], indent=1).encode(),
     }
     for name, content in forms.items():
-        (tmp_path / name).write_bytes(content)
+        write(tmp_path / name, content)
     parquet.write_table(pyarrow.table({"text": texts, "other": range(200)}), tmp_path / "i.parquet", row_group_size=50)
     for name in (*forms, "i.parquet"):
         run(str(tmp_path / name), tmp_path / f"out-{name}")
         assert texts_of(tmp_path / f"out-{name}") == texts, name
+    with pytest.raises(ValueError, match="no column 'body', but text, other: --json-keys"):
+        run(str(tmp_path / "i.parquet"), tmp_path / "damaged", keys=("body",))
     for name in ("b.jsonl.gz", "c.jsonl.zst", "i.parquet"):
-        (tmp_path / name).write_bytes((tmp_path / name).read_bytes()[:-40])
+        path = write(tmp_path / name, (tmp_path / name).read_bytes()[:-40])
         with pytest.raises(ValueError, match=rf"{name} is damaged"):
-            run(str(tmp_path / name), tmp_path / "damaged")
-    parquet.write_table(pyarrow.table({"text": texts}), tmp_path / "j.parquet")
-    with pytest.raises(ValueError, match="no column 'body', but text: --json-keys"):
-        run(str(tmp_path / "j.parquet"), tmp_path / "damaged", keys=("body",))
-    assert not list(tmp_path.glob("damaged_*")) and not list(tmp_path.glob("damaged.shards/*.tmp*"))
+            run(path, tmp_path / "damaged")
+    assert not list(tmp_path.glob("damaged_*")) and [path.name for path in tmp_path.glob("damaged.shards/*")] == [
+        "lock"
+    ]
 
 
 def test_plain_text_is_one_document_a_file_and_folders_and_patterns_are_taken(tmp_path: Path) -> None:
     folder = tmp_path / "scraped"
     folder.mkdir()
-    for number in range(30):
-        (folder / f"{number:03d}.txt").write_text(f"page {number}\nsecond line\n")
     expected = [f"page {number}\nsecond line\n" for number in range(30)]
-    for given in (str(folder), str(folder / "*.txt"), tuple(map(str, sorted(folder.iterdir())))):
-        run(given, tmp_path / "out")
-        assert texts_of(tmp_path / "out") == expected
-        for path in tmp_path.glob("out*"):
-            path.unlink()
+    paths = [write(folder / f"{number:03d}.txt", text) for number, text in enumerate(expected)]
+    for number, given in enumerate((str(folder), str(folder / "*.txt"), paths)):
+        run(given, tmp_path / f"out{number}")
+        assert texts_of(tmp_path / f"out{number}") == expected
 
 
 def test_a_document_longer_than_a_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = write(tmp_path / "a.jsonl", ["word and <|endoftext|> " * 5000, "b"])
+    path = write_lines(tmp_path / "a.jsonl", ["word and <|endoftext|> " * 5000, "b"])
     run(path, tmp_path / "whole", "builtin")
     monkeypatch.setattr(preprocess, "PART_CHARACTERS", 1000)
     run(path, tmp_path / "parts", "builtin")
@@ -141,29 +128,14 @@ def test_a_document_longer_than_a_part(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_several_keys(tmp_path: Path) -> None:
     lines = [{"title": f"t{number}", "body": "" if number == 3 else f"b{number}"} for number in range(10)]
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    manifests = run(str(tmp_path / "a.jsonl"), tmp_path / "out", keys=("title", "body"))
-    assert texts_of(tmp_path / "out", "title") == [f"t{number}" for number in range(10)]
-    assert texts_of(tmp_path / "out", "body") == [f"b{number}" for number in range(10) if number != 3]
-    assert manifests["body"]["empty_documents"] == 1 and manifests["title"]["empty_documents"] == 0
+    path = write(tmp_path / "a.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
+    manifests = run(path, tmp_path / "out", keys=("title", "body"))
+    for key, empty in (("title", 0), ("body", 1)):
+        assert texts_of(tmp_path / "out", key) == [line[key] for line in lines if line[key]]
+        assert manifests[key]["empty_documents"] == empty
 
 
 # --- lines that cannot be used
-
-BAD_LINES = [
-    b'{"text": "half',
-    b'{"id": 1}',
-    b'{"text": 5}',
-    b'["text"]',
-    b'{"text": "\\ud800"}',
-    b'{"text": "\xff"}',
-    b"[" * 100_000,
-    b'{"text": "a", "n": ' + b"9" * 10_000 + b"}",
-    b'{"text": null}',
-    b"null",
-    b'"text"',
-    b'{"text": "a"} {"text": "b"}',
-]
 
 
 @pytest.mark.parametrize("with_orjson", [True, False])
@@ -173,67 +145,61 @@ def test_bad_lines_are_skipped_counted_and_quarantined(
     if not with_orjson:
         monkeypatch.setattr(preprocess, "fast_json", lambda: json.loads)
     texts = some_texts(1000)
-    good = Path(write(tmp_path / "good.jsonl", texts)).read_bytes().splitlines(keepends=True)
-    content = list(good)
+    good = write_lines(tmp_path / "good.jsonl", texts)
+    content = Path(good).read_bytes().splitlines(keepends=True)
     for number, bad in enumerate(BAD_LINES):
         content.insert(80 * number + 79, bad + b"\n")
     content.insert(500, b"\n")
-    content.append(b'{"text": ""}\n')
-    (tmp_path / "a.jsonl").write_bytes(b"".join(content))
-    said: list[str] = []
-    paths = [str(tmp_path / "good.jsonl"), str(tmp_path / "a.jsonl")]
-    manifest = run(paths, tmp_path / "out", said=said, max_bad_fraction=0.01)["text"]
+    path, said = write(tmp_path / "a.jsonl", b"".join([*content, b'{"text": ""}\n'])), list[str]()
+    manifest = run([good, path], tmp_path / "out", said=said, max_bad_fraction=0.01)["text"]
     assert texts_of(tmp_path / "out") == texts * 2
     assert manifest["bad_lines"] == len(BAD_LINES) and manifest["empty_documents"] == 1
     quarantine = [json.loads(line) for line in (tmp_path / "out.bad.jsonl").read_text().splitlines()]
-    assert [entry["file"] for entry in quarantine] == [str(tmp_path / "a.jsonl")] * len(BAD_LINES)
-    lines = (tmp_path / "a.jsonl").read_bytes().split(b"\n")
-    assert (
-        [lines[entry["line"] - 1].decode("utf-8", "backslashreplace") for entry in quarantine]
-        == [entry["content"] for entry in quarantine]
-        == [bad.decode("utf-8", "backslashreplace") for bad in BAD_LINES]
-    )
+    assert [entry["file"] for entry in quarantine] == [path] * len(BAD_LINES)
+    lines = Path(path).read_bytes().split(b"\n")
+    assert [lines[entry["line"] - 1] for entry in quarantine] == BAD_LINES
+    expected = [bad.decode("utf-8", "backslashreplace") for bad in BAD_LINES]
+    assert [entry["content"] for entry in quarantine] == expected
     assert any("12 of 2,013 lines are unusable and left out" in line for line in said)
 
 
 def test_lines_of_plain_text_that_are_not_utf8(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_bytes(b"line\n" * 2000 + b"\xff\n" + b"line\n")
-    run(str(tmp_path / "a.txt"), tmp_path / "out")
+    run(write(tmp_path / "a.txt", b"line\n" * 2000 + b"\xff\n" + b"line\n"), tmp_path / "out")
     assert texts_of(tmp_path / "out") == ["line\n" * 2001]
     assert json.loads((tmp_path / "out.bad.jsonl").read_text())["line"] == 2001
 
 
 def test_too_many_bad_lines_are_an_error_and_nothing_is_lost(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    path.write_bytes(Path(write(path, ["a"] * 99)).read_bytes() + b"{\n")
+    path = write(tmp_path / "a.jsonl", b'{"text": "a"}\n' * 99 + b"{\n")
     with pytest.raises(ValueError, match=r"a\.jsonl:100: .*; 1 of 100 lines .*--max-bad-fraction 0.001.*bad\.jsonl"):
-        run(str(path), tmp_path / "out")
+        run(path, tmp_path / "out")
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["a.jsonl", "out.bad.jsonl", "out.shards"]
-    run(str(path), tmp_path / "out", max_bad_fraction=0.01)  # the shard is taken up
+    run(path, tmp_path / "out", max_bad_fraction=0.01)  # the shard is taken up
     assert len(texts_of(tmp_path / "out")) == 99
 
 
 @pytest.mark.parametrize("content", [b"", b"\n\n", b'{"text": ""}\n', b"[]", b'{"body": "text"}\n' * 3000])
 def test_an_empty_output_is_an_error(tmp_path: Path, content: bytes) -> None:
-    (tmp_path / "a.json").write_bytes(content)
     with pytest.raises(ValueError, match=r"holds no text|no field 'text'"):
-        run(str(tmp_path / "a.json"), tmp_path / "out", max_bad_fraction=1.0)
+        run(write(tmp_path / "a.json", content), tmp_path / "out", max_bad_fraction=1.0)
     assert not list(tmp_path.glob("out_*"))
 
 
-def test_bad_flags(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="--input .*nowhere.*: no such file"):
-        run(str(tmp_path / "nowhere*.jsonl"), tmp_path / "out")
-    path = write(tmp_path / "a.jsonl", ["a"])
-    for given, bad, flag in (
-        (path, {"workers": 0}, "--workers"),
-        (path, {"max_bad_fraction": 2.0}, "--max-bad-fraction"),
-        (str(tmp_path), {}, "--output-prefix .* lies in the folder"),
-        (path, {"keys": ("a", "a")}, "--json-keys"),
-        (path, {"keys": ("a/b",)}, "--json-keys"),
-    ):
-        with pytest.raises(ValueError, match=flag):
-            run(given, tmp_path / "out", **bad)
+@pytest.mark.parametrize(
+    ("name", "bad", "said"),
+    [
+        ("nowhere*.jsonl", {}, "--input .*nowhere.*: no such file"),
+        ("a.jsonl", {"workers": 0}, "--workers"),
+        ("a.jsonl", {"max_bad_fraction": 2.0}, "--max-bad-fraction"),
+        ("", {}, "--output-prefix .* lies in the folder"),
+        ("a.jsonl", {"keys": ("a", "a")}, "--json-keys"),
+        ("a.jsonl", {"keys": ("a/b",)}, "--json-keys"),
+    ],
+)
+def test_bad_flags(tmp_path: Path, name: str, bad: dict[str, Any], said: str) -> None:
+    write_lines(tmp_path / "a.jsonl", ["a"])
+    with pytest.raises((ValueError, FileNotFoundError), match=said):
+        run(str(tmp_path / name), tmp_path / "out", **bad)
 
 
 # --- runs that were stopped, and a second run
@@ -243,69 +209,54 @@ def test_finished_shards_are_taken_up_and_damaged_or_stale_ones_made_again(
     tmp_path: Path, small_shards: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     texts = some_texts(400)
-    path = write(tmp_path / "a.jsonl", texts)
-    expected = run(path, tmp_path / "expected")
-    count = len(cut([whole_file(path, ("text",))]))
-    taken: list[int] = []
-    stop = 4
-    original = inputs.records
+    path = write_lines(tmp_path / "a.jsonl", texts)
+    shards = cut([whole_file(path, ("text",))])
+    made: list[int] = []
+    stop, original = 5, preprocess._write_shard
 
-    def take(span: Any, keys: Any) -> Any:
-        if taken[-1:] != [span.start]:
-            taken.append(span.start)
-        if len(taken) == stop:
-            raise KeyboardInterrupt
-        return original(span, keys)
+    def write_shard(job: Job, stem: str, *more: Any) -> Any:
+        made.append(int(Path(stem).name))
+        written = original(job, stem, *more)
+        if len(made) == stop:
+            raise KeyboardInterrupt  # before its manifest
+        return written
 
-    monkeypatch.setattr(preprocess, "records", take)
+    monkeypatch.setattr(preprocess, "_write_shard", write_shard)
+    left = tmp_path / "out.shards"
     with pytest.raises(KeyboardInterrupt):
         run(path, tmp_path / "out")
-    assert not list(tmp_path.glob("out.shards/*.tmp*")) and not list(tmp_path.glob("out_*"))
-    left = tmp_path / "out.shards"
+    assert not list(tmp_path.glob("out_*"))
+    assert {path.name[:5] for path in left.iterdir()} == {"lock", "00000", "00001", "00002", "00003"}
     damaged = bytearray((left / "00000_text.bin").read_bytes())
     damaged[7] ^= 1
-    (left / "00000_text.bin").write_bytes(damaged)
-    (left / "00001.json").write_text((left / "00001.json").read_text().replace("1", "2", 1))
-    (left / "00002.5.tmp_text.bin").write_bytes(b"half")  # of a process that was killed
-    del taken[:]
+    write(left / "00000_text.bin", bytes(damaged))
+    write(left / "00001.json", (left / "00001.json").read_text().replace("1", "2", 1))
+    changed = bytearray(Path(path).read_bytes())
+    changed[shards[2][0].start + len('{"id": ')] = ord("2")  # another input of the same size
+    write(Path(path), bytes(changed))
+    write(left / "00006_text.bin", b"half")  # of a process that was killed
+    made.clear()
     stop = -1
-    assert run(path, tmp_path / "out") == expected
-    assert len(taken) == count - 1  # only shard 2 was whole
-    assert pair(tmp_path / "out") == pair(tmp_path / "expected") and texts_of(tmp_path / "out") == texts
-
-
-def test_a_changed_input_makes_its_shards_again(
-    tmp_path: Path, small_shards: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    texts = [f"text {number:04d}" for number in range(2000)]
-    path = write(tmp_path / "a.jsonl", texts)
-    with monkeypatch.context() as patch:
-        patch.setattr(preprocess, "_publish", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
-        with pytest.raises(KeyboardInterrupt):
-            run(path, tmp_path / "out")
-    texts[1000] = "TEXT 1000"
-    write(tmp_path / "a.jsonl", texts)
-    run(path, tmp_path / "out")
+    found = run(path, tmp_path / "out")
+    assert made == [0, 1, 2, *range(4, len(shards))]  # only shard 3 was whole
+    assert found == run(path, tmp_path / "expected") and pair(tmp_path / "out") == pair(tmp_path / "expected")
     assert texts_of(tmp_path / "out") == texts
 
 
 def test_done_is_done_and_another_recipe_is_refused(tmp_path: Path, small_shards: None) -> None:
-    path = write(tmp_path / "a.jsonl", some_texts(200))
-    first = run(path, tmp_path / "out")
-    said: list[str] = []
-    before = (tmp_path / "out_text_document.bin").stat()
+    path = write_lines(tmp_path / "a.jsonl", some_texts(200))
+    first, before, said = run(path, tmp_path / "out"), (tmp_path / "out_text_document.bin").stat(), list[str]()
     assert run(path, tmp_path / "out", said=said) == first and "nothing to do" in said[0]
     assert (tmp_path / "out_text_document.bin").stat().st_mtime_ns == before.st_mtime_ns
     for given, change in ((path, {"append_eod": False}), (path, {"kind": "builtin"}), ((path, path), {})):
         with pytest.raises(ValueError, match="exists and was made of other input or in another way"):
             run(given, tmp_path / "out", **change)
-    write(tmp_path / "a.jsonl", some_texts(21))
     with pytest.raises(ValueError, match="exists and was made of other input"):
-        run(path, tmp_path / "out")
+        run(write_lines(tmp_path / "a.jsonl", some_texts(21)), tmp_path / "out")
 
 
 def test_too_small_a_disk_is_said_before_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = write(tmp_path / "a.jsonl", some_texts(2000))
+    path = write_lines(tmp_path / "a.jsonl", some_texts(2000))
     free = shutil.disk_usage(tmp_path)._replace(free=100_000)
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: free)
     with pytest.raises(OSError, match="about 0.00 GB are needed.*free on that disk"):

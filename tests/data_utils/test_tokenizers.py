@@ -1,4 +1,5 @@
-"""Every kind of tokenizer: round trips, saving and loading, and files that are missing or damaged."""
+"""Every kind of tokenizer: round trips, saving and loading, files that are missing or damaged; and byte-level BPE, whose
+ids are the same by gigatoken, tiktoken and HF tokenizers."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +19,7 @@ import pytest
 import data_utils
 from data_utils import Tokenizer, build_tokenizer, load_tokenizer, train_sentencepiece
 from data_utils.corpora.documents import builtin_documents
-from data_utils.tokenizers import find_gpt2_files
+from data_utils.tokenizers import find_gpt2_files, gpt2
 from data_utils.tokenizers.base import (
     FACTS_FILE,
     NO_EOD,
@@ -27,8 +29,9 @@ from data_utils.tokenizers.base import (
     read_characters,
     split_text,
 )
-from data_utils.tokenizers.gpt2 import byte_alphabet
+from data_utils.tokenizers.gpt2 import WHITE_RUN, BytePairTokenizer, _hf_tokenizers, byte_alphabet
 from tests.conftest import ROOT
+from tests.data_utils.made import write
 
 EXAMPLES = [
     "",
@@ -43,19 +46,21 @@ EXAMPLES = [
     "a" * 5000,
     "\n \n" * 3000,
 ]
-CHARACTERS = "O, that this too too solid flesh would melt\nÄ 中 🙂"
+# By which GPT-2's pattern cuts: contractions, white space, numbers, letters of all planes; and names of special tokens.
+PIECES = [*" \n\t\u00a0\u3000\u2028'’é\u0301漢😀\U00018d89\U000325ee\ua7d2\u200d\x00\u2581", "'s", "'ll", "the", " 20"]
+PIECES += ["  ", "<|endoftext|>", "</s>", "<0xE2>"]
 
 
-def random_text(draw: random.Random) -> str:
+def random_texts(count: int) -> list[str]:
     """Runs of characters of all sorts, lone surrogates excepted."""
-    kinds = [
-        lambda: chr(draw.randrange(128)),
-        lambda: draw.choice(" \n\t\r\u00a0\u2003\u2581'"),
-        lambda: chr(draw.randrange(0x80, 0xD800)),
-        lambda: chr(draw.randrange(0xE000, 0x110000)),
-        lambda: draw.choice(["<|endoftext|>", "</s>", "<0xE2>", "don't", " the", "2019"]),
-    ]
-    return "".join(draw.choice(kinds)() * draw.choice((1, 1, 1, 2, 9)) for _ in range(draw.randrange(60)))
+    draw = random.Random(count)
+
+    def piece() -> str:
+        code = draw.choice((128, 0x3000, 0x110000))
+        character = chr(draw.randrange(code)).encode("utf-8", "ignore").decode()
+        return draw.choice([draw.choice(PIECES), character]) * draw.choice((1, 1, 1, 2, 9))
+
+    return ["".join(piece() for _ in range(draw.randrange(12))) for _ in range(count)]
 
 
 @pytest.fixture(scope="module", params=["bytes", "builtin", "GPT2BPETokenizer", "SentencePieceTokenizer"])
@@ -69,8 +74,7 @@ def tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 
 def test_any_text_comes_back_and_none_makes_an_eod(tokenizer: Tokenizer) -> None:
-    draw = random.Random(tokenizer.kind)
-    for text in EXAMPLES + [random_text(draw) for _ in range(300)]:
+    for text in EXAMPLES + random_texts(300):
         ids = np.asarray(tokenizer.encode(text), dtype=np.int64)
         assert tokenizer.decode(ids) == text
         assert tokenizer.eod not in ids
@@ -92,20 +96,18 @@ def test_what_the_ids_mean_is_whole(tokenizer: Tokenizer) -> None:
 
 def test_a_saved_tokenizer_is_the_same_and_a_changed_one_is_refused(tokenizer: Tokenizer, tmp_path: Path) -> None:
     tokenizer.save(tmp_path)
-    again = load_tokenizer(tmp_path)
+    again, facts_file = load_tokenizer(tmp_path), tmp_path / FACTS_FILE
     for name in ("kind", "fingerprint", "vocab_size", "eod"):
         assert getattr(again, name) == getattr(tokenizer, name)
     assert list(again.encode("some text")) == list(tokenizer.encode("some text"))
-    facts_file = tmp_path / FACTS_FILE
     facts_file.rename(tmp_path / OLD_FACTS_FILE)  # as it was called once
     assert load_tokenizer(tmp_path).fingerprint == tokenizer.fingerprint
-    (tmp_path / OLD_FACTS_FILE).rename(facts_file)
-    facts = json.loads(facts_file.read_text())
+    facts = json.loads((tmp_path / OLD_FACTS_FILE).read_text())
     for content, said in (
         (json.dumps({**facts, "fingerprint": "0" * 64}), "not those that were sav"),
         ("{", "damaged"),
     ):
-        facts_file.write_text(content)
+        write(facts_file, content)
         with pytest.raises(ValueError, match=said):
             load_tokenizer(tmp_path)
 
@@ -115,10 +117,7 @@ def test_parts_of_a_long_text_have_the_ids_of_the_whole(tokenizer: Tokenizer) ->
     parts = list(split_text(text, 1000))
     assert "".join(parts) == text and max(map(len, parts)) <= 2000 and len(parts) > 20
     assert [id for part in parts for id in tokenizer.encode(part)] == list(tokenizer.encode(text))
-
-
-def test_split_text_without_a_place_to_cut() -> None:
-    assert [len(part) for part in split_text(" " * 95, 10)] == [20] * 4 + [15]
+    assert [len(part) for part in split_text(" " * 95, 10)] == [20] * 4 + [15]  # no place to cut
     assert list(split_text("")) == [""]
 
 
@@ -127,8 +126,8 @@ def test_split_text_without_a_place_to_cut() -> None:
 
 def test_a_vocabulary_with_other_ids(tmp_path: Path) -> None:
     tokens = ["<|endoftext|>", "<pad>", "he", *reversed(byte_alphabet()), "hel", "\u0120h"]
-    (tmp_path / "vocab.json").write_text(json.dumps({token: number for number, token in enumerate(tokens)}))
-    (tmp_path / "merges.txt").write_text("#version: 0.2\nh e\nhe l\n\u0120 h\n")
+    write(tmp_path / "vocab.json", json.dumps({token: number for number, token in enumerate(tokens)}))
+    write(tmp_path / "merges.txt", "#version: 0.2\nh e\nhe l\n\u0120 h\n")
     made = build_tokenizer("GPT2BPETokenizer", cache_dir=str(tmp_path))
     assert made.eod == 0
     assert [tokens[id] for id in made.encode("hello h")] == ["hel", "l", "o", "\u0120h"]
@@ -147,10 +146,9 @@ def test_a_vocabulary_with_other_ids(tmp_path: Path) -> None:
     ],
 )
 def test_bad_vocabularies(tmp_path: Path, vocabulary: str, merges: str, named: str) -> None:
-    (tmp_path / "v").write_text(vocabulary)
-    (tmp_path / "m").write_text(merges)
+    files = {"vocab_file": write(tmp_path / "v", vocabulary), "merge_file": write(tmp_path / "m", merges)}
     with pytest.raises(ValueError, match=named):
-        build_tokenizer("GPT2BPETokenizer", vocab_file=str(tmp_path / "v"), merge_file=str(tmp_path / "m"))
+        build_tokenizer("GPT2BPETokenizer", **files)
 
 
 def test_where_the_gpt2_vocabulary_is_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,19 +177,15 @@ def test_the_vocabulary_is_downloaded_checked_and_kept(
     test_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def download(source: Path, cache: Path) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            ["bash", str(ROOT / "scripts" / "download_gpt2_vocab.sh")],
-            capture_output=True,
-            text=True,
-            timeout=240,
-            env={"PATH": "/usr/bin:/bin", "XDG_CACHE_HOME": str(cache), "GPT2_VOCAB_URL": source.resolve().as_uri()},
-        )
+        given = {"XDG_CACHE_HOME": str(cache), "GPT2_VOCAB_URL": source.resolve().as_uri(), "PATH": "/usr/bin:/bin"}
+        words = ["bash", str(ROOT / "scripts" / "download_gpt2_vocab.sh")]
+        return subprocess.run(words, capture_output=True, text=True, timeout=240, env=given)
 
     (tmp_path / "wrong").mkdir()
-    (tmp_path / "wrong" / "encoder.json").write_text("{}")
-    for source, words in (("nowhere", "cannot be downloaded"), ("wrong", "sha256 differs")):
+    write(tmp_path / "wrong" / "encoder.json", "{}")
+    for source, said in (("nowhere", "cannot be downloaded"), ("wrong", "sha256 differs")):
         done = download(tmp_path / source, tmp_path / "cache")
-        assert done.returncode == 2 and words in done.stderr
+        assert done.returncode == 2 and said in done.stderr
         assert list((tmp_path / "cache" / "gpt2-model-parallel").iterdir()) == []
     assert download(test_data / "gpt2", tmp_path).returncode == 0
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -208,52 +202,41 @@ def test_sentencepiece_files(tmp_path: Path) -> None:
         build_tokenizer("SentencePieceTokenizer")
     with pytest.raises(FileNotFoundError, match="--tokenizer-model"):
         build_tokenizer("SentencePieceTokenizer", model_file=str(tmp_path / "none"))
-    (tmp_path / "bad").write_bytes(b"no model")
     with pytest.raises(ValueError, match="not a SentencePiece model"):
-        build_tokenizer("SentencePieceTokenizer", model_file=str(tmp_path / "bad"))
-    with pytest.raises(ValueError, match="--tokenizer-vocab-size 20 "):
-        train_sentencepiece(["some text"], tmp_path / "new", 20)
-    with pytest.raises(ValueError, match="no text"):
-        train_sentencepiece([], tmp_path / "new", 600)
+        build_tokenizer("SentencePieceTokenizer", model_file=write(tmp_path / "bad", "no model"))
+    for texts, size, said in ((["some text"], 20, "--tokenizer-vocab-size 20 "), ([], 600, "no text")):
+        with pytest.raises(ValueError, match=said):
+            train_sentencepiece(texts, tmp_path / "new", size)
     assert not (tmp_path / "new").exists()
 
 
 def test_a_missing_sentencepiece_model_is_trained_once(tmp_path: Path) -> None:
-    text, model = tmp_path / "a.txt", tmp_path / "sp.model"
-    said: list[str] = []
-    text.write_text(" ".join(builtin_documents()[:40]))
+    model, said = str(tmp_path / "sp.model"), list[str]()
+    text = write(tmp_path / "a.txt", " ".join(builtin_documents()[:40]))
+    given: dict[str, Any] = {"train_data": [text], "text_key": None, "vocab_size": 500, "log": said.append}
     for _ in range(2):
-        data_utils.ensure_sentencepiece_model(
-            str(model), train_data=[str(text)], text_key=None, vocab_size=500, log=said.append
-        )
+        data_utils.ensure_sentencepiece_model(model, **given)
     assert len(said) == 1 and "500 pieces" in said[0]
-    assert build_tokenizer("SentencePieceTokenizer", model_file=str(model)).vocab_size == 500
+    assert build_tokenizer("SentencePieceTokenizer", model_file=model).vocab_size == 500
     with pytest.raises(ValueError, match="--tokenizer-model .* cannot be written"):
-        data_utils.ensure_sentencepiece_model(
-            "/proc/sp.model", train_data=[str(text)], text_key=None, vocab_size=500, log=print
-        )
+        data_utils.ensure_sentencepiece_model("/proc/sp.model", **given)
 
 
 # --- characters
 
 
-def meta_of(text: str) -> dict[str, object]:
-    """As nanoGPT's data/shakespeare_char/prepare.py makes it."""
-    characters = sorted(set(text))
-    ids = {character: number for number, character in enumerate(characters)}
-    return {"vocab_size": len(characters), "itos": dict(enumerate(characters)), "stoi": ids}
-
-
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
 def test_nanogpt_meta(tmp_path: Path, protocol: int) -> None:
-    meta = meta_of(CHARACTERS)
+    """As nanoGPT's data/shakespeare_char/prepare.py makes it."""
+    text = "O, that this too too solid flesh would melt\nÄ 中 🙂"
+    characters = sorted(set(text))
+    ids = {character: number for number, character in enumerate(characters)}
+    meta = {"vocab_size": len(characters), "itos": dict(enumerate(characters)), "stoi": ids}
     (tmp_path / "meta.pkl").write_bytes(pickle.dumps(meta, protocol))
     tokenizer = build_tokenizer("characters", vocab_file=f"{tmp_path}/meta.pkl")
-    stoi = meta["stoi"]
-    assert isinstance(stoi, dict)
-    assert tokenizer.encode(CHARACTERS).tolist() == [stoi[c] for c in CHARACTERS]  # type: ignore[union-attr]
-    assert tokenizer.decode(tokenizer.encode(CHARACTERS)) == CHARACTERS and tokenizer.vocab_size == meta["vocab_size"]
-    assert (tokenizer.eod, tokenizer.has_eod, tokenizer.start) == (NO_EOD, False, stoi["\n"])
+    assert list(tokenizer.encode(text)) == [ids[character] for character in text]
+    assert tokenizer.decode(tokenizer.encode(text)) == text and tokenizer.vocab_size == len(characters)
+    assert (tokenizer.eod, tokenizer.has_eod, tokenizer.start) == (NO_EOD, False, ids["\n"])
     tokenizer.save(tmp_path / "kept")
     assert load_tokenizer(tmp_path / "kept").fingerprint == tokenizer.fingerprint != ByteTokenizer().fingerprint
 
@@ -273,31 +256,35 @@ class Caller:
         return print, ("called",)
 
 
-def test_what_is_no_vocabulary(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "meta.pkl"
-    for meta, said in (
+@pytest.mark.parametrize(
+    ("meta", "said"),
+    [
         (Caller(), "nothing was executed"),
         ({"itos": Caller()}, "nothing was executed"),
         ([1], "no itos"),
+        ("text", "no itos"),
         ({"stoi": {}}, "no itos"),
         ({"itos": {0: "a", 2: "b"}}, "0, 1, 2"),
         ({"itos": {0: "ab"}}, "one character for each id"),
         ({"itos": {0: "a", 1: "a"}}, "two ids"),
         ({"itos": {}}, "one character"),
         ({"itos": {0: 7}}, "one character"),
-        ("text", "no itos"),
-    ):
-        path.write_bytes(pickle.dumps(meta))
-        with pytest.raises(ValueError, match=rf"meta.pkl: .*{said}"):
-            read_characters(path)
-    path.with_suffix(".json").write_text(json.dumps({"a": 1}))
+    ],
+    ids=range(10),
+)
+def test_what_is_no_vocabulary(tmp_path: Path, capsys: pytest.CaptureFixture[str], meta: object, said: str) -> None:
+    with pytest.raises(ValueError, match=rf"meta.pkl: .*{said}"):
+        read_characters(write(tmp_path / "meta.pkl", pickle.dumps(meta)))
+    assert capsys.readouterr().out == ""
+
+
+def test_characters_without_their_file(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="one character for each id"):
-        read_characters(path.with_suffix(".json"))
+        read_characters(write(tmp_path / "a.json", '{"a": 1}'))
     with pytest.raises(FileNotFoundError, match="--vocab-file: no such file"):
         read_characters(tmp_path / "nothing.pkl")
     with pytest.raises(ValueError, match="--tokenizer-type characters needs --vocab-file"):
         build_tokenizer("characters")
-    assert capsys.readouterr().out == ""
 
 
 # --- libraries
@@ -327,12 +314,123 @@ splits = data_utils.build_splits(train_data=[sys.argv[1]], split="90,10", tokeni
                                  seq_length=8, cache_path=sys.argv[2], log=print)
 assert "torch" not in sys.modules and len(splits.train)
 """
-    (tmp_path / "a.txt").write_text("some text " * 10)
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path / "a.txt"), str(tmp_path / "cache")],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+    words = [sys.executable, "-c", code, write(tmp_path / "a.txt", "some text " * 10), str(tmp_path / "cache")]
+    given = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(words, env=given, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
+
+
+# --- gigatoken, tiktoken and HF tokenizers: on real text, on random text and for every character
+
+# Only every so many cases are a tenth of the time.
+EVERY = pytest.mark.parametrize("every", [10, pytest.param(1, marks=pytest.mark.wide)])
+
+
+class Engines:
+    """Ours, which uses gigatoken, and the others by themselves."""
+
+    def __init__(self, folder: Path) -> None:
+        from tokenizers import ByteLevelBPETokenizer
+
+        ours: Any = build_tokenizer("GPT2BPETokenizer", cache_dir=str(folder))
+        self.ours = ours
+        assert self.ours._faster is not None, f"the installed gigatoken is not {gpt2.GIGATOKEN_RELEASE}x"
+        self.tiktoken = self.ours._ranks_of
+        self.fallback = _hf_tokenizers(self.ours._ranked)  # from ranks; the reference is from the merges' file
+        self.reference = ByteLevelBPETokenizer(str(folder / "encoder.json"), str(folder / "vocab.bpe"))
+
+    def check(self, texts: list[str]) -> None:
+        for text in texts:
+            ids = list(self.ours.encode(text))
+            assert ids == self.tiktoken(text) == self.reference.encode(text).ids == self.fallback(text)
+            assert self.ours.decode(ids) == text
+
+
+@pytest.fixture(scope="module")
+def engines(test_data: Path) -> Engines:
+    pytest.importorskip("gigatoken")
+    return Engines(test_data / "gpt2")
+
+
+@EVERY
+def test_real_text(engines: Engines, test_data: Path, every: int) -> None:
+    valid, test, shakespeare = (
+        (test_data / name).read_bytes().decode()
+        for name in ("wikitext-2/valid.txt", "wikitext-2/test.txt", "tinyshakespeare/input.txt")
+    )
+    lambada = (test_data / "lambada" / "lambada_test.jsonl").read_text(encoding="utf-8").splitlines()
+    engines.check([part for text in (valid, test) for part in text.split("\n \n")][::every])
+    engines.check([json.loads(line)["text"] for line in lambada[::every]])
+    engines.check([shakespeare[: len(shakespeare) // every]])  # one of a megabyte, as a whole
+    assert list(engines.ours.encode("Hello world")) == [15496, 995] and engines.ours.eod == 50256
+
+
+@EVERY
+def test_ten_thousand_random_strings(engines: Engines, every: int) -> None:
+    engines.check(random_texts(10_000 // every))
+
+
+@EVERY
+def test_every_character_is_of_the_same_class(every: int) -> None:
+    """A vocabulary in which ids tell where text was cut: each byte is joined with what stands after or before it."""
+    pytest.importorskip("gigatoken")
+    single = [bytes([value]) for value in range(256)]
+    pairs = [bytes([last, after]) for last in range(0xC0) for after in b"a1!\t"]
+    ranked = list(dict.fromkeys([*single, *pairs, *(bytes([32, first]) for first in range(0xC2, 0xF5))]))
+    tokenizer: Any = BytePairTokenizer("builtin", ranked, range(len(ranked)), len(ranked) + 1, len(ranked), {})
+    fallback, skipped = _hf_tokenizers(ranked), 0
+    blocks = (*range(0, 0x34000, 32), *range(0x34000, 0x110000, 0x400))  # beyond, all are alike
+    for first in blocks[::every]:
+        characters = [chr(code) for code in range(first, first + 32) if not 0xD800 <= code < 0xE000]
+        text = "".join(f"{one}a{one}1{one}!{one}\t {one}'s" for one in characters)
+        assert list(tokenizer.encode(text)) == tokenizer._ranks_of(text) == fallback(text), hex(first)
+        skipped += first < 0x20000 and tokenizer._faster(text.encode()) is None
+    assert 5 < skipped * every < 0x10000 / 32  # of the two planes in which text stands mostly; emoji are not skipped
+    assert tokenizer._faster("plain text, “quotes”, naïve, 漢字, 😀".encode()) is not None
+
+
+def test_endless_words_and_white_space_neither_fail_nor_change_ids(engines: Engines) -> None:
+    engines.check(["a" * 3000, "ab" * 1500 + "\n" * 3000])
+    for character in (" ", "\n", " \n"):
+        text = "x" + character * 1_000_000 + "y"
+        assert engines.ours.decode(engines.ours.encode(text)) == text
+    for character in " \n":
+        for length in (2 * WHITE_RUN - 1, 2 * WHITE_RUN, 2 * WHITE_RUN + 1, 3 * WHITE_RUN, 3 * WHITE_RUN + 1):
+            text = "x" + character * length + "y z"
+            assert list(engines.ours.encode(text)) == engines.tiktoken(text)
+
+
+def test_words_that_gigatoken_remembers_are_forgotten_in_time(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = engines.ours._faster._encode
+    monkeypatch.setattr(engines.ours._faster, "_left", 10)
+    engines.check(["Hello world, again"])
+    assert engines.ours._faster._encode is not before
+
+
+def test_without_a_library_or_with_another_release_the_ids_are_the_same(
+    engines: Engines, test_data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "it's naïve, <|endoftext|>\n\n 漢字 123" + " " * 70_000 + "."
+    with monkeypatch.context() as patch:
+        patch.setattr(gpt2, "GIGATOKEN_RELEASE", "99.")
+        other: Any = build_tokenizer("GPT2BPETokenizer", cache_dir=str(test_data / "gpt2"))
+        assert other._faster is None and list(other.encode(text)) == list(engines.ours.encode(text))
+    monkeypatch.setitem(sys.modules, "tiktoken", None)
+    monkeypatch.setitem(sys.modules, "gigatoken.gigatoken_rs", None)
+    assert data_utils.default_tokenizer_kind() == "builtin"
+    plain = build_tokenizer("GPT2BPETokenizer", cache_dir=str(test_data / "gpt2"))
+    assert (plain.engine, engines.ours.engine) == ("tokenizers", "tiktoken")
+    assert plain.fingerprint == engines.ours.fingerprint
+    ids = plain.encode(text)
+    assert np.array_equal(ids, engines.ours.encode(text)) and plain.eod not in ids and plain.decode(ids) == text
+
+
+def test_a_token_that_no_merges_make_is_left_to_tiktoken() -> None:
+    pytest.importorskip("gigatoken")
+    ranked = [*(bytes([value]) for value in range(256)), b"abc"]
+    assert gpt2.gigatoken(ranked) is None
+    texts = ("abc", "abcd abc", "aabc")  # only a word that is the token has its id
+    tokenizer: Any = BytePairTokenizer("builtin", ranked, range(257), 258, 257, {})
+    assert [list(tokenizer.encode(text)) for text in texts] == [_hf_tokenizers(ranked)(text) for text in texts]

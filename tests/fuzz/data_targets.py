@@ -21,10 +21,10 @@ from data_utils.tokenizers import build_tokenizer, load_tokenizer
 from data_utils.tokenizers.base import Tokenizer, read_characters, train_sentencepiece
 from data_utils.tokenizers.gpt2 import BUILTIN_FILE, builtin_tokenizer
 from megatron.gpt2.commands import inspect_data
-from megatron.gpt2.extensions.webtext.filters import split
-from megatron.gpt2.extensions.webtext.shards import Shard, ShardRun, Stage
+from megatron.gpt2.extensions.webtext.shards import Shard, ShardRun
 from megatron.gpt2.formats.openai_tokenizer import open_tokenizer, tokenizer_files
-from tests.data_utils.test_preprocessing import run, some_texts, write
+from tests.data_utils.made import write_lines
+from tests.data_utils.test_preprocessing import run, some_texts
 from tests.fuzz.fuzzing import Files, Target
 
 SAMPLE = "Once upon a time,\n there were  12 foxes; éàü \N{SNOWMAN} — don't!\t"
@@ -77,8 +77,7 @@ def read_text(folder: Path) -> None:
         for span in shard:
             for _, record in records(span, ("text",)):
                 assert isinstance(record, (bytes, dict, list, str, int, float, type(None)))
-    stage = Stage("read", split, argparse.Namespace(text_key="text"))
-    for document in ShardRun(stage, Shard("read", (Path(path),)), Path()).documents():
+    for document in ShardRun(argparse.Namespace(text_key="text"), Shard("read", (path,))).documents():
         check_text(document["text"])
 
 
@@ -113,7 +112,7 @@ def llm_c(folder: Path) -> None:
 
 def preprocessed(folder: Path) -> None:
     """A pair with its manifest."""
-    run(write(folder / "a.jsonl", some_texts(20)), folder / "a")
+    run(write_lines(folder / "a.jsonl", some_texts(20)), folder / "a")
 
 
 def reseal(files: Files) -> None:

@@ -14,10 +14,10 @@ from data_utils.splits import parse_split
 from data_utils.tokenizers import build_tokenizer
 from megatron.gpt2.extensions.webtext import filters, near_duplicates
 from megatron.gpt2.extensions.webtext.shards import Shard, Stage, find_files, find_shards, stem
-from megatron.gpt2.extensions.webtext.stages import add_number, log, run_stage, shards_beside, stage_parser, within
+from megatron.gpt2.extensions.webtext.stages import add_number, log, number, run_stage, shards_beside, stage_parser
 
 Argv = Sequence[str] | None
-seconds = within(float, 1e-3, 86400, "a number of seconds between 0 and a day")
+seconds = number(float, 1e-3, 86400, "a number of seconds between 0 and a day")
 
 
 def blacklist_urls(argv: Argv = None) -> None:
@@ -100,7 +100,7 @@ def find_duplicates(argv: Argv = None) -> None:
     """
     parser = stage_parser(find_duplicates)
     add_number(
-        parser, "--min-jaccard", 0.8, "the least index of a pair", kind=within(float, 1e-9, 1, "between 0 and 1")
+        parser, "--min-jaccard", 0.8, "the least index of a pair", kind=number(float, 1e-9, 1, "between 0 and 1")
     )
     args = parser.parse_args(argv)
     shards, folder = find_shards(args.input), shards_beside(args.output) / "signatures"

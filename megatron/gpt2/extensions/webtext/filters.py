@@ -1,5 +1,6 @@
 """The work of the stages that take one document, or one address, after the other."""
 
+import argparse
 import functools
 import hashlib
 import json
@@ -12,7 +13,7 @@ from urllib.parse import urlsplit, urlunsplit
 
 from data_utils.tokenizers import build_tokenizer
 from data_utils.tokenizers.base import Tokenizer
-from megatron.gpt2.extensions.webtext.shards import UNREADABLE, Shard, ShardRun, Stage, label
+from megatron.gpt2.extensions.webtext.shards import UNREADABLE, Shard, ShardRun, label
 
 SHORTEST, LONGEST = 9, 2048  # characters of an address
 # Sites of pictures, sound, video, programs, shops, short links and log-ins, by their name before the public suffix or
@@ -150,11 +151,7 @@ def word_runs(text: str) -> Iterator[tuple[str, ...]]:
 def evaluation_runs(paths: tuple[Path, ...], text_key: str) -> tuple[set[tuple[str, ...]], int]:
     """The runs of 13 words of the evaluation texts at `paths`, and how many texts are shorter, which cannot be found.
     ValueError if there is no run, or names a line that holds no text under `text_key`."""
-    from argparse import Namespace
-
-    reading = ShardRun(
-        Stage("evaluation", decontaminate, Namespace(text_key=text_key)), Shard("evaluation", paths), Path()
-    )
+    reading = ShardRun(argparse.Namespace(text_key=text_key), Shard("evaluation", paths))
     runs: set[tuple[str, ...]] = set()
     too_short = 0
     for document in reading.documents():

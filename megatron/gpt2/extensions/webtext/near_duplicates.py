@@ -138,8 +138,14 @@ def joining_pairs(
     """
     from networkx.utils import UnionFind
 
+    @functools.cache  # a pair may share several bands
+    def index_of(first: int, second: int) -> float:
+        one, other = shingles_of(first), shingles_of(second)
+        if min(len(one), len(other)) < min_jaccard * max(len(one), len(other)):
+            return 0.0
+        return jaccard(one, other)
+
     joined = UnionFind()
-    refused: set[tuple[int, int]] = set()
     for band in range(BANDS):
         for bucket in buckets(np.concatenate([part[:, band] for part in signatures])):
             leaders: list[int] = []  # of the sets in this bucket
@@ -147,17 +153,10 @@ def joining_pairs(
                 for leader in leaders:
                     if joined[leader] == joined[number]:
                         break
-                    if (leader, number) in refused:
-                        continue
-                    one, other = shingles_of(leader), shingles_of(number)
-                    index = 0.0
-                    if min(len(one), len(other)) >= min_jaccard * max(len(one), len(other)):
-                        index = jaccard(one, other)
-                    if index >= min_jaccard:
+                    if (index := index_of(leader, number)) >= min_jaccard:
                         joined.union(leader, number)
                         yield leader, number, index
                         break
-                    refused.add((leader, number))
                 else:
                     leaders.append(number)
 

@@ -153,25 +153,22 @@ class Stage:
     libraries: tuple[str, ...] = ()
 
     def manifest(self, limit: int | None) -> dict[str, Any]:
-        """The part of a manifest that says how its outputs were made."""
+        """The part of a manifest that says how its outputs were made. ValueError with the command that installs a
+        library that is absent."""
+        try:
+            versions = {name: metadata.version(name) for name in self.libraries}
+        except metadata.PackageNotFoundError as error:
+            raise ValueError(
+                f"this stage needs {error.name}: python -m pip install -c constraints.txt -e '.[curate]'"
+            ) from None
         return {
             "format": STAGE_MANIFEST_VERSION,
             "stage": self.name,
             "parameters": {name: getattr(self.args, name) for name in self.recorded},
             "limit": limit,
             "text_key": self.args.text_key,
-            "libraries": {name: version(name) for name in self.libraries},
+            "libraries": versions,
         }
-
-
-def version(library: str) -> str:
-    """ValueError with the command that installs it if a library is absent."""
-    try:
-        return metadata.version(library)
-    except metadata.PackageNotFoundError:
-        raise ValueError(
-            f"this stage needs {library}: python -m pip install -c constraints.txt -e '.[curate]'"
-        ) from None
 
 
 class ShardRun:
@@ -179,13 +176,13 @@ class ShardRun:
 
     def __init__(
         self,
-        stage: Stage,
+        args: argparse.Namespace,
         shard: Shard,
-        output: Path,
+        output: Path = Path(),
         limit: int | None = None,
         read: Progress = lambda count: None,
     ) -> None:
-        self.args, self.shard, self.output, self.limit = stage.args, shard, output, limit
+        self.args, self.shard, self.output, self.limit = args, shard, output, limit
         self.entered = self.left = 0
         self.dropped: dict[str, dict[str, Any]] = {}
         self._read = read
@@ -250,25 +247,21 @@ class ShardRun:
     def file(self, name: str) -> BinaryIO:
         """An output by its name in the folder; it appears there when the shard is done."""
         if name not in self._files:
-            path = self.output / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._files[name] = self._open.enter_context(replacing(path, temporary(path)))
+            self._files[name] = self._open.enter_context(whole(self.output / name))
         return self._files[name]
 
-    def outputs(self, work: Callable[["ShardRun"], None]) -> list[dict[str, Any]]:
-        """Do the work; then all outputs are on the disk under their names. If it fails, none is."""
+    def do(self, work: Callable[["ShardRun"], None]) -> dict[str, Any]:
+        """Do the work; then all outputs are on the disk under their names. If it fails, none is. Returns the rest of
+        the manifest."""
         with self._open:
             work(self)
             assert self.entered == self.left + sum(entry["count"] for entry in self.dropped.values()), "nothing is lost"
-        return [file_facts(self.output, name) for name in self._files]
+        outputs = [file_facts(self.output, name) for name in self._files]
+        return {"entered": self.entered, "left": self.left, "dropped": self.dropped, "outputs": outputs}
 
 
 def run_shard(
-    stage: Stage,
-    shard: Shard,
-    output: Path,
-    limit: int | None = None,
-    read: Progress = lambda count: None,
+    stage: Stage, shard: Shard, output: Path, limit: int | None = None, read: Progress = lambda count: None
 ) -> dict[str, Any]:
     """The manifest of the shard's outputs, which are made if they are not there. A failure leaves nothing."""
     path = output / MANIFESTS / f"{shard.name}.json"
@@ -283,12 +276,9 @@ def run_shard(
         path.unlink()
         for name in names:  # of another input or by other parameters: this run may not write these files
             (output / name).unlink()
-    run = ShardRun(stage, shard, output, limit, read)
     try:
-        outputs = run.outputs(stage.work)
-        manifest = {**wanted, "entered": run.entered, "left": run.left, "dropped": run.dropped, "outputs": outputs}
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(path, temporary(path)) as stream:
+        manifest = {**wanted, **ShardRun(stage.args, shard, output, limit, read).do(stage.work)}
+        with whole(path) as stream:
             stream.write((json.dumps(manifest, indent=1, ensure_ascii=False) + "\n").encode())
     except OSError as error:
         if error.errno == errno.ENOSPC:
@@ -303,6 +293,8 @@ def file_facts(output: Path, name: str) -> dict[str, Any]:
     return {"name": name, "bytes": path.stat().st_size, "sha256": hash_file(path)}
 
 
-def temporary(path: Path) -> Path:
-    """The hidden name of a file until it is whole."""
-    return path.with_name(f".{path.name}.tmp")
+def whole(path: Path) -> contextlib.AbstractContextManager[BinaryIO]:
+    """A file that is open for bytes, and is hidden until the block ends without an error. What a run that was killed
+    left is overwritten."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return replacing(path, path.with_name(f".{path.name}.tmp"))

@@ -6,6 +6,8 @@ the manifests of its shards and has nothing to do.
 """
 
 import argparse
+import contextlib
+import functools
 import inspect
 import os
 import shutil
@@ -16,9 +18,9 @@ from typing import Any
 
 from data_utils.command_line import ROOT, Parser, progress_bar
 from data_utils.corpora.documents import COMPRESSED_SUFFIXES, JSON_SUFFIXES, MOST_BAD_LINES, TEXT_SUFFIX
-from data_utils.files import file_lock, replacing
+from data_utils.files import file_lock
 from data_utils.worker_processes import by_processes, count_work
-from megatron.gpt2.extensions.webtext.shards import UNREADABLE, Shard, Stage, find_shards, run_shard, temporary
+from megatron.gpt2.extensions.webtext.shards import UNREADABLE, Shard, Stage, find_shards, run_shard, whole
 
 FILE_SUFFIXES = (*JSON_SUFFIXES, TEXT_SUFFIX, *COMPRESSED_SUFFIXES)  # of a name that nobody gives to a folder
 
@@ -37,22 +39,20 @@ POSITIONAL: dict[str, dict[str, Any]] = {
 Manifest = dict[str, Any]
 
 
-def within(kind: type, least: float, most: float, words: str) -> Callable[[str], Any]:
+def number(kind: type, least: float, most: float, words: str) -> Callable[[str], Any]:
     """argparse's type of a number from `least` to `most`; `words` say what the number must be."""
 
     def parse(text: str) -> Any:
-        try:
+        with contextlib.suppress(ValueError):
             if least <= (value := kind(text)) <= most:
                 return value
-        except ValueError:
-            pass
         raise argparse.ArgumentTypeError(f"{text} is not {words}")
 
     return parse
 
 
-positive = within(int, 1, float("inf"), "a whole number above 0")
-fraction = within(float, 0, 1, "between 0 and 1")
+positive = number(int, 1, float("inf"), "a whole number above 0")
+fraction = number(float, 0, 1, "between 0 and 1")
 
 
 def stage_parser(program: Callable[..., object], positional: Sequence[str] = ("input", "output")) -> Parser:
@@ -135,10 +135,10 @@ def run_stage(
         log(line)
     check(manifests, args.max_bad_fraction)
     if folder != output:
-        with replacing(output, temporary(output)) as whole:
+        with whole(output) as together:
             for name in (entry["name"] for manifest in manifests for entry in manifest["outputs"]):
                 with open(folder / name, "rb") as part:
-                    shutil.copyfileobj(part, whole, 1 << 20)
+                    shutil.copyfileobj(part, together, 1 << 20)
         shutil.rmtree(folder)
     return manifests
 
@@ -159,8 +159,8 @@ def run_here(stage: Stage, shards: Sequence[Shard], output: Path, alone: bool) -
     )
     with bar, file_lock(output / ".lock", lambda: log(f"{output}: another process is writing there: waiting for it")):
         if limit is None and workers > 1 and len(shards) > 1:
-            work = [(stage, shard, output) for shard in shards]
-            manifests = by_processes(in_worker, work, workers=workers, progress=bar.update)
+            work = functools.partial(run_shard, stage, output=output, read=count_work)
+            manifests = by_processes(work, [(shard,) for shard in shards], workers=workers, progress=bar.update)
         else:
             manifests = []
             for shard in shards:
@@ -172,11 +172,6 @@ def run_here(stage: Stage, shards: Sequence[Shard], output: Path, alone: bool) -
             if alone and path.is_file() and not path.name.startswith(".") and path.name not in named:
                 raise ValueError(f"{path} is not of this run: remove it, lest the next stage read it")
     return manifests
-
-
-def in_worker(stage: Stage, shard: Shard, output: Path) -> Manifest:
-    """A shard in a worker process."""
-    return run_shard(stage, shard, output, read=count_work)
 
 
 def check(manifests: Sequence[Manifest], max_bad_fraction: float) -> None:

@@ -104,24 +104,7 @@ def test_languages(code: str, text: str):
 
 def test_runs_of_the_evaluation_sets(tmp_path: Path):
     text = "It was, he said, the best of times -- and the worst of times, too, in 1859."
-    words = [
-        "it",
-        "was",
-        "he",
-        "said",
-        "the",
-        "best",
-        "of",
-        "times",
-        "and",
-        "the",
-        "worst",
-        "of",
-        "times",
-        "too",
-        "in",
-        "1859",
-    ]
+    words = "it was he said the best of times and the worst of times too in 1859".split()
     assert list(word_runs(text)) == [tuple(words[start : start + WORDS]) for start in range(4)]
     assert list(word_runs("so\n" + text.upper().replace(",", " ;").replace("--", "\n")))[1:] == list(word_runs(text))
     path = tmp_path / "sets.jsonl"

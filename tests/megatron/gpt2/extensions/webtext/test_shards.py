@@ -12,15 +12,7 @@ from typing import Any
 import pytest
 
 from megatron.gpt2.extensions.webtext.near_duplicates import is_seekable
-from megatron.gpt2.extensions.webtext.shards import (
-    Document,
-    Shard,
-    ShardRun,
-    Stage,
-    as_line,
-    find_shards,
-    read_at,
-)
+from megatron.gpt2.extensions.webtext.shards import Document, ShardRun, Stage, as_line, find_shards, read_at
 from megatron.gpt2.extensions.webtext.stages import run_stage, stage_parser
 
 
@@ -54,18 +46,15 @@ class Setting:
         args.least, args.calls = least, self.calls
         return run_stage(Stage("shorten", shorten, args, ("least",), (library,)), **options)
 
-    def ran(self) -> list[str]:
+    def ran(self) -> str:
         """The shards that were worked on since this was asked last."""
         found = self.calls.read_text().split() if self.calls.exists() else []
         self.calls.unlink(missing_ok=True)
-        return found
+        return "".join(found)
 
     def bytes(self) -> dict[str, bytes]:
-        return {
-            str(path.relative_to(self.output)): path.read_bytes()
-            for path in self.output.rglob("*")
-            if path.is_file() and path.name != ".lock"
-        }
+        paths = [path for path in self.output.rglob("*") if path.is_file() and path.name != ".lock"]
+        return {str(path.relative_to(self.output)): path.read_bytes() for path in paths}
 
 
 @pytest.fixture
@@ -81,8 +70,9 @@ def test_outputs_manifests_and_report(setting: Setting, capsys: pytest.CaptureFi
     assert (manifest["entered"], manifest["left"], manifest["parameters"]) == (4, 3, {"least": 3})
     assert manifest["dropped"] == {"short": {"count": 1, "samples": ["a0"]}}
     assert [entry["name"] for entry in manifest["outputs"]] == ["a.jsonl"]
-    names = [f"{folder}{shard}" for folder, end in (("", ".jsonl"), ("manifests/", ".json")) for shard in "abc"]
-    assert sorted(name.rpartition(".")[0] for name in setting.bytes()) == names
+    assert sorted(setting.bytes()) == [f"{shard}.jsonl" for shard in "abc"] + [
+        f"manifests/{shard}.json" for shard in "abc"
+    ]
     said = capsys.readouterr().out.splitlines()
     assert said[0].startswith("shorten: 12 in, 9 out (75.0%); 3 shards")
     assert said[2].split() == ["short", "3", "25.0%", "a0"]
@@ -101,16 +91,16 @@ def test_only_what_is_not_done_is_done_again(setting: Setting):
     assert not setting.ran()
     (setting.output / "b.jsonl").write_bytes(whole["b.jsonl"].replace(b"b", b"B"))  # damage of the same size
     setting.run()
-    assert setting.ran() == ["b"] and setting.bytes() == whole
+    assert setting.ran() == "b" and setting.bytes() == whole
     (setting.output / "manifests/c.json").unlink()  # killed between the output and its manifest
     (setting.output / ".a.jsonl.tmp").write_bytes(b"killed within")
     setting.run()
-    assert setting.ran() == ["c"]
+    assert setting.ran() == "c"
     setting.write("a", ["another text"])
     setting.run()
-    assert setting.ran() == ["a"] and setting.bytes()["a.jsonl"] == as_line({"text": "another text"})
+    assert setting.ran() == "a" and setting.bytes()["a.jsonl"] == as_line({"text": "another text"})
     setting.run(least=5)
-    assert setting.ran() == ["a", "b", "c"]
+    assert setting.ran() == "abc"
     setting.write("a", ["x"])  # a shard that becomes empty leaves no old output
     setting.run()
     assert "a.jsonl" not in setting.bytes() and "manifests/a.json" in setting.bytes()
@@ -141,10 +131,10 @@ def test_results_that_are_errors(setting: Setting):
     (setting.input / "c.jsonl").write_text("{\n" * 1000)
     with pytest.raises(ValueError, match=r"c\.jsonl:1: .*all of the first 1000"):
         setting.run("--max-bad-fraction", "1")
-    for shard in "abc":
-        (setting.input / f"{shard}.jsonl").write_text("\n")
-    with pytest.raises(ValueError, match="the input holds nothing"):
-        setting.run()
+    (setting.input / "c.jsonl").unlink()
+    with pytest.raises(ValueError, match=r"c\.jsonl is not of this run"):
+        setting.run("--max-bad-fraction", "1")
+    setting.run("--max-bad-fraction", "1", alone=False)
 
 
 @pytest.mark.parametrize(("limit", "entered"), [(1, [1]), (4, [4]), (6, [4, 2]), (99, [4, 4, 4])])
@@ -152,20 +142,12 @@ def test_limit(setting: Setting, limit: int, entered: list[int]):
     assert [manifest["entered"] for manifest in setting.run("--limit", str(limit), least=1)] == entered
 
 
-def test_a_file_that_is_not_of_this_run_is_named(setting: Setting):
-    setting.run()
-    (setting.input / "c.jsonl").unlink()
-    with pytest.raises(ValueError, match=r"c\.jsonl is not of this run"):
-        setting.run()
-    setting.run(alone=False)
-
-
 def read(path: Path, text_key: str = "text") -> tuple[list[tuple[int, Document]], dict[str, dict[str, Any]]]:
     """The documents with their offsets, and those that were dropped."""
     found: list[tuple[int, Document]] = []
     dropped: dict[str, dict[str, Any]] = {}
     for shard in find_shards(str(path)):
-        run = ShardRun(Stage("read", shorten, Namespace(text_key=text_key)), shard, path)
+        run = ShardRun(Namespace(text_key=text_key), shard)
         found += run.located()
         dropped.update(run.dropped)
     return found, dropped
@@ -197,21 +179,13 @@ def test_json_lines_with_bad_ones(tmp_path: Path):
     assert read(tmp_path / "b.json", "body")[0] == [(0, {"text": "yes"})]
 
 
-@pytest.mark.parametrize("packed", ["gz", "zst"])
-def test_compressed_files(tmp_path: Path, packed: str):
-    content = as_line({"text": "packed"}) * 3
-    if packed == "zst":
-        content = pytest.importorskip("zstandard").ZstdCompressor().compress(content)
-    else:
-        content = gzip.compress(content)
-    (tmp_path / f"b.jsonl.{packed}").write_bytes(content)
+def test_compressed_files(tmp_path: Path):
+    content = gzip.compress(as_line({"text": "packed"}) * 3)
+    (tmp_path / "b.jsonl.gz").write_bytes(content)
     found, dropped = read(tmp_path)
     assert [document["text"] for _, document in found] == ["packed"] * 3 and not dropped
     (shard,) = find_shards(str(tmp_path))
-    assert shard.name == "b" and not is_seekable(shard)
-    (tmp_path / f"b.jsonl.{packed}").write_bytes(content[:-5])
-    with pytest.raises(ValueError, match="is damaged"):
-        read(tmp_path)
+    assert (shard.name, shard.bytes, is_seekable(shard)) == ("b", len(content), False)
 
 
 def test_a_folder_of_scraped_text(tmp_path: Path):
@@ -220,21 +194,17 @@ def test_a_folder_of_scraped_text(tmp_path: Path):
     (tmp_path / "12.txt").write_bytes(b"\xff")
     (tmp_path / "13.txt").write_text(" \n")
     found, dropped = read(tmp_path)
-    assert [document for _, document in found] == [
-        {"id": f"{n:02d}.txt", "text": f"text {n}\nof two lines"} for n in range(12)
-    ]
-    assert sorted(dropped) == ["empty", "unreadable"]
+    expected = [{"id": f"{n:02d}.txt", "text": f"text {n}\nof two lines"} for n in range(12)]
+    assert [document for _, document in found] == expected and sorted(dropped) == ["empty", "unreadable"]
     assert [shard.name for shard in find_shards(str(tmp_path / "*.txt"))] == ["texts_00000"]
 
 
 def test_names_that_lead_nowhere_or_collide(tmp_path: Path):
-    with pytest.raises(FileNotFoundError, match="in this folder"):
-        find_shards(str(tmp_path))
-    with pytest.raises(FileNotFoundError, match=r"\*\.jsonl"):
-        find_shards(str(tmp_path / "*.jsonl"))
+    for name, said in ("", "in this folder"), ("*.jsonl", r"\*\.jsonl"):
+        with pytest.raises(FileNotFoundError, match=said):
+            find_shards(str(tmp_path / name))
     for name in ("a.jsonl", "a.jsonl.gz", "a.of.urls"):
         (tmp_path / name).write_text("{}")
     assert [shard.name for shard in find_shards(str(tmp_path / "*urls"))] == ["a.of.urls"]
     with pytest.raises(ValueError, match="would both become a"):
         find_shards(str(tmp_path))
-    assert Shard("a", (tmp_path / "a.jsonl",)).bytes == 2
