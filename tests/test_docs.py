@@ -275,9 +275,11 @@ def test_python_examples_run(page: str, block: str, python: WarmPython):
 
 
 def test_every_link_and_flag_that_is_named_exists():
+    from megatron.gpt2.commands.generate_text import SAMPLING
     from megatron.gpt2.config.flags import flag_table
 
     known = {row[0] for row in flag_table()} | {"--help", "--index-url", "--local-dir"}
+    known |= {f"--{name.replace('_', '-')}" for name in SAMPLING}
     known |= set("--rdzv-backend --rdzv-conf --rdzv-endpoint --rdzv-id --master-addr".split())  # torchrun
     known |= set("--nodes --gpus --signal --ntasks-per-node --gpu-bind --gpus-per-task".split())  # sbatch
     known |= set("--ipc --ulimit --network --nv".split())  # docker and apptainer
