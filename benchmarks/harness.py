@@ -9,7 +9,6 @@ import json
 import multiprocessing
 import os
 import platform
-import random
 import re
 import signal
 import statistics
@@ -122,26 +121,6 @@ def earlier(path: Path, result: Mapping[str, Any], *keys: str) -> dict[str, Any]
     return None
 
 
-def campaign(what: str, path: Path, trials: int, do: Callable[[Path, int], dict[str, Any]]) -> bool:
-    """The trials with the seeds 0 to `trials`, from where an earlier call was interrupted; whether all are "good".
-
-    do: one trial, given a folder that all trials share and its seed; what it returns is written at once.
-    """
-    result: dict[str, Any] = {**header(what), "trials": []}
-    if kept := earlier(path, result, "what"):
-        result["trials"] = kept["trials"][:trials]
-    with tempfile.TemporaryDirectory() as scratch:
-        for seed in range(len(result["trials"]), trials):
-            began = time.monotonic()
-            trial = {"seed": seed, **do(Path(scratch), seed)}
-            result["trials"].append({**trial, "seconds": round(time.monotonic() - began, 1)})
-            write(path, result)
-            print(f"{seed + 1:>4} of {trials}  {json.dumps(result['trials'][-1])}", flush=True)
-    good = sum(bool(trial["good"]) for trial in result["trials"])
-    print(f"{what}: {good} of {trials} good; {path.name}")
-    return good == trials
-
-
 # --- programs and ranks ----------------------------------------------------------------------------------------------
 
 
@@ -195,13 +174,9 @@ def _rank(rank: int, world_size: int, folder: str, fn: Callable[..., Any], args:
     dist.barrier()
 
 
-def on_ranks(fn: Callable[..., Any], world_size: int, *args: Any, method: str = "forkserver") -> list[Any]:
-    """`fn(rank, world_size, *args)` in processes of one thread with a group of gloo; what each returned. One rank runs
-    in this process without a group. method: multiprocessing's start method."""
-    if world_size == 1:
-        return [fn(0, 1, *args)]
-    context: Any = multiprocessing.get_context(method)
-    context.set_forkserver_preload(["megatron.gpt2.train.run"])  # torch is imported once
+def on_ranks(fn: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
+    """`fn(rank, world_size, *args)` in processes of one thread with a group of gloo; what each returned."""
+    context: Any = multiprocessing.get_context("spawn")
     pipes = [context.Pipe(duplex=False) for _ in range(world_size)]
     with tempfile.TemporaryDirectory() as folder:
         ranks = [
@@ -217,20 +192,6 @@ def on_ranks(fn: Callable[..., Any], world_size: int, *args: Any, method: str = 
             for rank in ranks:
                 rank.join(60)
                 rank.kill()
-
-
-def write_text(folder: Path, words: int = 6000) -> Path:
-    """text.txt with something to learn: words of a small vocabulary, some of which follow each other. It is old, since
-    one that was just written is hashed by each rank."""
-    draw, word, text = random.Random(0), 0, []
-    vocabulary = ["".join(draw.choices("abcdefghijklmnopqrstuvwxyz", k=draw.randint(2, 8))) for _ in range(60)]
-    for _ in range(words):
-        word = draw.randrange(60) if draw.random() < 0.3 else (7 * word + 3) % 60
-        text.append(vocabulary[word])
-    path = folder / "text.txt"
-    path.write_text(" ".join(text))
-    os.utime(path, (1e9, 1e9))
-    return path
 
 
 # --- figures ---------------------------------------------------------------------------------------------------------

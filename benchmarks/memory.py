@@ -3,7 +3,7 @@
 
     python benchmarks/memory.py                        # about 15 minutes on 2 cores, 4 GB at most at once
     python benchmarks/memory.py --smoke --output DIR   # a small model: does it run?
-    python benchmarks/stage_memory.py                  # each stage of a pipeline: 5 minutes, 3 GB at most at once
+    python benchmarks/memory.py --stages               # each stage of a pipeline: 5 minutes, 3 GB at most at once
 
 Each run is the training program in fresh processes, some steps of it. It says what it expects, and what it had resident
 at its peak, without the pages of files. Two ways of the allocator: `returned`, in which each block goes back to the
@@ -131,8 +131,11 @@ def stage(rank: int, world_size: int, words: list[str]) -> dict[str, float]:
     return figures(expected(setting_of(prepared), rank).total / 2**20, peak / 2**20)
 
 
-def main(argv: Sequence[str] | None = None, *, of_stages: bool = False) -> int:
-    chosen = harness.options(harness.parser(__doc__), argv)
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = harness.parser(__doc__)
+    parser.add_argument("--stages", action="store_true", help="measure each stage of a pipeline")
+    chosen = harness.options(parser, argv)
+    of_stages = chosen.stages
     what = "stage_memory" if of_stages else "memory"
     result: dict[str, Any] = {**harness.header(what), "smoke": chosen.smoke, "runs": []}
     if of_stages:
@@ -142,7 +145,7 @@ def main(argv: Sequence[str] | None = None, *, of_stages: bool = False) -> int:
         (folder / "text.txt").write_text("any text: nothing of it changes what is held. " * 4000)
         for run in (stage_cases if of_stages else cases)(chosen.smoke):
             if of_stages:
-                run["stages"] = found = harness.on_ranks(stage, run["p"], command(run["flags"], folder), method="spawn")
+                run["stages"] = found = harness.on_ranks(stage, run["p"], command(run["flags"], folder))
             else:
                 found = [measure(run, folder)]
                 run |= found[0]

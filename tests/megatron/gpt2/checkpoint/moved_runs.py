@@ -1,4 +1,4 @@
-"""Layouts, and small runs that are saved under one and continued under another, for tests and benchmarks/layouts.py."""
+"""Layouts, and small runs that are saved under one and continued under another."""
 
 from __future__ import annotations
 

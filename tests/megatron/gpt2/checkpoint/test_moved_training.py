@@ -1,4 +1,4 @@
-"""Training goes on under another layout as if it had not moved. All pairs of layouts: benchmarks/layouts.py."""
+"""Training goes on under another layout as if it had not moved. All pairs of layouts: 371f5f5:benchmarks/layouts.py."""
 
 from __future__ import annotations
 

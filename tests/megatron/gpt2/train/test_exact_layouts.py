@@ -61,7 +61,7 @@ WIDE = [
     Layout(2, 2, flags=f"{SEQUENCE} {FULL}"),
     Layout(data=4, flags=SHARDED),
     Layout(1, 2, 3),
-]  # and those of 8 ranks: benchmarks/layouts.py
+]  # and those of 8 ranks: 371f5f5:benchmarks/exact_layouts.py
 
 
 @pytest.fixture(scope="module")
@@ -150,7 +150,7 @@ def test_no_bit_depends_on_the_layout(folder: Path) -> None:
 @pytest.mark.wide
 @pytest.mark.parametrize(("precision", "layouts"), [("--precision fp32", WIDE), (FP16, QUICK)], ids=["fp32", "fp16"])
 def test_no_bit_depends_on_more_layouts(folder: Path, precision: str, layouts: list[Layout]) -> None:
-    """All of them in fp32 over 30 steps: `benchmarks/layouts.py exact`."""
+    """All of them in fp32 over 30 steps: `371f5f5:benchmarks/exact_layouts.py`."""
     assert_equal(folder, layouts, precision, 5)
 
 

@@ -67,7 +67,7 @@ QUICK = [
     Layout(1, 2, 2, 1, f"{SHARDED} {TWO_CHUNKS}"),
     Layout(1, 4, 1, 2),
 ]
-# With product up to 8 in benchmarks/layouts.py.
+# With product up to 8 in 371f5f5:benchmarks/layouts.py.
 WIDE = [
     Layout(1, 1, 1, 2),
     Layout(2, 1, 1, 8, SELECTIVE),
