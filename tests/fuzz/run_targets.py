@@ -11,12 +11,12 @@ import torch
 
 from data_utils.tokenizers.base import ByteTokenizer
 from megatron.gpt2.config import Config, foreign, read_config, write_config
-from megatron.gpt2.extensions.serve.answer import Text
 from megatron.gpt2.extensions.serve.app import error_response
 from megatron.gpt2.extensions.serve.request import (
     ApiError,
     CompletionRequest,
-    Limits,
+    Offer,
+    Text,
     read_megatron_request,
     read_request,
 )
@@ -27,8 +27,7 @@ from megatron.gpt2.monitor.run_report import page
 from tests.fuzz.fuzzing import Target
 
 TOKENIZER = ByteTokenizer()
-LIMITS = Limits(max_tokens=100, texts=8, body_bytes=1 << 16)
-CONTEXT = 64
+OFFER = Offer("tiny", TOKENIZER, context=64, max_tokens=100, texts=8, body_bytes=1 << 16)
 
 
 def run_folder(folder: Path) -> None:
@@ -133,7 +132,7 @@ MEGATRON_BODY = {
 }
 
 
-def body_target(name: str, body: dict[str, Any], read: Callable[..., CompletionRequest]) -> Target:
+def body_target(name: str, body: dict[str, Any], read: Callable[[bytes, Offer], CompletionRequest]) -> Target:
     """What a client sends to one of the server's addresses."""
     return Target(
         name,
@@ -144,22 +143,20 @@ def body_target(name: str, body: dict[str, Any], read: Callable[..., CompletionR
     )
 
 
-def read_body(folder: Path, read: Callable[..., CompletionRequest]) -> None:
+def read_body(folder: Path, read: Callable[[bytes, Offer], CompletionRequest]) -> None:
     """A request that is taken can be generated and answered; one that is not has an answer in JSON."""
     try:
-        request = read(
-            (folder / "body").read_bytes(), model="tiny", tokenizer=TOKENIZER, context=CONTEXT, limits=LIMITS
-        )
+        request = read((folder / "body").read_bytes(), OFFER)
     except ApiError as error:
         assert error.status in (400, 404)
         json.loads(bytes(error_response(error).body))
         raise
     continuations = request.continuations()
-    assert 1 <= len(continuations) <= LIMITS.texts and request.sampling.max_new_tokens <= LIMITS.max_tokens
+    assert 1 <= len(continuations) <= OFFER.texts and request.sampling.max_new_tokens <= OFFER.max_tokens
     logits = torch.linspace(-5, 5, TOKENIZER.vocab_size)
     texts = []
     for c in continuations:
-        assert len(c.prompt) <= CONTEXT and all(0 <= i < TOKENIZER.vocab_size for i in c.prompt)
+        assert len(c.prompt) <= OFFER.context and all(0 <= i < TOKENIZER.vocab_size for i in c.prompt)
         sampler = Sampler(c.sampling, c.prompt, TOKENIZER.vocab_size, torch.device("cpu"))
         token, probability = sampler.draw(logits, logits.logsumexp(0))
         assert 0 <= token < TOKENIZER.vocab_size and 0 <= probability <= 1

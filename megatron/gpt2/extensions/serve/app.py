@@ -20,17 +20,15 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from data_utils import Tokenizer
-from megatron.gpt2.extensions.serve.answer import Choice, Text
 from megatron.gpt2.extensions.serve.batching import Batcher, Job, Stopping
 from megatron.gpt2.extensions.serve.request import (
     ApiError,
+    Choice,
     CompletionRequest,
-    Limits,
-    check_model,
+    Offer,
+    Text,
     read_megatron_request,
     read_request,
-    usage,
 )
 from megatron.gpt2.generate.generation import Event
 
@@ -56,18 +54,14 @@ def error_response(error: ApiError) -> Response:
 
 @dataclass
 class Service:
-    """What the addresses share. All of it is used by the thread of the event loop alone.
+    """What the addresses share. All of it is used by the thread of the event loop only.
 
-    model: its name. context: tokens that it reads. texts: most texts that may be generated or wait at once. seconds:
-    time for a request's body, and from its last byte to the last byte of the answer. log: takes a line for each
-    request.
+    texts: most texts that may be generated or wait at once. seconds: time for a request's body, and from its last byte
+    to the last byte of the answer. log: takes a line for each request.
     """
 
-    model: str
-    tokenizer: Tokenizer
-    context: int
+    offer: Offer
     batcher: Batcher
-    limits: Limits
     texts: int
     seconds: float
     log: Callable[[str], None]
@@ -86,7 +80,7 @@ class Service:
                 Route("/api", self.megatron, methods=["PUT"]),
                 Route("/generate", self.megatron, methods=["PUT"]),
             ],
-            exception_handlers={ApiError: _refuse, HTTPException: _refuse_http, Exception: _fail},
+            exception_handlers={ApiError: _refuse, HTTPException: _refuse, Exception: _fail},
         )
 
     async def page(self, request: Request) -> Response:
@@ -103,17 +97,17 @@ class Service:
 
     async def model_of_name(self, request: Request) -> Response:
         """GET /v1/models/NAME: the one model. ApiError for another name."""
-        check_model(request.path_params["name"], self.model)
+        self.offer.check_model(request.path_params["name"])
         return json_response(self._model())
 
     def _model(self) -> dict[str, Any]:
         return {
-            "id": self.model,
+            "id": self.offer.model,
             "object": "model",
             "created": self.started,
             "owned_by": "local",
-            "max_model_len": self.context,
-            "max_tokens": self.limits.max_tokens,
+            "max_model_len": self.offer.context,
+            "max_tokens": self.offer.max_tokens,
         }
 
     async def completions(self, request: Request) -> Response:
@@ -124,14 +118,12 @@ class Service:
         """PUT /api, PUT /generate: texts in Megatron's form. ApiError where the request cannot be served."""
         return await self._complete(request, read_megatron_request)
 
-    async def _complete(self, request: Request, read: Callable[..., CompletionRequest]) -> Response:
+    async def _complete(self, request: Request, read: Callable[[bytes, Offer], CompletionRequest]) -> Response:
         # A page of another site may send a form or plain text without asking, but not this.
         if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
             raise ApiError("send the header Content-Type: application/json", status=415)
         body = await self._body(request)
-        wanted = await run_in_threadpool(
-            read, body, model=self.model, tokenizer=self.tokenizer, context=self.context, limits=self.limits
-        )
+        wanted = await run_in_threadpool(read, body, self.offer)
         count = len(wanted.prompts) * wanted.n
         if self.admitted + count > self.texts:
             raise ApiError(
@@ -140,14 +132,14 @@ class Service:
         return Completion(self, wanted, f"{request.client.host if request.client else '?'} {request.url.path}")
 
     async def _body(self, request: Request) -> bytes:
-        too_large = ApiError(f"the body is larger than {self.limits.body_bytes} bytes", status=413)
-        if int(request.headers.get("content-length", 0)) > self.limits.body_bytes:
+        too_large = ApiError(f"the body is larger than {self.offer.body_bytes} bytes", status=413)
+        if int(request.headers.get("content-length", 0)) > self.offer.body_bytes:
             raise too_large
         body = bytearray()
         with anyio.move_on_after(self.seconds):
             async for part in request.stream():
                 body += part
-                if len(body) > self.limits.body_bytes:
+                if len(body) > self.offer.body_bytes:
                     raise too_large
             return bytes(body)
         raise ApiError(f"the body took longer than {self.seconds:g} seconds", status=408)
@@ -158,79 +150,71 @@ class Completion(Response):
 
     def __init__(self, service: Service, request: CompletionRequest, origin: str) -> None:
         self.service, self.request, self.origin = service, request, origin
-        self.started = time.monotonic()
+        self.started, self._began = time.monotonic(), False
         self.texts = [Text(c) for c in request.continuations()]
         self.head = {
             "id": f"cmpl-{uuid.uuid4().hex}",
             "object": "text_completion",
             "created": int(time.time()),
-            "model": service.model,
+            "model": service.offer.model,
         }
         service.admitted += len(self.texts)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        outcome, self._began = "the client went away", False
+        self._client = scope, receive, send
+        outcome, limit = "the client went away", self.service.seconds
         try:
-            with anyio.move_on_after(self.service.seconds) as deadline:
+            with anyio.move_on_after(limit) as deadline:
                 async with anyio.create_task_group() as group:
                     group.start_soon(_leave_with_the_client, receive, group.cancel_scope)
-                    outcome = await self._answer(scope, receive, send)
+                    outcome = await self._answer()
                     group.cancel_scope.cancel()
             if deadline.cancelled_caught:
-                outcome = f"ended after {self.service.seconds:g} seconds"
+                outcome = f"ended after {limit:g} seconds"
+                late = f"the answer took longer than {limit:g} seconds: ask for fewer tokens"
                 with anyio.move_on_after(LAST_WORDS):
-                    await self._end(
-                        ApiError(
-                            f"the answer took longer than {self.service.seconds:g} seconds: ask for fewer tokens",
-                            status=504,
-                        ),
-                        scope,
-                        receive,
-                        send,
-                    )
+                    await self._end(ApiError(late, status=504))
         finally:
             self.service.admitted -= len(self.texts)
             for text in self.texts:
                 text.c.cancel()
-            seconds = time.monotonic() - self.started
-            tokens = usage(self.request, self.texts)
+            seconds, tokens = time.monotonic() - self.started, self.request.usage(self.texts)
             self.service.log(
                 f"{self.origin}: {tokens['prompt_tokens']} + {tokens['completion_tokens']} tokens in "
                 f"{seconds:.2f} s, {outcome}"
             )
 
-    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> str:
+    async def _answer(self) -> str:
         """Gives the outcome for the log."""
-        uncounted = {"usage": None} if self.request.include_usage else {}
+        request = self.request
         try:
-            if self.request.stream:
+            if request.stream:
+                uncounted = {"usage": None} if request.include_usage else {}
                 async for chunk in self._chunks():
-                    await self._event({**self.head, "choices": [chunk]} | uncounted, send)
+                    await self._event({**self.head, "choices": [chunk], **uncounted})
             else:
                 async for number, event in self._events():
                     self.texts[number].events.append(event)
         except ApiError as error:
-            await self._end(error, scope, receive, send)
+            await self._end(error)
             return str(error)
-        if self.request.stream:
-            if self.request.include_usage:
-                await self._event({**self.head, "choices": [], "usage": usage(self.request, self.texts)}, send)
-            await self._write("[DONE]", send, more=False)
+        if request.stream:
+            if request.include_usage:
+                await self._event({**self.head, "choices": [], "usage": request.usage(self.texts)})
+            await self._write("[DONE]", more=False)
         else:
-            answer = await run_in_threadpool(self.request.answer, self.texts, self.service.tokenizer, self.head)
-            await json_response(answer)(scope, receive, send)
+            answer = await run_in_threadpool(request.answer, self.texts, self.service.offer.tokenizer, self.head)
+            await json_response(answer)(*self._client)
         return "done"
 
     async def _chunks(self) -> AsyncIterator[dict[str, Any]]:
         """Choices in OpenAI's form, as they come."""
-        choices = [
-            Choice(number, self.service.tokenizer, logprobs=self.request.logprobs) for number in range(len(self.texts))
-        ]
-        unread = set(range(len(choices))) if self.request.echo else set()
+        request, choices = self.request, dict[int, Choice]()
         async for number, event in self._events():
-            if number in unread:
-                unread.remove(number)
-                yield choices[number].echo(self.request.prompts[number // self.request.n].text, self.texts[number].c)
+            if number not in choices:
+                choices[number] = Choice(number, self.service.offer.tokenizer, logprobs=request.logprobs)
+                if request.echo:
+                    yield choices[number].echo(request.prompts[number // request.n].text, self.texts[number].c)
             chunk = choices[number].add(event)
             if event.finish or chunk["text"]:
                 yield chunk
@@ -252,31 +236,27 @@ class Completion(Response):
             running -= bool(event.finish)
             yield number, event
 
-    async def _event(self, content: dict[str, Any], send: Send) -> None:
-        await self._write(json.dumps(content, allow_nan=False), send, more=True)
+    async def _event(self, content: dict[str, Any], *, more: bool = True) -> None:
+        await self._write(json.dumps(content, allow_nan=False), more=more)
 
-    async def _write(self, data: str, send: Send, *, more: bool) -> None:
+    async def _write(self, data: str, *, more: bool) -> None:
         """A server-sent event; the first brings the headers."""
+        send = self._client[2]
         if not self._began:
             self._began = True
-            await send(
-                {
-                    "type": "http.response.start",
-                    "status": 200,
-                    "headers": [
-                        (b"content-type", b"text/event-stream"),
-                        (b"cache-control", b"no-store"),
-                        (b"x-accel-buffering", b"no"),
-                    ],
-                }
-            )  # the last is for nginx
+            headers = [
+                (b"content-type", b"text/event-stream"),
+                (b"cache-control", b"no-store"),
+                (b"x-accel-buffering", b"no"),  # for nginx
+            ]
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": f"data: {data}\n\n".encode(), "more_body": more})
 
-    async def _end(self, error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _end(self, error: ApiError) -> None:
         if self._began:
-            await self._write(json.dumps(error.json()), send, more=False)
+            await self._event(error.json(), more=False)
         else:
-            await error_response(error)(scope, receive, send)
+            await error_response(error)(*self._client)
 
 
 async def _leave_with_the_client(receive: Receive, scope: anyio.CancelScope) -> None:
@@ -285,14 +265,10 @@ async def _leave_with_the_client(receive: Receive, scope: anyio.CancelScope) -> 
     scope.cancel()
 
 
-async def _refuse(request: Request, error: Exception) -> Response:
-    assert isinstance(error, ApiError)
+async def _refuse(request: Request, error: Any) -> Response:
+    if isinstance(error, HTTPException):
+        error = ApiError(f"{request.method} {request.url.path}: {error.detail}", status=error.status_code)
     return error_response(error)
-
-
-async def _refuse_http(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    return error_response(ApiError(f"{request.method} {request.url.path}: {error.detail}", status=error.status_code))
 
 
 async def _fail(request: Request, error: Exception) -> Response:

@@ -23,7 +23,7 @@ try:
 
     from megatron.gpt2.extensions.serve.app import Service
     from megatron.gpt2.extensions.serve.batching import Batcher
-    from megatron.gpt2.extensions.serve.request import Limits
+    from megatron.gpt2.extensions.serve.request import Offer
 except ImportError as error:
     print(
         f"error: the server needs starlette, uvicorn and pydantic ({error}): pip install -e .[serve]", file=sys.stderr
@@ -52,36 +52,17 @@ def arguments(argv: Sequence[str], ranks: Ranks) -> argparse.Namespace:
         "--host",
         default="127.0.0.1",
         metavar="ADDRESS",
-        help="address to listen at (default: 127.0.0.1, for this machine alone)",
+        help="address to listen at (default: 127.0.0.1, for this machine only)",
     )
     parser.add_argument("--port", type=int, default=5000, metavar="N", help="default: 5000; 0: any that is free")
-    parser.add_argument(
-        "--max-tokens", type=positive, default=1024, metavar="N", help="most new tokens of a text (default: 1024)"
-    )
-    parser.add_argument(
-        "--batch-size",
-        type=positive,
-        default=32,
-        metavar="N",
-        help="most texts generated together, and most of one request (default: 32)",
-    )
-    parser.add_argument(
-        "--max-texts",
-        type=positive,
-        default=256,
-        metavar="N",
-        help="most texts that are generated or wait; a request for more is refused (default: 256)",
-    )
-    parser.add_argument(
-        "--max-seconds",
-        type=positive,
-        default=300,
-        metavar="N",
-        help="longest time for an answer, waiting included (default: 300)",
-    )
-    parser.add_argument(
-        "--max-body-bytes", type=positive, default=1 << 20, metavar="N", help="most bytes of a request (default: 1 MiB)"
-    )
+    for flag, default, meant in (
+        ("--max-tokens", 1024, "most new tokens of a text"),
+        ("--batch-size", 32, "most texts generated together, and most of one request"),
+        ("--max-texts", 256, "most texts that are generated or wait; a request for more is refused"),
+        ("--max-seconds", 300, "longest time for an answer in seconds, waiting included"),
+        ("--max-body-bytes", 1 << 20, "most bytes of a request"),
+    ):
+        parser.add_argument(flag, type=positive, default=default, metavar="N", help=f"{meant} (default: {default})")
     args = parser.parse_args([dashed(word) for word in argv])
     if not 0 <= args.port < 2**16:
         raise ValueError(f"--port must be from 0 to 65535, not {args.port}")
@@ -131,18 +112,11 @@ def answer_clients(
 
     This thread, which gets the signals, owns the generator; another one owns the connections.
     """
-    batcher = Batcher(args.batch_size)
-    limits = Limits(args.max_tokens, args.batch_size, args.max_body_bytes)
-    service = Service(
-        Path(args.load).resolve().name,
-        loaded.tokenizer,
-        generator.limit,
-        batcher,
-        limits,
-        args.max_texts,
-        args.max_seconds,
-        log=log,
+    batcher, name = Batcher(args.batch_size), Path(args.load).resolve().name
+    offer = Offer(
+        name, loaded.tokenizer, generator.limit, args.max_tokens, texts=args.batch_size, body_bytes=args.max_body_bytes
     )
+    service = Service(offer, batcher, args.max_texts, args.max_seconds, log)
     server = uvicorn.Server(
         uvicorn.Config(
             service.app(),

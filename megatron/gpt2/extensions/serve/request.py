@@ -1,24 +1,30 @@
-"""The request of a client, in OpenAI's form or Megatron-LM's: pydantic checks the fields one by one.
+"""The request of a client, in OpenAI's form or Megatron-LM's: pydantic checks the fields one by one. And its answer,
+made of the tokens of each text as they are generated.
 
 Megatron's form is that of its class `MegatronGenerate` (`PUT /api`). Its newest version (core 0.19) checks many fields
 and uses few; here each is used as core 0.8 used it, or refused.
 """
 
+import codecs
 import dataclasses
 import json
+import math
 import random
 import reprlib
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from data_utils import Tokenizer
-from megatron.gpt2.extensions.serve.answer import END_NAME, Text, choice_of, log
-from megatron.gpt2.generate.generation import Continuation, GeneratedToken
+from megatron.gpt2.generate.generation import Continuation, Event, GeneratedToken
 from megatron.gpt2.generate.sampling import Sampling
 
+REASONS = {"end": "stop", "stop": "stop", "length": "length"}
+LEAST = -9999.0  # for the logarithm of 0, as OpenAI has it
+END_NAME = "<|endoftext|>"
 MOST_STOPS = 16  # OpenAI has 4, and some tasks of lm-eval have more
 
 
@@ -44,7 +50,6 @@ class Body(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
-Int = Annotated[int, Field(strict=True)]
 Text1 = Annotated[str, Field(min_length=1)]
 
 
@@ -60,17 +65,17 @@ class CompletionBody(Body):
 
     model: str | None = None
     prompt: str | list[Any] = ""
-    n: Int = Field(1, ge=1)
-    seed: Int | None = Field(None, ge=-(2**63), lt=2**63)
-    logprobs: Int | None = Field(None, ge=0, le=5)
+    n: int = Field(1, ge=1)
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    logprobs: int | None = Field(None, ge=0, le=5)
     echo: bool = False
     stream: bool = False
     stream_options: StreamOptions | None = None
     stop: Text1 | Annotated[list[Text1], Field(max_length=MOST_STOPS)] = []
-    max_tokens: Int | None = Field(None, ge=0)
+    max_tokens: int | None = Field(None, ge=0)
     temperature: float = Field(1.0, ge=0, le=2)
     top_p: float = Field(1.0, ge=0, le=1)
-    top_k: Int = Field(0, ge=0)
+    top_k: int = Field(0, ge=0)
     repetition_penalty: float = Field(1.0, ge=0.1, le=10)
     user: str = ""
     best_of: Literal[1] = 1
@@ -85,17 +90,17 @@ class MegatronBody(Body):
     decay the bound of the decay is never reached; only beam search has a length penalty."""
 
     prompts: list[str]
-    tokens_to_generate: Int | None = Field(None, ge=0)
+    tokens_to_generate: int | None = Field(None, ge=0)
     logprobs: bool = False
-    top_k: Int = Field(0, ge=0, le=1000)
+    top_k: int = Field(0, ge=0, le=1000)
     top_p: float = Field(0.0, ge=0, le=1)
     top_p_bound: float = Field(0.0, ge=0)
-    random_seed: Int | None = Field(None, ge=0, lt=2**63)
+    random_seed: int | None = Field(None, ge=0, lt=2**63)
     stop_on_double_eol: bool = False
     stop_on_eol: bool = False
     temperature: float = Field(1.0, ge=1e-5, le=100)
     add_BOS: bool = False
-    stop_token: Int | None = None
+    stop_token: int | None = None
     no_log: bool = False  # no text is ever logged
     beam_width: Literal[None] = None
     top_p_decay: Literal[0, 1] = 0
@@ -129,31 +134,162 @@ def parse(kind: type[B], body: bytes) -> B:
 
 
 @dataclass(frozen=True)
-class Limits:
-    """The most that one request may ask for: tokens per text, texts, and bytes of its body."""
-
-    max_tokens: int
-    texts: int
-    body_bytes: int
-
-    def length(self, name: str, asked: int | None, default: int) -> int:
-        """New tokens of a text. ApiError, of the field `name`, if more are asked for."""
-        if asked is not None and asked > self.max_tokens:
-            raise ApiError(f"{name} must be at most {self.max_tokens}, not {reprlib.repr(asked)}", param=name)
-        return min(default, self.max_tokens) if asked is None else asked
-
-    def check_texts(self, name: str, count: int, most: int) -> None:
-        """ApiError, of the field `name`, unless a request asks for 1 to `most` prompts."""
-        if not 1 <= count <= most:
-            raise ApiError(f"{name}: a request may ask for 1 to {most} prompts, not {count}", param=name)
-
-
-@dataclass(frozen=True)
 class Prompt:
     """The ids of a prompt, and the text that they stand for."""
 
     ids: list[int]
     text: str
+
+
+@dataclass(frozen=True)
+class Offer:
+    """The served model by its name, and the most that one request may ask for.
+
+    context: tokens that the model reads. max_tokens: new tokens of a text. texts: of a request. body_bytes: of its
+    body.
+    """
+
+    model: str
+    tokenizer: Tokenizer
+    context: int
+    max_tokens: int
+    texts: int
+    body_bytes: int
+
+    def check_model(self, name: str) -> None:
+        """ApiError if a client asks for a different model than the one that is served."""
+        if name != self.model:
+            message = f"the model {reprlib.repr(name)} does not exist: the one here is {self.model!r}"
+            raise ApiError(message, param="model", code="model_not_found", status=404)
+
+    def prompts(self, name: str, given: Sequence[Any], *, n: int = 1, start: Sequence[int] = ()) -> list[Prompt]:
+        """Texts, empty for a new document, or lists of token ids. ApiError, of the field `name`, if the model cannot
+        read one, or if `n` texts of each are more than a request may ask for. start: ids before each."""
+        if not 1 <= len(given) <= self.texts // n:
+            most = self.texts // n
+            raise ApiError(f"{name}: a request may ask for 1 to {most} prompts, not {len(given)}", param=name)
+        too_long = ApiError(
+            f"the prompt is longer than the {self.context} tokens that the model reads",
+            param=name,
+            code="context_length_exceeded",
+        )
+        tokenizer, found = self.tokenizer, []
+        for one in given:
+            if isinstance(one, str):
+                # No token stands for more characters than it has bytes: a text that cannot fit is not worth encoding.
+                if len(one) > self.context * int(tokenizer.byte_lengths.max()):
+                    raise too_long
+                try:
+                    prompt = Prompt([*start, *map(int, tokenizer.encode(one))], one)
+                except ValueError as error:
+                    raise ApiError(f"the prompt is not a text: {error}", param=name) from None
+            elif isinstance(one, list) and all(type(i) is int and 0 <= i < tokenizer.vocab_size for i in one):
+                prompt = Prompt([*start, *one], tokenizer.decode(one))
+            else:
+                raise ApiError(
+                    "prompt must be a string, a list of strings, a list of token ids from 0 to "
+                    f"{tokenizer.vocab_size - 1}, or a list of those",
+                    param=name,
+                )
+            if len(prompt.ids) > self.context:
+                raise too_long
+            found.append(prompt)
+        return found
+
+
+@dataclass(frozen=True)
+class Text:
+    """A continuation, and what came of it: its tokens, with the one that ended its document, or that it asked for none."""
+
+    c: Continuation
+    events: list[Event] = field(default_factory=list)
+
+
+class Choice:
+    """One text of an answer, built token by token.
+
+    index: its number within the answer. logprobs: whether the client wants the logarithms of the probabilities.
+    """
+
+    def __init__(self, index: int, tokenizer: Tokenizer, *, logprobs: bool) -> None:
+        self.index, self.logprobs = index, logprobs
+        self._tokenizer = tokenizer
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._decoded = self._certain = 0  # characters: of all tokens, and of the text that was given
+        self._held: deque[tuple[int, GeneratedToken]] = deque()  # with the character at which each begins
+
+    def echo(self, prompt: str, c: Continuation) -> dict[str, Any]:
+        """The part of an answer that repeats the prompt, which a client asks for with `echo`. It comes first.
+
+        The log-probabilities are those of the continuation's `prompt_tokens`, with null for the first token.
+        """
+        logprobs = None
+        if self.logprobs:
+            first = [GeneratedToken(0, token, 0.0, "") for token in c.prompt[:1]]
+            logprobs = self._logprobs([self._placed(token) for token in first + c.prompt_tokens])
+            for name in ("token_logprobs", "top_logprobs"):
+                logprobs[name][:1] = [None] * len(first)
+        self._decoder.reset()
+        self._decoded = self._certain = len(prompt)
+        return {"text": prompt, "index": self.index, "logprobs": logprobs, "finish_reason": None}
+
+    def add(self, event: Event) -> dict[str, Any]:
+        """What the next token adds to the text, as a choice of one chunk of a streamed answer.
+
+        A token is listed in the chunk that holds its first character, and the token that ends a document in the last;
+        the tokens of a stop string are never listed.
+        """
+        self._certain += len(event.text)
+        if isinstance(event, GeneratedToken):
+            self._held.append(self._placed(event))
+        ready = []
+        while self._held and (self._held[0][0] < self._certain or event.finish in ("end", "length")):
+            ready.append(self._held.popleft())
+        return {
+            "text": event.text,
+            "index": self.index,
+            "finish_reason": REASONS.get(event.finish),
+            "logprobs": self._logprobs(ready) if self.logprobs else None,
+        }
+
+    def _placed(self, token: GeneratedToken) -> tuple[int, GeneratedToken]:
+        start = self._decoded
+        self._decoded += len(self._decoder.decode(self._tokenizer.token_bytes[token.id]))
+        return start, token
+
+    def _logprobs(self, tokens: list[tuple[int, GeneratedToken]]) -> dict[str, list[Any]]:
+        found: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        for start, token in tokens:
+            name, own = token_name(self._tokenizer, token.id), log(token.probability)
+            likeliest = {token_name(self._tokenizer, i): log(probability) for i, probability in token.likeliest}
+            found["tokens"].append(name)
+            found["token_logprobs"].append(own)
+            found["top_logprobs"].append({**likeliest, name: own} if likeliest else {})
+            found["text_offset"].append(start)
+        return found
+
+
+def token_name(tokenizer: Tokenizer, token: int) -> str:
+    """The text of a token; OpenAI's form "bytes:\\xe2\\x80" where it is a part of a character."""
+    if token == tokenizer.eod:
+        return END_NAME
+    data = tokenizer.token_bytes[token]
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+
+def log(probability: float) -> float:
+    """The natural logarithm."""
+    return math.log(probability) if probability > 0 else LEAST
+
+
+def joined(chunks: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The chunks of one text joined into one choice."""
+    parts = [chunk["logprobs"] for chunk in chunks]
+    logprobs = None if parts[0] is None else {name: [x for part in parts for x in part[name]] for name in parts[0]}
+    return {**chunks[-1], "text": "".join(chunk["text"] for chunk in chunks), "logprobs": logprobs}
 
 
 @dataclass(frozen=True)
@@ -192,12 +328,17 @@ class CompletionRequest:
 
     def answer(self, texts: Sequence[Text], tokenizer: Tokenizer, head: dict[str, Any]) -> dict[str, Any]:
         """The whole answer, in the form in which the request came. head: identifies it."""
-        prompts = [self.prompts[index // self.n].text if self.echo else None for index in range(len(texts))]
-        choices = [
-            choice_of(index, text, prompts[index], tokenizer, logprobs=self.logprobs)
-            for index, text in enumerate(texts)
-        ]
-        return {**head, "choices": choices, "usage": usage(self, texts)}
+        choices = []
+        for number, text in enumerate(texts):
+            choice = Choice(number, tokenizer, logprobs=self.logprobs)
+            echoed = [choice.echo(self.prompts[number // self.n].text, text.c)] if self.echo else []
+            choices.append(joined([*echoed, *map(choice.add, text.events)]))
+        return {**head, "choices": choices, "usage": self.usage(texts)}
+
+    def usage(self, texts: Sequence[Text]) -> dict[str, int]:
+        """The numbers of tokens, as OpenAI counts them: each prompt once."""
+        read, written = sum(len(prompt.ids) for prompt in self.prompts), sum(len(text.c.ids) for text in texts)
+        return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
 
 
 @dataclass(frozen=True)
@@ -225,78 +366,63 @@ class MegatronRequest(CompletionRequest):
         }
 
 
-def usage(request: CompletionRequest, texts: Sequence[Text]) -> dict[str, int]:
-    """The numbers of tokens, as OpenAI counts them: each prompt once."""
-    read, written = sum(len(prompt.ids) for prompt in request.prompts), sum(len(text.c.ids) for text in texts)
-    return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
+def refuse(*rules: tuple[str, object, str]) -> None:
+    """ApiError for the first rule that is broken: the name of a field, whether it is wrong, and why."""
+    for name, is_wrong, message in rules:
+        if is_wrong:
+            raise ApiError(f"{name}: {message}", param=name)
 
 
-def check_model(asked: str, model: str) -> None:
-    """ApiError if a client asks for a different model than the one that is served."""
-    if asked != model:
-        message = f"the model {reprlib.repr(asked)} does not exist: the one here is {model!r}"
-        raise ApiError(message, param="model", code="model_not_found", status=404)
-
-
-def read_request(body: bytes, *, model: str, tokenizer: Tokenizer, context: int, limits: Limits) -> CompletionRequest:
-    """The request in OpenAI's form that `body` holds, for the model of this name.
-
-    context: tokens that the model reads. Raises ApiError, with the field that is wrong, if it cannot be served.
-    """
+def read_request(body: bytes, offer: Offer) -> CompletionRequest:
+    """The request in OpenAI's form that `body` holds. ApiError, with the field that is wrong, if it cannot be served."""
     asked = parse(CompletionBody, body)
-    check_model(model if asked.model is None else asked.model, model)
-    if asked.n > limits.texts:
-        raise ApiError(f"n must be at most {limits.texts}, not {reprlib.repr(asked.n)}", param="n")
-    if 0 < asked.temperature < 1e-5:
-        raise ApiError("temperature must be 0, or at least 0.00001", param="temperature")
-    if asked.stream_options and not asked.stream:
-        raise ApiError("stream_options is for stream: true", param="stream_options")
-    sampling = Sampling(
-        repetition_penalty=asked.repetition_penalty,
-        temperature=asked.temperature,
-        # The fewest tokens that hold a probability of 0 are the likeliest one; Sampling has 0 for all of them.
-        top_k=asked.top_k if asked.top_p else 1,
-        top_p=asked.top_p,
-        max_new_tokens=limits.length("max_tokens", asked.max_tokens, 16),
-        stop=(asked.stop,) if isinstance(asked.stop, str) else tuple(asked.stop),
-        seed=asked.seed or 0,
-        alternatives=asked.logprobs or 0,
+    offer.check_model(offer.model if asked.model is None else asked.model)
+    length = min(16, offer.max_tokens) if asked.max_tokens is None else asked.max_tokens
+    refuse(
+        ("n", asked.n > offer.texts, f"it must be at most {offer.texts}, not {reprlib.repr(asked.n)}"),
+        ("temperature", 0 < asked.temperature < 1e-5, "it must be 0, or at least 0.00001"),
+        ("stream_options", asked.stream_options and not asked.stream, "it is for stream: true"),
+        ("max_tokens", length > offer.max_tokens, f"it must be at most {offer.max_tokens}, not {reprlib.repr(length)}"),
     )
     prompt = asked.prompt
     is_ids = isinstance(prompt, list) and bool(prompt) and all(type(i) is int for i in prompt)
-    found = prompt if isinstance(prompt, list) and not is_ids else [prompt]
-    limits.check_texts("prompt", len(found), limits.texts // asked.n)
     return CompletionRequest(
-        [read_prompt(one, tokenizer, context) for one in found],
-        sampling,
-        asked.seed is not None,
-        asked.n,
-        asked.echo,
-        asked.logprobs is not None,
-        asked.stream,
-        asked.stream_options is not None and asked.stream_options.include_usage,
+        offer.prompts("prompt", prompt if isinstance(prompt, list) and not is_ids else [prompt], n=asked.n),
+        Sampling(
+            repetition_penalty=asked.repetition_penalty,
+            temperature=asked.temperature,
+            # The fewest tokens that hold a probability of 0 are the likeliest one; Sampling has 0 for all of them.
+            top_k=asked.top_k if asked.top_p else 1,
+            top_p=asked.top_p,
+            max_new_tokens=length,
+            stop=(asked.stop,) if isinstance(asked.stop, str) else tuple(asked.stop),
+            seed=asked.seed or 0,
+            alternatives=asked.logprobs or 0,
+        ),
+        seeded=asked.seed is not None,
+        n=asked.n,
+        echo=asked.echo,
+        logprobs=asked.logprobs is not None,
+        stream=asked.stream,
+        include_usage=asked.stream_options is not None and asked.stream_options.include_usage,
     )
 
 
-def read_megatron_request(
-    body: bytes, *, model: str, tokenizer: Tokenizer, context: int, limits: Limits
-) -> MegatronRequest:
+def read_megatron_request(body: bytes, offer: Offer) -> MegatronRequest:
     """The request in Megatron's form that `body` holds, as `read_request` reads OpenAI's; this one names no model."""
-    asked = parse(MegatronBody, body)
-    limits.check_texts("prompts", len(asked.prompts), limits.texts)
-    length = limits.length("tokens_to_generate", asked.tokens_to_generate, 64)
-    for name, wrong, message in (
+    asked, end = parse(MegatronBody, body), offer.tokenizer.eod
+    most = offer.max_tokens
+    length = min(64, most) if asked.tokens_to_generate is None else asked.tokens_to_generate
+    refuse(
+        ("tokens_to_generate", length > most, f"it must be at most {most}, not {reprlib.repr(length)}"),
         ("tokens_to_generate", not length and not asked.logprobs, "0 asks for nothing without logprobs: true"),
         ("top_p", asked.top_k and asked.top_p, "it cannot be used with top_k"),
         ("top_p_bound", asked.top_p_bound > asked.top_p, "it is above top_p"),
         ("prompts", "" in asked.prompts and not asked.add_BOS, "an empty one needs add_BOS: true"),
-        ("stop_token", asked.stop_token not in (None, tokenizer.eod), f"only {tokenizer.eod} ends a document"),
-    ):
-        if wrong:
-            raise ApiError(f"{name}: {message}", param=name)
-    start = [tokenizer.start] if asked.add_BOS else []
+        ("stop_token", asked.stop_token not in (None, end), f"only {end} ends a document"),
+    )
     return MegatronRequest(
-        [read_prompt(text, tokenizer, context, name="prompts", start=start) for text in asked.prompts],
+        offer.prompts("prompts", asked.prompts, start=[offer.tokenizer.start] if asked.add_BOS else []),
         Sampling(
             temperature=asked.temperature,
             top_k=asked.top_k,
@@ -305,40 +431,7 @@ def read_megatron_request(
             seed=asked.random_seed or 0,
             stop=("\n\n",) if asked.stop_on_double_eol else ("\n",) if asked.stop_on_eol else (),
         ),
-        asked.random_seed is not None,
+        seeded=asked.random_seed is not None,
         echo=True,
         logprobs=asked.logprobs,
     )
-
-
-def read_prompt(
-    prompt: Any, tokenizer: Tokenizer, context: int, *, name: str = "prompt", start: Sequence[int] = ()
-) -> Prompt:
-    """A text, empty for a new document, or token ids. ApiError, of the field `name`, if the model cannot read it.
-
-    start: ids before it.
-    """
-    too_long = ApiError(
-        f"the prompt is longer than the {context} tokens that the model reads",
-        param=name,
-        code="context_length_exceeded",
-    )
-    if isinstance(prompt, str):
-        # No token stands for more characters than it has bytes: a text that cannot fit is not worth encoding.
-        if len(prompt) > context * int(tokenizer.byte_lengths.max()):
-            raise too_long
-        try:
-            ids, text = [int(i) for i in tokenizer.encode(prompt)], prompt
-        except ValueError as error:
-            raise ApiError(f"the prompt is not a text: {error}", param=name) from None
-    elif isinstance(prompt, list) and all(type(i) is int and 0 <= i < tokenizer.vocab_size for i in prompt):
-        ids, text = prompt, tokenizer.decode(prompt)
-    else:
-        raise ApiError(
-            "prompt must be a string, a list of strings, a list of token ids from 0 to "
-            f"{tokenizer.vocab_size - 1}, or a list of those",
-            param=name,
-        )
-    if len(start) + len(ids) > context:
-        raise too_long
-    return Prompt([*start, *ids], text)

@@ -3,6 +3,7 @@ of a text in OpenAI's form."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from collections.abc import Callable
@@ -11,12 +12,13 @@ from typing import Any
 import pytest
 
 from data_utils import build_tokenizer
-from megatron.gpt2.extensions.serve.answer import Choice, joined
 from megatron.gpt2.extensions.serve.request import (
     ApiError,
+    Choice,
     CompletionRequest,
-    Limits,
+    Offer,
     Prompt,
+    joined,
     read_megatron_request,
     read_request,
 )
@@ -24,7 +26,7 @@ from megatron.gpt2.generate.generation import Continuation, GeneratedToken
 from megatron.gpt2.generate.sampling import Sampling
 
 TOKENIZER = build_tokenizer("bytes")
-LIMITS = Limits(max_tokens=100_000, texts=32, body_bytes=1 << 16)
+OFFER = Offer("tiny", TOKENIZER, context=32, max_tokens=100_000, texts=32, body_bytes=1 << 16)
 # Each is answered with an error that names its first field, which is wrong.
 BAD = [
     {"max_tokens": 10**9},
@@ -108,13 +110,11 @@ BAD_FOR_MEGATRON = [
 
 
 def read(fields: dict[str, Any]) -> CompletionRequest:
-    return read_request(json.dumps(fields).encode(), model="tiny", tokenizer=TOKENIZER, context=32, limits=LIMITS)
+    return read_request(json.dumps(fields).encode(), OFFER)
 
 
 def read_megatron(fields: dict[str, Any]) -> CompletionRequest:
-    return read_megatron_request(
-        json.dumps(fields).encode(), model="tiny", tokenizer=TOKENIZER, context=32, limits=LIMITS
-    )
+    return read_megatron_request(json.dumps(fields).encode(), OFFER)
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,7 @@ def test_a_bad_field_is_named(
 )
 def test_what_is_no_json_object(body: bytes) -> None:
     with pytest.raises(ApiError):
-        read_request(body, model="tiny", tokenizer=TOKENIZER, context=32, limits=LIMITS)
+        read_request(body, OFFER)
 
 
 def test_prompts_and_seeds() -> None:
@@ -167,7 +167,7 @@ def test_prompts_and_seeds() -> None:
     assert [c.sampling.seed for c in made.continuations()] == [2**63 - 1, -(2**63)] * 2
     assert len({c.sampling.seed for c in read({"prompt": ["a", "a"], "n": 2}).continuations()}) == 4
     assert read({"top_p": 0, "top_k": 9}).sampling.top_k == 1, "the likeliest alone"
-    least = read_request(b"{}", model="tiny", tokenizer=TOKENIZER, context=32, limits=Limits(8, 1, 99))
+    least = read_request(b"{}", dataclasses.replace(OFFER, max_tokens=8))
     assert least.sampling.max_new_tokens == 8, "what is not asked for is within the limits"
 
 
