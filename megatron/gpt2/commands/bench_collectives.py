@@ -7,16 +7,15 @@ our own, each checked for right values before it is timed. Rank 0 prints.
 docs/how-to/collectives.md says how to read the figures. Exit codes: 0 if all results were right, 1 if one was wrong, 2
 for bad input.
 
-Legend: `n` ranks, `r` a rank, `i` an element's index. Bytes are those that nccl-tests counts: the whole buffer of one
-rank, and all n blocks if an operation has n blocks. The values to check are exact in every dtype, and periodic: [PERIOD]
-of them stand for a block of any length.
+Legend: n ranks, r a rank, i an element's index. Bytes are those that nccl-tests counts: the whole buffer of one rank,
+and all n blocks if an operation has n blocks. The values to check are exact in every dtype, and periodic: PERIOD of
+them stand for a block of any length.
 """
 
 import argparse
 import functools
 import itertools
 import json
-import logging
 import os
 import re
 import time
@@ -31,7 +30,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 import mpu
-from data_utils.command_line import Parser, how_to_call, progress_bar
+from data_utils.command_line import Parser, how_to_call
 from megatron.gpt2.config import require
 from megatron.gpt2.device import DTYPES, PRECISIONS, choose_backend, choose_device, set_threads
 from megatron.gpt2.dist.ranks import Ranks
@@ -48,24 +47,15 @@ FAR_BELOW = 0.5  # of the median of all pairs: a pair or a rank under it is name
 SEGMENT_BYTES, MOST_SEGMENTS = 1 << 19, 8  # of the ring: below, messages cost more than their overlap gains
 PERIOD = 375  # elements; the least that holds both 3 and 125
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}  # relative; for the order of summation
-REDUCTIONS: dict[str, Callable[..., Tensor]] = {
-    "sum": torch.add,
-    "product": torch.mul,
-    "min": torch.minimum,
-    "max": torch.maximum,
-}
-HEADER = (
-    f"{'operation':<18} {'bytes':>9} {'runs':>5} {'median µs':>11} {'p10 – p90 µs':>23} {'algorithm':>10} "
-    f"{'bus GB/s':>9}  result"
-)
+LINE = "{:<18} {:>9} {:>5} {:>11} {:>23} {:>10} {:>9}  {}"  # of the table
+HEADER = LINE.format("operation", "bytes", "runs", "median µs", "p10 – p90 µs", "algorithm", "bus GB/s", "result")
 
 
 class NotMeasured(Exception):
     """Why an operation has no figure, or none from some size on. Every rank raises it alike."""
 
 
-@dataclass(frozen=True)
-class Members:
+class Members(NamedTuple):
     """The ranks of a group, and what their buffers are made of."""
 
     group: ProcessGroup
@@ -73,13 +63,8 @@ class Members:
     dtype: torch.dtype
 
     @property
-    def ranks(self) -> list[int]:
-        """Their numbers in the world."""
-        return dist.get_process_group_ranks(self.group)
-
-    @property
     def n(self) -> int:
-        """How many they are."""
+        """The number of ranks."""
         return self.group.size()
 
     @property
@@ -89,25 +74,20 @@ class Members:
 
     @property
     def partner(self) -> int:
-        """The place of the rank that is this one's counterpart in the other half; the last of an odd number has itself."""
+        """The place of this rank's counterpart in the other half; the last of an odd number has itself."""
         half = self.n // 2
         return self.rank if self.rank == 2 * half else (self.rank + half) % (2 * half)
 
 
-def moved(rank: int, block: int = 0) -> Tensor:
+def moved(rank: int, block: int) -> Tensor:
     """[PERIOD] values by which a block of a rank is recognised: (i + 7 r + 11 block) mod 125."""
     return ((torch.arange(PERIOD) + 7 * rank + 11 * block) % 125).double()
 
 
-def reduced(rank: int, block: int = 0) -> Tensor:
+def reduced(rank: int, block: int) -> Tensor:
     """[PERIOD] values of a rank to reduce: 2^e with e = ±(((i + r² + block) mod 3) - 1), + for even ranks, so that sums
     and products of many ranks stay in range."""
     return torch.pow(2.0, ((torch.arange(PERIOD) + rank * rank + block) % 3 - 1) * (-1) ** rank).double()
-
-
-def periodic(values: Tensor, like: Tensor) -> Tensor:
-    """[PERIOD] -> as many values, and of such a dtype, as the 1-D tensor `like` has."""
-    return values.to(like.device, like.dtype).repeat(-(-like.numel() // PERIOD))[: like.numel()]
 
 
 def ring_all_reduce(tensor: Tensor, *, segments: int | None = None) -> None:
@@ -125,12 +105,10 @@ def ring_all_reduce(tensor: Tensor, *, segments: int | None = None) -> None:
     A chunk of step t + 1 is the one that step t has received. So each chunk travels in segments, and a segment sets
     out as soon as its own sum is there, while those behind it still arrive: sending and adding overlap.
 
-    tensor: contiguous, of the same shape and dtype on every rank, any number of elements. segments: for each chunk, the
+    At least two ranks. tensor: contiguous, of the same shape and dtype on every rank, any number of elements. segments: for each chunk, the
     same on every rank; by default one for each 512 KB, at most 8. An empty segment is not sent.
     """
     n, rank = dist.get_world_size(), dist.get_rank()
-    if n == 1:
-        return
     if segments is None:
         segments = max(1, min(MOST_SEGMENTS, tensor.nbytes // n // SEGMENT_BYTES))
     # pieces[c][j] is segment j of chunk c, a view of [about N / (n · segments)]
@@ -138,7 +116,7 @@ def ring_all_reduce(tensor: Tensor, *, segments: int | None = None) -> None:
     inbox = [torch.empty_like(piece) for piece in pieces[0]]  # no later chunk is longer than the first
 
     def arriving(step: int, j: int) -> tuple[Tensor, Tensor]:
-        """A segment that changes in `step`, and where it is received: beside it while sums are made, else in place."""
+        """A segment that changes in `step`, and where it is received: in `inbox` while sums are made, then in place."""
         piece = pieces[(rank - step - 1) % n][j]
         return piece, inbox[j][: piece.numel()] if step < n - 1 else piece
 
@@ -187,31 +165,33 @@ def all_but_own(n: int) -> float:
 
 
 class Operation(NamedTuple):
-    """An operation on x [blocks, count], which holds `values(rank, block)`, with the result y, which must be
-    `expected(members, values)` in its first blocks. There are n blocks, and y is NaN before, if the bus factor is
-    `all_but_own`; else there is one, and y is x before. bus_factor: of n; None if there is no message. over: the
-    subgroup. messages: how many follow each other in one run, if it is made of send and recv."""
+    """An operation on x [blocks, count], which holds `values(r, block)`, with the result y.
+
+    expected: the first blocks of y, [.., PERIOD], from the blocks [n, blocks, PERIOD] of all ranks and this one's place;
+    None: this rank gets nothing. There are n blocks, and y is NaN before, if bus_factor is `all_but_own`; otherwise
+    there is one, and y is x before. bus_factor: of n; None if there is no message. over: the subgroup. messages: how
+    many follow each other in one run, if it is made of send and recv.
+    """
 
     run: Callable[[Members, Tensor, Tensor], object]
+    expected: Callable[[Tensor, Members], Tensor | None]
     values: Callable[[int, int], Tensor] = moved
-    expected: Callable[[Members], list[Tensor]] = lambda m: []
     bus_factor: Callable[[int], float] | None = lambda n: 1.0
     over: str = ""
     messages: int = 0
 
+    def blocks(self, m: Members) -> int:
+        """How many blocks x and y have."""
+        return m.n if self.bus_factor is all_but_own else 1
 
-def combined(m: Members, kind: str = "sum", block: int = 0) -> list[Tensor]:
-    """The values that reducing a block over all members gives, as one block."""
-    return [functools.reduce(REDUCTIONS[kind], [reduced(rank, block) for rank in m.ranks])]
 
-
-def all_reduce(kind: str = "sum", over: str = "") -> Operation:
+def all_reduce(kind: str, combine: Callable[[Tensor], Tensor] = lambda x: x.sum(0), over: str = "") -> Operation:
     """One buffer, combined over all members."""
-    operation = getattr(dist.ReduceOp, kind.upper())
+    operation = getattr(dist.ReduceOp, kind)
     return Operation(
         lambda m, x, y: dist.all_reduce(y, operation, group=m.group),
+        lambda x, m: combine(x),
         reduced,
-        lambda m: combined(m, kind),
         there_and_on,
         over,
     )
@@ -219,61 +199,55 @@ def all_reduce(kind: str = "sum", over: str = "") -> Operation:
 
 # In the order of the table. The factors are nccl-tests' (doc/PERFORMANCE.md there).
 OPERATIONS = {
-    "broadcast": Operation(
-        lambda m, x, y: dist.broadcast(y, group=m.group, group_src=0), expected=lambda m: [moved(m.ranks[0])]
-    ),
-    **{f"all_reduce_{kind}": all_reduce(kind) for kind in REDUCTIONS},
-    "ring_all_reduce": all_reduce()._replace(run=lambda m, x, y: ring_all_reduce(y), messages=1),
-    "all_reduce_halves": all_reduce(over="halves"),
-    "all_reduce_across": all_reduce(over="across"),
+    "broadcast": Operation(lambda m, x, y: dist.broadcast(y, group=m.group, group_src=0), lambda x, m: x[0]),
+    "all_reduce_sum": all_reduce("SUM"),
+    "all_reduce_product": all_reduce("PRODUCT", lambda x: x.prod(0)),
+    "all_reduce_min": all_reduce("MIN", lambda x: x.amin(0)),
+    "all_reduce_max": all_reduce("MAX", lambda x: x.amax(0)),
+    "ring_all_reduce": all_reduce("SUM")._replace(run=lambda m, x, y: ring_all_reduce(y), messages=1),
+    "all_reduce_halves": all_reduce("SUM", over="halves"),
+    "all_reduce_across": all_reduce("SUM", over="across"),
     "reduce": Operation(
         lambda m, x, y: dist.reduce(y, group=m.group, group_dst=0),
+        lambda x, m: x.sum(0) if m.rank == 0 else None,
         reduced,
-        lambda m: combined(m) if m.rank == 0 else [],
     ),
     "all_gather": Operation(
         lambda m, x, y: all_gather_single(y.view(-1), x[0], group=m.group),
-        moved,
-        lambda m: [moved(r) for r in m.ranks],
-        all_but_own,
+        lambda x, m: x[:, 0],
+        bus_factor=all_but_own,
     ),
     "reduce_scatter": Operation(
         lambda m, x, y: reduce_scatter_single(y[0], x.view(-1), group=m.group),
+        lambda x, m: x.sum(0)[m.rank :][:1],
         reduced,
-        lambda m: combined(m, block=m.rank),
         all_but_own,
     ),
     "gather": Operation(
         lambda m, x, y: dist.gather(x[0], list(y) if m.rank == 0 else None, group=m.group, group_dst=0),
-        moved,
-        lambda m: [moved(r) for r in m.ranks] if m.rank == 0 else [],
-        all_but_own,
+        lambda x, m: x[:, 0] if m.rank == 0 else None,
+        bus_factor=all_but_own,
     ),
     "scatter": Operation(
         lambda m, x, y: dist.scatter(y[0], list(x) if m.rank == 0 else None, group=m.group, group_src=0),
-        moved,
-        lambda m: [moved(m.ranks[0], m.rank)],
-        all_but_own,
+        lambda x, m: x[0, m.rank :][:1],
+        bus_factor=all_but_own,
     ),
     "all_to_all": Operation(
         lambda m, x, y: dist.all_to_all_single(y, x, group=m.group),
-        moved,
-        lambda m: [moved(r, m.rank) for r in m.ranks],
-        all_but_own,
+        lambda x, m: x[:, m.rank],
+        bus_factor=all_but_own,
     ),
-    "send_recv": Operation(send_recv, expected=lambda m: [moved(m.partner)], messages=2),
-    "isend_irecv": Operation(isend_irecv, expected=lambda m: [moved(m.partner)], messages=1),
-    "barrier": Operation(lambda m, x, y: dist.barrier(m.group), bus_factor=None),
+    "send_recv": Operation(send_recv, lambda x, m: x[m.partner], messages=2),
+    "isend_irecv": Operation(isend_irecv, lambda x, m: x[m.partner], messages=1),
+    "barrier": Operation(lambda m, x, y: dist.barrier(m.group), lambda x, m: None, bus_factor=None),
 }
 
 
 @dataclass(frozen=True)
 class Row:
-    """An operation at one size.
-
-    Times are in seconds, of the slowest rank of each run; bandwidths in 1e9 bytes per second, None where there is no
-    message.
-    """
+    """An operation at one size. Times are in seconds, of the slowest rank of each run; bandwidths in 1e9 bytes per
+    second, None if there is no message."""
 
     operation: str
     bytes: int
@@ -287,12 +261,14 @@ class Row:
 
     def __str__(self) -> str:
         """A row of the table, under HEADER."""
-        size = size_name(self.bytes) if self.bytes else ""
-        spread = f"{self.seconds_p10 * 1e6:,.1f} – {self.seconds_p90 * 1e6:,.1f}"
-        algorithm, bus = (f"{x:.3f}" if x else "" for x in (self.algorithm_bandwidth, self.bus_bandwidth))
-        return (
-            f"{self.operation:<18} {size:>9} {self.iterations:>5} {self.seconds * 1e6:>11,.1f} {spread:>23} "
-            f"{algorithm:>10} {bus:>9}  {'ok' if self.correct else 'WRONG'}"
+        return LINE.format(
+            self.operation,
+            size_name(self.bytes) if self.bytes else "",
+            self.iterations,
+            f"{self.seconds * 1e6:,.1f}",
+            f"{self.seconds_p10 * 1e6:,.1f} – {self.seconds_p90 * 1e6:,.1f}",
+            *(f"{x:.3f}" if x else "" for x in (self.algorithm_bandwidth, self.bus_bandwidth)),
+            "ok" if self.correct else "WRONG",
         )
 
 
@@ -305,25 +281,23 @@ def of_all_ranks(value: Any) -> list[Any]:
 
 def prepare(operation: Operation, m: Members, size: int) -> tuple[Tensor, Tensor]:
     """x and y of an operation: `size` bytes each, or as near below as equal blocks come, but one element at least."""
-    blocks = m.n if operation.bus_factor is all_but_own else 1
-    x = torch.empty(blocks, max(1, size // m.dtype.itemsize // blocks), device=m.device, dtype=m.dtype)
-    for number, block in enumerate(x):
-        block.copy_(periodic(operation.values(m.ranks[m.rank], number), block))
+    blocks = operation.blocks(m)
+    count = max(1, size // m.dtype.itemsize // blocks)
+    rank = dist.get_global_rank(m.group, m.rank)
+    values = torch.stack([operation.values(rank, block) for block in range(blocks)])
+    x = values.to(m.device, m.dtype).repeat(1, -(-count // PERIOD))[:, :count].contiguous()
     return x, torch.full_like(x, torch.nan) if blocks > 1 else x.clone()
 
 
 def correct(operation: Operation, m: Members, y: Tensor) -> bool:
     """Whether y is the result of an operation on this rank, within the dtype's rounding."""
-    found = zip(y, operation.expected(m), strict=False)
-    return all(
-        torch.allclose(block, periodic(values, block), rtol=TOLERANCE[m.dtype], atol=0) for block, values in found
-    )
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait for the GPU; on a CPU a call has done its work when it returns."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    blocks, ranks = range(operation.blocks(m)), dist.get_process_group_ranks(m.group)
+    x = torch.stack([torch.stack([operation.values(rank, block) for block in blocks]) for rank in ranks])
+    expected = operation.expected(x, m)
+    if expected is None:
+        return True
+    expected = expected.to(m.device, m.dtype).repeat(1, -(-y.size(1) // PERIOD))[:, : y.size(1)]
+    return torch.allclose(y[: len(expected)], expected, rtol=TOLERANCE[m.dtype], atol=0)
 
 
 def time_run(run: Callable[[], object], device: torch.device, group: ProcessGroup | None = None) -> float:
@@ -332,11 +306,12 @@ def time_run(run: Callable[[], object], device: torch.device, group: ProcessGrou
     The ranks start together, behind a barrier that is not counted. A run ends when its result is there; on a GPU that
     includes the launch and the wait for it.
     """
+    wait = functools.partial(torch.cuda.synchronize, device) if device.type == "cuda" else lambda: None
     dist.barrier(group)
-    synchronize(device)
+    wait()
     start = time.perf_counter()
     run()
-    synchronize(device)
+    wait()
     return time.perf_counter() - start
 
 
@@ -346,14 +321,19 @@ def time_runs(run: Callable[[], object], device: torch.device, runs: int) -> Ten
     return torch.tensor(of_all_ranks(seconds), dtype=torch.float64).amax(0)
 
 
+def check_time(deadline: float, what: str) -> None:
+    """NotMeasured if rank 0's clock is past its deadline."""
+    if of_all_ranks(time.monotonic() >= deadline)[0]:
+        raise NotMeasured(f"{what} not measured within this operation's share of --limit")
+
+
 def measure(name: str, m: Members, size: int, iters: int | None, deadline: float) -> Row:
     """Try, check, then time one operation at one size. Every rank calls it; the deadline is rank 0's.
 
     iters: runs to time, None for as many as fit into RUNS_SECONDS. An operation that the backend lacks raises on every
     rank alike before anything is sent. RuntimeError if only some ranks fail.
     """
-    if of_all_ranks(time.monotonic() >= deadline)[0]:
-        raise NotMeasured(f"{size_name(size)} and above: not measured within this operation's share of --limit")
+    check_time(deadline, f"{size_name(size)} and above:")
     operation, refusal = OPERATIONS[name], ""
     x, y = prepare(operation, m, size)
     run = functools.partial(operation.run, m, x, y)
@@ -377,6 +357,20 @@ def measure(name: str, m: Members, size: int, iters: int | None, deadline: float
     return Row(name, x.nbytes, runs, middle, p10, p90, bandwidth, bandwidth * operation.bus_factor(m.n), right)
 
 
+def measure_sizes(name: str, worlds: dict[str, Members], options: argparse.Namespace, deadline: float) -> Iterator[Row]:
+    """One operation at every size; NotMeasured if it has no figure, or none from some size on."""
+    operation, everyone = OPERATIONS[name], worlds[""]
+    if operation.messages:
+        require_messages(everyone)
+    if operation.over not in worlds:
+        why = "has none of two ranks but itself" if everyone.n == 2 else "does not split into two halves"
+        raise NotMeasured(f"no subgroups to measure: a world of {everyone.n} {why}")
+    size = options.min_bytes
+    while size <= options.max_bytes:
+        yield measure(name, worlds[operation.over], size, options.iters, deadline)
+        size = size * FACTOR if operation.bus_factor else options.max_bytes + 1
+
+
 def require_messages(m: Members) -> None:
     """NotMeasured if the backend has no point-to-point messages.
 
@@ -397,8 +391,7 @@ def measure_pairs(m: Members, deadline: float) -> Tensor:
     message = torch.zeros(PAIRS_BYTES // m.dtype.itemsize, device=m.device, dtype=m.dtype)
     bandwidth = torch.zeros(m.n, m.n, dtype=torch.float64)
     for pair in itertools.permutations(range(m.n), 2):
-        if of_all_ranks(time.monotonic() >= deadline)[0]:
-            raise NotMeasured("not measured within their share of --limit")
+        check_time(deadline, "pairs:")
 
         def there_and_back(pair: tuple[int, ...] = pair) -> None:
             for (sender, receiver), parcel in ((pair, message), (pair[::-1], message[:1])):
@@ -412,35 +405,36 @@ def measure_pairs(m: Members, deadline: float) -> Tensor:
     return bandwidth
 
 
-def slow_pairs(bandwidth: Tensor) -> tuple[list[list[int]], list[int]]:
-    """(the pairs far below the median of all, the ranks with most of their pairs among them, in both directions). Of
-    two ranks neither can be blamed."""
-    n = len(bandwidth)
-    slow = (bandwidth > 0) & (bandwidth < FAR_BELOW * bandwidth[bandwidth > 0].quantile(0.5))
-    ranks = [rank for rank in range(n) if n > 2 and int(slow[rank].sum() + slow[:, rank].sum()) > n - 1]
-    return slow.nonzero().tolist(), ranks
-
-
 def pairs_table(bandwidth: Tensor) -> str:
-    """The matrix, with a * at each slow pair."""
-    slow, _ = slow_pairs(bandwidth)
+    """The matrix of all pairs."""
     lines = [
         f"GB/s from one rank (row) to another (column), {size_name(PAIRS_BYTES)} messages, one pair at a time",
-        " " * 8 + "".join(f"{target:>8} " for target in range(len(bandwidth))),
+        " " * 8 + "".join(f"{target:>9}" for target in range(len(bandwidth))),
     ]
-    for source, row in enumerate(bandwidth.tolist()):
-        cells = (
-            f"{f'{value:.3f}' if value else '-':>8}{'*' if [source, target] in slow else ' '}"
-            for target, value in enumerate(row)
-        )
-        lines.append(f"{source:>7} {''.join(cells)}")
+    lines += [f"{source:>8}" + "".join(f"{x:>9.3f}" for x in row) for source, row in enumerate(bandwidth.tolist())]
     return "\n".join(lines)
 
 
-def verdict(rows: list[Row], missing: dict[str, str], pairs: Tensor | None, hosts: list[str]) -> Iterator[str]:
-    """What to read before a training run; lines that begin with WRONG or SLOW should stop one."""
-    messages = [row for row in rows if row.bus_bandwidth]
-    if messages:
+def slow_pairs(bandwidth: Tensor, hosts: Sequence[str]) -> Iterator[str]:
+    """The range of all pairs, and the ranks and pairs that are far below the median. A rank is slow if most of its pairs
+    are, in both directions. Of two ranks neither can be blamed."""
+    n, values = len(bandwidth), bandwidth[bandwidth > 0]
+    median = values.quantile(0.5)
+    slow = (bandwidth > 0) & (bandwidth < FAR_BELOW * median)
+    count = int(slow.sum()) or "none"
+    yield f"pairs: {values.min():.3f} to {values.max():.3f} GB/s, median {median:.3f}; {count} below half of it"
+    names = [f"rank {rank} on {host}" for rank, host in enumerate(hosts)]
+    slow_ranks = [rank for rank in range(n) if n > 2 and int(slow[rank].sum() + slow[:, rank].sum()) > n - 1]
+    for rank in slow_ranks:
+        yield f"SLOW: {names[rank]}, in most of its pairs"
+    for source, target in slow.nonzero().tolist():
+        if source not in slow_ranks and target not in slow_ranks:
+            yield f"SLOW: {names[source]} to {names[target]}: {bandwidth[source, target]:.3f} GB/s"
+
+
+def verdict(rows: list[Row], missing: dict[str, str]) -> Iterator[str]:
+    """What to read before a training run; a line that begins with WRONG should stop one."""
+    if messages := [row for row in rows if row.bus_bandwidth]:
         least = min(row.bytes for row in messages)
         latencies = [(row.seconds * 1e6, row.operation) for row in messages if row.bytes <= 1.5 * least]
         (low, first), (high, last) = min(latencies), max(latencies)
@@ -451,18 +445,6 @@ def verdict(rows: list[Row], missing: dict[str, str], pairs: Tensor | None, host
     if both := [size for name, size in seconds if name == "ring_all_reduce" and ("all_reduce_sum", size) in seconds]:
         ratio = seconds["all_reduce_sum", both[-1]] / seconds["ring_all_reduce", both[-1]]
         yield f"our ring against the backend's all_reduce, both of {size_name(both[-1])}: {ratio:.2f} times its speed"
-    if pairs is not None:
-        slow, ranks = slow_pairs(pairs)
-        values = pairs[pairs > 0]
-        yield (
-            f"pairs: {values.min():.3f} to {values.max():.3f} GB/s, median {values.quantile(0.5):.3f}; "
-            f"{len(slow) or 'none'} below half of it"
-        )
-        names = [f"rank {rank} on {host}" for rank, host in enumerate(hosts)]
-        yield from (f"SLOW: {names[rank]}, in most of its pairs" for rank in ranks)
-        for source, target in slow:
-            if source not in ranks and target not in ranks:
-                yield f"SLOW: {names[source]} to {names[target]}: {pairs[source, target]:.3f} GB/s"
     if missing:
         yield f"without a figure, see the table: {', '.join(missing)}"
     wrong = [f"{row.operation} of {size_name(row.bytes)}" for row in rows if not row.correct]
@@ -473,21 +455,15 @@ def verdict(rows: list[Row], missing: dict[str, str], pairs: Tensor | None, host
 def plot(rows: list[Row], path: Path, title: str) -> str:
     """Draw bus bandwidth over size into `path`; returns a line that says where the plot is, or why there is none."""
     try:
-        logging.getLogger("matplotlib").setLevel(logging.ERROR)  # it reports its font cache, which is no news of ours
         from matplotlib.figure import Figure
     except ImportError:
         return f"no plot: matplotlib is not installed; {path.with_suffix('.json').name} has the figures"
     figure = Figure(figsize=(9, 5.5), dpi=120, layout="constrained")
     axes = figure.subplots()
-    for number, (name, points) in enumerate(itertools.groupby(rows, lambda row: row.operation)):
-        drawn = [(row.bytes, row.bus_bandwidth) for row in points if row.bus_bandwidth]
-        if drawn:
-            axes.plot(*zip(*drawn, strict=True), "o-" if number < 10 else "s--", markersize=4, label=name)
-    axes.set_xscale("log", base=2)
-    axes.set(yscale="log", xlabel="bytes", ylabel="bus bandwidth (GB/s)", title=title)
-    axes.grid(True, color="#dddddd")
-    if axes.lines:
-        figure.legend(loc="outside right upper", frameon=False, fontsize=8)
+    for name, points in itertools.groupby([row for row in rows if row.bus_bandwidth], lambda row: row.operation):
+        axes.loglog(*zip(*((row.bytes, row.bus_bandwidth) for row in points), strict=True), "o-", label=name)
+    axes.set(xlabel="bytes", ylabel="bus bandwidth (GB/s)", title=title)
+    figure.legend(loc="outside right upper")
     figure.savefig(path)
     return f"plot: {path}"
 
@@ -555,30 +531,13 @@ def make_worlds(device: torch.device, dtype: torch.dtype) -> dict[str, Members]:
     return {name: Members(group, device, dtype) for name, group in groups.items() if group}
 
 
-def measure_sizes(name: str, worlds: dict[str, Members], options: argparse.Namespace, deadline: float) -> Iterator[Row]:
-    """One operation at every size; NotMeasured if it has no figure, or none from some size on."""
-    operation, everyone = OPERATIONS[name], worlds[""]
-    if operation.messages:
-        require_messages(everyone)
-    if operation.over not in worlds:
-        why = "has none of two ranks but itself" if everyone.n == 2 else "does not split into two halves"
-        raise NotMeasured(f"no subgroups to measure: a world of {everyone.n} {why}")
-    size = options.min_bytes
-    while size <= options.max_bytes:
-        yield measure(name, worlds[operation.over], size, options.iters, deadline)
-        size = size * FACTOR if operation.bus_factor else options.max_bytes + 1
-
-
 def bench(options: argparse.Namespace, worlds: dict[str, Members], where: str) -> int:
     """Measure all that is asked for and report it; returns the exit code."""
-    everyone, backend = worlds[""], dist.get_backend()
-    hosts = of_all_ranks(os.uname().nodename)
+    everyone, hosts = worlds[""], of_all_ranks(os.uname().nodename)
     chosen = [name for name in [*OPERATIONS, "pairs"] if name in options.operations]
-    bar = progress_bar(seen=everyone.rank == 0, total=len(chosen), unit="operation", leave=False)
 
     def log(line: object) -> None:
         if everyone.rank == 0:
-            bar.clear()
             print(line, flush=True)
 
     count = len(set(hosts))
@@ -586,7 +545,7 @@ def bench(options: argparse.Namespace, worlds: dict[str, Members], where: str) -
     log(f"{what}; torch {torch.__version__}\n\n{HEADER}")
     rows: list[Row] = []
     missing: dict[str, str] = {}
-    pairs = None
+    pairs, lines = None, list[str]()
     end = time.monotonic() + options.limit
     for number, name in enumerate(chosen):
         now = time.monotonic()
@@ -595,6 +554,7 @@ def bench(options: argparse.Namespace, worlds: dict[str, Members], where: str) -
             if name == "pairs":
                 pairs = measure_pairs(everyone, deadline)
                 log(f"\n{pairs_table(pairs)}")
+                lines += slow_pairs(pairs, hosts)
             else:
                 for row in measure_sizes(name, worlds, options, deadline):
                     rows.append(row)
@@ -602,13 +562,11 @@ def bench(options: argparse.Namespace, worlds: dict[str, Members], where: str) -
         except NotMeasured as reason:
             missing[name] = str(reason)
             log(f"{name:<18} {reason}")
-        bar.update()
-    bar.close()
-    lines = list(verdict(rows, missing, pairs, hosts))
+    lines += verdict(rows, missing)
     log("\n" + "\n".join(lines))
     if everyone.rank == 0 and options.output:
         record = {
-            "backend": backend,
+            "backend": dist.get_backend(),
             "device": everyone.device.type,
             "dtype": options.dtype,
             "torch": torch.__version__,
