@@ -90,7 +90,7 @@ def processor_seconds() -> float:
 def run_arm(arm: str, path: str, scratch: str) -> tuple[float, float]:
     """Elapsed and processor seconds of one arm. What one process loads once, modules and vocabulary, is not counted.
     GPT-2's vocabulary is from the user's cache or $GPT2_VOCAB, a folder."""
-    from data_utils.preprocessing import preprocess as preprocessing
+    from data_utils import preprocessing
     from data_utils.tokenizers import find_gpt2_files, gpt2
 
     vocab, merges = map(str, find_gpt2_files(None, None, os.environ.get("GPT2_VOCAB")))

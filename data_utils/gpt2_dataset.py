@@ -1,8 +1,10 @@
-"""Samples of `seq_length + 1` tokens, inputs and labels in one: of one text, of a blend of texts, and in Megatron's order.
+"""Samples of `seq_length + 1` tokens, inputs and labels in one: of one text, of a blend of texts, and in Megatron's
+order.
 
 A blend has a fixed count of samples of each component in every block of BLOCK samples: its weight's share by largest
 remainder. A Feistel permutation chosen by the seed places them in the block, alike in every block. So a number leads to
-its sample in O(1), and each component is read as if it were alone: a permutation of its own in each of its epochs.
+its sample in O(1), and each component is read as if it were the only one: a permutation of its own in each of its
+epochs.
 
 The order of today's Megatron (`megatron.core.datasets.gpt_dataset.GPTDataset`) is for those who compare with it. All
 documents of all epochs are shuffled together and laid end to end. A sample begins every seq_length tokens of that, and
@@ -120,7 +122,7 @@ def parse_blend(words: Sequence[str], flag: str) -> tuple[list[str], list[float]
     found = [weight for weight in weights if weight is not None and 0 < weight < math.inf]
     if len(found) < len(weights):
         raise ValueError(
-            f"{flag} {' '.join(words)}: give prefixes alone, or a weight above 0 before each of them, "
+            f"{flag} {' '.join(words)}: give only prefixes, or a weight above 0 before each of them, "
             "such as 0.7 a 0.3 b"
         )
     return list(words[1::2]), found
@@ -143,70 +145,47 @@ def block_counts(weights: Sequence[float], names: Sequence[str], flag: str) -> n
     return counts
 
 
-class BlendedOrder:
-    """Global sample number -> index in the components laid end to end, without an end.
+class BlendedDataset:
+    """Several datasets mixed: sample number -> row, in an order that `seed` chooses. A loader needs no other order.
 
-    sizes: samples of each component. counts: int64 [components], from `block_counts`.
+    For training (`wrap`) it has no end. For evaluation no component is shuffled, and it ends before one would repeat.
+
+    counts: int64 [components], from `block_counts`.
     """
 
-    def __init__(self, sizes: Sequence[int], counts: np.ndarray, seed: int, shuffle: bool = True) -> None:
-        self._sizes, self._counts = np.array(sizes), counts
-        self._starts = np.cumsum(self._sizes) - self._sizes
-        self._orders = [SampleOrder(size, seed + number, shuffle) for number, size in enumerate(sizes)]
+    def __init__(self, components: Sequence[GPT2Dataset], counts: np.ndarray, *, wrap: bool, seed: int = 0) -> None:
+        self.components, self._counts = tuple(components), counts
+        self.seq_length = components[0].seq_length
+        self.num_tokens = sum(component.num_tokens for component in components)
+        sizes = np.array(list(map(len, components)))
+        self._orders = [SampleOrder(int(size), seed + number, wrap) for number, size in enumerate(sizes)]
         # For each place in a block: its component, and how many samples of the component come before it.
         self._component = np.searchsorted(np.cumsum(counts), permute(np.arange(BLOCK), BLOCK, seed_key(seed)), "right")
         self._before = np.empty(BLOCK, dtype=np.int64)
         for number, count in enumerate(counts):
             self._before[self._component == number] = np.arange(count)
+        self._len = int(sizes.sum())
+        if not wrap:  # where each component's second epoch would begin
+            blocks, left = np.divmod(sizes, counts)
+            places = [np.flatnonzero(self._component == number)[rest] for number, rest in enumerate(left)]
+            self._len = int((blocks * BLOCK + places).min())
 
-    def __call__(self, numbers: np.ndarray) -> np.ndarray:
-        blocks, places = np.divmod(numbers, BLOCK)
-        component = self._component[places]
-        number = blocks * self._counts[component] + self._before[places]  # of the component's own samples
-        indices = np.empty_like(numbers)
-        for which, order in enumerate(self._orders):
-            own = component == which
-            indices[own] = self._starts[which] + order(number[own])
-        return indices
-
-    def until_one_repeats(self) -> int:
-        """How many samples there are before a component begins its second epoch."""
-        blocks, left = np.divmod(self._sizes, self._counts)
-        firsts = [np.flatnonzero(self._component == which)[rest] for which, rest in enumerate(left)]
-        return int((blocks * BLOCK + firsts).min())
-
-
-class BlendedDataset:
-    """Several datasets laid end to end, for a `BlendedOrder` to choose from.
-
-    For evaluation (`wrap` False) the samples are in such an order already, not shuffled within a component, and end
-    before one of the components would repeat.
-    """
-
-    def __init__(self, components: Sequence[GPT2Dataset], counts: np.ndarray, *, wrap: bool) -> None:
-        self.components = tuple(components)
-        self.seq_length = components[0].seq_length
-        self.num_tokens = sum(component.num_tokens for component in components)
-        self._counts = counts
-        self._ends = np.cumsum([len(component) for component in components])
-        self._order = None if wrap else self.order(0, shuffle=False)
-        self._len = int(self._ends[-1]) if self._order is None else self._order.until_one_repeats()
-
-    def order(self, seed: int, shuffle: bool = True) -> BlendedOrder:
-        """The order in which training reads the components; evaluation leaves `shuffle` off."""
-        return BlendedOrder([len(component) for component in self.components], self._counts, seed, shuffle)
+    def shuffled(self, seed: int) -> "BlendedDataset":
+        """The same components for training, in the order of another seed."""
+        return BlendedDataset(self.components, self._counts, wrap=True, seed=seed)
 
     def __len__(self) -> int:
         return self._len
 
-    def rows(self, indices: np.ndarray) -> np.ndarray:
+    def rows(self, numbers: np.ndarray) -> np.ndarray:
         """int64 [k] -> int64 [k, seq_length + 1]."""
-        indices = indices if self._order is None else self._order(indices)
-        which = np.searchsorted(self._ends, indices, "right")
-        rows = np.empty((len(indices), self.seq_length + 1), dtype=np.int64)
-        for number, component in enumerate(self.components):
+        blocks, places = np.divmod(numbers, BLOCK)
+        which = self._component[places]
+        own_numbers = blocks * self._counts[which] + self._before[places]  # of the component's own samples
+        rows = np.empty((len(numbers), self.seq_length + 1), dtype=np.int64)
+        for number, (component, order) in enumerate(zip(self.components, self._orders, strict=True)):
             own = which == number
-            rows[own] = component.rows(indices[own] - (self._ends[number] - len(component)))
+            rows[own] = component.rows(order(own_numbers[own]))
         return rows
 
 

@@ -22,6 +22,7 @@ consecutive parts: the parts of a large `.bin` were hashed by many workers, and 
 is the sha256 of everything before it.
 """
 
+import contextlib
 import hashlib
 import os
 import shutil
@@ -85,10 +86,11 @@ class IndexedDatasetBuilder:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        if kind is None:
-            self.finish()
-        else:
-            self.abandon()
+        with contextlib.ExitStack() as undo:
+            undo.callback(self.abandon)
+            if kind is None:
+                self.finish()
+                undo.pop_all()
 
     def __len__(self) -> int:
         """Documents."""
@@ -144,7 +146,8 @@ class IndexedDatasetBuilder:
 
     def abandon(self) -> None:
         """Close and remove what was written."""
-        self._bin.close()
+        with contextlib.suppress(OSError):  # a full disk
+            self._bin.close()
         for suffix in (".bin", ".idx"):
             Path(self.prefix + suffix).unlink(missing_ok=True)
 

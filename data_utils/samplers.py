@@ -56,7 +56,7 @@ def seed_key(seed: int) -> np.ndarray:
 
 
 def _round(half: np.ndarray, key: np.ndarray) -> np.ndarray:
-    """Two multiplications: after one alone, halves that differ in a bit would differ alike under nearly every key."""
+    """Two multiplications: after only one, halves that differ in a bit would differ alike under nearly every key."""
     half = (half ^ key) * np.uint64(0x9E3779B97F4A7C15)
     return ((half ^ (half >> 32)) * np.uint64(0xBF58476D1CE4E5B9)) >> 32
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from data_utils.corpora.documents import BUILTIN, MOST_BAD_LINES, Log, files_of
+from data_utils.corpora import BUILTIN, MOST_BAD_LINES, Log, files_of
 from data_utils.files import fingerprint_of
 from data_utils.gpt2_dataset import (
     BLOCK,
@@ -55,7 +55,7 @@ class Splits:
     def training_samples(self, seed: int, num_samples: int) -> tuple[Samples, Order]:
         """The dataset and the order that a `BatchLoader` takes to train on `num_samples` samples in all."""
         if isinstance(self.train, BlendedDataset):
-            return self.train, self.train.order(seed)
+            return self.train.shuffled(seed), np.asarray
         if self.train_documents is not None:
             return MegatronSamples(self.train, self.train_documents, seed=seed, num_samples=num_samples), np.asarray
         return self.train, SampleOrder(len(self.train), seed)
@@ -150,7 +150,7 @@ def build_splits(
     ValueError names --split or the file instead. log: gets a line at a time.
     """
     files = {
-        name: [file for path in paths for file in files_of(path, f"--{name}-data")]
+        name: files_of(paths, f"--{name}-data")
         for name, paths in zip(NAMES, (train_data, valid_data, test_data), strict=True)
     }
     prefixes = dict(zip(NAMES, (data_path, valid_data_path, test_data_path), strict=True))

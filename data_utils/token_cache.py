@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from data_utils.command_line import progress_bar
-from data_utils.corpora.documents import (
+from data_utils.corpora import (
     BUILTIN,
     MOST_BAD_LINES,
     Log,

@@ -4,14 +4,13 @@ The shards depend only on the files, not on the number of workers. A file holds 
 or the rows of a Parquet file.
 """
 
-import glob
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from data_utils.corpora.documents import (
+from data_utils.corpora import (
     BOM,
     MANIFESTS,
     compression_of,
@@ -49,29 +48,11 @@ class FileRange:
 Shard = tuple[FileRange, ...]
 
 
-def expand(inputs: Sequence[str]) -> list[str]:
-    """The files that `inputs` name: files, glob patterns, and folders. The files of a folder are taken in the order of
-    their names; hidden ones are left out, and so are the manifests that a stage of tools/openwebtext leaves there.
-    FileNotFoundError or ValueError names --input."""
-    found: list[str] = []
-    for name in inputs:
-        if os.path.isdir(name):
-            paths = sorted(
-                str(path)
-                for path in Path(name).rglob("*")
-                if path.is_file()
-                and not any(part.startswith(".") or part == MANIFESTS for part in path.relative_to(name).parts)
-            )
-        else:
-            paths = [name] if os.path.exists(name) else sorted(glob.glob(name))
-        if not paths:
-            missing = "the folder holds no file" if os.path.isdir(name) else "no such file"
-            raise FileNotFoundError(f"--input {name}: {missing}")
-        found += paths
-    for path in found:
-        if not os.access(path, os.R_OK):
-            raise ValueError(f"--input {path}: may not be read by this user")
-    return found
+def all_files(folder: Path) -> list[Path]:
+    """The files of a folder and its subfolders, sorted by name. Hidden ones are left out, and so are the manifests that
+    a stage of tools/openwebtext leaves there."""
+    found = sorted((path.relative_to(folder) for path in folder.rglob("*") if path.is_file()), key=str)
+    return [folder / path for path in found if not any(part[0] == "." or part == MANIFESTS for part in path.parts)]
 
 
 def whole_file(path: str, keys: tuple[str, ...]) -> FileRange:

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from data_utils.corpora.documents import BUILTIN, MOST_BAD_LINES, Log, documents, files_of, utf8
+from data_utils.corpora import BUILTIN, MOST_BAD_LINES, Log, documents, files_of, utf8
 from data_utils.files import file_lock, fingerprint_of, one_line, replacing
 from data_utils.files.inert_pickle import read_pickle
 
@@ -271,7 +271,7 @@ def ensure_sentencepiece_model(
     the others wait for it. ValueError or FileNotFoundError names a flag."""
     if Path(model_file).exists():
         return
-    files = [file for path in train_data for file in files_of(path, "--train-data")] or [BUILTIN]
+    files = files_of(train_data, "--train-data") or [BUILTIN]
 
     def texts() -> Iterator[str]:
         size = 0

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
-from data_utils.corpora.documents import utf8
+from data_utils.corpora import utf8
 from data_utils.files import fingerprint_of, one_line
 from data_utils.tokenizers.base import Tokenizer
 

@@ -16,7 +16,7 @@ import pytest
 
 from data_utils import IndexedDataset, IndexedDatasetBuilder, files
 from data_utils.indexed_dataset import ForeignBin, open_tokens, token_dtype, write_manifest
-from data_utils.preprocessing.preprocess import merge
+from data_utils.preprocessing import merge
 from tests.data_utils.made import write, write_pair
 
 torch = pytest.importorskip("torch")
@@ -235,6 +235,13 @@ def test_a_text_is_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch: pyt
     with pytest.raises(OSError, match="no space left"):
         files.replace_text(path, "new")
     assert path.read_bytes() == "é?\n".encode() and [*tmp_path.iterdir()] == [path]
+
+
+def test_a_pair_that_cannot_be_finished_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "fsync", lambda descriptor: os.stat("nowhere"))
+    with pytest.raises(FileNotFoundError):
+        write_pair(tmp_path / "a", DOCUMENTS)
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_versions_on_disk_are_those_of_the_table(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from data_utils import (
     permute,
     samplers,
 )
-from data_utils.gpt2_dataset import BLOCK, BlendedOrder, block_counts, parse_blend
+from data_utils.gpt2_dataset import BLOCK, block_counts, parse_blend
 from tests.data_utils.made import BYTES, write_pair
 
 # --- the order
@@ -299,36 +299,48 @@ def test_counts_of_a_block_are_within_one_of_the_weights() -> None:
         block_counts([1.0, 1e-5], ["a", "b"], "--data-path")
 
 
+class Part(Numbered):
+    """Of each sample it shows its number and the part."""
+
+    seq_length = 1
+    num_tokens = 0
+
+    def __init__(self, value: int, size: int) -> None:
+        self.value, self.size = value, size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def rows(self, indices: np.ndarray) -> np.ndarray:
+        return np.column_stack([indices, np.full(len(indices), self.value)])
+
+
+def blend(sizes: list[int], counts: list[int], **more: Any) -> BlendedDataset:
+    parts: Any = [Part(number, size) for number, size in enumerate(sizes)]
+    return BlendedDataset(parts, np.array(counts), **more)
+
+
 def test_every_block_has_its_counts_and_every_part_its_own_epochs() -> None:
-    sizes, counts = [900, 5000, 37], np.array([7000, 2990, 10])
-    order = BlendedOrder(sizes, counts, seed=3)
-    indices = order(np.arange(4 * BLOCK))
-    which = np.searchsorted(np.cumsum(sizes), indices, "right")
-    for block in which.reshape(4, BLOCK):
-        assert np.bincount(block).tolist() == counts.tolist()
+    sizes, counts = [900, 5000, 37], [7000, 2990, 10]
+    made = blend(sizes, counts, wrap=True)
+    rows = made.shuffled(3).rows(np.arange(4 * BLOCK))
+    for block in rows[:, 1].reshape(4, BLOCK):
+        assert np.bincount(block).tolist() == counts
         assert all(abs(np.mean(tenth == 0) - 0.7) < 0.1 for tenth in block.reshape(10, -1))  # mixed, not in a row
     for number, size in enumerate(sizes):
-        expected = SampleOrder(size, 3 + number)(np.arange(int(4 * counts[number])))
-        assert (indices[which == number] - sum(sizes[:number]) == expected).all()
-    assert not np.array_equal(BlendedOrder(sizes, counts, seed=4)(np.arange(BLOCK)), indices[:BLOCK])
+        expected = SampleOrder(size, 3 + number)(np.arange(4 * counts[number]))
+        assert (rows[rows[:, 1] == number, 0] == expected).all()
+    assert len(made) == sum(sizes) and not np.array_equal(made.shuffled(4).rows(np.arange(BLOCK)), rows[:BLOCK])
     for place in (0, 1, 777, BLOCK, 3 * BLOCK + 5):  # any number leads to its sample at once
-        assert order(np.arange(place, place + 3)).tolist() == indices[place : place + 3].tolist()
-
-
-def part(value: int, samples: int, *, wrap: bool) -> GPT2Dataset:
-    """Samples whose first tokens are their numbers, followed by `value`."""
-    tokens = np.full(samples * 4 + 1, value, dtype=np.uint16)
-    tokens[:-1:4] = np.arange(samples) % 200
-    return GPT2Dataset(tokens, 0, len(tokens), 4, BYTES, wrap=wrap)
+        assert (made.shuffled(3).rows(np.arange(place, place + 3)) == rows[place : place + 3]).all()
 
 
 def test_evaluation_reads_by_the_weights_and_nothing_twice() -> None:
-    parts = [part(251, 60, wrap=False), part(252, 5000, wrap=False)]
-    blend = BlendedDataset(parts, np.array([5000, 5000]), wrap=False)
-    rows = blend.rows(np.arange(len(blend)))
-    assert (rows[rows[:, 1] == 251, 0] == np.arange(60)).all()  # all of the first, in order
-    assert abs((rows[:, 1] == 252).sum() - 60) < 25 and (rows != MISSING).all()
-    assert len({tuple(row) for row in rows}) == len(rows)
+    made = blend([60, 5000], [5000, 5000], wrap=False)
+    rows = made.rows(np.arange(len(made)))
+    assert (rows[rows[:, 1] == 0, 0] == np.arange(60)).all()  # all of the first, in order
+    second = rows[rows[:, 1] == 1, 0]
+    assert abs(len(second) - 60) < 25 and (second == np.arange(len(second))).all()
 
 
 def splits(**more: Any) -> Any:

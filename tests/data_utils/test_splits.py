@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from data_utils import MISSING, build_splits, unigram_bits_per_byte, xz_bits_per_byte
-from data_utils.corpora.documents import builtin_documents
+from data_utils.corpora import builtin_documents
 from data_utils.indexed_dataset import write_manifest
 from data_utils.splits import cut, parse_split
 from tests.data_utils.made import BYTES, write, write_lines, write_pair

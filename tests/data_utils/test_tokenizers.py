@@ -18,7 +18,7 @@ import pytest
 
 import data_utils
 from data_utils import Tokenizer, build_tokenizer, load_tokenizer, train_sentencepiece
-from data_utils.corpora.documents import builtin_documents
+from data_utils.corpora import builtin_documents
 from data_utils.tokenizers import find_gpt2_files, gpt2
 from data_utils.tokenizers.base import (
     FACTS_FILE,

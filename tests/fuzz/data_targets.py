@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from data_utils.corpora.documents import default_key, documents, read_corpora
+from data_utils.corpora import default_key, documents, read_corpora
 from data_utils.files import INDENTED_SEAL
 from data_utils.indexed_dataset import IndexedDatasetBuilder, TokenFile, open_tokens
 from data_utils.preprocessing.inputs import cut, records, whole_file

@@ -12,7 +12,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from data_utils.corpora.documents import BUILTIN, files_of
+from data_utils.corpora import BUILTIN, files_of
 from data_utils.files import hash_file
 from megatron.gpt2.checkpoint.reader import Checkpoint
 from megatron.gpt2.commands.inference import ModelParser, check_scores, open_model, record, write_record
@@ -62,7 +62,7 @@ def arguments(argv: Sequence[str], log: Log) -> tuple[argparse.Namespace, Argume
     require(args.seq_length is None or args.seq_length >= 1, f"--seq-length must be positive, not {args.seq_length}")
     for path in args.valid_data:
         require(path != BUILTIN, f"--valid-data {path}: the built-in corpus is trained on; give a file")
-    args.valid_data = [file for path in args.valid_data for file in files_of(path, "--valid-data")]
+    args.valid_data = files_of(args.valid_data, "--valid-data")
     check_scores(args)
     return args, training
 

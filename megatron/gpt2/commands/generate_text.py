@@ -21,7 +21,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from data_utils.command_line import progress_bar
-from data_utils.corpora.documents import check_exists
+from data_utils.corpora import check_exists
 from megatron.gpt2.commands.inference import ModelParser, check_shared, open_model
 from megatron.gpt2.config import require
 from megatron.gpt2.dist.ranks import Ranks

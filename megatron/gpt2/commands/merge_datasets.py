@@ -9,7 +9,7 @@ with their .bin.
 from pathlib import Path
 
 from data_utils.command_line import Parser
-from data_utils.preprocessing.preprocess import merge
+from data_utils.preprocessing import merge
 
 GPT2_EOD = 50256
 

@@ -19,8 +19,8 @@ import numpy as np
 
 from data_utils import IndexedDataset
 from data_utils.command_line import Parser
-from data_utils.corpora.documents import MOST_BAD_LINES
-from data_utils.preprocessing.preprocess import Job, preprocess
+from data_utils.corpora import MOST_BAD_LINES
+from data_utils.preprocessing import Job, preprocess
 from data_utils.tokenizers import KINDS
 
 BAR = 40  # characters

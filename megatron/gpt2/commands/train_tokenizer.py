@@ -15,7 +15,7 @@ from typing import Any
 
 from data_utils import ensure_sentencepiece_model, tokenizers
 from data_utils.command_line import Parser
-from data_utils.corpora.documents import BUILTIN, builtin_documents, documents, files_of
+from data_utils.corpora import BUILTIN, builtin_documents, documents, files_of
 from data_utils.tokenizers.gpt2 import BUILTIN_FILE, END_OF_TEXT
 
 
@@ -80,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if given.kind == "builtin":
         train_builtin(given.output, given.vocab_size)
     elif given.kind == "bpe":
-        files = [file for path in given.train_data or [BUILTIN] for file in files_of(path, "--train-data")]
+        files = files_of(given.train_data or [BUILTIN], "--train-data")
         texts = (text for path in files for text in documents(path, given.text_key, print))
         train_bpe(given.vocab_file, given.merge_file, given.vocab_size, texts)
     else:

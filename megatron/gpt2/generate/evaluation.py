@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 
 from data_utils import Tokenizer
+from data_utils.corpora import documents, is_json
 from data_utils.corpora.detokenizers import ptb_detokenizer, wikitext_detokenizer
-from data_utils.corpora.documents import documents, is_json
 from megatron.gpt2.generate.scoring import Window, score, windows_over
 from megatron.gpt2.model.gpt2 import GPT2Model
 from megatron.gpt2.monitor.reporting import perplexity

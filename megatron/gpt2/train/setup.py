@@ -28,7 +28,7 @@ from data_utils import (
     ensure_sentencepiece_model,
     load_tokenizer,
 )
-from data_utils.corpora.documents import find_corpora
+from data_utils.corpora import find_corpora
 from megatron.gpt2 import device as devices
 from megatron.gpt2.checkpoint.folder import find_checkpoint, refuse_foreign
 from megatron.gpt2.checkpoint.local import assemble

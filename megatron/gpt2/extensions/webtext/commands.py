@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from data_utils.corpora.documents import TEXT_SUFFIX
+from data_utils.corpora import TEXT_SUFFIX
 from data_utils.files import hash_file
 from data_utils.splits import parse_split
 from data_utils.tokenizers import build_tokenizer
@@ -166,7 +166,7 @@ def filter_ngrams(argv: Argv = None) -> None:
         "--evaluation-key", default="text", metavar="KEY", help="the JSON field that holds their text (default: text)"
     )
     args = parser.parse_args(argv)
-    args.evaluation_files = find_files(args.evaluation)
+    args.evaluation_files = find_files(args.evaluation, "--evaluation")
     args.evaluation = {path.name: hash_file(path) for path in args.evaluation_files}
     runs, too_short = filters.evaluation_runs(args.evaluation_files, args.evaluation_key)
     log(
@@ -185,7 +185,7 @@ def merge_jsons(argv: Argv = None) -> None:
     parser.add_argument("--data_path", "--data-path", required=True, metavar="INPUT", help="a file, a folder or a glob")
     parser.add_argument("--output_file", "--output-file", required=True, type=Path, metavar="FILE", help="to write")
     args = parser.parse_args(argv)
-    files, path = find_files([args.data_path]), args.output_file
+    files, path = find_files([args.data_path], "--data_path"), args.output_file
     if path in files:
         raise ValueError(f"--output_file {path} is one of the files to merge: name it elsewhere")
     args.output, args.name = path.parent, path.name

@@ -1,8 +1,10 @@
 """The work of the stages that take one document, or one address, after the other."""
 
 import argparse
+import bisect
 import functools
 import hashlib
+import itertools
 import json
 import re
 from collections.abc import Callable, Iterator
@@ -131,7 +133,7 @@ def cleanup(run: ShardRun) -> None:
     for document in run.documents():
         text = document["text"] = fix_text(document["text"]).strip()
         if not text:
-            run.drop("empty once mended", document)
+            run.drop("empty once fixed", document)
         elif not has_tokens(tokenizer, text, args.min_tokens):
             run.drop(f"fewer than {args.min_tokens} tokens", document)
         elif args.language != "any" and (found := language_of(text)) != args.language:
@@ -186,10 +188,9 @@ def split(run: ShardRun) -> None:
     """The hash of a document's text and of --seed says where it goes: it stays there when the corpus grows, and equal
     texts stay together."""
     shares = list(map(Fraction, run.args.shares))
-    ends = [sum(shares[: number + 1]) for number in range(len(shares))]  # the last is their sum
+    ends = list(itertools.accumulate(shares))  # the last is their sum
     for document in run.documents():
         key = str(run.args.seed).encode()
         digest = hashlib.blake2b(document["text"].encode("utf-8"), digest_size=8, key=key).digest()
         place = Fraction(int.from_bytes(digest, "little"), 2**64) * ends[-1]
-        name = next(name for name, end in zip(SPLITS, ends, strict=True) if place < end)
-        run.write(document, f"{name}.jsonl")
+        run.write(document, f"{SPLITS[bisect.bisect_right(ends, place)]}.jsonl")

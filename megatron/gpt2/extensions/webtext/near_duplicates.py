@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from data_utils.corpora.documents import JSON_SUFFIXES
+from data_utils.corpora import JSON_SUFFIXES
 from megatron.gpt2.extensions.webtext.shards import Document, Shard, ShardRun, as_line, label, read_at
 
 SHINGLE = 5
@@ -236,7 +236,7 @@ def remove(run: ShardRun) -> None:
     first, count = first_numbers(table)[places[0]], table[places[0]]["documents"]
     for number, document in enumerate(run.documents()):
         if number >= count:
-            raise ValueError(f"{file} was searched for duplicates up to document {count} alone: give the same --limit")
+            raise ValueError(f"{file} was searched for duplicates only up to document {count}: give the same --limit")
         if first + number in to_remove(path):
             run.drop("near-duplicate of an earlier document", document)
         else:

@@ -15,7 +15,6 @@ document a line, a .txt file is one document; both may be compressed.
 import argparse
 import contextlib
 import errno
-import glob
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -24,12 +23,12 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from data_utils.corpora.documents import (
+from data_utils.corpora import (
     HOPELESS_LINES,
     JSON_SUFFIXES,
     MANIFESTS,
     TEXT_SUFFIX,
-    documents_in,
+    files_of,
     json_object,
     open_bytes,
     text_of,
@@ -78,19 +77,10 @@ def stem(path: Path) -> str:
     return name.stem if name.suffix in (*JSON_SUFFIXES, TEXT_SUFFIX) else name.name
 
 
-def find_files(given: Sequence[str]) -> tuple[Path, ...]:
-    """All files that the entries name, sorted. An entry is a file, a folder or a glob; a folder stands for its files
-    with a suffix of JSON or text, without its subfolders. FileNotFoundError if an entry names none."""
-    found: set[Path] = set()
-    for entry in given:
-        path = Path(entry)
-        files = documents_in(path) if path.is_dir() else [Path(name) for name in glob.glob(entry, recursive=True)]
-        files = [file for file in files or [path] if file.is_file()]
-        if not files:
-            place = " in this folder" if path.is_dir() else ""
-            raise FileNotFoundError(f"{entry}: there is no file of JSON lines or text{place}")
-        found.update(files)
-    return tuple(sorted(found))
+def find_files(given: Sequence[str], flag: str = "INPUT") -> tuple[Path, ...]:
+    """All files that the entries name, each once, sorted. An entry is a file, a folder or a glob; a folder stands for
+    its files with a suffix of JSON or text, without its subfolders. FileNotFoundError names the flag."""
+    return tuple(sorted(set(map(Path, files_of(given, flag)))))
 
 
 def find_shards(given: str, *, join_texts: bool = True) -> list[Shard]:

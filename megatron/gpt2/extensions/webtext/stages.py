@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from data_utils.command_line import ROOT, Parser, progress_bar
-from data_utils.corpora.documents import COMPRESSED_SUFFIXES, JSON_SUFFIXES, MOST_BAD_LINES, TEXT_SUFFIX
+from data_utils.corpora import COMPRESSED_SUFFIXES, JSON_SUFFIXES, MOST_BAD_LINES, TEXT_SUFFIX
 from data_utils.files import file_lock
 from data_utils.worker_processes import by_processes, count_work
 from megatron.gpt2.extensions.webtext.shards import UNREADABLE, Shard, Stage, find_shards, run_shard, whole

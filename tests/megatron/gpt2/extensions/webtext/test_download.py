@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gzip
 import socket
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -12,6 +15,7 @@ import pytest
 pytest.importorskip("aiohttp", reason="the extra [curate] is not installed")
 from megatron.gpt2.extensions.webtext.download import Extractors, Page, Refused, fetch, session, text_of
 
+DRIP = b"a byte now and then, without end"
 OK = b"HTTP/1.1 200 OK\r\nContent-Type: text/html; charset=latin-1\r\n"
 
 
@@ -32,7 +36,12 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, list[bytes]]]
                 return
             connection.recv(65536)
             if answers:
-                connection.sendall(answers.pop(0))
+                body, drips, _ = answers.pop(0).partition(DRIP)
+                connection.sendall(body)
+                with contextlib.suppress(OSError):
+                    while drips:
+                        time.sleep(0.02)
+                        connection.sendall(b"x")
                 connection.close()
             else:
                 held.append(connection)
@@ -47,10 +56,14 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, list[bytes]]]
         connection.close()
 
 
+def refusal(url: str) -> str | None:
+    return "site without text" if "facebook" in url else None
+
+
 def get(url: str, max_bytes: int = 100_000, seconds: float = 60.0) -> Page:
     async def with_client() -> Page:
         async with session() as client:
-            return await fetch(client, url, max_bytes, seconds, lambda url: None)
+            return await fetch(client, url, max_bytes, seconds, refusal)
 
     return asyncio.run(with_client())
 
@@ -71,6 +84,7 @@ def test_a_page_and_redirects(server: tuple[str, list[bytes]]):
         (b"HTTP/1.1 200 OK\r\nContent-Type: image/png\r\n\r\nx", "no page of text"),
         (OK + b"Content-Length: 100001\r\n\r\n", "too large"),
         (OK + b"\r\n" + 100_001 * b"x", "too large"),
+        (OK + b"Content-Encoding: gzip\r\n\r\n" + gzip.compress(bytes(1_000_000)), "too large"),
         (OK + b"Content-Length: 10\r\n\r\nabc", "broken answer"),
         (OK + b"Transfer-Encoding: chunked\r\n\r\n30\r\nabc", "broken answer"),
         (OK + b"Content-Encoding: gzip\r\n\r\nabc", "broken answer"),
@@ -80,19 +94,24 @@ def test_a_page_and_redirects(server: tuple[str, list[bytes]]):
         (b"HTTP/1.1 200 OK\r\n" + b"X: " + 70_000 * b"y" + b"\r\n\r\n", "broken answer"),
         (b"", "connection failed"),
         (b"HTTP/1.1 302 Found\r\nLocation: http://[\r\n\r\n", "malformed address"),
+        (b"HTTP/1.1 302 Found\r\nLocation: http://www.facebook.com/\r\n\r\n", "redirected: site without text"),
+        (b"HTTP/1.1 302 Found\r\nLocation: /\r\n\r\n", "more than 5 redirects"),
     ],
 )
 def test_reasons(server: tuple[str, list[bytes]], answer: bytes, reason: str):
     address, answers = server
-    answers += [answer, answer]  # aiohttp asks twice if the connection is lost
+    answers += [answer] * 6  # redirects; and aiohttp asks twice if the connection is lost
     with pytest.raises(Refused) as refused:
         get(address)
     assert str(refused.value) == reason
 
 
-def test_a_server_that_says_nothing(server: tuple[str, list[bytes]]):
+@pytest.mark.parametrize("answer", [None, OK + b"\r\n" + DRIP, OK + b"X-More: " + DRIP])
+def test_a_server_that_takes_too_long(server: tuple[str, list[bytes]], answer: bytes | None):
+    address, answers = server
+    answers += [answer] if answer else []
     with pytest.raises(Refused, match="too slow"):
-        get(server[0], 1000, 0.3)
+        get(address, seconds=0.3)
 
 
 def test_hosts_that_are_not_there(server: tuple[str, list[bytes]]):
