@@ -1,4 +1,4 @@
-"""What the cells of distributed.ipynb call. A notebook is one process, so ranks are started beside it, from a file:
+"""Helpers for the cells of distributed.ipynb. A notebook is one process, so each helper starts ranks from a file:
 
 show("ranks.py")                                # the text of an example
 start("examples/collectives.py")                # python with these words
@@ -37,8 +37,8 @@ def show(file: str) -> object:
 
 
 def start(*words: str, seconds: float = 600) -> None:
-    """Run `python WORDS` in the project's folder and print its lines as they come; of an error the last line. It is
-    ended after so many seconds, and when the cell is interrupted."""
+    """Run `python WORDS` in the project's folder, and print its lines, or the last line of an error. It ends after
+    `seconds`, or when the cell is interrupted."""
     paths = [str(EXAMPLES), *filter(None, [os.environ.get("PYTHONPATH")])]
     with tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(
@@ -78,7 +78,7 @@ def start(*words: str, seconds: float = 600) -> None:
 
 
 def change(file: str, old: str, new: str, seconds: float = 60) -> None:
-    """Run a copy of an example in which `new` stands in the place of `old`. ValueError where `old` is not there."""
+    """Run a copy of an example with `old` replaced by `new`. Raises ValueError if the example has no `old`."""
     text = (EXAMPLES / file).read_text(encoding="utf-8")
     if old not in text:
         raise ValueError(f"examples/{file} has no {old!r}")
@@ -86,8 +86,8 @@ def change(file: str, old: str, new: str, seconds: float = 60) -> None:
 
 
 def on_ranks(function: Callable[[int, int], None], world_size: int = 2, seconds: float = 60) -> None:
-    """Call function(rank, world_size) in `world_size` processes. Its text goes into a file that knows torch, dist and
-    say, and nothing else of the notebook."""
+    """Call function(rank, world_size) in `world_size` processes. Its text goes into a file that imports only torch,
+    dist and say."""
     source = textwrap.dedent(inspect.getsource(function))
     main = f"if __name__ == '__main__':\n    run({function.__name__}, {world_size})\n"
     _start_text(f"{HEADER}{source}\n\n{main}", seconds)

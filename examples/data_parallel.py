@@ -24,7 +24,7 @@ def train(x: torch.Tensor, y: torch.Tensor, average: bool) -> tuple[list[float],
                 dist.all_reduce(parameter.grad)
                 parameter.grad /= dist.get_world_size()
             loss = loss.detach()
-            dist.all_reduce(loss)  # for the log alone: the mean over the whole batch
+            dist.all_reduce(loss)  # only for the log: the mean over the whole batch
             loss /= dist.get_world_size()
         optimizer.step()
         losses.append(loss.item())

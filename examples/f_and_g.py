@@ -8,8 +8,8 @@ from torch.nn.functional import gelu
 
 
 class F(torch.autograd.Function):
-    """f, before the column-split matrix. Forward: nothing. Backward: the ranks' gradients are added, because each rank
-    knows only how its own columns depend on x."""
+    """f, before the column-split matrix. Forward: nothing. Backward: the ranks' gradients are added, because each
+    rank computes only the part of its columns."""
 
     @staticmethod
     def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor) -> Tensor:
@@ -40,7 +40,7 @@ class G(torch.autograd.Function):
 def main(rank: int, world_size: int) -> None:
     h, width = 6, 8
     x, up, down = torch.randn(3, h), torch.randn(width, h), torch.randn(h, width)
-    # As nn.Linear does, `up` is stored [out, in]: A of the page is up.T, and the columns of A are the rows of `up`.
+    # `up` is stored [out, in], like the weight of nn.Linear: A of the page is up.T, and the columns of A are the rows of `up`.
     whole = x.clone().requires_grad_()
     expected = gelu(whole @ up.T) @ down.T
     expected.sum().backward()

@@ -1,4 +1,4 @@
-"""An all-reduce of our own. Each rank sends to its right neighbour alone, so no rank is busier than another."""
+"""An all-reduce from sends and receives. Each rank sends only to its right neighbour, so all ranks are equally busy."""
 
 import torch
 import torch.distributed as dist

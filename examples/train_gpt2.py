@@ -40,7 +40,7 @@ class GPT2(nn.Module):
         x = self.positions(self.words(tokens))
         for layer in self.layers:
             x = layer(x)
-        x = mpu.copy_to_model_parallel_region(self.norm(x))  # f: each rank goes on with its own columns
+        x = mpu.copy_to_model_parallel_region(self.norm(x))  # f: the head is split by columns
         return nn.functional.linear(x, self.words.weight)  # the head is the table of embeddings
 
 

@@ -15,12 +15,12 @@ BRANCH = 506  # width of half a layer
 
 
 def whole(x: float, width: float, lines: list[str]) -> list[str]:
-    """What every rank computes alike: one box over both lanes."""
+    """One box over both lanes, for a computation that every rank repeats."""
     return box(x, LANES[0], width, LANES[1] + LANE - LANES[0], lines, edge=GREY, fill=WHOLE)
 
 
 def split(x: float, width: float, of_rank: list[list[str]]) -> list[str]:
-    """What each rank computes with its own part of the weights."""
+    """A box in each lane, for a computation with the rank's part of the weights."""
     return [
         line
         for top, edge, lines in zip(LANES, RANKS, of_rank, strict=True)

@@ -31,13 +31,13 @@ def middle(index: int) -> float:
 
 
 def sent(top: float, first: int, last: int, words: list[str], color: str) -> list[str]:
-    """What a group sends, below the boxes `first` to `last`."""
+    """A box for a message, below the boxes `first` to `last`."""
     x, end = COMPUTED[first][0], COMPUTED[last][0] + COMPUTED[last][1]
     return box(x, top, end - x, SENT, words, edge=color)
 
 
 def step() -> str:
-    """What each rank computes in a training step, and below it what the groups send meanwhile."""
+    """The drawing: computation of a rank in a training step, and below it the messages of the groups."""
     parts = [text(WIDTH / 2, 24, "One training step", size=16, bold=True)]
     for y, words in (
         (TOP + HIGH / 2, ("each rank", "computes")),
